@@ -1,0 +1,1 @@
+"""Fold batch normalisation into dense and sparse convolutions, found by data flow."""

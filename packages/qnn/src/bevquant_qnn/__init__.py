@@ -1,0 +1,1 @@
+"""Quantized modules and the rewriting of float models into them."""

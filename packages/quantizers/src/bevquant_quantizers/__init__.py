@@ -1,0 +1,1 @@
+"""Fake quantizers and calibrators, compatible with pytorch-quantization."""

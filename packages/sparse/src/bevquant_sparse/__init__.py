@@ -1,0 +1,1 @@
+"""Sparse convolution on CPU and CUDA: weight layouts, rulebooks, differentiable kernels."""
