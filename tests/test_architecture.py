@@ -1,0 +1,82 @@
+"""The folder tree says what the design says: imports point down, and each package stands alone."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MEMBERS = sorted(p.parent for p in ROOT.glob("*/*/pyproject.toml"))
+MAY_IMPORT = {
+    "bevquant_sparse": set(),
+    "bevquant_fusion": {"bevquant_sparse"},
+    "bevquant_quantizers": set(),
+    "bevquant_qnn": {"bevquant_sparse", "bevquant_fusion", "bevquant_quantizers"},
+    "bevfusion_quant": {
+        "bevquant_sparse",
+        "bevquant_fusion",
+        "bevquant_quantizers",
+        "bevquant_qnn",
+    },
+}
+LATE = {"spconv", "pytorch_quantization", "modelopt"}
+
+
+def package_of(member: Path) -> str:
+    (package,) = [p.name for p in (member / "src").iterdir() if (p / "__init__.py").exists()]
+    return package
+
+
+def imports(tree: ast.AST) -> set[str]:
+    """Top-level names that a syntax tree imports anywhere below it."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            names.add(node.module.split(".")[0])
+    return names
+
+
+@pytest.mark.parametrize("member", MEMBERS, ids=lambda m: m.name)
+def test_imports_point_down(member: Path) -> None:
+    package = package_of(member)
+    for path in (member / "src").rglob("*.py"):
+        ours = {n for n in imports(ast.parse(path.read_text())) if re.match(r"bev(quant|fusion)_", n)}
+        assert ours - {package} <= MAY_IMPORT[package], path
+
+
+@pytest.mark.parametrize("member", MEMBERS, ids=lambda m: m.name)
+def test_declared_dependencies_are_those_imported(member: Path) -> None:
+    project = tomllib.loads((member / "pyproject.toml").read_text())["project"]
+    declared = {re.split(r"[\[><=! ]", d)[0].replace("-", "_") for d in project["dependencies"]}
+    sources = (member / "src").rglob("*.py")
+    imported = set().union(*(imports(ast.parse(p.read_text())) for p in sources))
+    package = package_of(member)
+    assert {n for n in imported if n in MAY_IMPORT} - {package} <= declared
+
+
+@pytest.mark.parametrize("member", MEMBERS, ids=lambda m: m.name)
+def test_importing_a_package_imports_no_optional_library(member: Path) -> None:
+    script = f"import sys, {package_of(member)}; print(*{{m.split('.')[0] for m in sys.modules}})"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert not LATE & set(run.stdout.split())
+
+
+def test_no_drawer_modules() -> None:
+    drawers = {"core", "common", "utils", "helpers", "misc"}
+    named = [p for m in MEMBERS for p in m.rglob("*.py") if p.stem.strip("_") in drawers]
+    assert named == []
+
+
+def test_public_names_are_listed_and_exist() -> None:
+    for member in MEMBERS:
+        package = package_of(member)
+        script = f"import {package} as p; [getattr(p, n) for n in p.__all__]"
+        subprocess.run([sys.executable, "-c", script], check=True)
