@@ -1,0 +1,146 @@
+"""Fake quantization: quantize to integers and back, in one differentiable step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+__all__ = ["fake_quantize"]
+
+# Upstream's threshold: below the smallest float16 above zero a range counts as zero.
+_SMALLEST_AMAX = 1.0 / (1 << 24)
+
+
+def fake_quantize(
+    x: Tensor,
+    amax: Tensor | float,
+    num_bits: int = 8,
+    unsigned: bool = False,
+    narrow_range: bool = True,
+    axis: int | Sequence[int] | None = None,
+) -> Tensor:
+    r"""Round to the integers of `num_bits` bits and return to floating point.
+
+    .. math:: y = \operatorname{clamp}(\operatorname{round}(x s), q_\min, q_\max) / s,
+              \quad s = q_\max / \text{amax}
+
+    Bit for bit what ``pytorch_quantization.tensor_quant.fake_tensor_quant`` 2.1.3 computes.
+    Rounding is half to even, after the multiplication and before the clamp. The clamp range is
+    −127…127 for eight signed bits, −128…127 with ``narrow_range=False``, 0…255 when unsigned.
+    Where amax is at most 2⁻²⁴ the output is zero. float16 is computed in float32.
+
+    The gradient passes straight through where \|x\| ≤ amax and is zero elsewhere. Where amax asks
+    for a gradient it gets what a clip to [−amax, amax] gives: the gradients above the range minus
+    those below (PACT, arXiv 1805.06085).
+
+    Args:
+        x: Values, any shape, float.
+        amax: Largest absolute value represented: a number, a tensor that broadcasts to `x`, or,
+            with `axis`, one value for each index of these axes.
+        num_bits: Bits of the integer, sign included.
+        unsigned: Use 0…2^num_bits − 1. Negative inputs are then an error.
+        narrow_range: Leave out the most negative integer, so that the range is symmetric.
+        axis: Axis or axes of `x` that `amax` runs over, where its shape does not say so.
+
+    Returns:
+        A tensor shaped and typed as `x`.
+
+    Raises:
+        ValueError: A negative amax, or one whose shape does not fit.
+        TypeError: A negative input while unsigned, or an input that is not floating point.
+
+    Examples:
+        >>> import torch
+        >>> fake_quantize(torch.tensor([0.3, -1.0, 9.0]), torch.tensor(1.27))
+        tensor([ 0.3000, -1.0000,  1.2700])
+    """
+    if not x.is_floating_point():
+        raise TypeError(
+            f"fake_quantize needs floating-point input, got {x.dtype}: convert it first"
+        )
+    if not isinstance(amax, Tensor):
+        amax = torch.tensor(amax, dtype=torch.float32, device=x.device)
+    if axis is not None:
+        amax = _along(amax, x, axis)
+    y: Tensor = _FakeQuantize.apply(x, amax, num_bits, unsigned, narrow_range)[0]  # type: ignore[no-untyped-call]
+    return y
+
+
+def _along(amax: Tensor, x: Tensor, axis: int | Sequence[int]) -> Tensor:
+    """Reshape amax so that it broadcasts to x along `axis`."""
+    axes = {a % x.dim() for a in ([axis] if isinstance(axis, int) else axis)}
+    shape = [size if i in axes else 1 for i, size in enumerate(x.shape)]
+    if list(amax.shape) == shape or amax.numel() == 1:
+        return amax
+    if amax.numel() != torch.Size(shape).numel():
+        raise ValueError(
+            f"amax of shape {tuple(amax.shape)} does not fit axis {axis} of an input of shape "
+            f"{tuple(x.shape)}: expected {tuple(shape)}"
+        )
+    return amax.reshape(shape)
+
+
+def _bounds(num_bits: int, unsigned: bool, narrow_range: bool) -> tuple[float, float]:
+    top = 2.0 ** (num_bits - 1 + int(unsigned)) - 1.0
+    return (0.0 if unsigned else -top if narrow_range else -top - 1.0), top
+
+
+def _scales(amax: Tensor, top: float) -> tuple[Tensor, Tensor]:
+    """Return the scale to multiply with and the scale to divide by: 0 and 1 where amax is 0."""
+    if amax.dtype == torch.half:
+        amax = amax.float()
+    if bool((amax < 0).any()):
+        raise ValueError(f"amax must not be negative, its smallest value is {amax.min().item():g}")
+    # A tensor over a tensor: a Python number over a tensor would be a reciprocal times the number.
+    scale = torch.full((), top, dtype=torch.float32, device=amax.device) / amax
+    dead = amax <= _SMALLEST_AMAX
+    return scale.masked_fill(dead, 0.0), scale.masked_fill(dead, 1.0)
+
+
+def _quantize_dequantize(
+    x: Tensor, amax: Tensor, num_bits: int, unsigned: bool, narrow_range: bool
+) -> Tensor:
+    if unsigned and bool((x < 0).any()):
+        raise TypeError(
+            f"negative values (down to {x.min().item():g}) in unsigned quantization: "
+            "use a signed quantizer, or put it after the ReLU"
+        )
+    low, top = _bounds(num_bits, unsigned, narrow_range)
+    up, down = _scales(amax, top)
+    wide = x.float() if x.dtype == torch.half else x
+    q = torch.clamp((wide * up).round_(), low, top)
+    return q.to(torch.half) / down.to(torch.half) if x.dtype == torch.half else q / down.to(x.dtype)
+
+
+class _FakeQuantize(Function):
+    @staticmethod
+    def forward(
+        x: Tensor, amax: Tensor, num_bits: int, unsigned: bool, narrow_range: bool
+    ) -> tuple[Tensor, Tensor]:
+        y = _quantize_dequantize(x, amax, num_bits, unsigned, narrow_range)
+        return y, x.abs() <= amax
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        x, amax = inputs[:2]
+        inside = output[1]
+        ctx.mark_non_differentiable(inside)
+        ctx.amax_shape = amax.shape
+        # x itself is needed for its sign alone, and only where amax learns.
+        ctx.save_for_backward(inside, *([x] if ctx.needs_input_grad[1] else []))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad = grads[0]
+        inside, *rest = ctx.saved_tensors
+        grad_x = grad_amax = None
+        if ctx.needs_input_grad[0]:
+            grad_x = torch.where(inside, grad, 0.0)
+        if ctx.needs_input_grad[1]:
+            outside = torch.where(inside, 0.0, grad * rest[0].sign())
+            grad_amax = outside.sum_to_size(ctx.amax_shape)
+        return grad_x, grad_amax, None, None, None

@@ -1,0 +1,167 @@
+"""Exact histograms of absolute values, with bins that grow and merge without losing a count."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["AbsHistogram", "abs_histogram", "add_counts", "merge_bins"]
+
+
+@dataclass(frozen=True)
+class AbsHistogram:
+    """Counts of absolute values, and what was met on the way.
+
+    A value v lies in base bin ``floor(v · bins / upper)``, in float32 as `torch.histc` computes it
+    (`upper` itself lies in the last bin); ``counts[i]`` counts the base bins
+    ``i·2**shift … (i+1)·2**shift − 1``. The bin of a value thus depends on (bins, upper, shift)
+    alone, whichever batch it came in: histograms of equal (bins, upper) add exactly, in any order.
+
+    Attributes:
+        counts: int64 [num_bins], on the CPU. As many as the largest value needs, at least those
+            up to `upper`.
+        bins: Base bins in [0, upper].
+        upper: Upper edge of base bin ``bins − 1``; 0 where no nonzero value has set it yet (every
+            value is then a zero and lies in bin 0).
+        shift: How often neighbouring bins were merged in pairs.
+        max: Largest finite absolute value, 0 where there is none.
+        values: Finite values counted.
+        zeros: How many of them are 0.
+        nans: NaNs met (not counted).
+        infs: Infinities met (not counted).
+    """
+
+    counts: Tensor
+    bins: int
+    upper: float
+    shift: int
+    max: float
+    values: int
+    zeros: int
+    nans: int
+    infs: int
+
+
+def abs_histogram(
+    x: Tensor,
+    bins: int = 2048,
+    upper: float | None = None,
+    *,
+    shift: int = 0,
+    max_bins: int = 1 << 15,
+) -> AbsHistogram:
+    r"""Count \|x\| in bins of equal width.
+
+    With ``upper=None`` the largest value sets the width and the counts are those of
+    ``torch.histc(x.abs(), bins, 0, x.abs().max())``, exact beyond 2²⁴ too. A value above `upper`
+    gets bins of the same width appended; where more than `max_bins` would be needed, neighbours
+    are merged in pairs (`shift` counts how often), so that memory stays bounded.
+
+    Args:
+        x: Values, any shape and device; taken as float32.
+        bins: Bins in [0, upper].
+        upper: The range of an earlier call on the same quantity; None or 0 to take the largest
+            value found.
+        shift: `AbsHistogram.shift` of the histogram so far; the result's is never smaller.
+        max_bins: Most counts to return.
+
+    Returns:
+        The histogram; NaN and Inf are left out and their numbers reported.
+
+    Raises:
+        ValueError: `bins`, `shift` or `upper` out of range, or `max_bins` below `bins`.
+
+    Examples:
+        >>> import torch
+        >>> abs_histogram(torch.tensor([-3.0, 0.0, 1.0, 4.0]), bins=4).counts
+        tensor([1, 1, 0, 2])
+        >>> grown = abs_histogram(torch.tensor([9.0]), bins=4, upper=4.0)
+        >>> grown.counts.numel(), grown.max
+        (10, 9.0)
+    """
+    if bins < 1 or max_bins < bins or shift < 0:
+        raise ValueError(
+            f"need 1 <= bins <= max_bins and shift >= 0, got bins={bins}, max_bins={max_bins}, "
+            f"shift={shift}"
+        )
+    if upper is not None and not 0.0 <= upper < math.inf:
+        raise ValueError(f"upper must be finite and not negative, got {upper}")
+    return _torch_histogram(x.detach(), bins, upper or 0.0, shift, max_bins)
+
+
+def _torch_histogram(x: Tensor, bins: int, upper: float, shift: int, max_bins: int) -> AbsHistogram:
+    a = x.reshape(-1).to(torch.float32).abs()
+    nans = int(a.isnan().sum())
+    infs = int(a.isinf().sum())
+    if nans or infs:
+        a = a[a.isfinite()]
+    largest = float(a.max()) if a.numel() else 0.0
+    zeros = int((a == 0).sum())
+    upper = upper or largest
+    if upper == 0.0:
+        counts = torch.zeros(-(-bins >> shift), dtype=torch.int64)
+        counts[0] = zeros
+    else:
+        shift, size = plan_bins(largest, bins, upper, shift, max_bins)
+        index = _bin_index(a, bins, upper, shift, largest)
+        counts = torch.bincount(index, minlength=size).cpu()
+    return AbsHistogram(counts, bins, upper, shift, largest, a.numel(), zeros, nans, infs)
+
+
+def wide_bins(bins: int, upper: float) -> bool:
+    """Say whether float32 would overflow below `upper`, so that bins are computed in float64."""
+    return upper * bins > 3.0e38
+
+
+def plan_bins(
+    largest: float, bins: int, upper: float, shift: int, max_bins: int
+) -> tuple[int, int]:
+    """Return the shift, and the number of merged bins, that hold `largest`."""
+    top = bins - 1.0
+    if largest > upper:
+        top = max(largest * bins / upper, float(bins))
+    while math.ldexp(top, -shift) >= max_bins:
+        shift += 1
+    return shift, max(-(-bins // (1 << shift)), int(math.ldexp(top, -shift)) + 1)
+
+
+def _bin_index(a: Tensor, bins: int, upper: float, shift: int, largest: float) -> Tensor:
+    # A one-element tensor: CUDA would multiply by the reciprocal of a number.
+    edge = torch.full((1,), upper, dtype=torch.float32, device=a.device)
+    if wide_bins(bins, upper):
+        a, edge = a.double(), edge.double()
+    index = (a * bins / edge).to(torch.int64).clamp_(max=bins - 1) >> min(shift, 62)
+    if largest > upper:
+        above = a > upper
+        far = (a[above].double() * bins / edge.double()).clamp_(min=bins)
+        index[above] = (far * 2.0**-shift).to(torch.int64)
+    return index
+
+
+def merge_bins(counts: Tensor, times: int) -> Tensor:
+    """Merge neighbouring bins of the last axis in pairs, `times` times over: no count is lost.
+
+    >>> import torch
+    >>> merge_bins(torch.tensor([1, 2, 3]), 1)
+    tensor([3, 3])
+    """
+    if times == 0:
+        return counts
+    step = 1 << min(times, 62)
+    size = counts.shape[-1]
+    if step >= size:
+        return counts.sum(-1, keepdim=True)
+    padded = torch.nn.functional.pad(counts, (0, -size % step))
+    return padded.reshape(*counts.shape[:-1], -1, step).sum(-1)
+
+
+def add_counts(a: Tensor, b: Tensor) -> Tensor:
+    """Add two count vectors of one bin width; the longer one's length."""
+    if a.shape[-1] < b.shape[-1]:
+        a, b = b, a
+    total = a.clone()
+    total[..., : b.shape[-1]] += b
+    return total
