@@ -1,0 +1,167 @@
+"""The arithmetic of a convolution's grid: normalised parameters, output shape, their checks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Checked parameters of one sparse convolution or pooling, one entry per spatial axis.
+
+    Per axis, with input coordinate ``i``, output coordinate ``o`` and kernel index ``k``:
+    a convolution pairs ``i = o·stride − padding + k·dilation``, a transposed one
+    ``o = i·stride − padding + k·dilation`` (torch's and spconv's definitions). SubM is the
+    convolution with ``o`` restricted to the input coordinates and the kernel centred.
+    """
+
+    batch_size: int
+    in_shape: tuple[int, ...]
+    out_shape: tuple[int, ...]
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    output_padding: tuple[int, ...]
+    subm: bool
+    transposed: bool
+
+    @property
+    def ndim(self) -> int:
+        return len(self.in_shape)
+
+    @property
+    def kernel_volume(self) -> int:
+        return math.prod(self.kernel_size)
+
+
+def make_geometry(
+    spatial_shape: Sequence[int],
+    kernel_size: int | Sequence[int],
+    stride: int | Sequence[int],
+    padding: int | Sequence[int],
+    dilation: int | Sequence[int],
+    output_padding: int | Sequence[int],
+    *,
+    subm: bool,
+    transposed: bool,
+    batch_size: int,
+) -> Geometry:
+    """Expand scalars, check every value and compute the output shape."""
+    in_shape = _as_tuple("spatial_shape", spatial_shape, None, minimum=1)
+    ndim = len(in_shape)
+    if not 1 <= ndim <= 4:
+        raise ValueError(
+            f"spatial_shape={in_shape} has {ndim} axes; sparse convolutions of rank 1 to 4 are "
+            "supported"
+        )
+    kernel = _as_tuple("kernel_size", kernel_size, ndim, minimum=1)
+    steps = _as_tuple("stride", stride, ndim, minimum=1)
+    pads = _as_tuple("padding", padding, ndim, minimum=0)
+    dilations = _as_tuple("dilation", dilation, ndim, minimum=1)
+    out_pads = _as_tuple("output_padding", output_padding, ndim, minimum=0)
+    if batch_size < 1 or batch_size > INT32_MAX:
+        raise ValueError(f"batch_size={batch_size}: expected a positive int32")
+    if not transposed and any(out_pads):
+        raise ValueError(
+            f"output_padding={out_pads} has a meaning for a transposed convolution only; "
+            "pass transposed=True or leave it 0"
+        )
+    if subm:
+        out_shape, pads = _subm_shape(in_shape, kernel, steps, dilations, transposed)
+    elif transposed:
+        out_shape = _deconv_shape(in_shape, kernel, steps, pads, out_pads)
+    else:
+        out_shape = _conv_shape(in_shape, kernel, steps, pads, dilations)
+    _check_out_shape(out_shape, in_shape, kernel, steps, pads, dilations, out_pads)
+    return Geometry(
+        batch_size, in_shape, out_shape, kernel, steps, pads, dilations, out_pads, subm, transposed
+    )
+
+
+def _as_tuple(
+    name: str, value: int | Sequence[int], ndim: int | None, *, minimum: int
+) -> tuple[int, ...]:
+    if ndim is not None and not isinstance(value, Iterable):
+        value = (value,) * ndim
+    values = tuple(value)  # type: ignore[arg-type]
+    if ndim is not None and len(values) != ndim:
+        raise ValueError(
+            f"{name}={values} has {len(values)} entries for {ndim} spatial axes; pass one integer "
+            "or one per axis"
+        )
+    for entry in values:
+        # numpy integers and 0-d tensors have __index__; floats such as 3.0 do not.
+        if isinstance(entry, bool) or not hasattr(entry, "__index__"):
+            raise TypeError(f"{name}={values}: expected integers, got {type(entry).__name__}")
+    ints = tuple(int(entry) for entry in values)
+    if any(not minimum <= entry <= INT32_MAX for entry in ints):
+        raise ValueError(f"{name}={ints}: every entry must lie in {minimum}…{INT32_MAX}")
+    return ints
+
+
+def _subm_shape(
+    in_shape: tuple[int, ...],
+    kernel: tuple[int, ...],
+    stride: tuple[int, ...],
+    dilation: tuple[int, ...],
+    transposed: bool,
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Output shape and the implied padding: SubM kernels are centred whatever ``padding`` says."""
+    if transposed:
+        raise ValueError("a SubM convolution cannot be transposed; pass subm=False")
+    if any(step != 1 for step in stride):
+        raise ValueError(
+            f"a SubM convolution keeps its input's coordinates, so its stride must be 1, "
+            f"not {stride}; use a strided SparseConv"
+        )
+    if any(size % 2 == 0 for size in kernel):
+        raise ValueError(
+            f"kernel_size={kernel}: a SubM kernel has a centre, so every entry must be odd; "
+            "use an odd size or a SparseConv"
+        )
+    return in_shape, tuple((k // 2) * d for k, d in zip(kernel, dilation, strict=True))
+
+
+def _conv_shape(
+    in_shape: tuple[int, ...],
+    kernel: tuple[int, ...],
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    dilation: tuple[int, ...],
+) -> tuple[int, ...]:
+    """``⌊(size + 2·padding − dilation·(kernel − 1) − 1)/stride⌋ + 1``, as torch and spconv."""
+    axes = zip(in_shape, kernel, stride, padding, dilation, strict=True)
+    return tuple((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in axes)
+
+
+def _deconv_shape(
+    in_shape: tuple[int, ...],
+    kernel: tuple[int, ...],
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    output_padding: tuple[int, ...],
+) -> tuple[int, ...]:
+    """``(size − 1)·stride − 2·padding + kernel + output_padding``.
+
+    This is spconv's ``get_deconv_output_size``; unlike torch's rule it does not look at the
+    dilation, so a dilated transposed kernel is cut off at the far border.
+    """
+    axes = zip(in_shape, kernel, stride, padding, output_padding, strict=True)
+    return tuple((n - 1) * s - 2 * p + k + op for n, k, s, p, op in axes)
+
+
+def _check_out_shape(out_shape: tuple[int, ...], *parameters: tuple[int, ...]) -> None:
+    if all(1 <= size <= INT32_MAX for size in out_shape):
+        return
+    names = ("spatial_shape", "kernel_size", "stride", "padding", "dilation", "output_padding")
+    given = ", ".join(f"{n}={v}" for n, v in zip(names, parameters, strict=True))
+    problem = "is empty" if any(size < 1 for size in out_shape) else "does not fit int32"
+    raise ValueError(
+        f"the output shape {out_shape} {problem} ({given}); change the kernel, stride or padding, "
+        "or give a larger spatial_shape"
+    )
