@@ -1,0 +1,13 @@
+"""The one error of the readers."""
+
+from __future__ import annotations
+
+__all__ = ["PointsError"]
+
+
+class PointsError(ValueError):
+    """A frame cannot be read or holds something that must not be used.
+
+    The message names the file, what was found, what was expected and what to do. It is meant to
+    be shown to the user as it is.
+    """
