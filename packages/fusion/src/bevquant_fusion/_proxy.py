@@ -1,0 +1,142 @@
+"""The symbolic value that flows through a forward while it is traced.
+
+Plain ``torch.fx`` proxies lose things in silence that sparse code relies on: ``x.features = y``
+sets a Python attribute on the proxy and nothing else, ``out += y`` becomes an out-of-place add,
+``y = x.features`` is only read when ``y`` is used, and ``isinstance(x, torch.Tensor)`` is False.
+Here each of these is recorded in the order in which it happens, or refused.
+"""
+
+from __future__ import annotations
+
+import dis
+import operator
+import sys
+from bisect import bisect_left
+from collections.abc import Callable
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from ._errors import UntraceableError
+
+if TYPE_CHECKING:
+    from ._tracer import ForwardTracer
+
+_OWN_FIELDS = frozenset({"tracer", "node"})
+# isinstance() asked from these modules is fx's or a type checker's business, not the model's.
+_MACHINERY = ("torch", "bevquant_fusion", "beartype", "jaxtyping")
+_PASS_THROUGH = frozenset({"abc", "typing", "_collections_abc", "collections.abc"})
+
+
+class TracedValue(fx.Proxy):
+    """A proxy that records attribute writes, in-place operators and reads in program order."""
+
+    tracer: ForwardTracer
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in _OWN_FIELDS:
+            object.__setattr__(self, name, value)
+        else:
+            self.tracer.create_proxy("call_function", setattr, (self, name, value), {})
+
+    def __delattr__(self, name: str) -> None:
+        raise UntraceableError(f"deletes the attribute {name!r} of a traced value")
+
+    def __getattr__(self, name: str) -> fx.Proxy:  # type: ignore[override]
+        if name.startswith("__") and name.endswith("__"):
+            raise AttributeError(name)
+        if self.tracer.kind_of(self.node) is torch.Tensor and not hasattr(torch.Tensor, name):
+            raise AttributeError(f"'Tensor' object has no attribute {name!r}")
+        return self.tracer.create_proxy("call_function", getattr, (self, name), {})
+
+    def __call__(self, *args: Any, **kwargs: Any) -> fx.Proxy:
+        node = self.node
+        if node.op == "call_function" and node.target is getattr and len(node.args) == 2:
+            base, name = node.args
+            if isinstance(base, fx.Node) and isinstance(name, str):
+                method = self.tracer.create_proxy(
+                    "call_method", name, (self.tracer.proxy(base), *args), kwargs
+                )
+                if not node.users:
+                    node.graph.erase_node(node)
+                return method
+        return super().__call__(*args, **kwargs)
+
+    def __dir__(self) -> list[str]:
+        # mmdet3d asks `"replace_feature" in out.__dir__()` to tell spconv 2 from spconv 1.
+        return [*super().__dir__(), "replace_feature"]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
+
+    def __bool__(self) -> bool:
+        frame = sys._getframe(1)
+        if _is_assert(frame):
+            self.tracer.create_proxy(
+                "call_function", torch._assert, (self, "assertion of the forward failed"), {}
+            )
+            return True
+        return self.tracer.to_bool(self)
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        if _asked_by_machinery(sys._getframe(1)):
+            return type(self)
+        known = self.tracer.kind_of(self.node)
+        if known is None:
+            raise UntraceableError(
+                f"asks for the class of the value `{self.node.name}`, which is not known while "
+                "tracing"
+            )
+        return known
+
+
+def _inplace(function: Callable[[Any, Any], Any]) -> Callable[[TracedValue, Any], fx.Proxy]:
+    def record(self: TracedValue, other: Any) -> fx.Proxy:
+        return self.tracer.create_proxy("call_function", function, (self, other), {})
+
+    return record
+
+
+INPLACE_OPERATORS: tuple[Callable[[Any, Any], Any], ...] = (
+    operator.iadd,
+    operator.isub,
+    operator.imul,
+    operator.itruediv,
+    operator.ifloordiv,
+    operator.imod,
+    operator.ipow,
+    operator.imatmul,
+    operator.iand,
+    operator.ior,
+    operator.ixor,
+    operator.ilshift,
+    operator.irshift,
+)
+for _function in INPLACE_OPERATORS:
+    setattr(TracedValue, f"__{_function.__name__}__", _inplace(_function))
+
+
+def _is_assert(frame: FrameType) -> bool:
+    """Whether the truth value now asked for in ``frame`` is that of an ``assert`` statement."""
+    instructions = list(dis.get_instructions(frame.f_code))
+    here = bisect_left([i.offset for i in instructions], frame.f_lasti)
+    following = [i.opname for i in instructions[here + 1 : here + 3]]
+    return (
+        "JUMP" in instructions[here].opname
+        and "TRUE" in instructions[here].opname
+        and any(name in ("LOAD_ASSERTION_ERROR", "LOAD_COMMON_CONSTANT") for name in following)
+    )
+
+
+def _asked_by_machinery(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_globals.get("__name__") in _PASS_THROUGH:
+        frame = frame.f_back
+    if frame is None:
+        return True
+    if frame.f_code.co_name == "is_tensor":  # torch.is_tensor(x) is the model's own question
+        return False
+    name = str(frame.f_globals.get("__name__", ""))
+    return name.split(".")[0] in _MACHINERY
