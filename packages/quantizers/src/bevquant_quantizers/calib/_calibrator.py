@@ -1,0 +1,76 @@
+"""What every calibrator has in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bevquant_quantizers._descriptor import Axis
+
+__all__ = ["Calibrator"]
+
+
+class Calibrator(ABC):
+    """Watches tensors and derives a range from them.
+
+    Args:
+        num_bits: Bits of the integer.
+        axis: Axes with a range of their own; None is one range.
+        unsigned: Whether the integers start at 0.
+    """
+
+    name: str | None = None
+    """The quantizer this calibrator belongs to, for messages."""
+
+    def __init__(self, num_bits: int, axis: Axis, unsigned: bool) -> None:
+        self._num_bits = num_bits
+        self._axis: Axis = axis
+        self._unsigned = unsigned
+
+    @property
+    def axis(self) -> Axis:
+        """Axes with a range of their own."""
+        return self._axis
+
+    @abstractmethod
+    def collect(self, x: Tensor) -> None:
+        """Watch one tensor."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget everything watched."""
+
+    @abstractmethod
+    def compute_amax(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        """Return the range, None where nothing was watched."""
+
+    def __repr__(self) -> str:
+        return f"num_bits={self._num_bits} axis={self._axis} unsigned={self._unsigned}"
+
+    def _who(self) -> str:
+        return self.name or type(self).__name__
+
+    def _kept_axes(self, x: Tensor) -> list[int]:
+        """Axes of `x` that keep their own range, counted from the front."""
+        if self._axis is None:
+            return []
+        axes = [self._axis] if isinstance(self._axis, int) else list(self._axis)
+        if any(not -x.dim() <= a < x.dim() for a in axes):
+            raise ValueError(
+                f"{self._who()}: axis {self._axis} is out of range for a tensor of shape "
+                f"{tuple(x.shape)}"
+            )
+        return sorted(a % x.dim() for a in axes)
+
+    def _refuse_non_finite(self, x: Tensor, largest: Tensor) -> None:
+        """Raise where the largest absolute value says that `x` holds NaN or infinity."""
+        if bool(torch.isfinite(largest).all()):
+            return
+        nans, infs = int(x.isnan().sum()), int(x.isinf().sum())
+        raise ValueError(
+            f"{self._who()}: a tensor of shape {tuple(x.shape)} with {nans} NaN and {infs} "
+            "infinite values cannot be calibrated: find where they arise, or leave this batch out"
+        )

@@ -1,0 +1,64 @@
+"""One entry to the searches of a range in a histogram."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from ._entropy import entropy_amax
+from ._mse import mse_amax
+from ._percentile import percentile_amax
+
+__all__ = ["search_amax"]
+
+
+def search_amax(
+    method: str,
+    counts: npt.NDArray[np.int64],
+    edges: npt.NDArray[np.float32],
+    *,
+    num_bits: int,
+    unsigned: bool,
+    stride: int = 1,
+    start_bin: int = 128,
+    percentile: float = 99.99,
+    largest: float | None = None,
+) -> float:
+    """Return the range that `method` finds in a histogram of absolute values.
+
+    Args:
+        method: ``"mse"``, ``"entropy"``, ``"percentile"`` or ``"max"``.
+        counts: int64 [bins].
+        edges: float32 [bins + 1], ascending from 0 in equal steps.
+        num_bits: Bits of the integer.
+        unsigned: Whether the integers start at 0.
+        stride: Step between candidates, in bins.
+        start_bin: First candidate.
+        percentile: Share of values to keep, 0…100.
+        largest: The largest value counted; None takes the last edge.
+
+    Returns:
+        The range; 0.0 where the histogram holds nothing but zeros.
+
+    Raises:
+        TypeError: An unknown method.
+        ValueError: A percentile outside 0…100, a stride below 1, a negative first bin.
+    """
+    if method not in ("mse", "entropy", "percentile", "max"):
+        raise TypeError(
+            f"Unknown calibration method {method!r}: use 'mse', 'entropy', 'percentile' or 'max'"
+        )
+    if not 0 <= percentile <= 100:
+        raise ValueError(
+            f"Invalid percentile. Must be in range 0 <= percentile <= 100, got {percentile}."
+        )
+    if stride < 1 or start_bin < 0:
+        raise ValueError(f"need stride >= 1 and start_bin >= 0, got {stride} and {start_bin}")
+    top = float(edges[-1]) if largest is None else largest
+    if top == 0.0 or method == "max":
+        return top
+    if method == "percentile":
+        return percentile_amax(counts, edges, percentile)
+    if method == "entropy":
+        return entropy_amax(counts, edges, num_bits, unsigned, stride, start_bin)
+    return mse_amax(counts, edges, num_bits, unsigned, stride, start_bin, top)
