@@ -1,5 +1,8 @@
 """Sparse convolution on CPU and CUDA: weight layouts, rulebooks, differentiable kernels."""
 
+from bevquant_sparse._conv import sparse_conv
+from bevquant_sparse._dense import to_dense
+from bevquant_sparse._kernels import use_bevquant_kernels
 from bevquant_sparse._layout import WeightLayout, permute_weight
 from bevquant_sparse._modules import (
     get_weight,
@@ -8,16 +11,24 @@ from bevquant_sparse._modules import (
     register_layout,
     set_weight,
 )
+from bevquant_sparse._pool import sparse_avg_pool, sparse_max_pool
 from bevquant_sparse._rulebook import Rulebook, build_rulebook
+from bevquant_sparse._spconv import conv_forward
 
 __all__ = [
     "Rulebook",
     "WeightLayout",
     "build_rulebook",
+    "conv_forward",
     "get_weight",
     "is_sparse_conv",
     "layout_of",
     "permute_weight",
     "register_layout",
     "set_weight",
+    "sparse_avg_pool",
+    "sparse_conv",
+    "sparse_max_pool",
+    "to_dense",
+    "use_bevquant_kernels",
 ]

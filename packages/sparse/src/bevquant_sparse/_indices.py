@@ -36,6 +36,16 @@ def infer_batch_size(indices: Tensor) -> int:
     return max(int(indices[:, 0].max()) + 1, 1) if indices.shape[0] else 1
 
 
+def check_range(indices: Tensor, geometry: Geometry) -> None:
+    """Refuse coordinates outside the grid; one pass, one synchronisation."""
+    if indices.shape[0] == 0:
+        return
+    low, high = indices.aminmax(dim=0)
+    limits = torch.tensor((geometry.batch_size, *geometry.in_shape), device=indices.device)
+    if bool(((low < 0) | (high >= limits)).any()):
+        refuse_out_of_range(indices, geometry)
+
+
 def refuse_out_of_range(indices: Tensor, geometry: Geometry) -> NoReturn:
     """Name the first row with a coordinate outside the grid and raise ``ValueError``."""
     limits = torch.tensor((geometry.batch_size, *geometry.in_shape), device=indices.device)

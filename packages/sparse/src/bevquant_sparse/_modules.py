@@ -67,6 +67,11 @@ def _known_sparse_layout(cls: type) -> tuple[str, WeightLayout] | None:
     return None
 
 
+def is_sparse_conv_class(cls: type) -> bool:
+    """``is_sparse_conv`` of a class."""
+    return _known_sparse_layout(cls) is not None
+
+
 def is_sparse_conv(module: object) -> bool:
     """Whether ``module`` is a sparse convolution: its class, or a base, is known or registered.
 
@@ -75,7 +80,7 @@ def is_sparse_conv(module: object) -> bool:
         >>> is_sparse_conv(nn.Conv3d(1, 1, 3))
         False
     """
-    return _known_sparse_layout(type(module)) is not None
+    return is_sparse_conv_class(type(module))
 
 
 def layout_of(module: object) -> WeightLayout:
@@ -138,12 +143,13 @@ def _reads_as_matrix(module: object) -> bool:
     """Whether spconv 2 multiplies by ``weight.view(in, out)``: a 1×…×1 kernel, stride 1 or SubM.
 
     The weight's shape says ``[out, 1, …, 1, in]`` all the same: its memory is read the other way.
+    A module that took over such a weight says so by a ``reads_as_matrix`` attribute.
     """
+    said = getattr(module, "reads_as_matrix", None)
+    if isinstance(said, bool):
+        return said
     known = _known_sparse_layout(type(module))
-    is_spconv2 = known is not None and known[0] == _SPCONV2
-    return (is_spconv2 or bool(getattr(module, "reads_as_matrix", False))) and bool(
-        getattr(module, "conv1x1", False)
-    )
+    return known is not None and known[0] == _SPCONV2 and bool(getattr(module, "conv1x1", False))
 
 
 def _kernel_size(module: Any, weight: Tensor, own: WeightLayout) -> tuple[int, ...]:
@@ -220,18 +226,6 @@ def set_weight(module: Any, weight: Tensor, layout: WeightLayout) -> None:
     setattr(module, name, nn.Parameter(value, requires_grad=old.requires_grad))
 
 
-def qualified_class_names(module: object) -> list[str]:
-    """Qualified names along the MRO of ``module``'s class."""
-    return [_qualified_name(base) for base in type(module).__mro__]
-
-
-__all__ = [
-    "get_weight",
-    "is_sparse_conv",
-    "layout_of",
-    "qualified_class_names",
-    "read_weight",
-    "register_layout",
-    "set_weight",
-    "weight_name",
-]
+def qualified_class_names(cls: type) -> list[str]:
+    """Qualified names along the MRO of ``cls``."""
+    return [_qualified_name(base) for base in cls.__mro__]

@@ -10,29 +10,20 @@ import torch
 from torch import Tensor
 
 from bevquant_sparse._geometry import Geometry
-from bevquant_sparse._indices import find_duplicate, refuse_duplicate, refuse_out_of_range
+from bevquant_sparse._indices import check_range, find_duplicate, refuse_duplicate
 
 _KEY_LIMIT = 2**62
 
 
 def build_torch(indices: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
     """``(in_indices, out_indices, neighbours)`` of checked, contiguous ``indices``."""
-    _check_range(indices, geometry)
+    check_range(indices, geometry)
     if indices.shape[0] == 0:
         return _empty(indices, geometry)
     if geometry.subm:
         in_indices = indices.to(torch.int32)
         return in_indices, in_indices, _subm_neighbours(indices, geometry)
     return _strided(indices, geometry)
-
-
-def _check_range(indices: Tensor, geometry: Geometry) -> None:
-    if indices.shape[0] == 0:
-        return
-    low, high = indices.aminmax(dim=0)
-    limits = torch.tensor((geometry.batch_size, *geometry.in_shape), device=indices.device)
-    if bool(((low < 0) | (high >= limits)).any()):
-        refuse_out_of_range(indices, geometry)
 
 
 def _empty(indices: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
@@ -209,8 +200,8 @@ def _strided(indices: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tenso
 def _candidates(indices: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Every pair as ``(input row, kernel offset, output coordinate columns)``."""
     ndim = geometry.ndim
-    valid: Tensor | None = None
-    offset: Tensor | None = None
+    offset = torch.zeros([1] * (ndim + 1), dtype=torch.int64, device=indices.device)
+    valid = torch.ones_like(offset, dtype=torch.bool)
     per_axis: list[Tensor] = []
     for axis in range(ndim):
         kernel, out = _axis_candidates(indices[:, axis + 1].long(), geometry, axis)
@@ -218,11 +209,9 @@ def _candidates(indices: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, li
         inside &= (out >= 0) & (out < geometry.out_shape[axis])
         shape = [-1] + [1] * ndim
         shape[axis + 1] = inside.shape[1]
-        inside, kernel = inside.view(shape), kernel.view(shape)
-        valid = inside if valid is None else valid & inside
-        offset = kernel if offset is None else offset * geometry.kernel_size[axis] + kernel
+        valid = valid & inside.view(shape)
+        offset = offset * geometry.kernel_size[axis] + kernel.reshape(shape)
         per_axis.append(out)
-    assert valid is not None and offset is not None
     where = valid.nonzero(as_tuple=True)
     rows = where[0]
     columns = [indices[:, 0].long()[rows]]

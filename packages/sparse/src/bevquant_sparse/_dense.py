@@ -1,0 +1,53 @@
+"""From voxel features to a dense grid."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from bevquant_sparse._geometry import make_geometry
+from bevquant_sparse._indices import check_range, require_indices
+
+
+def to_dense(
+    features: Tensor, indices: Tensor, spatial_shape: Sequence[int], batch_size: int
+) -> Tensor:
+    """Scatter voxel features into a zero-filled dense grid, channels first.
+
+    ``dense[indices[i, 0], :, *indices[i, 1:]] = features[i]``, as spconv's
+    ``SparseConvTensor.dense()``. Differentiable in ``features``. Where two rows share a
+    coordinate one of them wins.
+
+    Args:
+        features: ``[rows, channels]``.
+        indices: int32 (or int64) ``[rows, 1 + ndim]``: batch, then the spatial axes.
+        spatial_shape: Grid size in voxels per axis.
+        batch_size: Number of samples.
+
+    Returns:
+        ``[batch_size, channels, *spatial_shape]``, the dtype and device of ``features``.
+
+    Raises:
+        ValueError: A coordinate lies outside the grid, or the shapes disagree.
+
+    Example:
+        >>> import torch
+        >>> dense = to_dense(torch.ones(1, 2), torch.tensor([[0, 1, 2]]), (3, 4), batch_size=1)
+        >>> tuple(dense.shape), float(dense[0, 1, 1, 2])
+        ((1, 2, 3, 4), 1.0)
+    """
+    shape = tuple(spatial_shape)
+    rows = require_indices(indices, len(shape))
+    if features.ndim != 2 or features.shape[0] != rows.shape[0]:
+        raise ValueError(
+            f"features have shape {tuple(features.shape)}; expected [{rows.shape[0]}, channels]: "
+            "one row per row of indices"
+        )
+    geometry = make_geometry(
+        shape, 1, 1, 0, 1, 0, subm=True, transposed=False, batch_size=int(batch_size)
+    )
+    check_range(rows, geometry)
+    dense = features.new_zeros(geometry.batch_size, *geometry.in_shape, features.shape[1])
+    dense = dense.index_put(tuple(rows.long().unbind(1)), features)
+    return dense.movedim(-1, 1).contiguous()

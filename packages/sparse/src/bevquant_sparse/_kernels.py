@@ -1,0 +1,164 @@
+"""Let the spconv modules of a model run through this package's kernels."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from bevquant_sparse._modules import is_sparse_conv, is_sparse_conv_class, qualified_class_names
+from bevquant_sparse._pooling import pool_forward
+from bevquant_sparse._spconv import conv_forward, run_conv
+
+logger = logging.getLogger(__name__)
+
+_POOLS = {
+    "spconv.pytorch.pool.SparseMaxPool": "max",
+    "spconv.pytorch.pool.SparseAvgPool": "avg",
+    "spconv.pool.SparseMaxPool": "max",
+    "mmdet3d.ops.spconv.pool.SparseMaxPool": "max",
+    "mmcv.ops.sparse_pool.SparseMaxPool": "max",
+}
+# What conv_forward reads; other sparse libraries' convolutions lack some of it.
+_CONV_ATTRIBUTES = ("in_channels", "kernel_size", "stride", "padding", "subm", "indice_key")
+
+
+def use_bevquant_kernels(model: nn.Module) -> list[str]:
+    """Make every spconv convolution and pooling in ``model`` run through this package, in place.
+
+    Each gets a subclass of its own class, with the same ``__name__``, whose forward is
+    ``conv_forward`` (or the pooling of this package): ``isinstance``, ``repr``, parameters, state
+    dict, ``copy.deepcopy`` and pickling stay as they were. That is how a float spconv model runs
+    right on a CPU, where spconv's own kernels race and have no backward. A subclass with a forward
+    of its own (spconv's QAT modules) keeps it; the convolution it calls is what changes.
+
+    Max pooling takes the maximum over the voxels present; spconv's CPU kernel starts at zero and
+    so clips negative maxima.
+
+    Args:
+        model: Changed in place. Modules changed before are passed over. A convolution that cannot
+            be changed (a spconv 1 subclass with its own forward) is logged as a warning.
+
+    Returns:
+        Dotted paths of the modules changed now (``""`` for the model itself).
+
+    Example:
+        >>> use_bevquant_kernels(nn.Sequential(nn.ReLU()))
+        []
+    """
+    changed = []
+    for path, module in model.named_modules():
+        cls = type(module)
+        if issubclass(cls, _Kernels):
+            continue
+        if is_sparse_conv(module) and all(hasattr(module, name) for name in _CONV_ATTRIBUTES):
+            if not hasattr(cls, "_conv_forward") and not _is_stock_forward(cls):
+                logger.warning(
+                    "%s: %s has a forward of its own and keeps running through it", path, cls
+                )
+                continue
+        elif _pool_kind(cls) is None:
+            continue
+        module.__class__ = _kernel_class(cls)
+        changed.append(path)
+    return changed
+
+
+_made: dict[type[Any], type[Any]] = {}
+
+
+class _Kernels:
+    """Marks a class made here; its instances are copied and pickled by the class they came from."""
+
+    stock_class: ClassVar[type]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _new, (type(self).stock_class,), self.__dict__
+
+
+class _ConvForward(_Kernels):
+    """spconv 1: the whole forward."""
+
+    def forward(self, input: Any) -> Any:
+        return conv_forward(self, input)
+
+
+class _ConvInner(_Kernels):
+    """spconv 2: the function that every forward, quantization-aware ones included, ends in."""
+
+    def _conv_forward(
+        self,
+        training: bool,
+        input: Any,
+        weight: Tensor,
+        bias: Tensor | None,
+        add_input: Any = None,
+        channel_scale: Any = None,
+        output_scale: Any = None,
+        name: str | None = None,
+        sparse_unique_name: str = "",
+        act_type: Any = None,
+        act_alpha: float = 0.0,
+        act_beta: float = 0.0,
+    ) -> Any:
+        return run_conv(
+            self,
+            input,
+            input.features,
+            weight,
+            None,
+            bias,
+            add_input=add_input,
+            # A residual block fused by spconv activates after the addition, by its own setting.
+            act_type=act_type if add_input is None else getattr(self, "act_type", act_type),
+            act_alpha=act_alpha if add_input is None else getattr(self, "act_alpha", act_alpha),
+            backend="auto",
+        )
+
+
+class _MaxPool(_Kernels):
+    def forward(self, input: Any) -> Any:
+        return pool_forward(self, input, "max")
+
+
+class _AvgPool(_Kernels):
+    def forward(self, input: Any) -> Any:
+        return pool_forward(self, input, "avg")
+
+
+def _kernel_class(cls: type[Any]) -> type[Any]:
+    """The class made for ``cls``: one for each, so that types of equal modules stay equal."""
+    if cls not in _made:
+        _made[cls] = _make_class(cls)
+    return _made[cls]
+
+
+def _make_class(cls: type[Any]) -> type[Any]:
+    kind = _pool_kind(cls)
+    mixin: type
+    if kind is not None:
+        mixin = _MaxPool if kind == "max" else _AvgPool
+    else:
+        mixin = _ConvInner if hasattr(cls, "_conv_forward") else _ConvForward
+    body = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "stock_class": cls,
+    }
+    return type(cls.__name__, (mixin, cls), body)
+
+
+def _new(stock_class: type[Any]) -> Any:
+    return object.__new__(_kernel_class(stock_class))
+
+
+def _pool_kind(cls: type) -> str | None:
+    return next((_POOLS[n] for n in qualified_class_names(cls) if n in _POOLS), None)
+
+
+def _is_stock_forward(cls: type) -> bool:
+    """Whether ``forward`` comes from a known sparse convolution class itself."""
+    owner = next(base for base in cls.__mro__ if "forward" in vars(base))
+    return is_sparse_conv_class(owner)

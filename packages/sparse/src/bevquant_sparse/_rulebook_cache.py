@@ -1,0 +1,166 @@
+"""The rulebook a module needs: found under its ``indice_key``, or built and kept there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from bevquant_sparse._rulebook import Rulebook, build_rulebook
+
+
+def describe(module: Any) -> str:
+    """The module's name where spconv assigned one, and its class."""
+    name = getattr(module, "_sparse_unique_name", "") or getattr(module, "name", None) or ""
+    return f"{name} ({type(module).__name__})" if name else type(module).__name__
+
+
+def rulebook_for(module: Any, x: Any, backend: str) -> tuple[Rulebook, dict[Any, Any]]:
+    """The module's rulebook on ``x``, and a copy of ``x.indice_dict`` that holds it."""
+    indice_dict = dict(x.indice_dict)
+    key = getattr(module, "indice_key", None)
+    kept = indice_dict.get(key) if key is not None else None
+    if not isinstance(kept, Rulebook):
+        kept = None
+    if getattr(module, "inverse", False) and (kept is not None or not _keeps_grid(module, x)):
+        return _inverse(module, x, kept), indice_dict
+    if _keeps_grid(module, x):
+        return _identity(x, len(x.spatial_shape)), indice_dict
+    if kept is not None:
+        _check_reuse(module, x, kept)
+        return kept, indice_dict
+    rulebook = _build(module, x, backend)
+    if key is not None:
+        indice_dict[key] = rulebook
+    return rulebook, indice_dict
+
+
+def _sizes(module: Any, name: str, ndim: int, default: int) -> tuple[int, ...]:
+    value = getattr(module, name, default)
+    return (value,) * ndim if isinstance(value, int) else tuple(int(v) for v in value)
+
+
+def _settings(module: Any, ndim: int) -> dict[str, tuple[int, ...]]:
+    defaults = {"kernel_size": 1, "stride": 1, "padding": 0, "dilation": 1, "output_padding": 0}
+    return {name: _sizes(module, name, ndim, value) for name, value in defaults.items()}
+
+
+def _keeps_grid(module: Any, x: Any) -> bool:
+    """A 1×…×1 kernel that moves nothing: every row meets itself, in the input's order."""
+    settings = _settings(module, len(x.spatial_shape))
+    subm = bool(getattr(module, "subm", False))
+    return (
+        all(k == 1 for k in settings["kernel_size"])
+        and all(s == 1 for s in settings["stride"])
+        and (subm or not any(settings["padding"] + settings["output_padding"]))
+    )
+
+
+def _identity(x: Any, ndim: int) -> Rulebook:
+    shape = tuple(int(size) for size in x.spatial_shape)
+    rows = torch.arange(x.indices.shape[0], dtype=torch.int32, device=x.indices.device)
+    ones, zeros = (1,) * ndim, (0,) * ndim
+    return Rulebook(
+        in_indices=x.indices,
+        out_indices=x.indices,
+        neighbours=rows.unsqueeze(1),
+        batch_size=int(x.batch_size),
+        in_shape=shape,
+        out_shape=shape,
+        kernel_size=ones,
+        stride=ones,
+        padding=zeros,
+        dilation=ones,
+        output_padding=zeros,
+        subm=True,
+        transposed=False,
+    )
+
+
+def _build(module: Any, x: Any, backend: str) -> Rulebook:
+    ndim = len(x.spatial_shape)
+    settings = _settings(module, ndim)
+    transposed = bool(getattr(module, "transposed", False))
+    if not transposed:
+        # spconv ignores it there, so modules may carry one.
+        settings["output_padding"] = (0,) * ndim
+    try:
+        return build_rulebook(
+            x.indices,
+            [int(size) for size in x.spatial_shape],
+            settings["kernel_size"],
+            settings["stride"],
+            settings["padding"],
+            settings["dilation"],
+            output_padding=settings["output_padding"],
+            subm=bool(getattr(module, "subm", False)),
+            transposed=transposed,
+            batch_size=int(x.batch_size),
+            backend=backend,
+        )
+    except ValueError as error:
+        raise ValueError(f"{describe(module)}: {error}") from error
+
+
+def _inverse(module: Any, x: Any, kept: Rulebook | None) -> Rulebook:
+    key = module.indice_key
+    if kept is None:
+        raise ValueError(
+            f"{describe(module)}: no rulebook under indice_key={key!r}; an inverse convolution "
+            "undoes the strided convolution or pooling that ran before it under the same "
+            "indice_key, through these kernels too (use_bevquant_kernels on the whole model)"
+        )
+    if kept.subm:
+        raise ValueError(
+            f"{describe(module)}: indice_key={key!r} belongs to a SubM convolution; an inverse "
+            "convolution needs the key of a strided convolution or pooling"
+        )
+    given = _settings(module, len(kept.kernel_size))["kernel_size"]
+    if given != kept.kernel_size:
+        raise ValueError(_conflict(module, kept, "kernel_size", given, kept.kernel_size))
+    inverse = kept.inverse()
+    _check_rows(module, x, inverse)
+    return inverse
+
+
+def _check_reuse(module: Any, x: Any, kept: Rulebook) -> None:
+    settings = _settings(module, len(kept.kernel_size))
+    wanted: dict[str, object] = {
+        "subm": bool(getattr(module, "subm", False)),
+        "transposed": bool(getattr(module, "transposed", False)),
+        "kernel_size": settings["kernel_size"],
+        "dilation": settings["dilation"],
+    }
+    if not kept.subm:
+        # Names only: spconv refuses any second use; the very same convolution is harmless.
+        wanted |= {"stride": settings["stride"], "padding": settings["padding"]}
+    for name, value in wanted.items():
+        if value != getattr(kept, name):
+            raise ValueError(_conflict(module, kept, name, value, getattr(kept, name)))
+    _check_rows(module, x, kept)
+
+
+def _check_rows(module: Any, x: Any, kept: Rulebook) -> None:
+    """The tensor must have the very coordinates the rulebook was built for."""
+    shape = tuple(int(size) for size in x.spatial_shape)
+    if shape != kept.in_shape:
+        raise ValueError(_conflict(module, kept, "spatial_shape", shape, kept.in_shape))
+    rows, expected = x.indices, kept.in_indices
+    if rows.shape != expected.shape:
+        raise ValueError(_conflict(module, kept, "voxels", rows.shape[0], expected.shape[0]))
+    if rows is not expected and not bool((rows == expected).all()):
+        raise ValueError(
+            f"{describe(module)}: the coordinates differ from those the rulebook under "
+            f"indice_key={module.indice_key!r} was built for; give this layer another indice_key"
+        )
+
+
+def _conflict(module: Any, kept: Rulebook, name: str, value: object, expected: object) -> str:
+    owner = "SubM" if kept.subm else "transposed" if kept.transposed else "strided"
+    return (
+        f"{describe(module)}: indice_key={module.indice_key!r} holds the rulebook of a {owner} "
+        f"convolution with kernel_size={kept.kernel_size}, stride={kept.stride}, "
+        f"padding={kept.padding}, dilation={kept.dilation} on spatial_shape={kept.in_shape}, but "
+        f"this module has {name}={value} where {expected} is expected; give it another indice_key "
+        "or the same settings"
+    )
