@@ -1,0 +1,120 @@
+"""Bit-identical results and gradients: run to run, at any thread count, whatever else is there."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from bevquant_sparse import WeightLayout, build_rulebook, sparse_conv
+from bevquant_sparse._conv_matmul import column_sum, matmul, matmul_transposed
+
+BACKENDS = ("torch", "numba")
+
+
+@pytest.fixture
+def restore_threads():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def scene(seed=0, voxels=6000, shape=(40, 40, 20)):
+    generator = torch.Generator().manual_seed(seed)
+    cells = torch.randperm(shape[0] * shape[1] * shape[2], generator=generator)[:voxels]
+    return torch.stack(torch.unravel_index(cells, (1, *shape)), 1).int()
+
+
+def run(rulebook, in_channels, out_channels, backend, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(3)
+    features = torch.randn(rulebook.num_in, in_channels, generator=generator, dtype=dtype)
+    weight = torch.randn(27, in_channels, out_channels, generator=generator, dtype=dtype)
+    bias = torch.randn(out_channels, generator=generator, dtype=dtype)
+    leaves = [value.requires_grad_() for value in (features, weight, bias)]
+    out = sparse_conv(*leaves, rulebook, layout=WeightLayout.VCK, backend=backend)
+    out.backward(torch.randn(out.shape, generator=generator, dtype=dtype))
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def equal(first, second):
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_trap_20_forward_and_backward_never_race(backend):
+    if backend == "numba":
+        pytest.importorskip("numba", reason="the numba extra is not installed")
+    rulebook = build_rulebook(scene(), (40, 40, 20), 3, 2, 1, subm=False, batch_size=1)
+    first = run(rulebook, 16, 32, backend)
+    assert all(equal(run(rulebook, 16, 32, backend), first) for _ in range(20))
+
+
+@pytest.mark.parametrize("channels", [(5, 16), (16, 33), (3, 130), (64, 64)])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_trap_20_same_bits_at_any_thread_count(backend, channels, restore_threads):
+    if backend == "numba":
+        pytest.importorskip("numba", reason="the numba extra is not installed")
+    indices = scene()
+    results = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        rulebook = build_rulebook(indices, (40, 40, 20), 3, subm=True, batch_size=1)
+        results.append(run(rulebook, *channels, backend))
+    assert equal(results[0], results[1])
+    assert equal(results[0], results[2])
+
+
+def test_trap_20_same_bits_in_float64(restore_threads):
+    rulebook = build_rulebook(scene(voxels=1500), (40, 40, 20), 3, 2, 1, subm=False, batch_size=1)
+    results = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        results.append(run(rulebook, 16, 33, "torch", torch.float64))
+    assert equal(*results)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rows", [1, 2, 7, 255, 257, 1777])
+def test_products_do_not_depend_on_threads(rows, dtype, restore_threads):
+    generator = torch.Generator().manual_seed(rows)
+    for inner, columns in [(1, 1), (3, 33), (5, 16), (64, 128), (128, 77)]:
+        x = torch.randn(rows, inner, generator=generator, dtype=dtype)
+        w = torch.randn(inner, columns, generator=generator, dtype=dtype)
+        g = torch.randn(rows, columns, generator=generator, dtype=dtype)
+        results = []
+        for threads in (1, 2, 4):
+            torch.set_num_threads(threads)
+            results.append([matmul(x, w), matmul_transposed(x, g), column_sum(g)])
+        assert equal(results[0], results[1])
+        assert equal(results[0], results[2])
+        for got, want in zip(results[0], (x @ w, x.t() @ g, g.sum(0)), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_numba_rows_do_not_depend_on_their_company():
+    pytest.importorskip("numba", reason="the numba extra is not installed")
+    near = scene(voxels=800, shape=(10, 10, 10))
+    far = near.clone()
+    far[:, 1:] += 20  # a second cloud out of reach of the first
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(1600, 16, generator=generator)
+    weight = torch.randn(27, 16, 48, generator=generator)
+    alone = build_rulebook(near, (40, 40, 40), 3, subm=True, batch_size=1)
+    both = torch.stack([far, near], 1).flatten(0, 1)
+    together = build_rulebook(both, (40, 40, 40), 3, subm=True, batch_size=1)
+    mixed = torch.stack([features[800:], features[:800]], 1).flatten(0, 1)
+    one = sparse_conv(features[:800], weight, None, alone, layout=WeightLayout.VCK, backend="numba")
+    two = sparse_conv(mixed, weight, None, together, layout=WeightLayout.VCK, backend="numba")
+    assert torch.equal(one, two[1::2])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_calls_from_several_threads(backend):
+    if backend == "numba":
+        pytest.importorskip("numba", reason="the numba extra is not installed")
+    rulebook = build_rulebook(scene(voxels=2000), (40, 40, 20), 3, subm=True, batch_size=1)
+    expected = run(rulebook, 16, 16, backend)
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda _: run(rulebook, 16, 16, backend), range(8)))
+    assert all(equal(result, expected) for result in results)
