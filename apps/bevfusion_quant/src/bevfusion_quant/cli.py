@@ -1,0 +1,102 @@
+"""The command `bevfusion-quant`: options in, exit code out, no traceback for a user's mistake."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bevfusion_quant._options import Command
+
+__all__ = ["main"]
+
+USAGE_ERROR = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code.
+
+    0: done. 2: the input, the options or the surroundings are at fault (the last line on stderr
+    says what is wrong and what to do), or the run was interrupted; nothing half-written is left.
+
+    Args:
+        arguments: Without the program's name; those of the process by default.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        with _sigterm_as_interrupt():
+            return _run(given)
+    except KeyboardInterrupt:
+        return _fail("interrupted: nothing was written; run the command again to start over")
+    except BrokenPipeError:
+        # The reader of our output has gone; writing the rest, or a message, would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return USAGE_ERROR
+    except OSError as error:
+        place = f" ({error.filename})" if error.filename else ""
+        return _fail(
+            f"{error.strerror or error}{place}: the run was not written; check that the place is "
+            "writable and has room (about 50 MB), or choose another with --runs"
+        )
+
+
+def _run(arguments: list[str]) -> int:
+    import tyro
+
+    from bevfusion_quant._options import Command
+
+    command: Command = tyro.cli(
+        Command,
+        prog="bevfusion-quant",
+        description="BEVFusion from float PyTorch to INT8: fold, quantize, calibrate, compare.",
+        args=arguments,
+        config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes),
+    )
+    _set_up_logging()
+    from bevfusion_quant._commands import execute
+    from bevfusion_quant._errors import InputError
+    from bevfusion_quant.points import PointsError
+    from bevfusion_quant.voxelize import VoxelizeError
+
+    try:
+        print(execute(command, shlex.join(["bevfusion-quant", *arguments])), flush=True)
+    except (InputError, PointsError, VoxelizeError) as error:
+        return _fail(str(error))
+    return 0
+
+
+def _fail(message: str) -> int:
+    print(f"bevfusion-quant: {message}", file=sys.stderr, flush=True)
+    return USAGE_ERROR
+
+
+def _set_up_logging() -> None:
+    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    logging.getLogger("bevfusion_quant").setLevel(logging.INFO)
+    # torch.fx notes once that spconv's tensor class asks about tracing; no user can act on it.
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+
+
+@contextmanager
+def _sigterm_as_interrupt() -> Iterator[None]:
+    """Let SIGTERM clean up as Ctrl-C does, and give the old handler back afterwards."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        before = signal.signal(signal.SIGTERM, interrupt)
+    except ValueError:  # not the main thread: signals are not ours
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

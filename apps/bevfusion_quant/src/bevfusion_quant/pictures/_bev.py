@@ -1,0 +1,138 @@
+"""The bird's-eye view: input voxels, float features, quantized features, and their difference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from bevfusion_quant.pictures._style import GREY, figure, save
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from torch import Tensor
+
+    from bevfusion_quant.model import LidarConfig
+
+__all__ = ["bev_pictures"]
+
+Map = npt.NDArray[np.floating[Any]]
+Draw = Callable[["Figure", "Axes"], None]
+
+
+def bev_pictures(
+    folder: Path, config: LidarConfig, features: Tensor, coords: Tensor, wanted: Tensor, got: Tensor
+) -> list[Path]:
+    """Write `bev.png` (all four side by side) and one PNG for each of the four.
+
+    Feature maps [1, channels, x, y] are shown as their L2 norm over the channels; float and
+    quantized share one colour scale, the difference (the norm of the difference vector) has its
+    own.
+
+    Args:
+        folder: Where to write.
+        config: Gives the metres.
+        features: float [voxels, 5] of the frame; column 2 is the height z in metres.
+        coords: int32 [voxels, 4]: batch, x, y, z.
+        wanted: The float model's map.
+        got: The fake-quant model's map.
+    """
+    float_map, quant_map = _norm(wanted), _norm(got)
+    error = _norm(got - wanted)
+    top = float(np.percentile(float_map[float_map > 0], 99.5)) if (float_map > 0).any() else 1.0
+    worst = float(np.percentile(error[error > 0], 99.5)) if (error > 0).any() else 1.0
+    sqnr = _sqnr(wanted, got)
+    panels: dict[str, Draw] = {
+        "input": _panel(
+            config,
+            _heights(config, features, coords),
+            f"Input: {len(coords):,} voxels, highest in each column",
+            "height z [m]",
+            "viridis",
+            (config.point_cloud_range[2], min(config.point_cloud_range[5], 3.0)),
+        ),
+        "float": _panel(config, float_map, "Float features", "L2 norm", "magma", (0.0, top)),
+        "quantized": _panel(
+            config, quant_map, "Fake-quantized features", "L2 norm", "magma", (0.0, top)
+        ),
+        "difference": _panel(
+            config,
+            error,
+            f"Difference, own scale ({sqnr})",
+            "L2 norm of quantized − float",
+            "magma",
+            (0.0, worst),
+        ),
+    }
+    written = []
+    with figure(12.4, 10.6) as whole:
+        for axes, draw in zip(whole.subplots(2, 2).flat, panels.values(), strict=True):
+            draw(whole, axes)
+        written.append(save(whole, folder / "bev.png"))
+    for name, draw in panels.items():
+        with figure(6.6, 5.6) as single:
+            draw(single, single.subplots())
+            written.append(save(single, folder / f"bev_{name}.png"))
+    return written
+
+
+def _panel(
+    config: LidarConfig,
+    values: Map,
+    title: str,
+    label: str,
+    colours: str,
+    limits: tuple[float, float],
+) -> Draw:
+    low_x, low_y, _, high_x, high_y, _ = config.point_cloud_range
+
+    def draw(whole: Figure, axes: Axes) -> None:
+        axes.set_facecolor("#0b0c10")
+        image = axes.imshow(
+            values.T,
+            origin="lower",
+            extent=(low_x, high_x, low_y, high_y),
+            cmap=colours,
+            vmin=limits[0],
+            vmax=limits[1],
+            interpolation="nearest",
+        )
+        axes.plot(0, 0, marker="+", color="white", markersize=7, markeredgewidth=1.2, alpha=0.8)
+        axes.set_title(title)
+        axes.set_xlabel("x [m]")
+        axes.set_ylabel("y [m]")
+        axes.tick_params(color=GREY)
+        above = bool(np.nanmax(values, initial=limits[0]) > limits[1])
+        below = bool(np.nanmin(values, initial=limits[1]) < limits[0])
+        extend = {(0, 0): "neither", (0, 1): "max", (1, 0): "min", (1, 1): "both"}[below, above]
+        bar = whole.colorbar(image, ax=axes, fraction=0.046, pad=0.02, extend=extend)
+        bar.set_label(label)
+        bar.outline.set_visible(False)
+
+    return draw
+
+
+def _norm(features: Tensor) -> Map:
+    norm: Map = features[0].float().norm(dim=0).numpy()
+    return norm
+
+
+def _heights(config: LidarConfig, features: Tensor, coords: Tensor) -> Map:
+    """Highest voxel of each column of about 0.3 m, [cells, cells]; NaN where there is none."""
+    step = max(1, round(0.3 / config.voxel_size[0]))
+    cells = [-(-n // step) for n in config.sparse_shape[:2]]
+    flat = (coords[:, 1].long() // step) * cells[1] + coords[:, 2].long() // step
+    top = torch.full((cells[0] * cells[1],), -torch.inf)
+    top.scatter_reduce_(0, flat, features[:, 2].float(), "amax")
+    return np.where(np.isfinite(top.numpy()), top.numpy(), np.nan).reshape(cells)
+
+
+def _sqnr(wanted: Tensor, got: Tensor) -> str:
+    signal = float(wanted.double().square().sum())
+    noise = float((got.double() - wanted.double()).square().sum())
+    return f"SQNR {10 * np.log10(signal / noise):.1f} dB" if signal and noise else "equal"

@@ -1,0 +1,58 @@
+"""How well each layer survives quantization: one dot per layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bevfusion_quant.pictures._style import BLUE, GREY, INK, ORANGE, figure, save
+
+if TYPE_CHECKING:
+    from bevfusion_quant.ptq._compare import LayerRow
+
+__all__ = ["layer_picture"]
+
+
+def layer_picture(folder: Path, rows: Sequence[LayerRow]) -> list[Path]:
+    """Write `layers.png`: SQNR of every layer's output in the order of execution."""
+    shown = [row for row in rows if row.sqnr_db is not None]
+    if not shown:
+        return []
+    with figure(8.6, 1.3 + 0.27 * len(shown)) as whole:
+        axes = whole.subplots()
+        heights = range(len(shown))
+        decibels = [float(row.sqnr_db or 0) for row in shown]
+        names = [
+            row.layer.removeprefix("encoders.lidar.backbone.").replace(
+                "encoder_layers.encoder_layer", "layer"
+            )
+            for row in shown
+        ]
+        blocks = [row.kind != "QuantSparseConvolution" for row in shown]
+        axes.hlines(heights, 0, decibels, color="#cbd2d9", linewidth=1.2)
+        for is_block, colour, label in ((False, BLUE, "convolution"), (True, ORANGE, "block end")):
+            members = [i for i in heights if blocks[i] == is_block and i != len(shown) - 1]
+            axes.scatter(
+                [decibels[i] for i in members], members, s=34, color=colour, label=label, zorder=3
+            )
+        last = len(shown) - 1
+        axes.scatter(
+            [decibels[last]], [last], s=48, marker="D", color=INK, label="output", zorder=3
+        )
+        for height, value in zip(heights, decibels, strict=True):
+            axes.annotate(
+                f"{value:.1f}", (value, height), (7, 0),
+                textcoords="offset points", va="center", fontsize=8, color=GREY,
+            )  # fmt: skip
+        axes.set_yticks(list(heights), names, fontsize=8)
+        axes.invert_yaxis()
+        axes.set_xlim(min(0.0, min(decibels) * 1.1), max(decibels) * 1.12)
+        axes.set_xlabel("SQNR of the layer's output, fake-quantized against float [dB]")
+        axes.set_title("Error carried to each layer, first layer on top")
+        axes.grid(axis="x", color="#e4e7eb", linewidth=0.6)
+        axes.set_axisbelow(True)
+        axes.spines["left"].set_visible(False)
+        axes.tick_params(axis="y", length=0)
+        axes.legend(loc="upper right", frameon=False, fontsize=8)
+        return [save(whole, folder / "layers.png")]

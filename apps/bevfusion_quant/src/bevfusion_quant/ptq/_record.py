@@ -1,0 +1,63 @@
+"""What fusion, quantization and calibration did, as plain data; the quantized model on disk."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bevfusion_quant.model import BEVFusion
+    from bevquant_fusion import FusionResult
+    from bevquant_qnn import QuantizeResult
+    from bevquant_quantizers import CalibrationReport
+
+__all__ = ["calibration_record", "fusion_record", "quantization_record", "save_model"]
+
+
+def fusion_record(result: FusionResult) -> dict[str, Any]:
+    """Which BatchNorms were folded into what, and which not and why."""
+    return {"fused": plain(result.fused), "skipped": plain(result.skipped)}
+
+
+def quantization_record(result: QuantizeResult) -> dict[str, Any]:
+    """Which modules were quantized, which quantizers are shared, what was passed over and why."""
+    return {
+        "quantized": plain(result.quantized),
+        "shared": plain(result.shared),
+        "skipped": plain(result.skipped),
+    }
+
+
+def calibration_record(report: CalibrationReport) -> Any:
+    """The calibration report, quantizer by quantizer."""
+    return plain(report)
+
+
+def plain(value: Any) -> Any:
+    """Anything the packages report, as what JSON knows; NaN and Inf become null."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return plain(asdict(value))
+    if isinstance(value, dict):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(v) for v in value]
+    if isinstance(value, float):
+        return value if abs(value) < float("inf") else None
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if hasattr(value, "tolist"):
+        return plain(value.tolist())
+    return str(value)
+
+
+def save_model(folder: Path, model: BEVFusion) -> None:
+    """Write weights.safetensors (folded weights and ranges) and ranges.json (ranges alone)."""
+    from safetensors.torch import save_file
+
+    from bevquant_quantizers import save_ranges
+
+    # A quantizer that several layers share is one buffer under several names: each gets its copy.
+    tensors = {name: t.detach().clone().contiguous() for name, t in model.state_dict().items()}
+    save_file(tensors, folder / "weights.safetensors", metadata={"format": "pt"})
+    save_ranges(model, folder / "ranges.json")
