@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from matplotlib.colors import Normalize, PowerNorm
 
 from bevfusion_quant.pictures._style import GREY, figure, save
 
@@ -23,6 +24,7 @@ __all__ = ["bev_pictures"]
 
 Map = npt.NDArray[np.floating[Any]]
 Draw = Callable[["Figure", "Axes"], None]
+ROOT_SCALE = "L2 norm over channels (square-root colours)"
 
 
 def bev_pictures(
@@ -30,7 +32,8 @@ def bev_pictures(
 ) -> list[Path]:
     """Write `bev.png` (all four side by side) and one PNG for each of the four.
 
-    Feature maps [1, channels, x, y] are shown as their L2 norm over the channels; float and
+    Feature maps [1, channels, x, y] are shown as their L2 norm over the channels, in colours that
+    go with its square root, because a few retroreflectors outshine the street; float and
     quantized share one colour scale, the difference (the norm of the difference vector) has its
     own.
 
@@ -54,17 +57,18 @@ def bev_pictures(
             f"Input: {len(coords):,} voxels, highest in each column",
             "height z [m]",
             "viridis",
-            (config.point_cloud_range[2], min(config.point_cloud_range[5], 3.0)),
+            (config.point_cloud_range[2], config.point_cloud_range[5]),
+            linear=True,
         ),
-        "float": _panel(config, float_map, "Float features", "L2 norm", "magma", (0.0, top)),
+        "float": _panel(config, float_map, "Float features", ROOT_SCALE, "magma", (0.0, top)),
         "quantized": _panel(
-            config, quant_map, "Fake-quantized features", "L2 norm", "magma", (0.0, top)
+            config, quant_map, "Fake-quantized features", ROOT_SCALE, "magma", (0.0, top)
         ),
         "difference": _panel(
             config,
             error,
             f"Difference, own scale ({sqnr})",
-            "L2 norm of quantized − float",
+            "L2 norm of quantized − float (square-root colours)",
             "magma",
             (0.0, worst),
         ),
@@ -88,6 +92,8 @@ def _panel(
     label: str,
     colours: str,
     limits: tuple[float, float],
+    *,
+    linear: bool = False,
 ) -> Draw:
     low_x, low_y, _, high_x, high_y, _ = config.point_cloud_range
 
@@ -98,8 +104,7 @@ def _panel(
             origin="lower",
             extent=(low_x, high_x, low_y, high_y),
             cmap=colours,
-            vmin=limits[0],
-            vmax=limits[1],
+            norm=Normalize(*limits) if linear else PowerNorm(0.5, *limits),
             interpolation="nearest",
         )
         axes.plot(0, 0, marker="+", color="white", markersize=7, markeredgewidth=1.2, alpha=0.8)

@@ -47,6 +47,7 @@ def _page(path: Path, kind: str, members: Sequence[QuantizerValues], number: str
         whole.suptitle(
             f"Quantizer {kind}: {what}; {number}", x=0.01, ha="left", fontsize=12, weight="bold"
         )
+        whole.get_layout_engine().set(h_pad=0.09, w_pad=0.08)  # type: ignore[union-attr]
         grid = whole.subplots(rows, COLUMNS, squeeze=False)
         for axes in grid.flat[len(members) :]:
             axes.set_visible(False)

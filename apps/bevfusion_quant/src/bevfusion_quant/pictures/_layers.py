@@ -54,5 +54,8 @@ def layer_picture(folder: Path, rows: Sequence[LayerRow]) -> list[Path]:
         axes.set_axisbelow(True)
         axes.spines["left"].set_visible(False)
         axes.tick_params(axis="y", length=0)
-        axes.legend(loc="upper right", frameon=False, fontsize=8)
+        axes.legend(
+            loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False, fontsize=8,
+            borderaxespad=0.2, handletextpad=0.2,
+        )  # fmt: skip
         return [save(whole, folder / "layers.png")]
