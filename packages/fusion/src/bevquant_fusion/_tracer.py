@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import operator
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,40 +14,24 @@ import torch
 from torch import fx, nn
 
 from ._errors import UntraceableError
+from ._kinds import kind_of
 from ._proxy import TracedValue
-from ._sparse_names import is_sparse_module, sparse_tensor_class
+from ._shadow import shadow_of
 
-_FEATURE_ATTRIBUTES = frozenset({"features"})
-_TENSOR_METHODS = frozenset(
-    "dense relu relu_ view reshape permute transpose contiguous flatten squeeze unsqueeze float "
-    "half to clone detach add add_ mul mul_ sum mean softmax sigmoid tanh expand repeat".split()
-)
-_ARITHMETIC = frozenset(
-    {operator.add, operator.sub, operator.mul, operator.truediv, operator.iadd, operator.imul}
-)
-_NOT_ONE_TENSOR = frozenset("split chunk unbind max min sort topk meshgrid size numel".split())
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class ForwardTracer(fx.Tracer):
-    """Traces one module's own forward; every child module it calls is a leaf.
-
-    Args:
-        strict: Whether the graph must be fit to replace the forward. Then reading ``training`` in
-            a branch and tensors made from nothing are refused; otherwise they are specialised.
-    """
+    """Traces one module's own forward; every child module it calls is a leaf."""
 
     proxy_buffer_attributes = True
+    # Whether the graph must be fit to replace the forward. If not, ``training`` is read as it is
+    # now, and tensors made from nothing are allowed.
+    strict = True
 
-    def __init__(self, *, strict: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.strict = strict
-        self.modes: tuple[bool, ...] = ()
-
-    def proxy(self, node: fx.Node) -> TracedValue:
-        return TracedValue(node, self)
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return True
+        self._modes: tuple[bool, ...] = ()
 
     def run(self, module: nn.Module) -> fx.Graph:
         """Trace ``module`` without touching it.
@@ -56,72 +39,58 @@ class ForwardTracer(fx.Tracer):
         Raises:
             UntraceableError: With the class of the module and the reason.
         """
-        name = type(module).__name__
-        shadow = _Shadow.of(module, self)
-        self._autowrap_function_ids |= {id(f) for f in _replace_feature_functions(type(module))}
-        self.modes = _execution_modes()
+        self._autowrap_function_ids |= {id(f) for f in _replace_feature_helpers(module)}
+        self._modes = _execution_modes()
         try:
             with warnings.catch_warnings(), _quiet_fx():
                 warnings.simplefilter("ignore")
-                graph = self.trace(shadow)
-        except UntraceableError as error:
-            raise UntraceableError(f"{name}.forward {error}") from None
+                graph = self.trace(module)
+            self._drop_unused_reads(graph)
         except Exception as error:
-            reason = str(error).split("\n")[0] or type(error).__name__
-            raise UntraceableError(f"{name}.forward cannot be traced: {reason}") from error
-        _Shadow.check(shadow, module)
-        try:
-            self.drop_unused_reads(graph)
-        except UntraceableError as error:
-            raise UntraceableError(f"{name}.forward {error}") from None
+            raise UntraceableError(reason_of(module, error)) from error
         return graph
 
-    def drop_unused_reads(self, graph: fx.Graph) -> None:
-        """Erase reads that nothing uses, which are what ``hasattr`` leaves behind."""
-        for node in reversed(list(graph.nodes)):
-            if node.op == "get_attr" and not node.users:
-                graph.erase_node(node)
-            elif node.target is getattr and not node.users:
-                base, attribute = node.args
-                if (
-                    self.strict
-                    and attribute != "replace_feature"
-                    and self.kind_of(base) is None
-                    and not str(attribute).startswith("_")
-                ):
-                    raise UntraceableError(
-                        f"tests for the attribute {attribute!r} of the value `{base}`, whose "
-                        "class is not known while tracing"
-                    )
-                graph.erase_node(node)
+    def proxy(self, node: fx.Node) -> TracedValue:
+        """Wrap ``node`` in the proxy that loses nothing."""
+        return TracedValue(node, self)
+
+    def kind_of(self, node: fx.Node) -> type | None:
+        """The class of the value of ``node``, where it is known."""
+        return kind_of(node, self.root)
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Every module is one node."""
+        return True
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the forward of ``module`` on traced values."""
+        shadow, check = shadow_of(module, self._read_training)
+        result = type(module).forward(shadow, *args, **kwargs)
+        check()
+        return result
+
+    def unknown_inputs(self, module: nn.Module) -> Inputs:
+        """One placeholder per parameter without a default; the others keep their default."""
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        for name, parameter in list(inspect.signature(type(module).forward).parameters.items())[1:]:
+            if parameter.kind is parameter.VAR_POSITIONAL:
+                raise UntraceableError(f"takes a variable number of inputs (*{name})")
+            if parameter.kind is parameter.VAR_KEYWORD or parameter.default is not parameter.empty:
+                continue
+            value = self.create_proxy("placeholder", name, (), {})
+            if parameter.kind is parameter.KEYWORD_ONLY:
+                kwargs[name] = value
+            else:
+                args.append(value)
+        return tuple(args), kwargs
 
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Any, list[Any]]:
-        """One placeholder per parameter without a default; the others keep their default."""
-        args: list[Any] = [self.root]
-        keywords: dict[str, Any] = {}
-        for name, parameter in list(inspect.signature(root_fn).parameters.items())[1:]:
-            if parameter.kind is parameter.VAR_POSITIONAL:
-                raise UntraceableError(f"takes a variable number of inputs (*{name})")
-            if parameter.kind is parameter.VAR_KEYWORD:
-                continue
-            if parameter.default is not parameter.empty:
-                if parameter.kind is not parameter.KEYWORD_ONLY:
-                    args.append(parameter.default)
-                continue
-            value = self.create_proxy("placeholder", name, (), {})
-            if parameter.kind is parameter.KEYWORD_ONLY:
-                keywords[name] = value
-            else:
-                args.append(value)
-        if not keywords:
-            return root_fn, args
-
-        def with_keywords(*values: Any) -> Any:
-            return root_fn(*values, **keywords)
-
-        return with_keywords, args
+        """Called by fx for the inputs: they are made here, so that defaults are honoured."""
+        args, kwargs = self.unknown_inputs(self.root)
+        return (lambda: self.enter(self.root, args, kwargs)), []
 
     def create_arg(self, a: Any) -> Any:
         """Lower ``a`` into the graph; a tensor from nowhere is refused when strict."""
@@ -136,18 +105,18 @@ class ForwardTracer(fx.Tracer):
             return self.create_node("call_function", constant_tensor, (), {})
         return super().create_arg(a)
 
+    def get_fresh_qualname(self, prefix: str) -> str:
+        """Called by fx to store a constant on the module, which is not ours to change."""
+        raise UntraceableError(f"uses a constant object ({prefix.strip('_')})")
+
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Record a node, unless it runs in a mode that a graph cannot reproduce."""
         if kind not in ("placeholder", "output"):
-            if _execution_modes() != self.modes:
+            if self.strict and _execution_modes() != self._modes:
                 raise UntraceableError(
                     "switches the gradient, inference or autocast mode, which a graph cannot hold"
                 )
-            frame = sys._getframe(1)
-            while frame is not None and frame.f_code.co_name != "trace":
-                if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
-                    raise UntraceableError("uses torch.utils.checkpoint")
-                frame = frame.f_back  # type: ignore[assignment]
+            _refuse_checkpoint(sys._getframe(1))
         return super().create_node(kind, target, *args, **kwargs)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
@@ -160,43 +129,37 @@ class ForwardTracer(fx.Tracer):
         """Refuse a loop over a traced value."""
         raise UntraceableError(f"loops over the value `{obj.node.name}`, whose length is unknown")
 
-    def read_training(self, actual: bool) -> Any:
-        """What ``self.training`` answers: the live flag in a strict graph, else the present one."""
+    def _read_training(self, actual: bool) -> Any:
         return self.create_proxy("get_attr", "training", (), {}) if self.strict else actual
 
-    def kind_of(self, node: fx.Node) -> type | None:
-        """``torch.Tensor``, the sparse tensor class, or None where it cannot be known."""
-        if "kind" in node.meta:
-            return node.meta["kind"]  # type: ignore[no-any-return]
-        sparse = sparse_tensor_class()
-        if node.op == "get_attr":
-            return torch.Tensor if node.target != "training" else bool
-        if node.op == "call_module":
-            child = self.root.get_submodule(str(node.target))
-            if is_sparse_module(child):
-                return sparse
-            if type(child).__module__.startswith("torch.nn.modules.") and not isinstance(
-                child, (nn.Sequential, nn.Identity, nn.LSTM, nn.GRU, nn.RNN, nn.MultiheadAttention)
-            ):
-                return None if getattr(child, "return_indices", False) else torch.Tensor
-            return None
-        if node.op == "call_method":
-            if node.target == "replace_feature":
-                return sparse
-            return torch.Tensor if node.target in _TENSOR_METHODS else None
-        if node.op == "call_function":
-            if node.target is getattr:
-                return torch.Tensor if node.args[1] in _FEATURE_ATTRIBUTES else None
-            if getattr(node.target, "__name__", "") == "replace_feature":
-                return sparse
-            if node.target in _ARITHMETIC:
-                first = node.args[0]
-                return self.kind_of(first) if isinstance(first, fx.Node) else None
-            module = getattr(node.target, "__module__", None) or ""
-            name = getattr(node.target, "__name__", "")
-            if module.split(".")[0] == "torch" or module == "_VariableFunctionsClass":
-                return None if name in _NOT_ONE_TENSOR else torch.Tensor
-        return None
+    def _drop_unused_reads(self, graph: fx.Graph) -> None:
+        """Erase reads that nothing uses, which are what ``hasattr`` leaves behind."""
+        for node in reversed(list(graph.nodes)):
+            if node.users or (node.op != "get_attr" and node.target is not getattr):
+                continue
+            if node.op == "call_function":
+                base, attribute = node.args
+                known = attribute == "replace_feature" or str(attribute).startswith("_")
+                if self.strict and not known and self.kind_of(base) is None:
+                    raise UntraceableError(
+                        f"tests for the attribute {attribute!r} of the value `{base}`, whose "
+                        "class is not known while tracing"
+                    )
+            graph.erase_node(node)
+
+
+def reason_of(module: nn.Module, error: Exception) -> str:
+    """One line: which forward could not be followed, and why."""
+    name = type(module).__name__
+    if isinstance(error, UntraceableError):
+        return f"{name}.forward {error}"
+    text = str(error).split("\n")[0] or type(error).__name__
+    return f"{name}.forward cannot be traced: {text}"
+
+
+def constant_tensor() -> torch.Tensor:
+    """Stand for a tensor that a forward made from nothing; such graphs are read, never run."""
+    raise RuntimeError("a graph that was traced for reading only cannot be run")
 
 
 @contextmanager
@@ -211,11 +174,6 @@ def _quiet_fx() -> Iterator[None]:
         logger.disabled = before
 
 
-def constant_tensor() -> torch.Tensor:
-    """Stand for a tensor that a forward made from nothing; such graphs are read, never run."""
-    raise RuntimeError("a graph that was traced for reading only cannot be run")
-
-
 def _execution_modes() -> tuple[bool, ...]:
     return (
         torch.is_grad_enabled(),
@@ -225,50 +183,19 @@ def _execution_modes() -> tuple[bool, ...]:
     )
 
 
-def _replace_feature_functions(cls: type) -> list[Callable[..., Any]]:
-    """Module-level helpers called ``replace_feature`` that the class's code can see.
+def _refuse_checkpoint(frame: Any) -> None:
+    while frame is not None and frame.f_code is not ForwardTracer.run.__code__:
+        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            raise UntraceableError("uses torch.utils.checkpoint")
+        frame = frame.f_back
+
+
+def _replace_feature_helpers(root: nn.Module) -> list[Any]:
+    """Module-level helpers called ``replace_feature`` that the code of ``root`` can see.
 
     They choose between spconv 1 and 2 by looking at the tensor; kept whole, the choice is made
     when the graph runs.
     """
-    found = []
-    for base in cls.__mro__:
-        namespace = getattr(sys.modules.get(base.__module__), "__dict__", {})
-        function = namespace.get("replace_feature")
-        if inspect.isfunction(function):
-            found.append(function)
-    return found
-
-
-class _Shadow:
-    """A stand-in for a module that shares its children and refuses to be written to."""
-
-    @staticmethod
-    def of(module: nn.Module, tracer: ForwardTracer) -> nn.Module:
-        cls = type(module)
-        if "forward" in vars(module):
-            raise UntraceableError(f"{cls.__name__}.forward was replaced on the instance")
-
-        def training(self: nn.Module) -> Any:
-            return tracer.read_training(bool(vars(self)["training"]))
-
-        def refuse(self: nn.Module, name: str, value: object) -> None:
-            raise UntraceableError(f"assigns self.{name}")
-
-        shadow_class = type(
-            cls.__name__,
-            (cls,),
-            {"training": property(training), "__setattr__": refuse, "__module__": cls.__module__},
-        )
-        shadow: nn.Module = object.__new__(shadow_class)
-        for key, value in vars(module).items():
-            private = not key.startswith("_") and type(value) in (list, dict, set)
-            vars(shadow)[key] = value.copy() if private else value
-        return shadow
-
-    @staticmethod
-    def check(shadow: nn.Module, module: nn.Module) -> None:
-        for key, value in vars(module).items():
-            if not key.startswith("_") and type(value) in (list, dict, set):
-                if len(vars(shadow)[key]) != len(value):
-                    raise UntraceableError(f"{type(module).__name__}.forward writes to self.{key}")
+    sources = {base.__module__ for m in root.modules() for base in type(m).__mro__}
+    found = [getattr(sys.modules.get(name), "replace_feature", None) for name in sources]
+    return [function for function in found if inspect.isfunction(function)]

@@ -1,0 +1,144 @@
+"""Whether a layer and a batch norm can be folded at all, judged by the two modules alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from bevquant_sparse import WeightLayout, get_weight, is_sparse_conv, layout_of
+
+_DENSE = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+    nn.Linear,
+)
+# Packages whose forward of a convolution or batch norm is that, and nothing more.
+_STOCK = (
+    "torch.nn.modules",
+    "spconv",
+    "mmcv.ops",
+    "mmdet3d.ops",
+    "torchsparse",
+    "MinkowskiEngine",
+    "pytorch_quantization",
+    "bevquant_qnn",
+    "bevquant_sparse",
+)
+_RANKS: dict[type[nn.Module], int] = {nn.BatchNorm2d: 2, nn.BatchNorm3d: 3}
+
+
+def is_convolution(module: object) -> bool:
+    """Whether batch norm can be folded into modules of this class."""
+    return isinstance(module, _DENSE) or is_sparse_conv(module)
+
+
+def fold_problem(conv: nn.Module, bn: nn.Module) -> str | None:
+    """Why ``bn`` cannot be folded into ``conv``; None where it can."""
+    return conv_problem(conv) or bn_problem(bn) or _pair_problem(conv, bn)
+
+
+def bn_problem(bn: nn.Module) -> str | None:
+    """What keeps this batch norm from being folded into anything."""
+    name = type(bn).__name__
+    if not isinstance(bn, nn.modules.batchnorm._BatchNorm):
+        return f"{name} is not a batch norm"
+    if _uninitialised(bn):
+        return f"{name} is not initialised; run the model once first"
+    if bn.running_mean is None or bn.running_var is None:
+        return f"{name} keeps no running statistics, so it normalises by each batch"
+    if bn.training:
+        return f"{name} is in training mode, so it normalises by each batch; call eval() first"
+    return _extras(bn, ("forward",))
+
+
+def conv_problem(conv: nn.Module) -> str | None:
+    """What keeps this layer from taking any batch norm."""
+    name = type(conv).__name__
+    if not is_convolution(conv):
+        return f"{name} is not a convolution or linear layer"
+    if _uninitialised(conv):
+        return f"{name} is not initialised; run the model once first"
+    problem = _extras(conv, ("forward", "_conv_forward"))
+    if problem is not None:
+        return problem
+    for attribute in ("act_type", "activation", "act"):
+        value: Any = getattr(conv, attribute, None)
+        if value is not None and getattr(value, "name", "") != "None_":
+            return f"{name} applies an activation of its own ({attribute}={value})"
+    if is_sparse_conv(conv):
+        try:
+            weight = get_weight(conv, layout_of(conv))
+        except (TypeError, ValueError) as error:
+            return str(error)
+    else:
+        weight = conv.weight  # type: ignore[assignment]
+    if not weight.is_floating_point():
+        return f"{name} has weights of dtype {weight.dtype}, which cannot be scaled exactly"
+    return None
+
+
+def out_channels(conv: nn.Module) -> int:
+    """Channels that ``conv`` makes."""
+    if is_sparse_conv(conv):
+        return WeightLayout.KRSC.channels(get_weight(conv, WeightLayout.KRSC))[1]
+    features = conv.out_features if isinstance(conv, nn.Linear) else conv.out_channels
+    return int(features)  # type: ignore[arg-type]
+
+
+def _pair_problem(conv: nn.Module, bn: nn.Module) -> str | None:
+    made, expected = out_channels(conv), int(bn.num_features)  # type: ignore[arg-type]
+    if made != expected:
+        return (
+            f"{type(conv).__name__} makes {made} channels but {type(bn).__name__} normalises "
+            f"{expected}"
+        )
+    rank = 1 if is_sparse_conv(conv) or isinstance(conv, nn.Linear) else conv.weight.ndim - 2  # type: ignore[operator]
+    wanted = next((r for cls, r in _RANKS.items() if isinstance(bn, cls)), 1)
+    if rank != wanted and not isinstance(bn, nn.SyncBatchNorm):
+        return f"{type(bn).__name__} does not fit the output of {type(conv).__name__}"
+    return None
+
+
+def _uninitialised(module: nn.Module) -> bool:
+    tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    return any(is_lazy(t) for t in tensors)
+
+
+def _extras(module: nn.Module, methods: tuple[str, ...]) -> str | None:
+    """Anything that makes the module do more than its stock class says."""
+    name = type(module).__name__
+    hooks = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    if any(hooks):
+        return f"{name} has hooks (weight_norm and spectral_norm work by hooks too)"
+    if torch.nn.utils.parametrize.is_parametrized(module):
+        return f"{name} has parametrized weights"
+    for method in methods:
+        if method in vars(module):
+            return f"{name}.{method} was replaced on the instance"
+        owner = next((c for c in type(module).__mro__ if method in vars(c)), None)
+        if owner is not None and not _is_stock(owner):
+            return f"{owner.__module__}.{owner.__qualname__} has a {method} of its own"
+    return None
+
+
+def _is_stock(owner: type) -> bool:
+    if owner.__module__.startswith(_STOCK):
+        return True
+    # A class registered with its weight layout is vouched for; what is derived from it is not.
+    return _is_sparse_class(owner) and not any(map(_is_sparse_class, owner.__mro__[1:]))
+
+
+def _is_sparse_class(cls: type) -> bool:
+    return issubclass(cls, nn.Module) and is_sparse_conv(object.__new__(cls))

@@ -1,0 +1,136 @@
+"""Fold one batch norm module into one convolution or linear module."""
+
+from __future__ import annotations
+
+import copy
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from bevquant_sparse import WeightLayout, get_weight, is_sparse_conv, set_weight
+
+from ._foldable import fold_problem
+from ._weights import fuse_conv_bn_weights, fuse_linear_bn_weights, fuse_sparse_conv_bn_weights
+
+ConvT = TypeVar("ConvT", bound=nn.Module)
+
+
+def fuse_conv_bn(conv: ConvT, bn: _BatchNorm) -> ConvT:
+    """Return a copy of ``conv`` that computes ``bn(conv(x))``.
+
+    ``W' = W·γ/√(σ² + ε)``, ``b' = (b − μ)·γ/√(σ² + ε) + β``, in float64, rounded once. The copy
+    is of the same class, quantized subclasses included, always has a bias, and keeps dtype,
+    device, mode and ``requires_grad``.
+
+    Args:
+        conv: ``Conv1d/2d/3d``, ``ConvTranspose1d/2d/3d`` (any groups) or ``Linear`` (for inputs
+            ``[rows, features]``: with more axes ``BatchNorm1d`` normalises another one).
+        bn: ``BatchNorm1d/2d/3d`` or ``SyncBatchNorm`` in evaluation mode with running statistics.
+
+    Raises:
+        ValueError: The two cannot be folded: training mode, no running statistics, lazy and not
+            initialised, another number of channels, hooks, parametrizations, an activation in
+            the convolution, weights that would overflow their dtype.
+        TypeError: ``conv`` is a sparse convolution.
+
+    Example:
+        >>> import torch
+        >>> conv, bn = torch.nn.Conv2d(3, 4, 3, bias=False), torch.nn.BatchNorm2d(4).eval()
+        >>> fused, x = fuse_conv_bn(conv, bn), torch.randn(1, 3, 5, 5)
+        >>> torch.allclose(fused(x), bn(conv(x)), atol=1e-5), conv.bias is None
+        (True, True)
+    """
+    if is_sparse_conv(conv):
+        raise TypeError(f"{type(conv).__name__} is a sparse convolution; use fuse_sparse_conv_bn")
+    return _folded_copy(conv, bn)
+
+
+def fuse_sparse_conv_bn(conv: ConvT, bn: _BatchNorm) -> ConvT:
+    """Return a copy of the sparse convolution ``conv`` that computes ``bn`` on its features too.
+
+    The weight's layout comes from the module's class (``bevquant_sparse.layout_of``), never from
+    its shape, and spconv 2's other reading of 1×1×1 kernels is honoured. SubM, strided, inverse
+    and transposed convolutions of any known or registered class.
+
+    Args:
+        conv: A sparse convolution module.
+        bn: ``BatchNorm1d`` or ``SyncBatchNorm`` in evaluation mode with running statistics.
+
+    Raises:
+        ValueError: As ``fuse_conv_bn``; and where the class's layout is unknown.
+        TypeError: ``conv`` is not a sparse convolution.
+
+    Example:
+        >>> import torch
+        >>> from bevquant_sparse import WeightLayout, register_layout
+        >>> class Sparse1(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.weight = torch.nn.Parameter(torch.ones(3, 3, 3, 5, 2))
+        ...         self.bias = None
+        >>> register_layout(Sparse1, WeightLayout.RSCK)
+        >>> bn = torch.nn.BatchNorm1d(2, eps=0.0).eval()
+        >>> _ = bn.weight.data.copy_(torch.tensor([2.0, 3.0]))
+        >>> fuse_sparse_conv_bn(Sparse1(), bn).weight[0, 0, 0, 0].tolist()
+        [2.0, 3.0]
+    """
+    if not is_sparse_conv(conv):
+        raise TypeError(
+            f"{type(conv).__name__} is not a known sparse convolution; use fuse_conv_bn, or "
+            "register_layout of bevquant_sparse for a class of your own"
+        )
+    return _folded_copy(conv, bn)
+
+
+def fold_into(conv: nn.Module, bn: _BatchNorm) -> None:
+    """Fold ``bn`` into ``conv`` in place.
+
+    Raises:
+        ValueError: The two cannot be folded; nothing was changed.
+    """
+    problem = fold_problem(conv, bn)
+    if problem is not None:
+        raise ValueError(f"cannot fold {type(bn).__name__} into {type(conv).__name__}: {problem}")
+    mean, var = bn.running_mean, bn.running_var
+    if mean is None or var is None:
+        raise ValueError("unreachable: fold_problem refuses batch norms without statistics")
+    bias: Tensor | None = conv.bias  # type: ignore[assignment]
+    if is_sparse_conv(conv):
+        weight, new_bias = fuse_sparse_conv_bn_weights(
+            get_weight(conv, WeightLayout.RSCK),
+            None if bias is None else bias.reshape(-1),
+            *(mean, var, bn.eps, bn.weight, bn.bias),
+            layout=WeightLayout.RSCK,
+        )
+        _check_finite(conv, weight, new_bias)
+        set_weight(conv, weight, WeightLayout.RSCK)
+        if bias is not None:
+            new_bias = nn.Parameter(new_bias.detach().reshape(bias.shape), bias.requires_grad)
+    else:
+        old: Tensor = conv.weight  # type: ignore[assignment]
+        values = (old, bias, mean, var, bn.eps, bn.weight, bn.bias)
+        if isinstance(conv, nn.Linear):
+            weight, new_bias = fuse_linear_bn_weights(*values)
+        else:
+            transposed, groups = bool(conv.transposed), int(conv.groups)  # type: ignore[arg-type]
+            weight, new_bias = fuse_conv_bn_weights(*values, transposed, groups)
+        _check_finite(conv, weight, new_bias)
+        conv.weight = weight
+    conv.bias = new_bias
+
+
+def _folded_copy(conv: ConvT, bn: _BatchNorm) -> ConvT:
+    fused = copy.deepcopy(conv)
+    fold_into(fused, bn)
+    return fused
+
+
+def _check_finite(conv: nn.Module, weight: Tensor, bias: Tensor) -> None:
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if not torch.isfinite(tensor).all():
+            raise ValueError(
+                f"cannot fold into {type(conv).__name__}: the folded {name} is not finite in "
+                f"{tensor.dtype}; check the statistics, or fold in float32"
+            )

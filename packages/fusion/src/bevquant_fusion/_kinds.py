@@ -1,0 +1,83 @@
+"""What is known of the class of a traced value: a tensor, a sparse tensor, or nothing."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx, nn
+
+from bevquant_sparse import is_sparse_conv
+
+from ._sparse_names import is_sparse_module, sparse_tensor_class
+
+KIND = "bevquant_kind"  # node.meta key where the class is known from outside
+
+_TENSOR_METHODS = frozenset(
+    "dense relu relu_ view reshape permute transpose contiguous flatten squeeze unsqueeze float "
+    "half to clone detach add add_ mul mul_ sum mean softmax sigmoid tanh expand repeat".split()
+)
+_ARITHMETIC = frozenset(
+    {operator.add, operator.sub, operator.mul, operator.truediv, operator.iadd, operator.imul}
+)
+_NOT_ONE_TENSOR = frozenset(
+    "split chunk unbind max min sort topk meshgrid size numel adaptive_max_pool2d".split()
+)
+_TENSOR_MODULES = (
+    nn.modules.conv._ConvNd,
+    nn.modules.batchnorm._NormBase,
+    nn.Linear,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.ReLU,
+    nn.ReLU6,
+    nn.LeakyReLU,
+    nn.SiLU,
+    nn.GELU,
+    nn.Sigmoid,
+    nn.Hardswish,
+    nn.Upsample,
+    nn.modules.pooling._AvgPoolNd,
+    nn.modules.pooling._AdaptiveAvgPoolNd,
+)
+
+
+def kind_of(node: fx.Node, root: nn.Module) -> type | None:
+    """The class of the value that ``node`` makes, or None where the graph does not tell."""
+    if KIND in node.meta:
+        known: type | None = node.meta[KIND]
+        return known
+    if node.op == "get_attr":
+        return bool if node.target == "training" else torch.Tensor
+    if node.op == "call_module":
+        return _of_module(root.get_submodule(str(node.target)))
+    if node.op == "call_method":
+        if node.target == "replace_feature":
+            return sparse_tensor_class()
+        return torch.Tensor if node.target in _TENSOR_METHODS else None
+    if node.op == "call_function":
+        return _of_function(node, root)
+    return None
+
+
+def _of_module(module: nn.Module) -> type | None:
+    if is_sparse_conv(module):
+        return sparse_tensor_class()
+    if is_sparse_module(module):
+        return None  # ToDense is a sparse module too
+    return torch.Tensor if isinstance(module, _TENSOR_MODULES) else None
+
+
+def _of_function(node: fx.Node, root: nn.Module) -> type | None:
+    name = getattr(node.target, "__name__", "")
+    if node.target is getattr:
+        return torch.Tensor if node.args[1] == "features" else None
+    if name in ("replace_feature", "SparseConvTensor"):
+        return sparse_tensor_class()
+    if node.target in _ARITHMETIC:
+        first = node.args[0]
+        return kind_of(first, root) if isinstance(first, fx.Node) else None
+    package = str(getattr(node.target, "__module__", None) or type(node.target).__module__)
+    if package.split(".")[0] == "torch" and name not in _NOT_ONE_TENSOR:
+        return torch.Tensor
+    return None
