@@ -1,1 +1,58 @@
 """Quantized modules and the rewriting of float models into them."""
+
+from __future__ import annotations
+
+from bevquant_qnn._add import QuantAdd
+from bevquant_qnn._concat import QuantConcat
+from bevquant_qnn._config import QuantConfig
+from bevquant_qnn._conv import QuantConv1d, QuantConv2d, QuantConv3d
+from bevquant_qnn._conv_transpose import (
+    QuantConvTranspose1d,
+    QuantConvTranspose2d,
+    QuantConvTranspose3d,
+)
+from bevquant_qnn._freeze import freeze
+from bevquant_qnn._linear import QuantLinear
+from bevquant_qnn._pool import (
+    QuantAdaptiveAvgPool1d,
+    QuantAdaptiveAvgPool2d,
+    QuantAdaptiveAvgPool3d,
+    QuantAvgPool1d,
+    QuantAvgPool2d,
+    QuantAvgPool3d,
+    QuantMaxPool1d,
+    QuantMaxPool2d,
+    QuantMaxPool3d,
+)
+from bevquant_qnn._quantize_model import quantize_model
+from bevquant_qnn._result import QuantizedModule, QuantizeResult, SharedQuantizer, SkippedModule
+from bevquant_qnn._sparse_convolution import QuantSparseConvolution
+
+__all__ = [
+    "QuantAdaptiveAvgPool1d",
+    "QuantAdaptiveAvgPool2d",
+    "QuantAdaptiveAvgPool3d",
+    "QuantAdd",
+    "QuantAvgPool1d",
+    "QuantAvgPool2d",
+    "QuantAvgPool3d",
+    "QuantConcat",
+    "QuantConfig",
+    "QuantConv1d",
+    "QuantConv2d",
+    "QuantConv3d",
+    "QuantConvTranspose1d",
+    "QuantConvTranspose2d",
+    "QuantConvTranspose3d",
+    "QuantLinear",
+    "QuantMaxPool1d",
+    "QuantMaxPool2d",
+    "QuantMaxPool3d",
+    "QuantSparseConvolution",
+    "QuantizeResult",
+    "QuantizedModule",
+    "SharedQuantizer",
+    "SkippedModule",
+    "freeze",
+    "quantize_model",
+]

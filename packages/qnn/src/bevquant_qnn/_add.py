@@ -1,0 +1,64 @@
+"""Quantized addition of two tensors that share one range."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from bevquant_qnn._descriptors import check_fake_quant, default_input_descriptor
+from bevquant_qnn._sparse_tensor import features_of, is_sparse_tensor, with_features
+from bevquant_quantizers import QuantDescriptor, TensorQuantizer
+
+__all__ = ["QuantAdd"]
+
+
+class QuantAdd(nn.Module):
+    """Add two tensors after fake-quantizing both with one quantizer.
+
+    y = fq(a) + fq(b). One range for both operands lets an integer kernel add the integers as they
+    are, without rescaling either (the rule of NVIDIA's libspconv). Operands are dense tensors, or
+    sparse tensors over the same voxels, whose features are added; neither is changed.
+
+    Args:
+        quant_desc_input: Descriptor of the quantizer; 8 bit per tensor by default.
+
+    Example:
+        >>> import torch
+        >>> add = QuantAdd()
+        >>> add.input_quantizer.amax = 127.0
+        >>> add(torch.tensor([1.4, 3.0]), torch.tensor([2.0, 0.6]))
+        tensor([3., 4.])
+    """
+
+    _input_quantizer: TensorQuantizer
+
+    def __init__(self, *, quant_desc_input: QuantDescriptor | None = None) -> None:
+        super().__init__()
+        descriptor = quant_desc_input or default_input_descriptor()
+        self._input_quantizer = TensorQuantizer(
+            check_fake_quant(descriptor, type(self).__name__, "quant_desc_input")
+        )
+
+    @property
+    def input_quantizer(self) -> TensorQuantizer:
+        """The quantizer of both operands."""
+        return self._input_quantizer
+
+    def forward(self, a: Any, b: Any) -> Any:
+        """Add two dense tensors, or two sparse tensors over the same voxels.
+
+        Raises:
+            ValueError: If sparse operands hold different numbers of voxels.
+        """
+        left, right = features_of(a), features_of(b)
+        sparse = a if is_sparse_tensor(a) else b
+        if is_sparse_tensor(sparse) and left.shape != right.shape:
+            msg = (
+                f"QuantAdd: features of shape {tuple(left.shape)} and {tuple(right.shape)} do not "
+                "lie on the same voxels. Add tensors of submanifold convolutions with one "
+                "indice_key, or bring both to the same coordinates first."
+            )
+            raise ValueError(msg)
+        total = self._input_quantizer(left) + self._input_quantizer(right)
+        return with_features(sparse, total) if is_sparse_tensor(sparse) else total

@@ -1,0 +1,141 @@
+"""What to quantize, and how: one frozen value that goes to JSON and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from fnmatch import fnmatchcase
+from typing import Any, Literal, Self, get_args
+
+from bevquant_qnn._descriptors import Axis
+from bevquant_quantizers import QuantDescriptor
+
+__all__ = ["QuantConfig"]
+
+Calibrator = Literal["histogram", "max"]
+
+_SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class QuantConfig:
+    """Settings of `quantize_model`.
+
+    Attributes:
+        num_bits: Bits of every quantizer, 2 to 16.
+        input_calibrator: `"histogram"` (any of mse, entropy, percentile afterwards) or `"max"`,
+            for everything that is not a weight.
+        weight_calibrator: The same for weights; per-channel weights want `"max"`.
+        weight_per_channel: One range per output channel; False: one per weight tensor.
+        narrow_range: Clamp to −127…127 at 8 bit; False clamps to −128…127 as upstream does. The
+            two differ only for values below −amax, which a `"max"` range does not have.
+        exclude: Modules to leave float: exact paths or globs (`camera.*.conv1`), each standing
+            for the module and everything below it. `conv1` never means `conv10`.
+        quantize_add: Quantize residual additions.
+        quantize_concat: Quantize concatenations of feature maps.
+        quantize_pool: Replace max, average and adaptive average pooling.
+        quantize_linear: Replace fully connected layers.
+        quantize_first_layer: False leaves the first convolution or linear layer float, in the
+            order of registration.
+        quantize_last_layer: The same for the last one.
+
+    Raises:
+        ValueError: For a setting outside its range, named.
+
+    Example:
+        >>> config = QuantConfig(exclude=("head.*",))
+        >>> QuantConfig.from_json(config.to_json()) == config
+        True
+    """
+
+    num_bits: int = 8
+    input_calibrator: Calibrator = "histogram"
+    weight_calibrator: Calibrator = "max"
+    weight_per_channel: bool = True
+    narrow_range: bool = False
+    exclude: tuple[str, ...] = ()
+    quantize_add: bool = True
+    quantize_concat: bool = True
+    quantize_pool: bool = True
+    quantize_linear: bool = True
+    quantize_first_layer: bool = True
+    quantize_last_layer: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.num_bits, int) or not 2 <= self.num_bits <= 16:
+            msg = f"QuantConfig.num_bits must be a whole number from 2 to 16, got {self.num_bits}."
+            raise ValueError(msg)
+        for name in ("input_calibrator", "weight_calibrator"):
+            if getattr(self, name) not in get_args(Calibrator):
+                msg = f"QuantConfig.{name} must be 'histogram' or 'max', got {getattr(self, name)}."
+                raise ValueError(msg)
+        if isinstance(self.exclude, str):
+            msg = f"QuantConfig.exclude must be a tuple of paths; write ({self.exclude!r},)."
+            raise ValueError(msg)
+        object.__setattr__(self, "exclude", tuple(self.exclude))
+
+    def input_descriptor(self) -> QuantDescriptor:
+        """Return the descriptor of every quantizer that reads an activation."""
+        return QuantDescriptor(
+            num_bits=self.num_bits,
+            calib_method=self.input_calibrator,
+            narrow_range=self.narrow_range,
+        )
+
+    def weight_descriptor(self, axis: Axis) -> QuantDescriptor:
+        """Return the descriptor of a weight quantizer whose output channels lie along `axis`."""
+        return QuantDescriptor(
+            num_bits=self.num_bits,
+            calib_method=self.weight_calibrator,
+            axis=axis if self.weight_per_channel else None,
+            narrow_range=self.narrow_range,
+        )
+
+    def excluded_by(self, path: str) -> str | None:
+        """Return the pattern that leaves the module at `path` float, or None.
+
+        Example:
+            >>> QuantConfig(exclude=("conv1",)).excluded_by("conv1.0")
+            'conv1'
+            >>> QuantConfig(exclude=("conv1",)).excluded_by("conv10") is None
+            True
+        """
+        parts = path.split(".")
+        ancestors = [".".join(parts[: stop + 1]) for stop in range(len(parts))]
+        for pattern in self.exclude:
+            if any(fnmatchcase(ancestor, pattern) for ancestor in ancestors):
+                return pattern
+        return None
+
+    def unmatched(self, paths: Iterable[str]) -> list[str]:
+        """Return the exclude patterns that name none of `paths`: most likely typing errors."""
+        known = list(paths)
+        return [
+            pattern
+            for pattern in self.exclude
+            if not any(fnmatchcase(path, pattern) for path in known)
+        ]
+
+    def to_json(self) -> str:
+        """Return the settings as JSON text."""
+        return json.dumps({"schema": _SCHEMA, **asdict(self)}, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read what `to_json` wrote.
+
+        Raises:
+            ValueError: For text that is not such JSON, another schema, or an unknown setting.
+        """
+        data: Any = json.loads(text)
+        if not isinstance(data, dict) or data.pop("schema", None) != _SCHEMA:
+            msg = f"QuantConfig.from_json expects an object with schema {_SCHEMA}, got {text:.80}."
+            raise ValueError(msg)
+        unknown = set(data) - {field.name for field in fields(cls)}
+        if unknown:
+            msg = f"QuantConfig.from_json does not know the settings {sorted(unknown)}."
+            raise ValueError(msg)
+        if "exclude" in data:
+            data["exclude"] = tuple(data["exclude"])
+        return cls(**data)

@@ -1,0 +1,110 @@
+"""Fixing every range, so that what is trained or exported next no longer depends on data."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from bevquant_qnn._sparse_convolution import QuantSparseConvolution
+from bevquant_qnn._weighted import QuantWeighted
+from bevquant_quantizers import TensorQuantizer
+
+__all__ = ["freeze"]
+
+
+def freeze(model: nn.Module) -> tuple[str, ...]:
+    """Fix the range of every active quantizer of the model, in place.
+
+    Afterwards each quantizer that is not disabled quantizes with a constant `_amax` buffer:
+    calibration and learning of ranges are off. A weight quantizer without a range gets the one it
+    has been using, the maximum of |w| per channel; a learned range max(−min, max) becomes the
+    buffer. Disabled quantizers stay as they are. Weights remain trainable. Nothing is changed
+    when an error is raised.
+
+    Args:
+        model: A calibrated model from `quantize_model`.
+
+    Returns:
+        The path of every frozen quantizer; a shared one under its first path.
+
+    Raises:
+        ValueError: If activations have no usable range (missing, NaN, Inf, negative or zero);
+            the message lists every such quantizer.
+
+    Example:
+        >>> import torch
+        >>> from bevquant_qnn import QuantLinear
+        >>> layer = QuantLinear(2, 2)
+        >>> layer.input_quantizer.amax = 4.0
+        >>> freeze(layer)
+        ('_input_quantizer', '_weight_quantizer')
+        >>> layer.weight_quantizer.amax.shape
+        torch.Size([2, 1])
+    """
+    active = {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, TensorQuantizer) and not module._disabled
+    }
+    weights = _weights(model)
+    ranges = {path: _range(quantizer, weights) for path, quantizer in active.items()}
+    problems = [f"{path} ({_problem(amax)})" for path, amax in ranges.items() if _problem(amax)]
+    if problems:
+        msg = (
+            f"freeze: {len(problems)} of {len(active)} quantizers have no usable range: "
+            f"{', '.join(problems)}. Calibrate with batches that reach them and load the ranges, "
+            "or disable() these quantizers."
+        )
+        raise ValueError(msg)
+    for path, quantizer in active.items():
+        amax = ranges[path]
+        if amax is not None:
+            _fix(quantizer, amax)
+    return tuple(active)
+
+
+def _weights(model: nn.Module) -> dict[nn.Module, Tensor]:
+    """Return the weight that each weight quantizer reads."""
+    found: dict[nn.Module, Tensor] = {}
+    for module in model.modules():
+        quantizer = module._modules.get("_weight_quantizer")
+        if quantizer is None:
+            continue
+        if isinstance(module, QuantWeighted | QuantSparseConvolution):
+            found[quantizer] = module.weight_to_quantize().detach()
+        elif isinstance(module._parameters.get("weight"), Tensor):
+            found[quantizer] = module._parameters["weight"].detach()  # type: ignore[union-attr]
+    return found
+
+
+def _range(quantizer: TensorQuantizer, weights: dict[nn.Module, Tensor]) -> Tensor | None:
+    if quantizer._learn_amax:
+        clip = quantizer.clip
+        return torch.maximum(-clip.clip_value_min, clip.clip_value_max).detach().clone()
+    if quantizer.amax is not None or quantizer not in weights:
+        return quantizer.amax
+    weight, axis = weights[quantizer].abs(), quantizer.axis
+    if axis is None:
+        return weight.amax()
+    kept = {a % weight.dim() for a in ((axis,) if isinstance(axis, int) else axis)}
+    return weight.amax([d for d in range(weight.dim()) if d not in kept], keepdim=True)
+
+
+def _problem(amax: Tensor | None) -> str:
+    if amax is None:
+        return "not calibrated"
+    if not bool(amax.isfinite().all()):
+        return "NaN or Inf"
+    if bool((amax < 0).any()):
+        return "negative"
+    # A single zero among channels is a channel of zeros, such as BN weight 0 leaves behind.
+    return "" if bool((amax > 0).any()) else "zero"
+
+
+def _fix(quantizer: TensorQuantizer, amax: Tensor) -> None:
+    if quantizer._learn_amax:
+        quantizer.disable_clip()
+        quantizer._learn_amax = False
+    quantizer.register_buffer("_amax", amax)
+    quantizer.disable_calib()
+    quantizer.enable_quant()

@@ -1,0 +1,79 @@
+"""What a module is, as far as quantization asks."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from bevquant_qnn._sparse_convolution import QuantSparseConvolution
+from bevquant_sparse import is_sparse_conv
+
+__all__ = [
+    "has_sparse_conv",
+    "is_batch_norm",
+    "is_dense_conv",
+    "is_identity",
+    "is_library_module",
+    "is_plain_chain",
+    "is_quantized",
+    "is_sparse_module",
+]
+
+_LIBRARIES = ("torch", "spconv", "bevquant_qnn", "bevquant_quantizers", "pytorch_quantization")
+_CHAINS = ("Sequential", "SparseSequential")
+
+
+def is_quantized(module: nn.Module) -> bool:
+    """Tell whether the module quantizes its own input (ours or an adopted upstream module)."""
+    return "_input_quantizer" in module._modules
+
+
+def is_dense_conv(module: nn.Module) -> bool:
+    """Tell whether the module is a quantized dense convolution."""
+    return is_quantized(module) and isinstance(module, nn.modules.conv._ConvNd)
+
+
+def is_sparse_module(module: nn.Module) -> bool:
+    """Tell whether the module takes sparse tensors: spconv's family, a sparse conv, or ours."""
+    names = {cls.__name__ for cls in type(module).__mro__}
+    return (
+        "SparseModule" in names
+        or isinstance(module, QuantSparseConvolution)
+        or is_sparse_conv(module)
+    )
+
+
+def has_sparse_conv(module: nn.Module) -> bool:
+    """Tell whether the module is or contains a sparse convolution, quantized or float."""
+    return any(
+        isinstance(child, QuantSparseConvolution) or is_sparse_conv(child)
+        for child in module.modules()
+    )
+
+
+def is_identity(module: nn.Module) -> bool:
+    """Tell whether the module hands its input on unchanged in evaluation mode."""
+    names = {cls.__name__ for cls in type(module).__mro__}
+    return (
+        isinstance(module, nn.Identity | _DropoutNd | nn.Flatten | nn.Unflatten)
+        or "SparseIdentity" in names
+        or type(module).__name__ == "DropPath"
+    )
+
+
+def is_batch_norm(module: nn.Module) -> bool:
+    """Tell whether the module is a batch norm, synchronised or sparse ones included."""
+    return isinstance(module, _BatchNorm)
+
+
+def is_plain_chain(module: nn.Module) -> bool:
+    """Tell whether the module calls its children one after the other and does nothing else."""
+    owner = next((cls for cls in type(module).__mro__ if "forward" in vars(cls)), None)
+    return owner is not None and owner.__name__ in _CHAINS
+
+
+def is_library_module(module: nn.Module) -> bool:
+    """Tell whether the module's forward was written by a library, not by the model's author."""
+    owner = next((cls for cls in type(module).__mro__ if "forward" in vars(cls)), nn.Module)
+    return owner.__module__.split(".")[0] in _LIBRARIES

@@ -1,0 +1,222 @@
+"""Quantized pooling: the float pooling of a fake-quantized input."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from torch import Tensor, nn
+
+from bevquant_qnn._descriptors import check_fake_quant, default_input_descriptor
+from bevquant_qnn._takeover import attach_quantizer, take_over
+from bevquant_quantizers import QuantDescriptor, TensorQuantizer
+
+__all__ = [
+    "QuantAdaptiveAvgPool1d",
+    "QuantAdaptiveAvgPool2d",
+    "QuantAdaptiveAvgPool3d",
+    "QuantAvgPool1d",
+    "QuantAvgPool2d",
+    "QuantAvgPool3d",
+    "QuantMaxPool1d",
+    "QuantMaxPool2d",
+    "QuantMaxPool3d",
+    "QuantPool",
+]
+
+
+class QuantPool(nn.Module):
+    """Mixin: `_input_quantizer` and `from_float` for a pooling class named by `float_class`."""
+
+    float_class: type[nn.Module]
+    _input_quantizer: TensorQuantizer
+
+    def __init__(
+        self, *args: Any, quant_desc_input: QuantDescriptor | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._add_quantizer(quant_desc_input)
+
+    @property
+    def input_quantizer(self) -> TensorQuantizer:
+        """The quantizer of the input, as upstream names it."""
+        return self._input_quantizer
+
+    @classmethod
+    def from_float(
+        cls, module: nn.Module, *, quant_desc_input: QuantDescriptor | None = None
+    ) -> Self:
+        """Return the quantized form of a float pooling module, with its hooks and training flag.
+
+        Raises:
+            TypeError: If `module` is of another class.
+        """
+        if not isinstance(module, cls.float_class):
+            msg = f"{cls.__name__}.from_float expects {cls.float_class.__name__}, got {module!r}."
+            raise TypeError(msg)
+        quantized = take_over(cls.__new__(cls), module)
+        quantized._add_quantizer(quant_desc_input)
+        return quantized
+
+    def _add_quantizer(self, quant_desc_input: QuantDescriptor | None) -> None:
+        descriptor = quant_desc_input or default_input_descriptor()
+        check_fake_quant(descriptor, type(self).__name__, "quant_desc_input")
+        attach_quantizer(self, "_input_quantizer", TensorQuantizer(descriptor))
+
+    def forward(self, input: Tensor) -> Any:
+        """Pool the fake-quantized input."""
+        # Only ever mixed in in front of a torch pooling class, whose forward this is.
+        pool: Any = super().forward
+        return pool(self._input_quantizer(input))
+
+
+class QuantMaxPool1d(QuantPool, nn.MaxPool1d):
+    """`torch.nn.MaxPool1d`: the maximum over fake-quantized values [N, C, L].
+
+    Args:
+        *args: As `torch.nn.MaxPool1d`.
+        quant_desc_input: Descriptor of the input quantizer.
+        **kwargs: As `torch.nn.MaxPool1d`.
+
+    Example:
+        >>> import torch
+        >>> QuantMaxPool1d(2)(torch.ones(1, 3, 8)).shape
+        torch.Size([1, 3, 4])
+    """
+
+    float_class = nn.MaxPool1d
+
+
+class QuantAvgPool1d(QuantPool, nn.AvgPool1d):
+    """`torch.nn.AvgPool1d`: the mean over fake-quantized values [N, C, L].
+
+    Args:
+        *args: As `torch.nn.AvgPool1d`.
+        quant_desc_input: Descriptor of the input quantizer.
+        **kwargs: As `torch.nn.AvgPool1d`.
+
+    Example:
+        >>> import torch
+        >>> QuantAvgPool1d(2)(torch.ones(1, 3, 8)).shape
+        torch.Size([1, 3, 4])
+    """
+
+    float_class = nn.AvgPool1d
+
+
+class QuantAdaptiveAvgPool1d(QuantPool, nn.AdaptiveAvgPool1d):
+    """`torch.nn.AdaptiveAvgPool1d`: the adaptive mean over fake-quantized values [N, C, L].
+
+    Args:
+        *args: As `torch.nn.AdaptiveAvgPool1d`.
+        quant_desc_input: Descriptor of the input quantizer.
+        **kwargs: As `torch.nn.AdaptiveAvgPool1d`.
+
+    Example:
+        >>> import torch
+        >>> QuantAdaptiveAvgPool1d(4)(torch.ones(1, 3, 8)).shape
+        torch.Size([1, 3, 4])
+    """
+
+    float_class = nn.AdaptiveAvgPool1d
+
+
+class QuantMaxPool2d(QuantPool, nn.MaxPool2d):
+    """`torch.nn.MaxPool2d`: the maximum over fake-quantized values [N, C, H, W].
+
+    Args:
+        *args: As `torch.nn.MaxPool2d`.
+        quant_desc_input: Descriptor of the input quantizer.
+        **kwargs: As `torch.nn.MaxPool2d`.
+
+    Example:
+        >>> import torch
+        >>> QuantMaxPool2d(2)(torch.ones(1, 3, 8, 8)).shape
+        torch.Size([1, 3, 4, 4])
+    """
+
+    float_class = nn.MaxPool2d
+
+
+class QuantAvgPool2d(QuantPool, nn.AvgPool2d):
+    """`torch.nn.AvgPool2d`: the mean over fake-quantized values [N, C, H, W].
+
+    Args:
+        *args: As `torch.nn.AvgPool2d`.
+        quant_desc_input: Descriptor of the input quantizer.
+        **kwargs: As `torch.nn.AvgPool2d`.
+
+    Example:
+        >>> import torch
+        >>> QuantAvgPool2d(2)(torch.ones(1, 3, 8, 8)).shape
+        torch.Size([1, 3, 4, 4])
+    """
+
+    float_class = nn.AvgPool2d
+
+
+class QuantAdaptiveAvgPool2d(QuantPool, nn.AdaptiveAvgPool2d):
+    """`torch.nn.AdaptiveAvgPool2d`: the adaptive mean over fake-quantized values [N, C, H, W].
+
+    Args:
+        *args: As `torch.nn.AdaptiveAvgPool2d`.
+        quant_desc_input: Descriptor of the input quantizer.
+        **kwargs: As `torch.nn.AdaptiveAvgPool2d`.
+
+    Example:
+        >>> import torch
+        >>> QuantAdaptiveAvgPool2d(4)(torch.ones(1, 3, 8, 8)).shape
+        torch.Size([1, 3, 4, 4])
+    """
+
+    float_class = nn.AdaptiveAvgPool2d
+
+
+class QuantMaxPool3d(QuantPool, nn.MaxPool3d):
+    """`torch.nn.MaxPool3d`: the maximum over fake-quantized values [N, C, D, H, W].
+
+    Args:
+        *args: As `torch.nn.MaxPool3d`.
+        quant_desc_input: Descriptor of the input quantizer.
+        **kwargs: As `torch.nn.MaxPool3d`.
+
+    Example:
+        >>> import torch
+        >>> QuantMaxPool3d(2)(torch.ones(1, 3, 8, 8, 8)).shape
+        torch.Size([1, 3, 4, 4, 4])
+    """
+
+    float_class = nn.MaxPool3d
+
+
+class QuantAvgPool3d(QuantPool, nn.AvgPool3d):
+    """`torch.nn.AvgPool3d`: the mean over fake-quantized values [N, C, D, H, W].
+
+    Args:
+        *args: As `torch.nn.AvgPool3d`.
+        quant_desc_input: Descriptor of the input quantizer.
+        **kwargs: As `torch.nn.AvgPool3d`.
+
+    Example:
+        >>> import torch
+        >>> QuantAvgPool3d(2)(torch.ones(1, 3, 8, 8, 8)).shape
+        torch.Size([1, 3, 4, 4, 4])
+    """
+
+    float_class = nn.AvgPool3d
+
+
+class QuantAdaptiveAvgPool3d(QuantPool, nn.AdaptiveAvgPool3d):
+    """`torch.nn.AdaptiveAvgPool3d`: the adaptive mean over fake-quantized values [N, C, D, H, W].
+
+    Args:
+        *args: As `torch.nn.AdaptiveAvgPool3d`.
+        quant_desc_input: Descriptor of the input quantizer.
+        **kwargs: As `torch.nn.AdaptiveAvgPool3d`.
+
+    Example:
+        >>> import torch
+        >>> QuantAdaptiveAvgPool3d(4)(torch.ones(1, 3, 8, 8, 8)).shape
+        torch.Size([1, 3, 4, 4, 4])
+    """
+
+    float_class = nn.AdaptiveAvgPool3d

@@ -1,0 +1,134 @@
+"""From a float model to a fake-quantized one, in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from bevquant_quantizers import TensorQuantizer
+
+try:
+    from bevquant_quantizers import adopt_quantizers
+except ImportError:
+
+    def adopt_quantizers(model: nn.Module) -> None:
+        """Adopt nothing."""
+
+
+from torch import nn
+
+from bevquant_qnn._config import QuantConfig
+from bevquant_qnn._flow import Flow
+from bevquant_qnn._observe import observe
+from bevquant_qnn._replace import replace_layers
+from bevquant_qnn._result import QuantizeResult, SkippedModule, activation_quantizers
+from bevquant_qnn._rewrite import quantize_joins
+from bevquant_qnn._share import share_quantizers
+from bevquant_qnn._static_flow import walk
+
+__all__ = ["quantize_model"]
+
+
+def quantize_model(
+    model: nn.Module, config: QuantConfig | None = None, example_inputs: Any = None
+) -> QuantizeResult:
+    """Replace a model's layers by quantized ones and give every tensor one range.
+
+    1. Layers that already carry pytorch-quantization's quantizers are adopted, ranges included.
+    2. Convolutions, linear layers, pooling and sparse convolutions are replaced in place. The
+       parameters stay the same objects, so an optimizer made before keeps working.
+    3. Residual additions and concatenations are quantized in the forward of whichever module
+       computes them.
+    4. All readers of one tensor, both operands of a `QuantAdd` and all of a `QuantConcat` (its
+       output too, which holds the same values) get one quantizer object. Which tensors these are
+       follows from the data flow: from one pass over `example_inputs`, or without them from the
+       code as far as it can be followed. Names of attributes play no part.
+
+    Quantizing a second time changes nothing more. Fold batch norms first
+    (`bevquant_fusion.fuse_model`) unless training with them is meant.
+
+    Args:
+        model: The float model. It is changed in place and returned.
+        config: Settings; `QuantConfig()` by default.
+        example_inputs: A tuple of positional inputs, a dict of named ones, or a single input, for
+            one pass in evaluation mode without gradients. Recommended: code that cannot be
+            followed does not matter then. The activations of this pass are held in memory.
+
+    Returns:
+        The model and an account: what was quantized, which quantizers are shared and why, what
+        stays float and why.
+
+    Raises:
+        ValueError: If an exclude pattern names no module of the model.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1))
+        >>> result = quantize_model(net, example_inputs=torch.ones(1, 3, 8, 8))
+        >>> [item.path for item in result.quantized]
+        ['0', '2']
+        >>> net[0]
+        QuantConv2d(
+          3, 8, kernel_size=(3, 3), stride=(1, 1)
+          (_input_quantizer): TensorQuantizer(8bit fake per-tensor amax=dynamic \
+calibrator=HistogramCalibrator scale=1.0 quant)
+          (_weight_quantizer): TensorQuantizer(8bit fake axis=0 amax=dynamic \
+calibrator=MaxCalibrator scale=1.0 quant)
+        )
+    """
+    config = QuantConfig() if config is None else config
+    _check_patterns(model, config)
+    adopt_quantizers(model)
+    model, replaced, skipped = replace_layers(model, config)
+    joined, passed_over = quantize_joins(model, config)
+    flow = walk(model) if example_inputs is None else observe(model, example_inputs)
+    shared, apart = share_quantizers(model, flow)
+    for path, module in model.named_modules():
+        if isinstance(module, TensorQuantizer):
+            module.name = path
+    skipped = [*skipped, *passed_over, *apart, *_notes(model, flow, example_inputs is None)]
+    return QuantizeResult(
+        model=model,
+        quantized=tuple([*replaced, *joined]),
+        shared=tuple(shared),
+        skipped=tuple(skipped),
+    )
+
+
+def _check_patterns(model: nn.Module, config: QuantConfig) -> None:
+    """Refuse patterns that name nothing, before anything is changed."""
+    paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
+    added = ("quant_add", "quant_concat", "residual_quantizer")
+    unmatched = [
+        pattern
+        for pattern in config.unmatched(paths)
+        # Names of what is about to be added cannot be looked up yet.
+        if not pattern.rpartition(".")[2].startswith(added)
+    ]
+    if unmatched:
+        msg = (
+            f"quantize_model: no module of {type(model).__name__} is named by exclude="
+            f"{unmatched}. Patterns are exact paths as in named_modules(), or globs."
+        )
+        raise ValueError(msg)
+
+
+def _notes(model: nn.Module, flow: Flow, static: bool) -> Iterator[SkippedModule]:
+    for norm, convolution in flow.unfolded:
+        yield SkippedModule(
+            norm,
+            f"batch norm directly behind the quantized {convolution} is not folded into it; fold "
+            "first (bevquant_fusion.fuse_model) unless training with it is meant",
+        )
+    for path, reason in flow.blind_spots:
+        yield SkippedModule(
+            path,
+            f"not followed ({reason}): quantizers are shared only inside its children. Pass "
+            "example_inputs to share by what really runs",
+        )
+    reached = {read.quantizer for read in flow.reads}
+    for path, owner, name in activation_quantizers(model):
+        if owner._modules[name] not in reached:
+            where = "the code as followed" if static else "example_inputs"
+            yield SkippedModule(path, f"not reached by {where}: its quantizer is its own")

@@ -1,0 +1,171 @@
+"""Replacing float layers by their quantized forms, in place and once per module object."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from bevquant_qnn import _conv, _conv_transpose, _linear, _pool
+from bevquant_qnn._config import QuantConfig
+from bevquant_qnn._pool import QuantPool
+from bevquant_qnn._result import QuantizedModule, SkippedModule
+from bevquant_qnn._sparse_convolution import QuantSparseConvolution, sparse_weight_axis
+from bevquant_qnn._weighted import QuantWeighted
+from bevquant_quantizers import TensorQuantizer
+from bevquant_sparse import is_sparse_conv
+
+__all__ = ["replace_layers"]
+
+_DENSE: tuple[type[Any], ...] = (
+    _conv.QuantConv1d,
+    _conv.QuantConv2d,
+    _conv.QuantConv3d,
+    _conv_transpose.QuantConvTranspose1d,
+    _conv_transpose.QuantConvTranspose2d,
+    _conv_transpose.QuantConvTranspose3d,
+    _linear.QuantLinear,
+)
+_POOLS: tuple[type[Any], ...] = tuple(
+    getattr(_pool, name) for name in _pool.__all__ if name != "QuantPool"
+)
+# torch's fused attention reads these children's weights without calling them.
+_FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+
+
+def replace_layers(
+    model: nn.Module, config: QuantConfig
+) -> tuple[nn.Module, list[QuantizedModule], list[SkippedModule]]:
+    """Replace every layer that `config` does not leave float.
+
+    Returns:
+        The model (another object only where the model itself is a layer), what was replaced, and
+        what was passed over with the reason.
+    """
+    layers = list(_layers(model))
+    edge = _edges(layers, config)
+    built: dict[nn.Module, nn.Module] = {}
+    done: list[QuantizedModule] = []
+    skipped: list[SkippedModule] = []
+    for path, module, parent in layers:
+        reason = edge.get(module) or _refusal(path, module, parent, config)
+        if reason is not None:
+            skipped.append(SkippedModule(path, reason))
+            continue
+        if module not in built:
+            built[module] = _quantized_form(module, config)
+            done.append(QuantizedModule(path, _name(built[module]), _name(module)))
+        if parent is None:
+            model = built[module]
+        else:
+            parent._modules[path.rpartition(".")[2]] = built[module]
+    return model, done, skipped
+
+
+def _name(module: nn.Module) -> str:
+    return type(module).__name__
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module | None]]:
+    """Yield (path, layer, parent) for all that could be quantized and is not yet, each path."""
+    inside_quantized: set[str] = set()
+    parents: dict[str, nn.Module] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        parents[path] = module
+        if path.rpartition(".")[0] in inside_quantized and path:
+            inside_quantized.add(path)
+            continue
+        if isinstance(module, TensorQuantizer) or _has_quantizers(module):
+            inside_quantized.add(path)
+            continue
+        if _target(module) is not None:
+            yield path, module, parents[path.rpartition(".")[0]] if path else None
+
+
+def _has_quantizers(module: nn.Module) -> bool:
+    return "_input_quantizer" in module._modules
+
+
+def _target(module: nn.Module) -> type[Any] | None:
+    if is_sparse_conv(module):
+        return QuantSparseConvolution
+    for kind in (*_DENSE, *_POOLS):
+        if isinstance(module, kind.float_class):
+            return kind
+    if "SparseMaxPool" in _name(module) or "SparseAvgPool" in _name(module):
+        return nn.Module
+    return None
+
+
+def _edges(
+    layers: list[tuple[str, nn.Module, nn.Module | None]], config: QuantConfig
+) -> dict[nn.Module, str]:
+    """Return the first and last weighted layer, where the settings leave them float."""
+    weighted = [
+        module
+        for _, module, _ in layers
+        if is_sparse_conv(module) or isinstance(module, tuple(k.float_class for k in _DENSE))
+    ]
+    edges: dict[nn.Module, str] = {}
+    if weighted and not config.quantize_first_layer:
+        edges[weighted[0]] = "first layer, and quantize_first_layer is False"
+    if weighted and not config.quantize_last_layer:
+        edges[weighted[-1]] = "last layer, and quantize_last_layer is False"
+    return edges
+
+
+def _refusal(
+    path: str, module: nn.Module, parent: nn.Module | None, config: QuantConfig
+) -> str | None:
+    kind = _target(module)
+    pattern = config.excluded_by(path)
+    if pattern is not None:
+        return f"excluded by {pattern!r}"
+    if kind is nn.Module:
+        return "sparse pooling stays float: it reads values and computes no products"
+    if kind is QuantSparseConvolution:
+        return None
+    if kind in _POOLS and not config.quantize_pool:
+        return "quantize_pool is False"
+    if isinstance(module, nn.Linear) and not config.quantize_linear:
+        return "quantize_linear is False"
+    if isinstance(parent, _FUSED):
+        return (
+            f"torch's {_name(parent)} reads this layer's weight without calling it; "
+            "use an attention written with plain Linear layers to quantize it"
+        )
+    if isinstance(module, nn.modules.lazy.LazyModuleMixin):
+        return "lazy: run the model once, then quantize it"
+    float_class: type[nn.Module] = kind.float_class  # type: ignore[union-attr]
+    for method in ("forward", "_conv_forward"):
+        if getattr(type(module), method, None) is not getattr(float_class, method, None):
+            return (
+                f"{type(module).__qualname__} has its own {method}; replacing it by "
+                f"{kind.__name__} would change what it computes"  # type: ignore[union-attr]
+            )
+    if kind in _DENSE and "weight" not in module._parameters:
+        return (
+            "its weight is computed (parametrization or weight norm), not a parameter; remove the "
+            "parametrization first"
+        )
+    return None
+
+
+def _quantized_form(module: nn.Module, config: QuantConfig) -> nn.Module:
+    kind = _target(module)
+    inputs = config.input_descriptor()
+    if kind is QuantSparseConvolution:
+        return QuantSparseConvolution(
+            module,
+            quant_desc_input=inputs,
+            quant_desc_weight=config.weight_descriptor(sparse_weight_axis(module)),
+        )
+    if kind is not None and issubclass(kind, QuantPool):
+        return kind.from_float(module, quant_desc_input=inputs)
+    weighted: type[QuantWeighted] = kind  # type: ignore[assignment]
+    return weighted.from_float(
+        module,
+        quant_desc_input=inputs,
+        quant_desc_weight=config.weight_descriptor(weighted.weight_axis(module)),
+    )

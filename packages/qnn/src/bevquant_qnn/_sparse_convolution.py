@@ -1,0 +1,165 @@
+"""Quantized sparse convolution that takes over any spconv-style module."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from torch import Tensor, nn
+
+from bevquant_qnn._descriptors import (
+    check_fake_quant,
+    default_input_descriptor,
+    default_weight_descriptor,
+)
+from bevquant_qnn._takeover import attach_quantizer, take_over
+from bevquant_quantizers import QuantDescriptor, TensorQuantizer
+from bevquant_sparse import WeightLayout, conv_forward, get_weight, is_sparse_conv, layout_of
+
+__all__ = ["QuantSparseConvolution", "sparse_weight_axis"]
+
+
+def sparse_weight_axis(module: nn.Module) -> int:
+    """Axis of the output channels in `module`'s weight: KRSC 0, RSCK 4 (rank 3), VCK 2."""
+    weight: Any = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor):
+        msg = (
+            f"{type(module).__name__}: expected a sparse convolution whose `weight` is a tensor; "
+            f"got {type(weight).__name__}."
+        )
+        raise TypeError(msg)
+    return layout_of(module).out_axis % weight.dim()
+
+
+class QuantSparseConvolution(nn.Module):
+    """A sparse convolution of fake-quantized features and a fake-quantized weight.
+
+    y = act(conv(fq(x.features), fq(w)) + b) on the rulebook of the module it takes over, whatever
+    its kind: submanifold, strided, transposed, inverse or 1×1, rank 1 to 4, spconv 2 or any class
+    known to `bevquant_sparse.register_layout`. `indice_key`, stride, padding, dilation, output
+    padding, the inverse role and a fused activation stay; the convolution runs through
+    `bevquant_sparse.conv_forward`, on CPU and CUDA, forwards and backwards. The input tensor is
+    never changed. The weight has one range per output channel: axis 0 of KRSC, the last axis of
+    RSCK and VCK.
+
+    The instance's class is made on the spot from this one and from the `SparseModule` class of
+    the library that `module` comes from, so that this library's `SparseSequential` hands it
+    sparse tensors. It prints its two quantizers only.
+
+    Args:
+        module: The float sparse convolution. Its parameters stay the same objects.
+        quant_desc_input: Descriptor of the input quantizer; 8 bit per tensor by default.
+        quant_desc_weight: Descriptor of the weight quantizer; 8 bit per output channel by default.
+
+    Raises:
+        TypeError: If `module` is no known sparse convolution.
+        ValueError: If it has more than one group.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    weight_layout: WeightLayout
+    reads_as_matrix: bool
+    _input_quantizer: TensorQuantizer
+    _weight_quantizer: TensorQuantizer
+
+    # `module` has a default because deepcopy makes instances without arguments.
+    def __new__(cls, module: nn.Module | None = None, **_: Any) -> Self:
+        return super().__new__(cls if module is None else _class_for(cls, module))
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        quant_desc_input: QuantDescriptor | None = None,
+        quant_desc_weight: QuantDescriptor | None = None,
+    ) -> None:
+        name = type(self).__name__
+        if not is_sparse_conv(module):
+            msg = (
+                f"{name} expects a sparse convolution, got {type(module).__qualname__}. "
+                "Name an own class with bevquant_sparse.register_layout(cls, layout) first."
+            )
+            raise TypeError(msg)
+        if getattr(module, "groups", 1) != 1:
+            msg = f"{name}: sparse convolutions have one group, got groups={module.groups}."
+            raise ValueError(msg)
+        layout, axis = layout_of(module), sparse_weight_axis(module)
+        # get_weight in the module's own layout is the parameter itself, except where spconv 2
+        # reads the memory of a 1×1 kernel as [in, out].
+        reads_as_matrix = get_weight(module, layout) is not module.weight
+        take_over(self, module)
+        self.weight_layout = layout
+        self.reads_as_matrix = reads_as_matrix
+        input_descriptor = quant_desc_input or default_input_descriptor()
+        weight_descriptor = quant_desc_weight or default_weight_descriptor(axis)
+        check_fake_quant(input_descriptor, name, "quant_desc_input")
+        check_fake_quant(weight_descriptor, name, "quant_desc_weight")
+        attach_quantizer(self, "_input_quantizer", TensorQuantizer(input_descriptor))
+        attach_quantizer(self, "_weight_quantizer", TensorQuantizer(weight_descriptor))
+
+    @classmethod
+    def from_float(
+        cls,
+        module: nn.Module,
+        *,
+        quant_desc_input: QuantDescriptor | None = None,
+        quant_desc_weight: QuantDescriptor | None = None,
+    ) -> Self:
+        """Return the quantized form of `module`: the constructor, under the dense modules' name."""
+        return cls(module, quant_desc_input=quant_desc_input, quant_desc_weight=quant_desc_weight)
+
+    @property
+    def input_quantizer(self) -> TensorQuantizer:
+        """The quantizer of the input features."""
+        return self._input_quantizer
+
+    @property
+    def weight_quantizer(self) -> TensorQuantizer:
+        """The quantizer of the weight, in the layout `weight_layout`."""
+        return self._weight_quantizer
+
+    def weight_to_quantize(self) -> Tensor:
+        """Return the weight in `weight_layout`, as the convolution reads it."""
+        return get_weight(self, self.weight_layout)
+
+    def quantized_weight(self) -> Tensor:
+        """Return the fake-quantized weight in `weight_layout`: what the forward multiplies by."""
+        result: Tensor = self._weight_quantizer(self.weight_to_quantize())
+        return result
+
+    def forward(self, input: Any, add_input: Any = None) -> Any:
+        """Convolve a sparse tensor; `input` is left as it is.
+
+        Args:
+            input: The sparse tensor.
+            add_input: A sparse tensor added in float before a fused activation, as in spconv.
+
+        Raises:
+            ValueError: If the channels or the rulebook do not fit; the message says which.
+        """
+        return conv_forward(
+            self,
+            input,
+            features=self._input_quantizer(input.features),
+            weight=self.quantized_weight(),
+            layout=self.weight_layout,
+            bias=self.bias,
+            add_input=add_input,
+        )
+
+    def extra_repr(self) -> str:
+        """Print nothing besides the quantizers."""
+        return ""
+
+
+def _class_for(cls: type[QuantSparseConvolution], module: nn.Module) -> type[Any]:
+    """Return `cls` joined with the `SparseModule` class that `module` descends from, if any."""
+    base = next((b for b in type(module).__mro__ if b.__name__ == "SparseModule"), None)
+    if base is None or issubclass(cls, base):
+        return cls
+    attributes = {
+        "__module__": cls.__module__,
+        "__doc__": cls.__doc__,
+        "__qualname__": cls.__name__,
+    }
+    return type(cls.__name__, (cls, base), attributes)

@@ -1,0 +1,99 @@
+"""What every dense quantized module with a weight shares: two quantizers and `from_float`."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from torch import Tensor, nn
+
+from bevquant_qnn._descriptors import (
+    Axis,
+    check_fake_quant,
+    default_input_descriptor,
+    default_weight_descriptor,
+)
+from bevquant_qnn._takeover import attach_quantizer, take_over
+from bevquant_quantizers import QuantDescriptor, TensorQuantizer
+
+__all__ = ["QuantWeighted"]
+
+
+class QuantWeighted(nn.Module):
+    """Mixin: `_input_quantizer`, `_weight_quantizer` and `from_float`.
+
+    A class that uses it is also a subclass of its float torch class, named by `float_class`.
+    """
+
+    float_class: type[nn.Module]
+    weight: Tensor
+    _input_quantizer: TensorQuantizer
+    _weight_quantizer: TensorQuantizer
+
+    @classmethod
+    def weight_axis(cls, module: nn.Module) -> Axis:
+        """Axis (or axes) of the weight that number the output channels."""
+        return 0
+
+    @property
+    def input_quantizer(self) -> TensorQuantizer:
+        """The quantizer of the input, as upstream names it."""
+        return self._input_quantizer
+
+    @property
+    def weight_quantizer(self) -> TensorQuantizer:
+        """The quantizer of the weight, as upstream names it."""
+        return self._weight_quantizer
+
+    @classmethod
+    def from_float(
+        cls,
+        module: nn.Module,
+        *,
+        quant_desc_input: QuantDescriptor | None = None,
+        quant_desc_weight: QuantDescriptor | None = None,
+    ) -> Self:
+        """Return the quantized form of a float module, holding the float module's own parameters.
+
+        Args:
+            module: An instance of `float_class`. Its parameters, buffers, hooks, device, dtype
+                and training flag are taken over; the parameters stay the same objects.
+            quant_desc_input: Descriptor of the input quantizer; 8 bit per tensor by default.
+            quant_desc_weight: Descriptor of the weight quantizer; 8 bit per output channel by
+                default.
+
+        Raises:
+            TypeError: If `module` is of another class.
+        """
+        if not isinstance(module, cls.float_class):
+            msg = f"{cls.__name__}.from_float expects {cls.float_class.__name__}, got {module!r}."
+            raise TypeError(msg)
+        quantized = take_over(cls.__new__(cls), module)
+        quantized._add_quantizers(quant_desc_input, quant_desc_weight)
+        return quantized
+
+    def _add_quantizers(
+        self, quant_desc_input: QuantDescriptor | None, quant_desc_weight: QuantDescriptor | None
+    ) -> None:
+        owner = type(self).__name__
+        given = {
+            "quant_desc_input": quant_desc_input or default_input_descriptor(),
+            "quant_desc_weight": quant_desc_weight
+            or default_weight_descriptor(self.weight_axis(self)),
+        }
+        for argument, descriptor in given.items():
+            check_fake_quant(descriptor, owner, argument)
+            name = "_" + argument.removeprefix("quant_desc_") + "_quantizer"
+            attach_quantizer(self, name, TensorQuantizer(descriptor))
+
+    def weight_to_quantize(self) -> Tensor:
+        """Return the weight in the shape in which its quantizer's axes number output channels."""
+        return self.weight
+
+    def quantized_weight(self) -> Tensor:
+        """Return the fake-quantized weight: what the forward multiplies by."""
+        result: Tensor = self._weight_quantizer(self.weight_to_quantize())
+        return result.reshape(self.weight.shape)
+
+    def _quantized_input(self, value: Tensor) -> Tensor:
+        result: Tensor = self._input_quantizer(value)
+        return result
