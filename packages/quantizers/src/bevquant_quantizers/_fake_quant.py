@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from ._jit import has_numba
+
 __all__ = ["fake_quantize"]
 
 # Upstream's threshold: below the smallest float16 above zero a range counts as zero.
 _SMALLEST_AMAX = 1.0 / (1 << 24)
+# Loading numba for less than this is not worth it.
+_SMALLEST_KERNEL = 1 << 14
+
+_Step = Callable[[Tensor, Tensor, tuple[int, bool, bool], bool], tuple[Tensor, Tensor | None]]
 
 
 def fake_quantize(
@@ -22,6 +29,8 @@ def fake_quantize(
     unsigned: bool = False,
     narrow_range: bool = True,
     axis: int | Sequence[int] | None = None,
+    *,
+    backend: str = "auto",
 ) -> Tensor:
     r"""Round to the integers of `num_bits` bits and return to floating point.
 
@@ -45,12 +54,15 @@ def fake_quantize(
         unsigned: Use 0…2^num_bits − 1. Negative inputs are then an error.
         narrow_range: Leave out the most negative integer, so that the range is symmetric.
         axis: Axis or axes of `x` that `amax` runs over, where its shape does not say so.
+        backend: "torch", "numba" (one pass over float32 memory on the CPU; what it cannot take
+            goes to torch) or "auto": numba where it is installed and `x` is large. The results are
+            the same bit for bit, at any number of threads.
 
     Returns:
         A tensor shaped and typed as `x`.
 
     Raises:
-        ValueError: A negative amax, or one whose shape does not fit.
+        ValueError: A negative amax, one whose shape does not fit, or an unknown backend.
         TypeError: A negative input while unsigned, or an input that is not floating point.
 
     Examples:
@@ -66,8 +78,29 @@ def fake_quantize(
         amax = torch.tensor(amax, dtype=torch.float32, device=x.device)
     if axis is not None:
         amax = _along(amax, x, axis)
-    y: Tensor = _FakeQuantize.apply(x, amax, num_bits, unsigned, narrow_range)[0]  # type: ignore[no-untyped-call]
-    return y
+    if backend not in ("auto", "numba", "torch"):
+        raise ValueError(f"backend must be 'auto', 'numba' or 'torch', got {backend!r}")
+    step: _Step = _torch_step
+    if backend == "numba" or (backend == "auto" and _worth_a_kernel(x)):
+        from ._fake_quant_numba import one_pass
+
+        step = partial(one_pass, otherwise=_torch_step)
+    options = (num_bits, unsigned, narrow_range)
+    if torch.is_grad_enabled() and (x.requires_grad or amax.requires_grad):
+        y: Tensor = _FakeQuantize.apply(x, amax, options, step)[0]  # type: ignore[no-untyped-call]
+        return y
+    return step(x, amax, options, False)[0]
+
+
+def _worth_a_kernel(x: Tensor) -> bool:
+    return (
+        x.numel() >= _SMALLEST_KERNEL
+        and x.device.type == "cpu"
+        and type(x) in (Tensor, torch.nn.Parameter)
+        and has_numba()
+        and not torch._C._get_tracing_state()
+        and not torch.compiler.is_compiling()
+    )
 
 
 def _along(amax: Tensor, x: Tensor, axis: int | Sequence[int]) -> Tensor:
@@ -84,13 +117,18 @@ def _along(amax: Tensor, x: Tensor, axis: int | Sequence[int]) -> Tensor:
     return amax.reshape(shape)
 
 
-def _bounds(num_bits: int, unsigned: bool, narrow_range: bool) -> tuple[float, float]:
+def integer_bounds(num_bits: int, unsigned: bool, narrow_range: bool) -> tuple[float, float]:
+    """Return the smallest and the largest integer."""
     top = 2.0 ** (num_bits - 1 + int(unsigned)) - 1.0
     return (0.0 if unsigned else -top if narrow_range else -top - 1.0), top
 
 
-def _scales(amax: Tensor, top: float) -> tuple[Tensor, Tensor]:
-    """Return the scale to multiply with and the scale to divide by: 0 and 1 where amax is 0."""
+def scales(amax: Tensor, top: float) -> tuple[Tensor, Tensor]:
+    """Return the scale to multiply with and the scale to divide by: 0 and 1 where amax is 0.
+
+    Raises:
+        ValueError: A negative amax.
+    """
     if amax.dtype == torch.half:
         amax = amax.float()
     if bool((amax < 0).any()):
@@ -101,28 +139,35 @@ def _scales(amax: Tensor, top: float) -> tuple[Tensor, Tensor]:
     return scale.masked_fill(dead, 0.0), scale.masked_fill(dead, 1.0)
 
 
-def _quantize_dequantize(
-    x: Tensor, amax: Tensor, num_bits: int, unsigned: bool, narrow_range: bool
-) -> Tensor:
-    if unsigned and bool((x < 0).any()):
-        raise TypeError(
-            f"negative values (down to {x.min().item():g}) in unsigned quantization: "
-            "use a signed quantizer, or put it after the ReLU"
-        )
-    low, top = _bounds(num_bits, unsigned, narrow_range)
-    up, down = _scales(amax, top)
-    wide = x.float() if x.dtype == torch.half else x
-    q = torch.clamp((wide * up).round_(), low, top)
-    return q.to(torch.half) / down.to(torch.half) if x.dtype == torch.half else q / down.to(x.dtype)
+def refuse_negative(x: Tensor) -> None:
+    """Raise the error of unsigned quantization that met negative values."""
+    raise TypeError(
+        f"negative values (down to {x.min().item():g}) in unsigned quantization: use a signed "
+        "quantizer, or put it after the ReLU"
+    )
+
+
+def _torch_step(
+    x: Tensor, amax: Tensor, options: tuple[int, bool, bool], masked: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return the fake-quantized x and, where asked, the mask of what lies inside the range."""
+    low, top = integer_bounds(*options)
+    if options[1] and bool((x < 0).any()):
+        refuse_negative(x)
+    up, down = scales(amax, top)
+    if x.dtype == torch.half:
+        q = torch.clamp((x.float() * up).round_(), low, top).half()
+    else:
+        q = torch.clamp((x * up).round_(), low, top)
+    return q / down.to(x.dtype), x.abs() <= amax if masked else None
 
 
 class _FakeQuantize(Function):
     @staticmethod
     def forward(
-        x: Tensor, amax: Tensor, num_bits: int, unsigned: bool, narrow_range: bool
-    ) -> tuple[Tensor, Tensor]:
-        y = _quantize_dequantize(x, amax, num_bits, unsigned, narrow_range)
-        return y, x.abs() <= amax
+        x: Tensor, amax: Tensor, options: tuple[int, bool, bool], step: _Step
+    ) -> tuple[Tensor, Tensor | None]:
+        return step(x, amax, options, True)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -139,8 +184,19 @@ class _FakeQuantize(Function):
         inside, *rest = ctx.saved_tensors
         grad_x = grad_amax = None
         if ctx.needs_input_grad[0]:
-            grad_x = torch.where(inside, grad, 0.0)
+            grad_x = _keep(grad, inside)
         if ctx.needs_input_grad[1]:
             outside = torch.where(inside, 0.0, grad * rest[0].sign())
             grad_amax = outside.sum_to_size(ctx.amax_shape)
-        return grad_x, grad_amax, None, None, None
+        return grad_x, grad_amax, None, None
+
+
+def _keep(grad: Tensor, inside: Tensor) -> Tensor:
+    """Return the gradient where `inside`, zero elsewhere."""
+    if grad.dtype == torch.float32 and _worth_a_kernel(grad) and not torch.is_grad_enabled():
+        from ._fake_quant_numba import keep
+
+        kept = keep(grad, inside)
+        if kept is not None:
+            return kept
+    return torch.where(inside, grad, 0.0)

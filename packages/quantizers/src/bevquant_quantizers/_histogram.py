@@ -8,7 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ._jit import has_numba
+
 __all__ = ["AbsHistogram", "abs_histogram", "add_counts", "merge_bins"]
+
+# Loading numba for less than this is not worth it.
+_SMALLEST_KERNEL = 1 << 14
+# Bounds the memory of temporaries, and torch.histc's float32 counts.
+_LARGEST_PART = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,7 @@ def abs_histogram(
     *,
     shift: int = 0,
     max_bins: int = 1 << 15,
+    backend: str = "auto",
 ) -> AbsHistogram:
     r"""Count \|x\| in bins of equal width.
 
@@ -67,12 +75,15 @@ def abs_histogram(
             value found.
         shift: `AbsHistogram.shift` of the histogram so far; the result's is never smaller.
         max_bins: Most counts to return.
+        backend: "torch", "numba" (one fused pass on the CPU) or "auto": numba where it is
+            installed and `x` is large. The results are the same, at any number of threads.
 
     Returns:
         The histogram; NaN and Inf are left out and their numbers reported.
 
     Raises:
-        ValueError: `bins`, `shift` or `upper` out of range, or `max_bins` below `bins`.
+        ValueError: `bins`, `shift` or `upper` out of range, `max_bins` below `bins`, or an
+            unknown backend.
 
     Examples:
         >>> import torch
@@ -89,26 +100,59 @@ def abs_histogram(
         )
     if upper is not None and not 0.0 <= upper < math.inf:
         raise ValueError(f"upper must be finite and not negative, got {upper}")
-    return _torch_histogram(x.detach(), bins, upper or 0.0, shift, max_bins)
+    if backend not in ("auto", "numba", "torch"):
+        raise ValueError(f"backend must be 'auto', 'numba' or 'torch', got {backend!r}")
+    x = x.detach().to(torch.float32)
+    fast = backend == "numba" or (
+        backend == "auto" and x.numel() >= _SMALLEST_KERNEL and has_numba()
+    )
+    if fast and x.device.type == "cpu" and x.numel():
+        from ._histogram_numba import one_pass
+
+        found = one_pass(x, bins, upper or 0.0, shift, max_bins)
+        if found is not None:
+            return found
+    return _torch_histogram(x, bins, upper or 0.0, shift, max_bins)
 
 
 def _torch_histogram(x: Tensor, bins: int, upper: float, shift: int, max_bins: int) -> AbsHistogram:
-    a = x.reshape(-1).to(torch.float32).abs()
-    nans = int(a.isnan().sum())
-    infs = int(a.isinf().sum())
-    if nans or infs:
-        a = a[a.isfinite()]
+    a = x.reshape(-1).abs()
+    nans = infs = 0
     largest = float(a.max()) if a.numel() else 0.0
-    zeros = int((a == 0).sum())
+    if not math.isfinite(largest):
+        nans, infs = int(a.isnan().sum()), int(a.isinf().sum())
+        a = a[a.isfinite()]
+        largest = float(a.max()) if a.numel() else 0.0
+    zeros = a.numel() - int(a.count_nonzero())
     upper = upper or largest
     if upper == 0.0:
         counts = torch.zeros(-(-bins >> shift), dtype=torch.int64)
         counts[0] = zeros
     else:
         shift, size = plan_bins(largest, bins, upper, shift, max_bins)
-        index = _bin_index(a, bins, upper, shift, largest)
-        counts = torch.bincount(index, minlength=size).cpu()
+        counts = torch.zeros(size, dtype=torch.int64)
+        if a.device.type == "cpu" and not wide_bins(bins, upper):
+            within = merge_bins(_histc(a, bins, upper), shift)
+            counts[: within.numel()] = within
+            left = a[a > upper] if largest > upper else a[:0]
+        else:
+            left = a
+        for start in range(0, left.numel(), _LARGEST_PART):
+            part = left[start : start + _LARGEST_PART]
+            index = _bin_index(part, bins, upper, shift, largest)
+            counts += torch.bincount(index, minlength=size).cpu()
     return AbsHistogram(counts, bins, upper, shift, largest, a.numel(), zeros, nans, infs)
+
+
+def _histc(a: Tensor, bins: int, upper: float) -> Tensor:
+    """Count the values up to `upper`: torch.histc leaves out the others.
+
+    It counts in float32, which is exact up to 2²⁴.
+    """
+    counts = torch.zeros(bins, dtype=torch.int64)
+    for start in range(0, a.numel(), _LARGEST_PART):
+        counts += torch.histc(a[start : start + _LARGEST_PART], bins, 0, upper).long()
+    return counts
 
 
 def wide_bins(bins: int, upper: float) -> bool:

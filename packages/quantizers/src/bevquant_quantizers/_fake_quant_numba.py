@@ -1,0 +1,168 @@
+"""One pass over float32 memory: scale, round, clamp, scale back, and note what was inside."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ._fake_quant import integer_bounds, refuse_negative, scales
+from ._jit import jit
+from ._threads import run_parts
+
+__all__ = ["keep", "one_pass"]
+
+# The arithmetic is that of the torch path, operation by operation, so the results are equal bit
+# for bit: a comparison with NaN is false, which keeps a NaN as torch.clamp does. Slices that
+# start at index 0 and an or-reduction instead of a minimum are what lets LLVM vectorise: nine
+# times as fast.
+
+
+@jit
+def _flat(x: Any, y: Any, inside: Any, amax: Any, up: Any, down: Any, low: Any, top: Any) -> Any:
+    """Quantize the vector x into y with one range; an empty `inside` asks for no mask.
+
+    Returns whether a negative value was met.
+    """
+    negative = np.uint32(0)
+    if inside.shape[0] == 0:
+        for i in range(x.shape[0]):
+            v = x[i]
+            q = np.rint(v * up)
+            q = low if q < low else q
+            q = top if q > top else q
+            y[i] = q / down
+            negative |= np.uint32(v < 0)
+    else:
+        for i in range(x.shape[0]):
+            v = x[i]
+            q = np.rint(v * up)
+            q = low if q < low else q
+            q = top if q > top else q
+            y[i] = q / down
+            inside[i] = abs(v) <= amax
+            negative |= np.uint32(v < 0)
+    return negative != 0
+
+
+@jit
+def _by_row(
+    x: Any, y: Any, inside: Any, amax: Any, up: Any, down: Any, low: Any, top: Any, first: int
+) -> Any:
+    """Quantize x [rows, inner]; row r has the range (first + r) % ranges."""
+    negative = False
+    for r in range(x.shape[0]):
+        c = (first + r) % up.shape[0]
+        mask = inside[r] if inside.shape[0] > 0 else inside[:, 0]
+        negative |= _flat(x[r], y[r], mask, amax[c], up[c], down[c], low, top)
+    return negative
+
+
+@jit
+def _by_column(
+    x: Any, y: Any, inside: Any, amax: Any, up: Any, down: Any, low: Any, top: Any
+) -> Any:
+    """Quantize x [rows, ranges], whose last axis is the one of the ranges."""
+    negative = np.uint32(0)
+    for r in range(x.shape[0]):
+        row, out = x[r], y[r]
+        for i in range(row.shape[0]):
+            v = row[i]
+            q = np.rint(v * up[i])
+            q = low if q < low else q
+            q = top if q > top else q
+            out[i] = q / down[i]
+            negative |= np.uint32(v < 0)
+        if inside.shape[0] > 0:
+            mask = inside[r]
+            for i in range(row.shape[0]):
+                mask[i] = abs(row[i]) <= amax[i]
+    return negative != 0
+
+
+@jit
+def _masked_gradient(grad: Any, inside: Any, out: Any) -> None:
+    """Copy the gradient where `inside`, put zero elsewhere."""
+    for i in range(grad.shape[0]):
+        out[i] = grad[i] if inside[i] else np.float32(0)
+
+
+def one_pass(
+    x: Tensor,
+    amax: Tensor,
+    options: tuple[int, bool, bool],
+    masked: bool,
+    *,
+    otherwise: Callable[..., tuple[Tensor, Tensor | None]],
+) -> tuple[Tensor, Tensor | None]:
+    """Fake-quantize as ``otherwise(x, amax, options, masked)`` does, which takes what is not ours.
+
+    Ours is dense float32 on the CPU with one range, or one range an index of a single axis.
+    """
+    order = _memory_order(x)
+    dense = x.detach().permute(order)
+    if (
+        x.dtype != torch.float32
+        or x.device.type != "cpu"
+        or amax.dtype not in (torch.float32, torch.float16)
+        or amax.device.type != "cpu"
+        or amax.dim() > x.dim()
+        or not dense.is_contiguous()
+    ):
+        return otherwise(x, amax, options, masked)
+    ranges = amax.detach().float().reshape((1,) * (x.dim() - amax.dim()) + amax.shape)
+    ranges = ranges.permute(order)
+    wide = [d for d, size in enumerate(ranges.shape) if size > 1]
+    if len(wide) > 1 or any(ranges.shape[d] != dense.shape[d] for d in wide):
+        return otherwise(x, amax, options, masked)
+
+    low, top = integer_bounds(*options)
+    up, down = (s.reshape(-1).numpy() for s in scales(ranges, top))
+    amaxs = ranges.reshape(-1).numpy()
+    y = torch.empty_like(x)
+    inside = torch.empty_like(x, dtype=torch.bool) if masked else None
+    mask = torch.empty(0, dtype=torch.bool) if inside is None else inside.permute(order)
+    arrays: list[Any] = [dense.numpy(), y.permute(order).numpy(), mask.numpy()]
+    bounds = (np.float32(low), np.float32(top))
+    if not wide:
+        a, b, m = (array.reshape(-1) for array in arrays)
+        negative = run_parts(
+            lambda i, j: _flat(a[i:j], b[i:j], m[i:j], amaxs[0], up[0], down[0], *bounds), a.size
+        )
+    else:
+        inner = math.prod(dense.shape[wide[0] + 1 :])
+        columns = amaxs.size if inner == 1 else inner
+        a, b = (array.reshape(-1, columns) for array in arrays[:2])
+        m = arrays[2].reshape(-1, columns if masked else 1)
+        tail = (amaxs, up, down, *bounds)
+
+        def part(i: int, j: int) -> bool:
+            if inner == 1:
+                return bool(_by_column(a[i:j], b[i:j], m[i:j], *tail))
+            return bool(_by_row(a[i:j], b[i:j], m[i:j], *tail, i))
+
+        negative = run_parts(part, a.shape[0], elements=a.size)
+    if options[1] and any(negative):
+        refuse_negative(x)
+    return y, inside
+
+
+def _memory_order(x: Tensor) -> list[int]:
+    """Axes from the widest stride to the narrowest: channels_last is dense memory too."""
+    return sorted(range(x.dim()), key=lambda axis: -x.stride()[axis])
+
+
+def keep(grad: Tensor, inside: Tensor) -> Tensor | None:
+    """Return the float32 gradient where `inside`, zero elsewhere; None where strides differ."""
+    order = _memory_order(grad)
+    dense, mask = grad.permute(order), inside.permute(order)
+    if not (dense.is_contiguous() and mask.is_contiguous()):
+        return None
+    out = torch.empty_like(grad)
+    g, m, o = (t.reshape(-1).numpy() for t in (dense, mask, out.permute(order)))
+    run_parts(lambda i, j: _masked_gradient(g[i:j], m[i:j], o[i:j]), g.size)
+    return out
