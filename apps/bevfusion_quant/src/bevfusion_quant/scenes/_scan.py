@@ -1,0 +1,150 @@
+"""Several sweeps of a street by a LiDAR on a moving vehicle, in the newest sweep's frame."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from bevfusion_quant.points import Labels
+from bevfusion_quant.scenes._labels import Pose, into_frame, labels_of
+from bevfusion_quant.scenes._lidar import SpinningLidar
+from bevfusion_quant.scenes._raycast import GROUND, NOTHING, candidates_by_column, cast_rays
+from bevfusion_quant.scenes._solid_arrays import SolidArrays, columns_of, gather, place
+from bevfusion_quant.scenes._solids import REFLECTIVITY, Material, unit
+from bevfusion_quant.scenes._street import Street
+
+__all__ = ["Scan", "scan_street"]
+
+_REFLECTIVITY = np.array([REFLECTIVITY[m][0] for m in Material])
+_LOSS = np.array([REFLECTIVITY[m][1] for m in Material])
+
+
+@dataclass(frozen=True, eq=False)
+class Scan:
+    """What the scanner saw, in the frame of the newest sweep (x right, y forward, z up).
+
+    Args:
+        points: float32 [points, 5], x, y, z [m], intensity 0..255, time lag [s].
+        objects: int32 [points], index into `Street.objects`, -1 for the ground.
+        materials: uint8 [points], `Material` of each return.
+        labels: boxes and names of labelled objects with at least one return.
+        velocities: float32 [boxes, 2], over ground [m/s], along the frame's x and y.
+        label_points: int32 [boxes], returns from each.
+    """
+
+    points: npt.NDArray[np.float32]
+    objects: npt.NDArray[np.int32]
+    materials: npt.NDArray[np.uint8]
+    labels: Labels
+    velocities: npt.NDArray[np.float32]
+    label_points: npt.NDArray[np.int32]
+
+
+def scan_street(
+    street: Street, lidar: SpinningLidar | None = None, *, sweeps: int = 10, seed: int = 0
+) -> Scan:
+    """Scan `street` with the newest sweep at time 0 and the others before it.
+
+    Each sweep is taken at one instant, objects and vehicle at that instant's places; its points
+    are moved into the newest sweep's frame by the vehicle's motion alone, so that moving objects
+    leave a trail, as accumulated nuScenes sweeps do.
+
+    Args:
+        street: the scene.
+        lidar: the scanner; the default one where None.
+        sweeps: how many.
+        seed: of noise, dropout and the first firing's angle.
+
+    Raises:
+        ValueError: fewer than one sweep, negative seed.
+    """
+    if sweeps < 1 or seed < 0:
+        raise ValueError(f"sweeps={sweeps}, seed={seed}: at least one sweep, no negative seed")
+    lidar = lidar or SpinningLidar()
+    solids = gather(street)
+    now = _scanner_pose(street, lidar, 0.0)
+    parts = []
+    for sweep in range(sweeps):
+        rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, 2, sweep])))
+        parts.append(_one_sweep(street, lidar, solids, sweep, now, rng))
+    points, objects, materials = (np.concatenate(column) for column in zip(*parts, strict=True))
+    labels, velocities, counts = labels_of(street, objects, now)
+    return Scan(points, objects, materials, labels, velocities, counts)
+
+
+def _scanner_pose(street: Street, lidar: SpinningLidar, time: float) -> Pose:
+    """Origin in the world, and cosine and sine of the turn of the scanner's x from the world's."""
+    x, y, yaw = street.ego.at(time)
+    origin = np.array([x, y, street.ground.height(x, y) + lidar.height])
+    return origin, unit(yaw - math.pi / 2)  # y is forward
+
+
+def _one_sweep(
+    street: Street,
+    lidar: SpinningLidar,
+    solids: SolidArrays,
+    sweep: int,
+    now: Pose,
+    rng: np.random.Generator,
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
+    lag = sweep * lidar.sweep_time
+    origin, _ = _scanner_pose(street, lidar, -lag)
+    columns, beams = lidar.azimuth_steps, lidar.beams
+    step = 2 * math.pi / columns
+    phase = float(rng.random()) * step
+    azimuth = np.array([unit(phase + k * step) for k in range(columns)])
+    low, high = lidar.elevation
+    degrees = [low + (high - low) * b / max(beams - 1, 1) for b in range(beams)]
+    elevation = np.array([unit(math.radians(angle)) for angle in degrees])
+    chance, luck, fade = rng.random((3, columns, beams))
+    noise = rng.standard_normal((columns, beams))
+    flicker = rng.standard_normal((columns, beams))
+
+    centre = place(street, solids, -lag) - origin
+    order, near, first, last = columns_of(centre, solids, phase, step)
+    arrays = (
+        solids.shape[order],
+        np.ascontiguousarray(centre[order]),
+        solids.turn[order],
+        solids.half[order],
+        solids.material[order],
+        near,
+    )
+    distance, hit, material, cosine = cast_rays(
+        azimuth,
+        elevation,
+        candidates_by_column(first, last, columns),
+        arrays,
+        origin,
+        street.ground.parameters,
+        street.ground.bumps,
+        chance,
+        lidar.max_range,
+    )
+    gain = np.append(solids.gain[order], 1.0)[np.where(hit >= 0, hit, len(order))]
+    back = _REFLECTIVITY[material] * gain
+    # A dark or grazed surface is lost sooner: the range at which half the light it would need
+    # comes back, with a soft edge over its last fifth.
+    visible = 75.0 * np.sqrt(back * (0.12 + 0.88 * cosine) / 0.05)
+    kept = luck >= _LOSS[material]
+    kept &= (visible - distance) > 0.2 * visible * fade
+    kept &= (hit != NOTHING) & (distance > 1.0)
+    measured = np.round((distance + lidar.range_noise * noise) * 500.0) / 500.0
+    intensity = 255.0 * back * (0.35 + 0.65 * cosine) * (1.0 + 0.22 * flicker)
+    intensity = np.clip(np.round(intensity), 0.0, 255.0)
+
+    at, beam = np.nonzero(kept)  # firing by firing, lowest beam first, as nuScenes files
+    flat = measured[kept] * elevation[beam, 0]
+    world = origin + np.stack(
+        [flat * azimuth[at, 0], flat * azimuth[at, 1], measured[kept] * elevation[beam, 1]], 1
+    )
+    points = np.empty((len(at), 5), np.float32)
+    points[:, :3] = into_frame(world, now)
+    points[:, 3] = intensity[kept]
+    points[:, 4] = lag
+    owner = np.append(solids.owner[order], GROUND)
+    objects = np.maximum(owner[np.where(hit >= 0, hit, len(order))][kept], -1)
+    return points, objects.astype(np.int32), material[kept]

@@ -1,0 +1,118 @@
+"""What a scene is made of: solids with a material, gathered into objects that stand or move."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import IntEnum
+
+__all__ = ["REFLECTIVITY", "Material", "SceneObject", "Shape", "Solid", "unit"]
+
+
+class Shape(IntEnum):
+    """Shape of a solid; every one stands upright and turns about the vertical alone."""
+
+    BOX = 0
+    CYLINDER = 1  # vertical axis, elliptic cross-section
+    ELLIPSOID = 2
+
+
+class Material(IntEnum):
+    """What a surface is made of: decides the intensity of a return, and whether there is one."""
+
+    ASPHALT = 0
+    MARKING = 1
+    CONCRETE = 2
+    GRASS = 3
+    FACADE = 4  # a wall with a regular grid of windows
+    WALL = 5
+    GLASS = 6
+    CAR_PAINT = 7
+    RUBBER = 8
+    METAL = 9
+    FOLIAGE = 10  # lets a beam through to some depth
+    BARK = 11
+    CLOTH = 12
+    SKIN = 13
+    RETROREFLECTOR = 14
+    PLASTIC = 15
+
+
+# Material -> (share of the light sent back at normal incidence, chance that a beam is lost).
+REFLECTIVITY: dict[Material, tuple[float, float]] = {
+    Material.ASPHALT: (0.07, 0.02),
+    Material.MARKING: (0.38, 0.01),
+    Material.CONCRETE: (0.16, 0.01),
+    Material.GRASS: (0.13, 0.03),
+    Material.FACADE: (0.20, 0.01),
+    Material.WALL: (0.26, 0.01),
+    Material.GLASS: (0.04, 0.55),
+    Material.CAR_PAINT: (0.16, 0.06),
+    Material.RUBBER: (0.03, 0.10),
+    Material.METAL: (0.22, 0.03),
+    Material.FOLIAGE: (0.11, 0.04),
+    Material.BARK: (0.12, 0.02),
+    Material.CLOTH: (0.14, 0.03),
+    Material.SKIN: (0.24, 0.03),
+    Material.RETROREFLECTOR: (1.60, 0.00),
+    Material.PLASTIC: (0.22, 0.02),
+}
+
+
+@dataclass(frozen=True)
+class Solid:
+    """One solid of an object, in the object's own frame (x along its length, z up).
+
+    Args:
+        shape: box, vertical cylinder or ellipsoid.
+        centre: x, y, z [m] of the middle; z = 0 is the ground under the object.
+        size: full extents along the solid's own x, y, z [m].
+        material: surface.
+        yaw: turn about the vertical against the object's frame [rad].
+        gain: factor on the reflectivity (light and dark paint, clothes, walls).
+    """
+
+    shape: Shape
+    centre: tuple[float, float, float]
+    size: tuple[float, float, float]
+    material: Material
+    yaw: float = 0.0
+    gain: float = 1.0
+
+
+@dataclass(frozen=True)
+class SceneObject:
+    """Something that stands or moves in the scene.
+
+    Args:
+        name: class, a nuScenes detection name where `labelled`.
+        x: position in the world at time 0 [m].
+        y: position in the world at time 0 [m].
+        yaw: counter-clockwise from the world's +x to the object's length [rad].
+        size: length, width, height of the box around it [m].
+        solids: what it is made of.
+        velocity: x and y components in the world [m/s].
+        labelled: whether a detector should find it.
+    """
+
+    name: str
+    x: float
+    y: float
+    yaw: float
+    size: tuple[float, float, float]
+    solids: tuple[Solid, ...]
+    velocity: tuple[float, float] = (0.0, 0.0)
+    labelled: bool = False
+
+    def at(self, time: float) -> tuple[float, float]:
+        """Position in the world [m] at `time` [s]; the velocity is constant."""
+        return self.x + self.velocity[0] * time, self.y + self.velocity[1] * time
+
+
+def unit(angle: float) -> tuple[float, float]:
+    """Cosine and sine, rounded to 12 decimals.
+
+    Mathematical libraries differ in the last bit; rounded far above it, all machines agree, and
+    everything after this is plain IEEE arithmetic.
+    """
+    return round(math.cos(angle), 12), round(math.sin(angle), 12)
