@@ -2,7 +2,9 @@
 
 from ._dataflow import Call, DataFlow, trace_dataflow
 from ._errors import UntraceableError
+from ._fuse_model import Fused, FusionResult, fuse_model
 from ._fuse_pair import fuse_conv_bn, fuse_sparse_conv_bn
+from ._plan import Skipped
 from ._rebuild import rebuild_forward
 from ._trace_forward import trace_forward
 from ._weights import fuse_conv_bn_weights, fuse_linear_bn_weights, fuse_sparse_conv_bn_weights
@@ -10,10 +12,14 @@ from ._weights import fuse_conv_bn_weights, fuse_linear_bn_weights, fuse_sparse_
 __all__ = [
     "Call",
     "DataFlow",
+    "Fused",
+    "FusionResult",
+    "Skipped",
     "UntraceableError",
     "fuse_conv_bn",
     "fuse_conv_bn_weights",
     "fuse_linear_bn_weights",
+    "fuse_model",
     "fuse_sparse_conv_bn",
     "fuse_sparse_conv_bn_weights",
     "rebuild_forward",

@@ -58,6 +58,8 @@ class DataFlow:
         inputs: Values that enter a region.
         outputs: Values that leave a region, the model's outputs among them.
         parameters_read: Parameters and buffers that a forward reads itself, by path.
+        inplace_seen: Modules that write in place where the old name is read afterwards, so that
+            ``inplace=False`` would change the result.
     """
 
     calls: tuple[Call, ...]
@@ -66,6 +68,7 @@ class DataFlow:
     inputs: frozenset[int]
     outputs: frozenset[int]
     parameters_read: frozenset[str]
+    inplace_seen: frozenset[str]
     _readers: Mapping[int, tuple[Call, ...]] = field(repr=False)
     _producers: Mapping[int, Call] = field(repr=False)
     _of_path: Mapping[str, tuple[Call, ...]] = field(repr=False)
@@ -110,8 +113,13 @@ def trace_dataflow(model: nn.Module, example_inputs: Any = None) -> DataFlow:
         >>> flow.producer(bn.inputs[0]).path, len(flow.readers(bn.inputs[0]))
         ('0', 1)
     """
+    return build_dataflow(model, as_inputs(example_inputs))
+
+
+def build_dataflow(model: nn.Module, inputs: Inputs | None) -> DataFlow:
+    """``trace_dataflow`` with the example inputs as arguments and keyword arguments."""
     builder = _Builder(model)
-    builder.region(model, as_inputs(example_inputs))
+    builder.region(model, inputs)
     return builder.finish()
 
 
@@ -136,6 +144,7 @@ class _Builder:
         self.inputs: set[int] = set()
         self.outputs: set[int] = set()
         self.parameters_read: set[str] = set()
+        self.inplace_seen: set[str] = set()
         self._numbers = count()
 
     def region(self, root: nn.Module, inputs: Inputs | None = None) -> None:
@@ -175,6 +184,9 @@ class _Builder:
         prefix = self.paths[root]
         for name in reader.parameters_read:
             self.parameters_read.add(f"{prefix}.{name}" if prefix else name)
+        for node in reader.inplace_seen:
+            if node.op == "call_module":
+                self.inplace_seen.add(self.paths[root.get_submodule(str(node.target))])
         for step in reader.steps:
             node = step.node
             module = root.get_submodule(str(node.target)) if node.op == "call_module" else None
@@ -215,6 +227,7 @@ class _Builder:
             inputs=frozenset(self.inputs),
             outputs=frozenset(self.outputs),
             parameters_read=frozenset(self.parameters_read),
+            inplace_seen=frozenset(self.inplace_seen),
             _readers={value: tuple(calls) for value, calls in readers.items()},
             _producers=producers,
             _of_path={path: tuple(calls) for path, calls in of_path.items()},

@@ -28,16 +28,24 @@ _COPIES = frozenset({"shadow_copy"})
 
 @dataclass(eq=False)
 class Cell:
-    """What a tensor holds now: usually one value, several where it cannot be told which."""
+    """What a tensor holds now: usually one value, several where it cannot be told which.
+
+    ``writers`` are the nodes that wrote to it in place, oldest first.
+    """
 
     values: tuple[int, ...]
+    writers: list[fx.Node] = field(default_factory=list)
 
 
 @dataclass(eq=False)
 class Ref:
-    """What a name stands for: a tensor, or an object around one, with its elements."""
+    """What a name stands for: a tensor, or an object around one, with its elements.
+
+    ``knows`` counts the in-place writers that the name was made after.
+    """
 
     cell: Cell
+    knows: int = 0
     elements: dict[Any, Ref] = field(default_factory=dict)
 
     def read(self) -> Iterator[int]:
@@ -45,6 +53,10 @@ class Ref:
         yield from self.cell.values
         for element in self.elements.values():
             yield from element.read()
+
+    def alias(self) -> Ref:
+        """Another name for the same tensor."""
+        return Ref(self.cell, self.knows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +84,7 @@ class ValueReader:
         self.inputs: list[int] = []
         self.outputs: set[int] = set()
         self.parameters_read: set[str] = set()
+        self.inplace_seen: set[fx.Node] = set()
         self._refs: dict[fx.Node, Ref] = {}
 
     def run(self, graph: fx.Graph) -> None:
@@ -91,7 +104,13 @@ class ValueReader:
 
     def _read(self, *arguments: Any) -> tuple[int, ...]:
         found: list[int] = []
-        fx.node.map_arg(arguments, lambda n: found.extend(self._refs[n].read()))
+
+        def read(node: fx.Node) -> None:
+            ref = self._refs[node]
+            found.extend(ref.read())
+            self.inplace_seen.update(ref.cell.writers[ref.knows :])
+
+        fx.node.map_arg(arguments, read)
         return tuple(dict.fromkeys(found))
 
     def _first(self, node: fx.Node) -> Ref | None:
@@ -113,7 +132,7 @@ class ValueReader:
         if name in _METADATA:
             return Ref(Cell(()))
         if base is not None and name in _COPIES:
-            return Ref(base.cell)
+            return base.alias()
         if name == "replace_feature" and len(node.args) == 2:
             return self._wrap(node.args[1])
         return self._new_value(node, inplace=name.endswith("_") and not name.endswith("__"))
@@ -124,10 +143,11 @@ class ValueReader:
         if target is getattr and base is not None:
             if node.args[1] in _METADATA:
                 return Ref(Cell(()))
-            return Ref(base.cell) if node.args[1] == "features" else self._element(node, base)
+            return base.alias() if node.args[1] == "features" else self._element(node, base)
         if target is setattr and base is not None:
             if node.args[1] == "features":
-                base.cell = self._wrap(node.args[2]).cell
+                written = self._wrap(node.args[2])
+                base.cell, base.knows = written.cell, written.knows
             elif node.args[1] not in _METADATA:
                 base.elements[node.args[1]] = self._wrap(node.args[2])
             return Ref(Cell(()))
@@ -135,6 +155,7 @@ class ValueReader:
             result = self._wrap(node.args[1])
             # With spconv 1 the helper writes to the tensor it is given, with spconv 2 it does not.
             base.cell = Cell(tuple(dict.fromkeys(base.cell.values + result.cell.values)))
+            base.knows = 0
             return result
         if name == "SparseConvTensor" and isinstance(target, type):
             return self._wrap(node.kwargs.get("features", node.args[0] if node.args else None))
@@ -166,7 +187,7 @@ class ValueReader:
         return base.elements[key]
 
     def _wrap(self, argument: Any) -> Ref:
-        return Ref(self._refs[argument].cell) if isinstance(argument, fx.Node) else Ref(Cell(()))
+        return self._refs[argument].alias() if isinstance(argument, fx.Node) else Ref(Cell(()))
 
     def _pass_through(self, node: fx.Node) -> Ref:
         base = self._first(node)
@@ -183,5 +204,6 @@ class ValueReader:
         base = self._first(node)
         if inplace and base is not None:
             base.cell.values = (value,)
-            return Ref(base.cell)
+            base.cell.writers.append(node)
+            return Ref(base.cell, len(base.cell.writers))
         return Ref(Cell((value,)))

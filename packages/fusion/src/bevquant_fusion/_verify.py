@@ -1,0 +1,76 @@
+"""Run a model before and after a rewrite and measure how far the outputs are apart."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ._tracer import Inputs
+
+_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
+
+
+def run(model: nn.Module, inputs: Inputs) -> list[Tensor]:
+    """Outputs of ``model`` in evaluation mode, on copies of ``inputs``, as a flat list."""
+    if any(m.training for m in model.modules()):
+        model = copy.deepcopy(model).eval()
+    args, kwargs = _duplicate(inputs)
+    with torch.no_grad():
+        return [t.detach().clone() for t in _tensors(model(*args, **kwargs))]
+
+
+def relative_difference(before: list[Tensor], after: list[Tensor]) -> float:
+    """Largest |after − before| of any output, over the largest |before| of that output."""
+    if len(before) != len(after):
+        raise ValueError(f"the model made {len(before)} tensors, the fused one makes {len(after)}")
+    worst = 0.0
+    for a, b in zip(before, after, strict=True):
+        if a.shape != b.shape:
+            raise ValueError(
+                f"an output of shape {tuple(a.shape)} became one of shape {tuple(b.shape)}"
+            )
+        if a.numel() == 0 or not a.is_floating_point():
+            continue
+        difference = (a.double() - b.double()).abs().max().item()
+        scale = a.double().abs().max().item()
+        worst = max(worst, difference / scale if scale else difference)
+        if difference != difference:
+            return float("nan")
+    return worst
+
+
+def tolerance(outputs: list[Tensor]) -> float:
+    """Allowed relative difference for the widest tolerance among the outputs' dtypes."""
+    return max((_TOLERANCE.get(t.dtype, 0.0) for t in outputs), default=0.0)
+
+
+def _duplicate(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if hasattr(value, "replace_feature"):
+        return value.replace_feature(value.features.detach().clone())
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return type(value)([_duplicate(v) for v in value])
+    if isinstance(value, dict):
+        return {k: _duplicate(v) for k, v in value.items()}
+    return copy.deepcopy(value)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif hasattr(value, "features"):
+        yield value.features
+    elif isinstance(value, dict):
+        for key in value:
+            yield from _tensors(value[key])
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+    elif hasattr(value, "__dataclass_fields__"):
+        for name in value.__dataclass_fields__:
+            yield from _tensors(getattr(value, name))
