@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -160,7 +160,31 @@ def build_rulebook(
         transposed=transposed,
         batch_size=infer_batch_size(rows) if batch_size is None else int(batch_size),
     )
-    return _assemble(*build_torch(rows, geometry), geometry)
+    out_indices, neighbours = _choose_builder(backend, rows, geometry)(rows, geometry)
+    in_indices = out_indices if subm else rows.to(torch.int32)
+    return _assemble(in_indices, out_indices, neighbours, geometry)
+
+
+def _choose_builder(
+    backend: str, indices: Tensor, geometry: Geometry
+) -> Callable[[Tensor, Geometry], tuple[Tensor, Tensor]]:
+    if backend == "torch" or (backend == "auto" and indices.device.type != "cpu"):
+        return build_torch
+    try:
+        from bevquant_sparse._rulebook_numba import build_numba, fits_bitmap
+    except ImportError as error:
+        if backend == "auto":
+            return build_torch
+        raise ImportError(
+            'backend="numba" needs numba: pip install "bevquant-sparse[numba]", or use '
+            'backend="auto"'
+        ) from error
+    if indices.device.type != "cpu":
+        raise ValueError(
+            f'backend="numba" works on CPU tensors; indices are on {indices.device}: use '
+            'backend="auto"'
+        )
+    return build_numba if fits_bitmap(geometry) else build_torch
 
 
 def _assemble(

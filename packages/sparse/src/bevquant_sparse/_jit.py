@@ -1,0 +1,24 @@
+"""Compile with numba ahead of the first call, cached on disk where that is possible."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from numba import njit
+
+
+def compiled(signature: str) -> Callable[[Callable[..., Any]], Any]:
+    """Decorator: compile for ``signature`` at once, without the GIL, cached where possible.
+
+    numba's cache sees changes of the function's own file only: a function that uses code
+    generated elsewhere carries a version in its name.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        try:
+            return njit(signature, nogil=True, cache=True)(function)
+        except (RuntimeError, OSError):  # no writable place for a cache, or a broken one
+            return njit(signature, nogil=True)(function)
+
+    return decorate
