@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bevquant_qnn._concat import QuantConcat
+from bevquant_qnn._example import arguments, evaluation
 from bevquant_qnn._flow import Flow, Read
 from bevquant_qnn._kinds import is_batch_norm, is_quantized
 from bevquant_qnn._result import activation_quantizers
-from bevquant_qnn._sparse_tensor import features_of, is_sparse_tensor, with_features
+from bevquant_qnn._sparse_tensor import features_of, is_sparse_tensor
 from bevquant_quantizers import TensorQuantizer
 
 __all__ = ["observe"]
@@ -95,11 +95,10 @@ def observe(model: nn.Module, example_inputs: Any) -> Flow:
     identities = _Identities()
     producer: dict[int, str] = {}
     with ExitStack() as stack:
-        stack.enter_context(_bypassed(model))
+        stack.enter_context(evaluation(model))
         for hook in _hooks(model, flow, identities, producer):
             stack.callback(hook.remove)
-        stack.enter_context(torch.no_grad())
-        args, kwargs = _arguments(example_inputs)
+        args, kwargs = arguments(example_inputs)
         for index, value in enumerate([*args, *kwargs.values()]):
             for tensor in _tensors(value):
                 flow.names.setdefault(identities.number(tensor), f"model input {index}")
@@ -180,39 +179,3 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _tensors(item)
-
-
-def _arguments(example_inputs: Any) -> tuple[list[Any], dict[str, Any]]:
-    if isinstance(example_inputs, dict):
-        return [], {name: _fresh(value) for name, value in example_inputs.items()}
-    if isinstance(example_inputs, list | tuple):
-        return [_fresh(value) for value in example_inputs], {}
-    return [_fresh(example_inputs)], {}
-
-
-def _fresh(value: Any) -> Any:
-    """Give a sparse input its own rulebook cache: spconv refuses a key that is already there."""
-    if not is_sparse_tensor(value):
-        return value
-    copy = with_features(value, value.features)
-    if hasattr(copy, "indice_dict"):
-        copy.indice_dict = dict(value.indice_dict)
-    return copy
-
-
-@contextmanager
-def _bypassed(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode and disabled quantizers, each put back as it was."""
-    training = [(module, module.training) for module in model.modules()]
-    quantizers = [m for m in model.modules() if isinstance(m, TensorQuantizer)]
-    disabled = [(quantizer, quantizer._disabled) for quantizer in quantizers]
-    try:
-        model.eval()
-        for quantizer in quantizers:
-            quantizer.disable()
-        yield
-    finally:
-        for module, flag in training:
-            module.training = flag
-        for quantizer, flag in disabled:
-            quantizer._disabled = flag

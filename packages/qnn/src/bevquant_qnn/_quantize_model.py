@@ -5,26 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from bevquant_quantizers import TensorQuantizer
-
-try:
-    from bevquant_quantizers import adopt_quantizers
-except ImportError:
-
-    def adopt_quantizers(model: nn.Module) -> None:
-        """Adopt nothing."""
-
-
 from torch import nn
 
 from bevquant_qnn._config import QuantConfig
 from bevquant_qnn._flow import Flow
 from bevquant_qnn._observe import observe
 from bevquant_qnn._replace import replace_layers
-from bevquant_qnn._result import QuantizeResult, SkippedModule, activation_quantizers
+from bevquant_qnn._result import (
+    QuantizedModule,
+    QuantizeResult,
+    SkippedModule,
+    activation_quantizers,
+)
 from bevquant_qnn._rewrite import quantize_joins
 from bevquant_qnn._share import share_quantizers
 from bevquant_qnn._static_flow import walk
+from bevquant_quantizers import TensorQuantizer, adopt_quantizers
 
 __all__ = ["quantize_model"]
 
@@ -79,9 +75,12 @@ calibrator=MaxCalibrator scale=1.0 quant)
     """
     config = QuantConfig() if config is None else config
     _check_patterns(model, config)
-    adopt_quantizers(model)
+    adopted = [
+        QuantizedModule(path, "TensorQuantizer", "pytorch_quantization's TensorQuantizer")
+        for path in adopt_quantizers(model)
+    ]
     model, replaced, skipped = replace_layers(model, config)
-    joined, passed_over = quantize_joins(model, config)
+    joined, passed_over = quantize_joins(model, config, example_inputs)
     flow = walk(model) if example_inputs is None else observe(model, example_inputs)
     shared, apart = share_quantizers(model, flow)
     for path, module in model.named_modules():
@@ -90,7 +89,7 @@ calibrator=MaxCalibrator scale=1.0 quant)
     skipped = [*skipped, *passed_over, *apart, *_notes(model, flow, example_inputs is None)]
     return QuantizeResult(
         model=model,
-        quantized=tuple([*replaced, *joined]),
+        quantized=tuple([*adopted, *replaced, *joined]),
         shared=tuple(shared),
         skipped=tuple(skipped),
     )

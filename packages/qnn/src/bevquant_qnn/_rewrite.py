@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from itertools import count
+from typing import Any
 
 from torch import fx, nn
 
-from bevquant_fusion import UntraceableError, rebuild_forward, trace_forward
+from bevquant_fusion import rebuild_forward, trace_forward
 from bevquant_qnn._add import QuantAdd
 from bevquant_qnn._branches import Branches
 from bevquant_qnn._concat import QuantConcat
 from bevquant_qnn._config import QuantConfig
 from bevquant_qnn._kinds import is_library_module, is_quantized
+from bevquant_qnn._options import options_used
 from bevquant_qnn._result import QuantizedModule, SkippedModule
 from bevquant_qnn._takeover import attach_quantizer
 from bevquant_quantizers import TensorQuantizer
@@ -20,7 +22,7 @@ __all__ = ["quantize_joins"]
 
 
 def quantize_joins(
-    model: nn.Module, config: QuantConfig
+    model: nn.Module, config: QuantConfig, example_inputs: Any = None
 ) -> tuple[list[QuantizedModule], list[SkippedModule]]:
     """Quantize the additions and concatenations in the forward of every module of the model.
 
@@ -35,16 +37,14 @@ def quantize_joins(
     skipped: list[SkippedModule] = []
     if not (config.quantize_add or config.quantize_concat):
         return done, skipped
-    for path, module in list(model.named_modules()):
-        if not _may_join(module):
-            continue
-        pattern = config.excluded_by(path)
-        if pattern is not None:
-            skipped.append(SkippedModule(path, f"additions in it: excluded by {pattern!r}"))
-            continue
+    candidates = [(path, m) for path, m in model.named_modules() if _may_join(m)]
+    options: dict[Any, str] = {}
+    if example_inputs is not None:
+        options = options_used([module for _, module in candidates], model, example_inputs)
+    for path, module in candidates:
         try:
-            graph = trace_forward(module)
-        except UntraceableError as error:
+            graph = _graph(path, module, config, options)
+        except ValueError as error:  # UntraceableError is one
             skipped.append(
                 SkippedModule(
                     path,
@@ -58,6 +58,17 @@ def quantize_joins(
         done += rewriter.done
         skipped += rewriter.skipped
     return done, skipped
+
+
+def _graph(path: str, module: nn.Module, config: QuantConfig, options: dict[Any, str]) -> fx.Graph:
+    pattern = config.excluded_by(path)
+    if pattern is not None:
+        msg = f"the module is excluded by {pattern!r}"
+        raise ValueError(msg)
+    if module in options:
+        msg = f"it is called with {options[module]}=…, and a rebuilt forward knows the default only"
+        raise ValueError(msg)
+    return trace_forward(module)
 
 
 def _may_join(module: nn.Module) -> bool:

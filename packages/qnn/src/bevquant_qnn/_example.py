@@ -1,0 +1,53 @@
+"""Running a model on example inputs without leaving a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from bevquant_qnn._sparse_tensor import is_sparse_tensor, with_features
+from bevquant_quantizers import TensorQuantizer
+
+__all__ = ["arguments", "evaluation"]
+
+
+def arguments(example_inputs: Any) -> tuple[list[Any], dict[str, Any]]:
+    """Return positional and named arguments: of a sequence, a dict, or one input."""
+    if isinstance(example_inputs, dict):
+        return [], {name: _fresh(value) for name, value in example_inputs.items()}
+    if isinstance(example_inputs, list | tuple):
+        return [_fresh(value) for value in example_inputs], {}
+    return [_fresh(example_inputs)], {}
+
+
+def _fresh(value: Any) -> Any:
+    """Give a sparse input its own rulebook cache: spconv refuses a key that is already there."""
+    if not is_sparse_tensor(value):
+        return value
+    copy = with_features(value, value.features)
+    if hasattr(copy, "indice_dict"):
+        copy.indice_dict = dict(value.indice_dict)
+    return copy
+
+
+@contextmanager
+def evaluation(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, no gradients, quantizers bypassed; each put back as it was."""
+    training = [(module, module.training) for module in model.modules()]
+    quantizers = [m for m in model.modules() if isinstance(m, TensorQuantizer)]
+    disabled = [(quantizer, quantizer._disabled) for quantizer in quantizers]
+    try:
+        model.eval()
+        for quantizer in quantizers:
+            quantizer.disable()
+        with torch.no_grad():
+            yield
+    finally:
+        for module, flag in training:
+            module.training = flag
+        for quantizer, flag in disabled:
+            quantizer._disabled = flag
