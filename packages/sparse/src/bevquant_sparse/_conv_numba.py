@@ -1,3 +1,131 @@
-"""Stand-in until the float32 CPU kernel lands: the torch functions."""
+"""The sparse convolution in float32 on a CPU: blocks of output rows on all of torch's threads.
 
-from bevquant_sparse._conv_torch import forward, grad_features, grad_weight  # noqa: F401
+    out[o] = bias + Σ_k features[neighbours[o, k]] @ weight[k]
+
+Every output element is one chain of fused multiply-adds, over the offsets and within them over
+the input channels, whatever thread or tile it falls to: bit-identical at any number of threads.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn.functional import pad
+
+from bevquant_sparse import _conv_torch
+from bevquant_sparse._conv_kernels import (
+    CHANNELS,
+    WIDEST,
+    convolve_block_v1,
+    outer_products_v1,
+)
+from bevquant_sparse._conv_plan import Plan, plan_for
+from bevquant_sparse._rulebook import Rulebook
+from bevquant_sparse._shapes import Float
+from bevquant_sparse._threads import share
+
+_LANES = 16
+_CHANNELS_PER_TASK = 48  # of the weight gradient; a multiple of 4 and of 6
+
+
+def forward(
+    features: Float[Tensor, "num_in in_channels"],
+    weight: Float[Tensor, "volume in_channels out_channels"],
+    bias: Float[Tensor, " out_channels"] | None,
+    rulebook: Rulebook,
+) -> Float[Tensor, "num_out out_channels"]:
+    """Sparse convolution with the weight in ``VCK``."""
+    if 0 in (rulebook.num_in, rulebook.num_out, *weight.shape):
+        return _conv_torch.forward(features, weight, bias, rulebook)
+    plan = plan_for(rulebook, _block_rows(weight.shape[2]), backwards=False)
+    return _convolve(features, weight, bias, plan, rulebook.num_out)
+
+
+def grad_features(
+    grad_out: Float[Tensor, "num_out out_channels"],
+    weight: Float[Tensor, "volume in_channels out_channels"],
+    rulebook: Rulebook,
+) -> Float[Tensor, "num_in in_channels"]:
+    """Gradient of the features: the inverse rulebook's convolution with transposed weights."""
+    if 0 in (rulebook.num_in, rulebook.num_out, *weight.shape):
+        return _conv_torch.grad_features(grad_out, weight, rulebook)
+    plan = plan_for(rulebook, _block_rows(weight.shape[1]), backwards=True)
+    return _convolve(grad_out, weight.transpose(1, 2), None, plan, rulebook.num_in)
+
+
+def grad_weight(
+    features: Float[Tensor, "num_in in_channels"],
+    grad_out: Float[Tensor, "num_out out_channels"],
+    rulebook: Rulebook,
+) -> Float[Tensor, "volume in_channels out_channels"]:
+    """Gradient of the weight in ``VCK``: per offset, the outer products of its pairs."""
+    in_channels, out_channels = features.shape[1], grad_out.shape[1]
+    if 0 in (rulebook.num_in, rulebook.num_out, in_channels, out_channels):
+        return _conv_torch.grad_weight(features, grad_out, rulebook)
+    plan = plan_for(rulebook, _block_rows(out_channels), backwards=False)
+    x = _padded(features, CHANNELS)
+    g = _padded(grad_out, _LANES)
+    grad = x.new_zeros(plan.volume, x.shape[1], g.shape[1])
+    channels = range(0, x.shape[1], _CHANNELS_PER_TASK)
+    tasks = [
+        (offset, first, column, width)
+        for column, width in _column_groups(g.shape[1])
+        for first in channels
+        for offset in range(plan.volume)
+    ]
+    arrays = (x.numpy(), g.numpy(), grad.numpy())
+
+    def task(number: int) -> None:
+        offset, first, column, width = tasks[number]
+        stop = min(first + _CHANNELS_PER_TASK, x.shape[1])
+        pairs = (plan.num_blocks, plan.bounds, plan.in_rows, plan.out_rows)
+        outer_products_v1(offset, first, stop, *pairs, *arrays, column, width)
+
+    share(task, len(tasks))
+    return grad[:, :in_channels, :out_channels].contiguous()
+
+
+def _convolve(
+    features: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, num_rows: int
+) -> Tensor:
+    out_channels = weight.shape[2]
+    x = features.detach().contiguous()
+    columns = -(-out_channels // _LANES) * _LANES
+    missing = columns - out_channels
+    offset = x.new_zeros(columns) if bias is None else pad(bias.detach(), (0, missing))
+    if missing:
+        weight = pad(weight, (0, missing))
+    groups = [
+        (column, width, weight.detach()[:, :, column : column + width * _LANES].contiguous())
+        for column, width in _column_groups(columns)
+    ]
+    out = x.new_empty(num_rows, columns)
+    x_array, bias_array, out_array = x.numpy(), offset.contiguous().numpy(), out.numpy()
+    arrays = [(column, width, packed.numpy()) for column, width, packed in groups]
+
+    def task(number: int) -> None:
+        block, group = divmod(number, len(arrays))
+        column, width, w = arrays[group]
+        convolve_block_v1(
+            block, plan.block_rows, plan.bounds, plan.in_rows, plan.out_rows,
+            x_array, w, bias_array, out_array, column, width,
+        )  # fmt: skip
+
+    share(task, plan.num_blocks * len(arrays))
+    return out[:, :out_channels].contiguous() if missing else out
+
+
+def _column_groups(columns: int) -> list[tuple[int, int]]:
+    """First column and number of vectors of each group a tile can hold."""
+    step = WIDEST * _LANES
+    return [(start, min(step, columns - start) // _LANES) for start in range(0, columns, step)]
+
+
+def _block_rows(channels: int) -> int:
+    """Output rows of a block: their accumulators, and the rows they read, stay in the cache."""
+    return 512 if channels > 32 else 1024
+
+
+def _padded(values: Tensor, multiple: int) -> Tensor:
+    missing = -values.shape[1] % multiple
+    values = values.detach()
+    return pad(values, (0, missing)) if missing else values.contiguous()
