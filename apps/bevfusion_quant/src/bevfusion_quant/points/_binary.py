@@ -76,9 +76,8 @@ def _choose(path: Path, raw: bytes, columns: int | None, dtype: str | None) -> L
         return fitting[0]
     hint = "say the layout with columns=4 or 5 and dtype='float32' or 'float16'"
     if fitting:
-        named = [layout for layout in fitting if layout.columns == 5]
-        if path.name.endswith(".pcd.bin") and len(named) == 1:
-            return named[0]  # nuScenes' own extension settles it
+        if path.name.endswith(".pcd.bin") and LAYOUTS[0] in fitting:
+            return LAYOUTS[0]  # nuScenes' own extension settles it
         raise PointsError(
             f"{path}: {len(raw)} bytes can be read as "
             f"{' and as '.join(layout.label for layout in fitting)}; {hint}"

@@ -27,7 +27,8 @@ def read_npz(
         PointsError: not a zip archive, no array `key`, pickled objects, wrong shape or type.
     """
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        with path.open("rb") as file:
+            archive = np.load(file, allow_pickle=False)
             if not isinstance(archive, np.lib.npyio.NpzFile):
                 raise PointsError(f"{path}: a bare .npy array, not an .npz archive")
             if key not in archive.files:
