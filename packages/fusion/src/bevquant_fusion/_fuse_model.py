@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ._dataflow import as_inputs, build_dataflow
 from ._fuse_pair import fold_into
@@ -110,8 +109,8 @@ def fuse_model(model: nn.Module, example_inputs: Any = None, inplace: bool = Fal
         >>> result = fuse_model(net, torch.randn(1, 3, 2, 2))
         >>> result.fused
         (Fused(conv='0', bn='1', how='identity'),)
-        >>> result.model[1], net[1]
-        (Identity(), BatchNorm2d(4, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True))
+        >>> result.model[1], type(net[1]).__name__
+        (Identity(), 'BatchNorm2d')
     """
     inputs = as_inputs(example_inputs)
     if inputs is None:
@@ -143,9 +142,7 @@ def _fuse(model: nn.Module, inputs: Inputs | None) -> FusionResult:
     folded: list[Pair] = []
     for pair in pairs:
         try:
-            fold_into(
-                model.get_submodule(pair.conv), cast(_BatchNorm, model.get_submodule(pair.bn))
-            )
+            fold_into(model.get_submodule(pair.conv), model.get_submodule(pair.bn))
         except ValueError as error:
             skipped.append(Skipped(pair.bn, f"{pair.conv}: {error}"))
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from ._weights import fuse_conv_bn_weights, fuse_linear_bn_weights, fuse_sparse_
 ConvT = TypeVar("ConvT", bound=nn.Module)
 
 
-def fuse_conv_bn(conv: ConvT, bn: _BatchNorm) -> ConvT:
+def fuse_conv_bn(conv: ConvT, bn: nn.Module) -> ConvT:
     """Return a copy of ``conv`` that computes ``bn(conv(x))``.
 
     ``W' = W·γ/√(σ² + ε)``, ``b' = (b − μ)·γ/√(σ² + ε) + β``, in float64, rounded once. The copy
@@ -47,7 +47,7 @@ def fuse_conv_bn(conv: ConvT, bn: _BatchNorm) -> ConvT:
     return _folded_copy(conv, bn)
 
 
-def fuse_sparse_conv_bn(conv: ConvT, bn: _BatchNorm) -> ConvT:
+def fuse_sparse_conv_bn(conv: ConvT, bn: nn.Module) -> ConvT:
     """Return a copy of the sparse convolution ``conv`` that computes ``bn`` on its features too.
 
     The weight's layout comes from the module's class (``bevquant_sparse.layout_of``), never from
@@ -84,7 +84,7 @@ def fuse_sparse_conv_bn(conv: ConvT, bn: _BatchNorm) -> ConvT:
     return _folded_copy(conv, bn)
 
 
-def fold_into(conv: nn.Module, bn: _BatchNorm) -> None:
+def fold_into(conv: nn.Module, bn: nn.Module) -> None:
     """Fold ``bn`` into ``conv`` in place.
 
     Raises:
@@ -93,15 +93,14 @@ def fold_into(conv: nn.Module, bn: _BatchNorm) -> None:
     problem = fold_problem(conv, bn)
     if problem is not None:
         raise ValueError(f"cannot fold {type(bn).__name__} into {type(conv).__name__}: {problem}")
-    mean, var = bn.running_mean, bn.running_var
-    if mean is None or var is None:
-        raise ValueError("unreachable: fold_problem refuses batch norms without statistics")
+    norm = cast(_BatchNorm, bn)  # fold_problem made sure of it, and of the statistics
+    mean, var = cast(Tensor, norm.running_mean), cast(Tensor, norm.running_var)
     bias: Tensor | None = conv.bias  # type: ignore[assignment]
     if is_sparse_conv(conv):
         weight, new_bias = fuse_sparse_conv_bn_weights(
             get_weight(conv, WeightLayout.RSCK),
             None if bias is None else bias.reshape(-1),
-            *(mean, var, bn.eps, bn.weight, bn.bias),
+            *(mean, var, norm.eps, norm.weight, norm.bias),
             layout=WeightLayout.RSCK,
         )
         _check_finite(conv, weight, new_bias)
@@ -110,7 +109,7 @@ def fold_into(conv: nn.Module, bn: _BatchNorm) -> None:
             new_bias = nn.Parameter(new_bias.detach().reshape(bias.shape), bias.requires_grad)
     else:
         old: Tensor = conv.weight  # type: ignore[assignment]
-        values = (old, bias, mean, var, bn.eps, bn.weight, bn.bias)
+        values = (old, bias, mean, var, norm.eps, norm.weight, norm.bias)
         if isinstance(conv, nn.Linear):
             weight, new_bias = fuse_linear_bn_weights(*values)
         else:
@@ -121,7 +120,7 @@ def fold_into(conv: nn.Module, bn: _BatchNorm) -> None:
     conv.bias = new_bias
 
 
-def _folded_copy(conv: ConvT, bn: _BatchNorm) -> ConvT:
+def _folded_copy(conv: ConvT, bn: nn.Module) -> ConvT:
     fused = copy.deepcopy(conv)
     fold_into(fused, bn)
     return fused

@@ -51,7 +51,7 @@ def scale_and_bias(
 
 def fuse_conv_bn_weights(
     conv_w: Float[Tensor, "first second *kernel"],
-    conv_b: Float[Tensor, " out_channels"] | None,
+    conv_b: Float[Tensor, " bias_channels"] | None,
     bn_rm: Float[Tensor, " out_channels"],
     bn_rv: Float[Tensor, " out_channels"],
     bn_eps: float,
@@ -117,7 +117,7 @@ def fuse_conv_bn_weights(
 
 def fuse_linear_bn_weights(
     linear_w: Float[Tensor, "out_features in_features"],
-    linear_b: Float[Tensor, " out_features"] | None,
+    linear_b: Float[Tensor, " bias_features"] | None,
     bn_rm: Float[Tensor, " out_features"],
     bn_rv: Float[Tensor, " out_features"],
     bn_eps: float,
@@ -144,7 +144,7 @@ def fuse_linear_bn_weights(
 
 def fuse_sparse_conv_bn_weights(
     weight: Float[Tensor, ...],
-    bias: Float[Tensor, " out_channels"] | None,
+    bias: Float[Tensor, " bias_channels"] | None,
     bn_mean: Float[Tensor, " out_channels"],
     bn_var: Float[Tensor, " out_channels"],
     bn_eps: float,

@@ -1,0 +1,141 @@
+"""Folded weights against the unfused computation in float64."""
+
+import itertools
+
+import pytest
+import torch
+from bevquant_fusion import (
+    fuse_conv_bn_weights,
+    fuse_linear_bn_weights,
+    fuse_sparse_conv_bn_weights,
+)
+from bevquant_sparse import WeightLayout, build_rulebook, permute_weight, sparse_conv
+from torch.nn import functional as F
+
+
+def statistics(channels, affine=True):
+    mean, var = torch.randn(channels).double(), torch.rand(channels).double() + 0.05
+    gamma, beta = torch.randn(channels).double(), torch.randn(channels).double()
+    gamma[0], gamma[-1] = 0.0, -1.5
+    return (mean, var, 1e-3, gamma, beta) if affine else (mean, var, 1e-3, None, None)
+
+
+def batch_norm(x, stats):
+    mean, var, eps, gamma, beta = stats
+    return F.batch_norm(x, mean, var, gamma, beta, eps=eps)
+
+
+CONVS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+
+
+@pytest.mark.parametrize(
+    ("rank", "transpose", "groups", "with_bias", "affine"),
+    list(itertools.product((1, 2, 3), (False, True), (1, 2, 4), (False, True), (False, True))),
+)
+def test_dense_convolutions(rank, transpose, groups, with_bias, affine, error_of):
+    x = torch.randn(2, 8, *(5,) * rank).double()
+    shape = (8, 12 // groups) if transpose else (12, 8 // groups)
+    weight = torch.randn(*shape, *(3,) * rank).double()
+    bias = torch.randn(12).double() if with_bias else None
+    stats = statistics(12, affine)
+    function = (TRANSPOSED if transpose else CONVS)[rank]
+    expected = batch_norm(function(x, weight, bias, groups=groups), stats)
+    fused = fuse_conv_bn_weights(weight, bias, *stats, transpose=transpose, groups=groups)
+    assert error_of(function(x, *fused, groups=groups), expected) <= 1e-12
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_linear(with_bias, error_of):
+    x, weight = torch.randn(5, 7).double(), torch.randn(4, 7).double()
+    bias = torch.randn(4).double() if with_bias else None
+    stats = statistics(4)
+    expected = batch_norm(F.linear(x, weight, bias), stats)
+    assert error_of(F.linear(x, *fuse_linear_bn_weights(weight, bias, *stats)), expected) <= 1e-12
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+def test_same_as_torch_where_torch_is_right(transpose):
+    weight, bias = torch.randn(6, 6, 3, 3).double(), torch.randn(6).double()
+    stats = statistics(6)
+    ours = fuse_conv_bn_weights(weight, bias, *stats, transpose)
+    theirs = torch.nn.utils.fusion.fuse_conv_bn_weights(weight, bias, *stats, transpose)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3, 4])
+@pytest.mark.parametrize("layout", list(WeightLayout))
+@pytest.mark.parametrize("subm", [False, True])
+def test_sparse_convolutions_in_every_layout(rank, layout, subm, error_of):
+    size = (3, 2, 3, 1)[:rank] if not subm else (3,) * rank
+    shape = (6, 5, 4, 4)[:rank]
+    axes = [torch.randint(0, n, (40,)) for n in (2, *shape)]
+    indices = torch.unique(torch.stack(axes, 1), dim=0).int().contiguous()
+    rulebook = build_rulebook(indices, shape, size, padding=1 if subm else 0, subm=subm)
+    features = torch.randn(len(indices), 3).double()
+    weight = torch.randn(*size, 3, 4).double()
+    weight = permute_weight(weight, WeightLayout.RSCK, layout)
+    stats = statistics(4)
+    expected = batch_norm(sparse_conv(features, weight, None, rulebook, layout=layout), stats)
+    fused = fuse_sparse_conv_bn_weights(weight, None, *stats, layout=layout)
+    assert fused[0].shape == weight.shape
+    actual = sparse_conv(features, *fused, rulebook, layout=layout)
+    assert error_of(actual, expected) <= 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_rounded_once_to_the_dtype_of_the_weight(dtype):
+    weight, bias = torch.randn(4, 3, 1, 1, dtype=dtype), torch.randn(4, dtype=dtype)
+    stats = tuple(s.float() if isinstance(s, torch.Tensor) else s for s in statistics(4))
+    fused = fuse_conv_bn_weights(weight, bias, *stats)
+    exact = fuse_conv_bn_weights(
+        weight.double(), bias.double(), *(s.double() if torch.is_tensor(s) else s for s in stats)
+    )
+    for rounded, value in zip(fused, exact, strict=True):
+        assert rounded.dtype == dtype
+        assert torch.equal(rounded, value.to(dtype))
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_requires_grad_is_kept(trained):
+    weight = torch.randn(4, 3, 1, requires_grad=trained)
+    fused = fuse_conv_bn_weights(weight, None, *(torch.ones(4), torch.ones(4), 0.1, None, None))
+    assert [p.requires_grad for p in fused] == [trained, trained]
+    assert all(p.is_leaf for p in fused)
+
+
+def test_inputs_are_not_written_to():
+    weight, stats = torch.randn(4, 3, 1).double(), statistics(4)
+    before = [weight.clone(), *(s.clone() for s in stats if torch.is_tensor(s))]
+    fuse_conv_bn_weights(weight, None, *stats)
+    after = [weight, *(s for s in stats if torch.is_tensor(s))]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_channel_mismatch_names_both():
+    with pytest.raises(ValueError, match=r"shape \(5,\).*makes 4 channels"):
+        fuse_conv_bn_weights(torch.randn(4, 3, 1), None, *[torch.ones(5)] * 2, 0.0, None, None)
+    with pytest.raises(ValueError, match=r"bias has shape \(3,\).*makes 4"):
+        fuse_conv_bn_weights(
+            torch.randn(4, 3, 1), torch.ones(3), *[torch.ones(4)] * 2, 0.0, None, None
+        )
+
+
+def test_groups_that_do_not_divide():
+    with pytest.raises(ValueError, match="cannot have 3 groups"):
+        fuse_conv_bn_weights(
+            torch.randn(4, 3, 1), None, *[torch.ones(9)] * 2, 0.0, None, None, True, 3
+        )
+
+
+def test_sparse_rank_must_fit_the_layout():
+    ones = torch.ones(2)
+    with pytest.raises(ValueError, match="cannot be in layout VCK"):
+        fuse_sparse_conv_bn_weights(
+            torch.ones(3, 3, 3, 2, 2), None, ones, ones, 0.0, None, None, layout=WeightLayout.VCK
+        )
+    with pytest.raises(ValueError, match="cannot be in layout KRSC"):
+        fuse_sparse_conv_bn_weights(
+            torch.ones(2, 2), None, ones, ones, 0.0, None, None, layout=WeightLayout.KRSC
+        )
