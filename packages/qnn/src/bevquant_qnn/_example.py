@@ -16,10 +16,10 @@ __all__ = ["arguments", "evaluation"]
 
 
 def arguments(example_inputs: Any) -> tuple[list[Any], dict[str, Any]]:
-    """Return positional and named arguments: of a sequence, a dict, or one input."""
+    """Return positional and named arguments: of a tuple, a dict, or one input."""
     if isinstance(example_inputs, dict):
         return [], {name: _fresh(value) for name, value in example_inputs.items()}
-    if isinstance(example_inputs, list | tuple):
+    if isinstance(example_inputs, tuple):
         return [_fresh(value) for value in example_inputs], {}
     return [_fresh(example_inputs)], {}
 

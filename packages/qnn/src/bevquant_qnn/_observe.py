@@ -86,7 +86,7 @@ def observe(model: nn.Module, example_inputs: Any) -> Flow:
 
     Args:
         model: The model, its modules replaced already.
-        example_inputs: A tuple or list of positional inputs, a dict of named ones, or one input.
+        example_inputs: A tuple of positional inputs, a dict of named ones, or one input.
 
     Returns:
         The reads of this pass. Training flags and quantizer states are as before.

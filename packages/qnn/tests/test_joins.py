@@ -1,0 +1,231 @@
+"""QuantAdd, QuantConcat, and what the rewriting does to forwards that add and concatenate."""
+
+from __future__ import annotations
+
+import copy
+import operator
+
+import bevquant_qnn as qnn
+import pytest
+import torch
+from bevquant_quantizers import TensorQuantizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+floats = st.lists(st.integers(-1000, 1000), min_size=1, max_size=12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(floats, floats)
+def test_add_quantizes_both_operands_with_one_range(left, right):
+    size = min(len(left), len(right))
+    add = qnn.QuantAdd()
+    add.input_quantizer.amax = 127.0
+    a = torch.tensor(left[:size], dtype=torch.float32) / 8
+    b = torch.tensor(right[:size], dtype=torch.float32) / 8
+    clamp = [[max(-128, min(127, round(v))) for v in t.tolist()] for t in (a, b)]
+    assert add(a, b).tolist() == list(map(operator.add, *clamp))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(floats, min_size=1, max_size=4))
+def test_concat_quantizes_each_operand_with_one_range(rows):
+    concat = qnn.QuantConcat(dim=0)
+    concat.input_quantizer.amax = 127.0
+    tensors = [torch.tensor(row, dtype=torch.float32) / 8 for row in rows]
+    expected = [max(-128, min(127, round(v))) for tensor in tensors for v in tensor.tolist()]
+    assert concat(*tensors).tolist() == expected
+    assert concat(tensors).tolist() == expected
+
+
+def test_sparse_operands_stay_as_they_are(cloud):
+    a = cloud(3)
+    b = a.replace_feature(torch.randn_like(a.features))
+    before = a.features.clone(), b.features.clone()
+    total, joined = qnn.QuantAdd()(a, b), qnn.QuantConcat()(a, b)
+    assert torch.equal(a.features, before[0])
+    assert torch.equal(b.features, before[1])
+    assert total.indices is a.indices
+    assert joined.features.shape == (len(a.features), 6)
+    largest = max(v.abs().max().item() for v in before)
+    assert (total.features - sum(before)).abs().max() <= 1.01 * largest / 127
+
+
+def test_operands_on_other_voxels_are_refused(cloud):
+    a, b = cloud(3, seed=0), cloud(3, seed=1)
+    assert len(a.features) != len(b.features)
+    with pytest.raises(ValueError, match="do not lie on the same voxels"):
+        qnn.QuantAdd()(a, b)
+    with pytest.raises(ValueError, match="do not lie on the same voxels"):
+        qnn.QuantConcat()(a, b)
+    with pytest.raises(ValueError, match="nothing to concatenate"):
+        qnn.QuantConcat()()
+
+
+def _dense_block(forward):
+    """Make a block of two convolutions with the given forward."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Conv2d(4, 4, 3, padding=1)
+            self.second = nn.Conv2d(4, 4, 3, padding=1)
+
+    Block.forward = forward
+    return Block()
+
+
+def _plus(self, x):
+    return self.second(self.first(x)) + x
+
+
+def _plus_reversed(self, x):
+    return x + self.second(self.first(x))
+
+
+def _inplace(self, x):
+    out = self.second(self.first(x))
+    out += x
+    return out.relu()
+
+
+def _method(self, x):
+    return self.second(self.first(x)).add_(x)
+
+
+def _function(self, x):
+    return torch.add(x, self.second(self.first(x)))
+
+
+@pytest.mark.parametrize("forward", [_plus, _plus_reversed, _inplace, _method, _function])
+@pytest.mark.parametrize("observed", [True, False])
+def test_residual_quantizer_sits_on_the_identity_however_it_is_added(forward, observed):
+    block = _dense_block(forward).eval()
+    float_block, x = copy.deepcopy(block), torch.randn(2, 4, 6, 6)
+    result = qnn.quantize_model(block, example_inputs=x if observed else None)
+    assert isinstance(block.residual_quantizer, TensorQuantizer)
+    assert block.residual_quantizer is block.first._input_quantizer
+    assert block.second._input_quantizer is not block.first._input_quantizer
+    assert ("residual_quantizer", "TensorQuantizer") in [
+        (item.path, item.kind) for item in result.quantized
+    ]
+    amax = x.abs().max().item()
+    quantized = block.first._input_quantizer(x)
+    branch = block.second(block.first(x))
+    expected = branch + quantized
+    torch.testing.assert_close(block(x), expected.relu() if forward is _inplace else expected)
+    assert (block(x) - float_block(x)).abs().max() < 0.2 * amax
+    assert type(block).__name__ == "Block"
+
+
+def test_identity_is_the_shallower_of_two_convolution_branches(nets):
+    block = nets.Bottleneck(4, 4, 8).eval()
+    qnn.quantize_model(block, example_inputs=torch.randn(1, 4, 6, 6))
+    seen = []
+    block.residual_quantizer.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    x = torch.randn(1, 4, 6, 6)
+    block(x)
+    assert torch.equal(seen[0], block.downsample(x))
+
+
+class _PlainAdd(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 1)
+        self.offset = nn.Parameter(torch.ones(3, 1, 1))
+
+    def forward(self, x):
+        height = x.shape[2] + x.shape[3]
+        return self.conv(x) + self.offset + 1, height
+
+
+def test_additions_of_parameters_constants_and_sizes_are_no_residuals():
+    model = _PlainAdd()
+    result = qnn.quantize_model(model, example_inputs=torch.randn(1, 3, 4, 4))
+    assert [item.path for item in result.quantized] == ["conv"]
+    assert type(model) is _PlainAdd
+
+
+class _Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 1)
+
+    def forward(self, x):
+        return self.conv(x) + x if x.sum() > 0 else x
+
+
+def test_forward_that_branches_on_data_is_reported():
+    result = qnn.quantize_model(_Gated(), example_inputs=torch.ones(1, 3, 4, 4))
+    (note,) = [item for item in result.skipped if item.path == ""]
+    assert "additions and concatenations" in note.reason
+    assert "branches on the value" in note.reason
+
+
+class _Optional(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 1)
+
+    def forward(self, x, scale=None):
+        out = self.conv(x) + x
+        return out if scale is None else out * scale
+
+
+class _Caller(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = _Optional()
+
+    def forward(self, x):
+        return self.inner(x, scale=0.0)
+
+
+def test_module_called_with_an_option_keeps_its_forward():
+    model, x = _Caller().eval(), torch.randn(1, 3, 4, 4)
+    result = qnn.quantize_model(model, example_inputs=x)
+    assert "called with scale=…" in next(i.reason for i in result.skipped if i.path == "inner")
+    assert model(x).abs().max().item() == 0
+    alone = _Optional().eval()
+    qnn.quantize_model(alone, example_inputs=x)
+    assert hasattr(alone, "residual_quantizer")
+
+
+def test_settings_switch_additions_and_concatenations_off(nets):
+    config = qnn.QuantConfig(quantize_add=False, quantize_concat=False)
+    model = nets.ResNetFPN()
+    qnn.quantize_model(model, config, torch.randn(1, 3, 64, 64))
+    names = [name.rpartition(".")[2] for name, _ in model.named_modules()]
+    assert not {"residual_quantizer", "quant_add", "quant_concat"} & set(names)
+
+
+def test_sparse_add_and_concat_by_any_spelling(spconv, cloud):
+    class Joins(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = spconv.SubMConv3d(3, 3, 3, indice_key="k")
+            self.b = spconv.SubMConv3d(3, 3, 3, indice_key="k")
+            self.c = spconv.SubMConv3d(6, 3, 3, indice_key="k")
+
+        def forward(self, x):
+            y = self.a(x) + x
+            z = y.replace_feature(self.b(y).features + y.features)
+            return self.c(z.replace_feature(torch.cat((z.features, y.features), dim=1)))
+
+    model = Joins().eval()
+    result = qnn.quantize_model(model, example_inputs=cloud(3))
+    assert [(i.path, i.kind) for i in result.quantized][3:] == [
+        ("quant_add", "QuantAdd"),
+        ("quant_add_1", "QuantAdd"),
+        ("quant_concat", "QuantConcat"),
+    ]
+    assert result.skipped == ()
+    # y is read by the second addition and the concatenation, z by the concatenation: all agree.
+    first = model.a._input_quantizer
+    assert model.quant_add._input_quantizer is first
+    second = model.b._input_quantizer
+    for child in (model.quant_add_1, model.quant_concat, model.c):
+        assert child._input_quantizer is second
+    assert second is not first
+    assert torch.isfinite(model(cloud(3)).features).all()
