@@ -1,22 +1,62 @@
 """One bit per voxel of the grid, and the rank of each set bit: the numba kernels of rulebooks.
 
 All grids are taken to four axes (leading axes of size 1). A bit's number is the linear key of its
-voxel. ``ranks[w]`` is the number of set bits before word ``w``; it is defined where the word has
-a set bit. Kernels either write disjoint rows, and then take a range of rows, or run alone.
+voxel. Words and ranks alternate, so that one cache line holds both: ``cells[2w]`` is the word of
+bits ``64w … 64w + 63``, ``cells[2w + 1]`` the number of set bits before it, defined where the word
+has a set bit. Kernels either write disjoint rows, and then take a range of rows, or run alone.
+Indices are unsigned where speed counts: numba tests signed ones for being negative.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
 from bevquant_sparse._jit import compiled
 
-# What `mark_rows` and `mark_outputs` return beside the first offending row.
+# What `linear_keys` returns, beside the first offending row.
 FINE, OUT_OF_RANGE, UNSORTED = 0, 1, 2
+_ONE, _TWO, _THREE, _SIX = np.uint64(1), np.uint64(2), np.uint64(3), np.uint64(6)
+_SIXTY_ONE, _LOW, _SIXTY_FOUR = np.uint64(61), np.uint64(63), np.uint64(64)
+
+
+@compiled("int64(int32[:, ::1], int64[::1], int64[::1])")
+def linear_keys(indices, sizes, keys):  # type: ignore[no-untyped-def]
+    """Fill ``keys``; returns ``4 · row + OUT_OF_RANGE``, ``UNSORTED`` or ``FINE``."""
+    previous = -1
+    ascending = True
+    for row in range(indices.shape[0]):
+        key = 0
+        for column in range(5):
+            value = indices[row, column]
+            if value < 0 or value >= sizes[column]:
+                return 4 * row + OUT_OF_RANGE
+            key = key * sizes[column] + value
+        keys[row] = key
+        ascending = ascending and key > previous
+        previous = key
+    return FINE if ascending else UNSORTED
+
+
+@compiled("void(int64[::1], uint64[::1])")
+def mark_rows(keys, cells):  # type: ignore[no-untyped-def]
+    """Set the bits of ascending keys. Ranks come for free: a row's rank is its number."""
+    for row in range(keys.shape[0]):
+        cell = (types.uint64(keys[row]) >> _SIX) << _ONE
+        if cells[cell] == 0:
+            cells[cell + _ONE] = row
+        cells[cell] |= _ONE << (types.uint64(keys[row]) & _LOW)
+
+
+@compiled("void(int64[::1], uint64[::1])")
+def clear_rows(keys, cells):  # type: ignore[no-untyped-def]
+    """Zero the words of these keys."""
+    for row in range(keys.shape[0]):
+        cells[(types.uint64(keys[row]) >> _SIX) << _ONE] = 0
 
 
 @intrinsic
@@ -27,138 +67,119 @@ def _popcount(typingctx: Any, word: Any) -> Any:  # numba has no name for the in
     return types.uint64(types.uint64), generate
 
 
-@compiled("int64(int32[:, ::1], int64[::1], int64[::1], uint64[::1], int32[::1])")
-def mark_rows(indices, sizes, keys, words, ranks):  # type: ignore[no-untyped-def]
-    """Set every row's bit while the rows ascend; returns ``4 · row + problem`` or 0.
-
-    Fills ``keys``. Ranks come for free: in ascending order a row's rank is its number.
-    """
-    rows, columns = indices.shape
-    previous = -1
-    ascending = True
-    for row in range(rows):
-        key = 0
-        for column in range(columns):
-            value = indices[row, column]
-            if value < 0 or value >= sizes[column]:
-                return 4 * row + OUT_OF_RANGE
-            key = key * sizes[column] + value
-        keys[row] = key
-        ascending = ascending and key > previous
-        previous = key
-        if ascending:
-            word = key >> 6
-            if words[word] == 0:
-                ranks[word] = row
-            words[word] |= types.uint64(1) << types.uint64(key & 63)
-    return FINE if ascending else UNSORTED
-
-
-@compiled("int64(int64[::1], uint64[::1], int32[::1])")
-def mark_sorted(keys, words, ranks):  # type: ignore[no-untyped-def]
-    """Set the bits of sorted keys; returns the place of the first repeated key or −1."""
-    for row in range(keys.shape[0]):
-        word = keys[row] >> 6
-        bit = types.uint64(1) << types.uint64(keys[row] & 63)
-        if words[word] & bit:
-            return row
-        if words[word] == 0:
-            ranks[word] = row
-        words[word] |= bit
-    return -1
-
-
-@compiled("void(int64[::1], uint64[::1])")
-def clear_keys(keys, words):  # type: ignore[no-untyped-def]
-    """Zero the words of these keys."""
-    for row in range(keys.shape[0]):
-        words[keys[row] >> 6] = 0
-
-
 @compiled(
     "void(int64, int64, int32[:, ::1], int64[::1], int64[:, ::1], int64, int64, uint64[::1],"
-    " int32[::1], int32[::1], int32[:, ::1])"
+    " int32[::1], int32[:, ::1])"
 )
 def find_neighbours(  # type: ignore[no-untyped-def]
-    start, stop, indices, sizes, lines, reach, step, words, ranks, names, neighbours
+    start, stop, indices, sizes, lines, width, step, cells, names, neighbours
 ):
-    """Rows ``start … stop`` of a SubM table.
+    """The rows of a SubM table whose ranks are ``start … stop``.
 
-    ``lines`` lists the offsets of all axes but the last, whose offsets are ``step`` apart,
-    from ``−reach`` to ``reach``. ``names`` gives the input row of each rank; empty: the rank.
+    ``lines`` lists the offsets of all axes but the last, whose ``width`` offsets are ``step``
+    apart. ``names`` gives the input row of each rank. Walking by rank keeps the words in reach in
+    the cache.
     """
-    last = sizes[4]
-    width = 2 * (reach // step) + 1
-    renamed = names.shape[0] > 0
-    for row in range(start, stop):
+    reach = (width // 2) * step
+    for number in range(start, stop):
+        row = names[number]
         b = indices[row, 0]
         y0, y1, y2 = indices[row, 1], indices[row, 2], indices[row, 3]
         low = indices[row, 4] - reach
         for line in range(lines.shape[0]):
             x0, x1, x2 = y0 + lines[line, 0], y1 + lines[line, 1], y2 + lines[line, 2]
-            place = line * width
+            inside = 0 <= x0 < sizes[1] and 0 <= x1 < sizes[2] and 0 <= x2 < sizes[3]
+            origin = (((b * sizes[1] + x0) * sizes[2] + x1) * sizes[3] + x2) * sizes[4]
             for j in range(width):
-                neighbours[row, place + j] = -1
-            if x0 < 0 or x0 >= sizes[1] or x1 < 0 or x1 >= sizes[2] or x2 < 0 or x2 >= sizes[3]:
-                continue
-            origin = (((b * sizes[1] + x0) * sizes[2] + x1) * sizes[3] + x2) * last
-            if step == 1 and width <= 32:
-                # The whole line is a run of bits within two words.
-                cut = max(0, -low)
-                length = min(width, last - low) - cut
-                bit = origin + low + cut
-                word, shift = bit >> 6, types.uint64(bit & 63)
-                found = words[word] >> shift
-                rank = ranks[word]
-                if found == 0:
-                    rank = ranks[word + 1]
-                else:
-                    below = (types.uint64(1) << shift) - types.uint64(1)
-                    rank += types.int32(_popcount(words[word] & below))
-                if shift != 0:
-                    found |= words[word + 1] << (types.uint64(64) - shift)
-                found &= (types.uint64(1) << types.uint64(length)) - types.uint64(1)
-                place += cut
-                while found != 0:
-                    if found & types.uint64(1):
-                        neighbours[row, place] = names[rank] if renamed else rank
-                        rank += 1
-                    place += 1
-                    found >>= types.uint64(1)
-            else:
-                for j in range(width):
-                    z = low + j * step
-                    if z < 0 or z >= last:
-                        continue
-                    word, shift = (origin + z) >> 6, types.uint64((origin + z) & 63)
-                    if (words[word] >> shift) & types.uint64(1):
-                        below = (types.uint64(1) << shift) - types.uint64(1)
-                        rank = ranks[word] + types.int32(_popcount(words[word] & below))
-                        neighbours[row, place + j] = names[rank] if renamed else rank
+                z = low + j * step
+                neighbour = types.int32(-1)
+                if inside and 0 <= z < sizes[4]:
+                    bit = types.uint64(origin + z)
+                    cell, shift = (bit >> _SIX) << _ONE, bit & _LOW
+                    if (cells[cell] >> shift) & _ONE:
+                        below = cells[cell] & ((_ONE << shift) - _ONE)
+                        neighbour = names[cells[cell + _ONE] + _popcount(below)]
+                neighbours[row, line * width + j] = neighbour
 
 
 @compiled(
-    "int64(int32[:, ::1], int64[::1], int64, int64[::1], int32[:, ::1], int64[:, :, ::1],"
-    " uint64[::1])"
+    "void(int64, int64, int32[:, ::1], int64[::1], int64[:, ::1], uint64[::1], int32[::1],"
+    " int32[:, ::1])"
 )
-def mark_outputs(indices, sizes, out_volume, keys, counts, out_keys, words):  # type: ignore[no-untyped-def]
-    """Set the bit of every output that some input reaches; returns as ``mark_rows``.
+def find_neighbours_3(  # type: ignore[no-untyped-def]
+    start, stop, indices, sizes, lines, cells, names, neighbours
+):
+    """``find_neighbours`` for a width of 3 and a step of 1, the kernel nearly every network has.
+
+    The three bits of a line come from one or two words at once, and their rows are chosen without
+    branches, whose pattern could not be predicted. ``cells`` begins with a spare word for the
+    neighbour before the first voxel; ``names`` has one entry more, read where the last bit of a
+    line is absent.
+    """
+    count = lines.shape[0]
+    deltas = np.empty(count, np.int64)
+    for line in range(count):
+        delta = lines[line, 0] * sizes[2] + lines[line, 1]
+        deltas[line] = (delta * sizes[3] + lines[line, 2]) * sizes[4] - 1 + 64
+    reach0, reach1, reach2 = -lines[0, 0], -lines[0, 1], -lines[0, 2]
+    absent = types.int32(-1)
+    for number in range(start, stop):
+        row = types.uint64(names[number])
+        y0, y1, y2, z = indices[row, 1], indices[row, 2], indices[row, 3], indices[row, 4]
+        own = (((indices[row, 0] * sizes[1] + y0) * sizes[2] + y1) * sizes[3] + y2) * sizes[4] + z
+        interior = (
+            reach0 <= y0 < sizes[1] - reach0
+            and reach1 <= y1 < sizes[2] - reach1
+            and reach2 <= y2 < sizes[3] - reach2
+        )
+        # Bits of the line that lie in the grid: at its ends the neighbour belongs to another line.
+        allowed = types.uint64(7)
+        if z == 0:
+            allowed = types.uint64(6)
+        if z == sizes[4] - 1:
+            allowed &= types.uint64(3)
+        place = types.uint64(0)
+        for line in range(count):
+            found = types.uint64(0)
+            if interior or (
+                0 <= y0 + lines[line, 0] < sizes[1]
+                and 0 <= y1 + lines[line, 1] < sizes[2]
+                and 0 <= y2 + lines[line, 2] < sizes[3]
+            ):
+                bit = types.uint64(own + deltas[line])
+                cell, shift = (bit >> _SIX) << _ONE, bit & _LOW
+                word = cells[cell]
+                found = word >> shift
+                rank = cells[cell + _ONE] + _popcount(word & ((_ONE << shift) - _ONE))
+                if shift > _SIXTY_ONE:
+                    if found == 0:
+                        rank = cells[cell + _THREE]
+                    found |= cells[cell + _TWO] << (_SIXTY_FOUR - shift)
+                # A bit before the allowed ones still counts in the rank.
+                rank += found & ~allowed & _ONE
+                found &= allowed
+            if found == 0:
+                neighbours[row, place] = absent
+                neighbours[row, place + _ONE] = absent
+                neighbours[row, place + _TWO] = absent
+            else:
+                first, second = found & _ONE, (found >> _ONE) & _ONE
+                neighbours[row, place] = names[rank] if first else absent
+                rank += first
+                neighbours[row, place + _ONE] = names[rank] if second else absent
+                rank += second
+                neighbours[row, place + _TWO] = names[rank] if found >> _TWO else absent
+            place += _THREE
+
+
+@compiled("void(int32[:, ::1], int64, int32[::1], int32[:, ::1], int64[:, :, ::1], uint64[::1])")
+def mark_outputs(indices, out_volume, order, counts, out_keys, cells):  # type: ignore[no-untyped-def]
+    """Set the bit of every output that some input reaches.
 
     ``counts[axis, coordinate]`` candidates along each axis add ``out_keys`` to the output's key.
     """
-    rows = indices.shape[0]
-    previous = -1
-    ascending = True
-    for row in range(rows):
-        key = 0
-        for column in range(5):
-            value = indices[row, column]
-            if value < 0 or value >= sizes[column]:
-                return 4 * row + OUT_OF_RANGE
-            key = key * sizes[column] + value
-        keys[row] = key
-        ascending = ascending and key > previous
-        previous = key
+    for number in range(order.shape[0]):
+        row = order[number]
         b = indices[row, 0] * out_volume
         y0, y1, y2, y3 = indices[row, 1], indices[row, 2], indices[row, 3], indices[row, 4]
         for i0 in range(counts[0, y0]):
@@ -168,50 +189,49 @@ def mark_outputs(indices, sizes, out_volume, keys, counts, out_keys, words):  # 
                 for i2 in range(counts[2, y2]):
                     k2 = k1 + out_keys[2, y2, i2]
                     for i3 in range(counts[3, y3]):
-                        bit = k2 + out_keys[3, y3, i3]
-                        words[bit >> 6] |= types.uint64(1) << types.uint64(bit & 63)
-    return FINE if ascending else UNSORTED
+                        bit = types.uint64(k2 + out_keys[3, y3, i3])
+                        cells[(bit >> _SIX) << _ONE] |= _ONE << (bit & _LOW)
 
 
-@compiled("int64(int64, uint64[::1], int32[::1])")
-def rank_words(count, words, ranks):  # type: ignore[no-untyped-def]
-    """Number of set bits before each word; returns their total."""
-    total = 0
+@compiled("int64(int64, uint64[::1])")
+def rank_words(count, cells):  # type: ignore[no-untyped-def]
+    """Fill the ranks; returns the number of set bits."""
+    total = types.uint64(0)
     for word in range(count):
-        ranks[word] = total
-        total += types.int64(_popcount(words[word]))
-    return total
+        cells[2 * word + 1] = total
+        total += _popcount(cells[2 * word])
+    return types.int64(total)
 
 
-@compiled("void(int64, int64, int64[::1], uint64[::1], int32[::1], int32[:, ::1])")
-def list_outputs(start, stop, out_sizes, words, ranks, out_indices):  # type: ignore[no-untyped-def]
+@compiled("void(int64, int64, int64[::1], uint64[::1], int32[:, ::1])")
+def list_outputs(start, stop, out_shape, cells, out_indices):  # type: ignore[no-untyped-def]
     """Coordinates of the set bits of words ``start … stop``, ascending."""
     last = out_indices.shape[1] - 1
     for word in range(start, stop):
-        row = ranks[word]
-        left = words[word]
+        row = cells[2 * word + 1]
+        left = cells[2 * word]
         while left != 0:
-            lowest = left & (~left + types.uint64(1))
-            bit = types.uint64(word * 64) + _popcount(lowest - types.uint64(1))
+            bit = types.uint64(word * 64) + _popcount((left & (~left + _ONE)) - _ONE)
             for column in range(last, 0, -1):
-                size = types.uint64(out_sizes[column])
+                size = types.uint64(out_shape[column - 1])
                 quotient = bit // size
                 out_indices[row, column] = types.int32(bit - quotient * size)
                 bit = quotient
             out_indices[row, 0] = types.int32(bit)
-            row += 1
-            left ^= lowest
+            row += _ONE
+            left &= left - _ONE
 
 
 @compiled(
-    "void(int64, int64, int32[:, ::1], int64, int32[:, ::1], int64[:, :, ::1], int32[:, :, ::1],"
-    " uint64[::1], int32[::1], int32[:, ::1])"
+    "void(int64, int64, int32[:, ::1], int64, int32[::1], int32[:, ::1], int64[:, :, ::1],"
+    " int32[:, :, ::1], uint64[::1], int32[:, ::1])"
 )
 def scatter_inputs(  # type: ignore[no-untyped-def]
-    start, stop, indices, out_volume, counts, out_keys, offsets, words, ranks, neighbours
+    start, stop, indices, out_volume, order, counts, out_keys, offsets, cells, neighbours
 ):
-    """Write rows ``start … stop`` into the table of the outputs they reach."""
-    for row in range(start, stop):
+    """Write rows ``order[start … stop]`` into the table of the outputs they reach."""
+    for number in range(start, stop):
+        row = order[number]
         b = indices[row, 0] * out_volume
         y0, y1, y2, y3 = indices[row, 1], indices[row, 2], indices[row, 3], indices[row, 4]
         for i0 in range(counts[0, y0]):
@@ -221,8 +241,8 @@ def scatter_inputs(  # type: ignore[no-untyped-def]
                 for i2 in range(counts[2, y2]):
                     k2, o2 = k1 + out_keys[2, y2, i2], o1 + offsets[2, y2, i2]
                     for i3 in range(counts[3, y3]):
-                        bit = k2 + out_keys[3, y3, i3]
-                        word, shift = bit >> 6, types.uint64(bit & 63)
-                        below = (types.uint64(1) << shift) - types.uint64(1)
-                        out_row = ranks[word] + types.int32(_popcount(words[word] & below))
-                        neighbours[out_row, o2 + offsets[3, y3, i3]] = row
+                        bit = types.uint64(k2 + out_keys[3, y3, i3])
+                        cell, shift = (bit >> _SIX) << _ONE, bit & _LOW
+                        below = cells[cell] & ((_ONE << shift) - _ONE)
+                        out_row = cells[cell + _ONE] + _popcount(below)
+                        neighbours[out_row, types.uint64(o2 + offsets[3, y3, i3])] = row

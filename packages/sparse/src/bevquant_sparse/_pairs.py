@@ -71,7 +71,9 @@ def _list_wide(
     offsets = torch.zeros_like(rows)
     for axis, (kernel, out, _) in enumerate(slots):
         columns.append(out[rows, where[axis + 1]])
-        offsets = offsets * geometry.kernel_size[axis] + kernel.expand_as(out)[rows, where[axis + 1]]
+        offsets = (
+            offsets * geometry.kernel_size[axis] + kernel.expand_as(out)[rows, where[axis + 1]]
+        )
     rank = lexicographic_rank(columns, (geometry.batch_size, *geometry.out_shape))
     return rows, (rank << (geometry.kernel_volume - 1).bit_length()) + offsets
 
@@ -127,9 +129,7 @@ def output_coordinates(
     indices: Tensor, rows: Tensor, offsets: Tensor, geometry: Geometry
 ) -> Tensor:
     """int32 coordinates of the outputs that these (input row, kernel offset) pairs reach."""
-    out = torch.empty(
-        (rows.shape[0], geometry.ndim + 1), dtype=torch.int32, device=indices.device
-    )
+    out = torch.empty((rows.shape[0], geometry.ndim + 1), dtype=torch.int32, device=indices.device)
     out[:, 0] = indices[:, 0].index_select(0, rows)
     kernel = torch.tensor(
         list(itertools.product(*map(range, geometry.kernel_size))), device=indices.device

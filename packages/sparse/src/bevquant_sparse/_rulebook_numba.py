@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -19,9 +20,10 @@ from bevquant_sparse._threads import share
 
 _Array = npt.NDArray[np.int64]
 _GRAIN = 2048
-# Largest grid that gets a bitmap: 2³⁰ voxels take 128 MiB, and half as much again for the ranks.
-_MAX_BITS = 2**30
-_MAX_AXIS = 2**20
+# Largest grid that gets a bitmap: with the ranks it takes a quarter of a byte per voxel, 128 MiB.
+_MAX_BITS = 2**29
+# The tables of candidates have one entry per coordinate of an axis.
+_MAX_AXIS = 2**13
 
 
 def fits_bitmap(geometry: Geometry) -> bool:
@@ -45,37 +47,32 @@ def build_numba(indices: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
     return _subm(indices, geometry) if geometry.subm else _strided(indices, geometry)
 
 
-class _Workspace:
-    """A bitmap, all zero between uses, and ranks; kept, because fresh pages cost milliseconds."""
-
-    def __init__(self, count: int) -> None:
-        self.words = np.zeros(count, np.uint64)
-        self.ranks = np.zeros(count, np.int32)
-
-
-_idle: list[_Workspace] = []
+_idle: list[npt.NDArray[np.uint64]] = []
 _lock = Lock()
 _KEPT = 2
-_KEPT_WORDS = 2**22  # 48 MiB with the ranks
+_KEPT_CELLS = 2**23  # 64 MiB
 
 
-def _borrow(bits: int) -> _Workspace:
-    """A workspace for ``bits`` voxels, whose words end with a spare zero word."""
-    count = (bits >> 6) + 2
+def _borrow(bits: int) -> npt.NDArray[np.uint64]:
+    """Cells for ``bits`` voxels, every word zero, with a spare word before and after.
+
+    They are kept from call to call, because fresh pages cost milliseconds.
+    """
+    count = 2 * ((bits >> 6) + 3)
     with _lock:
-        for place, workspace in enumerate(_idle):
-            if workspace.words.shape[0] >= count:
+        for place, cells in enumerate(_idle):
+            if cells.shape[0] >= count:
                 return _idle.pop(place)
-    return _Workspace(count)
+    return np.zeros(count, np.uint64)
 
 
-def _give_back(workspace: _Workspace) -> None:
-    """Keep a zeroed workspace for the next caller; one that failed half-way is not given back."""
-    if workspace.words.shape[0] > _KEPT_WORDS:
+def _give_back(cells: npt.NDArray[np.uint64]) -> None:
+    """Keep cells whose words are zero again; a caller that fails half-way drops them instead."""
+    if cells.shape[0] > _KEPT_CELLS:
         return
     with _lock:
-        _idle.append(workspace)
-        _idle.sort(key=lambda kept: -kept.words.shape[0])
+        _idle.append(cells)
+        _idle.sort(key=lambda kept: -kept.shape[0])
         del _idle[_KEPT:]
 
 
@@ -103,68 +100,72 @@ def _sizes(geometry: Geometry, shape: tuple[int, ...]) -> _Array:
     return np.array([geometry.batch_size, *_four_axes(shape, 1)], np.int64)
 
 
+def _order(
+    indices: Tensor, rows: npt.NDArray[np.int32], sizes: _Array, geometry: Geometry
+) -> tuple[_Array, npt.NDArray[np.int32]]:
+    """Ascending keys and the row of each, with one entry more; refuses what is not a grid."""
+    keys = np.empty(len(rows), np.int64)
+    problem = _bitmap.linear_keys(rows, sizes, keys)
+    if problem & 3 == _bitmap.OUT_OF_RANGE:
+        refuse_out_of_range(indices, geometry)
+    order = np.zeros(len(rows) + 1, np.int32)
+    if problem != _bitmap.UNSORTED:
+        order[:-1] = np.arange(len(rows))
+        return keys, order
+    # Packed into one integer, which numpy sorts faster than keys with a permutation.
+    bits = len(rows).bit_length()
+    packed = np.sort(keys << bits | np.arange(len(rows)))
+    keys = packed >> bits
+    order[:-1] = packed & ((1 << bits) - 1)
+    if (keys[1:] == keys[:-1]).any():
+        refuse_duplicate(indices, *find_duplicate(indices))
+    return keys, order
+
+
 def _subm(indices: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
     rows = _with_four_axes(indices)
     sizes = _sizes(geometry, geometry.in_shape)
-    workspace = _borrow(int(sizes.prod()))
-    words, ranks = workspace.words, workspace.ranks
-    keys = np.empty(len(rows), np.int64)
-    problem = _bitmap.mark_rows(rows, sizes, keys, words, ranks)
-    if problem & 3 == _bitmap.OUT_OF_RANGE:
-        refuse_out_of_range(indices, geometry)
-    names = np.empty(0, np.int32)
-    if problem == _bitmap.UNSORTED:
-        _bitmap.clear_keys(keys, words)
-        ordered, names = _sort(keys)
-        if _bitmap.mark_sorted(ordered, words, ranks) >= 0:
-            refuse_duplicate(indices, *find_duplicate(indices))
+    keys, order = _order(indices, rows, sizes, geometry)
+    cells = _borrow(int(sizes.prod()))
+    marked = cells[2:]
+    _bitmap.mark_rows(keys, marked)
     kernel, dilation = _four_axes(geometry.kernel_size, 1), _four_axes(geometry.dilation, 1)
     axes = [[(k - n // 2) * d for k in range(n)] for n, d in zip(kernel, dilation, strict=True)]
     lines = np.array(list(itertools.product(*axes[:3])), np.int64)
-    reach, step = (kernel[3] // 2) * dilation[3], dilation[3]
+    width, step = kernel[3], dilation[3]
     neighbours = torch.empty((len(rows), geometry.kernel_volume), dtype=torch.int32)
     table = neighbours.numpy()
-    _for_chunks(
-        len(rows),
-        lambda start, stop: _bitmap.find_neighbours(
-            start, stop, rows, sizes, lines, reach, step, words, ranks, names, table
-        ),
-    )
-    _bitmap.clear_keys(keys, words)
-    _give_back(workspace)
+
+    def fill(start: int, stop: int) -> None:
+        if (width, step) == (3, 1):
+            _bitmap.find_neighbours_3(start, stop, rows, sizes, lines, cells, order, table)
+        else:
+            _bitmap.find_neighbours(
+                start, stop, rows, sizes, lines, width, step, marked, order, table
+            )
+
+    _for_chunks(len(rows), fill)
+    _bitmap.clear_rows(keys, marked)
+    _give_back(cells)
     return indices, neighbours
-
-
-def _sort(keys: _Array) -> tuple[_Array, npt.NDArray[np.int32]]:
-    """Sorted keys and their rows; packed into one integer, which numpy sorts fastest."""
-    bits = max(len(keys) - 1, 1).bit_length()
-    packed = np.sort(keys << bits | np.arange(len(keys)))
-    return packed >> bits, (packed & ((1 << bits) - 1)).astype(np.int32)
 
 
 def _strided(indices: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
     rows = _with_four_axes(indices)
-    sizes, out_sizes = _sizes(geometry, geometry.in_shape), _sizes(geometry, geometry.out_shape)
-    counts, out_keys, offsets = _candidates(geometry, out_sizes)
+    out_sizes = _sizes(geometry, geometry.out_shape)
+    order = _order(indices, rows, _sizes(geometry, geometry.in_shape), geometry)[1][:-1]
+    counts, out_keys, offsets = _candidates(geometry)
     out_volume = int(out_sizes[1:].prod())
     out_bits = int(out_sizes.prod())
     count = (out_bits >> 6) + 1
-    workspace = _borrow(out_bits)
-    words, ranks = workspace.words, workspace.ranks
-    keys = np.empty(len(rows), np.int64)
-    problem = _bitmap.mark_outputs(rows, sizes, out_volume, keys, counts, out_keys, words)
-    if problem & 3 == _bitmap.OUT_OF_RANGE:
-        refuse_out_of_range(indices, geometry)
-    if problem == _bitmap.UNSORTED:
-        keys.sort()
-        if (keys[1:] == keys[:-1]).any():
-            refuse_duplicate(indices, *find_duplicate(indices))
-    total = _bitmap.rank_words(count, words, ranks)
-    listed = torch.empty((total, 5), dtype=torch.int32)
-    coordinates = listed.numpy()
+    cells = _borrow(out_bits)
+    _bitmap.mark_outputs(rows, out_volume, order, counts, out_keys, cells)
+    total = _bitmap.rank_words(count, cells)
+    shape = np.array(geometry.out_shape, np.int64)
+    out_indices = torch.empty((total, geometry.ndim + 1), dtype=torch.int32)
+    coordinates = out_indices.numpy()
     _for_chunks(
-        count,
-        lambda start, stop: _bitmap.list_outputs(start, stop, out_sizes, words, ranks, coordinates),
+        count, lambda start, stop: _bitmap.list_outputs(start, stop, shape, cells, coordinates)
     )
     neighbours = torch.empty((total, geometry.kernel_volume), dtype=torch.int32)
     table = neighbours.numpy()
@@ -172,21 +173,21 @@ def _strided(indices: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
     _for_chunks(
         len(rows),
         lambda start, stop: _bitmap.scatter_inputs(
-            start, stop, rows, out_volume, counts, out_keys, offsets, words, ranks, table
+            start, stop, rows, out_volume, order, counts, out_keys, offsets, cells, table
         ),
     )
-    words[:count] = 0
-    _give_back(workspace)
-    if geometry.ndim < 4:
-        listed = torch.cat((listed[:, :1], listed[:, 5 - geometry.ndim :]), 1)
-    return listed, neighbours
+    cells[: 2 * count] = 0
+    _give_back(cells)
+    return out_indices, neighbours
 
 
+@functools.lru_cache(maxsize=32)
 def _candidates(
-    geometry: Geometry, out_sizes: _Array
+    geometry: Geometry,
 ) -> tuple[npt.NDArray[np.int32], _Array, npt.NDArray[np.int32]]:
     """Per axis and input coordinate: how many outputs it reaches, their keys and kernel offsets."""
     in_shape = _four_axes(geometry.in_shape, 1)
+    out_sizes = _sizes(geometry, geometry.out_shape)
     kernel = _four_axes(geometry.kernel_size, 1)
     parameters = (
         _four_axes(geometry.stride, 1),

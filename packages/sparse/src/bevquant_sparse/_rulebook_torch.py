@@ -80,7 +80,9 @@ def _subm(indices: Tensor, geometry: Geometry) -> Tensor:
 def _offsets(geometry: Geometry) -> list[tuple[int, ...]]:
     """Coordinate differences of a SubM kernel's offsets, row-major."""
     axes = zip(geometry.kernel_size, geometry.dilation, strict=True)
-    return list(itertools.product(*([(k - size // 2) * d for k in range(size)] for size, d in axes)))
+    return list(
+        itertools.product(*([(k - size // 2) * d for k in range(size)] for size, d in axes))
+    )
 
 
 def _subm_dense(
