@@ -47,7 +47,7 @@ def _count(
     f_bins = np.float32(bins)
     end = counts.shape[0] - 1
     largest: Any = np.int32(0)
-    zeros = 0
+    zeros: Any = 0
     for start in range(0, x.shape[0], 1024):
         block, block_bits = x[start : start + 1024], bits[start : start + 1024]
         top: Any = np.int32(0)

@@ -1,0 +1,144 @@
+"""Calibrate a whole model: run batches, search ranges, load them, report."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from ._checkpoint import Checkpoint
+from ._collect import Collection, Forward
+from ._distributed import PeerError, default_peers, merge_all
+from ._ranges import set_range
+from ._report import CalibrationReport, describe
+from ._select import NamedQuantizer, named_quantizers
+from .calib._calibrator import Calibrator
+
+__all__ = ["calibrate"]
+
+_METHODS = ("max", "mse", "entropy", "percentile")
+
+
+def calibrate(
+    model: nn.Module,
+    batches: Iterable[Any],
+    forward: Forward | None = None,
+    method: str = "mse",
+    *,
+    percentile: float = 99.99,
+    stride: int = 1,
+    start_bin: int = 128,
+    progress: bool | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    save_every: int = 1,
+    distributed: bool | None = None,
+) -> CalibrationReport:
+    """Find the range of every enabled quantizer that has a calibrator, and load it.
+
+    The model runs as the float model, in eval mode and without gradients, while the calibrators
+    watch. Each quantizer's own state, and each module's training flag, are restored afterwards, on
+    an exception or Ctrl-C too; ranges are loaded only once all of them are found. A quantizer
+    reached under several paths is one quantizer. A MaxCalibrator (weights) keeps to its largest
+    value whatever the method. A quantizer that saw no values, or only zeros, keeps the range it
+    had, and the report says so. One that learns its range starts from the range found.
+
+    Under torch.distributed each process is given the same batches and runs those whose index is
+    its rank modulo the number of processes; bins are agreed on and integer counts added, so that
+    ranges and report are those of one process, bit for bit, as far as the model computes the same.
+
+    Args:
+        model: The model, quantizers in it.
+        batches: What `forward` takes one by one. Nothing of them is kept, so memory is bounded.
+        forward: Called as ``forward(model, batch)``; by default a tuple or list is spread over
+            the arguments, a dict over the keywords, anything else is the only argument.
+        method: ``"mse"``, ``"entropy"``, ``"percentile"`` or ``"max"``, for histograms.
+        percentile: Share of values the percentile method keeps, 0…100.
+        stride: Step between candidates of mse and entropy, in bins.
+        start_bin: Their first candidate.
+        progress: Show a tqdm bar; None shows it where tqdm is installed and this is a terminal.
+        resume: File that takes what was collected after every `save_every` batches. Where it
+            exists the run goes on from it, and ends as one that was never interrupted; give the
+            same batches in the same order. It is kept at the end: delete it to calibrate anew.
+        save_every: Batches between saves.
+        distributed: None uses torch.distributed where it is initialised; False does not; True
+            insists on it.
+
+    Returns:
+        The report: a table when printed.
+
+    Raises:
+        ValueError: No enabled quantizer with a calibrator, an unknown method, NaN or infinite
+            values (naming the quantizer), or a file in `resume` that does not fit.
+        PeerError: Another process failed.
+
+    Examples:
+        >>> import torch
+        >>> from bevquant_quantizers import QuantDescriptor, TensorQuantizer
+        >>> model = torch.nn.Sequential(
+        ...     TensorQuantizer(QuantDescriptor(calib_method="histogram")), torch.nn.ReLU()
+        ... )
+        >>> batches = [torch.tensor([0.5, -2.0]), torch.tensor([1.0])]
+        >>> report = calibrate(model, batches, method="max")
+        >>> report["0"].amax, report["0"].values
+        ((2.0,), 3)
+    """
+    if method not in _METHODS:
+        raise ValueError(f"unknown method {method!r}: use one of {', '.join(_METHODS)}")
+    if save_every < 1 or stride < 1 or start_bin < 0 or not 0 <= percentile <= 100:
+        raise ValueError(
+            "need save_every >= 1, stride >= 1, start_bin >= 0 and 0 <= percentile <= 100, got "
+            f"{save_every}, {stride}, {start_bin} and {percentile}"
+        )
+    entries, calibrators = _collectors(model)
+    peers = default_peers(distributed)
+    run = Collection(model, entries, calibrators, forward or _call, peers)
+    try:
+        if resume is not None:
+            rank, world = (peers.rank, peers.world) if peers else (0, 1)
+            run.checkpoint = Checkpoint(resume, model, entries, calibrators, rank, world)
+        count = run.collect(batches, save_every, progress)
+        if peers is not None:
+            merge_all(calibrators, peers, count)
+    except PeerError:
+        raise
+    except Exception as error:
+        if peers is not None:
+            peers.tell(error)
+        raise
+
+    options = {"stride": stride, "start_bin": start_bin, "percentile": percentile}
+    found = [calibrator.compute_amax(method, **options) for calibrator in calibrators]
+    reports = []
+    for entry, calibrator, amax in zip(entries, calibrators, found, strict=True):
+        if amax is not None and bool(amax.any()):
+            set_range(entry.quantizer, amax)
+        now = entry.quantizer.amax
+        reports.append(describe(entry.names, calibrator, amax, now, method))
+    warnings = () if count else ("there were no batches: no range was calibrated",)
+    return CalibrationReport(tuple(reports), count, warnings)
+
+
+def _collectors(model: nn.Module) -> tuple[list[NamedQuantizer], list[Calibrator]]:
+    """Return the quantizers that are to collect, and their calibrators."""
+    entries, calibrators = [], []
+    for entry in named_quantizers(model):
+        calibrator = entry.quantizer._calibrator
+        if calibrator is not None and not entry.quantizer._disabled:
+            entries.append(entry)
+            calibrators.append(calibrator)
+    if not entries:
+        raise ValueError(
+            "the model has no enabled quantizer with a calibrator: quantize it first, or enable "
+            "its quantizers"
+        )
+    return entries, calibrators
+
+
+def _call(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, dict):
+        return model(**batch)
+    if isinstance(batch, tuple | list):
+        return model(*batch)
+    return model(batch)

@@ -1,0 +1,158 @@
+"""Run batches through the float model while its calibrators watch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ._checkpoint import Checkpoint
+from ._distributed import Peers, adopt_widths, lacks_width, widths
+from ._histogram import AbsHistogram
+from ._progress import progress_bar
+from ._select import NamedQuantizer, named_quantizers
+from ._shares import NO_BATCH, Shares
+from .calib._calibrator import Calibrator
+from .calib._histogram_calibrator import HistogramCalibrator
+
+__all__ = ["Collection", "Forward"]
+
+Forward = Callable[[nn.Module, Any], Any]
+
+
+class Collection:
+    """One run over the batches, alone or with other processes.
+
+    Args:
+        model: The model.
+        entries: The quantizers that collect.
+        calibrators: Theirs.
+        forward: Runs the model on a batch.
+        peers: The other processes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        entries: Sequence[NamedQuantizer],
+        calibrators: Sequence[Calibrator],
+        forward: Forward,
+        peers: Peers | None,
+    ) -> None:
+        self.model = model
+        self.entries = entries
+        self.calibrators = calibrators
+        self.forward = forward
+        self.peers = peers
+        self.checkpoint: Checkpoint | None = None
+
+    @torch.no_grad()
+    def collect(self, batches: Iterable[Any], save_every: int, progress: bool | None) -> int:
+        """Show the calibrators this process's batches; return the number of everyone's."""
+        for calibrator in self.calibrators:
+            calibrator.reset()
+        done = self.checkpoint.load() if self.checkpoint else 0
+        together = self._join(done)
+        rank, world = (self.peers.rank, self.peers.world) if self.peers else (0, 1)
+        dealt = Shares(batches, rank, world)
+        saved = done
+        with (
+            _watching(self.model, self.entries),
+            progress_bar(progress if rank == 0 else False, dealt.total, done) as advance,
+        ):
+            for r, batch in dealt.rounds(done):
+                self._one_round(r, batch, with_peers=r >= together)
+                done = r + 1
+                if self.checkpoint and done % save_every == 0:
+                    self.checkpoint.save(done)
+                    saved = done
+                advance()
+        if self.checkpoint and saved < done:
+            self.checkpoint.save(done)
+        return dealt.count
+
+    def _join(self, done: int) -> int:
+        """Agree with the peers on widths from before an interruption.
+
+        Returns:
+            The first round from which on all processes go together. One that had saved less does
+            the rounds before alone: what widths those rounds set, a process ahead of it knows.
+        """
+        if self.peers is None:
+            return 0
+        replies = self.peers.exchange("start", (done, [widths(c) for c in self.calibrators]))
+        for i, calibrator in enumerate(self.calibrators):
+            if isinstance(calibrator, HistogramCalibrator):
+                adopt_widths(calibrator, [reply[1][i] for reply in replies], calibrator._rows)
+        return max(int(reply[0]) for reply in replies)
+
+    def _one_round(self, r: int, batch: Any, *, with_peers: bool) -> None:
+        """Collect one batch, with bins as wide as one process would have made them."""
+        waiting: list[tuple[int, HistogramCalibrator, list[AbsHistogram]]] = []
+        if self.peers is not None and with_peers:
+            waiting = [
+                (i, calibrator, list(calibrator._rows))
+                for i, calibrator in enumerate(self.calibrators)
+                if isinstance(calibrator, HistogramCalibrator) and lacks_width(calibrator)
+            ]
+        if batch is not NO_BATCH:
+            self._run(r, batch)
+        if self.peers is None or not waiting:
+            return
+        replies = self.peers.exchange(f"round {r}", {i: widths(c) for i, c, _ in waiting})
+        again = {
+            i
+            for i, calibrator, before in waiting
+            if adopt_widths(calibrator, [reply[i] for reply in replies], before)
+        }
+        if again:
+            with _only(self.entries, again):
+                self._run(r, batch)
+
+    def _run(self, r: int, batch: Any) -> None:
+        try:
+            self.forward(self.model, batch)
+        except Exception as error:
+            world, rank = (self.peers.world, self.peers.rank) if self.peers else (1, 0)
+            error.add_note(f"while calibrating with batch {r * world + rank} (counted from 0)")
+            raise
+
+
+@contextmanager
+def _watching(model: nn.Module, entries: Sequence[NamedQuantizer]) -> Iterator[None]:
+    """Make the model float and in eval mode, the calibrators watch; then put everything back."""
+    training = [(module, module.training) for module in model.modules()]
+    every = [entry.quantizer for entry in named_quantizers(model)]
+    saved = [(q, q._if_quant, q._if_clip, q._if_calib) for q in every]
+    names = [(entry.quantizer, entry.quantizer.name) for entry in entries]
+    try:
+        model.eval()
+        for quantizer in every:
+            quantizer._if_quant = quantizer._if_clip = quantizer._if_calib = False
+        for entry in entries:
+            entry.quantizer._if_calib = True
+            entry.quantizer.name = entry.name
+        yield
+    finally:
+        for quantizer, name in names:
+            quantizer.name = name
+        for quantizer, if_quant, if_clip, if_calib in saved:
+            quantizer._if_quant, quantizer._if_clip = if_quant, if_clip
+            quantizer._if_calib = if_calib
+        for module, flag in training:
+            module.training = flag
+
+
+@contextmanager
+def _only(entries: Sequence[NamedQuantizer], chosen: set[int]) -> Iterator[None]:
+    """Let only some of the quantizers collect."""
+    try:
+        for i, entry in enumerate(entries):
+            entry.quantizer._if_calib = i in chosen
+        yield
+    finally:
+        for entry in entries:
+            entry.quantizer._if_calib = True

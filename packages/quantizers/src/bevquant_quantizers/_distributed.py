@@ -1,0 +1,189 @@
+"""Calibrate in several processes and get what one process would."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from ._calibrator_state import calibrator_state, load_calibrator_state
+from ._histogram import AbsHistogram
+from ._merge import merge
+from .calib._calibrator import Calibrator
+from .calib._histogram_calibrator import HistogramCalibrator
+
+__all__ = [
+    "PeerError",
+    "Peers",
+    "adopt_widths",
+    "all_merge",
+    "default_peers",
+    "lacks_width",
+    "merge_all",
+    "widths",
+]
+
+Widths = tuple[tuple[int, ...], list[float]]
+"""Shape of the ranges, and the upper edge of each row's base bins (0: none yet)."""
+
+
+class PeerError(RuntimeError):
+    """Another process failed; its message is part of this one's."""
+
+
+class Peers:
+    """The processes that calibrate together.
+
+    Every exchange carries a tag and an error: processes that lost step, or one that failed, end
+    all of them with a message instead of a wait for a message that never comes.
+    """
+
+    def __init__(self, group: ProcessGroup | None = None) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.world = dist.get_world_size(group)
+
+    def exchange(self, tag: str, payload: Any = None, error: str | None = None) -> list[Any]:
+        """Return every process's payload, in the order of ranks.
+
+        Raises:
+            PeerError: A process failed or is elsewhere.
+        """
+        replies: list[Any] = [None] * self.world
+        dist.all_gather_object(replies, (tag, error, payload), group=self.group)
+        failed = [f"process {i}: {reply[1]}" for i, reply in enumerate(replies) if reply[1]]
+        if failed:
+            raise PeerError("calibration stopped, because another process failed; " + failed[0])
+        if len({reply[0] for reply in replies}) > 1:
+            raise PeerError(
+                f"the processes lost step ({', '.join(reply[0] for reply in replies)}): give each "
+                "the same model, batches and arguments"
+            )
+        return [reply[2] for reply in replies]
+
+    def tell(self, error: Exception) -> None:
+        """Let the others, who are at their next exchange or will be, end with this error."""
+        with suppress(PeerError):
+            self.exchange("failed", error=f"{type(error).__name__}: {error}")
+
+
+def all_merge(calibrator: Calibrator, group: ProcessGroup | None = None) -> Calibrator:
+    """Merge the calibrators of all processes; each process gets the same new calibrator.
+
+    `merge` says what can be merged. All processes of the group must call this.
+
+    Args:
+        calibrator: This process's; left as it is.
+        group: A process group of torch.distributed, the default one if None.
+
+    Raises:
+        ValueError: Calibrators of other settings, or histograms of different widths.
+    """
+    return _merged(calibrator, Peers(group).exchange("merge", calibrator_state(calibrator)))
+
+
+def merge_all(calibrators: Sequence[Calibrator], peers: Peers, batches: int) -> None:
+    """Merge each calibrator with its peers', in place."""
+    states = [calibrator_state(calibrator) for calibrator in calibrators]
+    replies = peers.exchange("done", (batches, states))
+    if len({reply[0] for reply in replies}) > 1:
+        raise ValueError(
+            f"the processes saw {[reply[0] for reply in replies]} batches: give each the same "
+            "batches, of which it takes its share"
+        )
+    for i, calibrator in enumerate(calibrators):
+        merged = _merged(calibrator, [reply[1][i] for reply in replies])
+        load_calibrator_state(calibrator, *calibrator_state(merged))
+
+
+def _merged(calibrator: Calibrator, states: Sequence[tuple[Any, Any]]) -> Calibrator:
+    parts = []
+    for meta, arrays in states:
+        part = copy(calibrator)
+        part.reset()
+        load_calibrator_state(part, meta, arrays)
+        parts.append(part)
+    return merge(parts)
+
+
+def lacks_width(calibrator: Calibrator) -> bool:
+    """Say whether a histogram has yet to meet a value that sets its bins' width."""
+    return isinstance(calibrator, HistogramCalibrator) and (
+        not calibrator._rows or any(not row.upper for row in calibrator._rows)
+    )
+
+
+def widths(calibrator: Calibrator) -> Widths | None:
+    """Return the widths of a histogram's bins, None where there is none."""
+    if not isinstance(calibrator, HistogramCalibrator) or not calibrator._rows:
+        return None
+    return calibrator._shape, [row.upper for row in calibrator._rows]
+
+
+def adopt_widths(
+    calibrator: HistogramCalibrator, proposals: Sequence[Widths | None], before: list[AbsHistogram]
+) -> bool:
+    """Take the widths of the first process that has any, row by row.
+
+    In one process the first value other than zero sets the width, and the first batch of a round
+    is that of the first process.
+
+    Args:
+        calibrator: This process's, with the current batch collected.
+        proposals: What `widths` gave in each process.
+        before: This process's histograms before the batch: where another width was agreed on, they
+            are put back.
+
+    Returns:
+        Whether they were: the batch must then be collected again.
+
+    Raises:
+        ValueError: The processes saw tensors with other numbers of channels.
+    """
+    given = [proposal for proposal in proposals if proposal is not None]
+    if not given:
+        return False
+    shape = given[0][0]
+    if any(other[0] != shape for other in given):
+        raise ValueError(
+            f"{calibrator._who()}: the processes saw ranges of shapes {[g[0] for g in given]}"
+        )
+    agreed = [next((u for u in row if u), 0.0) for row in zip(*(g[1] for g in given), strict=True)]
+    empty = [_empty(calibrator._num_bins) for _ in agreed]
+    again = any(
+        row.upper not in (0.0, upper) for row, upper in zip(calibrator._rows, agreed, strict=False)
+    )
+    rows = (before if again else calibrator._rows) or empty
+    calibrator._rows = [
+        row if row.upper else replace(row, upper=upper)
+        for row, upper in zip(rows, agreed, strict=True)
+    ]
+    calibrator._shape = shape
+    return again
+
+
+def _empty(bins: int) -> AbsHistogram:
+    return AbsHistogram(torch.zeros(bins, dtype=torch.int64), bins, 0.0, 0, 0.0, 0, 0, 0, 0)
+
+
+def default_peers(distributed: bool | None) -> Peers | None:
+    """Return the processes to calibrate with: those of torch.distributed, if there are several.
+
+    Raises:
+        ValueError: Asked for, but torch.distributed is not initialised.
+    """
+    ready = dist.is_available() and dist.is_initialized()
+    if distributed and not ready:
+        raise ValueError(
+            "distributed=True needs torch.distributed: start with torchrun and call "
+            "torch.distributed.init_process_group('gloo') first"
+        )
+    if distributed is False or not ready or dist.get_world_size() < 2:
+        return None
+    return Peers()

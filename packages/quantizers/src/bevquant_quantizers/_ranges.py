@@ -1,0 +1,217 @@
+"""Ranges as a JSON file: exact, checked as a whole, loaded as a whole."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ._atomic import write_atomically
+from ._select import NamedQuantizer, named_quantizers
+from ._tensor_quantizer import TensorQuantizer
+
+__all__ = ["load_ranges", "save_ranges", "set_range"]
+
+_SCHEMA = "bevquant-ranges/1"
+_SETTINGS = ("num_bits", "unsigned", "narrow_range", "axis")
+
+
+def save_ranges(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Write the range of every quantizer to a JSON file.
+
+    Numbers are written so that float32 comes back bit for bit. A quantizer that learns its range
+    is written with what it has learned; one without a range is listed as dynamic. The file appears
+    whole or not at all.
+
+    Args:
+        model: Any module.
+        path: File to write; an existing one is replaced.
+
+    Raises:
+        ValueError: No quantizer, a range that is NaN, infinite or negative, or no such folder.
+
+    Examples:
+        >>> import tempfile
+        >>> from torch import nn
+        >>> from bevquant_quantizers import QuantDescriptor
+        >>> model = nn.Sequential(TensorQuantizer(QuantDescriptor(amax=0.1)))
+        >>> other = nn.Sequential(TensorQuantizer())
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_ranges(model, f"{folder}/ranges.json")
+        ...     load_ranges(other, f"{folder}/ranges.json")
+        >>> other[0].amax == model[0].amax
+        tensor(True)
+    """
+    entries = named_quantizers(model)
+    if not entries:
+        raise ValueError("the model has no quantizer, so there is no range to save")
+    amaxs = [current_range(entry.quantizer) for entry in entries]
+    bad = [
+        entry.name
+        for entry, amax in zip(entries, amaxs, strict=True)
+        if amax is not None and not bool((amax.isfinite() & (amax >= 0)).all())
+    ]
+    if bad:
+        raise ValueError(
+            f"ranges that are NaN, infinite or negative cannot be saved: {', '.join(bad)}; "
+            "calibrate these quantizers or disable them"
+        )
+    quantizers = [
+        {
+            "names": list(entry.names),
+            **{key: _plain(getattr(entry.quantizer, key)) for key in _SETTINGS},
+            "amax": None if amax is None else amax.detach().float().cpu().tolist(),
+        }
+        for entry, amax in zip(entries, amaxs, strict=True)
+    ]
+    lines = ",\n".join("  " + json.dumps(q, allow_nan=False) for q in quantizers)
+    text = f'{{"schema": "{_SCHEMA}", "quantizers": [\n{lines}\n]}}\n'
+    write_atomically(path, text.encode())
+
+
+def load_ranges(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Give every quantizer the range that `save_ranges` wrote; all of them or, on error, none.
+
+    Args:
+        model: A module with the quantizers of the saved one: same paths, shared in the same way,
+            same bits, sign, narrow range and axis.
+        path: File to read.
+
+    Raises:
+        ValueError: The file is missing, not JSON, of another schema or damaged, or does not fit
+            the model: every missing, unexpected or misshapen entry is listed.
+    """
+    entries = _read(path)
+    quantizers = named_quantizers(model)
+    problems: list[str] = []
+    loads: list[tuple[TensorQuantizer, Tensor | None]] = []
+    for name in sorted(set(entries).difference(n for q in quantizers for n in q.names)):
+        problems.append(f"unexpected: {name} is in the file, not in the model")
+    for quantizer in quantizers:
+        absent = [name for name in quantizer.names if name not in entries]
+        problems += [f"missing: {name} is in the model, not in the file" for name in absent]
+        if absent:
+            continue
+        entry = entries[quantizer.name]
+        amax = _amax(entry)
+        found = _misfits(quantizer, entry, amax, {n: id(entries[n]) for n in quantizer.names})
+        problems += found
+        if not found:
+            loads.append((quantizer.quantizer, amax))
+    if problems:
+        raise ValueError(
+            f"{os.fspath(path)} does not fit the model; nothing was loaded:\n  "
+            + "\n  ".join(problems)
+        )
+    for target, amax in loads:
+        set_range(target, amax)
+
+
+def current_range(quantizer: TensorQuantizer) -> Tensor | None:
+    """Return the range in use: the learned one where it learns, None where it is dynamic."""
+    if quantizer._learn_amax:
+        clip = quantizer.clip
+        return torch.maximum(-clip.clip_value_min, clip.clip_value_max).detach()
+    return quantizer.amax
+
+
+@torch.no_grad()
+def set_range(quantizer: TensorQuantizer, amax: Tensor | None) -> None:
+    """Set the range, whatever its shape was before; None makes it dynamic.
+
+    A quantizer that learns its range starts from it.
+    """
+    old = quantizer.amax
+    if amax is None:
+        if old is not None:
+            del quantizer._amax
+        return
+    amax = amax.detach().to(torch.float32)
+    if old is None:
+        like = next(quantizer.parameters(), amax)
+        quantizer.register_buffer("_amax", amax.to(like.device).clone())
+    elif old.shape == amax.shape:
+        old.copy_(amax)
+    else:
+        quantizer._buffers["_amax"] = amax.to(old.device).clone()
+    if quantizer._learn_amax:
+        quantizer.init_learn_amax()
+
+
+def _read(path: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
+    """Return the file's entries under each of their names, checked one by one."""
+    where = os.fspath(path)
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read {where}: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{where} is not a ranges file: not valid JSON ({error})") from error
+    schema = document.get("schema") if isinstance(document, dict) else None
+    if schema != _SCHEMA:
+        raise ValueError(f"{where} is not a ranges file: schema {schema!r}, expected {_SCHEMA!r}")
+    listed = document.get("quantizers")
+    problems: list[str] = []
+    entries: dict[str, dict[str, Any]] = {}
+    for i, entry in enumerate(listed if isinstance(listed, list) else [None]):
+        try:
+            names = entry["names"]
+            fine = isinstance(names, list) and names and all(isinstance(n, str) for n in names)
+            amax = _amax(entry)
+            fine = fine and all(key in entry for key in _SETTINGS)
+        except (TypeError, KeyError, ValueError, RuntimeError, OverflowError):
+            fine = False
+        if not fine:
+            problems.append(f"entry {i} needs names, {', '.join(_SETTINGS)} and a numeric amax")
+        elif amax is not None and not bool((amax.isfinite() & (amax >= 0)).all()):
+            problems.append(f"{names[0]}: amax must be finite and not negative")
+        else:
+            problems += [f"{name} is listed twice" for name in names if name in entries]
+            entries.update(dict.fromkeys(names, entry))
+    if problems:
+        raise ValueError(f"{where} is damaged; nothing was loaded:\n  " + "\n  ".join(problems))
+    return entries
+
+
+def _amax(entry: dict[str, Any]) -> Tensor | None:
+    value = entry["amax"]
+    return None if value is None else torch.tensor(value, dtype=torch.float32)
+
+
+def _misfits(
+    quantizer: NamedQuantizer, entry: dict[str, Any], amax: Tensor | None, objects: dict[str, int]
+) -> list[str]:
+    """Say what of one entry does not fit its quantizer."""
+    name, module = quantizer.name, quantizer.quantizer
+    if set(entry["names"]) != set(quantizer.names) or len(set(objects.values())) > 1:
+        return [
+            f"shared otherwise: {name} stands for {', '.join(quantizer.names)} in the model, for "
+            f"{', '.join(entry['names'])} in the file"
+        ]
+    found = [
+        f"differs: {name}.{key} is {_plain(getattr(module, key))!r} in the model, "
+        f"{entry[key]!r} in the file"
+        for key in _SETTINGS
+        if _plain(getattr(module, key)) != entry[key]
+    ]
+    if amax is None:
+        return found
+    expected = None if module.amax is None else tuple(module.amax.shape)
+    size = 1 if module.axis is None else None if expected is None else math.prod(expected)
+    if size is not None and (
+        amax.numel() != size or (module.axis is not None and tuple(amax.shape) != expected)
+    ):
+        found.append(
+            f"misshapen: {name} takes a range of shape "
+            f"{expected if expected is not None else ()}, the file has {tuple(amax.shape)}"
+        )
+    return found
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,221 @@
+"""What a calibration found, quantizer by quantizer."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+import numpy as np
+from torch import Tensor
+
+from ._histogram import AbsHistogram
+from .calib._calibrator import Calibrator
+from .calib._histogram_calibrator import HistogramCalibrator
+
+__all__ = ["CalibrationReport", "QuantizerReport", "describe"]
+
+# A range this many times the 99.99th percentile leaves 127 / 8 integers to nearly all values.
+_EXPLODING = 8.0
+_SATURATED = 0.01
+
+
+@dataclass(frozen=True)
+class QuantizerReport:
+    """One quantizer after calibration.
+
+    Attributes:
+        names: Every path that reaches it.
+        method: How its range was found; ``"max"`` for a MaxCalibrator whatever was asked.
+        amax: Its range in the units of the tensor, one value or one for each channel; None where
+            it has none.
+        saturation: Share of the values in histogram bins that begin at or above the range; None
+            without a histogram.
+        zeros: Share of the values that are 0; None without a histogram.
+        bins: Bins of its largest histogram; None without one.
+        values: Values seen; None without a histogram.
+        largest: Largest absolute value seen; None where it saw none.
+        warnings: What to look at.
+    """
+
+    names: tuple[str, ...]
+    method: str
+    amax: tuple[float, ...] | None
+    saturation: float | None
+    zeros: float | None
+    bins: int | None
+    values: int | None
+    largest: float | None
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The first path."""
+        return self.names[0]
+
+
+@dataclass(frozen=True)
+class CalibrationReport:
+    """What `calibrate` found: ``print(report)`` is a table, ``report[path]`` one quantizer.
+
+    Attributes:
+        quantizers: One entry a quantizer object, in the order of the module tree.
+        batches: Batches collected from, those of an interrupted run included.
+        warnings: What concerns the whole run.
+    """
+
+    quantizers: tuple[QuantizerReport, ...]
+    batches: int
+    warnings: tuple[str, ...] = ()
+
+    def __getitem__(self, name: str) -> QuantizerReport:
+        """Return the entry of the quantizer at a path, whichever of its paths it is."""
+        for entry in self.quantizers:
+            if name in entry.names:
+                return entry
+        raise KeyError(name)
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """Return everything as JSON."""
+        return json.dumps({"schema": "bevquant-calibration/1", **asdict(self)}, indent=indent)
+
+    def __str__(self) -> str:
+        head = ("quantizer", "method", "amax", "saturated", "zeros", "bins", "values")
+        rows = [head, *(_cells(entry) for entry in self.quantizers)]
+        columns = [max(len(row[i]) for row in rows) for i in range(len(head))]
+        lines = [
+            "  ".join(
+                cell.ljust(width) if i < 2 else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(row, columns, strict=True))
+            ).rstrip()
+            for row in rows
+        ]
+        lines.insert(1, "  ".join("-" * width for width in columns))
+        for entry in self.quantizers:
+            if len(entry.names) > 1:
+                lines.append(f"shared: {' = '.join(entry.names)}")
+        lines += [f"warning: {text}" for text in self.warnings]
+        lines += [f"warning: {q.name}: {text}" for q in self.quantizers for text in q.warnings]
+        return "\n".join(lines)
+
+
+def _cells(entry: QuantizerReport) -> tuple[str, ...]:
+    if entry.amax is None:
+        amax = "none"
+    elif len(entry.amax) == 1:
+        amax = f"{entry.amax[0]:.4g}"
+    else:
+        amax = f"[{min(entry.amax):.4g}, {max(entry.amax):.4g}]({len(entry.amax)})"
+    more = f" (+{len(entry.names) - 1})" if len(entry.names) > 1 else ""
+    return (
+        entry.name + more,
+        entry.method,
+        amax,
+        "-" if entry.saturation is None else f"{entry.saturation:.3%}",
+        "-" if entry.zeros is None else f"{entry.zeros:.1%}",
+        "-" if entry.bins is None else str(entry.bins),
+        "-" if entry.values is None else str(entry.values),
+    )
+
+
+def describe(
+    names: tuple[str, ...],
+    calibrator: Calibrator,
+    found: Tensor | None,
+    amax: Tensor | None,
+    method: str,
+) -> QuantizerReport:
+    """Describe one quantizer.
+
+    Args:
+        names: Its paths.
+        calibrator: What was collected.
+        found: The range computed from it, None where there was nothing.
+        amax: The range the quantizer now has.
+        method: The method asked for.
+    """
+    numbers: tuple[float, ...] | None = None
+    if amax is not None:
+        numbers = tuple(amax.detach().float().reshape(-1).tolist())
+    if not isinstance(calibrator, HistogramCalibrator):
+        largest = None if found is None else float(found.max())
+        warnings = _no_range(found, numbers)
+        return QuantizerReport(names, "max", numbers, None, None, None, None, largest, warnings)
+    rows = calibrator._rows
+    warnings = _no_range(found, numbers)
+    saturation = zeros = largest = None
+    values = sum(row.values for row in rows)
+    if values and found is not None:
+        ranges = found.float().cpu().reshape(-1).tolist()
+        zeros = sum(row.zeros for row in rows) / values
+        largest = max(row.max for row in rows)
+        above = sum(_above(row, limit) for row, limit in zip(rows, ranges, strict=True))
+        saturation = above / values
+        if not warnings:
+            warnings = _suspicious(rows, ranges, saturation)
+    bins = max((row.counts.numel() for row in rows), default=None)
+    return QuantizerReport(
+        names, method, numbers, saturation, zeros, bins, values, largest, warnings
+    )
+
+
+def _no_range(found: Tensor | None, amax: tuple[float, ...] | None) -> tuple[str, ...]:
+    stays = "its range stays dynamic" if amax is None else "it keeps the range it had"
+    if found is None:
+        return (f"it saw no values; {stays}: run batches that reach it, or disable it",)
+    if not bool(found.any()):
+        return (f"dead: every value it saw was zero; {stays}",)
+    return ()
+
+
+def _suspicious(
+    rows: list[AbsHistogram], ranges: list[float], saturation: float
+) -> tuple[str, ...]:
+    warnings = []
+    if saturation > _SATURATED:
+        warnings.append(f"{saturation:.1%} of the values lie above the range")
+    dead = sum(not limit for limit in ranges)
+    if dead:
+        warnings.append(f"dead: {dead} of {len(ranges)} channels saw zeros alone")
+    worst = max(
+        (
+            (limit / usual, limit, usual)
+            for limit, usual in zip(ranges, map(_usual, rows), strict=True)
+            if usual
+        ),
+        default=(0.0, 0.0, 0.0),
+    )
+    if worst[0] > _EXPLODING:
+        warnings.append(
+            f"exploding: the range {worst[1]:.4g} is {worst[0]:.0f} times the 99.99th percentile "
+            f"of the values other than zero, {worst[2]:.4g}; look for outliers, or use "
+            "method='percentile'"
+        )
+    merged = max(row.shift for row in rows)
+    if merged:
+        warnings.append(
+            f"outliers made the bins {2**merged} times as wide as the first batch set them"
+        )
+    return tuple(warnings)
+
+
+def _width(row: AbsHistogram) -> float:
+    return row.upper / row.bins * 2.0**row.shift
+
+
+def _above(row: AbsHistogram, limit: float) -> int:
+    """Count the values in bins that begin at or above `limit`."""
+    if not row.upper:
+        return 0
+    starts = np.arange(row.counts.numel()) * _width(row)
+    return int(row.counts.numpy()[starts >= limit].sum())
+
+
+def _usual(row: AbsHistogram) -> float:
+    """Return the 99.99th percentile of the values other than zero, at its bin's upper edge."""
+    counts = row.counts.numpy().copy()
+    counts[0] = max(counts[0] - row.zeros, 0)
+    total = int(counts.sum())
+    if not total:
+        return 0.0
+    bin_index = int(np.searchsorted(np.cumsum(counts), 0.9999 * total))
+    return min((bin_index + 1) * _width(row), row.max)

@@ -1,0 +1,95 @@
+"""The quantizers of a model under their paths, each object once, and chosen by exact path."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from ._tensor_quantizer import TensorQuantizer
+
+__all__ = ["NamedQuantizer", "named_quantizers", "select"]
+
+
+@dataclass(frozen=True)
+class NamedQuantizer:
+    """One quantizer object and every path that reaches it, in the order of the module tree."""
+
+    names: tuple[str, ...]
+    quantizer: TensorQuantizer
+
+    @property
+    def name(self) -> str:
+        """The first path."""
+        return self.names[0]
+
+
+def named_quantizers(model: nn.Module) -> list[NamedQuantizer]:
+    """List every quantizer once, a shared one under all of its paths.
+
+    >>> from torch import nn
+    >>> shared = TensorQuantizer()
+    >>> [entry.names for entry in named_quantizers(nn.ModuleDict({"a": shared, "b": shared}))]
+    [('a', 'b')]
+    """
+    found: dict[int, tuple[TensorQuantizer, list[str]]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, TensorQuantizer):
+            found.setdefault(id(module), (module, []))[1].append(path)
+    return [NamedQuantizer(tuple(names), quantizer) for quantizer, names in found.values()]
+
+
+def select(model: nn.Module, *patterns: str) -> list[NamedQuantizer]:
+    """Choose quantizers by path; without patterns, all of them.
+
+    A pattern is compared with whole path components, never with parts of one: ``conv1`` takes the
+    quantizers of the module ``conv1``, not those of ``conv10``. ``*``, ``?`` and ``[…]`` stand for
+    characters within a component, ``**`` for any number of components. A pattern that reaches a
+    module takes every quantizer below it.
+
+    Args:
+        model: Any module.
+        *patterns: Paths, such as ``backbone.conv1``, ``*.conv?._weight_quantizer`` or
+            ``**._input_quantizer``.
+
+    Raises:
+        ValueError: A pattern that reaches no quantizer.
+
+    Examples:
+        >>> from torch import nn
+        >>> model = nn.ModuleDict({"conv1": TensorQuantizer(), "conv10": TensorQuantizer()})
+        >>> [entry.name for entry in select(model, "conv1")]
+        ['conv1']
+        >>> [entry.name for entry in select(model, "conv*")]
+        ['conv1', 'conv10']
+    """
+    every = named_quantizers(model)
+    if not patterns:
+        return every
+    chosen: set[int] = set()
+    for pattern in patterns:
+        parts = pattern.split(".")
+        hits = {
+            i
+            for i, entry in enumerate(every)
+            if any(_reaches(parts, name.split(".")) for name in entry.names)
+        }
+        if not hits:
+            known = ", ".join(entry.name for entry in every[:8]) or "none at all"
+            raise ValueError(
+                f"no quantizer lies at or below {pattern!r}: the model has {known}"
+                f"{', …' if len(every) > 8 else ''}; '*' stays within one path component, '**' "
+                "crosses them"
+            )
+        chosen |= hits
+    return [every[i] for i in sorted(chosen)]
+
+
+def _reaches(pattern: list[str], path: list[str]) -> bool:
+    """Say whether the pattern matches the path, or a module above it."""
+    if not pattern:
+        return True
+    if pattern[0] == "**":
+        return any(_reaches(pattern[1:], path[i:]) for i in range(len(path)))
+    return bool(path) and fnmatchcase(path[0], pattern[0]) and _reaches(pattern[1:], path[1:])
