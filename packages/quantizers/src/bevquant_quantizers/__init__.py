@@ -3,16 +3,38 @@
 from __future__ import annotations
 
 from . import calib, nn, tensor_quant
+from ._adopt import adopt_quantizers
+from ._calibrate import calibrate
+from ._context import quantization_disabled, quantization_enabled
+from ._distributed import PeerError, all_merge
 from ._fake_quant import fake_quantize
+from ._merge import merge
+from ._ranges import load_ranges, save_ranges
+from ._report import CalibrationReport, QuantizerReport
+from ._select import NamedQuantizer, named_quantizers, select
 from ._tensor_quantizer import TensorQuantizer, uncalibrated
 from .tensor_quant import QuantDescriptor
 
 __all__ = [
+    "CalibrationReport",
+    "NamedQuantizer",
+    "PeerError",
     "QuantDescriptor",
+    "QuantizerReport",
     "TensorQuantizer",
+    "adopt_quantizers",
+    "all_merge",
     "calib",
+    "calibrate",
     "fake_quantize",
+    "load_ranges",
+    "merge",
+    "named_quantizers",
     "nn",
+    "quantization_disabled",
+    "quantization_enabled",
+    "save_ranges",
+    "select",
     "tensor_quant",
     "uncalibrated",
 ]

@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from ._histogram_calibrator import HistogramCalibrator
 from ._max import MaxCalibrator
+from ._weights import calibrate_weights
 
-__all__ = ["HistogramCalibrator", "MaxCalibrator"]
+__all__ = ["HistogramCalibrator", "MaxCalibrator", "calibrate_weights"]

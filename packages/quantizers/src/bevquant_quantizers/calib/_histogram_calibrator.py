@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -148,6 +149,49 @@ class HistogramCalibrator(Calibrator):
         if not self._rows:
             return None
         return torch.tensor(found, dtype=torch.float32, device=self._device).reshape(self._shape)
+
+    def load_histogram(self, counts: Tensor, edges: Tensor) -> None:
+        """Go on from a histogram counted elsewhere, per tensor.
+
+        Bins that start at 0 are taken as they are, edges to the bit. Others, as upstream's numpy
+        collection makes them, are counted into bins of the same width that start at 0.
+
+        Args:
+            counts: Whole numbers [bins], none negative.
+            edges: Ascending in equal steps, [bins + 1].
+
+        Raises:
+            ValueError: Shapes, steps or signs are not as they should be, or this calibrator keeps
+                a histogram for each channel.
+        """
+        if self._axis is not None:
+            raise ValueError(f"{self._who()}: one histogram cannot serve channels of {self._axis}")
+        counts, edges = counts.detach().cpu().to(torch.int64), edges.detach().cpu().double()
+        steps = edges.diff()
+        if (
+            counts.dim() != 1
+            or edges.shape != (counts.numel() + 1,)
+            or not counts.numel()
+            or bool((counts < 0).any())
+            or not bool(edges.isfinite().all() and (edges >= 0).all())
+            or bool(((steps - steps.mean()).abs() > 0.01 * steps.mean()).any())
+        ):
+            raise ValueError(
+                f"{self._who()}: expected counts [bins] and edges [bins + 1] in equal steps, none "
+                f"negative, got shapes {tuple(counts.shape)} and {tuple(edges.shape)}"
+            )
+        self.reset()
+        if float(edges[-1]) > 0 and float(edges[0]) == 0:
+            self._own_edges = edges.float()
+        elif float(edges[0]) > 0:
+            width = float(steps.mean())
+            bins = math.ceil(float(edges[-1]) / width)
+            index = ((edges[1:] + edges[:-1]) / 2 / width).long().clamp(max=bins - 1)
+            counts = torch.zeros(bins, dtype=torch.int64).index_add_(0, index, counts)
+            edges = torch.tensor([0.0, bins * width])
+        upper = float(edges[-1].float())
+        values = int(counts.sum())
+        self._rows = [AbsHistogram(counts, counts.numel(), upper, 0, upper, values, 0, 0, 0)]
 
     @property
     def _calib_hist(self) -> Tensor | list[Tensor] | None:

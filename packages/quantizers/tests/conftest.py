@@ -1,0 +1,68 @@
+"""The oracle, and histograms that all tests share."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+
+# The first example may wait for a kernel to be compiled.
+settings.register_profile("bevquant", deadline=None)
+settings.load_profile("bevquant")
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def upstream(monkeypatch):
+    """pytorch_quantization 2.1.3 on the CPU: its calls of .cuda() do nothing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pytest.importorskip("pytorch_quantization", reason="pytorch-quantization is not installed")
+        from absl import logging
+        from pytorch_quantization import calib, nn, tensor_quant
+        from pytorch_quantization.calib import histogram
+
+        logging.set_verbosity(logging.FATAL)
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda self, *_, **__: self)
+    return SimpleNamespace(calib=calib, nn=nn, tensor_quant=tensor_quant, histogram=histogram)
+
+
+def samples(kind: str, n: int, seed: int = 0) -> np.ndarray:
+    """Absolute values of one distribution, float32."""
+    rng = np.random.default_rng(seed)
+    draw = {
+        "relu": lambda: np.maximum(rng.normal(size=n), 0),
+        "gaussian": lambda: rng.normal(size=n),
+        "heavy": lambda: rng.standard_t(2.5, size=n),
+        "uniform": lambda: rng.uniform(size=n),
+        "sparse": lambda: np.where(rng.random(n) < 0.9, 0, rng.exponential(size=n)),
+        "integers": lambda: rng.integers(0, 30, n),
+        "outlier": lambda: np.append(rng.normal(size=n - 1), 40.0),
+        "lognormal": lambda: rng.lognormal(size=n),
+    }
+    return np.abs(draw[kind]()).astype(np.float32)
+
+
+@pytest.fixture(scope="session")
+def draw():
+    return samples
+
+
+@pytest.fixture(scope="session")
+def histogram():
+    """Counts (int64), edges and largest value of a sample, as upstream collects them."""
+
+    def make(kind: str, bins: int = 2048, n: int = 20_000, seed: int = 0):
+        x = torch.from_numpy(samples(kind, n, seed))
+        counts = torch.histc(x, bins, 0, x.max()).to(torch.int64).numpy()
+        return counts, torch.linspace(0, x.max(), bins + 1).numpy(), float(x.max())
+
+    return make
