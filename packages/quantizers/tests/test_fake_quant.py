@@ -1,0 +1,193 @@
+"""fake_quantize: upstream bit for bit, on both paths, forward and backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from bevquant_quantizers import fake_quantize
+from bevquant_quantizers._threads import run_parts
+from hypothesis import given
+from hypothesis import strategies as st
+
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def same_bits(a, b):
+    kind = _BITS[a.element_size()]
+    return a.dtype == b.dtype and torch.equal(a.view(kind), b.view(kind))
+
+
+def awkward(dtype, unsigned, rows=50):
+    """Normal values, zeros of both signs, ties, values out of range, NaN and infinity."""
+    x = torch.randn(rows, 7)
+    x[0], x[2], x[3, 1], x[4] = 0.0, torch.arange(7) * 0.5, torch.inf, 1e-30
+    if unsigned:
+        x = x.abs()
+    else:
+        x[5, 0], x[6, 0] = torch.nan, -torch.inf
+    x[1] = -0.0
+    return x.to(dtype)
+
+
+RANGES = {
+    "tensor": torch.tensor(1.3),
+    "zero": torch.tensor(0.0),
+    "infinite": torch.tensor(torch.inf),
+    "channels": torch.tensor([[0.0, 1, 2, 3, 4, 5, 1e-9]]),
+    "rows": torch.linspace(0.1, 3, 50)[:, None],
+    "both": torch.rand(50, 7) + 0.1,
+}
+
+
+@pytest.mark.parametrize("backend", ["torch", "numba"])
+@pytest.mark.parametrize("unsigned", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("kind", list(RANGES))
+def test_equals_upstream_bit_for_bit(upstream, kind, dtype, unsigned, backend):
+    if backend == "numba":
+        pytest.importorskip("numba", reason="numba is not installed")
+    amax = RANGES[kind]
+    for num_bits in (4, 8, 16):
+        for narrow in (False, True):
+            theirs = awkward(dtype, unsigned).requires_grad_()
+            ours = theirs.detach().clone().requires_grad_()
+            y = upstream.tensor_quant.fake_tensor_quant(theirs, amax, num_bits, unsigned, narrow)
+            z = fake_quantize(ours, amax, num_bits, unsigned, narrow, backend=backend)
+            assert same_bits(y, z)
+            assert same_bits(y, fake_quantize(ours.detach(), amax, num_bits, unsigned, narrow))
+            grad = torch.randn_like(y)
+            y.backward(grad)
+            z.backward(grad)
+            assert same_bits(theirs.grad, ours.grad)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "transposed", "sliced"])
+@pytest.mark.parametrize("channels", [False, True])
+def test_memory_layouts_agree(layout, channels):
+    pytest.importorskip("numba", reason="numba is not installed")
+    x = torch.randn(3, 8, 10, 12)
+    if layout == "channels_last":
+        x = x.to(memory_format=torch.channels_last)
+    elif layout == "transposed":
+        x = x.transpose(1, 2)
+    elif layout == "sliced":
+        x = x[:, :, ::2]
+    amax = torch.rand(x.shape[1]) + 0.2 if channels else torch.tensor(1.1)
+    axis = 1 if channels else None
+    results = []
+    for backend in ("torch", "numba"):
+        leaf = x.detach().requires_grad_()
+        y = fake_quantize(leaf, amax, axis=axis, backend=backend)
+        y.backward(x)
+        results.append((y, leaf.grad))
+    assert same_bits(*(y.contiguous() for y, _ in results))
+    assert same_bits(*(grad.contiguous() for _, grad in results))
+
+
+def test_same_bits_at_any_number_of_threads():
+    pytest.importorskip("numba", reason="numba is not installed")
+    x = torch.randn(500_000)
+    before = torch.get_num_threads()
+    try:
+        found = []
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            leaf = x.clone().requires_grad_()
+            y = fake_quantize(leaf, 1.5)
+            y.backward(x)
+            found.append(torch.stack([y.detach(), leaf.grad]))
+    finally:
+        torch.set_num_threads(before)
+    assert same_bits(found[0], found[1])
+    assert same_bits(found[0], found[2])
+
+
+def test_parts_cover_the_whole_once_and_pass_errors_on():
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        bounds = run_parts(lambda i, j: (i, j), 1_000_000)
+        assert len(bounds) == 3
+        assert [b[0] for b in bounds[1:]] == [b[1] for b in bounds[:-1]]
+        assert (bounds[0][0], bounds[-1][1]) == (0, 1_000_000)
+
+        def fails_late(i, j):
+            if i:
+                raise ValueError("late")
+
+        with pytest.raises(ValueError, match="late"):
+            run_parts(fails_late, 1_000_000)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("backend", ["torch", "numba"])
+def test_input_is_left_alone_and_empty_is_fine(backend):
+    x = torch.randn(20_000)
+    kept = x.clone()
+    fake_quantize(x, 1.0, backend=backend)
+    assert torch.equal(x, kept)
+    assert fake_quantize(torch.empty(0, 4), 1.0, backend=backend).shape == (0, 4)
+    assert fake_quantize(torch.empty(0), 1.0, unsigned=True, backend=backend).numel() == 0
+
+
+def test_range_learns_as_a_clip():
+    x = torch.tensor([-3.0, -1.0, 0.5, 1.0, 2.0, 5.0], requires_grad=True)
+    amax = torch.tensor(1.0, requires_grad=True)
+    fake_quantize(x, amax).backward(torch.tensor([1.0, 10, 100, 1000, 10000, 100000]))
+    assert x.grad.tolist() == [0, 10, 100, 1000, 0, 0]
+    assert amax.grad == 110000 - 1
+    channels = torch.ones(1, 2, requires_grad=True)
+    fake_quantize(torch.tensor([[2.0, 0.0], [3.0, -4.0]]), channels).sum().backward()
+    assert channels.grad.tolist() == [[2.0, -1.0]]
+
+
+@pytest.mark.parametrize("numel", [8, 40_000])
+def test_gradient_of_the_gradient(numel):
+    x = torch.randn(numel, requires_grad=True)
+    y = fake_quantize(x, 1.0).square().sum()
+    (grad,) = torch.autograd.grad(y, x, create_graph=True)
+    (second,) = torch.autograd.grad(grad.sum(), x)
+    assert torch.equal(second, torch.where(x.abs() <= 1, 2.0, 0.0))
+
+
+@given(
+    values=st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=30),
+    amax=st.floats(0.0078125, 64, width=32),
+    bits=st.integers(2, 12),
+)
+def test_round_trip_stays_within_half_a_step(values, amax, bits):
+    x = torch.tensor(values, dtype=torch.float32)
+    y = fake_quantize(x, amax, bits)
+    step = amax / (2 ** (bits - 1) - 1)
+    assert ((y - x.clamp(-amax, amax)).abs() <= step / 2 * 1.0001 + 1e-6).all()
+    assert same_bits(fake_quantize(y, amax, bits), y)
+
+
+def test_rounds_half_to_even_after_scaling():
+    x = torch.tensor([0.5, 1.5, 2.5, -0.5, -1.5, 126.5, 127.5, -127.5, -128.0])
+    assert fake_quantize(x, 127.0).tolist() == [0, 2, 2, 0, -2, 126, 127, -127, -127]
+    assert fake_quantize(x, 127.0, narrow_range=False).tolist()[-2:] == [-128, -128]
+
+
+def test_errors_say_what_to_do():
+    x = torch.randn(20_000)
+    with pytest.raises(ValueError, match="must not be negative"):
+        fake_quantize(x, -1.0)
+    for backend in ("torch", "numba"):
+        with pytest.raises(TypeError, match=r"negative values .* unsigned"):
+            fake_quantize(x, 1.0, unsigned=True, backend=backend)
+    with pytest.raises(TypeError, match="floating-point"):
+        fake_quantize(torch.arange(3), 1.0)
+    with pytest.raises(ValueError, match="does not fit axis 0"):
+        fake_quantize(torch.randn(4, 3), torch.ones(3), axis=0)
+    with pytest.raises(ValueError, match="backend"):
+        fake_quantize(x, 1.0, backend="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_agrees_with_the_cpu():
+    x = torch.randn(1000, 64)
+    for amax in (torch.tensor(1.5), torch.rand(64) + 0.1):
+        assert same_bits(fake_quantize(x.cuda(), amax.cuda()).cpu(), fake_quantize(x, amax))
