@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from functools import singledispatch
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bevfusion_quant._errors import InputError
 from bevfusion_quant._options import Command, Demo, Ptq, Tree
 from bevfusion_quant.model import CONFIGS, build_lidar_branch
 from bevfusion_quant.points import read_frames
@@ -36,6 +36,8 @@ def execute(options: Command, command: str) -> str:
 def _demo(options: Demo, command: str) -> str:
     from bevfusion_quant.scenes import street_frame
 
+    if options.seed < 0:
+        raise InputError(f"--seed {options.seed}: it must not be negative")
     config = PtqConfig(config=options.config, method=options.method, seed=options.seed)
     return _report(
         run_ptq(
@@ -99,13 +101,11 @@ def tree(stage: str, config: str = "nuscenes") -> nn.Module:
 
 def _report(result: PtqResult) -> str:
     steps = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in result.seconds.items())
+    warnings = "".join(f"\nwarning: {text}" for text in result.warnings)
     return (
-        f"\nFloat against fake-quantized, output of each layer\n\n{layer_table(result.layers)}\n\n"
+        f"\nFloat against fake-quantized, output of each layer\n\n{layer_table(result.layers)}\n{warnings}\n"
         f"{steps}\npeak memory {result.peak_memory_mib:,.0f} MiB\n\n"
-        f"Written to {_relative(result.folder)}: summary.json, ranges.json, weights.safetensors, "
+        f"Written to {result.folder}: summary.json, ranges.json, weights.safetensors, "
         "config.json, bev.png, layers.png, histograms_*.png"
     )
 
-
-def _relative(path: Path) -> Path:
-    return path

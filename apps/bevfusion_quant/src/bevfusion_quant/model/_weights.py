@@ -18,9 +18,9 @@ def random_weights(model: BEVFusion, features: Tensor, coords: Tensor, *, seed: 
     """Fill `model` in place with random weights whose BatchNorms fit the given frame.
 
     Convolutions are normal with the standard deviation √(2 / (kernel volume · in channels)) of He
-    et al. 2015; BatchNorm weights lie in [0.5, 1.5], biases are normal with deviation 0.1, and
-    running mean and variance are those of the frame, layer after layer, in one forward pass. The
-    same seed and frame give the same weights.
+    et al. 2015; BatchNorm weights lie in [0.5, 1.5], biases are normal around 0.5 with deviation
+    0.1 (so that most values pass the ReLUs), and running mean and variance are those of the frame,
+    layer after layer, in one forward pass. The same seed and frame give the same weights.
 
     Args:
         model: Changed in place; left in eval mode.
@@ -34,7 +34,7 @@ def random_weights(model: BEVFusion, features: Tensor, coords: Tensor, *, seed: 
         for module in model.modules():
             if isinstance(module, nn.BatchNorm1d):
                 module.weight.copy_(torch.rand(module.num_features, generator=generator) + 0.5)
-                module.bias.copy_(torch.randn(module.num_features, generator=generator) * 0.1)
+                module.bias.copy_(torch.randn(module.num_features, generator=generator) * 0.1 + 0.5)
                 hooks.append(module.register_forward_pre_hook(_fit))
             elif isinstance(weight := getattr(module, "weight", None), Tensor):
                 fan_in = weight[0].numel()  # spconv 2 stores [out, *kernel, in]

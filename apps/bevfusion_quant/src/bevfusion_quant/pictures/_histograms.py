@@ -58,9 +58,10 @@ def _page(path: Path, kind: str, members: Sequence[QuantizerValues], number: str
 
 def _histogram(axes: Axes, values: QuantizerValues) -> None:
     edges, counts = values.edges, values.counts
-    axes.stairs(counts, edges, fill=True, color=BLUE, alpha=0.55, linewidth=0)
-    axes.set_yscale("log")
-    axes.set_ylim(0.7, max(float(counts.max()), 1.0) * 3)
+    if counts.any():  # a logarithmic axis without a value above zero is an error to matplotlib
+        axes.stairs(counts, edges, fill=True, color=BLUE, alpha=0.55, linewidth=0)
+        axes.set_yscale("log")
+        axes.set_ylim(0.7, float(counts.max()) * 3)
     low, high = float(values.amax.min()), float(values.amax.max())
     if values.amax.size > 1:
         for side in (-1, 1):

@@ -12,7 +12,13 @@ if TYPE_CHECKING:
     from bevquant_qnn import QuantizeResult
     from bevquant_quantizers import CalibrationReport
 
-__all__ = ["calibration_record", "fusion_record", "quantization_record", "save_model"]
+__all__ = [
+    "calibration_record",
+    "calibration_warnings",
+    "fusion_record",
+    "quantization_record",
+    "save_model",
+]
 
 
 def fusion_record(result: FusionResult) -> dict[str, Any]:
@@ -32,6 +38,12 @@ def quantization_record(result: QuantizeResult) -> dict[str, Any]:
 def calibration_record(report: CalibrationReport) -> Any:
     """The calibration report, quantizer by quantizer."""
     return plain(report)
+
+
+def calibration_warnings(report: CalibrationReport) -> tuple[str, ...]:
+    """What the calibration found suspicious, each line naming its quantizer."""
+    named = [f"{q.name}: {text}" for q in report.quantizers for text in q.warnings]
+    return (*report.warnings, *named)
 
 
 def plain(value: Any) -> Any:

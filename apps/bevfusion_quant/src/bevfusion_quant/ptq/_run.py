@@ -19,6 +19,7 @@ from bevfusion_quant.ptq._compare import LayerRow, compare_layers
 from bevfusion_quant.ptq._quantizer_values import QuantizerRow, watch_quantizers
 from bevfusion_quant.ptq._record import (
     calibration_record,
+    calibration_warnings,
     fusion_record,
     quantization_record,
     save_model,
@@ -70,11 +71,12 @@ class PtqConfig:
 
 @dataclass(frozen=True)
 class PtqResult:
-    """Where the run lies, its per-layer table, seconds by step, peak memory in MiB."""
+    """Where the run lies, its tables, what to look at, seconds by step, peak memory in MiB."""
 
     folder: Path
     layers: list[LayerRow]
     quantizers: list[QuantizerRow]
+    warnings: tuple[str, ...]
     seconds: dict[str, float]
     peak_memory_mib: float
 
@@ -84,10 +86,16 @@ class _Clock:
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
-    def step(self, name: str) -> Iterator[None]:
+    def step(self, name: str, blame: str = "") -> Iterator[None]:
+        """Time a step; with `blame`, what it refuses is the input's fault and is said so."""
         LOG.info("%s …", name)
         start = time.perf_counter()
-        yield
+        try:
+            yield
+        except ValueError as error:
+            if not blame or isinstance(error, InputError):
+                raise
+            raise InputError(f"{blame}: {error}") from error
         self.seconds[name] = round(time.perf_counter() - start, 3)
 
 
@@ -122,6 +130,8 @@ def run_ptq(
             "number of "
             "frames given, or 0 for all of them"
         )
+    if config.seed < 0:
+        raise InputError(f"--seed {config.seed}: it must not be negative")
     with run_folder(runs, name, overwrite=overwrite) as folder:
         sizes = CONFIGS[config.config]
         with clock.step("voxelize"):
@@ -130,13 +140,13 @@ def run_ptq(
             first = batches[0]
         weights = _fill(float_model, config, first, clock)
         example = example_batch(sizes)
-        with clock.step("fuse"):
+        with clock.step("fuse", blame="the weights cannot be folded"):
             fused = fuse_branch(float_model, example)
-        with clock.step("quantize"):
+        with clock.step("quantize", blame="the branch cannot be quantized this way"):
             quantized = quantize_branch(
                 fused.model, example, method=config.method, exclude=config.exclude
             )
-        with clock.step("calibrate"):
+        with clock.step("calibrate", blame="no ranges can be found"):
             report = calibrate_branch(quantized.model, batches.head(count), method=config.method)
         with clock.step("compare"):
             layers = compare_layers(fused.model, quantized.model, batches)
@@ -180,7 +190,7 @@ def run_ptq(
             "peak_memory_mib": peak,
         }
         write_json(folder / "summary.json", summary)
-    return PtqResult(runs / name, layers, rows, seconds, peak)
+    return PtqResult(runs / name, layers, rows, calibration_warnings(report), seconds, peak)
 
 
 def _fill(model: BEVFusion, config: PtqConfig, first: Batch, clock: _Clock) -> dict[str, object]:

@@ -1,0 +1,222 @@
+"""The command: every mistake gets one message and exit code 2, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from bevfusion_quant.cli import main
+
+if importlib.util.find_spec("spconv") is None:
+    pytest.skip("spconv is not installed", allow_module_level=True)
+
+COMMAND = [sys.executable, "-m", "bevfusion_quant"]
+
+
+def cloud(count: int = 2000, *, seed: int = 0) -> np.ndarray:
+    """Points on a floor and a wall: x, y, z in metres, intensity, time lag."""
+    rng = np.random.default_rng(seed)
+    points = np.zeros((count, 5), np.float32)
+    points[:, :2] = rng.uniform(-50, 50, (count, 2))
+    points[:, 2] = np.where(rng.random(count) < 0.7, -1.8, rng.uniform(-1.8, 2, count))
+    points[:, 3] = rng.integers(0, 256, count)
+    return points
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    np.savez("good.npz", points=cloud())
+    return tmp_path
+
+
+def refused(
+    capsys: pytest.CaptureFixture[str], here: Path, *arguments: str, runs: str = "runs"
+) -> str:
+    """Run a `ptq` that must be refused: exit code 2, one message, no run; gives the message."""
+    before = sorted(here.rglob("*"))
+    assert main(["ptq", "--config", "tiny", "--runs", runs, *arguments]) == 2
+    assert sorted(here.rglob("*")) == before
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err
+    assert captured.out == ""
+    message = captured.err[captured.err.index("bevfusion-quant: ") :]
+    return message
+
+
+BAD_CLOUDS = {
+    "empty cloud": (np.zeros((0, 5), np.float32), "no points|empty"),
+    "out of range": (cloud() + np.float32([500, 0, 0, 0, 0]), r"range.*-54.*check"),
+    "NaN": (np.where(np.arange(5) == 1, np.float32(np.nan), cloud(50)), "NaN.*row 0"),
+    "Inf": (np.where(np.arange(5) == 0, np.float32(np.inf), cloud(50)), "Inf.*row 0"),
+    "three columns": (cloud()[:, :3], r"3\]|3 columns|\[N, 4\]"),
+    "six columns": (np.hstack([cloud(), cloud()[:, :1]]), r"6\]|6 columns|\[N, 4\]"),
+}
+
+
+@pytest.mark.parametrize("what", BAD_CLOUDS)
+def test_bad_clouds(here: Path, capsys: pytest.CaptureFixture[str], what: str) -> None:
+    points, expected = BAD_CLOUDS[what]
+    np.savez("bad.npz", points=points)
+    message = refused(capsys, here, "--points", "bad.npz")
+    assert "bad" in message
+    import re
+
+    assert re.search(expected, message, re.DOTALL), message
+
+
+def test_bad_files(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cloud().tofile("cut.bin")
+    Path("cut.bin").write_bytes(Path("cut.bin").read_bytes()[:-7])
+    Path("empty.bin").touch()
+    Path("cut.npz").write_bytes(Path("good.npz").read_bytes()[:500])
+    Path("folder").mkdir()
+    Path("cloud.ply").touch()
+    assert "truncated" in refused(capsys, here, "--points", "cut.bin")
+    assert "empty" in refused(capsys, here, "--points", "empty.bin")
+    assert "cut.npz" in refused(capsys, here, "--points", "cut.npz")
+    assert "no such file" in refused(capsys, here, "--points", "absent.bin")
+    assert "holds no frames" in refused(capsys, here, "--points", "folder")
+    assert "unknown extension" in refused(capsys, here, "--points", "cloud.ply")
+    assert "absent.bin" in refused(capsys, here, "--points", "good.npz", "absent.bin")
+
+
+def test_a_bad_second_frame_leaves_nothing(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.savez("z.npz", points=cloud() + np.float32([500, 0, 0, 0, 0]))
+    message = refused(capsys, here, "--points", "good.npz", "z.npz")
+    assert "z:" in message
+
+
+def test_bad_weights(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"encoders.lidar.backbone.extra": torch.ones(1)}, "w.pth")
+    message = refused(capsys, here, "--points", "good.npz", "--weights", "w.pth")
+    assert "unexpected: encoders.lidar.backbone.extra" in message
+    assert message.count("missing: ") == 21 + 21 * 4
+    assert "no weights file" in refused(
+        capsys, here, "--points", "good.npz", "--weights", "absent.pth"
+    )
+
+
+def test_bad_settings(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = ("--points", "good.npz")
+    assert "from 1 to" in refused(capsys, here, *good, "--calibration-frames", "2")
+    assert "from 1 to" in refused(capsys, here, *good, "--calibration-frames", "-1")
+    assert "not be negative" in refused(capsys, here, *good, "--seed", "-1")
+    assert "cannot name a run" in refused(capsys, here, *good, "--name", "../away")
+    assert "no frames given" in refused(capsys, here, "--points")
+    Path("file").touch()
+    assert "--runs" in refused(capsys, here, *good, runs="file")
+    assert "--runs" in refused(capsys, here, *good, runs="file/below")
+
+
+def test_existing_folders(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("runs/a").mkdir(parents=True)
+    Path("runs/a/thesis.tex").touch()
+    arguments = ("--points", "good.npz", "--name", "a")
+    assert "--overwrite" in refused(capsys, here, *arguments)
+    assert "not a run of bevfusion-quant" in refused(capsys, here, *arguments, "--overwrite")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--unknown"],
+        [],
+        ["fly"],
+        ["demo", "--unknown"],
+        ["demo", "--config", "huge"],
+        ["ptq"],
+        ["ptq", "--points", "x.bin", "--method", "best"],
+        ["ptq", "--points", "x.bin", "--branch", "camera"],
+        ["tree", "--stage", "int8"],
+    ],
+)
+def test_unknown_options(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err + captured.out
+
+
+def test_a_full_disk(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device", "bev.png")
+
+    monkeypatch.setattr("bevfusion_quant.pictures.bev_pictures", full)
+    message = refused(capsys, here, "--points", "good.npz")
+    assert "No space left on device (bev.png)" in message
+    assert "--runs" in message
+
+
+def test_interrupt_in_process(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("bevfusion_quant.ptq._run.compare_layers", interrupted)
+    assert "interrupted" in refused(capsys, here, "--points", "good.npz")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_in_the_middle(here: Path, number: signal.Signals) -> None:
+    run = subprocess.Popen(
+        [*COMMAND, "ptq", "--points", "good.npz", "--config", "tiny"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert run.stderr is not None
+        for line in run.stderr:
+            if line.startswith("calibrate"):
+                break
+        assert list(Path("runs").iterdir())
+        run.send_signal(number)
+        out, err = run.communicate(timeout=60)
+    finally:
+        run.kill()
+    assert run.returncode == 2
+    assert "interrupted: nothing was written" in err
+    assert "Traceback" not in err
+    assert out == ""
+    assert not Path("runs").exists()
+
+
+def test_without_spconv_the_extra_is_named(here: Path) -> None:
+    code = (
+        "import sys; sys.modules['spconv'] = None; from bevfusion_quant.cli import main; "
+        "sys.exit(main(['tree']))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 2
+    assert "bevfusion-quant[cpu]" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_mistake_in_a_real_process(here: Path) -> None:
+    run = subprocess.run(
+        [*COMMAND, "ptq", "--points", "absent.bin"], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 2
+    assert run.stdout == ""
+    assert run.stderr.strip().splitlines() == ["bevfusion-quant: absent.bin: no such file"]
+    assert sorted(p.name for p in here.iterdir()) == ["good.npz"]
+
+
+def test_closed_pipe_is_not_a_traceback(here: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    run = subprocess.run([*COMMAND, "tree"], stdout=write, stderr=subprocess.PIPE, check=False)
+    os.close(write)
+    assert b"Traceback" not in run.stderr

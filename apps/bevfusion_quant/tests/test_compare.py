@@ -1,0 +1,126 @@
+"""The per-layer figures against values worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from bevfusion_quant.ptq import Batch, QuantizerRow, compare_layers, layer_table, watch_quantizers
+from torch import Tensor, nn
+
+
+class Range(nn.Module):
+    """Stands for a calibrated quantizer: it has a range, and lets values pass."""
+
+    def __init__(self, amax: Tensor) -> None:
+        super().__init__()
+        self.num_bits = 8
+        self.register_buffer("_amax", amax)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Layer(nn.Module):
+    def __init__(self, factor: float, amax: float | None = None) -> None:
+        super().__init__()
+        self.factor = factor
+        if amax is not None:
+            self._input_quantizer = Range(torch.tensor(amax))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self._input_quantizer(x) if hasattr(self, "_input_quantizer") else x) * self.factor
+
+
+class Model(nn.Module):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.second, self.first = layers[1], layers[0]  # registered against the order of use
+
+    def forward(self, features: Tensor, coords: Tensor, batch_size: int) -> Tensor:
+        return self.second(self.first(features))
+
+
+def batch(*rows: list[float]) -> Batch:
+    return Batch(torch.tensor(rows), torch.zeros(len(rows), 4, dtype=torch.int32), 1)
+
+
+def test_sqnr_cosine_and_saturation_by_hand() -> None:
+    rows = compare_layers(
+        Model(Layer(1.0), Layer(1.0)),
+        Model(Layer(1.1, amax=2.0), Layer(1.0, amax=100.0)),
+        [batch([3.0, 1.0]), batch([0.0, 4.0], [2.0, -2.5])],
+    )
+    assert [r.layer for r in rows] == ["first", "second", "output"]
+    first, second, output = rows
+    # The error is a tenth of the signal everywhere: 20 dB; direction unchanged.
+    for row in rows:
+        assert row.sqnr_db == pytest.approx(20.0, abs=1e-4)
+        assert row.cosine == pytest.approx(1.0)
+    assert first.saturated == pytest.approx(3 / 6)  # |3|, |4|, |−2.5| beyond 2; 2 itself is not
+    assert second.saturated == 0.0
+    assert output.saturated is None
+    assert (first.channels, first.rows, first.input_amax) == (2, 1.5, 2.0)
+
+
+def test_decibels_are_pooled_as_powers_not_averaged() -> None:
+    class Off(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self._input_quantizer = Range(torch.tensor(9.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1
+
+    rows = compare_layers(
+        Model(nn.Identity(), nn.Identity()),
+        Model(Off(), nn.Identity()),
+        [batch([10.0]), batch([1.0])],
+    )
+    assert rows[0].sqnr_db == pytest.approx(10 * math.log10(101 / 2))
+    assert rows[0].cosine == pytest.approx((110 + 2) / math.sqrt(101 * 125))
+
+
+def test_equal_and_dead_layers_have_no_decibels() -> None:
+    equal = compare_layers(Model(Layer(1), Layer(1)), Model(Layer(1, 1.0), Layer(1)), [batch([1.0])])
+    dead = compare_layers(Model(Layer(0), Layer(1)), Model(Layer(0, 1.0), Layer(1)), [batch([1.0])])
+    assert (equal[0].sqnr_db, dead[0].sqnr_db, dead[0].cosine) == (None, None, None)
+    assert "–" in layer_table(dead)
+
+
+def test_hooks_are_gone_afterwards() -> None:
+    models = Model(Layer(1), Layer(1)), Model(Layer(1, 1.0), Layer(1))
+    compare_layers(*models, [batch([1.0])])
+    for model in models:
+        for module in model.modules():
+            assert not module._forward_hooks
+            assert not module._forward_pre_hooks
+
+
+def test_watched_values_of_a_shared_quantizer_are_counted_once_each() -> None:
+    shared = Range(torch.tensor(1.5))
+    first, second = Layer(2.0, 1.0), Layer(1.0, 1.0)
+    first._input_quantizer = second._input_quantizer = shared
+    x = batch([0.0, 1.0, -1.0])
+    (seen,) = watch_quantizers(Model(first, second), lambda m: m(*x))
+    assert set(seen.paths) == {"first._input_quantizer", "second._input_quantizer"}
+    assert (seen.largest, seen.total, seen.beyond, seen.zeros) == (2.0, 6, 2, 2)
+    assert seen.counts.sum() == 6
+    values = [-2.0, -1.0, 0.0, 0.0, 1.0, 2.0]
+    assert (seen.counts == np.histogram(values, seen.edges)[0]).all()
+    row = QuantizerRow.of(seen)
+    assert (row.saturated, row.zeros, row.amax_max) == (2 / 6, 2 / 6, 1.5)
+
+
+def test_table_is_aligned_and_fits_a_terminal() -> None:
+    rows = compare_layers(
+        Model(Layer(1.0), Layer(1.0)),
+        Model(Layer(1.1, amax=2.0), Layer(1.0, amax=100.0)),
+        [batch([3.0, 1.0])],
+    )
+    lines = layer_table(rows).splitlines()
+    assert len({len(line) for line in lines}) == 1
+    assert len(lines[0]) <= 100
+    assert len(lines) == 2 + 3
