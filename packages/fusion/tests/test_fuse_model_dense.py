@@ -4,9 +4,10 @@ import copy
 
 import pytest
 import torch
-from bevquant_fusion import fuse_model
 from torch import nn
 from torch.nn import functional as F
+
+from bevquant_fusion import fuse_model
 
 
 class BasicBlock(nn.Module):

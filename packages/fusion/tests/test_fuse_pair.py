@@ -4,8 +4,9 @@ import copy
 
 import pytest
 import torch
-from bevquant_fusion import fuse_conv_bn, fuse_sparse_conv_bn
 from torch import nn
+
+from bevquant_fusion import fuse_conv_bn, fuse_sparse_conv_bn
 
 DENSE = [
     (nn.Conv1d(8, 12, 3), nn.BatchNorm1d(12)),

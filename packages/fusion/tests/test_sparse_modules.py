@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch import nn
+
 from bevquant_fusion import fuse_sparse_conv_bn
 from bevquant_sparse import WeightLayout, get_weight, register_layout, use_bevquant_kernels
-from torch import nn
 
 KINDS = [(kind, rank) for kind in ("SubMConv", "SparseConv") for rank in (1, 2, 3, 4)]
 KINDS += [("SparseConvTranspose", rank) for rank in (1, 2, 3, 4)]

@@ -4,6 +4,8 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from torch import nn
+
 from bevquant_fusion import (
     fuse_conv_bn_weights,
     fuse_model,
@@ -11,7 +13,6 @@ from bevquant_fusion import (
     fuse_sparse_conv_bn_weights,
 )
 from bevquant_sparse import WeightLayout, use_bevquant_kernels
-from torch import nn
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,14 @@ import itertools
 
 import pytest
 import torch
+from torch.nn import functional as F
+
 from bevquant_fusion import (
     fuse_conv_bn_weights,
     fuse_linear_bn_weights,
     fuse_sparse_conv_bn_weights,
 )
 from bevquant_sparse import WeightLayout, build_rulebook, permute_weight, sparse_conv
-from torch.nn import functional as F
 
 
 def statistics(channels, affine=True):

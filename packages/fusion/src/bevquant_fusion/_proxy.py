@@ -8,10 +8,7 @@ Here each of these is recorded in the order in which it happens, or refused.
 
 from __future__ import annotations
 
-import dis
 import operator
-import sys
-from bisect import bisect_left
 from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -19,15 +16,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from ._checks import calling_frame, reads_attribute, way_that_does_not_raise
 from ._errors import UntraceableError
 
 if TYPE_CHECKING:
     from ._tracer import ForwardTracer
 
 _OWN_FIELDS = frozenset({"tracer", "node"})
-# isinstance() asked from these modules is fx's or a type checker's business, not the model's.
-_MACHINERY = ("torch", "bevquant_fusion", "beartype", "jaxtyping")
-_PASS_THROUGH = frozenset({"abc", "typing", "_collections_abc", "collections.abc"})
+QUESTION = "bevquant_question"  # node.meta key of a read made by hasattr() or getattr()
+# isinstance() asked from these packages is fx's business, not the model's.
+_MACHINERY = frozenset({"torch", "bevquant_fusion"})
 
 
 class TracedValue(fx.Proxy):
@@ -49,7 +47,10 @@ class TracedValue(fx.Proxy):
             raise AttributeError(name)
         if self.tracer.kind_of(self.node) is torch.Tensor and not hasattr(torch.Tensor, name):
             raise AttributeError(f"'Tensor' object has no attribute {name!r}")
-        return self.tracer.create_proxy("call_function", getattr, (self, name), {})
+        read = self.tracer.create_proxy("call_function", getattr, (self, name), {})
+        if not reads_attribute(calling_frame()):
+            read.node.meta[QUESTION] = True  # hasattr(x, name): left unused if so
+        return read
 
     def __call__(self, *args: Any, **kwargs: Any) -> fx.Proxy:
         node = self.node
@@ -72,17 +73,20 @@ class TracedValue(fx.Proxy):
         self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
 
     def __bool__(self) -> bool:
-        frame = sys._getframe(1)
-        if _is_assert(frame):
-            self.tracer.create_proxy(
-                "call_function", torch._assert, (self, "assertion of the forward failed"), {}
-            )
-            return True
-        return self.tracer.to_bool(self)
+        # `assert x.ndim == 2` and `if x.ndim != 2: raise …` go on in one way only.
+        goes_on = way_that_does_not_raise(calling_frame())
+        if goes_on is None:
+            return self.tracer.to_bool(self)
+        condition: Any = self
+        if not goes_on:
+            condition = self.tracer.create_proxy("call_function", operator.not_, (self,), {})
+        message = "a check of the forward failed"
+        self.tracer.create_proxy("call_function", torch._assert, (condition, message), {})
+        return goes_on
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        if _asked_by_machinery(sys._getframe(1)):
+        if _asked_by_machinery(calling_frame()):
             return type(self)
         known = self.tracer.kind_of(self.node)
         if known is None:
@@ -119,24 +123,7 @@ for _function in INPLACE_OPERATORS:
     setattr(TracedValue, f"__{_function.__name__}__", _inplace(_function))
 
 
-def _is_assert(frame: FrameType) -> bool:
-    """Whether the truth value now asked for in ``frame`` is that of an ``assert`` statement."""
-    instructions = list(dis.get_instructions(frame.f_code))
-    here = bisect_left([i.offset for i in instructions], frame.f_lasti)
-    following = [i.opname for i in instructions[here + 1 : here + 3]]
-    return (
-        "JUMP" in instructions[here].opname
-        and "TRUE" in instructions[here].opname
-        and any(name in ("LOAD_ASSERTION_ERROR", "LOAD_COMMON_CONSTANT") for name in following)
-    )
-
-
-def _asked_by_machinery(frame: FrameType | None) -> bool:
-    while frame is not None and frame.f_globals.get("__name__") in _PASS_THROUGH:
-        frame = frame.f_back
-    if frame is None:
-        return True
+def _asked_by_machinery(frame: FrameType) -> bool:
     if frame.f_code.co_name == "is_tensor":  # torch.is_tensor(x) is the model's own question
         return False
-    name = str(frame.f_globals.get("__name__", ""))
-    return name.split(".")[0] in _MACHINERY
+    return str(frame.f_globals.get("__name__", "")).split(".")[0] in _MACHINERY

@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from ._errors import UntraceableError
 from ._kinds import kind_of
-from ._proxy import TracedValue
+from ._proxy import QUESTION, TracedValue
 from ._shadow import shadow_of
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -139,8 +139,8 @@ class ForwardTracer(fx.Tracer):
                 continue
             if node.op == "call_function":
                 base, attribute = node.args
-                known = attribute == "replace_feature" or str(attribute).startswith("_")
-                if self.strict and not known and self.kind_of(base) is None:
+                question = QUESTION in node.meta and attribute != "replace_feature"
+                if self.strict and question and self.kind_of(base) is None:
                     raise UntraceableError(
                         f"tests for the attribute {attribute!r} of the value `{base}`, whose "
                         "class is not known while tracing"

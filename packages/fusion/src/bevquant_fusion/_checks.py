@@ -1,0 +1,63 @@
+"""Read from the running code of a forward what it is about to do with a value."""
+
+from __future__ import annotations
+
+import dis
+import sys
+from bisect import bisect_left
+from types import FrameType
+
+_JUMPS = frozenset(dis.hasjrel) | frozenset(dis.hasjabs)
+_BEFORE_JUMP = frozenset({"TO_BOOL", "COMPARE_OP", "EXTENDED_ARG"})
+
+# Modules that ask on behalf of the code that called them.
+_BETWEEN = frozenset({"abc", "typing", "_collections_abc", "collections.abc", "beartype"})
+_BETWEEN |= frozenset({"jaxtyping", "bevquant_fusion._proxy"})
+
+
+def calling_frame() -> FrameType:
+    """The frame of the code that uses a traced value, type checkers and the proxy left out."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and _is_between(frame):
+        frame = frame.f_back
+    return frame
+
+
+def _is_between(frame: FrameType) -> bool:
+    name = str(frame.f_globals.get("__name__", ""))
+    generated = frame.f_code.co_filename.startswith("<@beartype")
+    return generated or name in _BETWEEN or name.split(".")[0] in _BETWEEN
+
+
+def reads_attribute(frame: FrameType) -> bool:
+    """Whether ``frame`` is at ``x.name``, rather than at a call such as ``hasattr(x, "name")``."""
+    opcode = frame.f_code.co_code[frame.f_lasti]
+    return dis.opname[opcode] in ("LOAD_ATTR", "LOAD_METHOD")
+
+
+def way_that_does_not_raise(frame: FrameType) -> bool | None:
+    """The truth value with which ``frame`` goes on, where the other one leads to ``raise``.
+
+    Called while ``frame`` asks for the truth value of something. ``assert x`` goes on with True,
+    ``if x: raise …`` with False. None where both ways go on, or it cannot be told.
+    """
+    instructions = list(dis.get_instructions(frame.f_code))
+    here = bisect_left([i.offset for i in instructions], frame.f_lasti)
+    # Python 3.13 converts to bool in an instruction of its own before the jump.
+    while here + 1 < len(instructions) and instructions[here].opname in _BEFORE_JUMP:
+        here += 1
+    jump = instructions[here]
+    if not jump.opname.startswith("POP_JUMP") or not isinstance(jump.argval, int):
+        return None
+    skipped = [i for i in instructions[here + 1 :] if i.offset < jump.argval]
+    if not skipped or skipped[-1].opname != "RAISE_VARARGS":
+        return None
+    leaves = any(
+        i.opname.startswith("RETURN") or (i.opcode in _JUMPS and i.argval >= jump.argval)
+        for i in skipped
+    )
+    if leaves:
+        return None
+    if jump.opname.endswith("IF_TRUE"):
+        return True
+    return False if jump.opname.endswith("IF_FALSE") else None
