@@ -12,7 +12,8 @@ from ._merge import merge
 from ._ranges import load_ranges, save_ranges
 from ._report import CalibrationReport, QuantizerReport
 from ._select import NamedQuantizer, named_quantizers, select
-from ._tensor_quantizer import TensorQuantizer, uncalibrated
+from ._tensor_quantizer import TensorQuantizer
+from ._uncalibrated import uncalibrated
 from .tensor_quant import QuantDescriptor
 
 __all__ = [

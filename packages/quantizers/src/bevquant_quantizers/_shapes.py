@@ -1,4 +1,4 @@
-"""Shape annotations: jaxtyping where it is installed (the tests check with it), plain tensors elsewhere."""
+"""Shape annotations: jaxtyping where it is installed, plain tensors elsewhere."""
 
 from __future__ import annotations
 
