@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from types import SimpleNamespace
 
@@ -33,9 +34,8 @@ def upstream():
         package = pytest.importorskip(
             "pytorch_quantization", reason="pytorch-quantization is not installed"
         )
-        from absl import logging
-
-        logging.set_verbosity(logging.FATAL)
+        importlib.import_module("pytorch_quantization.nn")
+        importlib.import_module("absl.logging").set_verbosity("fatal")
         return package
 
 
@@ -185,8 +185,9 @@ class PatchMerging(nn.Module):
         self.reduction = nn.Linear(4 * channels, 2 * channels, bias=False)
 
     def forward(self, x, size):
+        height, width = size
         batch, _, channels = x.shape
-        x = x.view(batch, *size, channels)
+        x = x.view(batch, height, width, channels)
         corners = [x[:, i::2, j::2] for i in (0, 1) for j in (0, 1)]
         return self.reduction(self.norm(torch.cat(corners, -1).view(batch, -1, 4 * channels)))
 

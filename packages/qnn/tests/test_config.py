@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import bevquant_qnn as qnn
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+
+import bevquant_qnn as qnn
 
 configs = st.builds(
     qnn.QuantConfig,

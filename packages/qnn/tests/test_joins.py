@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import operator
 
-import bevquant_qnn as qnn
 import pytest
 import torch
-from bevquant_quantizers import TensorQuantizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+
+import bevquant_qnn as qnn
+from bevquant_quantizers import TensorQuantizer
 
 floats = st.lists(st.integers(-1000, 1000), min_size=1, max_size=12)
 

@@ -37,7 +37,7 @@ def walk(model: nn.Module) -> Flow:
         if isinstance(quantizer, TensorQuantizer):
             flow.reads += [Read(quantizer, value) for value in values]
         # A QuantConcat is entered or not, as its operands are known to be dense or not.
-        if isinstance(module or modules.get(call.scope), QuantConcat) and not quantizer:
+        if isinstance(module if call.path else modules[call.scope], QuantConcat):
             flow.joins += [(output, value) for output in call.outputs for value in values]
         for output in call.outputs:
             flow.names.setdefault(output, _description(call))
