@@ -121,7 +121,7 @@ def test_trap_06_layout_is_said_never_guessed():
     rsck = fuse_sparse_conv_bn_weights(weight, None, *stats, layout=WeightLayout.RSCK)[0]
     torch.testing.assert_close(krsc, weight * stats[3].reshape(-1, 1, 1, 1, 1))
     torch.testing.assert_close(rsck, weight * stats[3])
-    with pytest.raises(TypeError, match="missing .*layout"):
+    with pytest.raises(TypeError, match=r"missing .*layout"):
         fuse_sparse_conv_bn_weights(weight, None, *stats)
     with pytest.raises(Exception, match="layout"):
         fuse_sparse_conv_bn_weights(weight, None, *stats, layout="KRSC")

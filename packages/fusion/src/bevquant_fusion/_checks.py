@@ -35,6 +35,31 @@ def reads_attribute(frame: FrameType) -> bool:
     return dis.opname[opcode] in ("LOAD_ATTR", "LOAD_METHOD")
 
 
+def asks_for_class(frame: FrameType) -> bool:
+    """Whether ``frame`` is at ``isinstance(x, …)``, ``torch.is_tensor(x)`` or ``x.__class__``.
+
+    The code of torch itself is not meant: what it asks is no part of the model.
+    """
+    if frame.f_code.co_name == "is_tensor":
+        return True
+    if str(frame.f_globals.get("__name__", "")).split(".")[0] in ("torch", "bevquant_fusion"):
+        return False
+    if reads_attribute(frame):
+        return True
+    if "isinstance" not in frame.f_code.co_names:
+        return False
+    instructions = list(dis.get_instructions(frame.f_code))
+    here = instructions[bisect_left([i.offset for i in instructions], frame.f_lasti)]
+    starts = [_start(i) for i in instructions if i.argval == "isinstance"]
+    return _start(here) in starts
+
+
+def _start(instruction: dis.Instruction) -> tuple[int | None, int | None] | None:
+    """Where the expression of ``instruction`` starts: a call starts where its function does."""
+    where = instruction.positions
+    return None if where is None else (where.lineno, where.col_offset)
+
+
 def way_that_does_not_raise(frame: FrameType) -> bool | None:
     """The truth value with which ``frame`` goes on, where the other one leads to ``raise``.
 

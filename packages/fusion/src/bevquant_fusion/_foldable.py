@@ -22,7 +22,10 @@ _DENSE = (
 # Packages whose forward of a convolution or batch norm is that, and nothing more.
 _STOCK = (
     "torch.nn.modules",
-    "spconv",
+    "spconv.pytorch.conv",
+    "spconv.pytorch.modules",
+    "spconv.conv",
+    "spconv.modules",
     "mmcv.ops",
     "mmdet3d.ops",
     "torchsparse",

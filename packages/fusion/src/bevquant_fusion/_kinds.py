@@ -74,9 +74,11 @@ def _of_function(node: fx.Node, root: nn.Module) -> type | None:
         return torch.Tensor if node.args[1] == "features" else None
     if name in ("replace_feature", "SparseConvTensor"):
         return sparse_tensor_class()
-    if node.target in _ARITHMETIC:
+    if node.target in _ARITHMETIC or node.target is operator.getitem:
         first = node.args[0]
-        return kind_of(first, root) if isinstance(first, fx.Node) else None
+        known = kind_of(first, root) if isinstance(first, fx.Node) else None
+        # An element of something that is no tensor may be anything.
+        return known if known is torch.Tensor or node.target in _ARITHMETIC else None
     package = str(getattr(node.target, "__module__", None) or type(node.target).__module__)
     if package.split(".")[0] == "torch" and name not in _NOT_ONE_TENSOR:
         return torch.Tensor

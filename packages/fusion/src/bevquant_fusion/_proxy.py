@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
-from ._checks import calling_frame, reads_attribute, way_that_does_not_raise
+from ._checks import asks_for_class, calling_frame, reads_attribute, way_that_does_not_raise
 from ._errors import UntraceableError
 
 if TYPE_CHECKING:
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
 
 _OWN_FIELDS = frozenset({"tracer", "node"})
 QUESTION = "bevquant_question"  # node.meta key of a read made by hasattr() or getattr()
-# isinstance() asked from these packages is fx's business, not the model's.
-_MACHINERY = frozenset({"torch", "bevquant_fusion"})
 
 
 class TracedValue(fx.Proxy):
@@ -86,7 +83,8 @@ class TracedValue(fx.Proxy):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        if _asked_by_machinery(calling_frame()):
+        # torch's C code asks too, and would take a class that is not ours at its word.
+        if not asks_for_class(calling_frame()):
             return type(self)
         known = self.tracer.kind_of(self.node)
         if known is None:
@@ -121,9 +119,3 @@ INPLACE_OPERATORS: tuple[Callable[[Any, Any], Any], ...] = (
 )
 for _function in INPLACE_OPERATORS:
     setattr(TracedValue, f"__{_function.__name__}__", _inplace(_function))
-
-
-def _asked_by_machinery(frame: FrameType) -> bool:
-    if frame.f_code.co_name == "is_tensor":  # torch.is_tensor(x) is the model's own question
-        return False
-    return str(frame.f_globals.get("__name__", "")).split(".")[0] in _MACHINERY
