@@ -230,3 +230,42 @@ def test_sparse_add_and_concat_by_any_spelling(spconv, cloud):
         assert child._input_quantizer is second
     assert second is not first
     assert torch.isfinite(model(cloud(3)).features).all()
+
+
+class _OldSparseTensor:
+    """A sparse tensor as in spconv 1: its features are assigned to."""
+
+    def __init__(self, features, indices, spatial_shape, batch_size):
+        self.features, self.indices = features, indices
+        self.spatial_shape, self.batch_size, self.indice_dict = spatial_shape, batch_size, {}
+
+
+def test_block_that_assigns_features_as_in_spconv_1(spconv, cloud):
+    class SparseBasicBlock(spconv.SparseModule):
+        def __init__(self):
+            super().__init__()
+            self.conv1 = spconv.SubMConv3d(3, 3, 3, indice_key="k")
+            self.conv2 = spconv.SubMConv3d(3, 3, 3, indice_key="k")
+            self.relu = nn.ReLU()
+
+        def forward(self, x):
+            identity = x.features
+            out = self.conv1(x)
+            out.features = self.relu(out.features)
+            out = self.conv2(out)
+            out.features += identity
+            out.features = self.relu(out.features)
+            return out
+
+    made = cloud(3)
+    block = SparseBasicBlock().eval()
+    x = _OldSparseTensor(made.features, made.indices, made.spatial_shape, made.batch_size)
+    result = qnn.quantize_model(block, example_inputs=x)
+    assert [item.path for item in result.quantized] == ["conv1", "conv2", "quant_add"]
+    assert block.quant_add._input_quantizer is block.conv1._input_quantizer
+    before = x.features.clone()
+    quantizer, middle = block.conv1._input_quantizer, block.conv1(x)
+    middle.features = middle.features.relu()
+    expected = (quantizer(block.conv2(middle).features) + quantizer(x.features)).relu()
+    assert torch.equal(block(x).features, expected)
+    assert torch.equal(x.features, before)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -61,7 +61,7 @@ class SkippedModule:
     reason: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class QuantizeResult:
     """The quantized model and an account of every decision.
 
@@ -72,7 +72,7 @@ class QuantizeResult:
         skipped: What stays float, with the reason.
     """
 
-    model: nn.Module
+    model: nn.Module = field(repr=False)
     quantized: tuple[QuantizedModule, ...]
     shared: tuple[SharedQuantizer, ...]
     skipped: tuple[SkippedModule, ...]
