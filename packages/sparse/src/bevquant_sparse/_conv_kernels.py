@@ -7,23 +7,18 @@ names end in the version of the generated tiles, which numba's cache does not se
 from __future__ import annotations
 
 import numpy as np
-from llvmlite import binding
-from numba import config
 
-from bevquant_sparse._conv_tile import convolution_tile, outer_product_tile, row_prefetch
+from bevquant_sparse._conv_tile import (
+    convolution_tile,
+    cpu_features,
+    outer_product_tile,
+    row_prefetch,
+)
 from bevquant_sparse._jit import compiled
-
-
-def _has_avx512() -> bool:
-    features = config.CPU_FEATURES
-    if features is None:
-        features = binding.get_host_cpu_features().flatten()
-    return "+avx512f" in features.split(",")
-
 
 # AVX-512 has 32 registers of 16 floats: 24 accumulators and their operands. Elsewhere a vector
 # is two registers of 16 (AVX2) or four of 32 (NEON): 6 accumulators.
-_WIDE = _has_avx512()
+_WIDE = "avx512f" in cpu_features()
 WIDEST = 4 if _WIDE else 1
 CHANNELS = 4 if _WIDE else 6  # rows of an outer product's tile
 _R1, _R2, _R3, _R4 = (8, 8, 8, 6) if _WIDE else (6, 3, 2, 1)

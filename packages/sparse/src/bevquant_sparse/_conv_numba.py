@@ -3,7 +3,8 @@
     out[o] = bias + Σ_k features[neighbours[o, k]] @ weight[k]
 
 Every output element is one chain of fused multiply-adds, over the offsets and within them over
-the input channels, whatever thread or tile it falls to: bit-identical at any number of threads.
+the input channels, whatever thread or tile it falls to: bit-identical at any number of threads,
+whatever other rows there are, and with AVX2 and AVX-512 alike.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 LLVM's vectoriser does not find these loops in scalar code (a fifth of the speed), so they are
 written as vectors of 16 floats: one AVX-512 register, two of AVX2, four of NEON. A tile keeps
 ``rows × vectors`` accumulators in registers over its whole loop and adds products with a fused
-multiply-add, one step of the loop after the other: the order of every sum is the loop's.
+multiply-add, one step of the loop after the other: the order of every sum is the loop's, whatever
+the tile's shape and the instruction set.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from llvmlite import ir
+from llvmlite import binding, ir
+from numba import config
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
@@ -20,6 +22,20 @@ _FLOAT = ir.FloatType()
 _INT32, _INT64 = ir.IntType(32), ir.IntType(64)
 _VECTOR = ir.VectorType(_FLOAT, LANES)
 _Grid = list[list[Any]]
+
+
+def cpu_features() -> set[str]:
+    """LLVM features of the CPU that numba compiles for, without their ``+``."""
+    features = config.CPU_FEATURES
+    if features is None:
+        features = binding.get_host_cpu_features().flatten()
+    return {name[1:] for name in features.split(",") if name.startswith("+")}
+
+
+def _fused() -> bool:
+    """Whether the CPU has a fused multiply-add; without one LLVM would call a slow routine."""
+    x86 = binding.get_process_triple().startswith(("x86", "i386", "i686"))
+    return not x86 or "fma" in cpu_features()
 
 
 def convolution_tile(rows: int, vectors: int) -> Any:
@@ -139,13 +155,11 @@ def _accumulate(
     i.add_incoming(_INT64(0), before)
     phis = [[builder.phi(_VECTOR) for _ in line] for line in start]
     scalars, vectors = step(i)
-    fma = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(_VECTOR, [_VECTOR] * 3), f"llvm.fma.v{LANES}f32"
-    )
+    multiply_add = _multiply_add(builder)
     sums = []
     for scalar, line in zip(scalars, phis, strict=True):
         wide = _broadcast(builder, scalar)
-        sums.append([builder.call(fma, [wide, v, s]) for v, s in zip(vectors, line, strict=True)])
+        sums.append([multiply_add(wide, v, s) for v, s in zip(vectors, line, strict=True)])
     for line, first, following in zip(phis, start, sums, strict=True):
         for phi, value, summed in zip(line, first, following, strict=True):
             phi.add_incoming(value, before)
@@ -155,6 +169,14 @@ def _accumulate(
     builder.cbranch(builder.icmp_signed("<", advanced, count), loop, after)
     builder.position_at_end(after)
     return sums
+
+
+def _multiply_add(builder: ir.IRBuilder) -> Callable[[Any, Any, Any], Any]:
+    if not _fused():
+        return lambda a, b, c: builder.fadd(builder.fmul(a, b), c)
+    kind = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
+    fma = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32")
+    return lambda a, b, c: builder.call(fma, [a, b, c])
 
 
 def _broadcast(builder: ir.IRBuilder, scalar: Any) -> Any:
