@@ -155,7 +155,9 @@ def test_copy_by_default_and_in_place_on_request(randomise):
     result = fuse_model(model)
     assert result.model is not model
     assert model.state_dict().keys() == kept.state_dict().keys()
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), kept.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), kept.parameters(), strict=True)
+    )
     again = fuse_model(model, torch.randn(1, 3, 8, 8).double(), inplace=True)
     assert again.model is model
     assert batch_norms(model) == []

@@ -1,10 +1,11 @@
 """Random networks: what is folded is exactly what may be, and the result is the same."""
 
 import torch
-from bevquant_fusion import fuse_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
+
+from bevquant_fusion import fuse_model
 
 CHANNELS = 3
 

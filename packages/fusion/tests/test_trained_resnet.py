@@ -6,9 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from bevquant_fusion import fuse_model
 from torch import nn
 from torch.nn import functional as F
+
+from bevquant_fusion import fuse_model
 
 
 def data(*parts):

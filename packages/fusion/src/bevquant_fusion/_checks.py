@@ -40,9 +40,9 @@ def asks_for_class(frame: FrameType) -> bool:
 
     The code of torch itself is not meant: what it asks is no part of the model.
     """
-    if frame.f_code.co_name == "is_tensor":
-        return True
-    if str(frame.f_globals.get("__name__", "")).split(".")[0] in ("torch", "bevquant_fusion"):
+    if frame.f_code.co_name == "is_tensor" and frame.f_back is not None:
+        return not _is_torch(frame.f_back)
+    if _is_torch(frame):
         return False
     if reads_attribute(frame):
         return True
@@ -52,6 +52,10 @@ def asks_for_class(frame: FrameType) -> bool:
     here = instructions[bisect_left([i.offset for i in instructions], frame.f_lasti)]
     starts = [_start(i) for i in instructions if i.argval == "isinstance"]
     return _start(here) in starts
+
+
+def _is_torch(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).split(".")[0] in ("torch", "bevquant_fusion")
 
 
 def _start(instruction: dis.Instruction) -> tuple[int | None, int | None] | None:
@@ -86,3 +90,9 @@ def way_that_does_not_raise(frame: FrameType) -> bool | None:
     if jump.opname.endswith("IF_TRUE"):
         return True
     return False if jump.opname.endswith("IF_FALSE") else None
+
+
+def check_not(condition: object, message: str) -> None:
+    """``torch._assert`` the other way round, for ``if condition: raise …``; can be traced too."""
+    if condition:
+        raise AssertionError(message)

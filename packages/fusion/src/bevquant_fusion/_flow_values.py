@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from ._checks import check_not
 from ._kinds import kind_of
 from ._proxy import INPLACE_OPERATORS
 
@@ -161,7 +162,7 @@ class ValueReader:
             return self._wrap(node.kwargs.get("features", node.args[0] if node.args else None))
         if target is operator.getitem and base is not None and self._is_element(node):
             return self._element(node, base)
-        if target is torch._assert:
+        if target is torch._assert or target is check_not:
             return Ref(Cell(()))
         inplace = target in INPLACE_OPERATORS or target is operator.setitem
         return self._new_value(node, inplace=inplace or node.kwargs.get("inplace") is True)

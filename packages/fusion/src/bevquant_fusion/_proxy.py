@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from ._checks import asks_for_class, calling_frame, reads_attribute, way_that_does_not_raise
+from ._checks import (
+    asks_for_class,
+    calling_frame,
+    check_not,
+    reads_attribute,
+    way_that_does_not_raise,
+)
 from ._errors import UntraceableError
 
 if TYPE_CHECKING:
@@ -74,11 +80,9 @@ class TracedValue(fx.Proxy):
         goes_on = way_that_does_not_raise(calling_frame())
         if goes_on is None:
             return self.tracer.to_bool(self)
-        condition: Any = self
-        if not goes_on:
-            condition = self.tracer.create_proxy("call_function", operator.not_, (self,), {})
-        message = "a check of the forward failed"
-        self.tracer.create_proxy("call_function", torch._assert, (condition, message), {})
+        check = torch._assert if goes_on else check_not
+        arguments = (self, "a check of the forward failed")
+        self.tracer.create_proxy("call_function", check, arguments, {})
         return goes_on
 
     @property  # type: ignore[misc]

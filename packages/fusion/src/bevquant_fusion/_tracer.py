@@ -112,11 +112,11 @@ class ForwardTracer(fx.Tracer):
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Record a node, unless it runs in a mode that a graph cannot reproduce."""
         if kind not in ("placeholder", "output"):
+            _refuse_checkpoint(sys._getframe(1))
             if self.strict and _execution_modes() != self._modes:
                 raise UntraceableError(
                     "switches the gradient, inference or autocast mode, which a graph cannot hold"
                 )
-            _refuse_checkpoint(sys._getframe(1))
         return super().create_node(kind, target, *args, **kwargs)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
@@ -184,7 +184,7 @@ def _execution_modes() -> tuple[bool, ...]:
 
 
 def _refuse_checkpoint(frame: Any) -> None:
-    while frame is not None and frame.f_code is not ForwardTracer.run.__code__:
+    while frame is not None:
         if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
             raise UntraceableError("uses torch.utils.checkpoint")
         frame = frame.f_back
