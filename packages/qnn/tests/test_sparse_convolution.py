@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import sys
 
 import numpy as np
@@ -245,6 +246,48 @@ def test_deepcopy_and_state_dict(spconv, cloud):
     other = qnn.QuantSparseConvolution(spconv.SubMConv3d(4, 4, 3, bias=False))
     other.load_state_dict(module.state_dict())
     assert torch.equal(other(x).features, module(x).features)
+
+
+def test_pickles_and_types_are_equal(spconv, cloud):
+    a, b = (qnn.QuantSparseConvolution(spconv.SubMConv3d(4, 4, 3)) for _ in range(2))
+    assert type(a) is type(b)
+    x = cloud(4)
+    assert torch.equal(pickle.loads(pickle.dumps(a))(x).features, a(x).features)
+
+
+def test_convolutions_that_cannot_be_taken_over_are_reported(spconv):
+    class Scaled(spconv.SubMConv3d):
+        def forward(self, x):
+            return super().forward(x.replace_feature(x.features * 2))
+
+    class KernelConv(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.kernel = nn.Parameter(torch.randn(27, 2, 2))
+
+    register_layout(KernelConv, WeightLayout.VCK)
+    result = qnn.quantize_model(nn.Sequential(Scaled(2, 2, 3), KernelConv()))
+    reasons = {item.path: item.reason for item in result.skipped}
+    assert "Scaled has its own forward" in reasons["0"]
+    assert "KernelConv is no spconv-style module" in reasons["1"]
+
+
+def test_vck_weights_have_one_range_on_the_last_axis(cloud, reference):
+    class FlatConv(_OldConv):
+        def __init__(self, inputs, outputs):
+            super().__init__(inputs, outputs)
+            self.weight = nn.Parameter(self.weight.detach().reshape(27, inputs, outputs))
+
+    register_layout(FlatConv, WeightLayout.VCK)
+    conv, x = FlatConv(4, 6), cloud(4)
+    module = qnn.QuantSparseConvolution(conv)
+    assert module.weight_quantizer.axis == 2
+    weight = conv.weight.detach()
+    weight = _quantized(weight, weight.abs().amax((0, 1), keepdim=True).numpy(), reference)
+    weight = weight.reshape(3, 3, 3, 4, 6).permute(4, 3, 0, 1, 2)
+    dense = _expected_input(x, reference)
+    expected = F.conv3d(dense, weight, conv.bias.detach().double(), padding=1)
+    _close(module(x).features, _gather(expected, x.indices))
 
 
 def test_other_modules_are_refused_with_advice(spconv):

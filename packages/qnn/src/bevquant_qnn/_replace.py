@@ -125,7 +125,7 @@ def _refusal(
     if kind is nn.Module:
         return "sparse pooling stays float: it reads values and computes no products"
     if kind is QuantSparseConvolution:
-        return None
+        return _sparse_refusal(module)
     if kind in _POOLS and not config.quantize_pool:
         return "quantize_pool is False"
     if isinstance(module, nn.Linear) and not config.quantize_linear:
@@ -149,6 +149,18 @@ def _refusal(
             "its weight is computed (parametrization or weight norm), not a parameter; remove the "
             "parametrization first"
         )
+    return None
+
+
+def _sparse_refusal(module: nn.Module) -> str | None:
+    name = type(module).__qualname__
+    if "weight" not in module._parameters or not hasattr(module, "indice_key"):
+        return f"{name} is no spconv-style module (weight, indice_key, …), which is what can run"
+    owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
+    if any(cls.__name__ == "SparseConvolution" for cls in owner.__mro__[1:]) and not (
+        owner.__module__.startswith("bevquant_sparse.")
+    ):
+        return f"{name} has its own forward; taking it over would change what it computes"
     return None
 
 

@@ -62,9 +62,14 @@ class QuantSparseConvolution(nn.Module):
     _input_quantizer: TensorQuantizer
     _weight_quantizer: TensorQuantizer
 
-    # `module` has a default because deepcopy makes instances without arguments.
-    def __new__(cls, module: nn.Module | None = None, **_: Any) -> Self:
-        return super().__new__(cls if module is None else _class_for(cls, module))
+    def __new__(cls, module: nn.Module, **_: Any) -> Self:
+        base = next((b for b in type(module).__mro__ if b.__name__ == "SparseModule"), None)
+        return super().__new__(cls if base is None else _joined(cls, base))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copy and pickle by the two classes that the instance's class was made of."""
+        made_of = getattr(type(self), "_made_of", (type(self), None))
+        return _blank, made_of, self.__dict__
 
     def __init__(
         self,
@@ -152,14 +157,22 @@ class QuantSparseConvolution(nn.Module):
         return ""
 
 
-def _class_for(cls: type[QuantSparseConvolution], module: nn.Module) -> type[Any]:
-    """Return `cls` joined with the `SparseModule` class that `module` descends from, if any."""
-    base = next((b for b in type(module).__mro__ if b.__name__ == "SparseModule"), None)
-    if base is None or issubclass(cls, base):
-        return cls
-    attributes = {
-        "__module__": cls.__module__,
-        "__doc__": cls.__doc__,
-        "__qualname__": cls.__name__,
-    }
-    return type(cls.__name__, (cls, base), attributes)
+_classes: dict[tuple[type[Any], type[Any]], type[Any]] = {}
+
+
+def _joined(cls: type[Any], base: type[Any]) -> type[Any]:
+    """Return the class of both: one for each pair, so that types of equal modules are equal."""
+    key = (cls, base)
+    if key not in _classes:
+        attributes = {
+            "__module__": cls.__module__,
+            "__qualname__": cls.__qualname__,
+            "__doc__": cls.__doc__,
+            "_made_of": key,
+        }
+        _classes[key] = type(cls.__name__, key, attributes)
+    return _classes[key]
+
+
+def _blank(cls: type[Any], base: type[Any] | None) -> Any:
+    return object.__new__(cls if base is None else _joined(cls, base))
