@@ -74,7 +74,7 @@ SOURCE = st.one_of(st.just(-1), st.just(-1), st.integers(0, 12))
 STEP = st.tuples(st.sampled_from(KINDS), st.integers(0, 9), st.tuples(SOURCE, SOURCE))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(STEP, min_size=1, max_size=12), st.sampled_from([-1, -1, 0, 3, 5]))
 def test_random_network(randomise, steps, extra_output):
     torch.manual_seed(len(steps))
