@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from bevquant_quantizers import fake_quantize
-from bevquant_quantizers._threads import run_parts
 from hypothesis import given
 from hypothesis import strategies as st
+
+from bevquant_quantizers import fake_quantize
+from bevquant_quantizers._threads import run_parts
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 

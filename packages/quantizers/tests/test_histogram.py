@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from bevquant_quantizers._histogram import abs_histogram, add_counts, merge_bins
 from hypothesis import given
 from hypothesis import strategies as st
+
+from bevquant_quantizers._histogram import abs_histogram, add_counts, merge_bins
 
 BACKENDS = ["torch", "numba"]
 

@@ -88,11 +88,11 @@ class Checkpoint:
         if not self.path.exists():
             return 0
         try:
-            with np.load(self.path, allow_pickle=False) as file:
+            with open(self.path, "rb") as raw, np.load(raw, allow_pickle=False) as file:
                 arrays = {key: file[key] for key in file.files}
             header = json.loads(arrays.pop("header").tobytes())
             rounds, states = header.pop("rounds"), header.pop("states")
-        except (OSError, ValueError, KeyError, AttributeError, EOFError, zipfile.BadZipFile) as e:
+        except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as e:
             raise ValueError(
                 f"{self.path} is not a saved collection ({e}): delete it to begin anew"
             ) from e
