@@ -256,6 +256,32 @@ def test_members_called_by_their_index_stay_in_place(spconv, cloud, randomise, e
     assert error_of(result.model(x), model(x)) <= 1e-10
 
 
+def test_block_called_with_an_option_keeps_its_forward(spconv, cloud, randomise, error_of):
+    class Block(spconv.SparseModule):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.bn = spconv.SubMConv3d(4, 4, 3), nn.BatchNorm1d(4)
+
+        def forward(self, x, scale=1.0):
+            out = self.conv(x)
+            return out.replace_feature(self.bn(out.features) * scale)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = Block(), Block()
+
+        def forward(self, x):
+            return self.second(self.first(x, scale=2.0))
+
+    model = randomise(Model())
+    use_bevquant_kernels(model)
+    x = cloud(4)
+    result = fuse_model(model, x)
+    assert [f.how for f in result.fused] == ["identity", "rebuilt"]
+    assert error_of(result.model(x).features, model(x).features) <= 1e-10
+
+
 def test_two_readers_of_sparse_features(spconv, cloud, randomise):
     class Two(spconv.SparseModule):
         def __init__(self):

@@ -60,6 +60,8 @@ class DataFlow:
         parameters_read: Parameters and buffers that a forward reads itself, by path.
         inplace_seen: Modules that write in place where the old name is read afterwards, so that
             ``inplace=False`` would change the result.
+        called_with_options: Modules called with another value than a parameter's default, which
+            a forward rebuilt from ``trace_forward`` would refuse.
     """
 
     calls: tuple[Call, ...]
@@ -69,6 +71,7 @@ class DataFlow:
     outputs: frozenset[int]
     parameters_read: frozenset[str]
     inplace_seen: frozenset[str]
+    called_with_options: frozenset[str]
     _readers: Mapping[int, tuple[Call, ...]] = field(repr=False)
     _producers: Mapping[int, Call] = field(repr=False)
     _of_path: Mapping[str, tuple[Call, ...]] = field(repr=False)
@@ -145,6 +148,7 @@ class _Builder:
         self.outputs: set[int] = set()
         self.parameters_read: set[str] = set()
         self.inplace_seen: set[str] = set()
+        self.called_with_options: set[str] = set()
         self._numbers = count()
 
     def region(self, root: nn.Module, inputs: Inputs | None = None) -> None:
@@ -164,6 +168,8 @@ class _Builder:
         self._add(root, graph, tracer.opaque)
         for name, reason in tracer.opaque.items():
             self.untraced.setdefault(self.paths[root.get_submodule(name)], reason)
+        for name in tracer.optioned:
+            self.called_with_options.add(self.paths[root.get_submodule(name)])
         self.reached |= {root.get_submodule(name) for name in tracer.entered}
         self._descend(root)
 
@@ -228,6 +234,7 @@ class _Builder:
             outputs=frozenset(self.outputs),
             parameters_read=frozenset(self.parameters_read),
             inplace_seen=frozenset(self.inplace_seen),
+            called_with_options=frozenset(self.called_with_options),
             _readers={value: tuple(calls) for value, calls in readers.items()},
             _producers=producers,
             _of_path={path: tuple(calls) for path, calls in of_path.items()},

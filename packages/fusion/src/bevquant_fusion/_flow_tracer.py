@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,7 @@ class FlowTracer(ForwardTracer):
     Attributes:
         opaque: Path in the region to the reason why the module was not entered.
         entered: Paths in the region of the modules whose forward was followed.
+        optioned: Paths in the region of those called with other than the default of a parameter.
     """
 
     strict = False
@@ -32,6 +34,7 @@ class FlowTracer(ForwardTracer):
         super().__init__()
         self.opaque: dict[str, str] = {}
         self.entered: set[str] = set()
+        self.optioned: set[str] = set()
         self._inputs = inputs
         self._path = ""
 
@@ -76,6 +79,8 @@ class FlowTracer(ForwardTracer):
             if m._forward_hooks:
                 result = self._barrier(result)
             self.entered.add(path)
+            if _uses_options(m, args, kwargs):
+                self.optioned.add(path)
             return result
         except Exception as error:
             self._forget_after(mark)
@@ -142,6 +147,17 @@ def is_leaf(module: nn.Module) -> bool:
     owner = next(c for c in type(module).__mro__ if "forward" in vars(c))
     return owner.__module__.split(".")[0] in ("torch", "spconv") or not hasattr(
         vars(owner)["forward"], "__code__"
+    )
+
+
+def _uses_options(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    signature = inspect.signature(type(module).forward)
+    given = signature.bind(module, *args, **kwargs).arguments
+    return any(
+        parameter.default is not parameter.empty
+        and name in given
+        and given[name] is not parameter.default
+        for name, parameter in signature.parameters.items()
     )
 
 

@@ -38,7 +38,7 @@ def remove_batch_norms(
             removal[pair] = "identity"
         elif is_sparse_sequential(modules[parent]) and is_chain(modules[parent]):
             chains.setdefault(parent, []).append(pair)
-        elif is_chain(modules[parent]):
+        elif is_chain(modules[parent]) or parent in flow.called_with_options:
             removal[pair] = "identity"
         else:
             blocks.setdefault(parent, []).append(pair)
