@@ -334,6 +334,25 @@ def test_ranges_that_meet_are_widened():
     assert model[0].input_quantizer.amax.item() == 3.0
 
 
+def test_statistics_collected_before_are_merged():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = qnn.QuantLinear(2, 2), qnn.QuantLinear(2, 2)
+
+        def forward(self, x):
+            return self.a(x), self.b(x)
+
+    model = Both()
+    for layer, largest in ((model.a, 2.0), (model.b, -5.0)):
+        layer.input_quantizer.enable_calib()
+        layer(torch.tensor([[0.5, largest]]))
+        layer.input_quantizer.disable_calib()
+    qnn.quantize_model(model, example_inputs=torch.randn(1, 2))
+    model.a.input_quantizer.load_calib_amax()
+    assert model.b.input_quantizer.amax.item() == 5.0
+
+
 def test_quantizers_with_other_settings_stay_apart():
     class Both(nn.Module):
         def __init__(self):
@@ -346,7 +365,7 @@ def test_quantizers_with_other_settings_stay_apart():
 
     result = qnn.quantize_model(Both(), example_inputs=torch.randn(1, 2))
     assert result.shared == ()
-    assert "differ in settings" in result.skipped[0].reason
+    assert "their settings differ" in result.skipped[0].reason
 
 
 def test_observation_leaves_no_trace(nets):

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bevquant_qnn._concat import QuantConcat
 from bevquant_qnn._example import arguments, evaluation
 from bevquant_qnn._flow import Flow, Read
+from bevquant_qnn._holders import activation_quantizers
 from bevquant_qnn._kinds import is_batch_norm, is_quantized
-from bevquant_qnn._result import activation_quantizers
 from bevquant_qnn._sparse_tensor import features_of, is_sparse_tensor
 from bevquant_quantizers import TensorQuantizer
 
@@ -110,7 +110,7 @@ def observe(model: nn.Module, example_inputs: Any) -> Flow:
 def _hooks(
     model: nn.Module, flow: Flow, identities: _Identities, producer: dict[int, str]
 ) -> Iterator[Any]:
-    quantizers = {owner._modules[name] for _, owner, name in activation_quantizers(model)}
+    quantizers = {holder.quantizer for holder in activation_quantizers(model)}
     for path, module in model.named_modules():
         if module in quantizers:
             yield module.register_forward_pre_hook(_reader(flow, identities))

@@ -9,14 +9,10 @@ from torch import nn
 
 from bevquant_qnn._config import QuantConfig
 from bevquant_qnn._flow import Flow
+from bevquant_qnn._holders import activation_quantizers
 from bevquant_qnn._observe import observe
 from bevquant_qnn._replace import replace_layers
-from bevquant_qnn._result import (
-    QuantizedModule,
-    QuantizeResult,
-    SkippedModule,
-    activation_quantizers,
-)
+from bevquant_qnn._result import QuantizedModule, QuantizeResult, SkippedModule
 from bevquant_qnn._rewrite import quantize_joins
 from bevquant_qnn._share import share_quantizers
 from bevquant_qnn._static_flow import walk
@@ -127,7 +123,7 @@ def _notes(model: nn.Module, flow: Flow, static: bool) -> Iterator[SkippedModule
             "example_inputs to share by what really runs",
         )
     reached = {read.quantizer for read in flow.reads}
-    for path, owner, name in activation_quantizers(model):
-        if owner._modules[name] not in reached:
+    for holder in activation_quantizers(model):
+        if holder.quantizer not in reached:
             where = "the code as followed" if static else "example_inputs"
-            yield SkippedModule(path, f"not reached by {where}: its quantizer is its own")
+            yield SkippedModule(holder.path, f"not reached by {where}: its quantizer is its own")

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torch import nn
-
-from bevquant_quantizers import TensorQuantizer
 
 __all__ = [
     "QuantizeResult",
     "QuantizedModule",
     "SharedQuantizer",
     "SkippedModule",
-    "activation_quantizers",
 ]
 
 
@@ -85,14 +81,3 @@ class QuantizeResult:
         lines += [f"{len(self.skipped)} notes"]
         lines += [f"  {item.path or '(model)'}: {item.reason}" for item in self.skipped]
         return "\n".join(lines)
-
-
-def activation_quantizers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield (path, owner, name) of every quantizer that reads an activation, under every path.
-
-    Weight quantizers are told by their name, which is fixed by the state-dict format.
-    """
-    for path, owner in model.named_modules(remove_duplicate=False):
-        for name, child in owner._modules.items():
-            if isinstance(child, TensorQuantizer) and "weight" not in name:
-                yield f"{path}.{name}" if path else name, owner, name

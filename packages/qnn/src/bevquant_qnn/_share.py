@@ -10,8 +10,9 @@ from torch import nn
 from bevquant_qnn._add import QuantAdd
 from bevquant_qnn._concat import QuantConcat
 from bevquant_qnn._flow import Flow
-from bevquant_qnn._result import SharedQuantizer, SkippedModule, activation_quantizers
-from bevquant_quantizers import TensorQuantizer
+from bevquant_qnn._holders import Holder, activation_quantizers
+from bevquant_qnn._result import SharedQuantizer, SkippedModule
+from bevquant_quantizers import merge
 
 __all__ = ["share_quantizers"]
 
@@ -39,79 +40,76 @@ def share_quantizers(
 ) -> tuple[list[SharedQuantizer], list[SkippedModule]]:
     """Give all readers of one tensor, and of tensors that are joined, one quantizer object.
 
-    The object that stays is the first in model order. Quantizers with other settings (bits, axis,
-    sign, learned range, switched off) are left apart and reported.
+    The object that stays is the first in model order; its range, if any of them has one, becomes
+    the widest of all, and what their calibrators have collected is merged. Quantizers with other
+    settings (bits, axis, sign, learned range, switched off) are left apart and reported.
     """
     groups = _Groups()
-    tensors: dict[object, list[int]] = defaultdict(list)
     for read in flow.reads:
         groups.union(("tensor", read.tensor), read.quantizer)
     for output, operand in flow.joins:
         groups.union(("tensor", output), ("tensor", operand))
+    tensors: dict[object, dict[int, None]] = defaultdict(dict)
     for read in flow.reads:
-        root = groups.find(read.quantizer)
-        if read.tensor not in tensors[root]:
-            tensors[root].append(read.tensor)
-    holders = list(activation_quantizers(model))
-    read_by_pass = {read.quantizer for read in flow.reads}
-    members: dict[object, list[tuple[str, nn.Module, str]]] = defaultdict(list)
-    for path, owner, name in holders:
-        if owner._modules[name] in read_by_pass:
-            members[groups.find(owner._modules[name])].append((path, owner, name))
+        tensors[groups.find(read.quantizer)][read.tensor] = None
+    members: dict[object, list[Holder]] = defaultdict(list)
+    for holder in activation_quantizers(model):
+        root = groups.find(holder.quantizer)
+        if root in tensors:
+            members[root].append(holder)
     shared: list[SharedQuantizer] = []
     notes: list[SkippedModule] = []
     for root, group in members.items():
         names = "; ".join(dict.fromkeys(flow.name_of(tensor) for tensor in tensors[root]))
-        for part, refused in _compatible(group):
-            notes += refused
-            readers = tuple(path for path, _, _ in part)
-            _merge(part)
+        first, *others = _by_settings(group)
+        for part in (first, *others):
+            notes += _merge(part)
             if len(part) > 1:
+                readers = tuple(holder.path for holder in part)
                 shared.append(SharedQuantizer(names, readers, _reason(part, len(tensors[root]))))
+        for holder in (holder for part in others for holder in part):
+            reason = f"same tensor as {first[0].path}, but their settings differ: not shared"
+            notes.append(SkippedModule(holder.path, reason))
     return shared, notes
 
 
-def _compatible(
-    group: list[tuple[str, nn.Module, str]],
-) -> list[tuple[list[tuple[str, nn.Module, str]], list[SkippedModule]]]:
-    """Split a group by settings; every part but the first comes with its notes."""
-    parts: dict[tuple[object, ...], list[tuple[str, nn.Module, str]]] = defaultdict(list)
-    for member in group:
-        parts[_settings(member[1]._modules[member[2]])].append(member)
-    first = next(iter(parts.values()))[0][0]
-    result: list[tuple[list[tuple[str, nn.Module, str]], list[SkippedModule]]] = []
-    for index, part in enumerate(parts.values()):
-        reason = (
-            f"reads the same tensor as {first}, but their quantizers differ in settings; not shared"
-        )
-        notes = [SkippedModule(path, reason) for path, _, _ in part] if index else []
-        result.append((part, notes))
-    return result
-
-
-def _settings(quantizer: nn.Module | None) -> tuple[object, ...]:
+def _by_settings(group: list[Holder]) -> list[list[Holder]]:
+    parts: dict[tuple[object, ...], list[Holder]] = defaultdict(list)
     names = ("num_bits", "axis", "unsigned", "narrow_range", "_learn_amax", "_disabled")
-    calibrator = getattr(quantizer, "_calibrator", None)
-    return (*(getattr(quantizer, name) for name in names), type(calibrator))
+    for holder in group:
+        quantizer = holder.quantizer
+        settings = (getattr(quantizer, name) for name in names)
+        parts[(*settings, type(quantizer._calibrator))].append(holder)
+    return list(parts.values())
 
 
-def _merge(part: list[tuple[str, nn.Module, str]]) -> None:
-    _, owner, name = part[0]
-    kept: TensorQuantizer = owner._modules[name]  # type: ignore[assignment]
-    ranges = [o._modules[n].amax for _, o, n in part]  # type: ignore[union-attr]
-    known = [amax for amax in ranges if isinstance(amax, torch.Tensor)]
-    if known:
-        # A range that covers every reader's own; equal ranges stay as they are.
-        widest = torch.stack([amax.detach().to(known[0]) for amax in known]).amax(0)
+def _merge(part: list[Holder]) -> list[SkippedModule]:
+    """Let every holder hold the first one's quantizer, which takes over what the others know."""
+    notes: list[SkippedModule] = []
+    quantizers = list(dict.fromkeys(holder.quantizer for holder in part))
+    kept = quantizers[0]
+    ranges = [q.amax.detach() for q in quantizers if q.amax is not None]
+    if len(quantizers) > 1 and ranges:
+        # A range that covers every reader's own.
+        widest = torch.stack([amax.to(ranges[0]).view_as(ranges[0]) for amax in ranges]).amax(0)
         kept.amax = widest.cpu().numpy()
-    for _, owner, name in part:
-        owner._modules[name] = kept
+    calibrators = [q._calibrator for q in quantizers if q._calibrator is not None]
+    if len(calibrators) > 1:
+        try:
+            kept._calibrator = merge(calibrators)
+        except ValueError as error:
+            reason = f"statistics collected before are dropped ({error}); calibrate again"
+            notes = [SkippedModule(holder.path, reason) for holder in part[1:]]
+    for holder in part:
+        holder.put(kept)
+    return notes
 
 
-def _reason(part: list[tuple[str, nn.Module, str]], tensors: int) -> str:
-    adds = [path.rpartition(".")[0] for path, owner, _ in part if isinstance(owner, QuantAdd)]
-    concats = [path.rpartition(".")[0] for path, owner, _ in part if isinstance(owner, QuantConcat)]
+def _reason(part: list[Holder], tensors: int) -> str:
     if tensors == 1:
         return "they read the same tensor"
-    reasons = [f"operands of {path} have one range" for path in (*adds, *concats)]
-    return "they read the same tensors; " + "; ".join(dict.fromkeys(reasons))
+    joins = [h.owner_path for h in part if isinstance(h.owner, QuantAdd | QuantConcat)]
+    if not joins:
+        return "a layer that is used several times reads several tensors"
+    operands = "; ".join(f"operands of {path} have one range" for path in dict.fromkeys(joins))
+    return f"they read the same tensors; {operands}"
