@@ -129,6 +129,19 @@ def test_upstreams_growing_example():
     assert (mse - 255.0).abs() < 0.5
 
 
+def test_reset_forgets_the_growth():
+    """Upstream's next histogram has as many bins as the last one had grown to."""
+    calibrator = HistogramCalibrator(8, None, False, num_bins=19)
+    x = torch.rand(100)
+    calibrator.collect(x)
+    first = calibrator._calib_hist
+    calibrator.collect(3 * x)
+    calibrator.reset()
+    assert calibrator.compute_amax("mse") is None
+    calibrator.collect(x)
+    assert torch.equal(calibrator._calib_hist, first)
+
+
 def test_numpy_collection_is_the_same_one():
     x, y = torch.rand(1023), torch.rand(1023) + 1
     pair = [HistogramCalibrator(8, None, False, num_bins=19, torch_hist=t) for t in (False, True)]

@@ -70,6 +70,18 @@ def test_bfloat16_is_computed_in_float32():
     q, _ = tensor_quant.tensor_quant(x, amax)
     assert q.dtype == torch.bfloat16
     assert torch.equal(q.float(), tensor_quant.tensor_quant(x.float(), amax)[0])
+    out = fake_tensor_quant(x, amax)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, fake_tensor_quant(x.float(), amax).bfloat16())
+
+
+def test_upstreams_bfloat16_is_off_by_more_than_a_step(upstream):
+    """Why it is not followed there."""
+    x, amax = torch.randn(100_000).bfloat16(), torch.tensor(3.0)
+    exact = fake_tensor_quant(x.float(), amax)
+    theirs = upstream.tensor_quant.fake_tensor_quant(x, amax)
+    assert (theirs.float() - exact).abs().max() > 3.0 / 127
+    assert (fake_tensor_quant(x, amax).float() - exact).abs().max() < 0.5 * 3.0 / 127
 
 
 def test_unsigned_refuses_negative_values():

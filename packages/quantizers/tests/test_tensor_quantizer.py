@@ -276,6 +276,19 @@ def test_setting_the_rest():
         quantizer.axis = 1
 
 
+def test_bits_set_later_hold_for_the_calibrator():
+    """Upstream goes on searching a range for eight bits."""
+    x = torch.randn(5000)
+    found = []
+    for bits in (4, 8):
+        quantizer = TensorQuantizer(QuantDescriptor(calib_method="histogram"), if_calib=True)
+        quantizer.num_bits = bits
+        quantizer(x)
+        quantizer.load_calib_amax("mse")
+        found.append(float(quantizer.amax))
+    assert found[0] < 0.9 * found[1]
+
+
 def test_unknown_calibration_method():
     with pytest.raises(ValueError, match="unknown calib_method 'entropy'"):
         TensorQuantizer(QuantDescriptor(calib_method="entropy"))

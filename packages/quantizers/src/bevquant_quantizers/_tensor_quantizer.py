@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._fake_quant import fake_quantize
-from ._integer_quant import tensor_quant
 from ._quantizer_state import QuantizerState
+from .tensor_quant import fake_tensor_quant, tensor_quant
 
 __all__ = ["TensorQuantizer"]
 
@@ -140,7 +139,7 @@ class TensorQuantizer(QuantizerState):
             return outputs
         if self.use_fb_fake_quant:
             return self._fb_fake_quant(inputs, amax)
-        return fake_quantize(inputs, amax, self._num_bits, self._unsigned, self._narrow_range)
+        return fake_tensor_quant(inputs, amax, self._num_bits, self._unsigned, self._narrow_range)
 
     def _get_amax(self, inputs: Tensor) -> Tensor:
         amax = self.amax

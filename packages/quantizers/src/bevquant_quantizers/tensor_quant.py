@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ._descriptor import QuantDescriptor, ScaledQuantDescriptor
@@ -47,6 +48,8 @@ def fake_tensor_quant(
 ) -> Tensor:
     """Fake-quantize under upstream's name: `tensor_quant` divided by its scale, in one step.
 
+    bfloat16 is computed in float32: its own eight bits would move values by more than a step.
+
     Args:
         inputs: Values, any shape, float.
         amax: Range, a tensor that broadcasts to `inputs`.
@@ -62,6 +65,9 @@ def fake_tensor_quant(
         >>> fake_tensor_quant(torch.tensor([0.3, 9.0]), torch.tensor(1.27))
         tensor([0.3000, 1.2700])
     """
+    if inputs.dtype == torch.bfloat16:
+        wide = fake_quantize(inputs.float(), amax.float(), num_bits, unsigned, narrow_range)
+        return wide.to(torch.bfloat16)
     return fake_quantize(inputs, amax, num_bits, unsigned, narrow_range)
 
 
