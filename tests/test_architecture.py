@@ -48,7 +48,9 @@ def imports(tree: ast.AST) -> set[str]:
 def test_imports_point_down(member: Path) -> None:
     package = package_of(member)
     for path in (member / "src").rglob("*.py"):
-        ours = {n for n in imports(ast.parse(path.read_text())) if re.match(r"bev(quant|fusion)_", n)}
+        ours = {
+            n for n in imports(ast.parse(path.read_text())) if re.match(r"bev(quant|fusion)_", n)
+        }
         assert ours - {package} <= MAY_IMPORT[package], path
 
 
