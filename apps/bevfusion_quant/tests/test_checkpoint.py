@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.model import (
     CONFIGS,
@@ -16,8 +19,6 @@ from bevfusion_quant.model import (
     load_weights,
     read_state_dict,
 )
-from safetensors.torch import save_file
-from torch import Tensor
 
 if importlib.util.find_spec("spconv") is None:
     pytest.skip("spconv is not installed", allow_module_level=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from bevfusion_quant.cli import main
 
 if importlib.util.find_spec("spconv") is None:
@@ -88,9 +89,7 @@ def test_bad_files(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "absent.bin" in refused(capsys, here, "--points", "good.npz", "absent.bin")
 
 
-def test_a_bad_second_frame_leaves_nothing(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_second_frame_leaves_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     np.savez("z.npz", points=cloud() + np.float32([500, 0, 0, 0, 0]))
     message = refused(capsys, here, "--points", "good.npz", "z.npz")
     assert "z:" in message
@@ -154,7 +153,7 @@ def test_a_full_disk(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device", "bev.png")
 
-    monkeypatch.setattr("bevfusion_quant.pictures.bev_pictures", full)
+    monkeypatch.setattr("bevfusion_quant.ptq._run.random_weights", full)
     message = refused(capsys, here, "--points", "good.npz")
     assert "No space left on device (bev.png)" in message
     assert "--runs" in message
@@ -166,7 +165,7 @@ def test_interrupt_in_process(
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("bevfusion_quant.ptq._run.compare_layers", interrupted)
+    monkeypatch.setattr("bevfusion_quant.ptq._run.fuse_branch", interrupted)
     assert "interrupted" in refused(capsys, here, "--points", "good.npz")
 
 

@@ -7,8 +7,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from bevfusion_quant.ptq import Batch, QuantizerRow, compare_layers, layer_table, watch_quantizers
 from torch import Tensor, nn
+
+from bevfusion_quant.ptq import Batch, QuantizerRow, compare_layers, layer_table, watch_quantizers
 
 
 class Range(nn.Module):
@@ -48,11 +49,13 @@ def batch(*rows: list[float]) -> Batch:
 
 
 def test_sqnr_cosine_and_saturation_by_hand() -> None:
-    rows = compare_layers(
+    rows, wanted, got = compare_layers(
         Model(Layer(1.0), Layer(1.0)),
         Model(Layer(1.1, amax=2.0), Layer(1.0, amax=100.0)),
         [batch([3.0, 1.0]), batch([0.0, 4.0], [2.0, -2.5])],
     )
+    assert torch.equal(wanted, torch.tensor([[3.0, 1.0]]))
+    assert torch.equal(got, wanted * 1.1)
     assert [r.layer for r in rows] == ["first", "second", "output"]
     first, second, output = rows
     # The error is a tenth of the signal everywhere: 20 dB; direction unchanged.
@@ -74,7 +77,7 @@ def test_decibels_are_pooled_as_powers_not_averaged() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x + 1
 
-    rows = compare_layers(
+    rows, *_ = compare_layers(
         Model(nn.Identity(), nn.Identity()),
         Model(Off(), nn.Identity()),
         [batch([10.0]), batch([1.0])],
@@ -84,10 +87,16 @@ def test_decibels_are_pooled_as_powers_not_averaged() -> None:
 
 
 def test_equal_and_dead_layers_have_no_decibels() -> None:
-    equal = compare_layers(Model(Layer(1), Layer(1)), Model(Layer(1, 1.0), Layer(1)), [batch([1.0])])
-    dead = compare_layers(Model(Layer(0), Layer(1)), Model(Layer(0, 1.0), Layer(1)), [batch([1.0])])
+    x = [batch([1.0])]
+    equal = compare_layers(Model(Layer(1), Layer(1)), Model(Layer(1, 1.0), Layer(1)), x).rows
+    dead = compare_layers(Model(Layer(0), Layer(1)), Model(Layer(0, 1.0), Layer(1)), x).rows
     assert (equal[0].sqnr_db, dead[0].sqnr_db, dead[0].cosine) == (None, None, None)
     assert "–" in layer_table(dead)
+
+
+def test_no_batches_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        compare_layers(Model(Layer(1), Layer(1)), Model(Layer(1, 1.0), Layer(1)), [])
 
 
 def test_hooks_are_gone_afterwards() -> None:
@@ -115,7 +124,7 @@ def test_watched_values_of_a_shared_quantizer_are_counted_once_each() -> None:
 
 
 def test_table_is_aligned_and_fits_a_terminal() -> None:
-    rows = compare_layers(
+    rows, *_ = compare_layers(
         Model(Layer(1.0), Layer(1.0)),
         Model(Layer(1.1, amax=2.0), Layer(1.0, amax=100.0)),
         [batch([3.0, 1.0])],

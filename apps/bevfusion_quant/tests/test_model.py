@@ -38,7 +38,7 @@ def voxels(config: LidarConfig, count: int = 300, batch: int = 1, seed: int = 0)
 
 
 def expected_shapes(config: LidarConfig) -> dict[str, tuple[int, ...]]:
-    """Every entry of the branch's state dict, sparse weights as RSCK, written out from the paper."""
+    """Every entry of the branch's state dict, sparse weights as RSCK, written out by hand."""
     shapes: dict[str, tuple[int, ...]] = {}
 
     def norm(path: str, width: int) -> None:
@@ -83,7 +83,7 @@ def test_full_size_map_is_256_by_180_by_180() -> None:
 
 
 class Dense:
-    """The encoder by dense convolutions: a submanifold one keeps the mask, a strided one spreads it."""
+    """The encoder by dense convolutions: submanifold ones keep the mask, strided ones grow it."""
 
     def __init__(self, backbone: nn.Module) -> None:
         self.backbone = backbone
@@ -169,10 +169,9 @@ def test_random_weights_repeat_and_differ_by_seed() -> None:
     for model, seed in zip(models, (5, 5, 6), strict=True):
         random_weights(model, features, coords, seed=seed)
     a, b, c = (m.state_dict() for m in models)
+    last = "encoders.lidar.backbone.conv_out.0.weight"
     assert all(torch.equal(a[k], b[k]) for k in a)
-    assert not torch.equal(
-        a["encoders.lidar.backbone.conv_out.0.weight"], c["encoders.lidar.backbone.conv_out.0.weight"]
-    )
+    assert not torch.equal(a[last], c[last])
 
 
 def test_random_weights_of_a_single_voxel_are_finite() -> None:

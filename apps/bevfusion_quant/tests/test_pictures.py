@@ -1,4 +1,4 @@
-"""Pictures: every file is written, no input makes drawing warn, the same values give the same bytes."""
+"""Pictures: every file is written, drawing never warns, same values give same bytes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from matplotlib.image import imread
+
 from bevfusion_quant.model import CONFIGS
 from bevfusion_quant.pictures import bev_pictures, histogram_pictures, layer_picture
 from bevfusion_quant.ptq import LayerRow, QuantizerValues
-from matplotlib.image import imread
 
 CONFIG = CONFIGS["tiny"]
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.ptq import free_name, run_folder
 
@@ -41,7 +42,8 @@ def test_leaves_no_trace_when_ended_early(tmp_path: Path, error: type[BaseExcept
 
 def test_existing_run_is_refused_before_any_work(tmp_path: Path) -> None:
     write(tmp_path)
-    with pytest.raises(InputError, match="exists already"), run_folder(tmp_path, "a", overwrite=False):
+    folder = run_folder(tmp_path, "a", overwrite=False)
+    with pytest.raises(InputError, match="exists already"), folder:
         pytest.fail("the block must not run")
 
 

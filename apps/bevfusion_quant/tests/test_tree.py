@@ -11,6 +11,7 @@ import importlib.util
 import re
 
 import pytest
+
 from bevfusion_quant.cli import main
 
 if importlib.util.find_spec("spconv") is None:

@@ -103,9 +103,9 @@ def _report(result: PtqResult) -> str:
     steps = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in result.seconds.items())
     warnings = "".join(f"\nwarning: {text}" for text in result.warnings)
     return (
-        f"\nFloat against fake-quantized, output of each layer\n\n{layer_table(result.layers)}\n{warnings}\n"
+        "\nFloat against fake-quantized, output of each layer\n\n"
+        f"{layer_table(result.layers)}\n{warnings}\n"
         f"{steps}\npeak memory {result.peak_memory_mib:,.0f} MiB\n\n"
         f"Written to {result.folder}: summary.json, ranges.json, weights.safetensors, "
         "config.json, bev.png, layers.png, histograms_*.png"
     )
-

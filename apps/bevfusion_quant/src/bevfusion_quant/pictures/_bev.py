@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from matplotlib.colors import Normalize, PowerNorm
+from matplotlib import colormaps
+from matplotlib.colors import Colormap, ListedColormap
 
 from bevfusion_quant.pictures._style import GREY, figure, save
 
@@ -24,7 +25,10 @@ __all__ = ["bev_pictures"]
 
 Map = npt.NDArray[np.floating[Any]]
 Draw = Callable[["Figure", "Axes"], None]
-ROOT_SCALE = "L2 norm over channels (square-root colours)"
+# Without the darkest part, which would pass for the background.
+GLOW = ListedColormap(colormaps["magma"](np.linspace(0.17, 1, 256)))
+NORM = "L2 norm over channels"
+ERROR = "L2 norm of quantized − float"
 
 
 def bev_pictures(
@@ -32,10 +36,10 @@ def bev_pictures(
 ) -> list[Path]:
     """Write `bev.png` (all four side by side) and one PNG for each of the four.
 
-    Feature maps [1, channels, x, y] are shown as their L2 norm over the channels, in colours that
-    go with its square root, because a few retroreflectors outshine the street; float and
-    quantized share one colour scale, the difference (the norm of the difference vector) has its
-    own.
+    Feature maps [1, channels, x, y] are shown as their L2 norm over the channels; cells without a
+    voxel stay dark. Float and quantized share one colour scale, from the 1st to the 99.5th
+    percentile of the float map; the difference (the norm of the difference vector) has its own,
+    from 0.
 
     Args:
         folder: Where to write.
@@ -45,33 +49,25 @@ def bev_pictures(
         wanted: The float model's map.
         got: The fake-quant model's map.
     """
-    float_map, quant_map = _norm(wanted), _norm(got)
-    error = _norm(got - wanted)
-    top = float(np.percentile(float_map[float_map > 0], 99.5)) if (float_map > 0).any() else 1.0
-    worst = float(np.percentile(error[error > 0], 99.5)) if (error > 0).any() else 1.0
-    sqnr = _sqnr(wanted, got)
+    occupied = ((wanted[0] != 0) | (got[0] != 0)).any(0)
+    float_map, quant_map = _norm(wanted, occupied), _norm(got, occupied)
+    error = _norm(got - wanted, occupied)
+    scale, worst = _span(float_map, 1), (0.0, _span(error, 0)[1])
+    low, high = config.point_cloud_range[2], config.point_cloud_range[5]
+    heights = _heights(config, features, coords)
+    title = f"Difference, own scale ({_sqnr(wanted, got)})"
     panels: dict[str, Draw] = {
         "input": _panel(
             config,
-            _heights(config, features, coords),
-            f"Input: {len(coords):,} voxels, highest in each column",
+            heights,
+            f"Input: {len(coords):,} voxels, highest of each column",
             "height z [m]",
             "viridis",
-            (config.point_cloud_range[2], config.point_cloud_range[5]),
-            linear=True,
+            (low, high),
         ),
-        "float": _panel(config, float_map, "Float features", ROOT_SCALE, "magma", (0.0, top)),
-        "quantized": _panel(
-            config, quant_map, "Fake-quantized features", ROOT_SCALE, "magma", (0.0, top)
-        ),
-        "difference": _panel(
-            config,
-            error,
-            f"Difference, own scale ({sqnr})",
-            "L2 norm of quantized − float (square-root colours)",
-            "magma",
-            (0.0, worst),
-        ),
+        "float": _panel(config, float_map, "Float features", NORM, GLOW, scale),
+        "quantized": _panel(config, quant_map, "Fake-quantized features", NORM, GLOW, scale),
+        "difference": _panel(config, error, title, ERROR, GLOW, worst),
     }
     written = []
     with figure(12.4, 10.6) as whole:
@@ -90,10 +86,8 @@ def _panel(
     values: Map,
     title: str,
     label: str,
-    colours: str,
+    colours: str | Colormap,
     limits: tuple[float, float],
-    *,
-    linear: bool = False,
 ) -> Draw:
     low_x, low_y, _, high_x, high_y, _ = config.point_cloud_range
 
@@ -104,7 +98,8 @@ def _panel(
             origin="lower",
             extent=(low_x, high_x, low_y, high_y),
             cmap=colours,
-            norm=Normalize(*limits) if linear else PowerNorm(0.5, *limits),
+            vmin=limits[0],
+            vmax=limits[1],
             interpolation="nearest",
         )
         axes.plot(0, 0, marker="+", color="white", markersize=7, markeredgewidth=1.2, alpha=0.8)
@@ -115,16 +110,29 @@ def _panel(
         above = bool(np.nanmax(values, initial=limits[0]) > limits[1])
         below = bool(np.nanmin(values, initial=limits[1]) < limits[0])
         extend = {(0, 0): "neither", (0, 1): "max", (1, 0): "min", (1, 1): "both"}[below, above]
-        bar = whole.colorbar(image, ax=axes, fraction=0.046, pad=0.02, extend=extend)
+        bar = whole.colorbar(
+            image, ax=axes, fraction=0.046, pad=0.02, extend=extend, extendfrac=0.03
+        )
         bar.set_label(label)
         bar.outline.set_visible(False)
 
     return draw
 
 
-def _norm(features: Tensor) -> Map:
-    norm: Map = features[0].float().norm(dim=0).numpy()
-    return norm
+def _norm(features: Tensor, occupied: Tensor) -> Map:
+    """L2 norm over the channels, NaN where no voxel is."""
+    norm = features[0].float().norm(dim=0)
+    masked: Map = norm.masked_fill(~occupied, torch.nan).numpy()
+    return masked
+
+
+def _span(values: Map, percentile: float) -> tuple[float, float]:
+    """A low percentile and the 99.5th of the cells that have a value."""
+    known = values[np.isfinite(values)]
+    if not known.size or known.max() <= 0:
+        return 0.0, 1.0
+    low, high = np.percentile(known, [percentile, 99.5])
+    return float(low), max(float(high), float(low) + 1e-6)
 
 
 def _heights(config: LidarConfig, features: Tensor, coords: Tensor) -> Map:

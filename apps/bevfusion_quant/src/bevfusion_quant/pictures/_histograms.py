@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 __all__ = ["histogram_pictures"]
 
 ROWS, COLUMNS = 4, 3
+# Inches: the page's width and margins, a row with the gap below it, and that gap.
+WIDTH, TOP, BOTTOM, ROW, GAP = 12.4, 0.95, 0.35, 2.5, 0.8
 
 
 def histogram_pictures(folder: Path, quantizers: Sequence[QuantizerValues]) -> list[Path]:
@@ -38,17 +40,31 @@ def histogram_pictures(folder: Path, quantizers: Sequence[QuantizerValues]) -> l
 
 def _page(path: Path, kind: str, members: Sequence[QuantizerValues], number: str) -> Path:
     rows = -(-len(members) // COLUMNS)
-    with figure(12.4, 0.9 + 2.35 * rows) as whole:
+    height = TOP + BOTTOM + ROW * rows - GAP
+    # A fixed grid: letting matplotlib fit it doubles the time to draw a page.
+    with figure(WIDTH, height, layout=None) as whole:
         what = (
             "values each input quantizer is handed on the first frame (fake-quantized upstream)"
             if kind == "inputs"
-            else "folded weights, one range per output channel"
+            else "folded weights, one range per output channel (shaded: smallest to largest)"
         )
         whole.suptitle(
-            f"Quantizer {kind}: {what}; {number}", x=0.01, ha="left", fontsize=12, weight="bold"
+            f"Quantizer {kind}: {what}; {number}",
+            x=0.6 / WIDTH, y=1 - 0.14 / height, ha="left", va="top", fontsize=12, weight="bold",
+        )  # fmt: skip
+        grid = whole.subplots(
+            rows,
+            COLUMNS,
+            squeeze=False,
+            gridspec_kw={
+                "left": 0.6 / WIDTH,
+                "right": 1 - 0.2 / WIDTH,
+                "top": 1 - TOP / height,
+                "bottom": BOTTOM / height,
+                "wspace": 0.19,
+                "hspace": GAP / (ROW - GAP),
+            },
         )
-        whole.get_layout_engine().set(h_pad=0.09, w_pad=0.08)  # type: ignore[union-attr]
-        grid = whole.subplots(rows, COLUMNS, squeeze=False)
         for axes in grid.flat[len(members) :]:
             axes.set_visible(False)
         for axes, values in zip(grid.flat, members, strict=False):
@@ -70,8 +86,8 @@ def _histogram(axes: Axes, values: QuantizerValues) -> None:
         ranges = f"±{low:.3g} … ±{high:.3g}, {values.amax.size} channels"
     else:
         ranges = f"±{high:.4g}"
-    for side in (-high, high):
-        axes.axvline(side, color=ORANGE, linewidth=1.3)
+    for edge in (-high, high):
+        axes.axvline(edge, color=ORANGE, linewidth=1.3)
     reach = max(values.largest, high) * 1.06 or 1.0
     both_signs = bool(counts[: len(counts) // 2].any())
     axes.set_xlim(-reach if both_signs else -0.04 * reach, reach)

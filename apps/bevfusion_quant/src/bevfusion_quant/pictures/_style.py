@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 __all__ = ["BLUE", "GREY", "INK", "ORANGE", "figure", "save"]
+
+Layout = Literal["constrained"] | None
 
 INK = "#1f2933"
 GREY = "#7b8794"
@@ -39,10 +41,10 @@ STYLE = {
 
 
 @contextmanager
-def figure(width: float, height: float, **options: Any) -> Iterator[Figure]:
+def figure(width: float, height: float, layout: Layout = "constrained") -> Iterator[Figure]:
     """A figure of the given size in inches, drawn without pyplot and so without a display."""
     with rc_context(STYLE):
-        yield Figure(figsize=(width, height), layout="constrained", **options)
+        yield Figure(figsize=(width, height), layout=layout)
 
 
 def save(drawn: Figure, path: Path, *, dpi: int = 130) -> Path:

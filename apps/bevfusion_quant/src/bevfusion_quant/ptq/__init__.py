@@ -1,7 +1,8 @@
 """Post-training quantization of the LiDAR branch, whole or step by step."""
 
 from bevfusion_quant.ptq._batches import VoxelBatches
-from bevfusion_quant.ptq._compare import Batch, LayerRow, compare_layers
+from bevfusion_quant.ptq._compare import Batch, Comparison, LayerRow, compare_layers
+from bevfusion_quant.ptq._load_run import load_quantized
 from bevfusion_quant.ptq._quantizer_values import (
     QuantizerRow,
     QuantizerValues,
@@ -21,6 +22,7 @@ from bevfusion_quant.ptq._summary import layer_table
 
 __all__ = [
     "Batch",
+    "Comparison",
     "LayerRow",
     "Method",
     "PtqConfig",
@@ -35,6 +37,7 @@ __all__ = [
     "free_name",
     "fuse_branch",
     "layer_table",
+    "load_quantized",
     "quantize_branch",
     "run_folder",
     "run_ptq",

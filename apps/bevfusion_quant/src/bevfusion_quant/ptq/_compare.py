@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Batch", "LayerRow", "compare_layers"]
+__all__ = ["Batch", "Comparison", "LayerRow", "compare_layers"]
 
 
 class Batch(NamedTuple):
@@ -40,6 +40,14 @@ class LayerRow:
     cosine: float | None
     saturated: float | None
     input_amax: float | None
+
+
+class Comparison(NamedTuple):
+    """Rows of the table, and both models' output for the first batch."""
+
+    rows: list[LayerRow]
+    wanted: Tensor
+    got: Tensor
 
 
 @dataclass
@@ -117,16 +125,14 @@ def compare_layers(
     float_model: nn.Module,
     quantized_model: nn.Module,
     batches: Iterable[Batch],
-    progress: Callable[[Iterable[Batch]], Iterable[Batch]] = lambda b: b,
-) -> list[LayerRow]:
+) -> Comparison:
     """One row per quantized layer in the order of execution, then one for the model's output.
 
     Args:
         float_model: The folded float model.
         quantized_model: The calibrated model made from it; layers correspond by path. Layers that
             the float model does not have (QuantAdd) are compared where their block ends.
-        batches: Every batch is run through both models.
-        progress: Wraps the batches, to show how far it is.
+        batches: At least one; every batch is run through both models.
 
     Returns:
         Rows pooled over all batches (sums of squares, not means of decibels).
@@ -134,6 +140,7 @@ def compare_layers(
     probes = _probes(float_model, quantized_model)
     order: list[_Probe] = []
     whole = _Probe("output", "", None)
+    first: tuple[Tensor, Tensor] | None = None
     with ExitStack() as stack, torch.no_grad():
         for probe in probes:
             reference = float_model.get_submodule(probe.layer)
@@ -142,12 +149,15 @@ def compare_layers(
             stack.callback(judged.register_forward_hook(_noting(order, probe)).remove)
             assert probe.reader is not None
             stack.callback(probe.reader.register_forward_pre_hook(probe.count).remove)
-        for batch in progress(batches):
-            whole.wanted = _values(float_model(*batch))
-            output = quantized_model(*batch)
-            whole.judge(quantized_model, (), output)
+        for batch in batches:
+            whole.wanted = wanted = float_model(*batch)
+            got = quantized_model(*batch)
+            whole.judge(quantized_model, (), got)
+            first = first or (wanted, got)
+    if first is None:
+        raise ValueError("there are no batches to compare on: give at least one")
     rows = [p.sums.row(p.layer, p.kind, p.amax()) for p in order]
-    return [*rows, whole.sums.row("output", "bird's-eye view", None)]
+    return Comparison([*rows, whole.sums.row("output", "bird's-eye view", None)], *first)
 
 
 def _noting(order: list[_Probe], probe: _Probe) -> Callable[[nn.Module, Any, Any], None]:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 __all__ = ["QuantizerRow", "QuantizerValues", "watch_quantizers"]
 
-BINS = 256
+# Few enough that a bin spans several steps of values already quantized: no moiré in the pictures.
+BINS = 80
 
 
 @dataclass

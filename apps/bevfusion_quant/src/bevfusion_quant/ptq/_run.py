@@ -149,9 +149,8 @@ def run_ptq(
         with clock.step("calibrate", blame="no ranges can be found"):
             report = calibrate_branch(quantized.model, batches.head(count), method=config.method)
         with clock.step("compare"):
-            layers = compare_layers(fused.model, quantized.model, batches)
+            layers, wanted, got = compare_layers(fused.model, quantized.model, batches)
             with torch.no_grad():
-                wanted, got = fused.model(*first), quantized.model(*first)
                 folding_error = _relative_change(float_model(*first), wanted)
         with clock.step("watch quantizers"):
             values = watch_quantizers(quantized.model, lambda model: model(*first))
