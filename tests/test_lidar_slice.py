@@ -149,6 +149,6 @@ def test_training_moves_the_float_weights_and_lowers_the_loss() -> None:
         loss = (quantized(target).features - wanted).square().mean()
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     assert losses[-1] < 0.9 * losses[0]
     assert all(not torch.equal(w, b) for w, b in zip(weights, before, strict=True))
