@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import pickle
@@ -282,7 +283,9 @@ def test_progress_needs_tqdm_only_where_asked(monkeypatch, capsys):
     pytest.importorskip("tqdm", reason="tqdm is not installed")
     calibrate(Block(), make_batches(), progress=True)
     assert "7/7" in capsys.readouterr().err
-    monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
+    find = importlib.util.find_spec
+    hidden = lambda name, *rest: None if name == "tqdm" else find(name, *rest)  # noqa: E731
+    monkeypatch.setattr(importlib.util, "find_spec", hidden)
     calibrate(Block(), make_batches())
     with pytest.raises(ValueError, match="tqdm"):
         calibrate(Block(), make_batches(), progress=True)

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bevquant_quantizers import fake_quantize
-from bevquant_quantizers._threads import run_parts
+from bevquant_quantizers._jit import has_numba
 
+BACKENDS = ["torch", "numba"] if has_numba() else ["torch"]
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -40,13 +41,11 @@ RANGES = {
 }
 
 
-@pytest.mark.parametrize("backend", ["torch", "numba"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("unsigned", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("kind", list(RANGES))
 def test_equals_upstream_bit_for_bit(upstream, kind, dtype, unsigned, backend):
-    if backend == "numba":
-        pytest.importorskip("numba", reason="numba is not installed")
     amax = RANGES[kind]
     for num_bits in (4, 8, 16):
         for narrow in (False, True):
@@ -103,26 +102,7 @@ def test_same_bits_at_any_number_of_threads():
     assert same_bits(found[0], found[2])
 
 
-def test_parts_cover_the_whole_once_and_pass_errors_on():
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
-        bounds = run_parts(lambda i, j: (i, j), 1_000_000)
-        assert len(bounds) == 3
-        assert [b[0] for b in bounds[1:]] == [b[1] for b in bounds[:-1]]
-        assert (bounds[0][0], bounds[-1][1]) == (0, 1_000_000)
-
-        def fails_late(i, j):
-            if i:
-                raise ValueError("late")
-
-        with pytest.raises(ValueError, match="late"):
-            run_parts(fails_late, 1_000_000)
-    finally:
-        torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize("backend", ["torch", "numba"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_input_is_left_alone_and_empty_is_fine(backend):
     x = torch.randn(20_000)
     kept = x.clone()
@@ -175,7 +155,7 @@ def test_errors_say_what_to_do():
     x = torch.randn(20_000)
     with pytest.raises(ValueError, match="must not be negative"):
         fake_quantize(x, -1.0)
-    for backend in ("torch", "numba"):
+    for backend in BACKENDS:
         with pytest.raises(TypeError, match=r"negative values .* unsigned"):
             fake_quantize(x, 1.0, unsigned=True, backend=backend)
     with pytest.raises(TypeError, match="floating-point"):

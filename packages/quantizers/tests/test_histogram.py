@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bevquant_quantizers._histogram import abs_histogram, add_counts, merge_bins
+from bevquant_quantizers._jit import has_numba
 
-BACKENDS = ["torch", "numba"]
+BACKENDS = ["torch", "numba"] if has_numba() else ["torch"]
 
 
 def fields(histogram):
@@ -29,6 +30,7 @@ def test_counts_are_those_of_histc(bins, backend):
         assert found.zeros == int((x == 0).sum())
 
 
+@pytest.mark.skipif(not has_numba(), reason="numba is not installed")
 @given(
     seed=st.integers(0, 2**31),
     size=st.integers(0, 3000),

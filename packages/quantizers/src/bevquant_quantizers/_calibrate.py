@@ -131,7 +131,7 @@ def _collectors(model: nn.Module) -> tuple[list[NamedQuantizer], list[Calibrator
     if not entries:
         raise ValueError(
             "the model has no enabled quantizer with a calibrator: quantize it first, or enable "
-            "its quantizers"
+            "its quantizers (adopt_quantizers takes over those of pytorch-quantization)"
         )
     return entries, calibrators
 

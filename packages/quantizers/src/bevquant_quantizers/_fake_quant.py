@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ._jit import has_numba
+from ._jit import use_numba
 
 __all__ = ["fake_quantize"]
 
@@ -78,10 +78,8 @@ def fake_quantize(
         amax = torch.tensor(amax, dtype=torch.float32, device=x.device)
     if axis is not None:
         amax = _along(amax, x, axis)
-    if backend not in ("auto", "numba", "torch"):
-        raise ValueError(f"backend must be 'auto', 'numba' or 'torch', got {backend!r}")
     step: _Step = _torch_step
-    if backend == "numba" or (backend == "auto" and _worth_a_kernel(x)):
+    if use_numba(backend, _worth_a_kernel(x)):
         from ._fake_quant_numba import one_pass
 
         step = partial(one_pass, otherwise=_torch_step)
@@ -97,7 +95,6 @@ def _worth_a_kernel(x: Tensor) -> bool:
         x.numel() >= _SMALLEST_KERNEL
         and x.device.type == "cpu"
         and type(x) in (Tensor, torch.nn.Parameter)
-        and has_numba()
         and not torch._C._get_tracing_state()
         and not torch.compiler.is_compiling()
     )
@@ -174,6 +171,7 @@ class _FakeQuantize(Function):
         x, amax = inputs[:2]
         inside = output[1]
         ctx.mark_non_differentiable(inside)
+        ctx.set_materialize_grads(False)  # or the mask would get a gradient of zeros
         ctx.amax_shape = amax.shape
         # x itself is needed for its sign alone, and only where amax learns.
         ctx.save_for_backward(inside, *([x] if ctx.needs_input_grad[1] else []))
@@ -193,7 +191,8 @@ class _FakeQuantize(Function):
 
 def _keep(grad: Tensor, inside: Tensor) -> Tensor:
     """Return the gradient where `inside`, zero elsewhere."""
-    if grad.dtype == torch.float32 and _worth_a_kernel(grad) and not torch.is_grad_enabled():
+    fast = use_numba("auto", _worth_a_kernel(grad) and grad.dtype == torch.float32)
+    if fast and not torch.is_grad_enabled():
         from ._fake_quant_numba import keep
 
         kept = keep(grad, inside)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._jit import has_numba
+from ._jit import use_numba
 
 __all__ = ["AbsHistogram", "abs_histogram", "add_counts", "merge_bins"]
 
@@ -100,12 +100,8 @@ def abs_histogram(
         )
     if upper is not None and not 0.0 <= upper < math.inf:
         raise ValueError(f"upper must be finite and not negative, got {upper}")
-    if backend not in ("auto", "numba", "torch"):
-        raise ValueError(f"backend must be 'auto', 'numba' or 'torch', got {backend!r}")
     x = x.detach().to(torch.float32)
-    fast = backend == "numba" or (
-        backend == "auto" and x.numel() >= _SMALLEST_KERNEL and has_numba()
-    )
+    fast = use_numba(backend, x.numel() >= _SMALLEST_KERNEL)
     if fast and x.device.type == "cpu" and x.numel():
         from ._histogram_numba import one_pass
 

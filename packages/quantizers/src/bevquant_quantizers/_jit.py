@@ -7,13 +7,28 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-__all__ = ["has_numba", "jit"]
+__all__ = ["has_numba", "jit", "use_numba"]
 
 
 @cache
 def has_numba() -> bool:
     """Say whether numba can be imported, without importing it."""
     return importlib.util.find_spec("numba") is not None
+
+
+def use_numba(backend: str, worthwhile: bool) -> bool:
+    """Decide for numba: where it is asked for, or for "auto" where installed and worthwhile.
+
+    Raises:
+        ValueError: An unknown backend, or numba asked for and not installed.
+    """
+    if backend not in ("auto", "numba", "torch"):
+        raise ValueError(f"backend must be 'auto', 'numba' or 'torch', got {backend!r}")
+    if backend == "numba" and not has_numba():
+        raise ValueError(
+            "backend='numba' needs numba: pip install 'bevquant-quantizers[numba]', or use 'auto'"
+        )
+    return backend == "numba" or (backend == "auto" and worthwhile and has_numba())
 
 
 def jit(function: Callable[..., Any]) -> Callable[..., Any]:
