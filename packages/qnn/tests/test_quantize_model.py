@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import bevquant_qnn as qnn
@@ -114,9 +115,12 @@ def test_trap_18_swin_shares_by_data_flow(nets, observed):
     assert all(isinstance(model.get_submodule(p), qnn.QuantLinear) for p in linears)
     for got, expected in zip(model(x), reference, strict=True):
         assert (got - expected).norm() < 0.1 * expected.norm()
-    reasons = {item.path: item.reason for item in result.skipped}
+    reasons: dict[str, str] = {}
+    for item in result.skipped:
+        reasons[item.path] = reasons.get(item.path, "") + item.reason
     assert "neither fed nor read" in reasons["merge"]
     assert "not behind a quantized convolution" in reasons["stage1.0"]
+    assert not observed or "computes a matrix product" in reasons["stage1.0.attn"]
 
 
 def test_readers_behind_views_copies_and_identities_share():
@@ -278,6 +282,26 @@ def test_layers_that_cannot_be_replaced_are_reported():
     for name in ("3.linear1", "3.linear2", "3.self_attn.out_proj"):
         assert "reads this layer's weight without calling it" in reasons[name]
     assert result.quantized == ()
+
+
+def test_products_by_function_calls_are_reported():
+    class Calls(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(2, 2, 1)
+            self.kernel = nn.Parameter(torch.randn(2, 2, 1, 1))
+
+        def forward(self, x):
+            x = F.conv2d(self.conv(x), self.kernel)
+            return F.scaled_dot_product_attention(x, x, x) + x @ x
+
+    model = nn.Sequential(Calls())
+    result = qnn.quantize_model(model, example_inputs=torch.randn(1, 2, 4, 4))
+    reasons = [item.reason for item in result.skipped if item.path == "0"]
+    for product in ("a convolution", "attention", "a matrix product"):
+        assert f"computes {product} by a function call" in "\n".join(reasons)
+    plain = nn.Sequential(nn.Conv2d(2, 2, 1), nn.Flatten(), nn.Linear(32, 2))
+    assert qnn.quantize_model(plain, example_inputs=torch.randn(1, 2, 4, 4)).skipped == ()
 
 
 def test_a_layer_not_reached_is_reported(nets):

@@ -33,6 +33,7 @@ class Flow:
         names: What produced each tensor, in words.
         unfolded: (batch norm, convolution): paths of a batch norm that reads a quantized
             convolution directly.
+        products: (path, what): modules whose own forward computes a product by a function call.
         blind_spots: (path, reason): modules whose inside could not be followed.
     """
 
@@ -40,6 +41,7 @@ class Flow:
     joins: list[tuple[int, int]] = field(default_factory=list)
     names: dict[int, str] = field(default_factory=dict)
     unfolded: list[tuple[str, str]] = field(default_factory=list)
+    products: list[tuple[str, str]] = field(default_factory=list)
     blind_spots: list[tuple[str, str]] = field(default_factory=list)
 
     def name_of(self, tensor: int) -> str:

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bevquant_qnn._concat import QuantConcat
 from bevquant_qnn._example import arguments, evaluation
 from bevquant_qnn._flow import Flow, Read
+from bevquant_qnn._functional import FunctionalProducts
 from bevquant_qnn._holders import activation_quantizers
 from bevquant_qnn._kinds import is_batch_norm, is_quantized
 from bevquant_qnn._sparse_tensor import features_of, is_sparse_tensor
@@ -96,14 +97,16 @@ def observe(model: nn.Module, example_inputs: Any) -> Flow:
     producer: dict[int, str] = {}
     with ExitStack() as stack:
         stack.enter_context(evaluation(model))
-        for hook in _hooks(model, flow, identities, producer):
+        products = FunctionalProducts(model)
+        for hook in (*_hooks(model, flow, identities, producer), *products.hooks()):
             stack.callback(hook.remove)
         args, kwargs = arguments(example_inputs)
         for index, value in enumerate([*args, *kwargs.values()]):
             for tensor in _tensors(value):
                 flow.names.setdefault(identities.number(tensor), f"model input {index}")
-        with identities:
+        with identities, products:
             model(*args, **kwargs)
+    flow.products += products.found
     return flow
 
 

@@ -116,6 +116,10 @@ def _notes(model: nn.Module, flow: Flow, static: bool) -> Iterator[SkippedModule
             f"batch norm directly behind the quantized {convolution} is not folded into it; fold "
             "first (bevquant_fusion.fuse_model) unless training with it is meant",
         )
+    for path, product in flow.products:
+        yield SkippedModule(
+            path, f"computes {product} by a function call, not by a layer: it stays float"
+        )
     for path, reason in flow.blind_spots:
         yield SkippedModule(
             path,
