@@ -266,8 +266,12 @@ def test_convolutions_that_cannot_be_taken_over_are_reported(spconv):
             self.kernel = nn.Parameter(torch.randn(27, 2, 2))
 
     register_layout(KernelConv, WeightLayout.VCK)
-    result = qnn.quantize_model(nn.Sequential(Scaled(2, 2, 3), KernelConv()))
+    layers = (Scaled(2, 2, 3), KernelConv(), spconv.SparseMaxPool3d(2), spconv.AddTable())
+    result = qnn.quantize_model(nn.Sequential(*layers))
     reasons = {item.path: item.reason for item in result.skipped}
+    assert result.quantized == ()
+    assert "pooling stays float" in reasons["2"]
+    assert "call QuantAdd in its place" in reasons["3"]
     assert "Scaled has its own forward" in reasons["0"]
     assert "KernelConv is no spconv-style module" in reasons["1"]
 

@@ -32,6 +32,14 @@ _POOLS: tuple[type[Any], ...] = tuple(
 )
 # torch's fused attention reads these children's weights without calling them.
 _FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+# spconv's other modules that read features: class name to what keeps them float.
+_SPARSE_FLOAT = {
+    "SparseMaxPool": "sparse pooling stays float: it computes no products",
+    "SparseAvgPool": "sparse pooling stays float: it computes no products",
+    "AddTable": "adds sparse tensors in float; call QuantAdd in its place",
+    "AddTableMisaligned": "adds sparse tensors over different voxels, in float",
+    "JoinTable": "concatenates sparse tensors in float; call QuantConcat in its place",
+}
 
 
 def replace_layers(
@@ -79,7 +87,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module | None
         if isinstance(module, TensorQuantizer) or _has_quantizers(module):
             inside_quantized.add(path)
             continue
-        if _target(module) is not None:
+        if _target(module) is not None or _sparse_float(module) is not None:
             yield path, module, parents[path.rpartition(".")[0]] if path else None
 
 
@@ -93,9 +101,12 @@ def _target(module: nn.Module) -> type[Any] | None:
     for kind in (*_DENSE, *_POOLS):
         if isinstance(module, kind.float_class):
             return kind
-    if "SparseMaxPool" in _name(module) or "SparseAvgPool" in _name(module):
-        return nn.Module
     return None
+
+
+def _sparse_float(module: nn.Module) -> str | None:
+    names = (cls.__name__ for cls in type(module).__mro__)
+    return next((_SPARSE_FLOAT[name] for name in names if name in _SPARSE_FLOAT), None)
 
 
 def _edges(
@@ -122,8 +133,8 @@ def _refusal(
     pattern = config.excluded_by(path)
     if pattern is not None:
         return f"excluded by {pattern!r}"
-    if kind is nn.Module:
-        return "sparse pooling stays float: it reads values and computes no products"
+    if kind is None:
+        return _sparse_float(module)
     if kind is QuantSparseConvolution:
         return _sparse_refusal(module)
     if kind in _POOLS and not config.quantize_pool:
@@ -137,12 +148,12 @@ def _refusal(
         )
     if isinstance(module, nn.modules.lazy.LazyModuleMixin):
         return "lazy: run the model once, then quantize it"
-    float_class: type[nn.Module] = kind.float_class  # type: ignore[union-attr]
+    float_class: type[nn.Module] = kind.float_class
     for method in ("forward", "_conv_forward"):
         if getattr(type(module), method, None) is not getattr(float_class, method, None):
             return (
                 f"{type(module).__qualname__} has its own {method}; replacing it by "
-                f"{kind.__name__} would change what it computes"  # type: ignore[union-attr]
+                f"{kind.__name__} would change what it computes"
             )
     if kind in _DENSE and "weight" not in module._parameters:
         return (
