@@ -100,7 +100,7 @@ def test_folding_keeps_the_function_and_the_float_model() -> None:
     assert len(result.fused) == 6
     assert not any(isinstance(m, nn.BatchNorm1d) for m in result.model.modules())
     error = (result.model(x).features - expected).abs().max() / expected.abs().max()
-    assert float(error) <= 1e-10
+    assert float(error.detach()) <= 1e-10
     after = net.state_dict()
     assert all(torch.equal(after[k], before[k]) for k in before)
 
