@@ -59,12 +59,14 @@ def clear_rows(keys, cells):  # type: ignore[no-untyped-def]
         cells[(types.uint64(keys[row]) >> _SIX) << _ONE] = 0
 
 
-@intrinsic
-def _popcount(typingctx: Any, word: Any) -> Any:  # numba has no name for the instruction
+def _emit_popcount(typingctx: Any, word: Any) -> Any:
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         return builder.ctpop(args[0])
 
     return types.uint64(types.uint64), generate
+
+
+_popcount = intrinsic(_emit_popcount)  # numba has no name for the instruction
 
 
 @compiled(

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from bevquant_sparse._modules import is_sparse_conv, is_sparse_conv_class, qualified_class_names
+from bevquant_sparse._modules import is_sparse_conv, known_layout, qualified_class_names
 from bevquant_sparse._pooling import pool_forward
 from bevquant_sparse._spconv import conv_forward, run_conv
 
@@ -99,8 +99,8 @@ class _ConvInner(_Kernels):
         name: str | None = None,
         sparse_unique_name: str = "",
         act_type: Any = None,
-        act_alpha: float = 0.0,
-        act_beta: float = 0.0,
+        act_alpha: float | int = 0.0,
+        act_beta: float | int = 0.0,
     ) -> Any:
         return run_conv(
             self,
@@ -161,4 +161,4 @@ def _pool_kind(cls: type) -> str | None:
 def _is_stock_forward(cls: type) -> bool:
     """Whether ``forward`` comes from a known sparse convolution class itself."""
     owner = next(base for base in cls.__mro__ if "forward" in vars(base))
-    return is_sparse_conv_class(owner)
+    return known_layout(owner) is not None

@@ -131,5 +131,5 @@ def _from_rsck(weight: Tensor, dst: WeightLayout) -> Tensor:
     if dst is WeightLayout.KCRS:
         return weight.movedim((-2, -1), (1, 0)).contiguous()
     if dst is WeightLayout.VCK:
-        return weight.reshape(-1, *weight.shape[-2:])
+        return weight.reshape(-1, *weight.shape[-2:]).contiguous()
     return weight.contiguous()

@@ -56,20 +56,17 @@ def register_layout(cls_or_qualified_name: type | str, layout: WeightLayout) -> 
     _registered[cls_or_qualified_name] = layout
 
 
-def _known_sparse_layout(cls: type) -> tuple[str, WeightLayout] | None:
-    for base in cls.__mro__:
-        name = _qualified_name(base)
-        for key in (base, name):
-            if key in _registered:
-                return name, _registered[key]
-        if name in _SPARSE:
-            return name, _SPARSE[name]
-    return None
+def known_layout(cls: type) -> WeightLayout | None:
+    """Layout of the sparse convolution class ``cls``, its bases left aside."""
+    for key in (cls, _qualified_name(cls)):
+        if key in _registered:
+            return _registered[key]
+    return _SPARSE.get(_qualified_name(cls))
 
 
-def is_sparse_conv_class(cls: type) -> bool:
-    """``is_sparse_conv`` of a class."""
-    return _known_sparse_layout(cls) is not None
+def _known_base(cls: type) -> type | None:
+    """The nearest class along the MRO of ``cls`` that is a sparse convolution's."""
+    return next((base for base in cls.__mro__ if known_layout(base) is not None), None)
 
 
 def is_sparse_conv(module: object) -> bool:
@@ -80,7 +77,7 @@ def is_sparse_conv(module: object) -> bool:
         >>> is_sparse_conv(nn.Conv3d(1, 1, 3))
         False
     """
-    return is_sparse_conv_class(type(module))
+    return _known_base(type(module)) is not None
 
 
 def layout_of(module: object) -> WeightLayout:
@@ -101,10 +98,10 @@ def layout_of(module: object) -> WeightLayout:
     said = getattr(module, "weight_layout", None)
     if isinstance(said, WeightLayout):
         return said
-    known = _known_sparse_layout(type(module))
-    if known is not None:
-        name, layout = known
-        if name == _SPCONV2:
+    base = _known_base(type(module))
+    layout = None if base is None else known_layout(base)
+    if base is not None and layout is not None:
+        if _qualified_name(base) == _SPCONV2:
             _require_krsc(module)
         return layout
     if isinstance(module, _DENSE):
@@ -148,8 +145,12 @@ def _reads_as_matrix(module: object) -> bool:
     said = getattr(module, "reads_as_matrix", None)
     if isinstance(said, bool):
         return said
-    known = _known_sparse_layout(type(module))
-    return known is not None and known[0] == _SPCONV2 and bool(getattr(module, "conv1x1", False))
+    base = _known_base(type(module))
+    return (
+        base is not None
+        and _qualified_name(base) == _SPCONV2
+        and bool(getattr(module, "conv1x1", False))
+    )
 
 
 def _kernel_size(module: Any, weight: Tensor, own: WeightLayout) -> tuple[int, ...]:

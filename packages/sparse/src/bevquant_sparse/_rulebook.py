@@ -79,25 +79,32 @@ class Rulebook:
         if self.subm:
             # Row i sees j under offset k exactly where j sees i under the mirrored offset.
             return self.neighbours.flip(1)
-        in_rows, out_rows, bounds = self.pairs
-        table = self.neighbours.new_full((self.num_in, self.kernel_volume), -1)
-        for offset, (start, stop) in enumerate(pairwise(bounds)):
-            table[in_rows[start:stop], offset] = out_rows[start:stop].to(torch.int32)
-        return table
+        out_rows, offsets, in_rows = self._present()
+        table = self.neighbours.new_full((self.num_in * self.kernel_volume,), -1)
+        table.scatter_(0, in_rows * self.kernel_volume + offsets, out_rows.to(torch.int32))
+        return table.view(self.num_in, self.kernel_volume)
+
+    def _present(self) -> tuple[Tensor, Tensor, Tensor]:
+        """``(out_rows, offsets, in_rows)`` of the table's entries, in its order."""
+        flat = self.neighbours.reshape(-1)
+        places = (flat >= 0).nonzero().view(-1)
+        out_rows = torch.div(places, self.kernel_volume, rounding_mode="floor")
+        in_rows = flat.index_select(0, places).long()
+        return out_rows, places - out_rows * self.kernel_volume, in_rows
 
     @cached_property
     def pairs(self) -> tuple[Tensor, Tensor, list[int]]:
         """All pairs grouped by kernel offset: ``(in_rows, out_rows, bounds)``.
 
-        Both int64 ``[num_pairs]``; pairs ``bounds[k]…bounds[k + 1]`` belong to offset ``k``,
+        Both int64 ``[num_pairs]``; pairs ``bounds[k] … bounds[k + 1]`` belong to offset ``k``,
         ascending in the output row.
         """
-        by_offset = self.neighbours.t()
-        present = by_offset >= 0
-        offsets, out_rows = present.nonzero(as_tuple=True)
-        in_rows = by_offset[offsets, out_rows].long()
-        bounds = [0, *present.sum(1).cumsum(0).tolist()]
-        return in_rows, out_rows, bounds
+        by_offset = self.neighbours.t().contiguous()
+        flat = by_offset.view(-1)
+        places = (flat >= 0).nonzero().view(-1)
+        in_rows = flat.index_select(0, places).long()
+        out_rows = places % max(self.num_out, 1)
+        return in_rows, out_rows, [0, *(by_offset >= 0).sum(1).cumsum(0).tolist()]
 
     @cached_property
     def num_pairs(self) -> int:
@@ -145,7 +152,53 @@ def build_rulebook(
     batch_size: int | None = None,
     backend: str = "auto",
 ) -> Rulebook:
-    """Find every (input row, output row, kernel offset) of a sparse convolution or pooling."""
+    """Find every (input row, output row, kernel offset) of a sparse convolution or pooling.
+
+    Per axis, with ``k`` the kernel index: ``in = out·stride − padding + k·dilation``, and for a
+    transposed convolution ``out = in·stride − padding + k·dilation``. An output exists where at
+    least one input reaches it; a SubM convolution has its inputs' coordinates as outputs and its
+    kernel centred, whatever ``padding`` says. The set of pairs equals that of
+    ``spconv.pytorch.ops.get_indice_pairs``; unlike there the order of everything is fixed, the
+    same on every device, backend and number of threads, and the input is checked.
+
+    Grids of any size work: keys are int64 where they fit, dense ranks beyond, so nothing
+    overflows up to ``(2³¹ − 1)`` voxels along each of four axes.
+
+    Args:
+        indices: int32 (or int64) ``[rows, 1 + ndim]``, ``ndim`` 1 to 4: batch index, then the
+            coordinates in voxels in the order of ``spatial_shape``. Any memory layout.
+        spatial_shape: Input grid in voxels per axis.
+        kernel_size: One integer or one per axis, as all that follow; odd for SubM.
+        stride: Voxels; 1 for SubM.
+        padding: Voxels, not negative; ignored for SubM.
+        dilation: Voxels between neighbouring kernel elements.
+        subm: Submanifold convolution.
+        transposed: Transposed convolution; the output grid follows spconv's rule
+            ``(size − 1)·stride − 2·padding + kernel + output_padding``.
+        output_padding: Voxels, transposed convolutions only.
+        batch_size: Number of samples; ``None`` takes the largest batch index plus one.
+        backend: ``"torch"`` (any device), ``"numba"`` (CPU) or ``"auto"``: numba for CPU tensors
+            where it is installed. Grids too large for numba's bitmap (2²⁹ voxels) go to torch.
+
+    Returns:
+        The rulebook. Zero rows give an empty one.
+
+    Raises:
+        ValueError: Duplicate, negative or over-range coordinates, a batch index at or above
+            ``batch_size`` (each with the first offending row), a wrong dtype or shape, a
+            parameter out of range, an even SubM kernel, or an empty output grid.
+        TypeError: ``indices`` is no tensor, or a parameter is no integer.
+        ImportError: ``backend="numba"`` without numba.
+
+    Example:
+        >>> indices = torch.tensor([[0, 0, 0], [0, 0, 1], [0, 5, 5]], dtype=torch.int32)
+        >>> rulebook = build_rulebook(indices, (8, 8), 3, subm=True, batch_size=1)
+        >>> rulebook.neighbours[0].tolist()
+        [-1, -1, -1, -1, 0, 1, -1, -1, -1]
+        >>> down = build_rulebook(indices, (8, 8), 2, 2, subm=False, batch_size=1)
+        >>> down.out_indices.tolist(), down.num_pairs
+        ([[0, 0, 0], [0, 2, 2]], 3)
+    """
     if backend not in _BACKENDS:
         raise ValueError(f"backend={backend!r}: expected one of {', '.join(_BACKENDS)}")
     rows = require_indices(indices, len(tuple(spatial_shape)))

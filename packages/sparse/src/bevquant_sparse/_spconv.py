@@ -85,7 +85,7 @@ def run_conv(
     *,
     add_input: Any,
     act_type: Any,
-    act_alpha: float,
+    act_alpha: float | int,
     backend: str,
 ) -> Any:
     """``conv_forward`` with every operand said; ``module`` gives the geometry alone."""
@@ -137,7 +137,7 @@ def _dtypes(features: Tensor, weight: Tensor) -> tuple[torch.dtype, torch.dtype]
     return (features.dtype if features.dtype in _HALF else computed), computed
 
 
-def _activate(module: Any, out: Tensor, act_type: Any, act_alpha: float) -> Tensor:
+def _activate(module: Any, out: Tensor, act_type: Any, act_alpha: float | int) -> Tensor:
     """Execute a fused activation (spconv's ``tv.gemm.Activation``)."""
     name = "None_" if act_type is None else str(getattr(act_type, "name", act_type))
     if name in ("None_", "None"):
