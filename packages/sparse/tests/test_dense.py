@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from bevquant_sparse import to_dense
 
 

@@ -4,6 +4,10 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
 from bevquant_sparse import (
     WeightLayout,
     get_weight,
@@ -13,9 +17,6 @@ from bevquant_sparse import (
     register_layout,
     set_weight,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import nn
 
 kernels = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)
 layouts = st.sampled_from(list(WeightLayout))

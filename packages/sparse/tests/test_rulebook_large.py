@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+
 from bevquant_sparse import build_rulebook
 
 LARGEST = 2**31 - 1

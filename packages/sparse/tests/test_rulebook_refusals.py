@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from bevquant_sparse import build_rulebook
 
 GOOD = torch.tensor([[0, 1, 2], [0, 3, 3], [1, 0, 0]], dtype=torch.int32)
@@ -80,7 +81,7 @@ def test_int64_coordinates_do_not_wrap(build):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.bool])
 def test_wrong_dtype(build, dtype):
-    with pytest.raises(ValueError, match="dtype torch.* expected torch.int32"):
+    with pytest.raises(ValueError, match=r"dtype torch.* expected torch.int32"):
         build(GOOD.to(dtype))
 
 

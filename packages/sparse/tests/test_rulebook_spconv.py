@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from bevquant_sparse import build_rulebook
 
 # (kind, ndim, kernel, stride, padding, dilation, output padding)

@@ -5,6 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional
+
 from bevquant_sparse import (
     WeightLayout,
     conv_forward,
@@ -13,8 +16,6 @@ from bevquant_sparse import (
     to_dense,
     use_bevquant_kernels,
 )
-from torch import nn
-from torch.nn import functional
 
 SHAPE = (8, 9, 7)
 
