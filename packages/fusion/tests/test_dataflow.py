@@ -181,7 +181,8 @@ def test_shared_modules_go_by_their_first_path():
 def test_hooks_stand_between():
     net = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2))
     net[0].register_forward_hook(lambda *_: pytest.fail("hooks see no symbols"))
-    first, hook, last = trace_dataflow(net).calls
+    first, seen, hook, last = trace_dataflow(net).calls
+    assert (seen.name, seen.inputs) == ("hook", first.inputs)
     assert (hook.name, hook.inputs, hook.outputs) == ("hook", first.outputs, last.inputs)
 
 
@@ -199,3 +200,11 @@ def test_the_model_is_not_changed():
     trace_dataflow(net, torch.ones(1, 2))
     after = {path: {k: str(v) for k, v in vars(m).items()} for path, m in net.named_modules()}
     assert before == after
+
+
+def test_a_replaced_forward_is_not_entered():
+    net = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Linear(2, 2))
+    net[0].forward = lambda x: x
+    flow = trace_dataflow(net)
+    assert [c.path for c in flow.calls] == ["0", "1"]
+    assert "replaced on the instance" in flow.untraced["0"]

@@ -263,6 +263,14 @@ def test_nothing_is_folded_wrongly_and_nothing_in_silence(randomise):
     assert all(torch.equal(a, b) for a, b in zip(model(x), result.model(x), strict=True))
 
 
+def test_hooks_that_see_the_convolution_keep_it(randomise):
+    """A forward hook is given the inputs too: here the raw output of the convolution."""
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.Sequential(nn.BatchNorm2d(3), nn.ReLU()))
+    assert len(fuse_model(randomise(model)).fused) == 1
+    model[1].register_forward_hook(lambda *_: None)
+    assert fuse_model(model).skipped[0].reason == "0's output is also read by hook() in 1"
+
+
 class Untraceable(nn.Module):
     def __init__(self):
         super().__init__()

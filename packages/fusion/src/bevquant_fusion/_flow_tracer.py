@@ -77,6 +77,7 @@ class FlowTracer(ForwardTracer):
                 args, kwargs = self._barrier(args), self._barrier(kwargs)
             result = self.enter(m, args, kwargs)
             if m._forward_hooks:
+                self._barrier((args, kwargs))  # these hooks see what went in as well
                 result = self._barrier(result)
             self.entered.add(path)
             if _uses_options(m, args, kwargs):
@@ -142,7 +143,7 @@ def is_leaf(module: nn.Module) -> bool:
         module, (nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, nn.Linear)
     ):
         return True
-    if is_chain(module):
+    if is_chain(module) or "forward" in vars(module):
         return False
     owner = next(c for c in type(module).__mro__ if "forward" in vars(c))
     return owner.__module__.split(".")[0] in ("torch", "spconv") or not hasattr(
