@@ -3,7 +3,8 @@
     python benchmarks/calibration.py [rounds]
 
 Peers: pytorch-quantization 2.1.3, nvidia-modelopt, torch's own ops; those that are not installed
-are named and left out. Tables of times (medians of interleaved runs) and of ratios to
+are named and left out. Searches are timed in CPU seconds, one thread each; collection and fake
+quantization by the clock, median and fastest of interleaved runs. Ratios are to
 pytorch-quantization; whether the results are equal stands beside them. Nothing is asserted.
 """
 
@@ -35,26 +36,33 @@ from bevquant_quantizers.tensor_quant import QuantDescriptor
 BACKENDS = ["numba", "numpy"] if importlib.util.find_spec("numba") else ["numpy"]
 VALUES = 1_000_000
 Runs = Mapping[str, Callable[[], Any]]
+Times = dict[str, tuple[float, float]]
 Histogram = tuple[np.ndarray, np.ndarray, float]
 
 
-def medians(runs: Runs, rounds: int) -> dict[str, float]:
-    """Median seconds of each, run in turns so that a busy machine slows all alike."""
+def timed(runs: Runs, rounds: int, clock: Callable[[], float] = time.perf_counter) -> Times:
+    """Seconds of each one's median and fastest run, taken in turns: others slow all alike."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
         run()  # kernels are compiled, buffers are warm
     for _ in range(rounds):
         for name, run in runs.items():
-            start = time.perf_counter()
+            start = clock()
             run()
-            times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in times.items()}
+            times[name].append(clock() - start)
+    return {name: (statistics.median(values), min(values)) for name, values in times.items()}
+
+
+def against(bar: tuple[float, float] | None, times: tuple[float, float]) -> list[str]:
+    """Ratios of the medians and of the fastest runs."""
+    return [f"{b / t:.2f}x" for b, t in zip(bar, times, strict=True)] if bar else ["-", "-"]
 
 
 def once(run: Callable[[], Any]) -> tuple[float, Any]:
-    start = time.perf_counter()
+    """CPU seconds, and the result."""
+    start = time.process_time()
     result = run()
-    return time.perf_counter() - start, result
+    return time.process_time() - start, result
 
 
 def table(title: str, header: list[str], rows: list[list[str]]) -> None:
@@ -141,7 +149,7 @@ def peer_search(module: Any, method: str, histogram: Histogram) -> Callable[[], 
 
 def compare_searches(upstream: Any, modelopt: Any, rounds: int) -> None:
     modules = {"up": upstream and upstream.histogram, "opt": modelopt}
-    header = ["2048 bins, ms", "pytorch-quantization", "modelopt"]
+    header = ["2048 bins, CPU ms", "pytorch-quantization", "modelopt"]
     header += [cell for b in BACKENDS for cell in (b, "ratio")] + ["amax", "result"]
     for method in ("entropy", "mse", "percentile"):
         rows = []
@@ -152,13 +160,14 @@ def compare_searches(upstream: Any, modelopt: Any, rounds: int) -> None:
                 if module is not None
             }
             runs = {backend: search(method, histogram, backend) for backend in BACKENDS}
-            times = medians(runs, 5 * rounds)
+            times = timed(runs, 5 * rounds, time.process_time)
             found = [run() for run in runs.values()]
             row = [f"{method}, {name}"]
             row += [f"{1e3 * peers[k][0]:.1f}" if k in peers else "-" for k in ("up", "opt")]
             for backend in BACKENDS:
-                row.append(f"{1e3 * times[backend]:.3f}")
-                row.append(f"{peers['up'][0] / times[backend]:.0f}x" if "up" in peers else "-")
+                median, _ = times[backend]
+                row.append(f"{1e3 * median:.3f}")
+                row.append(f"{peers['up'][0] / median:.0f}x" if "up" in peers else "-")
             row += [f"{found[0]:.6g}", "-"]
             if "up" in peers:
                 theirs = float(peers["up"][1])
@@ -195,8 +204,8 @@ def compare_weights(upstream: Any) -> None:
     layer = torch.nn.Conv2d(64, 32, 3)
     layer.weight_quantizer = TensorQuantizer(QuantDescriptor(axis=0))
     calibrate_weights(layer, "mse")
-    ours, _ = once(lambda: calibrate_weights(layer, "mse"))
-    row = ["mse, 32 channels of [32, 64, 3, 3], ms", "-", f"{1e3 * ours:.1f}", "-"]
+    ours = min(once(lambda: calibrate_weights(layer, "mse"))[0] for _ in range(5))
+    row = ["mse, 32 channels of [32, 64, 3, 3], CPU ms", "-", f"{1e3 * ours:.1f}", "-"]
     if upstream is not None:
         other = upstream.nn.QuantConv2d(64, 32, 3)
         other.weight = layer.weight
@@ -234,15 +243,15 @@ def compare_collection(upstream: Any, rounds: int) -> None:
         runs[f"bevquant, {kind}"] = lambda kind=kind: abs_histogram(x, 2048, largest, backend=kind)
     ours = HistogramCalibrator(8, None, False)
     runs["bevquant, collect"] = collector(ours, x)
-    times = medians(runs, 3 * rounds)
+    times = timed(runs, 10 * rounds)
     bars = [times.get(n) for n in ("pytorch-quantization, collect", "torch: abs, max, histc")]
-    rows = [
-        [name, f"{1e3 * t:.2f}", *(f"{bar / t:.2f}x" if bar else "-" for bar in bars)]
-        for name, t in times.items()
-    ]
+    rows = []
+    for name, pair in times.items():
+        rows.append([name, *(f"{1e3 * t:.2f}" for t in pair)])
+        rows[-1] += [cell for bar in bars for cell in against(bar, pair)]
     table(
         f"Collecting {VALUES:,} float32 values in 2048 bins, {torch.get_num_threads()} threads",
-        ["", "ms", "against pytorch-quantization", "against abs, max, histc"],
+        ["", "median ms", "fastest", "to pytorch-quantization", "fastest", "to torch", "fastest"],
         rows,
     )
     if upstream is not None:
@@ -280,20 +289,23 @@ def compare_fake_quant(upstream: Any, rounds: int) -> None:
     def both(function: Callable[[Tensor], Tensor]) -> Callable[[], Any]:
         return lambda: torch.autograd.grad(function(needs), needs, gradient)
 
-    forward = medians({n: lambda f=f: f(x) for n, f in functions.items()}, 3 * rounds)
-    backward = medians({n: both(f) for n, f in functions.items()}, 3 * rounds)
     bar = next(iter(functions))
     reference = functions[bar](x)
-    rows = []
-    for name, function in functions.items():
-        rows.append([
-            name,
-            f"{1e3 * forward[name]:.2f}", f"{forward[bar] / forward[name]:.2f}x",
-            f"{1e3 * backward[name]:.2f}", f"{backward[bar] / backward[name]:.2f}x",
-            "equal" if torch.equal(function(x), reference) else "differs in places",
-        ])  # fmt: skip
-    header = ["", "forward ms", "ratio", "forward+backward ms", "ratio", f"output and {bar}'s"]
-    table(f"Fake quantization of float32 {list(shape)}, 8 bits, per tensor", header, rows)
+    for title, runs in (
+        ("forward", {n: lambda f=f: f(x) for n, f in functions.items()}),
+        ("forward and backward", {n: both(f) for n, f in functions.items()}),
+    ):
+        times = timed(runs, 6 * rounds)
+        rows = []
+        for name, function in functions.items():
+            same = torch.equal(function(x), reference)
+            cells = [f"{1e3 * t:.2f}" for t in times[name]] + against(times[bar], times[name])
+            rows.append([name, *cells, "equal" if same else "differs in places"])
+        table(
+            f"Fake quantization of float32 {list(shape)}, 8 bits, per tensor, {title}",
+            ["", "median ms", "fastest", "ratio", "fastest", f"output and {bar}'s"],
+            rows,
+        )
 
 
 def main() -> None:
