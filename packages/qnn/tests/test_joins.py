@@ -269,3 +269,55 @@ def test_block_that_assigns_features_as_in_spconv_1(spconv, cloud):
     expected = (quantizer(block.conv2(middle).features) + quantizer(x.features)).relu()
     assert torch.equal(block(x).features, expected)
     assert torch.equal(x.features, before)
+
+
+class _CountingNeck(nn.Module):
+    """Counts its inputs, as the necks of mmdetection do."""
+
+    def __init__(self):
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(6, 3, 1) for _ in range(2))
+
+    def forward(self, inputs):
+        assert len(inputs) == len(self.convs) + 1
+        maps = [inputs[i] for i in range(len(inputs))]
+        for i in range(len(maps) - 2, -1, -1):
+            maps[i] = self.convs[i](torch.cat([maps[i], maps[i + 1]], dim=1))
+        return tuple(maps)
+
+
+class _Around(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.neck = nn.Conv2d(3, 3, 1), _CountingNeck()
+
+    def forward(self, x):
+        y = self.stem(x)
+        return self.neck((x, y, y.relu()))
+
+
+def test_forward_that_counts_a_list_is_followed_with_example_inputs():
+    model, x = _Around().eval(), torch.randn(1, 3, 4, 4)
+    reference = model(x)
+    result = qnn.quantize_model(model, example_inputs=x)
+    assert [i.path for i in result.quantized][-2:] == ["neck.quant_concat", "neck.quant_concat_1"]
+    assert result.skipped == ()
+    for got, expected in zip(model(x), reference, strict=True):
+        assert (got - expected).abs().max() < 0.1
+    # The first operand of the last concatenation is what the stem reads.
+    assert model.neck.quant_concat_1._input_quantizer is model.stem._input_quantizer
+    maps = [torch.randn(1, 3, 4, 4) for _ in range(4)]
+    kept = list(maps)
+    model.neck(maps[:3])
+    assert all(a is b for a, b in zip(maps, kept, strict=True))
+    with pytest.raises(ValueError, match="rebuilt for a list of 3 tensors, got 4"):
+        model.neck(maps)
+    assert copy.deepcopy(model)(x)[0].shape == (1, 3, 4, 4)
+    assert qnn.quantize_model(model, example_inputs=x).quantized == ()
+
+
+def test_forward_that_counts_a_list_is_reported_without_example_inputs():
+    model = _Around()
+    result = qnn.quantize_model(model)
+    assert "Pass example_inputs" in next(i.reason for i in result.skipped if i.path == "neck")
+    assert type(model.neck) is _CountingNeck

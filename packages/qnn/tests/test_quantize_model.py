@@ -168,6 +168,13 @@ def test_an_inplace_change_makes_another_tensor():
         assert result.shared == ()
 
 
+def test_observation_works_under_inference_mode_and_on_inference_tensors(nets):
+    with torch.inference_mode():
+        model, x = nets.ResNetFPN().eval(), torch.randn(1, 3, 64, 64)
+        result = qnn.quantize_model(model, example_inputs=x)
+    assert len(result.shared) == 5
+
+
 def test_slices_of_one_tensor_are_different_tensors():
     class Halves(nn.Module):
         def __init__(self):

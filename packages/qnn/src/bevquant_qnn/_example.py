@@ -44,7 +44,8 @@ def evaluation(model: nn.Module) -> Iterator[None]:
         model.eval()
         for quantizer in quantizers:
             quantizer.disable()
-        with torch.no_grad():
+        # Inference tensors do not count in-place changes, which the analysis has to see.
+        with torch.inference_mode(False), torch.no_grad():
             yield
     finally:
         for module, flag in training:

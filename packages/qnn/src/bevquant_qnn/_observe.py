@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -70,14 +71,17 @@ class _Identities(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _memory_key(tensor: Tensor) -> tuple[Any, ...]:
+    if tensor.layout is not torch.strided or tensor.numel() == 0:
+        return (id(tensor),)
     extent = tuple(sorted((st, s) for st, s in zip(tensor.stride(), tensor.shape, strict=True)))
     whole = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
     return (
-        tensor.untyped_storage().data_ptr() if tensor.numel() else id(tensor),
+        tensor.device,
+        tensor.untyped_storage().data_ptr(),
         tensor.storage_offset(),
         tensor.numel(),
         tensor.dtype,
-        tensor._version,
+        0 if tensor.is_inference() else tensor._version,
         () if whole else tuple(pair for pair in extent if pair[1] != 1),
     )
 

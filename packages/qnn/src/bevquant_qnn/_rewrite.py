@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import fx, nn
 
-from bevquant_fusion import rebuild_forward, trace_forward
+from bevquant_fusion import rebuild_forward
 from bevquant_qnn._add import QuantAdd
 from bevquant_qnn._branches import Branches
 from bevquant_qnn._concat import QuantConcat
 from bevquant_qnn._config import QuantConfig
+from bevquant_qnn._graphs import forward_graphs
 from bevquant_qnn._kinds import is_library_module, is_quantized
-from bevquant_qnn._options import options_used
 from bevquant_qnn._result import QuantizedModule, SkippedModule
 from bevquant_qnn._takeover import attach_quantizer
 from bevquant_quantizers import TensorQuantizer
@@ -37,38 +37,23 @@ def quantize_joins(
     skipped: list[SkippedModule] = []
     if not (config.quantize_add or config.quantize_concat):
         return done, skipped
-    candidates = [(path, m) for path, m in model.named_modules() if _may_join(m)]
-    options: dict[Any, str] = {}
-    if example_inputs is not None:
-        options = options_used([module for _, module in candidates], model, example_inputs)
-    for path, module in candidates:
-        try:
-            graph = _graph(path, module, config, options)
-        except ValueError as error:  # UntraceableError is one
-            skipped.append(
-                SkippedModule(
-                    path,
-                    "additions and concatenations in its own forward, if any, stay float, because "
-                    f"{error}. Call QuantAdd and QuantConcat there yourself if it has some",
-                )
+    candidates = {path: m for path, m in model.named_modules() if _may_join(m)}
+    graphs = forward_graphs(candidates, config, model, example_inputs)
+    for path, module in candidates.items():
+        graph = graphs[path]
+        if isinstance(graph, fx.Graph):
+            rewriter = _Rewriter(path, module, graph, config)
+            rewriter.rewrite()
+            done += rewriter.done
+            skipped += rewriter.skipped
+        else:
+            hint = "Pass example_inputs, or call" if example_inputs is None else "Call"
+            reason = (
+                f"additions and concatenations in its own forward, if any, stay float: {graph}. "
+                f"{hint} QuantAdd and QuantConcat there yourself if it has some"
             )
-            continue
-        rewriter = _Rewriter(path, module, graph, config)
-        rewriter.rewrite()
-        done += rewriter.done
-        skipped += rewriter.skipped
+            skipped.append(SkippedModule(path, reason))
     return done, skipped
-
-
-def _graph(path: str, module: nn.Module, config: QuantConfig, options: dict[Any, str]) -> fx.Graph:
-    pattern = config.excluded_by(path)
-    if pattern is not None:
-        msg = f"the module is excluded by {pattern!r}"
-        raise ValueError(msg)
-    if module in options:
-        msg = f"it is called with {options[module]}=…, and a rebuilt forward knows the default only"
-        raise ValueError(msg)
-    return trace_forward(module)
 
 
 def _may_join(module: nn.Module) -> bool:

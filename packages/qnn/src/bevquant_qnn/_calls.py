@@ -1,0 +1,89 @@
+"""How the model calls its modules: what their own code alone does not tell.
+
+A forward is traced with one value per parameter and optional parameters at their defaults. One
+pass over example inputs shows which modules are called with other options, and which parameters
+are lists of tensors, and of how many.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from bevquant_qnn._example import arguments, evaluation
+from bevquant_qnn._sparse_tensor import is_sparse_tensor
+
+__all__ = ["CallForm", "call_forms", "has_options"]
+
+
+@dataclass
+class CallForm:
+    """How one module is called.
+
+    Attributes:
+        option: An optional parameter that gets another value than its default, if any does.
+        lengths: Parameters that get a list or tuple of tensors, with its length.
+    """
+
+    option: str | None = None
+    lengths: dict[str, int] = field(default_factory=dict)
+
+
+def has_options(module: nn.Module) -> bool:
+    """Tell whether the forward has optional parameters."""
+    return bool(_defaults(module))
+
+
+def call_forms(
+    modules: Iterable[nn.Module], model: nn.Module, example_inputs: Any
+) -> dict[nn.Module, CallForm]:
+    """Run the model once, in evaluation mode, and return the form of each module's calls."""
+    forms = {module: CallForm() for module in modules}
+    args, kwargs = arguments(example_inputs)
+    with ExitStack() as stack:
+        stack.enter_context(evaluation(model))
+        for module, form in forms.items():
+            hook = module.register_forward_pre_hook(_watch(module, form), with_kwargs=True)
+            stack.callback(hook.remove)
+        model(*args, **kwargs)
+    return forms
+
+
+def _defaults(module: nn.Module) -> dict[str, Any]:
+    parameters = inspect.signature(module.forward).parameters
+    return {
+        name: parameter.default
+        for name, parameter in parameters.items()
+        if parameter.default is not parameter.empty
+    }
+
+
+def _watch(module: nn.Module, form: CallForm) -> Callable[..., None]:
+    signature, defaults = inspect.signature(module.forward), _defaults(module)
+    lengths: dict[str, set[int]] = {}
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for name, value in signature.bind(*args, **kwargs).arguments.items():
+            if name in defaults:
+                if value is not defaults[name]:
+                    form.option = name
+                continue
+            lengths.setdefault(name, set()).add(len(value) if _is_tensors(value) else -1)
+            (length, *others) = lengths[name]
+            if others or length < 1:
+                form.lengths.pop(name, None)
+            else:
+                form.lengths[name] = length
+
+    return hook
+
+
+def _is_tensors(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(
+        isinstance(item, Tensor) or is_sparse_tensor(item) for item in value
+    )
