@@ -13,8 +13,8 @@ import torch
 
 # The numba kernels are left alone: a checking wrapper cannot be compiled.
 _CHECKED = (
-    "conv conv_matmul conv_numba conv_torch dense geometry indices kernels keys layout modules "
-    "pairs pool pooling rulebook rulebook_cache rulebook_torch spconv"
+    "conv_matmul conv_numba conv_torch dense geometry indices kernels keys layout modules "
+    "pairs pooling rulebook rulebook_cache rulebook_torch spconv"
 )
 jaxtyping.install_import_hook(
     [f"bevquant_sparse._{name}" for name in _CHECKED.split()], "beartype.beartype"

@@ -356,3 +356,18 @@ def test_equals_spconv_on_one_thread(backend, kind):
         got = scatter(out, indices, shape, 2)
         expected = scatter(z.features, z.indices, shape, 2)
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("channels", [(5, 16), (16, 32)])
+def test_real_frame_is_within_1e_4_of_float64(real_voxels, channels):
+    pytest.importorskip("numba", reason="the numba extra is not installed")
+    subm = channels == (5, 16)
+    rulebook = build_rulebook(
+        real_voxels, (1440, 1440, 41), 3, 1 if subm else 2, 1, subm=subm, batch_size=1
+    )
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(rulebook.num_in, channels[0], generator=generator)
+    weight = torch.randn(27, *channels, generator=generator)
+    out = sparse_conv(features, weight, None, rulebook, layout=WeightLayout.VCK, backend="numba")
+    exact = sparse_conv(features.double(), weight.double(), None, rulebook, layout=WeightLayout.VCK)
+    assert (out.double() - exact).abs().max() < 1e-4 * exact.abs().max()

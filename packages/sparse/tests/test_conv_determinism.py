@@ -45,7 +45,7 @@ def equal(first, second):
 def test_trap_20_forward_and_backward_never_race(backend):
     if backend == "numba":
         pytest.importorskip("numba", reason="the numba extra is not installed")
-    rulebook = build_rulebook(scene(), (40, 40, 20), 3, 2, 1, subm=False, batch_size=1)
+    rulebook = build_rulebook(scene(voxels=3000), (40, 40, 20), 3, 2, 1, subm=False, batch_size=1)
     first = run(rulebook, 16, 32, backend)
     assert all(equal(run(rulebook, 16, 32, backend), first) for _ in range(20))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -102,7 +104,7 @@ def test_numba_backend_refuses_float64(rulebook):
 
 
 def test_numba_backend_without_numba(rulebook, monkeypatch):
-    monkeypatch.setattr("bevquant_sparse._conv._numba_installed", lambda: False)
+    monkeypatch.setitem(sys.modules, "bevquant_sparse._conv_numba", None)
     with pytest.raises(ImportError, match=r"bevquant-sparse\[numba\]"):
         call(rulebook, backend="numba")
     assert call(rulebook, backend="auto").shape == (3, 4)

@@ -137,7 +137,7 @@ def test_dtypes_and_no_voxels(pool, dtype):
 @pytest.mark.parametrize("pool", [sparse_max_pool, sparse_avg_pool])
 def test_same_bits_at_any_thread_count(pool):
     indices, generator = scene(density=0.5)
-    rulebook = build_rulebook(indices, SHAPE, 3, 1, 1, subm=False, batch_size=2)
+    rulebook = build_rulebook(indices, SHAPE, 3, 2, 1, subm=False, batch_size=2)
     features = torch.randn(len(indices), 64, generator=generator)
     threads = torch.get_num_threads()
     results = []

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-from functools import cache
+import importlib
 from types import ModuleType
 from typing import Any
 
@@ -122,30 +121,26 @@ class _SparseConv(torch.autograd.Function):
         return *grads, None, None
 
 
-@cache
-def _numba_installed() -> bool:
-    return importlib.util.find_spec("numba") is not None
-
-
 def _choose(backend: str, features: Tensor) -> ModuleType:
     if backend not in _BACKENDS:
         raise ValueError(f"backend={backend!r}: expected one of {', '.join(_BACKENDS)}")
     fits = features.device.type == "cpu" and features.dtype in (torch.float32, *_HALF)
-    if backend == "torch" or (backend == "auto" and not (fits and _numba_installed())):
+    if backend == "torch" or (backend == "auto" and not fits):
         return _conv_torch
     if not fits:
         raise ValueError(
             f"backend='numba' runs float32, float16 and bfloat16 on a CPU, got {features.dtype} "
             f"on {features.device}; use backend='auto' or 'torch'"
         )
-    if not _numba_installed():
+    try:
+        return importlib.import_module("bevquant_sparse._conv_numba")
+    except ImportError as error:
+        if backend == "auto":
+            return _conv_torch
         raise ImportError(
             "backend='numba' needs numba: pip install 'bevquant-sparse[numba]', or use "
             "backend='torch'"
-        )
-    from bevquant_sparse import _conv_numba
-
-    return _conv_numba
+        ) from error
 
 
 def _check(
