@@ -4,7 +4,9 @@ All grids are taken to four axes (leading axes of size 1). A bit's number is the
 voxel. Words and ranks alternate, so that one cache line holds both: ``cells[2w]`` is the word of
 bits ``64w … 64w + 63``, ``cells[2w + 1]`` the number of set bits before it, defined where the word
 has a set bit. Kernels either write disjoint rows, and then take a range of rows, or run alone.
-Indices are unsigned where speed counts: numba tests signed ones for being negative.
+Rows come in ascending order, so that neighbours in space are neighbours in memory; ``names`` and
+``order`` give their places in the input. Indices are unsigned where speed counts: numba tests
+signed ones for being negative.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba.core import types
+from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from bevquant_sparse._jit import compiled
@@ -66,7 +68,21 @@ def _emit_popcount(typingctx: Any, word: Any) -> Any:
     return types.uint64(types.uint64), generate
 
 
-_popcount = intrinsic(_emit_popcount)  # numba has no name for the instruction
+def _emit_prefetch(typingctx: Any, address: Any) -> Any:
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+        int32 = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [pointer.type, int32, int32, int32])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+        builder.call(function, [pointer, int32(1), int32(3), int32(1)])  # to write, keep, data
+        return context.get_dummy_value()
+
+    return types.void(types.uint64), generate
+
+
+# numba has no names for these instructions.
+_popcount = intrinsic(_emit_popcount)
+_prefetch = intrinsic(_emit_prefetch)
 
 
 @compiled(
@@ -79,15 +95,14 @@ def find_neighbours(  # type: ignore[no-untyped-def]
     """The rows of a SubM table whose ranks are ``start … stop``.
 
     ``lines`` lists the offsets of all axes but the last, whose ``width`` offsets are ``step``
-    apart. ``names`` gives the input row of each rank. Walking by rank keeps the words in reach in
-    the cache.
+    apart. ``names`` gives the input row of each rank.
     """
     reach = (width // 2) * step
     for number in range(start, stop):
         row = names[number]
-        b = indices[row, 0]
-        y0, y1, y2 = indices[row, 1], indices[row, 2], indices[row, 3]
-        low = indices[row, 4] - reach
+        b = indices[number, 0]
+        y0, y1, y2 = indices[number, 1], indices[number, 2], indices[number, 3]
+        low = indices[number, 4] - reach
         for line in range(lines.shape[0]):
             x0, x1, x2 = y0 + lines[line, 0], y1 + lines[line, 1], y2 + lines[line, 2]
             inside = 0 <= x0 < sizes[1] and 0 <= x1 < sizes[2] and 0 <= x2 < sizes[3]
@@ -125,10 +140,16 @@ def find_neighbours_3(  # type: ignore[no-untyped-def]
         deltas[line] = (delta * sizes[3] + lines[line, 2]) * sizes[4] - 1 + 64
     reach0, reach1, reach2 = -lines[0, 0], -lines[0, 1], -lines[0, 2]
     absent = types.int32(-1)
+    table = types.uint64(neighbours.ctypes.data)
+    line_bytes = types.uint64(neighbours.shape[1] * 4)
     for number in range(start, stop):
         row = types.uint64(names[number])
-        y0, y1, y2, z = indices[row, 1], indices[row, 2], indices[row, 3], indices[row, 4]
-        own = (((indices[row, 0] * sizes[1] + y0) * sizes[2] + y1) * sizes[3] + y2) * sizes[4] + z
+        ahead = table + types.uint64(names[min(number + 8, stop - 1)]) * line_bytes
+        _prefetch(ahead)
+        _prefetch(ahead + _SIXTY_FOUR)
+        b, y0, y1 = indices[number, 0], indices[number, 1], indices[number, 2]
+        y2, z = indices[number, 3], indices[number, 4]
+        own = (((b * sizes[1] + y0) * sizes[2] + y1) * sizes[3] + y2) * sizes[4] + z
         interior = (
             reach0 <= y0 < sizes[1] - reach0
             and reach1 <= y1 < sizes[2] - reach1
@@ -174,14 +195,13 @@ def find_neighbours_3(  # type: ignore[no-untyped-def]
             place += _THREE
 
 
-@compiled("void(int32[:, ::1], int64, int32[::1], int32[:, ::1], int64[:, :, ::1], uint64[::1])")
-def mark_outputs(indices, out_volume, order, counts, out_keys, cells):  # type: ignore[no-untyped-def]
+@compiled("void(int32[:, ::1], int64, int32[:, ::1], int64[:, :, ::1], uint64[::1])")
+def mark_outputs(indices, out_volume, counts, out_keys, cells):  # type: ignore[no-untyped-def]
     """Set the bit of every output that some input reaches.
 
     ``counts[axis, coordinate]`` candidates along each axis add ``out_keys`` to the output's key.
     """
-    for number in range(order.shape[0]):
-        row = order[number]
+    for row in range(indices.shape[0]):
         b = indices[row, 0] * out_volume
         y0, y1, y2, y3 = indices[row, 1], indices[row, 2], indices[row, 3], indices[row, 4]
         for i0 in range(counts[0, y0]):
@@ -234,8 +254,8 @@ def scatter_inputs(  # type: ignore[no-untyped-def]
     """Write rows ``order[start … stop]`` into the table of the outputs they reach."""
     for number in range(start, stop):
         row = order[number]
-        b = indices[row, 0] * out_volume
-        y0, y1, y2, y3 = indices[row, 1], indices[row, 2], indices[row, 3], indices[row, 4]
+        b, y0, y1 = indices[number, 0] * out_volume, indices[number, 1], indices[number, 2]
+        y2, y3 = indices[number, 3], indices[number, 4]
         for i0 in range(counts[0, y0]):
             k0, o0 = b + out_keys[0, y0, i0], offsets[0, y0, i0]
             for i1 in range(counts[1, y1]):

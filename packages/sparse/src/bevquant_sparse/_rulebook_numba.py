@@ -102,8 +102,8 @@ def _sizes(geometry: Geometry, shape: tuple[int, ...]) -> _Array:
 
 def _order(
     indices: Tensor, rows: npt.NDArray[np.int32], sizes: _Array, geometry: Geometry
-) -> tuple[_Array, npt.NDArray[np.int32]]:
-    """Ascending keys and the row of each, with one entry more; refuses what is not a grid."""
+) -> tuple[_Array, npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """Ascending keys, their rows, and their places in the input with one entry more."""
     keys = np.empty(len(rows), np.int64)
     problem = _bitmap.linear_keys(rows, sizes, keys)
     if problem & 3 == _bitmap.OUT_OF_RANGE:
@@ -111,7 +111,7 @@ def _order(
     order = np.zeros(len(rows) + 1, np.int32)
     if problem != _bitmap.UNSORTED:
         order[:-1] = np.arange(len(rows))
-        return keys, order
+        return keys, rows, order
     # Packed into one integer, which numpy sorts faster than keys with a permutation.
     bits = len(rows).bit_length()
     packed = np.sort(keys << bits | np.arange(len(rows)))
@@ -119,13 +119,13 @@ def _order(
     order[:-1] = packed & ((1 << bits) - 1)
     if (keys[1:] == keys[:-1]).any():
         refuse_duplicate(indices, *find_duplicate(indices))
-    return keys, order
+    return keys, rows.take(order[:-1], 0), order
 
 
 def _subm(indices: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
     rows = _with_four_axes(indices)
     sizes = _sizes(geometry, geometry.in_shape)
-    keys, order = _order(indices, rows, sizes, geometry)
+    keys, rows, order = _order(indices, rows, sizes, geometry)
     cells = _borrow(int(sizes.prod()))
     marked = cells[2:]
     _bitmap.mark_rows(keys, marked)
@@ -153,13 +153,13 @@ def _subm(indices: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
 def _strided(indices: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
     rows = _with_four_axes(indices)
     out_sizes = _sizes(geometry, geometry.out_shape)
-    order = _order(indices, rows, _sizes(geometry, geometry.in_shape), geometry)[1][:-1]
+    _, rows, order = _order(indices, rows, _sizes(geometry, geometry.in_shape), geometry)
     counts, out_keys, offsets = _candidates(geometry)
     out_volume = int(out_sizes[1:].prod())
     out_bits = int(out_sizes.prod())
     count = (out_bits >> 6) + 1
     cells = _borrow(out_bits)
-    _bitmap.mark_outputs(rows, out_volume, order, counts, out_keys, cells)
+    _bitmap.mark_outputs(rows, out_volume, counts, out_keys, cells)
     total = _bitmap.rank_words(count, cells)
     shape = np.array(geometry.out_shape, np.int64)
     out_indices = torch.empty((total, geometry.ndim + 1), dtype=torch.int32)
