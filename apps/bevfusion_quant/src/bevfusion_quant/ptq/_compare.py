@@ -113,7 +113,7 @@ class _Probe:
             return
         for value in args:
             x = _values(value)
-            self.sums.beyond += int((x.abs() > amax).sum())
+            self.sums.beyond += int(torch.count_nonzero(x.abs() > amax))
             self.sums.inputs += x.numel()
 
     def amax(self) -> float | None:

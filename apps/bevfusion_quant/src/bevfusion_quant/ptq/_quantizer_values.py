@@ -119,8 +119,8 @@ def _count(values: QuantizerValues) -> Hook:
     def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
         x = args[0].detach()
         values.total += x.numel()
-        values.zeros += int((x == 0).sum())
-        values.beyond += int((x.abs() > cast(Tensor, module._amax)).sum())
+        values.zeros += x.numel() - int(torch.count_nonzero(x))
+        values.beyond += int(torch.count_nonzero(x.abs() > cast(Tensor, module._amax)))
         if values.largest > 0:
             span = values.largest
             values.counts += (
