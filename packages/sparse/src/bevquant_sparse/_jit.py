@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from numba import njit
+from numba import config, njit
+
+if config.DISABLE_JIT:
+    # Generated code cannot run as Python; callers take the torch path on an ImportError.
+    raise ImportError("NUMBA_DISABLE_JIT is set")
 
 
 def compiled(signature: str) -> Callable[[Callable[..., Any]], Any]:
