@@ -13,6 +13,7 @@ from torch import nn
 
 import bevquant_qnn as qnn
 from bevquant_quantizers import TensorQuantizer
+from bevquant_sparse import use_bevquant_kernels
 
 floats = st.lists(st.integers(-1000, 1000), min_size=1, max_size=12)
 
@@ -321,3 +322,52 @@ def test_forward_that_counts_a_list_is_reported_without_example_inputs():
     result = qnn.quantize_model(model)
     assert "Pass example_inputs" in next(i.reason for i in result.skipped if i.path == "neck")
     assert type(model.neck) is _CountingNeck
+
+
+def test_sparse_addition_in_place_is_replaced_only_where_the_result_is_used(spconv, cloud):
+    class Block(spconv.SparseModule):
+        def __init__(self):
+            super().__init__()
+            self.conv = spconv.SubMConv3d(3, 3, 3, indice_key="k")
+
+    class Lost(Block):
+        def forward(self, x):
+            out = self.conv(x)
+            features = out.features
+            features += x.features
+            return out
+
+    class Kept(Block):
+        def forward(self, x):
+            out = self.conv(x)
+            features = out.features
+            features += x.features
+            return out.replace_feature(features)
+
+    for cls, replaced in ((Lost, False), (Kept, True)):
+        block, x = cls().eval(), cloud(3)
+        expected = block.conv
+        use_bevquant_kernels(block)
+        with torch.no_grad():
+            reference = block(x).features
+        result = qnn.quantize_model(block, example_inputs=x)
+        assert hasattr(block, "quant_add") == replaced
+        notes = [i.reason for i in result.skipped]
+        assert replaced == (not any("read under another name" in note for note in notes))
+        with torch.no_grad():
+            assert (block(x).features - reference).abs().max() < 0.1
+        assert block.conv.weight is expected.weight
+
+
+def test_concatenated_outputs_of_the_model_stay_float():
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.boxes, self.scores = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 2, 1)
+
+        def forward(self, x):
+            return torch.cat([self.boxes(x), self.scores(x)], dim=1)
+
+    result = qnn.quantize_model(Head(), example_inputs=torch.randn(1, 3, 4, 4))
+    assert [item.path for item in result.quantized] == ["boxes", "scores"]
+    assert "is an output of the model" in result.skipped[0].reason

@@ -22,6 +22,7 @@ from bevquant_quantizers import TensorQuantizer
 __all__ = ["Branches"]
 
 _ADDS = frozenset({operator.add, operator.iadd, torch.add})
+_INPLACE_ADDS = frozenset({operator.iadd, "add_"})
 _ADD_METHODS = frozenset({"add", "add_"})
 _CONCATS = frozenset({torch.cat, torch.concat, torch.concatenate})
 _NUMBERS = frozenset(
@@ -108,6 +109,29 @@ class Branches:
             depths[other] = own + max((depths[i] for i in other.all_input_nodes), default=0)
         return depths[node]
 
+    def hides_a_change(self, node: fx.Node) -> bool:
+        """Tell whether `node` adds in place to a tensor that is read later under another name.
+
+        Such an addition cannot be replaced by one that makes a new tensor.
+        """
+        if node.target not in _INPLACE_ADDS:
+            return False
+        order = {other: index for index, other in enumerate(self.graph.nodes)}
+        changed = node.args[0]
+        while isinstance(changed, fx.Node):
+            stored = any(
+                user.target is setattr and user.args[0] is changed and user.args[2] is node
+                for user in changed.users
+            )
+            if not stored and any(
+                order[user] > order[node] and _reads_values(user, changed) for user in changed.users
+            ):
+                return True
+            # What it is a view of, or the sparse tensor that holds it, changes with it.
+            follow = changed.op in ("call_function", "call_method") and changed.args
+            changed = changed.args[0] if follow else None
+        return False
+
     def _is_addition(self, node: fx.Node) -> bool:
         known = (node.op == "call_function" and node.target in _ADDS) or (
             node.op == "call_method" and node.target in _ADD_METHODS
@@ -139,6 +163,14 @@ class Branches:
             return
         for source in node.all_input_nodes:
             yield from self._sources(source, seen, stop_at_features=stop_at_features)
+
+
+def _reads_values(user: fx.Node, tensor: fx.Node) -> bool:
+    """Tell whether `user` looks at the values of `tensor`, not at its sizes or coordinates."""
+    name = user.target if user.op == "call_method" else getattr(user.target, "__name__", "")
+    if name == "replace_feature":
+        return tensor in user.args[1:]
+    return not (user.target is getattr and user.args[1] in _NUMBERS)
 
 
 def _is_transparent(module: nn.Module) -> bool:

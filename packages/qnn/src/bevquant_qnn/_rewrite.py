@@ -92,6 +92,9 @@ class _Rewriter:
         if not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
             return
         if self._branches.is_sparse(left) or self._branches.is_sparse(right):
+            if self._branches.hides_a_change(node):
+                self._pass_over(node, "changes a tensor that is read under another name")
+                return
             name = self._new_name("quant_add")
             if self._allowed(name):
                 child = QuantAdd(quant_desc_input=self._config.input_descriptor())
@@ -130,7 +133,11 @@ class _Rewriter:
         if len(nodes) < len(operands) or not isinstance(dim, int):
             self._pass_over(node, "has operands or an axis that are only known when it runs")
             return
-        if not self._quantizes(self._branches.readers(node), nodes):
+        readers = self._branches.readers(node)
+        if not readers and not self._path:
+            self._pass_over(node, "is an output of the model that no layer reads")
+            return
+        if not self._quantizes(readers, nodes):
             self._pass_over(node, "is neither fed nor read by a quantized layer")
             return
         name = self._new_name("quant_concat")
