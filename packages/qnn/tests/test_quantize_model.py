@@ -175,6 +175,15 @@ def test_observation_works_under_inference_mode_and_on_inference_tensors(nets):
     assert len(result.shared) == 5
 
 
+def test_example_that_does_not_fit_is_an_error_that_says_what_became_of_the_model():
+    model = nn.Sequential(nn.Conv2d(3, 4, 1))
+    with pytest.raises(RuntimeError, match="to have 3 channels") as caught:
+        qnn.quantize_model(model, example_inputs=torch.randn(1, 5, 4, 4))
+    assert "does not run on these example_inputs" in caught.value.__notes__[0]
+    assert not model[0]._input_quantizer._disabled
+    assert not model[0]._forward_hooks
+
+
 def test_slices_of_one_tensor_are_different_tensors():
     class Halves(nn.Module):
         def __init__(self):

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bevquant_qnn._example import arguments, evaluation
+from bevquant_qnn._example import arguments, evaluation, run
 from bevquant_qnn._sparse_tensor import is_sparse_tensor
 
 __all__ = ["CallForm", "call_forms", "has_options"]
@@ -50,7 +50,7 @@ def call_forms(
         for module, form in forms.items():
             hook = module.register_forward_pre_hook(_watch(module, form), with_kwargs=True)
             stack.callback(hook.remove)
-        model(*args, **kwargs)
+        run(model, args, kwargs)
     return forms
 
 

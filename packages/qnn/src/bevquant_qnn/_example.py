@@ -12,7 +12,7 @@ from torch import nn
 from bevquant_qnn._sparse_tensor import is_sparse_tensor, with_features
 from bevquant_quantizers import TensorQuantizer
 
-__all__ = ["arguments", "evaluation"]
+__all__ = ["arguments", "evaluation", "run"]
 
 
 def arguments(example_inputs: Any) -> tuple[list[Any], dict[str, Any]]:
@@ -32,6 +32,18 @@ def _fresh(value: Any) -> Any:
     if hasattr(copy, "indice_dict"):
         copy.indice_dict = dict(value.indice_dict)
     return copy
+
+
+def run(model: nn.Module, args: list[Any], kwargs: dict[str, Any]) -> None:
+    """Call the model; an error says in a note what became of the model."""
+    try:
+        model(*args, **kwargs)
+    except Exception as error:
+        error.add_note(
+            "quantize_model: the model does not run on these example_inputs. Its layers are "
+            "replaced already: start again from the float model, with inputs that it takes."
+        )
+        raise
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bevquant_qnn._concat import QuantConcat
-from bevquant_qnn._example import arguments, evaluation
+from bevquant_qnn._example import arguments, evaluation, run
 from bevquant_qnn._flow import Flow, Read
 from bevquant_qnn._functional import FunctionalProducts
 from bevquant_qnn._holders import activation_quantizers
@@ -109,7 +109,7 @@ def observe(model: nn.Module, example_inputs: Any) -> Flow:
             for tensor in _tensors(value):
                 flow.names.setdefault(identities.number(tensor), f"model input {index}")
         with identities, products:
-            model(*args, **kwargs)
+            run(model, args, kwargs)
     flow.products += products.found
     return flow
 
