@@ -132,6 +132,6 @@ def wheels(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """Measured claims: each script prints ratios against named peers of the same run."""
-    install(session, everything(), "pytorch-quantization", "nvidia-modelopt")
+    install(session, everything(), "pytorch-quantization", "nvidia-modelopt", "huggingface_hub")
     for script in session.posargs or sorted(str(p) for p in (ROOT / "benchmarks").glob("*.py")):
         session.run("python", script)
