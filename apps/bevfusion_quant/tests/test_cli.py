@@ -186,7 +186,7 @@ def test_signal_in_the_middle(here: Path, number: signal.Signals) -> None:
     finally:
         run.kill()
     assert run.returncode == 2
-    assert "interrupted: nothing was written" in err
+    assert "interrupted: nothing half-written is left" in err
     assert "Traceback" not in err
     assert out == ""
     assert not Path("runs").exists()
