@@ -333,7 +333,7 @@ def count_gmac(encoder: Encoder, indices: Tensor) -> float:
 
 @torch.no_grad()
 def main() -> None:
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 3
     features, indices = load_frame()
     warnings.simplefilter("ignore")
     if importlib.util.find_spec("spconv") is None:
