@@ -23,7 +23,7 @@ def saved(folder, *names):
 
 
 def test_folder_in_sorted_order_whatever_the_order_on_disk(tmp_path, caplog):
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", logger="bevfusion_quant")
     saved(tmp_path, "b.npz", "a.npz", "c.npz")
     (tmp_path / "notes.txt").write_text("not a frame")
     (tmp_path / "inner").mkdir()

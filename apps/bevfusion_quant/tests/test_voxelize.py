@@ -138,6 +138,7 @@ def test_unpacks_and_has_the_types_that_sparse_tensors_need():
 
 
 def test_too_many_voxels_are_reported_not_hidden(caplog):
+    caplog.set_level("WARNING", logger="bevfusion_quant")
     points = np.float32([[-1.9, 0, 0], [0, 0, 0], [1.9, 0, 0], [1.9, 0, 0], [-1.9, 0, 0]])
     got = Voxelizer(max_voxels=2, **SMALL)(points)
     assert (got.voxels_dropped, got.points_dropped, len(got)) == (1, 2, 2)
