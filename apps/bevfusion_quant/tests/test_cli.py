@@ -213,6 +213,28 @@ def test_mistake_in_a_real_process(here: Path) -> None:
     assert sorted(p.name for p in here.iterdir()) == ["good.npz"]
 
 
+@pytest.mark.parametrize(("given", "expected"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_waiting_threads_sleep_unless_told_otherwise(given: str | None, expected: str) -> None:
+    code = (
+        "import os; from bevfusion_quant.cli import _let_waiting_threads_sleep as f; f(); "
+        "print(os.environ['OMP_WAIT_POLICY'])"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
+    environment |= {"OMP_WAIT_POLICY": given} if given else {}
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+    )
+    assert run.stdout.strip() == expected
+
+
+def test_the_environment_of_a_program_that_calls_main_stays(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert main(["tree", "--config", "tiny"]) == 0
+    assert "OMP_WAIT_POLICY" not in os.environ
+
+
 def test_closed_pipe_is_not_a_traceback(here: Path) -> None:
     read, write = os.pipe()
     os.close(read)

@@ -25,7 +25,7 @@ class Demo:
         overwrite: Replace an earlier run of that name.
     """
 
-    config: ConfigName = "tiny"
+    config: ConfigName = "nuscenes"
     method: Method = "mse"
     seed: int = 0
     runs: Path = Path("runs")
