@@ -73,9 +73,16 @@ def everything() -> dict[str, str]:
     return {m: extras.get(m, "cpu,test") for m in MEMBERS}
 
 
-def test_folders() -> list[str]:
+def test_folders(*members: str) -> list[str]:
     """Unit tests, and the sources for their doctests."""
-    return [str(p / "tests") for p in MEMBERS.values()] + [str(p / "src") for p in MEMBERS.values()]
+    paths = [MEMBERS[m] for m in members or MEMBERS]
+    return [str(p / name) for p in paths for name in ("tests", "src")]
+
+
+def pytest(session: nox.Session, *folders: str) -> None:
+    """Run tests on two processes, whose waiting threads leave the cores to each other."""
+    chosen = session.posargs or folders
+    session.run("pytest", "-n", "2", *chosen, env={"OMP_WAIT_POLICY": "PASSIVE"})
 
 
 @nox.session
@@ -89,7 +96,7 @@ def demo(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Doctests, unit, property, parity and end-to-end tests of every package together."""
     install(session, everything(), "pytorch-quantization")
-    session.run("pytest", "-n", "2", *(session.posargs or [*test_folders(), "tests"]))
+    pytest(session, *test_folders(), "tests")
 
 
 @nox.session

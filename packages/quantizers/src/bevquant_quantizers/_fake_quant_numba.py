@@ -12,9 +12,12 @@ from torch import Tensor
 
 from ._fake_quant import integer_bounds, refuse_negative, scales
 from ._jit import jit
+from ._recycle import empty
 from ._threads import run_parts
 
 __all__ = ["keep", "one_pass"]
+
+_PARTS = 8  # for each thread
 
 # The arithmetic is that of the torch path, operation by operation, so the results are equal bit
 # for bit: a comparison with NaN is false, which keeps a NaN as torch.clamp does. Slices that
@@ -123,15 +126,16 @@ def one_pass(
     low, top = integer_bounds(*options)
     up, down = (s.reshape(-1).numpy() for s in scales(ranges, top))
     amaxs = ranges.reshape(-1).numpy()
-    y = torch.empty_like(x)
-    inside = torch.empty_like(x, dtype=torch.bool) if masked else None
-    mask = torch.empty(0, dtype=torch.bool) if inside is None else inside.permute(order)
-    arrays: list[Any] = [dense.numpy(), y.permute(order).numpy(), mask.numpy()]
+    y, y_array = _empty(dense.shape, order, np.float32)
+    inside, mask = _empty(dense.shape, order, np.bool_) if masked else (None, np.empty(0, np.bool_))
+    arrays: list[Any] = [dense.numpy(), y_array, mask]
     bounds = (np.float32(low), np.float32(top))
     if not wide:
         a, b, m = (array.reshape(-1) for array in arrays)
         negative = run_parts(
-            lambda i, j: _flat(a[i:j], b[i:j], m[i:j], amaxs[0], up[0], down[0], *bounds), a.size
+            lambda i, j: _flat(a[i:j], b[i:j], m[i:j], amaxs[0], up[0], down[0], *bounds),
+            a.size,
+            each=_PARTS,
         )
     else:
         inner = math.prod(dense.shape[wide[0] + 1 :])
@@ -145,7 +149,7 @@ def one_pass(
                 return bool(_by_column(a[i:j], b[i:j], m[i:j], *tail))
             return bool(_by_row(a[i:j], b[i:j], m[i:j], *tail, i))
 
-        negative = run_parts(part, a.shape[0], elements=a.size)
+        negative = run_parts(part, a.shape[0], elements=a.size, each=_PARTS)
     if options[1] and any(negative):
         refuse_negative(x)
     return y, inside
@@ -156,13 +160,20 @@ def _memory_order(x: Tensor) -> list[int]:
     return sorted(range(x.dim()), key=lambda axis: -x.stride()[axis])
 
 
+def _empty(shape: torch.Size, order: list[int], dtype: type) -> tuple[Tensor, Any]:
+    """Return an uninitialised tensor of axes in their own order, and its memory in `order`."""
+    array = empty(tuple(shape), dtype)
+    own = sorted(range(len(order)), key=order.__getitem__)
+    return torch.from_numpy(array).permute(own), array
+
+
 def keep(grad: Tensor, inside: Tensor) -> Tensor | None:
     """Return the float32 gradient where `inside`, zero elsewhere; None where strides differ."""
     order = _memory_order(grad)
     dense, mask = grad.permute(order), inside.permute(order)
     if not (dense.is_contiguous() and mask.is_contiguous()):
         return None
-    out = torch.empty_like(grad)
-    g, m, o = (t.reshape(-1).numpy() for t in (dense, mask, out.permute(order)))
-    run_parts(lambda i, j: _masked_gradient(g[i:j], m[i:j], o[i:j]), g.size)
+    out, array = _empty(dense.shape, order, np.float32)
+    g, m, o = (a.reshape(-1) for a in (dense.numpy(), mask.numpy(), array))
+    run_parts(lambda i, j: _masked_gradient(g[i:j], m[i:j], o[i:j]), g.size, each=_PARTS)
     return out

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import TypeVar
 
 import torch
@@ -20,28 +20,40 @@ _SMALLEST_PART = 1 << 16
 
 
 def run_parts(
-    kernel: Callable[[int, int], Result], size: int, *, elements: int | None = None
+    kernel: Callable[[int, int], Result], size: int, *, elements: int | None = None, each: int = 1
 ) -> list[Result]:
     """Call ``kernel(start, stop)`` on parts that cover 0 … size, and return the results in order.
 
-    The kernel must release the GIL to gain from it. Parts are as many as torch has threads, fewer
-    where they would be small; the caller takes the first itself.
+    The kernel must release the GIL to gain from it. The caller takes part; whoever is free takes
+    the next part, so that a thread that wakes late takes fewer.
 
     Args:
         kernel: Called with the bounds of each part.
         size: What is divided, e.g. rows.
         elements: How much work the whole is, where `size` is not that.
+        each: Parts for each of torch's threads; fewer where they would be small.
     """
-    parts = min(torch.get_num_threads(), (elements or size) // _SMALLEST_PART, size)
-    if parts < 2:
+    threads = torch.get_num_threads()
+    parts = min(each * threads, (elements or size) // _SMALLEST_PART, size)
+    if threads < 2 or parts < 2:
         return [kernel(0, size)]
-    bounds = [size * i // parts for i in range(parts + 1)]
-    waiting = [_pool(os.getpid()).submit(kernel, *pair) for pair in pairwise(bounds[1:])]
+    bounds = list(pairwise(size * i // parts for i in range(parts + 1)))
+    results: dict[int, Result] = {}
+    tickets = count()
+
+    def work() -> None:
+        while (number := next(tickets)) < parts:
+            results[number] = kernel(*bounds[number])
+
+    waiting = [_pool(os.getpid()).submit(work) for _ in range(min(threads, parts) - 1)]
     try:
-        return [kernel(0, bounds[1]), *(future.result() for future in waiting)]
+        work()
     finally:  # no thread may write into an array whose owner has gone
         for future in waiting:
             future.exception()
+    for future in waiting:
+        future.result()
+    return [results[number] for number in range(parts)]
 
 
 @cache
