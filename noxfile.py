@@ -105,10 +105,7 @@ def isolated(session: nox.Session, package: str) -> None:
     """One package with its declared dependencies alone passes its own tests."""
     extras = "cpu,test" if package == "bevfusion_quant" else "test"
     install(session, {package: extras})
-    folder = MEMBERS[package]
-    session.run(
-        "pytest", "-n", "2", *(session.posargs or [str(folder / "tests"), str(folder / "src")])
-    )
+    pytest(session, *test_folders(package))
 
 
 @nox.session
