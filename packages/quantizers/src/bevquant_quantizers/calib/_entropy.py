@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import lru_cache
-
 import numpy as np
 import numpy.typing as npt
 
 from bevquant_quantizers._jit import has_numba
+from bevquant_quantizers.calib._bounds import in_chunks
 
 __all__ = ["entropy_amax"]
 
@@ -18,9 +16,6 @@ Ints = npt.NDArray[np.int64]
 # float64 leaves the divergences from prefix sums exact to about 1e-14, the compiled logarithm to
 # 2e-11.
 _TOLERANCE = 1e-10
-# Arrays of at most 96 KiB: above 128 KiB every one costs fresh pages from the system.
-_CHUNK = 12_288
-_LARGEST_TABLE = 1 << 21
 
 
 def entropy_amax(
@@ -112,7 +107,8 @@ def _divergences(bins: Ints, tried: Ints, levels: int, backend: str) -> Floats:
 
         group_terms(sums, sizes, tried.astype(np.float64), levels, grouped, last_mean)
     else:
-        for rows, bounds in _group_bounds(tried, levels):
+        step = int(tried[1] - tried[0]) if len(tried) > 1 else 1
+        for rows, bounds in in_chunks(_bounds, int(tried[0]), len(tried), step, levels):
             grouped[rows], last_mean[rows] = _group_terms(sums, sizes, bounds)
     # With fewer bins than groups the last group is empty; the last bin then is its own.
     last_mean = np.where(tried < levels, last, last_mean)
@@ -138,23 +134,6 @@ def _group_terms(
     return np.einsum("ij,ij->i", total, logs), mean[:, -1]
 
 
-def _group_bounds(tried: Ints, levels: int) -> Iterator[tuple[slice, npt.NDArray[np.int32]]]:
-    """Yield rows of candidates with their groups' bounds, from one table while that is small."""
-    first, number = int(tried[0]), len(tried)
-    step = int(tried[1]) - first if number > 1 else 1
-    small = number * levels <= _LARGEST_TABLE
-    table = _bounds(first, number, step, levels) if small else None
-    size = max(_CHUNK // levels, 1)
-    for start in range(0, number, size):
-        stop = min(start + size, number)
-        if table is not None:
-            yield slice(start, stop), table[start:stop]
-        else:
-            bounds = _bounds.__wrapped__(first + start * step, stop - start, step, levels)
-            yield slice(start, stop), bounds
-
-
-@lru_cache(maxsize=2)
 def _bounds(first: int, number: int, step: int, levels: int) -> npt.NDArray[np.int32]:
     """First bin of each group, ceil(g·i / levels), for each candidate i; i itself at the end."""
     tried = first + step * np.arange(number, dtype=np.int64)

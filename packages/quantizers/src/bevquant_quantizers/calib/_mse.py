@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +11,7 @@ from torch import Tensor
 
 from bevquant_quantizers._fake_quant import fake_quantize
 from bevquant_quantizers._jit import has_numba
+from bevquant_quantizers.calib._bounds import CHUNK, in_chunks
 
 __all__ = ["mse_amax"]
 
@@ -23,9 +22,6 @@ Ints = npt.NDArray[np.int64]
 # scored again. On 40 histograms no float32 score strayed more than 2.8 units.
 _ROUNDING_UNITS = 8.0
 _LARGEST_SQUARED = 1e12
-# Arrays of at most 96 KiB: above 128 KiB every one costs fresh pages from the system.
-_CHUNK = 12_288
-_LARGEST_TABLE = 1 << 21
 
 
 def mse_amax(
@@ -135,28 +131,11 @@ def _errors_of_centers(
         centers = 2.0 * (start_bin + stride * np.arange(len(ranges))) + 1.0
         level_sums(p0, p1, centers, steps, by_count, by_value)
     else:
-        for rows, bounds in _level_bounds(len(ranges), steps, start_bin, stride):
+        for rows, bounds in in_chunks(_bounds, start_bin, len(ranges), stride, steps):
             by_count[rows], by_value[rows] = _level_sums(p0, p1, bounds)
     return _combine(moments, ranges / steps, steps, by_count, by_value)
 
 
-def _level_bounds(
-    candidates: int, steps: int, start_bin: int, stride: int
-) -> Iterator[tuple[slice, npt.NDArray[np.int32]]]:
-    """Yield rows of candidates with their levels' bounds, from one table while that is small."""
-    small = candidates * steps <= _LARGEST_TABLE
-    table = _bounds(start_bin, candidates, stride, steps) if small else None
-    size = max(_CHUNK // steps, 1)
-    for start in range(0, candidates, size):
-        stop = min(start + size, candidates)
-        if table is not None:
-            yield slice(start, stop), table[start:stop]
-        else:
-            bounds = _bounds.__wrapped__(start_bin + start * stride, stop - start, stride, steps)
-            yield slice(start, stop), bounds
-
-
-@lru_cache(maxsize=2)
 def _bounds(first: int, number: int, stride: int, steps: int) -> npt.NDArray[np.int32]:
     """First bin of each level for each candidate: it depends on the bins' numbers alone."""
     odd = 2.0 * np.arange(steps) + 1.0
@@ -195,7 +174,7 @@ def _combine(
 def _errors_per_bin(counts: Ints, centers: Floats, ranges: Floats, steps: int) -> Floats:
     """Errors by quantizing every centre: for more levels than bins."""
     errors = np.empty(len(ranges))
-    rows = max(_CHUNK // len(centers), 1)
+    rows = max(CHUNK // len(centers), 1)
     for start in range(0, len(ranges), rows):
         step = ranges[start : start + rows, None] / steps
         quantized = np.minimum(np.rint(centers / step), steps) * step
