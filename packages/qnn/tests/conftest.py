@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import warnings
 from types import SimpleNamespace
 
@@ -35,7 +36,8 @@ def upstream():
             "pytorch_quantization", reason="pytorch-quantization is not installed"
         )
         importlib.import_module("pytorch_quantization.nn")
-        importlib.import_module("absl.logging").set_verbosity("fatal")
+        # Its own logger alone: absl's set_verbosity silences every other one too.
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
         return package
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from types import SimpleNamespace
 
@@ -26,11 +27,11 @@ def upstream(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         pytest.importorskip("pytorch_quantization", reason="pytorch-quantization is not installed")
-        from absl import logging
         from pytorch_quantization import calib, nn, tensor_quant
         from pytorch_quantization.calib import histogram
 
-        logging.set_verbosity(logging.FATAL)
+        # Its own logger alone: absl's set_verbosity silences every other one too.
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
     monkeypatch.setattr(torch.Tensor, "cuda", lambda self, *_, **__: self)
     return SimpleNamespace(calib=calib, nn=nn, tensor_quant=tensor_quant, histogram=histogram)
 
