@@ -37,6 +37,10 @@ def test_what_lies_idle_is_bounded() -> None:
     assert all(block.nbytes <= 1 << 25 for block in _recycle._idle)
 
 
+def test_blocks_begin_at_a_cache_line() -> None:
+    assert all(empty((1 << k,), np.float32).ctypes.data % 64 == 0 for k in range(18, 24))
+
+
 def test_threads_never_share_a_block() -> None:
     clashes: list[int] = []
 

@@ -82,7 +82,7 @@ def fake_quantize(
     if use_numba(backend, _worth_a_kernel(x)):
         from ._fake_quant_numba import one_pass
 
-        step = partial(one_pass, otherwise=_torch_step)
+        step = partial(one_pass, otherwise=_torch_step, packed=not amax.requires_grad)
     options = (num_bits, unsigned, narrow_range)
     if torch.is_grad_enabled() and (x.requires_grad or amax.requires_grad):
         y: Tensor = _FakeQuantize.apply(x, amax, options, step)[0]  # type: ignore[no-untyped-call]
@@ -191,6 +191,12 @@ class _FakeQuantize(Function):
 
 def _keep(grad: Tensor, inside: Tensor) -> Tensor:
     """Return the gradient where `inside`, zero elsewhere."""
+    if inside.dtype == torch.int16:  # one bit a value
+        from ._fake_quant_numba import keep_packed, unpack
+
+        if not torch.is_grad_enabled():
+            return keep_packed(grad, inside)
+        inside = unpack(inside).reshape(grad.shape)
     fast = use_numba("auto", _worth_a_kernel(grad) and grad.dtype == torch.float32)
     if fast and not torch.is_grad_enabled():
         from ._fake_quant_numba import keep

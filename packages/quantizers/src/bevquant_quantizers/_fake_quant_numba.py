@@ -13,9 +13,10 @@ from torch import Tensor
 from ._fake_quant import integer_bounds, refuse_negative, scales
 from ._jit import jit
 from ._recycle import empty
+from ._stream_numba import LANES, keep_stream, quantize_stream
 from ._threads import run_parts
 
-__all__ = ["keep", "one_pass"]
+__all__ = ["keep", "keep_packed", "one_pass", "unpack"]
 
 _PARTS = 8  # for each thread
 
@@ -101,10 +102,12 @@ def one_pass(
     masked: bool,
     *,
     otherwise: Callable[..., tuple[Tensor, Tensor | None]],
+    packed: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Fake-quantize as ``otherwise(x, amax, options, masked)`` does, which takes what is not ours.
 
-    Ours is dense float32 on the CPU with one range, or one range an index of a single axis.
+    Ours is dense float32 on the CPU with one range, or one range an index of a single axis. With
+    `packed` the mask may be one bit a value, 16 in an int16, where x is large and contiguous.
     """
     order = _memory_order(x)
     dense = x.detach().permute(order)
@@ -127,9 +130,27 @@ def one_pass(
     up, down = (s.reshape(-1).numpy() for s in scales(ranges, top))
     amaxs = ranges.reshape(-1).numpy()
     y, y_array = _empty(dense.shape, order, np.float32)
+    bounds = (np.float32(low), np.float32(top))
+    if packed and masked and not wide and not options[1] and _streams(x, y_array):
+        words = np.empty(x.numel() // LANES, np.int16)
+        a, b = dense.numpy().reshape(-1), y_array.reshape(-1)
+        run_parts(
+            lambda i, j: quantize_stream(
+                a[LANES * i : LANES * j],
+                b[LANES * i : LANES * j],
+                words[i:j],
+                amaxs[0],
+                up[0],
+                down[0],
+                *bounds,
+            ),
+            words.size,
+            elements=a.size,
+            each=_PARTS,
+        )
+        return y, torch.from_numpy(words)
     inside, mask = _empty(dense.shape, order, np.bool_) if masked else (None, np.empty(0, np.bool_))
     arrays: list[Any] = [dense.numpy(), y_array, mask]
-    bounds = (np.float32(low), np.float32(top))
     if not wide:
         a, b, m = (array.reshape(-1) for array in arrays)
         negative = run_parts(
@@ -165,6 +186,31 @@ def _empty(shape: torch.Size, order: list[int], dtype: type) -> tuple[Tensor, An
     array = empty(tuple(shape), dtype)
     own = sorted(range(len(order)), key=order.__getitem__)
     return torch.from_numpy(array).permute(own), array
+
+
+def _streams(x: Tensor, array: Any) -> bool:
+    return bool(x.is_contiguous() and x.numel() % LANES == 0 and array.ctypes.data % 64 == 0)
+
+
+def keep_packed(grad: Tensor, inside: Tensor) -> Tensor:
+    """Return the float32 gradient where a bit of `inside` is set, zero elsewhere."""
+    out, array = _empty(grad.shape, list(range(grad.dim())), np.float32)
+    if not _streams(out, array):
+        return torch.where(unpack(inside).reshape(grad.shape), grad, 0.0)
+    g, m, o = grad.contiguous().numpy().reshape(-1), inside.numpy(), array.reshape(-1)
+    run_parts(
+        lambda i, j: keep_stream(g[LANES * i : LANES * j], m[i:j], o[LANES * i : LANES * j]),
+        m.size,
+        elements=g.size,
+        each=_PARTS,
+    )
+    return out
+
+
+def unpack(inside: Tensor) -> Tensor:
+    """Return the mask as one bool a value."""
+    words = inside.numpy().astype("<i2", copy=False)
+    return torch.from_numpy(np.unpackbits(words.view(np.uint8), bitorder="little").view(np.bool_))
 
 
 def keep(grad: Tensor, inside: Tensor) -> Tensor | None:

@@ -16,6 +16,7 @@ import numpy as np
 __all__ = ["empty"]
 
 _SMALLEST, _LARGEST = 1 << 20, 1 << 25  # bytes; below the C library reuses by itself
+_LINE = 64  # bytes of a cache line, at whose start each block begins
 # A full deque drops its oldest: at most 128 MiB lie idle. Its methods are atomic, which matters
 # because a block may come back at any moment, in any thread and within a garbage collection.
 _idle: deque[Any] = deque(maxlen=4)
@@ -54,4 +55,6 @@ def _take(nbytes: int) -> Any:
         if nbytes <= block.nbytes <= 2 * nbytes:
             return block
         _idle.append(block)
-    return np.empty(nbytes, np.uint8)
+    raw = np.empty(nbytes + _LINE, np.uint8)
+    start = -raw.ctypes.data % _LINE
+    return raw[start : start + nbytes]
