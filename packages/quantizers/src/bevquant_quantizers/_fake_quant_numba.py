@@ -19,6 +19,7 @@ from ._threads import run_parts
 __all__ = ["keep", "keep_packed", "one_pass", "unpack"]
 
 _PARTS = 8  # for each thread
+_SMALLEST_STREAM = 1 << 20  # bytes
 
 # The arithmetic is that of the torch path, operation by operation, so the results are equal bit
 # for bit: a comparison with NaN is false, which keeps a NaN as torch.clamp does. Slices that
@@ -131,7 +132,8 @@ def one_pass(
     amaxs = ranges.reshape(-1).numpy()
     y, y_array = _empty(dense.shape, order, np.float32)
     bounds = (np.float32(low), np.float32(top))
-    if packed and masked and not wide and not options[1] and _streams(x, y_array):
+    if packed and not wide and not options[1] and _streams(x, y_array):
+        # Without `masked` the bits are written all the same: a thirty-second of what y is.
         words = np.empty(x.numel() // LANES, np.int16)
         a, b = dense.numpy().reshape(-1), y_array.reshape(-1)
         run_parts(
@@ -148,7 +150,7 @@ def one_pass(
             elements=a.size,
             each=_PARTS,
         )
-        return y, torch.from_numpy(words)
+        return y, torch.from_numpy(words) if masked else None
     inside, mask = _empty(dense.shape, order, np.bool_) if masked else (None, np.empty(0, np.bool_))
     arrays: list[Any] = [dense.numpy(), y_array, mask]
     if not wide:
@@ -189,7 +191,13 @@ def _empty(shape: torch.Size, order: list[int], dtype: type) -> tuple[Tensor, An
 
 
 def _streams(x: Tensor, array: Any) -> bool:
-    return bool(x.is_contiguous() and x.numel() % LANES == 0 and array.ctypes.data % 64 == 0)
+    """Whether past the caches pays: what is smaller is better read from them by the next layer."""
+    return bool(
+        array.nbytes >= _SMALLEST_STREAM
+        and x.is_contiguous()
+        and x.numel() % LANES == 0
+        and array.ctypes.data % 64 == 0
+    )
 
 
 def keep_packed(grad: Tensor, inside: Tensor) -> Tensor:
