@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from bevfusion_quant._errors import InputError
+
 __all__ = ["PointsError"]
 
 
-class PointsError(ValueError):
+class PointsError(InputError):
     """A frame cannot be read or holds something that must not be used.
 
     The message names the file, what was found, what was expected and what to do. It is meant to

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from bevfusion_quant.cameras import Camera
 from bevfusion_quant.points._errors import PointsError
 
 __all__ = ["Frame", "Labels", "VoxelData"]
@@ -32,10 +33,17 @@ class Labels(NamedTuple):
         boxes: float32 [objects, 7], centre x, y, z, length, width, height [m] and yaw [rad],
             counter-clockwise from +x to the direction of the length.
         names: the class of each box.
+        velocities: float32 [objects, 2], along x and y of the frame [m/s]; NaN where not known.
+        visibility: float32 [objects], 0..1, the share of the object's own silhouette or returns
+            that nothing hides; NaN where not known.
+        num_points: int32 [objects], the LiDAR points inside.
     """
 
     boxes: npt.NDArray[np.float32]
     names: tuple[str, ...]
+    velocities: npt.NDArray[np.float32] | None = None
+    visibility: npt.NDArray[np.float32] | None = None
+    num_points: npt.NDArray[np.int32] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,9 +56,11 @@ class Frame:
             (0 for the newest sweep, growing into the past).
         voxels: voxels made elsewhere, where the file held voxels.
         labels: boxes and class names, where the source has them.
+        cameras: the pictures taken with the points, where the source has them.
 
     Raises:
-        PointsError: both or neither of points and voxels, or arrays of another shape or type.
+        PointsError: both or neither of points and voxels, arrays of another shape or type, boxes
+            with NaN or without a size, or two cameras of one name.
 
     Examples:
         >>> import numpy as np
@@ -63,6 +73,7 @@ class Frame:
     points: npt.NDArray[np.float32] | None = None
     voxels: VoxelData | None = None
     labels: Labels | None = None
+    cameras: tuple[Camera, ...] = ()
 
     def __post_init__(self) -> None:
         if (self.points is None) == (self.voxels is None):
@@ -78,16 +89,51 @@ class Frame:
                     f"{self.name}: {len(features)} voxel features but {len(coords)} coordinates"
                 )
         if self.labels is not None:
-            _check(self.name, "labels.boxes", self.labels.boxes, np.float32, 7)
-            if len(self.labels.boxes) != len(self.labels.names):
-                raise PointsError(
-                    f"{self.name}: {len(self.labels.boxes)} boxes but "
-                    f"{len(self.labels.names)} class names"
-                )
+            _check_labels(self.name, self.labels)
+        names = [camera.name for camera in self.cameras]
+        if len(set(names)) < len(names):
+            raise PointsError(f"{self.name}: cameras {', '.join(names)}; each name must be its own")
 
     def __len__(self) -> int:
         """Number of points, or of voxels where the frame holds voxels."""
         return len(self.points) if self.points is not None else len(self.voxels[0])  # type: ignore[index]
+
+
+def _check_labels(name: str, labels: Labels) -> None:
+    boxes = labels.boxes
+    _check(name, "labels.boxes", boxes, np.float32, 7)
+    if len(boxes) != len(labels.names):
+        raise PointsError(f"{name}: {len(boxes)} boxes but {len(labels.names)} class names")
+    for what, dtype, shape in (
+        ("velocities", np.float32, (len(boxes), 2)),
+        ("visibility", np.float32, (len(boxes),)),
+        ("num_points", np.int32, (len(boxes),)),
+    ):
+        array = getattr(labels, what)
+        if array is not None and (array.shape != shape or array.dtype != np.dtype(dtype)):
+            raise PointsError(
+                f"{name}: labels.{what} must be {np.dtype(dtype)} {list(shape)} for "
+                f"{len(boxes)} boxes, not {array.dtype} {list(array.shape)}"
+            )
+    bad = np.flatnonzero(~(np.isfinite(boxes).all(axis=1) & (boxes[:, 3:6] > 0).all(axis=1)))
+    if len(bad):
+        row = bad[0]
+        raise PointsError(
+            f"{name}: {len(bad)} of {len(boxes)} boxes hold NaN or Inf or a size that is not "
+            f"positive, the first is box {row} ({labels.names[row]}): {boxes[row].tolist()}; "
+            "correct or leave out such boxes"
+        )
+    if labels.velocities is not None and np.isinf(labels.velocities).any():
+        raise PointsError(f"{name}: labels.velocities holds Inf; NaN says that it is not known")
+    if labels.visibility is not None:
+        known = labels.visibility[~np.isnan(labels.visibility)]
+        if len(known) and (known.min() < 0 or known.max() > 1):
+            raise PointsError(
+                f"{name}: labels.visibility spans {known.min():g}..{known.max():g}; expected a "
+                "share, 0..1, or NaN where it is not known"
+            )
+    if labels.num_points is not None and len(boxes) and labels.num_points.min() < 0:
+        raise PointsError(f"{name}: labels.num_points holds {labels.num_points.min()}")
 
 
 def _check(
