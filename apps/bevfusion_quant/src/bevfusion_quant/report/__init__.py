@@ -1,0 +1,17 @@
+"""One self-contained page on which a reviewer judges a quantized model."""
+
+from bevfusion_quant.report._content import (
+    ReportBoxes,
+    ReportContent,
+    ReportFigure,
+    ReportScene,
+    ReportStage,
+)
+
+__all__ = [
+    "ReportBoxes",
+    "ReportContent",
+    "ReportFigure",
+    "ReportScene",
+    "ReportStage",
+]

@@ -1,0 +1,154 @@
+"""What the report page shows, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from bevfusion_quant.cameras import Camera
+    from bevfusion_quant.ptq import LayerRow, QuantizerValues
+
+__all__ = ["ReportBoxes", "ReportContent", "ReportFigure", "ReportScene", "ReportStage"]
+
+Map = npt.NDArray[np.floating[Any]]
+Extent = tuple[float, float, float, float]
+
+
+@dataclass(frozen=True)
+class ReportFigure:
+    """One more headline figure: `ReportFigure("NDS", "0.412", "float 0.415")`."""
+
+    label: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class ReportBoxes:
+    """Objects to draw on the scene.
+
+    Attributes:
+        boxes: float [objects, 7], centre x, y, z, length, width, height [m] and yaw [rad],
+            counter-clockwise from +x to the direction of the length, LiDAR frame.
+        names: The class of each box.
+        scores: float [objects], 0 … 1, where these are detections.
+    """
+
+    boxes: npt.NDArray[np.floating[Any]]
+    names: Sequence[str]
+    scores: npt.NDArray[np.floating[Any]] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class ReportScene:
+    """The frame that was looked at.
+
+    Attributes:
+        name: The frame's name.
+        points: float [points, ≥3], x, y, z [m] in the LiDAR frame: points, or centres of voxels.
+        extent: What the bird's-eye view shows: smallest x, smallest y, largest x, largest y [m].
+        kind: What `points` are: "points" or "voxels".
+        labels: Labelled objects.
+        float_detections: What the float model finds.
+        quantized_detections: What the quantized model finds.
+        cameras: The pictures taken with the points; boxes are projected into them.
+    """
+
+    name: str
+    points: npt.NDArray[np.floating[Any]]
+    extent: Extent = (-54.0, -54.0, 54.0, 54.0)
+    kind: str = "points"
+    labels: ReportBoxes | None = None
+    float_detections: ReportBoxes | None = None
+    quantized_detections: ReportBoxes | None = None
+    cameras: Sequence[Camera] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class ReportStage:
+    """Feature maps of one stage: the float model's, the quantized model's, their difference.
+
+    A bird's-eye map is float [X, Y]: x to the right, y forward, over `extent`. Without an extent a
+    map lies in image space, float [rows, columns] with the first row on top, or
+    [cameras, rows, columns] in the order of the scene's cameras. NaN is an empty cell.
+
+    Attributes:
+        name: Short and unique: "camera", "lidar", "fuser", "decoder", "head".
+        title: One line: "Fused bird's-eye view".
+        float_map: The float model's map.
+        quantized_map: The quantized model's map, same shape.
+        difference_map: Where it is more than quantized − float, as the norm over channels of the
+            difference; None stands for quantized − float.
+        extent: Smallest x, smallest y, largest x, largest y [m], or None for image space.
+        quantity: What float and quantized values are, for the colour bar.
+        difference_quantity: What difference values are.
+        sqnr_db: 10·log10(Σ float² / Σ (quantized − float)²) over the whole tensor; None where the
+            two are equal, or unknown.
+        cosine: Cosine of the two tensors seen as vectors; None where unknown.
+    """
+
+    name: str
+    title: str
+    float_map: Map
+    quantized_map: Map
+    difference_map: Map | None = None
+    extent: Extent | None = None
+    quantity: str = "L2 norm over channels"
+    difference_quantity: str = "quantized − float"
+    sqnr_db: float | None = None
+    cosine: float | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class ReportContent:
+    """Everything on the page. Every field but the title may stay empty: its section is left out.
+
+    Attributes:
+        title: Name of the run.
+        config: Name of the sizes: "nuscenes" or "tiny".
+        command: The command line that repeats the run.
+        versions: Version by package.
+        settings: What else decides the result: method, seed, weights, branch, threads.
+        frames: Names of the frames that were compared.
+        seconds: Seconds by step, "total" included.
+        peak_memory_mib: Largest resident memory of the process.
+        figures: More headline figures, shown after the built-in ones.
+        scene: The frame that was looked at.
+        stages: Feature maps in the order of execution.
+        layers: The layer table in the order of execution.
+        quantizers: What each quantizer saw, and its range.
+        fusion: As `fusion_record` makes it: "fused" [{conv, bn, how}], "skipped" [{bn, reason}],
+            optionally "largest_relative_change".
+        quantization: As `quantization_record` makes it: "quantized" [{path, kind, was}],
+            "shared" [{tensor, readers, reason}], "skipped" [{path, reason}].
+        calibration: As `calibration_record` makes it: "quantizers" [{names, method, amax, …,
+            warnings}], "warnings".
+        low_sqnr_db: Layers below this are counted and marked.
+
+    Examples:
+        >>> ReportContent(title="demo").low_sqnr_db
+        20.0
+    """
+
+    title: str
+    config: str = ""
+    command: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, object] = field(default_factory=dict)
+    frames: Sequence[str] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    peak_memory_mib: float | None = None
+    figures: Sequence[ReportFigure] = ()
+    scene: ReportScene | None = None
+    stages: Sequence[ReportStage] = ()
+    layers: Sequence[LayerRow] = ()
+    quantizers: Sequence[QuantizerValues] = ()
+    fusion: Mapping[str, Any] | None = None
+    quantization: Mapping[str, Any] | None = None
+    calibration: Mapping[str, Any] | None = None
+    low_sqnr_db: float = 20.0
