@@ -23,7 +23,7 @@ from bevfusion_quant.model import (
 if importlib.util.find_spec("spconv") is None:
     pytest.skip("spconv is not installed", allow_module_level=True)
 
-TINY = CONFIGS["tiny"]
+TINY = CONFIGS["tiny"].lidar
 CONV = "encoders.lidar.backbone.conv_input.0.weight"
 TO = {"RSCK": (1, 2, 3, 4, 0), "KRSC": (0, 1, 2, 3, 4), "KCRS": (0, 4, 1, 2, 3)}
 

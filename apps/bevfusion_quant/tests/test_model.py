@@ -16,7 +16,7 @@ if importlib.util.find_spec("spconv") is None:
     pytest.skip("spconv is not installed", allow_module_level=True)
 
 SMALL = dataclasses.replace(
-    CONFIGS["tiny"],
+    CONFIGS["tiny"].lidar,
     name="small",
     sparse_shape=(32, 24, 41),
     base_channels=3,
@@ -67,16 +67,16 @@ def expected_shapes(config: LidarConfig) -> dict[str, tuple[int, ...]]:
 
 
 def test_state_dict_has_mit_bevfusions_names_and_shapes() -> None:
-    model = build_lidar_branch(CONFIGS["nuscenes"])
+    model = build_lidar_branch(CONFIGS["nuscenes"].lidar)
     got = {
         name: (*t.shape[1:4], t.shape[4], t.shape[0]) if t.ndim == 5 else tuple(t.shape)
         for name, t in model.state_dict().items()
     }
-    assert got == expected_shapes(CONFIGS["nuscenes"])
+    assert got == expected_shapes(CONFIGS["nuscenes"].lidar)
 
 
 def test_full_size_map_is_256_by_180_by_180() -> None:
-    config = CONFIGS["nuscenes"]
+    config = CONFIGS["nuscenes"].lidar
     model = build_lidar_branch(config)
     with torch.no_grad():
         assert model(*voxels(config, 40), 1).shape == (1, 256, 180, 180)
@@ -145,7 +145,7 @@ def test_encoder_equals_dense_convolutions_in_float64() -> None:
 
 
 def test_random_weights_keep_every_layer_alive_and_small() -> None:
-    config = CONFIGS["tiny"]
+    config = CONFIGS["tiny"].lidar
     model = build_lidar_branch(config)
     features, coords = voxels(config, 3000)
     features = features * torch.tensor([20.0, 20.0, 1.0, 60.0, 0.1])

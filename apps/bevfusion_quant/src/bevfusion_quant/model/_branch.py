@@ -51,7 +51,7 @@ def build_lidar_branch(config: LidarConfig) -> BEVFusion:
 
     Example:
         >>> from bevfusion_quant.model import CONFIGS, build_lidar_branch
-        >>> branch = build_lidar_branch(CONFIGS["tiny"])
+        >>> branch = build_lidar_branch(CONFIGS["tiny"].lidar)
         >>> sorted(name for name, _ in branch.lidar.named_children())
         ['backbone', 'voxelize']
     """

@@ -1,12 +1,28 @@
-"""Sizes of the LiDAR branch: mit-bevfusion's own, and a small one for seconds-long runs."""
+"""Sizes of the model: mit-bevfusion's own, and a small one for seconds-long runs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["CONFIGS", "LidarConfig"]
+__all__ = [
+    "CLASSES",
+    "CONFIGS",
+    "LIDAR_CONFIGS",
+    "BEVFusionConfig",
+    "CameraConfig",
+    "DecoderConfig",
+    "FuserConfig",
+    "HeadConfig",
+    "LidarConfig",
+]
 
 Triple = tuple[int, int, int]
+Bound = tuple[float, float, float]
+
+CLASSES = (
+    "car", "truck", "construction_vehicle", "bus", "trailer",
+    "barrier", "motorcycle", "bicycle", "pedestrian", "traffic_cone",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -40,14 +56,161 @@ class LidarConfig:
     output_channels: int = 128
 
 
-CONFIGS: dict[str, LidarConfig] = {
-    "nuscenes": LidarConfig("nuscenes", (0.075, 0.075, 0.2), (1440, 1440, 41)),
-    "tiny": LidarConfig(
+@dataclass(frozen=True)
+class CameraConfig:
+    """Sizes of the camera branch: a bottleneck ResNet, an FPN, and lift-splat with LiDAR depth.
+
+    Attributes:
+        image_size: Height and width of the network's images, in pixels.
+        depths: Residual blocks of each of the four stages; (3, 4, 6, 3) is ResNet-50.
+        width: Channels of the stem; stage i puts out 4 · 2^i · width channels.
+        feature_stride: Pixels per cell of the feature map that is lifted.
+        neck_channels: Channels of that map.
+        xbound: First edge, last edge and cell size of the pooled map along x, in metres.
+        ybound: The same along y.
+        zbound: The same along z; one cell.
+        dbound: First depth, last depth (not included) and step of the frustum, in metres.
+        out_channels: Channels of the bird's-eye view.
+        downsample: Stride from the pooled map to the branch's output.
+    """
+
+    image_size: tuple[int, int] = (256, 704)
+    depths: tuple[int, int, int, int] = (3, 4, 6, 3)
+    width: int = 64
+    feature_stride: int = 8
+    neck_channels: int = 256
+    xbound: Bound = (-54.0, 54.0, 0.3)
+    ybound: Bound = (-54.0, 54.0, 0.3)
+    zbound: Bound = (-10.0, 10.0, 20.0)
+    dbound: Bound = (1.0, 60.0, 0.5)
+    out_channels: int = 80
+    downsample: int = 2
+
+    @property
+    def feature_size(self) -> tuple[int, int]:
+        """Height and width of the feature map that is lifted."""
+        height, width = self.image_size
+        return height // self.feature_stride, width // self.feature_stride
+
+
+@dataclass(frozen=True)
+class FuserConfig:
+    """Channels of the camera's and the LiDAR's map, and of the fused one."""
+
+    in_channels: tuple[int, int] = (80, 256)
+    out_channels: int = 256
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Sizes of SECOND and SECONDFPN.
+
+    Attributes:
+        in_channels: Channels of the fused map.
+        layers: Convolutions of each stage after its first.
+        channels: Channels of each stage.
+        strides: Stride of the first convolution of each stage.
+        upsample_channels: Channels that each stage contributes to the output.
+        upsample_strides: Factor by which each stage is enlarged; 1 is a 1×1 convolution.
+    """
+
+    in_channels: int = 256
+    layers: tuple[int, ...] = (5, 5)
+    channels: tuple[int, ...] = (128, 256)
+    strides: tuple[int, ...] = (1, 2)
+    upsample_channels: tuple[int, ...] = (256, 256)
+    upsample_strides: tuple[int, ...] = (1, 2)
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """Sizes of the TransFusion head.
+
+    Attributes:
+        in_channels: Channels of the decoder's map.
+        hidden_channels: Width of the head.
+        num_queries: Objects proposed per frame.
+        classes: Names of the classes, in the order of the heatmap's channels.
+        num_decoder_layers: Transformer decoder layers.
+        num_heads: Attention heads.
+        ffn_channels: Hidden width of the feed-forward part.
+        nms_kernel_size: Cells of the window in which a peak of the heatmap is the highest.
+        bev_size: Cells of the map along x and y.
+        cell_size: Extent of a cell along x and y, in metres.
+        origin: Low corner of the map along x and y, in metres.
+        center_range: Boxes with centres outside are dropped: x, y, z low, then high, in metres.
+        score_threshold: Boxes with lower scores are dropped.
+    """
+
+    in_channels: int = 512
+    hidden_channels: int = 128
+    num_queries: int = 200
+    classes: tuple[str, ...] = CLASSES
+    num_decoder_layers: int = 1
+    num_heads: int = 8
+    ffn_channels: int = 256
+    nms_kernel_size: int = 3
+    bev_size: tuple[int, int] = (180, 180)
+    cell_size: tuple[float, float] = (0.6, 0.6)
+    origin: tuple[float, float] = (-54.0, -54.0)
+    center_range: tuple[float, float, float, float, float, float] = (
+        -61.2, -61.2, -10.0, 61.2, 61.2, 10.0,
+    )  # fmt: skip
+    score_threshold: float = 0.0
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes."""
+        return len(self.classes)
+
+
+@dataclass(frozen=True)
+class BEVFusionConfig:
+    """Sizes of the whole model. The defaults are those of mit-bevfusion's ResNet-50 detector."""
+
+    name: str
+    lidar: LidarConfig
+    camera: CameraConfig = CameraConfig()
+    fuser: FuserConfig = FuserConfig()
+    decoder: DecoderConfig = DecoderConfig()
+    head: HeadConfig = HeadConfig()
+
+
+CONFIGS: dict[str, BEVFusionConfig] = {
+    "nuscenes": BEVFusionConfig(
+        "nuscenes", LidarConfig("nuscenes", (0.075, 0.075, 0.2), (1440, 1440, 41))
+    ),
+    "tiny": BEVFusionConfig(
         "tiny",
-        (0.3, 0.3, 0.2),
-        (360, 360, 41),
-        base_channels=8,
-        encoder_channels=((8, 8, 16), (16, 16, 32), (32, 32, 64), (64, 64)),
-        output_channels=64,
+        LidarConfig(
+            "tiny",
+            (0.3, 0.3, 0.2),
+            (360, 360, 41),
+            base_channels=8,
+            encoder_channels=((8, 8, 16), (16, 16, 32), (32, 32, 64), (64, 64)),
+            output_channels=64,
+        ),
+        CameraConfig(
+            image_size=(96, 256),
+            depths=(1, 1, 1, 1),
+            width=16,
+            neck_channels=32,
+            xbound=(-54.0, 54.0, 1.2),
+            ybound=(-54.0, 54.0, 1.2),
+            dbound=(1.0, 60.0, 1.0),
+            out_channels=16,
+        ),
+        FuserConfig((16, 128), 32),
+        DecoderConfig(32, (1, 1), (32, 64), upsample_channels=(32, 32)),
+        HeadConfig(
+            in_channels=64,
+            hidden_channels=32,
+            num_queries=50,
+            ffn_channels=64,
+            bev_size=(45, 45),
+            cell_size=(2.4, 2.4),
+        ),
     ),
 }
+
+LIDAR_CONFIGS: dict[str, LidarConfig] = {name: config.lidar for name, config in CONFIGS.items()}
