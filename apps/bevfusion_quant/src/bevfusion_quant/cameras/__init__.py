@@ -3,5 +3,16 @@
 from __future__ import annotations
 
 from bevfusion_quant.cameras._camera import CAMERA_NAMES, Camera
+from bevfusion_quant.cameras._depth import depth_images
+from bevfusion_quant.cameras._prepare import CameraInputs, order_cameras, prepare_cameras
+from bevfusion_quant.cameras._project import project
 
-__all__ = ["CAMERA_NAMES", "Camera"]
+__all__ = [
+    "CAMERA_NAMES",
+    "Camera",
+    "CameraInputs",
+    "depth_images",
+    "order_cameras",
+    "prepare_cameras",
+    "project",
+]
