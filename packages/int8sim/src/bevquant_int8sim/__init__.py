@@ -1,0 +1,17 @@
+"""Integer kernels, sparse and dense, that compute exactly what an INT8 chip computes."""
+
+from __future__ import annotations
+
+from bevquant_int8sim._accumulator import AccumulatorOverflowError
+from bevquant_int8sim._fixed_point import fixed_point_multiplier
+from bevquant_int8sim._quantize import dequantize, quantize, quantize_bias
+from bevquant_int8sim._requantize import requantize
+
+__all__ = [
+    "AccumulatorOverflowError",
+    "dequantize",
+    "fixed_point_multiplier",
+    "quantize",
+    "quantize_bias",
+    "requantize",
+]

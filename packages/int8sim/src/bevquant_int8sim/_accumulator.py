@@ -1,0 +1,58 @@
+"""Whether a sum of products fits the 32-bit accumulator; it is never allowed to wrap."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["AccumulatorOverflowError", "check_accumulators", "largest_sum", "proves_safe"]
+
+_LIMIT = 2**31
+
+
+class AccumulatorOverflowError(ValueError):
+    """A sum that a 32-bit accumulator cannot hold."""
+
+
+def largest_sum(weight: Tensor, bias: Tensor | None, largest_input: int, channel_axis: int) -> int:
+    """Bound every accumulator of a layer, partial sums too: max_c (Σ|w_c|·max|x| + |b_c|).
+
+    Args:
+        weight: Integers; `channel_axis` numbers the output channels.
+        bias: Integers ``[out_channels]`` or ``None``.
+        largest_input: max|x|, from the data or from its type.
+        channel_axis: Axis of `weight`.
+    """
+    if weight.numel() == 0:
+        total = torch.zeros(weight.shape[channel_axis], dtype=torch.int64)
+    else:
+        rest = [a for a in range(weight.dim()) if a != channel_axis % weight.dim()]
+        total = weight.to(torch.int64).abs().sum(rest) * largest_input
+    if bias is not None:
+        total = total + bias.to(total.device, torch.int64).abs()
+    return int(total.max()) if total.numel() else 0
+
+
+def proves_safe(bound: int) -> bool:
+    """Whether a bound of `largest_sum` shows that no accumulator can leave int32."""
+    return bound < _LIMIT
+
+
+def check_accumulators(acc: Tensor, name: str, channel_axis: int = -1) -> None:
+    """Refuse exact sums (int64, or whole float64) that leave int32.
+
+    Raises:
+        AccumulatorOverflowError: The message names the layer, the channel and the bits needed.
+    """
+    outside = (acc >= _LIMIT) | (acc < -_LIMIT)
+    if not bool(outside.any()):
+        return
+    place = outside.nonzero()[0]
+    channel = int(place[channel_axis % acc.dim()])
+    value = int(acc[tuple(place)])
+    needed = 1 + (value if value >= 0 else -value - 1).bit_length()
+    raise AccumulatorOverflowError(
+        f"{name}: the accumulator of output channel {channel} reaches {value}, which takes "
+        f"{needed} bits and leaves int32; use fewer bits for its input or its weight, or split the "
+        "layer's input channels"
+    )

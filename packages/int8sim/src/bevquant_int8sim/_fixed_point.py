@@ -1,0 +1,64 @@
+"""Multipliers as integer-only hardware holds them: a mantissa and a right shift."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bevquant_int8sim._rounding import shift_right
+from bevquant_int8sim._scales import checked_scale
+
+__all__ = ["fixed_point_multiplier", "multiply_fixed_point"]
+
+_NOTHING_LEFT = 62  # |acc · mantissa| ≤ 2³¹·(2³¹ − 1) < 2⁶²: shifted further it rounds to 0
+
+
+def fixed_point_multiplier(multiplier: Tensor | float, *, bits: int = 31) -> tuple[Tensor, Tensor]:
+    r"""Split a multiplier for hardware without floating point.
+
+    .. math:: M \approx m \cdot 2^{-shift}, \quad 2^{bits-1} \le m < 2^{bits}
+
+    with m rounded to nearest, ties up: the normalised mantissa of Jacob et al. 2018, section 2.2,
+    as TFLite's ``QuantizeMultiplier`` with 31 bits derives it.
+
+    Args:
+        multiplier: Positive, one number or one per channel, below 2³¹.
+        bits: Bits of the mantissa without its sign, 7 to 31 (15 for 16-bit multipliers).
+
+    Returns:
+        Mantissa and right shift, int64, shaped as `multiplier`.
+
+    Raises:
+        ValueError: A multiplier is not positive, not finite, or too large for a right shift.
+
+    Example:
+        >>> m, shift = fixed_point_multiplier(0.3)
+        >>> int(m), int(shift), int(m) / 2 ** int(shift)
+        (1288490189, 32, 0.30000000004656613)
+    """
+    if not 7 <= bits <= 31:
+        raise ValueError(f"bits={bits}: a mantissa of 7 to 31 bits is supported")
+    values = checked_scale(multiplier, "multiplier")
+    fraction, exponent = torch.frexp(values)  # fraction in [½, 1)
+    mantissa = torch.floor(fraction * 2.0**bits + 0.5).to(torch.int64)
+    exponent = exponent.to(torch.int64)
+    carry = mantissa == 2**bits
+    mantissa, exponent = torch.where(carry, mantissa >> 1, mantissa), exponent + carry
+    shift = bits - exponent
+    if bool((shift < 0).any()):
+        raise ValueError(
+            f"multiplier {float(values.max())} is too large for {bits} bits and a right shift"
+        )
+    return mantissa, shift
+
+
+def multiply_fixed_point(
+    acc: Tensor, mantissa: Tensor, shift: Tensor, rounding: str = "half_even"
+) -> Tensor:
+    """``round(acc · mantissa / 2**shift)``, exact in int64 and rounded once.
+
+    `acc` is within int32; `mantissa` and `shift` broadcast against it.
+    """
+    product = acc.to(torch.int64) * mantissa
+    result = shift_right(product, shift.clamp(max=_NOTHING_LEFT), rounding)
+    return torch.where(shift > _NOTHING_LEFT, 0, result)

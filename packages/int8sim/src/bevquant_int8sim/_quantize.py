@@ -1,0 +1,120 @@
+"""Float values to integers and back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bevquant_int8sim._integers import holding_dtype, integer_range
+from bevquant_int8sim._rounding import round_float
+from bevquant_int8sim._scales import along_axis, checked_scale
+
+__all__ = ["dequantize", "quantize", "quantize_bias"]
+
+
+def quantize(
+    values: Tensor,
+    scale: Tensor | float,
+    *,
+    axis: int = 0,
+    bits: int = 8,
+    narrow_range: bool = False,
+    rounding: str = "half_even",
+) -> Tensor:
+    r"""Quantize symmetrically: the zero point is 0.
+
+    .. math:: q = \operatorname{clamp}(\operatorname{round}(x / s), q_\min, q_\max)
+
+    in float64, rounded before it is clamped. :math:`q_\max = 2^{bits-1} - 1`; :math:`q_\min` is
+    :math:`-q_\max - 1`, or :math:`-q_\max` with ``narrow_range``.
+
+    Args:
+        values: Float, any shape.
+        scale: Value of one integer step: one number, or one per entry of `axis`.
+        axis: Axis that a scale per channel runs along.
+        bits: 2 to 32.
+        narrow_range: Leave out the most negative integer (−127…127 for eight bits).
+        rounding: ``"half_even"``, or ``"half_up"`` (⌊v + ½⌋).
+
+    Returns:
+        int8, int16 or int32, the smallest that holds `bits`, shaped as `values`.
+
+    Raises:
+        ValueError: NaN among `values` (infinite ones saturate), or a scale that is zero,
+            negative, subnormal or not finite, or does not fit `axis`.
+
+    Example:
+        >>> quantize(torch.tensor([0.5, 1.5, -300.0]), 1.0).tolist()
+        [0, 2, -128]
+        >>> quantize(torch.tensor([0.5, 1.5, -300.0]), 1.0, rounding="half_up").tolist()
+        [1, 2, -128]
+    """
+    low, high = integer_range(bits, narrow_range)
+    divisor = along_axis(checked_scale(scale, "quantize: scale"), values, axis, "quantize: scale")
+    q = round_float(values.detach().to(torch.float64) / divisor, rounding)
+    if bool(q.isnan().any()):
+        raise ValueError("quantize: values contain NaN, which no integer stands for")
+    return q.clamp_(low, high).to(holding_dtype(bits))
+
+
+def dequantize(
+    integers: Tensor,
+    scale: Tensor | float,
+    *,
+    axis: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """``integers · scale``, in float64 and rounded once to `dtype`.
+
+    Args:
+        integers: Any integer type, any shape.
+        scale: Value of one integer step: one number, or one per entry of `axis`.
+        axis: Axis that a scale per channel runs along.
+        dtype: Float type of the result.
+
+    Raises:
+        ValueError: The scale is zero, negative, subnormal or not finite, or does not fit `axis`.
+
+    Example:
+        >>> dequantize(torch.tensor([-2, 3], dtype=torch.int8), 0.5).tolist()
+        [-1.0, 1.5]
+    """
+    factor = checked_scale(scale, "dequantize: scale")
+    factor = along_axis(factor, integers, axis, "dequantize: scale")
+    return (integers.to(torch.float64) * factor).to(dtype)
+
+
+def quantize_bias(
+    bias: Tensor, input_scale: Tensor | float, weight_scale: Tensor | float, *, name: str = "bias"
+) -> Tensor:
+    r"""The bias as the int32 accumulator holds it: :math:`\operatorname{round}(b/(s_x s_w))`.
+
+    In float64, half to even.
+
+    Args:
+        bias: Float ``[out_channels]``.
+        input_scale: One number.
+        weight_scale: One number or one per output channel.
+        name: The layer that a message names.
+
+    Raises:
+        ValueError: An entry is not finite or leaves int32, or a scale is not usable.
+
+    Example:
+        >>> quantize_bias(torch.tensor([0.5, -1.0]), 0.1, torch.tensor([0.1, 0.2])).tolist()
+        [50, -50]
+    """
+    step = checked_scale(input_scale, f"{name}: input scale") * checked_scale(
+        weight_scale, f"{name}: weight scale"
+    )
+    step = along_axis(step, bias, 0, f"{name}: weight scale")
+    integers = torch.round(bias.detach().to(torch.float64) / step)
+    outside = ~(integers.abs() < 2.0**31)
+    if bool(outside.any()):
+        channel = int(outside.nonzero()[0, 0])
+        raise ValueError(
+            f"{name}: bias {float(bias[channel])} of channel {channel} is {integers[channel]} steps"
+            " of its accumulator, which leaves int32; its input range or its weight range is far "
+            "too small"
+        )
+    return integers.to(torch.int32)

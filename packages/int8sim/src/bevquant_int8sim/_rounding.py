@@ -1,0 +1,41 @@
+"""Rounding to integers, of float64 values and of integers divided by a power of two."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["ROUNDINGS", "check_rounding", "round_float", "shift_right"]
+
+ROUNDINGS = ("half_even", "half_up")
+
+
+def check_rounding(rounding: str) -> str:
+    """Return `rounding`, or refuse what is neither ``"half_even"`` nor ``"half_up"``."""
+    if rounding not in ROUNDINGS:
+        raise ValueError(f"rounding={rounding!r}: expected 'half_even' or 'half_up'")
+    return rounding
+
+
+def round_float(values: Tensor, rounding: str) -> Tensor:
+    """Round float64 values to integers, still as float64.
+
+    ``half_even``: 0.5 → 0, 1.5 → 2, −2.5 → −2. ``half_up``: ⌊v + ½⌋ of the exact sum, 0.5 → 1,
+    −0.5 → 0, −2.5 → −2. A float64 ``v + 0.5`` would itself be rounded, up to 1 for the largest
+    float below one half; so the fraction is compared instead.
+    """
+    if check_rounding(rounding) == "half_even":
+        return torch.round(values)
+    floor = torch.floor(values)
+    return floor + (values - floor >= 0.5).to(values.dtype)
+
+
+def shift_right(values: Tensor, shift: Tensor, rounding: str) -> Tensor:
+    """``round(values / 2**shift)`` in int64, exact for values within ±2⁶² and shift 0 to 62."""
+    floor = values >> shift
+    rest = values - (floor << shift)
+    half = torch.where(shift > 0, torch.ones_like(shift) << (shift - 1).clamp(min=0), 0)
+    above = (rest > half) & (shift > 0)
+    tie = (rest == half) & (shift > 0)
+    up = above | tie if check_rounding(rounding) == "half_up" else above | (tie & (floor % 2 == 1))
+    return floor + up.to(torch.int64)
