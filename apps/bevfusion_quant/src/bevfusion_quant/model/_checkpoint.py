@@ -1,4 +1,4 @@
-"""Loading an mit-bevfusion state dict into the LiDAR branch, sparse weight layout included."""
+"""Loading an mit-bevfusion state dict into the model, sparse weight layout included."""
 
 from __future__ import annotations
 
@@ -8,24 +8,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.model._checkpoint_file import read_state_dict
-from bevquant_sparse import WeightLayout, is_sparse_conv, layout_of, permute_weight, set_weight
+from bevfusion_quant.model._checkpoint_kind import kind_of
+from bevfusion_quant.model._parts import PART_PATHS
+from bevfusion_quant.model._weight_layout import LAYOUTS, source_layout
+from bevquant_sparse import is_sparse_conv, set_weight
 
 if TYPE_CHECKING:
-    from bevfusion_quant.model._branch import BEVFusion
+    from bevfusion_quant.model._model import BEVFusion
 
-__all__ = ["LAYOUTS", "LoadReport", "load_state_dict", "load_weights"]
+__all__ = ["LoadReport", "load_state_dict", "load_weights"]
 
-LAYOUTS = ("RSCK", "KRSC", "KCRS")
-BRANCH = "encoders.lidar."
+# What the view transform derives from its configuration: a file's values must be the model's own.
+_GEOMETRY = tuple(f"encoders.camera.vtransform.{name}" for name in ("dx", "bx", "nx", "frustum"))
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What a checkpoint gave: entries loaded, those of other branches, weight layout."""
+    """What a checkpoint gave.
+
+    Attributes:
+        loaded: Entries that the model took.
+        not_used: Entries of parts that the model does not have.
+        layout: How the file stores sparse weights; empty without a LiDAR branch.
+    """
 
     loaded: tuple[str, ...]
     not_used: tuple[str, ...]
@@ -45,12 +54,13 @@ def load_state_dict(
 ) -> LoadReport:
     """Load an mit-bevfusion state dict into `model`, in place, or leave `model` as it was.
 
-    Entries under `encoders.lidar.` must match the branch one to one; entries elsewhere (camera,
-    fuser, decoder, heads) are reported as not used. `num_batches_tracked`, which no inference
-    reads, may be absent. Floating-point weights are converted to float32.
+    Entries of the parts that `model` has must match it one to one; entries of other parts are
+    reported as not used. `num_batches_tracked`, which no inference reads, may be absent.
+    Floating-point weights are converted to the model's type. The view transform's geometry (`dx`,
+    `bx`, `nx`, `frustum`) must be the one that the configuration gives.
 
     Args:
-        model: From `build_lidar_branch`.
+        model: From `build_model`.
         state: Tensors by name.
         layout: How the file stores sparse weights: "RSCK" ([k1, k2, k3, in, out]: spconv 1,
             mmdet3d, mit-bevfusion), "KRSC" ([out, k1, k2, k3, in]: spconv 2), "KCRS" ([out, in,
@@ -59,97 +69,78 @@ def load_state_dict(
             all the same one.
 
     Raises:
-        InputError: Missing, unexpected, misshapen or non-finite entries, all in one message; or
-            shapes that leave the layout open.
+        InputError: Missing, unexpected, misshapen, non-finite or contradicting entries, all in one
+            message, with what the file seems to be instead; or shapes that leave the layout open.
     """
     if layout != "auto" and layout not in LAYOUTS:
         raise InputError(
             f"weight layout {layout!r} is unknown: use one of auto, {', '.join(LAYOUTS)}"
         )
+    prefixes = tuple(f"{PART_PATHS[part]}." for part in model.parts)
+    given = {name: t for name, t in state.items() if name.startswith(prefixes)}
     convs = {f"{path}.weight": m for path, m in model.named_modules() if is_sparse_conv(m)}
     wanted = model.state_dict()
-    given = {name: t for name, t in state.items() if name.startswith(BRANCH)}
-    problems = [f"missing: {name}" for name in _missing(wanted, given)]
-    problems += [f"unexpected: {name}" for name in given if name not in wanted]
+    problems = _mismatches(wanted, given, convs)
+    if problems and (kind := kind_of(state)):
+        # Before the layout, which cannot be told from another model's weights.
+        raise _refusal(model, state, problems, kind)
     present = {name: convs[name] for name in convs if name in given}
-    source, misfits = _source_layout(present, given, layout)
+    source, misfits = source_layout(present, given, layout)
     problems += misfits
-    for name, tensor in given.items():
-        if name in wanted and name not in convs and tensor.shape != wanted[name].shape:
-            problems.append(_misshapen(name, list(wanted[name].shape), tensor))
-        elif tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            problems.append(f"not finite: {name} holds NaN or Inf")
     if problems:
-        hint = (
-            "" if given else f" (no entry starts with {BRANCH!r}: is this a BEVFusion checkpoint?)"
-        )
-        raise InputError(
-            f"the state dict does not fit the LiDAR branch{hint}; {len(problems)} entries are "
-            "wrong:\n  "
-            + "\n  ".join(problems)
-            + "\nuse the checkpoint's own --config, or a checkpoint trained with these sizes"
-        )
+        raise _refusal(model, state, problems, None)
     with torch.no_grad():
         for name, module in convs.items():
-            set_weight(module, given[name].float(), source)
+            set_weight(module, given[name].to(wanted[name].dtype), source)
         for name, target in wanted.items():
-            if name not in convs and name in given:
+            if name in given and name not in convs and name not in _GEOMETRY:
                 target.copy_(given[name])
-    not_used = tuple(sorted(name for name in state if not name.startswith(BRANCH)))
-    return LoadReport(tuple(sorted(given)), not_used, source.name)
+    not_used = tuple(sorted(name for name in state if name not in given))
+    return LoadReport(tuple(sorted(given)), not_used, source.name if convs else "")
 
 
-def _missing(wanted: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> list[str]:
-    return [n for n in wanted if n not in given and not n.endswith("num_batches_tracked")]
-
-
-def _misshapen(name: str, expected: object, tensor: Tensor) -> str:
-    return f"misshapen: {name} should be {expected}, is {list(tensor.shape)}"
-
-
-def _source_layout(
-    convs: Mapping[str, nn.Module], given: Mapping[str, Tensor], layout: str
-) -> tuple[WeightLayout, list[str]]:
-    """The layout of the sparse weights, and those whose shape does not fit it."""
-    shapes = {name: _shapes(module) for name, module in convs.items()}
-    fits = {
-        name: {key for key, shape in shapes[name].items() if tuple(given[name].shape) == shape}
-        for name in convs
-    }
-    if layout == "auto":
-        votes = [keys for keys in fits.values() if keys]
-        common = set.intersection(*votes) if votes else {"RSCK"}
-        if not common:
-            raise InputError(
-                "the sparse weights' shapes do not agree on one layout: say how the file stores "
-                "them "
-                f"with --weight-layout ({', '.join(LAYOUTS)}; mit-bevfusion's files are RSCK)"
+def _mismatches(
+    wanted: Mapping[str, Tensor], given: Mapping[str, Tensor], convs: Mapping[str, object]
+) -> list[str]:
+    """What is wrong apart from the sparse weights' shapes, one line for each entry."""
+    problems = [
+        f"missing: {name}"
+        for name in wanted
+        if name not in given and not name.endswith("num_batches_tracked")
+    ]
+    problems += [f"unexpected: {name}" for name in given if name not in wanted]
+    for name, tensor in given.items():
+        if name in wanted and name not in convs and tensor.shape != wanted[name].shape:
+            problems.append(
+                f"misshapen: {name} should be {list(wanted[name].shape)}, is {list(tensor.shape)}"
             )
-        open_names = [name for name, keys in fits.items() if len(keys) > 1]
-        if open_names:
-            raise InputError(
-                f"the shape of {open_names[0]} ({list(given[open_names[0]].shape)}) fits more "
-                "than one "
-                f"weight layout ({', '.join(sorted(fits[open_names[0]]))}), so it cannot be told "
-                "from "
-                f"the file: say it with --weight-layout ({', '.join(LAYOUTS)}; mit-bevfusion's "
-                "files "
-                "are RSCK)"
-            )
-        layout = common.pop()
-    misfits = []
-    for name in convs:
-        if layout not in fits[name]:
-            expected = f"{list(shapes[name][layout])} ({layout})"
-            misfits.append(_misshapen(name, expected, given[name]))
-    return WeightLayout[layout], misfits
+        elif tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            problems.append(f"not finite: {name} holds NaN or Inf")
+        elif name in _GEOMETRY and not torch.allclose(
+            tensor.double(), wanted[name].double(), rtol=1e-4, atol=1e-4
+        ):
+            values = f", {tensor.tolist()} instead of {wanted[name].tolist()}"
+            problems.append(f"another geometry: {name}{values if tensor.numel() <= 3 else ''}")
+    return problems
 
 
-def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The shape of a convolution's weight in every layout a file may use."""
-    weight = module.weight
-    assert isinstance(weight, Tensor)
-    own = layout_of(module)
-    return {
-        key: tuple(permute_weight(weight.detach(), own, WeightLayout[key]).shape) for key in LAYOUTS
-    }
+def _refusal(
+    model: BEVFusion, state: Mapping[str, Tensor], problems: list[str], kind: str | None
+) -> InputError:
+    from bevfusion_quant.model._checkpoint_kind import config_of
+
+    parts = ", ".join(model.parts)
+    advice = kind
+    if advice is None and (config := config_of(state)) is not None:
+        advice = f"this is a checkpoint of the sizes of config {config!r}: use that"
+    return InputError(
+        f"the state dict does not fit the model ({parts}); "
+        + (f"{advice}; " if advice else "")
+        + f"{len(problems)} entries are wrong:\n  "
+        + "\n  ".join(problems)
+        + (
+            ""
+            if advice
+            else "\nuse the checkpoint's own --config, or a checkpoint trained with these sizes"
+        )
+    )

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from bevfusion_quant.model.head import HeadConfig
 
 __all__ = [
-    "CLASSES",
     "CONFIGS",
     "LIDAR_CONFIGS",
     "BEVFusionConfig",
     "CameraConfig",
     "DecoderConfig",
     "FuserConfig",
-    "HeadConfig",
     "LidarConfig",
 ]
 
 Triple = tuple[int, int, int]
 Bound = tuple[float, float, float]
-
-CLASSES = (
-    "car", "truck", "construction_vehicle", "bus", "trailer",
-    "barrier", "motorcycle", "bicycle", "pedestrian", "traffic_cone",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -123,48 +118,6 @@ class DecoderConfig:
 
 
 @dataclass(frozen=True)
-class HeadConfig:
-    """Sizes of the TransFusion head.
-
-    Attributes:
-        in_channels: Channels of the decoder's map.
-        hidden_channels: Width of the head.
-        num_queries: Objects proposed per frame.
-        classes: Names of the classes, in the order of the heatmap's channels.
-        num_decoder_layers: Transformer decoder layers.
-        num_heads: Attention heads.
-        ffn_channels: Hidden width of the feed-forward part.
-        nms_kernel_size: Cells of the window in which a peak of the heatmap is the highest.
-        bev_size: Cells of the map along x and y.
-        cell_size: Extent of a cell along x and y, in metres.
-        origin: Low corner of the map along x and y, in metres.
-        center_range: Boxes with centres outside are dropped: x, y, z low, then high, in metres.
-        score_threshold: Boxes with lower scores are dropped.
-    """
-
-    in_channels: int = 512
-    hidden_channels: int = 128
-    num_queries: int = 200
-    classes: tuple[str, ...] = CLASSES
-    num_decoder_layers: int = 1
-    num_heads: int = 8
-    ffn_channels: int = 256
-    nms_kernel_size: int = 3
-    bev_size: tuple[int, int] = (180, 180)
-    cell_size: tuple[float, float] = (0.6, 0.6)
-    origin: tuple[float, float] = (-54.0, -54.0)
-    center_range: tuple[float, float, float, float, float, float] = (
-        -61.2, -61.2, -10.0, 61.2, 61.2, 10.0,
-    )  # fmt: skip
-    score_threshold: float = 0.0
-
-    @property
-    def num_classes(self) -> int:
-        """Number of classes."""
-        return len(self.classes)
-
-
-@dataclass(frozen=True)
 class BEVFusionConfig:
     """Sizes of the whole model. The defaults are those of mit-bevfusion's ResNet-50 detector."""
 
@@ -173,7 +126,7 @@ class BEVFusionConfig:
     camera: CameraConfig = CameraConfig()
     fuser: FuserConfig = FuserConfig()
     decoder: DecoderConfig = DecoderConfig()
-    head: HeadConfig = HeadConfig()
+    head: HeadConfig = field(default_factory=HeadConfig)
 
 
 CONFIGS: dict[str, BEVFusionConfig] = {
@@ -207,8 +160,10 @@ CONFIGS: dict[str, BEVFusionConfig] = {
             hidden_channels=32,
             num_queries=50,
             ffn_channels=64,
-            bev_size=(40, 40),
-            cell_size=(2.7, 2.7),
+            branch_channels=32,
+            num_heads=4,
+            map_size=(40, 40),
+            voxel_size=(0.3375, 0.3375),
         ),
     ),
 }
