@@ -19,7 +19,7 @@ CAMERA_NAMES = (
     "CAM_BACK_LEFT",
     "CAM_BACK_RIGHT",
 )
-_FOCAL_IN_IMAGES = (0.1, 50.0)  # of the longer side: 157 degrees to 1.1 degrees across
+_FOCAL_IN_IMAGES = (0.03, 50.0)  # of the longer side: 173 degrees to 1.1 degrees across
 _RIGID = 1e-3
 
 
@@ -39,8 +39,8 @@ class Camera:
 
     Raises:
         InputError: another shape or type; intrinsics that are singular, or of another unit or
-            image size (a focal length under a tenth or over fifty times the image's longer side,
-            a principal point outside the image); an extrinsic that is not a rigid motion.
+            image size (a focal length under 0.03 or over 50 times the image's longer side, a
+            principal point outside the image); an extrinsic that is not a rigid motion.
 
     Examples:
         >>> import numpy as np

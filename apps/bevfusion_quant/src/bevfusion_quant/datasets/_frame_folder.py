@@ -1,0 +1,208 @@
+"""A frame of one's own: a folder with a points file, images and `calib.json`."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from bevfusion_quant._errors import InputError
+from bevfusion_quant.cameras import Camera
+from bevfusion_quant.datasets._image import read_camera
+from bevfusion_quant.datasets._json_file import matrix, read_json
+from bevfusion_quant.points import Frame, Labels, read_frames, read_points
+
+__all__ = ["is_frame_folder", "read_frame_folder", "write_frame_folder"]
+
+_FILE = "calib.json"
+_KEYS = {"points", "cameras", "labels"}
+_CAMERA_KEYS = {"name", "image", "intrinsics", "lidar_to_camera", "width", "height"}
+_LABEL_KEYS = {"boxes", "names", "velocities", "visibility", "num_points"}
+
+
+def is_frame_folder(path: Path) -> bool:
+    """Whether `path` is a folder whose `calib.json` lists cameras."""
+    return (path / _FILE).is_file() and "cameras" in read_json(path / _FILE)
+
+
+def read_frame_folder(folder: Path, **options: Any) -> Frame:
+    """The frame of a folder with a `calib.json` like this:
+
+    ```json
+    {
+      "points": "points.npz",
+      "cameras": [
+        {
+          "name": "CAM_FRONT",
+          "image": "front.jpg",
+          "width": 1600, "height": 900,
+          "intrinsics": [[1266.4, 0, 816.3], [0, 1266.4, 491.5], [0, 0, 1]],
+          "lidar_to_camera": [[1, 0, 0, 0], [0, 0, -1, -0.3], [0, 1, 0, -0.8], [0, 0, 0, 1]]
+        }
+      ],
+      "labels": {
+        "boxes": [[-2.1, 10.4, -0.9, 4.5, 1.9, 1.7, 1.57]],
+        "names": ["car"],
+        "velocities": [[0.0, 3.2]], "visibility": [0.9], "num_points": [211]
+      }
+    }
+    ```
+
+    Files are named relative to the folder. `points` is any file that `points.read_points` reads,
+    and may be left out where the folder holds one such file. `width` and `height`, the image size
+    that the intrinsics are for, may be left out and are checked where they are there. `labels` may
+    be left out, and in it all but `boxes` and `names`; a null in velocities or visibility says that
+    the value is not known. Frames, boxes and matrices are as in `points.Frame`, `points.Labels`
+    and `cameras.Camera`.
+
+    Args:
+        folder: the folder.
+        options: keyword arguments of `points.read_points`.
+
+    Raises:
+        InputError: something is missing, unknown, damaged or impossible.
+    """  # noqa: D415 (a file is shown)
+    path = folder / _FILE
+    values = read_json(path)
+    _known_keys(path, "", values, _KEYS)
+    points = values.get("points")
+    if points is None:
+        # Voxels come as two files but are one frame, and `read_frames` knows that.
+        found = read_frames(folder).paths
+        if len(found) != 1:
+            raise InputError(
+                f"{path}: the folder holds {len(found)} points files "
+                f'({", ".join(file.name for file in found)}); say which with "points"'
+            )
+        points = found[0].name
+    frame = read_points(folder / str(points), **options)
+    cameras = values.get("cameras")
+    if not isinstance(cameras, list):
+        raise InputError(f'{path}: "cameras" must be a list')
+    labels = frame.labels
+    if values.get("labels") is not None:
+        labels = _read_labels(path, values["labels"])
+    return Frame(
+        folder.absolute().name,
+        frame.points,
+        frame.voxels,
+        labels,
+        tuple(_read_camera(folder, camera) for camera in cameras),
+    )
+
+
+def write_frame_folder(folder: str | os.PathLike[str], frame: Frame) -> Path:
+    """Write a frame in the form that `open_dataset("files", folder)` reads, without loss.
+
+    Points go to `points.npz`, images to PNG files. The folder appears when all of it is written.
+
+    Returns:
+        The folder.
+
+    Raises:
+        InputError: the folder is there already, or the frame holds voxels.
+    """
+    final = Path(folder)
+    if final.exists():
+        raise InputError(f"{final}: exists already; choose another name or remove it")
+    if frame.points is None:
+        raise InputError(f"{frame.name}: the frame holds voxels; only points can be written")
+    final.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
+    try:
+        np.savez_compressed(partial / "points.npz", points=frame.points)
+        values: dict[str, Any] = {"points": "points.npz", "cameras": []}
+        for camera in frame.cameras:
+            image = f"{camera.name}.png"
+            Image.fromarray(camera.image).save(partial / image)
+            values["cameras"].append(
+                {
+                    "name": camera.name,
+                    "image": image,
+                    "width": camera.width,
+                    "height": camera.height,
+                    "intrinsics": camera.intrinsics.tolist(),
+                    "lidar_to_camera": camera.lidar_to_camera.tolist(),
+                }
+            )
+        if frame.labels is not None:
+            values["labels"] = {
+                key: list(part) if key == "names" else _nested(part)
+                for key, part in frame.labels._asdict().items()
+                if part is not None
+            }
+        (partial / _FILE).write_text(json.dumps(values, indent=1), encoding="utf-8")
+        partial.chmod(0o777 & ~_umask())
+        partial.rename(final)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return final
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _nested(array: npt.NDArray[Any]) -> list[Any]:
+    """Nested lists with null for NaN, which JSON lacks."""
+    values = array.astype(object)
+    values[array != array] = None
+    result: list[Any] = values.tolist()
+    return result
+
+
+def _known_keys(path: Path, what: str, values: object, known: set[str]) -> None:
+    if not isinstance(values, dict):
+        raise InputError(f"{path}: {what} must be an object with {', '.join(sorted(known))}")
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise InputError(
+            f"{path}: {what}unknown key {', '.join(unknown)}; known are {', '.join(sorted(known))}"
+        )
+
+
+def _read_camera(folder: Path, values: dict[str, Any]) -> Camera:
+    path = folder / _FILE
+    _known_keys(path, "a camera: ", values, _CAMERA_KEYS)
+    missing = [key for key in sorted(_CAMERA_KEYS - {"width", "height"}) if key not in values]
+    name = str(values.get("name", "a camera"))
+    if missing:
+        raise InputError(f"{path}: {name} has no {', '.join(missing)}")
+    size = None
+    if "width" in values and "height" in values:
+        size = (int(values["width"]), int(values["height"]))
+    return read_camera(
+        name,
+        folder / str(values["image"]),
+        matrix(values["intrinsics"], 3, 3, f"{path}: {name}: intrinsics"),
+        matrix(values["lidar_to_camera"], 4, 4, f"{path}: {name}: lidar_to_camera"),
+        size,
+    )
+
+
+def _read_labels(path: Path, values: dict[str, Any]) -> Labels:
+    _known_keys(path, "labels: ", values, _LABEL_KEYS)
+    missing = [key for key in ("boxes", "names") if key not in values]
+    if missing:
+        raise InputError(f"{path}: labels have no {', '.join(missing)}")
+    boxes = matrix(values["boxes"], None, 7, f"{path}: labels: boxes").astype(np.float32)
+    velocities = values.get("velocities")
+    if velocities is not None:
+        velocities = matrix(velocities, None, 2, f"{path}: labels: velocities").astype(np.float32)
+    row = {}
+    for key, dtype in (("visibility", np.float32), ("num_points", np.int32)):
+        if values.get(key) is not None:
+            what = f"{path}: labels: {key}"
+            row[key] = matrix([values[key]], 1, len(boxes), what)[0].astype(dtype)
+    names = tuple(str(name) for name in values["names"])
+    return Labels(boxes, names, velocities, row.get("visibility"), row.get("num_points"))

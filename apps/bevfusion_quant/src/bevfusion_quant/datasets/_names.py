@@ -1,0 +1,62 @@
+"""Class names: nuScenes' ten detection classes, and what other data sets call them.
+
+An object that is none of the ten keeps its data set's own name, so that nothing is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+__all__ = ["KITTI_NAMES", "NUSCENES_NAMES", "PANDASET_NAMES", "translate"]
+
+# nuScenes' detection task: https://www.nuscenes.org/object-detection
+NUSCENES_NAMES = {
+    "vehicle.car": "car",
+    "vehicle.truck": "truck",
+    "vehicle.bus.bendy": "bus",
+    "vehicle.bus.rigid": "bus",
+    "vehicle.trailer": "trailer",
+    "vehicle.construction": "construction_vehicle",
+    "vehicle.motorcycle": "motorcycle",
+    "vehicle.bicycle": "bicycle",
+    "human.pedestrian.adult": "pedestrian",
+    "human.pedestrian.child": "pedestrian",
+    "human.pedestrian.construction_worker": "pedestrian",
+    "human.pedestrian.police_officer": "pedestrian",
+    "movable_object.trafficcone": "traffic_cone",
+    "movable_object.barrier": "barrier",
+}
+
+# nuScenes counts pick-ups among trucks and scooters among motorcycles.
+PANDASET_NAMES = {
+    "Car": "car",
+    "Pickup Truck": "truck",
+    "Medium-sized Truck": "truck",
+    "Semi-truck": "truck",
+    "Bus": "bus",
+    "Towed Object": "trailer",
+    "Other Vehicle - Construction Vehicle": "construction_vehicle",
+    "Motorcycle": "motorcycle",
+    "Motorized Scooter": "motorcycle",
+    "Bicycle": "bicycle",
+    "Pedestrian": "pedestrian",
+    "Pedestrian with Object": "pedestrian",
+    "Cones": "traffic_cone",
+    "Pylons": "traffic_cone",
+    "Road Barriers": "barrier",
+    "Temporary Construction Barriers": "barrier",
+}
+
+KITTI_NAMES = {
+    "Car": "car",
+    "Van": "car",
+    "Truck": "truck",
+    "Pedestrian": "pedestrian",
+    "Person_sitting": "pedestrian",
+    "Cyclist": "bicycle",
+}
+
+
+def translate(names: Iterable[str], table: Mapping[str, str]) -> tuple[str, ...]:
+    """Names of the ten classes where there is one, else as they were."""
+    return tuple(table.get(name, name) for name in names)
