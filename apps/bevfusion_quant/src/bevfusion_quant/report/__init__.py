@@ -7,6 +7,7 @@ from bevfusion_quant.report._content import (
     ReportScene,
     ReportStage,
 )
+from bevfusion_quant.report._write import write_report
 
 __all__ = [
     "ReportBoxes",
@@ -14,4 +15,5 @@ __all__ = [
     "ReportFigure",
     "ReportScene",
     "ReportStage",
+    "write_report",
 ]

@@ -1,0 +1,103 @@
+"""Boxes as lines: footprints seen from above, wire frames in a camera's picture."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from bevfusion_quant.cameras import Camera
+    from bevfusion_quant.report._content import ReportBoxes
+
+__all__ = ["Agreement", "agreement", "corners", "wire_frame"]
+
+Floats = npt.NDArray[np.floating[Any]]
+
+# Bottom face counter-clockwise from front left, then the top face.
+SIGNS = np.array(
+    [(sx, sy, sz) for sz in (-1, 1) for sx, sy in ((1, 1), (-1, 1), (-1, -1), (1, -1))]
+)
+EDGES = (
+    (0, 1), (1, 2), (2, 3), (3, 0), (4, 5), (5, 6), (6, 7), (7, 4), (0, 4), (1, 5), (2, 6), (3, 7),
+)  # fmt: skip
+NEAR = 0.3  # metres before the lens where lines are cut
+MATCH = 2.0  # metres between centres of what counts as the same object, as nuScenes' widest match
+
+
+def corners(boxes: Floats) -> Floats:
+    """Corners [boxes, 8, 3] in metres; the first four are the footprint, the edge 3–0 its front."""
+    half = boxes[:, None, 3:6] / 2 * SIGNS
+    cos, sin = np.cos(boxes[:, 6:7]), np.sin(boxes[:, 6:7])
+    x = half[..., 0] * cos - half[..., 1] * sin
+    y = half[..., 0] * sin + half[..., 1] * cos
+    turned: Floats = np.stack([x, y, half[..., 2]], -1) + boxes[:, None, :3]
+    return turned
+
+
+def wire_frame(box_corners: Floats, camera: Camera) -> list[Floats]:
+    """Lines [2, 2] in pixels (u, v) of one box; empty where no line touches the picture.
+
+    Edges are cut at a plane just before the lens, so that what lies behind the camera does not
+    come back mirrored.
+    """
+    seen = box_corners @ camera.lidar_to_camera[:3, :3].T + camera.lidar_to_camera[:3, 3]
+    height, width = camera.image.shape[:2]
+    lines, touches = [], False
+    for a, b in EDGES:
+        cut = _in_front(seen[a], seen[b])
+        if cut is None:
+            continue
+        pixels = cut @ camera.intrinsics.T
+        line: Floats = pixels[:, :2] / pixels[:, 2:]
+        low, high = line.min(0), line.max(0)
+        touches |= bool((high > 0).all() and low[0] < width and low[1] < height)
+        lines.append(line)
+    return lines if touches else []
+
+
+def _in_front(a: Floats, b: Floats) -> Floats | None:
+    if a[2] < NEAR and b[2] < NEAR:
+        return None
+    if a[2] < NEAR or b[2] < NEAR:
+        middle = a + (b - a) * ((NEAR - a[2]) / (b[2] - a[2]))
+        a, b = (middle, b) if a[2] < NEAR else (a, middle)
+    return np.stack([a, b])
+
+
+class Agreement(NamedTuple):
+    """How two sets of detections agree: pairs, sizes of the sets, mean distance of pairs [m]."""
+
+    pairs: int
+    wanted: int
+    got: int
+    distance: float | None
+
+
+def agreement(wanted: ReportBoxes, got: ReportBoxes, least_score: float) -> Agreement:
+    """Pair detections of one class, nearest first, each at most once and within two metres."""
+    keep = [_kept(boxes, least_score) for boxes in (wanted, got)]
+    a, b = wanted.boxes[keep[0]], got.boxes[keep[1]]
+    if not len(a) or not len(b):
+        return Agreement(0, len(a), len(b), None)
+    distance = np.hypot(a[:, None, 0] - b[None, :, 0], a[:, None, 1] - b[None, :, 1])
+    names = [np.asarray(s.names, object)[k] for s, k in zip((wanted, got), keep, strict=True)]
+    distance = np.where(names[0][:, None] == names[1][None], distance, np.inf)
+    order = np.argsort(distance, axis=None, kind="stable")
+    rows, columns, found = set[int](), set[int](), []
+    for flat in order:
+        i, j = divmod(int(flat), len(b))
+        if distance[i, j] > MATCH:
+            break
+        if i not in rows and j not in columns:
+            rows.add(i)
+            columns.add(j)
+            found.append(float(distance[i, j]))
+    return Agreement(len(found), len(a), len(b), float(np.mean(found)) if found else None)
+
+
+def _kept(boxes: ReportBoxes, least_score: float) -> npt.NDArray[np.intp]:
+    if boxes.scores is None:
+        return np.arange(len(boxes.boxes))
+    return np.flatnonzero(np.asarray(boxes.scores) >= least_score)

@@ -1,0 +1,137 @@
+"""The layer table and the chart above it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from bevfusion_quant.report._encode import rounded
+from bevfusion_quant.report._format import count, decibels, fixed, number, part_of, percent
+from bevfusion_quant.report._html import Html, path_name, tag
+from bevfusion_quant.report._section import Section, field, select
+
+if TYPE_CHECKING:
+    from bevfusion_quant.ptq import LayerRow
+
+__all__ = ["layers_section"]
+
+
+class _Column(NamedTuple):
+    key: str
+    title: str
+    note: str
+    kind: str = ""
+
+
+COLUMNS = (
+    _Column("order", "#", "order of execution", "minor"),
+    _Column("layer", "Layer", "path in the model", "name"),
+    _Column("kind", "Kind", "class of the module", "minor"),
+    _Column("channels", "Channels", "channels of the output", "minor"),
+    _Column("rows", "Rows", "active voxels or cells in a frame, mean", "minor"),
+    _Column("sqnr", "SQNR dB", "signal to quantization noise of the output"),
+    _Column("cosine", "Cosine", "cosine of float and quantized output"),
+    _Column("saturated", "Saturated", "share of input values beyond the range"),
+    _Column("amax", "Input range", "largest magnitude the input's quantizer can express", "minor"),
+)
+
+
+def layers_section(
+    layers: Sequence[LayerRow], low_sqnr_db: float, quantizer_of: Mapping[str, int]
+) -> Section:
+    """Chart in the order of execution, then the table.
+
+    Args:
+        layers: In the order of execution.
+        low_sqnr_db: Layers below are marked.
+        quantizer_of: Number of the quantizer's card by path.
+    """
+    parts = {part_of(row.layer): "" for row in layers}
+    controls = tag(
+        "div",
+        field("Search", tag("input", type="search", id="layer-search", placeholder="layer or kind",
+                            autocomplete="off", spellcheck="false")),
+        field("Part", select("layer-part", {"": "all", **{p: p for p in parts}})),
+        tag("label", tag("input", type="checkbox", id="layer-low"),
+            tag("span", f"below {low_sqnr_db:g} dB only"), class_="switch"),
+        tag("button", "Worst first", type="button", id="layer-worst"),
+        tag("output", f"{len(layers)} layers", id="layer-shown"),
+        class_="controls",
+    )  # fmt: skip
+    best = max((row.sqnr_db for row in layers if row.sqnr_db is not None), default=1.0)
+    rows = [_row(i, row, low_sqnr_db, best, quantizer_of) for i, row in enumerate(layers)]
+    table = tag(
+        "table",
+        tag("caption", "Float against quantized, output of each layer", class_="hidden"),
+        tag("thead", tag("tr", *(_head(column) for column in COLUMNS))),
+        tag("tbody", *rows),
+        id="layer-table",
+    )
+    chart = tag(
+        "figure",
+        tag("div", id="layer-chart", class_="chart"),
+        tag("figcaption", "SQNR of every layer's output in the order of execution. Point at a dot, "
+            "or focus the chart and use the arrow keys; Enter goes to the row.", class_="note"),
+    )  # fmt: skip
+    scroll = tag("div", table, class_="scroll", tabindex=0, role="region", aria_label="Layer table")
+    data = {
+        "low": low_sqnr_db,
+        "layers": [
+            [row.layer, part_of(row.layer), None if row.sqnr_db is None else rounded(row.sqnr_db)]
+            for row in layers
+        ],
+    }
+    return Section("layers", "Layers", tag("div", chart, controls, scroll), data)
+
+
+def _head(column: _Column) -> Html:
+    sort = "ascending" if column.key == "order" else "none"
+    button = tag("button", column.title, type="button", title=column.note)
+    return tag("th", button, scope="col", data_key=column.key, aria_sort=sort, class_=column.kind)
+
+
+def _row(
+    index: int, row: LayerRow, low: float, best: float, quantizer_of: Mapping[str, int]
+) -> Html:
+    is_low = row.sqnr_db is not None and row.sqnr_db < low
+    error = None if row.cosine is None else max(0.0, 1 - row.cosine)
+    card = quantizer_of.get(f"{row.layer}._input_quantizer")
+    amax: Html | str = number(row.input_amax)
+    if card is not None and row.input_amax is not None:
+        amax = tag("a", amax, href=f"#quantizer-{card}", title="its histogram")
+    level = None if row.sqnr_db is None else 100 * max(0.0, row.sqnr_db) / max(best, 1e-9)
+    return tag(
+        "tr",
+        _cell("order", index, index + 1),
+        tag("th", path_name(row.layer), scope="row", data_value=row.layer, class_="name"),
+        _cell("kind", row.kind, row.kind),
+        _cell("channels", row.channels, count(row.channels)),
+        _cell("rows", row.rows, count(row.rows)),
+        _cell("sqnr", row.sqnr_db, fixed(row.sqnr_db, 1), level,
+              f"{decibels(row.sqnr_db)}, below {low:g} dB" if is_low else None),
+        _cell("cosine", row.cosine, fixed(row.cosine, 5),
+              None if error is None else min(100.0, error * 1000)),
+        _cell("saturated", row.saturated, percent(row.saturated),
+              None if row.saturated is None else min(100.0, row.saturated * 2000)),
+        _cell("amax", row.input_amax, amax),
+        id=f"layer-{index}",
+        class_="low" if is_low else None,
+        data_part=part_of(row.layer),
+        data_text=f"{row.layer} {row.kind}".lower(),
+    )  # fmt: skip
+
+
+MINOR = frozenset(column.key for column in COLUMNS if column.kind == "minor")
+
+
+def _cell(
+    key: str,
+    value: float | str | None,
+    shown: Html | str | int,
+    bar: float | None = None,
+    title: str | None = None,
+) -> Html:
+    kinds = [key] + ["minor"] * (key in MINOR)
+    drawn = None if bar is None else tag("span", class_="bar", style=f"--share:{bar:.1f}%")
+    raw = "" if value is None else value if isinstance(value, str) else f"{value:.9g}"
+    return tag("td", shown, drawn, data_value=raw, class_=" ".join(kinds), title=title)

@@ -1,0 +1,116 @@
+"""The page: sections, style and scripts in one file that asks the network for nothing."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+from typing import TYPE_CHECKING
+
+from bevfusion_quant.report._check import check
+from bevfusion_quant.report._decisions import decisions_section
+from bevfusion_quant.report._encode import script_json
+from bevfusion_quant.report._html import join, tag
+from bevfusion_quant.report._layers import layers_section
+from bevfusion_quant.report._overview import head, reproduce
+from bevfusion_quant.report._quantizers import quantizers_section
+from bevfusion_quant.report._scene import scene_section
+from bevfusion_quant.report._section import Section, heading
+from bevfusion_quant.report._stages import stages_section
+
+if TYPE_CHECKING:
+    from bevfusion_quant.report._content import ReportContent
+
+__all__ = ["write_report"]
+
+PAGE = files("bevfusion_quant.report") / "page"
+STYLES = ("base.css", "parts.css", "narrow.css")
+SCRIPTS = (
+    "decode.js", "colour.js", "theme.js", "scene.js", "maps.js", "tabs.js", "chart.js", "table.js",
+    "histograms.js", "lists.js", "start.js",
+)  # fmt: skip
+
+
+def write_report(path: Path | str, content: ReportContent) -> Path:
+    """Write the page, whole or not at all; the same content gives the same bytes.
+
+    The file holds its style, scripts, pictures and numbers; its content security policy forbids
+    every request and every script but its own. Whatever the content names is escaped.
+
+    Args:
+        path: The file to write; a file already there is replaced.
+        content: What to show.
+
+    Returns:
+        `path`.
+
+    Raises:
+        ValueError: Arrays of the wrong shape, maps of one stage that differ in shape, two stages of
+            one name; nothing is written then.
+
+    Examples:
+        >>> import tempfile
+        >>> from bevfusion_quant.report import ReportContent
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     page = write_report(Path(folder) / "report.html", ReportContent("demo"))
+        ...     page.read_text(encoding="utf-8")[:15]
+        '<!doctype html>'
+    """
+    path = Path(path)
+    check(content)
+    text = _page(content)
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return path
+
+
+def _page(content: ReportContent) -> str:
+    sections = list(_sections(content))
+    links = [tag("li", tag("a", s.title, href=f"#{s.key}")) for s in sections]
+    data = {s.key: s.data for s in sections if s.data is not None}
+    style = "\n".join(_read(name) for name in STYLES)
+    script = '"use strict";\n(() => {\n' + "\n".join(_read(name) for name in SCRIPTS) + "})();\n"
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
+    return Template(_read("page.html")).substitute(
+        title=join(content.title),
+        policy=f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
+        f"script-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'",
+        links=join(*links),
+        head=head(content),
+        sections=join(*(heading(s) for s in sections)),
+        style=style,
+        data=script_json(data),
+        script=script,
+    )
+
+
+def _sections(content: ReportContent) -> Iterator[Section]:
+    if content.scene is not None:
+        yield scene_section(content.scene)
+    if content.stages:
+        cameras = [camera.name for camera in content.scene.cameras] if content.scene else []
+        yield stages_section(content.stages, cameras)
+    if content.layers:
+        cards = {path: i for i, v in enumerate(content.quantizers) for path in v.paths}
+        yield layers_section(content.layers, content.low_sqnr_db, cards)
+    if content.quantizers:
+        yield quantizers_section(content.quantizers, content.calibration)
+    for section in (decisions_section(content), reproduce(content)):
+        if section is not None:
+            yield section
+
+
+def _read(name: str) -> str:
+    return (PAGE / name).read_text(encoding="utf-8")
