@@ -169,7 +169,7 @@ def test_a_point_lands_in_the_cell_that_the_lidar_branch_gives_it(
             torch.zeros(1, 1, 1, *camera.image_size),
             cells,
         )
-    assert bev.is_contiguous()
+    assert bev.is_contiguous(memory_format=torch.channels_last)
     ((_, channel, x, y),) = bev.nonzero().tolist()
     assert (channel, bev[0, channel, x, y]) == (3, 2.5)
     lidar = config.lidar

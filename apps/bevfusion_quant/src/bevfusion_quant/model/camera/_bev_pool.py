@@ -122,7 +122,7 @@ class _Pool(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         cells, outside = ctx.plan.cells, ctx.plan.num_cells
         padded = torch.cat([grad, grad.new_zeros(1, grad.shape[1])])
@@ -138,7 +138,7 @@ class _LiftSplat(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         depth, rows = ctx.saved_tensors
         to_depth, to_rows = _backend(depth).lift_backward(grad, depth, rows, ctx.plan)

@@ -118,11 +118,15 @@ class DepthLSSTransform(nn.Module):
 def splat(
     probability: Tensor, context: Tensor, cells: Tensor, batch: int, counts: tuple[int, int, int]
 ) -> Tensor:
-    """The pooled map, float [batch, Z · channels, X, Y]; see `lift_splat_pool`."""
+    """The pooled map, float [batch, Z · channels, X, Y]; see `lift_splat_pool`.
+
+    With one cell along z it lies in memory as it was pooled, channels last, which convolutions
+    take gladly; a copy would cost as much as half the pooling.
+    """
     wide, deep, high = counts
     flat = lift_splat_pool(probability, context, cells, batch * high * wide * deep)
     volume = flat.view(batch, high, wide, deep, -1).permute(0, 1, 4, 2, 3)
-    return volume.reshape(batch, -1, wide, deep).contiguous()
+    return volume.flatten(1, 2)
 
 
 def _conv_bn_relu(

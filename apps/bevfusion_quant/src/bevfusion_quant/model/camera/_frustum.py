@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -89,22 +90,43 @@ def frustum_cells(
     to_lidar = _inverse(lidar_to_camera.to(dtype), "lidar_to_camera")
     to_ray = to_lidar[..., :3, :3] @ _inverse(intrinsics.to(dtype), "intrinsics")
     to_pixel = _inverse(image_aug.to(dtype), "image_aug")
-    bins, rows, columns = frustum.shape[:3]
-    pixels = frustum[0, :, :, :2].to(dtype).reshape(1, 1, -1, 2)
-    ones = torch.ones_like(pixels[..., :1])
-    rays = torch.cat((pixels, ones), -1) @ to_pixel.transpose(-1, -2) @ to_ray.transpose(-1, -2)
-    depths = frustum[:, 0, 0, 2].to(dtype).view(1, 1, -1, 1)
-    low = (first.to(frustum.device, dtype) - size.to(frustum.device, dtype) / 2).tolist()
-    flat = torch.arange(batch, device=frustum.device).view(-1, 1, 1, 1)
-    inside = torch.ones(1, dtype=torch.bool, device=frustum.device)
+    pixels = frustum[0, :, :, :2].to(dtype).reshape(-1, 2)
+    pixels = torch.cat((pixels, torch.ones_like(pixels[:, :1])), 1)
+    depths = frustum[:, 0, 0, 2].to(dtype)[:, None]
+    size = size.to(frustum.device, dtype)
+    low = first.to(frustum.device, dtype) - size / 2
+    cells = []
+    for b in range(batch):
+        for n in range(cameras):  # one at a time: what a camera needs stays in the cache
+            rays = pixels @ (to_ray[b, n] @ to_pixel[b, n]).T
+            inside, flat = _indices(rays, depths, to_lidar[b, n, :3, 3], low, size, counts)
+            if not bool(inside.any()):
+                raise InputError(
+                    f"camera {n} in frame {b} sees no cell of the map: check that translations "
+                    "are in metres, focal lengths in pixels, and that lidar_to_camera maps LiDAR "
+                    "points to the camera and not back"
+                )
+            cells.append(flat.add_(b * math.prod(counts)).masked_fill_(~inside, -1).reshape(-1))
+    return torch.cat(cells)
+
+
+def _indices(
+    rays: Tensor,
+    depths: Tensor,
+    origin: Tensor,
+    low: Tensor,
+    size: Tensor,
+    counts: tuple[int, int, int],
+) -> tuple[Tensor, Tensor]:
+    """Whether each point [bins, pixels] lies in the map, and (z·X + x)·Y + y for those that do."""
+    flat = torch.zeros(1, dtype=torch.int64, device=rays.device)
+    inside = torch.ones(1, dtype=torch.bool, device=rays.device)
     for axis in (2, 0, 1):
-        metres = depths * rays[:, :, None, :, axis] + to_lidar[:, :, None, None, axis, 3]
-        index = ((metres - low[axis]) / size[axis].to(frustum.device, dtype)).trunc()
+        metres = (depths * rays[:, axis]).add_(origin[axis])
+        index = metres.sub_(low[axis]).div_(size[axis]).trunc_()
         inside = inside & (index >= 0) & (index < counts[axis])
-        flat = flat * counts[axis] + index.clamp(0, counts[axis]).long()
-    cells = flat.masked_fill(~inside, -1)
-    _check_seen(inside.flatten(2).any(-1))
-    return cells.reshape(batch * cameras * bins * rows * columns)
+        flat = flat * counts[axis] + index.clamp_(0, counts[axis]).long()
+    return inside, flat
 
 
 def _check_shapes(intrinsics: Tensor, lidar_to_camera: Tensor, image_aug: Tensor) -> None:
@@ -126,6 +148,7 @@ def _inverse(matrices: Tensor, name: str) -> Tensor:
     last_row = matrices[..., -1, :]
     wanted = torch.zeros_like(last_row)
     wanted[..., -1] = 1.0
+    inverse: Tensor
     inverse, failed = torch.linalg.inv_ex(matrices)
     for wrong, why in (
         ((last_row != wanted).any(-1), f"must end with the row {wanted[0, 0].int().tolist()}"),
@@ -138,13 +161,3 @@ def _inverse(matrices: Tensor, name: str) -> Tensor:
                 f"{matrices[frame, camera].tolist()}: check the calibration"
             )
     return inverse
-
-
-def _check_seen(seen: Tensor) -> None:
-    if not bool(seen.all()):
-        frame, camera = (~seen).nonzero()[0].tolist()
-        raise InputError(
-            f"camera {camera} in frame {frame} sees no cell of the map: check that translations "
-            "are in metres, focal lengths in pixels, and that lidar_to_camera maps LiDAR points "
-            "to the camera and not back"
-        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 
 import torch
@@ -84,8 +85,8 @@ def make_pool_plan(cells: Tensor, num_cells: int) -> PoolPlan:
         order, starts = sort_points_torch(narrow, num_cells)
     work = starts + torch.arange(num_cells + 1, device=starts.device)
     targets = torch.arange(0, int(work[-1]), _BLOCK, device=starts.device)
-    edges = torch.searchsorted(work, targets).unique().tolist()
-    return PoolPlan(narrow, order, starts, (*edges, num_cells))
+    edges = {*torch.searchsorted(work, targets).tolist(), num_cells}
+    return PoolPlan(narrow, order, starts, tuple(sorted(edges)))
 
 
 def sort_points_torch(cells: Tensor, num_cells: int) -> tuple[Tensor, Tensor]:
@@ -96,7 +97,7 @@ def sort_points_torch(cells: Tensor, num_cells: int) -> tuple[Tensor, Tensor]:
     return order[int(starts[0]) :].to(torch.int32), starts - starts[0]
 
 
-_plans = WeakTensorKeyDictionary()
+_plans: MutableMapping[Tensor, tuple[tuple[int, int], PoolPlan]] = WeakTensorKeyDictionary()
 
 
 def as_plan(cells: Tensor | PoolPlan, num_cells: int) -> PoolPlan:
@@ -114,8 +115,11 @@ def as_plan(cells: Tensor | PoolPlan, num_cells: int) -> PoolPlan:
         return cells
     if cells.is_inference():  # such tensors do not tell whether they changed
         return make_pool_plan(cells, num_cells)
-    version, plan = _plans.get(cells, (None, None))
-    if version != (cells._version, num_cells) or plan is None:
-        plan = make_pool_plan(cells, num_cells)
-        _plans[cells] = ((cells._version, num_cells), plan)
+    key = (cells._version, num_cells)
+    if cells in _plans:
+        known, plan = _plans[cells]
+        if known == key:
+            return plan
+    plan = make_pool_plan(cells, num_cells)
+    _plans[cells] = (key, plan)
     return plan
