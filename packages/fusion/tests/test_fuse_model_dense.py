@@ -363,3 +363,21 @@ def test_no_noise_on_stderr(capfd, randomise):
     fuse_model(randomise(Untraceable()))
     fuse_model(randomise(Refusals()))
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_layer_that_reads_a_buffer_takes_its_batch_norm():
+    class Embeds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("positions", torch.randn(1, 2, 5))
+            self.embed = nn.Sequential(nn.Conv1d(2, 3, 1), nn.BatchNorm1d(3), nn.ReLU())
+
+        def forward(self, x):
+            return x + self.embed(self.positions)
+
+    model = Embeds()
+    model.embed[1].running_mean += 0.5
+    model = model.double().eval()
+    result = fuse_model(model, torch.randn(2, 3, 5, dtype=torch.float64))
+    assert [item.bn for item in result.fused] == ["embed.1"]
+    assert result.max_error < 1e-12

@@ -88,7 +88,8 @@ def _problems(
     made = flow.calls_of(producer.path)
     if len(made) > 1:
         yield f"{producer.path} is shared: it is called {len(made)} times"
-    if len(producer.inputs) != 1:
+    # None at all is an input that no trace follows, such as a buffer.
+    if len(producer.inputs) > 1:
         yield f"{producer.path} takes {len(producer.inputs)} tensors, so its output is a sum"
     problem = fold_problem(conv, bn)
     if problem is not None:

@@ -27,10 +27,13 @@ class CallForm:
 
     Attributes:
         option: An optional parameter that gets another value than its default, if any does.
+        tensors: The optional parameters that get a tensor, if these are the only ones that get
+            another value than their default, and the same ones in every call.
         lengths: Parameters that get a list or tuple of tensors, with its length.
     """
 
     option: str | None = None
+    tensors: frozenset[str] | None = None
     lengths: dict[str, int] = field(default_factory=dict)
 
 
@@ -66,12 +69,17 @@ def _defaults(module: nn.Module) -> dict[str, Any]:
 def _watch(module: nn.Module, form: CallForm) -> Callable[..., None]:
     signature, defaults = inspect.signature(module.forward), _defaults(module)
     lengths: dict[str, set[int]] = {}
+    given: set[frozenset[str]] = set()
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for name, value in signature.bind(*args, **kwargs).arguments.items():
+        bound = signature.bind(*args, **kwargs).arguments
+        other = {n: v for n, v in bound.items() if n in defaults and v is not defaults[n]}
+        given.add(frozenset(other))
+        form.option = next(iter(other), form.option)
+        tensors = all(isinstance(value, Tensor) for value in other.values())
+        form.tensors = frozenset(other) if tensors and len(given) == 1 else None
+        for name, value in bound.items():
             if name in defaults:
-                if value is not defaults[name]:
-                    form.option = name
                 continue
             lengths.setdefault(name, set()).add(len(value) if _is_tensors(value) else -1)
             (length, *others) = lengths[name]

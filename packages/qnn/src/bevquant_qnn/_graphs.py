@@ -7,9 +7,10 @@ from typing import Any
 from torch import fx, nn
 
 from bevquant_fusion import UntraceableError, trace_forward
+from bevquant_qnn._branches import Branches
 from bevquant_qnn._calls import CallForm, call_forms, has_options
 from bevquant_qnn._config import QuantConfig
-from bevquant_qnn._unpacked import trace_unpacked
+from bevquant_qnn._unpacked import trace_given, trace_unpacked
 
 __all__ = ["forward_graphs"]
 
@@ -45,10 +46,25 @@ def forward_graphs(
 
 def _trace_as_called(module: nn.Module, form: CallForm, before: fx.Graph | str) -> fx.Graph | str:
     if form.option is not None:
-        return f"it is called with {form.option}=…, and a rebuilt forward knows the default only"
+        graph = _trace_for_reading(module, form)
+        return graph or (
+            f"it is called with {form.option}=…, and a rebuilt forward knows the default only"
+        )
     if isinstance(before, fx.Graph) or not form.lengths:
         return before
     try:
         return trace_unpacked(module, form.lengths)
     except UntraceableError as error:
         return str(error)
+
+
+def _trace_for_reading(module: nn.Module, form: CallForm) -> fx.Graph | None:
+    """The graph of a forward with optional tensors, if there is nothing in it to rewrite."""
+    if form.tensors is None:
+        return None
+    try:
+        graph = trace_given(module, form.tensors)
+    except UntraceableError:
+        return None
+    branches = Branches(module, graph)
+    return None if branches.additions() or branches.concatenations() else graph

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from bevquant_qnn._config import QuantConfig
+from bevquant_qnn._float_parts import float_layers
 from bevquant_qnn._flow import Flow
 from bevquant_qnn._holders import activation_quantizers
 from bevquant_qnn._observe import observe
@@ -82,7 +83,9 @@ calibrator=MaxCalibrator scale=1.0 quant)
     for path, module in model.named_modules():
         if isinstance(module, TensorQuantizer):
             module.name = path
-    skipped = [*skipped, *passed_over, *apart, *_notes(model, flow, example_inputs is None)]
+    notes = list(_notes(model, flow, example_inputs is None))
+    floats = float_layers(model, config, {note.path for note in notes})
+    skipped = [*skipped, *passed_over, *apart, *notes, *floats]
     return QuantizeResult(
         model=model,
         quantized=tuple([*adopted, *replaced, *joined]),

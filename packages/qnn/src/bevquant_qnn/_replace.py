@@ -16,7 +16,7 @@ from bevquant_qnn._weighted import QuantWeighted
 from bevquant_quantizers import TensorQuantizer
 from bevquant_sparse import is_sparse_conv
 
-__all__ = ["replace_layers"]
+__all__ = ["has_quantized_form", "replace_layers"]
 
 _DENSE: tuple[type[Any], ...] = (
     _conv.QuantConv1d,
@@ -87,12 +87,17 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module | None
         if isinstance(module, TensorQuantizer) or _has_quantizers(module):
             inside_quantized.add(path)
             continue
-        if _target(module) is not None or _sparse_float(module) is not None:
+        if has_quantized_form(module):
             yield path, module, parents[path.rpartition(".")[0]] if path else None
 
 
 def _has_quantizers(module: nn.Module) -> bool:
     return "_input_quantizer" in module._modules
+
+
+def has_quantized_form(module: nn.Module) -> bool:
+    """Tell whether the module is of a kind that `replace_layers` decides on."""
+    return _target(module) is not None or _sparse_float(module) is not None
 
 
 def _target(module: nn.Module) -> type[Any] | None:

@@ -12,6 +12,7 @@ from bevquant_qnn._add import QuantAdd
 from bevquant_qnn._branches import Branches
 from bevquant_qnn._concat import QuantConcat
 from bevquant_qnn._config import QuantConfig
+from bevquant_qnn._float_parts import float_functions
 from bevquant_qnn._graphs import forward_graphs
 from bevquant_qnn._kinds import is_library_module, is_quantized
 from bevquant_qnn._result import QuantizedModule, SkippedModule
@@ -45,6 +46,11 @@ def quantize_joins(
             rewriter = _Rewriter(path, module, graph, config)
             rewriter.rewrite()
             done += rewriter.done
+            functions = float_functions(rewriter.branches, products=example_inputs is None)
+            if functions:
+                called = ", ".join(functions)
+                reason = f"its own forward calls {called}: without a quantized form, so in float"
+                skipped.append(SkippedModule(path, reason))
             skipped += rewriter.skipped
         else:
             hint = "Pass example_inputs, or call" if example_inputs is None else "Call"
@@ -73,16 +79,16 @@ class _Rewriter:
         self._module = module
         self._graph = graph
         self._config = config
-        self._branches = Branches(module, graph)
+        self.branches = Branches(module, graph)
         self.done: list[QuantizedModule] = []
         self.skipped: list[SkippedModule] = []
 
     def rewrite(self) -> None:
         if self._config.quantize_add:
-            for node in self._branches.additions():
+            for node in self.branches.additions():
                 self._add(node)
         if self._config.quantize_concat:
-            for node in self._branches.concatenations():
+            for node in self.branches.concatenations():
                 self._concat(node)
         if self.done:
             rebuild_forward(self._module, self._graph)
@@ -91,8 +97,8 @@ class _Rewriter:
         left, right = node.args
         if not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
             return
-        if self._branches.is_sparse(left) or self._branches.is_sparse(right):
-            if self._branches.hides_a_change(node):
+        if self.branches.is_sparse(left) or self.branches.is_sparse(right):
+            if self.branches.hides_a_change(node):
                 self._pass_over(node, "changes a tensor that is read under another name")
                 return
             name = self._new_name("quant_add")
@@ -101,10 +107,10 @@ class _Rewriter:
                 self._attach(name, child, "addition")
                 self._replace(node, name, (left, right))
             return
-        if self._branches.is_quantized(left) or self._branches.is_quantized(right):
+        if self.branches.is_quantized(left) or self.branches.is_quantized(right):
             return
         main, residual = self._split(left, right)
-        if not self._branches.ends_in_conv(main):
+        if not self.branches.ends_in_conv(main):
             self._pass_over(node, "is not behind a quantized convolution")
             return
         name = self._new_name("residual_quantizer")
@@ -117,11 +123,11 @@ class _Rewriter:
 
     def _split(self, left: fx.Node, right: fx.Node) -> tuple[fx.Node, fx.Node]:
         """Return (main branch, residual): the residual has fewer layers before it."""
-        if not self._branches.ends_in_conv(left):
+        if not self.branches.ends_in_conv(left):
             return right, left
-        if not self._branches.ends_in_conv(right):
+        if not self.branches.ends_in_conv(right):
             return left, right
-        deeper_left = self._branches.depth(left) >= self._branches.depth(right)
+        deeper_left = self.branches.depth(left) >= self.branches.depth(right)
         return (left, right) if deeper_left else (right, left)
 
     def _concat(self, node: fx.Node) -> None:
@@ -133,7 +139,7 @@ class _Rewriter:
         if len(nodes) < len(operands) or not isinstance(dim, int):
             self._pass_over(node, "has operands or an axis that are only known when it runs")
             return
-        readers = self._branches.readers(node)
+        readers = self.branches.readers(node)
         if not readers and not self._path:
             self._pass_over(node, "is an output of the model that no layer reads")
             return
@@ -147,7 +153,7 @@ class _Rewriter:
             self._replace(node, name, tuple(nodes))
 
     def _quantizes(self, readers: list[nn.Module], operands: list[fx.Node]) -> bool:
-        feeders = [child for node in operands for child in self._branches.producers(node)]
+        feeders = [child for node in operands for child in self.branches.producers(node)]
         return any(is_quantized(part) for child in (*readers, *feeders) for part in child.modules())
 
     def _replace(self, node: fx.Node, name: str, args: tuple[fx.Node, ...]) -> None:

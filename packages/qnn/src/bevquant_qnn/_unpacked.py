@@ -1,17 +1,46 @@
-"""Tracing a forward that counts or loops over a list of tensors whose length is known."""
+"""Tracing a forward in the form in which the model calls it."""
 
 from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import fx, nn
 
 from bevquant_fusion import trace_forward
 
-__all__ = ["trace_unpacked"]
+__all__ = ["trace_given", "trace_unpacked"]
+
+
+def trace_given(module: nn.Module, names: Collection[str]) -> fx.Graph:
+    """Trace the forward of `module` with some of its optional parameters given.
+
+    The graph is fit for reading, not for replacing the forward: it has no defaults.
+
+    Raises:
+        UntraceableError: As `bevquant_fusion.trace_forward`.
+    """
+    cls = type(module)
+    parameters = list(inspect.signature(cls.forward).parameters.values())
+    required = [
+        p.replace(default=p.empty, kind=p.KEYWORD_ONLY, annotation=p.empty)
+        for p in parameters
+        if p.name in names
+    ]
+    optional = [p for p in parameters if p.name not in names]
+    # Keyword-only parameters come last, and may be required after optional ones.
+    signature = inspect.Signature([*optional, *required])
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return cls.forward(self, *args, **kwargs)
+
+    forward.__signature__ = signature  # type: ignore[attr-defined]
+    body = {"forward": forward, "__module__": cls.__module__}
+    view: nn.Module = object.__new__(type(cls.__name__, (cls,), body))
+    view.__dict__ = module.__dict__
+    return trace_forward(view)
 
 
 def trace_unpacked(module: nn.Module, lengths: Mapping[str, int]) -> fx.Graph:

@@ -1,0 +1,116 @@
+"""What stays float is said: layers of other kinds, functions, and forwards with optional inputs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import bevquant_qnn as qnn
+
+
+def notes(result: qnn.QuantizeResult, path: str) -> str:
+    return "\n".join(item.reason for item in result.skipped if item.path == path)
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.attend = nn.MultiheadAttention(width, 2, batch_first=True)
+        self.scale = nn.Parameter(torch.ones(width))
+        self.grid = nn.Parameter(torch.ones(width), requires_grad=False)
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x):
+        y = self.norm(x)
+        y = self.attend(y, y, y, need_weights=False)[0]
+        return self.linear(y) * self.scale + self.grid
+
+
+def test_norms_attention_and_own_parameters_are_reported() -> None:
+    model = nn.Sequential(Attention(4), nn.Identity())
+    result = qnn.quantize_model(model, example_inputs=torch.randn(1, 3, 4))
+    assert notes(result, "0.norm") == "LayerNorm has no quantized form: it stays float"
+    assert "projections and the attention in one function" in notes(result, "0.attend")
+    assert "own parameters" in notes(result, "0")
+    frozen = Attention(4)
+    frozen.scale.requires_grad_(False)
+    assert "own parameters" not in notes(qnn.quantize_model(frozen), "")
+
+
+def test_excluded_norms_say_by_what() -> None:
+    model = nn.Sequential(Attention(4))
+    result = qnn.quantize_model(model, qnn.QuantConfig(exclude=("0",)), torch.randn(1, 3, 4))
+    assert notes(result, "0.norm") == "excluded by '0'"
+
+
+def test_a_batch_norm_that_follows_no_layer_is_reported_once() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)).eval()
+    result = qnn.quantize_model(model, example_inputs=torch.randn(1, 3, 4, 4))
+    assert "is not folded into a layer before it" in notes(result, "0")
+    assert "directly behind the quantized 1" in notes(result, "2")
+    assert len(result.skipped) == 2
+
+
+class Lift(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Conv2d(3, 6, 1)
+        self.out = nn.Conv2d(3, 3, 1)
+
+    def forward(self, x):
+        y = self.net(x)
+        half = x.shape[1] * 1
+        weight = y[:, :half].softmax(1)
+        return self.out((weight * y[:, half:]).contiguous()).flatten(1).relu()
+
+
+@pytest.mark.parametrize("observed", [True, False])
+def test_functions_that_compute_are_named_and_moves_are_not(observed: bool) -> None:
+    result = qnn.quantize_model(
+        Lift(), example_inputs=torch.randn(1, 3, 4, 4) if observed else None
+    )
+    assert notes(result, "").startswith("its own forward calls softmax, mul: ")
+
+
+class Optional(nn.Module):
+    def __init__(self, joins: bool) -> None:
+        super().__init__()
+        self.conv, self.joins = nn.Conv2d(3, 3, 1), joins
+
+    def forward(self, x, extra=None, flag=False):
+        y = self.conv(x)
+        if extra is None:
+            return y
+        return torch.cat([y, extra], 1) if self.joins else self.conv(extra.flatten(0, 1))
+
+
+def test_optional_tensors_without_joins_leave_no_doubt() -> None:
+    x = torch.randn(1, 3, 4, 4)
+    assert qnn.quantize_model(Optional(False), example_inputs=(x, x[None])).skipped == ()
+    doubt = "it is called with extra=…, and a rebuilt forward knows the default only"
+    joins = Optional(True)
+    assert doubt in notes(qnn.quantize_model(joins, example_inputs=(x, x)), "")
+    assert joins(x).shape == x.shape
+    result = qnn.quantize_model(Optional(False), example_inputs=(x, x[None], True))
+    assert "is called with" in notes(result, "")
+
+
+def test_calls_that_differ_in_their_options_are_left_alone() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Optional(False)
+
+        def forward(self, x):
+            return self.inner(x) + self.inner(x, x[None])
+
+    model, x = Twice(), torch.randn(1, 3, 4, 4)
+    wanted = model(x)
+    result = qnn.quantize_model(model, example_inputs=x)
+    assert "called with extra=…" in notes(result, "inner")
+    for module in model.modules():
+        if hasattr(module, "disable"):
+            module.disable()
+    torch.testing.assert_close(model(x), wanted)
