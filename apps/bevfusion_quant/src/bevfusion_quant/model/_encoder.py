@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["SparseEncoder"]
 
 spconv = require_spconv()
+fx.wrap("to_dense")
 
 
 class SparseEncoder(nn.Module):
@@ -82,12 +83,5 @@ class SparseEncoder(nn.Module):
         x = self.conv_input(x)
         x = self.encoder_layers(x)
         x = self.conv_out(x)
-        return flatten_height(x)
-
-
-@fx.wrap
-def flatten_height(x: Any) -> Tensor:
-    """A sparse tensor over x, y, z as float [batch, channels · z, x, y], height innermost."""
-    dense = to_dense(x.features, x.indices, x.spatial_shape, x.batch_size)
-    batch, channels, width, depth, height = dense.shape
-    return dense.permute(0, 1, 4, 2, 3).reshape(batch, channels * height, width, depth)
+        dense = to_dense(x.features, x.indices, x.spatial_shape, x.batch_size)
+        return dense.permute(0, 1, 4, 2, 3).flatten(1, 2)

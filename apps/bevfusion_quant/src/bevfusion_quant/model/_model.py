@@ -109,8 +109,7 @@ class BEVFusion(nn.Module):
 
     def _camera_map(self, images: Any, depth: Any, cells: Any, batch_size: int) -> Any:
         camera = self.camera
-        x = camera["neck"](camera["backbone"](images.flatten(0, 1)))
-        x = x if isinstance(x, Tensor) else x[0]
+        x = camera["neck"](camera["backbone"](images.flatten(0, 1)))[0]
         return camera["vtransform"](x.unflatten(0, (batch_size, -1)), depth, cells)
 
     def _sensor(self, name: str) -> nn.ModuleDict:
