@@ -16,6 +16,22 @@ if TYPE_CHECKING:
 __all__ = ["layers_section"]
 
 
+class _Scales(NamedTuple):
+    """What fills a bar: the best SQNR, the largest 1 − cosine, the largest saturated share."""
+
+    sqnr: float
+    error: float
+    saturated: float
+
+    @classmethod
+    def of(cls, rows: Sequence[LayerRow]) -> _Scales:
+        return cls(
+            max((row.sqnr_db for row in rows if row.sqnr_db is not None), default=0.0),
+            max((1 - row.cosine for row in rows if row.cosine is not None), default=0.0),
+            max((row.saturated for row in rows if row.saturated is not None), default=0.0),
+        )
+
+
 class _Column(NamedTuple):
     key: str
     title: str
@@ -58,8 +74,8 @@ def layers_section(
         tag("output", f"{len(layers)} layers", id="layer-shown"),
         class_="controls",
     )  # fmt: skip
-    best = max((row.sqnr_db for row in layers if row.sqnr_db is not None), default=1.0)
-    rows = [_row(i, row, low_sqnr_db, best, quantizer_of) for i, row in enumerate(layers)]
+    scales = _Scales.of(layers)
+    rows = [_row(i, row, low_sqnr_db, scales, quantizer_of) for i, row in enumerate(layers)]
     table = tag(
         "table",
         tag("caption", "Float against quantized, output of each layer", class_="hidden"),
@@ -71,7 +87,8 @@ def layers_section(
         "figure",
         tag("div", id="layer-chart", class_="chart"),
         tag("figcaption", "SQNR of every layer's output in the order of execution. Point at a dot, "
-            "or focus the chart and use the arrow keys; Enter goes to the row.", class_="note"),
+            "or focus the chart and use the arrow keys; Enter goes to the row. "
+            f"Dashed: {low_sqnr_db:g} dB.", class_="note"),
     )  # fmt: skip
     scroll = tag("div", table, class_="scroll", tabindex=0, role="region", aria_label="Layer table")
     data = {
@@ -91,15 +108,14 @@ def _head(column: _Column) -> Html:
 
 
 def _row(
-    index: int, row: LayerRow, low: float, best: float, quantizer_of: Mapping[str, int]
+    index: int, row: LayerRow, low: float, scales: _Scales, quantizer_of: Mapping[str, int]
 ) -> Html:
     is_low = row.sqnr_db is not None and row.sqnr_db < low
-    error = None if row.cosine is None else max(0.0, 1 - row.cosine)
+    error = None if row.cosine is None else 1 - row.cosine
     card = quantizer_of.get(f"{row.layer}._input_quantizer")
     amax: Html | str = number(row.input_amax)
     if card is not None and row.input_amax is not None:
         amax = tag("a", amax, href=f"#quantizer-{card}", title="its histogram")
-    level = None if row.sqnr_db is None else 100 * max(0.0, row.sqnr_db) / max(best, 1e-9)
     return tag(
         "tr",
         _cell("order", index, index + 1),
@@ -107,18 +123,22 @@ def _row(
         _cell("kind", row.kind, row.kind),
         _cell("channels", row.channels, count(row.channels)),
         _cell("rows", row.rows, count(row.rows)),
-        _cell("sqnr", row.sqnr_db, fixed(row.sqnr_db, 1), level,
+        _cell("sqnr", row.sqnr_db, fixed(row.sqnr_db, 1), _share(row.sqnr_db, scales.sqnr),
               f"{decibels(row.sqnr_db)}, below {low:g} dB" if is_low else None),
-        _cell("cosine", row.cosine, fixed(row.cosine, 5),
-              None if error is None else min(100.0, error * 1000)),
+        _cell("cosine", row.cosine, fixed(row.cosine, 5), _share(error, scales.error)),
         _cell("saturated", row.saturated, percent(row.saturated),
-              None if row.saturated is None else min(100.0, row.saturated * 2000)),
+              _share(row.saturated, scales.saturated)),
         _cell("amax", row.input_amax, amax),
         id=f"layer-{index}",
         class_="low" if is_low else None,
         data_part=part_of(row.layer),
         data_text=f"{row.layer} {row.kind}".lower(),
     )  # fmt: skip
+
+
+def _share(value: float | None, whole: float) -> float | None:
+    """Length of a bar in per cent."""
+    return None if value is None or whole <= 0 else 100 * min(1.0, max(0.0, value) / whole)
 
 
 MINOR = frozenset(column.key for column in COLUMNS if column.kind == "minor")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bevfusion_quant.report._boxes import agreement
@@ -12,6 +12,7 @@ from bevfusion_quant.report._scene import least_score
 from bevfusion_quant.report._section import Section
 
 if TYPE_CHECKING:
+    from bevfusion_quant.ptq import LayerRow
     from bevfusion_quant.report._content import ReportContent
 
 __all__ = ["head", "reproduce"]
@@ -59,10 +60,10 @@ def _figures(content: ReportContent) -> Iterator[Html]:
     if content.layers:
         known = [row for row in content.layers if row.sqnr_db is not None]
         low = [row for row in known if row.sqnr_db < content.low_sqnr_db]  # type: ignore[operator]
-        worst = min(known, key=lambda row: row.sqnr_db or 0.0, default=None)
-        note = f"worst {decibels(worst.sqnr_db)}" if worst else ""
         text = f"{len(low)} of {len(content.layers)}"
-        yield _figure(f"Layers below {content.low_sqnr_db:g} dB", text, note, bool(low))
+        yield _figure(
+            f"Layers below {content.low_sqnr_db:g} dB", text, _worst(content.layers), bool(low)
+        )
     if content.quantizers:
         weights = sum(q.is_weight for q in content.quantizers)
         shared = sum(len(q.paths) > 1 for q in content.quantizers)
@@ -83,7 +84,17 @@ def _figures(content: ReportContent) -> Iterator[Html]:
         yield _figure("Peak memory", memory(content.peak_memory_mib), "")
 
 
-def _figure(label: str, value: str, note: str, low: bool = False) -> Html:
+def _worst(layers: Sequence[LayerRow]) -> Html | str:
+    """The layer of lowest SQNR, linked to its row."""
+    known = [(row.sqnr_db, index) for index, row in enumerate(layers) if row.sqnr_db is not None]
+    if not known:
+        return ""
+    decibel, index = min(known)
+    short = ".".join(layers[index].layer.split(".")[-3:])
+    return join(f"worst {decibels(decibel)} at ", tag("a", short, href=f"#layer-{index}"))
+
+
+def _figure(label: str, value: str, note: Html | str, low: bool = False) -> Html:
     return tag(
         "div",
         tag("dt", label),

@@ -47,9 +47,9 @@ def quantizers_section(
     )  # fmt: skip
     legend = tag(
         "p",
-        tag("span", class_="swatch counts"), "values handed to the quantizer ",
-        tag("span", class_="swatch edge"), "range ±amax ",
-        tag("span", class_="swatch spread"), "from the smallest to the largest channel's range",
+        tag("span", tag("span", class_="swatch counts"), "values the quantizer is handed"),
+        tag("span", tag("span", class_="swatch edge"), "range ±amax, the widest channel's"),
+        tag("span", tag("span", class_="swatch spread"), "ranges of the other channels"),
         class_="note legend",
     )  # fmt: skip
     cards = [_card(i, v, methods.get(v.paths[0], "")) for i, v in enumerate(quantizers)]

@@ -105,11 +105,13 @@ def _sections(content: ReportContent) -> Iterator[Section]:
     if content.layers:
         cards = {path: i for i, v in enumerate(content.quantizers) for path in v.paths}
         yield layers_section(content.layers, content.low_sqnr_db, cards)
+    decisions, again = decisions_section(content), reproduce(content)
+    if decisions is not None:
+        yield decisions
     if content.quantizers:
         yield quantizers_section(content.quantizers, content.calibration)
-    for section in (decisions_section(content), reproduce(content)):
-        if section is not None:
-            yield section
+    if again is not None:
+        yield again
 
 
 def _read(name: str) -> str:

@@ -5,7 +5,7 @@ let markHidden = () => {};
 function startChart() {
   const box = byId("layer-chart");
   if (!box) return;
-  const readout = make("output", "readout", "\u00a0");
+  const readout = make("div", "readout", "\u00a0");
   const draw = () => drawChart(box, readout);
   let width = 0;
   new ResizeObserver(() => {
@@ -19,14 +19,14 @@ function drawChart(box, readout) {
   const { layers, low } = data.layers;
   const width = Math.max(240, box.clientWidth - 16);
   const height = width < 500 ? 190 : 240;
-  const frame = { left: 34, right: width - 10, top: 26, bottom: height - 12 };
+  const frame = { left: 34, right: width - 10, top: 36, bottom: height - 12 };
   const known = layers.map((layer) => layer[2]).filter((value) => value !== null);
   const least = Math.min(0, ...known);
   const most = Math.max(low, 1, ...known) * 1.06;
   const x = (i) => frame.left + 6 + ((i + 0.5) / layers.length) * (frame.right - frame.left - 6);
   const y = (value) => frame.bottom - ((value - least) / (most - least)) * (frame.bottom - frame.top);
-  const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", tabindex: 0,
-    "aria-label": `SQNR of ${layers.length} layers; arrow keys read them` });
+  const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "slider", tabindex: 0,
+    "aria-label": "Layer, SQNR of its output", "aria-valuemin": 1, "aria-valuemax": layers.length, "aria-valuenow": 1, "aria-valuetext": "none read yet" });
   const step = [1, 2, 5, 10, 20, 50].find((s) => (most - least) / s <= 6) ?? 100;
   for (let tick = Math.ceil(least / step) * step; tick <= most; tick += step) {
     picture.append(svg("line", { class: "rule", x1: frame.left, x2: frame.right, y1: y(tick), y2: y(tick) }));
@@ -38,7 +38,7 @@ function drawChart(box, readout) {
   const radius = Math.max(1.8, Math.min(4, (frame.right - frame.left) / layers.length / 2.2));
   const dots = layers.map(([, , value], i) => {
     if (value === null) return null;
-    picture.append(svg("line", { class: "stalk", x1: x(i), x2: x(i), y1: y(Math.max(least, 0)), y2: y(value) }));
+    if (x(1) - x(0) > 4) picture.append(svg("line", { class: "stalk", x1: x(i), x2: x(i), y1: y(Math.max(least, 0)), y2: y(value) }));
     return svg("circle", { class: value < low ? "dot low" : "dot", cx: x(i), cy: y(value), r: radius });
   });
   picture.append(...dots.filter(Boolean));
@@ -51,15 +51,17 @@ function drawChart(box, readout) {
 // The parts of the model, named over the dots they cover.
 function drawParts(picture, layers, x, frame) {
   const half = (x(1) - x(0)) / 2 || 0;
-  let end = -Infinity;
+  const ends = [-Infinity, -Infinity];
   for (let i = 0; i < layers.length; i++) {
     if (i && layers[i][1] === layers[i - 1][1]) continue;
-    if (i) picture.append(svg("line", { class: "rule", x1: x(i) - half, x2: x(i) - half, y1: frame.top - 6, y2: frame.bottom }));
-    if (x(i) < end) continue;
+    if (i) picture.append(svg("line", { class: "rule", x1: x(i) - half, x2: x(i) - half, y1: frame.top - 10, y2: frame.bottom }));
     const text = layers[i][1];
-    const right = x(i) + 7 * text.length > frame.right;
-    picture.append(svg("text", { x: right ? frame.right : Math.max(frame.left + 2, x(i) - half + 4), y: 12, "text-anchor": right ? "end" : "start" }, text));
-    end = x(i) + 7 * text.length;
+    const size = 6.5 * text.length;
+    const left = Math.min(Math.max(frame.left + 2, x(i) - half + 4), frame.right - size);
+    const line = ends.findIndex((end) => end < left);
+    if (line < 0) continue;
+    picture.append(svg("text", { x: left, y: 12 + 13 * line }, text));
+    ends[line] = left + size + 6;
   }
 }
 
@@ -70,6 +72,8 @@ function linkChart(picture, chart) {
     at = i;
     const [name, , value] = layers[i];
     readout.textContent = `${i + 1}. ${name}: ${value === null ? "no SQNR (equal, or all zero)" : `${value.toFixed(1)} dB`}`;
+    picture.setAttribute("aria-valuenow", i + 1);
+    picture.setAttribute("aria-valuetext", readout.textContent);
     ring.setAttribute("visibility", value === null ? "hidden" : "visible");
     ring.setAttribute("cx", x(i));
     ring.setAttribute("cy", y(value ?? 0));

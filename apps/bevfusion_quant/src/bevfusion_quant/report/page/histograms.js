@@ -1,5 +1,6 @@
 // Histograms of the quantizers, drawn when their card comes near the window.
 let logCounts = true;
+const FILTERS = ["quantizer-search", "quantizer-part", "quantizer-kind"];
 
 function startHistograms() {
   const list = byId("quantizer-cards");
@@ -20,34 +21,55 @@ function startHistograms() {
       cards.filter((card) => card.querySelector("svg")).forEach(drawHistogram);
     });
   }
+  list.addEventListener("pointermove", readBin);
+  list.addEventListener("pointerout", readBin);
+  startCardFilters(list, cards);
+}
+
+function startCardFilters(list, cards) {
   const filter = () => {
-    const wanted = words(byId("quantizer-search").value);
-    const [part, kind] = [byId("quantizer-part").value, byId("quantizer-kind").value];
-    let count = 0;
+    const [wanted, part, kind] = FILTERS.map((id) => byId(id).value);
     for (const card of cards) {
-      const kept = matches(card, wanted) && (!part || card.dataset.part === part) && (!kind || card.dataset.kind === kind);
+      const kept = matches(card, words(wanted)) && (!part || card.dataset.part === part) && (!kind || card.dataset.kind === kind);
       card.hidden = !kept;
-      count += kept;
     }
-    byId("quantizer-shown").textContent = count === cards.length ? `${count} quantizers` : `${count} of ${cards.length} quantizers`;
+    const left = cards.filter((card) => !card.hidden).length;
+    byId("quantizer-shown").textContent = `${left === cards.length ? "" : `${left} of `}${cards.length} quantizers`;
   };
-  for (const id of ["quantizer-search", "quantizer-part", "quantizer-kind"]) byId(id).addEventListener("input", filter);
+  for (const id of FILTERS) byId(id).addEventListener("input", filter);
   byId("quantizer-sort").addEventListener("input", (event) => {
     const key = event.target.value;
     list.append(...(key === "order" ? cards : cards.toSorted((a, b) => Number(b.dataset[key]) - Number(a.dataset[key]))));
   });
+  // A link from the layer table shows its card even where the filters had hidden it.
+  addEventListener("hashchange", () => {
+    const card = byId(location.hash.slice(1));
+    if (!card?.hidden || !cards.includes(card)) return;
+    for (const id of FILTERS) byId(id).value = "";
+    filter();
+    card.scrollIntoView();
+  });
+}
+
+const valuesOf = (card) => data.quantizers[Number(card.id.slice(10))];
+const grouped = (value) => value.toLocaleString("en");
+const brief = (value) => shown(Number(value.toPrecision(3)));
+
+// What the histogram spans: `left` to `reach`, its first bin from `start`, each bin `width` wide.
+function spanOf({ counts, signed, largest, range: [, high] }) {
+  const reach = 1.05 * Math.max(largest, high) || 1;
+  const start = signed ? -largest : 0;
+  return { reach, start, left: signed ? -reach : -0.04 * reach, width: (largest - start) / counts.length };
 }
 
 function drawHistogram(card) {
-  const values = data.quantizers[Number(card.id.slice(10))];
-  const { counts, signed, largest, range: [low, high], channels } = values;
-  const reach = 1.05 * Math.max(largest, high) || 1;
-  const left = signed ? -reach : -0.04 * reach;
+  const values = valuesOf(card);
+  const { counts, signed, range: [low, high], channels } = values;
+  const { reach, start, left, width } = spanOf(values);
   const x = (value) => (240 * (value - left)) / (reach - left);
-  const most = Math.max(1, ...counts);
-  const y = (count) => 96 - (count ? 90 * (logCounts ? Math.log10(1 + count) / Math.log10(1 + most) : count / most) : 0);
-  const start = signed ? -largest : 0;
-  const width = (largest - start) / counts.length;
+  const size = (count) => (logCounts ? Math.log10(1 + count) : count);
+  const most = Math.max(...counts);
+  const y = (count) => 96 - (most ? (82 * size(count)) / size(most) : 0);
   let outline = `M${x(start).toFixed(1)} 96`;
   counts.forEach((count, i) => {
     outline += `V${y(count).toFixed(1)}H${x(start + (i + 1) * width).toFixed(1)}`;
@@ -61,10 +83,29 @@ function drawHistogram(card) {
     picture.append(svg("line", { class: "edge", x1: far, x2: far, y1: 0, y2: 96 }));
   }
   const axis = make("div", "axis");
-  axis.append(...[left, signed ? 0 : null, reach].filter((v) => v !== null).map((v) => make("span", "", shown(!signed && v < 0 ? 0 : Number(v.toPrecision(3))))));
-  const parts = [picture, axis];
+  const ends = signed ? [left, 0, reach] : [0, reach];
+  axis.append(...ends.map((value) => make("span", "", brief(value))));
+  const parts = [picture, axis, make("span", "peak", tallest(values))];
   if (channels) parts.push(channelStrip(channels));
   card.querySelector(".histogram").replaceChildren(...parts);
+}
+
+const tallest = ({ counts }) => `tallest bin ${grouped(Math.max(...counts))}`;
+
+// The bin under the pointer, in place of the tallest bin's count.
+function readBin(event) {
+  const box = event.target.closest(".histogram");
+  const peak = box?.querySelector(".peak");
+  if (!peak) return;
+  const values = valuesOf(box.closest(".card"));
+  const { start, left, reach, width } = spanOf(values);
+  const frame = box.getBoundingClientRect();
+  const at = left + ((event.clientX - frame.left) / frame.width) * (reach - left);
+  const bin = Math.floor((at - start) / width);
+  const count = event.type === "pointerout" ? undefined : values.counts[bin];
+  peak.textContent = count === undefined
+    ? tallest(values)
+    : `${grouped(count)} from ${brief(start + bin * width)} to ${brief(start + (bin + 1) * width)}`;
 }
 
 // Ranges of the channels, smallest to largest, as shares of the widest.
