@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import pytest
@@ -10,12 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bevfusion_quant.model.head import HEAD_CONFIGS, TransFusionHead
+from bevfusion_quant.model.head import HeadConfig, TransFusionHead
 from bevfusion_quant.model.head._decoder_layer import DecoderLayer
 from bevfusion_quant.model.head._queries import best_queries, local_maxima
 
-SMALL = dataclasses.replace(
-    HEAD_CONFIGS["tiny"],
+SMALL = HeadConfig(
     in_channels=6,
     hidden_channels=8,
     branch_channels=5,

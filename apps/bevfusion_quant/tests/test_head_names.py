@@ -8,7 +8,19 @@ import pytest
 import torch
 
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.model.head import HEAD_CONFIGS, HeadConfig, TransFusionHead
+from bevfusion_quant.model.head import HeadConfig, TransFusionHead
+
+NUSCENES = HeadConfig()
+SMALL = HeadConfig(
+    in_channels=64,
+    hidden_channels=32,
+    branch_channels=32,
+    ffn_channels=64,
+    num_heads=4,
+    num_queries=50,
+    map_size=(45, 45),
+    voxel_size=(0.3, 0.3),
+)
 
 
 def expected_shapes() -> dict[str, tuple[int, ...]]:
@@ -59,12 +71,12 @@ def expected_shapes() -> dict[str, tuple[int, ...]]:
 
 
 def test_state_dict_has_mit_bevfusions_names_and_shapes() -> None:
-    head = TransFusionHead(HEAD_CONFIGS["nuscenes"])
+    head = TransFusionHead(NUSCENES)
     assert {name: tuple(t.shape) for name, t in head.state_dict().items()} == expected_shapes()
 
 
 def test_cell_positions_are_no_entries_of_the_state_dict_but_follow_the_module() -> None:
-    head = TransFusionHead(HEAD_CONFIGS["tiny"])
+    head = TransFusionHead(SMALL)
     assert "bev_pos" in dict(head.named_buffers())
     assert head.double().bev_pos.dtype == torch.float64
     # Cell 1 is the second along y: x is the slow axis, as in the map [x, y].
@@ -73,7 +85,7 @@ def test_cell_positions_are_no_entries_of_the_state_dict_but_follow_the_module()
 
 
 def test_constants_of_the_layers_are_mit_bevfusions() -> None:
-    head = TransFusionHead(HEAD_CONFIGS["nuscenes"])
+    head = TransFusionHead(NUSCENES)
     norms = [m for m in head.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
     assert {(m.eps, m.momentum) for m in norms} == {(1e-5, 0.1)}
     assert head.decoder[0].self_attn.num_heads == 8
@@ -81,13 +93,12 @@ def test_constants_of_the_layers_are_mit_bevfusions() -> None:
 
 
 def test_nuscenes_settings_are_mit_bevfusions() -> None:
-    config = HEAD_CONFIGS["nuscenes"]
+    config = NUSCENES
     assert (config.num_queries, config.map_size, config.num_classes) == (200, (180, 180), 10)
     assert (config.classes[8], config.classes[9]) == config.point_classes
     assert (config.nms, config.score_threshold) == ("none", 0.0)
-    for name, one in HEAD_CONFIGS.items():
-        spans = [c * n for c, n in zip(one.cell_size, one.map_size, strict=True)]
-        assert spans == pytest.approx([108.0, 108.0]), name
+    spans = [c * n for c, n in zip(config.cell_size, config.map_size, strict=True)]
+    assert spans == pytest.approx([108.0, 108.0])
 
 
 @pytest.mark.parametrize(
@@ -110,6 +121,6 @@ def test_a_setting_out_of_range_is_named(changes: dict[str, object], named: str)
 
 @pytest.mark.parametrize("shape", [(1, 64, 45, 44), (1, 32, 45, 45), (64, 45, 45)])
 def test_a_map_of_another_size_is_named(shape: tuple[int, ...]) -> None:
-    head = TransFusionHead(HEAD_CONFIGS["tiny"]).eval()
+    head = TransFusionHead(SMALL).eval()
     with pytest.raises(InputError, match=r"\[batch, 64, 45, 45\].*" + str(shape[-1])):
         head(torch.zeros(shape))

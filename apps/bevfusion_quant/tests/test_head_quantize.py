@@ -8,12 +8,21 @@ import pytest
 import torch
 from torch import nn
 
-from bevfusion_quant.model.head import HEAD_CONFIGS, TransFusionHead
+from bevfusion_quant.model.head import HeadConfig, TransFusionHead
 from bevquant_fusion import fuse_model, trace_dataflow
 from bevquant_qnn import QuantizeResult, freeze, quantize_model
 from bevquant_quantizers import calibrate
 
-CONFIG = HEAD_CONFIGS["tiny"]
+CONFIG = HeadConfig(
+    in_channels=64,
+    hidden_channels=32,
+    branch_channels=32,
+    ffn_channels=64,
+    num_heads=4,
+    num_queries=50,
+    map_size=(45, 45),
+    voxel_size=(0.3, 0.3),
+)
 BRANCHES = ("center", "height", "dim", "rot", "vel", "heatmap")
 
 
@@ -140,6 +149,29 @@ def offsets(model: nn.Module, feature_map: torch.Tensor) -> torch.Tensor:
     model(feature_map)
     hook.remove()
     return kept[0]
+
+
+def test_the_layers_behind_the_queries_compare_when_both_heads_look_at_the_same_cells(
+    head: TransFusionHead, feature_map: torch.Tensor, quantized: QuantizeResult
+) -> None:
+    model = copy.deepcopy(quantized.model)
+    calibrate(model, [(feature_map,)], method="mse")
+    freeze(model)
+    picked: list[torch.Tensor] = []
+    with torch.no_grad():
+        hook = head.query_picker.register_forward_hook(lambda *call: picked.append(call[2]))
+        want = head(feature_map)
+        hook.remove()
+        alone = model(feature_map)
+        model.query_picker.register_forward_hook(lambda *call: picked[0])
+        got = model(feature_map)
+    assert torch.equal(want["query_labels"], got["query_labels"])
+
+    def error(outputs: dict[str, torch.Tensor]) -> float:
+        return float((outputs["dim"] - want["dim"]).norm() / want["dim"].norm())
+
+    assert error(got) < 0.2
+    assert error(got) < 0.7 * error(alone)
 
 
 class Wrapped(nn.Module):

@@ -1,17 +1,18 @@
 """mit-bevfusion's TransFusion head: from the fused bird's-eye view to boxes."""
 
-from bevfusion_quant.model.head._config import HEAD_CONFIGS, NMS_KINDS, NUSCENES_CLASSES, HeadConfig
+from bevfusion_quant.model.head._config import NMS_KINDS, NUSCENES_CLASSES, HeadConfig
 from bevfusion_quant.model.head._decode import Detections, decode
 from bevfusion_quant.model.head._head import TransFusionHead
 from bevfusion_quant.model.head._nms import circle_nms, rotated_nms
 from bevfusion_quant.model.head._overlap import rotated_iou
+from bevfusion_quant.model.head._queries import QueryPicker
 
 __all__ = [
-    "HEAD_CONFIGS",
     "NMS_KINDS",
     "NUSCENES_CLASSES",
     "Detections",
     "HeadConfig",
+    "QueryPicker",
     "TransFusionHead",
     "circle_nms",
     "decode",

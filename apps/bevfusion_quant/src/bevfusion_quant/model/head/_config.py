@@ -1,4 +1,4 @@
-"""Sizes and thresholds of the detection head: mit-bevfusion's own, and a small head."""
+"""Sizes and thresholds of the detection head: the defaults are mit-bevfusion's for nuScenes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from bevfusion_quant._errors import InputError
 
-__all__ = ["HEAD_CONFIGS", "NMS_KINDS", "NUSCENES_CLASSES", "HeadConfig"]
+__all__ = ["NMS_KINDS", "NUSCENES_CLASSES", "HeadConfig"]
 
 NMS_KINDS = ("none", "circle", "rotated")
 NUSCENES_CLASSES = (
@@ -51,8 +51,8 @@ class HeadConfig:
         InputError: A setting outside its range, named.
 
     Example:
-        >>> from bevfusion_quant.model.head import HEAD_CONFIGS
-        >>> HEAD_CONFIGS["nuscenes"].cell_size
+        >>> from bevfusion_quant.model.head import HeadConfig
+        >>> HeadConfig().cell_size
         (0.6, 0.6)
     """
 
@@ -116,18 +116,3 @@ class HeadConfig:
         """Metres that a cell of the map spans along x and y."""
         x, y = self.voxel_size
         return x * self.out_size_factor, y * self.out_size_factor
-
-
-HEAD_CONFIGS: dict[str, HeadConfig] = {
-    "nuscenes": HeadConfig(),
-    "tiny": HeadConfig(
-        in_channels=64,
-        hidden_channels=32,
-        branch_channels=32,
-        ffn_channels=64,
-        num_heads=4,
-        num_queries=50,
-        map_size=(45, 45),
-        voxel_size=(0.3, 0.3),
-    ),
-}

@@ -11,13 +11,13 @@ from bevfusion_quant.model.head._branches import BRANCHES, ConvUnit, PredictionB
 from bevfusion_quant.model.head._config import HeadConfig
 from bevfusion_quant.model.head._decode import Detections, decode
 from bevfusion_quant.model.head._decoder_layer import DecoderLayer
-from bevfusion_quant.model.head._queries import best_queries, local_maxima
+from bevfusion_quant.model.head._queries import QueryPicker, local_maxima
 
 __all__ = ["TransFusionHead"]
 
 # Tracers see that these are called and do not look inside.
-for _name in ("add_in_float", "local_maxima", "best_queries"):
-    fx.wrap(_name)
+fx.wrap("add_in_float")
+fx.wrap("local_maxima")
 
 
 class TransFusionHead(nn.Module):
@@ -25,10 +25,11 @@ class TransFusionHead(nn.Module):
 
     Example:
         >>> import torch
-        >>> from bevfusion_quant.model.head import HEAD_CONFIGS, TransFusionHead
-        >>> head = TransFusionHead(HEAD_CONFIGS["tiny"]).eval()
+        >>> from bevfusion_quant.model.head import HeadConfig, TransFusionHead
+        >>> config = HeadConfig(in_channels=4, hidden_channels=16, num_queries=50, map_size=(9, 9))
+        >>> head = TransFusionHead(config).eval()
         >>> with torch.no_grad():
-        ...     outputs = head(torch.zeros(1, 64, 45, 45))
+        ...     outputs = head(torch.zeros(1, 4, 9, 9))
         >>> {name: list(t.shape) for name, t in outputs.items() if name in ("center", "vel")}
         {'center': [1, 2, 50], 'vel': [1, 2, 50]}
         >>> len(head.decode(outputs))
@@ -47,6 +48,7 @@ class TransFusionHead(nn.Module):
             ConvUnit(nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)),
             nn.Conv2d(width, classes, 3, padding=1),
         )
+        self.query_picker = QueryPicker(config.num_queries)
         self.class_encoding = nn.Conv1d(classes, width, 1)
         self.decoder = nn.ModuleList(
             [DecoderLayer(width, config.num_heads, config.ffn_channels, config.dropout)]
@@ -85,7 +87,7 @@ class TransFusionHead(nn.Module):
         # No gradient: which cells become queries is no smooth function of the heatmap.
         scores = dense_heatmap.detach().sigmoid()
         scores = local_maxima(scores, self.config.nms_kernel, self.every_cell)
-        positions = best_queries(scores, self.config.num_queries)
+        positions = self.query_picker(scores)
         labels, cells = split_positions(positions, scores)
 
         features = features.flatten(2)

@@ -3,9 +3,40 @@
 from __future__ import annotations
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, fx, nn
 
-__all__ = ["best_queries", "local_maxima"]
+__all__ = ["QueryPicker", "best_queries", "local_maxima"]
+
+fx.wrap("best_queries")
+
+
+class QueryPicker(nn.Module):
+    """`best_queries` as a step of the model that a hook can replace.
+
+    A hair's breadth in the heatmap changes which cells become queries and in which order, so that
+    query 7 of a quantized head is another object than query 7 of the float one. To compare the
+    layers behind the queries, let the quantized head look where the float one looks:
+
+    Example:
+        >>> import torch
+        >>> from bevfusion_quant.model.head import QueryPicker
+        >>> picked = []
+        >>> first, second = QueryPicker(2), QueryPicker(2)
+        >>> _ = first.register_forward_hook(lambda module, args, out: picked.append(out))
+        >>> _ = second.register_forward_hook(lambda module, args, out: picked.pop())
+        >>> first(torch.tensor([[[[0.1, 0.4, 0.3]]]])).tolist()
+        [[1, 2]]
+        >>> second(torch.tensor([[[[0.1, 0.3, 0.4]]]])).tolist()
+        [[1, 2]]
+    """
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def forward(self, scores: Tensor) -> Tensor:
+        """Positions, int64 [batch, count], of the largest of float [batch, classes, x, y]."""
+        return best_queries(scores, self.count)
 
 
 def local_maxima(scores: Tensor, kernel: int, every_cell: Tensor) -> Tensor:
