@@ -90,17 +90,17 @@ def _check_matrix(name: str, what: str, matrix: npt.NDArray[np.float64], size: i
 
 
 def _check_intrinsics(name: str, matrix: npt.NDArray[np.float64], width: int, height: int) -> None:
+    if np.linalg.det(matrix) == 0:
+        raise InputError(
+            f"{name}: the intrinsics are singular: {matrix.tolist()}; the calibration is missing "
+            "or was never filled in"
+        )
     if not np.allclose(matrix[2], [0, 0, 1]) or matrix[1, 0] != 0:
         raise InputError(
             f"{name}: intrinsics must be [[fx, skew, cx], [0, fy, cy], [0, 0, 1]], "
             f"not {matrix.tolist()}"
         )
     fx, fy, (cx, cy) = matrix[0, 0], matrix[1, 1], matrix[:2, 2]
-    if fx == 0 or fy == 0:
-        raise InputError(
-            f"{name}: the intrinsics are singular (fx {fx:g}, fy {fy:g}); the calibration is "
-            "missing or was never filled in"
-        )
     longer = max(width, height)
     low, high = (share * longer for share in _FOCAL_IN_IMAGES)
     if not (low <= fx <= high and low <= fy <= high):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +115,8 @@ def write_frame_folder(folder: str | os.PathLike[str], frame: Frame) -> Path:
     if frame.points is None:
         raise InputError(f"{frame.name}: the frame holds voxels; only points can be written")
     final.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
+    partial = final.with_name(f".{final.name}.{uuid.uuid4().hex}")
+    partial.mkdir()
     try:
         np.savez_compressed(partial / "points.npz", points=frame.points)
         values: dict[str, Any] = {"points": "points.npz", "cameras": []}
@@ -139,18 +140,11 @@ def write_frame_folder(folder: str | os.PathLike[str], frame: Frame) -> Path:
                 if part is not None
             }
         (partial / _FILE).write_text(json.dumps(values, indent=1), encoding="utf-8")
-        partial.chmod(0o777 & ~_umask())
         partial.rename(final)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return final
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _nested(array: npt.NDArray[Any]) -> list[Any]:
@@ -163,7 +157,7 @@ def _nested(array: npt.NDArray[Any]) -> list[Any]:
 
 def _known_keys(path: Path, what: str, values: object, known: set[str]) -> None:
     if not isinstance(values, dict):
-        raise InputError(f"{path}: {what} must be an object with {', '.join(sorted(known))}")
+        raise InputError(f"{path}: {what}expected an object with {', '.join(sorted(known))}")
     unknown = sorted(set(values) - known)
     if unknown:
         raise InputError(
