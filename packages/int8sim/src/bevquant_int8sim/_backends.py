@@ -1,0 +1,96 @@
+"""Which arithmetic runs: chosen explicitly, checked before it is trusted, reported."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from bevquant_int8sim._matmul import matmul_method
+
+__all__ = ["BackendStatus", "backend_report", "choose_backend"]
+
+logger = logging.getLogger(__name__)
+_BACKENDS = ("auto", "vnni", "portable", "torch")
+
+
+@dataclass(frozen=True)
+class BackendStatus:
+    """Whether a backend can be used here, and through what.
+
+    Attributes:
+        name: ``"vnni"``, ``"portable"`` or ``"torch"``.
+        available: It is there and computed the self-test's saturating operands right.
+        detail: The instructions it compiles to or the products it uses, or why it cannot be used.
+    """
+
+    name: str
+    available: bool
+    detail: str
+
+
+def backend_report() -> tuple[BackendStatus, ...]:
+    """Try every backend on this machine, in the order in which ``backend="auto"`` prefers them.
+
+    Example:
+        >>> [status.name for status in backend_report() if status.name == "torch"]
+        ['torch']
+    """
+    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    methods = [
+        f"{device}: int8 by {matmul_method(device, 'torch.int8')}, int16 by "
+        f"{matmul_method(device, 'torch.int16')}"
+        for device in devices
+    ]
+    return _status("vnni"), _status("portable"), BackendStatus("torch", True, "; ".join(methods))
+
+
+@functools.cache
+def _status(kind: str) -> BackendStatus:
+    try:
+        dot_product = importlib.import_module("bevquant_int8sim._dot_product")
+        self_test = importlib.import_module("bevquant_int8sim._self_test")
+    except ImportError as error:
+        return BackendStatus(
+            kind, False, f"needs numba: pip install 'bevquant-int8sim[numba]' ({error})"
+        )
+    instructions = dot_product.instruction_set(kind)
+    if instructions is None:
+        return BackendStatus(kind, False, "this CPU has no VNNI instructions")
+    if not self_test.kernels_are_exact(kind):
+        logger.warning("the %s kernels fail their self-test on this machine", kind)
+        return BackendStatus(kind, False, f"{instructions}: wrong results in the self-test")
+    return BackendStatus(kind, True, instructions)
+
+
+def choose_backend(backend: str, device: torch.device, dtype: torch.dtype, name: str) -> str:
+    """The backend that `backend` means for inputs on `device` of type `dtype`.
+
+    Raises:
+        ValueError: An unknown backend, or one that cannot run this here; `name` is the layer.
+    """
+    if backend not in _BACKENDS:
+        raise ValueError(f"{name}: backend={backend!r}: expected one of {', '.join(_BACKENDS)}")
+    for kind in ("vnni", "portable"):
+        if backend not in ("auto", kind):
+            continue
+        reason = _refusal(kind, device, dtype)
+        if reason is None:
+            return kind
+        if backend == kind:
+            raise ValueError(
+                f"{name}: backend={kind!r} cannot be used: {reason}; use backend='auto'"
+            )
+    return "torch"
+
+
+def _refusal(kind: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    if device.type != "cpu":
+        return f"it runs on a CPU, the inputs are on {device}"
+    if kind == "vnni" and dtype != torch.int8:
+        return f"its instructions multiply int8, the inputs are {dtype}"
+    status = _status(kind)
+    return None if status.available else status.detail

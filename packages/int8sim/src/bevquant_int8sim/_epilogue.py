@@ -1,0 +1,85 @@
+"""From a tile's accumulators to memory: int32 as they are, or requantized to int8 on the way.
+
+    q = clamp(rint(acc · multiplier)),   with a residual: clamp(rint((q + residual) · scale))
+
+in float64, half to even. The accumulators come through memory that stays in the first cache, so
+that this code exists once a kernel and not once a register.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from bevquant_int8sim._ir import (
+    BYTE,
+    DOUBLE,
+    DOUBLES,
+    INT32,
+    INT64,
+    INTS,
+    LANES,
+    add_bytes,
+    function,
+    load_at,
+    pointer,
+    splat,
+)
+from bevquant_int8sim._parameters import P
+
+__all__ = ["emit_epilogue"]
+
+_BYTES = ir.VectorType(BYTE, LANES)
+
+
+def emit_epilogue(
+    builder: ir.IRBuilder, p: dict[P, Any], sums: Any, out_rows: Any, rows: int, vectors: int
+) -> None:
+    """Store `rows` × `vectors` accumulators at address `sums` to the rows listed at `out_rows`."""
+    with cgutils.for_range(builder, INT64(rows), intp=INT64) as loop:
+        row = builder.sext(load_at(builder, out_rows, INT32, loop.index, align=4), INT64)
+        here = add_bytes(builder, sums, loop.index, vectors * LANES * 4)
+        with builder.if_then(builder.icmp_signed(">=", row, INT64(0))):
+            out = add_bytes(builder, p[P.OUT], row, p[P.OUT_STRIDE])
+            requantized = builder.icmp_signed("!=", p[P.MULTIPLIER], INT64(0))
+            with builder.if_else(requantized) as (to_bytes, to_ints):
+                with to_bytes:
+                    residual = add_bytes(builder, p[P.RESIDUAL], row, p[P.RESIDUAL_STRIDE])
+                    for b in range(vectors):
+                        _store_bytes(builder, p, here, out, residual, b)
+                with to_ints:
+                    for b in range(vectors):
+                        place = builder.gep(pointer(builder, out, INTS), [INT64(b)])
+                        builder.store(load_at(builder, here, INTS, b, 4), place, align=4)
+
+
+def _store_bytes(
+    builder: ir.IRBuilder, p: dict[P, Any], here: Any, out: Any, residual: Any, b: int
+) -> None:
+    limits = [splat(builder, load_at(builder, p[P.LIMITS], DOUBLE, i, 8)) for i in range(5)]
+    multiplier = load_at(builder, p[P.MULTIPLIER], DOUBLES, b, 8)
+    q = _requantize(builder, load_at(builder, here, INTS, b, 4), multiplier, limits[0], limits[1])
+    single = builder.block
+    present = builder.icmp_signed("!=", p[P.RESIDUAL], INT64(0))
+    with builder.if_then(present):
+        other = load_at(builder, residual, _BYTES, b)
+        other = builder.xor(other, splat(builder, builder.trunc(p[P.RESIDUAL_FLIP], BYTE)))
+        total = builder.add(q, builder.sext(other, INTS))
+        added = _requantize(builder, total, limits[2], limits[3], limits[4])
+        summed = builder.block
+    result = builder.phi(INTS)
+    result.add_incoming(q, single)
+    result.add_incoming(added, summed)
+    narrow = builder.trunc(result, _BYTES)
+    narrow = builder.xor(narrow, splat(builder, builder.trunc(p[P.OUT_FLIP], BYTE)))
+    builder.store(narrow, builder.gep(pointer(builder, out, _BYTES), [INT64(b)]), align=1)
+
+
+def _requantize(builder: ir.IRBuilder, ints: Any, factor: Any, low: Any, high: Any) -> Any:
+    rint = function(builder, f"llvm.rint.v{LANES}f64", DOUBLES, DOUBLES)
+    value = builder.call(rint, [builder.fmul(builder.sitofp(ints, DOUBLES), factor)])
+    value = builder.select(builder.fcmp_ordered("<", value, low), low, value)
+    value = builder.select(builder.fcmp_ordered(">", value, high), high, value)
+    return builder.fptosi(value, INTS)

@@ -1,0 +1,48 @@
+"""The compiled kernels: which tile for how many output channels, each made when first needed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from bevquant_int8sim._dot_product import is_wide
+from bevquant_int8sim._jit import compile_loop
+from bevquant_int8sim._tile_loops import grid_loop, sparse_loop
+
+__all__ = ["column_groups", "kernel", "tile_rows"]
+
+_LOOPS = {"sparse": sparse_loop, "grid": grid_loop}
+
+
+def column_groups(vectors: int) -> list[tuple[int, int]]:
+    """(first vector, number of vectors) of each group of output channels that a tile holds.
+
+    Groups of one layer have the same number of rows, so that they share one plan: four vectors
+    where these fit exactly, up to three otherwise.
+    """
+    widest = 1 if not is_wide() else 4 if vectors % 4 == 0 else 3
+    return [(start, min(widest, vectors - start)) for start in range(0, vectors, widest)]
+
+
+def tile_rows(vectors: int) -> int:
+    """Rows of the tiles of a layer with that many vectors of 16 output channels.
+
+    AVX-512 has 32 registers: 24 accumulators, up to 4 vectors of weights, a broadcast input and a
+    product. Elsewhere a vector is two of 16 registers: 6 accumulators.
+    """
+    if not is_wide():
+        return 6
+    return 6 if vectors % 4 == 0 else 8
+
+
+@functools.cache
+def kernel(kind: str, job: str, rows: int, vectors: int) -> Callable[[int, int, int], None]:
+    """The kernel ``(first tile, last tile + 1, address of the parameters)``.
+
+    Args:
+        kind: ``"vnni"`` or ``"portable"``.
+        job: ``"sparse"`` or ``"grid"``.
+        rows: Rows of a tile.
+        vectors: Vectors of 16 output channels of a tile.
+    """
+    return compile_loop(f"{job}_{kind}_{rows}x{vectors}", _LOOPS[job](kind, rows, vectors))

@@ -1,0 +1,80 @@
+"""Exact products of integer matrices with torch operations, on any device."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import torch
+from torch import Tensor
+
+from bevquant_int8sim._saturating import saturating_operands
+
+__all__ = ["exact_matmul", "matmul_method"]
+
+logger = logging.getLogger(__name__)
+
+# 1024 products of int8 are at most 1024·128·128 = 2²⁴: every partial sum is a whole float32,
+# whatever the order.
+_FLOAT32_DEPTH = 1024
+_INT_MM_ROWS, _INT_MM_MULTIPLE = 32, 8  # CUDA asks for more than 16 rows, multiples of 8
+
+
+def exact_matmul(a: Tensor, b: Tensor, *, fits_int32: bool) -> Tensor:
+    """``a @ b``, as int32 where that is known to hold every sum, else as int64.
+
+    Args:
+        a: int8 or int16 ``[rows, depth]``.
+        b: int8 ``[depth, columns]``.
+        fits_int32: Whether a bound shows that no sum leaves int32.
+    """
+    if not fits_int32:
+        return (a.double() @ b.double()).to(torch.int64)  # exact to 2⁵³
+    method = matmul_method(a.device.type, str(a.dtype))
+    if method == "int_mm":
+        return _int_mm(a, b)
+    if method == "float64":
+        return (a.double() @ b.double()).to(torch.int32)
+    total = torch.zeros((a.shape[0], b.shape[1]), dtype=torch.int32, device=a.device)
+    for start in range(0, a.shape[1], _FLOAT32_DEPTH):
+        part = slice(start, start + _FLOAT32_DEPTH)
+        total += (a[:, part].float() @ b[part].float()).to(torch.int32)
+    return total
+
+
+@functools.cache
+def matmul_method(device_type: str, dtype: str) -> str:
+    """``"int_mm"`` where it is exact on this device, else float32 in parts; float64 for int16.
+
+    ``torch._int_mm`` adds products in 16 bits on x86 CPUs without VNNI, silently; it is trusted
+    after it has multiplied saturating operands right.
+    """
+    if dtype != "torch.int8":
+        return "float64"
+    return "int_mm" if _int_mm_is_exact(device_type) else "float32"
+
+
+def _int_mm(a: Tensor, b: Tensor) -> Tensor:
+    rows, depth, columns = a.shape[0], a.shape[1], b.shape[1]
+    m = max(_INT_MM_ROWS, rows)
+    k, n = (-(-size // _INT_MM_MULTIPLE) * _INT_MM_MULTIPLE for size in (depth, columns))
+    if (m, k) != (rows, depth):
+        a = torch.nn.functional.pad(a, (0, k - depth, 0, m - rows))
+    if (k, n) != (depth, columns):
+        b = torch.nn.functional.pad(b, (0, n - columns, 0, k - depth))
+    out: Tensor = torch._int_mm(a.contiguous(), b.contiguous())
+    return out[:rows, :columns]
+
+
+def _int_mm_is_exact(device_type: str) -> bool:
+    for rows, depth, columns in ((32, 64, 16), (100, 1000, 40)):
+        a, b = (torch.from_numpy(m) for m in saturating_operands(rows, depth, columns))
+        try:
+            got = _int_mm(a.to(device_type), b.to(device_type)).cpu()
+        except (RuntimeError, AttributeError, NotImplementedError) as error:
+            logger.debug("torch._int_mm does not run on %s: %s", device_type, error)
+            return False
+        if not torch.equal(got.long(), a.long() @ b.long()):
+            logger.info("torch._int_mm is wrong on %s; products go through float32", device_type)
+            return False
+    return True

@@ -1,0 +1,104 @@
+"""What a layer makes of its accumulators: int32, requantized integers, or float32."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bevquant_int8sim._fixed_point import fixed_point_multiplier
+from bevquant_int8sim._integers import integer_range
+from bevquant_int8sim._quantize import dequantize
+from bevquant_int8sim._requantize import check_arithmetic, requantize
+from bevquant_int8sim._rounding import check_rounding
+from bevquant_int8sim._scales import checked_scale
+
+if TYPE_CHECKING:
+    from bevquant_int8sim._tile_output import Requantization
+
+__all__ = ["Output", "make_output"]
+
+_BITS = {torch.int8: 8, torch.int16: 16, torch.int32: 32}
+
+
+@dataclass(frozen=True, eq=False)
+class Output:
+    """Checked settings of a layer's output; without a multiplier the accumulators themselves."""
+
+    multiplier: Tensor | None
+    out_dtype: torch.dtype
+    narrow_range: bool
+    relu: bool
+    rounding: str
+    arithmetic: str
+    name: str
+
+    def finish(self, acc: Tensor, channel_axis: int = -1) -> Tensor:
+        """Apply to int32 accumulators whose channels run along `channel_axis`."""
+        if self.multiplier is None:
+            return acc.clamp_(min=0) if self.relu else acc
+        if self.out_dtype == torch.float32:
+            values = dequantize(acc, self.multiplier, axis=channel_axis)
+            return values.clamp_(min=0) if self.relu else values
+        return requantize(
+            acc,
+            self.multiplier,
+            axis=channel_axis,
+            rounding=self.rounding,
+            arithmetic=self.arithmetic,
+            bits=_BITS[self.out_dtype],
+            narrow_range=self.narrow_range,
+            relu=self.relu,
+            name=self.name,
+        )
+
+    def fused(self, padded_outputs: int) -> Requantization | None:
+        """The same as the kernels apply it, where they can: int8, float64, half to even."""
+        plain = (self.rounding, self.arithmetic) == ("half_even", "float64")
+        if self.multiplier is None or self.out_dtype != torch.int8 or not plain:
+            return None
+        from bevquant_int8sim._tile_output import Requantization
+
+        factors = np.ones(padded_outputs)
+        values = self.multiplier.cpu().numpy()
+        factors[: values.size if values.ndim else padded_outputs] = values
+        low, high = integer_range(8, self.narrow_range)
+        return Requantization(factors, 0 if self.relu else low, high)
+
+
+def make_output(
+    multiplier: Tensor | float | None,
+    channels: int,
+    *,
+    out_dtype: torch.dtype,
+    narrow_range: bool,
+    relu: bool,
+    rounding: str,
+    arithmetic: str,
+    name: str,
+) -> Output:
+    """Check the settings of a layer with that many output channels.
+
+    Raises:
+        ValueError: A setting is unknown, or the multiplier is unusable or does not fit `channels`.
+    """
+    check_rounding(rounding)
+    check_arithmetic(arithmetic)
+    if out_dtype not in (*_BITS, torch.float32):
+        raise ValueError(
+            f"{name}: out_dtype={out_dtype}: expected torch.int8, int16, int32 or float32"
+        )
+    factors = None
+    if multiplier is not None:
+        factors = checked_scale(multiplier, f"{name}: multiplier")
+        if factors.dim() and factors.shape[0] != channels:
+            raise ValueError(
+                f"{name}: {factors.shape[0]} multipliers for {channels} output channels; give one "
+                "per channel, or a single number"
+            )
+        if arithmetic == "fixed_point" and out_dtype != torch.float32:
+            fixed_point_multiplier(factors)  # refuses what no mantissa and right shift express
+    return Output(factors, out_dtype, narrow_range, relu, rounding, arithmetic, name)

@@ -1,0 +1,36 @@
+"""The numbers a kernel is called with: one int64 each, addresses among them."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+__all__ = ["P"]
+
+
+class P(IntEnum):
+    """Places in the parameter array.
+
+    Strides are in bytes. What belongs to output channels starts at the first column of the group
+    of channels that the call computes.
+    """
+
+    INPUT = 0  # row 0; row −1 stands for an absent voxel and holds zeros
+    INPUT_STRIDE = 1
+    STEPS = 2  # steps of four bytes of an input row, at least 1
+    WEIGHT = 3  # [offset, step, vector, 16 lanes, 4 bytes]
+    INIT = 4  # int32: what the accumulators of each column begin with
+    OFFSET_INIT = 5  # int32 [offset, columns] added once for each offset, or 0
+    BOUNDS = 6  # sparse: int32, entries of tile t are bounds[t] … bounds[t + 1]
+    OFFSETS = 7  # sparse: int32, kernel offset of each entry
+    ROWS = 8  # sparse: int32 [entry, tile row]; grid: int32 [output], input row of offset 0
+    DELTAS = 9  # grid: int64 [offset], bytes from the row of offset 0
+    VOLUME = 10  # grid: number of offsets
+    OUT_ROWS = 11  # int32 [tile, tile row]: row of `out`, −1 for none
+    OUT = 12
+    OUT_STRIDE = 13
+    MULTIPLIER = 14  # float64 [columns], or 0: the accumulators are stored as int32
+    LIMITS = 15  # float64: lower and upper clamp, scale of the sum, lower and upper clamp of it
+    RESIDUAL = 16  # int8 like `out`, added after requantization, or 0
+    RESIDUAL_STRIDE = 17
+    OUT_FLIP = 18  # 128 where `out` is stored with 128 added, else 0
+    RESIDUAL_FLIP = 19

@@ -1,0 +1,77 @@
+"""Every kernel against int64, on operands at which wrong arithmetic shows: all of it saturating.
+
+Instructions that add products in 16 bits (``vpmaddubsw``, and with it ``torch._int_mm`` on CPUs
+without VNNI) give other sums here.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import numpy.typing as npt
+
+from bevquant_int8sim._grid_numba import make_plan, run_grid
+from bevquant_int8sim._packed import pack_weight
+from bevquant_int8sim._saturating import saturating_operands
+from bevquant_int8sim._sparse_numba import convolve, prepare_rows
+from bevquant_int8sim._sparse_plan import SparsePlan
+
+__all__ = ["kernels_are_exact"]
+
+_ROWS, _VOLUME, _CHANNELS = 20, 2, 24
+_OUTPUTS = (16, 32, 48, 64)  # one of each width of tile
+
+
+@functools.cache
+def kernels_are_exact(kind: str) -> bool:
+    """Whether every kernel of `kind` computes what int64 does."""
+    return all(_sparse_is_exact(kind, n) and _grid_is_exact(kind, n) for n in _OUTPUTS)
+
+
+def _operands(outputs: int) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.int8]]:
+    x, w = saturating_operands(_ROWS, _VOLUME * _CHANNELS, outputs)
+    return x.reshape(_ROWS * _VOLUME, _CHANNELS), w.reshape(_VOLUME, _CHANNELS, outputs)
+
+
+def _expected(
+    x: npt.NDArray[np.int8], w: npt.NDArray[np.int8], rows: npt.NDArray[np.int32]
+) -> npt.NDArray[np.int64]:
+    """Sums over (offset, channel), the offsets' input rows being ``rows[:, offset]``."""
+    chosen = x.astype(np.int64)[rows].reshape(len(rows), -1)
+    return chosen @ w.astype(np.int64).reshape(-1, w.shape[2])
+
+
+def _sparse_is_exact(kind: str, outputs: int) -> bool:
+    x, w = _operands(outputs)
+    packed = pack_weight(w, kind)
+    tiles = -(-_ROWS // packed.rows)
+    pairs = np.arange(_ROWS * _VOLUME, dtype=np.int32).reshape(_ROWS, _VOLUME)
+    lines = np.full((tiles * packed.rows, _VOLUME), -1, np.int32)
+    lines[:_ROWS] = pairs
+    by_entry = np.ascontiguousarray(
+        lines.reshape(tiles, packed.rows, _VOLUME).transpose(0, 2, 1).reshape(-1, packed.rows)
+    )
+    out_rows = np.full(tiles * packed.rows, -1, np.int32)
+    out_rows[:_ROWS] = np.arange(_ROWS)
+    plan = SparsePlan(
+        packed.rows,
+        tiles,
+        np.arange(tiles + 1, dtype=np.int32) * _VOLUME,
+        np.tile(np.arange(_VOLUME, dtype=np.int32), tiles),
+        by_entry,
+        out_rows,
+    )
+    out = np.empty((_ROWS, outputs), np.int32)
+    convolve(prepare_rows(x, packed), packed, None, plan, out)
+    return bool((out == _expected(x, w, pairs)).all())
+
+
+def _grid_is_exact(kind: str, outputs: int) -> bool:
+    x, w = _operands(outputs)
+    packed = pack_weight(w, kind)
+    pairs = np.arange(_ROWS * _VOLUME, dtype=np.int32).reshape(_ROWS, _VOLUME)
+    plan = make_plan(pairs[:, 0], np.arange(_ROWS), np.arange(_VOLUME), packed.rows)
+    out = np.empty((_ROWS, outputs), np.int32)
+    run_grid(prepare_rows(x, packed), packed, None, plan, out)
+    return bool((out == _expected(x, w, pairs)).all())

@@ -1,0 +1,183 @@
+"""The sparse convolution in integers: checks, choice of a backend, requantization."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bevquant_int8sim import _sparse_torch
+from bevquant_int8sim._accumulator import check_accumulators, largest_sum, proves_safe
+from bevquant_int8sim._backends import choose_backend
+from bevquant_int8sim._integers import check_integer_tensor
+from bevquant_int8sim._output import Output, make_output
+from bevquant_sparse import Rulebook, WeightLayout, permute_weight
+
+__all__ = ["int8_sparse_conv"]
+
+
+def int8_sparse_conv(
+    features: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    rulebook: Rulebook,
+    *,
+    layout: WeightLayout,
+    multiplier: Tensor | float | None = None,
+    relu: bool = False,
+    out_dtype: torch.dtype = torch.int8,
+    narrow_range: bool = False,
+    rounding: str = "half_even",
+    arithmetic: str = "float64",
+    backend: str = "auto",
+    name: str = "int8_sparse_conv",
+) -> Tensor:
+    r"""Convolve integer features along the pairs of a rulebook.
+
+    .. math:: a_{oc} = b_c + \sum_k \sum_i x_{n(o,k) i}\, w_{kic}, \quad
+              q_{oc} = \operatorname{clamp}(\operatorname{round}(a_{oc} M_c), q_\min, q_\max)
+
+    with n(o, k) the input row that output o sees under offset k; absent neighbours add nothing.
+    Submanifold, strided, transposed and inverse convolutions differ in their rulebook only. The
+    sum is exact: a bound shows that it fits the 32-bit accumulator, or it is computed wider and
+    checked. Every backend and any number of threads give the same integers.
+
+    Args:
+        features: int8 (or int16) ``[num_in, in_channels]``.
+        weight: int8 in `layout`.
+        bias: int32 ``[out_channels]`` in units of the accumulator (`quantize_bias`), or ``None``.
+        rulebook: The pairs, on the features' device.
+        layout: Axis order of `weight`.
+        multiplier: s_x·s_w / s_y, one number or one per output channel. ``None`` returns the
+            int32 accumulators.
+        relu: Clamp at 0 from below, behind the requantization.
+        out_dtype: int8, int16 or int32 requantized; float32 gives ``float32(acc · multiplier)``,
+            the multiplier then being s_x·s_w.
+        narrow_range: Leave out the most negative integer of the output.
+        rounding: ``"half_even"`` or ``"half_up"``.
+        arithmetic: ``"float64"`` or ``"fixed_point"`` (see `requantize`).
+        backend: ``"vnni"`` (numba, VNNI instructions, int8), ``"portable"`` (numba, any CPU),
+            ``"torch"`` (any device) or ``"auto"``, the first of these that runs here and passes its
+            self-test (`backend_report`).
+        name: The layer that a message names.
+
+    Returns:
+        ``[num_out, out_channels]`` in `out_dtype`, or int32 without a multiplier.
+
+    Raises:
+        TypeError: An operand is of another type than said above.
+        ValueError: A shape, device, setting or multiplier does not fit, or the backend cannot run.
+        AccumulatorOverflowError: A sum leaves int32.
+
+    Example:
+        >>> from bevquant_sparse import build_rulebook
+        >>> indices = torch.tensor([[0, 1], [0, 2], [0, 5]], dtype=torch.int32)
+        >>> rulebook = build_rulebook(indices, [8], 3, subm=True, batch_size=1)
+        >>> x = torch.tensor([[1], [10], [100]], dtype=torch.int8)
+        >>> w = torch.tensor([1, 2, 3], dtype=torch.int8).view(3, 1, 1)
+        >>> int8_sparse_conv(x, w, None, rulebook, layout=WeightLayout.RSCK).flatten().tolist()
+        [32, 21, 200]
+        >>> q = int8_sparse_conv(x, w, None, rulebook, layout=WeightLayout.RSCK, multiplier=0.5)
+        >>> q.flatten().tolist()
+        [16, 10, 100]
+    """
+    check_integer_tensor(name, "features", features, (torch.int8, torch.int16))
+    check_integer_tensor(name, "weight", weight, (torch.int8,))
+    matrix = _checked_weight(features, weight, rulebook, layout, name)
+    if bias is not None:
+        check_integer_tensor(name, "bias", bias, (torch.int32,))
+        _check_bias(bias, matrix, name)
+    output = make_output(
+        multiplier,
+        matrix.shape[2],
+        out_dtype=out_dtype,
+        narrow_range=narrow_range,
+        relu=relu,
+        rounding=rounding,
+        arithmetic=arithmetic,
+        name=name,
+    )
+    chosen = choose_backend(backend, features.device, features.dtype, name)
+    fits = _fits_int32(features, matrix, bias)
+    if fits and chosen != "torch" and 0 not in (*features.shape, rulebook.num_out, matrix.shape[2]):
+        return _compiled(features, matrix, bias, rulebook, output, chosen)
+    acc = _sparse_torch.accumulate(features, matrix, bias, rulebook, fits_int32=fits)
+    if not fits:
+        check_accumulators(acc, name)
+    return output.finish(acc.to(torch.int32))
+
+
+def _checked_weight(
+    features: Tensor, weight: Tensor, rulebook: Rulebook, layout: WeightLayout, name: str
+) -> Tensor:
+    """The weight as ``[volume, in_channels, out_channels]``."""
+    if not isinstance(layout, WeightLayout):
+        raise TypeError(f"{name}: layout must be a WeightLayout, got {layout!r}")
+    if features.dim() != 2 or features.shape[0] != rulebook.num_in:
+        raise ValueError(
+            f"{name}: expected features [{rulebook.num_in}, channels], one row per input voxel of "
+            f"the rulebook, got {tuple(features.shape)}"
+        )
+    for what, value in (("weight", weight), ("rulebook", rulebook.neighbours)):
+        if value.device != features.device:
+            raise ValueError(
+                f"{name}: {what} on {value.device}, features on {features.device}; move one of them"
+            )
+    rank = len(rulebook.kernel_size)
+    expected = (rulebook.kernel_volume,) if layout is WeightLayout.VCK else rulebook.kernel_size
+    axes = 3 if layout is WeightLayout.VCK else rank + 2
+    if (
+        weight.dim() != axes
+        or tuple(layout.kernel_size(weight)) != tuple(expected)
+        or layout.channels(weight)[0] != features.shape[1]
+    ):
+        raise ValueError(
+            f"{name}: a {layout.name} weight of shape {tuple(weight.shape)} does not fit kernel "
+            f"size {tuple(rulebook.kernel_size)} and features with {features.shape[1]} channels; "
+            "check the layout and the layer that the rulebook was built for"
+        )
+    size = rulebook.kernel_size if layout is WeightLayout.VCK else None
+    return permute_weight(weight, layout, WeightLayout.VCK, kernel_size=size)
+
+
+def _check_bias(bias: Tensor, matrix: Tensor, name: str) -> None:
+    if tuple(bias.shape) != (matrix.shape[2],) or bias.device != matrix.device:
+        raise ValueError(
+            f"{name}: expected bias [{matrix.shape[2]}] on {matrix.device}, got "
+            f"{tuple(bias.shape)} on {bias.device}"
+        )
+
+
+def _fits_int32(features: Tensor, matrix: Tensor, bias: Tensor | None) -> bool:
+    """Whether a bound shows that no sum leaves int32: by the input's type, else by its values."""
+    largest = -torch.iinfo(features.dtype).min
+    if proves_safe(largest_sum(matrix, bias, largest, 2)):
+        return True
+    if features.numel():
+        largest = int(features.long().abs().max())
+    return proves_safe(largest_sum(matrix, bias, largest, 2))
+
+
+def _compiled(
+    features: Tensor,
+    matrix: Tensor,
+    bias: Tensor | None,
+    rulebook: Rulebook,
+    output: Output,
+    kind: str,
+) -> Tensor:
+    from bevquant_int8sim._packed import pack_weight
+    from bevquant_int8sim._sparse_numba import convolve, prepare_rows
+    from bevquant_int8sim._sparse_plan import plan_for
+
+    packed = pack_weight(matrix.numpy(), kind)
+    rows = prepare_rows(features.contiguous().numpy(), packed)
+    fused = output.fused(packed.padded_outputs)
+    out = torch.empty(
+        (rulebook.num_out, packed.padded_outputs),
+        dtype=torch.int32 if fused is None else torch.int8,
+    )
+    offsets = None if bias is None else bias.numpy()
+    convolve(rows, packed, offsets, plan_for(rulebook, packed.rows), out.numpy(), fused)
+    if packed.padded_outputs != packed.out_channels:
+        out = out[:, : packed.out_channels].contiguous()
+    return output.finish(out) if fused is None else out

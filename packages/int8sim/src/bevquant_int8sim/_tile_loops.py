@@ -1,0 +1,141 @@
+"""The loops of the kernels, in LLVM IR: a tile's accumulators stay in registers over all offsets.
+
+A tile is ``rows`` output rows × 16·``vectors`` output channels. The sparse loop walks lists of
+(kernel offset, input row of each tile row), in which an absent neighbour is row −1, a row of
+zeros; the grid loop has every offset for every row, a fixed distance apart in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from bevquant_int8sim._dot_product import dot
+from bevquant_int8sim._epilogue import emit_epilogue
+from bevquant_int8sim._ir import (
+    INT32,
+    INT64,
+    INTS,
+    LANES,
+    add_bytes,
+    load_at,
+    pointer,
+    row_address,
+    splat,
+)
+from bevquant_int8sim._parameters import P
+
+__all__ = ["grid_loop", "sparse_loop"]
+
+_Registers = list[list[Any]]
+
+
+def sparse_loop(kind: str, rows: int, vectors: int) -> Any:
+    """Intrinsic ``(first tile, last tile + 1, address of the parameters)`` over tiles of a plan."""
+
+    def tile(builder: ir.IRBuilder, p: dict[P, Any], t: Any, sums: _Registers) -> None:
+        first, stop = (
+            builder.sext(load_at(builder, p[P.BOUNDS], INT32, i, 4), INT64)
+            for i in (t, builder.add(t, INT64(1)))
+        )
+        for line in sums:
+            for b, place in enumerate(line):
+                builder.store(load_at(builder, p[P.INIT], INTS, b, 4), place)
+        adjusted = builder.icmp_signed("!=", p[P.OFFSET_INIT], INT64(0))
+        with builder.if_then(adjusted):
+            _add_offset_init(builder, p, sums, first, stop)
+        with cgutils.for_range_slice(builder, first, stop, INT64(1), intp=INT64) as (entry, _):
+            offset = builder.sext(load_at(builder, p[P.OFFSETS], INT32, entry, 4), INT64)
+            names = add_bytes(builder, p[P.ROWS], entry, 4 * rows)
+            sources = [
+                row_address(builder, p[P.INPUT], p[P.INPUT_STRIDE], names, r) for r in range(rows)
+            ]
+            _multiply(builder, kind, p, offset, sources, sums)
+
+    return _loop(tile, rows, vectors)
+
+
+def grid_loop(kind: str, rows: int, vectors: int) -> Any:
+    """Intrinsic ``(first tile, last tile + 1, address of the parameters)`` over a dense grid."""
+
+    def tile(builder: ir.IRBuilder, p: dict[P, Any], t: Any, sums: _Registers) -> None:
+        for line in sums:
+            for b, place in enumerate(line):
+                builder.store(load_at(builder, p[P.INIT], INTS, b, 4), place)
+        names = add_bytes(builder, p[P.ROWS], t, 4 * rows)
+        origins = [
+            row_address(builder, p[P.INPUT], p[P.INPUT_STRIDE], names, r) for r in range(rows)
+        ]
+        with cgutils.for_range(builder, p[P.VOLUME], intp=INT64) as loop:
+            delta = load_at(builder, p[P.DELTAS], INT64, loop.index, 8)
+            sources = [builder.add(origin, delta) for origin in origins]
+            _multiply(builder, kind, p, loop.index, sources, sums)
+
+    return _loop(tile, rows, vectors)
+
+
+def _loop(
+    tile: Callable[[ir.IRBuilder, dict[P, Any], Any, _Registers], None], rows: int, vectors: int
+) -> Any:
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        first, stop, address = args
+        p = {name: load_at(builder, address, INT64, int(name), 8) for name in P}
+        sums = [[cgutils.alloca_once(builder, INTS) for _ in range(vectors)] for _ in range(rows)]
+        block = cgutils.alloca_once(builder, ir.ArrayType(INTS, rows * vectors))
+        memory = builder.ptrtoint(block, INT64)
+        with cgutils.for_range_slice(builder, first, stop, INT64(1), intp=INT64) as (t, _):
+            tile(builder, p, t, sums)
+            for i, place in enumerate(place for line in sums for place in line):
+                at = builder.gep(pointer(builder, memory, INTS), [INT64(i)])
+                builder.store(builder.load(place), at)
+            out_rows = add_bytes(builder, p[P.OUT_ROWS], t, 4 * rows)
+            emit_epilogue(builder, p, memory, out_rows, rows, vectors)
+        return context.get_dummy_value()
+
+    def loop(context, first, stop, parameters):  # type: ignore[no-untyped-def]
+        return types.void(types.int64, types.int64, types.int64), codegen
+
+    return intrinsic(loop)
+
+
+def _add_offset_init(
+    builder: ir.IRBuilder, p: dict[P, Any], sums: _Registers, first: Any, stop: Any
+) -> None:
+    """Add the offsets' own initial values: the same to every row, since all see every offset."""
+    vectors = len(sums[0])
+    with cgutils.for_range_slice(builder, first, stop, INT64(1), intp=INT64) as (entry, _):
+        offset = builder.sext(load_at(builder, p[P.OFFSETS], INT32, entry, 4), INT64)
+        here = add_bytes(builder, p[P.OFFSET_INIT], offset, vectors * LANES * 4)
+        for b, place in enumerate(sums[0]):
+            builder.store(
+                builder.add(builder.load(place), load_at(builder, here, INTS, b, 4)), place
+            )
+    for line in sums[1:]:
+        for source, place in zip(sums[0], line, strict=True):
+            builder.store(builder.load(source), place)
+
+
+def _multiply(
+    builder: ir.IRBuilder,
+    kind: str,
+    p: dict[P, Any],
+    offset: Any,
+    sources: list[Any],
+    sums: _Registers,
+) -> None:
+    """Add one offset's products: all steps of the input rows at `sources`."""
+    vectors = len(sums[0])
+    step_bytes = vectors * LANES * 4
+    size = builder.mul(p[P.STEPS], INT64(step_bytes))
+    weights = add_bytes(builder, p[P.WEIGHT], offset, size)
+    with cgutils.for_range(builder, p[P.STEPS], intp=INT64) as loop:
+        line = add_bytes(builder, weights, loop.index, step_bytes)
+        columns = [load_at(builder, line, INTS, b, 4) for b in range(vectors)]
+        for source, places in zip(sources, sums, strict=True):
+            wide = splat(builder, load_at(builder, source, INT32, loop.index))
+            for column, place in zip(columns, places, strict=True):
+                builder.store(dot(builder, kind, builder.load(place), wide, column), place)

@@ -1,0 +1,56 @@
+"""What the kernels store: int32 accumulators, or int8 with the requantization they apply."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Requantization", "Residual"]
+
+
+@dataclass(frozen=True, eq=False)
+class Residual:
+    """A tensor to add after requantization: ``q = clamp(round((q + other)·scale))``.
+
+    Attributes:
+        rows: int8 ``[rows, columns]``, a row for each output row.
+        flip: 128 where `rows` is stored with 128 added, else 0.
+        scale: The operands' scale over that of the sum.
+        low: Lower clamp of the sum; 0 for a ReLU behind it.
+        high: Upper clamp of the sum.
+    """
+
+    rows: npt.NDArray[Any]
+    flip: int
+    scale: float
+    low: int
+    high: int
+
+
+@dataclass(frozen=True, eq=False)
+class Requantization:
+    """``clamp(rint(acc · multiplier))`` in float64, half to even.
+
+    Attributes:
+        multiplier: float64 ``[padded output channels]``.
+        low: Lower clamp; 0 for a ReLU.
+        high: Upper clamp.
+        residual: Added behind it, or ``None``.
+    """
+
+    multiplier: npt.NDArray[np.float64]
+    low: int
+    high: int
+    residual: Residual | None = None
+
+    def limits(self) -> npt.NDArray[np.float64]:
+        """The five numbers of the kernels' parameter LIMITS."""
+        sum_limits = (
+            (1.0, 0, 0)
+            if self.residual is None
+            else (self.residual.scale, self.residual.low, self.residual.high)
+        )
+        return np.array([self.low, self.high, *sum_limits], np.float64)

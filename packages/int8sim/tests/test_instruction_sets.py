@@ -1,0 +1,84 @@
+"""The kernels for CPUs without AVX-512 and without VNNI, compiled and run beside this CPU's own."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from bevquant_int8sim import backend_report, int8_sparse_conv
+from bevquant_sparse import WeightLayout, build_rulebook
+
+SCRIPT = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import test_instruction_sets as here
+print(json.dumps(here.results()))
+"""
+FEATURES = {
+    "AVX2": "+avx,+avx2,+fma,+sse4.2,+popcnt,+bmi,+bmi2",
+    "AVX-VNNI": "+avx,+avx2,+fma,+sse4.2,+popcnt,+bmi,+bmi2,+avxvnni",
+    "generic vectors": "+sse4.2,+popcnt",
+}
+
+
+def results():
+    """Instructions and hashes of the outputs of both compiled backends."""
+    generator = np.random.default_rng(0)
+    cells = torch.from_numpy(generator.permutation(10**3)[:300])
+    indices = torch.stack(torch.unravel_index(cells, (1, 10, 10, 10)), 1).int()
+    rulebook = build_rulebook(indices, (10, 10, 10), 3, subm=True, batch_size=1, backend="torch")
+    found = {}
+    for status in backend_report():
+        if status.name == "torch":
+            continue
+        found[status.name] = [status.available, status.detail]
+        digest = hashlib.sha256()
+        for in_channels, out_channels in [(5, 16), (16, 32), (7, 48), (33, 130), (64, 64)]:
+            x, w = (
+                torch.from_numpy(generator.integers(-128, 128, shape).astype(np.int8))
+                for shape in ((300, in_channels), (27, in_channels, out_channels))
+            )
+            for multiplier in (None, 1e-4):
+                if status.available:
+                    q = int8_sparse_conv(
+                        x, w, None, rulebook, layout=WeightLayout.VCK, multiplier=multiplier,
+                        backend=status.name,
+                    )  # fmt: skip
+                    digest.update(q.numpy().tobytes())
+        found[status.name].append(digest.hexdigest())
+    return found
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="x86's instructions")
+@pytest.mark.parametrize("instructions", FEATURES)
+def test_other_cpus_compute_the_same(instructions):
+    pytest.importorskip("numba", reason="the numba extra is not installed")
+    from bevquant_int8sim._ir import cpu_features
+
+    wanted = set(FEATURES[instructions].replace("+", "").split(","))
+    if not wanted <= cpu_features():
+        pytest.skip(f"this CPU cannot run {instructions}")
+    environment = os.environ | {
+        "NUMBA_CPU_NAME": "x86-64",
+        "NUMBA_CPU_FEATURES": FEATURES[instructions],
+    }
+    folder = os.path.dirname(__file__)
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT, folder], env=environment, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    theirs, ours = json.loads(run.stdout), results()
+    assert theirs["vnni"][0] == (instructions == "AVX-VNNI")
+    kind = "vnni" if instructions == "AVX-VNNI" else "portable"
+    assert theirs[kind][:2] == [True, instructions]
+    if ours[kind][0]:
+        assert theirs[kind][2] == ours[kind][2]
+    assert theirs["portable"][2] == ours["portable"][2]
