@@ -116,7 +116,7 @@ def set_labels(**values):
         (drop_camera("intrinsics"), "CAM_BACK has no intrinsics"),
         (set_camera(intrinsics=None), r"CAM_BACK: intrinsics must be numbers \[3, 3\]"),
         (set_camera(intrinsics=[[1, 2], [3]]), r"intrinsics must be numbers \[3, 3\]"),
-        (set_camera(intrinsics=np.zeros((3, 3)).tolist()), "CAM_BACK.png: CAM_BACK: intrinsics"),
+        (set_camera(intrinsics=np.zeros((3, 3)).tolist()), "CAM_BACK.png: CAM_BACK: the intrinsics are singular"),
         (set_camera(intrinsics=[[0.8, 0, 0.5], [0, 1.4, 0.5], [0, 0, 1]]), "normalised"),
         (set_camera(lidar_to_camera=(AHEAD * 2).tolist()), "lidar_to_camera"),
         (set_camera(name="CAM_FRONT"), "each name must be its own"),

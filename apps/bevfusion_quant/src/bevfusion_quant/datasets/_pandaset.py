@@ -43,17 +43,17 @@ def pandaset(
     *,
     images: str | Path | None = None,
     cameras: WhichCameras = "all",
-    origin_height: float = 1.84,
+    origin_height: float = 1.49,
 ) -> FrameList:
     """Frames of one PandaSet sequence, its six cameras under nuScenes' names.
 
-    Expects `frame_NN.npz` (`points` [N, 5]: x forward, y left, z up from the ground [m],
-    intensity, time ≤ 0 [s]; `boxes` [M, 7]; `names` [M]) and `calib.json` (`intrinsics` with fx,
+    Expects `frame_NN.npz` (`points` [N, 5]: x forward, y left, z up [m], intensity, time ≤ 0 [s]; `boxes` [M, 7]; `names` [M]) and `calib.json` (`intrinsics` with fx,
     fy, cx, cy by camera; `frames` with `cams`, each with the 4x4 `cam2ego`). PandaSet's own files
     are pickles, which are never loaded.
 
-    x forward, y left becomes x right, y forward, for points, boxes and poses alike; the origin is
-    lifted from the ground to where nuScenes' scanner is; time becomes the lag ≥ 0.
+    x forward, y left becomes x right, y forward, for points, boxes and poses alike; time
+    becomes the lag ≥ 0. The origin, at the height of the axles (0.35 m, as the road under the car
+    shows), is lifted to where nuScenes' scanner is, 1.84 m above the road.
 
     Args:
         path: the folder of one sequence.
@@ -137,11 +137,13 @@ def _camera(
     to_ego: Any,
 ) -> Camera:
     what = f"{path / 'calib.json'}: frame {frame}, {own}"
-    inner = _member(path, calibration, "intrinsics", own)
     row = matrix(
-        [[_member(path, inner, key) for key in ("fx", "fy", "cx", "cy")]], 1, 4, f"{what}: fx…cy"
+        [[_member(path, calibration, "intrinsics", own, key) for key in ("fx", "fy", "cx", "cy")]],
+        1,
+        4,
+        f"{what}: fx, fy, cx, cy",
     )
-    (fx, fy, cx, cy) = row[0]
+    fx, fy, cx, cy = row[0]
     pose = matrix(
         _member(path, calibration, "frames", frame, "cams", own, "cam2ego"), 4, 4, f"{what}: pose"
     )
