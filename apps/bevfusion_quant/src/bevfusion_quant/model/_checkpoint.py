@@ -119,8 +119,9 @@ def _mismatches(
         elif name in _GEOMETRY and not torch.allclose(
             tensor.double(), wanted[name].double(), rtol=1e-4, atol=1e-4
         ):
-            values = f", {tensor.tolist()} instead of {wanted[name].tolist()}"
-            problems.append(f"another geometry: {name}{values if tensor.numel() <= 3 else ''}")
+            small = tensor.numel() <= 3
+            values = f" is {tensor.tolist()}, here {wanted[name].tolist()}" if small else ""
+            problems.append(f"another geometry: {name}{values}")
     return problems
 
 
@@ -131,7 +132,7 @@ def _refusal(
 
     parts = ", ".join(model.parts)
     advice = kind
-    if advice is None and (config := config_of(state)) is not None:
+    if advice is None and (config := config_of(state, model)) is not None:
         advice = f"this is a checkpoint of the sizes of config {config!r}: use that"
     return InputError(
         f"the state dict does not fit the model ({parts}); "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from torch import Tensor
+from torch import Tensor, nn
 
 __all__ = ["config_of", "kind_of"]
 
@@ -55,14 +55,21 @@ def kind_of(state: Mapping[str, Tensor]) -> str | None:
     return None
 
 
-def config_of(state: Mapping[str, Tensor]) -> str | None:
-    """The configuration whose sizes the entries have, judged by those that are not sparse."""
+def config_of(state: Mapping[str, Tensor], model: nn.Module) -> str | None:
+    """The configuration whose sizes the entries have, if it is not the one `model` was built by.
+
+    Sparse weights, whose layout is open, are not looked at.
+    """
     from bevfusion_quant.model._build import build_model
     from bevfusion_quant.model._config import CONFIGS
 
-    dense = {name: t.shape for name, t in state.items() if t.ndim != 5}
+    given = {name: t.shape for name, t in state.items() if t.ndim != 5}
+    own = {name: t.shape for name, t in model.state_dict().items()}
     for name, config in CONFIGS.items():
-        own = {key: t.shape for key, t in build_model(config).state_dict().items() if key in dense}
-        if len(own) > 10 and all(dense[key] == shape for key, shape in own.items()):
+        wanted = {key: t.shape for key, t in build_model(config).state_dict().items()}
+        shared = wanted.keys() & given.keys()
+        if len(shared) < 10 or all(wanted[key] == own[key] for key in shared & own.keys()):
+            continue
+        if all(given[key] == wanted[key] for key in shared):
             return name
     return None
