@@ -8,15 +8,10 @@ import numpy as np
 import pytest
 
 from bevfusion_quant.scenes import Material, Shape, build_street
-from bevfusion_quant.scenes._raycast import (
-    GROUND,
-    NOTHING,
-    candidates_by_column,
-    cast_rays,
-    ground_height,
-)
+from bevfusion_quant.scenes._candidates import candidates_by_column
+from bevfusion_quant.scenes._raycast import GROUND, NOTHING, cast_rays, ground_height
 
-FLAT = np.array([0.0, 0.0, 0.0, 6.0, 3.0, 0.0, 25.0, 4.0])
+FLAT = np.array([0.0, 0.0, 0.0, 6.0, 3.0, 0.0, 25.0, 4.0, 0.0])
 NO_BUMPS = np.zeros((9, 9))
 HIGH_UP = np.array([0.0, 0.0, 1000.0])  # the ground is out of reach
 FAR = 70.0
@@ -31,6 +26,9 @@ def directions(seed, columns=16, beams=12):
     )
 
 
+LEAN = (0.7, 0.4)
+
+
 def solid(shape, centre, yaw, size, material=Material.WALL):
     away = max(math.hypot(centre[0], centre[1]) - math.hypot(size[0], size[1]) / 2, 0.0)
     return (
@@ -38,6 +36,7 @@ def solid(shape, centre, yaw, size, material=Material.WALL):
         np.array([centre], float),
         np.array([[math.cos(yaw), math.sin(yaw)]]),
         np.array([size], float) / 2,
+        np.array([LEAN]),
         np.array([material], np.uint8),
         np.array([away]),
     )
@@ -56,6 +55,11 @@ def inside(shape, points, centre, yaw, size):
         return (np.abs(local) <= 1).all(-1)
     if shape == Shape.CYLINDER:
         return ((local[..., :2] ** 2).sum(-1) <= 1) & (np.abs(local[..., 2]) <= 1)
+    if shape == Shape.WHEEL:
+        return ((local[..., ::2] ** 2).sum(-1) <= 1) & (np.abs(local[..., 1]) <= 1)
+    if shape == Shape.TAPER:
+        shrunk = 1 - np.array(LEAN) * (local[..., 2:] + 1) / 2
+        return (np.abs(local[..., :2]) <= shrunk).all(-1) & (np.abs(local[..., 2]) <= 1)
     return (local**2).sum(-1) <= 1
 
 

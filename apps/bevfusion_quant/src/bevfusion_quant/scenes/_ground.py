@@ -58,6 +58,7 @@ class Ground:
                 self.curb,
                 self.side_y,
                 self.side_half_width,
+                max(self.curb - self.crown * self.half_width + float(self.bumps.max()), self.curb),
             ]
         )
 

@@ -9,10 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from bevfusion_quant.points import Labels
-from bevfusion_quant.scenes._labels import Pose, into_frame, labels_of
+from bevfusion_quant.scenes._candidates import candidates_by_column
+from bevfusion_quant.scenes._labels import Pose, into_frame, labels_of, scanner_pose
 from bevfusion_quant.scenes._lidar import SpinningLidar
-from bevfusion_quant.scenes._raycast import GROUND, NOTHING, candidates_by_column, cast_rays
-from bevfusion_quant.scenes._solid_arrays import SolidArrays, columns_of, gather, place
+from bevfusion_quant.scenes._raycast import GROUND, NOTHING, cast_rays
+from bevfusion_quant.scenes._solid_arrays import SolidArrays, columns_of, gather, in_order, place
 from bevfusion_quant.scenes._solids import REFLECTIVITY, Material, unit
 from bevfusion_quant.scenes._street import Street
 
@@ -30,17 +31,15 @@ class Scan:
         points: float32 [points, 5], x, y, z [m], intensity 0..255, time lag [s].
         objects: int32 [points], index into `Street.objects`, -1 for the ground.
         materials: uint8 [points], `Material` of each return.
-        labels: boxes and names of labelled objects with at least one return.
-        velocities: float32 [boxes, 2], over ground [m/s], along the frame's x and y.
-        label_points: int32 [boxes], returns from each.
+        labels: of the objects with at least one return: tight boxes at time 0, velocities over
+            ground, share of the silhouette that nothing hides (see `visible_shares`), and returns
+            of all sweeps, also those of a trail outside the box.
     """
 
     points: npt.NDArray[np.float32]
     objects: npt.NDArray[np.int32]
     materials: npt.NDArray[np.uint8]
     labels: Labels
-    velocities: npt.NDArray[np.float32]
-    label_points: npt.NDArray[np.int32]
 
 
 def scan_street(
@@ -65,21 +64,13 @@ def scan_street(
         raise ValueError(f"sweeps={sweeps}, seed={seed}: at least one sweep, no negative seed")
     lidar = lidar or SpinningLidar()
     solids = gather(street)
-    now = _scanner_pose(street, lidar, 0.0)
+    now = scanner_pose(street, lidar.height)
     parts = []
     for sweep in range(sweeps):
         rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, 2, sweep])))
         parts.append(_one_sweep(street, lidar, solids, sweep, now, rng))
     points, objects, materials = (np.concatenate(column) for column in zip(*parts, strict=True))
-    labels, velocities, counts = labels_of(street, objects, now)
-    return Scan(points, objects, materials, labels, velocities, counts)
-
-
-def _scanner_pose(street: Street, lidar: SpinningLidar, time: float) -> Pose:
-    """Origin in the world, and cosine and sine of the turn of the scanner's x from the world's."""
-    x, y, yaw = street.ego.at(time)
-    origin = np.array([x, y, street.ground.height(x, y) + lidar.height])
-    return origin, unit(yaw - math.pi / 2)  # y is forward
+    return Scan(points, objects, materials, labels_of(street, solids, objects, now))
 
 
 def _one_sweep(
@@ -91,7 +82,7 @@ def _one_sweep(
     rng: np.random.Generator,
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
     lag = sweep * lidar.sweep_time
-    origin, _ = _scanner_pose(street, lidar, -lag)
+    origin, _ = scanner_pose(street, lidar.height, -lag)
     columns, beams = lidar.azimuth_steps, lidar.beams
     step = 2 * math.pi / columns
     phase = float(rng.random()) * step
@@ -105,19 +96,11 @@ def _one_sweep(
 
     centre = place(street, solids, -lag) - origin
     order, near, first, last = columns_of(centre, solids, phase, step)
-    arrays = (
-        solids.shape[order],
-        np.ascontiguousarray(centre[order]),
-        solids.turn[order],
-        solids.half[order],
-        solids.material[order],
-        near,
-    )
     distance, hit, material, cosine = cast_rays(
         azimuth,
         elevation,
         candidates_by_column(first, last, columns),
-        arrays,
+        in_order(solids, centre, order, near),
         origin,
         street.ground.parameters,
         street.ground.bumps,

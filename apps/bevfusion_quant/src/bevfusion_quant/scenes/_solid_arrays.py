@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +12,7 @@ import numpy.typing as npt
 from bevfusion_quant.scenes._solids import unit
 from bevfusion_quant.scenes._street import Street
 
-__all__ = ["SolidArrays", "columns_of", "gather", "place"]
+__all__ = ["SolidArrays", "columns_of", "gather", "in_order", "place"]
 
 _Array = npt.NDArray[np.float64]
 
@@ -25,6 +26,7 @@ class SolidArrays:
     centre: _Array
     turn: _Array
     half: _Array
+    taper: _Array
     material: npt.NDArray[np.uint8]
     gain: _Array
 
@@ -37,8 +39,24 @@ def gather(street: Street) -> SolidArrays:
         centre=np.array([solid.centre for _, solid in listed], np.float64),
         turn=np.array([unit(solid.yaw + street.objects[k].yaw) for k, solid in listed]),
         half=np.array([solid.size for _, solid in listed], np.float64) / 2,
+        taper=np.array([solid.taper for _, solid in listed], np.float64),
         material=np.array([solid.material for _, solid in listed], np.uint8),
         gain=np.array([solid.gain for _, solid in listed], np.float64),
+    )
+
+
+def in_order(
+    solids: SolidArrays, centre: _Array, order: npt.NDArray[np.int64], near: _Array
+) -> tuple[npt.NDArray[Any], ...]:
+    """The tuple of arrays that the kernels take; `near` is in that order already."""
+    return (
+        solids.shape[order],
+        np.ascontiguousarray(centre[order]),
+        solids.turn[order],
+        solids.half[order],
+        solids.taper[order],
+        solids.material[order],
+        near,
     )
 
 

@@ -15,6 +15,8 @@ class Shape(IntEnum):
     BOX = 0
     CYLINDER = 1  # vertical axis, elliptic cross-section
     ELLIPSOID = 2
+    WHEEL = 3  # a cylinder whose axis is the solid's own y
+    TAPER = 4  # a box whose sides lean inwards: cabins, bonnets, gable and hip roofs
 
 
 class Material(IntEnum):
@@ -36,6 +38,8 @@ class Material(IntEnum):
     SKIN = 13
     RETROREFLECTOR = 14
     PLASTIC = 15
+    ROOF = 16
+    WOOD = 17
 
 
 # Material -> (share of the light sent back at normal incidence, chance that a beam is lost).
@@ -56,6 +60,8 @@ REFLECTIVITY: dict[Material, tuple[float, float]] = {
     Material.SKIN: (0.24, 0.03),
     Material.RETROREFLECTOR: (1.60, 0.00),
     Material.PLASTIC: (0.22, 0.02),
+    Material.ROOF: (0.15, 0.02),
+    Material.WOOD: (0.17, 0.01),
 }
 
 
@@ -64,12 +70,14 @@ class Solid:
     """One solid of an object, in the object's own frame (x along its length, z up).
 
     Args:
-        shape: box, vertical cylinder or ellipsoid.
+        shape: box, cylinder, ellipsoid, wheel or tapered box.
         centre: x, y, z [m] of the middle; z = 0 is the ground under the object.
         size: full extents along the solid's own x, y, z [m].
         material: surface.
         yaw: turn about the vertical against the object's frame [rad].
         gain: factor on the reflectivity (light and dark paint, clothes, walls).
+        taper: by which share the top of a `TAPER` is shorter along x and along y than its foot;
+            (0, 1) is a gable roof with its ridge along x.
     """
 
     shape: Shape
@@ -78,6 +86,7 @@ class Solid:
     material: Material
     yaw: float = 0.0
     gain: float = 1.0
+    taper: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclass(frozen=True)
