@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 import logging
 
@@ -16,8 +17,15 @@ OWN = ("front", "front_right", "front_left", "back", "left", "right")
 AHEAD = [[0, 0, 1, 0.8], [-1, 0, 0, 0], [0, -1, 0, 1.6], [0, 0, 0, 1]]
 
 
+@pytest.fixture(scope="module")
+def picture() -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (1920, 1080)).save(file, "JPEG")
+    return file.getvalue()
+
+
 @pytest.fixture
-def root(tmp_path):
+def root(tmp_path, picture):
     root = tmp_path / "street_compact"
     root.mkdir()
     points = np.array([[9, -2, 1, 40, -0.05], [-3, 8, 0.2, 7, 0]], np.float32)
@@ -33,7 +41,7 @@ def root(tmp_path):
         frames[name] = {"cams": {f"{own}_camera": {"cam2ego": AHEAD, "ts": 0.0} for own in OWN}}
         for own in OWN:
             path = tmp_path / "street/camera" / f"{own}_camera" / f"{name}.jpg"
-            Image.new("RGB", (1920, 1080)).save(path)
+            path.write_bytes(picture)
     (root / "calib.json").write_text(json.dumps({"intrinsics": intrinsics, "frames": frames}))
     return root
 

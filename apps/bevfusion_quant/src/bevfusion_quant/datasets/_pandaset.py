@@ -47,9 +47,10 @@ def pandaset(
 ) -> FrameList:
     """Frames of one PandaSet sequence, its six cameras under nuScenes' names.
 
-    Expects `frame_NN.npz` (`points` [N, 5]: x forward, y left, z up [m], intensity, time ≤ 0 [s]; `boxes` [M, 7]; `names` [M]) and `calib.json` (`intrinsics` with fx,
-    fy, cx, cy by camera; `frames` with `cams`, each with the 4x4 `cam2ego`). PandaSet's own files
-    are pickles, which are never loaded.
+    Expects `frame_NN.npz` (`points` [N, 5]: x forward, y left, z up [m], intensity, time ≤ 0 [s];
+    `boxes` [M, 7]; `names` [M]) and `calib.json` (`intrinsics` with fx, fy, cx, cy by camera;
+    `frames` with `cams`, each with the 4x4 `cam2ego`). PandaSet's own files are pickles, which are
+    never loaded.
 
     x forward, y left becomes x right, y forward, for points, boxes and poses alike; time
     becomes the lag ≥ 0. The origin, at the height of the axles (0.35 m, as the road under the car
