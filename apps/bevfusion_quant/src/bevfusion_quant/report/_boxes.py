@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
     from bevfusion_quant.cameras import Camera
-    from bevfusion_quant.report._content import ReportBoxes
 
-__all__ = ["Agreement", "agreement", "corners", "wire_frame"]
+__all__ = ["corners", "wire_frame"]
 
 Floats = npt.NDArray[np.floating[Any]]
 
@@ -23,7 +22,6 @@ EDGES = (
     (0, 1), (1, 2), (2, 3), (3, 0), (4, 5), (5, 6), (6, 7), (7, 4), (0, 4), (1, 5), (2, 6), (3, 7),
 )  # fmt: skip
 NEAR = 0.3  # metres before the lens where lines are cut
-MATCH = 2.0  # metres between centres of what counts as the same object, as nuScenes' widest match
 
 
 def corners(boxes: Floats) -> Floats:
@@ -64,40 +62,3 @@ def _in_front(a: Floats, b: Floats) -> Floats | None:
         middle = a + (b - a) * ((NEAR - a[2]) / (b[2] - a[2]))
         a, b = (middle, b) if a[2] < NEAR else (a, middle)
     return np.stack([a, b])
-
-
-class Agreement(NamedTuple):
-    """How two sets of detections agree: pairs, sizes of the sets, mean distance of pairs [m]."""
-
-    pairs: int
-    wanted: int
-    got: int
-    distance: float | None
-
-
-def agreement(wanted: ReportBoxes, got: ReportBoxes, least_score: float) -> Agreement:
-    """Pair detections of one class, nearest first, each at most once and within two metres."""
-    keep = [_kept(boxes, least_score) for boxes in (wanted, got)]
-    a, b = wanted.boxes[keep[0]], got.boxes[keep[1]]
-    if not len(a) or not len(b):
-        return Agreement(0, len(a), len(b), None)
-    distance = np.hypot(a[:, None, 0] - b[None, :, 0], a[:, None, 1] - b[None, :, 1])
-    names = [np.asarray(s.names, object)[k] for s, k in zip((wanted, got), keep, strict=True)]
-    distance = np.where(names[0][:, None] == names[1][None], distance, np.inf)
-    order = np.argsort(distance, axis=None, kind="stable")
-    rows, columns, found = set[int](), set[int](), []
-    for flat in order:
-        i, j = divmod(int(flat), len(b))
-        if distance[i, j] > MATCH:
-            break
-        if i not in rows and j not in columns:
-            rows.add(i)
-            columns.add(j)
-            found.append(float(distance[i, j]))
-    return Agreement(len(found), len(a), len(b), float(np.mean(found)) if found else None)
-
-
-def _kept(boxes: ReportBoxes, least_score: float) -> npt.NDArray[np.intp]:
-    if boxes.scores is None:
-        return np.arange(len(boxes.boxes))
-    return np.flatnonzero(np.asarray(boxes.scores) >= least_score)

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bevfusion_quant.report._boxes import agreement
 from bevfusion_quant.report._format import count, decibels, fixed, memory, seconds
 from bevfusion_quant.report._html import Html, join, tag
-from bevfusion_quant.report._scene import least_score
 from bevfusion_quant.report._section import Section
 
 if TYPE_CHECKING:
@@ -69,13 +67,6 @@ def _figures(content: ReportContent) -> Iterator[Html]:
         shared = sum(len(q.paths) > 1 for q in content.quantizers)
         note = f"{weights} of weights, {shared} shared"
         yield _figure("Quantizers", count(len(content.quantizers)), note)
-    scene = content.scene
-    if scene and scene.float_detections and scene.quantized_detections:
-        least = least_score(scene)
-        both = agreement(scene.float_detections, scene.quantized_detections, least)
-        apart = "" if both.distance is None else f", {both.distance:.2f} m apart on average"
-        note = f"quantized finds {both.got}{apart}; scores from {least:.2f}"
-        yield _figure("Float detections found again", f"{both.pairs} of {both.wanted}", note)
     for more in content.figures:
         yield _figure(more.label, more.value, more.note)
     if "total" in content.seconds:

@@ -15,7 +15,7 @@ from bevfusion_quant.report._section import Section
 if TYPE_CHECKING:
     from bevfusion_quant.report._content import ReportBoxes, ReportScene
 
-__all__ = ["least_score", "scene_section"]
+__all__ = ["scene_section"]
 
 SHOWN = 60  # detections, about what a person can still tell apart
 SETS = {
@@ -29,7 +29,7 @@ def scene_section(scene: ReportScene) -> Section:
     """Bird's-eye view, controls, classes, pictures."""
     sets = {kind: getattr(scene, name) for kind, (_, name) in SETS.items()}
     present = {kind: boxes for kind, boxes in sets.items() if boxes is not None}
-    least = least_score(scene)
+    least = _least_score(scene)
     side = tag(
         "div",
         _controls(present, least) if present else None,
@@ -45,7 +45,7 @@ def scene_section(scene: ReportScene) -> Section:
     return Section("scene", "Scene", html, {"heights": heights(scene)})
 
 
-def least_score(scene: ReportScene) -> float:
+def _least_score(scene: ReportScene) -> float:
     """The score from which detections are shown at first: about sixty of the float model's."""
     for boxes in (scene.float_detections, scene.quantized_detections):
         if boxes is not None and boxes.scores is not None and len(boxes.scores) > SHOWN:
