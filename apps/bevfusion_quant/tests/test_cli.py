@@ -133,9 +133,8 @@ def test_existing_folders(here: Path, capsys: pytest.CaptureFixture[str]) -> Non
         ["fly"],
         ["demo", "--unknown"],
         ["demo", "--config", "huge"],
-        ["ptq"],
         ["ptq", "--points", "x.bin", "--method", "best"],
-        ["ptq", "--points", "x.bin", "--branch", "camera"],
+        ["ptq", "--points", "x.bin", "--branch", "radar"],
         ["tree", "--stage", "int8"],
     ],
 )

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bevfusion_quant.ptq import Batch, QuantizerRow, compare_layers, layer_table, watch_quantizers
+from bevfusion_quant.model import Batch
+from bevfusion_quant.ptq import QuantizerRow, compare_layers, layer_table, watch_quantizers
 
 
 class Range(nn.Module):
@@ -40,7 +41,7 @@ class Model(nn.Module):
         super().__init__()
         self.second, self.first = layers[1], layers[0]  # registered against the order of use
 
-    def forward(self, features: Tensor, coords: Tensor, batch_size: int) -> Tensor:
+    def forward(self, features: Tensor, *_: object) -> Tensor:
         return self.second(self.first(features))
 
 
@@ -49,7 +50,7 @@ def batch(*rows: list[float]) -> Batch:
 
 
 def test_sqnr_cosine_and_saturation_by_hand() -> None:
-    rows, wanted, got = compare_layers(
+    rows, _, wanted, got = compare_layers(
         Model(Layer(1.0), Layer(1.0)),
         Model(Layer(1.1, amax=2.0), Layer(1.0, amax=100.0)),
         [batch([3.0, 1.0]), batch([0.0, 4.0], [2.0, -2.5])],

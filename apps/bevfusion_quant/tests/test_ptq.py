@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.cli import main
-from bevfusion_quant.model import CONFIGS, build_lidar_branch, random_weights
+from bevfusion_quant.model import CONFIGS, build_model, random_weights
 from bevfusion_quant.points import Frame
 from bevfusion_quant.ptq import (
+    FrameBatches,
     PtqConfig,
-    VoxelBatches,
     calibrate_branch,
     compare_layers,
     example_batch,
@@ -35,10 +35,8 @@ if importlib.util.find_spec("spconv") is None:
 
 TINY = CONFIGS["tiny"]
 FILES = {
-    "summary.json", "config.json", "ranges.json", "weights.safetensors", "layers.png",
-    "bev.png", "bev_input.png", "bev_float.png", "bev_quantized.png", "bev_difference.png",
-    "histograms_inputs_1.png", "histograms_inputs_2.png",
-    "histograms_weights_1.png", "histograms_weights_2.png",
+    "summary.json", "config.json", "ranges.json", "weights.safetensors",
+    "report.html", "bev.png", "layers.png",
 }  # fmt: skip
 
 
@@ -125,9 +123,9 @@ def test_quantizers_are_reported_once_with_every_path(summary: dict) -> None:
 
 def test_run_comes_back_bit_for_bit_and_repeats(run: Path) -> None:
     frame = Frame("frame1", cloud(1))
-    model = build_lidar_branch(TINY)
-    (batch,) = VoxelBatches([frame], TINY, model.lidar["voxelize"])
-    random_weights(model, batch.features, batch.coords, seed=0)
+    model = build_model(TINY, ("lidar",))
+    (batch,) = FrameBatches([frame], TINY, model)
+    random_weights(model, *batch, seed=0)
     fused = fuse_branch(model, example_batch(TINY)).model
     again = quantize_branch(fused, example_batch(TINY)).model
     calibrate_branch(again, [batch])
@@ -154,7 +152,7 @@ def test_a_run_folder_that_is_none_cannot_be_loaded(run: Path, tmp_path: Path) -
 def test_overwrite_replaces_only_with_the_flag(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("bev_pictures", "histogram_pictures", "layer_picture"):
+    for name in ("bev_picture", "layer_picture"):
         monkeypatch.setattr(f"bevfusion_quant.pictures.{name}", lambda *_: [])
     frames = [Frame("frame3", cloud(3))]
     config = PtqConfig("tiny", method="max")
@@ -170,7 +168,7 @@ def test_overwrite_replaces_only_with_the_flag(
 
 def test_excluded_layers_stay_float(tmp_path: Path) -> None:
     example = example_batch(TINY)
-    fused = fuse_branch(build_lidar_branch(TINY), example).model
+    fused = fuse_branch(build_model(TINY, ("lidar",)), example).model
     stage = quantize_branch(fused, example, exclude=["conv_input"])
     kinds = dict(stage.model.lidar["backbone"].named_modules())
     assert type(kinds["conv_input.0"]).__name__ == "SubMConv3d"
@@ -184,4 +182,4 @@ def test_voxels_made_elsewhere_must_be_of_this_grid() -> None:
         voxels=(np.ones((2, 5), np.float32), np.array([[0, 1, 2, 3], [0, 360, 2, 3]], np.int32)),
     )
     with pytest.raises(InputError, match=r"1 of 2 voxels lie outside.*0, 360, 2, 3"):
-        VoxelBatches([frame], TINY, lambda _: None)[0]
+        FrameBatches([frame], TINY, build_model(TINY, ("lidar",)))[0]

@@ -6,22 +6,29 @@ from functools import singledispatch
 from typing import TYPE_CHECKING
 
 from bevfusion_quant._errors import InputError
-from bevfusion_quant._options import Command, Demo, Ptq, Tree
-from bevfusion_quant.model import CONFIGS, build_lidar_branch
-from bevfusion_quant.points import read_frames
+from bevfusion_quant._frames import camera_names, frames_of
+from bevfusion_quant._options import Command, Demo, Evaluate, Ptq, Tree
+from bevfusion_quant.model import CONFIGS, PART_PATHS, build_model
 from bevfusion_quant.ptq import (
+    EvaluateResult,
     PtqConfig,
     PtqResult,
+    agreement_text,
+    built_parts,
     example_batch,
     free_name,
     fuse_branch,
     layer_table,
     quantize_branch,
+    run_evaluate,
     run_ptq,
+    stage_table,
 )
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from bevfusion_quant.ptq import Branch
 
 __all__ = ["execute", "tree"]
 
@@ -38,10 +45,13 @@ def _demo(options: Demo, command: str) -> str:
 
     if options.seed < 0:
         raise InputError(f"--seed {options.seed}: it must not be negative")
-    config = PtqConfig(config=options.config, method=options.method, seed=options.seed)
+    config = PtqConfig(
+        config=options.config, branch=options.branch, method=options.method, seed=options.seed
+    )
+    cameras = None if options.branch == "lidar" else options.config
     return _report(
         run_ptq(
-            [street_frame(seed=options.seed)],
+            [street_frame(seed=options.seed, cameras=cameras)],
             config,
             runs=options.runs,
             name=options.name or free_name(options.runs, "demo"),
@@ -53,17 +63,21 @@ def _demo(options: Demo, command: str) -> str:
 
 @execute.register
 def _ptq(options: Ptq, command: str) -> str:
-    frames = read_frames(
-        options.points, columns=options.columns, dtype=options.dtype, nonfinite=options.nonfinite
-    )
+    branch = options.branch or ("lidar" if options.dataset is None else "all")
+    if options.quantize_head and branch != "all":
+        raise InputError(f"--quantize-head goes with --branch all, not with {branch}")
+    frames = frames_of(options, with_cameras=branch != "lidar", rig=options.config)
     config = PtqConfig(
         config=options.config,
+        branch=branch,
         method=options.method,
         weights=options.weights,
         weight_layout=options.weight_layout,
         seed=options.seed,
         calibration_frames=options.calibration_frames,
         exclude=options.exclude,
+        quantize_head=options.quantize_head,
+        cameras=camera_names(options),
     )
     return _report(
         run_ptq(
@@ -78,34 +92,71 @@ def _ptq(options: Ptq, command: str) -> str:
 
 
 @execute.register
+def _evaluate(options: Evaluate, command: str) -> str:
+    from bevfusion_quant.ptq import read_run_config
+
+    config = read_run_config(options.run)
+    branch: Branch = config.get("branch", "lidar")
+    frames = frames_of(options, with_cameras=branch != "lidar", rig=config["config"])
+    return _report(
+        run_evaluate(
+            options.run,
+            frames,
+            cameras=options.cameras or None,
+            runs=options.runs,
+            name=options.name or free_name(options.runs, "evaluate"),
+            overwrite=options.overwrite,
+            command=command,
+        )
+    )
+
+
+@execute.register
 def _tree(options: Tree, command: str) -> str:
-    return str(tree(options.stage, options.config))
+    if options.quantize_head and options.branch != "all":
+        raise InputError(f"--quantize-head goes with --branch all, not with {options.branch}")
+    return str(
+        tree(options.stage, options.config, options.branch, quantize_head=options.quantize_head)
+    )
 
 
-def tree(stage: str, config: str = "nuscenes") -> nn.Module:
+def tree(
+    stage: str, config: str = "nuscenes", branch: Branch = "lidar", *, quantize_head: bool = False
+) -> nn.Module:
     """The part of the model that a stage is about, ready to be printed.
 
-    The float stage is the whole branch (voxelize, backbone); folding and quantization rewrite the
-    backbone, and the other stages are that alone. Quantizers are not calibrated.
+    The part alone for `camera`, `lidar`, `fuser`, `decoder` and `head`, the whole model for `all`.
+    Of the LiDAR branch, the float stage is all of it (voxelize, backbone); folding and quantization
+    rewrite the backbone, and the other stages are that alone. Quantizers are not calibrated.
     """
     sizes = CONFIGS[config]
-    model = build_lidar_branch(sizes)
+    model = build_model(sizes, built_parts(branch))
+    path = "" if branch == "all" else PART_PATHS[branch]
     if stage == "float":
-        return model.lidar
+        return model.get_submodule(path)
+    if branch == "lidar":
+        path += ".backbone"
     example = example_batch(sizes)
     fused = fuse_branch(model, example).model
     if stage == "fused":
-        return fused.lidar["backbone"]
-    return quantize_branch(fused, example).model.lidar["backbone"]
+        return fused.get_submodule(path)
+    quantized = quantize_branch(fused, example, branch, with_head=quantize_head).model
+    return quantized.get_submodule(path)
 
 
-def _report(result: PtqResult) -> str:
+def _report(result: PtqResult | EvaluateResult) -> str:
     steps = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in result.seconds.items())
-    warnings = "".join(f"\nwarning: {text}" for text in result.warnings)
-    return (
-        "\nFloat against fake-quantized, output of each layer\n\n"
-        f"{layer_table(result.layers)}\n{warnings}\n"
-        f"{steps}\npeak memory {result.peak_memory_mib:,.0f} MiB\n\n"
-        f"Written to {result.folder}: summary.json, ranges.json, weights.safetensors, "
-        "config.json, bev.png, layers.png, histograms_*.png"
+    warnings = "".join(f"\nwarning: {text}" for text in getattr(result, "warnings", ()))
+    detections = agreement_text(result.agreement, result.labels_found)
+    parts = (
+        "\nFloat against fake-quantized, output of each layer",
+        layer_table(result.layers),
+        "Stages",
+        stage_table(result.stages),
+        *(("Detections of both models, same class", detections) if result.agreement else ()),
+        f"{warnings}\n{steps}\npeak memory {result.peak_memory_mib:,.0f} MiB",
+        f"Written to {result.folder}: summary.json, config.json, bev.png, layers.png"
+        + (", ranges.json, weights.safetensors" if isinstance(result, PtqResult) else ""),
+        f"Page: {(result.folder / 'report.html').absolute()}",
     )
+    return "\n\n".join(parts)

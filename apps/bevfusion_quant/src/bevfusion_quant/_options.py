@@ -6,18 +6,56 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["Command", "Demo", "Ptq", "Tree"]
+__all__ = ["Command", "Demo", "Evaluate", "FrameOptions", "Ptq", "Tree"]
 
 ConfigName = Literal["nuscenes", "tiny"]
 Method = Literal["mse", "max", "entropy", "percentile"]
+Branch = Literal["camera", "lidar", "fuser", "decoder", "head", "all"]
+Dataset = Literal["street", "pandaset", "kitti", "files", "nuscenes"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrameOptions:
+    """Where frames come from: `--points`, or `--dataset` with `--data`.
+
+    Args:
+        points: LiDAR frames: nuScenes or KITTI .bin, .npz, NVIDIA .tensor, or folders of them.
+        dataset: A data set instead, with cameras and labels: street (made from seeds, no files),
+            pandaset, kitti, nuscenes, or files (points files and frame folders of your own).
+        data: Where the data set lies; files takes several paths, street none.
+        first: The first frame to use, counted from 0; the first seed of street.
+        count: How many frames from there; 0 for all (one of street).
+        split: nuScenes' split, such as val or mini_val.
+        data_version: nuScenes' version, such as v1.0-trainval.
+        incomplete: What to do with frames of which images are missing.
+        cameras: Names of the cameras to use, in this order; mit-bevfusion's six by default (KITTI:
+            CAM_FRONT).
+        columns: Columns of a .bin, 4 or 5, where the file leaves it open.
+        dtype: Number type of a .bin, where the file leaves it open.
+        nonfinite: What to do with NaN and Inf points.
+    """
+
+    points: tuple[Path, ...] = ()
+    dataset: Dataset | None = None
+    data: tuple[Path, ...] = ()
+    first: int = 0
+    count: int = 0
+    split: str | None = None
+    data_version: str | None = None
+    incomplete: Literal["refuse", "skip"] = "refuse"
+    cameras: tuple[str, ...] = ()
+    columns: Literal[4, 5] | None = None
+    dtype: Literal["float32", "float16"] | None = None
+    nonfinite: Literal["raise", "drop"] = "raise"
 
 
 @dataclass(frozen=True)
 class Demo:
-    """Fold, quantize, calibrate and compare on an embedded street scene; no download, no data.
+    """Do all of it on an embedded street scene with six cameras; no download, no data.
 
     Args:
-        config: Sizes of the branch.
+        config: Sizes of the model.
+        branch: What to quantize; see `ptq`.
         method: How activation ranges are chosen.
         seed: Seed of the street and of the random weights.
         runs: Folder of all runs.
@@ -26,6 +64,7 @@ class Demo:
     """
 
     config: ConfigName = "nuscenes"
+    branch: Branch = "all"
     method: Method = "mse"
     seed: int = 0
     runs: Path = Path("runs")
@@ -33,41 +72,54 @@ class Demo:
     overwrite: bool = False
 
 
-@dataclass(frozen=True)
-class Ptq:
-    """Fold, quantize, calibrate and compare on your own LiDAR frames.
+@dataclass(frozen=True, kw_only=True)
+class Ptq(FrameOptions):
+    """Fold, quantize, calibrate and compare on your own frames.
 
     Args:
-        points: Frames: nuScenes or KITTI .bin, .npz, NVIDIA .tensor, or folders of them.
-        config: Sizes of the branch.
-        branch: Which branch of BEVFusion.
+        config: Sizes of the model.
+        branch: What to quantize: camera or lidar, that encoder built alone; fuser, decoder or
+            head, that part in the whole model; all, the whole model but its head. By default lidar
+            for --points, all for --dataset.
         weights: mit-bevfusion state dict (.pth or .safetensors); random weights without it.
         weight_layout: How that file stores sparse weights; auto takes it from the shapes where they
             allow one layout only.
         method: How activation ranges are chosen.
         calibration_frames: How many frames, from the first, set the ranges; 0 for all.
-        exclude: Paths or globs below the backbone to leave float, such as conv_input.
-        columns: Columns of a .bin, 4 or 5, where the file leaves it open.
-        dtype: Number type of a .bin, where the file leaves it open.
-        nonfinite: What to do with NaN and Inf points.
+        exclude: Paths or globs to leave float, in full or below the part, such as conv_input.
+        quantize_head: With --branch all, the head too.
         seed: Seed of random weights.
         runs: Folder of all runs.
         name: The run's folder in it; by default ptq, ptq-2, …
         overwrite: Replace an earlier run of that name.
     """
 
-    points: tuple[Path, ...]
     config: ConfigName = "nuscenes"
-    branch: Literal["lidar"] = "lidar"
+    branch: Branch | None = None
     weights: Path | None = None
     weight_layout: Literal["auto", "RSCK", "KRSC", "KCRS"] = "auto"
     method: Method = "mse"
     calibration_frames: int = 0
     exclude: tuple[str, ...] = ()
-    columns: Literal[4, 5] | None = None
-    dtype: Literal["float32", "float16"] | None = None
-    nonfinite: Literal["raise", "drop"] = "raise"
+    quantize_head: bool = False
     seed: int = 0
+    runs: Path = Path("runs")
+    name: str | None = None
+    overwrite: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluate(FrameOptions):
+    """Compare a saved run's float and quantized model on other frames; the run stays as it is.
+
+    Args:
+        run: The folder of a run that demo or ptq wrote.
+        runs: Folder of all runs; the evaluation is a new one.
+        name: The evaluation's folder in it; by default evaluate, evaluate-2, …
+        overwrite: Replace an earlier run of that name.
+    """
+
+    run: Path
     runs: Path = Path("runs")
     name: str | None = None
     overwrite: bool = False
@@ -78,14 +130,16 @@ class Tree:
     """Print the module tree at one stage.
 
     Args:
-        branch: Which branch of BEVFusion.
+        branch: Which part, as in `ptq`.
         stage: float, with BatchNorms folded, or with quantizers in place.
-        config: Sizes of the branch.
+        config: Sizes of the model.
+        quantize_head: With --branch all, quantizers in the head too.
     """
 
-    branch: Literal["lidar"] = "lidar"
+    branch: Branch = "lidar"
     stage: Literal["float", "fused", "quantized"] = "float"
     config: ConfigName = "nuscenes"
+    quantize_head: bool = False
 
 
-Command = Demo | Ptq | Tree
+Command = Demo | Ptq | Evaluate | Tree

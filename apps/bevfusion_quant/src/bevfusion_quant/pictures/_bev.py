@@ -1,4 +1,4 @@
-"""The bird's-eye view: input voxels, float features, quantized features, and their difference."""
+"""The bird's-eye view: the frame, float features, quantized features, and their difference."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from matplotlib import colormaps
 from matplotlib.colors import Colormap, ListedColormap
 
@@ -17,68 +16,71 @@ from bevfusion_quant.pictures._style import GREY, figure, save
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from torch import Tensor
 
     from bevfusion_quant.model import LidarConfig
+    from bevfusion_quant.ptq import StageMaps
 
-__all__ = ["bev_pictures"]
+__all__ = ["bev_picture"]
 
 Map = npt.NDArray[np.floating[Any]]
 Draw = Callable[["Figure", "Axes"], None]
 # Without the darkest part, which would pass for the background.
 GLOW = ListedColormap(colormaps["magma"](np.linspace(0.17, 1, 256)))
-NORM = "L2 norm over channels"
-ERROR = "L2 norm of quantized − float"
+# Metres: cells of the input's picture.
+CELL = 0.3
 
 
-def bev_pictures(
-    folder: Path, config: LidarConfig, features: Tensor, coords: Tensor, wanted: Tensor, got: Tensor
-) -> list[Path]:
-    """Write `bev.png` (all four side by side) and one PNG for each of the four.
+def bev_picture(
+    folder: Path, config: LidarConfig, points: Map, kind: str, stage: StageMaps
+) -> Path:
+    """Write `bev.png`: the frame, and one stage in float, quantized and their difference.
 
-    Feature maps [1, channels, x, y] are shown as their L2 norm over the channels; cells without a
-    voxel stay dark. Float and quantized share one colour scale, from the 1st to the 99.5th
-    percentile of the float map; the difference (the norm of the difference vector) has its own,
-    from 0.
+    Cells without anything stay dark. Float and quantized share one colour scale, from the 1st to
+    the 99.5th percentile of the float map; the difference has its own, from 0.
 
     Args:
         folder: Where to write.
         config: Gives the metres.
-        features: float [voxels, 5] of the frame; column 2 is the height z in metres.
-        coords: int32 [voxels, 4]: batch, x, y, z.
-        wanted: The float model's map.
-        got: The fake-quant model's map.
+        points: float [n, 3] of the frame, x, y, z in metres.
+        kind: What they are: "points" or "voxels".
+        stage: A bird's-eye view of both models.
     """
-    occupied = ((wanted[0] != 0) | (got[0] != 0)).any(0)
-    float_map, quant_map = _norm(wanted, occupied), _norm(got, occupied)
-    error = _norm(got - wanted, occupied)
-    scale, worst = _span(float_map, 1), (0.0, _span(error, 0)[1])
+    error = np.abs(stage.difference_map)
+    scale, worst = _span(stage.float_map, 1), (0.0, _span(error, 0)[1])
     low, high = config.point_cloud_range[2], config.point_cloud_range[5]
-    heights = _heights(config, features, coords)
-    title = f"Difference, own scale ({_sqnr(wanted, got)})"
-    panels: dict[str, Draw] = {
-        "input": _panel(
+    row = stage.row
+    sqnr = "equal" if row.sqnr_db is None else f"SQNR {row.sqnr_db:.1f} dB"
+    panels: tuple[Draw, ...] = (
+        _panel(
             config,
-            heights,
-            f"Input: {len(coords):,} voxels, highest of each column",
+            _heights(config, points),
+            f"Input: {len(points):,} {kind}, highest of each column",
             "height z [m]",
             "viridis",
             (low, high),
         ),
-        "float": _panel(config, float_map, "Float features", NORM, GLOW, scale),
-        "quantized": _panel(config, quant_map, "Fake-quantized features", NORM, GLOW, scale),
-        "difference": _panel(config, error, title, ERROR, GLOW, worst),
-    }
-    written = []
+        _panel(config, stage.float_map, f"{row.title}: float", stage.quantity, GLOW, scale),
+        _panel(
+            config,
+            stage.quantized_map,
+            f"{row.title}: fake-quantized",
+            stage.quantity,
+            GLOW,
+            scale,
+        ),
+        _panel(
+            config,
+            error,
+            f"Difference, own scale (all frames: {sqnr})",
+            stage.difference_quantity,
+            GLOW,
+            worst,
+        ),
+    )
     with figure(12.4, 10.6) as whole:
-        for axes, draw in zip(whole.subplots(2, 2).flat, panels.values(), strict=True):
+        for axes, draw in zip(whole.subplots(2, 2).flat, panels, strict=True):
             draw(whole, axes)
-        written.append(save(whole, folder / "bev.png"))
-    for name, draw in panels.items():
-        with figure(6.6, 5.6) as single:
-            draw(single, single.subplots())
-            written.append(save(single, folder / f"bev_{name}.png"))
-    return written
+        return save(whole, folder / "bev.png")
 
 
 def _panel(
@@ -119,13 +121,6 @@ def _panel(
     return draw
 
 
-def _norm(features: Tensor, occupied: Tensor) -> Map:
-    """L2 norm over the channels, NaN where no voxel is."""
-    norm = features[0].float().norm(dim=0)
-    masked: Map = norm.masked_fill(~occupied, torch.nan).numpy()
-    return masked
-
-
 def _span(values: Map, percentile: float) -> tuple[float, float]:
     """A low percentile and the 99.5th of the cells that have a value."""
     known = values[np.isfinite(values)]
@@ -135,17 +130,14 @@ def _span(values: Map, percentile: float) -> tuple[float, float]:
     return float(low), max(float(high), float(low) + 1e-6)
 
 
-def _heights(config: LidarConfig, features: Tensor, coords: Tensor) -> Map:
-    """Highest voxel of each column of about 0.3 m, [cells, cells]; NaN where there is none."""
-    step = max(1, round(0.3 / config.voxel_size[0]))
-    cells = [-(-n // step) for n in config.sparse_shape[:2]]
-    flat = (coords[:, 1].long() // step) * cells[1] + coords[:, 2].long() // step
-    top = torch.full((cells[0] * cells[1],), -torch.inf)
-    top.scatter_reduce_(0, flat, features[:, 2].float(), "amax")
-    return np.where(np.isfinite(top.numpy()), top.numpy(), np.nan).reshape(cells)
-
-
-def _sqnr(wanted: Tensor, got: Tensor) -> str:
-    signal = float(wanted.double().square().sum())
-    noise = float((got.double() - wanted.double()).square().sum())
-    return f"SQNR {10 * np.log10(signal / noise):.1f} dB" if signal and noise else "equal"
+def _heights(config: LidarConfig, points: Map) -> Map:
+    """Highest point of each cell, [x, y]; NaN where there is none."""
+    low_x, low_y, _, high_x, high_y, _ = config.point_cloud_range
+    cells = (round((high_x - low_x) / CELL), round((high_y - low_y) / CELL))
+    x, y = (
+        np.clip(((points[:, axis] - low) / CELL).astype(np.int64), 0, cells[axis] - 1)
+        for axis, low in enumerate((low_x, low_y))
+    )
+    top = np.full(cells, -np.inf)
+    np.maximum.at(top, (x, y), points[:, 2])
+    return np.where(np.isfinite(top), top, np.nan)

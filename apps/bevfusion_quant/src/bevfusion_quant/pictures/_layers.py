@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bevfusion_quant.pictures._style import BLUE, GREY, INK, ORANGE, figure, save
+from bevfusion_quant.ptq._summary import short_names
 
 if TYPE_CHECKING:
     from bevfusion_quant.ptq._compare import LayerRow
@@ -19,19 +20,18 @@ def layer_picture(folder: Path, rows: Sequence[LayerRow]) -> list[Path]:
     shown = [row for row in rows if row.sqnr_db is not None]
     if not shown:
         return []
-    with figure(8.6, 1.3 + 0.27 * len(shown)) as whole:
+    # Narrower lines for the whole model, which has several times the layers of one branch.
+    step, size = (0.27, 8) if len(shown) <= 60 else (0.16, 6)
+    with figure(8.6, 1.3 + step * len(shown)) as whole:
         axes = whole.subplots()
         heights = range(len(shown))
         decibels = [float(row.sqnr_db or 0) for row in shown]
         names = [
-            row.layer.removeprefix("encoders.lidar.backbone.").replace(
-                "encoder_layers.encoder_layer", "layer"
-            )
-            for row in shown
+            name.replace("encoder_layers.encoder_layer", "layer") for name in short_names(shown)
         ]
-        blocks = [row.kind != "QuantSparseConvolution" for row in shown]
+        blocks = [not row.kind.startswith("Quant") for row in shown]
         axes.hlines(heights, 0, decibels, color="#cbd2d9", linewidth=1.2)
-        for is_block, colour, label in ((False, BLUE, "convolution"), (True, ORANGE, "block end")):
+        for is_block, colour, label in ((False, BLUE, "layer"), (True, ORANGE, "block end")):
             members = [i for i in heights if blocks[i] == is_block and i != len(shown) - 1]
             axes.scatter(
                 [decibels[i] for i in members], members, s=34, color=colour, label=label, zorder=3
@@ -43,9 +43,9 @@ def layer_picture(folder: Path, rows: Sequence[LayerRow]) -> list[Path]:
         for height, value in zip(heights, decibels, strict=True):
             axes.annotate(
                 f"{value:.1f}", (value, height), (7, 0),
-                textcoords="offset points", va="center", fontsize=8, color=GREY,
+                textcoords="offset points", va="center", fontsize=size, color=GREY,
             )  # fmt: skip
-        axes.set_yticks(list(heights), names, fontsize=8)
+        axes.set_yticks(list(heights), names, fontsize=size)
         axes.invert_yaxis()
         axes.set_xlim(min(0.0, min(decibels) * 1.1), max(decibels) * 1.12)
         axes.set_xlabel("SQNR of the layer's output, fake-quantized against float [dB]")

@@ -1,8 +1,16 @@
-"""Post-training quantization of the LiDAR branch, whole or step by step."""
+"""Post-training quantization of BEVFusion or a part of it, whole or step by step."""
 
-from bevfusion_quant.ptq._batches import VoxelBatches
-from bevfusion_quant.ptq._compare import Batch, Comparison, LayerRow, compare_layers
-from bevfusion_quant.ptq._load_run import load_quantized
+from bevfusion_quant.ptq._agreement import AgreementRow, DetectionTally, FoundRow, match
+from bevfusion_quant.ptq._batches import FrameBatches
+from bevfusion_quant.ptq._branches import Branch, built_parts, quantized_parts
+from bevfusion_quant.ptq._compare import Comparison, LayerRow, compare_layers
+from bevfusion_quant.ptq._evaluate import EvaluateResult, run_evaluate
+from bevfusion_quant.ptq._load_run import (
+    LoadedRun,
+    load_quantized,
+    load_run,
+    read_run_config,
+)
 from bevfusion_quant.ptq._quantizer_values import (
     QuantizerRow,
     QuantizerValues,
@@ -10,6 +18,7 @@ from bevfusion_quant.ptq._quantizer_values import (
 )
 from bevfusion_quant.ptq._run import PtqConfig, PtqResult, run_ptq
 from bevfusion_quant.ptq._run_folder import free_name, run_folder
+from bevfusion_quant.ptq._stage_maps import StageMaps, StageRow
 from bevfusion_quant.ptq._stages import (
     Method,
     Stage,
@@ -18,19 +27,28 @@ from bevfusion_quant.ptq._stages import (
     fuse_branch,
     quantize_branch,
 )
-from bevfusion_quant.ptq._summary import layer_table
+from bevfusion_quant.ptq._summary import agreement_text, layer_table, stage_table
 
 __all__ = [
-    "Batch",
+    "AgreementRow",
+    "Branch",
     "Comparison",
+    "DetectionTally",
+    "EvaluateResult",
+    "FoundRow",
+    "FrameBatches",
     "LayerRow",
+    "LoadedRun",
     "Method",
     "PtqConfig",
     "PtqResult",
     "QuantizerRow",
     "QuantizerValues",
     "Stage",
-    "VoxelBatches",
+    "StageMaps",
+    "StageRow",
+    "agreement_text",
+    "built_parts",
     "calibrate_branch",
     "compare_layers",
     "example_batch",
@@ -38,8 +56,14 @@ __all__ = [
     "fuse_branch",
     "layer_table",
     "load_quantized",
+    "load_run",
+    "match",
     "quantize_branch",
+    "quantized_parts",
+    "read_run_config",
+    "run_evaluate",
     "run_folder",
     "run_ptq",
+    "stage_table",
     "watch_quantizers",
 ]

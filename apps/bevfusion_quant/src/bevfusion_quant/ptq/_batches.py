@@ -1,44 +1,168 @@
-"""Frames become voxels: once each, and only when asked for."""
+"""Frames become what the model is called with: once each, and only when asked for."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.ptq._compare import Batch
+from bevfusion_quant.cameras import (
+    CAMERA_NAMES,
+    Camera,
+    depth_images,
+    order_cameras,
+    prepare_cameras,
+)
+from bevfusion_quant.model import Batch
 from bevfusion_quant.voxelize import VoxelizeError
 
 if TYPE_CHECKING:
-    from bevfusion_quant.model import LidarConfig
-    from bevfusion_quant.points import Frame
+    from bevfusion_quant.model import BEVFusion, BEVFusionConfig, LidarConfig
+    from bevfusion_quant.points import Frame, Labels
 
-__all__ = ["VoxelBatches", "voxels_of"]
+__all__ = ["FrameBatches"]
 
-KEPT = 16
+# Bytes of finished batches that are kept; a voxel frame takes about 2 MB, six cameras 35 MB.
+KEPT_BYTES = 200 * 2**20
 
 
-def voxels_of(frame: Frame, config: LidarConfig, voxelize: Callable[..., Any]) -> Batch:
-    """One frame as a batch of one: its own voxels, or its points put into voxels.
+class FrameBatches(Sequence[Batch]):
+    """The frames of a sequence as batches of one; the first few are kept, the rest made anew.
 
-    Raises:
-        InputError: No point in range, or voxels that are not of this configuration's grid.
+    A model with a LiDAR branch gets voxels, one with a camera branch images, depth and cells. The
+    frame's parts that the model does not read are not made.
+
+    Args:
+        frames: Any number; each is asked for when its batch is.
+        config: Sizes.
+        model: The model that will be called; its voxelizer and its view transform are used.
+        cameras: Names of the cameras to use, in this order.
     """
-    if frame.points is not None:
+
+    def __init__(
+        self,
+        frames: Sequence[Frame],
+        config: BEVFusionConfig,
+        model: BEVFusion,
+        cameras: Sequence[str] = CAMERA_NAMES,
+    ) -> None:
+        self.names: dict[int, tuple[str, int]] = {}
+        self._frames, self._config, self._cameras = frames, config, tuple(cameras)
+        self._count = len(frames)
+        self._kept: dict[int, Batch] = {}
+        self._labels: dict[int, Labels | None] = {}
+        self._first: Frame | None = None
+        parts = model.parts
+        self._voxelize = model.lidar["voxelize"] if "lidar" in parts else None
+        self._view: Any = model.camera["vtransform"] if "camera" in parts else None
+
+    def head(self, count: int) -> FrameBatches:
+        """The first `count` frames, sharing what is already made."""
+        part = copy.copy(self)
+        part._count = count
+        return part
+
+    @property
+    def first_frame(self) -> Frame:
+        """The frame of the first batch."""
+        if self._first is None:
+            self._first = self._frames[0]
+        return self._first
+
+    def frame_labels(self, index: int) -> Labels | None:
+        """The labels of a batch's frame, kept from when the batch was made."""
+        if index not in self._labels:
+            self._labels[index] = self._frames[index].labels
+        return self._labels[index]
+
+    def used_cameras(self, frame: Frame) -> tuple[Camera, ...]:
+        """The frame's cameras that the model reads, in its order.
+
+        Raises:
+            InputError: The frame has no cameras, or not all of those wanted.
+        """
+        if self._view is None:
+            return ()
+        if not frame.cameras:
+            raise InputError(
+                f"{frame.name}: the frame has no cameras, and this branch reads images: give "
+                "frames with cameras (--dataset street, pandaset, kitti, files or nuscenes), or "
+                "quantize --branch lidar"
+            )
         try:
-            features, coords, _ = voxelize(frame.points)
-        except VoxelizeError as error:
-            raise InputError(f"{frame.name}: {error}") from error
-        return Batch(features, coords, 1)
-    assert frame.voxels is not None
-    features, coords = (torch.from_numpy(a) for a in frame.voxels)
-    if len(features) == 0:
-        raise InputError(f"{frame.name}: the file holds no voxels: there is nothing to run")
-    _check_grid(frame.name, coords, config)
-    return Batch(features, coords, 1)
+            return order_cameras(frame.cameras, self._cameras)
+        except InputError as error:
+            raise InputError(
+                f"{frame.name}: {error}; --cameras names the ones to use where a frame has fewer"
+            ) from error
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> Batch:  # type: ignore[override]
+        if not 0 <= index < self._count:
+            raise IndexError(index)
+        if index in self._kept:
+            return self._kept[index]
+        frame = self.first_frame if index == 0 else self._frames[index]
+        batch = self._batch(frame)
+        self.names[index] = (frame.name, len(frame))
+        self._labels[index] = frame.labels
+        if sum(map(_bytes, self._kept.values())) + _bytes(batch) <= KEPT_BYTES or not self._kept:
+            self._kept[index] = batch
+        return batch
+
+    def __iter__(self) -> Iterator[Batch]:
+        return (self[i] for i in range(len(self)))
+
+    def _batch(self, frame: Frame) -> Batch:
+        images = depth = cells = None
+        cameras = self.used_cameras(frame)
+        if cameras:
+            if frame.points is None:
+                raise InputError(
+                    f"{frame.name}: the file holds voxels, and the camera branch wants the depth "
+                    "of single points: give points, or quantize --branch lidar"
+                )
+            size = self._config.camera.image_size
+            try:
+                inputs = prepare_cameras(cameras, size)
+                geometry = (inputs.intrinsics, inputs.lidar_to_camera, inputs.image_aug)
+                cells = self._view.cells(*(matrices[None] for matrices in geometry))
+            except InputError as error:
+                raise InputError(f"{frame.name}: {error}") from error
+            images, depth = inputs.images[None], depth_images(frame.points, inputs, size)[None]
+        features, coords = self._voxels(frame)
+        return Batch(features, coords, 1, images, depth, cells)
+
+    def _voxels(self, frame: Frame) -> tuple[torch.Tensor, torch.Tensor]:
+        """Voxels that came with the frame, or its points put into voxels.
+
+        Raises:
+            InputError: No point in range, or voxels that are not of this configuration's grid.
+        """
+        if self._voxelize is None:
+            columns = self._config.lidar.in_channels
+            return torch.zeros(0, columns), torch.zeros(0, 4, dtype=torch.int32)
+        if frame.points is not None:
+            try:
+                features, coords, _ = self._voxelize(frame.points)
+            except VoxelizeError as error:
+                raise InputError(f"{frame.name}: {error}") from error
+            return features, coords
+        assert frame.voxels is not None
+        features, coords = (torch.from_numpy(a) for a in frame.voxels)
+        if len(features) == 0:
+            raise InputError(f"{frame.name}: the file holds no voxels: there is nothing to run")
+        _check_grid(frame.name, coords, self._config.lidar)
+        return features, coords
+
+
+def _bytes(batch: Batch) -> int:
+    return sum(value.nbytes for value in batch if isinstance(value, torch.Tensor))
 
 
 def _check_grid(name: str, coords: torch.Tensor, config: LidarConfig) -> None:
@@ -53,39 +177,3 @@ def _check_grid(name: str, coords: torch.Tensor, config: LidarConfig) -> None:
             "the voxels were made for another grid; choose the --config they were made for, or "
             "give points"
         )
-
-
-class VoxelBatches(Sequence[Batch]):
-    """The frames of a sequence as batches of one; the first few are kept, the rest made anew."""
-
-    def __init__(
-        self, frames: Sequence[Frame], config: LidarConfig, voxelize: Callable[..., Any]
-    ) -> None:
-        self.names: dict[int, tuple[str, int]] = {}
-        self._frames, self._config, self._voxelize = frames, config, voxelize
-        self._count = len(frames)
-        self._kept: dict[int, Batch] = {}
-
-    def head(self, count: int) -> VoxelBatches:
-        """The first `count` frames, sharing what is already made."""
-        part = copy.copy(self)
-        part._count = count
-        return part
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: int) -> Batch:  # type: ignore[override]
-        if not 0 <= index < self._count:
-            raise IndexError(index)
-        if index in self._kept:
-            return self._kept[index]
-        frame = self._frames[index]
-        batch = voxels_of(frame, self._config, self._voxelize)
-        self.names[index] = (frame.name, len(frame))
-        if len(self._kept) < KEPT:
-            self._kept[index] = batch
-        return batch
-
-    def __iter__(self) -> Iterator[Batch]:
-        return (self[i] for i in range(len(self)))

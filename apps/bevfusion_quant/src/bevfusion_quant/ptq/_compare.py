@@ -1,8 +1,7 @@
-"""Float against fake-quant, layer by layer, on the same frames."""
+"""Float against fake-quant, layer by layer and stage by stage, on the same frames."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -11,15 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Batch", "Comparison", "LayerRow", "compare_layers"]
+from bevfusion_quant.model import Batch
+from bevfusion_quant.ptq._lockstep import Leader, lead
+from bevfusion_quant.ptq._stage_maps import StageMaps, stage_probes, whole_output
+from bevfusion_quant.ptq._sums import PairSums
 
+__all__ = ["Comparison", "LayerRow", "compare_layers"]
 
-class Batch(NamedTuple):
-    """Voxels of one frame: float [voxels, channels], int32 [voxels, 4] (batch, x, y, z), frames."""
-
-    features: Tensor
-    coords: Tensor
-    batch_size: int
+Pair = Callable[[int, Any, Any], None]
 
 
 @dataclass(frozen=True)
@@ -29,7 +27,7 @@ class LayerRow:
     `sqnr_db` is 10·log10(Σ float² / Σ (quant − float)²), None where the two are equal or the float
     output is all zero; `cosine` the cosine of the two outputs seen as vectors, None where one is
     zero; `saturated` the share of the layer's input values beyond its range; `rows` the mean
-    number of active voxels (cells, for the dense map) in a frame.
+    number of active voxels (cells or pixels, for dense maps) in a frame.
     """
 
     layer: str
@@ -43,148 +41,166 @@ class LayerRow:
 
 
 class Comparison(NamedTuple):
-    """Rows of the table, and both models' output for the first batch."""
+    """Rows of the layer table, the stages, and both models' output for the first batch."""
 
     rows: list[LayerRow]
-    wanted: Tensor
-    got: Tensor
+    stages: list[StageMaps]
+    wanted: Any
+    got: Any
 
 
-@dataclass
-class _Sums:
-    signal: float = 0.0
-    noise: float = 0.0
-    dot: float = 0.0
-    energy: float = 0.0
-    rows: int = 0
-    frames: int = 0
-    channels: int = 0
-    beyond: int = 0
-    inputs: int = 0
-
-    def add(self, wanted: Tensor, got: Tensor) -> None:
-        f, q = wanted.double().flatten(), got.double().flatten()
-        self.signal += float(f @ f)
-        self.energy += float(q @ q)
-        self.dot += float(f @ q)
-        q -= f
-        self.noise += float(q @ q)
-        self.frames += 1
-
-    def row(self, layer: str, kind: str, amax: float | None) -> LayerRow:
-        comparable = self.signal > 0 and self.noise > 0
-        length = math.sqrt(self.signal) * math.sqrt(self.energy)
-        return LayerRow(
-            layer=layer,
-            kind=kind,
-            channels=self.channels,
-            rows=self.rows / max(self.frames, 1),
-            sqnr_db=10 * math.log10(self.signal / self.noise) if comparable else None,
-            cosine=self.dot / length if length else None,
-            saturated=self.beyond / self.inputs if self.inputs else None,
-            input_amax=amax,
-        )
-
-
-@dataclass
+@dataclass(eq=False)
 class _Probe:
     """Watches one layer in both models."""
 
     layer: str
     kind: str
     reader: nn.Module | None  # the quantized module whose input range this is
-    sums: _Sums = field(default_factory=_Sums)
-    wanted: Tensor | None = None
+    sums: PairSums = field(default_factory=PairSums)
+    channels: int = 0
+    rows: int = 0
+    frames: int = 0
+    beyond: int = 0
+    inputs: int = 0
 
-    def keep(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.wanted = _values(output)
-
-    def judge(self, module: nn.Module, args: Any, output: Any) -> None:
-        got = _values(output)
-        assert self.wanted is not None
-        self.sums.add(self.wanted, got)
-        self.sums.channels = got.shape[1]
-        self.sums.rows += got.numel() // got.shape[1]
-        self.wanted = None
+    def judge(self, wanted: Tensor, got: Tensor, *, channels_last: bool = False) -> None:
+        self.sums.add(wanted, got)
+        self.channels = got.shape[-1 if channels_last else 1]
+        self.rows += got.numel() // self.channels
+        self.frames += 1
 
     def count(self, module: nn.Module, args: Any) -> None:
         amax = self.amax()
         if amax is None:
             return
         for value in args:
-            x = _values(value)
-            self.sums.beyond += int(torch.count_nonzero(x.abs() > amax))
-            self.sums.inputs += x.numel()
+            x = whole_output(value)
+            self.inputs += x.numel()
+            if x.numel():
+                low, high = x.aminmax()
+                if float(high) > amax or float(low) < -amax:
+                    self.beyond += int(torch.count_nonzero(x.abs() > amax))
 
     def amax(self) -> float | None:
         amax = getattr(getattr(self.reader, "_input_quantizer", None), "_amax", None)
         return float(amax.max()) if isinstance(amax, Tensor) else None
+
+    def row(self) -> LayerRow:
+        return LayerRow(
+            layer=self.layer,
+            kind=self.kind,
+            channels=self.channels,
+            rows=self.rows / max(self.frames, 1),
+            sqnr_db=self.sums.sqnr_db,
+            cosine=self.sums.cosine,
+            saturated=self.beyond / self.inputs if self.inputs else None,
+            input_amax=self.amax(),
+        )
 
 
 def compare_layers(
     float_model: nn.Module,
     quantized_model: nn.Module,
     batches: Iterable[Batch],
+    each: Pair | None = None,
 ) -> Comparison:
     """One row per quantized layer in the order of execution, then one for the model's output.
+
+    The two models run in step, the float one a layer ahead, so that no more than one of its
+    activations is kept for the comparison.
 
     Args:
         float_model: The folded float model.
         quantized_model: The calibrated model made from it; layers correspond by path. Layers that
             the float model does not have (QuantAdd) are compared where their block ends.
         batches: At least one; every batch is run through both models.
+        each: Called with the batch's index and both models' output, batch after batch.
 
     Returns:
-        Rows pooled over all batches (sums of squares, not means of decibels).
+        Rows pooled over all batches (sums of squares, not means of decibels). The row `output` is
+        the bird's-eye view that the model answers, or the head's heatmap.
     """
-    probes = _probes(float_model, quantized_model)
-    order: list[_Probe] = []
+    watch = _Watch(float_model, quantized_model)
     whole = _Probe("output", "", None)
-    first: tuple[Tensor, Tensor] | None = None
+    first: tuple[Any, Any] | None = None
     with ExitStack() as stack, torch.no_grad():
-        for probe in probes:
-            reference = float_model.get_submodule(probe.layer)
-            stack.callback(reference.register_forward_hook(probe.keep).remove)
-            judged = quantized_model.get_submodule(probe.layer)
-            stack.callback(judged.register_forward_hook(_noting(order, probe)).remove)
-            assert probe.reader is not None
-            stack.callback(probe.reader.register_forward_pre_hook(probe.count).remove)
-        for batch in batches:
-            whole.wanted = wanted = float_model(*batch)
-            got = quantized_model(*batch)
-            whole.judge(quantized_model, (), got)
+        watch.attach(stack)
+        for index, batch in enumerate(batches):
+            with lead(lambda batch=batch: float_model(*batch)) as leader:  # type: ignore[misc]
+                watch.leader = leader
+                got = quantized_model(*batch)
+                wanted = leader.result()
+            whole.judge(whole_output(wanted), whole_output(got))
+            if each is not None:
+                each(index, wanted, got)
             first = first or (wanted, got)
     if first is None:
         raise ValueError("there are no batches to compare on: give at least one")
-    rows = [p.sums.row(p.layer, p.kind, p.amax()) for p in order]
-    return Comparison([*rows, whole.sums.row("output", "bird's-eye view", None)], *first)
+    whole.kind = "heatmap" if isinstance(first[0], dict) else "bird's-eye view"
+    rows = [probe.row() for probe in (*watch.order, whole)]
+    return Comparison(rows, [stage.result() for stage in watch.stages], *first)
 
 
-def _noting(order: list[_Probe], probe: _Probe) -> Callable[[nn.Module, Any, Any], None]:
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
-        if probe not in order:
-            order.append(probe)
-        probe.judge(module, args, output)
+class _Watch:
+    """Hooks on both models: the float one hands its values out, the quantized one judges."""
 
-    return hook
+    leader: Leader[Any]
+
+    def __init__(self, float_model: nn.Module, quantized_model: nn.Module) -> None:
+        self.models = float_model, quantized_model
+        self.probes = _probes(float_model, quantized_model)
+        self.stages = stage_probes(quantized_model)
+        self.order: list[_Probe] = []
+
+    def attach(self, stack: ExitStack) -> None:
+        float_model, quantized_model = self.models
+        for path in {probe.layer for probe in self.probes} | {s.path for s in self.stages}:
+            reference = float_model.get_submodule(path)
+            stack.callback(reference.register_forward_hook(self._hand_out(path)).remove)
+            judged = quantized_model.get_submodule(path)
+            stack.callback(judged.register_forward_hook(self._judge(path)).remove)
+        for probe in self.probes:
+            if probe.reader is not None:
+                stack.callback(probe.reader.register_forward_pre_hook(probe.count).remove)
+
+    def _hand_out(self, path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            self.leader.hand_out(path, whole_output(output))
+
+        return hook
+
+    def _judge(self, path: str) -> Callable[..., None]:
+        probes = [probe for probe in self.probes if probe.layer == path]
+        stages = [stage for stage in self.stages if stage.path == path]
+
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            wanted, got = self.leader.take(path), whole_output(output)
+            for probe in probes:
+                if probe not in self.order:
+                    self.order.append(probe)
+                probe.judge(wanted, got, channels_last=isinstance(module, nn.Linear))
+            for stage in stages:
+                stage.add(wanted, got)
+
+        return hook
 
 
 def _probes(float_model: nn.Module, quantized_model: nn.Module) -> list[_Probe]:
     """Layers with an input quantizer; an addition stands for the block whose last step it is."""
     known = dict(float_model.named_modules())
     quantized_layers = dict(quantized_model.named_modules())
-    probes = []
-    for path, module in quantized_layers.items():
-        if getattr(module, "_input_quantizer", None) is None:
+    probes: dict[str, _Probe] = {}
+    for path, module in quantized_model.named_modules(remove_duplicate=False):
+        owner, _, name = path.rpartition(".")
+        if name.startswith("residual_quantizer"):
+            # Other layers may hold the same quantizer, so what it counts is not this block's.
+            layer, reader = owner, None
+        elif getattr(module, "_input_quantizer", None) is not None:
+            # What quantization added (QuantAdd, QuantConcat) exists in the quantized model alone:
+            # it is compared where its block ends.
+            layer, reader = path if path in known else owner, module
+        else:
             continue
-        # QuantAdd exists in the quantized model alone: it is compared where its block ends.
-        layer = path if path in known else path.rpartition(".")[0]
-        if layer in known:
-            probes.append(_Probe(layer, type(quantized_layers[layer]).__name__, module))
-    return probes
-
-
-def _values(value: Any) -> Tensor:
-    """The numbers of a tensor or of a sparse tensor."""
-    values: Tensor = value if isinstance(value, Tensor) else value.features
-    return values
+        if layer in known and layer in quantized_layers and layer not in probes:
+            probes[layer] = _Probe(layer, type(quantized_layers[layer]).__name__, reader)
+    return list(probes.values())

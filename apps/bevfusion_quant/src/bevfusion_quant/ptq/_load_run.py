@@ -1,23 +1,37 @@
-"""A finished run back in memory: the quantized branch with its folded weights and ranges."""
+"""A finished run back in memory: the quantized model with its folded weights and ranges."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bevfusion_quant._errors import InputError
+from bevfusion_quant.model import CONFIGS, build_model
+from bevfusion_quant.ptq._branches import built_parts
 from bevfusion_quant.ptq._run_folder import CONFIG_FILE, RUN_FORMAT
 from bevfusion_quant.ptq._stages import example_batch, fuse_branch, quantize_branch
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from bevfusion_quant.model import BEVFusion
 
-__all__ = ["load_quantized"]
+__all__ = ["LoadedRun", "load_quantized", "load_run", "read_run_config"]
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedRun:
+    """A run's settings, its folded float model and its calibrated quantized one, in eval mode."""
+
+    config: dict[str, Any]
+    float_model: BEVFusion
+    quantized_model: BEVFusion
 
 
 def load_quantized(folder: str | Path) -> BEVFusion:
-    """The fake-quantized branch of a run, as it was when the run was written; nothing is unpickled.
+    """The fake-quantized model of a run, as it was when the run was written; nothing is unpickled.
 
     Args:
         folder: A run folder, `runs/name`.
@@ -28,28 +42,69 @@ def load_quantized(folder: str | Path) -> BEVFusion:
     Raises:
         InputError: The folder is not a run, or its files are damaged or do not belong together.
     """
+    return load_run(folder).quantized_model
+
+
+def read_run_config(folder: str | Path) -> dict[str, Any]:
+    """A run's settings, as `run_ptq` wrote them.
+
+    Raises:
+        InputError: The folder is not a run that holds a model.
+    """
+    folder = Path(folder)
+    try:
+        config: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        if config["format"] != RUN_FORMAT:
+            raise ValueError(f"its format is {config['format']!r}")
+        if "evaluates" in config:
+            raise ValueError(f"it is an evaluation of {config['evaluates']}, which has the model")
+        if config["config"] not in CONFIGS:
+            raise ValueError(f"its sizes {config['config']!r} are unknown")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _refusal(folder, error) from error
+    return config
+
+
+def load_run(folder: str | Path) -> LoadedRun:
+    """Both models of a run: the file of folded weights and ranges holds either.
+
+    Raises:
+        InputError: As `load_quantized`.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    from bevfusion_quant.model import CONFIGS, build_lidar_branch
     from bevquant_quantizers import load_ranges
 
     folder = Path(folder)
+    config = read_run_config(folder)
     try:
-        config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-        if config["format"] != RUN_FORMAT:
-            raise ValueError(f"its format is {config['format']!r}")
-        sizes = CONFIGS[config["config"]]
+        sizes, branch = CONFIGS[config["config"]], config.get("branch", "lidar")
         example = example_batch(sizes)
-        fused = fuse_branch(build_lidar_branch(sizes), example).model
+        state = load_file(folder / "weights.safetensors")
+        fused = fuse_branch(build_model(sizes, built_parts(branch)), example).model
         model = quantize_branch(
-            fused, example, method=config["method"], exclude=config["exclude"]
+            fused,
+            example,
+            branch,
+            method=config["method"],
+            exclude=config["exclude"],
+            with_head=config.get("quantize_head", False),
         ).model
         load_ranges(model, folder / "ranges.json")
-        model.load_state_dict(load_file(folder / "weights.safetensors"))
+        model.load_state_dict(state)
+        fused.load_state_dict(_float_part(state, fused.state_dict()))
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-        raise InputError(
-            f"{folder} cannot be loaded as a run of bevfusion-quant: {error}: give a folder that a "
-            "run has written, unchanged"
-        ) from error
-    return model
+        raise _refusal(folder, error) from error
+    return LoadedRun(config, fused, model)
+
+
+def _float_part(state: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: state[name] for name in wanted}
+
+
+def _refusal(folder: Path, error: Exception) -> InputError:
+    return InputError(
+        f"{folder} cannot be loaded as a run of bevfusion-quant: {error}: give a folder that a "
+        "run has written, unchanged"
+    )

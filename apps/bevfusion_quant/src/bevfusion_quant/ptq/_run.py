@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.model import CONFIGS, build_lidar_branch, load_weights, random_weights
-from bevfusion_quant.ptq._batches import VoxelBatches
-from bevfusion_quant.ptq._compare import LayerRow, compare_layers
-from bevfusion_quant.ptq._quantizer_values import QuantizerRow, watch_quantizers
+from bevfusion_quant.cameras import CAMERA_NAMES
+from bevfusion_quant.model import CONFIGS, build_model, load_weights, random_weights
+from bevfusion_quant.ptq._agreement import AgreementRow, FoundRow
+from bevfusion_quant.ptq._batches import FrameBatches
+from bevfusion_quant.ptq._branches import Branch, built_parts, quantized_parts
+from bevfusion_quant.ptq._clock import Clock
+from bevfusion_quant.ptq._compare import LayerRow
+from bevfusion_quant.ptq._judge import judge
+from bevfusion_quant.ptq._page import write_page, write_pictures
+from bevfusion_quant.ptq._quantizer_values import QuantizerRow
 from bevfusion_quant.ptq._record import (
     calibration_record,
     calibration_warnings,
@@ -25,6 +29,7 @@ from bevfusion_quant.ptq._record import (
     save_model,
 )
 from bevfusion_quant.ptq._run_folder import CONFIG_FILE, RUN_FORMAT, run_folder
+from bevfusion_quant.ptq._stage_maps import StageRow, whole_output
 from bevfusion_quant.ptq._stages import (
     Method,
     calibrate_branch,
@@ -33,13 +38,11 @@ from bevfusion_quant.ptq._stages import (
     quantize_branch,
 )
 from bevfusion_quant.ptq._summary import peak_memory_mib, versions, write_json
+from bevfusion_quant.ptq._sums import relative_change
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from bevfusion_quant.model import BEVFusion
+    from bevfusion_quant.model import Batch, BEVFusion
     from bevfusion_quant.points import Frame
-    from bevfusion_quant.ptq._compare import Batch
 
 __all__ = ["PtqConfig", "PtqResult", "run_ptq"]
 
@@ -51,22 +54,29 @@ class PtqConfig:
     """Everything that decides the result of a run, its frames apart.
 
     Args:
-        config: Sizes of the branch: "nuscenes" or "tiny".
+        config: Sizes of the model: "nuscenes" or "tiny".
+        branch: What to quantize: "camera" or "lidar", that encoder built alone; "fuser", "decoder"
+            or "head", that part in the whole model; "all", the whole model but its head.
         method: How activation ranges are chosen.
         weights: State dict to load; None for random weights.
         weight_layout: How that file stores sparse weights, or "auto".
         seed: Seed of random weights.
         calibration_frames: How many frames, from the first, set the ranges; 0 for all.
-        exclude: Paths or globs below the backbone to leave float.
+        exclude: Paths or globs to leave float, in full or below the part.
+        quantize_head: With branch "all", the head too.
+        cameras: Names of the cameras to use, in this order.
     """
 
     config: str = "nuscenes"
+    branch: Branch = "lidar"
     method: Method = "mse"
     weights: Path | None = None
     weight_layout: str = "auto"
     seed: int = 0
     calibration_frames: int = 0
     exclude: tuple[str, ...] = ()
+    quantize_head: bool = False
+    cameras: tuple[str, ...] = CAMERA_NAMES
 
 
 @dataclass(frozen=True)
@@ -75,28 +85,13 @@ class PtqResult:
 
     folder: Path
     layers: list[LayerRow]
+    stages: list[StageRow]
+    agreement: list[AgreementRow]
+    labels_found: list[FoundRow]
     quantizers: list[QuantizerRow]
     warnings: tuple[str, ...]
     seconds: dict[str, float]
     peak_memory_mib: float
-
-
-@dataclass
-class _Clock:
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def step(self, name: str, blame: str = "") -> Iterator[None]:
-        """Time a step; with `blame`, what it refuses is the input's fault and is said so."""
-        LOG.info("%s …", name)
-        start = time.perf_counter()
-        try:
-            yield
-        except ValueError as error:
-            if not blame or isinstance(error, InputError):
-                raise
-            raise InputError(f"{blame}: {error}") from error
-        self.seconds[name] = round(time.perf_counter() - start, 3)
 
 
 def run_ptq(
@@ -108,7 +103,7 @@ def run_ptq(
     overwrite: bool = False,
     command: str = "",
 ) -> PtqResult:
-    """Quantize the LiDAR branch on the given frames and write `runs/name`.
+    """Quantize the model or a part of it on the given frames and write `runs/name`.
 
     Args:
         frames: At least one; ranges come from the first `calibration_frames`, the comparison from
@@ -122,7 +117,7 @@ def run_ptq(
     Raises:
         InputError: Whatever is wrong with the input; nothing is written then.
     """
-    clock, start = _Clock(), time.perf_counter()
+    clock = Clock()
     count = config.calibration_frames or len(frames)
     if not 1 <= count <= len(frames):
         raise InputError(
@@ -134,9 +129,10 @@ def run_ptq(
         raise InputError(f"--seed {config.seed}: it must not be negative")
     with run_folder(runs, name, overwrite=overwrite) as folder:
         sizes = CONFIGS[config.config]
-        with clock.step("voxelize"):
-            float_model = build_lidar_branch(sizes)
-            batches = VoxelBatches(frames, sizes, float_model.lidar["voxelize"])
+        with clock.step("build"):
+            float_model = build_model(sizes, built_parts(config.branch))
+            batches = FrameBatches(frames, sizes, float_model, config.cameras)
+        with clock.step("read and voxelize"):
             first = batches[0]
         weights = _fill(float_model, config, first, clock)
         example = example_batch(sizes)
@@ -144,59 +140,85 @@ def run_ptq(
             fused = fuse_branch(float_model, example)
         with clock.step("quantize", blame="the branch cannot be quantized this way"):
             quantized = quantize_branch(
-                fused.model, example, method=config.method, exclude=config.exclude
+                fused.model,
+                example,
+                config.branch,
+                method=config.method,
+                exclude=config.exclude,
+                with_head=config.quantize_head,
             )
         with clock.step("calibrate", blame="no ranges can be found"):
             report = calibrate_branch(quantized.model, batches.head(count), method=config.method)
-        with clock.step("compare"):
-            layers, wanted, got = compare_layers(fused.model, quantized.model, batches)
-            with torch.no_grad():
-                folding_error = _relative_change(float_model(*first), wanted)
-        with clock.step("watch quantizers"):
-            values = watch_quantizers(quantized.model, lambda model: model(*first))
+        judgement = judge(fused.model, quantized.model, batches, sizes, clock)
+        with clock.step("check folding"), torch.no_grad():
+            unfolded = whole_output(float_model(*first))
+            folding_error = relative_change(unfolded, whole_output(judgement.wanted))
+        stage = quantized_parts(config.branch)[-1]
         with clock.step("draw"):
-            from bevfusion_quant.pictures import bev_pictures, histogram_pictures, layer_picture
-
-            bev_pictures(folder, sizes, first.features, first.coords, wanted, got)
-            histogram_pictures(folder, values)
-            layer_picture(folder, layers)
-        rows = [QuantizerRow.of(v) for v in values]
+            write_pictures(folder, sizes, batches.first_frame, judgement, stage)
         with clock.step("write"):
             save_model(folder, quantized.model)
             write_json(
                 folder / CONFIG_FILE,
-                {"format": RUN_FORMAT, "version": 1, **asdict(config), "sizes": asdict(sizes)},
+                {"format": RUN_FORMAT, "version": 2, **asdict(config), "sizes": asdict(sizes)},
             )
-        seconds = {**clock.seconds, "total": round(time.perf_counter() - start, 3)}
-        peak = round(peak_memory_mib(), 1)
+        records: dict[str, Any] = {
+            "fusion": {**fusion_record(fused.result), "largest_relative_change": folding_error},
+            "quantization": quantization_record(quantized.result),
+            "calibration": calibration_record(report),
+        }
+        with clock.step("page"):
+            write_page(
+                folder / "report.html",
+                title=name,
+                command=command,
+                config=sizes,
+                settings={**asdict(config), "threads": torch.get_num_threads()},
+                frame=batches.first_frame,
+                cameras=batches.used_cameras(batches.first_frame),
+                frames=[frame for _, (frame, _) in sorted(batches.names.items())],
+                judgement=judgement,
+                records=records,
+                seconds=clock.seconds(),
+                peak_memory_mib=peak_memory_mib(),
+            )
+        seconds, peak = clock.seconds(), round(peak_memory_mib(), 1)
         summary = {
             "format": RUN_FORMAT,
-            "version": 1,
+            "version": 2,
             "command": command,
             "versions": versions(),
             "threads": torch.get_num_threads(),
+            "branch": config.branch,
             "frames": [
                 {"name": frame, "size": size, "calibration": index < count}
                 for index, (frame, size) in sorted(batches.names.items())
             ],
             "weights": weights,
-            "fusion": {**fusion_record(fused.result), "largest_relative_change": folding_error},
-            "quantization": quantization_record(quantized.result),
-            "calibration": calibration_record(report),
-            "layers": layers,
-            "quantizers": rows,
+            **records,
+            **judgement.summary(),
             "seconds": seconds,
             "peak_memory_mib": peak,
         }
         write_json(folder / "summary.json", summary)
-    return PtqResult(runs / name, layers, rows, calibration_warnings(report), seconds, peak)
+    return PtqResult(
+        runs / name,
+        judgement.layers,
+        judgement.stage_rows,
+        judgement.agreement,
+        judgement.found,
+        judgement.quantizers,
+        calibration_warnings(report),
+        seconds,
+        peak,
+    )
 
 
-def _fill(model: BEVFusion, config: PtqConfig, first: Batch, clock: _Clock) -> dict[str, object]:
+def _fill(model: BEVFusion, config: PtqConfig, first: Batch, clock: Clock) -> dict[str, object]:
     """Weights from the file, or random ones fitted to the first frame; says which."""
     if config.weights is None:
         with clock.step("random weights"):
-            random_weights(model, first.features, first.coords, seed=config.seed)
+            random_weights(model, *first, seed=config.seed)
         return {"source": "random", "seed": config.seed, "batch_norms_fitted_to": "the first frame"}
     with clock.step("load weights"):
         report = load_weights(model, config.weights, layout=config.weight_layout)
@@ -208,9 +230,3 @@ def _fill(model: BEVFusion, config: PtqConfig, first: Batch, clock: _Clock) -> d
         "loaded": len(report.loaded),
         "not_used": report.not_used,
     }
-
-
-def _relative_change(wanted: Tensor, got: Tensor) -> float:
-    """Max |got − wanted| / max |wanted|."""
-    scale = float(wanted.abs().max())
-    return float((got - wanted).abs().max()) / scale if scale else 0.0

@@ -30,7 +30,9 @@ def free_name(runs: Path, stem: str) -> str:
 
 
 @contextmanager
-def run_folder(runs: Path, name: str, *, overwrite: bool) -> Iterator[Path]:
+def run_folder(
+    runs: Path, name: str, *, overwrite: bool, keep: Path | None = None
+) -> Iterator[Path]:
     """Give an empty folder to write into; at the end it becomes `runs/name` in one step.
 
     Whatever ends the block early, Ctrl-C included, leaves no trace of it, and an older run that was
@@ -40,16 +42,21 @@ def run_folder(runs: Path, name: str, *, overwrite: bool) -> Iterator[Path]:
         runs: Folder of all runs; made when missing, and removed again if the run fails.
         name: One path component: letters, digits, `.`, `_`, `-`, not starting with a dot.
         overwrite: Replace `runs/name`, if it is a run of this program.
+        keep: A run that is read and must not be replaced.
 
     Raises:
         InputError: The name is unusable, or taken and not to be overwritten, or taken by something
-            that is not a run.
+            that is not a run, or by the run to keep.
     """
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", name):
         raise InputError(
             f"{name!r} cannot name a run: use letters, digits, '.', '_' and '-', no leading dot"
         )
     target = runs / name
+    if keep is not None and target.exists() and keep.exists() and target.samefile(keep):
+        raise InputError(
+            f"{target} is the run that is read, and would be replaced: choose another --name"
+        )
     _refuse(target, overwrite)
     made = _missing_parents(runs)
     try:

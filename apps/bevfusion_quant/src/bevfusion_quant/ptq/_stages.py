@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import torch
 from torch import nn
 
-from bevfusion_quant.ptq._compare import Batch
+from bevfusion_quant.model import PART_PATHS, Batch, exclude_all_but
+from bevfusion_quant.ptq._branches import (
+    FOLDED_APART,
+    Branch,
+    expand_patterns,
+    quantized_parts,
+    why_float,
+)
 
 if TYPE_CHECKING:
-    from bevfusion_quant.model import BEVFusion, LidarConfig
+    from bevfusion_quant.model import BEVFusion, BEVFusionConfig
     from bevquant_fusion import FusionResult
     from bevquant_qnn import QuantizeResult
     from bevquant_quantizers import CalibrationReport
@@ -28,48 +36,101 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Stage(Generic[Result]):
-    """A branch, and what was done to get it."""
+    """A model, and what was done to get it."""
 
     model: BEVFusion
     result: Result
 
 
-def example_batch(config: LidarConfig) -> Batch:
-    """A few voxels in the middle of the grid: enough for a model to be traced with."""
-    x, y, z = (n // 2 for n in config.sparse_shape)
+def example_batch(config: BEVFusionConfig) -> Batch:
+    """A few voxels in the middle of the grid and one grey picture: enough to trace a model with.
+
+    A frame's six cameras and all its voxels would do as well; one camera keeps the memory of
+    tracing, where every activation is held, to a sixth.
+    """
+    lidar, camera = config.lidar, config.camera
+    x, y, z = (n // 2 for n in lidar.sparse_shape)
     steps = torch.arange(8, dtype=torch.int32)
     coords = torch.stack([steps * 0, x + steps, y + steps % 3, z + steps % 2], dim=1)
-    features = torch.linspace(-1, 1, 8 * config.in_channels).reshape(8, config.in_channels)
-    return Batch(features, coords.contiguous(), 1)
+    features = torch.linspace(-1, 1, 8 * lidar.in_channels).reshape(8, lidar.in_channels)
+    images = torch.linspace(-1, 1, 3 * camera.image_size[0] * camera.image_size[1])
+    images = images.reshape(1, 1, 3, *camera.image_size)
+    depth = images[:, :, :1].abs() * camera.dbound[1]
+    rows, columns = camera.feature_size
+    points = len(torch.arange(*camera.dbound)) * rows * columns
+    (low, high, step), (first, last, width) = camera.xbound, camera.ybound
+    cells = round((high - low) / step) * round((last - first) / width)
+    # A stride prime to the number of cells spreads the points over all of them.
+    spread = torch.arange(points) * 7919 % cells
+    return Batch(features, coords.contiguous(), 1, images, depth, spread)
 
 
 def fuse_branch(model: BEVFusion, example: Batch) -> Stage[FusionResult]:
-    """A copy of the float branch with every BatchNorm folded into its convolution."""
+    """A copy of the float model with every BatchNorm folded into its convolution.
+
+    Each module with a forward of its own is folded by itself, on the inputs that the example gives
+    it. The head is folded without: which cells become queries hangs on differences as small as
+    rounding, so its outputs before and after cannot be compared one by one.
+    """
     from bevquant_fusion import fuse_model
 
-    result = fuse_model(model.lidar["backbone"], example_inputs=example)
-    return Stage(_with_backbone(model, result.model), result)
+    model = copy.deepcopy(model)
+    results = []
+    for path, inputs in _inputs(model, example).items():
+        unit = model.get_submodule(path)
+        given = None if path == PART_PATHS["head"] else inputs
+        results.append(_below(path, fuse_model(unit, example_inputs=given, inplace=True)))
+    errors = [r.max_error for r in results if r.max_error is not None]
+    whole = replace(
+        results[0],
+        model=model,
+        fused=tuple(item for r in results for item in r.fused),
+        skipped=tuple(item for r in results for item in r.skipped),
+        not_inplace=tuple(path for r in results for path in r.not_inplace),
+        untraced={path: why for r in results for path, why in r.untraced.items()},
+        max_error=max(errors, default=None),
+    )
+    return Stage(model.eval(), whole)
 
 
 def quantize_branch(
-    fused: BEVFusion, example: Batch, *, method: Method = "mse", exclude: Iterable[str] = ()
+    fused: BEVFusion,
+    example: Batch,
+    branch: Branch = "lidar",
+    *,
+    method: Method = "mse",
+    exclude: Iterable[str] = (),
+    with_head: bool = False,
 ) -> Stage[QuantizeResult]:
-    """A copy of the folded branch with quantizers in place, not calibrated yet.
+    """A copy of the folded model with quantizers in place, not calibrated yet.
 
     Args:
         fused: From `fuse_branch`; stays as it is.
-        example: Anything the branch can run on.
+        example: Anything the model can run on.
+        branch: Which part gets quantizers; `all`: every part, the head only `with_head`.
         method: "max" puts running-maximum calibrators on activations, the others histograms.
-        exclude: Paths or globs below the backbone to leave float, such as `conv_input.*`.
+        exclude: Paths or globs to leave float, in full or below the part, such as `conv_input.*`.
+        with_head: Quantize the head too; says nothing for other branches than `all`.
     """
-    from bevquant_qnn import QuantConfig, quantize_model
+    from bevquant_qnn import QuantConfig, SkippedModule, quantize_model
 
+    model = copy.deepcopy(fused)
+    parts = quantized_parts(branch, with_head=with_head)
+    apart = exclude_all_but(parts, model.parts)
     config = QuantConfig(
-        input_calibrator="max" if method == "max" else "histogram", exclude=tuple(exclude)
+        input_calibrator="max" if method == "max" else "histogram",
+        exclude=(*expand_patterns(model, exclude), *apart),
     )
-    backbone = copy.deepcopy(fused.lidar["backbone"])
-    result = quantize_model(backbone, config, example_inputs=example)
-    return Stage(_with_backbone(fused, result.model), result)
+    result = quantize_model(model, config, example_inputs=tuple(example))
+    # One line for a part that stays float, not one for each of its layers.
+    told = {f"excluded by {pattern!r}" for pattern in apart}
+    notes = [
+        SkippedModule(PART_PATHS[part], why_float(part, branch))
+        for part in model.parts
+        if part not in parts
+    ]
+    rest = [item for item in result.skipped if item.reason not in told]
+    return Stage(model, replace(result, skipped=(*notes, *rest)))
 
 
 def calibrate_branch(
@@ -85,8 +146,33 @@ def _run(model: nn.Module, batch: Any) -> Any:
     return model(*batch)
 
 
-def _with_backbone(model: BEVFusion, backbone: nn.Module) -> BEVFusion:
-    """The same branch around another backbone."""
-    from bevfusion_quant.model import BEVFusion
+def _inputs(model: nn.Module, example: Batch) -> dict[str, tuple[Any, ...]]:
+    """What each module that is folded by itself is called with, in the order of the calls."""
+    seen: dict[str, tuple[Any, ...]] = {}
+    known = dict(model.named_modules())
+    with ExitStack() as stack, torch.no_grad():
+        for path in FOLDED_APART:
+            if path in known:
+                hook = known[path].register_forward_pre_hook(
+                    lambda module, args, path=path: seen.setdefault(path, args) and None
+                )
+                stack.callback(hook.remove)
+        model(*example)
+    return seen
 
-    return BEVFusion(copy.deepcopy(model.lidar["voxelize"]), backbone).eval()
+
+def _below(path: str, result: FusionResult) -> FusionResult:
+    """The same account with full paths."""
+    return replace(
+        result,
+        fused=tuple(
+            replace(f, conv=_join(path, f.conv), bn=_join(path, f.bn)) for f in result.fused
+        ),
+        skipped=tuple(replace(s, bn=_join(path, s.bn)) for s in result.skipped),
+        not_inplace=tuple(_join(path, p) for p in result.not_inplace),
+        untraced={_join(path, p): why for p, why in result.untraced.items()},
+    )
+
+
+def _join(path: str, below: str) -> str:
+    return f"{path}.{below}" if below else path

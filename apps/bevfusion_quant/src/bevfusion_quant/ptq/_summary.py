@@ -13,9 +13,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from bevfusion_quant.ptq._agreement import AgreementRow, FoundRow
     from bevfusion_quant.ptq._compare import LayerRow
+    from bevfusion_quant.ptq._stage_maps import StageRow
 
-__all__ = ["layer_table", "peak_memory_mib", "versions", "write_json"]
+__all__ = [
+    "agreement_text",
+    "layer_table",
+    "or_dash",
+    "peak_memory_mib",
+    "short_names",
+    "stage_table",
+    "versions",
+    "write_json",
+]  # fmt: skip
 
 PACKAGES = (
     "bevfusion-quant", "bevquant-sparse", "bevquant-fusion", "bevquant-quantizers", "bevquant-qnn",
@@ -58,7 +69,62 @@ def _plain(value: Any) -> Any:
 def layer_table(rows: Sequence[LayerRow]) -> str:
     """The per-layer table as text of at most 100 columns."""
     head = ("layer", "channels", "rows", "SQNR dB", "cosine", "saturated %", "input amax")
-    cells = [head, *(_cells(row) for row in rows)]
+    names = short_names(rows)
+    return _table(head, [_cells(name, row) for name, row in zip(names, rows, strict=True)])
+
+
+def stage_table(rows: Sequence[StageRow]) -> str:
+    """One line for each stage."""
+    head = ("stage", "channels", "SQNR dB", "cosine")
+    return _table(
+        head,
+        [
+            (r.title, str(r.channels), or_dash(r.sqnr_db, ".1f"), or_dash(r.cosine, ".6f"))
+            for r in rows
+        ],
+    )
+
+
+def agreement_text(agreement: Sequence[AgreementRow], found: Sequence[FoundRow]) -> str:
+    """How many detections of the two models match, and how many labels they find."""
+    head = ("within", "float", "quantized", "matched", "mean |Δscore|", "max |Δscore|")
+    text = _table(
+        head,
+        [
+            (
+                f"{r.distance:g} m",
+                str(r.float_detections),
+                str(r.quantized_detections),
+                str(r.matched),
+                or_dash(r.score_mean, ".4f"),
+                or_dash(r.score_max, ".4f"),
+            )
+            for r in agreement
+        ],
+    )
+    if not found:
+        return text
+    columns = ("within", "labels", "found by float", "found by quantized")
+    cells = [
+        (f"{r.distance:g} m", str(r.labels), str(r.found_float), str(r.found_quantized))
+        for r in found
+    ]
+    return f"{text}\n\n{_table(columns, cells)}"
+
+
+def short_names(rows: Sequence[LayerRow]) -> list[str]:
+    """Layer names without what they all begin with."""
+    paths = [row.layer for row in rows if row.layer != "output"]
+    lidar = "encoders.lidar.backbone."
+    prefix = lidar if all(path.startswith(lidar) for path in paths) else "encoders."
+    return [
+        f"output ({row.kind})" if row.layer == "output" else row.layer.removeprefix(prefix)
+        for row in rows
+    ]
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    cells = [head, *rows]
     widths = [max(len(line[i]) for line in cells) for i in range(len(head))]
     lines = ["  ".join(_aligned(line, widths)) for line in cells]
     lines.insert(1, "  ".join("─" * w for w in widths))
@@ -72,18 +138,18 @@ def _aligned(line: Sequence[str], widths: Sequence[int]) -> list[str]:
     ]
 
 
-def _cells(row: LayerRow) -> tuple[str, ...]:
-    name = row.layer.removeprefix("encoders.lidar.backbone.")
+def _cells(name: str, row: LayerRow) -> tuple[str, ...]:
     return (
-        name if row.kind != "bird's-eye view" else "output (bird's-eye view)",
+        name,
         str(row.channels),
         f"{row.rows:,.0f}",
-        _number(row.sqnr_db, ".1f"),
-        _number(row.cosine, ".6f"),
-        _number(None if row.saturated is None else row.saturated * 100, ".3f"),
-        _number(row.input_amax, ".4g"),
+        or_dash(row.sqnr_db, ".1f"),
+        or_dash(row.cosine, ".6f"),
+        or_dash(None if row.saturated is None else row.saturated * 100, ".3f"),
+        or_dash(row.input_amax, ".4g"),
     )
 
 
-def _number(value: float | None, form: str) -> str:
+def or_dash(value: float | None, form: str) -> str:
+    """A number in the given form, a dash for None."""
     return "–" if value is None else format(value, form)

@@ -1,0 +1,94 @@
+"""What `--branch` means: which parts of the model are built, and which of them get quantizers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Literal
+
+from bevfusion_quant.model import PART_PATHS, PARTS
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = [
+    "FOLDED_APART", "Branch", "built_parts", "expand_patterns", "needs_cameras", "quantized_parts",
+    "why_float",
+]  # fmt: skip
+
+Branch = Literal["camera", "lidar", "fuser", "decoder", "head", "all"]
+
+FOLDED_APART = (
+    "encoders.camera.backbone", "encoders.camera.neck", "encoders.camera.vtransform",
+    "encoders.lidar.backbone", "fuser", "decoder.backbone", "decoder.neck", "heads.object",
+)  # fmt: skip
+"""Modules with a forward of their own: batch norms are folded in one after the other."""
+
+# Prefixes that a pattern may leave out.
+_PREFIXES = (*FOLDED_APART, "encoders.camera", "encoders.lidar", "encoders", "decoder", "heads")
+
+
+def built_parts(branch: Branch) -> tuple[str, ...]:
+    """The parts of the model that a branch needs: a sensor's own, or all of them.
+
+    Example:
+        >>> built_parts("lidar"), built_parts("fuser")
+        (('lidar',), ('camera', 'lidar', 'fuser', 'decoder', 'head'))
+    """
+    return (branch,) if branch in ("camera", "lidar") else PARTS
+
+
+def quantized_parts(branch: Branch, *, with_head: bool = False) -> tuple[str, ...]:
+    """The parts that get quantizers.
+
+    `all` leaves the head float, as NVIDIA's deployment of BEVFusion does, unless `with_head`.
+    """
+    if branch != "all":
+        return (branch,)
+    return PARTS if with_head else tuple(part for part in PARTS if part != "head")
+
+
+def needs_cameras(branch: Branch) -> bool:
+    """Whether the branch reads images."""
+    return "camera" in built_parts(branch)
+
+
+def why_float(part: str, branch: Branch) -> str:
+    """Why a part that is built stays float, for the report."""
+    if branch != "all":
+        return f"--branch {branch} quantizes the {branch} alone"
+    return (
+        "the head stays float, as in NVIDIA's deployment: it is a small share of the work, and its "
+        "scores and box offsets suffer most from 8 bits; --branch head quantizes it alone, "
+        "--quantize-head with the rest"
+    )
+
+
+def expand_patterns(model: nn.Module, patterns: Iterable[str]) -> tuple[str, ...]:
+    """Full paths or globs for patterns that leave the part's own path out.
+
+    `conv_input` becomes `encoders.lidar.backbone.conv_input`, `layer1.*` the layers of the camera's
+    backbone. A pattern that names modules as it stands is kept, and so is one that names none, for
+    `quantize_model` to refuse.
+    """
+    paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
+    expanded: list[str] = []
+    for pattern in patterns:
+        # What quantization adds (quant_add, …) has no path yet: its owner is looked up instead.
+        candidates = [pattern, *(f"{prefix}.{pattern}" for prefix in _PREFIXES)]
+        known = [c for c in candidates if _names(c, paths) or _names(c.rpartition(".")[0], paths)]
+        exact = [c for c in candidates if _names(c, paths)]
+        expanded += [pattern] if pattern in exact else exact or known or [pattern]
+    return tuple(dict.fromkeys(expanded))
+
+
+def _names(pattern: str, paths: list[str]) -> bool:
+    return bool(pattern) and any(fnmatchcase(path, pattern) for path in paths)
+
+
+def part_of(path: str) -> str:
+    """The part of the model that a module path lies in."""
+    for part, prefix in PART_PATHS.items():
+        if path == prefix or path.startswith(f"{prefix}."):
+            return part
+    raise ValueError(f"{path} lies in none of the parts {', '.join(PARTS)}")

@@ -1,0 +1,126 @@
+"""A finished run on other frames: the comparison again, nothing calibrated, nothing changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from bevfusion_quant.cameras import CAMERA_NAMES
+from bevfusion_quant.model import CONFIGS
+from bevfusion_quant.ptq._agreement import AgreementRow, FoundRow
+from bevfusion_quant.ptq._batches import FrameBatches
+from bevfusion_quant.ptq._branches import quantized_parts
+from bevfusion_quant.ptq._clock import Clock
+from bevfusion_quant.ptq._compare import LayerRow
+from bevfusion_quant.ptq._judge import judge
+from bevfusion_quant.ptq._load_run import load_run
+from bevfusion_quant.ptq._page import write_page, write_pictures
+from bevfusion_quant.ptq._run_folder import CONFIG_FILE, RUN_FORMAT, run_folder
+from bevfusion_quant.ptq._stage_maps import StageRow
+from bevfusion_quant.ptq._summary import peak_memory_mib, versions, write_json
+
+if TYPE_CHECKING:
+    from bevfusion_quant.points import Frame
+
+__all__ = ["EvaluateResult", "run_evaluate"]
+
+
+@dataclass(frozen=True)
+class EvaluateResult:
+    """Where the evaluation lies, its tables, seconds by step, peak memory in MiB."""
+
+    folder: Path
+    layers: list[LayerRow]
+    stages: list[StageRow]
+    agreement: list[AgreementRow]
+    labels_found: list[FoundRow]
+    seconds: dict[str, float]
+    peak_memory_mib: float
+
+
+def run_evaluate(
+    run: str | Path,
+    frames: Sequence[Frame],
+    *,
+    cameras: Sequence[str] | None = None,
+    runs: Path = Path("runs"),
+    name: str = "evaluate",
+    overwrite: bool = False,
+    command: str = "",
+) -> EvaluateResult:
+    """Compare a run's float and quantized model on the given frames and write `runs/name`.
+
+    The float model is the run's own, batch norms folded. The run is read and left as it is.
+
+    Args:
+        run: A folder that `run_ptq` wrote.
+        frames: At least one.
+        cameras: Names of the cameras to use; those of the run by default.
+        runs: Folder of all runs.
+        name: The evaluation's folder in it.
+        overwrite: Replace an earlier run of that name.
+        command: The command line that repeats this evaluation, for the summary.
+
+    Raises:
+        InputError: Whatever is wrong with the run or the input; nothing is written then.
+    """
+    clock = Clock()
+    with run_folder(runs, name, overwrite=overwrite, keep=Path(run)) as folder:
+        with clock.step("load the run"):
+            loaded = load_run(run)
+        config, model = loaded.config, loaded.quantized_model
+        sizes = CONFIGS[config["config"]]
+        batches = FrameBatches(frames, sizes, model, cameras or config.get("cameras", CAMERA_NAMES))
+        judgement = judge(loaded.float_model, model, batches, sizes, clock)
+        stage = quantized_parts(config.get("branch", "lidar"))[-1]
+        with clock.step("draw"):
+            write_pictures(folder, sizes, batches.first_frame, judgement, stage)
+        settings = {"evaluates": str(run), "config": config["config"], "cameras": cameras}
+        write_json(folder / CONFIG_FILE, {"format": RUN_FORMAT, "version": 2, **settings})
+        with clock.step("page"):
+            write_page(
+                folder / "report.html",
+                title=name,
+                command=command,
+                config=sizes,
+                settings={**settings, "threads": torch.get_num_threads()},
+                frame=batches.first_frame,
+                cameras=batches.used_cameras(batches.first_frame),
+                frames=[frame for _, (frame, _) in sorted(batches.names.items())],
+                judgement=judgement,
+                records={},
+                seconds=clock.seconds(),
+                peak_memory_mib=peak_memory_mib(),
+            )
+        seconds, peak = clock.seconds(), round(peak_memory_mib(), 1)
+        write_json(
+            folder / "summary.json",
+            {
+                "format": RUN_FORMAT,
+                "version": 2,
+                "command": command,
+                "evaluates": str(run),
+                "versions": versions(),
+                "threads": torch.get_num_threads(),
+                "frames": [
+                    {"name": frame, "size": size}
+                    for _, (frame, size) in sorted(batches.names.items())
+                ],
+                **judgement.summary(),
+                "seconds": seconds,
+                "peak_memory_mib": peak,
+            },
+        )
+    return EvaluateResult(
+        runs / name,
+        judgement.layers,
+        judgement.stage_rows,
+        judgement.agreement,
+        judgement.found,
+        seconds,
+        peak,
+    )

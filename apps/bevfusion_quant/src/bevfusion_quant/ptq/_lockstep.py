@@ -1,0 +1,109 @@
+"""Two runs side by side, one value ahead: comparing them keeps no more than that value."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+__all__ = ["Leader", "lead"]
+
+Result = TypeVar("Result")
+
+
+class _Stopped(BaseException):
+    """Ends the leader's thread; not an Exception, so that nothing on the way catches it."""
+
+
+class Leader(Generic[Result]):
+    """A run in a thread of its own that stands still whenever nobody waits for it.
+
+    The run calls `hand_out`; the other side calls `take` with the name it wants. Only one of the
+    two ever runs at a time, so they share the cores as one run would.
+    """
+
+    def __init__(self, run: Callable[[], Result]) -> None:
+        self._run = run
+        self._go, self._ready = threading.Semaphore(0), threading.Semaphore(0)
+        self._handed: dict[str, deque[Tensor]] = {}
+        self._done = self._stop = False
+        self._result: list[Result] = []
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name="float model", daemon=True)
+
+    def hand_out(self, name: str, value: Tensor) -> None:
+        """Offer a value from within the run, and stand still until the run is waited for again."""
+        self._handed.setdefault(name, deque()).append(value)
+        self._pause()
+
+    def take(self, name: str) -> Tensor:
+        """The next value handed out under `name`; the run goes on until there is one.
+
+        Raises:
+            LookupError: The run ended without it.
+        """
+        while not self._handed.get(name):
+            if self._done:
+                raise LookupError(f"the float model never reached {name}")
+            self._step()
+        return self._handed[name].popleft()
+
+    def result(self) -> Result:
+        """What the run answers, once it has ended."""
+        while not self._done:
+            self._step()
+        return self._result[0]
+
+    def start(self) -> None:
+        """Start the thread, standing still."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the run where it stands."""
+        self._stop = True
+        self._go.release()
+        self._thread.join()
+        self._handed.clear()
+
+    def _step(self) -> None:
+        self._go.release()
+        self._ready.acquire()
+        if self._error is not None:
+            raise self._error
+
+    def _pause(self) -> None:
+        self._ready.release()
+        self._wait()
+
+    def _wait(self) -> None:
+        self._go.acquire()
+        if self._stop:
+            raise _Stopped
+
+    def _work(self) -> None:
+        try:
+            self._wait()
+            with torch.no_grad():  # a thread has its own gradient mode
+                self._result.append(self._run())
+        except _Stopped:
+            return
+        except BaseException as error:  # raised again where it is waited for
+            self._error = error
+        self._done = True
+        self._ready.release()
+
+
+@contextmanager
+def lead(run: Callable[[], Result]) -> Iterator[Leader[Result]]:
+    """A leader for the length of a block; however the block ends, its thread ends with it."""
+    leader = Leader(run)
+    leader.start()
+    try:
+        yield leader
+    finally:
+        leader.close()

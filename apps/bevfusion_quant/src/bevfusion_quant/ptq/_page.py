@@ -1,0 +1,175 @@
+"""A run as a page and as pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bevfusion_quant.ptq._summary import or_dash, versions
+
+if TYPE_CHECKING:
+    from bevfusion_quant.cameras import Camera
+    from bevfusion_quant.model import BEVFusionConfig
+    from bevfusion_quant.model.head import Detections
+    from bevfusion_quant.points import Frame
+    from bevfusion_quant.ptq._agreement import AgreementRow
+    from bevfusion_quant.ptq._judge import Judgement
+    from bevfusion_quant.report import ReportBoxes, ReportFigure, ReportScene, ReportStage
+
+__all__ = ["scene_points", "write_page", "write_pictures"]
+
+Extent = tuple[float, float, float, float]
+
+
+def write_page(
+    path: Path,
+    *,
+    title: str,
+    command: str,
+    config: BEVFusionConfig,
+    settings: Mapping[str, object],
+    frame: Frame,
+    cameras: Sequence[Camera],
+    frames: Sequence[str],
+    judgement: Judgement,
+    records: Mapping[str, Any],
+    seconds: Mapping[str, float],
+    peak_memory_mib: float,
+) -> Path:
+    """Write report.html.
+
+    Args:
+        path: The file.
+        title: Name of the run.
+        command: The command line that repeats it.
+        config: Sizes.
+        settings: What else decides the result.
+        frame: The first frame, which is shown.
+        cameras: Those of its cameras that the model reads.
+        frames: Names of all frames.
+        judgement: What was measured.
+        records: `fusion`, `quantization` and `calibration`, as far as the run did them.
+        seconds: By step.
+        peak_memory_mib: Of the process.
+    """
+    from bevfusion_quant.report import ReportContent, write_report
+
+    return write_report(
+        path,
+        ReportContent(
+            title=title,
+            config=config.name,
+            command=command,
+            versions=versions(),
+            settings=settings,
+            frames=tuple(frames),
+            seconds=seconds,
+            peak_memory_mib=peak_memory_mib,
+            figures=[*_agreement_figures(judgement.agreement)],
+            scene=_scene(config, frame, cameras, judgement),
+            stages=_stages(config, judgement),
+            layers=judgement.layers,
+            quantizers=judgement.values,
+            **records,
+        ),
+    )
+
+
+def write_pictures(
+    folder: Path, config: BEVFusionConfig, frame: Frame, judgement: Judgement, stage: str
+) -> list[Path]:
+    """Write bev.png (the frame, and one stage in float, quantized and their difference)."""
+    from bevfusion_quant.pictures import bev_picture, layer_picture
+
+    maps = next(maps for maps in judgement.stages if maps.row.stage == stage)
+    points, kind = scene_points(frame)
+    inside = _inside(points, config.lidar.point_cloud_range)
+    return [
+        bev_picture(folder, config.lidar, points[inside], kind, maps),
+        *layer_picture(folder, judgement.layers),
+    ]
+
+
+def scene_points(frame: Frame) -> tuple[npt.NDArray[np.float32], str]:
+    """Points of a frame, float32 [n, 3] in metres, or its voxels' mean points; and which."""
+    if frame.points is not None:
+        return frame.points[:, :3], "points"
+    assert frame.voxels is not None
+    return frame.voxels.features[:, :3], "voxels"
+
+
+def _inside(points: npt.NDArray[np.float32], limits: tuple[float, ...]) -> npt.NDArray[np.bool_]:
+    low, high = np.array(limits[:3]), np.array(limits[3:])
+    within = (points >= low) & (points < high)
+    inside: npt.NDArray[np.bool_] = np.logical_and.reduce(within, axis=1)
+    return inside
+
+
+def _extent(config: BEVFusionConfig) -> Extent:
+    low_x, low_y, _, high_x, high_y, _ = config.lidar.point_cloud_range
+    return (low_x, low_y, high_x, high_y)
+
+
+def _scene(
+    config: BEVFusionConfig, frame: Frame, cameras: Sequence[Camera], judgement: Judgement
+) -> ReportScene:
+    from bevfusion_quant.report import ReportBoxes, ReportScene
+
+    points, kind = scene_points(frame)
+    labels = frame.labels
+    found = judgement.detections
+    classes = config.head.classes
+    return ReportScene(
+        name=frame.name,
+        points=points[_inside(points, config.lidar.point_cloud_range)],
+        extent=_extent(config),
+        kind=kind,
+        labels=None if labels is None else ReportBoxes(labels.boxes, labels.names),
+        float_detections=None if found is None else _boxes(found[0], classes),
+        quantized_detections=None if found is None else _boxes(found[1], classes),
+        cameras=tuple(cameras),
+    )
+
+
+def _boxes(found: Detections, classes: Sequence[str]) -> ReportBoxes:
+    from bevfusion_quant.report import ReportBoxes
+
+    return ReportBoxes(found.boxes, [classes[n] for n in found.labels], found.scores)
+
+
+def _stages(config: BEVFusionConfig, judgement: Judgement) -> list[ReportStage]:
+    from bevfusion_quant.report import ReportStage
+
+    return [
+        ReportStage(
+            name=maps.row.stage,
+            title=maps.row.title,
+            float_map=maps.float_map,
+            quantized_map=maps.quantized_map,
+            difference_map=maps.difference_map,
+            extent=None if maps.is_image else _extent(config),
+            quantity=maps.quantity,
+            difference_quantity=maps.difference_quantity,
+            sqnr_db=maps.row.sqnr_db,
+            cosine=maps.row.cosine,
+        )
+        for maps in judgement.stages
+    ]
+
+
+def _agreement_figures(rows: Sequence[AgreementRow]) -> list[ReportFigure]:
+    from bevfusion_quant.report import ReportFigure
+
+    return [
+        ReportFigure(
+            f"Detections within {row.distance:g} m",
+            f"{row.matched / row.float_detections:.1%}" if row.float_detections else "–",
+            f"{row.matched} of the float model's {row.float_detections}, same class; scores differ "
+            f"by {or_dash(row.score_mean, '.4f')} on average",
+        )
+        for row in rows[-1:]
+    ]

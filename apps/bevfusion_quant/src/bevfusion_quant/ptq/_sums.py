@@ -1,0 +1,54 @@
+"""Sums over pairs of tensors, from which SQNR and cosine follow, pooled over any number of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["PairSums", "relative_change"]
+
+# Values that are converted to float64 at a time: they stay in the cache.
+PIECE = 1 << 16
+
+
+@dataclass
+class PairSums:
+    """Σ float², Σ quantized², Σ float · quantized and Σ (quantized − float)², in float64."""
+
+    signal: float = 0.0
+    energy: float = 0.0
+    dot: float = 0.0
+    noise: float = 0.0
+
+    def add(self, wanted: Tensor, got: Tensor) -> None:
+        """Add one pair of equal shape."""
+        first, second = wanted.reshape(-1), got.reshape(-1)
+        for start in range(0, first.numel(), PIECE):
+            f, q = (values[start : start + PIECE].double() for values in (first, second))
+            self.signal += float(torch.dot(f, f))
+            self.energy += float(torch.dot(q, q))
+            self.dot += float(torch.dot(f, q))
+            q -= f
+            self.noise += float(torch.dot(q, q))
+
+    @property
+    def sqnr_db(self) -> float | None:
+        """10·log10(Σ float² / Σ (quantized − float)²); None where one of the two is 0."""
+        if not (self.signal > 0 and self.noise > 0):
+            return None
+        return 10 * math.log10(self.signal / self.noise)
+
+    @property
+    def cosine(self) -> float | None:
+        """Σ float · quantized / √(Σ float² · Σ quantized²); None where one of them is all zero."""
+        length = math.sqrt(self.signal) * math.sqrt(self.energy)
+        return self.dot / length if length else None
+
+
+def relative_change(wanted: Tensor, got: Tensor) -> float:
+    """Max |got − wanted| / max |wanted|."""
+    scale = float(wanted.abs().max())
+    return float((got - wanted).abs().max()) / scale if scale else 0.0
