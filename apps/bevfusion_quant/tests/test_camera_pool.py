@@ -9,6 +9,7 @@ from torch import Tensor
 
 from bevfusion_quant.model.camera import (
     PoolPlan,
+    _bev_pool,
     _pool_numba,
     _pool_plan,
     _pool_torch,
@@ -150,6 +151,33 @@ def test_gradients_reach_half_precision_inputs(half: torch.dtype) -> None:
     inside = (cells >= 0).view(2, 7, 1, 5, 11)
     wanted = (inside * context.detach().double().unsqueeze(1)).sum(2)
     torch.testing.assert_close(depth.grad.double(), wanted, rtol=1e-2, atol=1.0)
+
+
+def test_without_compiled_kernels_no_bit_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    depth, context, cells = scene(6)
+    fast = lift_splat_pool(depth, context, cells, NUM_CELLS)
+    for module in (_pool_plan, _bev_pool):
+        monkeypatch.setattr(module, "numba_kernels", lambda: None)
+    assert torch.equal(lift_splat_pool(depth, context, cells.clone(), NUM_CELLS), fast)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_gpu_gives_the_same_bits() -> None:
+    depth, context, cells = scene(80)
+    features = outer(depth, context).float()
+    for _ in range(3):
+        at_gpu = cells.cuda()
+        pooled = bev_pool(features.cuda(), at_gpu, NUM_CELLS)
+        assert torch.equal(pooled.cpu(), bev_pool(features, cells, NUM_CELLS))
+        results = []
+        for d, c, where in ((depth, context, cells), (depth.cuda(), context.cuda(), at_gpu)):
+            d, c = d.detach().requires_grad_(), c.detach().requires_grad_()
+            out = lift_splat_pool(d, c, where, NUM_CELLS)
+            results.append([out, *torch.autograd.grad(out.square().sum(), (d, c))])
+        for ours, theirs in zip(*results, strict=True):
+            torch.testing.assert_close(theirs.cpu(), ours, rtol=1e-6, atol=1e-6)
+        assert torch.equal(results[1][0].cpu(), results[0][0])
 
 
 def test_a_map_without_points_is_zero() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bevfusion_quant.model.camera import _pool_torch
-from bevfusion_quant.model.camera._pool_plan import PoolPlan, as_plan
+from bevfusion_quant.model.camera._pool_plan import PoolPlan, as_plan, numba_kernels
 
 __all__ = ["bev_pool", "lift_splat_pool"]
 
@@ -107,11 +107,8 @@ def _check(name: str, tensor: Tensor, plan: PoolPlan) -> None:
 
 
 def _backend(tensor: Tensor) -> ModuleType:
-    if tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.float64):
-        from bevfusion_quant.model.camera import _pool_numba
-
-        return _pool_numba
-    return _pool_torch
+    fits = tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.float64)
+    return (numba_kernels() if fits else None) or _pool_torch
 
 
 class _Pool(torch.autograd.Function):

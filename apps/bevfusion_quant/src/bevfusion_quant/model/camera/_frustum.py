@@ -151,7 +151,10 @@ def _inverse(matrices: Tensor, name: str) -> Tensor:
     inverse: Tensor
     inverse, failed = torch.linalg.inv_ex(matrices)
     for wrong, why in (
-        ((last_row != wanted).any(-1), f"must end with the row {wanted[0, 0].int().tolist()}"),
+        (
+            ((last_row - wanted).abs() > 1e-6).any(-1),
+            f"must end with the row {wanted[0, 0].int().tolist()}",
+        ),
         (failed != 0, "is singular and cannot be inverted"),
     ):
         if bool(wrong.any()):

@@ -21,6 +21,10 @@ from bevfusion_quant.model.camera._pool_plan import PoolPlan
 
 __all__ = ["lift", "lift_backward", "pool", "sort_points"]
 
+if numba.config.DISABLE_JIT:
+    # Loops over millions of points cannot run as Python; callers take the torch path instead.
+    raise ImportError("NUMBA_DISABLE_JIT is set")
+
 _LANES = 16
 _COLUMNS = 8  # of the feature map in one task of the backward pass: its sums stay in the cache
 

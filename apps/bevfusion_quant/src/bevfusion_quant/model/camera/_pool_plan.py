@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import MutableMapping
 from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["PoolPlan", "as_plan", "make_pool_plan"]
+__all__ = ["PoolPlan", "as_plan", "make_pool_plan", "numba_kernels"]
 
 _BLOCK = 1 << 15  # points and cells in one block of work
 
@@ -77,16 +79,23 @@ def make_pool_plan(cells: Tensor, num_cells: int) -> PoolPlan:
             "configuration or batch size"
         )
     narrow = cells.detach().to(torch.int32).contiguous()
-    if cells.device.type == "cpu":
-        from bevfusion_quant.model.camera._pool_numba import sort_points
-
-        order, starts = sort_points(narrow, num_cells)
-    else:
-        order, starts = sort_points_torch(narrow, num_cells)
+    kernels = numba_kernels() if cells.device.type == "cpu" else None
+    sort_points = sort_points_torch if kernels is None else kernels.sort_points
+    order, starts = sort_points(narrow, num_cells)
     work = starts + torch.arange(num_cells + 1, device=starts.device)
     targets = torch.arange(0, int(work[-1]), _BLOCK, device=starts.device)
     edges = {*torch.searchsorted(work, targets).tolist(), num_cells}
     return PoolPlan(narrow, order, starts, tuple(sorted(edges)))
+
+
+@cache
+def numba_kernels() -> ModuleType | None:
+    """The CPU's kernels, where numba can compile."""
+    try:
+        from bevfusion_quant.model.camera import _pool_numba
+    except ImportError:
+        return None
+    return _pool_numba
 
 
 def sort_points_torch(cells: Tensor, num_cells: int) -> tuple[Tensor, Tensor]:
