@@ -69,7 +69,7 @@ class BEVFusion(nn.Module):
     def head(self) -> Any:
         """The detection head, whose `decode` turns the model's outputs into boxes."""
         if self.heads is None:
-            raise AttributeError(f"this model has no head, only {', '.join(self.parts)}")
+            raise LookupError(f"this model has no head, only {', '.join(self.parts)}")
         return self.heads["object"]
 
     def forward(
@@ -114,7 +114,7 @@ class BEVFusion(nn.Module):
 
     def _sensor(self, name: str) -> nn.ModuleDict:
         if name not in self.encoders:
-            raise AttributeError(f"this model has no {name} branch, only {', '.join(self.parts)}")
+            raise LookupError(f"this model has no {name} branch, only {', '.join(self.parts)}")
         sensor = self.encoders[name]
         assert isinstance(sensor, nn.ModuleDict)
         return sensor
