@@ -254,6 +254,7 @@ def put(value: float, *at: int):  # type: ignore[no-untyped-def]
         (2, lambda m: m[:, :2], r"image_aug is torch.float64 \[2, 2, 3, 3\]"),
         (1, lambda m: m[..., :3, :], r"expected floating point \[batch, cameras, 4, 4\]"),
         (0, lambda m: m.long(), "expected floating point"),
+        (0, lambda m: m[:, :0], r"\[2, 0, 3, 3\]: expected"),
     ],
 )
 def test_calibration_that_cannot_be_used_is_named(which, change, message) -> None:  # type: ignore[no-untyped-def]

@@ -134,7 +134,8 @@ def _check_shapes(intrinsics: Tensor, lidar_to_camera: Tensor, image_aug: Tensor
     wanted = {"intrinsics": (3, intrinsics), "lidar_to_camera": (4, lidar_to_camera)}
     wanted["image_aug"] = (3, image_aug)
     for name, (size, matrices) in wanted.items():
-        if matrices.shape != (*leading, size, size) or not matrices.is_floating_point():
+        shape = (*leading, size, size)
+        if matrices.shape != shape or 0 in shape or not matrices.is_floating_point():
             raise InputError(
                 f"{name} is {matrices.dtype} {list(matrices.shape)}: expected floating point "
                 f"[batch, cameras, {size}, {size}] with the batch and cameras of the intrinsics, "
@@ -145,17 +146,15 @@ def _check_shapes(intrinsics: Tensor, lidar_to_camera: Tensor, image_aug: Tensor
 def _inverse(matrices: Tensor, name: str) -> Tensor:
     if not bool(torch.isfinite(matrices).all()):
         raise InputError(f"{name} holds NaN or Inf: check the calibration of the frame")
-    last_row = matrices[..., -1, :]
-    wanted = torch.zeros_like(last_row)
-    wanted[..., -1] = 1.0
     inverse: Tensor
     inverse, failed = torch.linalg.inv_ex(matrices)
+    last_row = torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device)[-1]
     for wrong, why in (
-        (
-            ((last_row - wanted).abs() > 1e-6).any(-1),
-            f"must end with the row {wanted[0, 0].int().tolist()}",
-        ),
         (failed != 0, "is singular and cannot be inverted"),
+        (
+            ((matrices[..., -1, :] - last_row).abs() > 1e-6).any(-1),
+            f"must end with the row {last_row.int().tolist()}",
+        ),
     ):
         if bool(wrong.any()):
             frame, camera = wrong.nonzero()[0].tolist()
