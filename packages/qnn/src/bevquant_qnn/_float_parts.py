@@ -42,7 +42,7 @@ def float_layers(
     Args:
         model: Its layers are replaced already.
         config: What was left out on purpose.
-        reported: Paths that have a note already.
+        reported: Paths of layers that have a note already.
     """
     inside: set[str] = set()
     for path, module in model.named_modules():

@@ -83,8 +83,8 @@ calibrator=MaxCalibrator scale=1.0 quant)
     for path, module in model.named_modules():
         if isinstance(module, TensorQuantizer):
             module.name = path
-    notes = list(_notes(model, flow, example_inputs is None))
-    floats = float_layers(model, config, {note.path for note in notes})
+    notes = _notes(model, flow, example_inputs is None)
+    floats = float_layers(model, config, {norm for norm, _ in flow.unfolded})
     skipped = [*skipped, *passed_over, *apart, *notes, *floats]
     return QuantizeResult(
         model=model,
