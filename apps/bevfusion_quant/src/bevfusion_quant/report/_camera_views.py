@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["arranged", "camera_views"]
 
-WIDTH = 720
+WIDTH = 800
 GRID = (
     "CAM_FRONT_LEFT", "CAM_FRONT", "CAM_FRONT_RIGHT", "CAM_BACK_LEFT", "CAM_BACK", "CAM_BACK_RIGHT",
 )  # fmt: skip
@@ -50,10 +50,17 @@ def _view(camera: Camera, present: Mapping[str, ReportBoxes]) -> Html:
         "svg", *drawn, viewBox=f"0 0 {width} {height}", role="img",
         aria_label=f"{len(drawn)} boxes in camera {name}",
     )  # fmt: skip
+    enlarge = tag(
+        "button",
+        "Enlarge",
+        type="button",
+        aria_pressed="false",
+        aria_label=f"Enlarge camera {name}",
+    )
     return tag(
         "figure",
         tag("div", picture, drawing, class_="stack", style=f"aspect-ratio:{width}/{height}"),
-        tag("figcaption", name),
+        tag("figcaption", name, enlarge),
     )
 
 

@@ -8,7 +8,8 @@ from html import escape
 __all__ = ["Html", "join", "path_name", "tag"]
 
 VOID = frozenset({"img", "input", "path", "polygon", "line", "circle", "wbr"})
-LEAF_PARTS = 3
+# How many leading parts of a path name where in the model it is, not what it is.
+STEMS = {"encoders": 3, "decoder": 2, "heads": 2}
 
 
 class Html(str):
@@ -52,9 +53,10 @@ def join(*content: Content) -> Html:
 
 
 def path_name(path: str) -> Html:
-    """A module path that may break after its dots, its last parts stronger than its stem."""
+    """A module path that may break after its dots, the layer stronger than the part it is in."""
     parts = path.split(".")
-    stem, leaf = parts[:-LEAF_PARTS], parts[-LEAF_PARTS:]
+    cut = min(STEMS.get(parts[0], 0), len(parts) - 1)
+    stem, leaf = parts[:cut], parts[cut:]
     pieces: list[Content] = []
     if stem:
         pieces.append(tag("span", _breakable(".".join(stem) + "."), class_="stem"))

@@ -127,10 +127,10 @@ def _scale(values: Map) -> list[float]:
     known = values[np.isfinite(values)]
     if not known.size:
         return [0.0, 1.0]
-    low, high = float(known.min()), float(np.percentile(known, CLIPPED))
-    if low < 0 < high:
+    low, high = (float(v) for v in np.percentile(known, [100 - CLIPPED, CLIPPED]))
+    if known.min() < 0 < high:
         reach = float(np.percentile(np.abs(known), CLIPPED)) or 1.0
         return [-rounded(reach), rounded(reach)]
-    if low >= 0 and low < 0.5 * high:
+    if 0 <= low < 0.25 * high:
         low = 0.0
     return [rounded(low), rounded(high if high > low else low + 1.0)]

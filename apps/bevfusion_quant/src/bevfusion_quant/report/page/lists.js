@@ -44,6 +44,8 @@ function startNavigation() {
       if (id === current) link.setAttribute("aria-current", "true");
       else link.removeAttribute("aria-current");
     }
+    const link = links.get(current);
+    if (link) link.closest("nav").scrollLeft = link.offsetLeft - link.closest("ul").offsetLeft - 40;
   }, { rootMargin: "-20% 0px -60% 0px" });
   for (const id of links.keys()) watch.observe(byId(id));
 }

@@ -4,6 +4,12 @@ async function startScene() {
   const { rows, columns, data: packed } = data.scene.heights;
   for (const input of all("[data-boxes]")) input.addEventListener("change", showBoxes);
   byId("score")?.addEventListener("input", showBoxes);
+  for (const button of all(".cameras button")) {
+    button.addEventListener("click", () => {
+      const large = button.closest("figure").classList.toggle("large");
+      button.setAttribute("aria-pressed", String(large));
+    });
+  }
   showBoxes();
   const levels = await unpack(packed);
   const draw = () => paint(byId("scene-canvas"), columns, rows, (i) => levels[i] - 1, "height");

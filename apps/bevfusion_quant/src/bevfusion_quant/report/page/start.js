@@ -10,5 +10,4 @@ for (const start of [startTheme, startScene, startTabs, startChart, startTable, 
     Promise.resolve(start()).catch(fail);
   } catch (error) { fail(error); }
 }
-addEventListener("beforeprint", () => all(".stage").forEach((panel) => drawStage(panel).catch(fail)));
 document.documentElement.dataset.ready = "true";

@@ -23,4 +23,9 @@ function startTabs() {
     });
   });
   select(tabs[0]);
+  // The others while nothing else is to do: paper and the next click find them drawn.
+  const idle = window.requestIdleCallback ?? ((task) => setTimeout(task, 50));
+  const rest = all("[data-stage]").slice(1);
+  const next = () => rest.length && idle(() => drawStage(rest.shift()).then(next, fail));
+  next();
 }
