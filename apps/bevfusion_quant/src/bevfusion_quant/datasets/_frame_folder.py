@@ -55,12 +55,12 @@ def read_frame_folder(folder: Path, **options: Any) -> Frame:
     }
     ```
 
-    Files are named relative to the folder. `points` is any file that `points.read_points` reads,
-    and may be left out where the folder holds one such file. `width` and `height`, the image size
-    that the intrinsics are for, may be left out and are checked where they are there. `labels` may
-    be left out, and in it all but `boxes` and `names`; a null in velocities or visibility says that
-    the value is not known. Frames, boxes and matrices are as in `points.Frame`, `points.Labels`
-    and `cameras.Camera`.
+    Files are named relative to the folder, or absolutely. `points` is any file that
+    `points.read_points` reads, and may be left out where the folder holds one such file. `width`
+    and `height`, the image size that the intrinsics are for, may be left out and are checked where
+    they are there. `labels` may be left out, and in it all but `boxes` and `names`; a null in
+    velocities or visibility says that the value is not known. Frames, boxes and matrices are as in
+    `points.Frame`, `points.Labels` and `cameras.Camera`.
 
     Args:
         folder: the folder.
@@ -122,7 +122,7 @@ def write_frame_folder(folder: str | os.PathLike[str], frame: Frame) -> Path:
         values: dict[str, Any] = {"points": "points.npz", "cameras": []}
         for camera in frame.cameras:
             image = f"{camera.name}.png"
-            Image.fromarray(camera.image).save(partial / image)
+            Image.fromarray(camera.image).save(partial / image, compress_level=1)
             values["cameras"].append(
                 {
                     "name": camera.name,
