@@ -326,16 +326,35 @@ def test_a_box_around_the_camera_is_cut_not_mirrored(tmp_path: Path) -> None:
             ReportContent("x", scene=scene(labels=ReportBoxes(np.zeros((2, 7)), ("a",)))),
             "2 boxes but 1 names",
         ),
-        (
-            ReportContent("x", scene=scene(labels=ReportBoxes(np.full((1, 7), np.nan), ("a",)))),
-            "NaN",
-        ),
     ],
 )
 def test_what_does_not_fit_is_named(tmp_path: Path, content: ReportContent, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         write_report(tmp_path / "report.html", content)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_model_gone_wrong_still_gets_its_page(tmp_path: Path) -> None:
+    nan, inf = float("nan"), float("inf")
+    boxes = np.ones((3, 7))
+    boxes[1, 4] = inf
+    found = ReportBoxes(boxes, ("car",) * 3, np.array([0.5, 0.5, nan]))
+    overflowed = quantizer("a._input_quantizer", amax=(inf,))
+    overflowed.largest = inf
+    page = written(
+        tmp_path,
+        ReportContent(
+            "x",
+            scene=scene(quantized_detections=found),
+            stages=(stage(quantized_map=np.full((3, 4), inf, np.float32), sqnr_db=nan),),
+            layers=(replace(layer("a", inf), cosine=nan, input_amax=nan), layer("b", nan)),
+            quantizers=(overflowed, quantizer("b._weight_quantizer", amax=(nan, 1.0))),
+        ),
+    )
+    text = " ".join(page.text)
+    assert "Quantized model (1) and 2 not finite" in text
+    assert page.data["layers"]["layers"] == [["a", "a", None], ["b", "b", None]]
+    assert "nan" not in text
 
 
 def test_quantizers_that_saw_nothing_or_zeros(tmp_path: Path) -> None:

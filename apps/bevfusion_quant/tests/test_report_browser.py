@@ -100,7 +100,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         options.add_argument(f"--{flag}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     with webdriver.Chrome(options=options, service=Service(DRIVER)) as driver:
-        driver.set_script_timeout(10)
+        driver.set_script_timeout(30)
         yield driver
 
 
@@ -312,6 +312,15 @@ def test_switches_and_score_choose_the_boxes(tab: Any) -> None:
     assert set(values(tab, visible)) == {"float", "quantized"}
     choose(tab, "score", "0.5")
     assert values(tab, visible) == ["float", "quantized"]
+
+
+def test_a_picture_can_be_enlarged_and_made_small_again(tab: Any) -> None:
+    width = "document.querySelector('.cameras figure').clientWidth"
+    small = values(tab, width)
+    click(tab, ".cameras button")
+    assert values(tab, width) > 2.9 * small
+    click(tab, ".cameras button")
+    assert values(tab, width) == small
 
 
 def test_decisions_open_where_the_search_finds_something(tab: Any) -> None:

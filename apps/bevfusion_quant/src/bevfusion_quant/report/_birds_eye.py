@@ -80,7 +80,7 @@ def box_title(kind: str, boxes: ReportBoxes, index: int) -> str:
 
 
 def _outlines(kind: str, boxes: ReportBoxes, left: float, top: float) -> Iterator[Html]:
-    flat = corners(np.asarray(boxes.boxes, np.float64).reshape(-1, 7))[:, :4, :2]
+    flat = corners(boxes.boxes)[:, :4, :2]
     for index, outline in enumerate(flat * (1, -1) + (-left, top)):
         front = (outline[0] + outline[3]) / 2
         around = "L".join(f"{x:.2f} {y:.2f}" for x, y in outline)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from bevfusion_quant.report._birds_eye import box_title
 from bevfusion_quant.report._boxes import corners, wire_frame
 from bevfusion_quant.report._encode import jpeg_uri
@@ -65,7 +63,7 @@ def _view(camera: Camera, present: Mapping[str, ReportBoxes]) -> Html:
 
 
 def _frames(kind: str, boxes: ReportBoxes, camera: Camera) -> Iterator[Html]:
-    for index, eight in enumerate(corners(np.asarray(boxes.boxes, np.float64).reshape(-1, 7))):
+    for index, eight in enumerate(corners(boxes.boxes)):
         lines = wire_frame(eight, camera)
         if not lines:
             continue

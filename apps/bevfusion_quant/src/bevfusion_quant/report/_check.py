@@ -78,8 +78,6 @@ def _check_boxes(where: str, boxes: ReportBoxes) -> None:
     shape = np.shape(boxes.boxes)
     if len(shape) != 2 or shape[1] != 7:
         raise ValueError(f"{where}.boxes has shape {shape}, expected [objects, 7]")
-    if not np.isfinite(boxes.boxes).all():
-        raise ValueError(f"{where}.boxes holds NaN or infinity: leave such boxes out")
     for name in ("names", "scores"):
         values = getattr(boxes, name)
         if values is not None and len(values) != shape[0]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["jpeg_uri", "packed_map", "packed_shares", "rounded", "script_json"]
+__all__ = ["jpeg_uri", "packed_map", "packed_shares", "rounded", "rounded_or_none", "script_json"]
 
 # Twelve bits: a step is a fortieth of a per cent of the map's range, finer than the readout.
 LEVELS = 4095
@@ -33,6 +33,11 @@ def script_json(value: Any) -> str:
 def rounded(value: float, digits: int = 6) -> float:
     """A float to that many significant digits, so that JSON stays short."""
     return float(f"{float(value):.{digits}g}")
+
+
+def rounded_or_none(value: float, digits: int = 6) -> float | None:
+    """The same; None for NaN and infinity, which JSON does not know."""
+    return rounded(value, digits) if np.isfinite(value) else None
 
 
 def packed_map(values: npt.NDArray[np.floating[Any]]) -> dict[str, Any]:

@@ -4,9 +4,24 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["count", "decibels", "fixed", "memory", "number", "part_of", "percent", "seconds"]
+__all__ = [
+    "count",
+    "decibels",
+    "finite",
+    "fixed",
+    "memory",
+    "number",
+    "part_of",
+    "percent",
+    "seconds",
+]
 
 DASH = "–"
+
+
+def finite(value: float | None) -> float | None:
+    """The number, or None for NaN and infinity too."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def fixed(value: float | None, digits: int) -> str:
@@ -31,7 +46,7 @@ def count(value: float | None) -> str:
 
 def decibels(value: float | None) -> str:
     """An SQNR."""
-    return DASH if value is None else f"{value:.1f} dB"
+    return DASH if finite(value) is None else f"{value:.1f} dB"
 
 
 def percent(share: float | None) -> str:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from bevfusion_quant.report._encode import rounded
-from bevfusion_quant.report._format import count, decibels, fixed, number, part_of, percent
+from bevfusion_quant.report._format import count, decibels, finite, fixed, number, part_of, percent
 from bevfusion_quant.report._html import Html, path_name, tag
 from bevfusion_quant.report._section import Section, field, select
 
 if TYPE_CHECKING:
     from bevfusion_quant.ptq import LayerRow
 
-__all__ = ["layers_section"]
+__all__ = ["finite_rows", "layers_section"]
 
 
 class _Scales(NamedTuple):
@@ -50,6 +51,20 @@ COLUMNS = (
     _Column("saturated", "Saturated", "share of input values beyond the range"),
     _Column("amax", "Input range", "largest magnitude the input's quantizer can express", "minor"),
 )
+
+
+def finite_rows(layers: Sequence[LayerRow]) -> list[LayerRow]:
+    """Rows whose NaN and infinities are None: neither can be sorted or drawn."""
+    return [
+        replace(
+            row,
+            sqnr_db=finite(row.sqnr_db),
+            cosine=finite(row.cosine),
+            saturated=finite(row.saturated),
+            input_amax=finite(row.input_amax),
+        )
+        for row in layers
+    ]
 
 
 def layers_section(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bevfusion_quant.report._encode import rounded
+from bevfusion_quant.report._encode import rounded_or_none
 from bevfusion_quant.report._format import number, part_of, percent
 from bevfusion_quant.report._html import Html, join, path_name, tag
 from bevfusion_quant.report._section import Section, field, select
@@ -79,12 +80,13 @@ def _card(index: int, values: QuantizerValues, method: str) -> Html:
     ranges = f"±{number(low, 3)} … ±{number(high, 3)}" if many else f"±{number(high)}"
     beyond = values.beyond / max(values.total, 1)
     spread = high / low if low > 0 else float("inf") if high > 0 else 1.0
+    times = f"×{number(spread, 3)}" if math.isfinite(spread) else "a range of 0"
     unused = 1 - min(1.0, values.largest / high) if high > 0 else 1.0
     facts = [
         ("range", ranges),
         ("beyond", percent(beyond)),
         ("zeros", percent(values.zeros / max(values.total, 1))),
-        ("spread", f"×{number(spread, 3)} over {values.amax.size} channels") if many else None,
+        ("spread", f"{times} over {values.amax.size} channels") if many else None,
     ]
     about = " · ".join(filter(None, (kind, f"{values.bits} bit", method)))
     label = f"Histogram of the {kind} values: range {ranges}, {percent(beyond)} beyond it"
@@ -101,7 +103,7 @@ def _card(index: int, values: QuantizerValues, method: str) -> Html:
         data_kind=kind,
         data_text=" ".join((*values.paths, role)).lower(),
         data_saturated=f"{beyond:.6g}",
-        data_spread=f"{min(spread, 1e30):.6g}",
+        data_spread=f"{spread if math.isfinite(spread) else 1e30:.6g}",
         data_unused=f"{unused:.6g}",
     )
 
@@ -125,11 +127,11 @@ def _data(values: QuantizerValues) -> dict[str, Any]:
     data: dict[str, Any] = {
         "counts": counts if signed else counts[middle:],
         "signed": signed,
-        "largest": rounded(values.largest),
-        "range": [rounded(values.amax.min()), rounded(high)],
+        "largest": rounded_or_none(values.largest),
+        "range": [rounded_or_none(values.amax.min()), rounded_or_none(high)],
     }
     if values.amax.size > 1:
         rising = np.sort(values.amax) / (high or 1.0)
         picked = np.linspace(0, rising.size - 1, min(rising.size, STRIP)).round().astype(int)
-        data["channels"] = [rounded(v, 3) for v in rising[picked]]
+        data["channels"] = [rounded_or_none(v, 3) for v in rising[picked]]
     return data

@@ -6,14 +6,16 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from bevfusion_quant.report._birds_eye import birds_eye, heights
 from bevfusion_quant.report._camera_views import camera_views
+from bevfusion_quant.report._content import ReportBoxes
 from bevfusion_quant.report._html import Html, tag
 from bevfusion_quant.report._section import Section
 
 if TYPE_CHECKING:
-    from bevfusion_quant.report._content import ReportBoxes, ReportScene
+    from bevfusion_quant.report._content import ReportScene
 
 __all__ = ["scene_section"]
 
@@ -28,11 +30,12 @@ SETS = {
 def scene_section(scene: ReportScene) -> Section:
     """Bird's-eye view, controls, classes, pictures."""
     sets = {kind: getattr(scene, name) for kind, (_, name) in SETS.items()}
-    present = {kind: boxes for kind, boxes in sets.items() if boxes is not None}
-    least = _least_score(scene)
+    present = {kind: _drawable(boxes) for kind, boxes in sets.items() if boxes is not None}
+    broken = {kind: len(sets[kind].boxes) - len(boxes.boxes) for kind, boxes in present.items()}
+    least = _least_score(present)
     side = tag(
         "div",
-        _controls(present, least) if present else None,
+        _controls(present, broken, least) if present else None,
         _classes(present, least) if present else None,
         class_="scene-side",
     )
@@ -45,16 +48,28 @@ def scene_section(scene: ReportScene) -> Section:
     return Section("scene", "Scene", html, {"heights": heights(scene)})
 
 
-def _least_score(scene: ReportScene) -> float:
+def _drawable(boxes: ReportBoxes) -> ReportBoxes:
+    """The boxes without those that hold NaN or infinity, as arrays of float64."""
+    values = np.asarray(boxes.boxes, np.float64)
+    keep: npt.NDArray[np.bool_] = np.isfinite(values).all(axis=1)
+    scores = None if boxes.scores is None else np.asarray(boxes.scores, np.float64)
+    if scores is not None:
+        keep = keep & np.isfinite(scores)
+    names = [name for name, kept in zip(boxes.names, keep, strict=True) if kept]
+    return ReportBoxes(values[keep], names, None if scores is None else scores[keep])
+
+
+def _least_score(present: dict[str, ReportBoxes]) -> float:
     """The score from which detections are shown at first: about sixty of the float model's."""
-    for boxes in (scene.float_detections, scene.quantized_detections):
+    for kind in ("float", "quantized"):
+        boxes = present.get(kind)
         if boxes is not None and boxes.scores is not None and len(boxes.scores) > SHOWN:
-            falling = np.sort(np.asarray(boxes.scores, np.float64))[::-1]
+            falling = np.sort(boxes.scores)[::-1]
             return float(min(0.95, np.ceil(falling[SHOWN] * 20) / 20))
     return 0.0
 
 
-def _controls(present: dict[str, ReportBoxes], least: float) -> Html:
+def _controls(present: dict[str, ReportBoxes], broken: dict[str, int], least: float) -> Html:
     """Which boxes are drawn: a switch for each set, a slider for the score."""
     switches = [
         tag(
@@ -62,6 +77,7 @@ def _controls(present: dict[str, ReportBoxes], least: float) -> Html:
             tag("input", type="checkbox", checked=True, data_boxes=kind),
             tag("span", class_=f"swatch {kind}"),
             tag("span", f"{SETS[kind][0]} ({len(boxes.boxes)})"),
+            tag("span", f"and {broken[kind]} not finite", class_="low") if broken[kind] else None,
             class_="switch",
         )
         for kind, boxes in present.items()

@@ -7,6 +7,7 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -16,7 +17,7 @@ from bevfusion_quant.report._check import check
 from bevfusion_quant.report._decisions import decisions_section
 from bevfusion_quant.report._encode import script_json
 from bevfusion_quant.report._html import join, tag
-from bevfusion_quant.report._layers import layers_section
+from bevfusion_quant.report._layers import finite_rows, layers_section
 from bevfusion_quant.report._overview import head, reproduce
 from bevfusion_quant.report._quantizers import quantizers_section
 from bevfusion_quant.report._scene import scene_section
@@ -77,6 +78,7 @@ def write_report(path: Path | str, content: ReportContent) -> Path:
 
 
 def _page(content: ReportContent) -> str:
+    content = replace(content, layers=finite_rows(content.layers))
     sections = list(_sections(content))
     links = [tag("li", tag("a", s.title, href=f"#{s.key}")) for s in sections]
     data = {s.key: s.data for s in sections if s.data is not None}
