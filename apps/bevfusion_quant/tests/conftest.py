@@ -26,7 +26,7 @@ class _NumbersOnly(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> object:
         known = {
             ("numpy", "dtype"): np.dtype,
-            ("numpy.core.multiarray", "scalar"): np._core.multiarray.scalar,
+            ("numpy.core.multiarray", "scalar"): np.float64().__reduce__()[0],
             ("_codecs", "encode"): _codecs.encode,
         }
         return known[module, name]

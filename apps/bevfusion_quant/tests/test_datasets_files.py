@@ -116,7 +116,10 @@ def set_labels(**values):
         (drop_camera("intrinsics"), "CAM_BACK has no intrinsics"),
         (set_camera(intrinsics=None), r"CAM_BACK: intrinsics must be numbers \[3, 3\]"),
         (set_camera(intrinsics=[[1, 2], [3]]), r"intrinsics must be numbers \[3, 3\]"),
-        (set_camera(intrinsics=np.zeros((3, 3)).tolist()), "CAM_BACK.png: CAM_BACK: the intrinsics are singular"),
+        (
+            set_camera(intrinsics=np.zeros((3, 3)).tolist()),
+            "CAM_BACK.png: CAM_BACK: the intrinsics are singular",
+        ),
         (set_camera(intrinsics=[[0.8, 0, 0.5], [0, 1.4, 0.5], [0, 0, 1]]), "normalised"),
         (set_camera(lidar_to_camera=(AHEAD * 2).tolist()), "lidar_to_camera"),
         (set_camera(name="CAM_FRONT"), "each name must be its own"),
@@ -163,8 +166,9 @@ def test_other_image_kinds_become_rgb(folder):
     np.testing.assert_array_equal(image[..., 2], np.asarray(grey))
 
 
-def test_a_calibration_of_another_kind_does_not_hide_points(frame, tmp_path):
+def test_a_calibration_of_another_kind_does_not_hide_points(frame, tmp_path, caplog):
     np.savez(tmp_path / "frame_00.npz", points=frame.points)
     (tmp_path / "calib.json").write_text('{"intrinsics": {}}')
     (got,) = open_dataset("files", tmp_path)
     np.testing.assert_array_equal(got.points, read_points(tmp_path / "frame_00.npz").points)
+    assert 'calib.json lists no "cameras"; points are read without images' in caplog.text

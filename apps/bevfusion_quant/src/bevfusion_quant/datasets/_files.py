@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,6 +14,8 @@ from bevfusion_quant.datasets._frame_list import FrameList
 from bevfusion_quant.points import Frame, read_frames, read_points
 
 __all__ = ["files"]
+
+_LOG = logging.getLogger(__name__)
 
 
 def files(
@@ -42,6 +45,10 @@ def files(
         if item.is_dir() and is_frame_folder(item):
             keys[item] = None
             continue
+        if (item / "calib.json").is_file():
+            _LOG.warning(
+                '%s lists no "cameras"; points are read without images', item / "calib.json"
+            )
         inside = sorted(item.iterdir()) if item.is_dir() else []
         folders = [folder for folder in inside if folder.is_dir() and is_frame_folder(folder)]
         keys.update(dict.fromkeys(folders or read_frames(item).paths))
