@@ -145,6 +145,27 @@ def test_missing_inputs_are_named(filled: tuple[BEVFusion, Batch]) -> None:
         _ = lidar.head
 
 
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"images": torch.zeros(2, 2, 3, 96, 250)}, "takes 3 channels of 96 × 256 pixels"),
+        ({"images": torch.zeros(2, 2, 1, 96, 256)}, "takes 3 channels of 96 × 256 pixels"),
+        ({"images": torch.zeros(4, 3, 96, 256)}, r"expected \[2, cameras, 3, 96, 256\]"),
+        ({"images": torch.zeros(1, 2, 3, 96, 256)}, "one entry for each frame"),
+        ({"images": torch.zeros(2, 0, 3, 96, 256)}, "at least one camera"),
+        ({"images": torch.zeros(2, 3, 3, 96, 256)}, "one depth image for each camera image"),
+        ({"depth": torch.zeros(2, 2, 1, 48, 128)}, "one depth image for each camera image"),
+        ({"cells": torch.zeros(100).long()}, "2 frames of 2 cameras have 90624 frustum points"),
+    ],
+)
+def test_camera_inputs_that_do_not_fit_are_named(
+    filled: tuple[BEVFusion, Batch], change: dict[str, Tensor], why: str
+) -> None:
+    model, batch = filled
+    with pytest.raises(InputError, match=why):
+        model(*batch._replace(**change))
+
+
 def test_the_lidar_branch_alone_is_the_models() -> None:
     model, branch = build_model(TINY, ("lidar",)), build_lidar_branch(TINY.lidar)
     assert str(model) == str(branch)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
-from bevfusion_quant._errors import InputError
+from bevfusion_quant.model._inputs import check_camera, require
 from bevfusion_quant.model._parts import PART_PATHS, PARTS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 __all__ = ["BEVFusion"]
+
+fx.wrap("check_camera")
 
 
 class BEVFusion(nn.Module):
@@ -93,14 +95,15 @@ class BEVFusion(nn.Module):
                 `camera["vtransform"].cells`.
 
         Raises:
-            InputError: An input is missing that one of the branches reads.
+            InputError: An input is missing that one of the branches reads, or the camera branch's
+                inputs do not fit each other or its configuration.
         """
         maps = []
         if "camera" in self.encoders:
-            _require(camera=True, images=images, depth=depth, cells=cells)
+            require("camera", images=images, depth=depth, cells=cells)
             maps.append(self._camera_map(images, depth, cells, batch_size))
         if "lidar" in self.encoders:
-            _require(camera=False, features=features, coords=coords)
+            require("LiDAR", features=features, coords=coords)
             maps.append(self.lidar["backbone"](features, coords, batch_size))
         x = maps[0] if self.fuser is None else self.fuser(*maps)
         if self.decoder is not None:
@@ -109,6 +112,8 @@ class BEVFusion(nn.Module):
 
     def _camera_map(self, images: Any, depth: Any, cells: Any, batch_size: int) -> Any:
         camera = self.camera
+        frustum: Any = camera["vtransform"].frustum
+        check_camera(images, depth, cells, batch_size, frustum)
         x = camera["neck"](camera["backbone"](images.flatten(0, 1)))[0]
         return camera["vtransform"](x.unflatten(0, (batch_size, -1)), depth, cells)
 
@@ -118,13 +123,3 @@ class BEVFusion(nn.Module):
         sensor = self.encoders[name]
         assert isinstance(sensor, nn.ModuleDict)
         return sensor
-
-
-def _require(*, camera: bool, **inputs: Tensor | None) -> None:
-    missing = [name for name, value in inputs.items() if value is None]
-    if missing:
-        branch = "camera" if camera else "LiDAR"
-        raise InputError(
-            f"the {branch} branch reads {', '.join(inputs)}, and {', '.join(missing)} is missing: "
-            f"give the whole Batch, or build the model without its {branch.lower()} part"
-        )
