@@ -6,7 +6,6 @@ from bevfusion_quant.model._checkpoint import LoadReport, load_state_dict, load_
 from bevfusion_quant.model._checkpoint_file import read_state_dict
 from bevfusion_quant.model._config import (
     CONFIGS,
-    LIDAR_CONFIGS,
     BEVFusionConfig,
     CameraConfig,
     DecoderConfig,
@@ -24,7 +23,6 @@ from bevfusion_quant.model.head import HeadConfig
 __all__ = [
     "CONFIGS",
     "LAYOUTS",
-    "LIDAR_CONFIGS",
     "PARTS",
     "PART_PATHS",
     "SECOND",

@@ -8,7 +8,6 @@ from bevfusion_quant.model.head import HeadConfig
 
 __all__ = [
     "CONFIGS",
-    "LIDAR_CONFIGS",
     "BEVFusionConfig",
     "CameraConfig",
     "DecoderConfig",
@@ -167,5 +166,3 @@ CONFIGS: dict[str, BEVFusionConfig] = {
         ),
     ),
 }
-
-LIDAR_CONFIGS: dict[str, LidarConfig] = {name: config.lidar for name, config in CONFIGS.items()}
