@@ -3,6 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.cameras import (
@@ -103,6 +104,18 @@ def test_the_picture_follows_the_mapping():
         assert near.sum() > 1
         assert float((near * columns).sum() / near.sum()) == pytest.approx(x, abs=0.05)
         assert float((near * rows).sum() / near.sum()) == pytest.approx(y, abs=0.05)
+
+
+def test_the_pixels_of_mit_bevfusions_test_pipeline():
+    """Factor 0.48, then the window (32, 176, 736, 432): written out as for 1600x900."""
+    image = np.random.default_rng(4).integers(0, 256, (900, 1600, 3), np.uint8)
+    picture = Image.fromarray(image).resize((768, 432)).crop((32, 176, 736, 432))
+    expected = np.asarray(picture).transpose(2, 0, 1) / 255
+    expected = (expected - np.c_[[0.485, 0.456, 0.406]][..., None]) / np.c_[[0.229, 0.224, 0.225]][
+        ..., None
+    ]
+    inputs = prepare_cameras([camera(image=image, intrinsics=matrix(1266, 1266, 816, 491))])
+    np.testing.assert_allclose(inputs.images[0].numpy(), expected, atol=1e-5)
 
 
 def test_normalisation_and_channel_order():

@@ -22,7 +22,7 @@ STEP = 0.05  # between sweeps [s]
 
 @pytest.fixture
 def devkit():
-    return pytest.importorskip("nuscenes.nuscenes", reason=WITHOUT_DEVKIT)
+    return pytest.importorskip("nuscenes.nuscenes", reason=WITHOUT_DEVKIT, exc_type=ImportError)
 
 
 def quaternion(turn: np.ndarray) -> list[float]:

@@ -48,6 +48,14 @@ def order_cameras(
 
     Raises:
         InputError: one of them is missing.
+
+    Examples:
+        >>> import numpy as np
+        >>> matrix = np.array([[50.0, 0, 32], [0, 50, 18], [0, 0, 1]])
+        >>> image = np.zeros((36, 64, 3), np.uint8)
+        >>> cameras = [Camera(name, image, matrix, np.eye(4)) for name in ("CAM_BACK", "CAM_FRONT")]
+        >>> [camera.name for camera in order_cameras(cameras, ("CAM_FRONT", "CAM_BACK"))]
+        ['CAM_FRONT', 'CAM_BACK']
     """
     found = {camera.name: camera for camera in cameras}
     missing = [name for name in names if name not in found]

@@ -103,11 +103,23 @@ def write_frame_folder(folder: str | os.PathLike[str], frame: Frame) -> Path:
 
     Points go to `points.npz`, images to PNG files. The folder appears when all of it is written.
 
+    Args:
+        folder: where to; its parents are made.
+        frame: with points.
+
     Returns:
         The folder.
 
     Raises:
         InputError: the folder is there already, or the frame holds voxels.
+
+    Examples:
+        >>> import tempfile
+        >>> frame = Frame("two points", np.zeros((2, 5), np.float32))
+        >>> with tempfile.TemporaryDirectory() as place:
+        ...     folder = write_frame_folder(f"{place}/frame", frame)
+        ...     sorted(entry.name for entry in folder.iterdir())
+        ['calib.json', 'points.npz']
     """
     final = Path(folder)
     if final.exists():
