@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from bevquant_int8sim._accumulator import AccumulatorOverflowError
+from bevquant_int8sim._activation import int8_leaky_relu, int8_relu, int8_relu6
 from bevquant_int8sim._backends import BackendStatus, backend_report
+from bevquant_int8sim._conv import (
+    int8_conv1d,
+    int8_conv2d,
+    int8_conv3d,
+    int8_conv_transpose2d,
+    int8_linear,
+)
 from bevquant_int8sim._fixed_point import fixed_point_multiplier
+from bevquant_int8sim._join import int8_add, int8_concat
+from bevquant_int8sim._lookup import int8_lookup, lookup_table
+from bevquant_int8sim._pool import int8_avg_pool, int8_max_pool
 from bevquant_int8sim._quantize import dequantize, quantize, quantize_bias
 from bevquant_int8sim._requantize import requantize
+from bevquant_int8sim._resize import int8_resize
 from bevquant_int8sim._sparse_conv import int8_sparse_conv
 
 __all__ = [
@@ -15,7 +27,22 @@ __all__ = [
     "backend_report",
     "dequantize",
     "fixed_point_multiplier",
+    "int8_add",
+    "int8_avg_pool",
+    "int8_concat",
+    "int8_conv1d",
+    "int8_conv2d",
+    "int8_conv3d",
+    "int8_conv_transpose2d",
+    "int8_leaky_relu",
+    "int8_linear",
+    "int8_lookup",
+    "int8_max_pool",
+    "int8_relu",
+    "int8_relu6",
+    "int8_resize",
     "int8_sparse_conv",
+    "lookup_table",
     "quantize",
     "quantize_bias",
     "requantize",

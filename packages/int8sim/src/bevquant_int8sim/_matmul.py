@@ -28,6 +28,8 @@ def exact_matmul(a: Tensor, b: Tensor, *, fits_int32: bool) -> Tensor:
         b: int8 ``[depth, columns]``.
         fits_int32: Whether a bound shows that no sum leaves int32.
     """
+    if 0 in (*a.shape, *b.shape):
+        return torch.zeros((a.shape[0], b.shape[1]), dtype=torch.int32, device=a.device)
     if not fits_int32:
         return (a.double() @ b.double()).to(torch.int64)  # exact to 2⁵³
     method = matmul_method(a.device.type, str(a.dtype))

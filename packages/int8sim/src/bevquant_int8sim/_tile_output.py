@@ -54,3 +54,10 @@ class Requantization:
             else (self.residual.scale, self.residual.low, self.residual.high)
         )
         return np.array([self.low, self.high, *sum_limits], np.float64)
+
+    def part(self, columns: slice, padded: int) -> Requantization:
+        """The same for some of the output channels, filled to `padded` columns."""
+        factors = np.ones(padded)
+        chosen = self.multiplier[columns]
+        factors[: len(chosen)] = chosen
+        return Requantization(factors, self.low, self.high)

@@ -1,0 +1,313 @@
+"""Linear layers and convolutions over one to three axes, in integers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bevquant_int8sim._dense import check_operands, run_dense
+from bevquant_int8sim._grid_axes import conv_axis, per_axis, per_side, transposed_axis
+from bevquant_int8sim._output import make_output
+
+__all__ = [
+    "int8_conv1d", "int8_conv2d", "int8_conv3d", "int8_conv_transpose2d", "int8_linear",
+]  # fmt: skip
+
+Ints = int | Sequence[int]
+Padding = int | Sequence[int] | Sequence[Sequence[int]]
+
+
+def int8_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    multiplier: Tensor | float | None = None,
+    backend: str = "auto",
+    name: str = "int8_linear",
+    **output: Any,
+) -> Tensor:
+    r"""Linear layer: :math:`q = \operatorname{requantize}(x W^T + b)`.
+
+    Args:
+        x: int8 (or int16) ``[..., in_features]``.
+        weight: int8 ``[out_features, in_features]``.
+        bias: int32 ``[out_features]`` in units of the accumulator, or ``None``.
+        multiplier: s_x·s_w / s_y; ``None`` returns the int32 accumulators.
+        backend: As in `int8_sparse_conv`.
+        name: The layer that a message names.
+        **output: ``relu``, ``out_dtype``, ``narrow_range``, ``rounding``, ``arithmetic``, as in
+            `int8_sparse_conv`.
+
+    Returns:
+        ``[..., out_features]``.
+
+    Raises:
+        TypeError: An operand is of another type than said above.
+        ValueError: Shapes, a setting or a multiplier do not fit.
+        AccumulatorOverflowError: A sum leaves int32.
+
+    Example:
+        >>> x = torch.tensor([[1, -2]], dtype=torch.int8)
+        >>> w = torch.tensor([[3, 4], [100, 0]], dtype=torch.int8)
+        >>> int8_linear(x, w).tolist(), int8_linear(x, w, multiplier=0.5).tolist()
+        ([[-5, 100]], [[-2, 50]])
+    """
+    if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"{name}: expected x [..., {weight.shape[-1]}] for a weight [out_features, "
+            f"in_features], got {tuple(x.shape)} and {tuple(weight.shape)}"
+        )
+    check_operands(x, weight, bias, weight.shape[0], name)
+    rows = x.reshape(1, -1, x.shape[-1]).movedim(-1, 1)
+    axes = (conv_axis(rows.shape[2], 1, 1, (0, 0), 1, name),) if rows.shape[2] else None
+    settings = make_output(multiplier, weight.shape[0], name=name, **_defaults(output, name))
+    if axes is None:
+        empty = torch.zeros((0, weight.shape[0]), dtype=torch.int32, device=x.device)
+        return settings.finish(empty).view(*x.shape[:-1], weight.shape[0])
+    matrix = weight.t().reshape(1, 1, weight.shape[1], weight.shape[0])
+    out = run_dense(rows, matrix, bias, [axes], (1,), settings, backend, name)
+    return out.movedim(1, -1).reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _int8_conv(
+    ndim: int,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    multiplier: Tensor | float | None,
+    stride: Ints,
+    padding: Padding,
+    dilation: Ints,
+    groups: int,
+    backend: str,
+    name: str,
+    output: dict[str, Any],
+) -> Tensor:
+    _check_shapes(x, weight, ndim, groups, 1, name)
+    channels = weight.shape[0]
+    check_operands(x, weight, bias, channels, name)
+    settings = make_output(multiplier, channels, name=name, **_defaults(output, name))
+    kernel = tuple(weight.shape[2:])
+    axes = tuple(
+        conv_axis(*arguments, name)
+        for arguments in zip(
+            x.shape[2:],
+            kernel,
+            per_axis(stride, ndim, f"{name}: stride", 1),
+            per_side(padding, ndim, f"{name}: padding"),
+            per_axis(dilation, ndim, f"{name}: dilation", 1),
+            strict=True,
+        )
+    )
+    by_group = weight.reshape(groups, channels // groups, weight.shape[1], -1).permute(0, 3, 2, 1)
+    return run_dense(x, by_group, bias, [axes], kernel, settings, backend, name)
+
+
+def int8_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    multiplier: Tensor | float | None = None,
+    stride: Ints = 1,
+    padding: Padding = 0,
+    dilation: Ints = 1,
+    groups: int = 1,
+    backend: str = "auto",
+    name: str = "int8_conv1d",
+    **output: Any,
+) -> Tensor:
+    """Convolution over one axis; see `int8_conv2d`.
+
+    Example:
+        >>> x = torch.tensor([[[1, 2, 3]]], dtype=torch.int8)
+        >>> int8_conv1d(x, torch.ones(1, 1, 2, dtype=torch.int8), padding=[(1, 0)]).tolist()
+        [[[1, 3, 5]]]
+    """
+    return _int8_conv(
+        1, x, weight, bias, multiplier, stride, padding, dilation, groups, backend, name, output
+    )
+
+
+def int8_conv2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    multiplier: Tensor | float | None = None,
+    stride: Ints = 1,
+    padding: Padding = 0,
+    dilation: Ints = 1,
+    groups: int = 1,
+    backend: str = "auto",
+    name: str = "int8_conv2d",
+    **output: Any,
+) -> Tensor:
+    r"""Convolution over two axes, as ``torch.nn.functional.conv2d`` on integers.
+
+    .. math:: q = \operatorname{clamp}(\operatorname{round}((x * w + b)\, M_c), q_\min, q_\max)
+
+    Outside of the input are zeros, the integer of the value 0.
+
+    Args:
+        x: int8 (or int16) ``[batch, in_channels, height, width]``; any memory format.
+        weight: int8 ``[out_channels, in_channels / groups, kernel height, kernel width]``.
+        bias: int32 ``[out_channels]`` in units of the accumulator, or ``None``.
+        multiplier: s_x·s_w / s_y, one number or one per output channel; ``None`` returns the int32
+            accumulators.
+        stride: One integer or one per axis, as `dilation`.
+        padding: One integer, one per axis, or one pair (before, behind) per axis.
+        dilation: Distance of the kernel's elements.
+        groups: Groups of channels.
+        backend: As in `int8_sparse_conv`.
+        name: The layer that a message names.
+        **output: ``relu``, ``out_dtype``, ``narrow_range``, ``rounding``, ``arithmetic``, as in
+            `int8_sparse_conv`.
+
+    Returns:
+        ``[batch, out_channels, height, width]``, channels last in memory.
+
+    Raises:
+        TypeError: An operand is of another type than said above.
+        ValueError: Shapes, a setting or a multiplier do not fit.
+        AccumulatorOverflowError: A sum leaves int32.
+
+    Example:
+        >>> x = torch.arange(4, dtype=torch.int8).view(1, 1, 2, 2)
+        >>> w = torch.full((1, 1, 2, 2), 10, dtype=torch.int8)
+        >>> int8_conv2d(x, w).item(), int8_conv2d(x, w, multiplier=0.25).item()
+        (60, 15)
+    """
+    return _int8_conv(
+        2, x, weight, bias, multiplier, stride, padding, dilation, groups, backend, name, output
+    )
+
+
+def int8_conv3d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    multiplier: Tensor | float | None = None,
+    stride: Ints = 1,
+    padding: Padding = 0,
+    dilation: Ints = 1,
+    groups: int = 1,
+    backend: str = "auto",
+    name: str = "int8_conv3d",
+    **output: Any,
+) -> Tensor:
+    """Convolution over three axes; see `int8_conv2d`.
+
+    Example:
+        >>> x = torch.ones(1, 2, 3, 3, 3, dtype=torch.int8)
+        >>> int8_conv3d(x, torch.ones(1, 2, 3, 3, 3, dtype=torch.int8)).item()
+        54
+    """
+    return _int8_conv(
+        3, x, weight, bias, multiplier, stride, padding, dilation, groups, backend, name, output
+    )
+
+
+def int8_conv_transpose2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    multiplier: Tensor | float | None = None,
+    stride: Ints = 1,
+    padding: Ints = 0,
+    output_padding: Ints = 0,
+    dilation: Ints = 1,
+    groups: int = 1,
+    backend: str = "auto",
+    name: str = "int8_conv_transpose2d",
+    **output: Any,
+) -> Tensor:
+    """Transposed convolution, as ``torch.nn.functional.conv_transpose2d`` on integers.
+
+    Input i adds ``x[i]·w[k]`` to output ``i·stride − padding + k·dilation``.
+
+    Args:
+        x: int8 (or int16) ``[batch, in_channels, height, width]``.
+        weight: int8 ``[in_channels, out_channels / groups, kernel height, kernel width]``.
+        bias: int32 ``[out_channels]`` in units of the accumulator, or ``None``.
+        multiplier: s_x·s_w / s_y, one number or one per output channel (axis 1 of the weight).
+        stride: One integer or one per axis, as all that follow.
+        padding: Outputs cut off at every side.
+        output_padding: Outputs added behind, smaller than stride or dilation.
+        dilation: Distance of the kernel's elements.
+        groups: Groups of channels.
+        backend: As in `int8_sparse_conv`.
+        name: The layer that a message names.
+        **output: As in `int8_conv2d`.
+
+    Returns:
+        ``[batch, out_channels, height, width]``, channels last in memory.
+
+    Raises:
+        TypeError: An operand is of another type than said above.
+        ValueError: Shapes, a setting or a multiplier do not fit.
+        AccumulatorOverflowError: A sum leaves int32.
+
+    Example:
+        >>> x = torch.tensor([[[[1, 2]]]], dtype=torch.int8)
+        >>> w = torch.tensor([[[[1, 10]]]], dtype=torch.int8)
+        >>> int8_conv_transpose2d(x, w, stride=2).tolist()
+        [[[[1, 10, 2, 20]]]]
+    """
+    _check_shapes(x, weight, 2, groups, 0, name)
+    channels = weight.shape[1] * groups
+    check_operands(x, weight, bias, channels, name)
+    settings = make_output(multiplier, channels, name=name, **_defaults(output, name))
+    kernel = tuple(weight.shape[2:])
+    steps = per_axis(stride, 2, f"{name}: stride", 1)
+    cuts = per_axis(padding, 2, f"{name}: padding", 0)
+    added = per_axis(output_padding, 2, f"{name}: output_padding", 0)
+    dilations = per_axis(dilation, 2, f"{name}: dilation", 1)
+    if any(a >= max(s, d) for a, s, d in zip(added, steps, dilations, strict=True)):
+        raise ValueError(f"{name}: output_padding={added} must be below stride or dilation")
+    rows, columns = (
+        transposed_axis(n, kernel[i], steps[i], cuts[i], added[i], dilations[i], name)
+        for i, n in enumerate(x.shape[2:])
+    )
+    phases = [(row, column) for row in rows for column in columns]
+    by_group = weight.reshape(groups, x.shape[1] // groups, weight.shape[1], -1)
+    return run_dense(x, by_group.permute(0, 3, 1, 2), bias, phases, kernel, settings, backend, name)
+
+
+def _check_shapes(
+    x: Tensor, weight: Tensor, ndim: int, groups: int, channel_axis: int, name: str
+) -> None:
+    """Channels of `x`, of `weight` along `channel_axis`, and the groups of both."""
+    if groups < 1:
+        raise ValueError(f"{name}: groups={groups}: expected a positive integer")
+    fits = x.dim() == weight.dim() == ndim + 2
+    if fits:
+        share = weight.shape[1] * groups if channel_axis else weight.shape[0]
+        fits = share == x.shape[1] and weight.shape[0] % groups == 0
+    if not fits:
+        order = "out, in / groups" if channel_axis else "in, out / groups"
+        raise ValueError(
+            f"{name}: x of shape {tuple(x.shape)} and a weight [{order}, *kernel] of shape "
+            f"{tuple(weight.shape)} do not fit with groups={groups} and {ndim} grid axes"
+        )
+
+
+def _defaults(output: dict[str, Any], name: str) -> dict[str, Any]:
+    """The settings of an output that are not given, and a refusal of unknown ones."""
+    defaults = {
+        "out_dtype": torch.int8,
+        "narrow_range": False,
+        "relu": False,
+        "rounding": "half_even",
+        "arithmetic": "float64",
+    }
+    unknown = sorted(set(output) - set(defaults))
+    if unknown:
+        raise TypeError(f"{name}: unknown arguments {', '.join(unknown)}")
+    return defaults | output

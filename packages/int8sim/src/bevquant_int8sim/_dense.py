@@ -1,0 +1,90 @@
+"""What every dense layer with a weight has in common: checks, choice of a backend, output."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from bevquant_int8sim import _dense_torch
+from bevquant_int8sim._accumulator import check_accumulators, largest_sum, proves_safe
+from bevquant_int8sim._backends import choose_backend
+from bevquant_int8sim._grid_axes import Axis
+from bevquant_int8sim._integers import check_integer_tensor
+from bevquant_int8sim._output import Output
+
+__all__ = ["check_operands", "run_dense"]
+
+_VECTOR = 16  # output channels that the kernels compute at once
+
+
+def check_operands(
+    x: Tensor, weight: Tensor, bias: Tensor | None, channels: int, name: str
+) -> None:
+    """Refuse operands of wrong types or devices, or a bias of another length than `channels`."""
+    check_integer_tensor(name, "x", x, (torch.int8, torch.int16))
+    check_integer_tensor(name, "weight", weight, (torch.int8,))
+    for what, value in (("weight", weight), ("bias", bias)):
+        if value is not None and value.device != x.device:
+            raise ValueError(f"{name}: {what} on {value.device}, x on {x.device}; move one of them")
+    if bias is not None:
+        check_integer_tensor(name, "bias", bias, (torch.int32,))
+        if tuple(bias.shape) != (channels,):
+            raise ValueError(f"{name}: expected bias [{channels}], got {tuple(bias.shape)}")
+
+
+def run_dense(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    phases: Sequence[tuple[Axis, ...]],
+    kernel: tuple[int, ...],
+    output: Output,
+    backend: str,
+    name: str,
+) -> Tensor:
+    """Convolve checked operands; `weight` is ``[groups, volume, in channels, out channels]``.
+
+    Raises:
+        ValueError: The backend cannot run.
+        AccumulatorOverflowError: A sum leaves int32.
+    """
+    chosen = choose_backend(backend, x.device, x.dtype, name)
+    fits = _fits_int32(x, weight, bias)
+    if fits and chosen != "torch" and 0 not in (*x.shape, *weight.shape):
+        from bevquant_int8sim._dense_numba import convolve
+
+        return convolve(x, _joined(weight), bias, phases, kernel, output, chosen)
+    acc = _dense_torch.accumulate(x, weight, bias, phases, kernel, fits_int32=fits)
+    if not fits:
+        check_accumulators(acc, name, channel_axis=1)
+    return output.finish(acc.to(torch.int32), 1)
+
+
+def _fits_int32(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether a bound shows that no sum leaves int32: by the input's type, else by its values."""
+    by_channel = weight.permute(0, 3, 1, 2).reshape(-1, weight.shape[1] * weight.shape[2])
+    largest = -torch.iinfo(x.dtype).min
+    if proves_safe(largest_sum(by_channel, bias, largest, 0)):
+        return True
+    if x.numel():
+        largest = int(x.long().abs().max())
+    return proves_safe(largest_sum(by_channel, bias, largest, 0))
+
+
+def _joined(weight: Tensor) -> Tensor:
+    """Join groups until they fill a vector of output channels, with zeros between them.
+
+    A depthwise convolution then multiplies 16 times what it must, in 16 lanes that would otherwise
+    be idle.
+    """
+    groups, volume, inputs, outputs = weight.shape
+    fitting = (n for n in range(1, groups + 1) if groups % n == 0)
+    count = next((n for n in fitting if n * outputs >= _VECTOR), groups)
+    if count == 1:
+        return weight
+    wide = weight.new_zeros(groups // count, volume, count, inputs, count, outputs)
+    for i in range(count):
+        wide[:, :, i, :, i] = weight[i::count]
+    return wide.view(groups // count, volume, count * inputs, count * outputs)

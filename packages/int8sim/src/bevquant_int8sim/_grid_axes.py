@@ -1,0 +1,110 @@
+"""Which inputs each output of a dense convolution sees, axis by axis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Axis", "conv_axis", "per_axis", "per_side", "transposed_axis"]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Outputs along one axis, and the inputs they see.
+
+    Output j of `count`, at ``first_out + j · out_step`` of `out_size`, sees the input
+    ``start + j · step + deltas[i]`` of `size` under the kernel's element ``taps[i]``.
+    """
+
+    size: int
+    out_size: int
+    count: int
+    first_out: int
+    out_step: int
+    start: int
+    step: int
+    taps: tuple[int, ...]
+    deltas: tuple[int, ...]
+
+    @property
+    def halo(self) -> tuple[int, int]:
+        """Inputs that are seen before the first and behind the last one."""
+        if not self.deltas:
+            return 0, 0
+        lowest = self.start + min(self.deltas)
+        highest = self.start + (self.count - 1) * self.step + max(self.deltas)
+        return max(0, -lowest), max(0, highest - self.size + 1)
+
+
+def conv_axis(
+    size: int, kernel: int, stride: int, padding: tuple[int, int], dilation: int, what: str
+) -> Axis:
+    """A convolution (or pooling): output o sees ``o·stride − padding[0] + k·dilation``.
+
+    Raises:
+        ValueError: The kernel does not fit into the padded input.
+    """
+    count = (size + sum(padding) - dilation * (kernel - 1) - 1) // stride + 1
+    if count < 1:
+        raise ValueError(
+            f"{what}: a kernel of {kernel} with dilation {dilation} does not fit into {size} inputs"
+            f" with padding {padding}"
+        )
+    deltas = tuple(k * dilation for k in range(kernel))
+    return Axis(size, count, count, 0, 1, -padding[0], stride, tuple(range(kernel)), deltas)
+
+
+def transposed_axis(
+    size: int, kernel: int, stride: int, padding: int, output_padding: int, dilation: int, what: str
+) -> list[Axis]:
+    """A transposed convolution: input i adds to output ``i·stride − padding + k·dilation``.
+
+    The outputs fall into `stride` phases; those of one phase see the same kernel elements at the
+    same distances, as in a convolution with stride 1. An element that no output of a phase sees is
+    left out; a phase that sees none has empty `taps`.
+
+    Raises:
+        ValueError: There would be no output.
+    """
+    out_size = (size - 1) * stride - 2 * padding + dilation * (kernel - 1) + output_padding + 1
+    if out_size < 1:
+        raise ValueError(f"{what}: {size} inputs would give {out_size} outputs along an axis")
+    axes = []
+    for phase in range(min(stride, out_size)):
+        taps = tuple(k for k in range(kernel) if (phase + padding - k * dilation) % stride == 0)
+        deltas = tuple((phase + padding - k * dilation) // stride for k in taps)
+        count = -(-(out_size - phase) // stride)
+        axes.append(Axis(size, out_size, count, phase, stride, 0, 1, taps, deltas))
+    return axes
+
+
+def per_axis(value: int | Sequence[int], ndim: int, what: str, minimum: int) -> tuple[int, ...]:
+    """One integer for every axis, from one or a sequence of them.
+
+    Raises:
+        ValueError: A wrong number of entries, or one below `minimum`.
+    """
+    values = (value,) * ndim if isinstance(value, int) else tuple(int(v) for v in value)
+    if len(values) != ndim or min(values) < minimum:
+        raise ValueError(
+            f"{what}={value}: expected one integer or {ndim} of them, at least {minimum} each"
+        )
+    return values
+
+
+def per_side(
+    value: int | Sequence[int] | Sequence[Sequence[int]], ndim: int, what: str
+) -> tuple[tuple[int, int], ...]:
+    """Padding before and behind every axis, from one integer, one per axis, or one pair per axis.
+
+    Raises:
+        ValueError: Something else, or a negative padding.
+    """
+    sides = (value,) * ndim if isinstance(value, int) else value
+    pairs = [(v, v) if isinstance(v, int) else tuple(int(side) for side in v) for v in sides]
+    if len(pairs) != ndim or any(len(p) != 2 or min(p) < 0 for p in pairs):
+        raise ValueError(
+            f"{what}={value}: expected one integer, {ndim} of them, or {ndim} pairs (before, "
+            "behind), none negative"
+        )
+    return tuple((p[0], p[1]) for p in pairs)

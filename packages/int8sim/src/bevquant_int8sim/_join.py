@@ -1,0 +1,150 @@
+"""Additions and concatenations of tensors that have scales of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from bevquant_int8sim._fixed_point import fixed_point_multiplier
+from bevquant_int8sim._integers import check_integer_tensor, integer_range
+from bevquant_int8sim._requantize import check_arithmetic, requantize
+from bevquant_int8sim._rounding import check_rounding, round_float, shift_right
+from bevquant_int8sim._scales import checked_scale
+
+__all__ = ["int8_add", "int8_concat"]
+
+_FRACTION_BITS = 30  # of a fixed-point addition's multipliers, relative to the larger one
+
+
+def int8_add(
+    a: Tensor,
+    b: Tensor,
+    multiplier_a: float,
+    multiplier_b: float,
+    *,
+    relu: bool = False,
+    narrow_range: bool = False,
+    rounding: str = "half_even",
+    arithmetic: str = "float64",
+    name: str = "int8_add",
+) -> Tensor:
+    r"""Add tensors of unequal scales, rounding once.
+
+    .. math:: q = \operatorname{clamp}(\operatorname{round}(a M_a + b M_b), q_\min, q_\max), \quad
+              M_a = s_a / s_y, \; M_b = s_b / s_y
+
+    ``"float64"``: both products and their sum in float64. ``"fixed_point"``: the multipliers as
+    integers over a common power of two, the larger one with 31 bits; the sum is exact in int64 and
+    shifted once.
+
+    Args:
+        a: int8 or int16.
+        b: Of the same type and shape.
+        multiplier_a: s_a / s_y, positive.
+        multiplier_b: s_b / s_y, positive.
+        relu: Clamp at 0 from below.
+        narrow_range: Leave out the most negative integer.
+        rounding: ``"half_even"`` or ``"half_up"``.
+        arithmetic: ``"float64"`` or ``"fixed_point"``.
+        name: The layer that a message names.
+
+    Returns:
+        Of the operands' type and shape.
+
+    Raises:
+        TypeError: An operand is neither int8 nor int16.
+        ValueError: Types, shapes or devices differ, or a multiplier is unusable.
+
+    Example:
+        >>> a, b = torch.tensor([[10, -3], [1, 1]], dtype=torch.int8)
+        >>> int8_add(a, b, 1.0, 0.5).tolist()
+        [10, -2]
+    """
+    check_integer_tensor(name, "a", a, (torch.int8, torch.int16))
+    check_integer_tensor(name, "b", b, (a.dtype,))
+    if a.shape != b.shape or a.device != b.device:
+        raise ValueError(
+            f"{name}: operands of shape {tuple(a.shape)} on {a.device} and {tuple(b.shape)} on "
+            f"{b.device} do not match"
+        )
+    factors = [
+        checked_scale(value, f"{name}: multiplier_{which}")
+        for which, value in (("a", multiplier_a), ("b", multiplier_b))
+    ]
+    if any(factor.dim() for factor in factors):
+        raise ValueError(f"{name}: expected one multiplier per operand, not one per channel")
+    check_rounding(rounding)
+    if check_arithmetic(arithmetic) == "fixed_point":
+        q = _fixed_point_sum(a, b, factors[0], factors[1], rounding)
+    else:
+        left, right = (float(factor) for factor in factors)
+        q = round_float(a.double() * left + b.double() * right, rounding)
+    low, high = integer_range(torch.iinfo(a.dtype).bits, narrow_range)
+    return q.clamp_(0 if relu else low, high).to(a.dtype)
+
+
+def _fixed_point_sum(a: Tensor, b: Tensor, left: Tensor, right: Tensor, rounding: str) -> Tensor:
+    _, shift = fixed_point_multiplier(torch.maximum(left, right), bits=_FRACTION_BITS + 1)
+    # Scaled by the same power of two; the smaller mantissa has fewer bits.
+    m_a, m_b = (
+        torch.floor(torch.ldexp(factor, shift) + 0.5).to(torch.int64) for factor in (left, right)
+    )
+    total = a.to(torch.int64) * m_a + b.to(torch.int64) * m_b
+    return shift_right(total, shift.clamp(max=62).to(a.device), rounding)
+
+
+def int8_concat(
+    tensors: Sequence[Tensor],
+    multipliers: Sequence[float],
+    axis: int = 1,
+    *,
+    narrow_range: bool = False,
+    rounding: str = "half_even",
+    arithmetic: str = "float64",
+    name: str = "int8_concat",
+) -> Tensor:
+    """Concatenate tensors of unequal scales: each is requantized by its s_x / s_y.
+
+    A multiplier of exactly 1 leaves its tensor as it is, −128 included.
+
+    Args:
+        tensors: int8 or int16, all of one type.
+        multipliers: One positive number for each tensor.
+        axis: Axis to join along.
+        narrow_range: Leave out the most negative integer where a tensor is requantized.
+        rounding: ``"half_even"`` or ``"half_up"``.
+        arithmetic: ``"float64"`` or ``"fixed_point"`` (see `requantize`).
+        name: The layer that a message names.
+
+    Raises:
+        TypeError: A tensor is neither int8 nor int16, or types differ.
+        ValueError: No tensors, another number of multipliers, or an unusable one.
+
+    Example:
+        >>> a, b = torch.tensor([[10], [-3]], dtype=torch.int8)
+        >>> int8_concat([a, b], [1.0, 0.5], axis=0).tolist()
+        [10, -2]
+    """
+    if not tensors or len(tensors) != len(multipliers):
+        raise ValueError(
+            f"{name}: {len(tensors)} tensors and {len(multipliers)} multipliers; expected as many "
+            "of either, and at least one"
+        )
+    first = check_integer_tensor(name, "tensors[0]", tensors[0], (torch.int8, torch.int16))
+    parts = []
+    for number, (tensor, multiplier) in enumerate(zip(tensors, multipliers, strict=True)):
+        check_integer_tensor(name, f"tensors[{number}]", tensor, (first.dtype,))
+        if float(multiplier) != 1.0:
+            tensor = requantize(
+                tensor.to(torch.int32),
+                multiplier,
+                bits=torch.iinfo(first.dtype).bits,
+                narrow_range=narrow_range,
+                rounding=rounding,
+                arithmetic=arithmetic,
+                name=f"{name}: tensors[{number}]",
+            )
+        parts.append(tensor)
+    return torch.cat(parts, axis)

@@ -1,0 +1,117 @@
+"""Nearest and bilinear resizing of integers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from bevquant_int8sim._grid_axes import per_axis
+from bevquant_int8sim._integers import check_integer_tensor, integer_range
+from bevquant_int8sim._rounding import check_rounding, round_float
+from bevquant_int8sim._scales import checked_scale
+
+__all__ = ["int8_resize"]
+
+
+def int8_resize(
+    x: Tensor,
+    size: int | Sequence[int] | None = None,
+    *,
+    scale_factor: float | Sequence[float] | None = None,
+    mode: str = "nearest",
+    align_corners: bool = False,
+    multiplier: float = 1.0,
+    rounding: str = "half_even",
+    name: str = "int8_resize",
+) -> Tensor:
+    r"""Resize the last two axes, as ``torch.nn.functional.interpolate`` on integers.
+
+    ``"nearest"``: output o takes input ⌊o·step⌋. ``"bilinear"``: four inputs, their weights in
+    float64, multiplied by the multiplier and rounded once.
+
+    Coordinates: step = in / out, or 1 / scale_factor where that is given, as in torch; bilinear
+    coordinates are (o + ½)·step − ½ (not below 0), or o·(in − 1)/(out − 1) with `align_corners`.
+
+    Args:
+        x: int8 or int16 ``[batch, channels, height, width]``.
+        size: Height and width of the output.
+        scale_factor: Output size over input size, rounded down; instead of `size`.
+        mode: ``"nearest"`` or ``"bilinear"``.
+        align_corners: Bilinear: the outermost pixels' centres stay where they are.
+        multiplier: Bilinear: s_x / s_y.
+        rounding: ``"half_even"`` or ``"half_up"``.
+        name: The layer that a message names.
+
+    Raises:
+        TypeError: `x` is neither int8 nor int16.
+        ValueError: A setting does not fit.
+
+    Example:
+        >>> x = torch.tensor([[[[0, 100]]]], dtype=torch.int8)
+        >>> int8_resize(x, (1, 4)).tolist()
+        [[[[0, 0, 100, 100]]]]
+        >>> int8_resize(x, (1, 4), mode="bilinear").tolist()
+        [[[[0, 25, 75, 100]]]]
+    """
+    check_integer_tensor(name, "x", x, (torch.int8, torch.int16))
+    check_rounding(rounding)
+    if x.dim() != 4:
+        raise ValueError(f"{name}: expected [batch, channels, height, width], got {x.dim()} axes")
+    if mode not in ("nearest", "bilinear"):
+        raise ValueError(f"{name}: mode={mode!r}: expected 'nearest' or 'bilinear'")
+    sizes, steps = _sizes(x, size, scale_factor, name)
+    if mode == "nearest":
+        rows, columns = (
+            (torch.arange(out, dtype=torch.float64) * step).floor().long().clamp(max=n - 1)
+            for out, step, n in zip(sizes, steps, x.shape[2:], strict=True)
+        )
+        return x[:, :, rows.to(x.device)[:, None], columns.to(x.device)]
+    factor = float(checked_scale(multiplier, f"{name}: multiplier"))
+    values = x.double()
+    for axis, (out, step) in enumerate(zip(sizes, steps, strict=True), start=2):
+        values = _along(values, axis, out, step, align_corners)
+    low, high = integer_range(torch.iinfo(x.dtype).bits)
+    return round_float(values * factor, rounding).clamp_(low, high).to(x.dtype)
+
+
+def _along(values: Tensor, axis: int, out: int, step: float, align_corners: bool) -> Tensor:
+    """Interpolate linearly along one axis."""
+    n = values.shape[axis]
+    places = torch.arange(out, dtype=torch.float64)
+    if align_corners:
+        places = places * ((n - 1) / (out - 1) if out > 1 else 0.0)
+    else:
+        places = ((places + 0.5) * step - 0.5).clamp(min=0.0)
+    first = places.floor().long().clamp(max=n - 1)
+    weight = (places - first).clamp(0.0, 1.0).to(values.device)
+    second = (first + 1).clamp(max=n - 1).to(values.device)
+    shape = [1] * values.dim()
+    shape[axis] = out
+    low, high = (values.index_select(axis, at.to(values.device)) for at in (first, second))
+    return low * (1 - weight.view(shape)) + high * weight.view(shape)
+
+
+def _sizes(
+    x: Tensor,
+    size: int | Sequence[int] | None,
+    scale_factor: float | Sequence[float] | None,
+    name: str,
+) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Output sizes, and input pixels per output pixel."""
+    if (size is None) == (scale_factor is None):
+        raise ValueError(f"{name}: give either size or scale_factor")
+    if size is not None:
+        sizes = per_axis(size, 2, f"{name}: size", 1)
+        return sizes, tuple(n / out for n, out in zip(x.shape[2:], sizes, strict=True))
+    assert scale_factor is not None
+    factors = (
+        (float(scale_factor),) * 2
+        if isinstance(scale_factor, int | float)
+        else tuple(float(f) for f in scale_factor)
+    )
+    if len(factors) != 2 or min(factors) <= 0:
+        raise ValueError(f"{name}: scale_factor={scale_factor}: expected one or two positive ones")
+    sizes = tuple(int(n * factor) for n, factor in zip(x.shape[2:], factors, strict=True))
+    return per_axis(sizes, 2, f"{name}: output size", 1), tuple(1 / f for f in factors)

@@ -1,0 +1,147 @@
+"""The program that an integer model runs: a list of steps over named values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from bevquant_int8sim.model._form import Form
+
+__all__ = ["Island", "Program", "Ref", "Step", "Value"]
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A value in the arguments of a step, by its name."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Value:
+    """What is known of a value before anything runs.
+
+    Attributes:
+        form: Integers with their scale, ``"int32"`` accumulators, ``"float"``; ``"sites"`` for
+            coordinates of voxels and ``"host"`` for sizes, numbers and the like.
+        source: Tensor of the traced model that it holds.
+        relu: Whether behind the ReLU that follows.
+    """
+
+    form: Form
+    source: str
+    relu: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One operation.
+
+    Attributes:
+        op: Name of the operation (``"quantize"``, ``"sparse_conv"``, ``"float"``, …).
+        path: Module that it comes from; of a function, the module whose forward calls it.
+        args: Positional arguments; values are `Ref`s, everything else is a constant.
+        kwargs: Keyword arguments likewise.
+        outputs: Names of the values made.
+        attributes: Constants that JSON can hold.
+        tensors: Weights and the like.
+        module: The module that a float island calls.
+        reason: Why this is computed in float; empty for all other steps.
+    """
+
+    op: str
+    path: str
+    args: tuple[Any, ...]
+    outputs: tuple[str, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    module: nn.Module | None = None
+    reason: str = ""
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the values read, each once."""
+        return tuple(dict.fromkeys(_names((self.args, self.kwargs))))
+
+
+@dataclass(frozen=True)
+class Island:
+    """Something that is computed in float.
+
+    Attributes:
+        path: The module, or the module whose forward calls the function.
+        what: Class of the module, or name of the function.
+        reason: Why.
+    """
+
+    path: str
+    what: str
+    reason: str
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """Steps in order of execution, and the values between them.
+
+    Attributes:
+        signature: Arguments of a call: nested containers of `Ref`s and constants, as
+            ``(positional, keyword)``.
+        sparse_inputs: Inputs that are sparse tensors: name of the features to name of the sites.
+        steps: In order.
+        values: Every value by name.
+        result: What a call returns: nested containers of `Ref`s, `SparseRef`s and constants.
+    """
+
+    signature: tuple[tuple[Any, ...], Mapping[str, Any]]
+    sparse_inputs: Mapping[str, str]
+    steps: tuple[Step, ...]
+    values: Mapping[str, Value]
+    result: Any
+
+    @property
+    def islands(self) -> tuple[Island, ...]:
+        """Everything that is computed in float, in order, each once."""
+        found: dict[Island, None] = {}
+        for step in self.steps:
+            if step.reason:
+                found[Island(step.path, str(step.attributes["what"]), step.reason)] = None
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class SparseRef:
+    """A sparse tensor: its features and its sites, by name."""
+
+    features: str
+    sites: str
+
+
+def _names(value: Any) -> list[str]:
+    if isinstance(value, Ref):
+        return [value.name]
+    if isinstance(value, SparseRef):
+        return [value.features, value.sites]
+    if isinstance(value, Mapping):
+        return [name for item in value.values() for name in _names(item)]
+    if isinstance(value, list | tuple):
+        return [name for item in value for name in _names(item)]
+    if isinstance(value, slice):
+        return _names((value.start, value.stop, value.step))
+    return []
+
+
+def replaced(value: Any, read: Any) -> Any:
+    """`value` with every `Ref` and `SparseRef` replaced by what ``read`` makes of it."""
+    if isinstance(value, Ref | SparseRef):
+        return read(value)
+    if isinstance(value, Mapping):
+        return {key: replaced(item, read) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)([replaced(item, read) for item in value])
+    if isinstance(value, slice):
+        return slice(*replaced((value.start, value.stop, value.step), read))
+    return value

@@ -1,0 +1,161 @@
+"""The voxels that the features of a sparse tensor lie on, and the rulebooks built for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bevquant_sparse import Rulebook, build_rulebook, to_dense
+
+__all__ = ["Geometry", "Sites", "SparseOutput"]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Settings of a sparse convolution, apart from its weight."""
+
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    output_padding: tuple[int, ...]
+    subm: bool
+    transposed: bool
+    inverse: bool
+
+    @property
+    def keeps_rows(self) -> bool:
+        """A 1×…×1 kernel that moves nothing: every row meets itself."""
+        return (
+            all(k == 1 for k in self.kernel_size)
+            and all(s == 1 for s in self.stride)
+            and (self.subm or not any(self.padding + self.output_padding))
+        )
+
+
+class Sites:
+    """Coordinates of one frame at one resolution.
+
+    A rulebook follows from the coordinates and the geometry alone, so each is built once, whatever
+    the layers that use it call it. Names (`indice_key`) serve inverse convolutions, which go back
+    to the sites that a strided convolution of the same name came from.
+
+    Args:
+        indices: int32 ``[rows, 1 + ndim]``: batch, then the coordinates.
+        spatial_shape: Grid in voxels.
+        batch_size: Number of frames.
+    """
+
+    def __init__(self, indices: Tensor, spatial_shape: Sequence[int], batch_size: int) -> None:
+        self.indices = indices
+        self.spatial_shape = [int(size) for size in spatial_shape]
+        self.batch_size = int(batch_size)
+        self._rulebooks: dict[Geometry, tuple[Rulebook, Sites]] = {}
+        self._origins: dict[str, tuple[Rulebook, Sites]] = {}
+
+    def convolved(
+        self, geometry: Geometry, key: str | None, name: str
+    ) -> tuple[Rulebook, Sites]:
+        """The rulebook of a convolution on these sites, and the sites of its output.
+
+        Raises:
+            ValueError: The coordinates do not fit the grid, or an inverse convolution has nothing
+                to invert; the message starts with `name`.
+        """
+        if geometry.inverse and not (geometry.keeps_rows and key not in self._origins):
+            return self._inverse(geometry, key, name)
+        if geometry not in self._rulebooks:
+            try:
+                self._rulebooks[geometry] = self._built(geometry)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
+        rulebook, sites = self._rulebooks[geometry]
+        if key is not None and sites is not self:
+            sites._origins[key] = (rulebook, self)
+        return rulebook, sites
+
+    def _built(self, geometry: Geometry) -> tuple[Rulebook, Sites]:
+        if geometry.keeps_rows:
+            return self._identity(), self
+        rulebook = build_rulebook(
+            self.indices,
+            self.spatial_shape,
+            geometry.kernel_size,
+            geometry.stride,
+            geometry.padding,
+            geometry.dilation,
+            output_padding=geometry.output_padding if geometry.transposed else 0,
+            subm=geometry.subm,
+            transposed=geometry.transposed,
+            batch_size=self.batch_size,
+        )
+        if geometry.subm:
+            return rulebook, self
+        sites = Sites(rulebook.out_indices, rulebook.out_shape, self.batch_size)
+        sites._origins = dict(self._origins)
+        return rulebook, sites
+
+    def _identity(self) -> Rulebook:
+        rows = torch.arange(len(self.indices), dtype=torch.int32, device=self.indices.device)
+        shape, rank = tuple(self.spatial_shape), len(self.spatial_shape)
+        ones, zeros = (1,) * rank, (0,) * rank
+        indices = self.indices.to(torch.int32)
+        return Rulebook(
+            in_indices=indices,
+            out_indices=indices,
+            neighbours=rows.unsqueeze(1),
+            batch_size=self.batch_size,
+            in_shape=shape,
+            out_shape=shape,
+            kernel_size=ones,
+            stride=ones,
+            padding=zeros,
+            dilation=ones,
+            output_padding=zeros,
+            subm=True,
+            transposed=False,
+        )
+
+    def _inverse(self, geometry: Geometry, key: str | None, name: str) -> tuple[Rulebook, Sites]:
+        if key is None or key not in self._origins:
+            raise ValueError(
+                f"{name}: nothing to invert under indice_key={key!r}; an inverse convolution "
+                "undoes the strided convolution that ran before it under the same indice_key"
+            )
+        rulebook, sites = self._origins[key]
+        if rulebook.kernel_size != geometry.kernel_size:
+            raise ValueError(
+                f"{name}: its kernel size {geometry.kernel_size} is not the "
+                f"{rulebook.kernel_size} of the convolution that it inverts"
+            )
+        return rulebook.inverse(), sites
+
+
+@dataclass(frozen=True, eq=False)
+class SparseOutput:
+    """A sparse tensor that an integer model returns.
+
+    Attributes:
+        features: float ``[rows, channels]``.
+        indices: int32 ``[rows, 1 + ndim]``.
+        spatial_shape: Grid in voxels.
+        batch_size: Number of frames.
+    """
+
+    features: Tensor
+    indices: Tensor
+    spatial_shape: list[int]
+    batch_size: int
+
+    def dense(self) -> Tensor:
+        """Zero-filled grid ``[batch, channels, *spatial_shape]``."""
+        return to_dense(self.features, self.indices, self.spatial_shape, self.batch_size)
+
+
+def sites_of(tensor: Any) -> Sites:
+    """The sites of an spconv-style sparse tensor."""
+    return Sites(tensor.indices, tensor.spatial_shape, tensor.batch_size)
