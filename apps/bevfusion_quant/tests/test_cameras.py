@@ -114,7 +114,7 @@ def test_the_pixels_of_mit_bevfusions_test_pipeline():
     expected = (expected - np.c_[[0.485, 0.456, 0.406]][..., None]) / np.c_[[0.229, 0.224, 0.225]][
         ..., None
     ]
-    inputs = prepare_cameras([camera(image=image, intrinsics=matrix(1266, 1266, 816, 491))])
+    inputs = prepare_cameras([camera(image=image, intrinsics=matrix(1266.0, 1266, 816, 491))])
     np.testing.assert_allclose(inputs.images[0].numpy(), expected, atol=1e-5)
 
 
