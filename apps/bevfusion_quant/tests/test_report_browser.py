@@ -312,6 +312,9 @@ def test_switches_and_score_choose_the_boxes(tab: Any) -> None:
     assert set(values(tab, visible)) == {"float", "quantized"}
     choose(tab, "score", "0.5")
     assert values(tab, visible) == ["float", "quantized"]
+    cells = "[...document.querySelectorAll('.classes tbody tr')].map(r => r.innerText.split('\\t'))"
+    counts = {name: rest for name, *rest in values(tab, cells)}
+    assert counts == {"car": ["1"] * 3, "bus": ["1", "–", "–"], EVIL: ["–"] * 3}
 
 
 def test_a_picture_can_be_enlarged_and_made_small_again(tab: Any) -> None:

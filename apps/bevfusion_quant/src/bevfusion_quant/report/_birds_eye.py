@@ -93,4 +93,5 @@ def _outlines(kind: str, boxes: ReportBoxes, left: float, top: float) -> Iterato
             tag("path", d=path),
             class_=f"box {kind}",
             data_score=score,
+            data_name=boxes.names[index],
         )

@@ -51,7 +51,7 @@ def scene_section(scene: ReportScene) -> Section:
 def _drawable(boxes: ReportBoxes) -> ReportBoxes:
     """The boxes without those that hold NaN or infinity, as arrays of float64."""
     values = np.asarray(boxes.boxes, np.float64)
-    keep: npt.NDArray[np.bool_] = np.isfinite(values).all(axis=1)
+    keep: npt.NDArray[np.bool_] = np.logical_and.reduce(np.isfinite(values), axis=1)
     scores = None if boxes.scores is None else np.asarray(boxes.scores, np.float64)
     if scores is not None:
         keep = keep & np.isfinite(scores)
@@ -100,22 +100,25 @@ def _controls(present: dict[str, ReportBoxes], broken: dict[str, int], least: fl
 
 
 def _classes(present: dict[str, ReportBoxes], least: float) -> Html:
-    """How many objects of each class each set has."""
+    """How many objects of each class each set has; the page's script counts again by score."""
     counts = {kind: Counter(_names(boxes, least)) for kind, boxes in present.items()}
-    total: Counter[str] = sum(counts.values(), Counter())
+    total = {
+        name: sum(c[name] for c in counts.values()) for s in present.values() for name in s.names
+    }
     rows = [
         tag(
             "tr",
             tag("th", name, scope="row"),
-            *(tag("td", str(c[name] or "–")) for c in counts.values()),
+            *(tag("td", str(c[name] or "–"), data_kind=kind) for kind, c in counts.items()),
+            data_name=name,
         )
         for name, _ in sorted(total.items(), key=lambda item: (-item[1], item[0]))
     ]
     scored = any(boxes.scores is not None for boxes in present.values())
-    caption = "Objects by class" + (f", scores from {least:.2f}" if scored else "")
+    note = tag("span", f", scores from {least:.2f}", id="classes-score") if scored else None
     return tag(
         "table",
-        tag("caption", caption),
+        tag("caption", "Objects by class", note),
         tag(
             "thead",
             tag(

@@ -19,11 +19,20 @@ async function startScene() {
 
 function showBoxes() {
   const least = Number(byId("score")?.value ?? 0);
-  if (byId("score")) byId("score-shown").textContent = least.toFixed(2);
+  const scored = ({ dataset: { score } }) => score === undefined || Number(score) >= least;
   for (const input of all("[data-boxes]")) {
     for (const box of all(`.box.${input.dataset.boxes}`, byId("scene-view"))) {
-      const score = box.dataset.score;
-      box.style.display = input.checked && (score === undefined || Number(score) >= least) ? "" : "none";
+      box.style.display = input.checked && scored(box) ? "" : "none";
+    }
+  }
+  if (!byId("score")) return;
+  byId("score-shown").textContent = least.toFixed(2);
+  byId("classes-score").textContent = `, scores from ${least.toFixed(2)}`;
+  const found = all(".birds-eye .box").filter(scored);
+  for (const row of all(".classes tr[data-name]")) {
+    const named = found.filter((box) => box.dataset.name === row.dataset.name);
+    for (const cell of all("[data-kind]", row)) {
+      cell.textContent = named.filter((box) => box.classList.contains(cell.dataset.kind)).length || "–";
     }
   }
 }
