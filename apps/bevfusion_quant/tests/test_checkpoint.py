@@ -97,7 +97,7 @@ def test_all_wrong_entries_are_listed_at_once_and_nothing_is_loaded() -> None:
     assert f"misshapen: {CONV} should be [3, 3, 3, 5, 8] (RSCK), is [3, 3, 3, 4, 8]" in message
     assert "misshapen: encoders.lidar.backbone.conv_input.1.bias should be [8], is [9]" in message
     assert "not finite: encoders.lidar.backbone.conv_input.1.weight" in message
-    assert "6 entries" in message
+    assert "6 problems" in message
     assert same(model, before)
 
 

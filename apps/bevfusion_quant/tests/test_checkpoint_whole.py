@@ -91,7 +91,7 @@ def test_what_is_wrong_in_every_part_is_in_one_message(
         "misshapen: fuser.0.weight should be [256, 336, 3, 3], is [256, 335, 3, 3]",
         "not finite: decoder.neck.deblocks.1.1.running_var",
         "misshapen: encoders.lidar.backbone.conv_out.0.weight should be [1, 1, 3, 128, 128] (RSCK)",
-        "6 entries",
+        "6 problems",
     ):
         assert line in message
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
@@ -136,3 +136,26 @@ def test_other_detectors_are_recognised(
     other = {key: t for key, t in state.items() if not key.startswith(replaced)}
     with pytest.raises(InputError, match=OTHERS[name]):
         load_state_dict(model, {**other, name: torch.ones(2)})
+
+
+def test_what_other_parts_are_does_not_matter(state: dict[str, Tensor]) -> None:
+    swin = {n: t for n, t in state.items() if not n.startswith("encoders.camera")}
+    swin["encoders.camera.backbone.stages.0.blocks.0.attn.w_msa.qkv.weight"] = torch.ones(2)
+    model = build_model(CONFIGS["nuscenes"], ("lidar", "decoder", "head"))
+    assert len(load_state_dict(model, swin).not_used) == 7
+    del swin["encoders.lidar.backbone.conv_out.1.bias"]
+    with pytest.raises(InputError) as caught:
+        load_state_dict(model, swin)
+    assert "Swin" not in str(caught.value)
+
+
+def test_parts_that_the_checkpoint_lacks_are_named(
+    model: BEVFusion, state: dict[str, Tensor]
+) -> None:
+    lidar = {n: t for n, t in state.items() if not n.startswith(("encoders.camera", "fuser"))}
+    with pytest.raises(InputError) as caught:
+        load_state_dict(model, lidar)
+    message = str(caught.value)
+    assert "holds lidar, decoder, head and nothing of camera, fuser: give one that" in message
+    assert "missing: every entry of encoders.camera" in message
+    assert "2 problems" in message

@@ -52,7 +52,9 @@ def fused() -> tuple[BEVFusion, Batch]:
     model = build_model(DEEP)
     batch = model_batch(model, DEEP, voxels=60)
     random_weights(model, *batch)
-    return fuse_model(model, batch).model, batch
+    # In float64, where rounding does not change which cells become queries.
+    exact = Batch(*(t.double() if getattr(t, "is_floating_point", bool)() else t for t in batch))
+    return fuse_model(model.double(), exact).model.float(), batch
 
 
 @pytest.fixture(scope="module")

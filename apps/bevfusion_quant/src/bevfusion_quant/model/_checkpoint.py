@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.model._checkpoint_file import read_state_dict
-from bevfusion_quant.model._checkpoint_kind import kind_of
+from bevfusion_quant.model._checkpoint_kind import config_of, kind_of
 from bevfusion_quant.model._parts import PART_PATHS
 from bevfusion_quant.model._weight_layout import LAYOUTS, source_layout
 from bevquant_sparse import is_sparse_conv, set_weight
@@ -80,8 +80,14 @@ def load_state_dict(
     given = {name: t for name, t in state.items() if name.startswith(prefixes)}
     convs = {f"{path}.weight": m for path, m in model.named_modules() if is_sparse_conv(m)}
     wanted = model.state_dict()
-    problems = _mismatches(wanted, given, convs)
-    if problems and (kind := kind_of(state)):
+    absent = [p for p in model.parts if not any(n.startswith(f"{PART_PATHS[p]}.") for n in given)]
+    problems = [f"missing: every entry of {PART_PATHS[part]}" for part in absent]
+    skipped = tuple(f"{PART_PATHS[part]}." for part in absent)
+    expected = {name: t for name, t in wanted.items() if not name.startswith(skipped)}
+    problems += _mismatches(expected, given, convs)
+    others = tuple(f"{path}." for path in PART_PATHS.values())
+    relevant = [n for n in state if n.startswith(prefixes) or not n.startswith(others)]
+    if problems and (kind := kind_of(relevant, absent, state)):
         # Before the layout, which cannot be told from another model's weights.
         raise _refusal(model, state, problems, kind)
     present = {name: convs[name] for name in convs if name in given}
@@ -128,8 +134,6 @@ def _mismatches(
 def _refusal(
     model: BEVFusion, state: Mapping[str, Tensor], problems: list[str], kind: str | None
 ) -> InputError:
-    from bevfusion_quant.model._checkpoint_kind import config_of
-
     parts = ", ".join(model.parts)
     advice = kind
     if advice is None and (config := config_of(state, model)) is not None:
@@ -137,7 +141,7 @@ def _refusal(
     return InputError(
         f"the state dict does not fit the model ({parts}); "
         + (f"{advice}; " if advice else "")
-        + f"{len(problems)} entries are wrong:\n  "
+        + f"{len(problems)} problems:\n  "
         + "\n  ".join(problems)
         + (
             ""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
+
+from bevfusion_quant.model._parts import PART_PATHS
 
 __all__ = ["config_of", "kind_of"]
 
@@ -41,17 +43,33 @@ _KINDS = (
         "TransFusion's",
     ),
 )
-_ROOTS = ("encoders.", "fuser.", "decoder.", "heads.")
 
 
-def kind_of(state: Mapping[str, Tensor]) -> str | None:
-    """A sentence on what kind of checkpoint this is, if it is not one of this model family."""
+def kind_of(names: Iterable[str], absent: Sequence[str], state: Iterable[str]) -> str | None:
+    """A sentence on what kind of checkpoint this is, if it is not one of such a model.
+
+    Args:
+        names: Entries of the parts that the model has, and those of no part.
+        absent: Parts of the model of which there is no entry.
+        state: All entries.
+    """
+    names, state = list(names), list(state)
     for fragment, sentence in _KINDS:
-        if any(fragment in name for name in state):
+        if any(fragment in name for name in names):
             return sentence
-    if not any(name.startswith(_ROOTS) for name in state):
+    held = [
+        part
+        for part, path in PART_PATHS.items()
+        if any(name.startswith(f"{path}.") for name in state)
+    ]
+    if not held:
         example = next(iter(state), "nothing")
         return f"is this a BEVFusion checkpoint? Its entries have other names, such as {example!r}"
+    if absent:
+        return (
+            f"the checkpoint holds {', '.join(held)} and nothing of {', '.join(absent)}: give one "
+            "that was trained with these parts, or build the model without them"
+        )
     return None
 
 
