@@ -18,14 +18,21 @@ MAY_IMPORT = {
     "bevquant_fusion": {"bevquant_sparse"},
     "bevquant_quantizers": set(),
     "bevquant_qnn": {"bevquant_sparse", "bevquant_fusion", "bevquant_quantizers"},
-    "bevfusion_quant": {
+    "bevquant_int8sim": {
         "bevquant_sparse",
         "bevquant_fusion",
         "bevquant_quantizers",
         "bevquant_qnn",
     },
+    "bevfusion_quant": {
+        "bevquant_sparse",
+        "bevquant_fusion",
+        "bevquant_quantizers",
+        "bevquant_qnn",
+        "bevquant_int8sim",
+    },
 }
-LATE = {"spconv", "pytorch_quantization", "modelopt"}
+LATE = {"spconv", "pytorch_quantization", "modelopt", "onnx", "onnxruntime", "nuscenes"}
 
 
 def package_of(member: Path) -> str:
