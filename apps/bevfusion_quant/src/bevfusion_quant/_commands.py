@@ -49,9 +49,10 @@ def _demo(options: Demo, command: str) -> str:
         config=options.config, branch=options.branch, method=options.method, seed=options.seed
     )
     cameras = None if options.branch == "lidar" else options.config
+    frame = street_frame(seed=options.seed, size=options.config, cameras=cameras)
     return _report(
         run_ptq(
-            [street_frame(seed=options.seed, cameras=cameras)],
+            [frame],
             config,
             runs=options.runs,
             name=options.name or free_name(options.runs, "demo"),
@@ -66,7 +67,7 @@ def _ptq(options: Ptq, command: str) -> str:
     branch = options.branch or ("lidar" if options.dataset is None else "all")
     if options.quantize_head and branch != "all":
         raise InputError(f"--quantize-head goes with --branch all, not with {branch}")
-    frames = frames_of(options, with_cameras=branch != "lidar", rig=options.config)
+    frames = frames_of(options, with_cameras=branch != "lidar", size=options.config)
     config = PtqConfig(
         config=options.config,
         branch=branch,
@@ -97,7 +98,7 @@ def _evaluate(options: Evaluate, command: str) -> str:
 
     config = read_run_config(options.run)
     branch: Branch = config.get("branch", "lidar")
-    frames = frames_of(options, with_cameras=branch != "lidar", rig=config["config"])
+    frames = frames_of(options, with_cameras=branch != "lidar", size=config["config"])
     return _report(
         run_evaluate(
             options.run,

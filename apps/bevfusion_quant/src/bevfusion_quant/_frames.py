@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 __all__ = ["camera_names", "frames_of"]
 
 
-def frames_of(options: FrameOptions, *, with_cameras: bool, rig: str) -> Sequence[Frame]:
+def frames_of(options: FrameOptions, *, with_cameras: bool, size: str) -> Sequence[Frame]:
     """Open what `--points` or `--dataset` names.
 
     Args:
         options: The frame options.
         with_cameras: Whether images are read at all.
-        rig: Size of the street's images, "nuscenes" or "tiny".
+        size: Of the street's scan and images, "nuscenes" or "tiny".
 
     Raises:
         InputError: None of the two or both, options that do not go with the choice, no frames left.
@@ -45,7 +45,8 @@ def frames_of(options: FrameOptions, *, with_cameras: bool, rig: str) -> Sequenc
             "street",
             count=options.count or 1,
             first_seed=options.first,
-            cameras=rig if with_cameras else None,
+            size=size,
+            cameras=size if with_cameras else None,
         )
     if not options.data:
         raise InputError(f"--dataset {options.dataset} needs --data, the folder that holds it")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from bevfusion_quant.model import Batch
 from bevfusion_quant.ptq._lockstep import Leader, lead
+from bevfusion_quant.ptq._quantizer_values import QuantizerWatch
 from bevfusion_quant.ptq._stage_maps import StageMaps, stage_probes, whole_output
 from bevfusion_quant.ptq._sums import PairSums
 
@@ -103,6 +104,7 @@ def compare_layers(
     quantized_model: nn.Module,
     batches: Iterable[Batch],
     each: Pair | None = None,
+    watch: QuantizerWatch | None = None,
 ) -> Comparison:
     """One row per quantized layer in the order of execution, then one for the model's output.
 
@@ -115,20 +117,22 @@ def compare_layers(
             the float model does not have (QuantAdd) are compared where their block ends.
         batches: At least one; every batch is run through both models.
         each: Called with the batch's index and both models' output, batch after batch.
+        watch: Of the quantized model: measures while the first batch is run.
 
     Returns:
         Rows pooled over all batches (sums of squares, not means of decibels). The row `output` is
         the bird's-eye view that the model answers, or the head's heatmap.
     """
-    watch = _Watch(float_model, quantized_model)
+    hooks = _Hooks(float_model, quantized_model)
     whole = _Probe("output", "", None)
     first: tuple[Any, Any] | None = None
     with ExitStack() as stack, torch.no_grad():
-        watch.attach(stack)
+        hooks.attach(stack)
         for index, batch in enumerate(batches):
             with lead(lambda batch=batch: float_model(*batch)) as leader:  # type: ignore[misc]
-                watch.leader = leader
-                got = quantized_model(*batch)
+                hooks.leader = leader
+                with watch.measuring() if watch and not index else nullcontext():
+                    got = quantized_model(*batch)
                 wanted = leader.result()
             whole.judge(whole_output(wanted), whole_output(got))
             if each is not None:
@@ -137,11 +141,11 @@ def compare_layers(
     if first is None:
         raise ValueError("there are no batches to compare on: give at least one")
     whole.kind = "heatmap" if isinstance(first[0], dict) else "bird's-eye view"
-    rows = [probe.row() for probe in (*watch.order, whole)]
-    return Comparison(rows, [stage.result() for stage in watch.stages], *first)
+    rows = [probe.row() for probe in (*hooks.order, whole)]
+    return Comparison(rows, [stage.result() for stage in hooks.stages], *first)
 
 
-class _Watch:
+class _Hooks:
     """Hooks on both models: the float one hands its values out, the quantized one judges."""
 
     leader: Leader[Any]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from bevfusion_quant.ptq._agreement import AgreementRow, DetectionTally, FoundRow
 from bevfusion_quant.ptq._compare import LayerRow, compare_layers
-from bevfusion_quant.ptq._quantizer_values import QuantizerRow, QuantizerValues, watch_quantizers
+from bevfusion_quant.ptq._quantizer_values import QuantizerRow, QuantizerValues, QuantizerWatch
 from bevfusion_quant.ptq._stage_maps import StageMaps, StageRow
 
 if TYPE_CHECKING:
@@ -82,12 +82,13 @@ def judge(
 
     has_head = "head" in float_model.parts
     with clock.step("compare"):
+        watch = QuantizerWatch(quantized_model)
         rows, stages, wanted, _ = compare_layers(
-            float_model, quantized_model, batches, count if has_head else None
+            float_model, quantized_model, batches, count if has_head else None, watch
         )
-    with clock.step("watch quantizers"):
-        values = watch_quantizers(quantized_model, lambda model: model(*batches[0]))
+    with clock.step("watch quantizers"), watch.counting():
+        quantized_model(*batches[0])
     agreement = tally.agreement() if has_head else []
     return Judgement(
-        rows, stages, values, agreement, tally.found(), first[0] if first else None, wanted
+        rows, stages, watch.values(), agreement, tally.found(), first[0] if first else None, wanted
     )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -12,8 +13,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-__all__ = ["QuantizerRow", "QuantizerValues", "watch_quantizers"]
+from bevfusion_quant.ptq._value_counts import count_values
 
+__all__ = ["QuantizerRow", "QuantizerValues", "QuantizerWatch", "watch_quantizers"]
+
+Hook = Callable[[nn.Module, Any], None]
 # Few enough that a bin spans several steps of values already quantized: no moiré in the pictures.
 BINS = 80
 
@@ -75,27 +79,51 @@ class QuantizerRow:
         )
 
 
-def watch_quantizers(model: nn.Module, run: Callable[[nn.Module], object]) -> list[QuantizerValues]:
-    """Run the model once and histogram the input of every calibrated quantizer.
+class QuantizerWatch:
+    """Histograms of what every calibrated quantizer is handed, in two passes over one batch.
 
-    A quantizer that several layers share appears once, under all its paths. The pass is run twice:
-    the first finds each quantizer's largest magnitude, the second fills the bins.
+    The first pass, under `measuring`, finds each quantizer's largest magnitude; the second, under
+    `counting`, fills the bins. A quantizer that several layers share appears once, under all its
+    paths.
     """
-    seen: dict[nn.Module, list[str]] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        if isinstance(getattr(module, "_amax", None), Tensor):
-            seen.setdefault(module, []).append(path)
-    found = {
-        module: QuantizerValues(tuple(paths), cast(int, module.num_bits), _amax(module))
-        for module, paths in seen.items()
-    }
-    for watch in (_measure, _count):
+
+    def __init__(self, model: nn.Module) -> None:
+        seen: dict[nn.Module, list[str]] = {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            if isinstance(getattr(module, "_amax", None), Tensor):
+                seen.setdefault(module, []).append(path)
+        self._found = {
+            module: QuantizerValues(tuple(paths), cast(int, module.num_bits), _amax(module))
+            for module, paths in seen.items()
+        }
+
+    def measuring(self) -> AbstractContextManager[None]:
+        """Around the first pass."""
+        return self._hooked(_measure)
+
+    def counting(self) -> AbstractContextManager[None]:
+        """Around the second."""
+        return self._hooked(_count)
+
+    def values(self) -> list[QuantizerValues]:
+        """What was seen."""
+        return list(self._found.values())
+
+    @contextmanager
+    def _hooked(self, watch: Callable[[QuantizerValues], Hook]) -> Iterator[None]:
         with ExitStack() as stack, torch.no_grad():
-            for module, values in found.items():
-                hook = module.register_forward_pre_hook(watch(values))
-                stack.callback(hook.remove)
+            for module, values in self._found.items():
+                stack.callback(module.register_forward_pre_hook(watch(values)).remove)
+            yield
+
+
+def watch_quantizers(model: nn.Module, run: Callable[[nn.Module], object]) -> list[QuantizerValues]:
+    """Run the model twice and histogram the input of every calibrated quantizer."""
+    watch = QuantizerWatch(model)
+    for passing in (watch.measuring, watch.counting):
+        with passing():
             run(model)
-    return list(found.values())
+    return watch.values()
 
 
 def _amax(module: nn.Module) -> npt.NDArray[np.float64]:
@@ -104,13 +132,11 @@ def _amax(module: nn.Module) -> npt.NDArray[np.float64]:
     return amax.detach().double().flatten().numpy()
 
 
-Hook = Callable[[nn.Module, Any], None]
-
-
 def _measure(values: QuantizerValues) -> Hook:
     def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
         if args[0].numel():
-            values.largest = max(values.largest, float(args[0].detach().abs().max()))
+            low, high = args[0].detach().aminmax()
+            values.largest = max(values.largest, -float(low), float(high))
 
     return hook
 
@@ -118,13 +144,27 @@ def _measure(values: QuantizerValues) -> Hook:
 def _count(values: QuantizerValues) -> Hook:
     def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
         x = args[0].detach()
+        if not x.numel():
+            return
+        beyond, zeros = count_values(
+            _by_channel(x, cast(Tensor, module._amax)),
+            values.amax,
+            values.largest or 1.0,
+            values.counts,
+        )
         values.total += x.numel()
-        values.zeros += x.numel() - int(torch.count_nonzero(x))
-        values.beyond += int(torch.count_nonzero(x.abs() > cast(Tensor, module._amax)))
-        if values.largest > 0:
-            span = values.largest
-            values.counts += (
-                torch.histc(x.float().flatten(), BINS, -span, span).numpy().astype(np.int64)
-            )
+        values.beyond += beyond
+        values.zeros += zeros
 
     return hook
+
+
+def _by_channel(x: Tensor, amax: Tensor) -> npt.NDArray[np.float32]:
+    """The values as [before, channels, after], the channels those that have a range each."""
+    axis = next((i for i, n in enumerate(amax.shape) if n > 1), None)
+    if axis is None:
+        return x.float().reshape(1, 1, -1).numpy()
+    axis += x.ndim - amax.ndim
+    channels = x.shape[axis]
+    before = math.prod(x.shape[:axis])
+    return x.float().reshape(before, channels, -1).numpy()

@@ -69,7 +69,10 @@ def save_model(folder: Path, model: BEVFusion) -> None:
 
     from bevquant_quantizers import save_ranges
 
+    save_ranges(model, folder / "ranges.json")
     # A quantizer that several layers share is one buffer under several names: each gets its copy.
     tensors = {name: t.detach().clone().contiguous() for name, t in model.state_dict().items()}
-    save_file(tensors, folder / "weights.safetensors", metadata={"format": "pt"})
-    save_ranges(model, folder / "ranges.json")
+    path = folder / "weights.safetensors"
+    save_file(tensors, path, metadata={"format": "pt"})
+    # safetensors writes for the owner alone; the run's other files are readable as the umask says.
+    path.chmod((folder / "ranges.json").stat().st_mode)

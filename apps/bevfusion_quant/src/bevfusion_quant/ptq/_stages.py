@@ -79,7 +79,9 @@ def fuse_branch(model: BEVFusion, example: Batch) -> Stage[FusionResult]:
     for path, inputs in _inputs(model, example).items():
         unit = model.get_submodule(path)
         given = None if path == PART_PATHS["head"] else inputs
-        results.append(_below(path, fuse_model(unit, example_inputs=given, inplace=True)))
+        result = fuse_model(unit, example_inputs=given)
+        model.set_submodule(path, result.model)
+        results.append(_below(path, result))
     errors = [r.max_error for r in results if r.max_error is not None]
     whole = replace(
         results[0],
