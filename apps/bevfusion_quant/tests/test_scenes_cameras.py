@@ -93,12 +93,12 @@ def test_an_object_appears_where_its_box_is_projected():
 
 
 def test_pruning_by_tile_changes_nothing(monkeypatch):
-    rig = RIGS["nuscenes"].resized(64, 36)
+    rig = RIGS["nuscenes"].resized(48, 27)
     _, fast = pictures(4, rig)
     rectangles = render_module.screen_rectangles
 
     def whole_picture(*arguments):
-        return np.broadcast_to(np.array([0.0, 63.0, 0.0, 35.0]), rectangles(*arguments).shape) + 0.0
+        return np.broadcast_to(np.array([0.0, 47.0, 0.0, 26.0]), rectangles(*arguments).shape) + 0.0
 
     monkeypatch.setattr(render_module, "screen_rectangles", whole_picture)
     monkeypatch.setattr(
@@ -221,4 +221,4 @@ def test_rigs_that_are_none():
 def test_picture_bits_are_the_same_on_every_machine():
     cameras = street_frame(1, cameras=RIGS["nuscenes"].resized(64, 36), **FEW).cameras
     digest = hashlib.sha256(b"".join(camera.image.tobytes() for camera in cameras)).hexdigest()
-    assert digest == "700d05ba58487eb8f44d2949d37381816b48245c599f339ea9205211043c0230"
+    assert digest == "dfd8ed3db19e2bc949db24d966dfda30095c095f22032c7d971847d892345c6a"

@@ -48,11 +48,11 @@ def make_daylight(rng: np.random.Generator) -> Daylight:
     (c, s), (flat, high) = unit(around), unit(math.radians(up))
     clouds = float(rng.uniform(0.1, 0.6))
     warm = (62.0 - up) / 34.0
-    strength = 1.05 - 0.35 * clouds
+    strength = 1.4 - 0.4 * clouds
     return Daylight(
         towards=np.array([c * flat, s * flat, high]),
         sun=strength * np.array([1.0, 0.96 - 0.08 * warm, 0.88 - 0.2 * warm]),
-        ambient=(0.27 + 0.12 * clouds) * np.array([0.88, 0.97, 1.12]),
+        ambient=(0.36 + 0.16 * clouds) * np.array([0.88, 0.97, 1.12]),
         horizon=np.array([0.68, 0.75, 0.82]) - 0.06 * warm * np.array([0.0, 0.5, 1.0]),
         zenith=np.array([0.10, 0.24, 0.55]) + 0.15 * clouds,
         clouds=clouds,

@@ -8,9 +8,9 @@ import numpy as np
 
 from bevfusion_quant.scenes import _surroundings as things
 from bevfusion_quant.scenes._ground import Ground
-from bevfusion_quant.scenes._solids import SceneObject
+from bevfusion_quant.scenes._solids import SceneObject, unit
 
-__all__ = ["houses", "park_trees", "sidewalk_things"]
+__all__ = ["backdrop", "houses", "park_trees", "sidewalk_things"]
 
 _UP, _DOWN = math.pi / 2, -math.pi / 2  # headings along +y and −y
 _REACH = 78.0  # half the length of the street [m]
@@ -45,6 +45,25 @@ def houses(rng: np.random.Generator, ground: Ground, park: int) -> list[SceneObj
                 yaw = 0.0 if across > 0 else math.pi
                 found.append(things.building(rng, side * (x + length / 2), y, yaw, length, depth))
                 x += length + float(rng.choice([0.0, 2.0]))
+    return found
+
+
+def backdrop(rng: np.random.Generator, ground: Ground) -> list[SceneObject]:
+    """What stands beyond the LiDAR's reach, for the cameras: more houses, trees at the horizon."""
+    found: list[SceneObject] = []
+    edge = ground.half_width + ground.sidewalk
+    for end in (1, -1):
+        for side, yaw in ((1, _DOWN), (-1, _UP)):
+            way = _REACH + 12.0
+            while way < 210.0:
+                length, depth = float(rng.uniform(9, 18)), float(rng.uniform(9, 14))
+                x, y = side * (edge + 1.0 + depth / 2), end * (way + length / 2)
+                found.append(things.building(rng, x, y, yaw, length, depth))
+                way += length + float(rng.choice([0.0, 2.0, 5.0]))
+    for _ in range(70):
+        (c, s), away = unit(float(rng.uniform(0.0, 2 * math.pi))), float(rng.uniform(95, 230))
+        if abs(c * away) > edge + 18.0 and abs(s * away - ground.side_y) > 16.0:
+            found.append(things.tree(rng, c * away, s * away))
     return found
 
 

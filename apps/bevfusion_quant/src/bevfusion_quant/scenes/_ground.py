@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -45,7 +46,7 @@ class Ground:
         """Middle of the zebra crossing before the side street [m]."""
         return self.side_y - self.side_half_width - 2.5
 
-    @property
+    @cached_property
     def parameters(self) -> npt.NDArray[np.float64]:
         """The numbers that `ground_height` takes, in its order."""
         return np.array(

@@ -8,8 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from bevfusion_quant.points import Labels
+from bevfusion_quant.scenes._raycast import ground_heights
 from bevfusion_quant.scenes._solid_arrays import SolidArrays
-from bevfusion_quant.scenes._solids import SceneObject, unit
+from bevfusion_quant.scenes._solids import unit
 from bevfusion_quant.scenes._street import Street
 from bevfusion_quant.scenes._visibility import visible_shares
 
@@ -38,40 +39,41 @@ def labels_of(
     """Labels of what has returns; `objects` names the object of each return."""
     counts = np.bincount(objects[objects >= 0], minlength=len(street.objects))
     listed = [k for k, thing in enumerate(street.objects) if thing.labelled and counts[k] > 0]
-    boxes, velocities = [], []
     c, s = now[1]
-    for k in listed:
-        thing = street.objects[k]
-        x, y = thing.at(0.0)
-        (right, ahead, up), size = _tight_box(thing)
-        tc, ts = unit(thing.yaw)
-        middle = np.array([[
-            x + right * tc - ahead * ts, y + right * ts + ahead * tc,
-            street.ground.height(x, y) + up,
-        ]])  # fmt: skip
-        yaw = thing.yaw - math.atan2(s, c)
-        yaw = round(yaw - 2 * math.pi * math.floor((yaw + math.pi) / (2 * math.pi)), 9)
-        vx, vy = thing.velocity
-        boxes.append([*into_frame(middle, now)[0], *size, yaw])
-        velocities.append([vx * c + vy * s, vy * c - vx * s])
+    middle, size = _tight_boxes(solids, listed)
+    at, velocity, facing = solids.at[listed], solids.velocity[listed], solids.facing[listed]
+    level = ground_heights(at, street.ground.parameters, street.ground.bumps)
+    world = np.stack(
+        [
+            at[:, 0] + middle[:, 0] * facing[:, 0] - middle[:, 1] * facing[:, 1],
+            at[:, 1] + middle[:, 0] * facing[:, 1] + middle[:, 1] * facing[:, 0],
+            level + middle[:, 2],
+        ],
+        1,
+    )
+    yaw = np.array([street.objects[k].yaw for k in listed]) - math.atan2(s, c)
+    yaw = np.round(yaw - 2 * math.pi * np.floor((yaw + math.pi) / (2 * math.pi)), 9)
+    boxes = np.concatenate([into_frame(world, now), size, yaw[:, None]], 1)
+    velocity = np.stack(
+        [velocity[:, 0] * c + velocity[:, 1] * s, velocity[:, 1] * c - velocity[:, 0] * s], 1
+    )
     return Labels(
-        np.array(boxes, np.float32).reshape(-1, 7),
+        boxes.astype(np.float32),
         tuple(street.objects[k].name for k in listed),
-        np.array(velocities, np.float32).reshape(-1, 2),
+        velocity.astype(np.float32),
         visible_shares(street, solids, np.array(listed, np.int64), now[0]),
         counts[listed].astype(np.int32),
     )
 
 
-def _tight_box(thing: SceneObject) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Middle and size of the smallest box around an object's solids, in the object's frame."""
-    low, high = [math.inf] * 3, [-math.inf] * 3
-    for solid in thing.solids:
-        c, s = (abs(part) for part in unit(solid.yaw))
-        a, b, height = (side / 2 for side in solid.size)
-        for k, reach in enumerate((a * c + b * s, a * s + b * c, height)):
-            low[k] = min(low[k], solid.centre[k] - reach)
-            high[k] = max(high[k], solid.centre[k] + reach)
-    low[2] = max(low[2], 0.0)  # what is sunk into the ground nobody sees
-    ends = list(zip(low, high, strict=True))
-    return tuple((a + b) / 2 for a, b in ends), tuple(b - a for a, b in ends)
+def _tight_boxes(solids: SolidArrays, wanted: list[int]) -> tuple[_Array, _Array]:
+    """Middles and sizes [objects, 3] of the smallest boxes around the solids, in objects' frames."""
+    (fc, fs), (tc, ts) = solids.facing[solids.owner].T, solids.turn.T
+    c, s = np.abs(fc * tc + fs * ts), np.abs(fc * ts - fs * tc)  # turned against the object
+    a, b, up = solids.half.T
+    reach = np.stack([a * c + b * s, a * s + b * c, up], 1)
+    first = np.searchsorted(solids.owner, np.arange(len(solids.at)))
+    low = np.minimum.reduceat(solids.centre - reach, first)[wanted]
+    high = np.maximum.reduceat(solids.centre + reach, first)[wanted]
+    low[:, 2] = np.maximum(low[:, 2], 0.0)  # what is sunk into the ground nobody sees
+    return (low + high) / 2, high - low

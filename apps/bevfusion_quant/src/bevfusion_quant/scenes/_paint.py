@@ -51,6 +51,9 @@ _TROUSERS: tuple[_Colour, ...] = (
     (0.03, 0.05, 0.12), (0.025, 0.025, 0.03), (0.10, 0.10, 0.11), (0.28, 0.22, 0.14),
 )  # fmt: skip
 _BUSES: tuple[_Colour, ...] = ((0.60, 0.06, 0.04), (0.62, 0.42, 0.04), (0.05, 0.22, 0.42))
+_HAIR: tuple[_Colour, ...] = (
+    (0.02, 0.015, 0.01), (0.08, 0.04, 0.02), (0.30, 0.20, 0.09), (0.32, 0.31, 0.30),
+)  # fmt: skip
 _RED, _AMBER, _GREEN = (0.75, 0.03, 0.02), (0.85, 0.45, 0.03), (0.03, 0.60, 0.25)
 
 
@@ -74,6 +77,8 @@ def _pick(palette: tuple[_Colour, ...], draw: float) -> _Colour:
 def _colour(thing: SceneObject, solid: Solid, first: float, second: float) -> _Colour:
     made_of, high = solid.material, solid.centre[2]
     if made_of == Material.CAR_PAINT:
+        if thing.name == "construction_vehicle":
+            return 0.80, 0.45, 0.03
         return _pick(_BUSES if thing.name == "bus" else _PAINTS, first)
     if made_of == Material.CLOTH:
         low = solid.centre[2] < 0.45 * thing.size[2]
@@ -96,6 +101,8 @@ def _colour(thing: SceneObject, solid: Solid, first: float, second: float) -> _C
             return (0.70, 0.06, 0.04) if high < 0.5 else (0.78, 0.76, 0.72)
         if thing.name == "traffic_light":
             return 0.02, 0.022, 0.02
+        if thing.name == "pedestrian":
+            return _pick(_HAIR, second)
         return _pick(_SHIRTS, second)
     if made_of == Material.GLASS and thing.name == "traffic_light":
         return _RED if high > 3.05 else _AMBER if high > 2.8 else _GREEN

@@ -25,13 +25,23 @@ def pedestrian(
     leg, hip = 0.47 * height, 0.09
     torso = height - leg - 0.25
     cloth = Material.CLOTH
+    knee, shoulder = 0.52 * leg, leg + 0.97 * torso
+    limbs = tuple(
+        Solid(_TUBE, (swing * stride, side, (low + high) / 2), (wide, wide, high - low), cloth, gain=g)
+        for way in (-1, 1)
+        for side, swing, low, high, wide, g in (
+            (-way * hip, 0.95 * way, 0.0, knee, 0.13, trousers),
+            (-way * hip, 0.35 * way, knee, leg, 0.16, trousers),
+            (way * 0.235, 0.25 * way, shoulder - 0.33, shoulder, 0.11, shirt),
+            (way * 0.235, 0.7 * way, shoulder - 0.6, shoulder - 0.3, 0.09, shirt),
+        )
+    )
     solids = (
-        Solid(_TUBE, (stride, -hip, leg / 2), (0.16, 0.16, leg), cloth, gain=trousers),
-        Solid(_TUBE, (-stride, hip, leg / 2), (0.16, 0.16, leg), cloth, gain=trousers),
-        Solid(_TUBE, (0, 0, leg + torso / 2), (0.26, 0.42, torso), cloth, gain=shirt),
-        Solid(_TUBE, (-stride, -0.26, leg + torso / 2), (0.1, 0.1, torso), cloth, gain=shirt),
-        Solid(_TUBE, (stride, 0.26, leg + torso / 2), (0.1, 0.1, torso), cloth, gain=shirt),
-        Solid(_BALL, (0, 0, height - 0.13), (0.22, 0.18, 0.27), Material.SKIN),
+        *limbs,
+        Solid(_TUBE, (0, 0, leg + torso / 2), (0.24, 0.40, torso), cloth, gain=shirt),
+        Solid(_TUBE, (0, 0, leg + torso + 0.03), (0.1, 0.1, 0.12), Material.SKIN),
+        Solid(_BALL, (0, 0, height - 0.14), (0.22, 0.18, 0.26), Material.SKIN),
+        Solid(_BALL, (-0.03, 0, height - 0.09), (0.22, 0.2, 0.18), Material.PLASTIC, gain=0.4),
     )
     return SceneObject("pedestrian", x, y, yaw, (0.7, 0.65, height), solids, velocity, True)
 

@@ -23,6 +23,7 @@ __all__ = [
     "cast_rays",
     "cast_shadows",
     "ground_height",
+    "ground_heights",
     "silhouettes",
 ]
 
@@ -78,6 +79,15 @@ def ground_height(x: float, y: float, road: Any, bumps: Any) -> Any:
     low = bumps[i, j] * (1.0 - u) + bumps[i + 1, j] * u
     high = bumps[i, j + 1] * (1.0 - u) + bumps[i + 1, j + 1] * u
     return height + (low * (1.0 - v) + high * v) * min(1.0, beyond / _BLEND)
+
+
+@_kernel  # type: ignore[untyped-decorator]
+def ground_heights(places: Any, road: Any, bumps: Any) -> Any:
+    """`ground_height` at each of places [n, 2]."""
+    out = np.empty(places.shape[0])
+    for k in range(places.shape[0]):
+        out[k] = ground_height(places[k, 0], places[k, 1], road, bumps)
+    return out
 
 
 @_kernel  # type: ignore[untyped-decorator]
@@ -312,6 +322,14 @@ def _hash(i: int, j: int, k: int) -> Any:
 
 
 @_kernel  # type: ignore[untyped-decorator]
+def _leaf(x: float, y: float, z: float) -> Any:
+    """How deep a ray gets into foliage from where it enters, in [0, 1): twigs with leaves on."""
+    leaf = _hash(int(np.floor(15.0 * x)), int(np.floor(15.0 * y)), int(np.floor(15.0 * z)))
+    twig = _hash(int(np.floor(3.1 * x)), int(np.floor(3.1 * y)), int(np.floor(3.1 * z)))
+    return 0.6 * leaf + 0.4 * twig
+
+
+@_kernel  # type: ignore[untyped-decorator]
 def _tabulate(solids: Any) -> Any:
     """One row of numbers for each solid, see the columns' names.
 
@@ -371,11 +389,7 @@ def _nearest(
             if chance >= 0.0:
                 depth = (chance + 0.6180339887498949 * s) % 1.0
             else:
-                depth = _hash(
-                    int(np.floor((px + qx * enter) * 9.0)),
-                    int(np.floor((py + qy * enter) * 9.0)),
-                    int(np.floor((pz + dz * enter) * 9.0)),
-                )
+                depth = _leaf(px + qx * enter, py + qy * enter, pz + dz * enter)
             enter += 0.55 * depth / (1.0 - 0.98 * depth)
             if enter >= min(leave, best):
                 continue

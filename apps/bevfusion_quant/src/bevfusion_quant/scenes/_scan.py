@@ -14,7 +14,7 @@ from bevfusion_quant.scenes._labels import Pose, into_frame, labels_of, scanner_
 from bevfusion_quant.scenes._lidar import SpinningLidar
 from bevfusion_quant.scenes._raycast import GROUND, NOTHING, cast_rays
 from bevfusion_quant.scenes._solid_arrays import SolidArrays, columns_of, gather, in_order, place
-from bevfusion_quant.scenes._solids import REFLECTIVITY, Material, unit
+from bevfusion_quant.scenes._solids import REFLECTIVITY, Material, units
 from bevfusion_quant.scenes._street import Street
 
 __all__ = ["Scan", "scan_street"]
@@ -86,10 +86,9 @@ def _one_sweep(
     columns, beams = lidar.azimuth_steps, lidar.beams
     step = 2 * math.pi / columns
     phase = float(rng.random()) * step
-    azimuth = np.array([unit(phase + k * step) for k in range(columns)])
+    azimuth = units(phase + step * np.arange(columns))
     low, high = lidar.elevation
-    degrees = [low + (high - low) * b / max(beams - 1, 1) for b in range(beams)]
-    elevation = np.array([unit(math.radians(angle)) for angle in degrees])
+    elevation = units(np.linspace(low, high, beams, dtype=np.float64) * (math.pi / 180.0))
     chance, luck, fade = rng.random((3, columns, beams))
     noise = rng.standard_normal((columns, beams))
     flicker = rng.standard_normal((columns, beams))

@@ -1,7 +1,8 @@
 """What colour a camera sees at each place that its rays hit: surfaces, sunlight, sky and haze.
 
 Beside +, -, ×, ÷, √ and floor nothing is used, as in the ray caster, so that pictures are the same
-on every machine. Colours are linear until the end; the picture is their square root, which is
+on every machine. `_hash` is the ray caster's, written here again so that this module stands alone
+(numba's cache notices changes to one file). Colours are linear until the end; the picture is their square root, which is
 close to what cameras do.
 """
 
@@ -24,7 +25,7 @@ _PAINT, _RUBBER = int(Material.CAR_PAINT), int(Material.RUBBER)
 _METAL, _FOLIAGE = int(Material.METAL), int(Material.FOLIAGE)
 _ROOF, _RETRO = int(Material.ROOF), int(Material.RETROREFLECTOR)
 _PLASTIC = int(Material.PLASTIC)
-_WHEEL = int(Shape.WHEEL)
+_WHEEL, _TAPER = int(Shape.WHEEL), int(Shape.TAPER)
 _HAZE = 700.0  # m at which half of what is seen is haze
 _kernel = numba.njit(cache=True, nogil=True, error_model="numpy")
 
@@ -96,7 +97,7 @@ def _ground_tint(x: float, y: float, material: int, away: float) -> Any:
             slab *= 0.72
         return 0.36 * slab, 0.345 * slab, 0.32 * slab
     worn = 0.8 + 0.4 * _noise(0.4 * x, 0.15 * y, 6)
-    grain = 1.0 + 0.7 * fine * (_speck(24.0 * x, 24.0 * y, 7) - 0.5)
+    grain = 1.0 + 0.45 * fine * (_speck(24.0 * x, 24.0 * y, 7) - 0.5)
     if material == _MARKING:
         rubbed = 1.0 - 0.35 * _noise(3.0 * x, 3.0 * y, 8)
         return 0.74 * rubbed, 0.74 * rubbed, 0.70 * rubbed
@@ -144,7 +145,7 @@ def shade(
         solids: see `cast_rays`; centres in the world.
         image: filled, uint8 [rows, width, 3].
     """
-    shape, centre, heading, half, _, base, _ = solids
+    shape, centre, heading, half, taper, base, _ = solids
     for j in range(hit.shape[0]):
         for i in range(hit.shape[1]):
             s, made_of = hit[j, i], material[j, i]
@@ -189,18 +190,26 @@ def shade(
                             red, green, blue = spoke, spoke, spoke
                     elif made_of == _FOLIAGE:
                         leaf = 0.55 + 0.9 * _hash(
-                            int(np.floor(9.0 * x)), int(np.floor(9.0 * y)), int(np.floor(9.0 * z))
+                            int(np.floor(13.0 * x)), int(np.floor(13.0 * y)), int(np.floor(13.0 * z))
                         )
                         red, green, blue = red * leaf, green * leaf, blue * leaf
                     elif made_of == _ROOF:
                         row = 0.75 + 0.35 * _speck(
-                            (lx if abs(ny) > 0 or abs(nx) > 0 else ly) / 0.3, lz / 0.2, 23
+                            (ly if abs(nx * c + ny * sn) > 0.1 else lx) / 0.3, lz / 0.2, 23
                         )
                         red, green, blue = red * row, green * row, blue * row
+                        if nz < 0.1:  # the wall under a gable
+                            red, green, blue = 0.46, 0.42, 0.36
                     elif made_of == _PAINT:
                         mirror = 0.05
                     elif made_of == _GLASS:
                         mirror = 0.12
+                        if shape[s] == _TAPER and nz < 0.95:  # pillars
+                            part = (lz + half[s, 2]) / (2.0 * half[s, 2])
+                            edge_x = half[s, 0] * (1.0 - taper[s, 0] * part) - abs(lx)
+                            edge_y = half[s, 1] * (1.0 - taper[s, 1] * part) - abs(ly)
+                            if max(edge_x, edge_y) < 0.05 or part < 0.06:
+                                mirror = 0.0
                     elif made_of == _METAL and half[s, 2] > 0.7 and half[s, 0] > 0.8:
                         if lx % 0.55 < 0.035:  # ribs of a cargo box
                             red, green, blue = 0.7 * red, 0.7 * green, 0.7 * blue

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bevfusion_quant.scenes._solids import unit
+from bevfusion_quant.scenes._raycast import ground_heights
+from bevfusion_quant.scenes._solids import units
 from bevfusion_quant.scenes._street import Street
 
 __all__ = ["SolidArrays", "columns_of", "gather", "in_order", "place"]
@@ -19,7 +20,21 @@ _Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class SolidArrays:
-    """All solids of a street as arrays, in their objects' frames."""
+    """All solids of a street as arrays, in their objects' frames.
+
+    Args:
+        owner: int64 [S], index of each solid's object.
+        shape: int8 [S], `Shape`.
+        centre: [S, 3] in the object's frame [m].
+        turn: [S, 2] cosine and sine of each solid's heading in the world.
+        half: [S, 3] half sizes [m].
+        taper: [S, 2], see `Solid`.
+        material: uint8 [S], `Material`.
+        gain: [S], see `Solid`.
+        at: [objects, 2] places at time 0 [m].
+        velocity: [objects, 2] in the world [m/s].
+        facing: [objects, 2] cosine and sine of the objects' headings.
+    """
 
     owner: npt.NDArray[np.int64]
     shape: npt.NDArray[np.int8]
@@ -29,19 +44,35 @@ class SolidArrays:
     taper: _Array
     material: npt.NDArray[np.uint8]
     gain: _Array
+    at: _Array
+    velocity: _Array
+    facing: _Array
 
 
 def gather(street: Street) -> SolidArrays:
-    listed = [(k, solid) for k, thing in enumerate(street.objects) for solid in thing.solids]
+    things = street.objects
+    owner = np.repeat(np.arange(len(things)), [len(thing.solids) for thing in things])
+    listed = [solid for thing in things for solid in thing.solids]
+    rows = np.array(
+        [
+            (*solid.centre, *solid.size, *solid.taper, solid.yaw, solid.gain, solid.shape,
+             solid.material)
+            for solid in listed
+        ]
+    )  # fmt: skip
+    yaw = np.array([thing.yaw for thing in things])
     return SolidArrays(
-        owner=np.array([k for k, _ in listed], np.int64),
-        shape=np.array([solid.shape for _, solid in listed], np.int8),
-        centre=np.array([solid.centre for _, solid in listed], np.float64),
-        turn=np.array([unit(solid.yaw + street.objects[k].yaw) for k, solid in listed]),
-        half=np.array([solid.size for _, solid in listed], np.float64) / 2,
-        taper=np.array([solid.taper for _, solid in listed], np.float64),
-        material=np.array([solid.material for _, solid in listed], np.uint8),
-        gain=np.array([solid.gain for _, solid in listed], np.float64),
+        owner=owner,
+        shape=rows[:, 10].astype(np.int8),
+        centre=np.ascontiguousarray(rows[:, :3]),
+        turn=units(rows[:, 8] + yaw[owner]),
+        half=rows[:, 3:6] / 2,
+        taper=np.ascontiguousarray(rows[:, 6:8]),
+        material=rows[:, 11].astype(np.uint8),
+        gain=np.ascontiguousarray(rows[:, 9]),
+        at=np.array([(thing.x, thing.y) for thing in things]),
+        velocity=np.array([thing.velocity for thing in things]),
+        facing=units(yaw),
     )
 
 
@@ -62,16 +93,13 @@ def in_order(
 
 def place(street: Street, solids: SolidArrays, time: float) -> _Array:
     """Centres of all solids in the world at `time`."""
-    places = []
-    for thing in street.objects:
-        x, y = thing.at(time)
-        places.append((x, y, street.ground.height(x, y), *unit(thing.yaw)))
-    at = np.array(places)[solids.owner]
-    x, y, z = solids.centre.T
+    at = solids.at + solids.velocity * time
+    level = ground_heights(at, street.ground.parameters, street.ground.bumps)
+    owner = solids.owner
+    (c, s), (x, y, z) = solids.facing[owner].T, solids.centre.T
     return np.stack(
-        [at[:, 0] + x * at[:, 3] - y * at[:, 4], at[:, 1] + x * at[:, 4] + y * at[:, 3],
-         at[:, 2] + z], 1,
-    )  # fmt: skip
+        [at[owner, 0] + x * c - y * s, at[owner, 1] + x * s + y * c, level[owner] + z], 1
+    )
 
 
 def columns_of(

@@ -6,7 +6,10 @@ import math
 from dataclasses import dataclass
 from enum import IntEnum
 
-__all__ = ["REFLECTIVITY", "Material", "SceneObject", "Shape", "Solid", "unit"]
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["REFLECTIVITY", "Material", "SceneObject", "Shape", "Solid", "unit", "units"]
 
 
 class Shape(IntEnum):
@@ -125,3 +128,8 @@ def unit(angle: float) -> tuple[float, float]:
     everything after this is plain IEEE arithmetic.
     """
     return round(math.cos(angle), 12), round(math.sin(angle), 12)
+
+
+def units(angles: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Cosines and sines of many angles, [angles, 2], rounded as `unit` does."""
+    return np.round(np.stack([np.cos(angles), np.sin(angles)], 1), 12)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bevfusion_quant.scenes._frontage import houses, park_trees, sidewalk_things
+from bevfusion_quant.scenes._frontage import backdrop, houses, park_trees, sidewalk_things
 from bevfusion_quant.scenes._ground import Ground, make_ground
 from bevfusion_quant.scenes._solids import SceneObject
 from bevfusion_quant.scenes._traffic import LANE, driving, parked, people, roadworks
@@ -79,5 +79,6 @@ def build_street(seed: int = 0) -> Street:
         *houses(rng, ground, park),
         *sidewalk_things(rng, ground),
         *park_trees(rng, ground, park),
+        *backdrop(rng, ground),
     ]
     return Street(ground, tuple(objects), ego)

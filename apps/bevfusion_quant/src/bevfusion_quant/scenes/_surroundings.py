@@ -59,6 +59,14 @@ def building(
                         gain=0.7,
                     )
                 )
+    solids.append(Solid(_BOX, (door, front - 0.01, 1.25), (1.1, 0.06, 2.3), Material.WOOD))
+    if rng.random() < 0.65:
+        rise = float(rng.uniform(1.8, 3.6))
+        hip = float(rng.choice([0.0, 0.35]))
+        size = (length + 0.2, depth + 0.5, rise)
+        solids.append(
+            Solid(Shape.TAPER, (0, 0, height + rise / 2), size, Material.ROOF, taper=(hip, 1.0))
+        )
     return SceneObject("building", x, y, yaw, (length, depth, height), tuple(solids))
 
 
@@ -73,7 +81,7 @@ def tree(rng: np.random.Generator, x: float, y: float) -> SceneObject:
         centre = (
             float(rng.uniform(-1, 1)) * spread,
             float(rng.uniform(-1, 1)) * spread,
-            trunk + reach * float(rng.uniform(0.5, 1.5)),
+            trunk + reach * float(rng.uniform(0.5, 0.7 if bough == 0 else 1.4)),
         )
         wide = 2 * reach * float(rng.uniform(0.55, 0.95))
         solids.append(
@@ -130,9 +138,14 @@ def sign(x: float, y: float, yaw: float) -> SceneObject:
 
 def traffic_light(x: float, y: float, yaw: float) -> SceneObject:
     """A signal on a pole, facing +x of its own frame."""
+    lamps = tuple(
+        Solid(_BALL, (0.2, 0, level), (0.08, 0.2, 0.2), Material.GLASS)
+        for level in (3.2, 2.9, 2.6)
+    )
     solids = (
         Solid(_TUBE, (0, 0, 1.6), (0.14, 0.14, 3.6), Material.METAL),
         Solid(_BOX, (0.1, 0, 2.9), (0.2, 0.3, 0.95), Material.PLASTIC, gain=0.6),
+        *lamps,
     )
     return SceneObject("traffic_light", x, y, yaw, (0.3, 0.3, 3.4), solids)
 

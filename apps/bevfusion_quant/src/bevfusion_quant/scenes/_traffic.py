@@ -10,7 +10,7 @@ from bevfusion_quant.scenes._ground import Ground
 from bevfusion_quant.scenes._people import pedestrian
 from bevfusion_quant.scenes._solids import SceneObject
 from bevfusion_quant.scenes._surroundings import barrier, traffic_cone
-from bevfusion_quant.scenes._vehicles import bus, car, cyclist, motorcycle, trailer, truck
+from bevfusion_quant.scenes._vehicles import bus, car, cyclist, excavator, motorcycle, trailer, truck
 
 __all__ = ["LANE", "driving", "parked", "people", "roadworks"]
 
@@ -62,9 +62,9 @@ def driving(rng: np.random.Generator, ground: Ground, ego_y: float) -> list[Scen
                     maker = bus if lane < 0 else truck
                     found.append(maker(rng, x, y, heading, (0.0, speed)))
                     y += 8.0
-                elif kind < 0.85:
+                elif kind < 0.74:
                     found.append(car(rng, x, y, heading, (0.0, speed)))
-                elif kind < 0.93:
+                elif kind < 0.84:
                     found.append(motorcycle(rng, x, y, heading, (0.0, speed)))
                 else:
                     found.append(cyclist(rng, x + 0.9 * sign, y, heading, (0.0, sign * 4.5)))
@@ -104,11 +104,14 @@ def people(rng: np.random.Generator, ground: Ground) -> list[SceneObject]:
 
 
 def roadworks(rng: np.random.Generator, ground: Ground) -> list[SceneObject]:
-    """Cones and barriers beside the lane, at the edge of the side street."""
+    """Cones and barriers beside the lane beyond the side street, often an excavator behind them."""
     x = -(ground.half_width - 2.4)
     start = ground.side_y + ground.side_half_width + 6.0
     cones = [traffic_cone(x + 0.15 * k, start + 2.2 * k) for k in range(5)]
     walls = [
         barrier(x - 0.6, start + 1.5 + 2.2 * k, float(rng.uniform(-0.05, 0.05))) for k in range(3)
     ]
-    return [*cones, *walls]
+    if rng.random() < 0.35:
+        return [*cones, *walls]
+    place = -(ground.half_width - 1.3)
+    return [*cones, *walls, excavator(rng, place, start + 11.3, _UP + float(rng.uniform(-0.1, 0.1)))]

@@ -7,7 +7,7 @@ import numpy as np
 from bevfusion_quant.scenes._people import rider_solids
 from bevfusion_quant.scenes._solids import Material, SceneObject, Shape, Solid
 
-__all__ = ["bus", "car", "cyclist", "motorcycle", "trailer", "truck"]
+__all__ = ["bus", "car", "cyclist", "excavator", "motorcycle", "trailer", "truck"]
 
 _BOX = Shape.BOX
 
@@ -15,27 +15,31 @@ _BOX = Shape.BOX
 def _wheels(
     length: float, width: float, radius: float, axles: tuple[float, ...]
 ) -> tuple[Solid, ...]:
-    size = (2 * radius * 0.9, 0.22, 2 * radius)
+    size = (2 * radius, 0.22, 2 * radius)
     return tuple(
-        Solid(_BOX, (axle * length, side * (width / 2 - 0.13), radius), size, Material.RUBBER)
+        Solid(Shape.WHEEL, (axle * length, side * (width / 2 - 0.11), radius), size, Material.RUBBER)
         for axle in axles
         for side in (-1, 1)
     )
 
 
-def _plates(length: float, width: float) -> tuple[Solid, ...]:
-    """Number plates and lamps, which send back far more than paint does."""
+def _plates(length: float, width: float, inset: float = 0.0) -> tuple[Solid, ...]:
+    """Number plates and lamps, which send back far more than paint does.
+
+    The lamps reach `inset` metres inwards of the ends, where those lean back.
+    """
     plate = (0.02, 0.5, 0.11)
-    lamp = (0.03, 0.28, 0.12)
+    lamp = (0.03 + inset, 0.28, 0.12)
     side = width / 2 - 0.25
     retro = Material.RETROREFLECTOR
+    back = length / 2 - inset / 2 - (0.02 if inset else 0.0)
     return tuple(
         solid
-        for end in (-length / 2, length / 2)
+        for way in (-1, 1)
         for solid in (
-            Solid(_BOX, (end, 0.0, 0.48), plate, retro, gain=0.5),
-            Solid(_BOX, (end, -side, 0.72), lamp, retro, gain=0.2),
-            Solid(_BOX, (end, side, 0.72), lamp, retro, gain=0.2),
+            Solid(_BOX, (way * length / 2, 0.0, 0.45), plate, retro, gain=0.5),
+            Solid(_BOX, (way * back, -side, 0.7), lamp, retro, gain=0.2),
+            Solid(_BOX, (way * back, side, 0.7), lamp, retro, gain=0.2),
         )
     )
 
@@ -56,39 +60,44 @@ def car(
     cabin = (0.62 if estate else 0.5) * length
     middle = (-0.15 if estate else -0.05) * length
     body = Material.CAR_PAINT
+    lean = (0.3 if estate else 0.42, 0.2)
+    glass = (cabin * 1.18, width - 0.16, height - belt - 0.03)
+    skirt = 0.36 * height
     solids = (
         Solid(
-            _BOX, (0, 0, 0.22 + 0.2), (length - 0.1, width, belt - 0.22 - 0.12), body, gain=paint
-        ),
-        Solid(
             _BOX,
-            (-0.02 * length, 0, belt - 0.11),
-            (0.9 * length, width - 0.08, 0.3),
+            (0, 0, (0.2 + skirt) / 2),
+            (length - 0.04, width - 0.05, skirt - 0.2),
             body,
             gain=paint,
         ),
         Solid(
-            _BOX,
-            (middle, 0, (belt + height) / 2),
-            (cabin, width - 0.3, height - belt - 0.06),
-            Material.GLASS,
-        ),
-        Solid(
-            _BOX,
-            (middle, 0, height - 0.04),
-            (cabin * 0.82, width - 0.38, 0.08),
+            Shape.TAPER,
+            (0, 0, (skirt + belt) / 2),
+            (length - 0.06, width - 0.05, belt - skirt),
             body,
             gain=paint,
+            taper=(0.05, 0.06),
         ),
+        Solid(Shape.TAPER, (middle, 0, belt + glass[2] / 2), glass, Material.GLASS, taper=lean),
         Solid(
-            _BOX,
-            (middle - 0.05, 0, (belt + height) / 2),
-            (0.1, width - 0.28, height - belt),
+            Shape.TAPER,
+            (middle, 0, height - 0.03),
+            (glass[0] * (1 - lean[0]) + 0.1, glass[1] * (1 - lean[1]) + 0.04, 0.06),
             body,
             gain=paint,
+            taper=(0.1, 0.1),
+        ),
+        Solid(
+            Shape.TAPER,
+            (middle - 0.05, 0, belt + glass[2] / 2),
+            (0.09, glass[1] + 0.02, glass[2]),
+            body,
+            gain=paint,
+            taper=(0.0, lean[1]),
         ),
         *_wheels(length, width, 0.32, (-0.3, 0.31)),
-        *_plates(length, width),
+        *_plates(length, width, inset=0.12),
     )
     return SceneObject("car", x, y, yaw, (length, width, height), solids, velocity, True)
 
@@ -109,12 +118,32 @@ def truck(
     solids = (
         Solid(
             _BOX,
-            (length / 2 - cab / 2, 0, 1.35),
-            (cab, width - 0.15, 1.8),
+            (length / 2 - cab / 2, 0, 0.9),
+            (cab, width - 0.15, 0.9),
             Material.CAR_PAINT,
             gain=paint,
         ),
-        Solid(_BOX, (length / 2 - 0.04, 0, 1.75), (0.1, width - 0.4, 0.7), Material.GLASS),
+        Solid(
+            Shape.TAPER,
+            (length / 2 - cab / 2, 0, 1.7),
+            (cab, width - 0.16, 0.7),
+            Material.GLASS,
+            taper=(0.16, 0.08),
+        ),
+        Solid(
+            _BOX,
+            (length / 2 - cab / 2 - 0.05, 0, 2.15),
+            (0.82 * cab, width - 0.34, 0.2),
+            Material.CAR_PAINT,
+            gain=paint,
+        ),
+        Solid(
+            _BOX,
+            (length / 2 - 0.8 * cab, 0, 1.7),
+            (0.4 * cab, width - 0.14, 0.7),
+            Material.CAR_PAINT,
+            gain=paint,
+        ),
         Solid(
             _BOX,
             (-length / 2 + cargo / 2, 0, (0.95 + height) / 2),
@@ -123,6 +152,7 @@ def truck(
             gain=float(rng.uniform(0.7, 1.6)),
         ),
         Solid(_BOX, (0, 0, 0.8), (length - 0.6, 0.9, 0.25), Material.METAL, gain=0.4),
+        Solid(_BOX, (0.11 - length / 2, 0, 0.6), (0.2, width - 0.1, 0.4), Material.METAL, gain=0.4),
         *_wheels(length, width, 0.46, (-0.33, 0.34)),
         *_plates(length, width),
     )
@@ -172,12 +202,34 @@ def trailer(rng: np.random.Generator, x: float, y: float, yaw: float) -> SceneOb
     return SceneObject("trailer", x, y, yaw, (length, width, height), solids, labelled=True)
 
 
+def excavator(rng: np.random.Generator, x: float, y: float, yaw: float) -> SceneObject:
+    """A small excavator: tracks, house with a cab, boom, arm and bucket before it."""
+    high = float(rng.uniform(2.5, 2.8))
+    steel = Material.METAL
+    solids = (
+        Solid(_BOX, (-0.4, -0.75, 0.3), (2.4, 0.4, 0.6), Material.RUBBER, gain=2.0),
+        Solid(_BOX, (-0.4, 0.75, 0.3), (2.4, 0.4, 0.6), Material.RUBBER, gain=2.0),
+        Solid(_BOX, (-0.5, 0, 0.95), (2.2, 1.8, 0.7), Material.CAR_PAINT, gain=1.3),
+        Solid(_BOX, (-1.1, 0, 1.5), (1.0, 1.7, 0.5), Material.CAR_PAINT, gain=1.3),
+        Solid(Shape.TAPER, (0.1, 0.45, (1.3 + high) / 2), (1.1, 0.85, high - 1.3), Material.GLASS,
+              taper=(0.15, 0.08)),
+        Solid(_BOX, (0.1, 0.45, high), (1.0, 0.85, 0.08), Material.CAR_PAINT, gain=1.3),
+        Solid(Shape.TAPER, (0.95, -0.3, 1.75), (0.9, 0.28, 1.5), Material.CAR_PAINT, gain=1.3,
+              taper=(0.4, 0.1)),
+        Solid(_BOX, (1.45, -0.3, 2.35), (1.1, 0.25, 0.35), Material.CAR_PAINT, gain=1.3),
+        Solid(Shape.TAPER, (1.85, -0.3, 1.45), (0.35, 0.22, 1.7), steel, gain=0.6),
+        Solid(Shape.TAPER, (1.85, -0.3, 0.4), (0.7, 0.8, 0.6), steel, gain=0.5, taper=(0.4, 0.1)),
+    )  # fmt: skip
+    size = (4.0, 1.9, high)
+    return SceneObject("construction_vehicle", x, y, yaw, size, solids, labelled=True)
+
+
 def _two_wheels(length: float, radius: float, frame: float) -> tuple[Solid, ...]:
-    wheel = (2 * radius, 0.06, 2 * radius)
+    wheel = (2 * radius, 0.05, 2 * radius)
     reach = length / 2 - radius
     return (
-        Solid(_BOX, (reach, 0, radius), wheel, Material.RUBBER, gain=1.5),
-        Solid(_BOX, (-reach, 0, radius), wheel, Material.RUBBER, gain=1.5),
+        Solid(Shape.WHEEL, (reach, 0, radius), wheel, Material.RUBBER, gain=1.5),
+        Solid(Shape.WHEEL, (-reach, 0, radius), wheel, Material.RUBBER, gain=1.5),
         Solid(_BOX, (0, 0, radius + frame / 2), (0.9, 0.07, frame), Material.METAL),
         Solid(_BOX, (reach - 0.12, 0, radius + frame + 0.2), (0.08, 0.5, 0.06), Material.METAL),
     )

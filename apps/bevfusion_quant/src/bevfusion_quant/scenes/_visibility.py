@@ -16,7 +16,7 @@ __all__ = ["visible_shares"]
 
 _Array = npt.NDArray[np.float64]
 _COLUMNS = 360
-_ACROSS, _DOWN = 24, 12  # samples of an object's outline box
+_ACROSS, _DOWN = 20, 10  # samples of an object's outline box
 _FAR = 200.0  # m
 
 
@@ -26,7 +26,7 @@ def visible_shares(
     """Share of each object's silhouette that nothing hides at time 0, float32 [objects], 0 to 1.
 
     The silhouette is what the object would cover, seen from `origin`, if it stood on the ground
-    alone. It is sampled by 24 × 12 rays through the rectangle of azimuth and slope around the
+    alone. It is sampled by 20 × 10 rays through the rectangle of azimuth and slope around the
     object; the share is that of the rays that still meet the object first in the whole scene.
     nuScenes' visibility is the same share over the six pictures' pixels.
 
