@@ -11,6 +11,7 @@ from bevfusion_quant.model._fuser import ConvFuser
 from bevfusion_quant.model._model import BEVFusion
 from bevfusion_quant.model._parts import PARTS, check_parts
 from bevfusion_quant.model._second import SECOND, SECONDFPN
+from bevfusion_quant.model._sizes import check_sizes
 from bevfusion_quant.voxelize import Voxelization
 
 if TYPE_CHECKING:
@@ -32,8 +33,8 @@ def build_model(config: BEVFusionConfig, parts: Iterable[str] = PARTS) -> BEVFus
             sensor, or both with the fuser; then the decoder; then the head.
 
     Raises:
-        InputError: Parts that cannot run together; or spconv is not installed and the LiDAR
-            branch is asked for.
+        InputError: Parts that cannot run together, or whose sizes contradict each other; or
+            spconv is not installed and the LiDAR branch is asked for.
 
     Example:
         >>> from bevfusion_quant.model import CONFIGS, build_model
@@ -42,6 +43,7 @@ def build_model(config: BEVFusionConfig, parts: Iterable[str] = PARTS) -> BEVFus
         ('lidar', 'decoder')
     """
     chosen = check_parts(parts)
+    check_sizes(config, chosen)
     camera = _camera(config.camera) if "camera" in chosen else None
     lidar = _lidar(config.lidar) if "lidar" in chosen else None
     fuser = ConvFuser(config.fuser) if "fuser" in chosen else None
