@@ -24,7 +24,8 @@ def model_batch(
     """A batch that every part of `model` can read; voxels are sorted by frame."""
     generator = torch.Generator().manual_seed(seed)
     x, y, z = config.lidar.sparse_shape
-    keys = torch.randperm(frames * x * y * z, generator=generator)[:voxels].sort().values
+    keys = torch.randint(frames * x * y * z, (2 * voxels,), generator=generator).unique()
+    keys = keys[torch.randperm(len(keys), generator=generator)[:voxels]].sort().values
     columns = []
     for extent in (z, y, x):
         columns.append(keys % extent)

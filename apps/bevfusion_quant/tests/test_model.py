@@ -28,7 +28,8 @@ SMALL = dataclasses.replace(
 def voxels(config: LidarConfig, count: int = 300, batch: int = 1, seed: int = 0):
     generator = torch.Generator().manual_seed(seed)
     x, y, z = config.sparse_shape
-    keys = torch.randperm(batch * x * y * z, generator=generator)[:count]
+    keys = torch.randint(batch * x * y * z, (2 * count,), generator=generator).unique()
+    keys = keys[torch.randperm(len(keys), generator=generator)[:count]]
     columns = []
     for extent in (z, y, x):
         columns.append(keys % extent)
