@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +17,9 @@ import pytest
 import torch
 
 from bevfusion_quant.cli import main
+from bevfusion_quant.datasets import write_frame_folder
+from bevfusion_quant.model import CONFIGS, build_model
+from bevfusion_quant.scenes import street_frame
 
 if importlib.util.find_spec("spconv") is None:
     pytest.skip("spconv is not installed", allow_module_level=True)
@@ -68,8 +74,6 @@ def test_bad_clouds(here: Path, capsys: pytest.CaptureFixture[str], what: str) -
     np.savez("bad.npz", points=points)
     message = refused(capsys, here, "--points", "bad.npz")
     assert "bad" in message
-    import re
-
     assert re.search(expected, message, re.DOTALL), message
 
 
@@ -115,6 +119,73 @@ def test_bad_settings(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("file").touch()
     assert "--runs" in refused(capsys, here, *good, runs="file")
     assert "--runs" in refused(capsys, here, *good, runs="file/below")
+
+
+def write_frame(folder: Path, *, cameras: int = 6, **changes: object) -> None:
+    """A frame folder whose first camera is changed as told."""
+    frame = street_frame(0, size="tiny", beams=8, sweeps=1, azimuth_steps=200, cameras="tiny")
+    write_frame_folder(folder, replace(frame, cameras=frame.cameras[:cameras]))
+    path = folder / "calib.json"
+    values = json.loads(path.read_text())
+    for key, value in changes.items():
+        place = values["cameras"][0] if key in values["cameras"][0] else values["labels"]
+        place[key] = value
+    path.write_text(json.dumps(values))
+
+
+SINGULAR = [[0, 0, 160], [0, 0, 90], [0, 0, 1]]
+NORMALISED = [[0.79, 0, 0.5], [0, 1.4, 0.5], [0, 0, 1]]
+BAD_CAMERAS = {
+    "missing camera": ({"cameras": 5}, r"no camera CAM_BACK_RIGHT.*--cameras"),
+    "no cameras": ({"cameras": 0}, r"no cameras.*--branch lidar"),
+    "missing image": ({"image": "absent.png"}, r"absent.png.*no such image"),
+    "image of another size": ({"width": 640, "height": 360}, r"320x180.*640x360.*scale fx"),
+    "singular intrinsics": ({"intrinsics": SINGULAR}, r"singular.*calibration"),
+    "missing intrinsics": ({"intrinsics": None}, r"intrinsics"),
+    "intrinsics in other units": ({"intrinsics": NORMALISED}, r"multiply normalised ones"),
+    "no rotation": ({"lidar_to_camera": [[2, 0, 0, 0], [0, 0, -1, 0], [0, 1, 0, 0], [0, 0, 0, 1]]},
+                    r"not rigid"),
+    "boxes with NaN": ({"boxes": [[float("nan")] * 7]}, r"box|number|NaN"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD_CAMERAS)
+def test_bad_cameras(here: Path, capsys: pytest.CaptureFixture[str], what: str) -> None:
+    changes, expected = BAD_CAMERAS[what]
+    write_frame(here / "one", **changes)
+    message = refused(capsys, here, "--dataset", "files", "--data", "one", "--branch", "camera")
+    assert re.search(expected, message, re.DOTALL), message
+    assert "one" in message or "CAM_FRONT" in message
+
+
+def test_a_frame_without_cameras_is_refused_by_name(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = refused(capsys, here, "--points", "good.npz", "--branch", "all")
+    assert "good: the frame has no cameras" in message
+    assert "--branch lidar" in message
+
+
+def test_a_checkpoint_of_another_configuration(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save(build_model(CONFIGS["nuscenes"], ("lidar",)).state_dict(), "w.pth")
+    message = refused(capsys, here, "--points", "good.npz", "--weights", "w.pth")
+    assert "config 'nuscenes'" in message
+
+
+def test_options_of_another_source(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def told(*arguments: str) -> str:
+        return refused(capsys, here, *arguments)
+
+    assert "given twice" in told("--points", "good.npz", "--dataset", "street")
+    assert "--data: --dataset street" in told("--dataset", "street", "--data", "x")
+    assert "--split" in told("--points", "good.npz", "--split", "val")
+    assert "--columns" in told("--dataset", "street", "--columns", "5")
+    assert "needs --data" in told("--dataset", "kitti")
+    assert "no such folder" in told("--dataset", "kitti", "--data", "absent")
+    assert "--first 1 of 1" in told("--points", "good.npz", "--first", "1")
+    assert "--branch all" in told("--points", "good.npz", "--quantize-head")
 
 
 def test_existing_folders(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,9 @@ import re
 
 import pytest
 
+from bevfusion_quant._commands import tree
 from bevfusion_quant.cli import main
+from bevfusion_quant.ptq import Branch
 
 if importlib.util.find_spec("spconv") is None:
     pytest.skip("spconv is not installed", allow_module_level=True)
@@ -140,3 +142,39 @@ def test_parser_sees_names_nesting_and_classes() -> None:
         "A",
         (("x", "B", (("0", "C", ()),)), ("y", "D", ())),
     )
+
+
+@pytest.mark.parametrize(
+    ("branch", "convolutions"),
+    # Stem, four blocks of four, neck, vtransform; one; two chains of two, two deblocks; 21.
+    [("camera", 1 + 16 + 4 + 9), ("fuser", 1), ("decoder", 4 + 2), ("lidar", 21)],
+)
+def test_quantized_tree_of_a_branch(branch: Branch, convolutions: int) -> None:
+    # As modules: torch prints equal neighbours once.
+    found = [type(m).__name__ for m in tree("quantized", "tiny", branch).modules()]
+    assert not any(name.startswith("BatchNorm") for name in found)
+    assert not {"Conv2d", "ConvTranspose2d", "SubMConv3d", "SparseConv3d"} & set(found)
+    kinds = ("QuantConv2d", "QuantConvTranspose2d", "QuantSparseConvolution")
+    assert sum(name in kinds for name in found) == convolutions
+
+
+def test_whole_trees_have_the_parts_of_mit_bevfusion(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tree", "--branch", "all", "--config", "tiny"]) == 0
+    name, kind, parts = parse(capsys.readouterr().out)
+    assert (name, kind) == ("", "BEVFusion")
+    assert [part[0] for part in parts] == ["encoders", "fuser", "decoder", "heads"]
+    encoders = {child[0]: [c[0] for c in child[2]] for child in parts[0][2]}
+    assert encoders == {
+        "camera": ["backbone", "neck", "vtransform"],
+        "lidar": ["voxelize", "backbone"],
+    }
+
+
+def test_the_head_is_quantized_only_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["tree", "--branch", "all", "--stage", "quantized", "--config", "tiny"]
+    assert main(arguments) == 0
+    plain = capsys.readouterr().out
+    assert main([*arguments, "--quantize-head"]) == 0
+    assert capsys.readouterr().out.count("TensorQuantizer(") > plain.count("TensorQuantizer(") + 10
+    assert main(["tree", "--branch", "fuser", "--quantize-head"]) == 2
+    assert "--branch all" in capsys.readouterr().err

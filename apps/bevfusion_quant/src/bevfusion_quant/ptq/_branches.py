@@ -6,15 +6,19 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal
 
-from bevfusion_quant.model import PART_PATHS, PARTS
+from bevfusion_quant.model import PARTS
 
 if TYPE_CHECKING:
     from torch import nn
 
 __all__ = [
-    "FOLDED_APART", "Branch", "built_parts", "expand_patterns", "needs_cameras", "quantized_parts",
+    "FOLDED_APART",
+    "Branch",
+    "built_parts",
+    "expand_patterns",
+    "quantized_parts",
     "why_float",
-]  # fmt: skip
+]
 
 Branch = Literal["camera", "lidar", "fuser", "decoder", "head", "all"]
 
@@ -24,6 +28,7 @@ FOLDED_APART = (
 )  # fmt: skip
 """Modules with a forward of their own: batch norms are folded in one after the other."""
 
+_ADDED = ("quant_add", "quant_concat", "residual_quantizer")
 # Prefixes that a pattern may leave out.
 _PREFIXES = (*FOLDED_APART, "encoders.camera", "encoders.lidar", "encoders", "decoder", "heads")
 
@@ -48,11 +53,6 @@ def quantized_parts(branch: Branch, *, with_head: bool = False) -> tuple[str, ..
     return PARTS if with_head else tuple(part for part in PARTS if part != "head")
 
 
-def needs_cameras(branch: Branch) -> bool:
-    """Whether the branch reads images."""
-    return "camera" in built_parts(branch)
-
-
 def why_float(part: str, branch: Branch) -> str:
     """Why a part that is built stays float, for the report."""
     if branch != "all":
@@ -74,21 +74,15 @@ def expand_patterns(model: nn.Module, patterns: Iterable[str]) -> tuple[str, ...
     paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
     expanded: list[str] = []
     for pattern in patterns:
-        # What quantization adds (quant_add, …) has no path yet: its owner is looked up instead.
         candidates = [pattern, *(f"{prefix}.{pattern}" for prefix in _PREFIXES)]
-        known = [c for c in candidates if _names(c, paths) or _names(c.rpartition(".")[0], paths)]
-        exact = [c for c in candidates if _names(c, paths)]
-        expanded += [pattern] if pattern in exact else exact or known or [pattern]
+        owner, _, name = pattern.rpartition(".")
+        if owner and name.startswith(_ADDED):  # not there yet: its owner is
+            known = [c for c in candidates if _names(c.rpartition(".")[0], paths)]
+        else:
+            known = [c for c in candidates if _names(c, paths)]
+        expanded += [pattern] if pattern in known else known or [pattern]
     return tuple(dict.fromkeys(expanded))
 
 
 def _names(pattern: str, paths: list[str]) -> bool:
     return bool(pattern) and any(fnmatchcase(path, pattern) for path in paths)
-
-
-def part_of(path: str) -> str:
-    """The part of the model that a module path lies in."""
-    for part, prefix in PART_PATHS.items():
-        if path == prefix or path.startswith(f"{prefix}."):
-            return part
-    raise ValueError(f"{path} lies in none of the parts {', '.join(PARTS)}")
