@@ -91,7 +91,7 @@ def pytest(session: nox.Session, *folders: str) -> None:
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """Fuse, calibrate and fake-quantize a LiDAR frame; needs no data and no GPU."""
+    """The whole of BEVFusion on a street with six cameras; needs no data and no GPU."""
     install(session, {"sparse": "numba,cpu", "quantizers": "numba", "bevfusion_quant": "cpu"})
     session.run("bevfusion-quant", "demo", *session.posargs)
 
@@ -142,5 +142,5 @@ def wheels(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Measured claims: each script prints ratios against named peers of the same run."""
     install(session, everything(), "pytorch-quantization", "nvidia-modelopt", "huggingface_hub")
-    for script in session.posargs or sorted(str(p) for p in (ROOT / "benchmarks").glob("*.py")):
+    for script in session.posargs or sorted(str(p) for p in (ROOT / "benchmarks").glob("[!_]*.py")):
         session.run("python", script)

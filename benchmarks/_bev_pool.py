@@ -1,6 +1,8 @@
 """BEV pooling at nuScenes size against a plain index_add: time, peak memory, error.
 
-    python benchmarks/bev_pool.py [rounds]
+    python benchmarks/_bev_pool.py [rounds]
+
+Part of `python benchmarks/model.py`, which runs it last.
 
 Six cameras × 118 depth bins × 32 × 88 pixels, 80 channels, into 360 × 360 cells. The peers pool
 the same depth distribution and context: index_add needs their outer product in memory and
