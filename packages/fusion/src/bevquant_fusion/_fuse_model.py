@@ -14,7 +14,7 @@ from ._fuse_pair import fold_into
 from ._plan import Pair, Skipped, plan_fusion
 from ._remove_bn import Removal, remove_batch_norms, stop_inplace
 from ._tracer import Inputs
-from ._verify import relative_difference, run, tolerance
+from ._verify import in_float64, relative_difference, run, tolerance
 
 _HOW = {
     "identity": "now nn.Identity",
@@ -51,8 +51,9 @@ class FusionResult:
         not_inplace: Activations of sparse encoders whose ``inplace`` became False, by their path
             before the rewrite.
         untraced: Modules whose forward could not be followed, with the reason.
-        max_error: Largest relative difference of any output on the example inputs; None without
-            example inputs.
+        max_error: Largest relative difference of any output on the example inputs; in float64
+            where a choice between values (the largest ones, say) came out differently by rounding;
+            None without example inputs.
     """
 
     model: nn.Module = field(repr=False)
@@ -100,8 +101,8 @@ def fuse_model(model: nn.Module, example_inputs: Any = None, inplace: bool = Fal
 
     Raises:
         ValueError: The outputs on ``example_inputs`` differ by more than rounding (1e-10 of the
-            largest output in float64, 1e-3 in float32), or the fused model does not run; ``model``
-            is then unchanged.
+            largest output in float64, 1e-3 in float32), in float64 too, or the fused model does
+            not run; ``model`` is then unchanged.
 
     Example:
         >>> import torch
@@ -126,6 +127,10 @@ def fuse_model(model: nn.Module, example_inputs: Any = None, inplace: bool = Fal
         ) from error
     difference = relative_difference(before, after)
     if not difference <= tolerance(before):
+        exact = _difference_in_float64(model, inputs)
+    else:
+        exact = difference
+    if exact is None:
         raise ValueError(
             f"the fused model's outputs differ from the model's by {difference:.2e} (relative), "
             f"beyond {tolerance(before):.0e}: some module is used in a way its forward does not "
@@ -133,7 +138,24 @@ def fuse_model(model: nn.Module, example_inputs: Any = None, inplace: bool = Fal
         )
     if inplace:
         result = _fuse(model, inputs)
-    return replace(result, max_error=difference)
+    return replace(result, max_error=exact)
+
+
+def _difference_in_float64(model: nn.Module, inputs: Inputs) -> float | None:
+    """The difference that folding makes in float64, or None where that is no rounding either.
+
+    A model that picks its largest values or compares them makes another choice for a difference as
+    small as rounding in float32, and what follows is then far apart. In float64 it is not.
+    """
+    exact = copy.deepcopy(model).double()
+    inputs = in_float64(inputs)
+    try:
+        before = run(exact, inputs)
+        after = run(_fuse(exact, inputs).model, inputs)
+        difference = relative_difference(before, after)
+    except Exception:  # whatever a model that does not run in float64 raises
+        return None
+    return difference if difference <= tolerance(before) else None
 
 
 def _fuse(model: nn.Module, inputs: Inputs | None) -> FusionResult:

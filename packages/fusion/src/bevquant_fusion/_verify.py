@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -48,15 +48,22 @@ def tolerance(outputs: list[Tensor]) -> float:
     return max((_TOLERANCE.get(t.dtype, 0.0) for t in outputs), default=0.0)
 
 
-def _duplicate(value: Any) -> Any:
+def in_float64(inputs: Inputs) -> Inputs:
+    """Copies of ``inputs``, floating-point tensors as float64."""
+    args, kwargs = _duplicate(inputs, lambda t: t.double() if t.is_floating_point() else t)
+    return args, kwargs
+
+
+def _duplicate(value: Any, convert: Callable[[Tensor], Tensor] = Tensor.clone) -> Any:
     if isinstance(value, Tensor):
-        return value.detach().clone()
+        return convert(value.detach())
     if hasattr(value, "replace_feature"):
-        return value.replace_feature(value.features.detach().clone())
-    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        return type(value)([_duplicate(v) for v in value])
+        return value.replace_feature(convert(value.features.detach()))
+    if isinstance(value, list | tuple):
+        made = [_duplicate(v, convert) for v in value]
+        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
     if isinstance(value, dict):
-        return {k: _duplicate(v) for k, v in value.items()}
+        return {k: _duplicate(v, convert) for k, v in value.items()}
     return copy.deepcopy(value)
 
 
