@@ -20,10 +20,14 @@ from bevquant_int8sim._quantize import dequantize, quantize, quantize_bias
 from bevquant_int8sim._requantize import requantize
 from bevquant_int8sim._resize import int8_resize
 from bevquant_int8sim._sparse_conv import int8_sparse_conv
+from bevquant_int8sim.model import IntegerModel, Island, SparseOutput, simulate
 
 __all__ = [
     "AccumulatorOverflowError",
     "BackendStatus",
+    "IntegerModel",
+    "Island",
+    "SparseOutput",
     "backend_report",
     "dequantize",
     "fixed_point_multiplier",
@@ -46,4 +50,5 @@ __all__ = [
     "quantize",
     "quantize_bias",
     "requantize",
+    "simulate",
 ]

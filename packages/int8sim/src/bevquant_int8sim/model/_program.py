@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from bevquant_int8sim.model._form import Form
 
-__all__ = ["Island", "Program", "Ref", "Step", "Value"]
+__all__ = ["Island", "Program", "Ref", "SparseRef", "Step", "Value", "names_in", "replaced"]
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,14 @@ class Ref:
     """A value in the arguments of a step, by its name."""
 
     name: str
+
+
+@dataclass(frozen=True)
+class SparseRef:
+    """A sparse tensor: its features and its sites, by name."""
+
+    features: str
+    sites: str
 
 
 @dataclass(frozen=True)
@@ -48,7 +56,8 @@ class Step:
         outputs: Names of the values made.
         attributes: Constants that JSON can hold.
         tensors: Weights and the like.
-        module: The module that a float island calls.
+        function: The function that a step calls, where `op` does not say it.
+        module: The module that a step calls.
         reason: Why this is computed in float; empty for all other steps.
     """
 
@@ -59,13 +68,14 @@ class Step:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     attributes: Mapping[str, Any] = field(default_factory=dict)
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    function: Callable[..., Any] | None = None
     module: nn.Module | None = None
     reason: str = ""
 
     @property
     def inputs(self) -> tuple[str, ...]:
         """Names of the values read, each once."""
-        return tuple(dict.fromkeys(_names((self.args, self.kwargs))))
+        return tuple(dict.fromkeys(names_in((self.args, self.kwargs))))
 
 
 @dataclass(frozen=True)
@@ -112,25 +122,18 @@ class Program:
         return tuple(found)
 
 
-@dataclass(frozen=True)
-class SparseRef:
-    """A sparse tensor: its features and its sites, by name."""
-
-    features: str
-    sites: str
-
-
-def _names(value: Any) -> list[str]:
+def names_in(value: Any) -> list[str]:
+    """Names of the values that nested arguments read, in order."""
     if isinstance(value, Ref):
         return [value.name]
     if isinstance(value, SparseRef):
         return [value.features, value.sites]
     if isinstance(value, Mapping):
-        return [name for item in value.values() for name in _names(item)]
+        return [name for item in value.values() for name in names_in(item)]
     if isinstance(value, list | tuple):
-        return [name for item in value for name in _names(item)]
+        return [name for item in value for name in names_in(item)]
     if isinstance(value, slice):
-        return _names((value.start, value.stop, value.step))
+        return names_in((value.start, value.stop, value.step))
     return []
 
 

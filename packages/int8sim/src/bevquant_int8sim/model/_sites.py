@@ -57,9 +57,7 @@ class Sites:
         self._rulebooks: dict[Geometry, tuple[Rulebook, Sites]] = {}
         self._origins: dict[str, tuple[Rulebook, Sites]] = {}
 
-    def convolved(
-        self, geometry: Geometry, key: str | None, name: str
-    ) -> tuple[Rulebook, Sites]:
+    def convolved(self, geometry: Geometry, key: str | None, name: str) -> tuple[Rulebook, Sites]:
         """The rulebook of a convolution on these sites, and the sites of its output.
 
         Raises:

@@ -1,0 +1,10 @@
+"""Whole models in integers: lowering, running, comparing, saving."""
+
+from __future__ import annotations
+
+from bevquant_int8sim.model._integer_model import IntegerModel, Recorded
+from bevquant_int8sim.model._program import Island, Step
+from bevquant_int8sim.model._simulate import simulate
+from bevquant_int8sim.model._sites import SparseOutput
+
+__all__ = ["IntegerModel", "Island", "Recorded", "SparseOutput", "Step", "simulate"]

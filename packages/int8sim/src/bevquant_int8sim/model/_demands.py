@@ -1,0 +1,139 @@
+"""In which form each tensor is wanted: collected from its readers, last operation first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bevquant_int8sim.model._form import ACCUMULATORS, FLOAT, Demand, Integers
+from bevquant_int8sim.model._operation import Operation, Operations
+from bevquant_int8sim.model._program import names_in
+from bevquant_int8sim.model._vocabulary import METADATA
+
+__all__ = ["Demands", "find_demands"]
+
+_Wanted = dict[str, dict[Demand, None]]
+
+
+@dataclass(frozen=True, eq=False)
+class Demands:
+    """What must be made.
+
+    Attributes:
+        of: Tensor to the forms in which it is wanted, in a fixed order.
+        hosts: Sites, sizes and numbers that are read.
+        follows: Moves that are done in the form in which their result is wanted; the others are
+            done on floats.
+    """
+
+    of: Mapping[str, tuple[Demand, ...]]
+    hosts: frozenset[str]
+    follows: frozenset[str]
+
+
+def find_demands(operations: Operations) -> Demands:
+    """Walk the operations backwards from the model's result."""
+    return _Walk(operations).run()
+
+
+class _Walk:
+    def __init__(self, operations: Operations) -> None:
+        self.all = operations
+        self.wanted: _Wanted = {}
+        self.asked: set[str] = set()
+        self.hosts: set[str] = set()
+        self.follows = _followers(operations.operations)
+
+    def run(self) -> Demands:
+        self._read(self.all.result, Demand(FLOAT))
+        for operation in reversed(self.all.operations):
+            self._visit(operation)
+        of = {name: tuple(forms) for name, forms in self.wanted.items()}
+        return Demands(of, frozenset(self.hosts), frozenset(self.follows))
+
+    def _read(self, values: Any, demand: Demand) -> None:
+        for name in names_in(values):
+            if name in self.all.hosts:
+                self.hosts.add(name)
+            else:
+                self._want(name, demand)
+
+    def _want(self, name: str, demand: Demand) -> None:
+        self.wanted.setdefault(name, {})[demand] = None
+
+    def _visit(self, operation: Operation) -> None:
+        name = operation.output
+        if operation.kind in ("host", "sites"):
+            if name in self.hosts:
+                self._visit_host(operation)
+            return
+        if not self.wanted.get(name) and (name in self.asked or operation.sites in self.hosts):
+            self._want(name, Demand(FLOAT))  # only its size, or its sites, are asked for
+        demands = self.wanted.get(name)
+        if demands:
+            self._visit_tensor(operation, tuple(demands))
+
+    def _visit_host(self, operation: Operation) -> None:
+        asks = operation.what in METADATA or (
+            operation.args[-1:] and operation.args[-1] in METADATA
+        )
+        for name in names_in((operation.args, operation.kwargs)):
+            if name in self.all.hosts:
+                self.hosts.add(name)
+            elif asks:
+                self.asked.add(name)
+            else:
+                self._want(name, Demand(FLOAT))
+
+    def _visit_tensor(self, operation: Operation, demands: tuple[Demand, ...]) -> None:
+        kind = operation.kind
+        if kind == "quantizer":
+            self._read(operation.args[0], Demand(operation.natural))
+        elif kind == "layer":
+            assert operation.layer is not None
+            self._read(operation.args[0], Demand(operation.layer.input))
+            self._read(operation.args[1:], Demand(FLOAT))
+        elif kind == "relu":
+            for demand in demands:
+                self._read(operation.args[0], Demand(demand.form, relu=True))
+        elif kind == "add":
+            for operand, form in zip(operation.args, self._operand_forms(operation), strict=True):
+                self._read(operand, Demand(form))
+        elif kind == "move":
+            self._visit_move(operation, demands)
+        else:
+            self._read((operation.args, operation.kwargs), Demand(FLOAT))
+
+    def _visit_move(self, operation: Operation, demands: tuple[Demand, ...]) -> None:
+        passed = demands if operation.output in self.follows else (Demand(FLOAT),)
+        for name in names_in((operation.args, operation.kwargs)):
+            if name in operation.moved:
+                for demand in passed:
+                    self._want(name, demand)
+            else:
+                self._read_name(name)
+
+    def _read_name(self, name: str) -> None:
+        if name in self.all.hosts:
+            self.hosts.add(name)
+        else:
+            self._want(name, Demand(FLOAT))
+
+    def _operand_forms(self, operation: Operation) -> list[Any]:
+        natural = {o.output: o.natural for o in self.all.operations}
+        forms = [natural[operand.name] for operand in operation.args]
+        return [f if isinstance(f, Integers) else ACCUMULATORS for f in forms]
+
+
+def _followers(operations: tuple[Operation, ...]) -> set[str]:
+    """Moves of what is made in integers; floats are moved first and quantized behind."""
+    made: set[str] = set()
+    for operation in operations:
+        if operation.kind in ("quantizer", "layer", "add"):
+            made.add(operation.output)
+        elif operation.kind == "relu" and operation.args[0].name in made:
+            made.add(operation.output)
+        elif operation.kind == "move" and made.issuperset(operation.moved):
+            made.add(operation.output)
+    return made

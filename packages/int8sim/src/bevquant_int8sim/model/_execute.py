@@ -1,0 +1,198 @@
+"""What each kind of step computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bevquant_int8sim._conv import (
+    int8_conv1d,
+    int8_conv2d,
+    int8_conv3d,
+    int8_conv_transpose2d,
+    int8_linear,
+)
+from bevquant_int8sim._quantize import dequantize, quantize
+from bevquant_int8sim._requantize import requantize
+from bevquant_int8sim._sparse_conv import int8_sparse_conv
+from bevquant_int8sim.model._program import Step
+from bevquant_int8sim.model._sites import Geometry, Sites
+from bevquant_sparse import WeightLayout
+
+__all__ = ["DTYPES", "accumulators", "execute"]
+
+DTYPES = {
+    "int8": torch.int8,
+    "int16": torch.int16,
+    "int32": torch.int32,
+    "float32": torch.float32,
+}
+
+
+def execute(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], backend: str) -> Any:
+    """The outputs of a step, as a tuple.
+
+    Raises:
+        ValueError: An operand does not fit, an accumulator overflows, NaN is to be quantized; the
+            message names the step's module.
+    """
+    try:
+        return _OPERATIONS[step.op](step, args, kwargs, backend)
+    except (ValueError, TypeError) as error:
+        if step.op in ("float", "host") or str(error).startswith(step.path or "the model"):
+            raise
+        raise type(error)(f"{step.path or 'the model'}: {error}") from error
+
+
+def accumulators(step: Step, args: tuple[Any, ...], backend: str) -> Tensor:
+    """The int32 accumulators of a layer's step, before it requantizes them."""
+    tensors = {name: t for name, t in step.tensors.items() if name != "multiplier"}
+    attributes = {**step.attributes, "out": "int32", "relu": False}
+    bare = Step(step.op, step.path, step.args, step.outputs, attributes=attributes, tensors=tensors)
+    result: Tensor = execute(bare, args, {}, backend)[0]
+    return result
+
+
+def _quantize(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Tensor]:
+    q = quantize(
+        args[0],
+        step.attributes["scale"],
+        bits=step.attributes["bits"],
+        narrow_range=step.attributes["narrow"],
+    )
+    return (q.clamp_(min=0) if step.attributes["relu"] else q,)
+
+
+def _requantize(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Tensor]:
+    q = requantize(
+        args[0].to(torch.int32),
+        step.tensors["multiplier"],
+        axis=step.attributes["axis"],
+        bits=step.attributes["bits"],
+        narrow_range=step.attributes["narrow"],
+        relu=step.attributes["relu"],
+        name=step.path,
+    )
+    return (q,)
+
+
+def _dequantize(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Tensor]:
+    values = dequantize(args[0], step.tensors["scale"], axis=step.attributes["axis"])
+    return (values.clamp_(min=0) if step.attributes["relu"] else values,)
+
+
+def _relu(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Tensor]:
+    return (args[0].clamp(min=0),)
+
+
+def _add(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Tensor]:
+    """round(Σ q_i·s_i / s_y): one scale for all makes the sum a whole number of steps."""
+    attributes = step.attributes
+    scales = [step.tensors[f"scale{i}"] for i in range(len(args))]
+    relu, name = attributes["relu"], step.path
+    if all(s.dim() == 0 and float(s) == float(scales[0]) for s in scales):
+        total = sum(a.to(torch.int32) for a in args)
+        if attributes["out"] == "float32":
+            values = dequantize(total, scales[0])
+            return (values.clamp_(min=0) if relu else values,)
+        multiplier = scales[0] / attributes["scale"]
+        bits, narrow = attributes["bits"], attributes["narrow"]
+        q = requantize(total, multiplier, bits=bits, narrow_range=narrow, relu=relu, name=name)
+        return (q,)
+    values = torch.zeros((), dtype=torch.float64)
+    for operand, scale, axis in zip(args, scales, attributes["axes"], strict=True):
+        values = values + dequantize(operand, scale, axis=axis, dtype=torch.float64)
+    if attributes["out"] == "float32":
+        return ((values.clamp_(min=0) if relu else values).float(),)
+    return _quantize(step, (values,), {}, backend)
+
+
+def _sites(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Sites]:
+    indices, spatial_shape, batch_size = args
+    return (Sites(indices, spatial_shape, batch_size),)
+
+
+def _sparse_conv(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Tensor, Sites]:
+    features, sites = args
+    attributes = step.attributes
+    rulebook, out_sites = sites.convolved(geometry(step), attributes["indice_key"], step.path)
+    out = int8_sparse_conv(
+        features,
+        step.tensors["weight"],
+        step.tensors.get("bias"),
+        rulebook,
+        layout=WeightLayout.VCK,
+        multiplier=step.tensors.get("multiplier"),
+        relu=attributes["relu"],
+        out_dtype=DTYPES[attributes["out"]],
+        narrow_range=attributes["narrow"],
+        backend=backend,
+        name=step.path,
+    )
+    return out, out_sites
+
+
+def _dense(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Tensor]:
+    attributes, weight = step.attributes, step.tensors["weight"]
+    names = "stride padding output_padding dilation groups".split()
+    out = _KERNELS[step.op, weight.dim()](
+        args[0],
+        weight,
+        step.tensors.get("bias"),
+        multiplier=step.tensors.get("multiplier"),
+        relu=attributes["relu"],
+        out_dtype=DTYPES[attributes["out"]],
+        narrow_range=attributes["narrow"],
+        backend=backend,
+        name=step.path,
+        **{name: attributes[name] for name in names if name in attributes},
+    )
+    return (out,)
+
+
+_KERNELS: dict[tuple[str, int], Callable[..., Tensor]] = {
+    ("linear", 2): int8_linear,
+    ("conv", 3): int8_conv1d,
+    ("conv", 4): int8_conv2d,
+    ("conv", 5): int8_conv3d,
+    ("conv_transpose", 4): int8_conv_transpose2d,
+}
+
+
+def geometry(step: Step) -> Geometry:
+    """Settings of a sparse convolution's step."""
+    names = "kernel_size stride padding dilation output_padding".split()
+    settings: dict[str, Any] = {name: tuple(step.attributes[name]) for name in names}
+    settings |= {name: step.attributes[name] for name in ("subm", "transposed", "inverse")}
+    return Geometry(**settings)
+
+
+def _constant(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Tensor]:
+    return (step.tensors["value"],)
+
+
+def _call(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Any, ...]:
+    function: Any = step.module if step.function is None else step.function
+    result = function(*args, **kwargs)
+    return result if len(step.outputs) > 1 else (result,)
+
+
+_OPERATIONS: dict[str, Callable[[Step, Any, Any, str], Any]] = {
+    "add": _add,
+    "conv": _dense,
+    "conv_transpose": _dense,
+    "constant": _constant,
+    "dequantize": _dequantize,
+    "float": _call,
+    "host": _call,
+    "linear": _dense,
+    "move": _call,
+    "quantize": _quantize,
+    "relu": _relu,
+    "requantize": _requantize,
+    "sites": _sites,
+    "sparse_conv": _sparse_conv,
+}

@@ -1,0 +1,161 @@
+"""A model in integers: what it consists of, and running it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bevquant_int8sim.model._execute import execute
+from bevquant_int8sim.model._form import Integers
+from bevquant_int8sim.model._program import Island, Program, Ref, Step, names_in, replaced
+from bevquant_int8sim.model._signature import arguments, bind, is_sparse_tensor
+from bevquant_int8sim.model._sites import Sites, SparseOutput, sites_of
+from bevquant_int8sim.model._table import program_table
+from bevquant_int8sim.model._traced_source import Source
+
+__all__ = ["IntegerModel", "Recorded"]
+
+Observer = Callable[[Step, tuple[Any, ...], tuple[Any, ...]], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """What one step made.
+
+    Attributes:
+        path: Module that the step comes from.
+        op: Its operation.
+        value: The integers, accumulators or floats.
+        scale: Value of one integer step; ``None`` for accumulators and floats.
+    """
+
+    path: str
+    op: str
+    value: Tensor
+    scale: float | None
+
+    def dequantized(self) -> Tensor:
+        """The value as float32."""
+        return self.value.float() if self.scale is None else (self.value * self.scale).float()
+
+
+class IntegerModel:
+    """A calibrated model that runs in integers: made by `simulate`.
+
+    Call it like the model that it was made from; it returns what that returns, as floats.
+
+    Args:
+        program: Its steps.
+        source: The traced model that it was made from.
+        backend: Kernels to run on, see `int8_sparse_conv`.
+    """
+
+    def __init__(
+        self, program: Program, source: Source | None = None, *, backend: str = "auto"
+    ) -> None:
+        self.program = program
+        self.source = source
+        self.backend = backend
+        self._last_use = _last_uses(program)
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """Every step in order of execution."""
+        return self.program.steps
+
+    @property
+    def islands(self) -> tuple[Island, ...]:
+        """Everything that is computed in float, and why."""
+        return self.program.islands
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run on one set of inputs, structured like the example inputs.
+
+        Raises:
+            TypeError: Other inputs than the example inputs had.
+            ValueError: Inputs that a step cannot take (its module is named), or another value
+                where the traced model had a constant.
+        """
+        return self._execute(args, kwargs, None)
+
+    def run(
+        self, inputs: Any, *, record: bool = True, observe: Observer | None = None
+    ) -> tuple[Any, dict[str, Recorded]]:
+        """Run and look at every intermediate.
+
+        Args:
+            inputs: A tuple of positional inputs, a dict of named ones, or one input.
+            record: Keep what every step made.
+            observe: Called behind each step with the step, its arguments and its outputs.
+
+        Returns:
+            What a call returns, and module path to what was made there; a path that made several
+            values numbers them, as in ``"block.relu#2"``.
+        """
+        args, kwargs = arguments(inputs)
+        found: dict[str, Recorded] = {}
+
+        def see(step: Step, given: tuple[Any, ...], made: tuple[Any, ...]) -> None:
+            if record and isinstance(made[0], Tensor) and step.op not in ("host", "constant"):
+                form = self.program.values[step.outputs[0]].form
+                scale = form.scale if isinstance(form, Integers) else None
+                name, count = step.path or step.op, 1
+                while name in found:
+                    count += 1
+                    name = f"{step.path or step.op}#{count}"
+                found[name] = Recorded(step.path, step.op, made[0], scale)
+            if observe is not None:
+                observe(step, given, made)
+
+        return self._execute(args, kwargs, see), found
+
+    @torch.no_grad()
+    def _execute(self, args: Any, kwargs: Mapping[str, Any], observe: Observer | None) -> Any:
+        values: dict[str, Any] = {}
+        for name, value in bind(self.program.signature, args, kwargs).items():
+            sites = self.program.sparse_inputs.get(name)
+            if (sites is not None) != is_sparse_tensor(value):
+                expected = "sparse tensor" if sites is not None else "tensor"
+                raise TypeError(f"input {name}: expected a {expected}, got {type(value).__name__}")
+            values[name] = value
+            if sites is not None:
+                values[name], values[sites] = value.features, sites_of(value)
+        for step, spent in zip(self.program.steps, self._last_use, strict=True):
+            given = _given(step.args, values)
+            made = execute(step, given, _given(step.kwargs, values), self.backend)
+            values.update(zip(step.outputs, made, strict=True))
+            if observe is not None:
+                observe(step, given, made)
+            for name in spent:
+                del values[name]
+        return _given(self.program.result, values)
+
+    def __repr__(self) -> str:
+        return program_table(self.program)
+
+
+def _given(values: Any, known: Mapping[str, Any]) -> Any:
+    def read(ref: Any) -> Any:
+        if isinstance(ref, Ref):
+            return known[ref.name]
+        sites: Sites = known[ref.sites]
+        return SparseOutput(
+            known[ref.features], sites.indices, sites.spatial_shape, sites.batch_size
+        )
+
+    return replaced(values, read)
+
+
+def _last_uses(program: Program) -> list[tuple[str, ...]]:
+    """For each step the values that nothing behind it reads."""
+    seen = set(names_in(program.result))
+    spent: list[tuple[str, ...]] = []
+    for step in reversed(program.steps):
+        touched = dict.fromkeys((*step.inputs, *step.outputs))
+        spent.append(tuple(name for name in touched if name not in seen))
+        seen.update(touched)
+    return spent[::-1]

@@ -1,0 +1,98 @@
+"""What a calibrated quantizer means in integers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from bevquant_int8sim.model._form import Integers
+from bevquant_quantizers import TensorQuantizer
+
+__all__ = ["calibrated_range", "check_calibrated", "integers_of", "is_active", "unsupported"]
+
+# Fake quantization counts a range at or below this as zero.
+_SMALLEST_AMAX = 2.0**-24
+_REMEDY = (
+    "calibrate with batches that reach it and load the ranges (bevquant_quantizers.calibrate), or "
+    "disable() the quantizer to leave its layer float"
+)
+
+
+def is_active(quantizer: object) -> bool:
+    """Whether it quantizes at all."""
+    return (
+        isinstance(quantizer, TensorQuantizer) and not quantizer._disabled and quantizer._if_quant
+    )
+
+
+def calibrated_range(quantizer: TensorQuantizer) -> Tensor | None:
+    """The range that is quantized with: fixed, learned or scaled; None while it is dynamic."""
+    if quantizer._learn_amax:
+        clip = quantizer.clip
+        return torch.maximum(-clip.clip_value_min, clip.clip_value_max).detach()
+    amax = quantizer.amax
+    if amax is None or quantizer._scale_amax is None:
+        return None if amax is None else amax.detach()
+    return amax.detach() * quantizer._scale_amax
+
+
+def unsupported(quantizer: TensorQuantizer) -> str:
+    """Why an activation's quantizer has no signed integers of one scale; empty where it has."""
+    if quantizer._unsigned:
+        return "its activations are unsigned; integer kernels take signed ones"
+    if quantizer.axis is not None:
+        return "its activations have a range per channel; integer kernels take one per tensor"
+    if not 2 <= quantizer.num_bits <= 16:
+        return f"its activations have {quantizer.num_bits} bits; integer kernels take 2 to 16"
+    return ""
+
+
+def integers_of(quantizer: TensorQuantizer, path: str) -> Integers:
+    """The integers of an activation's quantizer: scale = amax / (2^(bits−1) − 1).
+
+    Raises:
+        ValueError: No usable range; `path` and what to do are named.
+    """
+    amax = calibrated_range(quantizer)
+    problem = _problem(amax)
+    if problem or amax is None:
+        raise ValueError(f"simulate: {path}: {problem}; {_REMEDY}")
+    high = 2 ** (quantizer.num_bits - 1) - 1
+    low = -high if quantizer._narrow_range else -high - 1
+    return Integers(float(amax) / high, quantizer.num_bits, low, high)
+
+
+def check_calibrated(model: nn.Module) -> None:
+    """Refuse a model with activations that have no usable range.
+
+    Raises:
+        ValueError: Every such quantizer is named, and what to do.
+    """
+    problems = []
+    for path, module in model.named_modules():
+        if isinstance(module, TensorQuantizer) and is_active(module):
+            # The range of a weight is its largest value where nobody says otherwise.
+            weight = path.rpartition(".")[2] == "_weight_quantizer"
+            amax = calibrated_range(module)
+            problem = "" if weight and amax is None else _problem(amax, channels=weight)
+            if problem:
+                problems.append(f"{path} ({problem})")
+    if problems:
+        raise ValueError(
+            f"simulate: {len(problems)} quantizers have no usable range: {', '.join(problems)}; "
+            f"{_REMEDY}"
+        )
+
+
+def _problem(amax: Tensor | None, *, channels: bool = False) -> str:
+    if amax is None:
+        return "not calibrated"
+    if not bool(amax.isfinite().all()):
+        return "its range is NaN or infinite"
+    if bool((amax < 0).any()):
+        return "its range is negative"
+    if channels:
+        return ""
+    if not bool((amax > _SMALLEST_AMAX).all()):
+        return f"its range {float(amax.min()):g} is zero or too small for a scale"
+    return "" if amax.numel() == 1 else f"it has {amax.numel()} ranges where one is expected"

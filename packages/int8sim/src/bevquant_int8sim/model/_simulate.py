@@ -1,0 +1,65 @@
+"""From a calibrated model to one that runs in integers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from bevquant_int8sim.model._integer_model import IntegerModel
+from bevquant_int8sim.model._lower import lower
+from bevquant_int8sim.model._quantizers import check_calibrated
+from bevquant_int8sim.model._read_graph import read_graph
+from bevquant_int8sim.model._trace import trace
+from bevquant_int8sim.model._traced_source import Source
+
+__all__ = ["simulate"]
+
+
+def simulate(model: nn.Module, example_inputs: Any, *, backend: str = "auto") -> IntegerModel:
+    r"""Lower a calibrated `bevquant_qnn` model to integer arithmetic.
+
+    .. math:: y_q = \operatorname{clamp}\Bigl(\operatorname{round}\bigl(
+              (\textstyle\sum x_q w_q + b_q)\, \tfrac{s_x s_w}{s_y}\bigr), q_\min, q_\max\Bigr),
+              \quad w_q = \operatorname{round}(w/s_w), \; b_q = \operatorname{round}(b/(s_x s_w))
+
+    all rounded half to even, with s = amax/127 for eight bits, one per tensor for activations and
+    one per output channel for weights. The output scale s_y of a layer is that of whoever reads
+    its output, found in the data flow: a tensor stays in integers from a layer to its readers, and
+    where these want several forms the int32 accumulators are kept and requantized for each. A
+    ReLU is part of the step before it, identities vanish, reshaping and concatenation move the
+    integers as they are. What has no integer form runs in torch's float32 between dequantization
+    and quantization and is listed in `IntegerModel.islands` with the reason.
+
+    Args:
+        model: In evaluation mode, calibrated; frozen or not. It is not changed, and later changes
+            of it do not change the result.
+        example_inputs: A tuple of positional inputs, a dict of named ones, or one input. Only
+            their structure is used: which are tensors, sparse tensors, numbers.
+        backend: Kernels to run on, see `int8_sparse_conv`.
+
+    Raises:
+        ValueError: The model is in training mode, an activation has no usable range (every one is
+            named), a weight's range is zero, or the forward cannot be followed.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from bevquant_qnn import quantize_model
+        >>> from bevquant_quantizers import calibrate
+        >>> x = torch.linspace(-1, 1, 48).view(1, 3, 4, 4)
+        >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1)).eval()
+        >>> quantized = quantize_model(net, example_inputs=x).model
+        >>> _ = calibrate(quantized, [x])
+        >>> simulate(quantized, x)(x).shape
+        torch.Size([1, 4, 2, 2])
+    """
+    if any(module.training for module in model.modules()):
+        raise ValueError(
+            "simulate: the model is in training mode; call model.eval() first, dropout and batch "
+            "norm behave otherwise there"
+        )
+    check_calibrated(model)
+    traced = trace(model, example_inputs)
+    operations = read_graph(traced)
+    return IntegerModel(lower(operations), Source(traced, operations.nodes), backend=backend)

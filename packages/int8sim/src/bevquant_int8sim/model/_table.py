@@ -1,0 +1,35 @@
+"""A program as text."""
+
+from __future__ import annotations
+
+from bevquant_int8sim.model._form import Form, Integers
+from bevquant_int8sim.model._program import Program, Step
+
+__all__ = ["program_table"]
+
+
+def program_table(program: Program) -> str:
+    """One line per step that computes: operation, module, result, then the float islands."""
+    rows = [("op", "module", "result", "note")]
+    rows += [_row(step, program) for step in program.steps if step.op not in ("host", "constant")]
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    lines = [
+        "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]).rstrip()
+        for row in rows
+    ]
+    count = len(program.islands)
+    title = f"IntegerModel: {len(rows) - 1} steps, {count} float island{'s' * (count != 1)}"
+    return "\n".join([title, *("  " + line for line in lines)])
+
+
+def _row(step: Step, program: Program) -> tuple[str, str, str, str]:
+    op = step.op if step.op not in ("float", "move") else f"{step.op} {step.attributes['what']}"
+    if step.attributes.get("relu"):
+        op += " + ReLU"
+    return op, step.path, _result(program.values[step.outputs[0]].form), step.reason
+
+
+def _result(form: Form) -> str:
+    if isinstance(form, Integers):
+        return f"int{form.bits} × {form.scale:.4g}"
+    return form

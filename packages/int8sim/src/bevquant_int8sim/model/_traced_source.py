@@ -1,0 +1,25 @@
+"""The traced model beside its program: which node of the graph each value stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from bevquant_int8sim.model._trace import Traced
+
+__all__ = ["Source"]
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """Where an integer model comes from.
+
+    Attributes:
+        traced: The calibrated model and its graph.
+        nodes: Tensor to the node that holds it first.
+    """
+
+    traced: Traced
+    nodes: Mapping[str, fx.Node]
