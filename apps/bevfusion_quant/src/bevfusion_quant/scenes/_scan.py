@@ -86,9 +86,9 @@ def _one_sweep(
     columns, beams = lidar.azimuth_steps, lidar.beams
     step = 2 * math.pi / columns
     phase = float(rng.random()) * step
-    azimuth = units(phase + step * np.arange(columns))
+    azimuth = units(phase + step * np.arange(columns, dtype=np.float64))
     low, high = lidar.elevation
-    elevation = units(np.linspace(low, high, beams, dtype=np.float64) * (math.pi / 180.0))
+    elevation = units(np.linspace(low, high, beams) * (math.pi / 180.0))
     chance, luck, fade = rng.random((3, columns, beams))
     noise = rng.standard_normal((columns, beams))
     flicker = rng.standard_normal((columns, beams))
