@@ -15,6 +15,7 @@ from bevquant_int8sim._conv import (
 from bevquant_int8sim._fixed_point import fixed_point_multiplier
 from bevquant_int8sim._join import int8_add, int8_concat
 from bevquant_int8sim._lookup import int8_lookup, lookup_table
+from bevquant_int8sim._plan_rulebook import plan_rulebook
 from bevquant_int8sim._pool import int8_avg_pool, int8_max_pool
 from bevquant_int8sim._quantize import dequantize, quantize, quantize_bias
 from bevquant_int8sim._requantize import requantize
@@ -47,6 +48,7 @@ __all__ = [
     "int8_resize",
     "int8_sparse_conv",
     "lookup_table",
+    "plan_rulebook",
     "quantize",
     "quantize_bias",
     "requantize",

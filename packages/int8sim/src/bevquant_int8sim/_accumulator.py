@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["AccumulatorOverflowError", "check_accumulators", "largest_sum", "proves_safe"]
+__all__ = [
+    "AccumulatorOverflowError", "check_accumulators", "largest_sum", "proves_safe", "sums_of_sizes",
+]  # fmt: skip
 
 _LIMIT = 2**31
 
@@ -14,20 +16,23 @@ class AccumulatorOverflowError(ValueError):
     """A sum that a 32-bit accumulator cannot hold."""
 
 
-def largest_sum(weight: Tensor, bias: Tensor | None, largest_input: int, channel_axis: int) -> int:
+def sums_of_sizes(weight: Tensor, channel_axis: int) -> Tensor:
+    """Σ|w| of each output channel, int64; `channel_axis` numbers the channels."""
+    if weight.numel() == 0:
+        return torch.zeros(weight.shape[channel_axis], dtype=torch.int64)
+    rest = [a for a in range(weight.dim()) if a != channel_axis % weight.dim()]
+    return weight.to(torch.int64).abs().sum(rest)
+
+
+def largest_sum(sums: Tensor, bias: Tensor | None, largest_input: int) -> int:
     """Bound every accumulator of a layer, partial sums too: max_c (Σ|w_c|·max|x| + |b_c|).
 
     Args:
-        weight: Integers; `channel_axis` numbers the output channels.
+        sums: Σ|w_c| of `sums_of_sizes`.
         bias: Integers ``[out_channels]`` or ``None``.
         largest_input: max|x|, from the data or from its type.
-        channel_axis: Axis of `weight`.
     """
-    if weight.numel() == 0:
-        total = torch.zeros(weight.shape[channel_axis], dtype=torch.int64)
-    else:
-        rest = [a for a in range(weight.dim()) if a != channel_axis % weight.dim()]
-        total = weight.to(torch.int64).abs().sum(rest) * largest_input
+    total = sums * largest_input
     if bias is not None:
         total = total + bias.to(total.device, torch.int64).abs()
     return int(total.max()) if total.numel() else 0

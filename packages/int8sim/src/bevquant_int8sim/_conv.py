@@ -68,8 +68,9 @@ def int8_linear(
     if axes is None:
         empty = torch.zeros((0, weight.shape[0]), dtype=torch.int32, device=x.device)
         return settings.finish(empty).view(*x.shape[:-1], weight.shape[0])
-    matrix = weight.t().reshape(1, 1, weight.shape[1], weight.shape[0])
-    out = run_dense(rows, matrix, bias, [axes], (1,), settings, backend, name)
+    out = run_dense(
+        rows, weight, weight.t()[None, None], bias, [axes], (1,), settings, backend, name
+    )
     return out.movedim(1, -1).reshape(*x.shape[:-1], weight.shape[0])
 
 
@@ -104,7 +105,7 @@ def _int8_conv(
         )
     )
     by_group = weight.reshape(groups, channels // groups, weight.shape[1], -1).permute(0, 3, 2, 1)
-    return run_dense(x, by_group, bias, [axes], kernel, settings, backend, name)
+    return run_dense(x, weight, by_group, bias, [axes], kernel, settings, backend, name)
 
 
 def int8_conv1d(
@@ -277,7 +278,8 @@ def int8_conv_transpose2d(
     )
     phases = [(row, column) for row in rows for column in columns]
     by_group = weight.reshape(groups, x.shape[1] // groups, weight.shape[1], -1)
-    return run_dense(x, by_group.permute(0, 3, 1, 2), bias, phases, kernel, settings, backend, name)
+    by_group = by_group.permute(0, 3, 1, 2)
+    return run_dense(x, weight, by_group, bias, phases, kernel, settings, backend, name)
 
 
 def _check_shapes(

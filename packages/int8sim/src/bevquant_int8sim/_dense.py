@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from bevquant_int8sim import _dense_torch
-from bevquant_int8sim._accumulator import check_accumulators, largest_sum, proves_safe
+from bevquant_int8sim._accumulator import (
+    check_accumulators,
+    largest_sum,
+    proves_safe,
+    sums_of_sizes,
+)
 from bevquant_int8sim._backends import choose_backend
 from bevquant_int8sim._grid_axes import Axis
 from bevquant_int8sim._integers import check_integer_tensor
 from bevquant_int8sim._output import Output
+from bevquant_int8sim._weight_cache import remembered
 
 __all__ = ["check_operands", "run_dense"]
 
@@ -36,6 +43,7 @@ def check_operands(
 
 def run_dense(
     x: Tensor,
+    owner: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     phases: Sequence[tuple[Axis, ...]],
@@ -44,33 +52,55 @@ def run_dense(
     backend: str,
     name: str,
 ) -> Tensor:
-    """Convolve checked operands; `weight` is ``[groups, volume, in channels, out channels]``.
+    """Convolve checked operands.
+
+    Args:
+        x: int8 or int16 ``[batch, channels, *grid]``.
+        owner: The weight as the caller holds it; what is made of it is kept as long as it lives.
+        weight: The same, ``[groups, volume, in channels, out channels]``.
+        bias: int32 or ``None``.
+        phases: The axes of each part of the outputs.
+        kernel: Kernel extents, row-major volume.
+        output: What becomes of the accumulators.
+        backend: As the caller was asked for.
+        name: The layer that a message names.
 
     Raises:
         ValueError: The backend cannot run.
         AccumulatorOverflowError: A sum leaves int32.
     """
     chosen = choose_backend(backend, x.device, x.dtype, name)
-    fits = _fits_int32(x, weight, bias)
+    view = (tuple(weight.shape), weight.stride())
+    sums = remembered(
+        owner,
+        ("sums", view),
+        lambda: sums_of_sizes(weight.permute(0, 3, 1, 2).flatten(0, 1), 0),
+    )
+    fits = _fits_int32(x, sums, bias)
     if fits and chosen != "torch" and 0 not in (*x.shape, *weight.shape):
         from bevquant_int8sim._dense_numba import convolve
 
-        return convolve(x, _joined(weight), bias, phases, kernel, output, chosen)
+        shape, make = _joined_shape(weight), functools.partial(_joined, weight)
+        return convolve(x, (owner, view), shape, make, bias, phases, kernel, output, chosen)
     acc = _dense_torch.accumulate(x, weight, bias, phases, kernel, fits_int32=fits)
     if not fits:
         check_accumulators(acc, name, channel_axis=1)
     return output.finish(acc.to(torch.int32), 1)
 
 
-def _fits_int32(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+def _fits_int32(x: Tensor, sums: Tensor, bias: Tensor | None) -> bool:
     """Whether a bound shows that no sum leaves int32: by the input's type, else by its values."""
-    by_channel = weight.permute(0, 3, 1, 2).reshape(-1, weight.shape[1] * weight.shape[2])
-    largest = -torch.iinfo(x.dtype).min
-    if proves_safe(largest_sum(by_channel, bias, largest, 0)):
+    if proves_safe(largest_sum(sums, bias, -torch.iinfo(x.dtype).min)):
         return True
-    if x.numel():
-        largest = int(x.long().abs().max())
-    return proves_safe(largest_sum(by_channel, bias, largest, 0))
+    largest = int(x.long().abs().max()) if x.numel() else 0
+    return proves_safe(largest_sum(sums, bias, largest))
+
+
+def _joined_shape(weight: Tensor) -> tuple[int, int, int, int]:
+    groups, volume, inputs, outputs = weight.shape
+    fitting = (n for n in range(1, groups + 1) if groups % n == 0)
+    count = next((n for n in fitting if n * outputs >= _VECTOR), groups)
+    return groups // count, volume, count * inputs, count * outputs
 
 
 def _joined(weight: Tensor) -> Tensor:
@@ -80,11 +110,11 @@ def _joined(weight: Tensor) -> Tensor:
     be idle.
     """
     groups, volume, inputs, outputs = weight.shape
-    fitting = (n for n in range(1, groups + 1) if groups % n == 0)
-    count = next((n for n in fitting if n * outputs >= _VECTOR), groups)
+    shape = _joined_shape(weight)
+    count = groups // shape[0]
     if count == 1:
         return weight
-    wide = weight.new_zeros(groups // count, volume, count, inputs, count, outputs)
+    wide = weight.new_zeros(shape[0], volume, count, inputs, count, outputs)
     for i in range(count):
         wide[:, :, i, :, i] = weight[i::count]
-    return wide.view(groups // count, volume, count * inputs, count * outputs)
+    return wide.view(shape)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,11 @@ from torch import Tensor
 from bevquant_int8sim import _workspace
 from bevquant_int8sim._grid import Halo, common_halo, make_grid
 from bevquant_int8sim._grid_axes import Axis
-from bevquant_int8sim._grid_numba import make_plan, run_grid
+from bevquant_int8sim._grid_numba import GridPlan, make_plan, run_grid
 from bevquant_int8sim._output import Output
-from bevquant_int8sim._packed import pack_weight
+from bevquant_int8sim._packed import PackedWeight, pack_weight
 from bevquant_int8sim._threads import share
+from bevquant_int8sim._weight_cache import remembered
 
 __all__ = ["convolve"]
 
@@ -25,7 +27,9 @@ _SLACK = 4  # channels behind the last that a step of the last group may read
 
 def convolve(
     x: Tensor,
-    weight: Tensor,
+    owner: tuple[Tensor, Hashable],
+    shape: tuple[int, int, int, int],
+    make: Callable[[], Tensor],
     bias: Tensor | None,
     phases: Sequence[tuple[Axis, ...]],
     kernel: tuple[int, ...],
@@ -36,14 +40,16 @@ def convolve(
 
     Args:
         x: int8 or int16.
-        weight: int8 ``[groups, volume, in channels, out channels]``, both of one group.
+        owner: The tensor that packed weights are kept with, and which view of it this is.
+        shape: ``[groups, volume, in channels, out channels]``, both of one group.
+        make: The int8 weight of that shape; called only where it is not packed yet.
         bias: int32 ``[all out channels]`` or ``None``.
         phases: The axes of each part of the outputs.
         kernel: Kernel extents, row-major volume.
         output: What becomes of the accumulators.
         kind: ``"vnni"`` or ``"portable"``.
     """
-    groups, _, in_channels, out_channels = weight.shape
+    groups, _, in_channels, out_channels = shape
     halo = common_halo(phases)
     pixels = _prepare(x, halo, kind)
     sizes = tuple(axis.out_size for axis in phases[0])
@@ -52,11 +58,9 @@ def convolve(
     rows = x.shape[0] * int(np.prod(sizes))
     out = _workspace.empty((rows, columns), np.int32 if fused is None else np.int8)
     for axes in phases:
-        grid = make_grid(x.shape[0], axes, kernel, halo)
-        taps = torch.from_numpy(grid.taps)
         for group in range(groups):
-            packed = pack_weight(weight[group].index_select(0, taps).numpy(), kind)
-            plan = make_plan(grid.in_rows, grid.out_rows, grid.deltas, packed.rows)
+            packed = _packed(owner, make, group, axes, kernel, kind)
+            plan = _plan(x.shape[0], axes, kernel, halo, packed.rows)
             part = slice(group * out_channels, (group + 1) * out_channels)
             # What a group writes behind its own channels, the next one writes over.
             run_grid(
@@ -70,6 +74,35 @@ def convolve(
     total = groups * out_channels
     result = torch.from_numpy(out)[:, :total].reshape(x.shape[0], *sizes, total).movedim(-1, 1)
     return result if fused is not None else output.finish(result, 1)
+
+
+def _packed(
+    owner: tuple[Tensor, Hashable],
+    make: Callable[[], Tensor],
+    group: int,
+    axes: tuple[Axis, ...],
+    kernel: tuple[int, ...],
+    kind: str,
+) -> PackedWeight:
+    """The elements of the kernel that outputs of these axes see, packed once."""
+    taps = np.zeros(1, np.int64)
+    for axis, size in zip(axes, kernel, strict=True):
+        taps = (taps[:, None] * size + np.array(axis.taps, np.int64)).reshape(-1)
+    chosen = torch.from_numpy(taps)
+    packed: PackedWeight = remembered(
+        owner[0],
+        (kind, owner[1], group, tuple(axis.taps for axis in axes)),
+        lambda: pack_weight(make()[group].index_select(0, chosen).numpy(), kind),
+    )
+    return packed
+
+
+@functools.lru_cache(maxsize=256)
+def _plan(
+    batch: int, axes: tuple[Axis, ...], kernel: tuple[int, ...], halo: Halo, tile_rows: int
+) -> GridPlan:
+    grid = make_grid(batch, axes, kernel, halo)
+    return make_plan(grid.in_rows, grid.out_rows, grid.deltas, tile_rows)
 
 
 def _prepare(x: Tensor, halo: Halo, kind: str) -> npt.NDArray[Any]:

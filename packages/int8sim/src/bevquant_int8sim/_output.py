@@ -26,7 +26,11 @@ _BITS = {torch.int8: 8, torch.int16: 16, torch.int32: 32}
 
 @dataclass(frozen=True, eq=False)
 class Output:
-    """Checked settings of a layer's output; without a multiplier the accumulators themselves."""
+    """Checked settings of a layer's output; without a multiplier the accumulators themselves.
+
+    With a residual the output is requantized, the residual added, and the sum requantized by
+    `sum_multiplier`; the ReLU is behind the sum.
+    """
 
     multiplier: Tensor | None
     out_dtype: torch.dtype
@@ -35,6 +39,8 @@ class Output:
     rounding: str
     arithmetic: str
     name: str
+    residual: Tensor | None = None
+    sum_multiplier: float = 0.0
 
     def finish(self, acc: Tensor, channel_axis: int = -1) -> Tensor:
         """Apply to int32 accumulators whose channels run along `channel_axis`."""
@@ -43,15 +49,24 @@ class Output:
         if self.out_dtype == torch.float32:
             values = dequantize(acc, self.multiplier, axis=channel_axis)
             return values.clamp_(min=0) if self.relu else values
+        if self.residual is None:
+            return self._requantize(acc, self.multiplier, channel_axis, self.relu)
+        q = self._requantize(acc, self.multiplier, channel_axis, False)
+        total = q.to(torch.int32) + self.residual
+        return self._requantize(total, self.sum_multiplier, channel_axis, self.relu)
+
+    def _requantize(
+        self, acc: Tensor, multiplier: Tensor | float, channel_axis: int, relu: bool
+    ) -> Tensor:
         return requantize(
             acc,
-            self.multiplier,
+            multiplier,
             axis=channel_axis,
             rounding=self.rounding,
             arithmetic=self.arithmetic,
             bits=_BITS[self.out_dtype],
             narrow_range=self.narrow_range,
-            relu=self.relu,
+            relu=relu,
             name=self.name,
         )
 
@@ -60,13 +75,19 @@ class Output:
         plain = (self.rounding, self.arithmetic) == ("half_even", "float64")
         if self.multiplier is None or self.out_dtype != torch.int8 or not plain:
             return None
-        from bevquant_int8sim._tile_output import Requantization
+        from bevquant_int8sim._tile_output import Requantization, Residual
 
         factors = np.ones(padded_outputs)
         values = self.multiplier.cpu().numpy()
         factors[: values.size if values.ndim else padded_outputs] = values
         low, high = integer_range(8, self.narrow_range)
-        return Requantization(factors, 0 if self.relu else low, high)
+        start = 0 if self.relu else low
+        if self.residual is None:
+            return Requantization(factors, start, high)
+        missing = padded_outputs - self.residual.shape[1]
+        rows = torch.nn.functional.pad(self.residual, (0, missing)) if missing else self.residual
+        added = Residual(rows.contiguous().numpy(), 0, self.sum_multiplier, start, high)
+        return Requantization(factors, low, high, added)
 
 
 def make_output(

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from bevquant_int8sim import _sparse_torch
-from bevquant_int8sim._accumulator import check_accumulators, largest_sum, proves_safe
+from bevquant_int8sim._accumulator import (
+    check_accumulators,
+    largest_sum,
+    proves_safe,
+    sums_of_sizes,
+)
 from bevquant_int8sim._backends import choose_backend
 from bevquant_int8sim._integers import check_integer_tensor
 from bevquant_int8sim._output import Output, make_output
+from bevquant_int8sim._scales import checked_scale
+from bevquant_int8sim._weight_cache import remembered
 from bevquant_sparse import Rulebook, WeightLayout, permute_weight
 
 __all__ = ["int8_sparse_conv"]
@@ -23,6 +32,8 @@ def int8_sparse_conv(
     *,
     layout: WeightLayout,
     multiplier: Tensor | float | None = None,
+    residual: Tensor | None = None,
+    sum_multiplier: float = 1.0,
     relu: bool = False,
     out_dtype: torch.dtype = torch.int8,
     narrow_range: bool = False,
@@ -49,7 +60,10 @@ def int8_sparse_conv(
         layout: Axis order of `weight`.
         multiplier: s_x·s_w / s_y, one number or one per output channel. ``None`` returns the
             int32 accumulators.
-        relu: Clamp at 0 from below, behind the requantization.
+        residual: int8 ``[num_out, out_channels]`` of the scale of q, added to it (the identity of a
+            residual block): the output is then ``clamp(round((q + residual) · sum_multiplier))``.
+        sum_multiplier: With a residual, the scale of q over that of the output.
+        relu: Clamp at 0 from below, behind everything else.
         out_dtype: int8, int16 or int32 requantized; float32 gives ``float32(acc · multiplier)``,
             the multiplier then being s_x·s_w.
         narrow_range: Leave out the most negative integer of the output.
@@ -82,13 +96,14 @@ def int8_sparse_conv(
     """
     check_integer_tensor(name, "features", features, (torch.int8, torch.int16))
     check_integer_tensor(name, "weight", weight, (torch.int8,))
-    matrix = _checked_weight(features, weight, rulebook, layout, name)
+    _check_weight(features, weight, rulebook, layout, name)
+    channels = layout.channels(weight)[1]
     if bias is not None:
         check_integer_tensor(name, "bias", bias, (torch.int32,))
-        _check_bias(bias, matrix, name)
+        _check_bias(bias, features, channels, name)
     output = make_output(
         multiplier,
-        matrix.shape[2],
+        channels,
         out_dtype=out_dtype,
         narrow_range=narrow_range,
         relu=relu,
@@ -96,20 +111,30 @@ def int8_sparse_conv(
         arithmetic=arithmetic,
         name=name,
     )
+    if residual is not None:
+        output = _with_residual(
+            output, residual, sum_multiplier, features, rulebook, channels, name
+        )
     chosen = choose_backend(backend, features.device, features.dtype, name)
-    fits = _fits_int32(features, matrix, bias)
-    if fits and chosen != "torch" and 0 not in (*features.shape, rulebook.num_out, matrix.shape[2]):
-        return _compiled(features, matrix, bias, rulebook, output, chosen)
+    fits = _fits_int32(features, weight, layout, bias)
+    if fits and chosen != "torch" and 0 not in (*features.shape, rulebook.num_out, channels):
+        return _compiled(features, weight, bias, rulebook, layout, output, chosen)
+    matrix = _as_matrices(weight, rulebook, layout)
     acc = _sparse_torch.accumulate(features, matrix, bias, rulebook, fits_int32=fits)
     if not fits:
         check_accumulators(acc, name)
     return output.finish(acc.to(torch.int32))
 
 
-def _checked_weight(
-    features: Tensor, weight: Tensor, rulebook: Rulebook, layout: WeightLayout, name: str
-) -> Tensor:
+def _as_matrices(weight: Tensor, rulebook: Rulebook, layout: WeightLayout) -> Tensor:
     """The weight as ``[volume, in_channels, out_channels]``."""
+    size = rulebook.kernel_size if layout is WeightLayout.VCK else None
+    return permute_weight(weight, layout, WeightLayout.VCK, kernel_size=size)
+
+
+def _check_weight(
+    features: Tensor, weight: Tensor, rulebook: Rulebook, layout: WeightLayout, name: str
+) -> None:
     if not isinstance(layout, WeightLayout):
         raise TypeError(f"{name}: layout must be a WeightLayout, got {layout!r}")
     if features.dim() != 2 or features.shape[0] != rulebook.num_in:
@@ -117,7 +142,7 @@ def _checked_weight(
             f"{name}: expected features [{rulebook.num_in}, channels], one row per input voxel of "
             f"the rulebook, got {tuple(features.shape)}"
         )
-    for what, value in (("weight", weight), ("rulebook", rulebook.neighbours)):
+    for what, value in (("weight", weight), ("rulebook", rulebook.in_indices)):
         if value.device != features.device:
             raise ValueError(
                 f"{name}: {what} on {value.device}, features on {features.device}; move one of them"
@@ -135,33 +160,57 @@ def _checked_weight(
             f"size {tuple(rulebook.kernel_size)} and features with {features.shape[1]} channels; "
             "check the layout and the layer that the rulebook was built for"
         )
-    size = rulebook.kernel_size if layout is WeightLayout.VCK else None
-    return permute_weight(weight, layout, WeightLayout.VCK, kernel_size=size)
 
 
-def _check_bias(bias: Tensor, matrix: Tensor, name: str) -> None:
-    if tuple(bias.shape) != (matrix.shape[2],) or bias.device != matrix.device:
+def _with_residual(
+    output: Output,
+    residual: Tensor,
+    sum_multiplier: float,
+    features: Tensor,
+    rulebook: Rulebook,
+    channels: int,
+    name: str,
+) -> Output:
+    check_integer_tensor(name, "residual", residual, (torch.int8,))
+    if output.multiplier is None or output.out_dtype != torch.int8:
+        raise ValueError(f"{name}: a residual is added to int8; give a multiplier, out_dtype int8")
+    if tuple(residual.shape) != (rulebook.num_out, channels):
         raise ValueError(
-            f"{name}: expected bias [{matrix.shape[2]}] on {matrix.device}, got "
+            f"{name}: expected a residual [{rulebook.num_out}, {channels}], got "
+            f"{tuple(residual.shape)}"
+        )
+    if residual.device != features.device:
+        raise ValueError(f"{name}: residual on {residual.device}, features on {features.device}")
+    factor = checked_scale(sum_multiplier, f"{name}: sum_multiplier")
+    return replace(output, residual=residual, sum_multiplier=float(factor))
+
+
+def _check_bias(bias: Tensor, features: Tensor, channels: int, name: str) -> None:
+    if tuple(bias.shape) != (channels,) or bias.device != features.device:
+        raise ValueError(
+            f"{name}: expected bias [{channels}] on {features.device}, got "
             f"{tuple(bias.shape)} on {bias.device}"
         )
 
 
-def _fits_int32(features: Tensor, matrix: Tensor, bias: Tensor | None) -> bool:
+def _fits_int32(
+    features: Tensor, weight: Tensor, layout: WeightLayout, bias: Tensor | None
+) -> bool:
     """Whether a bound shows that no sum leaves int32: by the input's type, else by its values."""
-    largest = -torch.iinfo(features.dtype).min
-    if proves_safe(largest_sum(matrix, bias, largest, 2)):
+    axis = layout.out_axis
+    sums = remembered(weight, ("sums", axis), lambda: sums_of_sizes(weight, axis))
+    if proves_safe(largest_sum(sums, bias, -torch.iinfo(features.dtype).min)):
         return True
-    if features.numel():
-        largest = int(features.long().abs().max())
-    return proves_safe(largest_sum(matrix, bias, largest, 2))
+    largest = int(features.long().abs().max()) if features.numel() else 0
+    return proves_safe(largest_sum(sums, bias, largest))
 
 
 def _compiled(
     features: Tensor,
-    matrix: Tensor,
+    weight: Tensor,
     bias: Tensor | None,
     rulebook: Rulebook,
+    layout: WeightLayout,
     output: Output,
     kind: str,
 ) -> Tensor:
@@ -169,7 +218,11 @@ def _compiled(
     from bevquant_int8sim._sparse_numba import convolve, prepare_rows
     from bevquant_int8sim._sparse_plan import plan_for
 
-    packed = pack_weight(matrix.numpy(), kind)
+    packed = remembered(
+        weight,
+        (kind, layout),
+        lambda: pack_weight(_as_matrices(weight, rulebook, layout).numpy(), kind),
+    )
     rows = prepare_rows(features.contiguous().numpy(), packed)
     fused = output.fused(packed.padded_outputs)
     out = torch.empty(

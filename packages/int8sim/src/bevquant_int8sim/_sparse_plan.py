@@ -9,6 +9,7 @@ offsets; on LiDAR frames a tile then multiplies 1.0 to 1.6 times what is there i
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Lock
 
@@ -20,7 +21,7 @@ from bevquant_int8sim._jit import compiled
 from bevquant_int8sim._threads import share
 from bevquant_sparse import Rulebook
 
-__all__ = ["SparsePlan", "plan_for"]
+__all__ = ["SparsePlan", "in_chunks", "plan_for"]
 
 _CHUNK = 512  # tiles of a task, small enough that a late thread costs little
 _MASK_BITS = 32  # offsets that take part in sorting
@@ -56,7 +57,12 @@ def plan_for(rulebook: Rulebook, tile_rows: int) -> SparsePlan:
     with _lock:
         kept = _plans.setdefault(rulebook, {})
     if tile_rows not in kept:
-        kept[tile_rows] = _make(rulebook.neighbours.contiguous().numpy(), tile_rows)
+        planned = getattr(rulebook, "plan", None)  # a PlannedRulebook
+        kept[tile_rows] = (
+            _make(rulebook.neighbours.contiguous().numpy(), tile_rows)
+            if planned is None
+            else planned(tile_rows)
+        )
     return kept[tile_rows]
 
 
@@ -64,18 +70,18 @@ def _make(neighbours: npt.NDArray[np.int32], tile_rows: int) -> SparsePlan:
     count = len(neighbours)
     num_tiles = -(-count // tile_rows)
     keys = np.empty(count, np.int64)
-    _in_chunks(lambda start, stop: _sort_keys(start, stop, neighbours, keys), count, 8 * _CHUNK)
+    in_chunks(lambda start, stop: _sort_keys(start, stop, neighbours, keys), count, 8 * _CHUNK)
     keys.sort()
     out_rows = np.full(num_tiles * tile_rows, -1, np.int32)
     out_rows[:count] = keys & 0x7FFFFFFF
     bounds = np.zeros(num_tiles + 1, np.int32)
-    _in_chunks(
+    in_chunks(
         lambda start, stop: _count(start, stop, neighbours, out_rows, tile_rows, bounds), num_tiles
     )
     np.cumsum(bounds, out=bounds)
     offsets = np.empty(bounds[-1], np.int32)
     rows = np.empty((bounds[-1], tile_rows), np.int32)
-    _in_chunks(
+    in_chunks(
         lambda start, stop: _fill(
             start, stop, neighbours, out_rows, tile_rows, bounds, offsets, rows
         ),
@@ -84,7 +90,8 @@ def _make(neighbours: npt.NDArray[np.int32], tile_rows: int) -> SparsePlan:
     return SparsePlan(tile_rows, num_tiles, bounds, offsets, rows, out_rows)
 
 
-def _in_chunks(work, count: int, chunk: int = _CHUNK) -> None:  # type: ignore[no-untyped-def]
+def in_chunks(work: Callable[[int, int], object], count: int, chunk: int = _CHUNK) -> None:
+    """Call ``work(first, stop)`` for parts of ``0 … count`` on all of torch's threads."""
     share(lambda i: work(i * chunk, min((i + 1) * chunk, count)), -(-count // chunk))
 
 

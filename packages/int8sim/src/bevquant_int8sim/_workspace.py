@@ -1,13 +1,13 @@
-"""Memory for intermediate results, handed on from one layer to the next.
+"""Memory for intermediate results, handed on from one layer and one frame to the next.
 
-The C library gives large blocks back to the system as soon as they are freed, so every new tensor
+The C library gives large blocks back to the system as soon as they are freed, so every new array
 of a megabyte costs hundreds of page faults: on a sparse encoder more time than a convolution.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
+from threading import RLock
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,10 @@ __all__ = ["empty", "with_absent_row"]
 
 _LINE = 64  # bytes of a cache line, at whose start each block begins
 _SMALLEST = 1 << 14  # bytes; below, the C library hands blocks on by itself
-_LARGEST = 1 << 26
-# A full deque drops its oldest. Its methods are atomic, which matters because a block may come
-# back at any moment, in any thread and within a garbage collection.
-_idle: deque[Any] = deque(maxlen=8)
+_BUDGET = 1 << 26  # bytes that lie idle at most
+_idle: list[Any] = []  # oldest first
+# Reentrant: a block may come back in a garbage collection that begins while another is taken.
+_lock = RLock()
 
 
 class _Lease:
@@ -30,18 +30,22 @@ class _Lease:
         self.__array_interface__ = block.__array_interface__
 
     def __del__(self) -> None:
-        _idle.append(self.block)
+        with _lock:
+            _idle.append(self.block)
+            excess = sum(block.nbytes for block in _idle) - _BUDGET
+            while excess > 0:
+                excess -= _idle.pop(0).nbytes
 
 
-def empty(shape: tuple[int, ...], dtype: type) -> Any:
+def empty(shape: tuple[int, ...], dtype: Any) -> Any:
     """An uninitialised array that starts on a cache line, where possible in used memory."""
     nbytes = math.prod(shape) * np.dtype(dtype).itemsize
-    block = _take(max(nbytes, 1))
-    held = np.asarray(_Lease(block)) if _SMALLEST <= nbytes <= _LARGEST else block
-    return held[:nbytes].view(dtype).reshape(shape)
+    if nbytes < _SMALLEST:
+        return _new(max(nbytes, 1))[:nbytes].view(dtype).reshape(shape)
+    return np.asarray(_Lease(_take(nbytes)))[:nbytes].view(dtype).reshape(shape)
 
 
-def with_absent_row(rows: int, columns: int, dtype: type) -> tuple[Any, Any]:
+def with_absent_row(rows: int, columns: int, dtype: Any) -> tuple[Any, Any]:
     """``(row before the first, [rows, columns])``: one block whose row 0 starts on a cache line."""
     width = columns * np.dtype(dtype).itemsize
     before = -(-width // _LINE) * _LINE
@@ -51,14 +55,17 @@ def with_absent_row(rows: int, columns: int, dtype: type) -> tuple[Any, Any]:
 
 
 def _take(nbytes: int) -> Any:
-    for _ in range(len(_idle)):
-        try:
-            block = _idle.popleft()
-        except IndexError:  # another thread took the last one
-            break
-        if nbytes <= block.nbytes <= 2 * nbytes:
-            return block
-        _idle.append(block)
+    """The smallest idle block that is large enough and not twice too large, or a new one."""
+    with _lock:
+        fitting = [b for b in _idle if nbytes <= b.nbytes <= 2 * nbytes]
+        if fitting:
+            best = min(fitting, key=lambda block: block.nbytes)
+            _idle[:] = [block for block in _idle if block is not best]
+            return best
+    return _new(nbytes)
+
+
+def _new(nbytes: int) -> Any:
     raw = np.empty(nbytes + _LINE, np.uint8)
     start = -raw.ctypes.data % _LINE
     return raw[start : start + nbytes]

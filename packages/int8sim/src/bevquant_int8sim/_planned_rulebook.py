@@ -1,0 +1,360 @@
+"""Rulebooks that know the tiles of the integer kernels, built from pillars of voxels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from bevquant_int8sim import _pillar_tiles, _pillars, _workspace
+from bevquant_int8sim._sparse_plan import SparsePlan, in_chunks
+from bevquant_sparse import Rulebook, build_rulebook
+
+__all__ = ["PlannedRulebook", "planned_rulebook"]
+
+_MAX_OFFSETS = 32  # bits of a voxel's mask
+_MAX_PILLARS = 2**25  # with the height, a pillar's number fits 32 bits
+_LINES = 64  # lines of the output of a task
+_VOXELS = 4096  # of a task
+
+
+class _Pillars:
+    """The pillars of coordinates ``[rows, 4]``."""
+
+    def __init__(
+        self,
+        count: int,
+        pillars: Any,
+        masks: Any,
+        starts: Any,
+        names: Any,
+        sizes: Any,
+    ) -> None:
+        self.count, self.pillars, self.masks, self.starts = count, pillars, masks, starts
+        self.names, self.sizes = names, sizes
+
+    @cached_property
+    def row_starts(self) -> Any:
+        """First pillar of each (batch, y) line, and their number behind the last."""
+        lines = np.arange(self.sizes[0] * self.sizes[1] + 1, dtype=np.int64) * self.sizes[2]
+        return np.searchsorted(self.pillars[: self.count], lines).astype(np.int64)
+
+
+_known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _pillars_of(indices: Tensor, sizes: tuple[int, ...]) -> _Pillars | None:
+    """Pillars of int32 coordinates, kept as long as they live; ``None`` for what is not one grid's.
+
+    Voxels outside of the grid and repeated ones are left to ``build_rulebook`` to name.
+    """
+    found = _recall(indices, sizes)
+    if found is not None:
+        return found
+    rows = indices.numpy()
+    keys = np.empty(len(rows), np.int64)
+    state = _pillars.linear_keys(rows, np.array(sizes, np.int64), keys)
+    names = np.empty(0, np.int32)
+    if state == 2:
+        return None
+    if state == 1:
+        bits = len(rows).bit_length()
+        if math.prod(sizes) << bits >= 2**63:
+            return None
+        packed = np.sort(keys << bits | np.arange(len(rows)))
+        keys = packed >> bits
+        names = (packed & ((1 << bits) - 1)).astype(np.int32)
+        if (keys[1:] == keys[:-1]).any():
+            return None
+    pillars, masks = np.empty(len(rows), np.int64), np.empty(len(rows), np.uint64)
+    starts = np.empty(len(rows) + 1, np.int32)
+    count = _pillars.find_pillars(keys, sizes[3], pillars, masks, starts)
+    made = _Pillars(count, pillars, masks, starts, names, np.array(sizes, np.int64))
+    _remember(indices, sizes, made)
+    return made
+
+
+def _recall(indices: Tensor, sizes: tuple[int, ...]) -> _Pillars | None:
+    if indices.is_inference():  # its writes are not counted
+        return None
+    kept: Any = _known.get(indices)  # type: ignore[no-untyped-call]
+    return kept[1] if kept is not None and kept[0] == (indices._version, sizes) else None
+
+
+def _remember(indices: Tensor, sizes: tuple[int, ...], pillars: _Pillars) -> None:
+    if not indices.is_inference():
+        _known[indices] = (indices._version, sizes), pillars
+
+
+class PlannedRulebook(Rulebook):
+    """A rulebook that is asked for tiles; its table of neighbours is built only when read."""
+
+    def __init__(self, fields: dict[str, Any], arguments: dict[str, Any], tiles: _Tiles) -> None:
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "_arguments", arguments)
+        object.__setattr__(self, "_tiles", tiles)
+
+    @cached_property
+    def neighbours(self) -> Tensor:
+        """As in `Rulebook`."""
+        return build_rulebook(self.in_indices, **self._arguments).neighbours  # type: ignore[attr-defined]
+
+    @property
+    def kernel_volume(self) -> int:
+        """Number of kernel offsets."""
+        return math.prod(self.kernel_size)
+
+    @cached_property
+    def num_pairs(self) -> int:
+        """As in `Rulebook`."""
+        seen = self._tiles.seen  # type: ignore[attr-defined]
+        return int(np.unpackbits(seen.view(np.uint8)).sum())
+
+    def plan(self, tile_rows: int) -> SparsePlan:
+        """The tiles of so many rows."""
+        tiles: _Tiles = self._tiles  # type: ignore[attr-defined]
+        return tiles.plan(tile_rows)
+
+
+class _Tiles:
+    """Voxels by mask, and how to find their neighbours; enough to make plans of any tile size."""
+
+    def __init__(
+        self,
+        source: _Pillars,
+        names: Any,
+        lines: Any,
+        places: Any,
+        seen: Any,
+        kernel: tuple[int, int, int],
+    ) -> None:
+        self.source, self.names, self.lines = source, names, lines
+        self.places, self.seen, self.kernel = places, seen, kernel
+
+    @cached_property
+    def keys(self) -> Any:
+        keys = _workspace.empty((len(self.seen),), np.int64)
+        in_chunks(
+            lambda first, stop: _pillar_tiles.sort_keys(first, stop, self.seen, keys),
+            len(keys),
+            _VOXELS,
+        )
+        keys.sort()
+        return keys
+
+    def plan(self, tile_rows: int) -> SparsePlan:
+        keys, seen = self.keys, self.seen
+        num_tiles = -(-len(keys) // tile_rows)
+        bounds = np.zeros(num_tiles + 1, np.int32)
+        in_chunks(
+            lambda first, stop: _pillar_tiles.count_entries(
+                first, stop, keys, seen, tile_rows, bounds
+            ),
+            num_tiles,
+        )
+        np.cumsum(bounds, out=bounds)
+        offsets = _workspace.empty((int(bounds[-1]),), np.int32)
+        rows = _workspace.empty((int(bounds[-1]), tile_rows), np.int32)
+        out_rows = _workspace.empty((num_tiles * tile_rows,), np.int32)
+        source = self.source
+        in_chunks(
+            lambda first, stop: _pillar_tiles.fill_entries(
+                first, stop, keys, seen, self.places, self.lines, source.masks, source.starts,
+                source.names, self.names, *self.kernel, tile_rows, bounds, offsets, rows, out_rows,
+            ),
+            num_tiles,
+        )  # fmt: skip
+        return SparsePlan(tile_rows, num_tiles, bounds, offsets, rows, out_rows)
+
+
+def planned_rulebook(indices: Tensor, arguments: dict[str, Any]) -> PlannedRulebook | None:
+    """The rulebook, or ``None`` for what pillars cannot hold and for bad input.
+
+    Args:
+        indices: Coordinates.
+        arguments: All other arguments of ``build_rulebook``.
+    """
+    if indices.device.type != "cpu" or indices.dtype != torch.int32 or not indices.is_contiguous():
+        return None
+    shape = tuple(int(n) for n in arguments["spatial_shape"])
+    if len(shape) != 3 or indices.dim() != 2 or indices.shape[1] != 4 or not len(indices):
+        return None
+    names = ("kernel_size", "stride", "padding", "dilation")
+    sizes = [_triple(arguments[name]) for name in names]
+    batch = arguments["batch_size"]
+    if None in sizes or not isinstance(batch, int) or batch < 1:
+        return None
+    kernel, stride, padding, dilation = (s for s in sizes if s is not None)
+    lines = batch * shape[0]
+    if (
+        math.prod(kernel) > _MAX_OFFSETS
+        or dilation[2] != 1
+        or shape[2] > _pillars.WORD
+        or len(indices) >= _MAX_PILLARS
+        or lines >= 2**31
+        or min(*kernel, *stride, *dilation, *shape) < 1
+        or min(padding) < 0
+    ):
+        return None
+    if arguments["subm"]:
+        if any(k % 2 == 0 for k in kernel) or stride != (1, 1, 1):
+            return None
+        return _subm(indices, batch, shape, kernel, dilation, arguments)
+    if dilation != (1, 1, 1):
+        return None
+    return _strided(indices, batch, shape, kernel, stride, padding, arguments)
+
+
+def _triple(value: Any) -> tuple[int, int, int] | None:
+    if isinstance(value, int):
+        return (value,) * 3
+    values = tuple(value)
+    if len(values) != 3 or not all(isinstance(v, int) for v in values):
+        return None
+    return values
+
+
+def _subm(
+    indices: Tensor,
+    batch: int,
+    shape: tuple[int, ...],
+    kernel: tuple[int, int, int],
+    dilation: tuple[int, int, int],
+    arguments: dict[str, Any],
+) -> PlannedRulebook | None:
+    source = _pillars_of(indices, (batch, *shape))
+    if source is None:
+        return None
+    reach = (np.arange(kernel[0], dtype=np.int64) - kernel[0] // 2) * dilation[0]
+    lines = _workspace.empty((source.count, kernel[0] * kernel[1]), np.int32)
+    places, seen = (_workspace.empty((len(indices),), np.uint32) for _ in range(2))
+    none = np.empty((0, 4), np.int32)
+    height = (kernel[2], 1, kernel[2] // 2)
+
+    def work(first: int, stop: int) -> None:
+        _pillars.subm_lines(
+            first,
+            stop,
+            source.pillars,
+            source.row_starts,
+            source.sizes,
+            reach,
+            kernel[1],
+            dilation[1],
+            lines,
+        )
+        _pillars.voxel_masks(
+            first, stop, source.pillars, source.masks, source.starts, source.masks, lines,
+            *height, source.sizes, places, seen, none,
+        )  # fmt: skip
+
+    _ = source.row_starts  # made before threads ask for it
+    in_chunks(work, source.count, _VOXELS)
+    tiles = _Tiles(source, source.names, lines, places, seen, height)
+    padding = tuple(k // 2 * d for k, d in zip(kernel, dilation, strict=True))
+    return _rulebook(
+        indices,
+        indices,
+        batch,
+        shape,
+        shape,
+        kernel,
+        (1, 1, 1),
+        padding,
+        dilation,
+        arguments,
+        tiles,
+    )
+
+
+def _strided(
+    indices: Tensor,
+    batch: int,
+    shape: tuple[int, ...],
+    kernel: tuple[int, int, int],
+    stride: tuple[int, int, int],
+    padding: tuple[int, int, int],
+    arguments: dict[str, Any],
+) -> PlannedRulebook | None:
+    axes = zip(shape, kernel, stride, padding, strict=True)
+    out_shape = tuple((n + 2 * p - k) // s + 1 for n, k, s, p in axes)
+    if min(out_shape) < 1 or out_shape[2] > _pillars.WORD:
+        return None
+    source = _pillars_of(indices, (batch, *shape))
+    if source is None:
+        return None
+    out_sizes = np.array([batch, *out_shape], np.int64)
+    settings = np.array([kernel, stride, padding], np.int64).T.copy()
+    num_lines = batch * out_shape[0]
+    counts = np.zeros((num_lines + 1, 2), np.int64)
+    outputs: list[Any] = [
+        np.empty(0, np.int64), np.empty(0, np.uint64), np.empty(0, np.int32),
+        np.empty((0, kernel[0] * kernel[1]), np.int32),
+    ]  # fmt: skip
+
+    def walk(fill: bool) -> Callable[[int, int], None]:
+        return lambda first, stop: _pillars.list_outputs(
+            first, stop, fill, source.pillars, source.masks, source.row_starts, source.sizes,
+            out_sizes, settings, counts, *outputs,
+        )  # fmt: skip
+
+    _ = source.row_starts
+    in_chunks(walk(False), num_lines, _LINES)
+    np.cumsum(counts, 0, out=counts)
+    count, voxels = (int(n) for n in counts[-1])
+    outputs[:] = [
+        _workspace.empty((count,), np.int64), _workspace.empty((count,), np.uint64),
+        _workspace.empty((count + 1,), np.int32),
+        _workspace.empty((count, kernel[0] * kernel[1]), np.int32),
+    ]  # fmt: skip
+    in_chunks(walk(True), num_lines, _LINES)
+    pillars, masks, starts, lines = outputs
+    starts[count] = voxels
+    places, seen = (_workspace.empty((voxels,), np.uint32) for _ in range(2))
+    out_indices = torch.from_numpy(_workspace.empty((voxels, 4), np.int32))
+    height = (kernel[2], stride[2], padding[2])
+    rows = out_indices.numpy()
+    in_chunks(
+        lambda first, stop: _pillars.voxel_masks(
+            first, stop, pillars, masks, starts, source.masks, lines, *height, out_sizes,
+            places, seen, rows,
+        ),
+        count,
+        _VOXELS,
+    )  # fmt: skip
+    none = np.empty(0, np.int32)
+    found = _Pillars(count, pillars, masks, starts, none, out_sizes)
+    _remember(out_indices, (batch, *out_shape), found)
+    tiles = _Tiles(source, none, lines, places, seen, height)
+    return _rulebook(
+        indices, out_indices, batch, shape, out_shape, kernel, stride, padding, (1, 1, 1),
+        arguments, tiles,
+    )  # fmt: skip
+
+
+def _rulebook(
+    indices: Tensor,
+    out_indices: Tensor,
+    batch: int,
+    shape: tuple[int, ...],
+    out_shape: tuple[int, ...],
+    kernel: tuple[int, ...],
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    dilation: tuple[int, ...],
+    arguments: dict[str, Any],
+    tiles: _Tiles,
+) -> PlannedRulebook:
+    fields = dict(
+        in_indices=indices, out_indices=out_indices, batch_size=batch, in_shape=shape,
+        out_shape=out_shape, kernel_size=kernel, stride=stride, padding=padding, dilation=dilation,
+        output_padding=(0, 0, 0), subm=arguments["subm"], transposed=False,
+    )  # fmt: skip
+    return PlannedRulebook(fields, arguments, tiles)
