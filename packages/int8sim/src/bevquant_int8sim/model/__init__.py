@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from bevquant_int8sim.model._compare import compare
 from bevquant_int8sim.model._integer_model import IntegerModel, Recorded
+from bevquant_int8sim.model._layer_table import LayerRow, LayerTable
 from bevquant_int8sim.model._program import Island, Step
 from bevquant_int8sim.model._simulate import simulate
 from bevquant_int8sim.model._sites import SparseOutput
 
-__all__ = ["IntegerModel", "Island", "Recorded", "SparseOutput", "Step", "simulate"]
+__all__ = [
+    "IntegerModel",
+    "Island",
+    "LayerRow",
+    "LayerTable",
+    "Recorded",
+    "SparseOutput",
+    "Step",
+    "compare",
+    "simulate",
+]

@@ -44,6 +44,7 @@ class _Walk:
         self.asked: set[str] = set()
         self.hosts: set[str] = set()
         self.follows = _followers(operations.operations)
+        self._natural = {o.output: o.natural for o in operations.operations}
 
     def run(self) -> Demands:
         self._read(self.all.result, Demand(FLOAT))
@@ -75,9 +76,8 @@ class _Walk:
             self._visit_tensor(operation, tuple(demands))
 
     def _visit_host(self, operation: Operation) -> None:
-        asks = operation.what in METADATA or (
-            operation.args[-1:] and operation.args[-1] in METADATA
-        )
+        reads = operation.what == "getattr" and operation.args[-1] in METADATA
+        asks = reads or operation.what in METADATA
         for name in names_in((operation.args, operation.kwargs)):
             if name in self.all.hosts:
                 self.hosts.add(name)
@@ -96,7 +96,10 @@ class _Walk:
             self._read(operation.args[1:], Demand(FLOAT))
         elif kind == "relu":
             for demand in demands:
-                self._read(operation.args[0], Demand(demand.form, relu=True))
+                self._read(operation.args[0], demand.behind_relu(operation.ceiling))
+        elif kind == "average":
+            self._read(operation.args[0], Demand(self._natural[operation.args[0].name]))
+            self._read(operation.kwargs, Demand(FLOAT))
         elif kind == "add":
             for operand, form in zip(operation.args, self._operand_forms(operation), strict=True):
                 self._read(operand, Demand(form))
@@ -107,6 +110,8 @@ class _Walk:
 
     def _visit_move(self, operation: Operation, demands: tuple[Demand, ...]) -> None:
         passed = demands if operation.output in self.follows else (Demand(FLOAT),)
+        if operation.linear:
+            passed = tuple(dict.fromkeys(Demand(demand.form) for demand in passed))
         for name in names_in((operation.args, operation.kwargs)):
             if name in operation.moved:
                 for demand in passed:
@@ -121,8 +126,7 @@ class _Walk:
             self._want(name, Demand(FLOAT))
 
     def _operand_forms(self, operation: Operation) -> list[Any]:
-        natural = {o.output: o.natural for o in self.all.operations}
-        forms = [natural[operand.name] for operand in operation.args]
+        forms = [self._natural[operand.name] for operand in operation.args]
         return [f if isinstance(f, Integers) else ACCUMULATORS for f in forms]
 
 
@@ -130,7 +134,7 @@ def _followers(operations: tuple[Operation, ...]) -> set[str]:
     """Moves of what is made in integers; floats are moved first and quantized behind."""
     made: set[str] = set()
     for operation in operations:
-        if operation.kind in ("quantizer", "layer", "add"):
+        if operation.kind in ("quantizer", "layer", "add", "average"):
             made.add(operation.output)
         elif operation.kind == "relu" and operation.args[0].name in made:
             made.add(operation.output)

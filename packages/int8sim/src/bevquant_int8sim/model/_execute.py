@@ -18,11 +18,12 @@ from bevquant_int8sim._conv import (
 from bevquant_int8sim._quantize import dequantize, quantize
 from bevquant_int8sim._requantize import requantize
 from bevquant_int8sim._sparse_conv import int8_sparse_conv
+from bevquant_int8sim.model._grid_operations import average, average_pool
 from bevquant_int8sim.model._program import Step
 from bevquant_int8sim.model._sites import Geometry, Sites
 from bevquant_sparse import WeightLayout
 
-__all__ = ["DTYPES", "accumulators", "execute"]
+__all__ = ["DTYPES", "OPERATION_NAMES", "accumulators", "execute"]
 
 DTYPES = {
     "int8": torch.int8,
@@ -40,11 +41,13 @@ def execute(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], backend: 
             message names the step's module.
     """
     try:
-        return _OPERATIONS[step.op](step, args, kwargs, backend)
+        made = _OPERATIONS[step.op](step, args, kwargs, backend)
     except (ValueError, TypeError) as error:
         if step.op in ("float", "host") or str(error).startswith(step.path or "the model"):
             raise
         raise type(error)(f"{step.path or 'the model'}: {error}") from error
+    ceiling = step.attributes.get("ceiling")
+    return made if ceiling is None else (made[0].clamp(max=ceiling), *made[1:])
 
 
 def accumulators(step: Step, args: tuple[Any, ...], backend: str) -> Tensor:
@@ -108,6 +111,20 @@ def _add(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Tensor]:
     if attributes["out"] == "float32":
         return ((values.clamp_(min=0) if relu else values).float(),)
     return _quantize(step, (values,), {}, backend)
+
+
+def _avg_pool(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Tensor]:
+    attributes = step.attributes
+    if attributes["out"] == "float32":
+        values = average(args[0].double(), **kwargs) * attributes["scale"]
+        return ((values.clamp_(min=0) if attributes["relu"] else values).float(),)
+    dtype = DTYPES[attributes["out"]]
+    if dtype == args[0].dtype:
+        q = average_pool(args[0], attributes["multiplier"], **kwargs)
+    else:
+        q = torch.round(average(args[0].double(), **kwargs) * attributes["multiplier"])
+    low = 0 if attributes["relu"] else attributes["low"]
+    return (q.clamp_(low, attributes["high"]).to(dtype),)
 
 
 def _sites(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Sites]:
@@ -182,6 +199,7 @@ def _call(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Any, ...]:
 
 _OPERATIONS: dict[str, Callable[[Step, Any, Any, str], Any]] = {
     "add": _add,
+    "avg_pool": _avg_pool,
     "conv": _dense,
     "conv_transpose": _dense,
     "constant": _constant,
@@ -189,10 +207,15 @@ _OPERATIONS: dict[str, Callable[[Step, Any, Any, str], Any]] = {
     "float": _call,
     "host": _call,
     "linear": _dense,
+    "max_pool": _call,
     "move": _call,
     "quantize": _quantize,
     "relu": _relu,
+    "resize": _call,
     "requantize": _requantize,
     "sites": _sites,
     "sparse_conv": _sparse_conv,
 }
+
+#: Every operation that a step may have.
+OPERATION_NAMES = frozenset(_OPERATIONS)

@@ -45,7 +45,30 @@ Form = Integers | str
 
 @dataclass(frozen=True)
 class Demand:
-    """What a reader wants of a tensor: a form, and whether behind a ReLU."""
+    """What a reader wants of a tensor: a form, and whether behind a ReLU.
+
+    Attributes:
+        form: How it is to be held.
+        relu: Clamped at 0 from below.
+        ceiling: And at this value from above (ReLU6).
+    """
 
     form: Form
     relu: bool = False
+    ceiling: float | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether the tensor itself is wanted, not what a ReLU makes of it."""
+        return not self.relu
+
+    def behind_relu(self, ceiling: float | None) -> Demand:
+        """What a ReLU's reader wants of the ReLU's input."""
+        known = [c for c in (ceiling, self.ceiling) if c is not None]
+        return Demand(self.form, True, min(known) if known else None)
+
+    def top(self) -> float | None:
+        """The ceiling in units of the form."""
+        if self.ceiling is None or not isinstance(self.form, Integers):
+            return self.ceiling
+        return min(self.form.high, round(self.ceiling / self.form.scale))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bevquant_int8sim.model._execute import execute
-from bevquant_int8sim.model._form import Integers
+from bevquant_int8sim.model._form import ACCUMULATORS, Integers
 from bevquant_int8sim.model._program import Island, Program, Ref, Step, names_in, replaced
 from bevquant_int8sim.model._signature import arguments, bind, is_sparse_tensor
 from bevquant_int8sim.model._sites import Sites, SparseOutput, sites_of
@@ -44,13 +45,13 @@ class Recorded:
 
 
 class IntegerModel:
-    """A calibrated model that runs in integers: made by `simulate`.
+    """A calibrated model that runs in integers: made by `simulate` or `IntegerModel.load`.
 
     Call it like the model that it was made from; it returns what that returns, as floats.
 
     Args:
         program: Its steps.
-        source: The traced model that it was made from.
+        source: The traced model that it was made from; ``None`` for a loaded one.
         backend: Kernels to run on, see `int8_sparse_conv`.
     """
 
@@ -93,8 +94,9 @@ class IntegerModel:
             observe: Called behind each step with the step, its arguments and its outputs.
 
         Returns:
-            What a call returns, and module path to what was made there; a path that made several
-            values numbers them, as in ``"block.relu#2"``.
+            What a call returns, and module path to what was made there. A path that made several
+            values numbers them, as in ``"block.relu#2"``; accumulators that are kept because
+            several forms are made of them have ``":int32"`` behind their path.
         """
         args, kwargs = arguments(inputs)
         found: dict[str, Recorded] = {}
@@ -103,10 +105,12 @@ class IntegerModel:
             if record and isinstance(made[0], Tensor) and step.op not in ("host", "constant"):
                 form = self.program.values[step.outputs[0]].form
                 scale = form.scale if isinstance(form, Integers) else None
-                name, count = step.path or step.op, 1
+                place = step.path or str(step.attributes.get("what", step.op))
+                place += f":{ACCUMULATORS}" if form == ACCUMULATORS else ""
+                name, count = place, 1
                 while name in found:
                     count += 1
-                    name = f"{step.path or step.op}#{count}"
+                    name = f"{place}#{count}"
                 found[name] = Recorded(step.path, step.op, made[0], scale)
             if observe is not None:
                 observe(step, given, made)
@@ -133,6 +137,31 @@ class IntegerModel:
             for name in spent:
                 del values[name]
         return _given(self.program.result, values)
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write the model to a folder: tensors as safetensors, the rest as JSON, with checksums.
+
+        The folder appears whole or not at all. What was saved before under this name is replaced.
+
+        Raises:
+            ValueError: It calls modules or functions that cannot be saved (all are named), or
+                `folder` holds something else.
+        """
+        from bevquant_int8sim.model._save import save_program
+
+        save_program(self.program, folder)
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str], *, backend: str = "auto") -> IntegerModel:
+        """Read what `save` wrote. Nothing is unpickled.
+
+        Raises:
+            ValueError: A file is missing or changed, the schema is another one, or a tensor does
+                not fit its step; the message says which.
+        """
+        from bevquant_int8sim.model._load import load_program
+
+        return cls(load_program(folder), backend=backend)
 
     def __repr__(self) -> str:
         return program_table(self.program)

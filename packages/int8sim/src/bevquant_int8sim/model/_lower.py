@@ -16,11 +16,20 @@ from bevquant_int8sim.model._program import Program, Ref, SparseRef, Step, Value
 __all__ = ["lower"]
 
 _OUT = {8: "int8", 16: "int16"}
+_NAMED_MOVES = ("max_pool", "resize")
 
 
-def lower(operations: Operations) -> Program:
-    """The program: every tensor in the forms in which it is wanted, and nothing else."""
-    return _Lowering(operations, find_demands(operations)).run()
+def lower(operations: Operations) -> tuple[Program, dict[str, dict[Demand, str]]]:
+    """The program, and the values that hold each tensor of the model, by form.
+
+    Every tensor is made in the forms in which it is wanted, and nothing else.
+    """
+    lowering = _Lowering(operations, find_demands(operations))
+    program = lowering.run()
+    held: dict[str, dict[Demand, str]] = {}
+    for (source, demand), value in lowering.have.items():
+        held.setdefault(source, {})[demand] = value
+    return program, held
 
 
 class _Lowering:
@@ -29,7 +38,7 @@ class _Lowering:
         self.demands = demands
         self.steps: list[Step] = []
         self.values: dict[str, Value] = {}
-        self._have: dict[tuple[str, Demand], str] = {}
+        self.have: dict[tuple[str, Demand], str] = {}
         self._natural = {o.output: o.natural for o in operations.operations}
         self._layers = {o.output: o.layer for o in operations.operations}
 
@@ -63,18 +72,18 @@ class _Lowering:
         return name
 
     def _keep(self, source: str, demand: Demand, value: str) -> None:
-        self._have[source, demand] = value
+        self.have[source, demand] = value
 
     def _any(self, source: str) -> str:
-        return next(value for (name, _), value in self._have.items() if name == source)
+        return next(value for (name, _), value in self.have.items() if name == source)
 
     def _float_args(self, values: Any) -> Any:
         """Arguments with every tensor as floats."""
 
         def read(ref: Ref | SparseRef) -> Ref | SparseRef:
             if isinstance(ref, SparseRef):
-                return SparseRef(self._have[ref.features, Demand(FLOAT)], ref.sites)
-            return ref if ref.name in self.all.hosts else Ref(self._have[ref.name, Demand(FLOAT)])
+                return SparseRef(self.have[ref.features, Demand(FLOAT)], ref.sites)
+            return ref if ref.name in self.all.hosts else Ref(self.have[ref.name, Demand(FLOAT)])
 
         return replaced(values, read)
 
@@ -86,7 +95,7 @@ class _Lowering:
             return (
                 ref
                 if known
-                else Ref(self._have.get((ref.name, Demand(FLOAT)), "") or self._any(ref.name))
+                else Ref(self.have.get((ref.name, Demand(FLOAT)), "") or self._any(ref.name))
             )
 
         self.steps.append(
@@ -139,13 +148,14 @@ class _Lowering:
                 continue
             made = self._new(source, demand)
             if isinstance(demand.form, Integers):
-                attributes = {**_integers(demand.form), "relu": demand.relu}
+                attributes = {**_integers(demand.form), **_limits(demand)}
                 step = Step(
                     "quantize", operation.path, (Ref(value),), (made,), attributes=attributes
                 )
             else:
                 step = Step(
-                    "float", operation.path, (Ref(value),), (made,), attributes={"what": "relu"},
+                    "float", operation.path, (Ref(value),), (made,),
+                    attributes={"what": "relu", **_limits(demand)},
                     function=torch.relu, reason="its input and its readers are float",
                 )  # fmt: skip
             self.steps.append(step)
@@ -154,7 +164,7 @@ class _Lowering:
     def _quantizer(self, operation: Operation, demands: tuple[Demand, ...]) -> None:
         form = operation.natural
         assert isinstance(form, Integers)
-        value = self._have[operation.args[0].name, Demand(form)]
+        value = self.have[operation.args[0].name, Demand(form)]
         self._keep(operation.output, Demand(form), value)
         for demand in demands:
             if demand != Demand(form):
@@ -173,7 +183,7 @@ class _Lowering:
     ) -> None:
         """One more form of a tensor that comes about as integers of this scale."""
         made = self._new(operation.output, demand)
-        attributes: dict[str, Any] = {"relu": demand.relu or relu, "axis": axis}
+        attributes: dict[str, Any] = {**_limits(demand, relu), "axis": axis}
         scale = torch.as_tensor(scale, dtype=torch.float64)
         tensors = {}
         if same:
@@ -203,7 +213,7 @@ class _Lowering:
                 attributes={
                     **layer.settings,
                     "what": operation.what,
-                    "relu": single is not None and (single.relu or layer.relu),
+                    **_limits(single or Demand(ACCUMULATORS), single is not None and layer.relu),
                     "out": _out(form),
                     "narrow": isinstance(form, Integers) and form.narrow,
                 },
@@ -217,13 +227,13 @@ class _Lowering:
                 self._converted(operation, made, layer.scale, demand, axis=axis, relu=layer.relu)
 
     def _layer_args(self, operation: Operation, layer: Layer) -> tuple[Any, ...]:
-        x = self._have[operation.args[0].name, Demand(layer.input)]
+        x = self.have[operation.args[0].name, Demand(layer.input)]
         return (Ref(x), *operation.args[1:])
 
     def _relu(self, operation: Operation, demands: tuple[Demand, ...]) -> None:
         source = operation.args[0].name
         for demand in demands:
-            value = self._have[source, Demand(demand.form, relu=True)]
+            value = self.have[source, demand.behind_relu(operation.ceiling)]
             self._keep(operation.output, demand, value)
 
     def _add(self, operation: Operation, demands: tuple[Demand, ...]) -> None:
@@ -234,13 +244,13 @@ class _Lowering:
             wanted = form
             if layer is not None:
                 scale, wanted = layer.scale, ACCUMULATORS
-            refs.append(Ref(self._have[operand.name, Demand(wanted)]))
+            refs.append(Ref(self.have[operand.name, Demand(wanted)]))
             tensors[f"scale{index}"] = torch.as_tensor(scale, dtype=torch.float64)
             axes.append(layer.settings.get("channel_axis", -1) if layer is not None else -1)
         for demand in demands:
             made = self._new(operation.output, demand)
             form = demand.form
-            attributes = {"relu": demand.relu, "axes": axes, "out": _out(form)}
+            attributes = {**_limits(demand), "axes": axes, "out": _out(form)}
             if isinstance(form, Integers):
                 attributes |= _integers(form)
             self.steps.append(
@@ -255,37 +265,81 @@ class _Lowering:
             )
             self._keep(operation.output, demand, made)
 
-    def _move(self, operation: Operation, demands: tuple[Demand, ...]) -> None:
-        follows = operation.output in self.demands.follows
-        for demand in demands if follows else (Demand(FLOAT),):
+    def _average(self, operation: Operation, demands: tuple[Demand, ...]) -> None:
+        source = operation.args[0].name
+        natural = self._natural[source]
+        assert isinstance(natural, Integers)
+        for demand in demands:
             made = self._new(operation.output, demand)
-
-            def read(ref: Ref, demand: Demand = demand) -> Ref:
-                if ref.name in self.all.hosts:
-                    return ref
-                moved = ref.name in operation.moved
-                return Ref(self._have[ref.name, demand if moved else Demand(FLOAT)])
-
+            form = demand.form
+            attributes = {**_limits(demand), "scale": natural.scale, "out": _out(form)}
+            if isinstance(form, Integers):
+                multiplier = natural.scale / form.scale
+                attributes |= {"multiplier": multiplier, "low": form.low, "high": form.high}
             self.steps.append(
                 Step(
-                    "move",
+                    "avg_pool",
                     operation.path,
-                    replaced(operation.args, read),
+                    (Ref(self.have[source, Demand(natural)]),),
                     (made,),
-                    kwargs=replaced(operation.kwargs, read),
-                    attributes={"what": operation.what},
-                    function=operation.function,
-                    module=copy.deepcopy(operation.module),
+                    kwargs=self._float_args(operation.kwargs),
+                    attributes=attributes,
                 )
             )
             self._keep(operation.output, demand, made)
-            if not follows:
-                self._from_float(operation, made, demands)
+
+    def _move(self, operation: Operation, demands: tuple[Demand, ...]) -> None:
+        if operation.output not in self.demands.follows:
+            self._from_float(operation, self._moved(operation, Demand(FLOAT)), demands)
+            return
+        for demand in demands:
+            through = Demand(demand.form) if operation.linear else demand
+            if (operation.output, through) not in self.have:
+                self._keep(operation.output, through, self._moved(operation, through))
+            if through != demand:
+                self._limited(operation, self.have[operation.output, through], demand)
+
+    def _moved(self, operation: Operation, demand: Demand) -> str:
+        """The move in one form."""
+        made = self._new(operation.output, demand)
+
+        def read(ref: Ref) -> Ref:
+            if ref.name in self.all.hosts:
+                return ref
+            moved = ref.name in operation.moved
+            return Ref(self.have[ref.name, demand if moved else Demand(FLOAT)])
+
+        self.steps.append(
+            Step(
+                operation.what if operation.what in _NAMED_MOVES else "move",
+                operation.path,
+                replaced(operation.args, read),
+                (made,),
+                kwargs=replaced(operation.kwargs, read),
+                attributes={"what": operation.what},
+                function=operation.function,
+                module=copy.deepcopy(operation.module),
+            )
+        )
+        return made
+
+    def _limited(self, operation: Operation, value: str, demand: Demand) -> None:
+        """A ReLU as a step of its own, in the form of its input."""
+        made = self._new(operation.output, demand)
+        limits = _limits(demand)
+        self.steps.append(Step("relu", operation.path, (Ref(value),), (made,), attributes=limits))
+        self._keep(operation.output, demand, made)
 
 
 def _fusable(form: Form) -> bool:
     """Whether a layer's kernel can store this form itself."""
     return not isinstance(form, Integers) or form.bits in (8, 16)
+
+
+def _limits(demand: Demand, relu: bool = False) -> dict[str, Any]:
+    """Attributes of a step that stores what a ReLU makes of its result."""
+    limits: dict[str, Any] = {"relu": demand.relu or relu}
+    return limits if demand.ceiling is None else limits | {"ceiling": demand.top()}
 
 
 def _out(form: Form) -> str:
@@ -306,4 +360,6 @@ def _layer_tensors(layer: Layer, form: Form) -> dict[str, torch.Tensor]:
         tensors["multiplier"] = layer.scale / form.scale
     elif form == FLOAT:
         tensors["multiplier"] = layer.scale
+    else:
+        tensors["scale"] = layer.scale
     return tensors

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from bevquant_int8sim.model._form import FLOAT, Form
 from bevquant_int8sim.model._layer import Layer
@@ -20,8 +20,8 @@ class Operation:
 
     Attributes:
         kind: ``"input"``, ``"constant"``, ``"quantizer"``, ``"layer"``, ``"relu"``, ``"move"``
-            (values stay as they are, also in integers), ``"add"``, ``"float"``, ``"host"`` or
-            ``"sites"``.
+            (values stay as they are, also in integers), ``"add"``, ``"average"``, ``"float"``,
+            ``"host"`` or ``"sites"``.
         path: Module, or the module whose forward calls the function.
         output: Name of what it makes.
         args: Positional arguments with `Ref`s in the place of tensors.
@@ -35,6 +35,8 @@ class Operation:
         reason: Why it is computed in float.
         moved: Names of the tensors that a move passes on; its other arguments are host values.
         sites: Name of the sites made, for sparse layers.
+        ceiling: Upper limit of a ReLU6.
+        linear: A move that mixes values: a ReLU behind it cannot be done before it.
     """
 
     kind: str
@@ -51,6 +53,8 @@ class Operation:
     reason: str = ""
     moved: tuple[str, ...] = ()
     sites: str = ""
+    ceiling: float | None = None
+    linear: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +67,6 @@ class Operations:
         sparse_inputs: Features to sites of sparse inputs.
         result: What the model returns, with `Ref`s and `SparseRef`s.
         hosts: Names of what is no tensor: sites, sizes, numbers.
-        nodes: Node of the graph that holds each tensor first.
     """
 
     operations: tuple[Operation, ...]
@@ -71,4 +74,3 @@ class Operations:
     sparse_inputs: Mapping[str, str]
     result: Any
     hosts: frozenset[str]
-    nodes: Mapping[str, fx.Node]

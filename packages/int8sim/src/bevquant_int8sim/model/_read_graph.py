@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from bevquant_int8sim.model._form import ACCUMULATORS, FLOAT, Form
+from bevquant_int8sim.model._form import ACCUMULATORS, FLOAT, Form, Integers
+from bevquant_int8sim.model._grid_operations import grid_call, max_pool, module_call, resize
+from bevquant_int8sim.model._method import Method
 from bevquant_int8sim.model._operation import Operation, Operations
 from bevquant_int8sim.model._program import Ref, SparseRef, names_in, replaced
 from bevquant_int8sim.model._quantized_layer import float_sparse_step, quantized_layer
@@ -47,7 +49,6 @@ class _Reader:
     def __init__(self, traced: Traced) -> None:
         self.traced = traced
         self.operations: list[Operation] = []
-        self.nodes: dict[str, fx.Node] = {}
         self.sparse_inputs: dict[str, str] = {}
         self.natural: dict[str, Form] = {}
         self._made: dict[str, Operation] = {}
@@ -79,7 +80,6 @@ class _Reader:
             sparse_inputs=self.sparse_inputs,
             result=result,
             hosts=frozenset(self._hosts),
-            nodes=self.nodes,
         )
 
     def _resolved(self, value: Any) -> Any:
@@ -90,12 +90,12 @@ class _Reader:
         if is_sparse_tensor(example):
             self.sparse_inputs[name] = f"{name}.sites"
             self._hosts.add(f"{name}.sites")
-            self._tensor(node, "input", args=())
+            self._tensor(node, "input", path=name)
             return SparseRef(name, f"{name}.sites")
         if not isinstance(example, torch.Tensor):
             self._hosts.add(name)
             return Ref(name)
-        return self._tensor(node, "input", args=())
+        return self._tensor(node, "input", path=name)
 
     def _visit(self, node: fx.Node) -> Any:
         if node.op == "get_attr":
@@ -136,7 +136,7 @@ class _Reader:
             return first
         if is_relu(module):
             features = Ref(first.features) if isinstance(first, SparseRef) else first
-            made = self._relu(node, path, features)
+            made = self._relu(node, path, features, 6.0 if isinstance(module, nn.ReLU6) else None)
             if getattr(module, "inplace", False):
                 self._rename(features, made)
             return _with_features(first, made)
@@ -145,6 +145,11 @@ class _Reader:
             return self._quantized(node, module, path, first, args, kwargs, single=single)
         if isinstance(first, SparseRef):
             return self._sparse_module(node, module, path, first)
+        call = module_call(module)
+        if call is not None and len(args) == 1 and not kwargs:
+            made = self._grid(node, path, first, call)
+            if made is not None:
+                return made
         if is_move(module):
             return self._tensor(
                 node, "move", args=args, kwargs=kwargs, path=path, module=module,
@@ -233,9 +238,14 @@ class _Reader:
         if name in METADATA or not self._tensors((args, kwargs)):
             return self._host(node, name, args, kwargs)
         if name in RELUS and isinstance(first, Ref):
-            return self._relu(node, path, first)
+            return self._relu(node, path, first, RELUS[name])
         if name in ADDITIONS and not kwargs and len(args) == 2:
             made = self._addition(node, path, args)
+            if made is not None:
+                return made
+        call = grid_call(name, args, kwargs)
+        if call is not None and isinstance(first, Ref):
+            made = self._grid(node, path, first, call)
             if made is not None:
                 return made
         function = self._function(node)
@@ -247,7 +257,7 @@ class _Reader:
             natural = FLOAT if natural == ACCUMULATORS else natural
             if len(moved) == len(first):
                 return self._tensor(node, "move", moved=moved, natural=natural, **settings)
-        if (name in MOVES or _is_to_dense(target)) and isinstance(first, Ref):
+        if _moves(name, target, args, kwargs) and isinstance(first, Ref):
             natural = self.natural[first.name]
             natural = FLOAT if natural == ACCUMULATORS else natural
             return self._tensor(node, "move", moved=(first.name,), natural=natural, **settings)
@@ -342,10 +352,29 @@ class _Reader:
 
     # Making operations
 
-    def _relu(self, node: fx.Node, path: str, x: Ref) -> Ref:
+    def _relu(self, node: fx.Node, path: str, x: Ref, ceiling: float | None) -> Ref:
         return self._tensor(
-            node, "relu", args=(x,), path=path, what="relu", natural=self.natural[x.name]
-        )
+            node, "relu", args=(x,), path=path, what="relu", natural=self.natural[x.name],
+            ceiling=ceiling,
+        )  # fmt: skip
+
+    def _grid(self, node: fx.Node, path: str, x: Ref, call: tuple[str, dict[str, Any]]) -> Any:
+        """Pooling or resizing; ``None`` where the operand has no integers to do it on."""
+        what, settings = call
+        natural = self.natural[x.name]
+        if what == "avg_pool":
+            if not isinstance(natural, Integers):
+                return None
+            return self._tensor(
+                node, "average", args=(x,), kwargs=settings, path=path, what=what,
+                natural=ACCUMULATORS,
+            )  # fmt: skip
+        return self._tensor(
+            node, "move", args=(x,), kwargs=settings, path=path, what=what, moved=(x.name,),
+            function=max_pool if what == "max_pool" else resize,
+            natural=FLOAT if natural == ACCUMULATORS else natural,
+            linear=settings.get("mode") == "bilinear",
+        )  # fmt: skip
 
     def _host(self, node: fx.Node, name: str, args: Any, kwargs: Any) -> Ref:
         self._hosts.add(node.name)
@@ -377,7 +406,6 @@ class _Reader:
         operation = Operation(kind=kind, path=path, output=name, **settings)
         self.operations.append(operation)
         self.natural[name] = operation.natural
-        self.nodes[name] = node
         self._made[name] = operation
         return Ref(name)
 
@@ -399,16 +427,6 @@ class _Reader:
         return [name for name in names_in(values) if name not in self._hosts]
 
 
-class Method:
-    """Calls a method by its name."""
-
-    def __init__(self, name: str) -> None:
-        self.__name__ = name
-
-    def __call__(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(value, self.__name__)(*args, **kwargs)
-
-
 def _with_features(x: Any, features: Any) -> Any:
     return SparseRef(features.name, x.sites) if isinstance(x, SparseRef) else features
 
@@ -419,5 +437,8 @@ def _renamed(ref: Any, old: str, new: str) -> Any:
     return Ref(new) if ref.name == old else ref
 
 
-def _is_to_dense(target: Any) -> bool:
-    return target is to_dense
+def _moves(name: str, target: Any, args: Any, kwargs: Any) -> bool:
+    if name == "pad":  # with zeros, the integer of the value 0
+        given = dict(zip(("mode", "value"), args[2:], strict=False)) | kwargs
+        return given.get("mode", "constant") == "constant" and not given.get("value")
+    return name in MOVES or target is to_dense

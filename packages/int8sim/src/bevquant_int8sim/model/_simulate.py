@@ -61,5 +61,5 @@ def simulate(model: nn.Module, example_inputs: Any, *, backend: str = "auto") ->
         )
     check_calibrated(model)
     traced = trace(model, example_inputs)
-    operations = read_graph(traced)
-    return IntegerModel(lower(operations), Source(traced, operations.nodes), backend=backend)
+    program, held = lower(read_graph(traced))
+    return IntegerModel(program, Source(traced, held), backend=backend)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch import fx
-
+from bevquant_int8sim.model._form import Demand
 from bevquant_int8sim.model._trace import Traced
 
 __all__ = ["Source"]
@@ -18,8 +17,8 @@ class Source:
 
     Attributes:
         traced: The calibrated model and its graph.
-        nodes: Tensor to the node that holds it first.
+        held: Node to the values that hold its tensor, by form.
     """
 
     traced: Traced
-    nodes: Mapping[str, fx.Node]
+    held: Mapping[str, Mapping[Demand, str]]

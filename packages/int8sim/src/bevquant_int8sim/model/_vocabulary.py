@@ -33,7 +33,7 @@ MOVES = frozenset(
     "pixel_shuffle select take_along_dim".split()
 )
 JOINS = frozenset({"cat", "concat", "concatenate", "stack"})
-RELUS = frozenset({"relu", "relu_"})
+RELUS: dict[str, float | None] = {"relu": None, "relu_": None, "relu6": 6.0}
 ADDITIONS = frozenset({"add", "add_", "iadd"})
 
 
@@ -46,8 +46,8 @@ def is_identity(module: nn.Module) -> bool:
 
 
 def is_relu(module: nn.Module) -> bool:
-    """Whether the module is a plain ReLU."""
-    return type(module) is nn.ReLU or type(module).__name__ == "SparseReLU"
+    """Whether the module is a ReLU or ReLU6."""
+    return type(module) in (nn.ReLU, nn.ReLU6) or type(module).__name__ == "SparseReLU"
 
 
 def is_move(module: nn.Module) -> bool:

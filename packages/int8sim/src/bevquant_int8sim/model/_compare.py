@@ -1,0 +1,186 @@
+"""Float, fake-quant and integer results side by side, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from bevquant_int8sim._quantize import dequantize
+from bevquant_int8sim.model._execute import accumulators
+from bevquant_int8sim.model._form import ACCUMULATORS, FLOAT, Demand, Integers
+from bevquant_int8sim.model._integer_model import IntegerModel
+from bevquant_int8sim.model._layer_table import LayerSums, LayerTable
+from bevquant_int8sim.model._program import Step
+from bevquant_int8sim.model._reference import GraphRun, spent_nodes, tensor_of, with_tensor
+from bevquant_int8sim.model._signature import arguments, leaves
+from bevquant_int8sim.model._simulate import simulate
+from bevquant_int8sim.model._traced_source import Source
+
+__all__ = ["compare"]
+
+_COMPUTES = frozenset(
+    "quantize requantize sparse_conv conv conv_transpose linear add max_pool avg_pool resize "
+    "float".split()
+)
+_LAYERS = frozenset("sparse_conv conv conv_transpose linear".split())
+
+
+def compare(
+    float_model: nn.Module, model: nn.Module | IntegerModel, batches: Iterable[Any]
+) -> LayerTable:
+    """Compare three executions of one model on the same batches.
+
+    The float model and the fake-quantized one run free, each on its own activations, and so does
+    the integer model. A fourth run gives every fake-quantized layer the integer model's inputs
+    (teacher forcing): there, an integer layer should differ by rounding alone, at most one step of
+    its output.
+
+    Args:
+        float_model: The folded float model that was quantized, in evaluation mode.
+        model: The calibrated model, or an integer model that `simulate` made of it.
+        batches: Inputs; each a tuple of positional ones, a dict of named ones, or one input.
+
+    Returns:
+        A row per layer. `print` it; `LayerTable.first_departure` names the layer where the integer
+        result leaves the fake-quantized one.
+
+    Raises:
+        ValueError: No batches, an integer model that was loaded from a file, or a float model that
+            lacks a layer of the calibrated one.
+    """
+    all_batches = iter(batches)
+    first = next(all_batches, None)
+    if first is None:
+        raise ValueError("compare: there are no batches; give at least one")
+    if isinstance(model, nn.Module):
+        model = simulate(model, first)
+    if model.source is None:
+        raise ValueError(
+            "compare: an integer model that was loaded from a file has no fake-quantized model "
+            "beside it; give the calibrated model instead"
+        )
+    comparison = _Comparison(float_model, model, model.source)
+    with torch.no_grad():
+        for batch in chain([first], all_batches):
+            comparison.add(batch)
+    return LayerTable(tuple(sums.row() for sums in comparison.sums.values()))
+
+
+class _Comparison:
+    def __init__(self, float_model: nn.Module, model: IntegerModel, source: Source) -> None:
+        self.float_model, self.model, self.source = float_model, model, source
+        self.graph = source.traced.graph
+        self.spent = spent_nodes(self.graph)
+        self.sums: dict[str, LayerSums] = {}
+        known = {step.outputs[0]: step for step in model.steps if step.op in _COMPUTES}
+        self._makers = {step.outputs[0]: step for step in model.steps}
+        self.values: dict[str, list[str]] = {}
+        placed: set[str] = set()
+        for name, forms in source.held.items():
+            for demand, value in forms.items():
+                if not demand.relu and value in known and value not in placed:
+                    placed.add(value)
+                    self.values.setdefault(name, []).append(value)
+        for value, step in known.items():
+            if value in placed:
+                form = model.program.values[value].form
+                kind = f"int{form.bits}" if isinstance(form, Integers) else str(form)
+                self.sums[value] = LayerSums(_place(step), _op(step), kind, _why(step))
+
+    def add(self, batch: Any) -> None:
+        made: dict[str, Tensor] = {}
+
+        def keep(step: Step, given: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
+            if isinstance(outputs[0], Tensor):
+                made[step.outputs[0]] = outputs[0]
+            sums = self.sums.get(step.outputs[0])
+            if sums is not None and step.op in _LAYERS:
+                sums.add_peak(accumulators(step, given, self.model.backend))
+
+        self.model.run(batch, record=False, observe=keep)
+        args, kwargs = arguments(batch)
+        values = list(leaves([list(args), dict(kwargs)], numbers=self.source.traced.numbers))
+        traced = self.source.traced
+        runs = [
+            GraphRun(traced, model, iter(values))
+            for model in (self.float_model, traced.model, traced.model)
+        ]
+        for node in self.graph.nodes:
+            for run in runs:
+                run.step(node)
+            self._judge(node, made, *(run.values[node] for run in runs))
+            self._force(node, made, runs[2])
+            for spent in self.spent.get(node, ()):
+                for run in runs:
+                    run.values.pop(spent, None)
+
+    def _judge(
+        self, node: fx.Node, made: dict[str, Tensor], wanted: Any, fake: Any, forced: Any
+    ) -> None:
+        for value in self.values.get(node.name, ()):
+            tensors = [tensor_of(v) for v in (wanted, fake, forced)]
+            if value not in made or any(t is None for t in tensors):
+                continue
+            reference, free, taught = (t for t in tensors if t is not None)
+            sums, got = self.sums[value], made[value]
+            form = self.model.program.values[value].form
+            if not isinstance(form, Integers):
+                sums.add_values(reference, free, self._as_float(value, got))
+                continue
+            expected = _integers(free, form)
+            sums.add_values(reference, expected * form.scale, got.double() * form.scale)
+            sums.add_steps("free", got, expected)
+            sums.add_steps("forced", got, _integers(taught, form))
+            raw = torch.round(taught.double() / form.scale)
+            sums.saturated += int(((raw > form.high) | (raw < form.low)).sum())
+
+    def _force(self, node: fx.Node, made: dict[str, Tensor], run: GraphRun) -> None:
+        """Let what follows read the integer model's result."""
+        old = tensor_of(run.values[node])
+        forms = self.source.held.get(node.name, {})
+        # What keeps most of the accumulators, where there are several forms.
+        for form in (FLOAT, ACCUMULATORS, *(demand.form for demand in forms)):
+            value = forms.get(Demand(form), "")
+            if value in made and old is not None:
+                tensor = self._as_float(value, made[value])
+                run.values[node] = with_tensor(run.values[node], tensor.to(old.dtype))
+                return
+
+    def _as_float(self, value: str, got: Tensor) -> Tensor:
+        form = self.model.program.values[value].form
+        if isinstance(form, Integers):
+            return dequantize(got, form.scale)
+        if form == FLOAT:
+            return got
+        step = self._makers[value]
+        axis = step.attributes.get("channel_axis", -1)
+        return dequantize(got, step.tensors["scale"], axis=axis)
+
+
+def _integers(values: Tensor, form: Integers) -> Tensor:
+    """What a fake quantizer of this form makes of `values`, in integers."""
+    return torch.round(values.double() / form.scale).clamp_(form.low, form.high)
+
+
+def _place(step: Step) -> str:
+    return step.path or f"<{step.attributes.get('what', step.op)}>"
+
+
+def _op(step: Step) -> str:
+    name = str(step.attributes["what"]) if step.op == "float" else step.op
+    return f"{name} + ReLU" if step.attributes.get("relu") else name
+
+
+def _why(step: Step) -> str:
+    """What may part a layer from its fake-quantized form by more than one step."""
+    if step.op == "resize" and step.kwargs.get("mode") == "bilinear":
+        return "interpolates integers: rounded before and behind"
+    multiplier = step.tensors.get("multiplier")
+    if multiplier is None or step.tensors.get("bias") is None:
+        return ""
+    coarse = float(multiplier.max()) / 2
+    return f"bias rounded to ±{coarse:.2g} steps" if coarse >= 0.5 else ""

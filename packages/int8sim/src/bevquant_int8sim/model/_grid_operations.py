@@ -1,0 +1,181 @@
+"""Pooling and resizing under one name each, whichever function, method or module calls them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from bevquant_int8sim._pool import int8_avg_pool, int8_max_pool
+from bevquant_int8sim._resize import int8_resize
+from bevquant_int8sim._rounding import round_float
+
+__all__ = ["average", "average_pool", "grid_call", "max_pool", "module_call", "resize"]
+
+_MAX = {"max_pool1d", "max_pool2d", "max_pool3d"}
+_AVERAGE = {"avg_pool1d", "avg_pool2d", "avg_pool3d"}
+_ADAPTIVE = {"adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"}
+_MAX_POOLS = (functional.max_pool1d, functional.max_pool2d, functional.max_pool3d)
+_AVERAGES = (functional.avg_pool1d, functional.avg_pool2d, functional.avg_pool3d)
+_ADAPTIVES = (
+    functional.adaptive_avg_pool1d,
+    functional.adaptive_avg_pool2d,
+    functional.adaptive_avg_pool3d,
+)
+
+
+def max_pool(
+    x: Tensor, kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool
+) -> Tensor:
+    """Maximum over windows, of integers or floats ``[batch, channels, *grid]``."""
+    if not x.is_floating_point():
+        return int8_max_pool(x, kernel_size, stride, padding, dilation, ceil_mode=ceil_mode)
+    pool = _MAX_POOLS[x.dim() - 3]
+    result: Tensor = pool(x, kernel_size, stride, padding, dilation, ceil_mode)
+    return result
+
+
+def resize(x: Tensor, size: Any, scale_factor: Any, mode: str, align_corners: bool) -> Tensor:
+    """Nearest or bilinear resizing, of integers or floats."""
+    if not x.is_floating_point() and x.dim() == 4:
+        return int8_resize(
+            x, size, scale_factor=scale_factor, mode=mode, align_corners=align_corners
+        )
+    corners = {} if mode == "nearest" else {"align_corners": align_corners}
+    values = x if x.is_floating_point() else x.double()
+    result = functional.interpolate(values, size, scale_factor, mode, **corners)
+    return result if x.is_floating_point() else result.to(x.dtype)
+
+
+def average_pool(
+    x: Tensor,
+    multiplier: float,
+    *,
+    kernel_size: Any = None,
+    stride: Any = None,
+    padding: Any = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    output_size: Any = None,
+) -> Tensor:
+    """Rounded averages of integers times `multiplier`, of the type of `x`.
+
+    Args:
+        x: int8 or int16 ``[batch, channels, *grid]``.
+        multiplier: s_x / s_y.
+        kernel_size: As in torch, like all that follow; ``None`` for an adaptive pooling.
+        stride: Of the windows.
+        padding: Zeros at every side.
+        ceil_mode: Let the last window hang over.
+        count_include_pad: Count the zeros.
+        output_size: Of an adaptive pooling, whose windows may overlap.
+    """
+    if kernel_size is None:
+        windows = _even_windows(x, output_size)
+        if windows is None:
+            values = average(x.double(), output_size=output_size) * multiplier
+            info = torch.iinfo(x.dtype)
+            return round_float(values, "half_even").clamp_(info.min, info.max).to(x.dtype)
+        kernel_size, stride = windows, windows
+    return int8_avg_pool(
+        x,
+        kernel_size,
+        stride,
+        padding,
+        multiplier,
+        ceil_mode=ceil_mode,
+        count_include_pad=count_include_pad,
+    )
+
+
+def average(
+    x: Tensor,
+    *,
+    kernel_size: Any = None,
+    stride: Any = None,
+    padding: Any = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    output_size: Any = None,
+) -> Tensor:
+    """The same averages of floats."""
+    if kernel_size is None:
+        result: Tensor = _ADAPTIVES[x.dim() - 3](x, output_size)
+        return result
+    pool: Any = _AVERAGES[x.dim() - 3]
+    pooled: Tensor = pool(x, kernel_size, stride, padding, ceil_mode, count_include_pad)
+    return pooled
+
+
+def _even_windows(x: Tensor, output_size: Any) -> tuple[int, ...] | None:
+    """The one size of all windows, where they do not overlap."""
+    sizes = x.shape[2:]
+    wanted: Sequence[Any] = (
+        output_size if isinstance(output_size, list | tuple) else [output_size] * len(sizes)
+    )
+    outs = [n if out is None else int(out) for n, out in zip(sizes, wanted, strict=True)]
+    if any(n % out for n, out in zip(sizes, outs, strict=True)):
+        return None
+    return tuple(n // out for n, out in zip(sizes, outs, strict=True))
+
+
+def grid_call(what: str, args: Any, kwargs: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """``("max_pool" | "avg_pool" | "resize", settings)`` of a call on ``args[0]``.
+
+    ``None`` where it is something else, or has settings that have no integer form.
+    """
+    if what in _MAX:
+        names = "kernel_size stride padding dilation ceil_mode return_indices"
+        given = _bound(names, args, kwargs, (None, 0, 1, False, False))
+        return ("max_pool", given) if given.pop("return_indices", False) is False else None
+    if what in _AVERAGE:
+        names = "kernel_size stride padding ceil_mode count_include_pad divisor_override"
+        given = _bound(names, args, kwargs, (None, 0, False, True, None))
+        return ("avg_pool", given) if given.pop("divisor_override", None) is None else None
+    if what in _ADAPTIVE:
+        return "avg_pool", _bound("output_size", args, kwargs, ())
+    if what == "interpolate":
+        names = "size scale_factor mode align_corners recompute_scale_factor antialias"
+        given = _bound(names, args, kwargs, (None, None, "nearest", None, None, False))
+        special = given.pop("recompute_scale_factor"), given.pop("antialias")
+        given["align_corners"] = bool(given["align_corners"])
+        plain = not any(special) and given["mode"] in ("nearest", "bilinear")
+        return ("resize", given) if plain else None
+    return None
+
+
+def module_call(module: nn.Module) -> tuple[str, dict[str, Any]] | None:
+    """The same for a pooling or resizing module of torch."""
+    names: dict[str, str] = {
+        "MaxPool": "kernel_size stride padding dilation ceil_mode return_indices",
+        "AdaptiveAvgPool": "output_size",
+        "AvgPool": "kernel_size stride padding ceil_mode count_include_pad divisor_override",
+        "Upsample": "size scale_factor mode align_corners recompute_scale_factor",
+    }
+    owner = type(module).__name__
+    kind = next((name for name in names if owner.startswith(name)), None)
+    if kind is None or not inspect.getmodule(type(module)).__name__.startswith("torch."):  # type: ignore[union-attr]
+        return None
+    given = {n: getattr(module, n) for n in names[kind].split() if hasattr(module, n)}
+    what = {
+        "MaxPool": "max_pool2d",
+        "AvgPool": "avg_pool2d",
+        "AdaptiveAvgPool": "adaptive_avg_pool2d",
+        "Upsample": "interpolate",
+    }
+    return grid_call(what[kind], (None,), given)
+
+
+def _bound(
+    names: str, args: Any, kwargs: Mapping[str, Any], defaults: tuple[Any, ...]
+) -> dict[str, Any]:
+    order = names.split()
+    start = len(order) - len(defaults)
+    values = dict(zip(order[start:], defaults, strict=True))
+    values.update(zip(order, args[1:], strict=False))
+    values.update({k: v for k, v in kwargs.items() if k in order})
+    return values

@@ -1,0 +1,82 @@
+"""Arguments of steps as JSON, and back: containers, references and plain constants."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import EllipsisType
+from typing import Any
+
+import torch
+
+from bevquant_int8sim.model._program import Ref, SparseRef
+
+__all__ = ["from_json", "to_json"]
+
+
+def to_json(value: Any) -> Any:
+    """`value` in terms of JSON; what JSON has no form for becomes an object with one ``$`` key.
+
+    Raises:
+        ValueError: There is no form for it.
+    """
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"$float": str(value)}
+    if isinstance(value, Ref):
+        return {"$ref": value.name}
+    if isinstance(value, SparseRef):
+        return {"$sparse": [value.features, value.sites]}
+    if isinstance(value, slice):
+        return {"$slice": [to_json(v) for v in (value.start, value.stop, value.step)]}
+    if isinstance(value, EllipsisType):
+        return {"$ellipsis": True}
+    if isinstance(value, torch.dtype):
+        return {"$dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, list):
+        return [to_json(item) for item in value]
+    if isinstance(value, tuple):
+        return {"$tuple": [to_json(item) for item in value]}
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {"$dict": {key: to_json(item) for key, item in value.items()}}
+    raise ValueError(f"a constant of type {type(value).__name__} cannot be saved")
+
+
+def from_json(data: Any) -> Any:
+    """Undo `to_json`.
+
+    Raises:
+        ValueError: It is not of that form.
+    """
+    if isinstance(data, list):
+        return [from_json(item) for item in data]
+    if not isinstance(data, dict):
+        return data
+    if len(data) != 1:
+        raise ValueError(f"expected an object with one $ key, got keys {sorted(data)}")
+    ((kind, inner),) = data.items()
+    if kind == "$ref":
+        return Ref(_text(inner))
+    if kind == "$sparse":
+        features, sites = inner
+        return SparseRef(_text(features), _text(sites))
+    if kind == "$float":
+        return float(_text(inner))
+    if kind == "$slice":
+        return slice(*(from_json(item) for item in inner))
+    if kind == "$ellipsis":
+        return ...
+    if kind == "$dtype" and isinstance(getattr(torch, _text(inner), None), torch.dtype):
+        return getattr(torch, inner)
+    if kind == "$tuple":
+        return tuple(from_json(item) for item in inner)
+    if kind == "$dict" and isinstance(inner, dict):
+        return {key: from_json(item) for key, item in inner.items()}
+    raise ValueError(f"unknown form {kind!r}")
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"expected text, got {value!r}")
+    return value

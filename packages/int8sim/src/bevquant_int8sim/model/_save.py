@@ -1,0 +1,151 @@
+"""Writing an integer model to a folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save
+from torch import Tensor
+
+from bevquant_int8sim.model._form import Form, Integers
+from bevquant_int8sim.model._json_values import to_json
+from bevquant_int8sim.model._program import Program, Step
+from bevquant_int8sim.model._saved_calls import READABLE, function_name, module_config
+
+__all__ = ["KIND", "MANIFEST", "PROGRAM", "SCHEMA", "TENSORS", "save_program"]
+
+KIND = "bevquant_int8sim.IntegerModel"
+SCHEMA = 1
+MANIFEST, PROGRAM, TENSORS = "manifest.json", "program.json", "tensors.safetensors"
+
+
+def save_program(program: Program, folder: str | os.PathLike[str]) -> None:
+    """Write ``manifest.json`` (schema, checksums), ``program.json`` and ``tensors.safetensors``.
+
+    The files are written to a folder beside `folder` that then takes its place: whoever reads
+    finds all of the old model or all of the new one. A folder that holds something else is left
+    alone.
+
+    Raises:
+        ValueError: A step cannot be saved (all are named, with what to do), or `folder` holds
+            something else than a saved model, or its parent does not exist.
+    """
+    tensors: dict[str, Tensor] = {}
+    data = _program_data(program, tensors)
+    content = {
+        PROGRAM: json.dumps(data, indent=1, allow_nan=False).encode(),
+        # Tensors that share memory are refused there.
+        TENSORS: save({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}),
+    }
+    manifest = {
+        "kind": KIND,
+        "schema": SCHEMA,
+        "files": {
+            name: {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+            for name, raw in content.items()
+        },
+    }
+    content[MANIFEST] = json.dumps(manifest, indent=1).encode()
+    _write(Path(folder), content)
+
+
+def _program_data(program: Program, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    problems: list[str] = []
+    steps = []
+    for number, step in enumerate(program.steps):
+        try:
+            steps.append(_step_data(step, f"{number}", tensors))
+        except ValueError as error:
+            problems.append(
+                f"{step.path or 'the model'} ({step.attributes.get('what', step.op)}): {error}"
+            )
+    if problems:
+        raise ValueError(
+            f"save: {len(problems)} steps cannot be written to a file: {'; '.join(problems)}. "
+            "Simulate the part of the model without them, or keep them outside of it: only "
+            "torch's own layers and functions are saved"
+        )
+    return {
+        "signature": to_json(program.signature),
+        "sparse_inputs": dict(program.sparse_inputs),
+        "result": to_json(program.result),
+        "values": {
+            name: {"form": _form_data(v.form), "source": v.source, "relu": v.relu}
+            for name, v in program.values.items()
+        },
+        "steps": steps,
+    }
+
+
+def _form_data(form: Form) -> Any:
+    return asdict(form) if isinstance(form, Integers) else form
+
+
+def _step_data(step: Step, number: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    data: dict[str, Any] = {
+        "op": step.op,
+        "path": step.path,
+        "args": to_json(step.args),
+        "kwargs": to_json(dict(step.kwargs)),
+        "outputs": list(step.outputs),
+        "attributes": to_json(dict(step.attributes)),
+        "reason": step.reason,
+    }
+    found = {f"{number}.{name}": t for name, t in step.tensors.items()}
+    if step.function is not None:
+        data["function"] = _function_data(step)
+    if step.module is not None:
+        config = module_config(step.module)
+        if isinstance(config, str):
+            raise ValueError(config)
+        data["module"] = to_json(config[0])
+        found |= {f"{number}.module.{name}": t for name, t in config[1].items()}
+    data["tensors"] = list(found)
+    tensors |= found
+    return data
+
+
+def _function_data(step: Step) -> str:
+    assert step.function is not None
+    name = function_name(step.function)
+    if name is None:
+        what = getattr(step.function, "__name__", type(step.function).__name__)
+        raise ValueError(f"{what} is not among the functions that can be saved")
+    if name == "getattr" and step.args[1] not in READABLE:
+        raise ValueError(f"it reads the attribute {step.args[1]!r}")
+    return name
+
+
+def _write(folder: Path, content: dict[str, bytes]) -> None:
+    if not folder.parent.is_dir():
+        raise ValueError(f"cannot write {folder}: the folder {folder.parent} does not exist")
+    if folder.exists() and not (folder / MANIFEST).is_file():
+        raise ValueError(
+            f"cannot write {folder}: it exists and is no saved integer model; give another folder"
+        )
+    mark = f".{folder.name}.{os.getpid()}.{secrets.token_hex(4)}"
+    temporary, old = folder.with_name(f"{mark}.tmp"), folder.with_name(f"{mark}.old")
+    try:
+        temporary.mkdir()
+        for name, raw in content.items():
+            with open(temporary / name, "xb") as file:
+                file.write(raw)
+                file.flush()
+                os.fsync(file.fileno())
+        if folder.exists():
+            os.rename(folder, old)
+        os.rename(temporary, folder)
+    except BaseException:
+        if old.exists() and not folder.exists():
+            os.rename(old, folder)
+        raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,176 @@
+"""Functions and modules that a saved program may name: nothing else is looked up on load."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from bevquant_int8sim.model._float_sparse import FloatSparseConv
+from bevquant_int8sim.model._grid_operations import max_pool, resize
+from bevquant_int8sim.model._method import Method
+from bevquant_int8sim.model._quantizers import is_active
+from bevquant_int8sim.model._sites import Geometry
+from bevquant_int8sim.model._vocabulary import METADATA, SITES_METADATA
+from bevquant_sparse import to_dense
+
+__all__ = [
+    "READABLE", "function_name", "module_config", "named_function", "rebuilt_module",
+]  # fmt: skip
+
+# Attributes that a saved program may read.
+READABLE = METADATA | SITES_METADATA | {"T", "mT", "dtype"}
+_OPERATORS = "add sub mul truediv floordiv mod pow neg matmul getitem eq ne lt le gt ge iadd imul"
+_TORCH = (
+    "abs add bmm cat clamp concat div exp flatten floor index_select log matmul max maximum mean "
+    "min minimum movedim mul neg permute relu reshape round rsqrt sigmoid softmax split sqrt "
+    "square squeeze stack sub sum tanh topk transpose unsqueeze where"
+)
+_FUNCTIONAL = (
+    "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d avg_pool1d avg_pool2d avg_pool3d "
+    "elu gelu grid_sample hardsigmoid hardswish hardtanh interpolate layer_norm leaky_relu "
+    "log_softmax max_pool1d max_pool2d max_pool3d mish normalize pad relu relu6 scaled_dot_product_"
+    "attention sigmoid silu softmax softplus tanh"
+)
+_METHODS = frozenset(
+    "abs add add_ amax amin argmax bmm clamp clamp_ clone contiguous detach div div_ exp expand "
+    "expand_as flatten flip float gather index_select log matmul max mean min movedim mul mul_ "
+    "narrow new_zeros permute pow relu relu_ repeat reshape roll round scatter select sigmoid "
+    "size softmax split sqrt squeeze stack sub sum swapaxes t tanh to topk transpose type_as "
+    "unbind unflatten unsqueeze view".split()
+)
+_NAMED: dict[str, Callable[..., Any]] = {
+    "getattr": getattr,
+    "max_pool": max_pool,
+    "resize": resize,
+    "to_dense": to_dense,
+    **{f"operator.{name}": getattr(operator, name) for name in _OPERATORS.split()},
+    **{f"torch.{name}": getattr(torch, name) for name in _TORCH.split()},
+    **{f"functional.{name}": getattr(functional, name) for name in _FUNCTIONAL.split()},
+}
+_NAMES = {id(function): name for name, function in reversed(_NAMED.items())}
+
+_CONV = "in_channels out_channels kernel_size stride padding dilation groups padding_mode"
+_POOL = "kernel_size stride padding dilation ceil_mode return_indices"
+_MODULES: dict[type[nn.Module], str] = {
+    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), _CONV + " bias"),
+    **dict.fromkeys(
+        (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+        _CONV + " output_padding bias",
+    ),
+    nn.Linear: "in_features out_features bias",
+    **dict.fromkeys(
+        (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
+        "num_features eps momentum affine track_running_stats",
+    ),
+    nn.GroupNorm: "num_groups num_channels eps affine",
+    nn.LayerNorm: "normalized_shape eps elementwise_affine bias",
+    **dict.fromkeys((nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d), _POOL),
+    nn.AvgPool1d: "kernel_size stride padding ceil_mode count_include_pad",
+    **dict.fromkeys(
+        (nn.AvgPool2d, nn.AvgPool3d),
+        "kernel_size stride padding ceil_mode count_include_pad divisor_override",
+    ),
+    **dict.fromkeys(
+        (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d, nn.AdaptiveMaxPool2d),
+        "output_size",
+    ),
+    nn.Upsample: "size scale_factor mode align_corners recompute_scale_factor",
+    **dict.fromkeys(
+        (nn.Hardsigmoid, nn.Hardswish, nn.Identity, nn.Mish, nn.ReLU, nn.ReLU6, nn.Sigmoid,
+         nn.SiLU, nn.Tanh),
+        "",
+    ),
+    nn.ELU: "alpha",
+    nn.GELU: "approximate",
+    nn.Hardtanh: "min_val max_val",
+    nn.LeakyReLU: "negative_slope",
+    nn.PReLU: "num_parameters",
+    nn.Softmax: "dim",
+    nn.Softplus: "beta threshold",
+    nn.Flatten: "start_dim end_dim",
+    nn.Unflatten: "dim unflattened_size",
+    nn.PixelShuffle: "upscale_factor",
+}  # fmt: skip
+_CLASSES = {cls.__name__: cls for cls in _MODULES}
+
+
+def function_name(function: Callable[..., Any]) -> str | None:
+    """Name of a function for a saved program; ``None`` where it is not among those allowed."""
+    if isinstance(function, Method):
+        return f"method.{function.__name__}" if function.__name__ in _METHODS else None
+    return _NAMES.get(id(function))
+
+
+def named_function(name: str) -> Callable[..., Any]:
+    """The function of that name.
+
+    Raises:
+        ValueError: It is not among those allowed.
+    """
+    kind, _, method = name.partition(".")
+    if kind == "method" and method in _METHODS:
+        return Method(method)
+    if name not in _NAMED:
+        raise ValueError(f"it calls {name!r}, which a saved program may not")
+    return _NAMED[name]
+
+
+def module_config(module: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]] | str:
+    """``({"class": …, arguments}, tensors)`` of a module, or why it cannot be saved."""
+    if isinstance(module, FloatSparseConv):
+        return _sparse_config(module)
+    cls: type[nn.Module] = type(module)
+    state = dict(module.state_dict())
+    quantizers = [m for name, m in module.named_modules() if name.endswith("_quantizer")]
+    if quantizers and not any(is_active(q) for q in quantizers):
+        cls = getattr(cls, "float_class", cls)
+        state = {name: t for name, t in state.items() if "_quantizer." not in name}
+    elif quantizers:
+        return "it holds fake quantizers"
+    if cls not in _MODULES or (any(True for _ in module.children()) and not quantizers):
+        return f"{cls.__name__} is not among the layer types that can be saved"
+    config: dict[str, Any] = {"class": cls.__name__}
+    for name in _MODULES[cls].split():
+        value = getattr(module, name)
+        config[name] = value is not None if name == "bias" else value
+    return config, state
+
+
+def _sparse_config(module: FloatSparseConv) -> tuple[dict[str, Any], dict[str, Tensor]] | str:
+    if module.quantizer is not None:
+        return "it holds a fake quantizer"
+    config = {
+        "class": "FloatSparseConv",
+        "geometry": asdict(module.geometry),
+        "key": module.key,
+        "activation": module.activation,
+        "alpha": module.alpha,
+    }
+    return config, dict(module.state_dict())
+
+
+def rebuilt_module(config: dict[str, Any], state: dict[str, Tensor]) -> nn.Module:
+    """The module that `module_config` described.
+
+    Raises:
+        ValueError: An unknown class, or arguments or tensors that do not fit it.
+    """
+    name = config.get("class")
+    arguments = {key: value for key, value in config.items() if key != "class"}
+    try:
+        if name == "FloatSparseConv":
+            geometry = Geometry(**arguments.pop("geometry"))
+            return FloatSparseConv(state["weight"], state.get("bias"), geometry, **arguments).eval()
+        if name not in _CLASSES:
+            raise ValueError(f"a saved program may not hold a module of class {name!r}")
+        module = _CLASSES[name](**arguments)
+        module.load_state_dict(state, strict=True)
+        return module.eval()
+    except (KeyError, TypeError, RuntimeError) as error:
+        raise ValueError(f"its module {name} cannot be rebuilt: {error}") from error

@@ -1,0 +1,327 @@
+"""simulate() on dense networks, against plain int64 arithmetic written out by hand."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from bevquant_int8sim import simulate
+from bevquant_qnn import QuantAdd, QuantConfig, quantize_model
+from bevquant_quantizers import calibrate
+
+
+class Block(nn.Module):
+    def __init__(self, width, addition):
+        super().__init__()
+        self.conv1 = nn.Conv2d(width, width, 3, padding=1)
+        self.conv2 = nn.Conv2d(width, width, 3, padding=1, groups=2)
+        self.relu = nn.ReLU()
+        self.addition = addition
+        self.add = QuantAdd() if addition == "QuantAdd" else None
+
+    def forward(self, x):
+        out = self.conv2(self.relu(self.conv1(x)))
+        if self.add is not None:
+            out = self.add(out, x)
+        elif self.addition == "+=":
+            out += x
+        else:
+            out = out + x
+        return self.relu(out)
+
+
+class Net(nn.Module):
+    """Residual blocks, a stride, a pyramid joined by resizing, a transposed convolution, a head."""
+
+    def __init__(self, addition="+"):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
+        self.block = Block(8, addition)
+        self.down = nn.Conv2d(8, 12, 3, 2, 1)
+        self.up = nn.ConvTranspose2d(12, 6, 2, 2)
+        self.out = nn.Conv2d(26, 8, 1)
+        self.pool = nn.AdaptiveAvgPool2d(2)
+        self.head = nn.Linear(32, 5)
+
+    def forward(self, x):
+        x = self.block(self.stem(x))
+        y = F.relu(self.down(x))
+        wide = F.interpolate(y, size=x.shape[-2:], mode="nearest")
+        x = torch.cat([x, wide, F.relu(self.up(y))], 1)
+        x = F.relu6(self.out(x))
+        return self.head(torch.flatten(self.pool(x), 1))
+
+
+def images(seed, batch=2):
+    return torch.randn(batch, 3, 32, 32, generator=torch.Generator().manual_seed(seed))
+
+
+def calibrated(net, x=None, config=None, method="mse"):
+    quantized = quantize_model(copy.deepcopy(net), config, example_inputs=images(0)).model
+    calibrate(quantized, [images(0) if x is None else x], method=method)
+    return quantized
+
+
+def float_net(**settings):
+    torch.manual_seed(1)
+    return Net(**settings).eval()
+
+
+# The same networks by hand: int64 sums over kernel elements, Python's own rounding.
+
+
+def rounded(values, low=-128, high=127):
+    out = np.empty(values.shape, np.int64)
+    for place in np.ndindex(*values.shape):
+        out[place] = max(low, min(high, round(Fraction(float(values[place])))))
+    return out
+
+
+def scale_of(module):
+    return float(getattr(module, "_input_quantizer", module).amax) / 127
+
+
+def weights(module, axis):
+    scales = np.array([float(a) / 127 for a in module._weight_quantizer.amax.flatten()])
+    shape = [-1 if i == axis else 1 for i in range(module.weight.dim())]
+    q = rounded(module.weight.detach().double().numpy() / scales.reshape(shape))
+    steps = scale_of(module) * scales
+    bias = rounded(module.bias.detach().double().numpy() / steps, -(2**31), 2**31)
+    return q, bias, steps
+
+
+def conv(x, module):
+    """(accumulators, their scales) of a convolution of integers [n, c, h, w]."""
+    w, bias, steps = weights(module, 0)
+    (k, s, p), groups = (module.kernel_size[0], module.stride[0], module.padding[0]), module.groups
+    x = np.pad(x, ((0, 0), (0, 0), (p, p), (p, p)))
+    rows, columns = ((n - k) // s + 1 for n in x.shape[2:])
+    out = np.zeros((len(x), len(w), rows, columns), np.int64) + bias[:, None, None]
+    ins, outs = x.shape[1] // groups, len(w) // groups
+    for c, i, u, v in itertools.product(range(len(w)), range(ins), range(k), range(k)):
+        window = x[:, c // outs * ins + i, u : u + s * rows : s, v : v + s * columns : s]
+        out[:, c] += window[..., :rows, :columns] * w[c, i, u, v]
+    return out, steps[:, None, None]
+
+
+def transposed(x, module):
+    w, bias, steps = weights(module, 1)
+    s = module.stride[0]
+    n, _, rows, columns = x.shape
+    out = np.zeros((n, w.shape[1], s * rows, s * columns), np.int64) + bias[:, None, None]
+    for i, c, u, v in itertools.product(*(range(size) for size in w.shape)):
+        out[:, c, u::s, v::s] += x[:, i] * w[i, c, u, v]
+    return out, steps[:, None, None]
+
+
+def requantized(acc, steps, scale, relu=False, high=127):
+    return rounded(acc * (steps / scale), 0 if relu else -128, high)
+
+
+def max_pool(x):
+    rows, columns = ((n - 1) // 2 + 1 for n in x.shape[2:])
+    x = np.pad(x, ((0, 0), (0, 0), (1, 1), (1, 1)), constant_values=-128)
+    out = np.full((*x.shape[:2], rows, columns), -128, np.int64)
+    for u, v in itertools.product(range(3), range(3)):
+        out = np.maximum(out, x[:, :, u : u + 2 * rows - 1 : 2, v : v + 2 * columns - 1 : 2])
+    return out
+
+
+def by_hand(net, image):
+    """Integers by module path, and the result."""
+    made = {}
+    stem, pool, block = net.stem[0], net.stem[2], net.block
+    x = rounded(image.double().numpy() / scale_of(stem))
+    x = made["stem.0"] = requantized(*conv(x, stem), scale_of(pool), relu=True)
+    pooled = {
+        s: max_pool(rounded(x * (scale_of(pool) / s)))
+        for s in {scale_of(block.conv1), scale_of(block.add or block.conv1)}
+    }
+    x = pooled[scale_of(block.conv1)]
+    if len(pooled) == 1:
+        made["stem.2"] = x
+    h = requantized(*conv(x, block.conv1), scale_of(block.conv2), relu=True)
+    made["block.conv1"] = h
+    acc, steps = conv(h, block.conv2)
+    join = net.quant_concat
+    if block.add is None:  # the convolution's own accumulators are added to
+        total = acc * steps + x * scale_of(block.conv1)
+        forms = {s: rounded(total / s, low=0) for s in (scale_of(net.down), scale_of(join))}
+    else:  # its operands have one range of their own
+        x = pooled[scale_of(block.add)]
+        h = made["block.conv2"] = requantized(acc, steps, scale_of(block.add))
+        forms = {
+            s: rounded((h + x) * (scale_of(block.add) / s), low=0)
+            for s in (scale_of(net.down), scale_of(join))
+        }
+    x = forms[scale_of(net.down)]
+    acc, steps = conv(x, net.down)
+    y = requantized(acc, steps, scale_of(net.up), relu=True)
+    wide = requantized(acc, steps, scale_of(join), relu=True).repeat(2, 2).repeat(2, 3)
+    v = made["up"] = requantized(*transposed(y, net.up), scale_of(join), relu=True)
+    x = made["quant_concat"] = np.concatenate([forms[scale_of(join)], wide, v], 1)
+    s = scale_of(net.pool)
+    x = made["out"] = requantized(*conv(x, net.out), s, relu=True, high=min(127, round(6 / s)))
+    n, c, rows, columns = x.shape
+    sums = x.reshape(n, c, 2, rows // 2, 2, columns // 2).sum((3, 5))
+    count = rows // 2 * columns // 2
+    x = made["pool"] = rounded(sums * (s / scale_of(net.head)) / count)
+    w, bias, steps = weights(net.head, 0)
+    acc = x.reshape(n, -1) @ w.T + bias
+    return made, (acc * steps).astype(np.float32)
+
+
+def assert_equals_by_hand(net, image, backend="auto"):
+    model = simulate(net, image, backend=backend)
+    assert model.islands == ()
+    result, recorded = model.run(image)
+    made, expected = by_hand(net, image)
+    for path, wanted in made.items():
+        got = recorded[path].value.numpy()
+        assert got.shape == wanted.shape
+        assert int((got != wanted).sum()) == 0, path
+    assert (result.numpy() == expected).all()
+
+
+@pytest.mark.parametrize("addition", ["+", "+=", "QuantAdd"])
+def test_equals_int64_arithmetic(backend, addition):
+    assert_equals_by_hand(calibrated(float_net(addition=addition)), images(5), backend)
+
+
+def test_saturating_weights_and_inputs(backend):
+    net = float_net()
+    with torch.no_grad():
+        for module in net.modules():
+            if isinstance(module, nn.Conv2d | nn.ConvTranspose2d):
+                flat = module.weight.view(-1)
+                flat.copy_(torch.where(torch.arange(len(flat)) % 3 == 0, -1.0, 1.0))
+    quantized = calibrated(net, method="max")
+    for module in quantized.modules():
+        if hasattr(module, "_input_quantizer"):
+            module._input_quantizer.amax.mul_(0.3)
+    image = torch.where(torch.arange(2 * 3 * 32 * 32).view(2, 3, 32, 32) % 2 == 0, -1e4, 1e4)
+    assert_equals_by_hand(quantized, image, backend)
+
+
+def test_follows_the_fake_quantized_model():
+    quantized = calibrated(float_net())
+    image = images(8)
+    expected = quantized(image).detach()
+    error = (simulate(quantized, image)(image) - expected).square().sum()
+    assert float(error / expected.square().sum()) < 1e-3
+
+
+def test_other_image_sizes_and_batches():
+    quantized = calibrated(float_net())
+    model = simulate(quantized, images(0))
+    image = torch.randn(3, 3, 32, 32)
+    assert torch.equal(model(image)[1:2], model(image[1:2]))
+
+
+def test_activations_without_integer_form_are_islands():
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.LeakyReLU(0.1), nn.Conv2d(8, 8, 3), nn.SiLU(), nn.Conv2d(8, 2, 1)
+    )
+    quantized = calibrated(net.eval())
+    model = simulate(quantized, images(0))
+    assert [island.path for island in model.islands] == ["1", "3"]
+    assert all("no integer form" in island.reason for island in model.islands)
+    image = images(3)
+    expected = quantized(image).detach()
+    assert float((model(image) - expected).abs().max() / expected.abs().max()) < 0.05
+
+
+def test_layers_excluded_from_quantization_are_islands():
+    quantized = calibrated(float_net(), config=QuantConfig(exclude=("down", "head")))
+    model = simulate(quantized, images(0))
+    assert {island.path for island in model.islands} == {"down", "head"}
+    expected = quantized(images(1)).detach()
+    assert torch.allclose(model(images(1)), expected, atol=0.02 * float(expected.abs().max()))
+
+
+def test_modules_that_cannot_be_followed_are_islands():
+    class Branching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(4, 4, 1)
+
+        def forward(self, x):
+            return self.conv(x) if bool(x.mean() > -1e9) else x
+
+    quantized = calibrated(
+        nn.Sequential(nn.Conv2d(3, 4, 3), Branching(), nn.Conv2d(4, 2, 1)).eval()
+    )
+    model = simulate(quantized, images(0))
+    (island,) = model.islands
+    assert island.path == "1"
+    assert "fake-quantized" in island.reason
+    expected = quantized(images(2)).detach()
+    assert torch.allclose(model(images(2)), expected, atol=0.02 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("bits", [4, 6, 8, 16])
+def test_other_bit_widths_of_activations(bits):
+    quantized = calibrated(float_net())
+    for name, module in quantized.named_modules():
+        if name.endswith("_input_quantizer"):
+            module.num_bits = bits
+    model = simulate(quantized, images(0))
+    image = images(4)
+    _, recorded = model.run(image)
+    value = recorded["block.conv1"].value
+    top = 2 ** (bits - 1) - 1
+    assert int(value.max()) <= top
+    assert value.dtype == (torch.int8 if bits <= 8 else torch.int16)
+    expected = quantized(image).detach()
+    assert float((model(image) - expected).norm() / expected.norm()) < 0.02 + 2.0 ** (2 - bits)
+
+
+def test_bilinear_resize_behind_a_relu():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.out = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 2, 1)
+
+        def forward(self, x):
+            x = F.interpolate(self.conv(x), scale_factor=2.0, mode="bilinear", align_corners=True)
+            return self.out(F.relu(x))
+
+    quantized = calibrated(Net().eval())
+    model = simulate(quantized, images(0))
+    assert model.islands == ()
+    expected = quantized(images(1)).detach()
+    assert float((model(images(1)) - expected).norm() / expected.norm()) < 0.03
+
+
+def test_same_on_any_number_of_threads():
+    model = simulate(calibrated(float_net()), images(0))
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            results += [model(images(5)), model(images(5))]
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(results[0], r) for r in results)
+
+
+def test_channel_of_zeros_keeps_its_bias():
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 1)).eval()
+    with torch.no_grad():
+        net[0].weight[1] = 0
+        net[0].bias[1] = 0.7
+    quantized = calibrated(net)
+    model = simulate(quantized, images(0))
+    _, recorded = model.run(images(1))
+    got = recorded["0"].dequantized()[:, 1]
+    assert torch.allclose(got, torch.tensor(0.7), atol=recorded["0"].scale)
+    expected = quantized(images(1)).detach()
+    assert torch.allclose(model(images(1)), expected, atol=0.02 * float(expected.abs().max()))
