@@ -98,6 +98,18 @@ def test_report_numbers():
         report["absent"]
 
 
+def test_values_that_rounding_brings_back_are_no_warning():
+    """Saturated pixels: the range ends half a bin below the values that all images end with."""
+    model = nn.ModuleDict({"q": histogram_quantizer()})
+    x = torch.cat([torch.linspace(0, 2.6, 900), torch.full((100,), 2.64)])
+    report = calibrate(model, [x * 0.9, x], lambda m, b: m["q"](b), method="mse")
+    (amax,) = report["q"].amax
+    assert amax >= 2.64 / (1 + 0.5 / 127)
+    assert report["q"].warnings == ()
+    lossy = calibrate(model, [x], lambda m, b: m["q"](b), method="percentile", percentile=89)
+    assert "above the range" in lossy["q"].warnings[0]
+
+
 def test_report_as_table_and_json():
     report = calibrate(Block(), make_batches(), progress=False)
     lines = str(report).splitlines()

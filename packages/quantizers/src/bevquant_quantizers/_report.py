@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from torch import Tensor
 
+from ._fake_quant import integer_bounds
 from ._histogram import AbsHistogram
 from .calib._calibrator import Calibrator
 from .calib._histogram_calibrator import HistogramCalibrator
@@ -151,7 +152,10 @@ def describe(
         above = sum(_above(row, limit) for row, limit in zip(rows, ranges, strict=True))
         saturation = above / values
         if not warnings:
-            warnings = _suspicious(rows, ranges, saturation)
+            # Up to half a step above, rounding brings a value back to the range as clipping does.
+            edge = 1 + 0.5 / integer_bounds(calibrator._num_bits, calibrator._unsigned, True)[1]
+            lost = sum(_above(row, limit * edge) for row, limit in zip(rows, ranges, strict=True))
+            warnings = _suspicious(rows, ranges, lost / values)
     bins = max((row.counts.numel() for row in rows), default=None)
     return QuantizerReport(
         names, method, numbers, saturation, zeros, bins, values, largest, warnings
@@ -167,12 +171,10 @@ def _no_range(found: Tensor | None, amax: tuple[float, ...] | None) -> tuple[str
     return ()
 
 
-def _suspicious(
-    rows: list[AbsHistogram], ranges: list[float], saturation: float
-) -> tuple[str, ...]:
+def _suspicious(rows: list[AbsHistogram], ranges: list[float], lost: float) -> tuple[str, ...]:
     warnings = []
-    if saturation > _SATURATED:
-        warnings.append(f"{saturation:.1%} of the values lie above the range")
+    if lost > _SATURATED:
+        warnings.append(f"{lost:.1%} of the values lie above the range")
     dead = sum(not limit for limit in ranges)
     if dead:
         warnings.append(f"dead: {dead} of {len(ranges)} channels saw zeros alone")
