@@ -15,7 +15,7 @@ from torch import Tensor
 from bevquant_int8sim.model._form import ACCUMULATORS, FLOAT, Form, Integers
 from bevquant_int8sim.model._json_values import from_json
 from bevquant_int8sim.model._program import Program, Step, Value
-from bevquant_int8sim.model._save import KIND, MANIFEST, PROGRAM, SCHEMA, TENSORS
+from bevquant_int8sim.model._save import KIND, MANIFEST, PROGRAM, SCHEMA, TENSORS, manifest_text
 from bevquant_int8sim.model._saved_calls import READABLE, named_function, rebuilt_module
 from bevquant_int8sim.model._validate import validate
 
@@ -42,23 +42,25 @@ def load_program(folder: str | os.PathLike[str]) -> Program:
 
 
 def _content(folder: Path) -> dict[str, bytes]:
-    manifest = _manifest(folder)
+    text, sums = _manifest(folder)
     content = {}
     for name in (PROGRAM, TENSORS):
         try:
-            raw = (folder / name).read_bytes()
+            content[name] = (folder / name).read_bytes()
         except FileNotFoundError as error:
             raise ValueError(f"{folder}: {name} is missing") from error
-        if hashlib.sha256(raw).hexdigest() != manifest["files"][name]["sha256"]:
+        if hashlib.sha256(content[name]).hexdigest() != sums.get(name):
             raise ValueError(
                 f"{folder}: {name} is not what was saved (its checksum differs); copy the folder "
                 "again or save the model again"
             )
-        content[name] = raw
+    if text != manifest_text(content):
+        raise ValueError(f"{folder}: {MANIFEST} is not as it was written")
     return content
 
 
-def _manifest(folder: Path) -> Any:
+def _manifest(folder: Path) -> tuple[str, dict[str, Any]]:
+    """The text of the manifest, and the checksums in it."""
     try:
         text = (folder / MANIFEST).read_text()
         manifest = json.loads(text)
@@ -73,11 +75,8 @@ def _manifest(folder: Path) -> Any:
             f"{folder}: schema {manifest.get('schema')!r}, this version reads {SCHEMA}; save the "
             "model again with this version"
         )
-    files = manifest.get("files")
-    whole = json.dumps(manifest, indent=1) == text and isinstance(files, dict)
-    if not whole or any("sha256" not in files.get(name, ()) for name in (PROGRAM, TENSORS)):
-        raise ValueError(f"{folder}: {MANIFEST} is not as it was written")
-    return manifest
+    sums = manifest.get("sha256")
+    return text, sums if isinstance(sums, dict) else {}
 
 
 def _program(data: Any, tensors: dict[str, Tensor]) -> Program:

@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from bevquant_int8sim.model._json_values import to_json
 from bevquant_int8sim.model._program import Program, Step
 from bevquant_int8sim.model._saved_calls import READABLE, function_name, module_config
 
-__all__ = ["KIND", "MANIFEST", "PROGRAM", "SCHEMA", "TENSORS", "save_program"]
+__all__ = ["KIND", "MANIFEST", "PROGRAM", "SCHEMA", "TENSORS", "manifest_text", "save_program"]
 
 KIND = "bevquant_int8sim.IntegerModel"
 SCHEMA = 1
@@ -44,16 +45,14 @@ def save_program(program: Program, folder: str | os.PathLike[str]) -> None:
         # Tensors that share memory are refused there.
         TENSORS: save({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}),
     }
-    manifest = {
-        "kind": KIND,
-        "schema": SCHEMA,
-        "files": {
-            name: {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
-            for name, raw in content.items()
-        },
-    }
-    content[MANIFEST] = json.dumps(manifest, indent=1).encode()
+    content[MANIFEST] = manifest_text(content).encode()
     _write(Path(folder), content)
+
+
+def manifest_text(content: Mapping[str, bytes]) -> str:
+    """What ``manifest.json`` says of these files."""
+    files = {name: hashlib.sha256(raw).hexdigest() for name, raw in content.items()}
+    return json.dumps({"kind": KIND, "schema": SCHEMA, "sha256": files}, indent=1)
 
 
 def _program_data(program: Program, tensors: dict[str, Tensor]) -> dict[str, Any]:

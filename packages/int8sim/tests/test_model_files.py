@@ -1,0 +1,183 @@
+"""Integer models in files: the same results, and every kind of damage refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from bevquant_int8sim import IntegerModel, simulate
+from bevquant_qnn import QuantConfig, quantize_model
+from bevquant_quantizers import calibrate
+
+X = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+
+
+class Net(nn.Module):
+    def __init__(self, activation=None):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU6(), nn.MaxPool2d(2))
+        self.act = activation or nn.LeakyReLU(0.1)
+        self.plain = nn.Conv2d(8, 8, 1)
+        self.up = nn.ConvTranspose2d(8, 4, 2, 2)
+        self.out = nn.Conv2d(12, 4, 3, padding="same")
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        x = self.plain(self.act(self.stem(x)))
+        wide = F.interpolate(x, scale_factor=2.0, mode="nearest")
+        x = torch.cat([wide, self.up(x)], 1)
+        x = F.silu(self.out(x))
+        return {"scores": self.head(self.pool(x).flatten(1)), "map": x[:, :, 1:-1]}
+
+
+def model_of(**settings):
+    torch.manual_seed(0)
+    net = Net(**settings).eval()
+    config = QuantConfig(exclude=("plain",))
+    quantized = quantize_model(net, config, example_inputs=X).model
+    calibrate(quantized, [X], method="max")
+    return simulate(quantized, X)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    model_of().save(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def assert_same(a, b):
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_loaded_model_computes_the_same(tmp_path):
+    model = model_of()
+    model.save(tmp_path / "model")
+    loaded = IntegerModel.load(tmp_path / "model")
+    assert_same(loaded(X), model(X))
+    assert repr(loaded) == repr(model)
+    assert loaded.islands == model.islands
+    other = torch.randn(3, 3, 16, 16)
+    assert_same(loaded(other), model(other))
+
+
+def test_saving_again_replaces_what_was_saved(saved):
+    before = {p.name for p in saved.parent.iterdir()}
+    model_of().save(saved)
+    assert {p.name for p in saved.parent.iterdir()} == before
+    IntegerModel.load(saved)
+
+
+def test_other_folders_are_left_alone(tmp_path):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text("mine")
+    with pytest.raises(ValueError, match="no saved integer model"):
+        model_of().save(tmp_path / "notes")
+    assert (tmp_path / "notes" / "a.txt").read_text() == "mine"
+    with pytest.raises(ValueError, match="does not exist"):
+        model_of().save(tmp_path / "nowhere" / "model")
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "program.json", "tensors.safetensors"])
+def test_a_changed_byte_is_refused(saved, name):
+    raw = bytearray((saved / name).read_bytes())
+    for place in range(0, len(raw), max(1, len(raw) // 60)):
+        damaged = bytearray(raw)
+        damaged[place] ^= 1
+        (saved / name).write_bytes(damaged)
+        with pytest.raises(ValueError, match=str(saved)):
+            IntegerModel.load(saved)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "program.json", "tensors.safetensors"])
+def test_a_missing_file_is_refused(saved, name):
+    (saved / name).unlink()
+    with pytest.raises(ValueError, match=f"{name} is missing"):
+        IntegerModel.load(saved)
+
+
+def test_another_schema_is_refused(saved):
+    manifest = json.loads((saved / "manifest.json").read_text())
+    (saved / "manifest.json").write_text(json.dumps(manifest | {"schema": 2}, indent=1))
+    with pytest.raises(ValueError, match="schema 2, this version reads 1"):
+        IntegerModel.load(saved)
+
+
+def rewrite(folder, change_program=None, change_tensors=None):
+    """Change a saved model and bring its checksums up to date."""
+    data = json.loads((folder / "program.json").read_text())
+    if change_program is not None:
+        change_program(data)
+    (folder / "program.json").write_text(json.dumps(data, indent=1))
+    if change_tensors is not None:
+        tensors = load_file(folder / "tensors.safetensors")
+        change_tensors(tensors)
+        save_file(tensors, folder / "tensors.safetensors")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for name in manifest["sha256"]:
+        manifest["sha256"][name] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
+
+
+def step_of(folder, path):
+    steps = json.loads((folder / "program.json").read_text())["steps"]
+    return next(i for i, step in enumerate(steps) if step["path"] == path)
+
+
+def test_a_missing_tensor_is_refused(saved):
+    name = f"{step_of(saved, 'up')}.weight"
+    rewrite(saved, change_tensors=lambda t: t.pop(name))
+    with pytest.raises(ValueError, match=rf"up: the tensor {name} is missing"):
+        IntegerModel.load(saved)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "change", "message"),
+    [
+        ("weight", lambda t: t.float(), "weight is torch.float32, expected torch.int8"),
+        ("bias", lambda t: t.long(), "bias is torch.int64, expected torch.int32"),
+        ("bias", lambda t: t[1:], r"bias has shape \(3,\), expected \(4,\)"),
+        ("multiplier", lambda t: t.float(), "multiplier is torch.float32"),
+        ("weight", lambda t: t[0], "a weight of shape"),
+    ],
+)
+def test_tensors_of_wrong_type_or_shape_are_refused(saved, tensor, change, message):
+    name = f"{step_of(saved, 'up')}.{tensor}"
+    rewrite(saved, change_tensors=lambda t: t.update({name: change(t[name]).contiguous()}))
+    with pytest.raises(ValueError, match=f"up: {message}"):
+        IntegerModel.load(saved)
+
+
+def test_only_listed_functions_can_be_called(saved):
+    def change(data):
+        next(s for s in data["steps"] if s.get("function"))["function"] = "torch.load"
+
+    rewrite(saved, change)
+    with pytest.raises(ValueError, match=r"calls 'torch\.load', which a saved program may not"):
+        IntegerModel.load(saved)
+
+
+def test_steps_must_read_what_was_made(saved):
+    def change(data):
+        data["steps"][1]["args"] = {"$tuple": [{"$ref": data["steps"][-1]["outputs"][0]}]}
+
+    rewrite(saved, change)
+    with pytest.raises(ValueError, match="no step made before"):
+        IntegerModel.load(saved)
+
+
+def test_own_modules_cannot_be_saved(tmp_path):
+    class Own(nn.Module):
+        def forward(self, x):
+            return x * 2 if bool(x.detach().mean() > -1e9) else x
+
+    with pytest.raises(ValueError, match=r"act \(Own\): Own is not among the layer types"):
+        model_of(activation=Own()).save(tmp_path / "model")
+    assert not (tmp_path / "model").exists()
