@@ -108,4 +108,4 @@ def integer_bias(
     total = filled * input_scale
     if bias is None:
         return None, total
-    return quantize_bias(bias, input_scale, filled, name=f"simulate: {path}"), total
+    return quantize_bias(bias.detach(), input_scale, filled, name=f"simulate: {path}"), total

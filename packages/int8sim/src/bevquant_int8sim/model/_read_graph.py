@@ -15,7 +15,7 @@ from bevquant_int8sim.model._operation import Operation, Operations
 from bevquant_int8sim.model._program import Ref, SparseRef, names_in, replaced
 from bevquant_int8sim.model._quantized_layer import float_sparse_step, quantized_layer
 from bevquant_int8sim.model._quantizers import integers_of, is_active, unsupported
-from bevquant_int8sim.model._signature import is_sparse_tensor, leaves, named
+from bevquant_int8sim.model._signature import is_sparse_tensor, leaf_names, leaves, named
 from bevquant_int8sim.model._trace import SCOPE, Traced
 from bevquant_int8sim.model._vocabulary import (
     ADDITIONS,
@@ -59,12 +59,13 @@ class _Reader:
         args, kwargs = self.traced.arguments
         numbers = self.traced.numbers
         examples = leaves([list(args), dict(kwargs)], numbers=numbers)
+        called = leaf_names(self.traced.model, (args, kwargs), numbers=numbers)
         inputs: list[str] = []
         result: Any = None
         for node in self.traced.graph.nodes:
             if node.op == "placeholder":
                 inputs.append(node.name)
-                self._refs[node] = self._input(node, next(examples))
+                self._refs[node] = self._input(node, next(examples), next(called))
             elif node.op == "output":
                 result = self._resolved(node.args[0])
             else:
@@ -85,17 +86,17 @@ class _Reader:
     def _resolved(self, value: Any) -> Any:
         return fx.node.map_arg(value, lambda node: self._refs[node])
 
-    def _input(self, node: fx.Node, example: Any) -> Any:
+    def _input(self, node: fx.Node, example: Any, path: str) -> Any:
         name = node.name
         if is_sparse_tensor(example):
             self.sparse_inputs[name] = f"{name}.sites"
             self._hosts.add(f"{name}.sites")
-            self._tensor(node, "input", path=name)
+            self._tensor(node, "input", path=path)
             return SparseRef(name, f"{name}.sites")
         if not isinstance(example, torch.Tensor):
             self._hosts.add(name)
             return Ref(name)
-        return self._tensor(node, "input", path=name)
+        return self._tensor(node, "input", path=path)
 
     def _visit(self, node: fx.Node) -> Any:
         if node.op == "get_attr":

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from bevquant_int8sim.model._program import Ref
 
-__all__ = ["Number", "arguments", "bind", "is_sparse_tensor", "leaves", "with_symbols"]
+__all__ = [
+    "Number",
+    "arguments",
+    "bind",
+    "is_sparse_tensor",
+    "leaf_names",
+    "leaves",
+    "with_symbols",
+]
 
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 
@@ -62,6 +71,18 @@ def leaves(value: Any, *, numbers: bool) -> Iterator[Any]:
             yield from leaves(child, numbers=numbers)
     elif _is_value(value) and (numbers or not _is_number(value)):
         yield value
+
+
+def leaf_names(module: nn.Module, example: Arguments, *, numbers: bool) -> Iterator[str]:
+    """What to call each of the `leaves` of ``[args, kwargs]``: by the parameter it goes to."""
+    args, kwargs = example
+    parameters = list(inspect.signature(module.forward).parameters.values())
+    plain = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
+    named = [(plain[i] if i < len(plain) else f"inputs[{i}]", v) for i, v in enumerate(args)]
+    for name, value in (*named, *kwargs.items()):
+        found = list(leaves(value, numbers=numbers))
+        single = _children(value) is None
+        yield from (name if single else f"{name}[{i}]" for i in range(len(found)))
 
 
 def with_symbols(value: Any) -> Any:

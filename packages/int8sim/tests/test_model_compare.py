@@ -1,0 +1,134 @@
+"""compare(): what its numbers say, and that it finds the layer that is wrong."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from bevquant_int8sim import IntegerModel, compare, simulate
+from bevquant_qnn import quantize_model
+from bevquant_quantizers import calibrate
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 8, 3, padding=1)
+        self.conv2 = nn.Conv2d(8, 8, 3, padding=1)
+        self.relu = nn.ReLU()
+        self.out = nn.Conv2d(8, 4, 1)
+
+    def forward(self, x):
+        x = self.relu(self.conv1(x))
+        x = self.relu(self.conv2(x) + x)
+        return self.out(x)
+
+
+def images(seed):
+    return torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="module")
+def models():
+    torch.manual_seed(3)
+    net = Net().eval()
+    quantized = quantize_model(copy.deepcopy(net), example_inputs=images(0)).model
+    calibrate(quantized, [images(0)], method="mse")
+    return net, quantized
+
+
+def test_layers_agree_within_one_step_on_the_same_inputs(models):
+    table = compare(*models, [images(s) for s in range(3)])
+    assert [row.path for row in table.rows] == ["x", "conv1", "conv2", "<add>", "out"]
+    steps = [row.forced_max_steps for row in table.rows]
+    assert all(s is None or s <= 1 for s in steps)
+    assert table.wrong == ()
+    assert all(row.values == 3 * table.rows[0].values // 3 for row in table.rows[:1])
+
+
+def test_numbers_equal_their_definitions(models):
+    net, quantized = models
+    model = simulate(quantized, images(0))
+    image = images(5)
+    row = next(r for r in compare(net, model, [image]).rows if r.path == "out")
+    wanted, fake = net(image).double().detach(), quantized(image).double().detach()
+    got = model(image).double()
+    sqnr = 10 * math.log10(float(wanted.square().sum() / (fake - wanted).square().sum()))
+    assert row.fake_sqnr_db == pytest.approx(sqnr, abs=1e-6)
+    sqnr = 10 * math.log10(float(wanted.square().sum() / (got - wanted).square().sum()))
+    assert row.integer_sqnr_db == pytest.approx(sqnr, abs=1e-6)
+    cosine = torch.cosine_similarity(wanted.flatten(), got.flatten(), 0)
+    assert row.integer_cosine == pytest.approx(float(cosine), abs=1e-9)
+    assert row.max_steps is None
+
+
+def test_peaks_and_saturation(models):
+    net, quantized = models
+    image = images(6) * 3
+    model = simulate(quantized, image)
+    rows = {row.path: row for row in compare(net, model, [image]).rows}
+    _, recorded = model.run(image)
+    scale = recorded["x"].scale
+    beyond = torch.round(image.double() / scale)
+    assert rows["x"].saturated == pytest.approx(
+        float(((beyond > 127) | (beyond < -128)).double().mean())
+    )
+    step = next(step for step in model.steps if step.path == "conv1")
+    x, w = recorded["x"].value.double(), step.tensors["weight"].double()
+    acc = nn.functional.conv2d(x, w, step.tensors["bias"].double(), padding=1)
+    assert rows["conv1"].peak_bits == 1 + int(acc.abs().max()).bit_length()
+
+
+def test_finds_the_layer_that_is_wrong(models):
+    net, quantized = models
+    model = simulate(quantized, images(0))
+    step = next(step for step in model.steps if step.path == "conv2")
+    step.tensors["weight"][3] *= -1
+    table = compare(net, model, [images(1)])
+    first = table.first_departure
+    assert first is not None
+    assert first.path == "<add>"  # conv2 hands its accumulators to the addition
+    assert "departs first" in str(table)
+    assert json.loads(table.to_json())["first_departure"] == "<add>"
+    good = compare(net, quantized, [images(1)])
+    assert good.first_departure is None or good.first_departure.max_steps <= 3
+
+
+def test_coarse_biases_are_the_reason_given():
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 2, 1)).eval()
+    with torch.no_grad():
+        net[0].weight.mul_(1e-4).add_(1.0)
+    quantized = quantize_model(copy.deepcopy(net), example_inputs=images(0)).model
+    calibrate(quantized, [images(0)], method="max")
+    quantized[0]._input_quantizer.amax.mul_(2000.0)
+    quantized[0]._weight_quantizer.amax = quantized[0].weight.detach().abs().amax((1, 2, 3), True)
+    quantized[2]._input_quantizer.amax.mul_(0.001)
+    table = compare(net, quantized, [images(0)])
+    row = next(r for r in table.rows if r.path == "0")
+    assert row.forced_max_steps is not None
+    if row.forced_max_steps > 1:
+        assert "bias rounded" in row.why
+    assert table.wrong == ()
+
+
+def test_json_holds_every_row(models):
+    table = compare(*models, [images(0)])
+    data = json.loads(table.to_json())
+    assert data["schema"] == 1
+    assert [row["path"] for row in data["rows"]] == [row.path for row in table.rows]
+
+
+def test_refusals(models, tmp_path):
+    net, quantized = models
+    with pytest.raises(ValueError, match="no batches"):
+        compare(net, quantized, [])
+    with pytest.raises(ValueError, match="no module 'conv1'"):
+        compare(nn.Sequential(), quantized, [images(0)])
+    simulate(quantized, images(0)).save(tmp_path / "model")
+    with pytest.raises(ValueError, match="loaded from a file"):
+        compare(net, IntegerModel.load(tmp_path / "model"), [images(0)])
