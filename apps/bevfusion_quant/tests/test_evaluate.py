@@ -20,7 +20,7 @@ if importlib.util.find_spec("spconv") is None:
     pytest.skip("spconv is not installed", allow_module_level=True)
 
 TINY = CONFIGS["tiny"]
-STAGES = ["camera_features", "camera", "lidar", "fuser", "decoder", "head"]
+STAGES = ["neck", "camera", "lidar", "fuser", "decoder", "head"]
 
 
 @pytest.fixture(scope="module")

@@ -58,9 +58,8 @@ def why_float(part: str, branch: Branch) -> str:
     if branch != "all":
         return f"--branch {branch} quantizes the {branch} alone"
     return (
-        "the head stays float, as in NVIDIA's deployment: it is a small share of the work, and its "
-        "scores and box offsets suffer most from 8 bits; --branch head quantizes it alone, "
-        "--quantize-head with the rest"
+        "the head stays float, as in NVIDIA's deployment, where it runs in fp16; --branch head "
+        "quantizes it alone, --quantize-head along with the rest"
     )
 
 

@@ -79,7 +79,12 @@ def run_evaluate(
         stage = quantized_parts(config.get("branch", "lidar"))[-1]
         with clock.step("draw"):
             write_pictures(folder, sizes, batches.first_frame, judgement, stage)
-        settings = {"evaluates": str(run), "config": config["config"], "cameras": cameras}
+        settings = {
+            "evaluates": str(run),
+            "config": config["config"],
+            "weights": config["weights"],
+            "cameras": cameras,
+        }
         write_json(folder / CONFIG_FILE, {"format": RUN_FORMAT, "version": 2, **settings})
         with clock.step("page"):
             write_page(

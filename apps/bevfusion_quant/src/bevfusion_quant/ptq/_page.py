@@ -47,7 +47,7 @@ def write_page(
         title: Name of the run.
         command: The command line that repeats it.
         config: Sizes.
-        settings: What else decides the result.
+        settings: What else decides the result; without `weights` they were random.
         frame: The first frame, which is shown.
         cameras: Those of its cameras that the model reads.
         frames: Names of all frames.
@@ -69,7 +69,7 @@ def write_page(
             frames=tuple(frames),
             seconds=seconds,
             peak_memory_mib=peak_memory_mib,
-            figures=[*_agreement_figures(judgement.agreement)],
+            figures=[_weights(settings), *_agreement_figures(judgement.agreement)],
             scene=_scene(config, frame, cameras, judgement),
             stages=_stages(config, judgement),
             layers=judgement.layers,
@@ -159,6 +159,17 @@ def _stages(config: BEVFusionConfig, judgement: Judgement) -> list[ReportStage]:
         )
         for maps in judgement.stages
     ]
+
+
+def _weights(settings: Mapping[str, object]) -> ReportFigure:
+    from bevfusion_quant.report import ReportFigure
+
+    source = settings.get("weights")
+    if source is not None:
+        return ReportFigure("Weights", Path(str(source)).name)
+    return ReportFigure(
+        "Weights", "random", "errors grow from layer to layer as they do in no trained model"
+    )
 
 
 def _agreement_figures(rows: Sequence[AgreementRow]) -> list[ReportFigure]:

@@ -20,14 +20,14 @@ Map = npt.NDArray[np.float32]
 NORM, ERROR = "L2 norm over channels", "L2 norm of quantized − float"
 
 TITLES = {
-    "camera_features": "Camera features",
+    "neck": "Camera features",
     "camera": "Camera, bird's-eye view",
     "lidar": "LiDAR, bird's-eye view",
     "fuser": "Fused, bird's-eye view",
     "decoder": "Decoder",
     "head": "Heatmap of the head",
 }
-PATHS = {"camera_features": "encoders.camera.neck", **STAGES}
+PATHS = {"neck": "encoders.camera.neck", **STAGES}
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class StageProbe:
         self._channels = wanted.shape[1]
         if self._maps is None:
             draw = _probabilities if self.stage == "head" else _norms
-            self._maps = draw(wanted, got, image=self.stage == "camera_features")
+            self._maps = draw(wanted, got, image=self.stage == "neck")
 
     def result(self) -> StageMaps:
         """What was collected."""
