@@ -1,7 +1,8 @@
 """BEVFusion from float PyTorch to verified INT8: the whole job, one command.
 
-`bevfusion_quant.points` and `.scenes` give frames, `.voxelize` voxels, `.model` the LiDAR branch,
-`.ptq` the steps of the job and the whole of it, `.pictures` what a run looks like.
+`bevfusion_quant.points`, `.cameras`, `.scenes` and `.datasets` give frames, `.voxelize` voxels,
+`.model` the detector or parts of it, `.ptq` the steps of the job and the whole of it, `.report` and
+`.pictures` what a run looks like.
 """
 
 from bevfusion_quant._errors import InputError

@@ -82,7 +82,7 @@ def run_evaluate(
         settings = {
             "evaluates": str(run),
             "config": config["config"],
-            "weights": config["weights"],
+            "weights": config.get("weights"),
             "cameras": cameras,
         }
         write_json(folder / CONFIG_FILE, {"format": RUN_FORMAT, "version": 2, **settings})
