@@ -166,6 +166,17 @@ def test_a_frame_without_cameras_is_refused_by_name(
     assert "--branch lidar" in message
 
 
+def test_lidar_frames_without_a_match_are_named_with_the_option_that_skips_them(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder in ("velodyne", "image_2", "calib"):
+        (here / "kitti" / folder).mkdir(parents=True)
+    cloud()[:, :4].tofile("kitti/velodyne/000007.bin")
+    message = refused(capsys, here, "--dataset", "kitti", "--data", "kitti")
+    assert "000007" in message
+    assert "--incomplete skip" in message
+
+
 def test_a_checkpoint_of_another_configuration(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

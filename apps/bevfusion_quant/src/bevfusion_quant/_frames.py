@@ -60,7 +60,14 @@ def frames_of(options: FrameOptions, *, with_cameras: bool, size: str) -> Sequen
     if options.dataset == "nuscenes":
         settings |= {"split": options.split} if options.split else {}
         settings |= {"version": options.data_version} if options.data_version else {}
-    return _part(open_dataset(options.dataset, options.data[0], **settings), options)
+    try:
+        frames = open_dataset(options.dataset, options.data[0], **settings)
+    except InputError as error:
+        # The data set names its own option; here it has another name.
+        hint = "='available'" in str(error)
+        told = f"{error}: that is --incomplete skip, or --branch lidar" if hint else str(error)
+        raise InputError(told) from error
+    return _part(frames, options)
 
 
 def camera_names(options: FrameOptions) -> tuple[str, ...]:
