@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 _NEED_NUMBA = (
     "dense_numba dot_product epilogue grid_numba ir jit kernels launch packed pillar_tiles pillars "
-    "planned_rulebook self_test sparse_numba sparse_plan tile_loops"
+    "planned_rulebook scatter self_test sparse_numba sparse_plan tile_loops"
 ).split()
 _PACKAGE = "src/bevquant_int8sim"
 collect_ignore = [] if find_spec("numba") else [f"{_PACKAGE}/_{name}.py" for name in _NEED_NUMBA]

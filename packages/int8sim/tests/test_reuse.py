@@ -1,6 +1,8 @@
 """Weights packed once, memory handed on: neither may show in a result."""
 
 import gc
+import subprocess
+import sys
 import weakref
 
 import numpy as np
@@ -132,3 +134,15 @@ def test_residual_refusals():
         run(torch.zeros(2, 5, dtype=torch.int8))
     with pytest.raises(ValueError, match="conv2: sum_multiplier"):
         run(torch.zeros(2, 5, dtype=torch.int8), multiplier=1.0, sum_multiplier=0.0)
+
+
+def test_memory_comes_back_quietly_when_the_interpreter_ends():
+    pytest.importorskip("numba", reason="the numba extra is not installed")
+    script = (
+        "import sys, torch\n"
+        "from bevquant_int8sim import _workspace\n"
+        "sys.kept = torch.from_numpy(_workspace.empty((1 << 20,), 'int8'))\n"
+        "_workspace.also_kept = _workspace.empty((1 << 20,), 'int8')\n"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert run.stderr == ""

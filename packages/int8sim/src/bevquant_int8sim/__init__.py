@@ -21,15 +21,29 @@ from bevquant_int8sim._quantize import dequantize, quantize, quantize_bias
 from bevquant_int8sim._requantize import requantize
 from bevquant_int8sim._resize import int8_resize
 from bevquant_int8sim._sparse_conv import int8_sparse_conv
-from bevquant_int8sim.model import IntegerModel, Island, SparseOutput, simulate
+from bevquant_int8sim._to_dense import int8_to_dense
+from bevquant_int8sim.model import (
+    IntegerModel,
+    Island,
+    LayerRow,
+    LayerTable,
+    Recorded,
+    SparseOutput,
+    compare,
+    simulate,
+)
 
 __all__ = [
     "AccumulatorOverflowError",
     "BackendStatus",
     "IntegerModel",
     "Island",
+    "LayerRow",
+    "LayerTable",
+    "Recorded",
     "SparseOutput",
     "backend_report",
+    "compare",
     "dequantize",
     "fixed_point_multiplier",
     "int8_add",
@@ -47,6 +61,7 @@ __all__ = [
     "int8_relu6",
     "int8_resize",
     "int8_sparse_conv",
+    "int8_to_dense",
     "lookup_table",
     "plan_rulebook",
     "quantize",

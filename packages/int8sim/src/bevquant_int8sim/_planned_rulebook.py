@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from bevquant_int8sim import _pillar_tiles, _pillars, _workspace
-from bevquant_int8sim._sparse_plan import SparsePlan, in_chunks
+from bevquant_int8sim._sparse_plan import SORTED_ROWS, SparsePlan, in_chunks
 from bevquant_sparse import Rulebook, build_rulebook
 
 __all__ = ["PlannedRulebook", "planned_rulebook"]
@@ -140,13 +140,14 @@ class _Tiles:
 
     @cached_property
     def keys(self) -> Any:
+        """The voxels, sorted by mask within blocks that lie near each other."""
         keys = _workspace.empty((len(self.seen),), np.int64)
-        in_chunks(
-            lambda first, stop: _pillar_tiles.sort_keys(first, stop, self.seen, keys),
-            len(keys),
-            _VOXELS,
-        )
-        keys.sort()
+
+        def sort(first: int, stop: int) -> None:
+            _pillar_tiles.sort_keys(first, stop, self.seen, keys)
+            keys[first:stop].sort()
+
+        in_chunks(sort, len(keys), SORTED_ROWS)
         return keys
 
     def plan(self, tile_rows: int) -> SparsePlan:

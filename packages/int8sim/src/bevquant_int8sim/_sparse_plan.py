@@ -21,9 +21,12 @@ from bevquant_int8sim._jit import compiled
 from bevquant_int8sim._threads import share
 from bevquant_sparse import Rulebook
 
-__all__ = ["SparsePlan", "in_chunks", "plan_for"]
+__all__ = ["SORTED_ROWS", "SparsePlan", "in_chunks", "plan_for"]
 
 _CHUNK = 512  # tiles of a task, small enough that a late thread costs little
+# Rows that are sorted together. More would be more alike, fewer nearer in memory: 2 % of the
+# convolutions' time between the best and the worst from 4,096 rows on.
+SORTED_ROWS = 16384
 _MASK_BITS = 32  # offsets that take part in sorting
 
 
@@ -70,8 +73,12 @@ def _make(neighbours: npt.NDArray[np.int32], tile_rows: int) -> SparsePlan:
     count = len(neighbours)
     num_tiles = -(-count // tile_rows)
     keys = np.empty(count, np.int64)
-    in_chunks(lambda start, stop: _sort_keys(start, stop, neighbours, keys), count, 8 * _CHUNK)
-    keys.sort()
+
+    def sort(start: int, stop: int) -> None:
+        _sort_keys(start, stop, neighbours, keys)
+        keys[start:stop].sort()
+
+    in_chunks(sort, count, SORTED_ROWS)
     out_rows = np.full(num_tiles * tile_rows, -1, np.int32)
     out_rows[:count] = keys & 0x7FFFFFFF
     bounds = np.zeros(num_tiles + 1, np.int32)

@@ -32,6 +32,7 @@ from bevquant_int8sim._parameters import P
 __all__ = ["grid_loop", "sparse_loop"]
 
 _Registers = list[list[Any]]
+_WRITTEN_OUT = (2, 4, 8)  # steps of 5 … 8, 16 and 32 input channels with VNNI
 
 
 def sparse_loop(kind: str, rows: int, vectors: int) -> Any:
@@ -127,15 +128,33 @@ def _multiply(
     sources: list[Any],
     sums: _Registers,
 ) -> None:
-    """Add one offset's products: all steps of the input rows at `sources`."""
-    vectors = len(sums[0])
-    step_bytes = vectors * LANES * 4
+    """Add one offset's products: all steps of the input rows at `sources`.
+
+    Few steps are written out: a loop would cost as much as they do.
+    """
+    step_bytes = len(sums[0]) * LANES * 4
     size = builder.mul(p[P.STEPS], INT64(step_bytes))
     weights = add_bytes(builder, p[P.WEIGHT], offset, size)
+    end = builder.append_basic_block("multiplied")
+    for count in _WRITTEN_OUT:
+        with builder.if_then(builder.icmp_signed("==", p[P.STEPS], INT64(count))):
+            for step in range(count):
+                _multiply_step(builder, kind, weights, INT64(step), sources, sums)
+            builder.branch(end)
+            builder.position_at_end(builder.append_basic_block("unreachable"))
     with cgutils.for_range(builder, p[P.STEPS], intp=INT64) as loop:
-        line = add_bytes(builder, weights, loop.index, step_bytes)
-        columns = [load_at(builder, line, INTS, b, 4) for b in range(vectors)]
-        for source, places in zip(sources, sums, strict=True):
-            wide = splat(builder, load_at(builder, source, INT32, loop.index))
-            for column, place in zip(columns, places, strict=True):
-                builder.store(dot(builder, kind, builder.load(place), wide, column), place)
+        _multiply_step(builder, kind, weights, loop.index, sources, sums)
+    builder.branch(end)
+    builder.position_at_end(end)
+
+
+def _multiply_step(
+    builder: ir.IRBuilder, kind: str, weights: Any, step: Any, sources: list[Any], sums: _Registers
+) -> None:
+    vectors = len(sums[0])
+    line = add_bytes(builder, weights, step, vectors * LANES * 4)
+    columns = [load_at(builder, line, INTS, b, 4) for b in range(vectors)]
+    for source, places in zip(sources, sums, strict=True):
+        wide = splat(builder, load_at(builder, source, INT32, step))
+        for column, place in zip(columns, places, strict=True):
+            builder.store(dot(builder, kind, builder.load(place), wide, column), place)

@@ -17,24 +17,51 @@ __all__ = ["empty", "with_absent_row"]
 _LINE = 64  # bytes of a cache line, at whose start each block begins
 _SMALLEST = 1 << 14  # bytes; below, the C library hands blocks on by itself
 _BUDGET = 1 << 26  # bytes that lie idle at most
-_idle: list[Any] = []  # oldest first
-# Reentrant: a block may come back in a garbage collection that begins while another is taken.
-_lock = RLock()
+
+
+class _Pool:
+    """Blocks that nothing uses, oldest first."""
+
+    def __init__(self) -> None:
+        self._blocks: list[Any] = []
+        self._bytes, self._budget = 0, _BUDGET
+        # Reentrant: a block may come back in a garbage collection that begins within `take`.
+        self._lock = RLock()
+
+    def take(self, nbytes: int) -> Any:
+        """The smallest block that is large enough and not twice too large, or a new one."""
+        with self._lock:
+            best, size = -1, 2 * nbytes + 1
+            for place, block in enumerate(self._blocks):
+                if nbytes <= block.nbytes < size:
+                    best, size = place, block.nbytes
+            if best >= 0:
+                self._bytes -= size
+                return self._blocks.pop(best)
+        return _new(nbytes)
+
+    def give_back(self, block: Any) -> None:
+        """Keep a block for later, in place of the oldest ones where there are too many."""
+        with self._lock:
+            self._blocks.append(block)
+            self._bytes += block.nbytes
+            while self._bytes > self._budget:
+                self._bytes -= self._blocks.pop(0).nbytes
 
 
 class _Lease:
     """Shows a block to numpy, which keeps this object as long as any array or tensor needs it."""
 
-    def __init__(self, block: Any) -> None:
-        self.block = block
-        self.__array_interface__ = block.__array_interface__
+    def __init__(self, pool: _Pool, nbytes: int) -> None:
+        # The pool is held here: a module's names are gone when the interpreter shuts down.
+        self._pool, self._block = pool, pool.take(nbytes)
+        self.__array_interface__ = self._block.__array_interface__
 
     def __del__(self) -> None:
-        with _lock:
-            _idle.append(self.block)
-            excess = sum(block.nbytes for block in _idle) - _BUDGET
-            while excess > 0:
-                excess -= _idle.pop(0).nbytes
+        self._pool.give_back(self._block)
+
+
+_pool = _Pool()
 
 
 def empty(shape: tuple[int, ...], dtype: Any) -> Any:
@@ -42,7 +69,7 @@ def empty(shape: tuple[int, ...], dtype: Any) -> Any:
     nbytes = math.prod(shape) * np.dtype(dtype).itemsize
     if nbytes < _SMALLEST:
         return _new(max(nbytes, 1))[:nbytes].view(dtype).reshape(shape)
-    return np.asarray(_Lease(_take(nbytes)))[:nbytes].view(dtype).reshape(shape)
+    return np.asarray(_Lease(_pool, nbytes))[:nbytes].view(dtype).reshape(shape)
 
 
 def with_absent_row(rows: int, columns: int, dtype: Any) -> tuple[Any, Any]:
@@ -52,17 +79,6 @@ def with_absent_row(rows: int, columns: int, dtype: Any) -> tuple[Any, Any]:
     block = empty((before + rows * width,), np.uint8)
     absent, values = block[before - width : before], block[before:]
     return absent.view(dtype), values.view(dtype).reshape(rows, columns)
-
-
-def _take(nbytes: int) -> Any:
-    """The smallest idle block that is large enough and not twice too large, or a new one."""
-    with _lock:
-        fitting = [b for b in _idle if nbytes <= b.nbytes <= 2 * nbytes]
-        if fitting:
-            best = min(fitting, key=lambda block: block.nbytes)
-            _idle[:] = [block for block in _idle if block is not best]
-            return best
-    return _new(nbytes)
 
 
 def _new(nbytes: int) -> Any:

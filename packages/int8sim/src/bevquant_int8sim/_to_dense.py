@@ -1,0 +1,79 @@
+"""From voxel features to a dense grid, in integers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from bevquant_int8sim._integers import check_integer_tensor
+
+__all__ = ["int8_to_dense"]
+
+
+def int8_to_dense(
+    features: Tensor, indices: Tensor, spatial_shape: Sequence[int], batch_size: int
+) -> Tensor:
+    """Scatter integer voxel features into a grid of zeros.
+
+    ``dense[indices[i, 0], :, *indices[i, 1:]] = features[i]``, as ``bevquant_sparse.to_dense``.
+    Memory runs over batch, all axes but the last, channels, last axis: folding a height that comes
+    last into the channels is then a view, with its channels last, as a dense convolution reads it.
+
+    Args:
+        features: int8, int16 or int32 ``[rows, channels]``.
+        indices: int32 (or int64) ``[rows, 1 + axes]``, every row another voxel.
+        spatial_shape: Voxels per axis.
+        batch_size: Number of samples.
+
+    Returns:
+        ``[batch_size, channels, *spatial_shape]`` of the features' type.
+
+    Raises:
+        TypeError: `features` are no integers.
+        ValueError: A coordinate lies outside of the grid, or shapes disagree.
+
+    Example:
+        >>> q = torch.tensor([[7, -7]], dtype=torch.int8)
+        >>> dense = int8_to_dense(q, torch.tensor([[0, 1, 2]]), (3, 4), 1)
+        >>> tuple(dense.shape), dense[0, :, 1, 2].tolist()
+        ((1, 2, 3, 4), [7, -7])
+    """
+    check_integer_tensor(
+        "int8_to_dense", "features", features, (torch.int8, torch.int16, torch.int32)
+    )
+    shape = tuple(int(n) for n in spatial_shape)
+    if features.dim() != 2 or tuple(indices.shape) != (len(features), 1 + len(shape)):
+        raise ValueError(
+            f"int8_to_dense: features {tuple(features.shape)} and indices {tuple(indices.shape)} "
+            f"do not fit a grid of {len(shape)} axes: expected [rows, channels] and "
+            f"[rows, {1 + len(shape)}]"
+        )
+    sizes = torch.tensor((batch_size, *shape), device=indices.device)
+    outside = ((indices < 0) | (indices >= sizes)).any(1)
+    if bool(outside.any()):
+        row = int(outside.nonzero()[0, 0])
+        raise ValueError(
+            f"int8_to_dense: row {row} lies at {indices[row].tolist()}, outside of batch size and "
+            f"grid {(batch_size, *shape)}"
+        )
+    channels = features.shape[1]
+    grid = _compiled(features, indices, shape, batch_size)
+    if grid is None:
+        grid = features.new_zeros(batch_size, *shape[:-1], channels, shape[-1])
+        grid.movedim(-2, -1)[indices.long().unbind(1)] = features
+    return grid.movedim(-2, 1)
+
+
+def _compiled(
+    features: Tensor, indices: Tensor, shape: tuple[int, ...], batch_size: int
+) -> Tensor | None:
+    fits = features.dtype == torch.int8 and indices.dtype == torch.int32 and len(shape) == 3
+    if not fits or features.device.type != "cpu" or not len(features):
+        return None
+    try:
+        from bevquant_int8sim._scatter import scatter
+    except ImportError:  # without numba
+        return None
+    return scatter(features, indices, shape, batch_size)
