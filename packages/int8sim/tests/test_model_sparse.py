@@ -309,8 +309,8 @@ def test_rulebooks_are_built_once_per_key(monkeypatch):
     from bevquant_int8sim.model import _sites
 
     built = []
-    build = _sites.build_rulebook
-    monkeypatch.setattr(_sites, "build_rulebook", lambda *a, **k: built.append(1) or build(*a, **k))
+    build = _sites.plan_rulebook
+    monkeypatch.setattr(_sites, "plan_rulebook", lambda *a, **k: built.append(1) or build(*a, **k))
     simulate(calibrated_net(), frame(0))(*frame(1))
     assert len(built) == 2
 
@@ -331,3 +331,42 @@ def test_empty_frame():
     model = simulate(calibrated_net(up=False), frame(0))
     out = model(torch.zeros(0, 5), torch.zeros(0, 4, dtype=torch.int32), 1)
     assert float(out.abs().sum()) == 0
+
+
+def test_a_call_equals_the_step_by_step_run():
+    inputs = frame(8, share=0.3)
+    for settings in ({"up": False}, {"up": True}):
+        model = simulate(calibrated_net(**settings), frame(0))
+        expected, recorded = model.run(inputs)
+        got = model(*inputs)
+        assert "block.conv2" in recorded
+        if settings["up"]:
+            assert torch.equal(got.indices, inputs[1])
+            got, expected = got.features, expected.features
+        assert torch.equal(got, expected)
+
+
+def test_order_of_the_voxels_does_not_matter():
+    model = simulate(calibrated_net(up=False), frame(0))
+    features, coords, batch_size = frame(8, share=0.3)
+    order = torch.randperm(len(coords))
+    assert torch.equal(
+        model(features[order], coords[order], batch_size), model(features, coords, batch_size)
+    )
+
+
+@pytest.mark.parametrize("place", [-1, 8, 2**30])
+def test_coordinates_out_of_range_name_the_layer(place):
+    model = simulate(calibrated_net(up=False), frame(0))
+    features, coords, batch_size = frame(1)
+    coords[3, 2] = place
+    with pytest.raises(ValueError, match=r"stem\.0: indices\[3\]"):
+        model(features, coords, batch_size)
+
+
+def test_repeated_voxels_name_the_layer():
+    model = simulate(calibrated_net(up=False), frame(0))
+    features, coords, batch_size = frame(1)
+    coords[3] = coords[7]
+    with pytest.raises(ValueError, match=r"stem\.0: "):
+        model(features, coords, batch_size)

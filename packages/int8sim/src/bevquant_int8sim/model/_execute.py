@@ -21,6 +21,7 @@ from bevquant_int8sim._sparse_conv import int8_sparse_conv
 from bevquant_int8sim.model._grid_operations import average, average_pool
 from bevquant_int8sim.model._program import Step
 from bevquant_int8sim.model._sites import Geometry, Sites
+from bevquant_int8sim.model._sorted_rows import sorted_sites
 from bevquant_sparse import WeightLayout
 
 __all__ = ["DTYPES", "OPERATION_NAMES", "accumulators", "execute"]
@@ -113,6 +114,10 @@ def _add(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Tensor]:
     return _quantize(step, (values,), {}, backend)
 
 
+def _sorted_sites(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Any, ...]:
+    return sorted_sites(*args)
+
+
 def _avg_pool(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Tensor]:
     attributes = step.attributes
     if attributes["out"] == "float32":
@@ -133,7 +138,7 @@ def _sites(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Sites]:
 
 
 def _sparse_conv(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Tensor, Sites]:
-    features, sites = args
+    features, sites, *residual = args
     attributes = step.attributes
     rulebook, out_sites = sites.convolved(geometry(step), attributes["indice_key"], step.path)
     out = int8_sparse_conv(
@@ -143,6 +148,8 @@ def _sparse_conv(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Tens
         rulebook,
         layout=WeightLayout.VCK,
         multiplier=step.tensors.get("multiplier"),
+        residual=residual[0] if residual else None,
+        sum_multiplier=attributes.get("sum_multiplier", 1.0),
         relu=attributes["relu"],
         out_dtype=DTYPES[attributes["out"]],
         narrow_range=attributes["narrow"],
@@ -214,6 +221,7 @@ _OPERATIONS: dict[str, Callable[[Step, Any, Any, str], Any]] = {
     "resize": _call,
     "requantize": _requantize,
     "sites": _sites,
+    "sorted_sites": _sorted_sites,
     "sparse_conv": _sparse_conv,
 }
 

@@ -12,9 +12,11 @@ from torch import Tensor
 
 from bevquant_int8sim.model._execute import execute
 from bevquant_int8sim.model._form import ACCUMULATORS, Integers
+from bevquant_int8sim.model._fuse import fuse_residuals
 from bevquant_int8sim.model._program import Island, Program, Ref, Step, names_in, replaced
 from bevquant_int8sim.model._signature import arguments, bind, is_sparse_tensor
 from bevquant_int8sim.model._sites import Sites, SparseOutput, sites_of
+from bevquant_int8sim.model._sorted_rows import sort_rows
 from bevquant_int8sim.model._table import program_table
 from bevquant_int8sim.model._traced_source import Source
 
@@ -61,7 +63,8 @@ class IntegerModel:
         self.program = program
         self.source = source
         self.backend = backend
-        self._last_use = _last_uses(program)
+        self._fast = fuse_residuals(sort_rows(program))
+        self._spent = {p: _last_uses(p) for p in (program, self._fast)}
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -81,7 +84,7 @@ class IntegerModel:
             ValueError: Inputs that a step cannot take (its module is named), or another value
                 where the traced model had a constant.
         """
-        return self._execute(args, kwargs, None)
+        return self._execute(self._fast, args, kwargs, None)
 
     def run(
         self, inputs: Any, *, record: bool = True, observe: Observer | None = None
@@ -115,20 +118,22 @@ class IntegerModel:
             if observe is not None:
                 observe(step, given, made)
 
-        return self._execute(args, kwargs, see), found
+        return self._execute(self.program, args, kwargs, see), found
 
     @torch.no_grad()
-    def _execute(self, args: Any, kwargs: Mapping[str, Any], observe: Observer | None) -> Any:
+    def _execute(
+        self, program: Program, args: Any, kwargs: Mapping[str, Any], observe: Observer | None
+    ) -> Any:
         values: dict[str, Any] = {}
-        for name, value in bind(self.program.signature, args, kwargs).items():
-            sites = self.program.sparse_inputs.get(name)
+        for name, value in bind(program.signature, args, kwargs).items():
+            sites = program.sparse_inputs.get(name)
             if (sites is not None) != is_sparse_tensor(value):
                 expected = "sparse tensor" if sites is not None else "tensor"
                 raise TypeError(f"input {name}: expected a {expected}, got {type(value).__name__}")
             values[name] = value
             if sites is not None:
                 values[name], values[sites] = value.features, sites_of(value)
-        for step, spent in zip(self.program.steps, self._last_use, strict=True):
+        for step, spent in zip(program.steps, self._spent[program], strict=True):
             given = _given(step.args, values)
             made = execute(step, given, _given(step.kwargs, values), self.backend)
             values.update(zip(step.outputs, made, strict=True))
@@ -136,7 +141,7 @@ class IntegerModel:
                 observe(step, given, made)
             for name in spent:
                 del values[name]
-        return _given(self.program.result, values)
+        return _given(program.result, values)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the model to a folder: tensors as safetensors, the rest as JSON, with checksums.

@@ -16,6 +16,7 @@ from bevquant_int8sim.model._program import Ref, SparseRef, names_in, replaced
 from bevquant_int8sim.model._quantized_layer import float_sparse_step, quantized_layer
 from bevquant_int8sim.model._quantizers import integers_of, is_active, unsupported
 from bevquant_int8sim.model._signature import is_sparse_tensor, leaf_names, leaves, named
+from bevquant_int8sim.model._sites import dense
 from bevquant_int8sim.model._trace import SCOPE, Traced
 from bevquant_int8sim.model._vocabulary import (
     ADDITIONS,
@@ -249,7 +250,7 @@ class _Reader:
             made = self._grid(node, path, first, call)
             if made is not None:
                 return made
-        function = self._function(node)
+        function = dense if target is to_dense else self._function(node)
         settings: Any = dict(args=args, kwargs=kwargs, path=path, what=name, function=function)
         if name in JOINS and isinstance(first, list | tuple):
             moved = tuple(ref.name for ref in first if isinstance(ref, Ref))
@@ -335,7 +336,7 @@ class _Reader:
         natural = self.natural[x.features]
         return self._tensor(
             node, "move", args=(Ref(x.features), *hosts), path=path, what="to_dense",
-            function=to_dense, moved=(x.features,),
+            function=dense, moved=(x.features,),
             natural=FLOAT if natural == ACCUMULATORS else natural,
         )  # fmt: skip
 

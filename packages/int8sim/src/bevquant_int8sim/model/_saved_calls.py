@@ -15,9 +15,8 @@ from bevquant_int8sim.model._float_sparse import FloatSparseConv
 from bevquant_int8sim.model._grid_operations import max_pool, resize
 from bevquant_int8sim.model._method import Method
 from bevquant_int8sim.model._quantizers import is_active
-from bevquant_int8sim.model._sites import Geometry
+from bevquant_int8sim.model._sites import Geometry, dense
 from bevquant_int8sim.model._vocabulary import METADATA, SITES_METADATA
-from bevquant_sparse import to_dense
 
 __all__ = [
     "READABLE", "function_name", "module_config", "named_function", "rebuilt_module",
@@ -48,7 +47,7 @@ _NAMED: dict[str, Callable[..., Any]] = {
     "getattr": getattr,
     "max_pool": max_pool,
     "resize": resize,
-    "to_dense": to_dense,
+    "to_dense": dense,
     **{f"operator.{name}": getattr(operator, name) for name in _OPERATORS.split()},
     **{f"torch.{name}": getattr(torch, name) for name in _TORCH.split()},
     **{f"functional.{name}": getattr(functional, name) for name in _FUNCTIONAL.split()},

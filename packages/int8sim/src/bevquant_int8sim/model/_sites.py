@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bevquant_sparse import Rulebook, build_rulebook, to_dense
+from bevquant_int8sim._plan_rulebook import plan_rulebook
+from bevquant_int8sim._to_dense import int8_to_dense
+from bevquant_sparse import Rulebook
 
-__all__ = ["Geometry", "Sites", "SparseOutput"]
+__all__ = ["Geometry", "Sites", "SparseOutput", "dense", "sites_of"]
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Sites:
     def _built(self, geometry: Geometry) -> tuple[Rulebook, Sites]:
         if geometry.keeps_rows:
             return self._identity(), self
-        rulebook = build_rulebook(
+        rulebook = plan_rulebook(
             self.indices,
             self.spatial_shape,
             geometry.kernel_size,
@@ -151,9 +153,31 @@ class SparseOutput:
 
     def dense(self) -> Tensor:
         """Zero-filled grid ``[batch, channels, *spatial_shape]``."""
-        return to_dense(self.features, self.indices, self.spatial_shape, self.batch_size)
+        return dense(self.features, self.indices, self.spatial_shape, self.batch_size)
 
 
 def sites_of(tensor: Any) -> Sites:
     """The sites of an spconv-style sparse tensor."""
     return Sites(tensor.indices, tensor.spatial_shape, tensor.batch_size)
+
+
+def dense(
+    features: Tensor, indices: Tensor, spatial_shape: Sequence[int], batch_size: int
+) -> Tensor:
+    """``bevquant_sparse.to_dense`` of integers or floats, in the memory order of `int8_to_dense`.
+
+    Raises:
+        ValueError: A coordinate lies outside of the grid.
+    """
+    if not features.is_floating_point():
+        return int8_to_dense(features, indices, spatial_shape, batch_size)
+    sizes = [int(batch_size), *(int(size) for size in spatial_shape)]
+    if len(indices):
+        low, high = indices.amin(0).tolist(), indices.amax(0).tolist()
+        if min(low) < 0 or any(h >= size for h, size in zip(high, sizes, strict=True)):
+            raise ValueError(
+                f"to_dense: coordinates {low} … {high} lie outside of batch size and grid {sizes}"
+            )
+    grid = features.new_zeros(*sizes[:-1], features.shape[1], sizes[-1])
+    grid.movedim(-2, -1)[indices.long().unbind(1)] = features
+    return grid.movedim(-2, 1)
