@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from bevfusion_quant._errors import InputError
 from bevfusion_quant._frames import camera_names, frames_of
-from bevfusion_quant._options import Command, Demo, Evaluate, Ptq, Tree
+from bevfusion_quant._options import Command, Demo, Evaluate, Ptq, Simulate, Tree
 from bevfusion_quant.model import CONFIGS, PART_PATHS, build_model
 from bevfusion_quant.ptq import (
     EvaluateResult,
@@ -58,6 +58,7 @@ def _demo(options: Demo, command: str) -> str:
             name=options.name or free_name(options.runs, "demo"),
             overwrite=options.overwrite,
             command=command,
+            integers="auto",
         )
     )
 
@@ -105,9 +106,10 @@ def _evaluate(options: Evaluate, command: str) -> str:
             frames,
             cameras=options.cameras or None,
             runs=options.runs,
-            name=options.name or free_name(options.runs, "evaluate"),
+            name=options.name or free_name(options.runs, type(options).__name__.lower()),
             overwrite=options.overwrite,
             command=command,
+            integers=options.backend if isinstance(options, Simulate) else None,
         )
     )
 
@@ -155,9 +157,21 @@ def _report(result: PtqResult | EvaluateResult) -> str:
         "Stages",
         stage_table(result.stages),
         *(("Detections of both models, same class", detections) if result.agreement else ()),
+        *_integers(result),
         f"{warnings}\n{steps}\npeak memory {result.peak_memory_mib:,.0f} MiB",
         f"Written to {result.folder}: summary.json, config.json, bev.png, layers.png"
-        + (", ranges.json, weights.safetensors" if isinstance(result, PtqResult) else ""),
+        + (", ranges.json, weights.safetensors" if isinstance(result, PtqResult) else "")
+        + (", integer/" if result.simulation else ""),
         f"Page: {(result.folder / 'report.html').absolute()}",
     )
     return "\n\n".join(parts)
+
+
+def _integers(result: PtqResult | EvaluateResult) -> tuple[str, ...]:
+    """The simulation; layer by layer where it is what was asked for."""
+    from bevfusion_quant.integer import simulation_text
+
+    if result.simulation is None:
+        return ()
+    layers = isinstance(result, EvaluateResult)
+    return "In integers", simulation_text(result.simulation, layers=layers)

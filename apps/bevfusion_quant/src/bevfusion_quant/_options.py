@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["Command", "Demo", "Evaluate", "FrameOptions", "Ptq", "Tree"]
+__all__ = ["Command", "Demo", "Evaluate", "FrameOptions", "Ptq", "Simulate", "Tree"]
 
 ConfigName = Literal["nuscenes", "tiny"]
 Method = Literal["mse", "max", "entropy", "percentile"]
 Branch = Literal["camera", "lidar", "fuser", "decoder", "head", "all"]
+Backend = Literal["auto", "vnni", "portable", "torch"]
 Dataset = Literal["street", "pandaset", "kitti", "files", "nuscenes"]
 
 
@@ -125,6 +126,18 @@ class Evaluate(FrameOptions):
     overwrite: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class Simulate(Evaluate):
+    """Run a saved run's model in integer arithmetic on frames, beside float and fake-quantized.
+
+    Args:
+        backend: Kernels to run on; auto takes the fastest that is exact here.
+        name: The simulation's folder in --runs; by default simulate, simulate-2, …
+    """
+
+    backend: Backend = "auto"
+
+
 @dataclass(frozen=True)
 class Tree:
     """Print the module tree at one stage.
@@ -142,4 +155,4 @@ class Tree:
     quantize_head: bool = False
 
 
-Command = Demo | Ptq | Evaluate | Tree
+Command = Demo | Ptq | Evaluate | Simulate | Tree

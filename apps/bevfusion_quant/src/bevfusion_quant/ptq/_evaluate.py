@@ -24,6 +24,7 @@ from bevfusion_quant.ptq._stage_maps import StageRow
 from bevfusion_quant.ptq._summary import peak_memory_mib, versions, write_json
 
 if TYPE_CHECKING:
+    from bevfusion_quant.integer import Simulation
     from bevfusion_quant.points import Frame
 
 __all__ = ["EvaluateResult", "run_evaluate"]
@@ -40,6 +41,7 @@ class EvaluateResult:
     labels_found: list[FoundRow]
     seconds: dict[str, float]
     peak_memory_mib: float
+    simulation: Simulation | None = None
 
 
 def run_evaluate(
@@ -51,8 +53,9 @@ def run_evaluate(
     name: str = "evaluate",
     overwrite: bool = False,
     command: str = "",
+    integers: str | None = None,
 ) -> EvaluateResult:
-    """Compare a run's float and quantized model on the given frames and write `runs/name`.
+    """Compare a run's models on the given frames and write `runs/name`.
 
     The float model is the run's own, batch norms folded. The run is read and left as it is.
 
@@ -64,10 +67,16 @@ def run_evaluate(
         name: The evaluation's folder in it.
         overwrite: Replace an earlier run of that name.
         command: The command line that repeats this evaluation, for the summary.
+        integers: Kernels to run the model in integers on, such as "auto"; None for float and
+            fake-quantized alone.
 
     Raises:
         InputError: Whatever is wrong with the run or the input; nothing is written then.
     """
+    from bevfusion_quant.integer import check_backend, simulate_model
+
+    if integers is not None:
+        check_backend(integers)
     clock = Clock()
     with run_folder(runs, name, overwrite=overwrite, keep=Path(run)) as folder:
         with clock.step("load the run"):
@@ -76,7 +85,21 @@ def run_evaluate(
         sizes = CONFIGS[config["config"]]
         batches = FrameBatches(frames, sizes, model, cameras or config.get("cameras", CAMERA_NAMES))
         judgement = judge(loaded.float_model, model, batches, sizes, clock)
-        stage = quantized_parts(config.get("branch", "lidar"))[-1]
+        branch = config.get("branch", "lidar")
+        simulation = None
+        if integers is not None:
+            simulation = simulate_model(
+                loaded.float_model,
+                model,
+                batches,
+                sizes,
+                judgement,
+                clock,
+                folder,
+                branch=branch,
+                backend=integers,
+            )
+        stage = quantized_parts(branch)[-1]
         with clock.step("draw"):
             write_pictures(folder, sizes, batches.first_frame, judgement, stage)
         settings = {
@@ -100,6 +123,7 @@ def run_evaluate(
                 records={},
                 seconds=clock.seconds(),
                 peak_memory_mib=peak_memory_mib(),
+                simulation=simulation,
             )
         seconds, peak = clock.seconds(), round(peak_memory_mib(), 1)
         write_json(
@@ -116,6 +140,7 @@ def run_evaluate(
                     for _, (frame, size) in sorted(batches.names.items())
                 ],
                 **judgement.summary(),
+                **({} if simulation is None else {"integers": simulation.summary()}),
                 "seconds": seconds,
                 "peak_memory_mib": peak,
             },
@@ -128,4 +153,5 @@ def run_evaluate(
         judgement.found,
         seconds,
         peak,
+        simulation,
     )

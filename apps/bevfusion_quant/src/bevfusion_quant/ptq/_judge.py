@@ -30,6 +30,7 @@ class Judgement:
         agreement: How well the detections agree; empty without a head.
         found: How many labelled objects both find; empty without a head or labels.
         detections: Float and quantized ones of the first frame; None without a head.
+        float_detections: The float model's, frame by frame; empty without a head.
         wanted: The float model's output for the first frame.
     """
 
@@ -39,6 +40,7 @@ class Judgement:
     agreement: list[AgreementRow]
     found: list[FoundRow]
     detections: tuple[Detections, Detections] | None
+    float_detections: list[Detections]
     wanted: Any
 
     @property
@@ -73,10 +75,12 @@ def judge(
     low_x, low_y, _, high_x, high_y, _ = config.lidar.point_cloud_range
     tally = DetectionTally(config.head.classes, (low_x, low_y, high_x, high_y))
     first: list[tuple[Detections, Detections]] = []
+    float_detections: list[Detections] = []
 
     def count(index: int, wanted: Any, got: Any) -> None:
         found, quantized = (float_model.head.decode(output)[0] for output in (wanted, got))
         tally.add(found, quantized, batches.frame_labels(index))
+        float_detections.append(found)
         if index == 0:
             first.append((found, quantized))
 
@@ -90,5 +94,12 @@ def judge(
         quantized_model(*batches[0])
     agreement = tally.agreement() if has_head else []
     return Judgement(
-        rows, stages, watch.values(), agreement, tally.found(), first[0] if first else None, wanted
+        rows,
+        stages,
+        watch.values(),
+        agreement,
+        tally.found(),
+        first[0] if first else None,
+        float_detections,
+        wanted,
     )

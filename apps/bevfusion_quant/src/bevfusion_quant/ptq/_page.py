@@ -13,6 +13,7 @@ from bevfusion_quant.ptq._summary import or_dash, versions
 
 if TYPE_CHECKING:
     from bevfusion_quant.cameras import Camera
+    from bevfusion_quant.integer import Simulation
     from bevfusion_quant.model import BEVFusionConfig
     from bevfusion_quant.model.head import Detections
     from bevfusion_quant.points import Frame
@@ -39,6 +40,7 @@ def write_page(
     records: Mapping[str, Any],
     seconds: Mapping[str, float],
     peak_memory_mib: float,
+    simulation: Simulation | None = None,
 ) -> Path:
     """Write report.html.
 
@@ -55,6 +57,7 @@ def write_page(
         records: `fusion`, `quantization` and `calibration`, as far as the run did them.
         seconds: By step.
         peak_memory_mib: Of the process.
+        simulation: What running in integers gave, if the run did that.
     """
     from bevfusion_quant.report import ReportContent, write_report
 
@@ -74,6 +77,7 @@ def write_page(
             stages=_stages(config, judgement),
             layers=judgement.layers,
             quantizers=judgement.values,
+            integers=simulation,
             **records,
         ),
     )

@@ -41,6 +41,7 @@ from bevfusion_quant.ptq._summary import peak_memory_mib, versions, write_json
 from bevfusion_quant.ptq._sums import relative_change
 
 if TYPE_CHECKING:
+    from bevfusion_quant.integer import Simulation
     from bevfusion_quant.model import Batch, BEVFusion
     from bevfusion_quant.points import Frame
 
@@ -92,6 +93,7 @@ class PtqResult:
     warnings: tuple[str, ...]
     seconds: dict[str, float]
     peak_memory_mib: float
+    simulation: Simulation | None = None
 
 
 def run_ptq(
@@ -102,6 +104,7 @@ def run_ptq(
     name: str = "ptq",
     overwrite: bool = False,
     command: str = "",
+    integers: str | None = None,
 ) -> PtqResult:
     """Quantize the model or a part of it on the given frames and write `runs/name`.
 
@@ -113,10 +116,13 @@ def run_ptq(
         name: This run's folder in it.
         overwrite: Replace an earlier run of that name.
         command: The command line that repeats this run, for the summary.
+        integers: Kernels to run the model in integers on, such as "auto"; None for no such run.
 
     Raises:
         InputError: Whatever is wrong with the input; nothing is written then.
     """
+    from bevfusion_quant.integer import simulate_model
+
     clock = Clock()
     count = config.calibration_frames or len(frames)
     if not 1 <= count <= len(frames):
@@ -153,6 +159,19 @@ def run_ptq(
         with clock.step("check folding"), torch.no_grad():
             unfolded = whole_output(float_model(*first))
             folding_error = relative_change(unfolded, whole_output(judgement.wanted))
+        simulation = None
+        if integers is not None:
+            simulation = simulate_model(
+                fused.model,
+                quantized.model,
+                batches,
+                sizes,
+                judgement,
+                clock,
+                folder,
+                branch=config.branch,
+                backend=integers,
+            )
         stage = quantized_parts(config.branch)[-1]
         with clock.step("draw"):
             write_pictures(folder, sizes, batches.first_frame, judgement, stage)
@@ -181,6 +200,7 @@ def run_ptq(
                 records=records,
                 seconds=clock.seconds(),
                 peak_memory_mib=peak_memory_mib(),
+                simulation=simulation,
             )
         seconds, peak = clock.seconds(), round(peak_memory_mib(), 1)
         summary = {
@@ -197,6 +217,7 @@ def run_ptq(
             "weights": weights,
             **records,
             **judgement.summary(),
+            **({} if simulation is None else {"integers": simulation.summary()}),
             "seconds": seconds,
             "peak_memory_mib": peak,
         }
@@ -211,6 +232,7 @@ def run_ptq(
         calibration_warnings(report),
         seconds,
         peak,
+        simulation,
     )
 
 

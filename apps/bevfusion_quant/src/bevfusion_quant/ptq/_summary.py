@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "agreement_text",
+    "aligned_table",
     "layer_table",
     "or_dash",
     "peak_memory_mib",
@@ -30,7 +31,7 @@ __all__ = [
 
 PACKAGES = (
     "bevfusion-quant", "bevquant-sparse", "bevquant-fusion", "bevquant-quantizers", "bevquant-qnn",
-    "torch", "numpy", "numba", "spconv",
+    "bevquant-int8sim", "torch", "numpy", "numba", "spconv",
 )  # fmt: skip
 
 
@@ -70,13 +71,13 @@ def layer_table(rows: Sequence[LayerRow]) -> str:
     """The per-layer table as text of at most 100 columns."""
     head = ("layer", "channels", "rows", "SQNR dB", "cosine", "saturated %", "input amax")
     names = short_names(rows)
-    return _table(head, [_cells(name, row) for name, row in zip(names, rows, strict=True)])
+    return aligned_table(head, [_cells(name, row) for name, row in zip(names, rows, strict=True)])
 
 
 def stage_table(rows: Sequence[StageRow]) -> str:
     """One line for each stage."""
     head = ("stage", "channels", "SQNR dB", "cosine")
-    return _table(
+    return aligned_table(
         head,
         [
             (r.title, str(r.channels), or_dash(r.sqnr_db, ".1f"), or_dash(r.cosine, ".6f"))
@@ -88,7 +89,7 @@ def stage_table(rows: Sequence[StageRow]) -> str:
 def agreement_text(agreement: Sequence[AgreementRow], found: Sequence[FoundRow]) -> str:
     """How many detections of the two models match, and how many labels they find."""
     head = ("within", "float", "quantized", "matched", "mean |Δscore|", "max |Δscore|")
-    text = _table(
+    text = aligned_table(
         head,
         [
             (
@@ -109,7 +110,7 @@ def agreement_text(agreement: Sequence[AgreementRow], found: Sequence[FoundRow])
         (f"{r.distance:g} m", str(r.labels), str(r.found_float), str(r.found_quantized))
         for r in found
     ]
-    return f"{text}\n\n{_table(columns, cells)}"
+    return f"{text}\n\n{aligned_table(columns, cells)}"
 
 
 def short_names(rows: Sequence[LayerRow]) -> list[str]:
@@ -123,7 +124,8 @@ def short_names(rows: Sequence[LayerRow]) -> list[str]:
     ]
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def aligned_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns under their heads: the first one to the left, the others to the right."""
     cells = [head, *rows]
     widths = [max(len(line[i]) for line in cells) for i in range(len(head))]
     lines = ["  ".join(_aligned(line, widths)) for line in cells]

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 if TYPE_CHECKING:
     from bevfusion_quant.cameras import Camera
+    from bevfusion_quant.integer import Simulation
     from bevfusion_quant.ptq import LayerRow, QuantizerValues
 
 __all__ = ["ReportBoxes", "ReportContent", "ReportFigure", "ReportScene", "ReportStage"]
@@ -128,6 +129,7 @@ class ReportContent:
             "shared" [{tensor, readers, reason}], "skipped" [{path, reason}].
         calibration: As `calibration_record` makes it: "quantizers" [{names, method, amax, …,
             warnings}], "warnings".
+        integers: What running in integers gave.
         low_sqnr_db: Layers below this are counted and marked.
 
     Examples:
@@ -151,4 +153,5 @@ class ReportContent:
     fusion: Mapping[str, Any] | None = None
     quantization: Mapping[str, Any] | None = None
     calibration: Mapping[str, Any] | None = None
+    integers: Simulation | None = None
     low_sqnr_db: float = 20.0

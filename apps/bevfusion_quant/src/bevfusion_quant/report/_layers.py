@@ -10,6 +10,7 @@ from bevfusion_quant.report._encode import rounded
 from bevfusion_quant.report._format import count, decibels, finite, fixed, number, part_of, percent
 from bevfusion_quant.report._html import Html, path_name, tag
 from bevfusion_quant.report._section import Section, field, select
+from bevfusion_quant.report._table import Column, cell, share, table_head
 
 if TYPE_CHECKING:
     from bevfusion_quant.ptq import LayerRow
@@ -33,24 +34,24 @@ class _Scales(NamedTuple):
         )
 
 
-class _Column(NamedTuple):
-    key: str
-    title: str
-    note: str
-    kind: str = ""
-
-
 COLUMNS = (
-    _Column("order", "#", "order of execution", "minor"),
-    _Column("layer", "Layer", "path in the model", "name"),
-    _Column("kind", "Kind", "class of the module", "minor"),
-    _Column("channels", "Channels", "channels of the output", "minor"),
-    _Column("rows", "Rows", "active voxels or cells in a frame, mean", "minor"),
-    _Column("sqnr", "SQNR dB", "signal to quantization noise of the output"),
-    _Column("cosine", "Cosine", "cosine of float and quantized output"),
-    _Column("saturated", "Saturated", "share of input values beyond the range"),
-    _Column("amax", "Input range", "largest magnitude the input's quantizer can express", "minor"),
-)
+    Column("order", "#", "order of execution", "minor"),
+    Column("layer", "Layer", "path in the model", "name", is_text=True),
+    Column("kind", "Kind", "class of the module", "minor", is_text=True),
+    Column("channels", "Channels", "channels of the output", "minor", first="descending"),
+    Column("rows", "Rows", "active voxels or cells in a frame, mean", "minor", first="descending"),
+    Column("sqnr", "SQNR dB", "signal to quantization noise of the output"),
+    Column("cosine", "Cosine", "cosine of float and quantized output"),
+    Column("saturated", "Saturated", "share of input values beyond the range", first="descending"),
+    Column(
+        "amax",
+        "Input range",
+        "largest magnitude the input's quantizer can express",
+        "minor",
+        first="descending",
+    ),
+)  # fmt: skip
+BY_KEY = {column.key: column for column in COLUMNS}
 
 
 def finite_rows(layers: Sequence[LayerRow]) -> list[LayerRow]:
@@ -94,9 +95,10 @@ def layers_section(
     table = tag(
         "table",
         tag("caption", "Float against quantized, output of each layer", class_="hidden"),
-        tag("thead", tag("tr", *(_head(column) for column in COLUMNS))),
+        table_head(COLUMNS),
         tag("tbody", *rows),
         id="layer-table",
+        class_="layer-table",
     )
     chart = tag(
         "figure",
@@ -116,12 +118,6 @@ def layers_section(
     return Section("layers", "Layers", tag("div", chart, controls, scroll), data)
 
 
-def _head(column: _Column) -> Html:
-    sort = "ascending" if column.key == "order" else "none"
-    button = tag("button", column.title, type="button", title=column.note)
-    return tag("th", button, scope="col", data_key=column.key, aria_sort=sort, class_=column.kind)
-
-
 def _row(
     index: int, row: LayerRow, low: float, scales: _Scales, quantizer_of: Mapping[str, int]
 ) -> Html:
@@ -133,40 +129,19 @@ def _row(
         amax = tag("a", amax, href=f"#quantizer-{card}", title="its histogram")
     return tag(
         "tr",
-        _cell("order", index, index + 1),
+        cell(BY_KEY["order"], index, index + 1),
         tag("th", path_name(row.layer), scope="row", data_value=row.layer, class_="name"),
-        _cell("kind", row.kind, row.kind),
-        _cell("channels", row.channels, count(row.channels)),
-        _cell("rows", row.rows, count(row.rows)),
-        _cell("sqnr", row.sqnr_db, fixed(row.sqnr_db, 1), _share(row.sqnr_db, scales.sqnr),
+        cell(BY_KEY["kind"], row.kind, row.kind),
+        cell(BY_KEY["channels"], row.channels, count(row.channels)),
+        cell(BY_KEY["rows"], row.rows, count(row.rows)),
+        cell(BY_KEY["sqnr"], row.sqnr_db, fixed(row.sqnr_db, 1), share(row.sqnr_db, scales.sqnr),
               f"{decibels(row.sqnr_db)}, below {low:g} dB" if is_low else None),
-        _cell("cosine", row.cosine, fixed(row.cosine, 5), _share(error, scales.error)),
-        _cell("saturated", row.saturated, percent(row.saturated),
-              _share(row.saturated, scales.saturated)),
-        _cell("amax", row.input_amax, amax),
+        cell(BY_KEY["cosine"], row.cosine, fixed(row.cosine, 5), share(error, scales.error)),
+        cell(BY_KEY["saturated"], row.saturated, percent(row.saturated),
+              share(row.saturated, scales.saturated)),
+        cell(BY_KEY["amax"], row.input_amax, amax),
         id=f"layer-{index}",
         class_="low" if is_low else None,
         data_part=part_of(row.layer),
         data_text=f"{row.layer} {row.kind}".lower(),
     )  # fmt: skip
-
-
-def _share(value: float | None, whole: float) -> float | None:
-    """Length of a bar in per cent."""
-    return None if value is None or whole <= 0 else 100 * min(1.0, max(0.0, value) / whole)
-
-
-MINOR = frozenset(column.key for column in COLUMNS if column.kind == "minor")
-
-
-def _cell(
-    key: str,
-    value: float | str | None,
-    shown: Html | str | int,
-    bar: float | None = None,
-    title: str | None = None,
-) -> Html:
-    kinds = [key] + ["minor"] * (key in MINOR)
-    drawn = None if bar is None else tag("span", class_="bar", style=f"--share:{bar:.1f}%")
-    raw = "" if value is None else value if isinstance(value, str) else f"{value:.9g}"
-    return tag("td", shown, drawn, data_value=raw, class_=" ".join(kinds), title=title)

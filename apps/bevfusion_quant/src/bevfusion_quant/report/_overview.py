@@ -10,6 +10,7 @@ from bevfusion_quant.report._html import Html, join, tag
 from bevfusion_quant.report._section import Section
 
 if TYPE_CHECKING:
+    from bevfusion_quant.integer import Simulation
     from bevfusion_quant.ptq import LayerRow
     from bevfusion_quant.report._content import ReportContent
 
@@ -67,6 +68,8 @@ def _figures(content: ReportContent) -> Iterator[Html]:
         shared = sum(len(q.paths) > 1 for q in content.quantizers)
         note = f"{weights} of weights, {shared} shared"
         yield _figure("Quantizers", count(len(content.quantizers)), note)
+    if content.integers is not None:
+        yield _departure(content.integers)
     for more in content.figures:
         yield _figure(more.label, more.value, more.note)
     if "total" in content.seconds:
@@ -83,6 +86,20 @@ def _worst(layers: Sequence[LayerRow]) -> Html | str:
     decibel, index = min(known)
     short = ".".join(layers[index].layer.split(".")[-3:])
     return join(f"worst {decibels(decibel)} at ", tag("a", short, href=f"#layer-{index}"))
+
+
+def _departure(simulation: Simulation) -> Html:
+    """Where integer and fake-quantized results part."""
+    first, wrong = simulation.first_departure, len(simulation.wrong)
+    most = max((row.forced_max_steps or 0 for row in simulation.layers), default=0)
+    note: Html | str = "no layer departs by more than one step"
+    if first is not None:
+        index = simulation.layers.index(first)
+        short = ".".join(first.path.split(".")[-3:])
+        link = tag("a", short, href=f"#integer-{index}")
+        note = join("departs first: ", link, f", up to {first.max_steps} steps")
+    text = f"{most} step{'s' * (most != 1)}"
+    return _figure("Integer against fake-quantized, same inputs", text, note, bool(wrong))
 
 
 def _figure(label: str, value: str, note: Html | str, low: bool = False) -> Html:

@@ -17,6 +17,7 @@ from bevfusion_quant.report._check import check
 from bevfusion_quant.report._decisions import decisions_section
 from bevfusion_quant.report._encode import script_json
 from bevfusion_quant.report._html import join, tag
+from bevfusion_quant.report._integers import integers_section
 from bevfusion_quant.report._layers import finite_rows, layers_section
 from bevfusion_quant.report._overview import head, reproduce
 from bevfusion_quant.report._quantizers import quantizers_section
@@ -107,6 +108,8 @@ def _sections(content: ReportContent) -> Iterator[Section]:
     if content.layers:
         cards = {path: i for i, v in enumerate(content.quantizers) for path in v.paths}
         yield layers_section(content.layers, content.low_sqnr_db, cards)
+    if content.integers is not None:
+        yield integers_section(content.integers)
     decisions, again = decisions_section(content), reproduce(content)
     if decisions is not None:
         yield decisions

@@ -5,7 +5,7 @@ function fail(error) {
   console.error(error);
 }
 
-for (const start of [startTheme, startScene, startTabs, startChart, startTable, startHistograms, startLists, startNavigation]) {
+for (const start of [startTheme, startScene, startTabs, startChart, startTables, startHistograms, startLists, startNavigation]) {
   try {
     Promise.resolve(start()).catch(fail);
   } catch (error) { fail(error); }

@@ -1,0 +1,60 @@
+"""What stays float in the integer model, and why it does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from bevfusion_quant.model import PART_PATHS
+from bevfusion_quant.ptq._branches import Branch, quantized_parts, why_float
+
+if TYPE_CHECKING:
+    from bevfusion_quant.model import BEVFusion
+    from bevquant_int8sim import Island
+
+__all__ = ["FloatIsland", "float_islands"]
+
+
+@dataclass(frozen=True)
+class FloatIsland:
+    """Something computed in float: the module, its class or the function's name, and why."""
+
+    path: str
+    what: str
+    reason: str
+
+
+def float_islands(
+    islands: Sequence[Island], model: BEVFusion, branch: str
+) -> tuple[FloatIsland, ...]:
+    """The islands with the reason that lies furthest back.
+
+    Of a part without any quantizer that is the choice not to quantize it; of a single layer in a
+    quantized part, that it got no quantizers.
+    """
+    chosen = cast(Branch, branch)
+    with_head = any("_quantizer" in path for path, _ in _modules(model, PART_PATHS["head"]))
+    quantized = quantized_parts(chosen, with_head=with_head)
+    left = {
+        PART_PATHS[part]: why_float(part, chosen) for part in model.parts if part not in quantized
+    }
+    known = dict(model.named_modules())
+    found = []
+    for island in islands:
+        reason = island.reason
+        part = next((path for path in left if _below(island.path, path)), None)
+        if part is not None:
+            reason = left[part]
+        elif type(known.get(island.path)).__name__ == island.what:
+            reason = f"the layer has no quantizers: {reason}"
+        found.append(FloatIsland(island.path, island.what, reason))
+    return tuple(found)
+
+
+def _modules(model: BEVFusion, below: str) -> list[tuple[str, object]]:
+    return [(path, module) for path, module in model.named_modules() if _below(path, below)]
+
+
+def _below(path: str, part: str) -> bool:
+    return path == part or path.startswith(f"{part}.")

@@ -1,0 +1,84 @@
+"""The integer model on disk: whole where that can be, else the parts that can."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from bevfusion_quant.ptq._branches import FOLDED_APART
+
+if TYPE_CHECKING:
+    from bevfusion_quant.model import BEVFusion
+    from bevquant_int8sim import IntegerModel
+
+__all__ = ["SavedPart", "save_parts"]
+
+WHOLE = "model"
+SIGNATURES: dict[str, Callable[[Tensor], tuple[Any, ...]]] = {
+    "encoders.camera.neck": lambda x: ([x, x, x],),
+    "encoders.camera.vtransform": lambda x: (x, x, x),
+    "encoders.lidar.backbone": lambda x: (x, x, 1),
+    "fuser": lambda x: (x, x),
+    "decoder.neck": lambda x: ([x, x],),
+}
+"""How the units are called; the others take one tensor."""
+
+
+@dataclass(frozen=True)
+class SavedPart:
+    """One integer model.
+
+    Attributes:
+        part: Path of the module, or "model" for all of it.
+        folder: Where `IntegerModel.load` finds it, below the run's folder; empty where it is not
+            saved.
+        reason: Why not.
+    """
+
+    part: str
+    folder: str
+    reason: str = ""
+
+
+def save_parts(
+    folder: Path, model: IntegerModel, quantized_model: BEVFusion, backend: str
+) -> tuple[SavedPart, ...]:
+    """Write the model to `folder/model`, or its units to `folder/<path>`.
+
+    A program can be saved if it calls torch's own functions alone; the view transform's splat and
+    the head's choice of queries are functions of this program.
+    """
+    folder.mkdir()
+    saved = _saved(folder, WHOLE, model)
+    if saved.folder:
+        return (saved,)
+    known = dict(quantized_model.named_modules())
+    parts = [_unit(folder, path, known[path], backend) for path in FOLDED_APART if path in known]
+    return (saved, *(part for part in parts if part is not None))
+
+
+def _unit(folder: Path, path: str, unit: Any, backend: str) -> SavedPart | None:
+    from bevquant_int8sim import simulate
+
+    if not any("_quantizer" in name for name, _ in unit.named_modules()):
+        return None  # float, as the run wanted it
+    tensor = torch.zeros(1)
+    example = SIGNATURES[path](tensor) if path in SIGNATURES else (tensor,)
+    try:
+        model = simulate(unit, example, backend=backend)
+    except ValueError as error:
+        return SavedPart(path, "", str(error))
+    return _saved(folder, path, model)
+
+
+def _saved(folder: Path, name: str, model: IntegerModel) -> SavedPart:
+    try:
+        model.save(folder / name)
+    except ValueError as error:
+        return SavedPart(name, "", str(error))
+    return SavedPart(name, f"{folder.name}/{name}")

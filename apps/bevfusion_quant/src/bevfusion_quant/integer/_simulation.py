@@ -1,0 +1,202 @@
+"""The calibrated model lowered to integers, run on frames, and compared layer by layer."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from bevfusion_quant._errors import InputError
+from bevfusion_quant.integer._islands import FloatIsland, float_islands
+from bevfusion_quant.integer._save import SavedPart, save_parts
+from bevfusion_quant.integer._stages import IntegerStage, integer_stages
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from bevfusion_quant.model import Batch, BEVFusion, BEVFusionConfig
+    from bevfusion_quant.ptq._agreement import AgreementRow, FoundRow
+    from bevfusion_quant.ptq._batches import FrameBatches
+    from bevfusion_quant.ptq._clock import Clock
+    from bevfusion_quant.ptq._judge import Judgement
+    from bevquant_int8sim import IntegerModel, LayerRow
+
+__all__ = ["Backend", "Simulation", "check_backend", "simulate_model"]
+
+Backend = Literal["auto", "vnni", "portable", "torch"]
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """What running in integers gave.
+
+    Attributes:
+        layers: One row for each step that computes, in the order of execution.
+        stages: The same for each stage of the model.
+        islands: What was computed in float, and why.
+        agreement: Detections of the float model against those of the integer model; empty without
+            a head.
+        found: Labelled objects that both find; empty without a head or labels.
+        backend: The kernels that ran, and the instructions they use.
+        frame_seconds: Of the integer model alone, frame by frame; the first one warms up.
+        saved: The integer models in the run folder, and what could not be saved.
+    """
+
+    layers: tuple[LayerRow, ...]
+    stages: tuple[IntegerStage, ...]
+    islands: tuple[FloatIsland, ...]
+    agreement: tuple[AgreementRow, ...]
+    found: tuple[FoundRow, ...]
+    backend: str
+    frame_seconds: tuple[float, ...]
+    saved: tuple[SavedPart, ...]
+
+    @property
+    def first_departure(self) -> LayerRow | None:
+        """The first layer whose integers leave the fake-quantized ones by more than one step."""
+        return next((row for row in self.layers if (row.max_steps or 0) > 1), None)
+
+    @property
+    def wrong(self) -> tuple[LayerRow, ...]:
+        """Layers more than one step apart on the same inputs, without a known reason."""
+        return tuple(r for r in self.layers if (r.forced_max_steps or 0) > 1 and not r.why)
+
+    def summary(self) -> dict[str, Any]:
+        """Everything, for summary.json."""
+        first = self.first_departure
+        return {
+            "backend": self.backend,
+            "first_departure": None if first is None else first.path,
+            "wrong": [row.path for row in self.wrong],
+            "frame_seconds": self.frame_seconds,
+            "stages": self.stages,
+            "layers": self.layers,
+            "islands": self.islands,
+            "agreement": self.agreement,
+            "labels_found": self.found,
+            "saved": self.saved,
+        }
+
+
+def check_backend(backend: str) -> str:
+    """Which kernels `backend` means on this machine, as text.
+
+    Raises:
+        InputError: It cannot be used here.
+    """
+    from bevquant_int8sim import backend_report
+
+    statuses = backend_report()
+    for status in statuses:
+        if backend in ("auto", status.name) and status.available:
+            return f"{status.name} ({status.detail})"
+    why = {status.name: status.detail for status in statuses}.get(backend, "it is unknown")
+    raise InputError(f"--backend {backend} cannot be used here: {why}: choose --backend auto")
+
+
+def simulate_model(
+    float_model: BEVFusion,
+    quantized_model: BEVFusion,
+    batches: FrameBatches,
+    config: BEVFusionConfig,
+    judgement: Judgement,
+    clock: Clock,
+    folder: Path,
+    *,
+    branch: str,
+    backend: str = "auto",
+) -> Simulation:
+    """Lower, run, compare, and save the integer model below `folder`.
+
+    Args:
+        float_model: The folded model that was quantized.
+        quantized_model: The calibrated one.
+        batches: At least one.
+        config: Sizes.
+        judgement: Of the same models on the same batches.
+        clock: Times the steps.
+        folder: Where `integer/` is written.
+        branch: What the run quantized; says why the rest is float.
+        backend: Kernels to run on.
+
+    Raises:
+        InputError: No layer of the model is quantized, one has no range, or the backend is not
+            there.
+    """
+    from bevquant_int8sim import compare
+
+    used = check_backend(backend)
+    with clock.step("lower to integers"):
+        model = lowered(quantized_model, batches[0], backend)
+    with clock.step("run in integers", blame="the integer model cannot run on these frames"):
+        outputs, seconds = _run(model, batches)
+    agreement, found = _agreement(float_model, outputs, batches, config, judgement)
+    with clock.step("compare integers", blame="float and integer model cannot be compared"):
+        layers = compare(float_model, model, map(tuple, batches)).rows
+    with clock.step("save integers"):
+        saved = save_parts(folder / "integer", model, quantized_model, backend)
+    return Simulation(
+        layers,
+        integer_stages(layers, quantized_model.parts),
+        float_islands(model.islands, quantized_model, branch),
+        agreement,
+        found,
+        used,
+        seconds,
+        saved,
+    )
+
+
+def lowered(quantized_model: BEVFusion, batch: Batch, backend: str) -> IntegerModel:
+    """The whole model in integers.
+
+    Raises:
+        InputError: Nothing in it computes in integers, or ranges are missing.
+    """
+    from bevquant_int8sim import simulate
+
+    try:
+        model = simulate(quantized_model, tuple(batch), backend=backend)
+    except ValueError as error:
+        raise InputError(
+            f"the run cannot be simulated in integers: {error}: calibrate again with "
+            "bevfusion-quant ptq"
+        ) from error
+    if not any(step.op in _LAYERS for step in model.steps):
+        raise InputError(
+            "the run cannot be simulated in integers: none of its layers is quantized: quantize "
+            "with bevfusion-quant ptq and fewer --exclude"
+        )
+    return model
+
+
+_LAYERS = frozenset({"sparse_conv", "conv", "conv_transpose", "linear"})
+
+
+def _run(model: IntegerModel, batches: FrameBatches) -> tuple[list[Any], tuple[float, ...]]:
+    outputs, seconds = [], []
+    for batch in batches:
+        start = time.perf_counter()
+        outputs.append(model(*batch))
+        seconds.append(round(time.perf_counter() - start, 3))
+    return outputs, tuple(seconds)
+
+
+def _agreement(
+    float_model: BEVFusion,
+    outputs: Sequence[Any],
+    batches: FrameBatches,
+    config: BEVFusionConfig,
+    judgement: Judgement,
+) -> tuple[tuple[AgreementRow, ...], tuple[FoundRow, ...]]:
+    """How well the integer model's detections agree with the float model's."""
+    from bevfusion_quant.ptq._agreement import DetectionTally
+
+    if not judgement.float_detections:
+        return (), ()
+    low_x, low_y, _, high_x, high_y, _ = config.lidar.point_cloud_range
+    tally = DetectionTally(config.head.classes, (low_x, low_y, high_x, high_y))
+    for index, (wanted, output) in enumerate(zip(judgement.float_detections, outputs, strict=True)):
+        tally.add(wanted, float_model.head.decode(output)[0], batches.frame_labels(index))
+    return tuple(tally.agreement()), tuple(tally.found())

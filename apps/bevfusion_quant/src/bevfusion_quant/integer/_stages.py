@@ -1,0 +1,85 @@
+"""The layer table, one line for each stage of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bevquant_int8sim import LayerRow
+
+__all__ = ["IntegerStage", "integer_stages"]
+
+# Stage → title, the module paths that belong to it.
+_STAGES = {
+    "neck": ("Camera features", ("encoders.camera.backbone", "encoders.camera.neck")),
+    "camera": ("Camera, bird's-eye view", ("encoders.camera.vtransform",)),
+    "lidar": ("LiDAR, bird's-eye view", ("encoders.lidar",)),
+    "fuser": ("Fused, bird's-eye view", ("fuser",)),
+    "decoder": ("Decoder", ("decoder",)),
+    "head": ("Heatmap of the head", ("heads.object.shared_conv", "heads.object.heatmap_head")),
+}
+# Of which part of the model a stage is; the head's stage ends before it chooses its queries.
+_PARTS = {"neck": "camera"}
+
+
+@dataclass(frozen=True)
+class IntegerStage:
+    """One stage: how its last layer came out, and the widest gap in it.
+
+    Attributes:
+        stage: Its name.
+        title: Its title.
+        layer: The last layer in it.
+        integers: How many of its steps compute in integers, and
+        floats: in float.
+        fake_sqnr_db: Of the last layer's output, fake-quantized against float; None where equal.
+        integer_sqnr_db: In integers against float.
+        max_steps: Largest difference of fake-quant and integer results in the stage, in steps of
+            the layer's output; None without a layer in integers.
+        mean_steps: Mean of its size at the last layer in integers.
+        forced_max_steps: Largest difference of a layer in the stage on the same inputs.
+    """
+
+    stage: str
+    title: str
+    layer: str
+    integers: int
+    floats: int
+    fake_sqnr_db: float | None
+    integer_sqnr_db: float | None
+    max_steps: int | None
+    mean_steps: float | None
+    forced_max_steps: int | None
+
+
+def integer_stages(layers: Sequence[LayerRow], parts: Sequence[str]) -> tuple[IntegerStage, ...]:
+    """A line for every stage of the parts that the model has."""
+    return tuple(
+        _stage(stage, title, rows)
+        for stage, (title, paths) in _STAGES.items()
+        if _PARTS.get(stage, stage) in parts
+        and (rows := [row for row in layers if _lies_in(row.path, paths)])
+    )
+
+
+def _lies_in(path: str, paths: Sequence[str]) -> bool:
+    return any(path == p or path.startswith(f"{p}.") for p in paths)
+
+
+def _stage(stage: str, title: str, rows: Sequence[LayerRow]) -> IntegerStage:
+    exact = [row for row in rows if row.max_steps is not None]
+    last = rows[-1]
+    return IntegerStage(
+        stage,
+        title,
+        last.path,
+        sum(row.form != "float" for row in rows),
+        sum(row.form == "float" for row in rows),
+        last.fake_sqnr_db,
+        last.integer_sqnr_db,
+        max((row.max_steps or 0 for row in exact), default=None),
+        exact[-1].mean_steps if exact else None,
+        max((row.forced_max_steps or 0 for row in exact), default=None),
+    )
