@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-import resource
 import statistics
 import subprocess
 import sys

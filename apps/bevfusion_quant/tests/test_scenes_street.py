@@ -274,6 +274,7 @@ def test_tiny_size_scans_less():
     assert len(np.unique(tiny.points[:, 4])) == 3
     own = SceneSettings(beams=4, sweeps=1, azimuth_steps=45)
     assert len(street_frame(0, size=own).points) < 4 * 45
-    assert street_frame(0, size=own).points.tobytes() == street_frame(
-        0, beams=4, sweeps=1, azimuth_steps=45
-    ).points.tobytes()
+    assert (
+        street_frame(0, size=own).points.tobytes()
+        == street_frame(0, beams=4, sweeps=1, azimuth_steps=45).points.tobytes()
+    )

@@ -67,7 +67,7 @@ def labels_of(
 
 
 def _tight_boxes(solids: SolidArrays, wanted: list[int]) -> tuple[_Array, _Array]:
-    """Middles and sizes [objects, 3] of the smallest boxes around the solids, in objects' frames."""
+    """Middles and sizes [objects, 3] of the smallest boxes around solids, in objects' frames."""
     (fc, fs), (tc, ts) = solids.facing[solids.owner].T, solids.turn.T
     c, s = np.abs(fc * tc + fs * ts), np.abs(fc * ts - fs * tc)  # turned against the object
     a, b, up = solids.half.T

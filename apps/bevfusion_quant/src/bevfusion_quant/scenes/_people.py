@@ -27,7 +27,9 @@ def pedestrian(
     cloth = Material.CLOTH
     knee, shoulder = 0.52 * leg, leg + 0.97 * torso
     limbs = tuple(
-        Solid(_TUBE, (swing * stride, side, (low + high) / 2), (wide, wide, high - low), cloth, gain=g)
+        Solid(
+            _TUBE, (swing * stride, side, (low + high) / 2), (wide, wide, high - low), cloth, gain=g
+        )
         for way in (-1, 1)
         for side, swing, low, high, wide, g in (
             (-way * hip, 0.95 * way, 0.0, knee, 0.13, trousers),

@@ -2,8 +2,8 @@
 
 Beside +, -, ×, ÷, √ and floor nothing is used, as in the ray caster, so that pictures are the same
 on every machine. `_hash` is the ray caster's, written here again so that this module stands alone
-(numba's cache notices changes to one file). Colours are linear until the end; the picture is their square root, which is
-close to what cameras do.
+(numba's cache notices changes to one file). Colours are linear until the end; the picture is their
+square root, which is close to what cameras do.
 """
 
 from __future__ import annotations
@@ -190,7 +190,9 @@ def shade(
                             red, green, blue = spoke, spoke, spoke
                     elif made_of == _FOLIAGE:
                         leaf = 0.55 + 0.9 * _hash(
-                            int(np.floor(13.0 * x)), int(np.floor(13.0 * y)), int(np.floor(13.0 * z))
+                            int(np.floor(13.0 * x)),
+                            int(np.floor(13.0 * y)),
+                            int(np.floor(13.0 * z)),
                         )
                         red, green, blue = red * leaf, green * leaf, blue * leaf
                     elif made_of == _ROOF:

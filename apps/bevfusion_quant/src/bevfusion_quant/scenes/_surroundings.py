@@ -139,8 +139,7 @@ def sign(x: float, y: float, yaw: float) -> SceneObject:
 def traffic_light(x: float, y: float, yaw: float) -> SceneObject:
     """A signal on a pole, facing +x of its own frame."""
     lamps = tuple(
-        Solid(_BALL, (0.2, 0, level), (0.08, 0.2, 0.2), Material.GLASS)
-        for level in (3.2, 2.9, 2.6)
+        Solid(_BALL, (0.2, 0, level), (0.08, 0.2, 0.2), Material.GLASS) for level in (3.2, 2.9, 2.6)
     )
     solids = (
         Solid(_TUBE, (0, 0, 1.6), (0.14, 0.14, 3.6), Material.METAL),

@@ -10,7 +10,15 @@ from bevfusion_quant.scenes._ground import Ground
 from bevfusion_quant.scenes._people import pedestrian
 from bevfusion_quant.scenes._solids import SceneObject
 from bevfusion_quant.scenes._surroundings import barrier, traffic_cone
-from bevfusion_quant.scenes._vehicles import bus, car, cyclist, excavator, motorcycle, trailer, truck
+from bevfusion_quant.scenes._vehicles import (
+    bus,
+    car,
+    cyclist,
+    excavator,
+    motorcycle,
+    trailer,
+    truck,
+)
 
 __all__ = ["LANE", "driving", "parked", "people", "roadworks"]
 
@@ -114,4 +122,8 @@ def roadworks(rng: np.random.Generator, ground: Ground) -> list[SceneObject]:
     if rng.random() < 0.35:
         return [*cones, *walls]
     place = -(ground.half_width - 1.3)
-    return [*cones, *walls, excavator(rng, place, start + 11.3, _UP + float(rng.uniform(-0.1, 0.1)))]
+    return [
+        *cones,
+        *walls,
+        excavator(rng, place, start + 11.3, _UP + float(rng.uniform(-0.1, 0.1))),
+    ]

@@ -17,7 +17,9 @@ def _wheels(
 ) -> tuple[Solid, ...]:
     size = (2 * radius, 0.22, 2 * radius)
     return tuple(
-        Solid(Shape.WHEEL, (axle * length, side * (width / 2 - 0.11), radius), size, Material.RUBBER)
+        Solid(
+            Shape.WHEEL, (axle * length, side * (width / 2 - 0.11), radius), size, Material.RUBBER
+        )
         for axle in axles
         for side in (-1, 1)
     )
