@@ -7,4 +7,5 @@ _NEED_NUMBA = (
     "planned_rulebook scatter self_test sparse_numba sparse_plan tile_loops"
 ).split()
 _PACKAGE = "src/bevquant_int8sim"
-collect_ignore = [] if find_spec("numba") else [f"{_PACKAGE}/_{name}.py" for name in _NEED_NUMBA]
+_FILES = [*(f"_{name}" for name in _NEED_NUMBA), "model/_rowwise_numba"]
+collect_ignore = [] if find_spec("numba") else [f"{_PACKAGE}/{name}.py" for name in _FILES]

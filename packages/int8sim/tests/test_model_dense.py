@@ -152,8 +152,10 @@ def by_hand(net, image):
     acc, steps = conv(h, block.conv2)
     join = net.quant_concat
     if block.add is None:  # the convolution's own accumulators are added to
-        total = acc * steps + x * scale_of(block.conv1)
-        forms = {s: rounded(total / s, low=0) for s in (scale_of(net.down), scale_of(join))}
+        forms = {
+            s: rounded(acc * (steps / s) + x * (scale_of(block.conv1) / s), low=0)
+            for s in (scale_of(net.down), scale_of(join))
+        }
     else:  # its operands have one range of their own
         x = pooled[scale_of(block.add)]
         h = made["block.conv2"] = requantized(acc, steps, scale_of(block.add))

@@ -81,6 +81,8 @@ def run_dense(
         from bevquant_int8sim._dense_numba import convolve
 
         shape, make = _joined_shape(weight), functools.partial(_joined, weight)
+        if x.dtype == torch.int16:
+            chosen += "16"
         return convolve(x, (owner, view), shape, make, bias, phases, kernel, output, chosen)
     acc = _dense_torch.accumulate(x, weight, bias, phases, kernel, fits_int32=fits)
     if not fits:

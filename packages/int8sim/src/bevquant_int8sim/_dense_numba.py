@@ -1,4 +1,8 @@
-"""Dense convolutions through the compiled kernels."""
+"""Dense convolutions through the compiled kernels, on the input's own memory.
+
+Outputs whose kernel lies within the input see every offset at fixed distances; those at the border
+go through lists of pairs, in which what lies outside is absent. Neither needs a padded copy.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +16,20 @@ import torch
 from torch import Tensor
 
 from bevquant_int8sim import _workspace
-from bevquant_int8sim._grid import Halo, common_halo, make_grid
+from bevquant_int8sim._dot_product import STEP_CHANNELS
+from bevquant_int8sim._grid import make_grid
 from bevquant_int8sim._grid_axes import Axis
-from bevquant_int8sim._grid_numba import GridPlan, make_plan, run_grid
+from bevquant_int8sim._grid_numba import GridPlan, grid_calls, make_plan
+from bevquant_int8sim._launch import Call, run_calls
 from bevquant_int8sim._output import Output
 from bevquant_int8sim._packed import PackedWeight, pack_weight
-from bevquant_int8sim._threads import share
+from bevquant_int8sim._sparse_numba import sparse_calls
+from bevquant_int8sim._sparse_plan import SparsePlan, plan_in_order
 from bevquant_int8sim._weight_cache import remembered
 
 __all__ = ["convolve"]
 
-_SLACK = 4  # channels behind the last that a step of the last group may read
+_LANES = 16
 
 
 def convolve(
@@ -39,7 +46,7 @@ def convolve(
     """Convolve ``[batch, channels, *grid]``; the result is channels-last in memory.
 
     Args:
-        x: int8 or int16.
+        x: int8, or int16 with ``"portable16"``.
         owner: The tensor that packed weights are kept with, and which view of it this is.
         shape: ``[groups, volume, in channels, out channels]``, both of one group.
         make: The int8 weight of that shape; called only where it is not packed yet.
@@ -47,33 +54,52 @@ def convolve(
         phases: The axes of each part of the outputs.
         kernel: Kernel extents, row-major volume.
         output: What becomes of the accumulators.
-        kind: ``"vnni"`` or ``"portable"``.
+        kind: ``"vnni"``, ``"portable"`` or ``"portable16"``.
     """
     groups, _, in_channels, out_channels = shape
-    halo = common_halo(phases)
-    pixels = _prepare(x, halo, kind)
+    pixels = _pixels(x, in_channels, STEP_CHANNELS[kind])
     sizes = tuple(axis.out_size for axis in phases[0])
-    fused = output.fused(groups * out_channels)
-    columns = (groups - 1) * out_channels + -(-out_channels // 16) * 16
+    total = groups * out_channels
+    fused = output.fused(total)
+    columns = (groups - 1) * out_channels + -(-out_channels // _LANES) * _LANES
     rows = x.shape[0] * int(np.prod(sizes))
     out = _workspace.empty((rows, columns), np.int32 if fused is None else np.int8)
-    for axes in phases:
-        for group in range(groups):
+    for group in range(groups):
+        part = slice(group * out_channels, (group + 1) * out_channels)
+        calls: list[Call] = []
+        for axes in phases:
             packed = _packed(owner, make, group, axes, kernel, kind)
-            plan = _plan(x.shape[0], axes, kernel, halo, packed.rows)
-            part = slice(group * out_channels, (group + 1) * out_channels)
-            # What a group writes behind its own channels, the next one writes over.
-            run_grid(
+            whole, border = _plans(x.shape[0], axes, kernel, packed.rows)
+            arguments = (
                 pixels[:, group * in_channels :],
                 packed,
                 None if bias is None else bias[part].numpy(),
-                plan,
+            )
+            results = (
                 out[:, part.start :],
                 None if fused is None else fused.part(part, packed.padded_outputs),
             )
-    total = groups * out_channels
+            if whole is not None:
+                calls += grid_calls(*arguments, whole, *results)
+            if border is not None:
+                calls += sparse_calls(*arguments, border, *results)
+        # What a group writes behind its own channels, the next one writes over.
+        run_calls(calls)
     result = torch.from_numpy(out)[:, :total].reshape(x.shape[0], *sizes, total).movedim(-1, 1)
     return result if fused is not None else output.finish(result, 1)
+
+
+def _pixels(x: Tensor, in_channels: int, step: int) -> npt.NDArray[Any]:
+    """``[batch · grid, channels]``: the input's memory where its channels come last.
+
+    Channels are added where a kernel's step would read behind the last one.
+    """
+    missing = -in_channels % step
+    values = x.movedim(1, -1)
+    if missing:
+        values = torch.nn.functional.pad(values, (0, missing))
+    pixels: npt.NDArray[Any] = values.contiguous().view(-1, values.shape[-1]).numpy()
+    return pixels
 
 
 def _packed(
@@ -98,33 +124,15 @@ def _packed(
 
 
 @functools.lru_cache(maxsize=256)
-def _plan(
-    batch: int, axes: tuple[Axis, ...], kernel: tuple[int, ...], halo: Halo, tile_rows: int
-) -> GridPlan:
-    grid = make_grid(batch, axes, kernel, halo)
-    return make_plan(grid.in_rows, grid.out_rows, grid.deltas, tile_rows)
-
-
-def _prepare(x: Tensor, halo: Halo, kind: str) -> npt.NDArray[Any]:
-    """Pixels ``[batch · padded grid, channels]`` as the kernels read them."""
-    values = x.movedim(1, -1).numpy()
-    grid = values.shape[1:-1]
-    padded = [n + sum(sides) for n, sides in zip(grid, halo, strict=True)]
-    dtype, zero = (np.uint8, 128) if kind == "vnni" else (np.int16, 0)
-    channels = -(-(values.shape[-1] + _SLACK) // _SLACK) * _SLACK
-    block = _workspace.empty((len(values), *padded, channels), dtype)
-    inside = tuple(slice(sides[0], sides[0] + n) for n, sides in zip(grid, halo, strict=True))
-
-    def fill(number: int) -> None:
-        sample, line = divmod(number, padded[0])
-        block[sample, line] = zero
-        row = line - halo[0][0]
-        if 0 <= row < grid[0]:
-            target = block[(sample, line, *inside[1:], slice(0, values.shape[-1]))]
-            if zero:
-                np.bitwise_xor(values[sample, row].view(np.uint8), zero, out=target)
-            else:
-                target[...] = values[sample, row]
-
-    share(fill, len(values) * padded[0])
-    return block.reshape(-1, channels)  # type: ignore[no-any-return]
+def _plans(
+    batch: int, axes: tuple[Axis, ...], kernel: tuple[int, ...], tile_rows: int
+) -> tuple[GridPlan | None, SparsePlan | None]:
+    """Outputs that see every offset, and those that do not."""
+    grid = make_grid(batch, axes, kernel)
+    whole, border = grid.whole, ~grid.whole
+    inner = outer = None
+    if whole.any():
+        inner = make_plan(grid.in_rows[whole], grid.out_rows[whole], grid.deltas, tile_rows)
+    if border.any():
+        outer = plan_in_order(grid.neighbours, grid.out_rows[border].astype(np.int32), tile_rows)
+    return inner, outer

@@ -1,10 +1,11 @@
-"""The dot product of one step: four bytes of an input row against 16 output channels.
+"""The dot product of one step: a few channels of an input row against 16 output channels.
 
 ``vnni``: four unsigned bytes times four signed ones, added to int32 in one instruction
-(``vpdpbusd``; LLVM never finds it by itself). Signed inputs are stored with 128 added, and what
-that adds to a sum, 128 · Σw, is taken off again. ``portable``: two int16 times two int16
-(``pmaddwd`` and an addition), for every other CPU. Neither saturates within a step: four products
-stay below 2¹⁸, two below 2³¹, and sums wrap modulo 2³², so that a sum that fits int32 is exact.
+(``vpdpbusd``; LLVM never finds it by itself). Signed inputs get 128 added, which is one exclusive
+or, and what that adds to a sum, 128 · Σw, is taken off again. ``portable``: two int16 times two
+int16 (``pmaddwd`` and an addition), for every other CPU; int8 inputs are widened on the way, and
+``portable16`` reads int16. Nothing saturates within a step: four products stay below 2¹⁸, two below
+2³¹, and sums wrap modulo 2³², so that a sum that fits int32 is exact.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ from typing import Any
 
 from llvmlite import ir
 
-from bevquant_int8sim._ir import INT32, INTS, LANES, cpu_features, function
+from bevquant_int8sim._ir import INT32, INTS, LANES, cpu_features, function, load_at, splat
 
-__all__ = ["KINDS", "dot", "instruction_set", "is_wide"]
+__all__ = [
+    "FLIP", "STEP_CHANNELS", "dot", "input_bytes", "instruction_set", "is_wide", "load_inputs",
+]  # fmt: skip
 
-KINDS = ("vnni", "portable")
+STEP_CHANNELS = {"vnni": 4, "portable": 2, "portable16": 2}
+FLIP = 0x80808080  # adds 128 to four bytes
 _HALF = ir.VectorType(INT32, LANES // 2)
 
 
@@ -36,6 +40,28 @@ def instruction_set(kind: str) -> str | None:
     if "avx512bw" in features:
         return "AVX-512 BW"
     return "AVX2" if "avx2" in features else "generic vectors"
+
+
+def input_bytes(kind: str) -> int:
+    """Bytes of an input channel."""
+    return 2 if kind == "portable16" else 1
+
+
+def load_inputs(builder: ir.IRBuilder, kind: str, address: Any, step: Any, flip: Any) -> Any:
+    """The channels of a step of the row at `address`, as `dot` takes them.
+
+    `flip` is `FLIP` as a number that LLVM does not know: on a constant, its optimizer does not end
+    for CPUs such as Zen 5.
+    """
+    if kind == "portable":
+        pair = splat(builder, load_at(builder, address, ir.IntType(16), step))
+        narrow = builder.bitcast(pair, ir.VectorType(ir.IntType(8), 2 * LANES))
+        wide = builder.sext(narrow, ir.VectorType(ir.IntType(16), 2 * LANES))
+        return builder.bitcast(wide, INTS)
+    inputs = splat(builder, load_at(builder, address, INT32, step))
+    if kind == "vnni":
+        return builder.xor(inputs, splat(builder, builder.trunc(flip, INT32)))
+    return inputs
 
 
 def dot(builder: ir.IRBuilder, kind: str, acc: Any, inputs: Any, weights: Any) -> Any:

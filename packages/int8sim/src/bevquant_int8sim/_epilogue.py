@@ -65,7 +65,6 @@ def _store_bytes(
     present = builder.icmp_signed("!=", p[P.RESIDUAL], INT64(0))
     with builder.if_then(present):
         other = load_at(builder, residual, _BYTES, b)
-        other = builder.xor(other, splat(builder, builder.trunc(p[P.RESIDUAL_FLIP], BYTE)))
         total = builder.add(q, builder.sext(other, INTS))
         added = _requantize(builder, total, limits[2], limits[3], limits[4])
         summed = builder.block
@@ -73,7 +72,6 @@ def _store_bytes(
     result.add_incoming(q, single)
     result.add_incoming(added, summed)
     narrow = builder.trunc(result, _BYTES)
-    narrow = builder.xor(narrow, splat(builder, builder.trunc(p[P.OUT_FLIP], BYTE)))
     builder.store(narrow, builder.gep(pointer(builder, out, _BYTES), [INT64(b)]), align=1)
 
 

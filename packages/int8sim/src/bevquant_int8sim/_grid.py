@@ -1,21 +1,16 @@
-"""A dense convolution as the kernels and the torch path see it: rows of pixels and distances."""
+"""A dense convolution as lists of pixels: which ones each output sees, and which see all."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from bevquant_int8sim._grid_axes import Axis
 
-__all__ = ["Grid", "Halo", "common_halo", "make_grid", "pad_channels_last"]
-
-Halo = tuple[tuple[int, int], ...]
+__all__ = ["Grid", "make_grid"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,49 +18,42 @@ class Grid:
     """Pixel numbers of one phase of a convolution over a batch.
 
     Attributes:
-        in_rows: int64 ``[outputs]``: the pixel of the padded input at the distance 0.
+        in_rows: int64 ``[outputs]``: the pixel at the distance 0, which may lie outside.
         out_rows: int64 ``[outputs]``: the pixel of the output.
+        whole: bool ``[outputs]``: every kernel element sees a pixel.
         deltas: int64 ``[offsets]``: distance to the pixel that each kernel element sees.
-        taps: int64 ``[offsets]``: number of that element, row-major over the kernel's axes.
+        neighbours: int32 ``[outputs that are not whole, offsets]``: the pixels seen, −1 for none.
+        taps: int64 ``[offsets]``: number of the kernel element, row-major over its axes.
     """
 
     in_rows: npt.NDArray[np.int64]
     out_rows: npt.NDArray[np.int64]
+    whole: npt.NDArray[np.bool_]
     deltas: npt.NDArray[np.int64]
+    neighbours: npt.NDArray[np.int32]
     taps: npt.NDArray[np.int64]
 
 
 @functools.lru_cache(maxsize=64)
-def make_grid(batch: int, axes: tuple[Axis, ...], kernel: tuple[int, ...], halo: Halo) -> Grid:
-    """The pixels of outputs that `axes` describe, in a batch of inputs padded by `halo`."""
-    padded = [axis.size + sum(sides) for axis, sides in zip(axes, halo, strict=True)]
+def make_grid(batch: int, axes: tuple[Axis, ...], kernel: tuple[int, ...]) -> Grid:
+    """The pixels of the outputs that `axes` describe."""
     in_rows = out_rows = np.arange(batch, dtype=np.int64)
     deltas = taps = np.zeros(1, np.int64)
-    for axis, width, sides, size in zip(axes, padded, halo, kernel, strict=True):
+    inside: npt.NDArray[np.bool_] = np.ones((batch, 1), np.bool_)  # [outputs, offsets], by axis
+    for axis, size in zip(axes, kernel, strict=True):
         j = np.arange(axis.count)
-        starts = axis.start + j * axis.step + sides[0]
+        starts = axis.start + j * axis.step
         outs = axis.first_out + j * axis.out_step
-        in_rows = (in_rows[:, None] * width + starts).reshape(-1)
+        steps = np.array(axis.deltas, np.int64)
+        seen = starts[:, None] + steps
+        fits = (seen >= 0) & (seen < axis.size)
+        in_rows = (in_rows[:, None] * axis.size + starts).reshape(-1)
         out_rows = (out_rows[:, None] * axis.out_size + outs).reshape(-1)
-        deltas = (deltas[:, None] * width + np.array(axis.deltas, np.int64)).reshape(-1)
+        deltas = (deltas[:, None] * axis.size + steps).reshape(-1)
         taps = (taps[:, None] * size + np.array(axis.taps, np.int64)).reshape(-1)
-    return Grid(in_rows, out_rows, deltas, taps)
-
-
-def common_halo(phases: Sequence[tuple[Axis, ...]]) -> Halo:
-    """The padding that the outputs of all `phases` together see."""
-    return tuple(
-        (max(axis.halo[0] for axis in same), max(axis.halo[1] for axis in same))
-        for same in zip(*phases, strict=True)
-    )
-
-
-def pad_channels_last(values: Tensor, halo: Halo) -> Tensor:
-    """``[batch, channels, *grid]`` as ``[batch, *padded grid, channels]``, zeros around."""
-    moved = values.movedim(1, -1)
-    if not any(before or behind for before, behind in halo):
-        return moved.contiguous()
-    sides: list[int] = [0, 0]
-    for before, behind in reversed(halo):
-        sides += [before, behind]
-    return torch.nn.functional.pad(moved, sides).contiguous()
+        joined = inside[:, None, :, None] & fits[None, :, None, :]
+        inside = joined.reshape(len(in_rows), len(deltas))
+    whole = np.asarray(inside.all(1))
+    partly = in_rows[~whole, None] + deltas
+    neighbours = np.where(inside[~whole], partly, -1).astype(np.int32)
+    return Grid(in_rows, out_rows, whole, deltas, neighbours, taps)

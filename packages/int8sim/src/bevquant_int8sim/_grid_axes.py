@@ -26,15 +26,6 @@ class Axis:
     taps: tuple[int, ...]
     deltas: tuple[int, ...]
 
-    @property
-    def halo(self) -> tuple[int, int]:
-        """Inputs that are seen before the first and behind the last one."""
-        if not self.deltas:
-            return 0, 0
-        lowest = self.start + min(self.deltas)
-        highest = self.start + (self.count - 1) * self.step + max(self.deltas)
-        return max(0, -lowest), max(0, highest - self.size + 1)
-
 
 def conv_axis(
     size: int, kernel: int, stride: int, padding: tuple[int, int], dilation: int, what: str

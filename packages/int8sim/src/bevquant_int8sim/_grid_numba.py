@@ -1,4 +1,4 @@
-"""Dense convolutions through the compiled kernels: pixels of a padded grid, offsets by distance."""
+"""Convolutions over pixels that all see every offset, through the compiled kernels."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bevquant_int8sim._launch import launch
+from bevquant_int8sim._launch import Call, kernel_calls
 from bevquant_int8sim._packed import PackedWeight
 from bevquant_int8sim._parameters import P
+from bevquant_int8sim._sparse_numba import first_sums
 from bevquant_int8sim._tile_output import Requantization
 
-__all__ = ["GridPlan", "make_plan", "run_grid"]
+__all__ = ["GridPlan", "grid_calls", "make_plan"]
 
 
 @dataclass(frozen=True, eq=False)
 class GridPlan:
-    """Which pixels of a padded input meet which outputs.
+    """Which pixels of an input meet which outputs.
 
     Attributes:
         tile_rows: Outputs of a tile.
-        in_rows: int32 ``[tiles · tile_rows]``: the input pixel that output o sees under offset 0.
+        in_rows: int32 ``[tiles · tile_rows]``: the input pixel at the distance 0 from output o.
         out_rows: int32, as `in_rows`: row of the output, −1 behind the last.
-        deltas: int64 ``[volume]``: pixels from the one of offset 0 to that of each offset.
+        deltas: int64 ``[volume]``: pixels from there to the one that each offset sees.
     """
 
     tile_rows: int
@@ -50,23 +51,19 @@ def make_plan(
     )
 
 
-def run_grid(
+def grid_calls(
     pixels: npt.NDArray[Any],
     packed: PackedWeight,
     bias: npt.NDArray[np.int32] | None,
     plan: GridPlan,
     out: npt.NDArray[Any],
     output: Requantization | None = None,
-    flip: int = 0,
-) -> None:
-    """Convolve prepared `pixels` ``[pixels, channels]`` into `out`, as the sparse kernel does.
+) -> list[Call]:
+    """The kernel calls that convolve readable `pixels` into `out`, as `sparse_calls` does.
 
-    Inputs with 128 added have 128 in the padding's pixels as well: every output sees every offset,
-    so that what the addition costs is one constant a channel.
+    Every output sees every offset, so that inputs with 128 added cost one constant a channel.
     """
-    init = np.zeros(packed.padded_outputs, np.int32)
-    if bias is not None:
-        init[: packed.out_channels] = bias
+    init = first_sums(packed, bias)
     for group in packed.groups:
         if group.offset_init is not None:
             columns = slice(group.first, group.first + group.offset_init.shape[1])
@@ -79,6 +76,6 @@ def run_grid(
         P.VOLUME: packed.volume,
     }
     outputs = len(plan.in_rows)
-    products = outputs * packed.volume * packed.padded_inputs * packed.padded_outputs
-    tiles = outputs // plan.tile_rows
-    launch("grid", tables, tiles, products, pixels, packed, init, out, output, flip)
+    tiles, seen = outputs // plan.tile_rows, outputs * packed.volume
+    calls = kernel_calls("grid", tables, tiles, seen, pixels, packed, init, out, output)
+    return [Call(c.run, c.parameters, c.tiles, c.products, (*c.held, deltas)) for c in calls]

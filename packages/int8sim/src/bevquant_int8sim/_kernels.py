@@ -40,7 +40,7 @@ def kernel(kind: str, job: str, rows: int, vectors: int) -> Callable[[int, int, 
     """The kernel ``(first tile, last tile + 1, address of the parameters)``.
 
     Args:
-        kind: ``"vnni"`` or ``"portable"``.
+        kind: ``"vnni"``, ``"portable"`` or ``"portable16"``.
         job: ``"sparse"`` or ``"grid"``.
         rows: Rows of a tile.
         vectors: Vectors of 16 output channels of a tile.

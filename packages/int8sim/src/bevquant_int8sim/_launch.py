@@ -1,48 +1,70 @@
-"""Run a kernel over all tiles of a layer, on all of torch's threads."""
+"""Run kernels over all tiles of a layer, on all of torch's threads."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from bevquant_int8sim._dot_product import FLIP
 from bevquant_int8sim._kernels import kernel
 from bevquant_int8sim._packed import PackedWeight
 from bevquant_int8sim._parameters import P
 from bevquant_int8sim._threads import share
 from bevquant_int8sim._tile_output import Requantization
 
-__all__ = ["launch"]
+__all__ = ["Call", "kernel_calls", "run_calls"]
 
 _TASK_PRODUCTS = 100_000_000  # 0.2 ms with VNNI: a late thread then costs little
+_WORTH_SHARING = 4_000_000  # products below which another thread costs more than it brings
 
 
-def launch(
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A kernel, its parameters, and how much there is to do.
+
+    Attributes:
+        run: The kernel.
+        parameters: int64, by `P`.
+        tiles: Number of tiles.
+        products: Multiplications in all.
+        held: What the parameters point to.
+    """
+
+    run: Callable[[int, int, int], None]
+    parameters: npt.NDArray[np.int64]
+    tiles: int
+    products: int
+    held: tuple[Any, ...]
+
+
+def kernel_calls(
     job: str,
     tables: dict[P, int],
     num_tiles: int,
-    products: int,
+    seen: int,
     inputs: npt.NDArray[Any],
     packed: PackedWeight,
     init: npt.NDArray[np.int32],
     out: npt.NDArray[Any],
     output: Requantization | None,
-    flip: int,
-) -> None:
-    """Compute `out` in tasks of a few tiles each.
+) -> list[Call]:
+    """A call for each group of output channels.
 
     Args:
         job: ``"sparse"`` or ``"grid"``.
         tables: The parameters that say which inputs meet which outputs.
         num_tiles: Number of tiles.
-        products: Multiplications in all, by which the work is cut.
-        inputs: ``[rows, padded inputs]`` as the kernel reads them.
+        seen: Input rows that all tiles together multiply.
+        inputs: ``[rows, at least the padded inputs]`` as the kernel reads them.
         packed: The weight.
         init: int32 ``[padded outputs]``: what accumulators begin with.
         out: ``[rows, at least the padded outputs]``: int32, or int8 where `output` is given.
         output: How accumulators become int8, or ``None``.
-        flip: 128 to store int8 with 128 added, else 0.
     """
     limits = None if output is None else output.limits()
     calls = []
@@ -51,26 +73,43 @@ def launch(
         for place, value in tables.items():
             p[place] = value
         p[P.INPUT], p[P.INPUT_STRIDE] = inputs.ctypes.data, inputs.strides[0]
+        p[P.ABSENT], p[P.FLIP] = packed.absent.ctypes.data, FLIP
         p[P.STEPS], p[P.WEIGHT] = packed.steps, group.weight.ctypes.data
         p[P.INIT] = init[group.first :].ctypes.data
         if job == "sparse" and group.offset_init is not None:
             p[P.OFFSET_INIT] = group.offset_init.ctypes.data
-        p[P.OUT], p[P.OUT_STRIDE] = out[:, group.first :].ctypes.data, out.strides[0]
-        p[P.OUT_FLIP] = flip
+        p[P.OUT] = out.ctypes.data + group.first * out.itemsize
+        p[P.OUT_STRIDE] = out.strides[0]
         if output is not None and limits is not None:
             p[P.MULTIPLIER] = output.multiplier[group.first :].ctypes.data
             p[P.LIMITS] = limits.ctypes.data
             if output.residual is not None:
-                other = output.residual.rows
-                p[P.RESIDUAL] = other[:, group.first :].ctypes.data
-                p[P.RESIDUAL_STRIDE] = other.strides[0]
-                p[P.RESIDUAL_FLIP] = output.residual.flip
-        calls.append((kernel(packed.kind, job, packed.rows, group.vectors), p, p.ctypes.data))
-    parts = max(1, min(num_tiles, products // len(calls) // _TASK_PRODUCTS))
+                p[P.RESIDUAL] = output.residual.rows.ctypes.data + group.first
+                p[P.RESIDUAL_STRIDE] = output.residual.rows.strides[0]
+        run = kernel(packed.kind, job, packed.rows, group.vectors)
+        products = seen * packed.padded_inputs * group.vectors * 16
+        calls.append(Call(run, p, num_tiles, products, (inputs, packed, init, out, output, limits)))
+    return calls
+
+
+def run_calls(calls: Sequence[Call]) -> None:
+    """Run all calls, cut into tasks of a few tiles each; calls write disjoint places."""
+    threads = torch.get_num_threads() if sum(c.products for c in calls) > _WORTH_SHARING else 1
+    tasks = []
+    for call in calls:
+        parts = max(call.products // _TASK_PRODUCTS, threads)
+        parts = max(1, min(parts, call.tiles))
+        address = call.parameters.ctypes.data
+        for part in range(parts):
+            bounds = call.tiles * part // parts, call.tiles * (part + 1) // parts
+            tasks.append((call.run, *bounds, address))
 
     def task(number: int) -> None:
-        group, part = divmod(number, parts)
-        run, _, address = calls[group]
-        run(num_tiles * part // parts, num_tiles * (part + 1) // parts, address)
+        run, first, stop, address = tasks[number]
+        run(first, stop, address)
 
-    share(task, parts * len(calls))
+    if threads == 1:
+        for number in range(len(tasks)):
+            task(number)
+    else:
+        share(task, len(tasks))

@@ -86,7 +86,7 @@ class Output:
             return Requantization(factors, start, high)
         missing = padded_outputs - self.residual.shape[1]
         rows = torch.nn.functional.pad(self.residual, (0, missing)) if missing else self.residual
-        added = Residual(rows.contiguous().numpy(), 0, self.sum_multiplier, start, high)
+        added = Residual(rows.contiguous().numpy(), self.sum_multiplier, start, high)
         return Requantization(factors, low, high, added)
 
 

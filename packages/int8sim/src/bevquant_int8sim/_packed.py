@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from bevquant_int8sim._dot_product import STEP_CHANNELS, input_bytes
 from bevquant_int8sim._ir import LANES
 from bevquant_int8sim._kernels import column_groups, tile_rows
 
 __all__ = ["ColumnGroup", "PackedWeight", "pack_weight"]
 
-_PER_STEP = {"vnni": 4, "portable": 2}  # input channels of a step
 _OFFSET = 128  # what is added to the inputs of vpdpbusd
 
 
@@ -23,8 +24,8 @@ class ColumnGroup:
 
     Attributes:
         weight: ``[volume, steps, vectors, 16, channels of a step]``, int8 or int16.
-        offset_init: int32 ``[volume, 16·vectors]``: −128 · Σw of each offset, for inputs with 128
-            added; ``None`` for others.
+        offset_init: int32 ``[volume, 16·vectors]``: −128 · Σw of each offset, for inputs that
+            get 128 added; ``None`` for others.
     """
 
     first: int
@@ -48,7 +49,7 @@ class PackedWeight:
     @property
     def padded_inputs(self) -> int:
         """Input channels with those added that fill the last step."""
-        return self.steps * _PER_STEP[self.kind]
+        return self.steps * STEP_CHANNELS[self.kind]
 
     @property
     def padded_outputs(self) -> int:
@@ -58,13 +59,18 @@ class PackedWeight:
     @property
     def input_dtype(self) -> type:
         """Type in which the kernel reads inputs."""
-        return np.uint8 if self.kind == "vnni" else np.int16
+        return np.int8 if input_bytes(self.kind) == 1 else np.int16
+
+    @cached_property
+    def absent(self) -> npt.NDArray[Any]:
+        """An input row of zeros."""
+        return np.zeros(self.padded_inputs, self.input_dtype)
 
 
 def pack_weight(weight: npt.NDArray[np.int8], kind: str) -> PackedWeight:
     """Pack a weight ``[volume, in_channels, out_channels]``."""
     volume, in_channels, out_channels = weight.shape
-    per_step = _PER_STEP[kind]
+    per_step = STEP_CHANNELS[kind]
     steps, vectors = max(1, -(-in_channels // per_step)), -(-out_channels // LANES)
     wide = np.zeros((volume, steps * per_step, vectors * LANES), np.int8)
     wide[:, :in_channels, :out_channels] = weight

@@ -14,10 +14,10 @@ class P(IntEnum):
     of channels that the call computes.
     """
 
-    INPUT = 0  # row 0; row −1 stands for an absent voxel and holds zeros
+    INPUT = 0
     INPUT_STRIDE = 1
-    STEPS = 2  # steps of four bytes of an input row, at least 1
-    WEIGHT = 3  # [offset, step, vector, 16 lanes, 4 bytes]
+    STEPS = 2  # steps of an input row, at least 1
+    WEIGHT = 3  # [offset, step, vector, 16 lanes, channels of a step]
     INIT = 4  # int32: what the accumulators of each column begin with
     OFFSET_INIT = 5  # int32 [offset, columns] added once for each offset, or 0
     BOUNDS = 6  # sparse: int32, entries of tile t are bounds[t] … bounds[t + 1]
@@ -32,5 +32,5 @@ class P(IntEnum):
     LIMITS = 15  # float64: lower and upper clamp, scale of the sum, lower and upper clamp of it
     RESIDUAL = 16  # int8 like `out`, added after requantization, or 0
     RESIDUAL_STRIDE = 17
-    OUT_FLIP = 18  # 128 where `out` is stored with 128 added, else 0
-    RESIDUAL_FLIP = 19
+    ABSENT = 18  # a row of zeros, which row −1 stands for
+    FLIP = 19  # what four input bytes are xored with before they meet the weights

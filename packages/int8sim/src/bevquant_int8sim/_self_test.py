@@ -11,10 +11,11 @@ import functools
 import numpy as np
 import numpy.typing as npt
 
-from bevquant_int8sim._grid_numba import make_plan, run_grid
+from bevquant_int8sim._grid_numba import grid_calls, make_plan
+from bevquant_int8sim._launch import run_calls
 from bevquant_int8sim._packed import pack_weight
 from bevquant_int8sim._saturating import saturating_operands
-from bevquant_int8sim._sparse_numba import convolve, prepare_rows
+from bevquant_int8sim._sparse_numba import convolve, readable_rows
 from bevquant_int8sim._sparse_plan import SparsePlan
 
 __all__ = ["kernels_are_exact"]
@@ -63,7 +64,7 @@ def _sparse_is_exact(kind: str, outputs: int) -> bool:
         out_rows,
     )
     out = np.empty((_ROWS, outputs), np.int32)
-    convolve(prepare_rows(x, packed), packed, None, plan, out)
+    convolve(x, packed, None, plan, out)
     return bool((out == _expected(x, w, pairs)).all())
 
 
@@ -73,5 +74,5 @@ def _grid_is_exact(kind: str, outputs: int) -> bool:
     pairs = np.arange(_ROWS * _VOLUME, dtype=np.int32).reshape(_ROWS, _VOLUME)
     plan = make_plan(pairs[:, 0], np.arange(_ROWS), np.arange(_VOLUME), packed.rows)
     out = np.empty((_ROWS, outputs), np.int32)
-    run_grid(prepare_rows(x, packed), packed, None, plan, out)
+    run_calls(grid_calls(readable_rows(x, packed), packed, None, plan, out))
     return bool((out == _expected(x, w, pairs)).all())

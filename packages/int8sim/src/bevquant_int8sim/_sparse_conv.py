@@ -214,23 +214,23 @@ def _compiled(
     output: Output,
     kind: str,
 ) -> Tensor:
+    from bevquant_int8sim import _workspace
     from bevquant_int8sim._packed import pack_weight
-    from bevquant_int8sim._sparse_numba import convolve, prepare_rows
+    from bevquant_int8sim._sparse_numba import convolve
     from bevquant_int8sim._sparse_plan import plan_for
 
+    if features.dtype == torch.int16:
+        kind += "16"
     packed = remembered(
         weight,
         (kind, layout),
         lambda: pack_weight(_as_matrices(weight, rulebook, layout).numpy(), kind),
     )
-    rows = prepare_rows(features.contiguous().numpy(), packed)
     fused = output.fused(packed.padded_outputs)
-    out = torch.empty(
-        (rulebook.num_out, packed.padded_outputs),
-        dtype=torch.int32 if fused is None else torch.int8,
-    )
+    dtype = "int32" if fused is None else "int8"
+    out = torch.from_numpy(_workspace.empty((rulebook.num_out, packed.padded_outputs), dtype))
     offsets = None if bias is None else bias.numpy()
-    convolve(rows, packed, offsets, plan_for(rulebook, packed.rows), out.numpy(), fused)
+    convolve(features.numpy(), packed, offsets, plan_for(rulebook, packed.rows), out.numpy(), fused)
     if packed.padded_outputs != packed.out_channels:
         out = out[:, : packed.out_channels].contiguous()
     return output.finish(out) if fused is None else out

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 
 import numpy as np
@@ -21,7 +21,7 @@ from bevquant_int8sim._jit import compiled
 from bevquant_int8sim._threads import share
 from bevquant_sparse import Rulebook
 
-__all__ = ["SORTED_ROWS", "SparsePlan", "in_chunks", "plan_for"]
+__all__ = ["SORTED_ROWS", "SparsePlan", "in_chunks", "plan_for", "plan_in_order"]
 
 _CHUNK = 512  # tiles of a task, small enough that a late thread costs little
 # Rows that are sorted together. More would be more alike, fewer nearer in memory: 2 % of the
@@ -69,18 +69,39 @@ def plan_for(rulebook: Rulebook, tile_rows: int) -> SparsePlan:
     return kept[tile_rows]
 
 
+def plan_in_order(
+    neighbours: npt.NDArray[np.int32], out_rows: npt.NDArray[np.int32], tile_rows: int
+) -> SparsePlan:
+    """The plan of outputs taken as they come.
+
+    Args:
+        neighbours: int32 ``[outputs, volume]``: input rows, −1 where absent.
+        out_rows: int32 ``[outputs]``: the row that each is stored to.
+        tile_rows: Rows of a tile.
+    """
+    plan = _tiles(neighbours, np.arange(len(neighbours), dtype=np.int32), tile_rows)
+    named = np.where(plan.out_rows >= 0, out_rows[plan.out_rows], -1).astype(np.int32)
+    return replace(plan, out_rows=named)
+
+
 def _make(neighbours: npt.NDArray[np.int32], tile_rows: int) -> SparsePlan:
-    count = len(neighbours)
-    num_tiles = -(-count // tile_rows)
-    keys = np.empty(count, np.int64)
+    keys = np.empty(len(neighbours), np.int64)
 
     def sort(start: int, stop: int) -> None:
         _sort_keys(start, stop, neighbours, keys)
         keys[start:stop].sort()
 
-    in_chunks(sort, count, SORTED_ROWS)
+    in_chunks(sort, len(keys), SORTED_ROWS)
+    return _tiles(neighbours, (keys & 0x7FFFFFFF).astype(np.int32), tile_rows)
+
+
+def _tiles(
+    neighbours: npt.NDArray[np.int32], order: npt.NDArray[np.int32], tile_rows: int
+) -> SparsePlan:
+    """Tiles of the rows in that order."""
+    num_tiles = -(-len(order) // tile_rows)
     out_rows = np.full(num_tiles * tile_rows, -1, np.int32)
-    out_rows[:count] = keys & 0x7FFFFFFF
+    out_rows[: len(order)] = order
     bounds = np.zeros(num_tiles + 1, np.int32)
     in_chunks(
         lambda start, stop: _count(start, stop, neighbours, out_rows, tile_rows, bounds), num_tiles

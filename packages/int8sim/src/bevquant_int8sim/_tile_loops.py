@@ -1,7 +1,7 @@
 """The loops of the kernels, in LLVM IR: a tile's accumulators stay in registers over all offsets.
 
 A tile is ``rows`` output rows × 16·``vectors`` output channels. The sparse loop walks lists of
-(kernel offset, input row of each tile row), in which an absent neighbour is row −1, a row of
+(kernel offset, input row of each tile row), in which an absent neighbour is row −1 and reads
 zeros; the grid loop has every offset for every row, a fixed distance apart in memory.
 """
 
@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from bevquant_int8sim._dot_product import dot
+from bevquant_int8sim._dot_product import dot, load_inputs
 from bevquant_int8sim._epilogue import emit_epilogue
 from bevquant_int8sim._ir import (
     INT32,
@@ -25,7 +25,6 @@ from bevquant_int8sim._ir import (
     load_at,
     pointer,
     row_address,
-    splat,
 )
 from bevquant_int8sim._parameters import P
 
@@ -52,9 +51,7 @@ def sparse_loop(kind: str, rows: int, vectors: int) -> Any:
         with cgutils.for_range_slice(builder, first, stop, INT64(1), intp=INT64) as (entry, _):
             offset = builder.sext(load_at(builder, p[P.OFFSETS], INT32, entry, 4), INT64)
             names = add_bytes(builder, p[P.ROWS], entry, 4 * rows)
-            sources = [
-                row_address(builder, p[P.INPUT], p[P.INPUT_STRIDE], names, r) for r in range(rows)
-            ]
+            sources = [_present(builder, p, names, r) for r in range(rows)]
             _multiply(builder, kind, p, offset, sources, sums)
 
     return _loop(tile, rows, vectors)
@@ -103,6 +100,13 @@ def _loop(
     return intrinsic(loop)
 
 
+def _present(builder: ir.IRBuilder, p: dict[P, Any], names: Any, r: int) -> Any:
+    """Address of the input row that entry `r` of the list at `names` names; of zeros for −1."""
+    row = builder.sext(load_at(builder, names, INT32, r, align=4), INT64)
+    there = add_bytes(builder, p[P.INPUT], row, p[P.INPUT_STRIDE])
+    return builder.select(builder.icmp_signed(">=", row, INT64(0)), there, p[P.ABSENT])
+
+
 def _add_offset_init(
     builder: ir.IRBuilder, p: dict[P, Any], sums: _Registers, first: Any, stop: Any
 ) -> None:
@@ -139,22 +143,28 @@ def _multiply(
     for count in _WRITTEN_OUT:
         with builder.if_then(builder.icmp_signed("==", p[P.STEPS], INT64(count))):
             for step in range(count):
-                _multiply_step(builder, kind, weights, INT64(step), sources, sums)
+                _multiply_step(builder, kind, p, weights, INT64(step), sources, sums)
             builder.branch(end)
             builder.position_at_end(builder.append_basic_block("unreachable"))
     with cgutils.for_range(builder, p[P.STEPS], intp=INT64) as loop:
-        _multiply_step(builder, kind, weights, loop.index, sources, sums)
+        _multiply_step(builder, kind, p, weights, loop.index, sources, sums)
     builder.branch(end)
     builder.position_at_end(end)
 
 
 def _multiply_step(
-    builder: ir.IRBuilder, kind: str, weights: Any, step: Any, sources: list[Any], sums: _Registers
+    builder: ir.IRBuilder,
+    kind: str,
+    p: dict[P, Any],
+    weights: Any,
+    step: Any,
+    sources: list[Any],
+    sums: _Registers,
 ) -> None:
     vectors = len(sums[0])
     line = add_bytes(builder, weights, step, vectors * LANES * 4)
     columns = [load_at(builder, line, INTS, b, 4) for b in range(vectors)]
     for source, places in zip(sources, sums, strict=True):
-        wide = splat(builder, load_at(builder, source, INT32, step))
+        wide = load_inputs(builder, kind, source, step, p[P.FLIP])
         for column, place in zip(columns, places, strict=True):
             builder.store(dot(builder, kind, builder.load(place), wide, column), place)

@@ -17,14 +17,12 @@ class Residual:
 
     Attributes:
         rows: int8 ``[rows, columns]``, a row for each output row.
-        flip: 128 where `rows` is stored with 128 added, else 0.
         scale: The operands' scale over that of the sum.
         low: Lower clamp of the sum; 0 for a ReLU behind it.
         high: Upper clamp of the sum.
     """
 
     rows: npt.NDArray[Any]
-    flip: int
     scale: float
     low: int
     high: int

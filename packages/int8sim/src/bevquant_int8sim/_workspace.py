@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["empty", "with_absent_row"]
+__all__ = ["empty"]
 
 _LINE = 64  # bytes of a cache line, at whose start each block begins
 _SMALLEST = 1 << 14  # bytes; below, the C library hands blocks on by itself
@@ -70,15 +70,6 @@ def empty(shape: tuple[int, ...], dtype: Any) -> Any:
     if nbytes < _SMALLEST:
         return _new(max(nbytes, 1))[:nbytes].view(dtype).reshape(shape)
     return np.asarray(_Lease(_pool, nbytes))[:nbytes].view(dtype).reshape(shape)
-
-
-def with_absent_row(rows: int, columns: int, dtype: Any) -> tuple[Any, Any]:
-    """``(row before the first, [rows, columns])``: one block whose row 0 starts on a cache line."""
-    width = columns * np.dtype(dtype).itemsize
-    before = -(-width // _LINE) * _LINE
-    block = empty((before + rows * width,), np.uint8)
-    absent, values = block[before - width : before], block[before:]
-    return absent.view(dtype), values.view(dtype).reshape(rows, columns)
 
 
 def _new(nbytes: int) -> Any:

@@ -15,11 +15,12 @@ from bevquant_int8sim._conv import (
     int8_conv_transpose2d,
     int8_linear,
 )
-from bevquant_int8sim._quantize import dequantize, quantize
-from bevquant_int8sim._requantize import requantize
+from bevquant_int8sim._integers import integer_range
+from bevquant_int8sim._quantize import dequantize
 from bevquant_int8sim._sparse_conv import int8_sparse_conv
 from bevquant_int8sim.model._grid_operations import average, average_pool
 from bevquant_int8sim.model._program import Step
+from bevquant_int8sim.model._rowwise import add, dequantized, quantized, requantized
 from bevquant_int8sim.model._sites import Geometry, Sites
 from bevquant_int8sim.model._sorted_rows import sorted_sites
 from bevquant_sparse import WeightLayout
@@ -61,22 +62,20 @@ def accumulators(step: Step, args: tuple[Any, ...], backend: str) -> Tensor:
 
 
 def _quantize(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Tensor]:
-    q = quantize(
-        args[0],
-        step.attributes["scale"],
-        bits=step.attributes["bits"],
-        narrow_range=step.attributes["narrow"],
+    attributes = step.attributes
+    q = quantized(
+        args[0], attributes["scale"], bits=attributes["bits"], narrow=attributes["narrow"]
     )
-    return (q.clamp_(min=0) if step.attributes["relu"] else q,)
+    return (q.clamp_(min=0) if attributes["relu"] else q,)
 
 
 def _requantize(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Tensor]:
-    q = requantize(
-        args[0].to(torch.int32),
+    q = requantized(
+        args[0],
         step.tensors["multiplier"],
-        axis=step.attributes["axis"],
+        step.attributes["axis"],
         bits=step.attributes["bits"],
-        narrow_range=step.attributes["narrow"],
+        narrow=step.attributes["narrow"],
         relu=step.attributes["relu"],
         name=step.path,
     )
@@ -84,8 +83,9 @@ def _requantize(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Tenso
 
 
 def _dequantize(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Tensor]:
-    values = dequantize(args[0], step.tensors["scale"], axis=step.attributes["axis"])
-    return (values.clamp_(min=0) if step.attributes["relu"] else values,)
+    attributes = step.attributes
+    scale = step.tensors["scale"]
+    return (dequantized(args[0], scale, attributes["axis"], relu=attributes["relu"]),)
 
 
 def _relu(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Tensor]:
@@ -93,25 +93,22 @@ def _relu(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Tensor]:
 
 
 def _add(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Tensor]:
-    """round(Σ q_i·s_i / s_y): one scale for all makes the sum a whole number of steps."""
-    attributes = step.attributes
+    """Operands of one scale: round((Σ q)·s/s_y); of several: round(Σ q_i·(s_i/s_y))."""
+    attributes, axis = step.attributes, step.attributes["axis"]
     scales = [step.tensors[f"scale{i}"] for i in range(len(args))]
-    relu, name = attributes["relu"], step.path
-    if all(s.dim() == 0 and float(s) == float(scales[0]) for s in scales):
-        total = sum(a.to(torch.int32) for a in args)
-        if attributes["out"] == "float32":
-            values = dequantize(total, scales[0])
-            return (values.clamp_(min=0) if relu else values,)
-        multiplier = scales[0] / attributes["scale"]
-        bits, narrow = attributes["bits"], attributes["narrow"]
-        q = requantize(total, multiplier, bits=bits, narrow_range=narrow, relu=relu, name=name)
-        return (q,)
-    values = torch.zeros((), dtype=torch.float64)
-    for operand, scale, axis in zip(args, scales, attributes["axes"], strict=True):
-        values = values + dequantize(operand, scale, axis=axis, dtype=torch.float64)
     if attributes["out"] == "float32":
-        return ((values.clamp_(min=0) if relu else values).float(),)
-    return _quantize(step, (values,), {}, backend)
+        values = torch.zeros((), dtype=torch.float64)
+        for operand, scale in zip(args, scales, strict=True):
+            values = values + dequantize(operand, scale, axis=axis, dtype=torch.float64)
+        return ((values.clamp_(min=0) if attributes["relu"] else values).float(),)
+    low, high = integer_range(attributes["bits"], attributes["narrow"])
+    low = 0 if attributes["relu"] else low
+    if all(s.dim() == 0 and float(s) == float(scales[0]) for s in scales):
+        ones = [torch.ones((), dtype=torch.float64)] * len(args)
+        factor = float(scales[0] / attributes["scale"])
+        return (add(list(args), ones, factor, axis, low, high),)
+    factors = [scale / attributes["scale"] for scale in scales]
+    return (add(list(args), factors, 1.0, axis, low, high),)
 
 
 def _sorted_sites(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Any, ...]:

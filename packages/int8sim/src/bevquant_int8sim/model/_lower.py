@@ -237,20 +237,20 @@ class _Lowering:
             self._keep(operation.output, demand, value)
 
     def _add(self, operation: Operation, demands: tuple[Demand, ...]) -> None:
-        refs, tensors, axes = [], {}, []
+        refs, tensors, axis = [], {}, -1
         for index, operand in enumerate(operation.args):
             form, layer = self._natural[operand.name], self._layers[operand.name]
             scale: Any = form.scale if isinstance(form, Integers) else None
             wanted = form
             if layer is not None:
                 scale, wanted = layer.scale, ACCUMULATORS
+                axis = layer.settings.get("channel_axis", -1)
             refs.append(Ref(self.have[operand.name, Demand(wanted)]))
             tensors[f"scale{index}"] = torch.as_tensor(scale, dtype=torch.float64)
-            axes.append(layer.settings.get("channel_axis", -1) if layer is not None else -1)
         for demand in demands:
             made = self._new(operation.output, demand)
             form = demand.form
-            attributes = {**_limits(demand), "axes": axes, "out": _out(form)}
+            attributes = {**_limits(demand), "axis": axis, "out": _out(form)}
             if isinstance(form, Integers):
                 attributes |= _integers(form)
             self.steps.append(

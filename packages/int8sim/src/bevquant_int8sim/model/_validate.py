@@ -15,7 +15,7 @@ __all__ = ["validate"]
 
 _RANKS = {"sparse_conv": (3,), "linear": (2,), "conv": (3, 4, 5), "conv_transpose": (4,)}
 _NEEDED = {
-    "add": "relu axes out",
+    "add": "relu axis out",
     "avg_pool": "relu scale out",
     "dequantize": "relu axis",
     "quantize": "relu scale bits narrow",

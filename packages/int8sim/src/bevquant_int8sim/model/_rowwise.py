@@ -1,0 +1,149 @@
+"""Quantization and sums of integers, by numba's one pass where it fits, else by torch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bevquant_int8sim import _workspace
+from bevquant_int8sim._integers import integer_range
+from bevquant_int8sim._quantize import dequantize, quantize
+from bevquant_int8sim._requantize import requantize
+from bevquant_int8sim._rounding import round_float
+from bevquant_int8sim._scales import along_axis
+
+__all__ = ["add", "dequantized", "quantized", "requantized"]
+
+_SMALL = 1 << 14  # values; below, loading numba is not worth it
+
+
+def quantized(x: Tensor, scale: float, *, bits: int, narrow: bool) -> Tensor:
+    """`quantize` with one scale."""
+    kernels = _kernels(x) if x.dtype == torch.float32 and bits <= 8 else None
+    flat = _flat(x) if kernels is not None else None
+    if kernels is None or flat is None:
+        return quantize(x, scale, bits=bits, narrow_range=narrow)
+    out = torch.empty_strided(x.shape, x.stride(), dtype=torch.int8)
+    low, high = integer_range(bits, narrow)
+    target = _flat(out)
+    assert target is not None
+    if not kernels.quantize_flat(flat.numpy(), scale, low, high, target.numpy()):
+        raise ValueError("quantize: values contain NaN, which no integer stands for")
+    return out
+
+
+def requantized(
+    acc: Tensor, multiplier: Tensor, axis: int, *, bits: int, narrow: bool, relu: bool, name: str
+) -> Tensor:
+    """`requantize` of accumulators, or of integers of another scale."""
+    low, high = integer_range(bits, narrow)
+    kernels = _kernels(acc) if acc.dtype in (torch.int32, torch.int8) and bits <= 8 else None
+    axis = _packed_axis(acc) if multiplier.dim() == 0 else axis
+    rows = _rows(acc, axis) if kernels is not None else None
+    if kernels is None or rows is None:
+        return requantize(
+            acc.to(torch.int32), multiplier, axis=axis, bits=bits, narrow_range=narrow, relu=relu,
+            name=name,
+        )  # fmt: skip
+    out, shaped = _result(acc, axis, torch.int8)
+    factors = _factors(multiplier, acc.shape[axis])
+    kernels.requantize_rows(*rows, factors, 0 if relu else low, high, out)
+    return shaped
+
+
+def dequantized(acc: Tensor, scale: Tensor, axis: int, *, relu: bool) -> Tensor:
+    """`dequantize` to float32."""
+    kernels = _kernels(acc) if acc.dtype == torch.int32 else None
+    rows = _rows(acc, axis) if kernels is not None else None
+    if kernels is None or rows is None:
+        values = dequantize(acc, scale, axis=axis)
+        return values.clamp_(min=0) if relu else values
+    out, shaped = _result(acc, axis, torch.float32)
+    factors = _factors(scale, acc.shape[axis])
+    kernels.dequantize_rows(*rows, factors, 0.0 if relu else -math.inf, out)
+    return shaped
+
+
+def add(
+    operands: list[Tensor], factors: list[Tensor], factor: float, axis: int, low: int, high: int
+) -> Tensor:
+    """``clamp(round((Σ q_i · factors_i) · factor))`` in float64, half to even.
+
+    Args:
+        operands: Two or more of one shape: integers of at most 16 bits, or int32 accumulators.
+        factors: One number or one per channel for each.
+        factor: For the whole sum.
+        axis: Axis of the channels.
+        low: Lower clamp.
+        high: Upper clamp; its size says whether the result is int8 or int16.
+    """
+    first, *rest = sorted(operands, key=lambda t: -t.element_size())
+    order = sorted(range(len(operands)), key=lambda i: -operands[i].element_size())
+    if not any(f.dim() for f in factors):
+        axis = _packed_axis(first)
+    kernels = _kernels(first) if len(rest) == 1 and high <= 127 else None
+    if kernels is not None and rest[0].dtype == torch.int8 and first.dtype != torch.int16:
+        a, b = _rows(first, axis), _rows(rest[0], axis)
+        if a is not None and b is not None and first.shape == rest[0].shape:
+            out, shaped = _result(first, axis, torch.int8)
+            fa, fb = (_factors(factors[i], first.shape[axis]) for i in order)
+            kernels.add_rows(*a, fa, *b, fb, factor, low, high, out)
+            return shaped
+    total = torch.zeros((), dtype=torch.float64)
+    for i in order:
+        scale = along_axis(factors[i], operands[i], axis, "add")
+        total = total + operands[i].to(torch.float64) * scale
+    dtype = torch.int8 if high <= 127 else torch.int16
+    return round_float(total * factor, "half_even").clamp_(low, high).to(dtype)
+
+
+def _kernels(x: Tensor) -> Any:
+    if x.device.type != "cpu" or x.numel() < _SMALL:
+        return None
+    try:
+        from bevquant_int8sim.model import _rowwise_numba
+    except ImportError:
+        return None
+    return _rowwise_numba
+
+
+def _flat(x: Tensor) -> Tensor | None:
+    """The memory of a tensor without gaps, in its own order."""
+    if not torch.ops.aten.is_non_overlapping_and_dense(x):
+        return None
+    return x.as_strided((x.numel(),), (1,))
+
+
+def _rows(x: Tensor, axis: int) -> tuple[Any, int] | None:
+    """``(flat memory, stride of a row)`` with the channels of `axis` side by side."""
+    moved = x.movedim(axis, -1)
+    channels = moved.shape[-1]
+    if moved.stride(-1) != 1 and channels > 1:
+        moved = moved.contiguous()
+    try:
+        rows = moved.view(-1, channels)
+    except RuntimeError:
+        rows = moved.contiguous().view(-1, channels)
+    stride = rows.stride(0) if len(rows) > 1 else channels
+    length = (len(rows) - 1) * stride + channels
+    return rows.as_strided((length,), (1,)).numpy(), stride
+
+
+def _packed_axis(x: Tensor) -> int:
+    """The axis whose entries lie side by side in memory."""
+    return next((i for i in range(x.dim()) if x.stride(i) == 1 and x.shape[i] > 1), -1)
+
+
+def _result(like: Tensor, axis: int, dtype: torch.dtype) -> tuple[Any, Tensor]:
+    """Rows to fill, and the tensor shaped as `like` that they are the memory of."""
+    shape = like.movedim(axis, -1).shape
+    kind = {torch.int8: "int8", torch.float32: "float32"}[dtype]
+    rows = _workspace.empty((math.prod(shape[:-1]), shape[-1]), kind)
+    return rows, torch.from_numpy(rows).view(shape).movedim(-1, axis)
+
+
+def _factors(values: Tensor, channels: int) -> Any:
+    return values.to(torch.float64).expand(channels).contiguous().numpy()
