@@ -92,7 +92,8 @@ def pytest(session: nox.Session, *folders: str) -> None:
 @nox.session
 def demo(session: nox.Session) -> None:
     """The whole of BEVFusion on a street with six cameras; needs no data and no GPU."""
-    install(session, {"sparse": "numba,cpu", "quantizers": "numba", "bevfusion_quant": "cpu"})
+    fast = {"sparse": "numba,cpu", "quantizers": "numba", "int8sim": "numba"}
+    install(session, {**fast, "bevfusion_quant": "cpu"})
     session.run("bevfusion-quant", "demo", *session.posargs)
 
 

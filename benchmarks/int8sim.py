@@ -64,19 +64,19 @@ def interleave(runs: Runs, rounds: int) -> dict[str, tuple[float, float]]:
 
 def peak(kind: str) -> Callable[[], float]:
     """GMAC of one call of the widest tile on operands that stay in the first cache."""
-    from bevquant_int8sim._grid_numba import make_plan, run_grid
+    from bevquant_int8sim._grid_numba import grid_calls, make_plan
+    from bevquant_int8sim._launch import run_calls
     from bevquant_int8sim._packed import pack_weight
-    from bevquant_int8sim._sparse_numba import prepare_rows
 
     depth, columns, outputs = 256, 64, 120_000
     packed = pack_weight(np.ones((1, depth, columns), np.int8), kind)
-    x = prepare_rows(np.ones((packed.rows, depth), np.int8), packed)
+    x = np.ones((packed.rows, depth), np.int8)
     rows = np.arange(outputs) % packed.rows
     plan = make_plan(rows, np.zeros(outputs), np.zeros(1), packed.rows)
     out = np.empty((1, columns), np.int32)
 
     def run() -> float:
-        run_grid(x, packed, None, plan, out)
+        run_calls(grid_calls(x, packed, None, plan, out))
         return outputs * depth * columns / 1e9
 
     return run
