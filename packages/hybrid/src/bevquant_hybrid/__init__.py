@@ -1,0 +1,22 @@
+"""CPU/BPU partition and quantization, under horizon_plugin_pytorch's documented names."""
+
+from __future__ import annotations
+
+from bevquant_hybrid import dtype, march, nn, qat_mode, qtensor, quantization, utils
+from bevquant_hybrid.march import March, get_march, set_march
+
+__all__ = [
+    "March",
+    "__version__",
+    "dtype",
+    "get_march",
+    "march",
+    "nn",
+    "qat_mode",
+    "qtensor",
+    "quantization",
+    "set_march",
+    "utils",
+]
+
+__version__ = "0.1.0"
