@@ -1,6 +1,7 @@
 """Which operators a BPU runs, under which limits: a table, a check, and a tracer that feeds it."""
 
 from ._call import OperatorCall
+from ._naming import row_of_function, row_of_module
 from ._render import render_support_table
 from ._table import Limit, March, Operator, Support, SupportTable, load_support_table
 from ._trace import trace_calls
@@ -19,5 +20,7 @@ __all__ = [
     "find_violations",
     "load_support_table",
     "render_support_table",
+    "row_of_function",
+    "row_of_module",
     "trace_calls",
 ]

@@ -11,7 +11,7 @@ from torch import nn
 
 from ._table import SupportTable
 
-__all__ = ["is_leaf", "name_function", "name_module"]
+__all__ = ["is_leaf", "row_of_function", "row_of_module"]
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _FUSED = re.compile(r"^(Conv|Linear)")
@@ -20,14 +20,14 @@ _OWN = __package__.partition(".")[0]
 
 def is_leaf(module: nn.Module, table: SupportTable) -> bool:
     """Whether a call of ``module`` is one operator, rather than what its forward computes."""
-    if name_module(module, table):
+    if row_of_module(module, table):
         return True
     return type(module).__module__.startswith(("torch.nn.modules", "torch.ao.nn")) and not (
         isinstance(module, _CONTAINERS)
     )
 
 
-def name_module(module: nn.Module, table: SupportTable) -> str:
+def row_of_module(module: nn.Module, table: SupportTable) -> str:
     """The row of a module, or ``""``: by its class, or by what its class derives from.
 
     A class may say it itself, with an attribute ``bpu_operator``.
@@ -57,7 +57,7 @@ def _names_of_class(cls: type, table: SupportTable) -> list[str]:
     return []
 
 
-def name_function(
+def row_of_function(
     function: Callable[..., Any], name: str, table: SupportTable, tensors: int
 ) -> str:
     """The row of a torch function or tensor method, or its plain name where it has none.

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from ._attributes import function_attributes, module_attributes, weighted_part
 from ._call import OperatorCall, Value
-from ._naming import is_leaf, name_function, name_module
+from ._naming import is_leaf, row_of_function, row_of_module
 from ._output_dtype import output_dtype
 from ._table import SupportTable, load_support_table
 from ._values import shape_of, tensors_in
@@ -145,7 +145,7 @@ class _Recorder(TorchFunctionMode):
         """Hook every module that counts as one call, and note where the others begin and end."""
         for path, module in self._model.named_modules():
             leaf = module is not self._model and is_leaf(module, self._table)
-            leaf = leaf or (module is self._model and bool(name_module(module, self._table)))
+            leaf = leaf or (module is self._model and bool(row_of_module(module, self._table)))
             if type(module).__name__ in _FUNCTIONALS:
                 self._wrap_methods(path, module)
                 continue
@@ -202,7 +202,7 @@ class _Recorder(TorchFunctionMode):
             self._wrapped.append((module, name))
 
     def _record_module(self, path: str, module: nn.Module, given: Any, result: Any) -> None:
-        name = name_module(module, self._table) or f"torch.nn.{type(module).__name__}"
+        name = row_of_module(module, self._table) or f"torch.nn.{type(module).__name__}"
         if path.rpartition(".")[2] == "activation_post_process":
             self._pass_through(given, result)
             return
@@ -238,7 +238,7 @@ class _Recorder(TorchFunctionMode):
         if not outputs or plain == "detach":
             self._pass_through((args, kwargs), result)
             return result
-        name = name_function(func, plain, self._table, len(inputs))
+        name = row_of_function(func, plain, self._table, len(inputs))
         shapes = [shape_of(v) for v in inputs]
         attributes = function_attributes(name, plain, args, kwargs, shapes)
         if name in ("torch.add", "torch.mul"):
