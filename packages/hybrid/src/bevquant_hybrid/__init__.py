@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from bevquant_hybrid import dtype, march, nn, qat_mode, qtensor, quantization, utils
+from bevquant_hybrid import dtype, functional, march, nn, qat_mode, qtensor, quantization, utils
 from bevquant_hybrid.march import March, get_march, set_march
 
 __all__ = [
     "March",
     "__version__",
     "dtype",
+    "functional",
     "get_march",
     "march",
     "nn",

@@ -46,6 +46,7 @@ class FakeQuantize(FakeQuantizeBase):
 
     scale: Tensor
     zero_point: Tensor
+    lenient = False  # whether float functions take what it returns
 
     def __init__(
         self,
@@ -131,7 +132,7 @@ class FakeQuantize(FakeQuantizeBase):
             self.observe(x)
         if bool(self.fake_quant_enabled[0]):
             x = self.fake_quantize(x)
-        return QTensor(x, self.scale, self.dtype, self.ch_axis)
+        return QTensor(x, self.scale, self.dtype, self.ch_axis, lenient=self.lenient)
 
     def fake_quantize(self, x: Tensor) -> Tensor:
         """Round a plain tensor to the grid."""

@@ -12,10 +12,9 @@ from torch.fx.proxy import TraceError
 
 from bevquant_hybrid.nn.intrinsic import Fused
 from bevquant_hybrid.nn.qat import has_qat_form
+from bevquant_hybrid.utils.fx_helper import LEAF_MARK
 
-__all__ = ["LEAF_MARK", "HybridTracer", "is_leaf", "scope_of", "trace"]
-
-LEAF_MARK = "_bevquant_hybrid_leaf"
+__all__ = ["HybridTracer", "is_leaf", "scope_of", "trace"]
 
 
 class HybridTracer(Tracer):

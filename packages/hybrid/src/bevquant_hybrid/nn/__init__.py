@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bevquant_hybrid.nn import intrinsic, qat, quantized
+from bevquant_hybrid.nn import functional, intrinsic, qat, quantized
 from bevquant_hybrid.nn._functions import (
     Acos,
     Acosh,
@@ -49,6 +49,7 @@ __all__ = [
     "Sinh",
     "Sqrt",
     "Tan",
+    "functional",
     "intrinsic",
     "qat",
     "quantized",

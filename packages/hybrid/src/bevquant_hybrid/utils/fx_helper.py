@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.fx import Proxy
 
-from bevquant_hybrid._fx._tracer import LEAF_MARK
+__all__ = ["LEAF_MARK", "wrap"]
 
-__all__ = ["wrap"]
+LEAF_MARK = "_bevquant_hybrid_leaf"  # attribute of classes that are one node
 
 Wrapped = TypeVar("Wrapped", bound=Any)
 

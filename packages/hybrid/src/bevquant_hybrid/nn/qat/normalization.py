@@ -35,18 +35,24 @@ class BatchNorm2d(OutputQuantized, nn.BatchNorm2d):
         self = super().from_float(source, qconfig)
         make: Any = getattr(self.qconfig, "weight", None)
         self.weight_fake_quant = make() if make else None
+        self._factor_and_offset()
         return self
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize, and quantize the result."""
         values = quantized_input(self, x)
+        factor, offset = self._factor_and_offset()
         if self.training:
             return quantized_output(self, nn.BatchNorm2d.forward(self, values))
+        shape = (1, -1, 1, 1)
+        return quantized_output(self, values * factor.view(shape) + offset.view(shape))
+
+    def _factor_and_offset(self) -> tuple[Tensor, Tensor]:
+        """What evaluation computes, the factor quantized; its range follows the statistics."""
         factor, offset = channel_affine(self)
         if isinstance(self.weight_fake_quant, FakeQuantize):
             factor = self.weight_fake_quant(factor.reshape(-1, 1, 1, 1)).dequantize().reshape(-1)
-        shape = (1, -1, 1, 1)
-        return quantized_output(self, values * factor.view(shape) + offset.view(shape))
+        return factor, offset
 
 
 class LayerNorm(OutputQuantized, nn.LayerNorm):
