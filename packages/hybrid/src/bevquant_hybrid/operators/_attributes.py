@@ -48,7 +48,7 @@ def weighted_part(row: str, module: nn.Module) -> nn.Module:
     """The convolution or linear layer inside a fused module; any other module itself."""
     if row.startswith(("torch.nn.Conv", "torch.nn.Linear")):
         for part in module.modules():
-            if hasattr(part, "kernel_size") or hasattr(part, "in_features"):
+            if isinstance(getattr(part, "weight", None), Tensor):
                 return part
     return module
 
@@ -67,6 +67,11 @@ def module_attributes(row: str, module: nn.Module, shapes: Sequence[Shape]) -> d
             value = _plain(getattr(part, name))
             if value is not _OTHER:
                 found[name] = value
+    weight = getattr(part, "weight", None)
+    if isinstance(weight, Tensor):  # fixed-point modules keep no sizes beside their weights
+        found = _sizes_of_weight(row, tuple(weight.shape), found) | found
+    if row.endswith("LayerNorm") and "normalized_shape" not in found and shapes:
+        found["normalized_shape"] = shapes[0][-len(getattr(part, "axes", (0,))) :]
     if row.endswith("MultiheadAttention"):
         found["add_bias_kv"] = getattr(part, "bias_k", None) is not None
     if row.startswith("torch.nn.Conv2d"):
@@ -106,6 +111,13 @@ def function_attributes(
     if row in ("torch.add", "torch.mul", "torch.sub", "torch.div"):
         found["scalars"] = sum(isinstance(a, int | float) for a in args[:2])
     return _finish(found)
+
+
+def _sizes_of_weight(row: str, shape: Shape, found: Mapping[str, Value]) -> dict[str, Value]:
+    groups = found.get("groups", 1)
+    if not row.startswith(("torch.nn.Conv", "torch.nn.Linear")) or not isinstance(groups, int):
+        return {}
+    return _weight_attributes(row, shape, groups)
 
 
 def _weight_attributes(row: str, shape: Shape, groups: int) -> dict[str, Value]:

@@ -16,6 +16,7 @@ __all__ = ["is_leaf", "row_of_function", "row_of_module"]
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _FUSED = re.compile(r"^(Conv|Linear)")
 _OWN = __package__.partition(".")[0]
+_STUBS = {"Quantize": "QuantStub", "DeQuantize": "DeQuantStub"}
 
 
 def is_leaf(module: nn.Module, table: SupportTable) -> bool:
@@ -35,6 +36,9 @@ def row_of_module(module: nn.Module, table: SupportTable) -> str:
     declared = getattr(type(module), "bpu_operator", "")
     if declared:
         return str(declared)
+    function = getattr(module, "function", None)
+    if type(module).__module__.startswith(f"{_OWN}.") and isinstance(function, nn.Module):
+        return row_of_module(function, table)  # a table is the function that it tabulates
     for cls in type(module).__mro__:
         for name in _names_of_class(cls, table):
             row = table.find(name)
@@ -45,7 +49,8 @@ def row_of_module(module: nn.Module, table: SupportTable) -> str:
 
 def _names_of_class(cls: type, table: SupportTable) -> list[str]:
     home, name = cls.__module__, cls.__name__
-    if home.startswith(f"{_OWN}.nn") or home.startswith(f"{_OWN}.quantization"):
+    if home.startswith(f"{_OWN}."):
+        name = _STUBS.get(name, name)
         if _FUSED.match(name):  # ConvAddReLU2d is a Conv2d that does more at its end
             name = re.sub(r"BN|Add|ReLU6?", "", name)
         eager = [row.name for row in table.operators.values() if row.eager == f"horizon.nn.{name}"]

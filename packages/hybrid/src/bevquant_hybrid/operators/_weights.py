@@ -30,8 +30,8 @@ def weight_attributes(module: nn.Module, part: nn.Module, input_dtype: str) -> d
     """Attributes ``weight_dtype`` and, for qint16 inputs, ``weight_l1``.
 
     ``weight_l1`` is the largest Σ|w| of a filter in integer steps of amax / 127.5, rounded up: the
-    accumulator cannot exceed it times 32768. Weights of other layers than convolutions and linear
-    layers, and weights that are integers already, have none.
+    accumulator cannot exceed it times 32768. Weights that are integers already are summed as they
+    are; vectors, as of a batch norm, have none.
     """
     found: dict[str, Value] = {}
     for holder in (module, part):
@@ -40,8 +40,10 @@ def weight_attributes(module: nn.Module, part: nn.Module, input_dtype: str) -> d
             found["weight_dtype"] = str(dtype)
     weight = getattr(part, "weight", None)
     if input_dtype == "qint16" and isinstance(weight, Tensor) and weight.ndim > 1:
-        if weight.is_floating_point():
-            filters = weight.detach().to(torch.float64).flatten(1).abs()
+        filters = weight.detach().to(torch.float64).flatten(1).abs()
+        if not weight.is_floating_point():
+            found["weight_l1"] = int(filters.sum(1).max())
+        else:
             steps = filters.amax(1).clamp(min=torch.finfo(torch.float64).tiny) / 127.5
             found["weight_l1"] = math.ceil(float((filters.sum(1) / steps).max()))
     return found

@@ -42,7 +42,8 @@ def partition(
     dequantize boundary ``<node>_input_dequant_<i>``. Readers on the CPU keep the float value.
 
     Args:
-        graph_module: Traced with its QuantStubs and DeQuantStubs as leaves. It is not changed.
+        graph_module: Traced with its QuantStubs and DeQuantStubs as leaves; or one that is prepared
+            or converted already, whose modules then say where they run. It is not changed.
         march: ``"bernoulli2"``, ``"bayes"`` or ``"bayes-e"``.
         hybrid_dict: ``{"module_name": ["a.b", …], "module_type": [nn.Conv2d, …]}``: what is to run
             on the CPU, with everything inside it.
@@ -152,6 +153,10 @@ class _State:
                 return "CPU", "CPU", f"hybrid_dict names the class {cls.__name__} of {path}"
         if record.switched_off:
             return "CPU", "CPU", f"the qconfig of {record.path} is None"
+        if record.quantized:
+            return "BPU", "BPU", "the prepared model quantizes it"
+        if record.quantized is False and not self._reads_integers(record):
+            return "CPU", "CPU", "the prepared model leaves it in float"
         listed = place_operator(record.operator, self.march)
         if listed.place == "CPU":
             return "CPU", "CPU", f"{record.operator}: {listed.because}"
@@ -160,6 +165,9 @@ class _State:
             place = "BPU" if source in ("BPU", "QUANT") else "CPU"
             return "PASS", place, "it passes on what it reads, where that is"
         return "BPU", "BPU", f"{record.operator}: {listed.because}"
+
+    def _reads_integers(self, record: GraphNode) -> bool:
+        return any(self.kinds[self.source(name)] in ("BPU", "QUANT") for name in record.inputs)
 
     def source(self, name: str) -> str:
         """The node whose value ``name`` has, beyond everything that passes it on."""

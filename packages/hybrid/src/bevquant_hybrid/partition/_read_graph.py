@@ -27,6 +27,8 @@ class GraphNode:
         inputs: Names of the tensors' nodes that it reads, each once.
         shape: Of its result, where known.
         switched_off: Whether its module has the qconfig None.
+        quantized: In a graph that is prepared already, whether its module is one that prepare or
+            convert made; None in a float graph.
     """
 
     name: str
@@ -37,6 +39,7 @@ class GraphNode:
     inputs: tuple[str, ...]
     shape: tuple[int, ...] | None
     switched_off: bool
+    quantized: bool | None = None
 
 
 def read_graph(module: fx.GraphModule, example_inputs: tuple[Any, ...] | None) -> list[GraphNode]:
@@ -48,22 +51,32 @@ def read_graph(module: fx.GraphModule, example_inputs: tuple[Any, ...] | None) -
         for node in module.graph.nodes
         if node.op == "get_attr" and str(node.target) in modules
     }
+    called = {str(n.target) for n in module.graph.nodes if n.op == "call_module"} | {
+        str(n.target) for n in module.graph.nodes if n.name in owners
+    }
+    prepared = any(_is_quantized(modules[path]) for path in called)
     records = []
     for node in module.graph.nodes:
         if node.name in owners:  # the object whose method the next node calls
             continue
         kind, operator, path = _describe(node, modules, owners)
         around = _around(node, path, modules)
-        called = modules.get(path) if node.op in ("call_module", "call_method") else None
+        own = modules.get(path) if node.op in ("call_module", "call_method") else None
         records.append(
             GraphNode(
                 *(node.name, kind, operator, path, around),
                 tuple(n.name for n in node.all_input_nodes if n.name not in owners),
                 shapes.get(node.name) or _shape_in_meta(node),
-                switched_off=called is not None and getattr(called, "qconfig", 0) is None,
+                switched_off=own is not None and getattr(own, "qconfig", 0) is None,
+                quantized=_is_quantized(own) if prepared else None,
             )
         )
     return records
+
+
+def _is_quantized(module: nn.Module | None) -> bool:
+    """Whether prepare or convert made the module: a QAT or fixed-point form."""
+    return type(module).__module__.startswith(_FORMS)
 
 
 def _describe(
@@ -94,6 +107,8 @@ def _describe(
     return "operator", row_of_function(function, name, table, tensors), path
 
 
+_PACKAGE = __package__.partition(".")[0]
+_FORMS = (f"{_PACKAGE}.nn.qat.", f"{_PACKAGE}.nn.quantized.")
 _EDGES = {"placeholder": "input", "output": "output", "get_attr": "attribute"}
 
 
