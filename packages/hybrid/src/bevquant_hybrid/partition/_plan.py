@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +74,8 @@ class Boundary:
         kind: ``quantize`` or ``dequantize``.
         source: What it converts.
         readers: What reads the result.
-        transfer_bytes: Bytes of the integers that cross, one each; None where the shape is not
-            known.
+        transfer_bytes: Bytes of the integers that cross, one each; 0 for a DeQuantStub that reads
+            floats, which does nothing; None where the shape is not known.
         inserted: Whether the partition added it.
     """
 
@@ -142,16 +143,18 @@ class Plan:
         for node in self.nodes:
             for source in node.inputs:
                 readers.setdefault(source, []).append(node.name)
-        return tuple(
-            Boundary(
-                *(node.name, node.kind, node.inputs[0] if node.inputs else ""),
-                tuple(readers.get(node.name, ())),
-                None if node.shape is None else _elements(node.shape),
-                node.inserted,
-            )
-            for node in self.nodes
-            if node.kind in ("quantize", "dequantize")
-        )
+        integers = {n.name for n in self.nodes if n.place == "BPU" or n.kind == "quantize"}
+        found = []
+        for node in self.nodes:
+            if node.kind not in ("quantize", "dequantize"):
+                continue
+            size = None if node.shape is None else prod(node.shape)
+            if node.kind == "dequantize" and not integers.intersection(node.inputs):
+                size = 0
+            source = node.inputs[0] if node.inputs else ""
+            to = tuple(readers.get(node.name, ()))
+            found.append(Boundary(node.name, node.kind, source, to, size, node.inserted))
+        return tuple(found)
 
     @property
     def transfer_bytes(self) -> int | None:
@@ -227,13 +230,6 @@ class Plan:
             for node in self.nodes
         ]
         return draw_partition(drawn, title=title or f"Partition for {self.march}")
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def _strings(value: object) -> bool:
