@@ -18,6 +18,7 @@ from bevquant_hybrid._fold import fold
 from bevquant_hybrid._fx._graph_module import replace_module
 from bevquant_hybrid.nn.intrinsic._fused import ACTIVATIONS, ANCHORS, fused_class
 from bevquant_hybrid.nn.qat._base import hand_over_qconfig, take_over
+from bevquant_hybrid.qat_mode import QATMode, get_qat_mode
 
 __all__ = ["fuse_graph"]
 
@@ -139,9 +140,10 @@ class _Finder:
 def _fuse(graph: Graph, root: nn.Module, modules: dict[str, nn.Module], chain: _Chain) -> None:
     path = str(chain.anchor.target)
     anchor = modules[path]
-    if chain.bn is not None:
-        anchor = fold(anchor, modules[str(chain.bn.target)])
-    if chain.add is None and chain.act is None:
+    norm = modules[str(chain.bn.target)] if chain.bn is not None else None
+    if norm is not None and get_qat_mode() == QATMode.FuseBN:
+        anchor, norm = fold(anchor, norm), None
+    if norm is None and chain.add is None and chain.act is None:
         made = anchor
     else:
         # A copy, so that the float model's own layer stays as it is.
@@ -149,9 +151,8 @@ def _fuse(graph: Graph, root: nn.Module, modules: dict[str, nn.Module], chain: _
         anchor.anchor_path = path  # type: ignore[assignment]
         activation = _new_activation(chain.act, modules)
         kind = type(activation) if activation else None
-        made = fused_class(type(anchor), adds=chain.add is not None, activation=kind)(
-            anchor, None, activation
-        )
+        make = fused_class(type(anchor), norm is not None, chain.add is not None, kind)
+        made = make(anchor, norm, activation)
         hand_over_qconfig(anchor, made)
     keeper = chain.anchor if chain.add is None else _call_in_place_of(chain, graph)
     if keeper is not chain.last:

@@ -23,6 +23,7 @@ from bevquant_hybrid.nn.qat import (
     stubs,
 )
 from bevquant_hybrid.nn.qat._weighted import Weighted, anchor_of
+from bevquant_hybrid.nn.qat._with_bn import with_batch_norm
 from bevquant_hybrid.nn.qat.segment_lut import SegmentLUT
 
 __all__ = ["float_form", "has_qat_form", "is_elementwise", "qat_form"]
@@ -78,7 +79,10 @@ def _class_of(module: nn.Module) -> Any:
     if isinstance(module, Fused):
         activation = module.part("relu")
         behind = _ACTIVATIONS[type(activation)] if activation is not None else None
-        return _WEIGHTED.get((type(anchor_of(module)), module.adds, behind))
+        plain = _WEIGHTED.get((type(anchor_of(module)), module.adds, behind))
+        if plain is None or module.part("bn") is None:
+            return plain
+        return with_batch_norm(plain, module)
     if isinstance(module, torch_quantized.FloatFunctional):
         return functional_modules.FloatFunctional
     if is_elementwise(module):

@@ -22,8 +22,13 @@ from bevquant_hybrid.nn.qat._base import (
 )
 from bevquant_hybrid.qtensor import QTensor
 
-__all__ = ["Weighted"]
+__all__ = ["ACTIVATION_MODULES", "Weighted", "anchor_of", "repeat_groups"]
 
+ACTIVATION_MODULES: dict[str | None, type[nn.Module] | None] = {
+    None: None,
+    "relu": nn.ReLU,
+    "relu6": nn.ReLU6,
+}
 _ACTIVATIONS = {None: lambda x: x, "relu": F.relu, "relu6": F.relu6}
 
 
@@ -83,14 +88,19 @@ class Weighted(nn.Module):
             return qconfig.weight(ch_axis=self.channel_axis)
         return made
 
-    def to_float(self) -> nn.Module:
-        """Return the float layer, or the `Fused` one, that shares this one's parameters."""
+    def float_anchor(self) -> nn.Module:
+        """The float layer alone, which shares this one's parameters."""
         base = next(c for c in type(self).__mro__ if c.__module__.startswith("torch.nn.modules"))
         anchor: nn.Module = give_back(base, self)
-        activation = {None: None, "relu": nn.ReLU, "relu6": nn.ReLU6}[self.activation]
+        return anchor
+
+    def to_float(self) -> nn.Module:
+        """Return the float layer, or the `Fused` one, that shares this one's parameters."""
+        anchor = self.float_anchor()
+        activation = ACTIVATION_MODULES[self.activation]
         if not self.adds and activation is None:
             return anchor
-        fused = fused_class(base, adds=self.adds, activation=activation)
+        fused = fused_class(type(anchor), adds=self.adds, activation=activation)
         made = fused(anchor, None, activation() if activation else None)
         hand_over_qconfig(anchor, made)
         return made
@@ -105,18 +115,33 @@ class Weighted(nn.Module):
         Raises:
             TypeError: An input is not quantized.
         """
-        values = quantized_input(self, x)
-        weight = self.weight_fake_quant(self.weight)
-        y = self.operate(values, weight.dequantize(), self.bias)
+        y, weight_scale = self.compute(quantized_input(self, x))
         if other is not None:
             y = y + quantized_input(self, other, "second input")
         y = _ACTIVATIONS[self.activation](y)
         if self.activation_post_process is not None or not isinstance(x, QTensor):
             return quantized_output(self, y)
-        scale = (x.scale * weight.scale).detach()
-        scale = self.scale_of_channels(scale)
+        scale = (x.scale * weight_scale).detach()
         axis = self.output_channel_axis % y.dim() if scale.numel() > 1 else -1
         return QTensor(y, scale, "qint32", axis, lenient=x.lenient)
+
+    def compute(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer with its weight quantized, and the scale of that per output channel."""
+        weight = self.weight_fake_quant(self.weight)
+        y = self.operate(x, weight.dequantize(), self.bias)
+        return y, self.scale_of_channels(weight.scale)
+
+    def as_quantized(self, weight: Tensor) -> QTensor:
+        """A weight on the grid that was observed last; nothing is observed."""
+        fake_quant = self.weight_fake_quant
+        values = fake_quant.fake_quantize(weight)
+        return QTensor(values, fake_quant.scale.detach(), fake_quant.dtype, fake_quant.ch_axis)
+
+    def fixed_weight(self) -> tuple[QTensor, Tensor, Tensor | None]:
+        """What convert takes: integers, their scale per output channel, and the bias."""
+        quantized = self.as_quantized(self.weight.detach())
+        bias = None if self.bias is None else self.bias.detach()
+        return quantized, self.scale_of_channels(quantized.scale), bias
 
     def scale_of_channels(self, scale: Tensor) -> Tensor:
         """One scale per output channel, where there is one per channel of the weight."""

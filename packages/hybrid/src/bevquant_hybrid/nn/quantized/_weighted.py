@@ -29,20 +29,16 @@ class _Weighted(FixedPoint):
 
     def __init__(self, source: qat.Weighted, rounding: str) -> None:
         super().__init__(source, rounding)
-        fake_quant = source.weight_fake_quant
-        weight = fake_quant.fake_quantize(source.weight.detach())
-        quantized = QTensor(weight, fake_quant.scale.detach(), fake_quant.dtype, fake_quant.ch_axis)
+        quantized, scale, bias = source.fixed_weight()
         if quantized.dtype != "qint8":
             raise ValueError(
                 f"{self.qualified_name}: weights of {quantized.dtype}: a BPU computes with weights "
                 "of qint8"
             )
         self.register_buffer("weight", quantized.int_repr())
-        scale = source.scale_of_channels(quantized.scale)
-        self.register_buffer("weight_scale", scale.clone())
+        self.register_buffer("weight_scale", scale.detach().clone())
         self.per_channel = scale.numel() > 1
-        bias = source.bias
-        self.register_buffer("bias", None if bias is None else bias.detach().clone())
+        self.register_buffer("bias", None if bias is None else bias.clone())
         self.adds, self.activation = source.adds, source.activation
         self.channel_axis = source.output_channel_axis
         self.steps_of_6 = 0
