@@ -102,6 +102,12 @@ def test_the_hybrid_listing_numbers_its_convolution_as_documented(
     convs = (n for n in proto.graph.node if n.op_type == "Conv")
     layer1 = next(n for n in convs if _before(proto, n) == "Selu")
     assert layer1.name == "Conv_16"
+    settings = (tmp_path / "qat.yaml").read_text()
+    assert 'run_on_cpu: "Conv_32"\n' in settings
+    documented = listings[2][listings[2].index("model_parameters:") :]
+    documented = documented[: documented.index("模型转换")]
+    keys = re.findall(r"^ *(\w+):", documented, re.M)
+    assert re.findall(r"^ *(\w+):", settings, re.M) == keys
     assert names["quantize_res"].shape == names["float_res"].shape
 
 

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from bevquant_hybrid import dtype, functional, march, nn, qat_mode, qtensor, quantization, utils
+from bevquant_hybrid import (
+    dtype,
+    functional,
+    mapper,
+    march,
+    nn,
+    qat_mode,
+    qtensor,
+    quantization,
+    utils,
+)
 from bevquant_hybrid.march import March, get_march, set_march
 
 __all__ = [
@@ -11,6 +21,7 @@ __all__ = [
     "dtype",
     "functional",
     "get_march",
+    "mapper",
     "march",
     "nn",
     "qat_mode",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -17,14 +18,20 @@ __all__ = ["on_floats", "rule_of"]
 
 Rule = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
+_SEEN_OTHERWISE = ("H", "T", "mH", "mT", "data")  # attributes that are views
+_NO_FACTS = (*_SEEN_OTHERWISE, "real", "imag", "__weakref__")
 _FACTS = {
-    *(getattr(Tensor, name).__get__ for name in ("shape", "device", "requires_grad", "grad_fn")),
-    *(getattr(Tensor, name).__get__ for name in ("is_leaf", "ndim", "layout", "grad", "is_cuda")),
+    *(
+        getattr(Tensor, name).__get__
+        for name in dir(Tensor)
+        if inspect.isgetsetdescriptor(getattr(Tensor, name)) and name not in _NO_FACTS
+    ),
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_contiguous, Tensor.__len__),
     *(Tensor.nelement, Tensor.ndimension, Tensor.data_ptr, Tensor.get_device, torch.numel),
     *(Tensor.register_hook, Tensor.retain_grad),
 }
 _VIEWS = {
+    *(getattr(Tensor, name).__get__ for name in _SEEN_OTHERWISE),
     *(Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten),
     *(Tensor.contiguous, Tensor.clone, torch.clone, Tensor.detach, torch.detach),
     *(Tensor.squeeze, torch.squeeze, Tensor.unsqueeze, torch.unsqueeze, Tensor.unflatten),

@@ -150,7 +150,8 @@ class QTensor(Tensor):
         if rule is None and lenient:
             rule = on_floats
         if rule is None:
-            name = getattr(func, "__name__", str(func))
+            named = getattr(func, "__self__", func)  # an attribute is asked for by its __get__
+            name = getattr(named, "__name__", str(func))
             raise NotImplementedError(
                 f"{name} cannot take a QTensor: its result would need a scale of its own. Use the "
                 "quantized form (FloatFunctional for arithmetic, a module for others), put a "

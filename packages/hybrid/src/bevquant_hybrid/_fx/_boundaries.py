@@ -68,7 +68,9 @@ def _dequantize_before(graph: Graph, root: nn.Module, node: Node, placement: Pla
     ]
     name = f"{node.name}_input_dequant"
     if quantized:
-        root.add_module(name, DeQuantStub())
+        stub = DeQuantStub()
+        stub.forced = placement.forced(node)
+        root.add_module(name, stub)
     for index, value in enumerate(quantized):
         with graph.inserting_before(node):
             made = graph.create_node("call_module", name, (value,), name=f"{name}_{index}")

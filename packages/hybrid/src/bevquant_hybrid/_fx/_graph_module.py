@@ -50,11 +50,23 @@ class GraphModuleWithAttr(GraphModule):
 
 
 class ObservedGraphModule(GraphModuleWithAttr):
-    """A graph module prepared for calibration or quantization-aware training."""
+    """A graph module prepared for calibration or quantization-aware training.
+
+    Attributes:
+        hybrid: Whether parts of it may run on the CPU.
+    """
+
+    hybrid: bool
 
 
 class QuantizedGraphModule(GraphModuleWithAttr):
-    """A graph module that computes in integers where it was quantized."""
+    """A graph module that computes in integers where it was quantized.
+
+    Attributes:
+        hybrid: Whether parts of it may run on the CPU.
+    """
+
+    hybrid: bool
 
 
 def clone_containers(root: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> nn.Module:

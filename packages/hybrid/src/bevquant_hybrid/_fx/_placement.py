@@ -22,6 +22,8 @@ from bevquant_hybrid._scale_keeping import rule_of
 from bevquant_hybrid.nn import _functions as functions
 from bevquant_hybrid.nn.intrinsic import Fused
 from bevquant_hybrid.nn.qat import has_qat_form
+from bevquant_hybrid.operators import load_support_table, row_of_function, row_of_module
+from bevquant_hybrid.partition import place_operator
 
 __all__ = ["Kind", "Placement", "has_weight"]
 
@@ -60,14 +62,8 @@ _KEEPING = (
     *(nn.UpsamplingNearest2d, nn.ZeroPad2d, nn.ConstantPad2d, nn.ReplicationPad2d),
     *(nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle, functions.Interpolate),
 )
-# Operators that the mapper of a hybrid model keeps on the CPU on every march, although a BPU can
-# look most of them up in tables where a model is all its own.
-_CPU_MODULES = (
-    *(nn.PReLU, nn.SELU, nn.GELU, nn.Mish, nn.LogSigmoid, nn.CELU, nn.Softmax, nn.LayerNorm),
-    *(functions.Selu, functions.Erf, functions.Acos, functions.Acosh, functions.Asin),
-    *(functions.Asinh, functions.Atan, functions.Atanh, functions.Sinh, functions.Cosh),
-    functions.Tan,
-)
+# Methods of FloatFunctional whose operator goes by another name.
+_OPERATORS = {"add_relu": "add", "add_scalar": "add", "mul_scalar": "mul"}
 
 
 def has_weight(module: nn.Module | None) -> bool:
@@ -89,13 +85,20 @@ class Placement:
         settings: The qconfigs.
         names: What the user wants on the CPU.
         hybrid: Whether operators may run on the CPU at all.
+        march: Whose list of operators decides what must.
     """
 
     def __init__(
-        self, graph: Graph, root: nn.Module, settings: Settings, names: Names, hybrid: bool
+        self,
+        graph: Graph,
+        root: nn.Module,
+        settings: Settings,
+        names: Names,
+        hybrid: bool,
+        march: str,
     ) -> None:
         self.modules = dict(root.named_modules(remove_duplicate=False))
-        self.settings, self.names, self.hybrid = settings, names, hybrid
+        self.settings, self.names, self.hybrid, self.march = settings, names, hybrid, march
         self._numbers = number_nodes(graph)
         self.kinds: dict[Node, Kind] = {}
         self._outside: set[Node] = set()  # float because nothing was quantized yet, or any more
@@ -130,6 +133,10 @@ class Placement:
         module = self.modules.get(path)
         origin = anchor_path_of(module, path) if module is not None else path
         return self.names.cover((origin, scope_of(node)), self.modules)
+
+    def forced(self, node: Node) -> bool:
+        """Whether a user put on the CPU what the BPU could run."""
+        return self.named(node) and self._has_bpu_form(node, self.module(node))
 
     def source(self, node: Node) -> Node:
         """The node whose value this one has, beyond everything that passes it on."""
@@ -184,13 +191,26 @@ class Placement:
         return node.target in table
 
     def _has_bpu_form(self, node: Node, module: nn.Module | None) -> bool:
-        if module is not None:
-            if self.hybrid and isinstance(module, _CPU_MODULES):
-                return False
-            return isinstance(module, _KEEPING) or (
+        function: Any = node.target
+        if module is None and node.op == "call_method":
+            function = getattr(Tensor, str(node.target), None)
+        if module is None:
+            quantizes = rule_of(function) is not None
+        else:
+            quantizes = isinstance(module, _KEEPING) or (
                 has_qat_form(module) and self.qconfig(node) is not None
             )
-        function: Any = node.target
-        if node.op == "call_method":
-            function = getattr(Tensor, str(node.target), None)
-        return rule_of(function) is not None
+        return quantizes and (not self.hybrid or self._mapper_has(node, module, function))
+
+    def _mapper_has(self, node: Node, module: nn.Module | None, function: Any) -> bool:
+        """Whether the mapper of a hybrid model runs an operator on the BPU of this march."""
+        table = load_support_table()
+        if module is None:
+            name = getattr(function, "__name__", str(function))
+            row = row_of_function(function, name, table, len(self.inputs(node)))
+        elif node.op == "call_method":
+            name = str(node.target)
+            row = f"torch.{_OPERATORS.get(name, name)}"
+        else:
+            row = row_of_module(module, table)
+        return place_operator(row, self.march).place == "BPU"

@@ -64,7 +64,7 @@ def prepare(
     caller: str,
 ) -> ObservedGraphModule:
     """Prepare a model; see `prepare_qat_fx`."""
-    require_march(caller)
+    march = require_march(caller)
     names = Names(hybrid_dict if hybrid else None)
     scales = None
     if isinstance(model, ObservedGraphModule):
@@ -75,7 +75,7 @@ def prepare(
         fused = fuse(model, names, caller)
     names.warn_of_strangers(fused)
     settings = Settings(fused, qconfig_dict)
-    placement = Placement(fused.graph, fused, settings, names, hybrid)
+    placement = Placement(fused.graph, fused, settings, names, hybrid, march)
     _warn_of_edges(placement)
     _warn_of_missing_qconfigs(placement)
     if hybrid:
@@ -83,6 +83,7 @@ def prepare(
         insert_boundaries(fused.graph, fused, placement, make)
     _swap(fused, placement)
     prepared = ObservedGraphModule(fused, fused.graph)
+    prepared.hybrid = hybrid
     if scales is not None:
         adopt_scales(prepared, scales)
     return prepared

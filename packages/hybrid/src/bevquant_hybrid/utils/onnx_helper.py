@@ -17,6 +17,9 @@ from torch.ao.quantization import FakeQuantizeBase
 from torch.onnx import OperatorExportTypes, TrainingMode
 
 from bevquant_hybrid._fake_quant._onnx_nodes import opset_in_use
+from bevquant_hybrid._forced_marks import take_marks_out
+from bevquant_hybrid.mapper import write_config
+from bevquant_hybrid.march import March, get_march
 
 __all__ = ["export_to_onnx"]
 
@@ -47,7 +50,9 @@ def export_to_onnx(
     Every fake quantizer becomes QuantizeLinear and DequantizeLinear; weights stay float and pass
     through a pair of their own; operators on the CPU stand bare. Nodes are named
     ``<operator>_<place>``, ``Conv_32``, which is what hb_mapper's ``run_on_cpu`` takes. Nothing is
-    observed while the file is written.
+    observed while the file is written. Next to the file of a hybrid model hb_mapper's settings are
+    written (``qat.yaml`` for ``qat.onnx``): what the user put on the CPU, although a BPU could run
+    it, would be quantized by the mapper where its input is quantized, and is listed there.
 
     Args:
         model: Float model, or result of `prepare_qat_fx` or `prepare_qat`; before convert.
@@ -103,11 +108,14 @@ def export_to_onnx(
         opset_in_use.reset(token)
     proto = onnx.load_from_string(buffer.getvalue())
     _join_equal_weights(proto.graph)
+    forced = take_marks_out(proto)
     for place, node in enumerate(proto.graph.node):
         node.name = f"{node.op_type}_{place}"
     if enable_onnx_checker:
         onnx.checker.check_model(proto)
     _write(proto.SerializeToString(), f)
+    if isinstance(f, str | os.PathLike) and getattr(model, "hybrid", False):
+        write_config(f, get_march() or March.BAYES, [node.name for node in forced])
 
 
 def _join_equal_weights(graph: Any) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 
 from bevquant_hybrid._fake_quant._calib import CalibFakeQuantize
 from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
+from bevquant_hybrid._forced_marks import mark_forced
 from bevquant_hybrid._observers._fixed import FixedScaleObserver
 from bevquant_hybrid.nn.qat._base import (
     give_back,
@@ -79,7 +81,12 @@ class DeQuantStub(nn.Module):
         >>> import torch
         >>> DeQuantStub()([QTensor(torch.ones(1), torch.ones(1), "qint8"), None])
         [tensor([1.]), None]
+
+    Attributes:
+        forced: Whether a user put on the CPU what reads the result, though a BPU could run it.
     """
+
+    forced = False
 
     @classmethod
     def from_float(cls, source: nn.Module, qconfig: Any = None) -> Self:
@@ -99,7 +106,8 @@ class DeQuantStub(nn.Module):
     def forward(self, x: Any) -> Any:
         """Dequantize."""
         if isinstance(x, Tensor):
-            return as_float(x)
+            marks = self.forced and torch.onnx.is_in_onnx_export()
+            return mark_forced(as_float(x)) if marks else as_float(x)
         if isinstance(x, dict):
             return type(x)((name, self.forward(value)) for name, value in x.items())
         if isinstance(x, tuple) and hasattr(x, "_fields"):
