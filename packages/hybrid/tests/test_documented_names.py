@@ -43,7 +43,8 @@ NAMES = {
         default_qat_8bit_weight_32bit_out_fake_quant_qconfig
         default_calib_8bit_weight_32bit_out_fake_quant_qconfig
         default_qat_8bit_weight_16bit_act_fake_quant_qconfig
-        default_calib_8bit_weight_16bit_act_fake_quant_qconfig default_qat_8bit_lsq_quant_qconfig""",
+        default_calib_8bit_weight_16bit_act_fake_quant_qconfig
+        default_qat_8bit_lsq_quant_qconfig""",
     "utils.onnx_helper": "export_to_onnx",
     "utils.fx_helper": "wrap",
 }

@@ -215,6 +215,15 @@ def test_a_forgotten_calibration_is_warned_of() -> None:
         horizon.quantization.convert(made)
 
 
+def test_a_module_under_two_names_stays_one() -> None:
+    model = nn.Module()
+    model.first = model.second = nn.Conv2d(1, 1, 1)
+    model.qconfig = horizon.quantization.get_default_qat_qconfig()
+    made = horizon.quantization.prepare_qat(model)
+    assert made.first is made.second
+    assert type(made.first) is qat.Conv2d
+
+
 def test_observer_params_are_copied_by_name() -> None:
     source, target = prepared(Net()), prepared(Net())
     source(torch.rand(2, 1, 28, 28))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 
@@ -20,6 +21,7 @@ from bevquant_hybrid.quantization import (
     get_default_calib_qconfig,
     get_default_qat_out_qconfig,
     get_default_qat_qconfig,
+    get_default_qconfig,
     prepare_calibration_fx,
     prepare_qat_fx,
     set_fake_quantize,
@@ -196,6 +198,80 @@ def test_qconfig_precedence() -> None:
         if isinstance(module, qat.Conv2d | qat.QuantStub) and module.activation_post_process
     }
     assert constants == {"0": 0.1, "1": 0.2, "2": 0.3, "4": 0.4, "5.0": 0.2}
+
+
+def test_calibration_passes_values_unrounded_through_every_function() -> None:
+    class Functions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.quant = QuantStub()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = F.interpolate(self.quant(x), scale_factor=2.0, mode="bilinear")
+            return F.pad(F.relu6(y).clamp(0.3, 0.8).abs(), (1, 1), value=0.2)
+
+    x = torch.rand(1, 2, 4, 4)
+    calibrating = prepare_calibration_fx(Functions(), {"": CALIB})
+    newer = prepare_qat_fx(Functions(), {"": QAT})
+    set_fake_quantize(newer, "calibration")
+    for model in (calibrating, newer):
+        torch.testing.assert_close(model(x).dequantize(), Functions()(x))
+
+
+@pytest.mark.parametrize("kind", ["lsq", "pact"])
+def test_learned_scales_are_those_of_the_integers(kind: str) -> None:
+    weight = "lsq" if kind == "lsq" else "fake_quant"
+    qconfig = get_default_qat_qconfig(activation_fake_quant=kind, weight_fake_quant=weight)
+    model = nn.Sequential(QuantStub(), nn.Conv2d(2, 3, 1), nn.ReLU(), nn.Conv2d(3, 2, 1))
+    made = prepare_qat_fx(model, {"": qconfig})
+    x = torch.randn(4, 2, 5, 5)
+    optimizer = torch.optim.SGD(made.parameters(), 0.1)
+    for _ in range(5):
+        made(x).dequantize().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if kind == "lsq":
+        with torch.no_grad():
+            made.get_submodule("3").activation_post_process.scale.neg_()
+    result, integers = made(x), convert_fx(made)(x)
+    torch.testing.assert_close(result.scale, integers.scale)
+    assert (result.int_repr().int() - integers.int_repr().int()).abs().max() <= 2
+
+
+def test_the_newer_flow_with_one_fake_quantizer_for_all_stages() -> None:
+    x = torch.randn(2, 3, 8, 8)
+    calibrating = get_default_qconfig(activation_observer="percentile")
+    training = get_default_qconfig(activation_qkwargs={"averaging_constant": 0.0})
+    options = {"hybrid": True, "hybrid_dict": {"module_name": ["features.2"]}}
+    float_model = settled(Net())
+    first = prepare_qat_fx(copy.deepcopy(float_model), {"": calibrating}, **options).eval()
+    set_fake_quantize(first, "calibration")
+    torch.testing.assert_close(first(x), float_model(x), rtol=1e-4, atol=1e-4)
+    second = prepare_qat_fx(copy.deepcopy(float_model), {"": training}, **options)
+    second.load_state_dict(first.state_dict())
+    set_fake_quantize(second, "qat")
+    scale = second.head.activation_post_process.scale.clone()
+    assert torch.equal(scale, first.head.activation_post_process.scale)
+    second.train()(5 * x)
+    assert torch.equal(second.head.activation_post_process.scale, scale)
+
+
+@pytest.mark.parametrize(("march", "on_bpu"), [("bayes", True), ("bernoulli2", False)])
+def test_the_march_decides_what_a_hybrid_model_has_on_the_bpu(march: str, on_bpu: bool) -> None:
+    class Difference(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.quant, self.conv = QuantStub(), nn.Conv2d(1, 1, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.quant(x)
+            return self.conv(y) - y
+
+    horizon.march.set_march(march)
+    made = prepare_qat_fx(Difference(), {"": QAT}, hybrid=True)
+    kind = qat.FloatFunctional if on_bpu else horizon.nn.quantized.FloatFunctional
+    assert type(made.get_submodule("_generated_sub_0")) is kind
+    assert made(torch.randn(1, 1, 2, 2)).shape == (1, 1, 2, 2)
 
 
 class Selu(nn.Module):

@@ -331,6 +331,8 @@ def resize(
         mode,
         align_corners if mode == "bilinear" else None,
     )
+    if not x.on_grid:
+        return x.like(resized)
     info = qinfo(x.dtype)
     return x.like(fake_quantize(resized, x.scale, -1, info.min, info.max))
 
@@ -339,6 +341,8 @@ def clamp(x: QTensor, low: float | None, high: float | None) -> QTensor:
     """Clamp to the steps nearest to the bounds."""
     from bevquant_hybrid.qtensor import along, payload
 
+    if not x.on_grid:
+        return x.like(payload(x).clamp(low, high))
     scale = along(x.scale, x.dim(), x.q_per_channel_axis()).double()
     info = qinfo(x.dtype)
     values = payload(x)

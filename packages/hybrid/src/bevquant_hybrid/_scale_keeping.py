@@ -144,6 +144,8 @@ def _abs(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     top = qinfo(source.dtype).max
     if source.holds_integers:  # |−128| is one step too many
         return source.like(payload(source).clamp(min=-top).abs())
+    if not source.on_grid:
+        return source.like(payload(source).abs())
     limit = top * along(source.scale, source.dim(), source.q_per_channel_axis())
     return source.like(torch.minimum(payload(source).abs(), limit))
 

@@ -29,6 +29,8 @@ class QTensor(Tensor):
         rounding: How integer functions of it round, ``"half_up"`` or ``"half_even"``.
         lenient: Let other functions take the float values instead of raising, and give a plain
             tensor (eager models prepared with hybrid=True).
+        on_grid: Whether float values lie on the grid of the scale; False while a model is
+            calibrated, where they pass unrounded.
 
     Example:
         >>> q = QTensor(torch.tensor([[-0.5, 1.0]]), torch.tensor([0.5]), "qint8")
@@ -41,6 +43,7 @@ class QTensor(Tensor):
     _q_axis: int
     rounding: str
     lenient: bool
+    on_grid: bool
 
     def __new__(  # noqa: D102
         cls,
@@ -51,6 +54,7 @@ class QTensor(Tensor):
         *,
         rounding: str = "half_up",
         lenient: bool = False,
+        on_grid: bool = True,
     ) -> QTensor:
         self = payload(data).as_subclass(cls)
         self._q_scale = scale_tensor
@@ -58,6 +62,7 @@ class QTensor(Tensor):
         self._q_axis = per_channel_axis
         self.rounding = rounding
         self.lenient = lenient
+        self.on_grid = on_grid
         return self
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -117,6 +122,7 @@ class QTensor(Tensor):
             per_channel_axis,
             rounding=self.rounding,
             lenient=self.lenient,
+            on_grid=self.on_grid,
         )
 
     def scale_of_each(self) -> Tensor:
@@ -150,8 +156,9 @@ class QTensor(Tensor):
         if rule is None and lenient:
             rule = on_floats
         if rule is None:
-            named = getattr(func, "__self__", func)  # an attribute is asked for by its __get__
-            name = getattr(named, "__name__", str(func))
+            name = getattr(func, "__name__", str(func))
+            if name == "__get__":  # of an attribute
+                name = getattr(func.__self__, "__name__", name)  # type: ignore[attr-defined]
             raise NotImplementedError(
                 f"{name} cannot take a QTensor: its result would need a scale of its own. Use the "
                 "quantized form (FloatFunctional for arithmetic, a module for others), put a "

@@ -60,7 +60,7 @@ class CalibFakeQuantize(FakeQuantizeBase):
         x = payload(x)
         if bool(self.observer_enabled[0]):
             self.activation_post_process(x.detach())
-        return QTensor(x, torch.ones(1, device=x.device), self.dtype)
+        return QTensor(x, torch.ones(1, device=x.device), self.dtype, on_grid=False)
 
 
 class _WrappedCalibFakeQuantize(torch.nn.Module):

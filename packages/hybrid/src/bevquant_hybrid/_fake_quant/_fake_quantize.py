@@ -114,6 +114,10 @@ class FakeQuantize(FakeQuantizeBase):
         self.scale = value.detach().clone()
         self.zero_point = torch.zeros_like(self.scale, dtype=torch.long)
 
+    def current_scale(self) -> Tensor:
+        """The scale that values are rounded with, without gradient."""
+        return self.scale.detach()
+
     def observe(self, x: Tensor) -> None:
         """Let the observer see a tensor and take its scale."""
         self.activation_post_process(x.detach())
@@ -130,14 +134,29 @@ class FakeQuantize(FakeQuantizeBase):
         x = payload(x)
         if bool(self.observer_enabled[0]):
             self.observe(x)
-        if bool(self.fake_quant_enabled[0]):
-            x = self.fake_quantize(x)
-        return QTensor(x, self.scale, self.dtype, self.ch_axis, lenient=self.lenient)
+        return self.marked(x)
+
+    def marked(self, x: Tensor) -> QTensor:
+        """Round a tensor where that is enabled, and give it the scale."""
+        rounds = bool(self.fake_quant_enabled[0])
+        return QTensor(
+            self.fake_quantize(x) if rounds else x,
+            self.current_scale(),
+            self.dtype,
+            self.ch_axis,
+            lenient=self.lenient,
+            on_grid=rounds,
+        )
 
     def fake_quantize(self, x: Tensor) -> Tensor:
         """Round a plain tensor to the grid."""
         return fake_quantize(
-            x, self.scale, self.ch_axis, self.quant_min, self.quant_max, bool(self.saturate)
+            x,
+            self.current_scale(),
+            self.ch_axis,
+            self.quant_min,
+            self.quant_max,
+            bool(self.saturate),
         )
 
     def extra_repr(self) -> str:

@@ -26,9 +26,7 @@ class _LearnedFakeQuantize(FakeQuantize):
         x = payload(x)
         if bool(self.observer_enabled[0]) and not self.observed:
             self.observe(x)
-        if bool(self.fake_quant_enabled[0]):
-            x = self.fake_quantize(x)
-        return QTensor(x, self.scale.detach(), self.dtype, self.ch_axis)
+        return self.marked(x)
 
 
 class LSQFakeQuantize(_LearnedFakeQuantize):
@@ -70,11 +68,18 @@ class LSQFakeQuantize(_LearnedFakeQuantize):
         self.scale.data = value.detach().clone()
         self.zero_point = torch.zeros_like(value, dtype=torch.long)
 
+    def _positive(self) -> Tensor:
+        return self.scale.abs().clamp(min=smallest_scale)
+
+    def current_scale(self) -> Tensor:
+        """The parameter's size: a step of training may have turned its sign."""
+        return self._positive().detach()
+
     def fake_quantize(self, x: Tensor) -> Tensor:
         """Round to the grid; the gradient reaches the scale."""
         if torch.onnx.is_in_onnx_export():
             return super().fake_quantize(x)
-        scale = self.scale.abs().clamp(min=smallest_scale)
+        scale = self._positive()
         if self.use_grad_scaling:
             count = x.numel() / scale.numel()
             share = (max(count, 1.0) * self.quant_max) ** -0.5
@@ -125,11 +130,11 @@ class PACTFakeQuantize(_LearnedFakeQuantize):
         super().set_qparams(scale, zero_point)
         self.alpha.data = self.scale * (self.quant_max - self.quant_min) / 2
 
-    def forward(self, x: Tensor) -> QTensor:
-        """Take the scale that α has now, then fake-quantize."""
-        if self.observed:
-            self.scale = scale_of(self.alpha.detach().abs(), self.quant_min, self.quant_max)
-        return super().forward(x)
+    def current_scale(self) -> Tensor:
+        """The scale that α has now."""
+        if not self.observed:
+            return super().current_scale()
+        return scale_of(self.alpha.detach().abs(), self.quant_min, self.quant_max)
 
     def fake_quantize(self, x: Tensor) -> Tensor:
         """Clamp at ±α and round; the gradient of clamped values reaches α."""

@@ -84,13 +84,16 @@ def _prepare(model: nn.Module, inplace: bool, hybrid: bool, caller: str) -> nn.M
         scales = calibrated_scales(made)
         made = _replaced(made, "", lambda path, module: float_form(module))
     settings = Settings(made, None)
+    done: dict[int, nn.Module] = {}  # a module under two names stays one module
 
     def form(path: str, module: nn.Module) -> nn.Module:
         qconfig = settings.of(path)
         if not has_qat_form(module) or (qconfig is None and not isinstance(module, DeQuantStub)):
             return module
+        if id(module) in done:
+            return done[id(module)]
         module.qualified_name = path  # type: ignore[assignment]
-        prepared = qat_form(module, qconfig)
+        prepared = done[id(module)] = qat_form(module, qconfig)
         if hybrid:
             for part in prepared.modules():
                 part.lenient = True  # type: ignore[assignment]

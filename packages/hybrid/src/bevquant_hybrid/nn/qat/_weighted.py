@@ -123,7 +123,7 @@ class Weighted(nn.Module):
             return quantized_output(self, y)
         scale = (x.scale * weight_scale).detach()
         axis = self.output_channel_axis % y.dim() if scale.numel() > 1 else -1
-        return QTensor(y, scale, "qint32", axis, lenient=x.lenient)
+        return QTensor(y, scale, "qint32", axis, lenient=x.lenient, on_grid=False)
 
     def compute(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The layer with its weight quantized, and the scale of that per output channel."""
@@ -135,7 +135,7 @@ class Weighted(nn.Module):
         """A weight on the grid that was observed last; nothing is observed."""
         fake_quant = self.weight_fake_quant
         values = fake_quant.fake_quantize(weight)
-        return QTensor(values, fake_quant.scale.detach(), fake_quant.dtype, fake_quant.ch_axis)
+        return QTensor(values, fake_quant.current_scale(), fake_quant.dtype, fake_quant.ch_axis)
 
     def fixed_weight(self) -> tuple[QTensor, Tensor, Tensor | None]:
         """What convert takes: integers, their scale per output channel, and the bias."""

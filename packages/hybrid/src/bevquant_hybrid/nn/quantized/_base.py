@@ -49,7 +49,7 @@ class FixedPoint(nn.Module):
         self.dtype: QuantDType | None = None
         if fake_quant is not None:
             self.dtype = as_quant_dtype(fake_quant.dtype)
-            self.register_buffer("scale", fake_quant.scale.detach().clone())
+            self.register_buffer("scale", fake_quant.current_scale().clone())
             self.register_buffer("zero_point", torch.zeros_like(self.scale, dtype=torch.long))
         self.training = False
 

@@ -80,7 +80,7 @@ class BatchNorm2d(FixedPoint):
         factor, offset = (t.detach() for t in qat.channel_affine(source))
         fake_quant = source.weight_fake_quant
         kernel = fake_quant.fake_quantize(factor.reshape(-1, 1, 1, 1))
-        quantized = QTensor(kernel, fake_quant.scale.detach(), "qint8", fake_quant.ch_axis)
+        quantized = QTensor(kernel, fake_quant.current_scale(), "qint8", fake_quant.ch_axis)
         self.register_buffer("factor", quantized.int_repr().reshape(-1))
         self.register_buffer("factor_scale", quantized.scale.clone())
         self.register_buffer("offset", offset.clone())
