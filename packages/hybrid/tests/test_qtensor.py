@@ -54,10 +54,19 @@ def test_functions_that_keep_the_scale(q: QTensor, function) -> None:
     torch.testing.assert_close(result.dequantize(), function(q.dequantize()))
 
 
-def test_bilinear_results_lie_on_the_grid_half_a_step_away(q: QTensor) -> None:
-    result = F.interpolate(q, scale_factor=2, mode="bilinear").dequantize()
-    exact = F.interpolate(q.dequantize(), scale_factor=2, mode="bilinear")
-    assert (result - exact).abs().max() <= 0.025 + 1e-6
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"scale_factor": 2.0},
+        {"scale_factor": 1.6},
+        {"scale_factor": 1.6, "recompute_scale_factor": True},
+        {"size": (5, 9), "align_corners": True},
+    ],
+)
+def test_bilinear_results_lie_on_the_grid_half_a_step_away(q: QTensor, settings) -> None:
+    result = F.interpolate(q, mode="bilinear", **settings).dequantize()
+    exact = F.interpolate(q.dequantize(), mode="bilinear", **settings)
+    assert (result - exact).abs().max() <= 0.025 + 1e-5
     assert (result / 0.05 - (result / 0.05).round()).abs().max() < 1e-4
 
 

@@ -9,25 +9,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import bevquant_int8sim as int8sim
 from bevquant_hybrid._torch_operator import operator
-from bevquant_hybrid.dtype import qinfo
-
-if TYPE_CHECKING:
-    from bevquant_hybrid.qtensor import QTensor
 
 _STORAGE = {8: torch.int8, 16: torch.int16, 32: torch.int32}
 
 __all__ = [
     "add",
     "avg_pool",
-    "clamp",
     "concat",
     "conv",
     "dequantize",
@@ -36,7 +29,7 @@ __all__ = [
     "matmul",
     "max_pool",
     "multiply",
-    "pad",
+    "pair",
     "quantize",
     "requantize",
     "resize",
@@ -246,7 +239,7 @@ def avg_pool(
     "(Tensor x, int[] kernel_size, int[] stride, int[] padding, int[] dilation, bool ceil_mode) "
     "-> Tensor"
 )
-def _max_pool(
+def max_pool(
     x: Tensor,
     kernel_size: Sequence[int],
     stride: Sequence[int],
@@ -254,6 +247,7 @@ def _max_pool(
     dilation: Sequence[int],
     ceil_mode: bool,
 ) -> Tensor:
+    """Maximum over windows of two axes; the scale stays."""
     return int8sim.int8_max_pool(x, kernel_size, stride, padding, dilation, ceil_mode=ceil_mode)
 
 
@@ -261,7 +255,7 @@ def _max_pool(
     "(Tensor x, int[] size, float[] scale_factor, str mode, bool align_corners, str rounding) "
     "-> Tensor"
 )
-def _resize(
+def resize(
     x: Tensor,
     size: Sequence[int],
     scale_factor: Sequence[float],
@@ -269,6 +263,7 @@ def _resize(
     align_corners: bool,
     rounding: str,
 ) -> Tensor:
+    """Height and width resized; `size` or `scale_factor` is empty."""
     return int8sim.int8_resize(
         x,
         size or None,
@@ -288,87 +283,3 @@ def _narrow(q: Tensor, bits: int) -> Tensor:
 def pair(value: int | Sequence[int]) -> list[int]:
     """One integer twice, or the two given."""
     return [value, value] if isinstance(value, int) else [int(v) for v in value]
-
-
-def max_pool(
-    x: Tensor,
-    kernel_size: int | Sequence[int],
-    stride: int | Sequence[int] | None = None,
-    padding: int | Sequence[int] = 0,
-    dilation: int | Sequence[int] = 1,
-    ceil_mode: bool = False,
-) -> Tensor:
-    """Maximum over windows; the scale stays."""
-    steps = kernel_size if stride is None or stride == [] else stride
-    return _max_pool(x, pair(kernel_size), pair(steps), pair(padding), pair(dilation), ceil_mode)
-
-
-def resize(
-    x: QTensor,
-    size: int | Sequence[int] | None,
-    scale_factor: float | Sequence[float] | None,
-    mode: str,
-    align_corners: bool,
-) -> QTensor:
-    """Resize height and width; the result lies on the grid of the input's scale."""
-    from bevquant_hybrid._fake_quant._function import fake_quantize
-    from bevquant_hybrid.qtensor import payload
-
-    if mode not in ("nearest", "bilinear"):
-        raise NotImplementedError(
-            f"interpolate(mode={mode!r}): a BPU resizes by 'nearest' or 'bilinear'"
-        )
-    values = payload(x)
-    if x.holds_integers:
-        factors = scale_factor if isinstance(scale_factor, Sequence) else [scale_factor] * 2
-        given = [] if scale_factor is None else [float(f) for f in factors if f is not None]
-        sizes = [] if size is None else pair(size)
-        return x.like(_resize(values, sizes, given, mode, align_corners, x.rounding))
-    resized = F.interpolate(
-        values,
-        size,
-        scale_factor,
-        mode,
-        align_corners if mode == "bilinear" else None,
-    )
-    if not x.on_grid:
-        return x.like(resized)
-    info = qinfo(x.dtype)
-    return x.like(fake_quantize(resized, x.scale, -1, info.min, info.max))
-
-
-def clamp(x: QTensor, low: float | None, high: float | None) -> QTensor:
-    """Clamp to the steps nearest to the bounds."""
-    from bevquant_hybrid.qtensor import along, payload
-
-    if not x.on_grid:
-        return x.like(payload(x).clamp(low, high))
-    scale = along(x.scale, x.dim(), x.q_per_channel_axis()).double()
-    info = qinfo(x.dtype)
-    values = payload(x)
-    for bound, cut in ((low, torch.maximum), (high, torch.minimum)):
-        if bound is None:
-            continue
-        steps = torch.floor(bound / scale + 0.5).clamp(info.min, info.max)
-        limit = steps if x.holds_integers else steps * scale
-        values = cut(values, limit.to(values.dtype).to(values.device))
-    return x.like(values)
-
-
-def pad(x: QTensor, sides: Sequence[int], mode: str, value: float) -> QTensor:
-    """Pad; a constant is rounded to the nearest step.
-
-    Raises:
-        NotImplementedError: Another mode than constant and replicate.
-    """
-    from bevquant_hybrid.qtensor import payload
-
-    if mode not in ("constant", "replicate"):
-        raise NotImplementedError(f"pad(mode={mode!r}): a BPU pads by 'constant' or 'replicate'")
-    if mode == "replicate":
-        values = payload(x)
-        widened = values.double() if x.holds_integers else values
-        return x.like(F.pad(widened, list(sides), mode).to(values.dtype))
-    filler = clamp(x.like(torch.zeros_like(payload(x))), value, value) if value else None
-    constant = float(payload(filler).reshape(-1)[0]) if filler is not None else 0.0
-    return x.like(F.pad(payload(x), list(sides), value=constant))

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bevquant_hybrid import _integer_ops as ops
+from bevquant_hybrid import _both_forms as both
 from bevquant_hybrid.dtype import qinfo
 from bevquant_hybrid.qtensor import QTensor, along, payload
 
@@ -160,7 +160,7 @@ def _clamp(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         low, high = _arguments(args, kwargs, ("min", None), ("max", None))
     if any(isinstance(bound, Tensor) for bound in (low, high)):
         raise NotImplementedError(f"{func.__name__} of a QTensor takes numbers as its bounds")
-    return ops.clamp(source, low, high)
+    return both.clamp(source, low, high)
 
 
 def _max_pool(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -169,14 +169,20 @@ def _max_pool(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         return source.like(_on(func, args, kwargs, payload))
     defaults = (("stride", None), ("padding", 0), ("dilation", 1), ("ceil_mode", False))
     kernel, *rest = _arguments(args, kwargs, ("kernel_size", None), *defaults)
-    return source.like(ops.max_pool(payload(source), kernel, *rest))
+    return source.like(both.max_pool(payload(source), kernel, *rest))
 
 
 def _interpolate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     source = _first(args, kwargs)
-    names = (("size", None), ("scale_factor", None), ("mode", "nearest"), ("align_corners", None))
-    size, factor, mode, align = _arguments(args, kwargs, *names)
-    return ops.resize(source, size, factor, mode, bool(align))
+    names = ("size", "scale_factor", "mode", "align_corners", "recompute_scale_factor")
+    defaults = (None, None, "nearest", None, None)
+    arguments = _arguments(args, kwargs, *zip(names, defaults, strict=True))
+    size, factor, mode, align, recompute = arguments
+    if recompute and factor is not None:
+        factors = factor if isinstance(factor, list | tuple) else (factor, factor)
+        sides = zip(source.shape[2:], factors, strict=True)
+        size, factor = [int(n * f) for n, f in sides], None
+    return both.resize(source, size, factor, mode, bool(align))
 
 
 def _pad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -184,7 +190,7 @@ def _pad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     pad, mode, value = _arguments(
         args, kwargs, ("pad", None), ("mode", "constant"), ("value", None)
     )
-    return ops.pad(source, pad, mode, float(value or 0.0))
+    return both.pad(source, pad, mode, float(value or 0.0))
 
 
 def _arguments(

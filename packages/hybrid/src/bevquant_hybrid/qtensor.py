@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bevquant_hybrid import _integer_ops as ops
 from bevquant_hybrid.dtype import QuantDType, as_quant_dtype, qinfo
 
 __all__ = ["QTensor", "as_float", "payload"]
@@ -93,8 +94,6 @@ class QTensor(Tensor):
 
     def dequantize(self) -> Tensor:
         """Return the float values as a plain tensor; gradients pass."""
-        from bevquant_hybrid import _integer_ops as ops
-
         values = payload(self)
         if values.is_floating_point():
             return values

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bevquant_hybrid.qtensor import along
+
 __all__ = ["fake_quantize"]
 
 
@@ -68,8 +70,6 @@ class _FakeQuantize(torch.autograd.Function):
         saturate: bool,
     ) -> Tensor:
         if saturate:
-            from bevquant_hybrid.qtensor import along
-
             steps = x / along(scale, x.dim(), ch_axis)
             ctx.save_for_backward((steps >= quant_min - 0.5) & (steps <= quant_max + 0.5))
         ctx.saturate = saturate

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from bevquant_hybrid import _integer_ops as ops
 from bevquant_hybrid import _integer_sums as sums
+from bevquant_hybrid._both_forms import clamp
 from bevquant_hybrid.dtype import qinfo
 from bevquant_hybrid.nn.qat import _weighted as qat
 from bevquant_hybrid.nn.qat.conv_transpose2d import ConvTranspose2d as QATConvTranspose2d
@@ -92,7 +93,7 @@ class _Weighted(FixedPoint):
         result = QTensor(acc, step.float(), "qint32", scaled_axis, rounding=self.rounding)
         if self.activation is None:
             return result
-        return ops.clamp(result, 0.0, 6.0 if self.activation == "relu6" else None)
+        return clamp(result, 0.0, 6.0 if self.activation == "relu6" else None)
 
     def add(self, x: QTensor, other: QTensor) -> QTensor:
         """Compute with an addition: the call that it replaces was ``.add(x, other)``."""
