@@ -7,6 +7,8 @@ import re
 import pytest
 import torch
 
+from bevquant_hybrid.quantization import set_fake_quantize
+
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 
 
@@ -58,6 +60,21 @@ def test_uniform_inputs_calibrate_to_the_printed_range(example) -> None:
     fake_quant = found["qat_model"].quant.activation_post_process
     assert f"{fake_quant.activation_post_process.max_val.item():.4f}" == "0.9995"
     assert f"{fake_quant.scale.item():.4f}" == "0.0078"
+
+
+def test_the_whole_example_runs_and_its_integers_are_near(document, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = document("000").replace("horizon_plugin_pytorch", "bevquant_hybrid")
+    found: dict = {}
+    exec(text[text.index("import numpy as np") : text.index("打印calibration模型的结果")], found)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["qat.onnx", "qat.yaml"]
+    set_fake_quantize(found["qat_model"], "validation")
+    result = found["qat_model"](found["data"])
+    model = found["qat_model"]
+    # Two inputs of the last layer that round the other way move its output by two steps each.
+    step = model.conv3_activation_post_process.activation_post_process.scale.item()
+    gain = model.conv4.weight.abs().sum((1, 2, 3)).max().item()
+    assert (found["quantize_model"](found["data"]) - result).abs().max() <= 4 * step * gain
 
 
 def test_the_float_model_still_gives_what_it_gave(example) -> None:

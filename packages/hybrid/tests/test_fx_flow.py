@@ -269,9 +269,31 @@ def test_the_march_decides_what_a_hybrid_model_has_on_the_bpu(march: str, on_bpu
 
     horizon.march.set_march(march)
     made = prepare_qat_fx(Difference(), {"": QAT}, hybrid=True)
-    kind = qat.FloatFunctional if on_bpu else horizon.nn.quantized.FloatFunctional
-    assert type(made.get_submodule("_generated_sub_0")) is kind
+    assert ("_generated_sub_0" in dict(made.named_children())) is on_bpu
+    assert ("sub_input_dequant_0 = self.sub_input_dequant(conv)" in made.code) is not on_bpu
     assert made(torch.randn(1, 1, 2, 2)).shape == (1, 1, 2, 2)
+
+
+def test_every_function_has_a_module_where_the_model_is_all_on_the_bpu() -> None:
+    class Functions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.quant, self.dequant = QuantStub(), DeQuantStub()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = F.selu(self.quant(x)) ** 2 + torch.erf(self.quant(x))
+            return self.dequant(F.softmax(F.gelu(y.tanh()) / 4, dim=1))
+
+    x = torch.rand(2, 3, 4)
+    made = prepare_qat_fx(Functions(), {"": QAT})
+    made(x)
+    names = [n.removeprefix("_generated_") for n, _ in made.named_children()][2:]
+    assert names == [
+        *("selu_0", "pow_0", "erf_0", "add_0", "tanh_0", "gelu_0", "mul_scalar_0", "softmax_0"),
+    ]
+    set_fake_quantize(made, "validation")
+    assert (made(x) - Functions()(x)).abs().max() < 0.02
+    assert (convert_fx(made)(x) - made(x)).abs().max() < 0.02
 
 
 class Selu(nn.Module):

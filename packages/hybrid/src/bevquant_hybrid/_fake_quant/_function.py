@@ -49,9 +49,9 @@ def fake_quantize(
 def rounded(x: Tensor, scale: Tensor, ch_axis: int, quant_min: int, quant_max: int) -> Tensor:
     """The forward pass alone."""
     if ch_axis < 0:
-        return torch.fake_quantize_per_tensor_affine(
-            x, float(scale.reshape(())), 0, quant_min, quant_max
-        )
+        step = scale.reshape(()).float()
+        zero = torch.zeros((), dtype=torch.int32, device=scale.device)
+        return torch.fake_quantize_per_tensor_affine(x, step, zero, quant_min, quant_max)
     zeros = torch.zeros_like(scale, dtype=torch.int32)
     return torch.fake_quantize_per_channel_affine(
         x, scale.float(), zeros, ch_axis, quant_min, quant_max

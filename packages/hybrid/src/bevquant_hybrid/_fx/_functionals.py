@@ -16,8 +16,10 @@ from bevquant_hybrid._fx._numbers import number_nodes
 from bevquant_hybrid._fx._tracer import scope_of
 from bevquant_hybrid.nn import _functions as functions
 from bevquant_hybrid.nn._float_functional import FloatFunctional
+from bevquant_hybrid.operators import load_support_table, row_of_module
+from bevquant_hybrid.partition import place_operator
 
-__all__ = ["replace_functions"]
+__all__ = ["mapper_has", "replace_functions"]
 
 _BINARY: dict[Any, str] = {
     **dict.fromkeys((operator.add, operator.iadd, torch.add, "add", "add_"), "add"),
@@ -33,15 +35,21 @@ _REDUCTIONS: dict[Any, str] = {
     **dict.fromkeys((torch.sum, "sum"), "sum"),
     **dict.fromkeys((torch.cat, torch.concat), "cat"),
 }
+_SAME_NAME = (  # torch.acos is functions.Acos, and so on
+    *("Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Ceil", "Cos", "Cosh", "Erf", "Exp"),
+    *("Floor", "Reciprocal", "Sin", "Sinh", "Sqrt", "Tan"),
+)
 _MODULES: dict[Any, tuple[str, Callable[..., nn.Module]]] = {
     **dict.fromkeys((torch.sigmoid, F.sigmoid, "sigmoid"), ("sigmoid", nn.Sigmoid)),
     **dict.fromkeys((torch.tanh, F.tanh, "tanh"), ("tanh", nn.Tanh)),
-    **dict.fromkeys((torch.exp, "exp"), ("exp", functions.Exp)),
     **dict.fromkeys((torch.log, "log"), ("log", functions.HardLog)),
-    **dict.fromkeys((torch.sqrt, "sqrt"), ("sqrt", functions.Sqrt)),
-    **dict.fromkeys((torch.reciprocal, "reciprocal"), ("reciprocal", functions.Reciprocal)),
-    **dict.fromkeys((torch.sin, "sin"), ("sin", functions.Sin)),
-    **dict.fromkeys((torch.cos, "cos"), ("cos", functions.Cos)),
+    **dict.fromkeys((F.selu, torch.selu), ("selu", functions.Selu)),
+    **dict.fromkeys((torch.pow, operator.pow, "pow"), ("pow", functions.Pow)),
+    **{
+        spelling: (name.lower(), getattr(functions, name))
+        for name in _SAME_NAME
+        for spelling in (getattr(torch, name.lower()), name.lower())
+    },
     **dict.fromkeys((F.softmax, torch.softmax, "softmax"), ("softmax", nn.Softmax)),
     F.silu: ("silu", nn.SiLU),
     F.gelu: ("gelu", nn.GELU),
@@ -53,15 +61,20 @@ _MODULES: dict[Any, tuple[str, Callable[..., nn.Module]]] = {
     F.avg_pool2d: ("avg_pool2d", nn.AvgPool2d),
     F.adaptive_avg_pool2d: ("adaptive_avg_pool2d", nn.AdaptiveAvgPool2d),
 }
-_IGNORED = {"_stacklevel"}
+_IGNORED = {"_stacklevel", "inplace"}
 
 
-def replace_functions(graph: Graph, root: nn.Module) -> list[str]:
+def replace_functions(graph: Graph, root: nn.Module, march: str | None = None) -> list[str]:
     """Replace functions in place by calls of new modules of `root`.
 
     The module of the k-th ``add`` in the forward of ``features.3`` is named
     ``features_3_generated_add_k``; in the model's own forward ``_generated_add_k``. Sizes, and
     functions that a quantized tensor passes through with its scale, stay as they are.
+
+    Args:
+        graph: Nodes.
+        root: Gets the modules.
+        march: Of a hybrid model: functions that its mapper runs on the CPU stay functions.
 
     Returns:
         The names of the new modules, in the order of execution.
@@ -74,6 +87,8 @@ def replace_functions(graph: Graph, root: nn.Module) -> list[str]:
         if plan is None:
             continue
         operation, module, method, args, kwargs = plan
+        if march is not None and not mapper_has(module, method, march):
+            continue
         scope = scope_of(node)
         prefix = scope.replace(".", "_")
         name = f"{prefix}_generated_{operation}_{counts[scope, operation]}"
@@ -92,6 +107,17 @@ def replace_functions(graph: Graph, root: nn.Module) -> list[str]:
         node.replace_all_uses_with(made)
         graph.erase_node(node)
     return names
+
+
+# Methods of FloatFunctional whose operator goes by another name.
+_OPERATORS = {"add_relu": "add", "add_scalar": "add", "mul_scalar": "mul"}
+
+
+def mapper_has(module: nn.Module, method: str | None, march: str) -> bool:
+    """Whether the mapper of a hybrid model runs a module, or a method of it, on the BPU."""
+    row = f"torch.{_OPERATORS.get(method, method)}" if method else ""
+    row = row or row_of_module(module, load_support_table())
+    return place_operator(row, march).place == "BPU"
 
 
 Plan = tuple[str, nn.Module, str | None, tuple[Any, ...], dict[str, Any]]

@@ -14,6 +14,7 @@ from torch.ao.quantization import DeQuantStub as TorchDeQuantStub
 from torch.ao.quantization import QuantStub as TorchQuantStub
 from torch.fx import Graph, Node
 
+from bevquant_hybrid._fx._functionals import mapper_has
 from bevquant_hybrid._fx._numbers import number_nodes
 from bevquant_hybrid._fx._settings import Names, Settings, anchor_path_of
 from bevquant_hybrid._fx._tracer import scope_of
@@ -22,7 +23,7 @@ from bevquant_hybrid._scale_keeping import rule_of
 from bevquant_hybrid.nn import _functions as functions
 from bevquant_hybrid.nn.intrinsic import Fused
 from bevquant_hybrid.nn.qat import has_qat_form
-from bevquant_hybrid.operators import load_support_table, row_of_function, row_of_module
+from bevquant_hybrid.operators import load_support_table, row_of_function
 from bevquant_hybrid.partition import place_operator
 
 __all__ = ["Kind", "Placement", "has_weight"]
@@ -62,8 +63,6 @@ _KEEPING = (
     *(nn.UpsamplingNearest2d, nn.ZeroPad2d, nn.ConstantPad2d, nn.ReplicationPad2d),
     *(nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle, functions.Interpolate),
 )
-# Methods of FloatFunctional whose operator goes by another name.
-_OPERATORS = {"add_relu": "add", "add_scalar": "add", "mul_scalar": "mul"}
 
 
 def has_weight(module: nn.Module | None) -> bool:
@@ -204,13 +203,9 @@ class Placement:
 
     def _mapper_has(self, node: Node, module: nn.Module | None, function: Any) -> bool:
         """Whether the mapper of a hybrid model runs an operator on the BPU of this march."""
-        table = load_support_table()
-        if module is None:
-            name = getattr(function, "__name__", str(function))
-            row = row_of_function(function, name, table, len(self.inputs(node)))
-        elif node.op == "call_method":
-            name = str(node.target)
-            row = f"torch.{_OPERATORS.get(name, name)}"
-        else:
-            row = row_of_module(module, table)
+        if module is not None:
+            method = str(node.target) if node.op == "call_method" else None
+            return mapper_has(module, method, self.march)
+        name = getattr(function, "__name__", str(function))
+        row = row_of_function(function, name, load_support_table(), len(self.inputs(node)))
         return place_operator(row, self.march).place == "BPU"

@@ -30,14 +30,19 @@ from bevquant_hybrid.nn.qat import float_form, has_qat_form, qat_form
 __all__ = ["fuse", "prepare"]
 
 
-def fuse(model: nn.Module, names: Names, caller: str) -> GraphModuleWithAttr:
-    """Trace a model, give functions modules, fuse; the model itself stays as it is."""
+def fuse(
+    model: nn.Module, names: Names, caller: str, march: str | None = None
+) -> GraphModuleWithAttr:
+    """Trace a model, give functions modules, fuse; the model itself stays as it is.
+
+    With a march the model is a hybrid one.
+    """
     root = clone_containers(model, _stays)
     if isinstance(model, GraphModuleWithAttr):
         graph = _copied(model.graph)
     else:
         graph = trace(root, caller)
-        replace_functions(graph, root)
+        replace_functions(graph, root, march)
     modules = dict(root.named_modules(remove_duplicate=False))
 
     def stays_apart(layer: Node, member: Node) -> bool:
@@ -72,7 +77,7 @@ def prepare(
         scales = calibrated_scales(model)
         fused: GraphModuleWithAttr = _unprepared(model)
     else:
-        fused = fuse(model, names, caller)
+        fused = fuse(model, names, caller, march if hybrid else None)
     names.warn_of_strangers(fused)
     settings = Settings(fused, qconfig_dict)
     placement = Placement(fused.graph, fused, settings, names, hybrid, march)

@@ -12,6 +12,7 @@ from bevquant_hybrid.nn.qat._base import (
     quantized_input,
     quantized_output,
     remember_qconfig,
+    take_over,
 )
 
 __all__ = ["SegmentLUT"]
@@ -42,6 +43,9 @@ class SegmentLUT(OutputQuantized):
         remember_qconfig(self, source, self.qconfig)
         self.training = source.training
         self.function = source
+        if getattr(source, "inplace", False):  # its input may have other readers
+            self.function = take_over(type(source), source)
+            self.function.inplace = False  # type: ignore[assignment]
         return self
 
     def to_float(self) -> nn.Module:
