@@ -134,6 +134,40 @@ def test_what_must_not_be_fused_is_not() -> None:
     torch.testing.assert_close(fused(x), model(x))
 
 
+def test_what_is_used_twice_is_not_fused() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.tied, self.bn = (
+                nn.Conv2d(2, 2, 1),
+                nn.Conv2d(2, 2, 1),
+                nn.BatchNorm2d(2),
+            )
+            self.sum = nn.quantized.FloatFunctional()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.sum.add(self.conv(x), x)
+            y = self.bn(self.tied(self.sum.add(y, y)))
+            return F.conv2d(y, self.tied.weight)
+
+    model = settled(Twice())
+    x = torch.randn(1, 2, 4, 4)
+    fused = fuse_fx(model)
+    assert type(fused.sum) is nn.quantized.FloatFunctional
+    assert type(fused.bn) is nn.BatchNorm2d
+    torch.testing.assert_close(fused(x), model(x))
+    again = fuse_fx(fused)
+    assert again.code == fused.code
+    assert type(again).__name__ == "Twice"
+
+
+def test_a_model_fused_before_is_prepared_like_one_that_is_not() -> None:
+    model = settled(Net())
+    x = torch.randn(2, 3, 8, 8)
+    before, after = trained(fuse_fx(model), x), trained(model, x)
+    assert torch.equal(before(x), after(x))
+
+
 def trained(model: nn.Module, x: torch.Tensor, **settings) -> nn.Module:
     calibrated = prepare_calibration_fx(model, {"": CALIB}, **settings).eval()
     calibrated(x)

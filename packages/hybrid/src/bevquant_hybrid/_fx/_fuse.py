@@ -56,7 +56,8 @@ def fuse_graph(graph: Graph, root: nn.Module, stays_apart: Callable[[Node, Node]
     """
     modules = dict(root.named_modules(remove_duplicate=False))
     calls = Counter(id(modules[n.target]) for n in graph.nodes if n.op == "call_module")
-    finder = _Finder(modules, calls, stays_apart)
+    reads = Counter(str(n.target) for n in graph.nodes if n.op == "get_attr")
+    finder = _Finder(modules, calls, reads, stays_apart)
     for node in list(graph.nodes):
         if finder.is_anchor(node):
             chain = finder.follow(node)
@@ -70,16 +71,21 @@ class _Finder:
         self,
         modules: dict[str, nn.Module],
         calls: Counter[int],
+        reads: Counter[str],
         stays_apart: Callable[[Node, Node], bool],
     ) -> None:
-        self.modules, self.calls, self.stays_apart = modules, calls, stays_apart
+        self.modules, self.calls, self.reads = modules, calls, reads
+        self.stays_apart = stays_apart
 
     def module(self, node: Node) -> nn.Module | None:
         return self.modules[str(node.target)] if node.op == "call_module" else None
 
     def is_anchor(self, node: Node) -> bool:
         module = self.module(node)
-        return type(module) in ANCHORS and self.calls[id(module)] == 1
+        if type(module) not in ANCHORS or self.calls[id(module)] != 1:
+            return False
+        # A weight that is read elsewhere must not be folded into.
+        return not any(path.startswith(f"{node.target}.") for path in self.reads)
 
     def follow(self, anchor: Node) -> _Chain:
         chain = _Chain(anchor)
@@ -114,6 +120,8 @@ class _Finder:
             return False
         owner = node.args[0]
         if not isinstance(owner, Node) or owner.op != "get_attr" or len(owner.users) != 1:
+            return False
+        if self.reads[str(owner.target)] != 1:
             return False
         module = self.modules.get(str(owner.target))
         both = isinstance(node.args[1], Node) and isinstance(node.args[2], Node)

@@ -105,7 +105,8 @@ def _refuse_prepared_twice(model: nn.Module, caller: str) -> None:
 def _copied(graph: Graph) -> Graph:
     """A graph whose names are those of its nodes alone, so that erased ones are free again."""
     made = Graph(tracer_cls=getattr(graph, "_tracer_cls", None))
-    made.output(made.graph_copy(graph, val_map={}))
+    result = next(node for node in reversed(graph.nodes) if node.op == "output")
+    made.output(made.graph_copy(graph, val_map={}), type_expr=result.type)
     return made
 
 
