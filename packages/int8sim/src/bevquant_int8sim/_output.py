@@ -106,8 +106,8 @@ def make_output(
     Raises:
         ValueError: A setting is unknown, or the multiplier is unusable or does not fit `channels`.
     """
-    check_rounding(rounding)
-    check_arithmetic(arithmetic)
+    check_rounding(rounding, f"{name}: rounding")
+    check_arithmetic(arithmetic, f"{name}: arithmetic")
     if out_dtype not in (*_BITS, torch.float32):
         raise ValueError(
             f"{name}: out_dtype={out_dtype}: expected torch.int8, int16, int32 or float32"
@@ -121,5 +121,6 @@ def make_output(
                 "per channel, or a single number"
             )
         if arithmetic == "fixed_point" and out_dtype != torch.float32:
-            fixed_point_multiplier(factors)  # refuses what no mantissa and right shift express
+            # Refuses what no mantissa and right shift express.
+            fixed_point_multiplier(factors, name=name)
     return Output(factors, out_dtype, narrow_range, relu, rounding, arithmetic, name)
