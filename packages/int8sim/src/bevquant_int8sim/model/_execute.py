@@ -63,9 +63,9 @@ def accumulators(step: Step, args: tuple[Any, ...], backend: str) -> Tensor:
 
 def _quantize(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Tensor]:
     attributes = step.attributes
-    q = quantized(
-        args[0], attributes["scale"], bits=attributes["bits"], narrow=attributes["narrow"]
-    )
+    bits, narrow = attributes["bits"], attributes["narrow"]
+    name = step.path or "the model"
+    q = quantized(args[0], attributes["scale"], bits=bits, narrow=narrow, name=name)
     return (q.clamp_(min=0) if attributes["relu"] else q,)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bevquant_int8sim._backends import check_backend
 from bevquant_int8sim.model._execute import execute
 from bevquant_int8sim.model._form import ACCUMULATORS, Integers
 from bevquant_int8sim.model._fuse import fuse_residuals
@@ -62,7 +63,7 @@ class IntegerModel:
     ) -> None:
         self.program = program
         self.source = source
-        self.backend = backend
+        self.backend = check_backend(backend, "IntegerModel")
         self._fast = fuse_residuals(sort_rows(program))
         self._spent = {p: _last_uses(p) for p in (program, self._fast)}
 
@@ -157,8 +158,19 @@ class IntegerModel:
         save_program(self.program, folder)
 
     @classmethod
-    def load(cls, folder: str | os.PathLike[str], *, backend: str = "auto") -> IntegerModel:
+    def load(
+        cls,
+        folder: str | os.PathLike[str],
+        *,
+        backend: str = "auto",
+        device: torch.device | str = "cpu",
+    ) -> IntegerModel:
         """Read what `save` wrote. Nothing is unpickled.
+
+        Args:
+            folder: The saved model.
+            backend: Kernels to run on, see `int8_sparse_conv`.
+            device: Where its tensors go; its inputs must be there too.
 
         Raises:
             ValueError: A file is missing or changed, the schema is another one, or a tensor does
@@ -166,7 +178,7 @@ class IntegerModel:
         """
         from bevquant_int8sim.model._load import load_program
 
-        return cls(load_program(folder), backend=backend)
+        return cls(load_program(folder, device), backend=backend)
 
     def __repr__(self) -> str:
         return program_table(self.program)

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
@@ -22,8 +23,12 @@ from bevquant_int8sim.model._validate import validate
 __all__ = ["load_program"]
 
 
-def load_program(folder: str | os.PathLike[str]) -> Program:
+def load_program(folder: str | os.PathLike[str], device: torch.device | str = "cpu") -> Program:
     """Read what `save_program` wrote. Nothing is unpickled, no code is looked up by name.
+
+    Args:
+        folder: Where it was written.
+        device: Where its tensors go.
 
     Raises:
         ValueError: A file is missing or changed, the schema is another one, a tensor is missing or
@@ -32,7 +37,7 @@ def load_program(folder: str | os.PathLike[str]) -> Program:
     """
     content = _content(Path(folder))
     try:
-        tensors = load(content[TENSORS])
+        tensors = {name: t.to(device) for name, t in load(content[TENSORS]).items()}
         data = json.loads(content[PROGRAM])
         program = _program(data, tensors)
         validate(program)
@@ -49,24 +54,26 @@ def _content(folder: Path) -> dict[str, bytes]:
             content[name] = (folder / name).read_bytes()
         except FileNotFoundError as error:
             raise ValueError(f"{folder}: {name} is missing") from error
+        except OSError as error:
+            raise ValueError(f"{folder}: {name} cannot be read: {error}") from error
         if hashlib.sha256(content[name]).hexdigest() != sums.get(name):
             raise ValueError(
                 f"{folder}: {name} is not what was saved (its checksum differs); copy the folder "
                 "again or save the model again"
             )
-    if text != manifest_text(content):
+    if text != manifest_text(content).encode():
         raise ValueError(f"{folder}: {MANIFEST} is not as it was written")
     return content
 
 
-def _manifest(folder: Path) -> tuple[str, dict[str, Any]]:
-    """The text of the manifest, and the checksums in it."""
+def _manifest(folder: Path) -> tuple[bytes, dict[str, Any]]:
+    """The bytes of the manifest, and the checksums in it."""
     try:
-        text = (folder / MANIFEST).read_text()
+        text = (folder / MANIFEST).read_bytes()
         manifest = json.loads(text)
     except FileNotFoundError as error:
         raise ValueError(f"{folder}: no saved integer model: {MANIFEST} is missing") from error
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"{folder}: {MANIFEST} cannot be read: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("kind") != KIND:
         raise ValueError(f"{folder}: {MANIFEST} is not that of a saved integer model")
