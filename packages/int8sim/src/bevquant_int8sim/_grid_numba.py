@@ -68,14 +68,11 @@ def grid_calls(
         if group.offset_init is not None:
             columns = slice(group.first, group.first + group.offset_init.shape[1])
             init[columns] += group.offset_init.sum(0, dtype=np.int32)
-    deltas = plan.deltas * pixels.strides[0]
     tables = {
-        P.ROWS: plan.in_rows.ctypes.data,
-        P.OUT_ROWS: plan.out_rows.ctypes.data,
-        P.DELTAS: deltas.ctypes.data,
-        P.VOLUME: packed.volume,
+        P.ROWS: plan.in_rows,
+        P.OUT_ROWS: plan.out_rows,
+        P.DELTAS: plan.deltas * pixels.strides[0],
     }
     outputs = len(plan.in_rows)
     tiles, seen = outputs // plan.tile_rows, outputs * packed.volume
-    calls = kernel_calls("grid", tables, tiles, seen, pixels, packed, init, out, output)
-    return [Call(c.run, c.parameters, c.tiles, c.products, (*c.held, deltas)) for c in calls]
+    return kernel_calls("grid", tables, tiles, seen, pixels, packed, init, out, output)

@@ -24,7 +24,7 @@ class P(IntEnum):
     OFFSETS = 7  # sparse: int32, kernel offset of each entry
     ROWS = 8  # sparse: int32 [entry, tile row]; grid: int32 [output], input row of offset 0
     DELTAS = 9  # grid: int64 [offset], bytes from the row of offset 0
-    VOLUME = 10  # grid: number of offsets
+    VOLUME = 10  # number of offsets
     OUT_ROWS = 11  # int32 [tile, tile row]: row of `out`, −1 for none
     OUT = 12
     OUT_STRIDE = 13

@@ -33,8 +33,9 @@ def checked_scale(scale: Tensor | float, what: str) -> Tensor:
         raise ValueError(
             f"{what}: expected one number or one per channel, got shape {tuple(values.shape)}"
         )
-    bad = ~((values >= _SMALLEST) & torch.isfinite(values))
-    if bool(bad.any()):
+    low, high = (float(end) for end in values.aminmax())  # both are NaN where an entry is
+    if not _SMALLEST <= low <= high < math.inf:
+        bad = ~((values >= _SMALLEST) & torch.isfinite(values))
         entry = int(bad.reshape(-1).nonzero()[0])
         number = float(values.reshape(-1)[entry])
         where = f" of channel {entry}" if values.dim() else ""
