@@ -68,7 +68,7 @@ def grid_calls(
         if group.offset_init is not None:
             columns = slice(group.first, group.first + group.offset_init.shape[1])
             init[columns] += group.offset_init.sum(0, dtype=np.int32)
-    tables = {
+    tables: dict[P, npt.NDArray[Any]] = {
         P.ROWS: plan.in_rows,
         P.OUT_ROWS: plan.out_rows,
         P.DELTAS: plan.deltas * pixels.strides[0],
