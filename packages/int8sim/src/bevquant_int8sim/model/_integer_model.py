@@ -20,6 +20,7 @@ from bevquant_int8sim.model._sites import Sites, SparseOutput, sites_of
 from bevquant_int8sim.model._sorted_rows import sort_rows
 from bevquant_int8sim.model._table import program_table
 from bevquant_int8sim.model._traced_source import Source
+from bevquant_int8sim.model._vocabulary import is_inplace
 
 __all__ = ["IntegerModel", "Recorded"]
 
@@ -65,6 +66,11 @@ class IntegerModel:
         self.source = source
         self.backend = check_backend(backend, "IntegerModel")
         self._fast = fuse_residuals(sort_rows(program))
+        self._overwrites = any(
+            step.function is not None
+            and is_inplace(str(step.attributes.get("what", "")), dict(step.kwargs))
+            for step in program.steps
+        )
         self._spent = {p: _last_uses(p) for p in (program, self._fast)}
 
     @property
@@ -139,10 +145,19 @@ class IntegerModel:
             made = execute(step, given, _given(step.kwargs, values), self.backend)
             values.update(zip(step.outputs, made, strict=True))
             if observe is not None:
-                observe(step, given, made)
+                observe(step, given, self._kept(made))
             for name in spent:
                 del values[name]
         return _given(program.result, values)
+
+    def _kept(self, made: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What a step made, safe from functions that write to their input later on."""
+        if not self._overwrites:
+            return made
+        return tuple(
+            value.clone() if isinstance(value, Tensor) and value.is_floating_point() else value
+            for value in made
+        )
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the model to a folder: tensors as safetensors, the rest as JSON, with checksums.
