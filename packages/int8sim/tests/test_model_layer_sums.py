@@ -97,3 +97,17 @@ def test_nothing_in_a_batch():
     row = sums.row()
     assert (row.values, row.max_steps, row.peak_bits) == (0, 0, None)
     assert row.fake_sqnr_db is None
+
+
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
+def test_the_peak_is_that_of_the_tensor_alone(form):
+    memory = torch.full((3, 5, 4, 4), 7, dtype=torch.int32).contiguous(memory_format=form)
+    memory[2] = 2**30  # beside the tensor in memory
+    sums = LayerSums("p", "conv", "int8")
+    sums.add_peak(memory[:2])
+    assert sums.row().peak_bits == 4
+    memory[1, 2, 3, 0] = -(2**12)
+    sums.add_peak(memory[:2, :, ::2])
+    assert sums.row().peak_bits == 4
+    sums.add_peak(memory[:2])
+    assert sums.row().peak_bits == 13
