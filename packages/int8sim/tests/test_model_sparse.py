@@ -368,5 +368,17 @@ def test_repeated_voxels_name_the_layer():
     model = simulate(calibrated_net(up=False), frame(0))
     features, coords, batch_size = frame(1)
     coords[3] = coords[7]
-    with pytest.raises(ValueError, match=r"stem\.0: "):
+    with pytest.raises(ValueError, match=r"stem\.0: indices\[7\] .* repeats indices\[3\]"):
         model(features, coords, batch_size)
+
+
+def test_features_that_do_not_fit_name_the_layer():
+    model = simulate(calibrated_net(up=False), frame(0))
+    features, coords, batch_size = frame(1)
+    for rows in (features[:-1], torch.cat([features, features[:1]])):
+        with pytest.raises(ValueError, match=r"stem\.0: expected features \["):
+            model(rows, coords, batch_size)
+    with pytest.raises(ValueError, match=r"stem\.0: .* features with 4 channels"):
+        model(features[:, :4], coords, batch_size)
+    with pytest.raises(ValueError, match=r"stem\.0: indices have dtype torch\.float32"):
+        model(features, coords.float(), batch_size)

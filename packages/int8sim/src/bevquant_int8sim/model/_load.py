@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +38,19 @@ def load_program(folder: str | os.PathLike[str], device: torch.device | str = "c
     """
     content = _content(Path(folder))
     try:
-        tensors = {name: t.to(device) for name, t in load(content[TENSORS]).items()}
+        tensors = load(content[TENSORS])
         data = json.loads(content[PROGRAM])
         program = _program(data, tensors)
         validate(program)
     except (SafetensorError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{folder}: {error}") from error
-    return program
+    return replace(program, steps=tuple(_on_device(step, device) for step in program.steps))
+
+
+def _on_device(step: Step, device: torch.device | str) -> Step:
+    tensors = {name: tensor.to(device) for name, tensor in step.tensors.items()}
+    module = None if step.module is None else step.module.to(device)
+    return replace(step, tensors=tensors, module=module)
 
 
 def _content(folder: Path) -> dict[str, bytes]:
