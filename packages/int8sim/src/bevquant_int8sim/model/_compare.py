@@ -176,7 +176,7 @@ def _place(step: Step) -> str:
 
 def _op(step: Step) -> str:
     name = str(step.attributes["what"]) if step.op == "float" else step.op
-    return f"{name} + ReLU" if step.attributes.get("relu") else name
+    return f"{name} + ReLU" if step.attributes.get("relu") and name != "relu" else name
 
 
 def _why(step: Step) -> str:
