@@ -12,6 +12,7 @@ from torch import Tensor
 from bevquant_int8sim._dense import check_bias, check_operands, run_dense
 from bevquant_int8sim._grid_axes import Axis, conv_axis, per_axis, per_side, transposed_axis
 from bevquant_int8sim._output import make_output
+from bevquant_int8sim._prepared import Memo
 
 __all__ = [
     "int8_conv1d", "int8_conv2d", "int8_conv3d", "int8_conv_transpose2d", "int8_linear",
@@ -165,6 +166,12 @@ def _convolution(
     backend: str = "auto",
     **output: Any,
 ) -> Tensor:
+    memo = None
+    if isinstance(x, Tensor) and isinstance(weight, Tensor):
+        given = (stride, padding, dilation, groups, backend, *output.items())
+        memo = Memo(x, weight, bias, multiplier, given)
+        if memo.prepared is not None:
+            return memo.prepared(x)
     _check_shapes(x, weight, bias, ndim, groups, 1, name)
     channels = weight.shape[0]
     check_bias(bias, channels, name)
@@ -183,7 +190,7 @@ def _convolution(
     )
     by_group = weight.reshape(groups, channels // groups, weight.shape[1], math.prod(kernel))
     by_group = by_group.permute(0, 3, 2, 1)
-    return run_dense(x, weight, by_group, bias, [axes], kernel, settings, backend, name)
+    return run_dense(x, weight, by_group, bias, [axes], kernel, settings, backend, name, memo)
 
 
 def int8_conv_transpose2d(
@@ -233,6 +240,10 @@ def int8_conv_transpose2d(
         >>> int8_conv_transpose2d(x, w, stride=2).tolist()
         [[[[1, 10, 2, 20]]]]
     """
+    given = (stride, padding, output_padding, dilation, groups, backend, *output.items())
+    memo = Memo(x, weight, bias, multiplier, given)
+    if memo.prepared is not None:
+        return memo.prepared(x)
     _check_shapes(x, weight, bias, 2, groups, 0, name)
     channels = weight.shape[1] * groups
     check_bias(bias, channels, name)
@@ -251,7 +262,7 @@ def int8_conv_transpose2d(
     phases = [(row, column) for row in rows for column in columns]
     by_group = weight.reshape(groups, x.shape[1] // groups, weight.shape[1], math.prod(kernel))
     by_group = by_group.permute(0, 3, 1, 2)
-    return run_dense(x, weight, by_group, bias, phases, kernel, settings, backend, name)
+    return run_dense(x, weight, by_group, bias, phases, kernel, settings, backend, name, memo)
 
 
 def _check_shapes(

@@ -19,6 +19,7 @@ from bevquant_int8sim._backends import choose_backend
 from bevquant_int8sim._grid_axes import Axis
 from bevquant_int8sim._integers import check_integer_tensor
 from bevquant_int8sim._output import Output
+from bevquant_int8sim._prepared import Memo
 from bevquant_int8sim._weight_cache import remembered
 
 __all__ = ["check_bias", "check_operands", "run_dense"]
@@ -53,6 +54,7 @@ def run_dense(
     output: Output,
     backend: str,
     name: str,
+    memo: Memo | None = None,
 ) -> Tensor:
     """Convolve checked operands.
 
@@ -66,6 +68,7 @@ def run_dense(
         output: What becomes of the accumulators.
         backend: As the caller was asked for.
         name: The layer that a message names.
+        memo: Where to keep what depends on nothing but shapes.
 
     Raises:
         ValueError: The backend cannot run.
@@ -82,12 +85,15 @@ def run_dense(
     )
     fits = _fits_int32(x, sums, bias)
     if fits and chosen != "torch":
-        from bevquant_int8sim._dense_numba import convolve
+        from bevquant_int8sim._dense_numba import prepare
 
         shape, make = _joined_shape(weight), functools.partial(_joined, weight)
         if x.dtype == torch.int16:
             chosen += "16"
-        return convolve(x, (owner, view), shape, make, bias, phases, kernel, output, chosen)
+        prepared = prepare(x, (owner, view), shape, make, bias, phases, kernel, output, chosen)
+        if memo is not None and _fits_by_type(x, sums, bias):
+            memo.keep(prepared)
+        return prepared(x)
     acc = _dense_torch.accumulate(x, weight, bias, phases, kernel, fits_int32=fits)
     if not fits:
         check_accumulators(acc, name, channel_axis=1)
@@ -105,10 +111,14 @@ def _sums_of_nothing(
 
 def _fits_int32(x: Tensor, sums: Tensor, bias: Tensor | None) -> bool:
     """Whether a bound shows that no sum leaves int32: by the input's type, else by its values."""
-    if proves_safe(largest_sum(sums, bias, -torch.iinfo(x.dtype).min)):
+    if _fits_by_type(x, sums, bias):
         return True
     largest = int(x.long().abs().max()) if x.numel() else 0
     return proves_safe(largest_sum(sums, bias, largest))
+
+
+def _fits_by_type(x: Tensor, sums: Tensor, bias: Tensor | None) -> bool:
+    return proves_safe(largest_sum(sums, bias, -torch.iinfo(x.dtype).min))
 
 
 def _joined_shape(weight: Tensor) -> tuple[int, int, int, int]:
