@@ -12,8 +12,12 @@ if TYPE_CHECKING:
     from bevfusion_quant.integer._simulation import Simulation
     from bevquant_int8sim import LayerRow
 
-__all__ = ["simulation_text", "verdict"]
+__all__ = ["QUERIES", "simulation_text", "verdict"]
 
+QUERIES = (
+    "Behind the head's choice of queries the models may look at different places of the map; "
+    "their figures there say little."
+)
 _LONGEST = 46
 
 
@@ -44,7 +48,7 @@ def verdict(simulation: Simulation) -> list[str]:
         text = (
             f"{first.path} ({first.op}) departs first: up to {_counted(first.max_steps, 'step')} "
             f"from the fake-quantized result, {100 * (first.off or 0):.2g} % of its values differ; "
-            f"on the same input up to {_counted(first.forced_max_steps, 'step')}."
+            f"on the same input {_up_to(first.forced_max_steps)}."
         )
     lines = [text]
     if simulation.wrong:
@@ -54,6 +58,8 @@ def verdict(simulation: Simulation) -> list[str]:
         lines.append(f"On the same input {row.path} is {steps} off: {row.why}.")
     if len(lines) == 1:
         lines.append("On the same input every layer agrees within one step.")
+    if any(row.path.startswith("heads.") and in_integers(row) for row in simulation.layers):
+        lines.append(QUERIES)
     return lines
 
 
@@ -61,6 +67,10 @@ def _named(rows: Sequence[LayerRow]) -> str:
     more = f" and {len(rows) - 5} more" if len(rows) > 5 else ""
     named = (f"{row.path} ({_counted(row.forced_max_steps, 'step')})" for row in rows[:5])
     return ", ".join(named) + more
+
+
+def _up_to(steps: int | None) -> str:
+    return f"up to {_counted(steps, 'step')}" if steps else "none"
 
 
 def _counted(number: int | None, thing: str) -> str:

@@ -176,7 +176,7 @@ def run_ptq(
         with clock.step("draw"):
             write_pictures(folder, sizes, batches.first_frame, judgement, stage)
         with clock.step("write"):
-            save_model(folder, quantized.model)
+            digests = save_model(folder, quantized.model)
             write_json(
                 folder / CONFIG_FILE,
                 {
@@ -184,6 +184,7 @@ def run_ptq(
                     "version": RUN_VERSIONS[-1],
                     **asdict(config),
                     "sizes": asdict(sizes),
+                    "sha256": digests,
                 },
             )
         records: dict[str, Any] = {

@@ -40,7 +40,8 @@ BY_KEY = {column.key: column for column in COLUMNS}
 
 def integer_controls(layers: Sequence[LayerRow]) -> Html:
     """Search, part of the model, what is wrong alone."""
-    parts = {part_of(row.path): "" for row in layers if not row.path.startswith("<")}
+    named = [row.path for row in layers if _tells(row) and not row.path.startswith("<")]
+    parts = {part_of(path): "" for path in named}
     search = tag("input", type="search", id="integer-search", placeholder="layer, step or int8",
                  autocomplete="off", spellcheck="false")  # fmt: skip
     return tag(
@@ -50,16 +51,16 @@ def integer_controls(layers: Sequence[LayerRow]) -> Html:
         tag("label", tag("input", type="checkbox", id="integer-low"),
             tag("span", "over one step on the same input"), class_="switch"),
         tag("button", "Worst first", type="button", id="integer-worst"),
-        tag("output", f"{len(layers)} steps", id="integer-shown"),
+        tag("output", f"{sum(map(_tells, layers))} steps", id="integer-shown"),
         class_="controls",
     )  # fmt: skip
 
 
 def integer_table(layers: Sequence[LayerRow]) -> Html:
-    """A row for each step, in the order of execution."""
+    """A row for each step that is no float step with equal results, in the order of execution."""
     most = max((row.max_steps or 0 for row in layers), default=0)
     best = max((finite(row.integer_sqnr_db) or 0 for row in layers), default=0.0)
-    rows = [_row(i, row, float(most), best) for i, row in enumerate(layers)]
+    rows = [_row(i, row, float(most), best) for i, row in enumerate(layers) if _tells(row)]
     caption = "Float, fake-quantized and integer results of each step"
     return tag(
         "table",
@@ -96,6 +97,12 @@ def _row(index: int, row: LayerRow, most: float, best: float) -> Html:
         data_part=part_of(row.path),
         data_text=f"{row.path} {row.op} {row.form}".lower(),
     )  # fmt: skip
+
+
+def _tells(row: LayerRow) -> bool:
+    """Float steps before anything quantized give the same in all three executions."""
+    figures = (row.max_steps, row.peak_bits, row.fake_sqnr_db, row.integer_sqnr_db)
+    return any(figure is not None for figure in figures)
 
 
 def _whole(value: int | None) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from bevfusion_quant.integer import QUERIES
 from bevfusion_quant.report._format import count, fixed, percent
 from bevfusion_quant.report._html import Html, join, path_name, tag
 from bevfusion_quant.report._integer_table import integer_controls, integer_table
@@ -25,11 +26,8 @@ HOW_TO_READ = (
     "one integer of the output. Max, mean and differ: every model on its own activations, where "
     "a single step early on grows from layer to layer. Same input: the fake-quantized layer is "
     "given the integer model's input, which leaves the layer's own rounding, 0 or 1 step. A dash: "
-    "the output is float, or a 32-bit sum that the addition behind it reads."
-)
-QUERIES = (
-    "Behind the head's choice of queries the models may look at different places of the map; "
-    "their figures there say little."
+    "the output is float, or a 32-bit sum that the addition behind it reads. Float steps that are "
+    "equal in all three are left out."
 )
 
 
@@ -64,7 +62,7 @@ def _verdict(simulation: Simulation) -> Iterator[Html]:
             _link(layers, first),
             f" departs first: up to {_steps(first.max_steps)} of its output from the "
             f"fake-quantized result, {percent(first.off)} of its values differ; on the same input "
-            f"up to {_steps(first.forced_max_steps)}.",
+            f"{_up_to(first.forced_max_steps)}.",
         )
     if simulation.wrong:
         links = [_link(layers, row) for row in simulation.wrong]
@@ -85,6 +83,10 @@ def _verdict(simulation: Simulation) -> Iterator[Html]:
 
 def _link(layers: Sequence[LayerRow], row: LayerRow) -> Html:
     return tag("a", path_name(row.path), href=f"#integer-{layers.index(row)}", class_="path")
+
+
+def _up_to(number: int | None) -> str:
+    return f"up to {_steps(number)}" if number else "none"
 
 
 def _steps(number: int | None) -> str:
@@ -122,7 +124,7 @@ def _stages(stages: Sequence[IntegerStage]) -> Html:
 def _agreement(rows: Sequence[AgreementRow]) -> Html | None:
     if not rows:
         return None
-    heads = ("Within", "Float", "Integer", "Matched", "Mean |Δscore|")
+    heads = ("Within", "Float", "Integer", "Matched", "Mean |\u2060Δscore|")
     lines = [
         tag(
             "tr",
