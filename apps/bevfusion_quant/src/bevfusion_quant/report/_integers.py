@@ -100,6 +100,8 @@ def _commas(links: Sequence[Html]) -> Iterator[Html]:
 
 def _how_to_read(layers: Sequence[LayerRow]) -> Iterator[str]:
     yield HOW_TO_READ
+    if any(row.path.startswith("<") for row in layers):
+        yield " In angle brackets: a step of the model's own forward, not of a module's."
     if any(row.path.startswith("heads.object.prediction_heads") for row in layers):
         yield f" {QUERIES}"
 
