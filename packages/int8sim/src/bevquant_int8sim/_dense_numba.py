@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from bevquant_int8sim import _workspace
+from bevquant_int8sim._channels_last import pixel_rows
 from bevquant_int8sim._dot_product import STEP_CHANNELS
 from bevquant_int8sim._grid import make_grid
 from bevquant_int8sim._grid_axes import Axis
@@ -140,11 +141,7 @@ def _pixels(x: Tensor, in_channels: int, step: int) -> npt.NDArray[Any]:
 
     Channels are added where a kernel's step would read behind the last one.
     """
-    missing = -in_channels % step
-    values = x.movedim(1, -1)
-    if missing:
-        values = torch.nn.functional.pad(values, (0, missing))
-    pixels: npt.NDArray[Any] = values.contiguous().view(-1, values.shape[-1]).numpy()
+    pixels: npt.NDArray[Any] = pixel_rows(x, x.shape[1] + -in_channels % step)
     return pixels
 
 

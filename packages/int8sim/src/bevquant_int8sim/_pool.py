@@ -19,6 +19,8 @@ __all__ = ["int8_avg_pool", "int8_max_pool"]
 
 Ints = int | Sequence[int]
 
+_SMALL = 1 << 14  # values; below, loading numba is not worth it
+
 
 def int8_max_pool(
     x: Tensor,
@@ -52,6 +54,9 @@ def int8_max_pool(
     """
     lowest = torch.iinfo(check_integer_tensor(name, "x", x, (torch.int8, torch.int16)).dtype).min
     windows = _Windows(x, kernel_size, stride, padding, dilation, ceil_mode, name)
+    fast = _compiled_pool(x)
+    if fast is not None:
+        return windows.pair(fast, x)
     return windows.reduce(x, lowest, torch.maximum)
 
 
@@ -109,6 +114,17 @@ def int8_avg_pool(
     return q.clamp_(low, high).to(x.dtype)
 
 
+def _compiled_pool(x: Tensor) -> Callable[..., Tensor] | None:
+    """The compiled kernel, where there is one and `x` is worth loading it."""
+    if x.dtype != torch.int8 or x.device.type != "cpu" or x.dim() != 4 or x.numel() < _SMALL:
+        return None
+    try:
+        from bevquant_int8sim._pool_numba import max_pool
+    except ImportError:  # without numba
+        return None
+    return max_pool
+
+
 class _Windows:
     """The windows of a pooling: how many along each axis, and what lies in them."""
 
@@ -146,6 +162,11 @@ class _Windows:
             if count < 1:
                 raise ValueError(f"{name}: a window of {k} does not fit into {size} inputs")
             self.windows.append(count)
+
+    def pair(self, pool: Callable[..., Tensor], x: Tensor) -> Tensor:
+        """What `pool` makes of windows over two axes."""
+        settings = (self.windows, self.kernel, self.stride, self.padding, self.dilation)
+        return pool(x, *(tuple(values) for values in settings))
 
     def reduce(self, x: Tensor, fill: int, join: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """Join the windows' elements one kernel element after the other; `fill` lies outside."""
