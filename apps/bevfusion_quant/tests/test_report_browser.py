@@ -349,7 +349,8 @@ def test_switches_and_score_choose_the_boxes(tab: Any) -> None:
     assert set(values(tab, visible)) == {"float", "quantized"}
     choose(tab, "score", "0.5")
     assert values(tab, visible) == ["float", "quantized"]
-    cells = "[...document.querySelectorAll('#scene .classes tbody tr')].map(r => r.innerText.split('\\t'))"
+    rows = "[...document.querySelectorAll('#scene .classes tbody tr')]"
+    cells = f"{rows}.map(r => r.innerText.split('\\t'))"
     counts = {name: rest for name, *rest in values(tab, cells)}
     assert counts == {"car": ["1"] * 3, "bus": ["1", "–", "–"], EVIL: ["–"] * 3}
 
