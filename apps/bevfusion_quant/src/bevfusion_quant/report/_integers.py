@@ -72,12 +72,12 @@ def _verdict(simulation: Simulation) -> Iterator[Html]:
         yield join("On the same input ", _link(layers, row), f" is {steps} off: {row.why}.")
     if not simulation.wrong and not simulation.explained:
         yield join("On the same input every layer agrees within one step.")
-    seconds = ", ".join(f"{s:.2f} s" for s in simulation.frame_seconds[:5])
-    more = " …" if len(simulation.frame_seconds) > 5 else ""
-    frames = "A frame" if len(simulation.frame_seconds) == 1 else "The frames"
+    times = simulation.frame_seconds
+    seconds = ", ".join(f"{s:.2f} s" for s in times[:5]) + " …" * (len(times) > 5)
+    frames = "The frame" if len(times) == 1 else "The frames"
     yield join(
         "Computed by the kernels ", tag("strong", simulation.backend),
-        f". {frames} took {seconds}{more} in integers; the first one warms up.",
+        f". {frames} took {seconds} in integers, warming up included.",
     )  # fmt: skip
 
 
