@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bevquant_int8sim._dense import check_bias, check_operands, run_dense
 from bevquant_int8sim._grid_axes import Axis, conv_axis, per_axis, per_side, transposed_axis
-from bevquant_int8sim._output import make_output
+from bevquant_int8sim._output import make_output, with_addend
 from bevquant_int8sim._prepared import Memo
 
 __all__ = [
@@ -95,6 +95,8 @@ def int8_conv2d(
     padding: Padding = 0,
     dilation: Ints = 1,
     groups: int = 1,
+    addend: Tensor | None = None,
+    addend_multiplier: float = 1.0,
     backend: str = "auto",
     name: str = "int8_conv2d",
     **output: Any,
@@ -115,10 +117,13 @@ def int8_conv2d(
         padding: One integer, one per axis, or one pair (before, behind) per axis.
         dilation: Distance of the kernel's elements.
         groups: Groups of channels.
+        addend: int8, shaped as the output (the identity of a residual block). The sum is rounded
+            once: ``clamp(round((x * w + b)·multiplier + addend·addend_multiplier))``.
+        addend_multiplier: Scale of `addend` over that of the output.
         backend: As in `int8_sparse_conv`.
         name: The layer that a message names.
         **output: ``relu``, ``out_dtype``, ``narrow_range``, ``rounding``, ``arithmetic``, as in
-            `int8_sparse_conv`.
+            `int8_sparse_conv`; the defaults of the last two and int8 where there is an `addend`.
 
     Returns:
         ``[batch, out_channels, height, width]``, channels last in memory.
@@ -136,7 +141,8 @@ def int8_conv2d(
     """
     return _convolution(
         2, x, weight, bias, multiplier=multiplier, stride=stride, padding=padding,
-        dilation=dilation, groups=groups, backend=backend, name=name, **output,
+        dilation=dilation, groups=groups, addend=addend, addend_multiplier=addend_multiplier,
+        backend=backend, name=name, **output,
     )  # fmt: skip
 
 
@@ -163,15 +169,17 @@ def _convolution(
     padding: Padding = 0,
     dilation: Ints = 1,
     groups: int = 1,
+    addend: Tensor | None = None,
+    addend_multiplier: float = 1.0,
     backend: str = "auto",
     **output: Any,
 ) -> Tensor:
     memo = None
     if isinstance(x, Tensor) and isinstance(weight, Tensor):
-        given = (stride, padding, dilation, groups, backend, *output.items())
-        memo = Memo(x, weight, bias, multiplier, given)
+        given = (stride, padding, dilation, groups, backend, addend_multiplier, *output.items())
+        memo = Memo(x, addend, weight, bias, multiplier, given)
         if memo.prepared is not None:
-            return memo.prepared(x)
+            return memo.prepared(x, addend)
     _check_shapes(x, weight, bias, ndim, groups, 1, name)
     channels = weight.shape[0]
     check_bias(bias, channels, name)
@@ -190,6 +198,9 @@ def _convolution(
     )
     by_group = weight.reshape(groups, channels // groups, weight.shape[1], math.prod(kernel))
     by_group = by_group.permute(0, 3, 2, 1)
+    if addend is not None:
+        shape = (len(x), channels, *(axis.out_size for axis in axes))
+        settings = with_addend(settings, addend, addend_multiplier, shape, x.device)
     return run_dense(x, weight, by_group, bias, [axes], kernel, settings, backend, name, memo)
 
 
@@ -241,9 +252,9 @@ def int8_conv_transpose2d(
         [[[[1, 10, 2, 20]]]]
     """
     given = (stride, padding, output_padding, dilation, groups, backend, *output.items())
-    memo = Memo(x, weight, bias, multiplier, given)
+    memo = Memo(x, None, weight, bias, multiplier, given)
     if memo.prepared is not None:
-        return memo.prepared(x)
+        return memo.prepared(x, None)
     _check_shapes(x, weight, bias, 2, groups, 0, name)
     channels = weight.shape[1] * groups
     check_bias(bias, channels, name)

@@ -93,7 +93,7 @@ def run_dense(
         prepared = prepare(x, (owner, view), shape, make, bias, phases, kernel, output, chosen)
         if memo is not None and _fits_by_type(x, sums, bias):
             memo.keep(prepared)
-        return prepared(x)
+        return prepared(x, output.addend)
     acc = _dense_torch.accumulate(x, weight, bias, phases, kernel, fits_int32=fits)
     if not fits:
         check_accumulators(acc, name, channel_axis=1)

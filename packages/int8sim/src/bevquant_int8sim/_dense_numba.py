@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from bevquant_int8sim._packed import PackedWeight, pack_weight
 from bevquant_int8sim._repeated_calls import RepeatedCalls
 from bevquant_int8sim._sparse_numba import sparse_calls
 from bevquant_int8sim._sparse_plan import SparsePlan, plan_in_order
+from bevquant_int8sim._tile_output import Residual
 from bevquant_int8sim._weight_cache import remembered
 
 __all__ = ["Convolution", "prepare"]
@@ -63,9 +64,14 @@ def prepare(
     pixels = _pixels(x, in_channels, STEP_CHANNELS[kind])
     sizes = tuple(axis.out_size for axis in phases[0])
     total = groups * out_channels
-    fused = output.fused(total)
     columns = (groups - 1) * out_channels + -(-out_channels // _LANES) * _LANES
     rows = x.shape[0] * int(np.prod(sizes))
+    fused, added = output.fused(total), None
+    if fused is not None and output.addend is not None:
+        added = pixel_rows(output.addend, columns)
+        factor = output.addend_multiplier
+        sum_of_both = Residual(added, factor, fused.low, fused.high, at_once=True)
+        fused = replace(fused, residual=sum_of_both)
     out = _workspace.empty((rows, columns), np.int32 if fused is None else np.int8)
     stages: list[list[Call]] = []
     for group in range(groups):
@@ -92,11 +98,11 @@ def prepare(
             stages[-1] += calls
         else:
             stages.append(calls)
-    repeats = [RepeatedCalls(calls, pixels, out) for calls in stages]
+    repeats = [RepeatedCalls(calls, pixels, out, added) for calls in stages]
     shaped = (x.shape[0], *sizes, total)
     return Convolution(
         repeats, in_channels, STEP_CHANNELS[kind], out.shape, out.dtype, shaped,
-        output if fused is None else None,
+        None if fused is not None else output,
     )  # fmt: skip
 
 
@@ -122,12 +128,13 @@ class Convolution:
     shape: tuple[int, ...]
     output: Output | None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Convolve an input of that shape and layout."""
+    def __call__(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
+        """Convolve an input of that shape and layout, and add `addend` as there."""
         pixels = _pixels(x, self.in_channels, self.step)
         out = _workspace.empty(self.out_shape, self.out_dtype)
+        added = None if addend is None else pixel_rows(addend, self.out_shape[1])
         for stage in self.stages:
-            stage.run(pixels, out)
+            stage.run(pixels, out, added)
         channels = self.shape[-1]
         result = torch.from_numpy(out)
         if self.out_shape[1] != channels:

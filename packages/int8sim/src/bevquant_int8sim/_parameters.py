@@ -29,7 +29,7 @@ class P(IntEnum):
     OUT = 12
     OUT_STRIDE = 13
     MULTIPLIER = 14  # float64 [columns], or 0: the accumulators are stored as int32
-    LIMITS = 15  # float64: lower and upper clamp, scale of the sum, lower and upper clamp of it
+    LIMITS = 15  # float64: clamps; scale and clamps of the sum; a residual's own scale, or 0
     RESIDUAL = 16  # int8 like `out`, added after requantization, or 0
     RESIDUAL_STRIDE = 17
     ABSENT = 18  # a row of zeros, which row −1 stands for

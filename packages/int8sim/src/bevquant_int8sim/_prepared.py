@@ -17,7 +17,7 @@ __all__ = ["Memo"]
 
 _SHAPES = 8  # that a weight's calls are kept for
 
-Prepared = Callable[[Tensor], Tensor]
+Prepared = Callable[[Tensor, Tensor | None], Tensor]
 
 
 class Memo:
@@ -25,6 +25,7 @@ class Memo:
 
     Args:
         x: The input; other tensors of its shape, type and layout in memory are served alike.
+        addend: So are others in the place of this one.
         weight: What is kept lives as long as it does, unchanged.
         bias: Known again only as this very tensor, unchanged; so is `multiplier`.
         multiplier: A tensor, a number or ``None``.
@@ -34,6 +35,7 @@ class Memo:
     def __init__(
         self,
         x: Tensor,
+        addend: Tensor | None,
         weight: Tensor,
         bias: Tensor | None,
         multiplier: Tensor | float | None,
@@ -44,7 +46,10 @@ class Memo:
         tensors = [t for t in (x, weight, *self._held) if isinstance(t, Tensor)]
         if len(tensors) < 2 or any(t.is_inference() for t in tensors[1:]):
             return  # their writes are not counted
-        self._key = (x.shape, x.stride(), x.dtype, x.device, _hashable(settings))
+        inputs = tuple(
+            None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in (x, addend)
+        )
+        self._key = (inputs, _hashable(settings))
         self._versions = tuple(t._version for t in tensors[2:])
         self._kept = remembered(weight, "prepared", dict)
 

@@ -12,6 +12,7 @@ import torch
 from bevquant_int8sim._launch import Call
 from bevquant_int8sim._parameters import P
 from bevquant_int8sim._threads import share
+from bevquant_int8sim._tile_output import Requantization
 
 __all__ = ["RepeatedCalls"]
 
@@ -26,24 +27,38 @@ class RepeatedCalls:
         calls: The calls, made for `inputs` and `out`, whose memory is not needed afterwards.
         inputs: The array whose memory they read.
         out: The array that they write.
+        added: The residual's rows, or ``None``.
     """
 
     def __init__(
-        self, calls: Sequence[Call], inputs: npt.NDArray[Any], out: npt.NDArray[Any]
+        self,
+        calls: Sequence[Call],
+        inputs: npt.NDArray[Any],
+        out: npt.NDArray[Any],
+        added: npt.NDArray[Any] | None = None,
     ) -> None:
         self._table = np.stack([call.parameters for call in calls])
         self._table[:, P.INPUT] -= inputs.ctypes.data
         self._table[:, P.OUT] -= out.ctypes.data
+        if added is not None:
+            self._table[:, P.RESIDUAL] -= added.ctypes.data
         self._shapes = [(call.run, call.tiles, call.products) for call in calls]
         self._products = sum(call.products for call in calls)
         self._held = [tuple(_without(call.held, inputs, out)) for call in calls]
         self._tasks: dict[int, list[tuple[Any, int, int, int]]] = {}
 
-    def run(self, inputs: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
+    def run(
+        self,
+        inputs: npt.NDArray[Any],
+        out: npt.NDArray[Any],
+        added: npt.NDArray[Any] | None = None,
+    ) -> None:
         """Make the calls on arrays of the same shape and layout."""
         table = self._table.copy()
         table[:, P.INPUT] += inputs.ctypes.data
         table[:, P.OUT] += out.ctypes.data
+        if added is not None:
+            table[:, P.RESIDUAL] += added.ctypes.data
         address = table.ctypes.data
         threads = torch.get_num_threads() if self._products > _WORTH_SHARING else 1
         tasks = self._tasks.get(threads)
@@ -82,4 +97,5 @@ def _without(held: Any, *arrays: npt.NDArray[Any]) -> list[Any]:
             np.may_share_memory(value, array) for array in arrays
         )
 
-    return [value for value in held if not shares(value)]
+    kept = [v.multiplier if isinstance(v, Requantization) else v for v in held]
+    return [value for value in kept if not shares(value)]
