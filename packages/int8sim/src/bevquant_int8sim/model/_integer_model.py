@@ -14,6 +14,7 @@ from bevquant_int8sim._backends import check_backend
 from bevquant_int8sim.model._execute import execute
 from bevquant_int8sim.model._form import ACCUMULATORS, Integers
 from bevquant_int8sim.model._fuse import fuse_residuals
+from bevquant_int8sim.model._late_floats import dequantize_late
 from bevquant_int8sim.model._program import Island, Program, Ref, Step, names_in, replaced
 from bevquant_int8sim.model._signature import arguments, bind, is_sparse_tensor
 from bevquant_int8sim.model._sites import Sites, SparseOutput, sites_of
@@ -65,7 +66,7 @@ class IntegerModel:
         self.program = program
         self.source = source
         self.backend = check_backend(backend, "IntegerModel")
-        self._fast = fuse_residuals(sort_rows(program))
+        self._fast = dequantize_late(fuse_residuals(sort_rows(program)))
         self._overwrites = any(
             step.function is not None
             and is_inplace(str(step.attributes.get("what", "")), dict(step.kwargs))

@@ -58,7 +58,8 @@ def requantized(
 
 def dequantized(acc: Tensor, scale: Tensor, axis: int, *, relu: bool) -> Tensor:
     """`dequantize` to float32."""
-    kernels = _kernels(acc) if acc.dtype == torch.int32 else None
+    kernels = _kernels(acc) if acc.dtype in (torch.int32, torch.int8) else None
+    axis = _packed_axis(acc) if scale.dim() == 0 else axis
     rows = _rows(acc, axis) if kernels is not None else None
     if kernels is None or rows is None:
         values = dequantize(acc, scale, axis=axis)
