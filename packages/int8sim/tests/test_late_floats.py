@@ -7,18 +7,20 @@ from torch import nn
 from bevquant_int8sim import dequantize, simulate
 from bevquant_int8sim.model._rowwise import dequantized
 from bevquant_qnn import quantize_model
-from bevquant_quantizers import calibrate
+from bevquant_quantizers import TensorQuantizer, calibrate
+from bevquant_quantizers.tensor_quant import QuantDescriptor
 
 
 class Branches(nn.Module):
-    """Two convolutions side by side."""
+    """Two convolutions side by side, and one range for both."""
 
     def __init__(self):
         super().__init__()
         self.left, self.right = nn.Conv2d(4, 8, 1), nn.Conv2d(4, 24, 3, padding=1)
+        self.range = TensorQuantizer(QuantDescriptor())
 
     def forward(self, x):
-        return torch.cat([torch.relu(self.left(x)), self.right(x)], 1)
+        return self.range(torch.cat([torch.relu(self.left(x)), torch.relu(self.right(x))], 1))
 
 
 def test_joined_integers_become_floats_once(backend):

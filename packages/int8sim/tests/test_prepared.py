@@ -95,6 +95,18 @@ def test_bad_operands_are_refused_the_second_time_too(operands):
         int8_conv2d(x, weight, bias, multiplier=multiplier, backend="vnnni")
 
 
+def test_operands_that_are_no_keys(operands, backend):
+    x, weight, bias, multiplier = operands
+    stride = torch.tensor(1)
+    for _ in range(2):
+        q = int8_conv2d(x, weight, bias, multiplier=0.001, padding=[[1, 0], [1, 1]],
+                        backend=backend)  # fmt: skip
+        assert torch.equal(q, fresh(x, weight, bias, torch.tensor(0.001, dtype=torch.float64),
+                                    padding=((1, 0), (1, 1)), backend=backend))  # fmt: skip
+        with pytest.raises((TypeError, ValueError), match="stride"):
+            int8_conv2d(x, weight, bias, multiplier=multiplier, stride=stride, backend=backend)
+
+
 def test_transposed(operands, backend):
     x, weight, bias, multiplier = operands
     weight = weight.transpose(0, 1).contiguous()

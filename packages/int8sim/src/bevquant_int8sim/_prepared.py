@@ -49,18 +49,21 @@ class Memo:
         inputs = tuple(
             None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in (x, addend)
         )
-        self._key = (inputs, _hashable(settings))
+        # What is kept holds the tensors, so that no other one gets their number.
+        operands = tuple(id(t) if isinstance(t, Tensor) else t for t in self._held)
+        self._key = (inputs, operands, _hashable(settings))
         self._versions = tuple(t._version for t in tensors[2:])
+        try:
+            hash(self._key)
+        except TypeError:
+            return  # not what a call is made of; whoever checks it says so
         self._kept = remembered(weight, "prepared", dict)
 
     @property
     def prepared(self) -> Prepared | None:
         """What runs the call on another input."""
         entry = None if self._kept is None else self._kept.get(self._key)
-        if entry is None or entry[1] != self._versions:
-            return None
-        same = all(a is b for a, b in zip(entry[0], self._held, strict=True))
-        return entry[2] if same else None
+        return entry[2] if entry is not None and entry[1] == self._versions else None
 
     def keep(self, prepared: Prepared) -> None:
         """Keep what runs the call; it must not refer to the weight."""
@@ -71,9 +74,8 @@ class Memo:
         self._kept[self._key] = (self._held, self._versions, prepared)
 
 
-def _hashable(value: Any) -> Hashable:
+def _hashable(value: Any) -> Any:
+    """Lists as tuples; tensors, which are not known by their values, as what has no hash."""
     if isinstance(value, list | tuple):
         return tuple(_hashable(item) for item in value)
-    hash(value)
-    known: Hashable = value
-    return known
+    return [value] if isinstance(value, Tensor) else value
