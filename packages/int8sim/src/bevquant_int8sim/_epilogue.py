@@ -15,6 +15,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
+from bevquant_int8sim._dot_product import is_wide
 from bevquant_int8sim._ir import (
     BYTE,
     DOUBLE,
@@ -93,8 +94,10 @@ def _product(builder: ir.IRBuilder, ints: Any, factor: Any) -> Any:
 
 
 def _rounded(builder: ir.IRBuilder, value: Any, low: Any, high: Any) -> Any:
-    rint = function(builder, f"llvm.rint.v{LANES}f64", DOUBLES, DOUBLES)
-    value = builder.call(rint, [value])
     value = builder.select(builder.fcmp_ordered("<", value, low), low, value)
     value = builder.select(builder.fcmp_ordered(">", value, high), high, value)
-    return builder.fptosi(value, INTS)
+    if is_wide():  # one instruction rounds to the nearest integer, half to even, and converts
+        nearest = function(builder, f"llvm.lrint.v{LANES}i32.v{LANES}f64", INTS, DOUBLES)
+        return builder.call(nearest, [value])
+    rint = function(builder, f"llvm.rint.v{LANES}f64", DOUBLES, DOUBLES)
+    return builder.fptosi(builder.call(rint, [value]), INTS)
