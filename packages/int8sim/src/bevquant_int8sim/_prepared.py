@@ -46,17 +46,23 @@ class Memo:
         tensors = [t for t in (x, weight, *self._held) if isinstance(t, Tensor)]
         if len(tensors) < 2 or any(t.is_inference() for t in tensors[1:]):
             return  # their writes are not counted
+        if any(isinstance(setting, Tensor) for setting in settings):
+            return  # nor are those of numbers that are tensors
         inputs = tuple(
             None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in (x, addend)
         )
         # What is kept holds the tensors, so that no other one gets their number.
         operands = tuple(id(t) if isinstance(t, Tensor) else t for t in self._held)
-        self._key = (inputs, operands, _hashable(settings))
         self._versions = tuple(t._version for t in tensors[2:])
+        self._key = (inputs, operands, settings)
         try:
             hash(self._key)
         except TypeError:
-            return  # not what a call is made of; whoever checks it says so
+            self._key = (inputs, operands, _without_lists(settings))
+            try:
+                hash(self._key)
+            except TypeError:
+                return  # not what a call is made of; whoever checks it says so
         self._kept = remembered(weight, "prepared", dict)
 
     @property
@@ -74,8 +80,7 @@ class Memo:
         self._kept[self._key] = (self._held, self._versions, prepared)
 
 
-def _hashable(value: Any) -> Any:
-    """Lists as tuples; tensors, which are not known by their values, as what has no hash."""
+def _without_lists(value: Any) -> Any:
     if isinstance(value, list | tuple):
-        return tuple(_hashable(item) for item in value)
-    return [value] if isinstance(value, Tensor) else value
+        return tuple(_without_lists(item) for item in value)
+    return value
