@@ -73,6 +73,7 @@ def everything() -> dict[str, str]:
         "sparse": "numba,cpu,test",
         "quantizers": "numba,progress,test",
         "int8sim": "numba,cpu,test",
+        "hybrid": "onnx,test",
     }
     return {m: extras.get(m, "cpu,test") for m in MEMBERS}
 

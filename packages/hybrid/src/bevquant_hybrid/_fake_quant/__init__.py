@@ -1,0 +1,1 @@
+"""Fake quantization: float values on the grid of an integer type."""

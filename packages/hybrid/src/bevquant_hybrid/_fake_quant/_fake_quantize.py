@@ -1,0 +1,180 @@
+"""The fake quantizer of a tensor: an observer, a scale, and switches for both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.ao.quantization import FakeQuantizeBase
+
+from bevquant_hybrid._fake_quant._function import fake_quantize
+from bevquant_hybrid._observers._min_max import MovingAverageMinMaxObserver
+from bevquant_hybrid._observers._range import RangeObserver
+from bevquant_hybrid.dtype import QuantDType
+from bevquant_hybrid.qtensor import QTensor, payload
+
+__all__ = ["FakeQuantize"]
+
+
+class FakeQuantize(FakeQuantizeBase):
+    r"""Observe a tensor, then round it to the grid of its scale.
+
+    :math:`\operatorname{clamp}(\operatorname{round}(x/s), q_\min, q_\max) \cdot s`, half to even;
+    the gradient passes straight through.
+
+    Args:
+        observer: Class of the observer that finds the range.
+        saturate: Give values that were clamped no gradient.
+        in_place: Accepted for old scripts; the input is never changed.
+        compat_mask: Accepted for old scripts.
+        channel_len: Channels, where ranges are per channel and known beforehand.
+        **observer_kwargs: Passed to the observer: ``dtype``, ``qscheme``, ``ch_axis``, ….
+
+    Attributes:
+        scale: Value of one step, ``[1]`` or ``[channels]``.
+        zero_point: Zeros.
+        fake_quant_enabled: 1 where values are rounded, else they pass.
+        observer_enabled: 1 where the observer sees them and sets the scale.
+
+    Example:
+        >>> fake_quant = FakeQuantize(averaging_constant=1.0)
+        >>> fake_quant(torch.tensor([-1.0, 0.5])).scale
+        tensor([0.0078])
+    """
+
+    scale: Tensor
+    zero_point: Tensor
+    lenient = False  # whether float functions take what it returns
+
+    def __init__(
+        self,
+        observer: type[Any] = MovingAverageMinMaxObserver,
+        saturate: bool | None = None,
+        in_place: bool = False,
+        compat_mask: bool = True,
+        channel_len: int = 1,
+        **observer_kwargs: Any,
+    ) -> None:
+        super().__init__()
+        self.activation_post_process: RangeObserver = observer(**observer_kwargs)
+        self.saturate = saturate
+        self.channel_len = channel_len
+        self.register_buffer("scale", torch.ones(channel_len))
+        self.register_buffer("zero_point", torch.zeros(channel_len, dtype=torch.long))
+        if self.activation_post_process.observed:  # a fixed scale
+            self._take_scale()
+
+    @property
+    def dtype(self) -> QuantDType:
+        """The integer type."""
+        found: QuantDType = self.activation_post_process.dtype
+        return found
+
+    @property
+    def quant_min(self) -> int:
+        """Smallest integer."""
+        return self.activation_post_process.quant_min
+
+    @property
+    def quant_max(self) -> int:
+        """Largest integer."""
+        return self.activation_post_process.quant_max
+
+    @property
+    def ch_axis(self) -> int:
+        """Channel axis, −1 for one scale."""
+        return self.activation_post_process.ch_axis
+
+    @property
+    def qscheme(self) -> torch.qscheme:
+        """Per tensor or per channel, symmetric."""
+        return self.activation_post_process.qscheme
+
+    @property
+    def observed(self) -> bool:
+        """Whether the scale is more than the 1 it starts with."""
+        return self.activation_post_process.observed
+
+    def calculate_qparams(self) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Return the observer's scale and zero point."""
+        return self.activation_post_process.calculate_qparams()
+
+    def set_qparams(self, scale: Tensor | float, zero_point: Tensor | int | None = None) -> None:
+        """Set the scale, and the symmetric range that belongs to it.
+
+        Raises:
+            ValueError: A zero point other than 0.
+        """
+        if zero_point is not None and bool(torch.as_tensor(zero_point).any()):
+            raise ValueError(f"set_qparams: zero_point={zero_point}: expected 0")
+        value = torch.as_tensor(scale, dtype=torch.float32, device=self.scale.device).reshape(-1)
+        self.activation_post_process.set_range(value * (self.quant_max - self.quant_min) / 2)
+        self.scale = value.detach().clone()
+        self.zero_point = torch.zeros_like(self.scale, dtype=torch.long)
+
+    def current_scale(self) -> Tensor:
+        """The scale that values are rounded with, without gradient."""
+        return self.scale.detach()
+
+    def observe(self, x: Tensor) -> None:
+        """Let the observer see a tensor and take its scale."""
+        self.activation_post_process(x.detach())
+        if self.activation_post_process.observed:
+            self._take_scale()
+
+    def _take_scale(self) -> None:
+        scale, zero_point = self.calculate_qparams()
+        self.scale = scale.to(self.scale.device)
+        self.zero_point = zero_point.to(self.scale.device)
+
+    def forward(self, x: Tensor) -> QTensor:
+        """Return the tensor, rounded where that is enabled, with its scale."""
+        x = payload(x)
+        if bool(self.observer_enabled[0]):
+            self.observe(x)
+        return self.marked(x)
+
+    def marked(self, x: Tensor) -> QTensor:
+        """Round a tensor where that is enabled, and give it the scale."""
+        rounds = bool(self.fake_quant_enabled[0])
+        return QTensor(
+            self.fake_quantize(x) if rounds else x,
+            self.current_scale(),
+            self.dtype,
+            self.ch_axis,
+            lenient=self.lenient,
+            on_grid=rounds,
+        )
+
+    def fake_quantize(self, x: Tensor) -> Tensor:
+        """Round a plain tensor to the grid."""
+        return fake_quantize(
+            x,
+            self.current_scale(),
+            self.ch_axis,
+            self.quant_min,
+            self.quant_max,
+            bool(self.saturate),
+        )
+
+    def extra_repr(self) -> str:
+        gap = " " * 12
+        return (
+            f"fake_quant_enabled={self.fake_quant_enabled}, "
+            f"observer_enabled={self.observer_enabled},{gap}"
+            f"quant_min={self.quant_min}, quant_max={self.quant_max}, dtype={self.dtype}, "
+            f"qscheme={self.qscheme}, ch_axis={self.ch_axis},{gap[:9]}"
+            f"scale={self.scale.detach()}, zero_point={self.zero_point}"
+        )
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        for name in ("scale", "zero_point"):
+            loaded = state_dict.get(prefix + name)
+            present = getattr(self, name)
+            if loaded is not None and loaded.shape != present.shape:
+                present.data = torch.empty_like(loaded, device=present.device)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

@@ -1,0 +1,145 @@
+"""Fake quantizers that learn their range: LSQ and PACT."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
+from bevquant_hybrid._observers._range import scale_of, smallest_scale
+from bevquant_hybrid.qtensor import QTensor, along, payload
+
+__all__ = ["LSQFakeQuantize", "PACTFakeQuantize"]
+
+
+def _round_through(x: Tensor) -> Tensor:
+    return x + (x.round() - x).detach()
+
+
+class _LearnedFakeQuantize(FakeQuantize):
+    """Base: the first tensor observed, or a scale set, starts the parameter; training moves it."""
+
+    def forward(self, x: Tensor) -> QTensor:
+        """Return the tensor, rounded where that is enabled, with its scale."""
+        x = payload(x)
+        if bool(self.observer_enabled[0]) and not self.observed:
+            self.observe(x)
+        return self.marked(x)
+
+
+class LSQFakeQuantize(_LearnedFakeQuantize):
+    r"""Learned step size (Esser et al., ICLR 2020): the scale is a parameter.
+
+    :math:`\partial\hat{x}/\partial s` is round(v) − v inside the range and the bound outside, with
+    v = x/s, times :math:`g = 1/\sqrt{n\,q_\max}` for n values (per channel: of one channel).
+
+    Args:
+        use_grad_scaling: Apply g.
+        **kwargs: As in `FakeQuantize`.
+
+    Example:
+        >>> fake_quant = LSQFakeQuantize()
+        >>> fake_quant(torch.tensor([0.31, 1.0])).dequantize().sum().backward()
+        >>> fake_quant.scale.grad is not None
+        True
+    """
+
+    def __init__(self, use_grad_scaling: bool = True, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.use_grad_scaling = use_grad_scaling
+        scale = self.scale
+        del self._buffers["scale"]
+        self.scale = torch.nn.Parameter(scale)
+
+    def _take_scale(self) -> None:
+        scale, zero_point = self.calculate_qparams()
+        if isinstance(self.scale, torch.nn.Parameter):
+            self.scale.data = scale.to(self.scale.device)
+        else:
+            self.scale = scale
+        self.zero_point = zero_point.to(self.scale.device)
+
+    def set_qparams(self, scale: Tensor | float, zero_point: Tensor | int | None = None) -> None:
+        """Start from a scale."""
+        value = torch.as_tensor(scale, dtype=torch.float32, device=self.scale.device).reshape(-1)
+        self.activation_post_process.set_range(value * (self.quant_max - self.quant_min) / 2)
+        self.scale.data = value.detach().clone()
+        self.zero_point = torch.zeros_like(value, dtype=torch.long)
+
+    def _positive(self) -> Tensor:
+        return self.scale.abs().clamp(min=smallest_scale)
+
+    def current_scale(self) -> Tensor:
+        """The parameter's size: a step of training may have turned its sign."""
+        return self._positive().detach()
+
+    def fake_quantize(self, x: Tensor) -> Tensor:
+        """Round to the grid; the gradient reaches the scale."""
+        if torch.onnx.is_in_onnx_export():
+            return super().fake_quantize(x)
+        scale = self._positive()
+        if self.use_grad_scaling:
+            count = x.numel() / scale.numel()
+            share = (max(count, 1.0) * self.quant_max) ** -0.5
+            scale = (scale - scale * share).detach() + scale * share
+        scale = along(scale, x.dim(), self.ch_axis)
+        steps = (x / scale).clamp(self.quant_min, self.quant_max)
+        return _round_through(steps) * scale
+
+
+class PACTFakeQuantize(_LearnedFakeQuantize):
+    r"""Learned clipping (Choi et al., 2018): the range ±α is a parameter.
+
+    :math:`y = \operatorname{clamp}(x, -\alpha, \alpha)`, s = 2α/(q_max − q_min); clamped values
+    send their gradient to α.
+
+    Args:
+        alpha: First α; None to take it from the first tensor observed.
+        **kwargs: As in `FakeQuantize`.
+
+    Raises:
+        ValueError: α is not positive, or a scheme per channel.
+
+    Example:
+        >>> fake_quant = PACTFakeQuantize(alpha=2.0)
+        >>> fake_quant(torch.tensor([5.0])).dequantize().sum().backward()
+        >>> fake_quant.alpha.grad
+        tensor([1.])
+    """
+
+    def __init__(self, alpha: float | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if (alpha is not None and not alpha > 0) or self.ch_axis >= 0:
+            raise ValueError(
+                f"PACTFakeQuantize: alpha={alpha}, ch_axis={self.ch_axis}: expected a positive "
+                "alpha and one range per tensor"
+            )
+        self.alpha = torch.nn.Parameter(torch.ones(1))
+        if alpha is not None:
+            self.set_qparams(2 * alpha / (self.quant_max - self.quant_min))
+
+    def _take_scale(self) -> None:
+        super()._take_scale()
+        if hasattr(self, "alpha"):
+            self.alpha.data = self.scale * (self.quant_max - self.quant_min) / 2
+
+    def set_qparams(self, scale: Tensor | float, zero_point: Tensor | int | None = None) -> None:
+        """Start from a scale."""
+        super().set_qparams(scale, zero_point)
+        self.alpha.data = self.scale * (self.quant_max - self.quant_min) / 2
+
+    def current_scale(self) -> Tensor:
+        """The scale that α has now."""
+        if not self.observed:
+            return super().current_scale()
+        return scale_of(self.alpha.detach().abs(), self.quant_min, self.quant_max)
+
+    def fake_quantize(self, x: Tensor) -> Tensor:
+        """Clamp at ±α and round; the gradient of clamped values reaches α."""
+        if torch.onnx.is_in_onnx_export():
+            return super().fake_quantize(x)
+        alpha = self.alpha.abs()
+        clamped = torch.minimum(torch.maximum(x, -alpha), alpha)
+        return clamped + (super().fake_quantize(clamped) - clamped).detach()

@@ -1,0 +1,1 @@
+"""From a float model to a graph whose nodes know where they run."""

@@ -1,0 +1,59 @@
+"""Scales that a calibration found, handed to the model that will train."""
+
+from __future__ import annotations
+
+import warnings
+
+from torch import Tensor, nn
+
+from bevquant_hybrid._fake_quant._calib import CalibFakeQuantize, _WrappedCalibFakeQuantize
+from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
+from bevquant_hybrid._observers._fixed import FixedScaleObserver
+
+__all__ = ["adopt_scales", "calibrated_scales", "is_calibration", "warn_of_uncollected"]
+
+
+def is_calibration(model: nn.Module) -> bool:
+    """Whether a prepared model is one that only collects statistics."""
+    kinds = [type(m) for m in model.modules() if isinstance(m, CalibFakeQuantize | FakeQuantize)]
+    return FakeQuantize not in kinds and any(issubclass(k, CalibFakeQuantize) for k in kinds)
+
+
+def calibrated_scales(model: nn.Module) -> dict[str, Tensor | None]:
+    """The scale of every activation that was to be calibrated; None where nothing was seen."""
+    return {
+        path: module.calculate_qparams()[0] if module.observed else None
+        for path, module in model.named_modules()
+        if isinstance(module, CalibFakeQuantize) and not path.endswith("weight_fake_quant")
+    }
+
+
+def adopt_scales(model: nn.Module, scales: dict[str, Tensor | None]) -> None:
+    """Start the fake quantizers of a model from the scales found at the same names."""
+    modules = dict(model.named_modules())
+    forgotten = []
+    for path, scale in scales.items():
+        module = modules.get(path)
+        if isinstance(module, _WrappedCalibFakeQuantize):
+            module = module.activation_post_process
+        if not isinstance(module, FakeQuantize):
+            continue  # a 32-bit output needs no scale
+        if isinstance(module.activation_post_process, FixedScaleObserver):
+            continue
+        if scale is None:
+            forgotten.append(path)
+        else:
+            module.set_qparams(scale)
+    warn_of_uncollected(forgotten)
+
+
+def warn_of_uncollected(paths: list[str]) -> None:
+    """Warn of fake quantizers that have seen nothing."""
+    owners = [path.removesuffix(".activation_post_process") for path in paths]
+    for owner in dict.fromkeys(owners):
+        warnings.warn(
+            f"`{owner}` has not collected any statistics of activations and its scale is 1, "
+            "please check whether this is intended! Run calibration batches before this step",
+            UserWarning,
+            stacklevel=4,
+        )

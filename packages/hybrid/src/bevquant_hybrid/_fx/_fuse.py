@@ -1,0 +1,195 @@
+"""Find a layer with batch norm, addition and activation behind it, and make it one module."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.ao.nn import quantized as torch_quantized
+from torch.fx import Graph, Node
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from bevquant_hybrid._fold import fold
+from bevquant_hybrid._fx._graph_module import replace_module
+from bevquant_hybrid.nn.intrinsic._fused import ACTIVATIONS, ANCHORS, fused_class
+from bevquant_hybrid.nn.qat._base import hand_over_qconfig, take_over
+from bevquant_hybrid.qat_mode import QATMode, get_qat_mode
+
+__all__ = ["fuse_graph"]
+
+_FUNCTIONS: dict[Any, type[nn.Module]] = {
+    **dict.fromkeys((F.relu, torch.relu, "relu", "relu_", F.relu_), nn.ReLU),
+    F.relu6: nn.ReLU6,
+}
+
+
+@dataclass
+class _Chain:
+    """Nodes that become one module."""
+
+    anchor: Node
+    bn: Node | None = None
+    add: Node | None = None
+    act: Node | None = None
+
+    @property
+    def last(self) -> Node:
+        return self.act or self.add or self.bn or self.anchor
+
+
+def fuse_graph(graph: Graph, root: nn.Module, stays_apart: Callable[[Node, Node], bool]) -> None:
+    """Fuse in place.
+
+    The module goes to the layer's name, or, with an addition, to the addition's; the names of the
+    others hold `nn.Identity`. Every result in between has one reader, and layer and batch norm are
+    called once.
+
+    Args:
+        graph: Nodes of the model.
+        root: Its modules.
+        stays_apart: Whether a node (second) may not join a layer (first).
+    """
+    modules = dict(root.named_modules(remove_duplicate=False))
+    calls = Counter(id(modules[n.target]) for n in graph.nodes if n.op == "call_module")
+    finder = _Finder(modules, calls, stays_apart)
+    for node in list(graph.nodes):
+        if finder.is_anchor(node):
+            chain = finder.follow(node)
+            if chain.last is not node:
+                _fuse(graph, root, modules, chain)
+    graph.lint()
+
+
+class _Finder:
+    def __init__(
+        self,
+        modules: dict[str, nn.Module],
+        calls: Counter[int],
+        stays_apart: Callable[[Node, Node], bool],
+    ) -> None:
+        self.modules, self.calls, self.stays_apart = modules, calls, stays_apart
+
+    def module(self, node: Node) -> nn.Module | None:
+        return self.modules[str(node.target)] if node.op == "call_module" else None
+
+    def is_anchor(self, node: Node) -> bool:
+        module = self.module(node)
+        return type(module) in ANCHORS and self.calls[id(module)] == 1
+
+    def follow(self, anchor: Node) -> _Chain:
+        chain = _Chain(anchor)
+        for reader in self._readers(anchor):
+            module = self.module(reader)
+            if isinstance(module, _BatchNorm):
+                if chain.last is not anchor or self.calls[id(module)] != 1:
+                    break
+                chain.bn = reader
+            elif self._is_add(reader):
+                if chain.add or self._other_comes_first(reader, chain.last):
+                    break
+                chain.add = reader
+            elif self._activation(reader):
+                chain.act = reader
+                break
+            else:
+                break
+        return chain
+
+    def _readers(self, node: Node) -> Iterator[Node]:
+        """The only reader, then its only reader, and so on."""
+        anchor = node
+        while len(node.users) == 1:
+            node = next(iter(node.users))
+            if self.stays_apart(anchor, node):
+                return
+            yield node
+
+    def _is_add(self, node: Node) -> bool:
+        if node.op != "call_method" or node.target != "add" or len(node.args) != 3:
+            return False
+        owner = node.args[0]
+        if not isinstance(owner, Node) or owner.op != "get_attr" or len(owner.users) != 1:
+            return False
+        module = self.modules.get(str(owner.target))
+        both = isinstance(node.args[1], Node) and isinstance(node.args[2], Node)
+        distinct = node.args[1] is not node.args[2]
+        return isinstance(module, torch_quantized.FloatFunctional) and both and distinct
+
+    def _other_comes_first(self, add: Node, mine: Node) -> bool:
+        """Whether the addition's first argument is another layer that could take it."""
+        first = add.args[1]
+        if first is mine or not isinstance(first, Node) or len(first.users) != 1:
+            return False
+        if isinstance(self.module(first), _BatchNorm):
+            (first,) = first.all_input_nodes
+        return self.is_anchor(first) and len(first.users) == 1
+
+    def _activation(self, node: Node) -> type[nn.Module] | None:
+        kind = type(self.module(node))
+        if kind in ACTIVATIONS:
+            return kind
+        function = node.op in ("call_function", "call_method")
+        return _FUNCTIONS.get(node.target) if function else None
+
+
+def _fuse(graph: Graph, root: nn.Module, modules: dict[str, nn.Module], chain: _Chain) -> None:
+    path = str(chain.anchor.target)
+    anchor = modules[path]
+    norm = modules[str(chain.bn.target)] if chain.bn is not None else None
+    if norm is not None and get_qat_mode() == QATMode.FuseBN:
+        anchor, norm = fold(anchor, norm), None
+    if norm is None and chain.add is None and chain.act is None:
+        made = anchor
+    else:
+        # A copy, so that the float model's own layer stays as it is.
+        anchor = take_over(type(anchor), anchor)
+        anchor.anchor_path = path  # type: ignore[assignment]
+        activation = _new_activation(chain.act, modules)
+        kind = type(activation) if activation else None
+        make = fused_class(type(anchor), norm is not None, chain.add is not None, kind)
+        made = make(anchor, norm, activation)
+        hand_over_qconfig(anchor, made)
+    keeper = chain.anchor if chain.add is None else _call_in_place_of(chain, graph)
+    if keeper is not chain.last:
+        chain.last.replace_all_uses_with(keeper)
+    for node in (chain.act, chain.add, chain.bn, chain.anchor):
+        if node is not None and node is not keeper:
+            graph.erase_node(node)
+            if node.op == "call_module":
+                _silence(graph, root, modules, str(node.target))
+    replace_module(root, str(keeper.target), made)
+
+
+def _new_activation(node: Node | None, modules: dict[str, nn.Module]) -> nn.Module | None:
+    if node is None:
+        return None
+    if node.op == "call_module":
+        return type(modules[str(node.target)])()
+    return _FUNCTIONS[node.target]()
+
+
+def _call_in_place_of(chain: _Chain, graph: Graph) -> Node:
+    """Turn the call of the addition into one of the fused module, under the same names."""
+    add = chain.add
+    assert add is not None
+    owner, *operands = add.args
+    assert isinstance(owner, Node)
+    mine = chain.bn or chain.anchor
+    other = next(operand for operand in operands if operand is not mine)
+    add.op, add.target = "call_module", str(owner.target)
+    add.args = (chain.anchor.args[0], other)
+    add.meta["scope"] = add.target
+    graph.erase_node(owner)
+    return add
+
+
+def _silence(graph: Graph, root: nn.Module, modules: dict[str, nn.Module], path: str) -> None:
+    """Leave an Identity where a fused module was, unless another node still calls it."""
+    called = {id(modules[str(n.target)]) for n in graph.nodes if n.op == "call_module"}
+    if id(modules[path]) not in called:
+        replace_module(root, path, nn.Identity())

@@ -1,0 +1,97 @@
+"""Graph modules that keep everything of the model they were traced from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.fx import Graph, GraphModule
+
+from bevquant_hybrid.nn.qat._base import take_over
+
+__all__ = [
+    "GraphModuleWithAttr",
+    "ObservedGraphModule",
+    "QuantizedGraphModule",
+    "clone_containers",
+    "replace_module",
+]
+
+
+class GraphModuleWithAttr(GraphModule):
+    """A graph module with every attribute of its source, in the source's order.
+
+    It prints as the source did, followed by the code of its forward.
+
+    Args:
+        root: The source.
+        graph: What to compute.
+        class_name: Name that it prints under; the source's by default.
+    """
+
+    _source_name: str
+
+    def __init__(self, root: nn.Module, graph: Graph, class_name: str | None = None) -> None:
+        name = class_name or root.__dict__.get("_source_name") or type(root).__name__
+        super().__init__(root, graph, name)
+        for store in ("_parameters", "_buffers", "_modules"):
+            self.__dict__[store] = dict(root.__dict__[store])
+        for attribute, value in root.__dict__.items():
+            self.__dict__.setdefault(attribute, value)
+        self._source_name = name
+
+    def _deepcopy_init(self) -> Callable[..., None]:
+        return GraphModuleWithAttr.__init__
+
+    def __str__(self) -> str:
+        code = str(self.code).strip("\n")
+        return f"{nn.Module.__repr__(self)}\n\n{code}\n"
+
+
+class ObservedGraphModule(GraphModuleWithAttr):
+    """A graph module prepared for calibration or quantization-aware training.
+
+    Attributes:
+        hybrid: Whether parts of it may run on the CPU.
+    """
+
+    hybrid: bool
+
+
+class QuantizedGraphModule(GraphModuleWithAttr):
+    """A graph module that computes in integers where it was quantized.
+
+    Attributes:
+        hybrid: Whether parts of it may run on the CPU.
+    """
+
+    hybrid: bool
+
+
+def clone_containers(root: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> nn.Module:
+    """Copy the containers of a model; leaves, parameters and buffers stay the same objects.
+
+    What is then replaced in the copy leaves the original as it was.
+    """
+    made: dict[int, nn.Module] = {}
+
+    def clone(module: nn.Module, top: bool) -> nn.Module:
+        if id(module) not in made:
+            if not top and is_leaf(module):
+                made[id(module)] = module
+            else:
+                copied: nn.Module = take_over(type(module), module)
+                made[id(module)] = copied
+                for name, child in module._modules.items():
+                    if child is not None:
+                        copied._modules[name] = clone(child, False)
+        return made[id(module)]
+
+    return clone(root, True)
+
+
+def replace_module(root: Any, path: str, module: nn.Module) -> None:
+    """Put a module in the place of another, or at a new name."""
+    parent, _, name = path.rpartition(".")
+    root.get_submodule(parent)._modules[name] = module

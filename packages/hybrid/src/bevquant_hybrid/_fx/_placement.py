@@ -1,0 +1,216 @@
+"""Where each node runs, and which nodes a value passes through untouched."""
+
+from __future__ import annotations
+
+import operator
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.ao.nn import quantized as torch_quantized
+from torch.ao.quantization import DeQuantStub as TorchDeQuantStub
+from torch.ao.quantization import QuantStub as TorchQuantStub
+from torch.fx import Graph, Node
+
+from bevquant_hybrid._fx._numbers import number_nodes
+from bevquant_hybrid._fx._settings import Names, Settings, anchor_path_of
+from bevquant_hybrid._fx._tracer import scope_of
+from bevquant_hybrid._quant_stub import QuantStub
+from bevquant_hybrid._scale_keeping import rule_of
+from bevquant_hybrid.nn import _functions as functions
+from bevquant_hybrid.nn.intrinsic import Fused
+from bevquant_hybrid.nn.qat import has_qat_form
+from bevquant_hybrid.operators import load_support_table, row_of_function, row_of_module
+from bevquant_hybrid.partition import place_operator
+
+__all__ = ["Kind", "Placement", "has_weight"]
+
+
+class Kind(Enum):
+    """What a node is to the partition.
+
+    Attributes:
+        EDGE: Inputs, outputs and attributes of the model.
+        NUMBER: A size, or what is computed of sizes.
+        QUANT: A QuantStub.
+        DEQUANT: A DeQuantStub.
+        PASS: Its value is its input's: Identity, dropout, views.
+        BPU: Computed on quantized values.
+        CPU: Computed on float values.
+    """
+
+    EDGE = "edge"
+    NUMBER = "number"
+    QUANT = "quant"
+    DEQUANT = "dequant"
+    PASS = "pass"
+    BPU = "bpu"
+    CPU = "cpu"
+
+
+_PASS_MODULES = (nn.Identity, nn.Dropout, nn.Dropout2d, nn.Flatten, nn.Unflatten)
+_PASS_FUNCTIONS = {operator.getitem, torch.flatten, torch.reshape, F.dropout, F.dropout2d}
+_PASS_METHODS = {
+    *("view", "reshape", "flatten", "contiguous", "clone", "detach", "permute", "transpose"),
+    *("squeeze", "unsqueeze", "chunk", "split", "expand", "repeat", "view_as", "unbind"),
+}
+# Modules that keep the scale of their input.
+_KEEPING = (
+    *(nn.ReLU, nn.ReLU6, nn.Hardtanh, nn.MaxPool2d, nn.Upsample, nn.UpsamplingBilinear2d),
+    *(nn.UpsamplingNearest2d, nn.ZeroPad2d, nn.ConstantPad2d, nn.ReplicationPad2d),
+    *(nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle, functions.Interpolate),
+)
+# Methods of FloatFunctional whose operator goes by another name.
+_OPERATORS = {"add_relu": "add", "add_scalar": "add", "mul_scalar": "mul"}
+
+
+def has_weight(module: nn.Module | None) -> bool:
+    """Whether a module is a convolution or linear layer that a BPU computes."""
+    kinds = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.Linear, Fused)
+    return isinstance(module, kinds)
+
+
+class Placement:
+    """The kind of every node of a float graph.
+
+    A node runs on the CPU where the mapper of a hybrid model has no BPU form of it, where
+    `hybrid_dict` names it or a module that holds it, or where it has no qconfig. A node without a
+    weight that reads float values only (inputs, and what a DeQuantStub gives) stays with them.
+
+    Args:
+        graph: Fused nodes.
+        root: Their modules.
+        settings: The qconfigs.
+        names: What the user wants on the CPU.
+        hybrid: Whether operators may run on the CPU at all.
+        march: Whose list of operators decides what must.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        root: nn.Module,
+        settings: Settings,
+        names: Names,
+        hybrid: bool,
+        march: str,
+    ) -> None:
+        self.modules = dict(root.named_modules(remove_duplicate=False))
+        self.settings, self.names, self.hybrid, self.march = settings, names, hybrid, march
+        self._numbers = number_nodes(graph)
+        self.kinds: dict[Node, Kind] = {}
+        self._outside: set[Node] = set()  # float because nothing was quantized yet, or any more
+        for node in graph.nodes:
+            self.kinds[node] = self._kind(node)
+
+    def module(self, node: Node) -> nn.Module | None:
+        """The float module that a node calls, or whose method it calls; None for others."""
+        if node.op == "call_module":
+            return self.modules.get(str(node.target))
+        owner = node.args[0] if node.op == "call_method" and node.args else None
+        if isinstance(owner, Node) and owner.op == "get_attr":
+            found = self.modules.get(str(owner.target))
+            return found if isinstance(found, torch_quantized.FloatFunctional) else None
+        return None
+
+    def path(self, node: Node) -> str:
+        """Where the node's settings come from: its module, or the one whose forward holds it."""
+        if node.op == "call_module":
+            return str(node.target)
+        if self.module(node) is not None:
+            return str(node.args[0].target)  # type: ignore[union-attr]
+        return scope_of(node)
+
+    def qconfig(self, node: Node) -> Any:
+        """The qconfig of a node, or None."""
+        return self.settings.of(self.path(node))
+
+    def named(self, node: Node) -> bool:
+        """Whether the user wants a node on the CPU."""
+        path = self.path(node)
+        module = self.modules.get(path)
+        origin = anchor_path_of(module, path) if module is not None else path
+        return self.names.cover((origin, scope_of(node)), self.modules)
+
+    def forced(self, node: Node) -> bool:
+        """Whether a user put on the CPU what the BPU could run."""
+        return self.named(node) and self._has_bpu_form(node, self.module(node))
+
+    def source(self, node: Node) -> Node:
+        """The node whose value this one has, beyond everything that passes it on."""
+        while self.kinds[node] is Kind.PASS and isinstance(node.args[0], Node):
+            node = node.args[0]
+        return node
+
+    def inputs(self, node: Node) -> list[Node]:
+        """Tensors that a node reads, each once."""
+        apart = (Kind.NUMBER,)
+        return [
+            n for n in node.all_input_nodes if self.kinds[n] not in apart and not self._is_owner(n)
+        ]
+
+    def _is_owner(self, node: Node) -> bool:
+        if node.op != "get_attr":
+            return False
+        return isinstance(self.modules.get(str(node.target)), nn.Module)
+
+    def _kind(self, node: Node) -> Kind:
+        if node.op in ("placeholder", "output", "get_attr"):
+            self._outside.add(node)
+            return Kind.EDGE
+        if node in self._numbers:
+            return Kind.NUMBER
+        module = self.module(node)
+        if isinstance(module, TorchQuantStub | QuantStub):
+            return Kind.QUANT
+        if isinstance(module, TorchDeQuantStub):
+            self._outside.add(node)
+            return Kind.DEQUANT
+        if self.hybrid and self.named(node):
+            return Kind.CPU
+        if self._passes(node, module):
+            if all(n in self._outside for n in self.inputs(node)):
+                self._outside.add(node)
+            return Kind.PASS
+        if not self._has_bpu_form(node, module):
+            if all(n in self._outside for n in self.inputs(node)):
+                self._outside.add(node)
+            return Kind.CPU
+        outside = all(n in self._outside for n in self.inputs(node))
+        if outside and not has_weight(module):
+            self._outside.add(node)
+            return Kind.CPU
+        return Kind.BPU
+
+    def _passes(self, node: Node, module: nn.Module | None) -> bool:
+        if module is not None:
+            return isinstance(module, _PASS_MODULES)
+        table = _PASS_METHODS if node.op == "call_method" else _PASS_FUNCTIONS
+        return node.target in table
+
+    def _has_bpu_form(self, node: Node, module: nn.Module | None) -> bool:
+        function: Any = node.target
+        if module is None and node.op == "call_method":
+            function = getattr(Tensor, str(node.target), None)
+        if module is None:
+            quantizes = rule_of(function) is not None
+        else:
+            quantizes = isinstance(module, _KEEPING) or (
+                has_qat_form(module) and self.qconfig(node) is not None
+            )
+        return quantizes and (not self.hybrid or self._mapper_has(node, module, function))
+
+    def _mapper_has(self, node: Node, module: nn.Module | None, function: Any) -> bool:
+        """Whether the mapper of a hybrid model runs an operator on the BPU of this march."""
+        table = load_support_table()
+        if module is None:
+            name = getattr(function, "__name__", str(function))
+            row = row_of_function(function, name, table, len(self.inputs(node)))
+        elif node.op == "call_method":
+            name = str(node.target)
+            row = f"torch.{_OPERATORS.get(name, name)}"
+        else:
+            row = row_of_module(module, table)
+        return place_operator(row, self.march).place == "BPU"

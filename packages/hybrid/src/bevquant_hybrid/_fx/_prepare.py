@@ -1,0 +1,188 @@
+"""From a float, fused or calibrated model to one that is calibrated or trains quantized."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.fx import Graph, Node
+
+from bevquant_hybrid._fake_quant._calib import _WrappedCalibFakeQuantize
+from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
+from bevquant_hybrid._fx._boundaries import BOUNDARY, insert_boundaries
+from bevquant_hybrid._fx._calibrated import adopt_scales, calibrated_scales, is_calibration
+from bevquant_hybrid._fx._functionals import replace_functions
+from bevquant_hybrid._fx._fuse import fuse_graph
+from bevquant_hybrid._fx._graph_module import (
+    GraphModuleWithAttr,
+    ObservedGraphModule,
+    clone_containers,
+    replace_module,
+)
+from bevquant_hybrid._fx._placement import Kind, Placement, has_weight
+from bevquant_hybrid._fx._settings import Names, Settings
+from bevquant_hybrid._fx._tracer import is_leaf, scope_of, trace
+from bevquant_hybrid.march import require_march
+from bevquant_hybrid.nn.qat import float_form, has_qat_form, qat_form
+
+__all__ = ["fuse", "prepare"]
+
+
+def fuse(model: nn.Module, names: Names, caller: str) -> GraphModuleWithAttr:
+    """Trace a model, give functions modules, fuse; the model itself stays as it is."""
+    root = clone_containers(model, _stays)
+    if isinstance(model, GraphModuleWithAttr):
+        graph = _copied(model.graph)
+    else:
+        graph = trace(root, caller)
+        replace_functions(graph, root)
+    modules = dict(root.named_modules(remove_duplicate=False))
+
+    def stays_apart(layer: Node, member: Node) -> bool:
+        owner = member.args[0] if member.op == "call_method" else member
+        target = owner.target if isinstance(owner, Node) else ""
+        paths = (target if isinstance(target, str) else "", scope_of(member))
+        mine = names.cover((str(layer.target),), modules)
+        return names.cover(paths, modules) and not mine
+
+    fuse_graph(graph, root, stays_apart)
+    return GraphModuleWithAttr(root, graph)
+
+
+def _stays(module: nn.Module) -> bool:
+    """Leaves of the tree are shared between a model and what is prepared of it."""
+    return is_leaf(module) or not module._modules
+
+
+def prepare(
+    model: nn.Module,
+    qconfig_dict: dict[str, Any] | None,
+    hybrid: bool,
+    hybrid_dict: dict[str, Any] | None,
+    caller: str,
+) -> ObservedGraphModule:
+    """Prepare a model; see `prepare_qat_fx`."""
+    march = require_march(caller)
+    names = Names(hybrid_dict if hybrid else None)
+    scales = None
+    if isinstance(model, ObservedGraphModule):
+        _refuse_prepared_twice(model, caller)
+        scales = calibrated_scales(model)
+        fused: GraphModuleWithAttr = _unprepared(model)
+    else:
+        fused = fuse(model, names, caller)
+    names.warn_of_strangers(fused)
+    settings = Settings(fused, qconfig_dict)
+    placement = Placement(fused.graph, fused, settings, names, hybrid, march)
+    _warn_of_edges(placement)
+    _warn_of_missing_qconfigs(placement)
+    if hybrid:
+        make = _boundary_maker(placement, wrapped=scales is not None)
+        insert_boundaries(fused.graph, fused, placement, make)
+    _swap(fused, placement)
+    prepared = ObservedGraphModule(fused, fused.graph)
+    prepared.hybrid = hybrid
+    if scales is not None:
+        adopt_scales(prepared, scales)
+    return prepared
+
+
+def _refuse_prepared_twice(model: nn.Module, caller: str) -> None:
+    if not is_calibration(model) and any(isinstance(m, FakeQuantize) for m in model.modules()):
+        raise ValueError(
+            f"{caller}: the model is prepared for quantization-aware training already; pass the "
+            "float model, or one prepared with get_default_calib_qconfig and calibrated"
+        )
+
+
+def _copied(graph: Graph) -> Graph:
+    """A graph whose names are those of its nodes alone, so that erased ones are free again."""
+    made = Graph(tracer_cls=getattr(graph, "_tracer_cls", None))
+    made.output(made.graph_copy(graph, val_map={}))
+    return made
+
+
+def _unprepared(model: ObservedGraphModule) -> GraphModuleWithAttr:
+    """The fused float model that a prepared one was made of: no boundaries, float layers."""
+    root = clone_containers(model, _stays)
+    graph = model.graph
+    for path, module in list(root.named_modules()):
+        if path and float_form(module) is not module:
+            replace_module(root, path, float_form(module))
+    graph = _copied(graph)
+    for node in list(graph.nodes):
+        if BOUNDARY in node.meta:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+            root._modules.pop(str(node.target), None)
+    return GraphModuleWithAttr(root, _copied(graph))
+
+
+def _boundary_maker(placement: Placement, wrapped: bool) -> Callable[[Node], nn.Module]:
+    def make(node: Node) -> nn.Module:
+        qconfig = placement.qconfig(node)
+        if qconfig is None or qconfig.activation is None:
+            where = placement.path(node) or "the model"
+            raise ValueError(
+                f"node {node.name} (in {where}) runs on the CPU and a BPU node reads it: its "
+                "output must be quantized, but no qconfig with an activation reaches it; set one "
+                "globally, or for that module"
+            )
+        made: nn.Module = qconfig.activation()
+        if wrapped and isinstance(made, FakeQuantize):
+            return _WrappedCalibFakeQuantize(made)
+        return made
+
+    return make
+
+
+def _swap(fused: GraphModuleWithAttr, placement: Placement) -> None:
+    """Put QAT modules where the BPU computes, and where stubs stand."""
+    done: dict[int, nn.Module] = {}
+    swapped = (Kind.BPU, Kind.QUANT, Kind.DEQUANT)
+    for node, kind in placement.kinds.items():
+        module = placement.module(node)
+        if kind not in swapped or module is None or not has_qat_form(module):
+            continue
+        path = placement.path(node)
+        qconfig = placement.qconfig(node)
+        if qconfig is None and kind is not Kind.DEQUANT:
+            continue
+        if id(module) not in done:
+            module.qualified_name = path  # type: ignore[assignment]
+            done[id(module)] = qat_form(module, qconfig)
+        replace_module(fused, path, done[id(module)])
+
+
+def _warn_of_edges(placement: Placement) -> None:
+    """Warn of layers that read a float value nobody quantizes."""
+    for node, kind in placement.kinds.items():
+        if kind is not Kind.BPU or not has_weight(placement.module(node)):
+            continue
+        for value in placement.inputs(node):
+            source = placement.source(value)
+            if source.op == "placeholder" or placement.kinds[source] is Kind.DEQUANT:
+                warnings.warn(
+                    f"node {node.name} ({placement.path(node)}) is on the BPU but reads "
+                    f"{source.name}, which is not quantized; insert a QuantStub between them",
+                    UserWarning,
+                    stacklevel=4,
+                )
+
+
+def _warn_of_missing_qconfigs(placement: Placement) -> None:
+    """Warn of layers that stay float because no setting reaches them, though others have one."""
+    if not placement.settings.any:
+        return
+    for node in placement.kinds:
+        if has_weight(placement.module(node)) and placement.settings.says_nothing_of(
+            placement.path(node)
+        ):
+            warnings.warn(
+                f"node {node.name} ({placement.path(node)}) has no qconfig and stays float; set "
+                "one for it or for the whole model, or None to say that this is intended",
+                UserWarning,
+                stacklevel=4,
+            )

@@ -1,0 +1,151 @@
+"""Which settings hold for which module: by model, class, name, and the module's own attribute."""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from bevquant_hybrid.nn.intrinsic import Fused
+
+__all__ = ["Names", "Settings", "anchor_path_of", "class_of"]
+
+_UNSET: Any = object()
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """The class that settings by class go by: of a fused module, its layer's."""
+    anchor = module.part("conv") if isinstance(module, Fused) else None
+    return type(anchor if anchor is not None else module)
+
+
+def anchor_path_of(module: nn.Module, path: str) -> str:
+    """The name that settings by name go by: of a fused module, where its layer was."""
+    anchor = module.part("conv") if isinstance(module, Fused) else None
+    return str(getattr(anchor, "anchor_path", path)) if anchor is not None else path
+
+
+class Settings:
+    """A qconfig for every module of a model.
+
+    Precedence: ``""`` < ``"module_type"`` < ``"module_name"`` < the module's own ``qconfig``
+    attribute; what a module does not say itself it has from the one that holds it. None: float.
+
+    Args:
+        root: The model.
+        qconfig_dict: As `prepare_qat_fx` takes it; None for attributes alone.
+
+    Raises:
+        TypeError: No dictionary.
+        ValueError: An unknown key.
+    """
+
+    def __init__(self, root: nn.Module, qconfig_dict: dict[str, Any] | None) -> None:
+        given = {} if qconfig_dict is None else qconfig_dict
+        if not isinstance(given, dict):
+            raise TypeError(
+                f'qconfig_dict: expected a dictionary like {{"": qconfig}}, got {type(given)}'
+            )
+        unknown = sorted(set(given) - {"", "module_type", "module_name"})
+        if unknown:
+            raise ValueError(
+                f"qconfig_dict: unknown key {unknown[0]!r}; expected '', 'module_type' or "
+                "'module_name'"
+            )
+        self._types = _pairs(given.get("module_type", ()))
+        self._names = _pairs(given.get("module_name", ()))
+        self._of: dict[str, Any] = {}
+        self._modules = dict(root.named_modules(remove_duplicate=False))
+        start = given.get("", _UNSET)
+        for path, module in self._modules.items():
+            parent = self._of[path.rpartition(".")[0]] if path else start
+            generated_in = getattr(module, "generated_in", None)
+            if generated_in is not None:
+                parent = self._of[generated_in]
+            self._of[path] = self._resolve(path, module, parent)
+        for path, module in self._modules.items():
+            origin = anchor_path_of(module, path)
+            if origin != path:
+                self._of[path] = self._resolve(
+                    path, module, self._resolve(origin, module, self._parent(origin))
+                )
+
+    def _parent(self, path: str) -> Any:
+        return self._of[path.rpartition(".")[0]]
+
+    def _resolve(self, path: str, module: nn.Module, inherited: Any) -> Any:
+        found = self._types.get(class_of(module), inherited)
+        found = self._names.get(path, found)
+        return module.__dict__.get("qconfig", found)
+
+    def of(self, path: str) -> Any:
+        """The qconfig of a module, or None."""
+        found = self._of.get(path, _UNSET)
+        return None if found is _UNSET else found
+
+    def says_nothing_of(self, path: str) -> bool:
+        """Whether no setting reaches a module (None is a setting)."""
+        return self._of.get(path, _UNSET) is _UNSET
+
+    @property
+    def any(self) -> bool:
+        """Whether any module has a qconfig."""
+        return any(q is not None and q is not _UNSET for q in self._of.values())
+
+
+def _pairs(entries: Any) -> dict[Any, Any]:
+    return dict(entries.items() if isinstance(entries, dict) else entries)
+
+
+class Names:
+    """Modules that run on the CPU because the user said so, by name or by class.
+
+    Args:
+        hybrid_dict: ``{"module_name": [...], "module_type": [...]}``, or None.
+
+    Raises:
+        ValueError: An unknown key.
+    """
+
+    def __init__(self, hybrid_dict: dict[str, Any] | None) -> None:
+        given = hybrid_dict or {}
+        unknown = sorted(set(given) - {"module_name", "module_type"})
+        if unknown:
+            raise ValueError(
+                f"hybrid_dict: unknown key {unknown[0]!r}; expected 'module_name' or 'module_type'"
+            )
+        self.names = tuple(given.get("module_name", ()))
+        self.types = tuple(given.get("module_type", ()))
+
+    def warn_of_strangers(self, root: nn.Module) -> None:
+        """Warn of every name and class that the model does not have."""
+        known = [path for path, _ in root.named_modules(remove_duplicate=False) if path]
+        for name in self.names:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 3, 0.4)
+                hint = f"; nearest: {', '.join(near)}" if near else ""
+                warnings.warn(
+                    f"hybrid_dict: no module is named {name!r}{hint}", UserWarning, stacklevel=3
+                )
+        classes = {class_of(module) for module in root.modules()}
+        for kind in self.types:
+            if kind not in classes:
+                warnings.warn(
+                    f"hybrid_dict: the model has no module of class {kind.__name__}",
+                    UserWarning,
+                    stacklevel=3,
+                )
+
+    def cover(self, paths: Iterable[str], modules: dict[str, nn.Module]) -> bool:
+        """Whether any of the modules, or one that holds it, was named."""
+        for path in paths:
+            parts = path.split(".") if path else []
+            for length in range(1, len(parts) + 1):
+                holder = ".".join(parts[:length])
+                module = modules.get(holder)
+                if holder in self.names or (module is not None and class_of(module) in self.types):
+                    return True
+        return False

@@ -1,0 +1,1 @@
+"""Observers: what range a tensor takes."""

@@ -1,0 +1,148 @@
+"""What observers share: a range per tensor or channel, and the scale that follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.ao.quantization import ObserverBase
+
+from bevquant_hybrid.dtype import as_quant_dtype, qinfo, qint8
+
+__all__ = ["RangeObserver", "scale_of", "smallest_scale"]
+
+_PER_CHANNEL = (torch.per_channel_symmetric, torch.per_channel_affine)
+smallest_scale = torch.finfo(torch.float32).eps
+
+
+def scale_of(amax: Tensor, quant_min: int, quant_max: int) -> Tensor:
+    r"""Scale of a symmetric range: :math:`s = 2\,a / (q_\max - q_\min)`, a/127.5 for int8.
+
+    A range of zeros gets the smallest scale, 2⁻²³, so that nothing is divided by 0.
+    """
+    return (amax * 2 / (quant_max - quant_min)).clamp(min=smallest_scale)
+
+
+class RangeObserver(ObserverBase):
+    r"""Base of observers that keep ``min_val`` and ``max_val``.
+
+    :math:`s = \max(|\min|, |\max|) \cdot 2 / (q_\max - q_\min)`, zero point 0. Nothing observed
+    yet: the range is empty, [∞, −∞], and the scale 1. Empty tensors change nothing.
+
+    Args:
+        dtype: ``qint8`` or ``qint16``, or its name.
+        qscheme: ``torch.per_tensor_symmetric`` or ``torch.per_channel_symmetric``.
+        quant_min: Smallest integer; None for the type's.
+        quant_max: Largest integer; None for the type's.
+        ch_axis: Channel axis where ranges are per channel.
+        is_sync_quantize: Join ranges over the processes of ``torch.distributed``.
+        factory_kwargs: Device and dtype of the buffers, as for torch's observers.
+
+    Raises:
+        ValueError: An unknown type or scheme.
+    """
+
+    def __init__(
+        self,
+        dtype: str = qint8,
+        qscheme: torch.qscheme = torch.per_tensor_symmetric,
+        quant_min: int | None = None,
+        quant_max: int | None = None,
+        ch_axis: int = -1,
+        is_sync_quantize: bool = False,
+        factory_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(dtype=as_quant_dtype(dtype))
+        if qscheme not in (torch.per_tensor_symmetric, torch.per_channel_symmetric):
+            raise ValueError(
+                f"{type(self).__name__}: qscheme={qscheme}: a BPU computes with zero point 0; "
+                "expected torch.per_tensor_symmetric or torch.per_channel_symmetric"
+            )
+        info = qinfo(self.dtype)
+        self.qscheme = qscheme
+        self.quant_min = info.min if quant_min is None else quant_min
+        self.quant_max = info.max if quant_max is None else quant_max
+        self.ch_axis = ch_axis if qscheme in _PER_CHANNEL else -1
+        self.is_sync_quantize = is_sync_quantize
+        empty = torch.full((1,), torch.inf, **(factory_kwargs or {}))
+        self.min_val: Tensor
+        self.max_val: Tensor
+        self.register_buffer("min_val", empty)
+        self.register_buffer("max_val", -empty)
+
+    @property
+    def observed(self) -> bool:
+        """Whether any value was seen, or a range was set."""
+        return bool((self.min_val <= self.max_val).all())
+
+    def measure(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Range of one tensor, ``[1]`` or ``[channels]``; here its extremes."""
+        if self.ch_axis < 0:
+            low, high = torch.aminmax(x)
+            return low.reshape(1), high.reshape(1)
+        rows = x.movedim(self.ch_axis, 0).flatten(1)
+        low, high = torch.aminmax(rows, dim=1)
+        return low, high
+
+    def combine(self, old: Tensor, new: Tensor, largest: bool) -> Tensor:
+        """Bound kept so far and bound of a new tensor: by default the wider one."""
+        return torch.maximum(old, new) if largest else torch.minimum(old, new)
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        """Take a tensor into account and return it as it came.
+
+        Raises:
+            ValueError: NaN or infinite values.
+        """
+        if x.numel() == 0:
+            return x
+        low, high = (bound.to(self.min_val.dtype) for bound in self.measure(x.detach()))
+        if not bool((low.isfinite() & high.isfinite()).all()):
+            raise ValueError(
+                f"{type(self).__name__}: a tensor of shape {tuple(x.shape)} holds NaN or infinite "
+                "values, which give no range; find where they arise, or leave this batch out"
+            )
+        low, high = self._synchronized(low, high)
+        if self.observed and low.shape == self.min_val.shape:
+            low = self.combine(self.min_val, low, largest=False)
+            high = self.combine(self.max_val, high, largest=True)
+        self.min_val, self.max_val = low, high
+        return x
+
+    def _synchronized(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        dist = torch.distributed
+        if self.is_sync_quantize and dist.is_available() and dist.is_initialized():
+            low, high = low.contiguous(), high.contiguous()
+            dist.all_reduce(low, dist.ReduceOp.MIN)
+            dist.all_reduce(high, dist.ReduceOp.MAX)
+        return low, high
+
+    def set_range(self, amax: Tensor) -> None:
+        """Take ±`amax`, ``[1]`` or ``[channels]``, as the range."""
+        amax = amax.detach().reshape(-1).to(self.min_val)
+        self.min_val, self.max_val = -amax, amax.clone()
+
+    def calculate_qparams(self) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Return scale and zero point, ``[1]`` or ``[channels]``."""
+        if not self.observed:
+            scale = torch.ones_like(self.min_val)
+        else:
+            amax = torch.maximum(self.min_val.abs(), self.max_val.abs())
+            scale = scale_of(amax, self.quant_min, self.quant_max)
+        return scale, torch.zeros_like(scale, dtype=torch.long)
+
+    def extra_repr(self) -> str:
+        return f"min_val={self.min_val}, max_val={self.max_val}"
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        # A range per channel is as long as the tensor observed, which this observer may not know.
+        for name in ("min_val", "max_val"):
+            loaded = state_dict.get(prefix + name)
+            if loaded is not None:
+                setattr(self, name, torch.empty_like(loaded, device=self.min_val.device))
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

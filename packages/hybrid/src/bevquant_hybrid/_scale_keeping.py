@@ -1,0 +1,210 @@
+"""What may be done to a quantized tensor without giving it another scale."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bevquant_hybrid import _integer_ops as ops
+from bevquant_hybrid.dtype import qinfo
+from bevquant_hybrid.qtensor import QTensor, along, payload
+
+__all__ = ["on_floats", "rule_of"]
+
+Rule = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+_SEEN_OTHERWISE = ("H", "T", "mH", "mT", "data")  # attributes that are views
+_NO_FACTS = (*_SEEN_OTHERWISE, "real", "imag", "__weakref__")
+_FACTS = {
+    *(
+        getattr(Tensor, name).__get__
+        for name in dir(Tensor)
+        if inspect.isgetsetdescriptor(getattr(Tensor, name)) and name not in _NO_FACTS
+    ),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_contiguous, Tensor.__len__),
+    *(Tensor.nelement, Tensor.ndimension, Tensor.data_ptr, Tensor.get_device, torch.numel),
+    *(Tensor.register_hook, Tensor.retain_grad),
+}
+_VIEWS = {
+    *(getattr(Tensor, name).__get__ for name in _SEEN_OTHERWISE),
+    *(Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten),
+    *(Tensor.contiguous, Tensor.clone, torch.clone, Tensor.detach, torch.detach),
+    *(Tensor.squeeze, torch.squeeze, Tensor.unsqueeze, torch.unsqueeze, Tensor.unflatten),
+    *(Tensor.expand, Tensor.expand_as, Tensor.repeat, Tensor.tile, torch.tile, Tensor.__getitem__),
+    *(Tensor.split, torch.split, Tensor.chunk, torch.chunk, Tensor.unbind, torch.unbind),
+    *(Tensor.flip, torch.flip, Tensor.roll, torch.roll, Tensor.narrow, torch.narrow),
+    *(Tensor.select, torch.select, Tensor.index_select, torch.index_select),
+    *(Tensor.gather, torch.gather, Tensor.cpu, Tensor.cuda),
+    *(Tensor.permute, torch.permute, Tensor.transpose, torch.transpose, Tensor.swapaxes),
+    *(torch.swapaxes, Tensor.movedim, torch.movedim),
+    *(torch.pixel_shuffle, torch.pixel_unshuffle, torch.channel_shuffle),
+}
+_ORDER = {
+    *(torch.max, Tensor.max, torch.min, Tensor.min, torch.amax, Tensor.amax),
+    *(torch.amin, Tensor.amin, torch.topk, Tensor.topk, torch.sort, Tensor.sort),
+}
+# Results without a scale: indices and truth values.
+_PLAIN = {
+    *(torch.argmax, Tensor.argmax, torch.argmin, Tensor.argmin, torch.argsort, Tensor.argsort),
+    *(torch.eq, torch.ne, torch.gt, torch.ge, torch.lt, torch.le),
+    *(torch.greater, torch.greater_equal, torch.less, torch.less_equal),
+    *(Tensor.eq, Tensor.ne, Tensor.gt, Tensor.ge, Tensor.lt, Tensor.le),
+    *(Tensor.greater, Tensor.greater_equal, Tensor.less, Tensor.less_equal),
+    *(Tensor.__gt__, Tensor.__ge__, Tensor.__lt__, Tensor.__le__, Tensor.__eq__, Tensor.__ne__),
+}
+_DROPOUT = {F.dropout, F.dropout2d, torch.dropout}
+_RELU = {F.relu, torch.relu, Tensor.relu, torch.relu_, Tensor.relu_}
+_ABS = {torch.abs, Tensor.abs, Tensor.__abs__}
+_CLAMP = {torch.clamp, Tensor.clamp, torch.clip, Tensor.clip, F.hardtanh, F.relu6}
+
+
+def rule_of(func: Callable[..., Any]) -> Rule | None:
+    """Return how a function applies to quantized tensors, or None where it does not."""
+    return _RULES.get(func)
+
+
+def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> QTensor:
+    """The quantized tensor that gives the result its scale."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, QTensor):
+            return value
+    raise NotImplementedError("a list of quantized tensors takes FloatFunctional().cat")
+
+
+def _on(func: Rule | Callable[..., Any], args: Any, kwargs: Any, part: Callable[..., Any]) -> Any:
+    """Call with `part` taken of every quantized tensor."""
+
+    def of(value: Any) -> Any:
+        if isinstance(value, list | tuple) and type(value) in (list, tuple):
+            return type(value)(of(item) for item in value)
+        return part(value) if isinstance(value, QTensor) else value
+
+    return func(*of(args), **{name: of(value) for name, value in kwargs.items()})
+
+
+def _facts(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _on(func, args, kwargs, payload)
+
+
+def on_floats(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call with the float values; the result is a plain tensor."""
+    return _on(func, args, kwargs, QTensor.dequantize)
+
+
+def _view(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    source = _first(args, kwargs)
+    values = _on(func, args, kwargs, payload)
+    if source.has_one_scale:
+        return _wrapped(values, source.like)
+    # Channels of a high-precision output have scales of their own, which move with them.
+    scales = _on(func, args, kwargs, QTensor.scale_of_each)
+    if isinstance(values, Tensor):
+        return source.rescaled(values, scales)
+    return type(values)(map(source.rescaled, values, scales))
+
+
+def _order(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    source = _first(args, kwargs)
+    if not source.has_one_scale:
+        raise NotImplementedError(
+            f"{func.__name__} cannot order a high-precision output, whose channels have scales of "
+            "their own; put a DeQuantStub before it, or give the layer before it an activation "
+            "qconfig"
+        )
+    return _wrapped(_on(func, args, kwargs, payload), source.like)
+
+
+def _wrapped(result: Any, wrap: Callable[[Tensor], QTensor]) -> Any:
+    """Values get a scale; indices beside them (int64) stay plain."""
+    if isinstance(result, Tensor):
+        return result if result.dtype == torch.int64 else wrap(result)
+    items = [_wrapped(item, wrap) for item in result]
+    return type(result)(items)
+
+
+def _dropout(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    source = _first(args, kwargs)
+    if source.holds_integers:
+        return source
+    return source.like(_on(func, args, kwargs, payload))
+
+
+def _relu(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    source = _first(args, kwargs)
+    return source.like(payload(source).clamp(min=0))
+
+
+def _abs(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    source = _first(args, kwargs)
+    top = qinfo(source.dtype).max
+    if source.holds_integers:  # |−128| is one step too many
+        return source.like(payload(source).clamp(min=-top).abs())
+    if not source.on_grid:
+        return source.like(payload(source).abs())
+    limit = top * along(source.scale, source.dim(), source.q_per_channel_axis())
+    return source.like(torch.minimum(payload(source).abs(), limit))
+
+
+def _clamp(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    source = _first(args, kwargs)
+    if func is F.relu6:
+        low, high = 0.0, 6.0
+    elif func is F.hardtanh:
+        low, high = _arguments(args, kwargs, ("min_val", -1.0), ("max_val", 1.0))
+    else:
+        low, high = _arguments(args, kwargs, ("min", None), ("max", None))
+    if any(isinstance(bound, Tensor) for bound in (low, high)):
+        raise NotImplementedError(f"{func.__name__} of a QTensor takes numbers as its bounds")
+    return ops.clamp(source, low, high)
+
+
+def _max_pool(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    source = _first(args, kwargs)
+    if not source.holds_integers:
+        return source.like(_on(func, args, kwargs, payload))
+    defaults = (("stride", None), ("padding", 0), ("dilation", 1), ("ceil_mode", False))
+    kernel, *rest = _arguments(args, kwargs, ("kernel_size", None), *defaults)
+    return source.like(ops.max_pool(payload(source), kernel, *rest))
+
+
+def _interpolate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    source = _first(args, kwargs)
+    names = (("size", None), ("scale_factor", None), ("mode", "nearest"), ("align_corners", None))
+    size, factor, mode, align = _arguments(args, kwargs, *names)
+    return ops.resize(source, size, factor, mode, bool(align))
+
+
+def _pad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    source = _first(args, kwargs)
+    pad, mode, value = _arguments(
+        args, kwargs, ("pad", None), ("mode", "constant"), ("value", None)
+    )
+    return ops.pad(source, pad, mode, float(value or 0.0))
+
+
+def _arguments(
+    args: tuple[Any, ...], kwargs: dict[str, Any], *names: tuple[str, Any]
+) -> tuple[Any, ...]:
+    """Arguments behind the first one, by position or name."""
+    given = dict(zip((name for name, _ in names), args[1:], strict=False)) | kwargs
+    return tuple(given.get(name, default) for name, default in names)
+
+
+_RULES: dict[Any, Rule] = {
+    **dict.fromkeys(_FACTS, _facts),
+    **dict.fromkeys(_VIEWS, _view),
+    **dict.fromkeys(_ORDER, _order),
+    **dict.fromkeys(_PLAIN, on_floats),
+    **dict.fromkeys(_DROPOUT, _dropout),
+    **dict.fromkeys(_RELU, _relu),
+    **dict.fromkeys(_ABS, _abs),
+    **dict.fromkeys(_CLAMP, _clamp),
+    **dict.fromkeys((F.max_pool2d, torch.max_pool2d), _max_pool),
+    F.interpolate: _interpolate,
+    F.pad: _pad,
+}

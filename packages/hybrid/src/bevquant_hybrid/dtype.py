@@ -1,0 +1,86 @@
+"""Integer types of quantized tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["QuantDType", "as_quant_dtype", "qinfo", "qint8", "qint16", "qint32"]
+
+
+class QuantDType(str):
+    """The type of a quantized tensor: a string that prints and compares as its name.
+
+    Example:
+        >>> print(qint8, qint8 == "qint8", qint8.bits)
+        qint8 True 8
+    """
+
+    __slots__ = ()
+
+    @property
+    def bits(self) -> int:
+        """Width in bits."""
+        return int(self.removeprefix("qint"))
+
+    @property
+    def storage(self) -> torch.dtype:
+        """The torch type that holds the integers."""
+        return {8: torch.int8, 16: torch.int16, 32: torch.int32}[self.bits]
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+qint8 = QuantDType("qint8")
+qint16 = QuantDType("qint16")
+qint32 = QuantDType("qint32")
+
+
+def as_quant_dtype(dtype: str) -> QuantDType:
+    """Return the type of a name, or the type itself.
+
+    Raises:
+        ValueError: No quantized type of that name.
+
+    Example:
+        >>> as_quant_dtype("qint16") is qint16
+        True
+    """
+    for known in (qint8, qint16, qint32):
+        if dtype == known:
+            return known
+    raise ValueError(f"dtype={dtype!r}: expected qint8, qint16 or qint32")
+
+
+@dataclass(frozen=True, init=False)
+class qinfo:
+    """Range of a quantized type, as `torch.iinfo` gives it for others.
+
+    Attributes:
+        bits: Width.
+        min: Smallest integer.
+        max: Largest integer.
+        dtype: The type asked for.
+
+    Example:
+        >>> qinfo("qint8").min, qinfo(qint16).max
+        (-128, 32767)
+    """
+
+    bits: int
+    min: int
+    max: int
+    dtype: QuantDType
+
+    def __init__(self, dtype: str) -> None:
+        kind = as_quant_dtype(dtype)
+        info = torch.iinfo(kind.storage)
+        for name, value in (
+            ("bits", kind.bits),
+            ("min", info.min),
+            ("max", info.max),
+            ("dtype", kind),
+        ):
+            object.__setattr__(self, name, value)

@@ -1,0 +1,63 @@
+"""The micro-architecture that models are prepared for: one choice for the whole process."""
+
+from __future__ import annotations
+
+__all__ = ["March", "get_march", "require_march", "set_march"]
+
+
+class March:
+    """Names of the BPU micro-architectures.
+
+    Attributes:
+        BERNOULLI2: RDK X3, XJ3.
+        BAYES: Journey 5, RDK Ultra.
+        BAYES_E: RDK X5; the operator limits of `BAYES`.
+    """
+
+    BERNOULLI2 = "bernoulli2"
+    BAYES = "bayes"
+    BAYES_E = "bayes-e"
+
+
+_KNOWN = (March.BERNOULLI2, March.BAYES, March.BAYES_E)
+_chosen: list[str] = []  # the march set last, if any
+
+
+def set_march(march: str) -> None:
+    """Choose the march that models are prepared, converted and checked for.
+
+    Args:
+        march: A constant of `March`, or its name in any case (``"bayes"``, ``"BAYES_E"``).
+
+    Raises:
+        ValueError: No march of that name.
+
+    Example:
+        >>> set_march("BAYES_E")
+        >>> get_march() == March.BAYES_E
+        True
+    """
+    name = str(march).strip().lower().replace("_", "-")
+    if name not in _KNOWN:
+        raise ValueError(f"set_march({march!r}): expected one of {', '.join(_KNOWN)}")
+    _chosen[:] = [name]
+
+
+def get_march() -> str | None:
+    """Return the march set last, or None where none was set."""
+    return _chosen[0] if _chosen else None
+
+
+def require_march(caller: str) -> str:
+    """Return the march, for a function that cannot go on without one.
+
+    Raises:
+        RuntimeError: No march was set; the message names `caller`.
+    """
+    march = get_march()
+    if march is None:
+        raise RuntimeError(
+            f"{caller}: no march is set; call "
+            "bevquant_hybrid.march.set_march(March.BAYES) (or BERNOULLI2, BAYES_E) first"
+        )
+    return march

@@ -1,0 +1,56 @@
+"""Modules: float ones that functions stand for, and their QAT and fixed-point forms."""
+
+from __future__ import annotations
+
+from bevquant_hybrid.nn import functional, intrinsic, qat, quantized
+from bevquant_hybrid.nn._functions import (
+    Acos,
+    Acosh,
+    Asin,
+    Asinh,
+    Atan,
+    Atanh,
+    Ceil,
+    Cos,
+    Cosh,
+    Erf,
+    Exp,
+    Floor,
+    HardLog,
+    Interpolate,
+    Pow,
+    Reciprocal,
+    Selu,
+    Sin,
+    Sinh,
+    Sqrt,
+    Tan,
+)
+
+__all__ = [
+    "Acos",
+    "Acosh",
+    "Asin",
+    "Asinh",
+    "Atan",
+    "Atanh",
+    "Ceil",
+    "Cos",
+    "Cosh",
+    "Erf",
+    "Exp",
+    "Floor",
+    "HardLog",
+    "Interpolate",
+    "Pow",
+    "Reciprocal",
+    "Selu",
+    "Sin",
+    "Sinh",
+    "Sqrt",
+    "Tan",
+    "functional",
+    "intrinsic",
+    "qat",
+    "quantized",
+]

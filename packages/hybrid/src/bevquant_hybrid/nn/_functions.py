@@ -1,0 +1,232 @@
+"""Modules in place of functions, for models whose quantization goes by modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = [
+    "Acos",
+    "Acosh",
+    "Asin",
+    "Asinh",
+    "Atan",
+    "Atanh",
+    "Ceil",
+    "Cos",
+    "Cosh",
+    "ElementwiseFunction",
+    "Erf",
+    "Exp",
+    "Floor",
+    "HardLog",
+    "Interpolate",
+    "Pow",
+    "Reciprocal",
+    "Selu",
+    "Sin",
+    "Sinh",
+    "Sqrt",
+    "Tan",
+]
+
+
+class ElementwiseFunction(nn.Module):
+    """Base of modules that apply one function to every element; quantized, a look-up table."""
+
+    function: ClassVar[Callable[..., Tensor]]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the function."""
+        return type(self).function(x)
+
+
+class Acos(ElementwiseFunction):
+    """Arc cosine, in radians."""
+
+    function = staticmethod(torch.acos)
+
+
+class Acosh(ElementwiseFunction):
+    """Inverse hyperbolic cosine."""
+
+    function = staticmethod(torch.acosh)
+
+
+class Asin(ElementwiseFunction):
+    """Arc sine, in radians."""
+
+    function = staticmethod(torch.asin)
+
+
+class Asinh(ElementwiseFunction):
+    """Inverse hyperbolic sine."""
+
+    function = staticmethod(torch.asinh)
+
+
+class Atan(ElementwiseFunction):
+    """Arc tangent, in radians."""
+
+    function = staticmethod(torch.atan)
+
+
+class Atanh(ElementwiseFunction):
+    """Inverse hyperbolic tangent."""
+
+    function = staticmethod(torch.atanh)
+
+
+class Ceil(ElementwiseFunction):
+    """Smallest whole number not below."""
+
+    function = staticmethod(torch.ceil)
+
+
+class Cos(ElementwiseFunction):
+    """Cosine of radians."""
+
+    function = staticmethod(torch.cos)
+
+
+class Cosh(ElementwiseFunction):
+    """Hyperbolic cosine."""
+
+    function = staticmethod(torch.cosh)
+
+
+class Erf(ElementwiseFunction):
+    """Error function."""
+
+    function = staticmethod(torch.erf)
+
+
+class Exp(ElementwiseFunction):
+    """Exponential.
+
+    Example:
+        >>> Exp()(torch.zeros(2))
+        tensor([1., 1.])
+    """
+
+    function = staticmethod(torch.exp)
+
+
+class Floor(ElementwiseFunction):
+    """Largest whole number not above."""
+
+    function = staticmethod(torch.floor)
+
+
+class HardLog(ElementwiseFunction):
+    """Natural logarithm."""
+
+    function = staticmethod(torch.log)
+
+
+class Reciprocal(ElementwiseFunction):
+    """1 / x."""
+
+    function = staticmethod(torch.reciprocal)
+
+
+class Selu(ElementwiseFunction):
+    """Scaled exponential linear unit."""
+
+    function = staticmethod(F.selu)
+
+
+class Sin(ElementwiseFunction):
+    """Sine of radians."""
+
+    function = staticmethod(torch.sin)
+
+
+class Sinh(ElementwiseFunction):
+    """Hyperbolic sine."""
+
+    function = staticmethod(torch.sinh)
+
+
+class Sqrt(ElementwiseFunction):
+    """Square root."""
+
+    function = staticmethod(torch.sqrt)
+
+
+class Tan(ElementwiseFunction):
+    """Tangent of radians."""
+
+    function = staticmethod(torch.tan)
+
+
+class Pow(nn.Module):
+    """x to a constant exponent.
+
+    Args:
+        exponent: The exponent; None where each call gives it.
+
+    Raises:
+        ValueError: In a call, neither has one.
+    """
+
+    def __init__(self, exponent: float | None = None) -> None:
+        super().__init__()
+        self.exponent = exponent
+
+    def forward(self, x: Tensor, exponent: float | None = None) -> Tensor:
+        """Raise every element to the exponent."""
+        power = self.exponent if exponent is None else exponent
+        if power is None:
+            raise ValueError("Pow: no exponent; give it to Pow(exponent) or to the call")
+        return torch.pow(x, power)
+
+
+class Interpolate(nn.Module):
+    """`torch.nn.functional.interpolate` as a module.
+
+    Args:
+        size: Height and width of the output.
+        scale_factor: Output size over input size, instead of `size`.
+        mode: ``"nearest"`` or ``"bilinear"``.
+        align_corners: As in torch.
+        recompute_scale_factor: As in torch; a BPU needs True with a scale factor.
+
+    Example:
+        >>> Interpolate(scale_factor=2, recompute_scale_factor=True)(torch.ones(1, 1, 2, 2)).shape
+        torch.Size([1, 1, 4, 4])
+    """
+
+    def __init__(
+        self,
+        size: Any = None,
+        scale_factor: Any = None,
+        mode: str = "nearest",
+        align_corners: bool | None = None,
+        recompute_scale_factor: bool | None = None,
+    ) -> None:
+        super().__init__()
+        self.size = size
+        self.scale_factor = scale_factor
+        self.mode = mode
+        self.align_corners = align_corners
+        self.recompute_scale_factor = recompute_scale_factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Resize."""
+        return F.interpolate(
+            x,
+            self.size,
+            self.scale_factor,
+            self.mode,
+            self.align_corners,
+            self.recompute_scale_factor,
+        )
+
+    def extra_repr(self) -> str:
+        given = f"size={self.size}" if self.size else f"scale_factor={self.scale_factor}"
+        return f"{given}, mode={self.mode!r}"

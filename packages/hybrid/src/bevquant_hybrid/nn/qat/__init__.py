@@ -1,0 +1,87 @@
+"""Modules of models that train quantized."""
+
+from __future__ import annotations
+
+from bevquant_hybrid.nn.qat._replace import (
+    float_form,
+    has_qat_form,
+    is_elementwise,
+    qat_form,
+)
+from bevquant_hybrid.nn.qat.conv2d import (
+    Conv2d,
+    ConvAdd2d,
+    ConvAddReLU2d,
+    ConvAddReLU62d,
+    ConvReLU2d,
+    ConvReLU62d,
+)
+from bevquant_hybrid.nn.qat.conv3d import (
+    Conv3d,
+    ConvAdd3d,
+    ConvAddReLU3d,
+    ConvAddReLU63d,
+    ConvReLU3d,
+    ConvReLU63d,
+)
+from bevquant_hybrid.nn.qat.conv_transpose2d import (
+    ConvTranspose2d,
+    ConvTransposeAdd2d,
+    ConvTransposeAddReLU2d,
+    ConvTransposeAddReLU62d,
+    ConvTransposeReLU2d,
+    ConvTransposeReLU62d,
+)
+from bevquant_hybrid.nn.qat.functional_modules import FloatFunctional
+from bevquant_hybrid.nn.qat.linear import (
+    Linear,
+    LinearAdd,
+    LinearAddReLU,
+    LinearAddReLU6,
+    LinearReLU,
+    LinearReLU6,
+)
+from bevquant_hybrid.nn.qat.normalization import BatchNorm2d, LayerNorm, Softmax
+from bevquant_hybrid.nn.qat.pooling import AdaptiveAvgPool2d, AvgPool2d
+from bevquant_hybrid.nn.qat.segment_lut import SegmentLUT
+from bevquant_hybrid.nn.qat.stubs import DeQuantStub, QuantStub
+
+__all__ = [
+    "AdaptiveAvgPool2d",
+    "AvgPool2d",
+    "BatchNorm2d",
+    "Conv2d",
+    "Conv3d",
+    "ConvAdd2d",
+    "ConvAdd3d",
+    "ConvAddReLU2d",
+    "ConvAddReLU3d",
+    "ConvAddReLU62d",
+    "ConvAddReLU63d",
+    "ConvReLU2d",
+    "ConvReLU3d",
+    "ConvReLU62d",
+    "ConvReLU63d",
+    "ConvTranspose2d",
+    "ConvTransposeAdd2d",
+    "ConvTransposeAddReLU2d",
+    "ConvTransposeAddReLU62d",
+    "ConvTransposeReLU2d",
+    "ConvTransposeReLU62d",
+    "DeQuantStub",
+    "FloatFunctional",
+    "LayerNorm",
+    "Linear",
+    "LinearAdd",
+    "LinearAddReLU",
+    "LinearAddReLU6",
+    "LinearReLU",
+    "LinearReLU6",
+    "QuantStub",
+    "SegmentLUT",
+    "Softmax",
+    "float_form",
+    "has_qat_form",
+    "is_elementwise",
+    "qat_form",
+]

@@ -1,0 +1,134 @@
+"""What modules of a model that trains quantized have in common."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Self, TypeVar
+
+from torch import Tensor, nn
+
+from bevquant_hybrid.qtensor import QTensor, as_float
+
+__all__ = [
+    "OutputQuantized",
+    "activation_of",
+    "give_back",
+    "hand_over_qconfig",
+    "module_path",
+    "quantized_input",
+    "quantized_output",
+    "remember_qconfig",
+    "take_over",
+]
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+def take_over(cls: type[ModuleT], source: nn.Module) -> ModuleT:
+    """Make a module of `cls` with the parameters, buffers, settings and hooks of `source`."""
+    made = cls.__new__(cls)
+    made.__dict__ = {
+        name: copy.copy(value) if isinstance(value, dict) else value
+        for name, value in source.__dict__.items()
+    }
+    return made
+
+
+def give_back(cls: type[ModuleT], qat: nn.Module) -> ModuleT:
+    """Undo `take_over`: without fake quantizers, and with the qconfig that its user gave it."""
+    made = take_over(cls, qat)
+    for name in ("weight_fake_quant", "activation_post_process"):
+        made._modules.pop(name, None)
+        made.__dict__.pop(name, None)
+    prepared, own = made.__dict__.pop("_prepared_with", (None, True))
+    if not own and getattr(made, "qconfig", None) is prepared:
+        made.__dict__.pop("qconfig", None)
+    return made
+
+
+def remember_qconfig(made: nn.Module, source: nn.Module, qconfig: Any) -> None:
+    """Note what a module was prepared with, and whether its user had set that on it."""
+    made._prepared_with = (qconfig, "qconfig" in source.__dict__)  # type: ignore[assignment]
+    made.qconfig = qconfig
+
+
+def hand_over_qconfig(source: nn.Module, made: nn.Module) -> None:
+    """Move a qconfig that was set on a module to the one that now holds it."""
+    if "qconfig" in source.__dict__:
+        made.qconfig = source.__dict__.pop("qconfig")
+
+
+def module_path(module: nn.Module) -> str:
+    """Where a module stands in its model, as far as prepare has said so."""
+    return getattr(module, "qualified_name", "") or type(module).__name__
+
+
+def activation_of(qconfig: Any) -> nn.Module | None:
+    """Make the fake quantizer of an output, or None for a 32-bit one."""
+    made: nn.Module | None = None if qconfig.activation is None else qconfig.activation()
+    return made
+
+
+def quantized_input(module: nn.Module, x: Tensor, what: str = "input") -> Tensor:
+    """Return the float values of a quantized input.
+
+    Raises:
+        TypeError: It is not quantized, or has 32 bits.
+    """
+    if isinstance(x, QTensor):
+        if x.dtype == "qint32" and not x.lenient:
+            raise TypeError(
+                f"{module_path(module)} ({type(module).__name__}): its {what} is the 32-bit output "
+                "of another layer; give that layer a qconfig with an activation"
+            )
+        return as_float(x)
+    if getattr(module, "lenient", False):
+        return x
+    raise TypeError(
+        f"{module_path(module)} ({type(module).__name__}): its {what} is a float tensor of shape "
+        f"{tuple(getattr(x, 'shape', ()))}, expected a quantized one; put a QuantStub before it, "
+        "or keep the module float (qconfig = None, or hybrid_dict)"
+    )
+
+
+def quantized_output(module: Any, x: Tensor) -> Tensor:
+    """Pass a result through the module's fake quantizer, if it has one."""
+    fake_quant = module.activation_post_process
+    if fake_quant is None:
+        return x
+    quantized: Tensor = fake_quant(x)
+    return quantized
+
+
+class OutputQuantized(nn.Module):
+    """Base of QAT modules without a weight: compute in float, quantize the result."""
+
+    activation_post_process: Any
+
+    @classmethod
+    def from_float(cls, source: nn.Module, qconfig: Any = None) -> Self:
+        """Take over a float module.
+
+        Raises:
+            ValueError: No qconfig, or one without an activation.
+        """
+        qconfig = qconfig or getattr(source, "qconfig", None)
+        if qconfig is None or qconfig.activation is None:
+            raise ValueError(
+                f"{module_path(source)} ({type(source).__name__}): its result needs a scale, but "
+                "its qconfig has no activation; set one (get_default_qat_qconfig), since only "
+                "layers with a weight have a 32-bit output"
+            )
+        self = take_over(cls, source)
+        remember_qconfig(self, source, qconfig)
+        self.register_module("activation_post_process", activation_of(qconfig))
+        return self
+
+    def to_float(self) -> nn.Module:
+        """Return the float module that this one was made of."""
+        base = next(c for c in type(self).__mro__ if c.__module__.startswith("torch.nn.modules"))
+        return give_back(base, self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute and quantize."""
+        return quantized_output(self, super().forward(quantized_input(self, x)))

@@ -1,0 +1,117 @@
+"""Which QAT module stands for which float one, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.ao.nn import quantized as torch_quantized
+from torch.ao.quantization import DeQuantStub as TorchDeQuantStub
+from torch.ao.quantization import QuantStub as TorchQuantStub
+
+from bevquant_hybrid._quant_stub import QuantStub
+from bevquant_hybrid.nn._functions import ElementwiseFunction, Pow
+from bevquant_hybrid.nn.intrinsic import Fused
+from bevquant_hybrid.nn.qat import (
+    conv2d,
+    conv3d,
+    conv_transpose2d,
+    functional_modules,
+    linear,
+    normalization,
+    pooling,
+    stubs,
+)
+from bevquant_hybrid.nn.qat._weighted import Weighted, anchor_of
+from bevquant_hybrid.nn.qat._with_bn import with_batch_norm
+from bevquant_hybrid.nn.qat.segment_lut import SegmentLUT
+
+__all__ = ["float_form", "has_qat_form", "is_elementwise", "qat_form"]
+
+ELEMENTWISE: tuple[type[nn.Module], ...] = (
+    ElementwiseFunction,
+    Pow,
+    nn.CELU,
+    nn.ELU,
+    nn.GELU,
+    nn.Hardsigmoid,
+    nn.Hardswish,
+    nn.LeakyReLU,
+    nn.LogSigmoid,
+    nn.Mish,
+    nn.PReLU,
+    nn.SELU,
+    nn.SiLU,
+    nn.Sigmoid,
+    nn.Softplus,
+    nn.Tanh,
+)
+_WEIGHTED: dict[tuple[type[nn.Module], bool, str | None], type[Weighted]] = {
+    (base, cls.adds, cls.activation): cls
+    for base, module in (
+        (nn.Conv2d, conv2d),
+        (nn.Conv3d, conv3d),
+        (nn.ConvTranspose2d, conv_transpose2d),
+        (nn.Linear, linear),
+    )
+    for cls in (getattr(module, name) for name in module.__all__)
+}
+_OTHERS: dict[type[nn.Module], Any] = {
+    QuantStub: stubs.QuantStub,
+    TorchQuantStub: stubs.QuantStub,
+    TorchDeQuantStub: stubs.DeQuantStub,
+    nn.AdaptiveAvgPool2d: pooling.AdaptiveAvgPool2d,
+    nn.AvgPool2d: pooling.AvgPool2d,
+    nn.BatchNorm2d: normalization.BatchNorm2d,
+    nn.LayerNorm: normalization.LayerNorm,
+    nn.Softmax: normalization.Softmax,
+}
+_ACTIVATIONS: dict[type[nn.Module], str] = {nn.ReLU: "relu", nn.ReLU6: "relu6"}
+
+
+def is_elementwise(module: nn.Module) -> bool:
+    """Whether a module is a function of single elements, which a table can hold."""
+    return isinstance(module, ELEMENTWISE)
+
+
+def _class_of(module: nn.Module) -> Any:
+    kind = type(module)
+    if isinstance(module, Fused):
+        activation = module.part("relu")
+        behind = _ACTIVATIONS[type(activation)] if activation is not None else None
+        plain = _WEIGHTED.get((type(anchor_of(module)), module.adds, behind))
+        if plain is None or module.part("bn") is None:
+            return plain
+        return with_batch_norm(plain, module)
+    if isinstance(module, torch_quantized.FloatFunctional):
+        return functional_modules.FloatFunctional
+    if is_elementwise(module):
+        return SegmentLUT
+    return _WEIGHTED.get((kind, False, None)) or _OTHERS.get(kind)
+
+
+def has_qat_form(module: nn.Module) -> bool:
+    """Whether a float module has a QAT form, by its exact class."""
+    return _class_of(module) is not None
+
+
+def qat_form(module: nn.Module, qconfig: Any) -> nn.Module:
+    """Return the QAT form of a float module, which shares its parameters.
+
+    Raises:
+        TypeError: It has none.
+        ValueError: The qconfig does not fit.
+    """
+    found = _class_of(module)
+    if found is None:
+        raise TypeError(f"{type(module).__name__} has no QAT form")
+    made: nn.Module = found.from_float(module, qconfig)
+    return made
+
+
+def float_form(module: nn.Module) -> nn.Module:
+    """Return the float module that a QAT one was made of; another module as it is."""
+    if not type(module).__module__.startswith(__name__.rpartition(".")[0]):
+        return module
+    made: nn.Module = module.to_float()  # type: ignore[operator]
+    return made

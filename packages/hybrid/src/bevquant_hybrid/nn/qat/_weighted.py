@@ -1,0 +1,166 @@
+"""Layers with a weight: quantize it, compute, add, activate, quantize."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
+from bevquant_hybrid.nn.intrinsic import Fused, fused_class
+from bevquant_hybrid.nn.qat._base import (
+    activation_of,
+    give_back,
+    hand_over_qconfig,
+    module_path,
+    quantized_input,
+    quantized_output,
+    remember_qconfig,
+    take_over,
+)
+from bevquant_hybrid.qtensor import QTensor
+
+__all__ = ["ACTIVATION_MODULES", "Weighted", "anchor_of", "repeat_groups"]
+
+ACTIVATION_MODULES: dict[str | None, type[nn.Module] | None] = {
+    None: None,
+    "relu": nn.ReLU,
+    "relu6": nn.ReLU6,
+}
+_ACTIVATIONS = {None: lambda x: x, "relu": F.relu, "relu6": F.relu6}
+
+
+class Weighted(nn.Module):
+    r"""Base of QAT convolutions and linear layers.
+
+    :math:`y = \operatorname{fq}(a(\operatorname{op}(x, \operatorname{fq}(w)) + b [+ z]))` with
+    activation a. Without an output fake quantizer the result has the accumulator's scale s_x·s_w
+    and 32 bits.
+
+    Attributes:
+        adds: Whether a second input is added.
+        activation: None, ``"relu"`` or ``"relu6"``.
+        channel_axis: Axis of the output channels in the weight.
+    """
+
+    adds: ClassVar[bool] = False
+    activation: ClassVar[str | None] = None
+    channel_axis: ClassVar[int] = 0
+    output_channel_axis: ClassVar[int] = 1
+
+    weight: Tensor
+    bias: Tensor | None
+    weight_fake_quant: Any
+    activation_post_process: Any
+
+    @classmethod
+    def from_float(cls, source: nn.Module, qconfig: Any = None) -> Self:
+        """Take over a float layer or a `Fused` one; parameters are shared.
+
+        Raises:
+            ValueError: No qconfig, one without a weight, or a padding that a BPU does not do.
+        """
+        qconfig = qconfig or getattr(source, "qconfig", None)
+        anchor = anchor_of(source)
+        if qconfig is None or qconfig.weight is None:
+            raise ValueError(
+                f"{module_path(source)} ({type(source).__name__}): a layer on the BPU needs a "
+                "qconfig with a weight; set one for it, or run the layer on the CPU"
+            )
+        if getattr(anchor, "padding_mode", "zeros") != "zeros":
+            raise ValueError(
+                f"{module_path(source)} ({type(source).__name__}): padding_mode="
+                f"{anchor.padding_mode!r}: a BPU pads with zeros; pad with a module before it"
+            )
+        self = take_over(cls, anchor)
+        remember_qconfig(self, source, qconfig)
+        self.weight_fake_quant = self._weight_fake_quant(qconfig)
+        self.register_module("activation_post_process", activation_of(qconfig))
+        if isinstance(self.weight_fake_quant, FakeQuantize):
+            self.weight_fake_quant.observe(self.weight)
+        return self
+
+    def _weight_fake_quant(self, qconfig: Any) -> Any:
+        made = qconfig.weight()
+        if self.channel_axis and getattr(made, "ch_axis", -1) >= 0:
+            return qconfig.weight(ch_axis=self.channel_axis)
+        return made
+
+    def float_anchor(self) -> nn.Module:
+        """The float layer alone, which shares this one's parameters."""
+        base = next(c for c in type(self).__mro__ if c.__module__.startswith("torch.nn.modules"))
+        anchor: nn.Module = give_back(base, self)
+        return anchor
+
+    def to_float(self) -> nn.Module:
+        """Return the float layer, or the `Fused` one, that shares this one's parameters."""
+        anchor = self.float_anchor()
+        activation = ACTIVATION_MODULES[self.activation]
+        if not self.adds and activation is None:
+            return anchor
+        fused = fused_class(type(anchor), adds=self.adds, activation=activation)
+        made = fused(anchor, None, activation() if activation else None)
+        hand_over_qconfig(anchor, made)
+        return made
+
+    def operate(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute the layer itself."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        """Compute; `other` is what a fused addition adds.
+
+        Raises:
+            TypeError: An input is not quantized.
+        """
+        y, weight_scale = self.compute(quantized_input(self, x))
+        if other is not None:
+            y = y + quantized_input(self, other, "second input")
+        y = _ACTIVATIONS[self.activation](y)
+        if self.activation_post_process is not None or not isinstance(x, QTensor):
+            return quantized_output(self, y)
+        scale = (x.scale * weight_scale).detach()
+        axis = self.output_channel_axis % y.dim() if scale.numel() > 1 else -1
+        return QTensor(y, scale, "qint32", axis, lenient=x.lenient, on_grid=False)
+
+    def compute(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer with its weight quantized, and the scale of that per output channel."""
+        weight = self.weight_fake_quant(self.weight)
+        y = self.operate(x, weight.dequantize(), self.bias)
+        return y, self.scale_of_channels(weight.scale)
+
+    def as_quantized(self, weight: Tensor) -> QTensor:
+        """A weight on the grid that was observed last; nothing is observed."""
+        fake_quant = self.weight_fake_quant
+        values = fake_quant.fake_quantize(weight)
+        return QTensor(values, fake_quant.current_scale(), fake_quant.dtype, fake_quant.ch_axis)
+
+    def fixed_weight(self) -> tuple[QTensor, Tensor, Tensor | None]:
+        """What convert takes: integers, their scale per output channel, and the bias."""
+        quantized = self.as_quantized(self.weight.detach())
+        bias = None if self.bias is None else self.bias.detach()
+        return quantized, self.scale_of_channels(quantized.scale), bias
+
+    def scale_of_channels(self, scale: Tensor) -> Tensor:
+        """One scale per output channel, where there is one per channel of the weight."""
+        return scale
+
+    def add(self, x: Tensor, other: Tensor) -> Tensor:
+        """Compute with an addition: the call that it replaces was ``.add(x, other)``."""
+        result: Tensor = self(x, other)
+        return result
+
+
+def anchor_of(source: nn.Module) -> nn.Module:
+    """The convolution or linear layer of a `Fused` module, or the layer itself."""
+    anchor = source.part("conv") if isinstance(source, Fused) else source
+    if anchor is None:
+        raise TypeError(f"{type(source).__name__} holds no convolution or linear layer")
+    return anchor
+
+
+def repeat_groups(scale: Tensor, groups: int) -> Tensor:
+    """Scales per channel of one group, once for every group."""
+    return scale if scale.numel() == 1 else torch.cat([scale] * groups)

@@ -1,0 +1,48 @@
+"""Arithmetic on quantized tensors while a model trains quantized."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from bevquant_hybrid.nn._arithmetic import Arithmetic
+from bevquant_hybrid.nn.qat._base import (
+    OutputQuantized,
+    give_back,
+    quantized_input,
+    quantized_output,
+)
+
+__all__ = ["FloatFunctional"]
+
+
+class FloatFunctional(Arithmetic, OutputQuantized):
+    """Compute on the float values and quantize the result; one object per place."""
+
+    @classmethod
+    def from_float(cls, source: nn.Module, qconfig: Any = None) -> FloatFunctional:
+        """Take over a FloatFunctional of torch or of this package."""
+        self = super().from_float(source, qconfig)
+        self._float_class = type(source)  # type: ignore[assignment]
+        return self
+
+    def to_float(self) -> nn.Module:
+        """Return the module that this one was made of."""
+        made: nn.Module = give_back(self.__dict__["_float_class"], self)
+        made.__dict__.pop("_float_class")
+        made.activation_post_process = nn.Identity()
+        return made
+
+    def operate(self, name: str, tensors: list[Tensor], **settings: Any) -> Tensor:
+        """Compute one operation and quantize its result."""
+        values = [quantized_input(self, tensor) for tensor in tensors]
+        return quantized_output(self, super().operate(name, values, **settings))
+
+    def forward(self, *args: Any) -> Any:
+        """Refuse, as FloatFunctional itself does.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError("FloatFunctional: call a method of it (add, mul, cat, …), not itself")

@@ -1,0 +1,117 @@
+"""Boundaries of the quantized parts of a model that trains quantized."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from bevquant_hybrid._fake_quant._calib import CalibFakeQuantize
+from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
+from bevquant_hybrid._forced_marks import mark_forced
+from bevquant_hybrid._observers._fixed import FixedScaleObserver
+from bevquant_hybrid.nn.qat._base import (
+    give_back,
+    module_path,
+    quantized_output,
+    remember_qconfig,
+    take_over,
+)
+from bevquant_hybrid.qtensor import QTensor, as_float
+
+__all__ = ["DeQuantStub", "QuantStub"]
+
+
+class QuantStub(nn.Module):
+    """Quantize what comes in.
+
+    A value that is quantized already keeps its scale, which the stub then takes over.
+    """
+
+    activation_post_process: Any
+    _float_class: type[nn.Module]
+
+    @classmethod
+    def from_float(cls, source: nn.Module, qconfig: Any = None) -> Self:
+        """Take over a stub; one with a scale keeps that scale.
+
+        Raises:
+            ValueError: No qconfig, or one without an activation.
+        """
+        qconfig = qconfig or getattr(source, "qconfig", None)
+        if qconfig is None or qconfig.activation is None:
+            raise ValueError(
+                f"{module_path(source)} (QuantStub): it needs a qconfig with an activation"
+            )
+        self = take_over(cls, source)
+        self._float_class = type(source)
+        remember_qconfig(self, source, qconfig)
+        fake_quant = qconfig.activation()
+        scale = getattr(source, "scale", None)
+        if scale is not None:
+            kind = CalibFakeQuantize if isinstance(fake_quant, CalibFakeQuantize) else FakeQuantize
+            fake_quant = kind(observer=FixedScaleObserver, scale=scale, dtype=fake_quant.dtype)
+        self.activation_post_process = fake_quant
+        return self
+
+    def to_float(self) -> nn.Module:
+        """Return the stub that this one was made of."""
+        made = give_back(self._float_class, self)
+        made.__dict__.pop("_float_class")
+        return made
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Quantize."""
+        if isinstance(x, QTensor):
+            if isinstance(self.activation_post_process, FakeQuantize) and x.has_one_scale:
+                self.activation_post_process.set_qparams(x.scale)
+            return x
+        return quantized_output(self, x)
+
+    def extra_repr(self) -> str:
+        """Print as the stub of a float model does."""
+        return ""
+
+
+class DeQuantStub(nn.Module):
+    """Return plain float tensors: of a quantized tensor, or of all in lists, tuples and dicts.
+
+    Example:
+        >>> import torch
+        >>> DeQuantStub()([QTensor(torch.ones(1), torch.ones(1), "qint8"), None])
+        [tensor([1.]), None]
+
+    Attributes:
+        forced: Whether a user put on the CPU what reads the result, though a BPU could run it.
+    """
+
+    forced = False
+
+    @classmethod
+    def from_float(cls, source: nn.Module, qconfig: Any = None) -> Self:
+        """Take over a stub."""
+        made = take_over(cls, source)
+        made._float_class = type(source)  # type: ignore[assignment]
+        return made
+
+    def to_float(self) -> nn.Module:
+        """Return the stub that this one was made of; one that a boundary put in is its own."""
+        if "_float_class" not in self.__dict__:
+            return self
+        made: nn.Module = take_over(self.__dict__["_float_class"], self)
+        made.__dict__.pop("_float_class")
+        return made
+
+    def forward(self, x: Any) -> Any:
+        """Dequantize."""
+        if isinstance(x, Tensor):
+            marks = self.forced and torch.onnx.is_in_onnx_export()
+            return mark_forced(as_float(x)) if marks else as_float(x)
+        if isinstance(x, dict):
+            return type(x)((name, self.forward(value)) for name, value in x.items())
+        if isinstance(x, tuple) and hasattr(x, "_fields"):
+            return type(x)(*(self.forward(value) for value in x))
+        if isinstance(x, list | tuple):
+            return type(x)(self.forward(value) for value in x)
+        return x

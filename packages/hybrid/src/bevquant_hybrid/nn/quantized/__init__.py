@@ -1,0 +1,35 @@
+"""Fixed-point modules, and FloatFunctional under its documented path."""
+
+from __future__ import annotations
+
+from bevquant_hybrid.nn._float_functional import FloatFunctional
+from bevquant_hybrid.nn.quantized._others import (
+    AdaptiveAvgPool2d,
+    AvgPool2d,
+    BatchNorm2d,
+    LayerNorm,
+    SegmentLUT,
+    Softmax,
+)
+from bevquant_hybrid.nn.quantized._replace import fixed_point_form
+from bevquant_hybrid.nn.quantized._weighted import Conv2d, Conv3d, ConvTranspose2d, Linear
+from bevquant_hybrid.nn.quantized.functional_modules import QFunctional
+from bevquant_hybrid.nn.quantized.quantize import DeQuantize, Quantize
+
+__all__ = [
+    "AdaptiveAvgPool2d",
+    "AvgPool2d",
+    "BatchNorm2d",
+    "Conv2d",
+    "Conv3d",
+    "ConvTranspose2d",
+    "DeQuantize",
+    "FloatFunctional",
+    "LayerNorm",
+    "Linear",
+    "QFunctional",
+    "Quantize",
+    "SegmentLUT",
+    "Softmax",
+    "fixed_point_form",
+]

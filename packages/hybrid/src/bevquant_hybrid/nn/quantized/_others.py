@@ -1,0 +1,167 @@
+"""Fixed-point pooling, tables, normalization."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bevquant_hybrid import _integer_ops as ops
+from bevquant_hybrid import _integer_sums as sums
+from bevquant_hybrid.nn.qat import normalization as qat
+from bevquant_hybrid.nn.qat import pooling
+from bevquant_hybrid.nn.qat.segment_lut import SegmentLUT as QATSegmentLUT
+from bevquant_hybrid.nn.quantized._base import FixedPoint, integers, real
+from bevquant_hybrid.nn.quantized._weighted import depthwise
+from bevquant_hybrid.qtensor import QTensor
+
+__all__ = ["AdaptiveAvgPool2d", "AvgPool2d", "BatchNorm2d", "LayerNorm", "SegmentLUT", "Softmax"]
+
+
+class AvgPool2d(FixedPoint):
+    """round(Σx·s_x / (n·s_y)) over windows."""
+
+    def __init__(self, source: pooling.AvgPool2d, rounding: str) -> None:
+        super().__init__(source, rounding)
+        if source.divisor_override is not None:
+            raise ValueError(
+                f"{self.qualified_name} (AvgPool2d): divisor_override={source.divisor_override}: a "
+                "BPU divides by the size of the window; multiply with mul_scalar behind it"
+            )
+        stride = source.stride if source.stride is not None else source.kernel_size
+        self.kernel_size = ops.pair(source.kernel_size)
+        self.stride = ops.pair(stride)
+        self.padding = ops.pair(source.padding)
+        self.ceil_mode = source.ceil_mode
+        self.count_include_pad = source.count_include_pad
+
+    def forward(self, x: QTensor) -> QTensor:
+        """Pool integers."""
+        x = integers(self, x)
+        return self.output(
+            ops.avg_pool(
+                x.int_repr(),
+                self.kernel_size,
+                self.stride,
+                self.padding,
+                x.scale.double() / self.scale.double(),
+                self.ceil_mode,
+                self.count_include_pad,
+                self.rounding,
+                self.qualified_name,
+            )
+        )
+
+
+class AdaptiveAvgPool2d(FixedPoint):
+    """Mean over windows that follow from the output's size, quantized."""
+
+    def __init__(self, source: pooling.AdaptiveAvgPool2d, rounding: str) -> None:
+        super().__init__(source, rounding)
+        self.output_size = source.output_size
+
+    def forward(self, x: QTensor) -> QTensor:
+        """Pool integers."""
+        means = F.adaptive_avg_pool2d(integers(self, x).int_repr().double(), self.output_size)
+        return self.quantized(means * x.scale.double())
+
+
+class BatchNorm2d(FixedPoint):
+    """A depthwise 1×1 convolution: one weight of 8 bits and one bias per channel."""
+
+    factor: Tensor
+    factor_scale: Tensor
+    offset: Tensor
+
+    def __init__(self, source: qat.BatchNorm2d, rounding: str) -> None:
+        super().__init__(source, rounding)
+        factor, offset = (t.detach() for t in qat.channel_affine(source))
+        fake_quant = source.weight_fake_quant
+        kernel = fake_quant.fake_quantize(factor.reshape(-1, 1, 1, 1))
+        quantized = QTensor(kernel, fake_quant.current_scale(), "qint8", fake_quant.ch_axis)
+        self.register_buffer("factor", quantized.int_repr().reshape(-1))
+        self.register_buffer("factor_scale", quantized.scale.clone())
+        self.register_buffer("offset", offset.clone())
+
+    def forward(self, x: QTensor) -> QTensor:
+        """Scale and shift integers."""
+        x = integers(self, x)
+        name = self.qualified_name
+        bias = sums.quantize_bias(self.offset, x.scale, self.factor_scale, name)
+        acc = depthwise(x.int_repr(), self.factor, bias, name)
+        return self.requantized(acc, x.scale.double() * self.factor_scale.double(), 1)
+
+
+class SegmentLUT(FixedPoint):
+    """A table of the function at every integer: 256 entries of 8 bits, 65,536 of 16.
+
+    Where the function has no value (the logarithm of −1) the entry is 0; where it is infinite, the
+    largest.
+    """
+
+    def __init__(self, source: QATSegmentLUT, rounding: str) -> None:
+        super().__init__(source, rounding)
+        self.function = _plain(source.function)
+
+    def forward(self, x: QTensor) -> QTensor:
+        """Look integers up."""
+        x = integers(self, x)
+        half = 2 ** (x.dtype.bits - 1)
+        steps = torch.arange(-half, half, dtype=torch.float64, device=x.device)
+        values = self.function(steps * x.scale.double()).nan_to_num(0.0, torch.inf, -torch.inf)
+        table = self.quantized(values).int_repr()
+        return self.output(ops.lookup(x.int_repr(), table, self.qualified_name))
+
+
+def _plain(function: nn.Module) -> nn.Module:
+    """A float64 copy, so that a slope or bound is not rounded once more than the table."""
+    import copy
+
+    return copy.deepcopy(function).double().eval()
+
+
+class Softmax(FixedPoint):
+    """Exponentials of 16 bits, their exact sum, one division.
+
+    e = round(32767·exp((x − max x)·s_x)), y = round(e / (Σe·s_y)).
+    """
+
+    def __init__(self, source: qat.Softmax, rounding: str) -> None:
+        super().__init__(source, rounding)
+        self.dim = 1 if source.dim is None else source.dim
+
+    def forward(self, x: QTensor) -> QTensor:
+        """Normalize integers."""
+        q = integers(self, x).int_repr().long()
+        below = q - q.amax(self.dim, keepdim=True)
+        exponentials = torch.floor(32767 * torch.exp(below.double() * x.scale.double()) + 0.5)
+        return self.quantized(exponentials / exponentials.sum(self.dim, keepdim=True))
+
+
+class LayerNorm(FixedPoint):
+    """(x − mean)/√(variance + ε)·weight + bias in float64, rounded once."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+
+    def __init__(self, source: qat.LayerNorm, rounding: str) -> None:
+        super().__init__(source, rounding)
+        self.axes = [-1 - i for i in range(len(source.normalized_shape))]
+        self.eps = source.eps
+        for name in ("weight", "bias"):
+            value: Any = getattr(source, name)
+            self.register_buffer(name, None if value is None else value.detach().double())
+
+    def forward(self, x: QTensor) -> QTensor:
+        """Normalize integers."""
+        values = real(integers(self, x))
+        deviation = values - values.mean(self.axes, keepdim=True)
+        variance = deviation.square().mean(self.axes, keepdim=True)
+        result = deviation * torch.rsqrt(variance + self.eps)
+        if self.weight is not None:
+            result = result * self.weight
+        if self.bias is not None:
+            result = result + self.bias
+        return self.quantized(result)

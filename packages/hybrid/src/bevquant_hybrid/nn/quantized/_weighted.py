@@ -1,0 +1,177 @@
+"""Fixed-point convolutions and linear layers."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from bevquant_hybrid import _integer_ops as ops
+from bevquant_hybrid import _integer_sums as sums
+from bevquant_hybrid.dtype import qinfo
+from bevquant_hybrid.nn.qat import _weighted as qat
+from bevquant_hybrid.nn.qat.conv_transpose2d import ConvTranspose2d as QATConvTranspose2d
+from bevquant_hybrid.nn.quantized._base import FixedPoint, integers
+from bevquant_hybrid.qtensor import QTensor
+
+__all__ = ["Conv2d", "Conv3d", "ConvTranspose2d", "Linear"]
+
+
+class _Weighted(FixedPoint):
+    r"""acc = op(x, w) + round(b/(s_x·s_w)) in int32, then to the output's scale.
+
+    A second input is brought to the accumulator's scale and added there, and ReLU clamps, before
+    one rounding: :math:`q = \operatorname{clamp}(\operatorname{round}(acc\,s_x s_w / s_y))`. Without an
+    output scale the accumulators are the result, with a scale per channel.
+    """  # noqa: E501
+
+    weight: Tensor
+    weight_scale: Tensor
+    bias: Tensor | None
+
+    def __init__(self, source: qat.Weighted, rounding: str) -> None:
+        super().__init__(source, rounding)
+        quantized, scale, bias = source.fixed_weight()
+        if quantized.dtype != "qint8":
+            raise ValueError(
+                f"{self.qualified_name}: weights of {quantized.dtype}: a BPU computes with weights "
+                "of qint8"
+            )
+        self.register_buffer("weight", quantized.int_repr())
+        self.register_buffer("weight_scale", scale.detach().clone())
+        self.per_channel = scale.numel() > 1
+        self.register_buffer("bias", None if bias is None else bias.clone())
+        self.adds, self.activation = source.adds, source.activation
+        self.channel_axis = source.output_channel_axis
+        self.steps_of_6 = 0
+        if self.dtype is not None:
+            self.steps_of_6 = int((6.0 / self.scale.double() + 0.5).floor())
+
+    def accumulators(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute the layer itself."""
+        raise NotImplementedError
+
+    def forward(self, x: QTensor, other: QTensor | None = None) -> QTensor:
+        """Compute on integers.
+
+        Raises:
+            TypeError: An input is not quantized.
+            AccumulatorOverflowError: A sum leaves int32.
+        """
+        x = integers(self, x)
+        name = self.qualified_name
+        bias = self.bias
+        if bias is not None:
+            bias = sums.quantize_bias(bias, x.scale, self.weight_scale, name)
+        acc = self.accumulators(x.int_repr(), bias)
+        axis = self.channel_axis % acc.dim()
+        step = x.scale.double() * self.weight_scale.double()
+        if other is not None:
+            other = integers(self, other, "second input")
+            factor = other.scale.double() / step
+            q = other.int_repr()
+            acc = sums.accumulate(acc, q, factor, axis, self.rounding, name)
+        if self.dtype is None:
+            return self._accumulated(acc, step, axis)
+        info = qinfo(self.dtype)
+        low, high = (0 if self.activation else info.min), info.max
+        if self.activation == "relu6":
+            high = min(high, self.steps_of_6)
+        q = ops.requantize(
+            acc,
+            step / self.scale.double(),
+            axis,
+            self.bits,
+            low,
+            high,
+            self.rounding,
+            name,
+        )
+        return self.output(q)
+
+    def _accumulated(self, acc: Tensor, step: Tensor, axis: int) -> QTensor:
+        scaled_axis = axis if self.per_channel else -1
+        result = QTensor(acc, step.float(), "qint32", scaled_axis, rounding=self.rounding)
+        if self.activation is None:
+            return result
+        return ops.clamp(result, 0.0, 6.0 if self.activation == "relu6" else None)
+
+    def add(self, x: QTensor, other: QTensor) -> QTensor:
+        """Compute with an addition: the call that it replaces was ``.add(x, other)``."""
+        result: QTensor = self(x, other)
+        return result
+
+    def extra_repr(self) -> str:
+        """Print shape, fused operations, scale and type."""
+        shape = "×".join(map(str, self.weight.shape))
+        behind = [text for text in ("add" if self.adds else "", self.activation or "") if text]
+        parts = [f"weight={shape}", *behind, FixedPoint.extra_repr(self)]
+        return ", ".join(part for part in parts if part)
+
+
+class Conv2d(_Weighted):
+    """Fixed-point convolution in two dimensions."""
+
+    def __init__(self, source: qat.Weighted, rounding: str) -> None:
+        super().__init__(source, rounding)
+        rank = self.weight.dim() - 2
+        self.transposed = isinstance(source, QATConvTranspose2d)
+        self.stride = list(source.stride)  # type: ignore[arg-type]
+        self.padding = _sides(source, rank)
+        self.dilation = list(source.dilation)  # type: ignore[arg-type]
+        self.groups = int(source.groups)  # type: ignore[arg-type]
+        self.output_padding = list(source.output_padding)  # type: ignore[arg-type]
+
+    def accumulators(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Convolve."""
+        return ops.conv(
+            x,
+            self.weight,
+            bias,
+            self.stride,
+            self.padding,
+            self.dilation,
+            self.groups,
+            self.transposed,
+            self.output_padding,
+            self.qualified_name,
+        )
+
+
+class Conv3d(Conv2d):
+    """Fixed-point convolution in three dimensions."""
+
+
+class ConvTranspose2d(Conv2d):
+    """Fixed-point transposed convolution."""
+
+
+class Linear(_Weighted):
+    """Fixed-point linear layer."""
+
+    def accumulators(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply."""
+        return ops.linear(x, self.weight, bias, self.qualified_name)
+
+
+def _sides(source: nn.Module, rank: int) -> list[int]:
+    padding = source.padding
+    if not isinstance(padding, str):
+        return list(padding)  # type: ignore[arg-type]
+    if padding == "valid":
+        return [0] * rank
+    reach = [
+        d * (k - 1)
+        for d, k in zip(source.dilation, source.kernel_size, strict=True)  # type: ignore[arg-type]
+    ]
+    if any(total % 2 for total in reach):
+        raise ValueError(
+            f"{getattr(source, 'qualified_name', 'Conv2d')}: padding='same' with an even kernel "
+            "pads unequally, which a BPU does not; pad with a module before it"
+        )
+    return [total // 2 for total in reach]
+
+
+def depthwise(x: Tensor, factor: Tensor, offset: Tensor | None, name: str) -> Tensor:
+    """int32 accumulators of one factor and offset per channel."""
+    weight = factor.reshape(-1, 1, 1, 1)
+    two, none = [1, 1], [0, 0]
+    return ops.conv(x, weight, offset, two, none, two, len(factor), False, none, name)

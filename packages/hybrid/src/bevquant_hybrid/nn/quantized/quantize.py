@@ -1,0 +1,32 @@
+"""From float to fixed point and back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from bevquant_hybrid.nn.qat.stubs import DeQuantStub
+from bevquant_hybrid.nn.quantized._base import FixedPoint
+from bevquant_hybrid.qtensor import QTensor
+
+__all__ = ["DeQuantize", "Quantize"]
+
+
+class Quantize(FixedPoint):
+    """clamp(round(x / scale)).
+
+    ``scale`` is a buffer that may be changed in place, as where a model's input is integers
+    already (``quant.scale.fill_(1.0)``).
+    """
+
+    def forward(self, x: Tensor) -> QTensor:
+        """Quantize; a quantized value stays as it is."""
+        return x if isinstance(x, QTensor) else self.quantized(x)
+
+
+class DeQuantize(DeQuantStub):
+    """Integers times scale, as float32; of all tensors in lists, tuples and dicts."""
+
+    def __init__(self, source: nn.Module | None = None) -> None:
+        torch.nn.Module.__init__(self)
+        self.training = False

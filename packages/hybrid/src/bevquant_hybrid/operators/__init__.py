@@ -1,0 +1,26 @@
+"""Which operators a BPU runs, under which limits: a table, a check, and a tracer that feeds it."""
+
+from ._call import OperatorCall
+from ._naming import row_of_function, row_of_module
+from ._render import render_support_table
+from ._table import Limit, March, Operator, Support, SupportTable, load_support_table
+from ._trace import trace_calls
+from ._violations import Advice, Violation, find_advice, find_violations
+
+__all__ = [
+    "Advice",
+    "Limit",
+    "March",
+    "Operator",
+    "OperatorCall",
+    "Support",
+    "SupportTable",
+    "Violation",
+    "find_advice",
+    "find_violations",
+    "load_support_table",
+    "render_support_table",
+    "row_of_function",
+    "row_of_module",
+    "trace_calls",
+]

@@ -1,0 +1,201 @@
+"""Read what the limits ask for from modules and from the arguments of functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from ._call import Value
+
+__all__ = ["axis_names", "function_attributes", "module_attributes", "weighted_part"]
+
+Shape = tuple[int, ...]
+
+# Parameters after the first input, in order: torch's built-in functions have no signature.
+_PARAMETERS: dict[str, tuple[tuple[str, Any], ...]] = {
+    "avg_pool2d": (("kernel_size", None), ("stride", None), ("padding", 0)),
+    "max_pool2d": (("kernel_size", None), ("stride", None), ("padding", 0), ("dilation", 1)),
+    "interpolate": (
+        *(("size", None), ("scale_factor", None), ("mode", "nearest")),
+        *(("align_corners", None), ("recompute_scale_factor", None)),
+    ),
+    "grid_sample": (("grid", None), ("mode", "bilinear"), ("padding_mode", "zeros")),
+    "pad": (("pad", None), ("mode", "constant")),
+    "layer_norm": (("normalized_shape", None),),
+    "linear": (("weight", None), ("bias", None)),
+    "transpose": (("dim0", None), ("dim1", None)),
+    "conv2d": (
+        *(("weight", None), ("bias", None), ("stride", 1), ("padding", 0)),
+        *(("dilation", 1), ("groups", 1)),
+    ),
+    "conv_transpose2d": (
+        *(("weight", None), ("bias", None), ("stride", 1), ("padding", 0)),
+        *(("output_padding", 0), ("groups", 1), ("dilation", 1)),
+    ),
+}
+_PARAMETERS["conv3d"] = _PARAMETERS["conv2d"]
+_REDUCTIONS = ("mean", "sum", "max", "min", "argmax", "argmin", "amax", "amin")
+
+
+def axis_names(rank: int) -> str:
+    """One letter per axis: NCHW, NCW, NCDHW."""
+    return {3: "NCW", 5: "NCDHW"}.get(rank, "NCHW" + "?" * max(0, rank - 4))[:rank]
+
+
+def weighted_part(row: str, module: nn.Module) -> nn.Module:
+    """The convolution or linear layer inside a fused module; any other module itself."""
+    if row.startswith(("torch.nn.Conv", "torch.nn.Linear")):
+        for part in module.modules():
+            if isinstance(getattr(part, "weight", None), Tensor):
+                return part
+    return module
+
+
+def module_attributes(row: str, module: nn.Module, shapes: Sequence[Shape]) -> dict[str, Value]:
+    """Attributes of a module's call that its row names."""
+    part = weighted_part(row, module)
+    found: dict[str, Value] = {}
+    for name in (
+        *("in_channels", "out_channels", "in_features", "out_features", "kernel_size", "stride"),
+        *("padding", "dilation", "groups", "output_padding", "mode", "align_corners"),
+        *("scale_factor", "recompute_scale_factor", "padding_mode", "normalized_shape"),
+        *("add_bias_kv", "add_zero_attn", "embed_dim", "kdim", "vdim", "shuffle_index"),
+    ):
+        if hasattr(part, name):
+            value = _plain(getattr(part, name))
+            if value is not _OTHER:
+                found[name] = value
+    weight = getattr(part, "weight", None)
+    if isinstance(weight, Tensor):  # fixed-point modules keep no sizes beside their weights
+        found = _sizes_of_weight(row, tuple(weight.shape), found) | found
+    if row.endswith("LayerNorm") and "normalized_shape" not in found and shapes:
+        found["normalized_shape"] = shapes[0][-len(getattr(part, "axes", (0,))) :]
+    if row.endswith("MultiheadAttention"):
+        found["add_bias_kv"] = getattr(part, "bias_k", None) is not None
+    if row.startswith("torch.nn.Conv2d"):
+        found["sumin"] = len(shapes) > 1
+    if "Upsampl" in row or row.endswith("interpolate"):
+        found.setdefault("recompute_scale_factor", None)
+        found.setdefault("align_corners", None)
+    if row.endswith("RoIAlign"):
+        found["feature_count"] = max(1, sum(len(shape) == 4 for shape in shapes))
+        found["boxes"] = _box_format(shapes)
+    return _finish(found)
+
+
+def function_attributes(
+    row: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], shapes: Sequence[Shape]
+) -> dict[str, Value]:
+    """Attributes of a function's call: its arguments under the names of the limits."""
+    name = name.strip("_")
+    found: dict[str, Value] = {}
+    rank = len(shapes[0]) if shapes else 0
+    given = {
+        parameter: kwargs.get(parameter, args[1 + i] if len(args) > 1 + i else default)
+        for i, (parameter, default) in enumerate(_PARAMETERS.get(name, ()))
+    }
+    for parameter, value in given.items():
+        plain = _plain(value)
+        if plain is not _OTHER:
+            found[parameter] = plain
+    if isinstance(given.get("weight"), Tensor):
+        found |= _weight_attributes(row, tuple(given["weight"].shape), int(given.get("groups", 1)))
+    if name in ("conv2d", "conv3d"):
+        found["sumin"] = False
+    if name in _REDUCTIONS:
+        found["reduced_axes"] = _axes(kwargs.get("dim", args[1] if len(args) > 1 else None), rank)
+    if row == "torch.Tensor.transpose":
+        found["moved_axes"] = _moved_axes(name, args, kwargs, rank)
+    if row in ("torch.add", "torch.mul", "torch.sub", "torch.div"):
+        found["scalars"] = sum(isinstance(a, int | float) for a in args[:2])
+    return _finish(found)
+
+
+def _sizes_of_weight(row: str, shape: Shape, found: Mapping[str, Value]) -> dict[str, Value]:
+    groups = found.get("groups", 1)
+    if not row.startswith(("torch.nn.Conv", "torch.nn.Linear")) or not isinstance(groups, int):
+        return {}
+    return _weight_attributes(row, shape, groups)
+
+
+def _weight_attributes(row: str, shape: Shape, groups: int) -> dict[str, Value]:
+    if "linear" in row.lower():
+        return {"out_features": shape[0], "in_features": shape[1]}
+    first, second = shape[0], shape[1] * groups
+    if "transpose" in row.lower():
+        return {"in_channels": first, "out_channels": second, "kernel_size": shape[2:]}
+    return {"in_channels": second, "out_channels": first, "kernel_size": shape[2:]}
+
+
+def _axes(dim: Any, rank: int) -> Value:
+    letters = axis_names(rank)
+    if dim is None or isinstance(dim, Tensor):
+        return tuple(letters)
+    dims = dim if isinstance(dim, tuple | list) else (dim,)
+    return tuple(letters[d] for d in dims)
+
+
+def _moved_axes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], rank: int) -> Value:
+    order = list(range(rank))
+    if name == "permute":
+        dims = kwargs.get("dims", args[1:])
+        dims = dims[0] if len(dims) == 1 and isinstance(dims[0], tuple | list) else dims
+        order = [d % rank for d in dims]
+    elif name == "transpose":
+        first, second = (
+            kwargs.get(key, args[1 + i] if len(args) > 1 + i else 0) % rank
+            for i, key in enumerate(("dim0", "dim1"))
+        )
+        order[first], order[second] = second, first
+    elif name in ("mT", "mH"):
+        order[-2:] = order[-1], order[-2]
+    else:
+        order.reverse()
+    letters = axis_names(rank)
+    return tuple(letters[axis] for place, axis in enumerate(order) if place != axis)
+
+
+def _box_format(shapes: Sequence[Shape]) -> str:
+    boxes = [shape for shape in shapes if len(shape) != 4 and shape]
+    if boxes and all(len(shape) == 3 and shape[0] == 1 and shape[2] == 4 for shape in boxes):
+        return "list of [1, n, 4]"
+    return ", ".join(str(list(shape)) for shape in boxes) or "none"
+
+
+_OTHER: Any = object()
+
+
+def _plain(value: Any) -> Any:
+    """``value`` as a number, string, None or tuple of them; ``_OTHER`` if it is none of these."""
+    if value is None or isinstance(value, int | float | str):
+        return value
+    if isinstance(value, tuple | list) and all(isinstance(v, int | float | str) for v in value):
+        return tuple(value)
+    return _OTHER
+
+
+def _finish(found: dict[str, Value]) -> dict[str, Value]:
+    """Fill in what torch leaves implicit: a pool's stride, 'same' padding."""
+    if "kernel_size" in found and found.get("stride", 0) in (None, ()):
+        found["stride"] = found["kernel_size"]
+    if isinstance(found.get("padding"), str):
+        found["padding"] = _named_padding(found)
+    return found
+
+
+def _named_padding(found: Mapping[str, Value]) -> Value:
+    if found["padding"] == "valid":
+        return 0
+    kernels, dilations = (
+        value if isinstance(value, tuple) else (value,)
+        for value in (found["kernel_size"], found.get("dilation", 1))
+    )
+    if len(dilations) == 1:
+        dilations *= len(kernels)
+    return tuple(
+        int(d) * (int(k) - 1) // 2
+        for k, d in zip(kernels, dilations, strict=True)
+        if k is not None and d is not None
+    )

@@ -1,0 +1,253 @@
+"""The support table: one row per documented operator, read from data files and checked."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any, Literal
+
+from ._call import DTYPES
+from ._expressions import Expression
+from ._quantities import QUANTITIES
+
+__all__ = ["Limit", "March", "Operator", "Support", "SupportTable", "load_support_table"]
+
+# Attributes that a limit may name without the row declaring them: `data = true` limits are
+# checked where the attribute is known and reported as advice where it is not.
+_DATA = ("input_amax", "weight_dtype")
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A condition that a call must meet.
+
+    Attributes:
+        require: What must hold of every number.
+        when: Where this holds of any number the limit applies; None: always.
+        remedy: What the user can do.
+        needs_data: The limit is about values or dtypes of weights, which a plain shape does not
+            tell: without the attribute it is advice.
+        older: From the documents before the table's own, which say nothing to the contrary.
+        unless_any_rank: A limit of the march that rows of any rank are free of.
+    """
+
+    require: Expression
+    when: Expression | None
+    remedy: str
+    needs_data: bool = False
+    older: bool = False
+    unless_any_rank: bool = False
+
+    @property
+    def text(self) -> str:
+        """The condition in words of the table."""
+        return self.require.text + (f" when {self.when.text}" if self.when else "")
+
+
+@dataclass(frozen=True)
+class Support:
+    """What one march supports of an operator.
+
+    Attributes:
+        input: Dtypes of its inputs; empty: any.
+        second_input: Dtypes of the inputs after the first; None: as ``input``; empty: any.
+        output: Dtypes of the output, or ``"same"`` as the first input.
+        limits: What else must hold.
+    """
+
+    input: tuple[str, ...]
+    second_input: tuple[str, ...] | None
+    output: tuple[str, ...] | Literal["same"]
+    limits: tuple[Limit, ...]
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A row of the table.
+
+    Attributes:
+        name: The documents' name, e.g. ``torch.nn.AvgPool2d``.
+        family: The file that holds it.
+        aliases: Other spellings of the same computation.
+        eager: What takes its place in eager mode, or ``""``.
+        needs: Attributes that a call of it must carry.
+        any_rank: Free of a march's limit on the number of dimensions.
+        advice: Remarks on precision and use, which no check can decide.
+        support: By column; a missing column is not supported.
+    """
+
+    name: str
+    family: str
+    aliases: tuple[str, ...]
+    eager: str
+    needs: tuple[str, ...]
+    any_rank: bool
+    advice: tuple[str, ...]
+    support: Mapping[str, Support]
+
+
+@dataclass(frozen=True)
+class March:
+    """A BPU architecture: its column of the table and the limits of all its operators."""
+
+    name: str
+    title: str
+    chips: str
+    column: str
+    limits: tuple[Limit, ...]
+
+
+@dataclass(frozen=True)
+class SupportTable:
+    """All rows and marches.
+
+    >>> table = load_support_table()
+    >>> table.find("torch.Tensor.exp").eager
+    'horizon.nn.Exp'
+    >>> table.march("BAYES_E").column
+    'bayes'
+    """
+
+    operators: Mapping[str, Operator]
+    marches: Mapping[str, March]
+    _spellings: Mapping[str, str]
+
+    def find(self, name: str) -> Operator | None:
+        """The row of a name, of an alias, or of its twin among functions and tensor methods."""
+        for spelling in (name, *_twins(name)):
+            if spelling in self._spellings:
+                return self.operators[self._spellings[spelling]]
+        return None
+
+    def march(self, name: str) -> March:
+        """The march called ``name``: ``bernoulli2``, ``bayes`` or ``bayes-e``, in any case."""
+        key = name.lower().replace("_", "-")
+        if key not in self.marches:
+            raise ValueError(f"march {name!r}; expected one of {', '.join(self.marches)}")
+        return self.marches[key]
+
+
+def _twins(name: str) -> tuple[str, ...]:
+    if name.startswith("torch.Tensor."):
+        return ("torch." + name.removeprefix("torch.Tensor."),)
+    if name.startswith("torch.") and name.count(".") == 1:
+        return ("torch.Tensor." + name.removeprefix("torch."),)
+    return ()
+
+
+@cache
+def load_support_table() -> SupportTable:
+    """Read and check the data files that come with the package."""
+    folder = resources.files(__package__) / "tables"
+    files = {
+        entry.name.removesuffix(".toml"): tomllib.loads(entry.read_text(encoding="utf-8"))
+        for entry in sorted(folder.iterdir(), key=lambda entry: entry.name)
+        if entry.name.endswith(".toml")
+    }
+    marches = {name: _march(name, data) for name, data in files.pop("marches").items()}
+    return build_table(files, marches)
+
+
+def build_table(files: Mapping[str, Mapping[str, Any]], marches: dict[str, March]) -> SupportTable:
+    """Check the parsed files, each a family of operators, and join them into one table."""
+    columns = {march.column for march in marches.values()}
+    entries: dict[str, tuple[str, Mapping[str, Any]]] = {}
+    spellings: dict[str, str] = {}
+    for family, data in files.items():
+        for entry in data["operator"]:
+            _only_keys(f"{family}.toml", entry, _ENTRY_KEYS | columns)
+            for row in entry["rows"]:
+                _once(spellings, row, row)
+                entries[row] = (family, entry)
+            for alias in entry.get("aliases", ()):
+                _once(spellings, alias, entry["rows"][0])
+    operators = {
+        row: Operator(
+            name=row,
+            family=family,
+            aliases=tuple(entry.get("aliases", ())),
+            eager=entry.get("eager", ""),
+            needs=tuple(entry.get("needs", ())),
+            any_rank=entry.get("any_rank", False),
+            advice=tuple(entry.get("advice", ())),
+            support={
+                column: _support(row, column, entry[column], entries, tuple(entry.get("needs", ())))
+                for column in columns
+                if column in entry
+            },
+        )
+        for row, (family, entry) in entries.items()
+    }
+    return SupportTable(operators, marches, spellings)
+
+
+_ENTRY_KEYS = {"rows", "aliases", "eager", "needs", "any_rank", "advice"}
+_SUPPORT_KEYS = {"input", "second_input", "output", "limits", "like"}
+_LIMIT_KEYS = {"require", "when", "remedy", "data", "source", "except"}
+
+
+def _march(name: str, data: Mapping[str, Any]) -> March:
+    limits = tuple(_limit(name, limit, ()) for limit in data["limits"])
+    return March(name, data["title"], data["chips"], data["column"], limits)
+
+
+def _support(
+    row: str,
+    column: str,
+    data: Mapping[str, Any],
+    entries: Mapping[str, tuple[str, Mapping[str, Any]]],
+    needs: tuple[str, ...],
+) -> Support:
+    _only_keys(f"{row} on {column}", data, _SUPPORT_KEYS)
+    if "like" in data:
+        model = entries.get(data["like"], ("", {}))[1].get(column)
+        if model is None or "like" in model:
+            raise ValueError(f"{row} on {column}: like {data['like']!r}, which describes nothing")
+        data = {**model, **{key: value for key, value in data.items() if key != "like"}}
+    second = data.get("second_input")
+    return Support(
+        input=_dtypes(row, data["input"]),
+        second_input=None if second is None else _dtypes(row, second),
+        output="same" if data["output"] == "same" else _dtypes(row, data["output"]),
+        limits=tuple(_limit(row, limit, needs) for limit in data.get("limits", ())),
+    )
+
+
+def _limit(owner: str, data: Mapping[str, Any], needs: tuple[str, ...]) -> Limit:
+    _only_keys(f"{owner}: limit {data.get('require')!r}", data, _LIMIT_KEYS)
+    require = Expression.parse(data["require"])
+    when = Expression.parse(data["when"]) if "when" in data else None
+    for name in require.names + (when.names if when else ()):
+        if name not in QUANTITIES and name not in needs and name not in _DATA:
+            raise ValueError(f"{owner}: limit {require.text!r} names {name!r}, unknown there")
+    return Limit(
+        require,
+        when,
+        data["remedy"],
+        needs_data=data.get("data", False),
+        older=data.get("source") == "older",
+        unless_any_rank=data.get("except") == "any_rank",
+    )
+
+
+def _dtypes(row: str, value: object) -> tuple[str, ...]:
+    if value == "any":
+        return ()
+    if not isinstance(value, list) or not value or not set(value) <= set(DTYPES):
+        raise ValueError(f"{row}: dtypes {value!r}; expected 'any' or a list out of {DTYPES}")
+    return tuple(value)
+
+
+def _only_keys(where: str, data: Mapping[str, Any], allowed: set[str]) -> None:
+    unknown = sorted(set(data) - allowed)
+    if unknown:
+        raise ValueError(f"{where}: unknown key {unknown[0]!r}; expected {sorted(allowed)}")
+
+
+def _once(spellings: dict[str, str], spelling: str, row: str) -> None:
+    if spelling in spellings:
+        raise ValueError(f"{spelling!r} is listed twice: {spellings[spelling]!r} and {row!r}")
+    spellings[spelling] = row

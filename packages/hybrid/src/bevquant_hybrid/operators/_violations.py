@@ -1,0 +1,226 @@
+"""Hold calls against the table: every violation at once, and the advice that no check decides."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from ._call import OperatorCall, Value
+from ._quantities import QUANTITIES
+from ._table import Limit, March, Operator, Support, SupportTable, load_support_table
+
+__all__ = ["Advice", "Violation", "find_advice", "find_violations"]
+
+_ON_CPU = "run it on the CPU: name the module in hybrid_dict"
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One condition that one call does not meet.
+
+    Attributes:
+        path: The module or node.
+        operator: What it computes.
+        march: Where it was to run.
+        constraint: The quantities at fault, e.g. ``kernel_size``.
+        expected: The condition.
+        actual: What the call has.
+        remedy: What to do.
+    """
+
+    path: str
+    operator: str
+    march: str
+    constraint: str
+    expected: str
+    actual: str
+    remedy: str
+
+    def __str__(self) -> str:
+        """One line for a person."""
+        return (
+            f"{self.path} ({self.operator}) on {self.march}: {self.constraint} is {self.actual}, "
+            f"expected {self.expected}; {self.remedy}"
+        )
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A remark on a call: precision, or a limit that its record cannot decide."""
+
+    path: str
+    operator: str
+    text: str
+
+
+def find_violations(
+    calls: Iterable[OperatorCall], march: str, *, table: SupportTable | None = None
+) -> list[Violation]:
+    """List everything that keeps ``march`` from running ``calls``.
+
+    Args:
+        calls: The operators of the BPU part, in order.
+        march: ``"bernoulli2"``, ``"bayes"`` or ``"bayes-e"``.
+        table: Another table than the package's own.
+
+    Raises:
+        ValueError: If the march is unknown, or a call lacks an attribute of its row.
+
+    Example:
+        >>> pool = OperatorCall(
+        ...     "avg_pool", "torch.nn.AvgPool2d",
+        ...     {"kernel_size": 8, "stride": 8, "padding": 0},
+        ...     input_shapes=((1, 20, 8, 8),), input_dtypes=("qint8",), output_shape=(1, 20, 1, 1),
+        ... )
+        >>> [violation] = find_violations([pool], "bernoulli2")
+        >>> violation.constraint, violation.expected, violation.actual
+        ('kernel_size', '1 <= kernel_size <= 7', '8')
+        >>> find_violations([pool], "bayes")
+        []
+    """
+    table = table or load_support_table()
+    target = table.march(march)
+    return [violation for call in calls for violation in _check_call(call, target, table)]
+
+
+def find_advice(
+    calls: Iterable[OperatorCall], march: str, *, table: SupportTable | None = None
+) -> list[Advice]:
+    """List the table's remarks on ``calls``, and the limits that their records cannot decide."""
+    table = table or load_support_table()
+    column = table.march(march).column
+    advice: list[Advice] = []
+    for call in calls:
+        row = table.find(call.operator)
+        if row is None or column not in row.support:
+            continue
+        advice += [Advice(call.path, row.name, text) for text in row.advice]
+        for limit in row.support[column].limits:
+            missing = _missing_data(limit, call)
+            if missing and (limit.when is None or limit.when.holds_for_any(_quantities(call))):
+                text = f"make sure of {limit.text}: {missing} is not known here"
+                advice.append(Advice(call.path, row.name, text))
+    return advice
+
+
+def _check_call(call: OperatorCall, march: March, table: SupportTable) -> Iterator[Violation]:
+    row = table.find(call.operator)
+    if row is None:
+        near = difflib.get_close_matches(call.operator, table.operators, n=3)
+        hint = f"; names near it: {', '.join(near)}" if near else ""
+        yield Violation(
+            *(call.path, call.operator, march.title, "operator"),
+            expected="an operator of the support table",
+            actual=call.operator,
+            remedy=_ON_CPU + hint,
+        )
+        return
+    support = row.support.get(march.column)
+    if support is None:
+        others = [m.title for m in table.marches.values() if m.column in row.support]
+        yield Violation(
+            *(call.path, row.name, march.title, "operator"),
+            expected=f"an operator that {march.title} supports",
+            actual=row.name + (f" ({' and '.join(others)} alone)" if others else ""),
+            remedy=_ON_CPU,
+        )
+        return
+    _check_attributes(call, row)
+    yield from _check_dtypes(call, row, support, march)
+    quantities = _quantities(call)
+    for limit in (*march.limits, *support.limits):
+        if limit.unless_any_rank and row.any_rank:
+            continue
+        if _missing_data(limit, call):
+            continue
+        if limit.when is not None and not limit.when.holds_for_any(quantities):
+            continue
+        if not limit.require.holds_for_all(quantities):
+            names = limit.require.names
+            values = [_show(quantities[name]) for name in names]
+            actual = (
+                values[0]
+                if len(names) == 1
+                else ", ".join(f"{n}={v}" for n, v in zip(names, values, strict=True))
+            )
+            yield Violation(
+                *(call.path, row.name, march.title, ", ".join(names)),
+                expected=limit.text,
+                actual=actual,
+                remedy=limit.remedy,
+            )
+
+
+def _check_attributes(call: OperatorCall, row: Operator) -> None:
+    missing = [name for name in row.needs if name not in call.attributes]
+    if missing:
+        raise ValueError(
+            f"{call.path}: a call of {row.name} needs the attributes {', '.join(row.needs)}; "
+            f"{', '.join(missing)} not given"
+        )
+
+
+def _check_dtypes(
+    call: OperatorCall, row: Operator, support: Support, march: March
+) -> Iterator[Violation]:
+    for index, dtype in enumerate(call.input_dtypes):
+        allowed = support.input
+        if index > 0 and support.second_input is not None:
+            allowed = support.second_input
+        if allowed and dtype not in allowed and dtype != "constant":
+            remedy = f"change the qconfig of what feeds it to {allowed[0]}"
+            if dtype == "float32":
+                remedy = "insert a QuantStub before it"
+            elif allowed == ("float32",):
+                remedy = "leave the stub out: its input is quantized already"
+            yield Violation(
+                *(call.path, row.name, march.title, f"dtype of input {index}"),
+                expected=" or ".join(allowed),
+                actual=dtype,
+                remedy=remedy,
+            )
+    if support.output == "same":
+        outputs: tuple[str, ...] = call.input_dtypes[:1]
+    else:
+        outputs = support.output
+    # A wrong input has been reported; that the output follows it is no second fault.
+    known = not support.input or call.input_dtypes[:1] == () or call.input_dtypes[0] != "float32"
+    if outputs and call.output_dtype not in outputs and (known or support.input == ("float32",)):
+        yield Violation(
+            *(call.path, row.name, march.title, "dtype of the output"),
+            expected=" or ".join(outputs),
+            actual=call.output_dtype,
+            remedy="change the dtype of its qconfig",
+        )
+
+
+class _Lazy(dict[str, Value]):
+    """Quantities of a call, computed where a limit asks for them."""
+
+    def __init__(self, call: OperatorCall) -> None:
+        super().__init__(call.attributes)
+        self._call = call
+
+    def __missing__(self, name: str) -> Value:
+        self[name] = QUANTITIES[name](self._call)
+        return self[name]
+
+
+def _quantities(call: OperatorCall) -> Mapping[str, Value]:
+    return _Lazy(call)
+
+
+def _missing_data(limit: Limit, call: OperatorCall) -> str:
+    """The attribute that ``limit`` asks for and ``call`` lacks, or ``""``."""
+    if not limit.needs_data:
+        return ""
+    return next(
+        (n for n in limit.require.names if n not in call.attributes and n not in QUANTITIES), ""
+    )
+
+
+def _show(value: Value) -> str:
+    if isinstance(value, tuple) and len(value) == 1:
+        value = value[0]
+    return repr(value) if isinstance(value, str) else str(value)

@@ -1,0 +1,257 @@
+"""A partition as plain data: nodes with their places, segments, boundaries, and JSON of it all."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from bevquant_hybrid.drawing import DrawnNode, draw_partition
+
+__all__ = ["Boundary", "Plan", "PlanNode", "Segment"]
+
+_SCHEMA = "bevquant_hybrid.partition"
+_VERSION = 1
+_KINDS = ("input", "output", "attribute", "operator", "pass", "quantize", "dequantize")
+_PLACES = ("BPU", "CPU", "")
+
+
+@dataclass(frozen=True)
+class PlanNode:
+    """One node of the partitioned graph.
+
+    Attributes:
+        name: The graph node's name; of an inserted boundary, the name that prepare gives it.
+        kind: ``input``, ``output``, ``attribute``, ``operator``, ``pass`` (its value is its
+            input's), ``quantize`` or ``dequantize``.
+        place: ``BPU``, ``CPU``, or ``""`` for what is neither.
+        reason: Why it is there.
+        operator: The row of the support table, or the plain name.
+        path: The module, or the module in whose forward the call stands.
+        inputs: Names of the nodes that it reads.
+        shape: Of its result, where known.
+        segment: Which segment it belongs to; None for boundaries, inputs and outputs.
+        inserted: Whether the partition added it.
+    """
+
+    name: str
+    kind: str
+    place: str = ""
+    reason: str = ""
+    operator: str = ""
+    path: str = ""
+    inputs: tuple[str, ...] = ()
+    shape: tuple[int, ...] | None = None
+    segment: int | None = None
+    inserted: bool = False
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Nodes of one place that can run in one go.
+
+    Attributes:
+        index: Segments run in this order.
+        place: ``BPU`` or ``CPU``.
+        nodes: Their names, in order.
+    """
+
+    index: int
+    place: str
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """A crossing between float and integer.
+
+    Attributes:
+        name: The node.
+        kind: ``quantize`` or ``dequantize``.
+        source: What it converts.
+        readers: What reads the result.
+        transfer_bytes: Bytes of the integers that cross, one each; 0 for a DeQuantStub that reads
+            floats, which does nothing; None where the shape is not known.
+        inserted: Whether the partition added it.
+    """
+
+    name: str
+    kind: str
+    source: str
+    readers: tuple[str, ...]
+    transfer_bytes: int | None
+    inserted: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where everything runs.
+
+    Attributes:
+        march: The BPU architecture.
+        nodes: In the order of execution.
+        warnings: What the user should look at.
+    """
+
+    march: str
+    nodes: tuple[PlanNode, ...]
+    warnings: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse plans that contradict themselves."""
+        known: dict[str, PlanNode] = {}
+        for node in self.nodes:
+            if node.kind not in _KINDS or node.place not in _PLACES:
+                raise ValueError(
+                    f"{node.name}: kind {node.kind!r} at {node.place!r}; expected one of {_KINDS} "
+                    f"at one of {_PLACES}"
+                )
+            if node.name in known:
+                raise ValueError(f"two nodes are called {node.name!r}")
+            missing = [source for source in node.inputs if source not in known]
+            if missing:
+                raise ValueError(f"{node.name} reads {missing[0]!r}, which no earlier node is")
+            known[node.name] = node
+
+    def node(self, name: str) -> PlanNode:
+        """The node called ``name``."""
+        for node in self.nodes:
+            if node.name == name:
+                return node
+        raise KeyError(f"no node {name!r} in the plan")
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """What runs in one go, in order."""
+        groups: dict[int, list[PlanNode]] = {}
+        for node in self.nodes:
+            if node.segment is not None:
+                groups.setdefault(node.segment, []).append(node)
+        return tuple(
+            Segment(index, group[0].place, tuple(node.name for node in group))
+            for index, group in sorted(groups.items())
+        )
+
+    @property
+    def boundaries(self) -> tuple[Boundary, ...]:
+        """All crossings between float and integer, in order."""
+        readers: dict[str, list[str]] = {}
+        for node in self.nodes:
+            for source in node.inputs:
+                readers.setdefault(source, []).append(node.name)
+        integers = {n.name for n in self.nodes if n.place == "BPU" or n.kind == "quantize"}
+        found = []
+        for node in self.nodes:
+            if node.kind not in ("quantize", "dequantize"):
+                continue
+            size = None if node.shape is None else prod(node.shape)
+            if node.kind == "dequantize" and not integers.intersection(node.inputs):
+                size = 0
+            source = node.inputs[0] if node.inputs else ""
+            to = tuple(readers.get(node.name, ()))
+            found.append(Boundary(node.name, node.kind, source, to, size, node.inserted))
+        return tuple(found)
+
+    @property
+    def transfer_bytes(self) -> int | None:
+        """Bytes that cross all boundaries in one run; None where a shape is not known."""
+        sizes = [boundary.transfer_bytes for boundary in self.boundaries]
+        known = [size for size in sizes if size is not None]
+        return sum(known) if len(known) == len(sizes) else None
+
+    def to_json(self) -> str:
+        """The plan as JSON; segments and boundaries are written along for other readers."""
+        data = {
+            **{"schema": _SCHEMA, "version": _VERSION, "march": self.march},
+            "nodes": [asdict(node) for node in self.nodes],
+            "segments": [asdict(segment) for segment in self.segments],
+            "boundaries": [asdict(boundary) for boundary in self.boundaries],
+            "warnings": list(self.warnings),
+        }
+        return json.dumps(data, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read and check what `to_json` wrote.
+
+        Raises:
+            ValueError: If it is no such JSON, of another version, or contradicts itself.
+        """
+        data = json.loads(text)
+        if not isinstance(data, dict) or data.get("schema") != _SCHEMA:
+            raise ValueError(f'no partition plan: expected "schema": "{_SCHEMA}"')
+        if data.get("version") != _VERSION:
+            raise ValueError(f"plan of version {data.get('version')!r}; this reads {_VERSION}")
+        march, nodes, notes = data.get("march"), data.get("nodes"), data.get("warnings", [])
+        if not isinstance(march, str) or not isinstance(nodes, list) or not _strings(notes):
+            raise ValueError("plan: expected a march, a list of nodes and a list of warnings")
+        plan = cls(march, tuple(_node(i, node) for i, node in enumerate(nodes)), tuple(notes))
+        written = json.loads(plan.to_json())
+        for key in ("segments", "boundaries"):
+            if key in data and data[key] != written[key]:
+                raise ValueError(f"plan: its {key} are not those of its nodes")
+        return plan
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the JSON to ``path``, whole or not at all; return the path."""
+        target = Path(path)
+        temporary = target.with_name(f".{target.name}.{os.getpid()}")
+        try:
+            temporary.write_text(self.to_json(), encoding="utf-8")
+            temporary.replace(target)
+        finally:
+            temporary.unlink(missing_ok=True)
+        return target
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read a plan from a file; errors name the file."""
+        try:
+            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    def draw(self, *, title: str | None = None) -> str:
+        """The plan as SVG text."""
+        drawn = [
+            DrawnNode(
+                node.name,
+                node.operator.rpartition(".")[2],
+                "" if node.kind in ("quantize", "dequantize") else node.place,
+                node.inputs,
+                node.kind if node.kind in ("quantize", "dequantize") else "",
+                "×".join(map(str, node.shape)) if node.shape else "",
+                node.reason,
+            )
+            for node in self.nodes
+        ]
+        return draw_partition(drawn, title=title or f"Partition for {self.march}")
+
+
+def _strings(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _node(index: int, data: object) -> PlanNode:
+    names = {field.name for field in fields(PlanNode)}
+    if not isinstance(data, Mapping) or set(data) != names:
+        raise ValueError(f"plan: node {index} must have exactly the keys {sorted(names)}")
+    values: dict[str, Any] = dict(data)
+    texts = all(
+        isinstance(values[key], str)
+        for key in ("name", "kind", "place", "reason", "operator", "path")
+    )
+    shape, segment = values["shape"], values["segment"]
+    sizes = shape is None or (isinstance(shape, list) and all(type(s) is int for s in shape))
+    number = segment is None or type(segment) is int
+    if not (texts and sizes and number and _strings(values["inputs"])):
+        raise ValueError(f"plan: node {index} ({values['name']!r}) has a value of the wrong type")
+    if type(values["inserted"]) is not bool:
+        raise ValueError(f"plan: node {index} ({values['name']!r}): inserted must be true or false")
+    values["inputs"] = tuple(values["inputs"])
+    values["shape"] = None if shape is None else tuple(shape)
+    return PlanNode(**values)

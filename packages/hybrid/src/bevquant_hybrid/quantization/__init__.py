@@ -1,0 +1,105 @@
+"""Quantization under its documented names."""
+
+from __future__ import annotations
+
+from bevquant_hybrid._quant_stub import DeQuantStub, QuantStub
+from bevquant_hybrid.march import March
+from bevquant_hybrid.qtensor import QTensor
+from bevquant_hybrid.quantization import (
+    fake_quantize,
+    observer,
+    observer_v2,
+    qconfig,
+    quantize_fx,
+)
+from bevquant_hybrid.quantization.fake_quantize import (
+    CalibFakeQuantize,
+    FakeQuantize,
+    FakeQuantState,
+    LSQFakeQuantize,
+    PACTFakeQuantize,
+    set_fake_quantize,
+)
+from bevquant_hybrid.quantization.fuse_modules import fuse_known_modules, fuse_modules
+from bevquant_hybrid.quantization.observer import (
+    CalibObserver,
+    ClipObserver,
+    ClipStdObserver,
+    FixedScaleObserver,
+    KLObserver,
+    MinMaxObserver,
+    MixObserver,
+    MovingAverageMinMaxObserver,
+    MovingAveragePerChannelMinMaxObserver,
+    MSEObserver,
+    NoopObserver,
+    PercentileObserver,
+    PerChannelMinMaxObserver,
+)
+from bevquant_hybrid.quantization.qconfig import (
+    default_8bit_fake_quant,
+    default_weight_8bit_fake_quant,
+    get_default_calib_qconfig,
+    get_default_qat_out_qconfig,
+    get_default_qat_qconfig,
+    get_default_qconfig,
+)
+from bevquant_hybrid.quantization.quantize import (
+    convert,
+    load_observer_params,
+    prepare_calibration,
+    prepare_qat,
+)
+from bevquant_hybrid.quantization.quantize_fx import (
+    convert_fx,
+    fuse_fx,
+    prepare_calibration_fx,
+    prepare_qat_fx,
+)
+
+__all__ = [
+    "CalibFakeQuantize",
+    "CalibObserver",
+    "ClipObserver",
+    "ClipStdObserver",
+    "DeQuantStub",
+    "FakeQuantState",
+    "FakeQuantize",
+    "FixedScaleObserver",
+    "KLObserver",
+    "LSQFakeQuantize",
+    "MSEObserver",
+    "March",
+    "MinMaxObserver",
+    "MixObserver",
+    "MovingAverageMinMaxObserver",
+    "MovingAveragePerChannelMinMaxObserver",
+    "NoopObserver",
+    "PACTFakeQuantize",
+    "PerChannelMinMaxObserver",
+    "PercentileObserver",
+    "QTensor",
+    "QuantStub",
+    "convert",
+    "convert_fx",
+    "default_8bit_fake_quant",
+    "default_weight_8bit_fake_quant",
+    "fake_quantize",
+    "fuse_fx",
+    "fuse_known_modules",
+    "fuse_modules",
+    "get_default_calib_qconfig",
+    "get_default_qat_out_qconfig",
+    "get_default_qat_qconfig",
+    "get_default_qconfig",
+    "load_observer_params",
+    "observer",
+    "observer_v2",
+    "prepare_calibration",
+    "prepare_calibration_fx",
+    "prepare_qat",
+    "prepare_qat_fx",
+    "qconfig",
+    "quantize_fx",
+    "set_fake_quantize",
+]

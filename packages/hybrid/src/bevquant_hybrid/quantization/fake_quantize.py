@@ -1,0 +1,66 @@
+"""Fake quantizers, and the switch between calibration, training and validation."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from torch import nn
+from torch.ao.quantization import FakeQuantizeBase
+
+from bevquant_hybrid._fake_quant._calib import CalibFakeQuantize, _WrappedCalibFakeQuantize
+from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
+from bevquant_hybrid._fake_quant._learned import LSQFakeQuantize, PACTFakeQuantize
+
+__all__ = [
+    "CalibFakeQuantize",
+    "FakeQuantState",
+    "FakeQuantize",
+    "LSQFakeQuantize",
+    "PACTFakeQuantize",
+    "_WrappedCalibFakeQuantize",
+    "set_fake_quantize",
+]
+
+
+class FakeQuantState(Enum):
+    """What the fake quantizers of a model do.
+
+    Attributes:
+        QAT: Observe and round.
+        CALIBRATION: Observe; values pass as they are.
+        VALIDATION: Round with the scales found; observe nothing.
+    """
+
+    QAT = "qat"
+    CALIBRATION = "calibration"
+    VALIDATION = "validation"
+
+
+_SWITCHES = {  # observer, fake quantizer
+    FakeQuantState.QAT: (True, True),
+    FakeQuantState.CALIBRATION: (True, False),
+    FakeQuantState.VALIDATION: (False, True),
+}
+
+
+def set_fake_quantize(model: nn.Module, state: FakeQuantState | str) -> None:
+    """Switch every fake quantizer of a model.
+
+    Args:
+        model: A prepared model.
+        state: A `FakeQuantState` or its value.
+
+    Raises:
+        ValueError: No such state.
+
+    Example:
+        >>> model = nn.Sequential(FakeQuantize())
+        >>> set_fake_quantize(model, FakeQuantState.VALIDATION)
+        >>> model[0].observer_enabled
+        tensor([0], dtype=torch.uint8)
+    """
+    observe, round_values = _SWITCHES[FakeQuantState(state)]
+    for module in model.modules():
+        if isinstance(module, FakeQuantizeBase):
+            module.enable_observer(observe)
+            module.enable_fake_quant(round_values)

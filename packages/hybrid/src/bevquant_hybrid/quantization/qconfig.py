@@ -1,0 +1,239 @@
+"""How weights and outputs are quantized: recipes under their documented names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.ao.quantization import QConfig
+
+from bevquant_hybrid._fake_quant._calib import CalibFakeQuantize
+from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
+from bevquant_hybrid._fake_quant._learned import LSQFakeQuantize, PACTFakeQuantize
+from bevquant_hybrid.dtype import as_quant_dtype, qint8, qint16
+from bevquant_hybrid.quantization.observer import (
+    CalibObserver,
+    ClipObserver,
+    ClipStdObserver,
+    FixedScaleObserver,
+    KLObserver,
+    MixObserver,
+    MovingAverageMinMaxObserver,
+    MovingAveragePerChannelMinMaxObserver,
+    MSEObserver,
+    NoopObserver,
+    PercentileObserver,
+)
+
+__all__ = [
+    "default_8bit_fake_quant",
+    "default_calib_8bit_fake_quant_qconfig",
+    "default_calib_8bit_weight_16bit_act_fake_quant_qconfig",
+    "default_calib_8bit_weight_32bit_out_fake_quant_qconfig",
+    "default_calib_out_8bit_fake_quant_qconfig",
+    "default_qat_8bit_fake_quant_qconfig",
+    "default_qat_8bit_lsq_quant_qconfig",
+    "default_qat_8bit_weight_16bit_act_fake_quant_qconfig",
+    "default_qat_8bit_weight_32bit_out_fake_quant_qconfig",
+    "default_qat_out_8bit_fake_quant_qconfig",
+    "default_weight_8bit_fake_quant",
+    "get_default_calib_qconfig",
+    "get_default_qat_out_qconfig",
+    "get_default_qat_qconfig",
+    "get_default_qconfig",
+]
+
+_FAKE_QUANTS = {"fake_quant": FakeQuantize, "lsq": LSQFakeQuantize, "pact": PACTFakeQuantize}
+_OBSERVERS = {
+    "min_max": MovingAverageMinMaxObserver,
+    "fixed_scale": FixedScaleObserver,
+    "clip": ClipObserver,
+    "percentile": PercentileObserver,
+    "clip_std": ClipStdObserver,
+    "mse": MSEObserver,
+    "kl": KLObserver,
+    "mix": MixObserver,
+}
+_PER_CHANNEL = {"qscheme": torch.per_channel_symmetric, "ch_axis": 0}
+
+
+def _chosen(what: str, name: str, known: dict[str, Any]) -> Any:
+    if name not in known:
+        raise ValueError(f"{what}={name!r}: expected one of {', '.join(map(repr, known))}")
+    return known[name]
+
+
+def _factory(kind: str, observer: Any, settings: dict[str, Any], given: Any) -> Callable[..., Any]:
+    """A fake quantizer's constructor; what the caller gave comes last and wins."""
+    merged = {"observer": observer, **settings, **(given or {})}
+    if "dtype" in merged:
+        merged["dtype"] = as_quant_dtype(merged["dtype"])
+    return _made_by(_chosen("fake_quant", kind, _FAKE_QUANTS), **merged)
+
+
+def _qconfig(activation: Any, weight: Any) -> QConfig:
+    made: QConfig = QConfig(activation=activation, weight=weight)  # type: ignore[no-untyped-call]
+    return made
+
+
+def _made_by(cls: Any, **settings: Any) -> Callable[..., Any]:
+    made: Callable[..., Any] = cls.with_args(**settings)
+    return made
+
+
+def get_default_qat_qconfig(
+    dtype: str = "qint8",
+    weight_dtype: str = "qint8",
+    activation_fake_quant: str = "fake_quant",
+    weight_fake_quant: str = "fake_quant",
+    activation_qkwargs: dict[str, Any] | None = None,
+    weight_qkwargs: dict[str, Any] | None = None,
+    backend: str = "",
+) -> QConfig:
+    """Settings of a layer that trains quantized: one averaged range, weights per channel.
+
+    Args:
+        dtype: Of the output, ``"qint8"`` or ``"qint16"``.
+        weight_dtype: Of the weight.
+        activation_fake_quant: ``"fake_quant"``, ``"lsq"`` or ``"pact"``.
+        weight_fake_quant: ``"fake_quant"`` or ``"lsq"``.
+        activation_qkwargs: Anything that the observer and the fake quantizer take, and
+            ``observer`` itself.
+        weight_qkwargs: The same for the weight.
+        backend: Accepted for old scripts.
+
+    Raises:
+        ValueError: A name that is not known.
+
+    Example:
+        >>> get_default_qat_qconfig(dtype="qint16").activation().dtype
+        qint16
+    """
+    return _qconfig(
+        activation=_factory(
+            activation_fake_quant,
+            MovingAverageMinMaxObserver,
+            {"dtype": as_quant_dtype(dtype)},
+            activation_qkwargs,
+        ),
+        weight=_factory(
+            weight_fake_quant,
+            MovingAveragePerChannelMinMaxObserver,
+            {"dtype": as_quant_dtype(weight_dtype), **_PER_CHANNEL},
+            weight_qkwargs,
+        ),
+    )
+
+
+def get_default_qat_out_qconfig(
+    dtype: str = "qint8",
+    weight_fake_quant: str = "fake_quant",
+    weight_qkwargs: dict[str, Any] | None = None,
+    backend: str = "",
+) -> QConfig:
+    """Settings of a last layer: its accumulators leave the BPU as they are, in 32 bits.
+
+    Args:
+        dtype: Of the weight.
+        weight_fake_quant: As in `get_default_qat_qconfig`.
+        weight_qkwargs: As in `get_default_qat_qconfig`.
+        backend: Accepted for old scripts.
+
+    Example:
+        >>> get_default_qat_out_qconfig().activation is None
+        True
+    """
+    inner = get_default_qat_qconfig(
+        weight_dtype=dtype, weight_fake_quant=weight_fake_quant, weight_qkwargs=weight_qkwargs
+    )
+    return _qconfig(activation=None, weight=inner.weight)
+
+
+def get_default_calib_qconfig(
+    dtype: str = "qint8", calib_qkwargs: dict[str, Any] | None = None, backend: str = ""
+) -> QConfig:
+    """Settings of a model that is calibrated: histograms of outputs, nothing rounded.
+
+    Args:
+        dtype: Of the output that is calibrated for.
+        calib_qkwargs: What the observer takes, and ``observer`` itself.
+        backend: Accepted for old scripts.
+
+    Example:
+        >>> get_default_calib_qconfig().weight()
+        CalibFakeQuantize(
+          (activation_post_process): NoopObserver()
+        )
+    """
+    settings = {"observer": CalibObserver, "dtype": as_quant_dtype(dtype), **(calib_qkwargs or {})}
+    return _qconfig(
+        activation=_made_by(CalibFakeQuantize, **settings),
+        weight=_made_by(CalibFakeQuantize, observer=NoopObserver, dtype=qint8),
+    )
+
+
+def get_default_qconfig(
+    activation_fake_quant: str | None = "fake_quant",
+    weight_fake_quant: str | None = "fake_quant",
+    activation_observer: str | None = "min_max",
+    weight_observer: str | None = "min_max",
+    activation_qkwargs: dict[str, Any] | None = None,
+    weight_qkwargs: dict[str, Any] | None = None,
+) -> QConfig:
+    """Settings by name, for calibration and training alike (`set_fake_quantize` switches).
+
+    Args:
+        activation_fake_quant: ``"fake_quant"``, ``"lsq"``, ``"pact"``, or None for a 32-bit output.
+        weight_fake_quant: The same for weights.
+        activation_observer: ``"min_max"``, ``"fixed_scale"``, ``"clip"``, ``"percentile"``,
+            ``"clip_std"``, ``"mse"``, ``"kl"`` or ``"mix"``.
+        weight_observer: The same for weights. ``"min_max"`` measures per output channel.
+        activation_qkwargs: Anything that the observer and the fake quantizer take.
+        weight_qkwargs: The same for weights.
+
+    Raises:
+        ValueError: A name that is not known.
+
+    Example:
+        >>> qconfig = get_default_qconfig(activation_observer="mse")
+        >>> type(qconfig.activation().activation_post_process).__name__
+        'MSEObserver'
+    """
+    activation = weight = None
+    if activation_fake_quant is not None and activation_observer is not None:
+        observer = _chosen("activation_observer", activation_observer, _OBSERVERS)
+        activation = _factory(activation_fake_quant, observer, {}, activation_qkwargs)
+    if weight_fake_quant is not None and weight_observer is not None:
+        observer = _chosen("weight_observer", weight_observer, _OBSERVERS)
+        settings: dict[str, Any] = {}
+        if weight_observer == "min_max":
+            observer, settings = MovingAveragePerChannelMinMaxObserver, dict(_PER_CHANNEL)
+        weight = _factory(weight_fake_quant, observer, settings, weight_qkwargs)
+    return _qconfig(activation=activation, weight=weight)
+
+
+default_8bit_fake_quant = _made_by(
+    FakeQuantize, observer=MovingAverageMinMaxObserver, dtype=qint8, averaging_constant=0.01
+)
+default_weight_8bit_fake_quant = _made_by(
+    FakeQuantize,
+    observer=MovingAveragePerChannelMinMaxObserver,
+    dtype=qint8,
+    averaging_constant=0.01,
+    **_PER_CHANNEL,
+)
+_16_BITS = {"dtype": qint16}
+default_qat_8bit_fake_quant_qconfig = get_default_qconfig()
+default_qat_8bit_weight_32bit_out_fake_quant_qconfig = get_default_qconfig(None)
+default_qat_out_8bit_fake_quant_qconfig = default_qat_8bit_weight_32bit_out_fake_quant_qconfig
+default_qat_8bit_weight_16bit_act_fake_quant_qconfig = get_default_qconfig(
+    activation_qkwargs=_16_BITS
+)
+default_qat_8bit_lsq_quant_qconfig = get_default_qconfig("lsq", "lsq")
+default_calib_8bit_fake_quant_qconfig = get_default_qconfig(activation_observer="percentile")
+default_calib_out_8bit_fake_quant_qconfig = get_default_qconfig(None)
+default_calib_8bit_weight_32bit_out_fake_quant_qconfig = default_calib_out_8bit_fake_quant_qconfig
+default_calib_8bit_weight_16bit_act_fake_quant_qconfig = get_default_qconfig(
+    activation_observer="percentile", activation_qkwargs=_16_BITS
+)

@@ -1,0 +1,184 @@
+"""Quantization of models as they are, module by module."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import nn
+
+from bevquant_hybrid._convert import convert_in_place
+from bevquant_hybrid._fake_quant._calib import CalibFakeQuantize
+from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
+from bevquant_hybrid._fx._calibrated import adopt_scales, calibrated_scales
+from bevquant_hybrid._fx._graph_module import GraphModuleWithAttr
+from bevquant_hybrid._fx._settings import Settings
+from bevquant_hybrid._quant_stub import DeQuantStub
+from bevquant_hybrid.march import require_march
+from bevquant_hybrid.nn.qat import float_form, has_qat_form, qat_form
+from bevquant_hybrid.quantization.quantize_fx import convert_fx
+
+__all__ = ["convert", "load_observer_params", "prepare_calibration", "prepare_qat"]
+
+
+def prepare_qat(
+    model: nn.Module,
+    mapping: dict[Any, Any] | None = None,
+    inplace: bool = False,
+    optimize_graph: bool = False,
+    hybrid: bool = False,
+    optimize_kwargs: dict[str, Any] | None = None,
+) -> nn.Module:
+    """Replace the modules of a model by those that train quantized.
+
+    A module has the ``qconfig`` of the one that holds it unless it has its own; None leaves it
+    float.
+
+    Args:
+        model: Float model with stubs, fused where it should be, or a calibrated one.
+        mapping: Accepted for old scripts.
+        inplace: Change the model itself.
+        optimize_graph: Accepted for old scripts.
+        hybrid: Let float operators take quantized tensors (as floats) and quantized ones float
+            tensors, instead of raising.
+        optimize_kwargs: Accepted for old scripts.
+
+    Raises:
+        RuntimeError: No march is set.
+        ValueError: The model is prepared already, or a qconfig does not fit.
+
+    Example:
+        >>> import torch
+        >>> from bevquant_hybrid._quant_stub import DeQuantStub
+    from bevquant_hybrid.march import March, set_march
+        >>> from bevquant_hybrid.quantization import QuantStub, get_default_qat_qconfig
+        >>> set_march(March.BAYES)
+        >>> model = nn.Sequential(QuantStub(scale=1 / 128), nn.Conv2d(1, 1, 1))
+        >>> model.qconfig = get_default_qat_qconfig()
+        >>> prepare_qat(model)(torch.ones(1, 1, 2, 2)).dtype
+        qint8
+    """
+    return _prepare(model, inplace, hybrid, "prepare_qat")
+
+
+def prepare_calibration(model: nn.Module, inplace: bool = False) -> nn.Module:
+    """Replace the modules of a model by those that collect statistics.
+
+    Args:
+        model: Float model whose ``qconfig`` is a calibration qconfig.
+        inplace: Change the model itself.
+    """
+    return _prepare(model, inplace, False, "prepare_calibration")
+
+
+def _prepare(model: nn.Module, inplace: bool, hybrid: bool, caller: str) -> nn.Module:
+    require_march(caller)
+    kinds = {type(m) for m in model.modules()}
+    if any(issubclass(kind, FakeQuantize) for kind in kinds):
+        raise ValueError(
+            f"{caller}: the model is prepared already; pass the float model, or a calibrated one"
+        )
+    scales = None
+    made = model if inplace else copy.deepcopy(model)
+    if any(issubclass(kind, CalibFakeQuantize) for kind in kinds):
+        scales = calibrated_scales(made)
+        made = _replaced(made, "", lambda path, module: float_form(module))
+    settings = Settings(made, None)
+    done: dict[int, nn.Module] = {}  # a module under two names stays one module
+
+    def form(path: str, module: nn.Module) -> nn.Module:
+        qconfig = settings.of(path)
+        if not has_qat_form(module) or (qconfig is None and not isinstance(module, DeQuantStub)):
+            return module
+        if id(module) in done:
+            return done[id(module)]
+        module.qualified_name = path  # type: ignore[assignment]
+        prepared = done[id(module)] = qat_form(module, qconfig)
+        if hybrid:
+            for part in prepared.modules():
+                part.lenient = True  # type: ignore[assignment]
+        return prepared
+
+    # Everything is made before anything is replaced: a failure leaves the model as it was.
+    planned = {
+        path: form(path, module) for path, module in made.named_modules(remove_duplicate=False)
+    }
+    made = _replaced(made, "", lambda path, module: planned.get(path, module))
+    if scales is not None:
+        adopt_scales(made, scales)
+    return made
+
+
+def _replaced(module: nn.Module, path: str, form: Any) -> nn.Module:
+    made: nn.Module = form(path, module)
+    if made is not module:
+        return made
+    for name, child in list(module._modules.items()):
+        if child is not None:
+            below = f"{path}.{name}" if path else name
+            module._modules[name] = _replaced(child, below, form)
+    return module
+
+
+def convert(
+    module: nn.Module,
+    mapping: dict[Any, Any] | None = None,
+    inplace: bool = False,
+    remove_qconfig: bool = True,
+    fast_mode: bool = False,
+    rounding: str = "half_up",
+) -> nn.Module:
+    """Convert a model that trained quantized to integers.
+
+    Args:
+        module: Result of `prepare_qat` or `prepare_qat_fx`.
+        mapping: Accepted for old scripts.
+        inplace: Change the model itself.
+        remove_qconfig: Take the qconfig attributes off.
+        fast_mode: Accepted for old scripts.
+        rounding: Ties of integer operations: ``"half_up"`` or ``"half_even"``.
+
+    Returns:
+        The converted model in evaluation mode.
+
+    Raises:
+        RuntimeError: No march is set.
+        ValueError: A calibration model, or settings that a BPU does not execute.
+
+    Warns:
+        UserWarning: A scale was never observed.
+    """
+    if isinstance(module, GraphModuleWithAttr):
+        return convert_fx(module, inplace, None, remove_qconfig, fast_mode, rounding)
+    made = module if inplace else copy.deepcopy(module)
+    return convert_in_place(made, "convert", remove_qconfig, rounding)
+
+
+def load_observer_params(src: nn.Module, dst: nn.Module) -> None:
+    """Copy ranges and scales between models, by the names of their fake quantizers.
+
+    Args:
+        src: A prepared model that has observed.
+        dst: Another prepared model; fake quantizers that `src` does not have stay as they are.
+
+    Raises:
+        ValueError: The two have no fake quantizer in common.
+
+    Example:
+        >>> src, dst = nn.Sequential(FakeQuantize()), nn.Sequential(FakeQuantize())
+        >>> src[0].set_qparams(0.5)
+        >>> load_observer_params(src, dst)
+        >>> dst[0].scale
+        tensor([0.5000])
+    """
+    found = {n: m for n, m in src.named_modules() if isinstance(m, FakeQuantize)}
+    taken = {n: m for n, m in dst.named_modules() if isinstance(m, FakeQuantize) and n in found}
+    if not taken:
+        raise ValueError(
+            "load_observer_params: the models have no fake quantizer of the same name; prepare "
+            "both, and from the same float model"
+        )
+    switches = ("fake_quant_enabled", "observer_enabled")
+    for name, module in taken.items():
+        state = {k: v for k, v in found[name].state_dict().items() if k not in switches}
+        module.load_state_dict(state, strict=False)

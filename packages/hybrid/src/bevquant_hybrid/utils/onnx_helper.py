@@ -1,0 +1,177 @@
+"""ONNX files of models that train quantized, for hb_mapper and for viewers."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import nn
+from torch.ao.quantization import FakeQuantizeBase
+from torch.onnx import OperatorExportTypes, TrainingMode
+
+from bevquant_hybrid._fake_quant._onnx_nodes import opset_in_use
+from bevquant_hybrid._forced_marks import take_marks_out
+from bevquant_hybrid.mapper import write_config
+from bevquant_hybrid.march import March, get_march
+
+__all__ = ["export_to_onnx"]
+
+_OPSETS = (11, 13)
+
+
+def export_to_onnx(
+    model: nn.Module,
+    args: Any,
+    f: str | os.PathLike[str] | IO[bytes],
+    export_params: bool = True,
+    verbose: bool = False,
+    training: TrainingMode = TrainingMode.EVAL,
+    input_names: list[str] | None = None,
+    output_names: list[str] | None = None,
+    operator_export_type: OperatorExportTypes | None = OperatorExportTypes.ONNX_FALLTHROUGH,
+    opset_version: int = 11,
+    do_constant_folding: bool = True,
+    example_outputs: Any = None,
+    strip_doc_string: bool = True,
+    dynamic_axes: Any = None,
+    keep_initializers_as_inputs: bool | None = None,
+    custom_opsets: dict[str, int] | None = None,
+    enable_onnx_checker: bool = False,
+) -> None:
+    """Write a float or QAT model as ONNX.
+
+    Every fake quantizer becomes QuantizeLinear and DequantizeLinear; weights stay float and pass
+    through a pair of their own; operators on the CPU stand bare. Nodes are named
+    ``<operator>_<place>``, ``Conv_32``, which is what hb_mapper's ``run_on_cpu`` takes. Nothing is
+    observed while the file is written. Next to the file of a hybrid model hb_mapper's settings are
+    written (``qat.yaml`` for ``qat.onnx``): what the user put on the CPU, although a BPU could run
+    it, would be quantized by the mapper where its input is quantized, and is listed there.
+
+    Args:
+        model: Float model, or result of `prepare_qat_fx` or `prepare_qat`; before convert.
+        args: Example input, or a tuple of them.
+        f: File name, or a file open for writing in binary.
+        export_params: Write the weights too.
+        verbose: Print the graph.
+        training: As in `torch.onnx.export`.
+        input_names: Names of the inputs.
+        output_names: Names of the outputs.
+        operator_export_type: None for standard operators alone; others are accepted.
+        opset_version: 11, which hb_mapper takes; 13 gives scales per channel an axis, so that
+            onnxruntime runs the file.
+        do_constant_folding: Fold constants.
+        example_outputs: Accepted for old scripts.
+        strip_doc_string: Accepted for old scripts.
+        dynamic_axes: As in `torch.onnx.export`.
+        keep_initializers_as_inputs: As in `torch.onnx.export`.
+        custom_opsets: As in `torch.onnx.export`.
+        enable_onnx_checker: Run `onnx.checker` on the file before it is written.
+
+    Raises:
+        ImportError: onnx is not installed.
+        ValueError: Another opset, a converted model, or a tensor of 16 bits.
+    """
+    onnx = _onnx()
+    if opset_version not in _OPSETS:
+        raise ValueError(f"export_to_onnx: opset_version={opset_version}: expected 11 or 13")
+    _refuse_converted(model)
+    buffer = io.BytesIO()
+    token = opset_in_use.set(opset_version)
+    try:
+        with _nothing_observed(model), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the exporter's own age, and branches on settings
+            torch.onnx.export(
+                model,
+                args if isinstance(args, tuple) else (args,),
+                buffer,  # type: ignore[arg-type]
+                dynamo=False,
+                export_params=export_params,
+                verbose=verbose,
+                training=training,
+                input_names=input_names,
+                output_names=output_names,
+                operator_export_type=operator_export_type or OperatorExportTypes.ONNX,
+                opset_version=opset_version,
+                do_constant_folding=do_constant_folding,
+                dynamic_axes=dynamic_axes,
+                keep_initializers_as_inputs=bool(keep_initializers_as_inputs),
+                custom_opsets=custom_opsets,
+            )
+    finally:
+        opset_in_use.reset(token)
+    proto = onnx.load_from_string(buffer.getvalue())
+    _join_equal_weights(proto.graph)
+    forced = take_marks_out(proto)
+    for place, node in enumerate(proto.graph.node):
+        node.name = f"{node.op_type}_{place}"
+    if enable_onnx_checker:
+        onnx.checker.check_model(proto)
+    _write(proto.SerializeToString(), f)
+    if isinstance(f, str | os.PathLike) and getattr(model, "hybrid", False):
+        write_config(f, get_march() or March.BAYES, [node.name for node in forced])
+
+
+def _join_equal_weights(graph: Any) -> None:
+    """Take out the Identity nodes by which the exporter shares weights that are equal."""
+    weights = {weight.name for weight in graph.initializer}
+    shared = {
+        node.output[0]: node.input[0]
+        for node in graph.node
+        if node.op_type == "Identity" and node.input[0] in weights
+    }
+    kept = [node for node in graph.node if node.output[0] not in shared]
+    del graph.node[:]
+    graph.node.extend(kept)
+    for node in graph.node:
+        for index, name in enumerate(node.input):
+            node.input[index] = shared.get(name, name)
+
+
+def _onnx() -> Any:
+    try:
+        import onnx
+    except ImportError as error:
+        raise ImportError(
+            "export_to_onnx needs onnx: pip install 'bevquant-hybrid[onnx]'"
+        ) from error
+    return onnx
+
+
+def _refuse_converted(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        if type(module).__module__.startswith("bevquant_hybrid.nn.quantized"):
+            raise ValueError(
+                f"export_to_onnx: {path} ({type(module).__name__}) computes in integers; export "
+                "the QAT model, before it is converted"
+            )
+
+
+@contextlib.contextmanager
+def _nothing_observed(model: nn.Module) -> Iterator[None]:
+    """Switch observers off, and afterwards on again where they were."""
+    found = [m for m in model.modules() if isinstance(m, FakeQuantizeBase)]
+    before = [bool(m.observer_enabled[0]) for m in found]
+    for module in found:
+        module.enable_observer(False)
+    try:
+        yield
+    finally:
+        for module, enabled in zip(found, before, strict=True):
+            module.enable_observer(enabled)
+
+
+def _write(content: bytes, f: str | os.PathLike[str] | IO[bytes]) -> None:
+    if not isinstance(f, str | os.PathLike):
+        f.write(content)
+        return
+    path = Path(f)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(content)
+    os.replace(file.name, path)

@@ -1,0 +1,64 @@
+"""Names of the documents that this package has, at the paths where they import them."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+NAMES = {
+    "": """March set_march get_march march dtype qtensor quantization nn utils functional mapper
+        __version__""",
+    "march": "March set_march get_march",
+    "dtype": "qint8 qint16 qint32 qinfo QuantDType",
+    "qtensor": "QTensor",
+    "qat_mode": "QATMode set_qat_mode get_qat_mode",
+    "functional": "argmax filter",
+    "nn.functional": "filter",
+    "nn": """Acos Acosh Asin Asinh Atan Atanh Ceil Cos Cosh Erf Exp Floor HardLog Pow Reciprocal
+        Selu Sin Sinh Sqrt Tan Interpolate""",
+    "nn.quantized": "FloatFunctional",
+    "nn.quantized.quantize": "Quantize DeQuantize",
+    "nn.quantized.functional_modules": "QFunctional",
+    "nn.qat": """Conv2d ConvReLU2d ConvAddReLU2d ConvTranspose2d Linear BatchNorm2d AvgPool2d
+        SegmentLUT QuantStub DeQuantStub FloatFunctional""",
+    "nn.qat.conv2d": "Conv2d ConvReLU2d ConvReLU62d ConvAdd2d ConvAddReLU2d ConvAddReLU62d",
+    "nn.qat.stubs": "QuantStub",
+    "nn.qat.functional_modules": "FloatFunctional",
+    "quantization": """March QuantStub QTensor FakeQuantize CalibFakeQuantize FakeQuantState
+        set_fake_quantize fuse_known_modules fuse_modules fuse_fx prepare_qat prepare_calibration
+        prepare_qat_fx prepare_calibration_fx convert convert_fx load_observer_params
+        get_default_qat_qconfig get_default_qat_out_qconfig get_default_calib_qconfig
+        get_default_qconfig FixedScaleObserver MovingAverageMinMaxObserver
+        MovingAveragePerChannelMinMaxObserver PACTFakeQuantize""",
+    "quantization.quantize": "prepare_qat convert",
+    "quantization.quantize_fx": "fuse_fx prepare_qat_fx prepare_calibration_fx convert_fx",
+    "quantization.fuse_modules": "fuse_known_modules fuse_modules",
+    "quantization.fake_quantize": "FakeQuantize FakeQuantState set_fake_quantize",
+    "quantization.observer": "FixedScaleObserver MinMaxObserver ClipObserver",
+    "quantization.observer_v2": "PercentileObserver MSEObserver KLObserver MixObserver",
+    "quantization.qconfig": """default_qat_8bit_fake_quant_qconfig
+        default_qat_out_8bit_fake_quant_qconfig default_calib_8bit_fake_quant_qconfig
+        default_calib_out_8bit_fake_quant_qconfig
+        default_qat_8bit_weight_32bit_out_fake_quant_qconfig
+        default_calib_8bit_weight_32bit_out_fake_quant_qconfig
+        default_qat_8bit_weight_16bit_act_fake_quant_qconfig
+        default_calib_8bit_weight_16bit_act_fake_quant_qconfig
+        default_qat_8bit_lsq_quant_qconfig""",
+    "utils.onnx_helper": "export_to_onnx",
+    "utils.fx_helper": "wrap",
+}
+
+
+@pytest.mark.parametrize("path", NAMES)
+def test_names_are_where_the_documents_import_them(path: str) -> None:
+    module = importlib.import_module(f"bevquant_hybrid.{path}".rstrip("."))
+    for name in NAMES[path].split():
+        assert hasattr(module, name), name
+
+
+def test_submodules_are_attributes_of_the_package() -> None:
+    import bevquant_hybrid as horizon
+
+    assert callable(horizon.quantization.fuse_modules)
+    assert horizon.nn.qat.Conv2d is horizon.nn.qat.conv2d.Conv2d
