@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 _NEED_NUMBA = (
     "dense_numba dot_product epilogue grid_numba ir jit kernels launch packed pillar_tiles pillars "
-    "planned_rulebook scatter self_test sparse_numba sparse_plan tile_loops"
+    "planned_rulebook scatter self_test sparse_numba sparse_plan spin threads tile_loops"
 ).split()
 _PACKAGE = "src/bevquant_int8sim"
 _FILES = [*(f"_{name}" for name in _NEED_NUMBA), "model/_rowwise_numba"]

@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,9 @@ from bevfusion_quant.report import (
     ReportStage,
     write_report,
 )
+
+sys.path.insert(0, str(Path(__file__).parent))
+from integer_rows import float_row, layer_row, simulation
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -79,6 +83,12 @@ def content() -> ReportContent:
         fusion={"fused": [{"conv": "a.conv", "bn": "a.bn", "how": "removed"}], "skipped": []},
         quantization={"skipped": [{"path": EVIL, "reason": "a softmax stays float"}]},
         calibration={"quantizers": [], "warnings": ["few frames"]},
+        integers=simulation(
+            *(layer_row(name, max_steps=i % 7, fake_cosine=1 - i * 1e-4)
+              for i, name in enumerate(names)),
+            layer_row("fuser.told", forced_max_steps=3, max_steps=9, why="bias rounded to ±3"),
+            float_row("heads.object"),
+        ),
     )  # fmt: skip
 
 
@@ -281,6 +291,33 @@ def test_the_table_searches_and_the_chart_follows(tab: Any) -> None:
     assert first.get_attribute("id") == f"layer-{LAYERS - 1}"
 
 
+def test_steps_in_integers_sort_worst_first_and_show_what_is_off(tab: Any) -> None:
+    first = "document.querySelector('#integer-table tbody tr').id"
+    assert values(tab, first) == "integer-0"
+    click(tab, "#integer-worst")
+    assert values(tab, first) == f"integer-{LAYERS}"
+    click(tab, "#integer-low")
+    assert shown(tab, "#integer-table tbody tr") == 1
+    assert "±3" in tab.find_element("css selector", f"#integer-{LAYERS} .name").text
+    assert tab.find_element("id", "integer-shown").text == f"1 of {LAYERS + 2} steps"
+    click(tab, "#integer-low")
+    type_into(tab, "integer-search", "softmax")
+    assert shown(tab, "#integer-table tbody tr") == 1
+    assert shown(tab, "#layer-table tbody tr") == LAYERS  # the other table keeps its rows
+
+
+def test_every_figure_of_a_step_fits_a_wide_page(tab: Any) -> None:
+    table = "document.querySelector('#integer-table').closest('.scroll')"
+    assert values(tab, f"{table}.scrollWidth - {table}.clientWidth") == 0
+
+
+def test_the_search_among_decisions_leaves_the_integer_lists_alone(tab: Any) -> None:
+    click(tab, "#list-islands summary")
+    type_into(tab, "decision-search", "a.bn")
+    assert values(tab, "document.querySelector('#list-islands').open") is True
+    assert tab.find_element("css selector", "#list-islands .count").text == "1"
+
+
 def test_the_chart_reads_layers_by_keyboard_and_opens_their_row(tab: Any) -> None:
     values(tab, "document.querySelector('#layer-chart svg').focus()")
     press(tab, "\ue010")  # End
@@ -312,7 +349,8 @@ def test_switches_and_score_choose_the_boxes(tab: Any) -> None:
     assert set(values(tab, visible)) == {"float", "quantized"}
     choose(tab, "score", "0.5")
     assert values(tab, visible) == ["float", "quantized"]
-    cells = "[...document.querySelectorAll('.classes tbody tr')].map(r => r.innerText.split('\\t'))"
+    rows = "[...document.querySelectorAll('#scene .classes tbody tr')]"
+    cells = f"{rows}.map(r => r.innerText.split('\\t'))"
     counts = {name: rest for name, *rest in values(tab, cells)}
     assert counts == {"car": ["1"] * 3, "bus": ["1", "–", "–"], EVIL: ["–"] * 3}
 

@@ -85,6 +85,7 @@ CASES = {
     "1d": ((2, 5, 11), (18, 5, 3), dict(stride=2, padding=1)),
     "1d, asymmetric, dilated": ((1, 3, 9), (4, 3, 3), dict(padding=[(0, 3)], dilation=2)),
     "1d, causal": ((1, 7, 6), (5, 7, 3), dict(padding=[(2, 0)])),
+    "1d, groups": ((2, 6, 8), (9, 2, 3), dict(groups=3, padding=1, stride=2)),
     "2d, 3×3": ((2, 16, 7, 6), (33, 16, 3, 3), dict(padding=1)),
     "2d, 64 outputs": ((1, 6, 5, 9), (64, 6, 3, 3), dict(padding=1, stride=2)),
     "2d, 1×1": ((1, 20, 4, 5), (48, 20, 1, 1), dict()),
@@ -97,6 +98,10 @@ CASES = {
     "2d, depthwise": ((1, 34, 6, 6), (34, 1, 3, 3), dict(groups=34, padding=1, stride=2)),
     "2d, depthwise, 2 each": ((1, 6, 5, 5), (12, 1, 3, 3), dict(groups=6)),
     "3d": ((1, 5, 4, 5, 6), (17, 5, 3, 2, 3), dict(padding=1, stride=(2, 1, 1))),
+    "3d, groups, asymmetric, dilated": (
+        (1, 4, 4, 5, 5), (6, 2, 2, 3, 2),
+        dict(groups=2, padding=((1, 0), (0, 2), (2, 1)), dilation=(2, 1, 2)),
+    ),
 }  # fmt: skip
 
 
@@ -236,9 +241,29 @@ def test_int16_inputs(backend):
     assert (acc.numpy() == loop_conv(x, w, None, (1, 1), one, (1, 1), 1)).all()
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_last_sum_that_fits_and_the_first_that_does_not(backend, sign):
+    x = torch.full((1, 40, 3, 3), 127, dtype=torch.int8)
+    w = torch.full((20, 40, 1, 1), 127 * sign, dtype=torch.int8)
+    limit = 2**31 - 1 if sign > 0 else -(2**31)
+    bias = torch.full((20,), limit - sign * 40 * 127**2, dtype=torch.int32)
+    assert int8_conv2d(x, w, bias, backend=backend).unique().tolist() == [limit]
+    bias[7] += sign
+    with pytest.raises(
+        AccumulatorOverflowError, match=rf"up\.1: .* channel 7 reaches {limit + sign},"
+    ):
+        int8_conv2d(x, w, bias, backend=backend, name="up.1")
+    flat = x[0].flatten(1).t().contiguous()
+    with pytest.raises(AccumulatorOverflowError, match=r"fc: .* channel 7"):
+        int8_linear(flat, w.flatten(1), bias, backend=backend, name="fc")
+    turned = w.movedim(0, 1).contiguous()
+    with pytest.raises(AccumulatorOverflowError, match=r"deconv: .* channel 7 reaches"):
+        int8_conv_transpose2d(x, turned, bias, stride=2, backend=backend, name="deconv")
+
+
 def test_overflow_names_layer_and_channel(backend):
     if backend == "vnni":
-        pytest.skip("int8 inputs would need 131,072 products to overflow")
+        pytest.skip("it takes int8 inputs only")
     x = torch.full((1, 600, 2, 2), 32767, dtype=torch.int16)
     w = torch.full((3, 600, 1, 1), 100, dtype=torch.int8)
     w[2] = 127
@@ -260,6 +285,33 @@ def test_any_number_of_threads_gives_the_same(backend, threads):
     finally:
         torch.set_num_threads(usual)
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize(
+    ("shape", "weight_shape"),
+    [((0, 4, 5, 5), (6, 4, 3, 3)), ((1, 0, 5, 5), (6, 0, 3, 3)), ((1, 4, 5, 5), (0, 4, 3, 3))],
+    ids=["no batch", "no inputs", "no outputs"],
+)
+def test_nothing_to_compute(backend, shape, weight_shape):
+    x, w = torch.zeros(shape, dtype=torch.int8), torch.zeros(weight_shape, dtype=torch.int8)
+    bias = torch.arange(len(w), dtype=torch.int32)
+    q = int8_conv2d(x, w, bias, multiplier=2.0, backend=backend)
+    expected = (2 * bias).view(1, -1, 1, 1).expand(shape[0], -1, 3, 3)
+    assert torch.equal(q, expected.to(torch.int8))
+
+
+def test_a_real_image(backend, data_folder):
+    """A camera image's red, green and blue, most of whose neighbours are alike."""
+    image_file = next(data_folder.glob("pandaset_002*/**/*.jpg"), None)
+    if image_file is None:
+        pytest.skip("no camera image in the real data")
+    pil = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+    pixels = np.asarray(pil.open(image_file))[300:372, 400:496]
+    x = np.ascontiguousarray((pixels.astype(np.int16) - 128).astype(np.int8).transpose(2, 0, 1))
+    w = numbers(np.random.default_rng(0), 24, 3, 7, 7)
+    acc = int8_conv2d(*tensors(x[None], w), stride=4, padding=3, backend=backend)
+    expected = loop_conv(x[None], w, None, (4, 4), ((3, 3), (3, 3)), (1, 1), 1)
+    assert (acc.numpy() == expected).all()
 
 
 def test_refusals_name_the_layer():

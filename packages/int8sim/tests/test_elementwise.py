@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bevquant_int8sim import (
+    AccumulatorOverflowError,
     int8_add,
     int8_avg_pool,
     int8_concat,
@@ -94,6 +95,36 @@ def test_concat():
         int8_concat([a, b], [1.0, -1.0], name="neck")
 
 
+@given(st.lists(st.floats(2.0**-20, 2.0**10), min_size=1, max_size=4), st.sampled_from(ROUNDINGS))
+def test_concat_of_unequal_scales(multipliers, rounding):
+    parts = [EVERY.roll(i) for i in range(len(multipliers))]
+    for arithmetic in ("float64", "fixed_point"):
+        q = int8_concat(parts, multipliers, axis=0, rounding=rounding, arithmetic=arithmetic)
+        expected = []
+        for part, m in zip(parts, multipliers, strict=True):
+            unit = Fraction(2) ** (math.frexp(m)[1] - 31)
+            fixed = math.floor(Fraction(m) / unit + HALF) * unit
+            expected += [
+                rounded(v * m if arithmetic == "float64" else v * fixed, rounding)
+                for v in part.tolist()
+            ]
+        assert q.tolist() == expected
+
+
+def test_concat_keeps_int16_and_refuses_by_name():
+    wide = torch.tensor([[30000, -32768]], dtype=torch.int16)
+    q = int8_concat([wide, wide], [1.0, 0.5], axis=0)
+    assert (q.dtype, q.tolist()) == (torch.int16, [[30000, -32768], [15000, -16384]])
+    with pytest.raises(TypeError, match=r"neck: tensors\[1\] must be a tensor of int16, got int8"):
+        int8_concat([wide, EVERY.view(1, -1)], [1.0, 1.0], name="neck")
+    with pytest.raises(
+        ValueError, match=r"neck: tensors\[1\] of shape \(1, 2\) .* cannot be joined"
+    ):
+        int8_concat([wide.view(2, 1), wide], [1.0, 1.0], name="neck")
+    with pytest.raises(ValueError, match="neck: axis 2 does not exist"):
+        int8_concat([wide, wide], [1.0, 1.0], axis=2, name="neck")
+
+
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_lookup_of_every_integer(rounding):
     table = lookup_table(torch.tanh, 0.02, 1 / 127, rounding=rounding)
@@ -160,6 +191,15 @@ def test_average_ties_and_scale(rounding):
     assert q == [rounded(Fraction(3 * v, 2), rounding) for v in sums]
 
 
+def test_sums_of_an_average_never_wrap():
+    count = 66_000
+    x = torch.full((1, 2, count), 32767, dtype=torch.int16)
+    x[:, 0] = 1000
+    with pytest.raises(AccumulatorOverflowError, match=r"gap: .* channel 1 reaches 2162622000,"):
+        int8_avg_pool(x, count, name="gap")
+    assert int8_avg_pool(x[:, :1], count).item() == 1000
+
+
 def test_dilated_maximum_and_refusals():
     x = torch.randint(-128, 128, (1, 2, 9, 9), dtype=torch.int8)
     theirs = F.max_pool2d(x.double(), 3, 1, 1, 2)
@@ -215,5 +255,54 @@ def test_resize_refusals():
         int8_resize(x)
     with pytest.raises(ValueError, match="mode='cubic'"):
         int8_resize(x, 4, mode="cubic")
-    with pytest.raises(ValueError, match="expected one or two positive"):
-        int8_resize(x, scale_factor=-1.0)
+    for factor in (-1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="expected one or two positive"):
+            int8_resize(x, scale_factor=factor)
+    with pytest.raises(ValueError, match=r"up: nearest resizing keeps the scale, multiplier=2\.0"):
+        int8_resize(x, 4, multiplier=2.0, name="up")
+    with pytest.raises(ValueError, match="up: there is nothing to resize"):
+        int8_resize(x[:, :, :0], 4, name="up")
+
+
+X = torch.ones(1, 2, 4, 4, dtype=torch.int8)
+CALLS = {
+    "int8_add": lambda x, **k: int8_add(x, X, 1.0, 1.0, **k),
+    "int8_concat": lambda x, **k: int8_concat([X, x], [1.0, 1.0], **k),
+    "int8_avg_pool": lambda x, **k: int8_avg_pool(x, 2, **k),
+    "int8_resize": lambda x, **k: int8_resize(x, 2, mode="bilinear", **k),
+    "int8_relu": lambda x, **k: int8_relu(x, 2.0, **k),
+    "int8_relu6": lambda x, **k: int8_relu6(x, 1.0, 2.0, **k),
+    "int8_leaky_relu": lambda x, **k: int8_leaky_relu(x, 0.1, **k),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_types_and_settings_are_refused_by_name(call):
+    for wrong in (X.float(), X.to(torch.uint8), None, X.numpy()):
+        with pytest.raises(TypeError, match=r"head: .* must be a tensor of int8"):
+            call(wrong, name="head")
+    with pytest.raises(ValueError, match="head: rounding='down'"):
+        call(X, name="head", rounding="down")
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf, 1e-40])
+def test_unusable_multipliers_are_refused_by_name(scale):
+    for call in (
+        lambda: int8_add(X, X, 1.0, scale, name="head"),
+        lambda: int8_concat([X, X], [1.0, scale], name="head"),
+        lambda: int8_avg_pool(X, 2, multiplier=scale, name="head"),
+        lambda: int8_resize(X, 2, mode="bilinear", multiplier=scale, name="head"),
+        lambda: int8_relu(X, scale, name="head"),
+        lambda: int8_relu6(X, 1.0, scale, name="head"),
+        lambda: int8_leaky_relu(X, 0.1, scale, name="head"),
+        lambda: lookup_table(torch.tanh, scale, 1.0, name="head"),
+        lambda: lookup_table(torch.tanh, 1.0, scale, name="head"),
+    ):
+        with pytest.raises(ValueError, match=r"head: .* is .*calibrate"):
+            call()
+    with pytest.raises(ValueError, match="head: multiplier: expected one number, got 2"):
+        int8_relu(X, torch.ones(2), name="head")
+    with pytest.raises(TypeError, match="head: multiplier: expected a number, got str"):
+        int8_relu(X, "1", name="head")
+    with pytest.raises(ValueError, match="head: negative_slope=nan"):
+        int8_leaky_relu(X, math.nan, name="head")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from bevquant_int8sim import backend_report, int8_sparse_conv
+from bevquant_int8sim import backend_report, int8_conv2d, int8_sparse_conv
 from bevquant_sparse import WeightLayout, build_rulebook
 
 SCRIPT = """
@@ -29,6 +30,7 @@ FEATURES = {
 }
 
 
+@functools.cache
 def results():
     """Instructions and hashes of the outputs of both compiled backends."""
     generator = np.random.default_rng(0)
@@ -50,6 +52,18 @@ def results():
                 if status.available:
                     q = int8_sparse_conv(
                         x, w, None, rulebook, layout=WeightLayout.VCK, multiplier=multiplier,
+                        backend=status.name,
+                    )  # fmt: skip
+                    digest.update(q.numpy().tobytes())
+        for groups, stride in [(1, 1), (1, 2), (4, 1), (32, 1)]:
+            x, w = (
+                torch.from_numpy(generator.integers(-128, 128, shape).astype(np.int8))
+                for shape in ((2, 32, 9, 8), (64, 32 // groups, 3, 3))
+            )
+            for multiplier in (None, 1e-4):
+                if status.available:
+                    q = int8_conv2d(
+                        x, w, padding=1, stride=stride, groups=groups, multiplier=multiplier,
                         backend=status.name,
                     )  # fmt: skip
                     digest.update(q.numpy().tobytes())
@@ -82,3 +96,27 @@ def test_other_cpus_compute_the_same(instructions):
     if ours[kind][0]:
         assert theirs[kind][2] == ours[kind][2]
     assert theirs["portable"][2] == ours["portable"][2]
+
+
+PRODUCTS = """
+import torch
+from bevquant_int8sim import int8_linear
+
+for rows, depth, outputs in ((40, 64, 16), (100, 1000, 40)):
+    x = torch.full((rows, depth), 127, dtype=torch.int8)
+    w = torch.full((outputs, depth), 127, dtype=torch.int8)
+    x[:, ::3], w[1::2] = -128, -128
+    assert torch.equal(int8_linear(x, w, backend="torch").long(), x.long() @ w.long().t())
+"""
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="x86's instructions")
+def test_torch_products_without_vnni():
+    """``torch._int_mm`` saturates there; the self-test must send products another way."""
+    run = subprocess.run(
+        [sys.executable, "-c", PRODUCTS],
+        env=os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr

@@ -116,6 +116,35 @@ def test_coarse_biases_are_the_reason_given():
     assert table.wrong == ()
 
 
+class Overwrites(nn.Module):
+    """Adds in place, in float: the convolution's output is gone behind it."""
+
+    def __init__(self):
+        super().__init__()
+        self.float_conv = nn.Conv2d(3, 3, 3, padding=1)
+        self.conv = nn.Conv2d(3, 4, 1)
+
+    def forward(self, x):
+        y = self.float_conv(x)
+        y += x
+        return self.conv(torch.sigmoid(y))
+
+
+def test_what_is_overwritten_later_is_compared_as_it_was():
+    torch.manual_seed(0)
+    net = Overwrites().eval()
+    quantized = quantize_model(copy.deepcopy(net), example_inputs=images(0)).model
+    for name in ("_input_quantizer", "_weight_quantizer"):
+        quantized.float_conv._modules[name].disable()
+    calibrate(quantized, [images(0)], method="max")
+    image = images(1)
+    rows = {(row.path, row.op): row for row in compare(net, quantized, [image]).rows}
+    assert any("add" in op for _, op in rows), rows
+    assert rows["float_conv", "QuantConv2d"].integer_sqnr_db is None  # equal
+    _, recorded = simulate(quantized, image).run(image)
+    assert torch.equal(recorded["float_conv"].value, net.float_conv(image).detach())
+
+
 def test_json_holds_every_row(models):
     table = compare(*models, [images(0)])
     data = json.loads(table.to_json())

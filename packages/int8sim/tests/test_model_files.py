@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import math
+import os
 
 import pytest
 import torch
@@ -75,6 +78,35 @@ def test_saving_again_replaces_what_was_saved(saved):
     IntegerModel.load(saved)
 
 
+@pytest.mark.parametrize("call", ["fsync", "rename"])
+def test_an_interrupted_save_leaves_the_old_model(saved, monkeypatch, call):
+    """The disk is full, or the new folder cannot take the old one's place."""
+    before = {p: p.read_bytes() for p in saved.iterdir()}
+    calls, real = [], getattr(os, call)
+
+    def fails(*args):
+        calls.append(args)
+        if call == "rename" and len(calls) != 2:  # the old folder is out of the way by then
+            return real(*args)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, call, fails)
+    with pytest.raises(OSError, match="No space left"):
+        model_of().save(saved)
+    assert {p: p.read_bytes() for p in saved.iterdir()} == before
+    assert list(saved.parent.iterdir()) == [saved]
+    IntegerModel.load(saved)
+
+
+def test_loaded_onto_a_device(saved):
+    model = IntegerModel.load(saved, device="meta")
+    modules = [step.module for step in model.steps if step.module is not None]
+    assert any(list(module.parameters()) for module in modules)
+    held = [t for step in model.steps for t in step.tensors.values()]
+    held += [p for module in modules for p in module.parameters()]
+    assert {t.device.type for t in held} == {"meta"}
+
+
 def test_other_folders_are_left_alone(tmp_path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "a.txt").write_text("mine")
@@ -94,6 +126,24 @@ def test_a_changed_byte_is_refused(saved, name):
         (saved / name).write_bytes(damaged)
         with pytest.raises(ValueError, match=str(saved)):
             IntegerModel.load(saved)
+
+
+def test_every_byte_of_the_manifest_counts(saved):
+    raw = (saved / "manifest.json").read_bytes()
+    changed = [raw[:i] + bytes([raw[i] ^ 1]) + raw[i + 1 :] for i in range(len(raw))]
+    for damaged in (*changed, raw.replace(b"\n", b"\r\n"), raw + b"\n", raw[:-1], b""):
+        (saved / "manifest.json").write_bytes(damaged)
+        with pytest.raises(ValueError, match=str(saved)):
+            IntegerModel.load(saved)
+
+
+def test_what_is_no_file_is_refused(saved):
+    with pytest.raises(ValueError, match=r"program\.json: manifest\.json cannot be read"):
+        IntegerModel.load(saved / "program.json")
+    (saved / "program.json").unlink()
+    (saved / "program.json").mkdir()
+    with pytest.raises(ValueError, match=r"program\.json cannot be read"):
+        IntegerModel.load(saved)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "program.json", "tensors.safetensors"])
@@ -146,12 +196,27 @@ def test_a_missing_tensor_is_refused(saved):
         ("bias", lambda t: t[1:], r"bias has shape \(3,\), expected \(4,\)"),
         ("multiplier", lambda t: t.float(), "multiplier is torch.float32"),
         ("weight", lambda t: t[0], "a weight of shape"),
+        ("multiplier", lambda t: t * math.nan, "multiplier is not positive and finite"),
+        ("multiplier", torch.zeros_like, "multiplier is not positive and finite"),
     ],
 )
 def test_tensors_of_wrong_type_or_shape_are_refused(saved, tensor, change, message):
     name = f"{step_of(saved, 'up')}.{tensor}"
     rewrite(saved, change_tensors=lambda t: t.update({name: change(t[name]).contiguous()}))
     with pytest.raises(ValueError, match=f"up: {message}"):
+        IntegerModel.load(saved)
+
+
+def test_a_step_without_its_scale_is_refused(saved):
+    data = json.loads((saved / "program.json").read_text())
+    number = next(i for i, s in enumerate(data["steps"]) if s["op"] == "dequantize")
+    name = f"{number}.scale"
+
+    def change(program):
+        program["steps"][number]["tensors"].remove(name)
+
+    rewrite(saved, change, lambda tensors: tensors.pop(name))
+    with pytest.raises(ValueError, match="the tensor scale is missing"):
         IntegerModel.load(saved)
 
 

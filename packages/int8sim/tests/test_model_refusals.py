@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from bevquant_int8sim import simulate
+from bevquant_int8sim import AccumulatorOverflowError, simulate
 from bevquant_qnn import quantize_model
 from bevquant_quantizers import calibrate
 
@@ -71,13 +71,62 @@ def test_forward_that_cannot_be_followed():
 
 def test_other_inputs_than_the_examples():
     model = simulate(calibrated(small()), X)
-    with pytest.raises(TypeError, match=r"expected 1 inputs"):
+    with pytest.raises(TypeError, match=r"expected 1 positional inputs .* got 2"):
         model(X, X)
     with pytest.raises(TypeError, match="expected a tensor"):
         model("image")
 
 
-def test_nan_names_the_place():
+@pytest.mark.parametrize("size", [4, 128])  # plain operations, and one pass of compiled ones
+def test_nan_names_the_place(size):
     model = simulate(calibrated(small()), X)
-    with pytest.raises(ValueError, match="NaN"):
-        model(torch.full_like(X, float("nan")))
+    with pytest.raises(ValueError, match=r"^input: values contain NaN"):
+        model(torch.full((1, 3, size, size), float("nan")))
+
+
+def test_inputs_of_other_types_and_shapes_name_the_layer():
+    model = simulate(calibrated(small()), X)
+    with pytest.raises(TypeError, match=r"^input: values must be a float tensor, got int8"):
+        model(X.to(torch.int8))
+    with pytest.raises(ValueError, match=r"^0: x of shape \(2, 4, 4, 4\)"):
+        model(torch.zeros(2, 4, 4, 4))
+    with pytest.raises(TypeError, match=r"expected 1 positional inputs .* named ones image"):
+        model(image=X)
+
+
+@pytest.mark.parametrize("what", ["weight", "bias"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_parameters_that_are_not_finite(what, value):
+    net = calibrated(small())
+    getattr(net[2], what).data.view(-1)[-1] = value
+    with pytest.raises(ValueError, match=rf"2: .*{what} of channel 1 is"):
+        simulate(net, X)
+
+
+def test_bias_beyond_the_accumulator():
+    net = calibrated(small())
+    net[2].bias.data[1] = 1e9
+    with pytest.raises(ValueError, match=r"2: bias 1000000000\.0 of channel 1 .* leaves int32"):
+        simulate(net, X)
+
+
+def test_overflow_names_the_layer():
+    net = calibrated(small())
+    quantizer = net[2]._input_quantizer
+    step = float(quantizer.amax) / 127 * float(net[2].weight.detach()[1].abs().amax()) / 127
+    net[2].bias.data[1] = (2**31 - 200) * step
+    net[2].weight.data[1].abs_()
+    net[0].bias.data.fill_(100.0)
+    with pytest.raises(AccumulatorOverflowError, match=r"^2: .* output channel 1 reaches"):
+        simulate(net, X)(X)
+
+
+def test_what_is_no_model_no_input_no_backend():
+    net = calibrated(small())
+    with pytest.raises(TypeError, match="expected a torch module, got list"):
+        simulate([net], X)
+    for nothing in (None, (), {}):
+        with pytest.raises(ValueError, match="example_inputs hold no tensor"):
+            simulate(net, nothing)
+    with pytest.raises(ValueError, match="backend='cuda': expected one of auto, vnni"):
+        simulate(net, X, backend="cuda")

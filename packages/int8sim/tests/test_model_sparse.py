@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
 from fractions import Fraction
@@ -13,6 +14,7 @@ from torch import fx, nn
 
 from bevquant_fusion import fuse_model
 from bevquant_int8sim import SparseOutput, simulate
+from bevquant_int8sim.model._sites import Geometry, Sites
 from bevquant_qnn import QuantConfig, freeze, quantize_model
 from bevquant_quantizers import calibrate
 from bevquant_sparse import to_dense, use_bevquant_kernels
@@ -368,5 +370,64 @@ def test_repeated_voxels_name_the_layer():
     model = simulate(calibrated_net(up=False), frame(0))
     features, coords, batch_size = frame(1)
     coords[3] = coords[7]
-    with pytest.raises(ValueError, match=r"stem\.0: "):
+    with pytest.raises(ValueError, match=r"stem\.0: indices\[7\] .* repeats indices\[3\]"):
         model(features, coords, batch_size)
+
+
+def test_features_that_do_not_fit_name_the_layer():
+    model = simulate(calibrated_net(up=False), frame(0))
+    features, coords, batch_size = frame(1)
+    for rows in (features[:-1], torch.cat([features, features[:1]])):
+        with pytest.raises(ValueError, match=r"stem\.0: expected features \["):
+            model(rows, coords, batch_size)
+    with pytest.raises(ValueError, match=r"stem\.0: .* features with 4 channels"):
+        model(features[:, :4], coords, batch_size)
+    with pytest.raises(ValueError, match=r"stem\.0: indices have dtype torch\.float32"):
+        model(features, coords.float(), batch_size)
+
+
+def simulated(*layers):
+    """A model that takes a sparse tensor, its integer form, and such a tensor."""
+    net = spconv.SparseSequential(*layers).eval()
+    use_bevquant_kernels(net)
+    features, coords, batch_size = frame(0)
+    x = spconv.SparseConvTensor(features, coords, SHAPE, batch_size)
+    net = quantize_model(net, example_inputs=(x,)).model
+    calibrate(net, [(x,)], forward=lambda m, b: m(*b), method="max")
+    return net, simulate(net, (x,)), x
+
+
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence:UserWarning")  # spconv's dense()
+def test_transposed_convolutions_and_dense_ends():
+    net, model, x = simulated(
+        spconv.SubMConv3d(5, 8, 3, padding=1),
+        nn.ReLU(),
+        spconv.SparseConvTranspose3d(8, 6, 2, stride=2),
+        spconv.ToDense(),
+    )
+    assert model.islands == ()
+    expected = net(x).detach()
+    got = model(x)
+    assert got.shape == expected.shape
+    assert float((got - expected).norm() / expected.norm()) < 0.01
+
+
+def test_sparse_pooling_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"simulate: 1 \(SparseMaxPool3d\) reads a sparse tensor"):
+        simulated(
+            spconv.SubMConv3d(5, 8, 3), spconv.SparseMaxPool3d(2, 2), spconv.SubMConv3d(8, 8, 3)
+        )
+
+
+def test_an_inverse_without_its_convolution_names_the_layer():
+    coords = frame(0)[1]
+    sites = Sites(coords, SHAPE, 2)
+    down = Geometry((3,) * 3, (2,) * 3, (1,) * 3, (1,) * 3, (0,) * 3, False, False, False)
+    up = dataclasses.replace(down, inverse=True)
+    with pytest.raises(ValueError, match="up: nothing to invert under indice_key='down'"):
+        sites.convolved(up, "down", "up")
+    _, lower = sites.convolved(down, "down", "down")
+    assert lower.convolved(up, "down", "up")[1] is sites
+    other = dataclasses.replace(up, kernel_size=(1, 3, 3))
+    with pytest.raises(ValueError, match=r"up: its kernel size \(1, 3, 3\) is not the \(3, 3, 3\)"):
+        lower.convolved(other, "down", "up")

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bevquant_int8sim import (
+    AccumulatorOverflowError,
     dequantize,
     fixed_point_multiplier,
     quantize,
@@ -172,13 +173,37 @@ def test_refusals_name_what_is_wrong():
         requantize(acc.float(), 1.0)
     with pytest.raises(ValueError, match="2 values for 3 channels along axis -1"):
         requantize(acc, torch.ones(2))
-    with pytest.raises(ValueError, match="rounding='up'"):
-        requantize(acc, 1.0, rounding="up")
-    with pytest.raises(ValueError, match="arithmetic='int'"):
-        requantize(acc, 1.0, arithmetic="int")
-    with pytest.raises(ValueError, match=r"layer7: accumulators of .* leave int32"):
+    for settings, message in (
+        (dict(rounding="up"), "layer7: rounding='up'"),
+        (dict(arithmetic="int"), "layer7: arithmetic='int'"),
+        (dict(bits=64), "layer7: bits=64"),
+        (dict(arithmetic="fixed_point", multiplier_bits=40), "layer7: a mantissa of 40 bits"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            requantize(acc, 1.0, name="layer7", **settings)
+    with pytest.raises(ValueError, match=r"layer7: multiplier 1099511627776\.0 is too large"):
+        requantize(acc, 2.0**40, arithmetic="fixed_point", name="layer7")
+    with pytest.raises(AccumulatorOverflowError, match=r"layer7: accumulators of .* leave int32"):
         requantize(acc.long() << 31, 1.0, name="layer7")
-    with pytest.raises(ValueError, match="NaN"):
-        quantize(torch.tensor([math.nan]), 1.0)
-    with pytest.raises(ValueError, match="too large"):
-        fixed_point_multiplier(2.0**40)
+
+
+def test_quantize_and_dequantize_refuse_by_name():
+    x = torch.ones(2)
+    with pytest.raises(ValueError, match="stem: values contain NaN"):
+        quantize(torch.tensor([math.nan]), 1.0, name="stem")
+    for wrong in (x.to(torch.int8), x.to(torch.complex64), [1.0]):
+        with pytest.raises(TypeError, match="stem: values must be a float tensor"):
+            quantize(wrong, 1.0, name="stem")
+    for wrong in (x, x.to(torch.complex64), [1]):
+        with pytest.raises(TypeError, match="stem: integers must be a tensor of int8"):
+            dequantize(wrong, 1.0, name="stem")
+    with pytest.raises(ValueError, match="stem: bits=1"):
+        quantize(x, 1.0, bits=1, name="stem")
+    with pytest.raises(TypeError, match=r"stem: dtype=torch\.int8: expected a float type"):
+        dequantize(x.to(torch.int8), 1.0, dtype=torch.int8, name="stem")
+    with pytest.raises(TypeError, match="stem: scale: expected a number, got NoneType"):
+        quantize(x, None, name="stem")
+    with pytest.raises(ValueError, match="conv: bias of channel 1 is nan"):
+        quantize_bias(torch.tensor([0.0, math.nan]), 1.0, 1.0, name="conv")
+    with pytest.raises(ValueError, match="conv: input scale is 0"):
+        quantize_bias(x, 0.0, 1.0, name="conv")

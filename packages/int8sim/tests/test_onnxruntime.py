@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from bevquant_int8sim import int8_conv2d, int8_conv3d, int8_linear
+from bevquant_int8sim import int8_conv1d, int8_conv2d, int8_conv3d, int8_linear
 
 onnx = pytest.importorskip("onnx", reason="onnx is not installed (the test extra)")
 ort = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed (the test extra)")
@@ -55,7 +55,7 @@ CONVS = [
 ]
 
 
-def attributes(settings, ndim=2):
+def attributes(settings, ndim):
     def expand(name, default):
         value = settings.get(name, default)
         return [value] * ndim if isinstance(value, int) else list(value)
@@ -69,39 +69,24 @@ def attributes(settings, ndim=2):
     )
 
 
-@pytest.mark.parametrize("case", range(len(CONVS)))
+OTHER_AXES = [
+    ((2, 6, 20), (18, 6, 3), dict(padding=2, stride=2)),
+    ((1, 6, 20), (9, 2, 3), dict(padding=((0, 2),), groups=3, dilation=2)),
+    ((1, 6, 5, 6, 7), (20, 6, 3, 3, 3), dict(padding=1)),
+    ((1, 4, 5, 6, 7), (6, 2, 1, 3, 2), dict(groups=2, stride=(1, 2, 1), padding=(0, 1, 1))),
+]
+
+
+@pytest.mark.parametrize("case", range(len(CONVS) + len(OTHER_AXES)))
 def test_conv_integer(backend, case):
-    shape, weight_shape, settings = CONVS[case]
+    shape, weight_shape, settings = (CONVS + OTHER_AXES)[case]
     generator = np.random.default_rng(case)
     x, w = numbers(generator, *shape), numbers(generator, *weight_shape)
-    theirs = run(
-        "ConvInteger",
-        [
-            (x.astype(np.int16) + 128).astype(np.uint8),
-            w,
-            np.uint8(128).reshape(()),
-            np.int8(0).reshape(()),
-        ],
-        **attributes(settings),
-    )
-    acc = int8_conv2d(torch.from_numpy(x), torch.from_numpy(w), backend=backend, **settings)
+    ndim = len(shape) - 2
+    theirs = run("ConvInteger", [shifted(x), w, ZERO], **attributes(settings, ndim))
+    conv = (int8_conv1d, int8_conv2d, int8_conv3d)[ndim - 1]
+    acc = conv(torch.from_numpy(x), torch.from_numpy(w), backend=backend, **settings)
     assert (acc.numpy() == theirs).all()
-
-
-def test_conv3d_through_two_axes(backend):
-    generator = np.random.default_rng(9)
-    x, w = numbers(generator, 1, 6, 1, 7, 8), numbers(generator, 20, 6, 1, 3, 3)
-    theirs = run(
-        "ConvInteger",
-        [
-            (x[:, :, 0].astype(np.int16) + 128).astype(np.uint8),
-            w[:, :, 0],
-            np.uint8(128).reshape(()),
-        ],
-        pads=[1] * 4,
-    )
-    acc = int8_conv3d(*map(torch.from_numpy, (x, w)), padding=(0, 1, 1), backend=backend)
-    assert (acc[:, :, 0].numpy() == theirs).all()
 
 
 def test_matmul_integer(backend):
@@ -126,7 +111,7 @@ def test_qlinear_conv_with_exact_scales(backend, case, relu):
     theirs = run(
         "QLinearConv",
         [x, scales[0], zero, w, weight_scale, np.zeros(len(w), np.int8), scales[1], zero, bias],
-        **attributes(settings),
+        **attributes(settings, 2),
     )
     q = int8_conv2d(
         *(torch.from_numpy(v) for v in (x, w, bias)),

@@ -160,7 +160,7 @@ def test_int16_features(backend, loop_sparse_conv, random_voxels):
 
 def test_overflow_is_named_and_its_neighbourhood_is_exact(backend):
     if backend == "vnni":
-        pytest.skip("int8 inputs would need 131,072 products to overflow")
+        pytest.skip("it takes int8 features only")
     channels = 520
     indices = torch.tensor([[0, 0], [0, 1]], dtype=torch.int32)
     rulebook = build_rulebook(indices, [2], 1, subm=True, batch_size=1)
@@ -184,6 +184,44 @@ def test_overflow_is_named_and_its_neighbourhood_is_exact(backend):
     assert low[0, 1:].tolist() == [-(2**31)] * 2
     with pytest.raises(AccumulatorOverflowError, match="reaches -2147483649"):
         int8_sparse_conv(-x, w, -bias - 2, rulebook, **settings)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_int8_sums_at_the_limit(backend, sign):
+    indices = torch.tensor([[0, 0], [0, 1]], dtype=torch.int32)
+    rulebook = build_rulebook(indices, [2], 3, subm=True, batch_size=1)
+    x = torch.full((2, 24), 127, dtype=torch.int8)
+    w = torch.full((3, 24, 20), 127 * sign, dtype=torch.int8)
+    limit = 2**31 - 1 if sign > 0 else -(2**31)
+    bias = torch.full((20,), limit - sign * 2 * 24 * 127**2, dtype=torch.int32)
+    settings = dict(layout=WeightLayout.RSCK, backend=backend, name="conv_input")
+    assert int8_sparse_conv(x, w, bias, rulebook, **settings).unique().tolist() == [limit]
+    bias[3] += sign
+    with pytest.raises(AccumulatorOverflowError, match=r"conv_input: .* channel 3 reaches"):
+        int8_sparse_conv(x, w, bias, rulebook, **settings)
+
+
+def test_equals_a_dense_transposed_convolution(backend, random_voxels):
+    generator = np.random.default_rng(8)
+    indices = random_voxels(generator, 2, SHAPE, 90)
+    w = torch.from_numpy(numbers(generator, (3, 3, 3, 6, 20), "random"))
+    dense_weight = w.permute(3, 4, 0, 1, 2).double()
+    up = build_rulebook(indices, SHAPE, batch_size=2, **KINDS["transposed"])
+    down = build_rulebook(indices, SHAPE, batch_size=2, **STRIDED)
+    for rulebook, padding in ((up, 0), (down.inverse(), 1)):
+        x = torch.from_numpy(numbers(generator, (rulebook.num_in, 6), "random"))
+        acc = int8_sparse_conv(x, w, None, rulebook, layout=WeightLayout.RSCK, backend=backend)
+        grid = torch.zeros(2, *rulebook.in_shape, 6, dtype=torch.float64)
+        grid[tuple(rulebook.in_indices.long().unbind(1))] = x.double()
+        missing = [
+            out - ((n - 1) * 2 - 2 * padding + 3)
+            for out, n in zip(rulebook.out_shape, rulebook.in_shape, strict=True)
+        ]
+        dense = torch.nn.functional.conv_transpose3d(
+            grid.movedim(-1, 1), dense_weight, None, 2, padding, missing
+        )
+        at = dense.movedim(1, -1)[tuple(rulebook.out_indices.long().unbind(1))]
+        assert torch.equal(acc.double(), at)
 
 
 def test_equals_a_dense_convolution(backend, random_voxels):

@@ -150,13 +150,16 @@ def tree(
 def _report(result: PtqResult | EvaluateResult) -> str:
     steps = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in result.seconds.items())
     warnings = "".join(f"\nwarning: {text}" for text in getattr(result, "warnings", ()))
-    detections = agreement_text(result.agreement, result.labels_found)
+    detections: tuple[str, ...] = ()
+    if result.agreement:
+        text = agreement_text(result.agreement, result.labels_found)
+        detections = ("Detections, float against fake-quantized, same class", text)
+    layers = ("Float against fake-quantized, output of each layer", layer_table(result.layers))
     parts = (
-        "\nFloat against fake-quantized, output of each layer",
-        layer_table(result.layers),
-        "Stages",
+        *(() if _is_simulation(result) else layers),
+        "Stages, float against fake-quantized",
         stage_table(result.stages),
-        *(("Detections of both models, same class", detections) if result.agreement else ()),
+        *detections,
         *_integers(result),
         f"{warnings}\n{steps}\npeak memory {result.peak_memory_mib:,.0f} MiB",
         f"Written to {result.folder}: summary.json, config.json, bev.png, layers.png"
@@ -164,7 +167,11 @@ def _report(result: PtqResult | EvaluateResult) -> str:
         + (", integer/" if result.simulation else ""),
         f"Page: {(result.folder / 'report.html').absolute()}",
     )
-    return "\n\n".join(parts)
+    return "\n" + "\n\n".join(parts)
+
+
+def _is_simulation(result: PtqResult | EvaluateResult) -> bool:
+    return isinstance(result, EvaluateResult) and result.simulation is not None
 
 
 def _integers(result: PtqResult | EvaluateResult) -> tuple[str, ...]:
@@ -173,5 +180,5 @@ def _integers(result: PtqResult | EvaluateResult) -> tuple[str, ...]:
 
     if result.simulation is None:
         return ()
-    layers = isinstance(result, EvaluateResult)
-    return "In integers", simulation_text(result.simulation, layers=layers)
+    text = simulation_text(result.simulation, layers=_is_simulation(result))
+    return "In integers, against float and fake-quantized", text

@@ -10,6 +10,7 @@ __all__ = [
 ]  # fmt: skip
 
 _LIMIT = 2**31
+_REMEDY = "use fewer bits for its input or its weight, or split the layer's input channels"
 
 
 class AccumulatorOverflowError(ValueError):
@@ -43,8 +44,16 @@ def proves_safe(bound: int) -> bool:
     return bound < _LIMIT
 
 
-def check_accumulators(acc: Tensor, name: str, channel_axis: int = -1) -> None:
+def check_accumulators(
+    acc: Tensor, name: str, channel_axis: int = -1, remedy: str = _REMEDY
+) -> None:
     """Refuse exact sums (int64, or whole float64) that leave int32.
+
+    Args:
+        acc: The sums.
+        name: The layer that a message names.
+        channel_axis: Axis of the output channels.
+        remedy: What the message tells to do.
 
     Raises:
         AccumulatorOverflowError: The message names the layer, the channel and the bits needed.
@@ -58,6 +67,5 @@ def check_accumulators(acc: Tensor, name: str, channel_axis: int = -1) -> None:
     needed = 1 + (value if value >= 0 else -value - 1).bit_length()
     raise AccumulatorOverflowError(
         f"{name}: the accumulator of output channel {channel} reaches {value}, which takes "
-        f"{needed} bits and leaves int32; use fewer bits for its input or its weight, or split the "
-        "layer's input channels"
+        f"{needed} bits and leaves int32; {remedy}"
     )

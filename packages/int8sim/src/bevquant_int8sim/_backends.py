@@ -11,7 +11,7 @@ import torch
 
 from bevquant_int8sim._matmul import matmul_method
 
-__all__ = ["BackendStatus", "backend_report", "choose_backend"]
+__all__ = ["BackendStatus", "backend_report", "check_backend", "choose_backend"]
 
 logger = logging.getLogger(__name__)
 _BACKENDS = ("auto", "vnni", "portable", "torch")
@@ -67,14 +67,20 @@ def _status(kind: str) -> BackendStatus:
     return BackendStatus(kind, True, instructions)
 
 
+def check_backend(backend: str, name: str) -> str:
+    """Return `backend`, or refuse a name that is none; whether it runs here is another matter."""
+    if backend not in _BACKENDS:
+        raise ValueError(f"{name}: backend={backend!r}: expected one of {', '.join(_BACKENDS)}")
+    return backend
+
+
 def choose_backend(backend: str, device: torch.device, dtype: torch.dtype, name: str) -> str:
     """The backend that `backend` means for inputs on `device` of type `dtype`.
 
     Raises:
         ValueError: An unknown backend, or one that cannot run this here; `name` is the layer.
     """
-    if backend not in _BACKENDS:
-        raise ValueError(f"{name}: backend={backend!r}: expected one of {', '.join(_BACKENDS)}")
+    check_backend(backend, name)
     for kind in ("vnni", "portable"):
         if backend not in ("auto", kind):
             continue

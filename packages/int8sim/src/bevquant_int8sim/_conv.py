@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bevquant_int8sim._dense import check_operands, run_dense
-from bevquant_int8sim._grid_axes import conv_axis, per_axis, per_side, transposed_axis
-from bevquant_int8sim._output import make_output
+from bevquant_int8sim._dense import check_bias, check_operands, run_dense
+from bevquant_int8sim._grid_axes import Axis, conv_axis, per_axis, per_side, transposed_axis
+from bevquant_int8sim._output import make_output, with_addend
+from bevquant_int8sim._prepared import Memo
 
 __all__ = [
     "int8_conv1d", "int8_conv2d", "int8_conv3d", "int8_conv_transpose2d", "int8_linear",
@@ -56,82 +58,31 @@ def int8_linear(
         >>> int8_linear(x, w).tolist(), int8_linear(x, w, multiplier=0.5).tolist()
         ([[-5, 100]], [[-2, 50]])
     """
+    check_operands(x, weight, bias, name)
     if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"{name}: expected x [..., {weight.shape[-1]}] for a weight [out_features, "
             f"in_features], got {tuple(x.shape)} and {tuple(weight.shape)}"
         )
-    check_operands(x, weight, bias, weight.shape[0], name)
-    rows = x.reshape(1, -1, x.shape[-1]).movedim(-1, 1)
-    axes = (conv_axis(rows.shape[2], 1, 1, (0, 0), 1, name),) if rows.shape[2] else None
+    check_bias(bias, weight.shape[0], name)
     settings = make_output(multiplier, weight.shape[0], name=name, **_defaults(output, name))
-    if axes is None:
-        empty = torch.zeros((0, weight.shape[0]), dtype=torch.int32, device=x.device)
-        return settings.finish(empty).view(*x.shape[:-1], weight.shape[0])
-    out = run_dense(
-        rows, weight, weight.t()[None, None], bias, [axes], (1,), settings, backend, name
-    )
+    count = math.prod(x.shape[:-1])
+    rows = x.reshape(1, count, x.shape[-1]).movedim(-1, 1)
+    axis = Axis(count, count, count, 0, 1, 0, 1, (0,), (0,))
+    by_group = weight.t()[None, None]
+    out = run_dense(rows, weight, by_group, bias, [(axis,)], (1,), settings, backend, name)
     return out.movedim(1, -1).reshape(*x.shape[:-1], weight.shape[0])
 
 
-def _int8_conv(
-    ndim: int,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    multiplier: Tensor | float | None,
-    stride: Ints,
-    padding: Padding,
-    dilation: Ints,
-    groups: int,
-    backend: str,
-    name: str,
-    output: dict[str, Any],
-) -> Tensor:
-    _check_shapes(x, weight, ndim, groups, 1, name)
-    channels = weight.shape[0]
-    check_operands(x, weight, bias, channels, name)
-    settings = make_output(multiplier, channels, name=name, **_defaults(output, name))
-    kernel = tuple(weight.shape[2:])
-    axes = tuple(
-        conv_axis(*arguments, name)
-        for arguments in zip(
-            x.shape[2:],
-            kernel,
-            per_axis(stride, ndim, f"{name}: stride", 1),
-            per_side(padding, ndim, f"{name}: padding"),
-            per_axis(dilation, ndim, f"{name}: dilation", 1),
-            strict=True,
-        )
-    )
-    by_group = weight.reshape(groups, channels // groups, weight.shape[1], -1).permute(0, 3, 2, 1)
-    return run_dense(x, weight, by_group, bias, [axes], kernel, settings, backend, name)
-
-
-def int8_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    multiplier: Tensor | float | None = None,
-    stride: Ints = 1,
-    padding: Padding = 0,
-    dilation: Ints = 1,
-    groups: int = 1,
-    backend: str = "auto",
-    name: str = "int8_conv1d",
-    **output: Any,
-) -> Tensor:
-    """Convolution over one axis; see `int8_conv2d`.
+def int8_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None = None, **settings: Any) -> Tensor:
+    """Convolution over one axis, ``[batch, channels, length]``; arguments as of `int8_conv2d`.
 
     Example:
         >>> x = torch.tensor([[[1, 2, 3]]], dtype=torch.int8)
         >>> int8_conv1d(x, torch.ones(1, 1, 2, dtype=torch.int8), padding=[(1, 0)]).tolist()
         [[[1, 3, 5]]]
     """
-    return _int8_conv(
-        1, x, weight, bias, multiplier, stride, padding, dilation, groups, backend, name, output
-    )
+    return _convolution(1, x, weight, bias, **{"name": "int8_conv1d", **settings})
 
 
 def int8_conv2d(
@@ -144,6 +95,8 @@ def int8_conv2d(
     padding: Padding = 0,
     dilation: Ints = 1,
     groups: int = 1,
+    addend: Tensor | None = None,
+    addend_multiplier: float = 1.0,
     backend: str = "auto",
     name: str = "int8_conv2d",
     **output: Any,
@@ -164,10 +117,13 @@ def int8_conv2d(
         padding: One integer, one per axis, or one pair (before, behind) per axis.
         dilation: Distance of the kernel's elements.
         groups: Groups of channels.
+        addend: int8, shaped as the output (the identity of a residual block). The sum is rounded
+            once: ``clamp(round((x * w + b)·multiplier + addend·addend_multiplier))``.
+        addend_multiplier: Scale of `addend` over that of the output.
         backend: As in `int8_sparse_conv`.
         name: The layer that a message names.
         **output: ``relu``, ``out_dtype``, ``narrow_range``, ``rounding``, ``arithmetic``, as in
-            `int8_sparse_conv`.
+            `int8_sparse_conv`; the defaults of the last two and int8 where there is an `addend`.
 
     Returns:
         ``[batch, out_channels, height, width]``, channels last in memory.
@@ -183,35 +139,69 @@ def int8_conv2d(
         >>> int8_conv2d(x, w).item(), int8_conv2d(x, w, multiplier=0.25).item()
         (60, 15)
     """
-    return _int8_conv(
-        2, x, weight, bias, multiplier, stride, padding, dilation, groups, backend, name, output
-    )
+    return _convolution(
+        2, x, weight, bias, multiplier=multiplier, stride=stride, padding=padding,
+        dilation=dilation, groups=groups, addend=addend, addend_multiplier=addend_multiplier,
+        backend=backend, name=name, **output,
+    )  # fmt: skip
 
 
-def int8_conv3d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    multiplier: Tensor | float | None = None,
-    stride: Ints = 1,
-    padding: Padding = 0,
-    dilation: Ints = 1,
-    groups: int = 1,
-    backend: str = "auto",
-    name: str = "int8_conv3d",
-    **output: Any,
-) -> Tensor:
-    """Convolution over three axes; see `int8_conv2d`.
+def int8_conv3d(x: Tensor, weight: Tensor, bias: Tensor | None = None, **settings: Any) -> Tensor:
+    """Convolution over three axes, ``[batch, channels, *grid]``; arguments as of `int8_conv2d`.
 
     Example:
         >>> x = torch.ones(1, 2, 3, 3, 3, dtype=torch.int8)
         >>> int8_conv3d(x, torch.ones(1, 2, 3, 3, 3, dtype=torch.int8)).item()
         54
     """
-    return _int8_conv(
-        3, x, weight, bias, multiplier, stride, padding, dilation, groups, backend, name, output
+    return _convolution(3, x, weight, bias, **{"name": "int8_conv3d", **settings})
+
+
+def _convolution(
+    ndim: int,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    name: str,
+    multiplier: Tensor | float | None = None,
+    stride: Ints = 1,
+    padding: Padding = 0,
+    dilation: Ints = 1,
+    groups: int = 1,
+    addend: Tensor | None = None,
+    addend_multiplier: float = 1.0,
+    backend: str = "auto",
+    **output: Any,
+) -> Tensor:
+    memo = None
+    if isinstance(x, Tensor) and isinstance(weight, Tensor):
+        given = (stride, padding, dilation, groups, backend, addend_multiplier, *output.items())
+        memo = Memo(x, addend, weight, bias, multiplier, given)
+        if memo.prepared is not None:
+            return memo.prepared(x, addend)
+    _check_shapes(x, weight, bias, ndim, groups, 1, name)
+    channels = weight.shape[0]
+    check_bias(bias, channels, name)
+    settings = make_output(multiplier, channels, name=name, **_defaults(output, name))
+    kernel = tuple(weight.shape[2:])
+    axes = tuple(
+        conv_axis(*arguments, name)
+        for arguments in zip(
+            x.shape[2:],
+            kernel,
+            per_axis(stride, ndim, f"{name}: stride", 1),
+            per_side(padding, ndim, f"{name}: padding"),
+            per_axis(dilation, ndim, f"{name}: dilation", 1),
+            strict=True,
+        )
     )
+    by_group = weight.reshape(groups, channels // groups, weight.shape[1], math.prod(kernel))
+    by_group = by_group.permute(0, 3, 2, 1)
+    if addend is not None:
+        shape = (len(x), channels, *(axis.out_size for axis in axes))
+        settings = with_addend(settings, addend, addend_multiplier, shape, x.device)
+    return run_dense(x, weight, by_group, bias, [axes], kernel, settings, backend, name, memo)
 
 
 def int8_conv_transpose2d(
@@ -261,9 +251,13 @@ def int8_conv_transpose2d(
         >>> int8_conv_transpose2d(x, w, stride=2).tolist()
         [[[[1, 10, 2, 20]]]]
     """
-    _check_shapes(x, weight, 2, groups, 0, name)
+    given = (stride, padding, output_padding, dilation, groups, backend, *output.items())
+    memo = Memo(x, None, weight, bias, multiplier, given)
+    if memo.prepared is not None:
+        return memo.prepared(x, None)
+    _check_shapes(x, weight, bias, 2, groups, 0, name)
     channels = weight.shape[1] * groups
-    check_operands(x, weight, bias, channels, name)
+    check_bias(bias, channels, name)
     settings = make_output(multiplier, channels, name=name, **_defaults(output, name))
     kernel = tuple(weight.shape[2:])
     steps = per_axis(stride, 2, f"{name}: stride", 1)
@@ -277,16 +271,23 @@ def int8_conv_transpose2d(
         for i, n in enumerate(x.shape[2:])
     )
     phases = [(row, column) for row in rows for column in columns]
-    by_group = weight.reshape(groups, x.shape[1] // groups, weight.shape[1], -1)
+    by_group = weight.reshape(groups, x.shape[1] // groups, weight.shape[1], math.prod(kernel))
     by_group = by_group.permute(0, 3, 1, 2)
-    return run_dense(x, weight, by_group, bias, phases, kernel, settings, backend, name)
+    return run_dense(x, weight, by_group, bias, phases, kernel, settings, backend, name, memo)
 
 
 def _check_shapes(
-    x: Tensor, weight: Tensor, ndim: int, groups: int, channel_axis: int, name: str
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    ndim: int,
+    groups: int,
+    channel_axis: int,
+    name: str,
 ) -> None:
-    """Channels of `x`, of `weight` along `channel_axis`, and the groups of both."""
-    if groups < 1:
+    """Operands, channels of `x` and of `weight` along `channel_axis`, and the groups of both."""
+    check_operands(x, weight, bias, name)
+    if not isinstance(groups, int) or groups < 1:
         raise ValueError(f"{name}: groups={groups}: expected a positive integer")
     fits = x.dim() == weight.dim() == ndim + 2
     if fits:

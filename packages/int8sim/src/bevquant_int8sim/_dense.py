@@ -19,26 +19,29 @@ from bevquant_int8sim._backends import choose_backend
 from bevquant_int8sim._grid_axes import Axis
 from bevquant_int8sim._integers import check_integer_tensor
 from bevquant_int8sim._output import Output
+from bevquant_int8sim._prepared import Memo
 from bevquant_int8sim._weight_cache import remembered
 
-__all__ = ["check_operands", "run_dense"]
+__all__ = ["check_bias", "check_operands", "run_dense"]
 
 _VECTOR = 16  # output channels that the kernels compute at once
 
 
-def check_operands(
-    x: Tensor, weight: Tensor, bias: Tensor | None, channels: int, name: str
-) -> None:
-    """Refuse operands of wrong types or devices, or a bias of another length than `channels`."""
+def check_operands(x: Tensor, weight: Tensor, bias: Tensor | None, name: str) -> None:
+    """Refuse operands of wrong types or devices."""
     check_integer_tensor(name, "x", x, (torch.int8, torch.int16))
     check_integer_tensor(name, "weight", weight, (torch.int8,))
+    if bias is not None:
+        check_integer_tensor(name, "bias", bias, (torch.int32,))
     for what, value in (("weight", weight), ("bias", bias)):
         if value is not None and value.device != x.device:
             raise ValueError(f"{name}: {what} on {value.device}, x on {x.device}; move one of them")
-    if bias is not None:
-        check_integer_tensor(name, "bias", bias, (torch.int32,))
-        if tuple(bias.shape) != (channels,):
-            raise ValueError(f"{name}: expected bias [{channels}], got {tuple(bias.shape)}")
+
+
+def check_bias(bias: Tensor | None, channels: int, name: str) -> None:
+    """Refuse a bias of another length than `channels`."""
+    if bias is not None and tuple(bias.shape) != (channels,):
+        raise ValueError(f"{name}: expected bias [{channels}], got {tuple(bias.shape)}")
 
 
 def run_dense(
@@ -51,6 +54,7 @@ def run_dense(
     output: Output,
     backend: str,
     name: str,
+    memo: Memo | None = None,
 ) -> Tensor:
     """Convolve checked operands.
 
@@ -64,12 +68,15 @@ def run_dense(
         output: What becomes of the accumulators.
         backend: As the caller was asked for.
         name: The layer that a message names.
+        memo: Where to keep what depends on nothing but shapes.
 
     Raises:
         ValueError: The backend cannot run.
         AccumulatorOverflowError: A sum leaves int32.
     """
     chosen = choose_backend(backend, x.device, x.dtype, name)
+    if 0 in (*x.shape, *weight.shape):
+        return output.finish(_sums_of_nothing(x, weight, bias, phases), 1)
     view = (tuple(weight.shape), weight.stride())
     sums = remembered(
         owner,
@@ -77,25 +84,41 @@ def run_dense(
         lambda: sums_of_sizes(weight.permute(0, 3, 1, 2).flatten(0, 1), 0),
     )
     fits = _fits_int32(x, sums, bias)
-    if fits and chosen != "torch" and 0 not in (*x.shape, *weight.shape):
-        from bevquant_int8sim._dense_numba import convolve
+    if fits and chosen != "torch":
+        from bevquant_int8sim._dense_numba import prepare
 
         shape, make = _joined_shape(weight), functools.partial(_joined, weight)
         if x.dtype == torch.int16:
             chosen += "16"
-        return convolve(x, (owner, view), shape, make, bias, phases, kernel, output, chosen)
+        prepared = prepare(x, (owner, view), shape, make, bias, phases, kernel, output, chosen)
+        if memo is not None and _fits_by_type(x, sums, bias):
+            memo.keep(prepared)
+        return prepared(x, output.addend)
     acc = _dense_torch.accumulate(x, weight, bias, phases, kernel, fits_int32=fits)
     if not fits:
         check_accumulators(acc, name, channel_axis=1)
     return output.finish(acc.to(torch.int32), 1)
 
 
+def _sums_of_nothing(
+    x: Tensor, weight: Tensor, bias: Tensor | None, phases: Sequence[tuple[Axis, ...]]
+) -> Tensor:
+    """Accumulators of a layer without inputs or outputs: the bias, if anything."""
+    sizes = [axis.out_size for axis in phases[0]]
+    acc = x.new_zeros(len(x), *sizes, weight.shape[0] * weight.shape[3], dtype=torch.int32)
+    return (acc if bias is None else acc + bias).movedim(-1, 1)
+
+
 def _fits_int32(x: Tensor, sums: Tensor, bias: Tensor | None) -> bool:
     """Whether a bound shows that no sum leaves int32: by the input's type, else by its values."""
-    if proves_safe(largest_sum(sums, bias, -torch.iinfo(x.dtype).min)):
+    if _fits_by_type(x, sums, bias):
         return True
     largest = int(x.long().abs().max()) if x.numel() else 0
     return proves_safe(largest_sum(sums, bias, largest))
+
+
+def _fits_by_type(x: Tensor, sums: Tensor, bias: Tensor | None) -> bool:
+    return proves_safe(largest_sum(sums, bias, -torch.iinfo(x.dtype).min))
 
 
 def _joined_shape(weight: Tensor) -> tuple[int, int, int, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,23 +17,26 @@ import torch
 from torch import Tensor
 
 from bevquant_int8sim import _workspace
+from bevquant_int8sim._channels_last import pixel_rows
 from bevquant_int8sim._dot_product import STEP_CHANNELS
 from bevquant_int8sim._grid import make_grid
 from bevquant_int8sim._grid_axes import Axis
 from bevquant_int8sim._grid_numba import GridPlan, grid_calls, make_plan
-from bevquant_int8sim._launch import Call, run_calls
+from bevquant_int8sim._launch import Call
 from bevquant_int8sim._output import Output
 from bevquant_int8sim._packed import PackedWeight, pack_weight
+from bevquant_int8sim._repeated_calls import RepeatedCalls
 from bevquant_int8sim._sparse_numba import sparse_calls
 from bevquant_int8sim._sparse_plan import SparsePlan, plan_in_order
+from bevquant_int8sim._tile_output import Residual
 from bevquant_int8sim._weight_cache import remembered
 
-__all__ = ["convolve"]
+__all__ = ["Convolution", "prepare"]
 
 _LANES = 16
 
 
-def convolve(
+def prepare(
     x: Tensor,
     owner: tuple[Tensor, Hashable],
     shape: tuple[int, int, int, int],
@@ -42,11 +46,11 @@ def convolve(
     kernel: tuple[int, ...],
     output: Output,
     kind: str,
-) -> Tensor:
-    """Convolve ``[batch, channels, *grid]``; the result is channels-last in memory.
+) -> Convolution:
+    """What convolves ``[batch, channels, *grid]``; the result is channels-last in memory.
 
     Args:
-        x: int8, or int16 with ``"portable16"``.
+        x: int8, or int16 with ``"portable16"``; only its shape and layout matter.
         owner: The tensor that packed weights are kept with, and which view of it this is.
         shape: ``[groups, volume, in channels, out channels]``, both of one group.
         make: The int8 weight of that shape; called only where it is not packed yet.
@@ -60,10 +64,16 @@ def convolve(
     pixels = _pixels(x, in_channels, STEP_CHANNELS[kind])
     sizes = tuple(axis.out_size for axis in phases[0])
     total = groups * out_channels
-    fused = output.fused(total)
     columns = (groups - 1) * out_channels + -(-out_channels // _LANES) * _LANES
     rows = x.shape[0] * int(np.prod(sizes))
+    fused, added = output.fused(total), None
+    if fused is not None and output.addend is not None:
+        added = pixel_rows(output.addend, columns)
+        factor = output.addend_multiplier
+        sum_of_both = Residual(added, factor, fused.low, fused.high, at_once=True)
+        fused = replace(fused, residual=sum_of_both)
     out = _workspace.empty((rows, columns), np.int32 if fused is None else np.int8)
+    stages: list[list[Call]] = []
     for group in range(groups):
         part = slice(group * out_channels, (group + 1) * out_channels)
         calls: list[Call] = []
@@ -84,9 +94,53 @@ def convolve(
             if border is not None:
                 calls += sparse_calls(*arguments, border, *results)
         # What a group writes behind its own channels, the next one writes over.
-        run_calls(calls)
-    result = torch.from_numpy(out)[:, :total].reshape(x.shape[0], *sizes, total).movedim(-1, 1)
-    return result if fused is not None else output.finish(result, 1)
+        if group and out_channels % _LANES == 0:
+            stages[-1] += calls
+        else:
+            stages.append(calls)
+    repeats = [RepeatedCalls(calls, pixels, out, added) for calls in stages]
+    shaped = (x.shape[0], *sizes, total)
+    return Convolution(
+        repeats, in_channels, STEP_CHANNELS[kind], out.shape, out.dtype, shaped,
+        None if fused is not None else output,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Convolution:
+    """A convolution laid out for inputs of one shape and layout.
+
+    Attributes:
+        stages: Calls that follow each other.
+        in_channels: Of a group.
+        step: Input channels that a kernel reads at once.
+        out_shape: ``[rows, columns]`` of the memory that is written.
+        out_dtype: Its type.
+        shape: ``[batch, *grid, channels]`` of the result.
+        output: What is still to be done with accumulators.
+    """
+
+    stages: list[RepeatedCalls]
+    in_channels: int
+    step: int
+    out_shape: tuple[int, int]
+    out_dtype: Any
+    shape: tuple[int, ...]
+    output: Output | None
+
+    def __call__(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
+        """Convolve an input of that shape and layout, and add `addend` as there."""
+        pixels = _pixels(x, self.in_channels, self.step)
+        out = _workspace.empty(self.out_shape, self.out_dtype)
+        added = None if addend is None else pixel_rows(addend, self.out_shape[1])
+        for stage in self.stages:
+            stage.run(pixels, out, added)
+        channels = self.shape[-1]
+        result = torch.from_numpy(out)
+        if self.out_shape[1] != channels:
+            result = result[:, :channels]
+        result = result.reshape(self.shape).movedim(-1, 1)
+        return result if self.output is None else self.output.finish(result, 1)
 
 
 def _pixels(x: Tensor, in_channels: int, step: int) -> npt.NDArray[Any]:
@@ -94,11 +148,7 @@ def _pixels(x: Tensor, in_channels: int, step: int) -> npt.NDArray[Any]:
 
     Channels are added where a kernel's step would read behind the last one.
     """
-    missing = -in_channels % step
-    values = x.movedim(1, -1)
-    if missing:
-        values = torch.nn.functional.pad(values, (0, missing))
-    pixels: npt.NDArray[Any] = values.contiguous().view(-1, values.shape[-1]).numpy()
+    pixels: npt.NDArray[Any] = pixel_rows(x, x.shape[1] + -in_channels % step)
     return pixels
 
 

@@ -1,6 +1,8 @@
 """From a tile's accumulators to memory: int32 as they are, or requantized to int8 on the way.
 
-    q = clamp(rint(acc · multiplier)),   with a residual: clamp(rint((q + residual) · scale))
+    q = clamp(rint(acc · multiplier))
+    with a residual: clamp(rint((q + residual) · scale))
+    or at once: clamp(rint(acc · multiplier + residual · scale))
 
 in float64, half to even. The accumulators come through memory that stays in the first cache, so
 that this code exists once a kernel and not once a register.
@@ -13,6 +15,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
+from bevquant_int8sim._dot_product import is_wide
 from bevquant_int8sim._ir import (
     BYTE,
     DOUBLE,
@@ -58,15 +61,26 @@ def emit_epilogue(
 def _store_bytes(
     builder: ir.IRBuilder, p: dict[P, Any], here: Any, out: Any, residual: Any, b: int
 ) -> None:
-    limits = [splat(builder, load_at(builder, p[P.LIMITS], DOUBLE, i, 8)) for i in range(5)]
+    numbers = [load_at(builder, p[P.LIMITS], DOUBLE, i, 8) for i in range(6)]
+    limits = [splat(builder, number) for number in numbers]
     multiplier = load_at(builder, p[P.MULTIPLIER], DOUBLES, b, 8)
-    q = _requantize(builder, load_at(builder, here, INTS, b, 4), multiplier, limits[0], limits[1])
-    single = builder.block
+    value = _product(builder, load_at(builder, here, INTS, b, 4), multiplier)
+    start = builder.block
     present = builder.icmp_signed("!=", p[P.RESIDUAL], INT64(0))
-    with builder.if_then(present):
+    at_once = builder.fcmp_ordered("!=", numbers[5], DOUBLE(0.0))
+    with builder.if_then(builder.and_(present, at_once)):
+        other = builder.sext(load_at(builder, residual, _BYTES, b), INTS)
+        joined = builder.fadd(value, _product(builder, other, limits[5]))
+        joining = builder.block
+    either = builder.phi(DOUBLES)
+    either.add_incoming(value, start)
+    either.add_incoming(joined, joining)
+    q = _rounded(builder, either, limits[0], limits[1])
+    single = builder.block
+    with builder.if_then(builder.and_(present, builder.not_(at_once))):
         other = load_at(builder, residual, _BYTES, b)
         total = builder.add(q, builder.sext(other, INTS))
-        added = _requantize(builder, total, limits[2], limits[3], limits[4])
+        added = _rounded(builder, _product(builder, total, limits[2]), limits[3], limits[4])
         summed = builder.block
     result = builder.phi(INTS)
     result.add_incoming(q, single)
@@ -75,9 +89,15 @@ def _store_bytes(
     builder.store(narrow, builder.gep(pointer(builder, out, _BYTES), [INT64(b)]), align=1)
 
 
-def _requantize(builder: ir.IRBuilder, ints: Any, factor: Any, low: Any, high: Any) -> Any:
-    rint = function(builder, f"llvm.rint.v{LANES}f64", DOUBLES, DOUBLES)
-    value = builder.call(rint, [builder.fmul(builder.sitofp(ints, DOUBLES), factor)])
+def _product(builder: ir.IRBuilder, ints: Any, factor: Any) -> Any:
+    return builder.fmul(builder.sitofp(ints, DOUBLES), factor)
+
+
+def _rounded(builder: ir.IRBuilder, value: Any, low: Any, high: Any) -> Any:
     value = builder.select(builder.fcmp_ordered("<", value, low), low, value)
     value = builder.select(builder.fcmp_ordered(">", value, high), high, value)
-    return builder.fptosi(value, INTS)
+    if is_wide():  # one instruction rounds to the nearest integer, half to even, and converts
+        nearest = function(builder, f"llvm.lrint.v{LANES}i32.v{LANES}f64", INTS, DOUBLES)
+        return builder.call(nearest, [value])
+    rint = function(builder, f"llvm.rint.v{LANES}f64", DOUBLES, DOUBLES)
+    return builder.fptosi(builder.call(rint, [value]), INTS)

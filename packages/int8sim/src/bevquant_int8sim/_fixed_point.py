@@ -13,7 +13,9 @@ __all__ = ["fixed_point_multiplier", "multiply_fixed_point"]
 _NOTHING_LEFT = 62  # |acc · mantissa| ≤ 2³¹·(2³¹ − 1) < 2⁶²: shifted further it rounds to 0
 
 
-def fixed_point_multiplier(multiplier: Tensor | float, *, bits: int = 31) -> tuple[Tensor, Tensor]:
+def fixed_point_multiplier(
+    multiplier: Tensor | float, *, bits: int = 31, name: str = "fixed_point_multiplier"
+) -> tuple[Tensor, Tensor]:
     r"""Split a multiplier for hardware without floating point.
 
     .. math:: M \approx m \cdot 2^{-shift}, \quad 2^{bits-1} \le m < 2^{bits}
@@ -24,6 +26,7 @@ def fixed_point_multiplier(multiplier: Tensor | float, *, bits: int = 31) -> tup
     Args:
         multiplier: Positive, one number or one per channel, below 2³¹.
         bits: Bits of the mantissa without its sign, 7 to 31 (15 for 16-bit multipliers).
+        name: The layer that a message names.
 
     Returns:
         Mantissa and right shift, int64, shaped as `multiplier`.
@@ -37,8 +40,8 @@ def fixed_point_multiplier(multiplier: Tensor | float, *, bits: int = 31) -> tup
         (1288490189, 32, 0.30000000004656613)
     """
     if not 7 <= bits <= 31:
-        raise ValueError(f"bits={bits}: a mantissa of 7 to 31 bits is supported")
-    values = checked_scale(multiplier, "multiplier")
+        raise ValueError(f"{name}: a mantissa of {bits} bits: expected 7 to 31")
+    values = checked_scale(multiplier, f"{name}: multiplier")
     fraction, exponent = torch.frexp(values)  # fraction in [½, 1)
     mantissa = torch.floor(fraction * 2.0**bits + 0.5).to(torch.int64)
     exponent = exponent.to(torch.int64)
@@ -47,7 +50,8 @@ def fixed_point_multiplier(multiplier: Tensor | float, *, bits: int = 31) -> tup
     shift = bits - exponent
     if bool((shift < 0).any()):
         raise ValueError(
-            f"multiplier {float(values.max())} is too large for {bits} bits and a right shift"
+            f"{name}: multiplier {float(values.max())} is too large for a mantissa of {bits} bits "
+            "and a right shift; give the output a larger scale"
         )
     return mantissa, shift
 

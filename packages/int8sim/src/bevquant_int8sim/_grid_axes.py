@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 __all__ = ["Axis", "conv_axis", "per_axis", "per_side", "transposed_axis"]
 
@@ -75,10 +77,10 @@ def per_axis(value: int | Sequence[int], ndim: int, what: str, minimum: int) -> 
     Raises:
         ValueError: A wrong number of entries, or one below `minimum`.
     """
-    values = (value,) * ndim if isinstance(value, int) else tuple(int(v) for v in value)
-    if len(values) != ndim or min(values) < minimum:
+    values = _integers((value,) * ndim if isinstance(value, int) else value)
+    if values is None or len(values) != ndim or min(values) < minimum:
         raise ValueError(
-            f"{what}={value}: expected one integer or {ndim} of them, at least {minimum} each"
+            f"{what}={value!r}: expected one integer or {ndim} of them, at least {minimum} each"
         )
     return values
 
@@ -91,11 +93,19 @@ def per_side(
     Raises:
         ValueError: Something else, or a negative padding.
     """
-    sides = (value,) * ndim if isinstance(value, int) else value
-    pairs = [(v, v) if isinstance(v, int) else tuple(int(side) for side in v) for v in sides]
+    sides = value if isinstance(value, list | tuple) else (value,) * ndim
+    pairs = [_integers((v, v) if isinstance(v, int) else v) or () for v in sides]
     if len(pairs) != ndim or any(len(p) != 2 or min(p) < 0 for p in pairs):
         raise ValueError(
-            f"{what}={value}: expected one integer, {ndim} of them, or {ndim} pairs (before, "
+            f"{what}={value!r}: expected one integer, {ndim} of them, or {ndim} pairs (before, "
             "behind), none negative"
         )
     return tuple((p[0], p[1]) for p in pairs)
+
+
+def _integers(values: Any) -> tuple[int, ...] | None:
+    """`values` as integers; ``None`` where they are no sequence of them."""
+    try:
+        return tuple(operator.index(value) for value in values)
+    except TypeError:
+        return None

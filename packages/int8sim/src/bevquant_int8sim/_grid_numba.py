@@ -68,14 +68,31 @@ def grid_calls(
         if group.offset_init is not None:
             columns = slice(group.first, group.first + group.offset_init.shape[1])
             init[columns] += group.offset_init.sum(0, dtype=np.int32)
-    deltas = plan.deltas * pixels.strides[0]
-    tables = {
-        P.ROWS: plan.in_rows.ctypes.data,
-        P.OUT_ROWS: plan.out_rows.ctypes.data,
-        P.DELTAS: deltas.ctypes.data,
-        P.VOLUME: packed.volume,
+    joined = _side_by_side(plan.deltas) if _without_gaps(pixels, packed) else 1
+    tables: dict[P, npt.NDArray[Any]] = {
+        P.ROWS: plan.in_rows,
+        P.OUT_ROWS: plan.out_rows,
+        P.DELTAS: plan.deltas[::joined] * pixels.strides[0],
     }
     outputs = len(plan.in_rows)
     tiles, seen = outputs // plan.tile_rows, outputs * packed.volume
     calls = kernel_calls("grid", tables, tiles, seen, pixels, packed, init, out, output)
-    return [Call(c.run, c.parameters, c.tiles, c.products, (*c.held, deltas)) for c in calls]
+    for call in calls:
+        call.parameters[P.VOLUME] = packed.volume // joined
+        call.parameters[P.STEPS] = packed.steps * joined
+    return calls
+
+
+def _without_gaps(pixels: npt.NDArray[Any], packed: PackedWeight) -> bool:
+    """Whether the channels of neighbouring pixels follow each other as the weights do."""
+    return pixels.strides[0] == packed.padded_inputs * pixels.itemsize
+
+
+def _side_by_side(deltas: npt.NDArray[np.int64]) -> int:
+    """How many offsets in a row see pixels in a row: they are one offset with more channels."""
+    breaks = np.flatnonzero(np.diff(deltas) != 1)
+    count = int(breaks[0]) + 1 if len(breaks) else len(deltas)
+    if not count or len(deltas) % count:
+        return 1
+    lines = deltas.reshape(-1, count)
+    return count if (lines == lines[:, :1] + np.arange(count)).all() else 1

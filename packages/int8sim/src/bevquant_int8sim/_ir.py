@@ -10,7 +10,8 @@ from numba.core import cgutils
 
 __all__ = [
     "BYTE", "DOUBLE", "DOUBLES", "INT32", "INT64", "INTS", "LANES",
-    "add_bytes", "cpu_features", "function", "load_at", "pointer", "row_address", "splat",
+    "add_bytes", "cpu_features", "function", "load_at", "pointer", "prefetch", "row_address",
+    "splat",
 ]  # fmt: skip
 
 LANES = 16  # int32 accumulators of a vector: one register of AVX-512, two of AVX2, four of NEON
@@ -57,6 +58,15 @@ def splat(builder: ir.IRBuilder, scalar: Any, lanes: int = LANES) -> Any:
     lane = builder.insert_element(undefined, scalar, INT32(0))
     zeros = ir.Constant(ir.VectorType(INT32, lanes), [0] * lanes)
     return builder.shuffle_vector(lane, undefined, zeros)
+
+
+def prefetch(builder: ir.IRBuilder, address: Any, write: bool) -> None:
+    """Ask for the cache line at `address`, which need not be memory of ours."""
+    kind = ir.FunctionType(ir.VoidType(), [BYTE.as_pointer(), INT32, INT32, INT32])
+    call = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    settings = (write, 3, 1)  # read or write, keep near, data
+    place = pointer(builder, address, BYTE)
+    builder.call(call, [place, *(INT32(int(value)) for value in settings)])
 
 
 def function(builder: ir.IRBuilder, name: str, result: Any, *arguments: Any) -> Any:

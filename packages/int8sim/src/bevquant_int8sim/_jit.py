@@ -18,20 +18,23 @@ if config.DISABLE_JIT:
 
 __all__ = ["compile_loop", "compiled"]
 
-_GENERATORS = ("_dot_product", "_epilogue", "_ir", "_jit", "_parameters", "_tile_loops")
+_GENERATORS = (
+    "_dot_product", "_epilogue", "_ir", "_jit", "_kernels", "_parameters", "_tile_loops",
+)  # fmt: skip
 _SIGNATURE = "void(int64, int64, int64)"
 
 
 def compiled(signature: str) -> Callable[[Callable[..., Any]], Any]:
     """Decorator: compile for `signature` at once, without the GIL, cached where possible.
 
-    A cache folder that cannot be written or read costs the time of compiling, nothing else.
+    A cache folder that cannot be written, is full, or holds damaged files costs the time of
+    compiling, nothing else.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
         try:
             return njit(signature, nogil=True, cache=True)(function)
-        except (RuntimeError, OSError):
+        except Exception:  # unpickling what is damaged may raise anything
             return njit(signature, nogil=True)(function)
 
     return decorate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -11,11 +12,11 @@ from bevquant_int8sim._fixed_point import fixed_point_multiplier
 from bevquant_int8sim._integers import check_integer_tensor, integer_range
 from bevquant_int8sim._requantize import check_arithmetic, requantize
 from bevquant_int8sim._rounding import check_rounding, round_float, shift_right
-from bevquant_int8sim._scales import checked_scale
+from bevquant_int8sim._scales import single_scale
 
 __all__ = ["int8_add", "int8_concat"]
 
-_FRACTION_BITS = 30  # of a fixed-point addition's multipliers, relative to the larger one
+_MANTISSA_BITS = 31  # of the larger multiplier of a fixed-point addition
 
 
 def int8_add(
@@ -70,27 +71,24 @@ def int8_add(
             f"{b.device} do not match"
         )
     factors = [
-        checked_scale(value, f"{name}: multiplier_{which}")
+        single_scale(value, f"{name}: multiplier_{which}")
         for which, value in (("a", multiplier_a), ("b", multiplier_b))
     ]
-    if any(factor.dim() for factor in factors):
-        raise ValueError(f"{name}: expected one multiplier per operand, not one per channel")
-    check_rounding(rounding)
-    if check_arithmetic(arithmetic) == "fixed_point":
-        q = _fixed_point_sum(a, b, factors[0], factors[1], rounding)
+    check_rounding(rounding, f"{name}: rounding")
+    if check_arithmetic(arithmetic, f"{name}: arithmetic") == "fixed_point":
+        q = _fixed_point_sum(a, b, factors, rounding, name)
     else:
-        left, right = (float(factor) for factor in factors)
-        q = round_float(a.double() * left + b.double() * right, rounding)
+        q = round_float(a.double() * factors[0] + b.double() * factors[1], rounding)
     low, high = integer_range(torch.iinfo(a.dtype).bits, narrow_range)
     return q.clamp_(0 if relu else low, high).to(a.dtype)
 
 
-def _fixed_point_sum(a: Tensor, b: Tensor, left: Tensor, right: Tensor, rounding: str) -> Tensor:
-    _, shift = fixed_point_multiplier(torch.maximum(left, right), bits=_FRACTION_BITS + 1)
+def _fixed_point_sum(
+    a: Tensor, b: Tensor, factors: list[float], rounding: str, name: str
+) -> Tensor:
+    _, shift = fixed_point_multiplier(max(factors), bits=_MANTISSA_BITS, name=name)
     # Scaled by the same power of two; the smaller mantissa has fewer bits.
-    m_a, m_b = (
-        torch.floor(torch.ldexp(factor, shift) + 0.5).to(torch.int64) for factor in (left, right)
-    )
+    m_a, m_b = (math.floor(math.ldexp(factor, int(shift)) + 0.5) for factor in factors)
     total = a.to(torch.int64) * m_a + b.to(torch.int64) * m_b
     return shift_right(total, shift.clamp(max=62).to(a.device), rounding)
 
@@ -120,7 +118,8 @@ def int8_concat(
 
     Raises:
         TypeError: A tensor is neither int8 nor int16, or types differ.
-        ValueError: No tensors, another number of multipliers, or an unusable one.
+        ValueError: No tensors, shapes or devices that do not fit, another number of multipliers,
+            or an unusable one.
 
     Example:
         >>> a, b = torch.tensor([[10], [-3]], dtype=torch.int8)
@@ -132,11 +131,21 @@ def int8_concat(
             f"{name}: {len(tensors)} tensors and {len(multipliers)} multipliers; expected as many "
             "of either, and at least one"
         )
+    check_rounding(rounding, f"{name}: rounding")
+    check_arithmetic(arithmetic, f"{name}: arithmetic")
     first = check_integer_tensor(name, "tensors[0]", tensors[0], (torch.int8, torch.int16))
+    if not -first.dim() <= axis < first.dim():
+        raise ValueError(f"{name}: axis {axis} does not exist in shape {tuple(first.shape)}")
     parts = []
     for number, (tensor, multiplier) in enumerate(zip(tensors, multipliers, strict=True)):
         check_integer_tensor(name, f"tensors[{number}]", tensor, (first.dtype,))
-        if float(multiplier) != 1.0:
+        if not _joins(first, tensor, axis):
+            raise ValueError(
+                f"{name}: tensors[{number}] of shape {tuple(tensor.shape)} on {tensor.device} "
+                f"cannot be joined along axis {axis} to {tuple(first.shape)} on {first.device}"
+            )
+        multiplier = single_scale(multiplier, f"{name}: tensors[{number}]: multiplier")
+        if multiplier != 1.0:
             tensor = requantize(
                 tensor.to(torch.int32),
                 multiplier,
@@ -148,3 +157,13 @@ def int8_concat(
             )
         parts.append(tensor)
     return torch.cat(parts, axis)
+
+
+def _joins(first: Tensor, tensor: Tensor, axis: int) -> bool:
+    """Whether both are on one device and differ in the length of `axis` alone."""
+    if first.device != tensor.device or first.dim() != tensor.dim():
+        return False
+    axis %= first.dim()
+    return all(
+        m == n or i == axis for i, (m, n) in enumerate(zip(first.shape, tensor.shape, strict=True))
+    )

@@ -44,7 +44,7 @@ class Call:
 
 def kernel_calls(
     job: str,
-    tables: dict[P, int],
+    tables: dict[P, npt.NDArray[Any]],
     num_tiles: int,
     seen: int,
     inputs: npt.NDArray[Any],
@@ -57,7 +57,7 @@ def kernel_calls(
 
     Args:
         job: ``"sparse"`` or ``"grid"``.
-        tables: The parameters that say which inputs meet which outputs.
+        tables: The lists that say which inputs meet which outputs.
         num_tiles: Number of tiles.
         seen: Input rows that all tiles together multiply.
         inputs: ``[rows, at least the padded inputs]`` as the kernel reads them.
@@ -71,10 +71,11 @@ def kernel_calls(
     for group in packed.groups:
         p = np.zeros(len(P), np.int64)
         for place, value in tables.items():
-            p[place] = value
+            p[place] = value.ctypes.data
         p[P.INPUT], p[P.INPUT_STRIDE] = inputs.ctypes.data, inputs.strides[0]
         p[P.ABSENT], p[P.FLIP] = packed.absent.ctypes.data, FLIP
-        p[P.STEPS], p[P.WEIGHT] = packed.steps, group.weight.ctypes.data
+        p[P.VOLUME], p[P.STEPS] = packed.volume, packed.steps
+        p[P.WEIGHT] = group.weight.ctypes.data
         p[P.INIT] = init[group.first :].ctypes.data
         if job == "sparse" and group.offset_init is not None:
             p[P.OFFSET_INIT] = group.offset_init.ctypes.data
@@ -88,7 +89,8 @@ def kernel_calls(
                 p[P.RESIDUAL_STRIDE] = output.residual.rows.strides[0]
         run = kernel(packed.kind, job, packed.rows, group.vectors)
         products = seen * packed.padded_inputs * group.vectors * 16
-        calls.append(Call(run, p, num_tiles, products, (inputs, packed, init, out, output, limits)))
+        held = (tables, inputs, packed, init, out, output, limits)
+        calls.append(Call(run, p, num_tiles, products, held))
     return calls
 
 

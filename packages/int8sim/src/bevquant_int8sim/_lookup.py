@@ -9,7 +9,8 @@ from torch import Tensor
 
 from bevquant_int8sim._integers import check_integer_tensor
 from bevquant_int8sim._quantize import quantize
-from bevquant_int8sim._scales import checked_scale
+from bevquant_int8sim._rounding import check_rounding
+from bevquant_int8sim._scales import single_scale
 
 __all__ = ["int8_lookup", "lookup_table"]
 
@@ -21,6 +22,7 @@ def lookup_table(
     *,
     narrow_range: bool = False,
     rounding: str = "half_even",
+    name: str = "lookup_table",
 ) -> Tensor:
     """Tabulate ``quantize(function(q · input_scale), output_scale)`` for q = −128 … 127.
 
@@ -30,6 +32,7 @@ def lookup_table(
         output_scale: Value of one step of the output.
         narrow_range: Leave out −128 in the results.
         rounding: ``"half_even"`` or ``"half_up"``.
+        name: The layer that a message names.
 
     Returns:
         int8 ``[256]``; entry q + 128 is the result of q.
@@ -42,17 +45,19 @@ def lookup_table(
         >>> int8_lookup(torch.tensor([-128, 0, 127], dtype=torch.int8), table).tolist()
         [0, 64, 127]
     """
-    step = checked_scale(input_scale, "lookup_table: input_scale")
+    step = single_scale(input_scale, f"{name}: input_scale")
+    check_rounding(rounding, f"{name}: rounding")
+    single_scale(output_scale, f"{name}: output_scale")
     values = function(torch.arange(-128, 128, dtype=torch.float64) * step)
     if not isinstance(values, Tensor) or tuple(values.shape) != (256,):
-        raise ValueError("lookup_table: the function must return one value for each of 256")
+        raise ValueError(f"{name}: the function must return one value for each of 256")
     if bool(values.isnan().any()):
         place = int(values.isnan().nonzero()[0, 0])
         raise ValueError(
-            f"lookup_table: the function is NaN at {(place - 128) * float(step)}, the value of the "
-            f"integer {place - 128}; clamp its argument"
+            f"{name}: the function is NaN at {(place - 128) * step}, the value of the integer "
+            f"{place - 128}; clamp its argument"
         )
-    return quantize(values, output_scale, narrow_range=narrow_range, rounding=rounding)
+    return quantize(values, output_scale, narrow_range=narrow_range, rounding=rounding, name=name)
 
 
 def int8_lookup(x: Tensor, table: Tensor, *, name: str = "int8_lookup") -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from bevquant_int8sim._fixed_point import fixed_point_multiplier
-from bevquant_int8sim._integers import integer_range
+from bevquant_int8sim._integers import check_integer_tensor, integer_range
 from bevquant_int8sim._quantize import dequantize
 from bevquant_int8sim._requantize import check_arithmetic, requantize
 from bevquant_int8sim._rounding import check_rounding
-from bevquant_int8sim._scales import checked_scale
+from bevquant_int8sim._scales import along_axis, checked_scale, single_scale
 
 if TYPE_CHECKING:
     from bevquant_int8sim._tile_output import Requantization
 
-__all__ = ["Output", "make_output"]
+__all__ = ["Output", "make_output", "with_addend"]
 
 _BITS = {torch.int8: 8, torch.int16: 16, torch.int32: 32}
 
@@ -29,7 +29,8 @@ class Output:
     """Checked settings of a layer's output; without a multiplier the accumulators themselves.
 
     With a residual the output is requantized, the residual added, and the sum requantized by
-    `sum_multiplier`; the ReLU is behind the sum.
+    `sum_multiplier`; the ReLU is behind the sum. With an addend the sum is rounded once:
+    ``acc·multiplier + addend·addend_multiplier``.
     """
 
     multiplier: Tensor | None
@@ -41,6 +42,8 @@ class Output:
     name: str
     residual: Tensor | None = None
     sum_multiplier: float = 0.0
+    addend: Tensor | None = None
+    addend_multiplier: float = 0.0
 
     def finish(self, acc: Tensor, channel_axis: int = -1) -> Tensor:
         """Apply to int32 accumulators whose channels run along `channel_axis`."""
@@ -49,6 +52,11 @@ class Output:
         if self.out_dtype == torch.float32:
             values = dequantize(acc, self.multiplier, axis=channel_axis)
             return values.clamp_(min=0) if self.relu else values
+        if self.addend is not None:
+            factors = along_axis(self.multiplier, acc, channel_axis, self.name)
+            total = acc.double() * factors + self.addend.double() * self.addend_multiplier
+            low, high = integer_range(8, self.narrow_range)
+            return total.round_().clamp_(0 if self.relu else low, high).to(torch.int8)
         if self.residual is None:
             return self._requantize(acc, self.multiplier, channel_axis, self.relu)
         q = self._requantize(acc, self.multiplier, channel_axis, False)
@@ -106,8 +114,8 @@ def make_output(
     Raises:
         ValueError: A setting is unknown, or the multiplier is unusable or does not fit `channels`.
     """
-    check_rounding(rounding)
-    check_arithmetic(arithmetic)
+    check_rounding(rounding, f"{name}: rounding")
+    check_arithmetic(arithmetic, f"{name}: arithmetic")
     if out_dtype not in (*_BITS, torch.float32):
         raise ValueError(
             f"{name}: out_dtype={out_dtype}: expected torch.int8, int16, int32 or float32"
@@ -121,5 +129,36 @@ def make_output(
                 "per channel, or a single number"
             )
         if arithmetic == "fixed_point" and out_dtype != torch.float32:
-            fixed_point_multiplier(factors)  # refuses what no mantissa and right shift express
+            # Refuses what no mantissa and right shift express.
+            fixed_point_multiplier(factors, name=name)
     return Output(factors, out_dtype, narrow_range, relu, rounding, arithmetic, name)
+
+
+def with_addend(
+    output: Output,
+    addend: Tensor,
+    multiplier: float,
+    shape: tuple[int, ...],
+    device: torch.device,
+) -> Output:
+    """The same output with a tensor added before it is rounded.
+
+    Raises:
+        TypeError: `addend` is not int8.
+        ValueError: It does not have the output's shape, or the output is not plainly requantized.
+    """
+    name = output.name
+    check_integer_tensor(name, "addend", addend, (torch.int8,))
+    if tuple(addend.shape) != shape or addend.device != device:
+        raise ValueError(
+            f"{name}: expected an addend {list(shape)} on {device}, got {list(addend.shape)} on "
+            f"{addend.device}"
+        )
+    plain = (output.rounding, output.arithmetic) == ("half_even", "float64")
+    if output.multiplier is None or output.out_dtype != torch.int8 or not plain:
+        raise ValueError(
+            f"{name}: an addend needs a multiplier, out_dtype torch.int8, rounding 'half_even' and "
+            "arithmetic 'float64'"
+        )
+    factor = single_scale(multiplier, f"{name}: addend_multiplier")
+    return replace(output, addend=addend, addend_multiplier=factor)

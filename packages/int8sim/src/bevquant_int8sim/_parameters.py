@@ -24,12 +24,12 @@ class P(IntEnum):
     OFFSETS = 7  # sparse: int32, kernel offset of each entry
     ROWS = 8  # sparse: int32 [entry, tile row]; grid: int32 [output], input row of offset 0
     DELTAS = 9  # grid: int64 [offset], bytes from the row of offset 0
-    VOLUME = 10  # grid: number of offsets
+    VOLUME = 10  # number of offsets
     OUT_ROWS = 11  # int32 [tile, tile row]: row of `out`, −1 for none
     OUT = 12
     OUT_STRIDE = 13
     MULTIPLIER = 14  # float64 [columns], or 0: the accumulators are stored as int32
-    LIMITS = 15  # float64: lower and upper clamp, scale of the sum, lower and upper clamp of it
+    LIMITS = 15  # float64: clamps; scale and clamps of the sum; a residual's own scale, or 0
     RESIDUAL = 16  # int8 like `out`, added after requantization, or 0
     RESIDUAL_STRIDE = 17
     ABSENT = 18  # a row of zeros, which row −1 stands for

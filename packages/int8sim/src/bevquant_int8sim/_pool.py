@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from bevquant_int8sim._accumulator import check_accumulators, proves_safe
 from bevquant_int8sim._grid_axes import per_axis
 from bevquant_int8sim._integers import check_integer_tensor, integer_range
 from bevquant_int8sim._rounding import check_rounding, round_float
-from bevquant_int8sim._scales import checked_scale
+from bevquant_int8sim._scales import single_scale
 
 __all__ = ["int8_avg_pool", "int8_max_pool"]
 
 Ints = int | Sequence[int]
+
+_SMALL = 1 << 14  # values; below, loading numba is not worth it
 
 
 def int8_max_pool(
@@ -50,6 +54,9 @@ def int8_max_pool(
     """
     lowest = torch.iinfo(check_integer_tensor(name, "x", x, (torch.int8, torch.int16)).dtype).min
     windows = _Windows(x, kernel_size, stride, padding, dilation, ceil_mode, name)
+    fast = _compiled_pool(x)
+    if fast is not None:
+        return windows.pair(fast, x)
     return windows.reduce(x, lowest, torch.maximum)
 
 
@@ -69,8 +76,8 @@ def int8_avg_pool(
 
     .. math:: q = \operatorname{clamp}(\operatorname{round}((\textstyle\sum x)\, M / n))
 
-    The sum is exact; ``Σx·M`` and the division by n are taken in float64, in this order. With
-    M = 1 ties are therefore exact.
+    The sum is exact in int32, or refused; ``Σx·M`` and the division by n are taken in float64, in
+    this order. With M = 1 ties are therefore exact.
 
     Args:
         x: int8 or int16 ``[batch, channels, *grid]``, one to three grid axes.
@@ -86,6 +93,7 @@ def int8_avg_pool(
     Raises:
         TypeError: `x` is neither int8 nor int16.
         ValueError: A setting does not fit, or the multiplier is unusable.
+        AccumulatorOverflowError: A sum leaves int32.
 
     Example:
         >>> x = torch.tensor([[[1, 2, 3, 4]]], dtype=torch.int8)
@@ -93,14 +101,28 @@ def int8_avg_pool(
         ([[[2, 4]]], [[[2, 4]]])
     """
     check_integer_tensor(name, "x", x, (torch.int8, torch.int16))
-    check_rounding(rounding)
-    factor = float(checked_scale(multiplier, f"{name}: multiplier"))
+    check_rounding(rounding, f"{name}: rounding")
+    factor = single_scale(multiplier, f"{name}: multiplier")
     windows = _Windows(x, kernel_size, stride, padding, 1, ceil_mode, name)
-    total = windows.reduce(x.to(torch.int32), 0, torch.add)
+    fits = proves_safe(-torch.iinfo(x.dtype).min * math.prod(windows.kernel))
+    total = windows.reduce(x.to(torch.int32 if fits else torch.int64), 0, torch.add)
+    if not fits:
+        check_accumulators(total, name, 1, "pool in two steps")
     counts = windows.counts(count_include_pad).to(x.device)
     low, high = integer_range(torch.iinfo(x.dtype).bits)
     q = round_float(total.double() * factor / counts, rounding)
     return q.clamp_(low, high).to(x.dtype)
+
+
+def _compiled_pool(x: Tensor) -> Callable[..., Tensor] | None:
+    """The compiled kernel, where there is one and `x` is worth loading it."""
+    if x.dtype != torch.int8 or x.device.type != "cpu" or x.dim() != 4 or x.numel() < _SMALL:
+        return None
+    try:
+        from bevquant_int8sim._pool_numba import max_pool
+    except ImportError:  # without numba
+        return None
+    return max_pool
 
 
 class _Windows:
@@ -140,6 +162,11 @@ class _Windows:
             if count < 1:
                 raise ValueError(f"{name}: a window of {k} does not fit into {size} inputs")
             self.windows.append(count)
+
+    def pair(self, pool: Callable[..., Tensor], x: Tensor) -> Tensor:
+        """What `pool` makes of windows over two axes."""
+        settings = (self.windows, self.kernel, self.stride, self.padding, self.dilation)
+        return pool(x, *(tuple(values) for values in settings))
 
     def reduce(self, x: Tensor, fill: int, join: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """Join the windows' elements one kernel element after the other; `fill` lies outside."""

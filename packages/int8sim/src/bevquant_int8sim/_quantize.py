@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bevquant_int8sim._integers import holding_dtype, integer_range
-from bevquant_int8sim._rounding import round_float
-from bevquant_int8sim._scales import along_axis, checked_scale
+from bevquant_int8sim._integers import check_integer_tensor, holding_dtype, integer_range
+from bevquant_int8sim._rounding import check_rounding, round_float
+from bevquant_int8sim._scales import along_axis, checked_scale, single_scale
 
 __all__ = ["dequantize", "quantize", "quantize_bias"]
+
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
 
 def quantize(
@@ -20,6 +22,7 @@ def quantize(
     bits: int = 8,
     narrow_range: bool = False,
     rounding: str = "half_even",
+    name: str = "quantize",
 ) -> Tensor:
     r"""Quantize symmetrically: the zero point is 0.
 
@@ -35,13 +38,15 @@ def quantize(
         bits: 2 to 32.
         narrow_range: Leave out the most negative integer (−127…127 for eight bits).
         rounding: ``"half_even"``, or ``"half_up"`` (⌊v + ½⌋).
+        name: The layer that a message names.
 
     Returns:
         int8, int16 or int32, the smallest that holds `bits`, shaped as `values`.
 
     Raises:
+        TypeError: `values` is no float tensor.
         ValueError: NaN among `values` (infinite ones saturate), or a scale that is zero,
-            negative, subnormal or not finite, or does not fit `axis`.
+            negative, subnormal or not finite, or does not fit `axis`, or a setting is unknown.
 
     Example:
         >>> quantize(torch.tensor([0.5, 1.5, -300.0]), 1.0).tolist()
@@ -49,11 +54,14 @@ def quantize(
         >>> quantize(torch.tensor([0.5, 1.5, -300.0]), 1.0, rounding="half_up").tolist()
         [1, 2, -128]
     """
-    low, high = integer_range(bits, narrow_range)
-    divisor = along_axis(checked_scale(scale, "quantize: scale"), values, axis, "quantize: scale")
+    _check_float_tensor(name, "values", values)
+    check_rounding(rounding, f"{name}: rounding")
+    low, high = integer_range(bits, narrow_range, f"{name}: bits")
+    divisor = checked_scale(scale, f"{name}: scale")
+    divisor = along_axis(divisor, values, axis, f"{name}: scale")
     q = round_float(values.detach().to(torch.float64) / divisor, rounding)
     if bool(q.isnan().any()):
-        raise ValueError("quantize: values contain NaN, which no integer stands for")
+        raise ValueError(f"{name}: values contain NaN, which no integer stands for")
     return q.clamp_(low, high).to(holding_dtype(bits))
 
 
@@ -63,6 +71,7 @@ def dequantize(
     *,
     axis: int = 0,
     dtype: torch.dtype = torch.float32,
+    name: str = "dequantize",
 ) -> Tensor:
     """``integers · scale``, in float64 and rounded once to `dtype`.
 
@@ -71,16 +80,21 @@ def dequantize(
         scale: Value of one integer step: one number, or one per entry of `axis`.
         axis: Axis that a scale per channel runs along.
         dtype: Float type of the result.
+        name: The layer that a message names.
 
     Raises:
+        TypeError: `integers` is no integer tensor, or `dtype` no float type.
         ValueError: The scale is zero, negative, subnormal or not finite, or does not fit `axis`.
 
     Example:
         >>> dequantize(torch.tensor([-2, 3], dtype=torch.int8), 0.5).tolist()
         [-1.0, 1.5]
     """
-    factor = checked_scale(scale, "dequantize: scale")
-    factor = along_axis(factor, integers, axis, "dequantize: scale")
+    check_integer_tensor(name, "integers", integers, _INTEGERS)
+    if not dtype.is_floating_point:
+        raise TypeError(f"{name}: dtype={dtype}: expected a float type")
+    factor = checked_scale(scale, f"{name}: scale")
+    factor = along_axis(factor, integers, axis, f"{name}: scale")
     return (integers.to(torch.float64) * factor).to(dtype)
 
 
@@ -98,18 +112,24 @@ def quantize_bias(
         name: The layer that a message names.
 
     Raises:
+        TypeError: `bias` is no float tensor.
         ValueError: An entry is not finite or leaves int32, or a scale is not usable.
 
     Example:
         >>> quantize_bias(torch.tensor([0.5, -1.0]), 0.1, torch.tensor([0.1, 0.2])).tolist()
         [50, -50]
     """
-    step = checked_scale(input_scale, f"{name}: input scale") * checked_scale(
-        weight_scale, f"{name}: weight scale"
-    )
+    _check_float_tensor(name, "bias", bias)
+    if bias.dim() != 1:
+        raise ValueError(f"{name}: expected bias [out_channels], got {tuple(bias.shape)}")
+    step = checked_scale(weight_scale, f"{name}: weight scale")
+    step = step * single_scale(input_scale, f"{name}: input scale")
     step = along_axis(step, bias, 0, f"{name}: weight scale")
+    if not bool(bias.isfinite().all()):
+        channel = int((~bias.isfinite()).nonzero()[0, 0])
+        raise ValueError(f"{name}: bias of channel {channel} is {float(bias[channel])}")
     integers = torch.round(bias.detach().to(torch.float64) / step)
-    outside = ~(integers.abs() < 2.0**31)
+    outside = integers.abs() >= 2.0**31
     if bool(outside.any()):
         channel = int(outside.nonzero()[0, 0])
         raise ValueError(
@@ -118,3 +138,9 @@ def quantize_bias(
             "too small"
         )
     return integers.to(torch.int32)
+
+
+def _check_float_tensor(name: str, what: str, value: object) -> None:
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        came = str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"{name}: {what} must be a float tensor, got {came.removeprefix('torch.')}")

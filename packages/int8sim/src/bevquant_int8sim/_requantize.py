@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from bevquant_int8sim._accumulator import AccumulatorOverflowError
 from bevquant_int8sim._fixed_point import fixed_point_multiplier, multiply_fixed_point
 from bevquant_int8sim._integers import check_integer_tensor, holding_dtype, integer_range
 from bevquant_int8sim._rounding import check_rounding, round_float
@@ -15,10 +16,10 @@ __all__ = ["ARITHMETICS", "check_arithmetic", "requantize"]
 ARITHMETICS = ("float64", "fixed_point")
 
 
-def check_arithmetic(arithmetic: str) -> str:
+def check_arithmetic(arithmetic: str, what: str = "arithmetic") -> str:
     """Return `arithmetic`, or refuse what is neither ``"float64"`` nor ``"fixed_point"``."""
     if arithmetic not in ARITHMETICS:
-        raise ValueError(f"arithmetic={arithmetic!r}: expected 'float64' or 'fixed_point'")
+        raise ValueError(f"{what}={arithmetic!r}: expected 'float64' or 'fixed_point'")
     return arithmetic
 
 
@@ -61,8 +62,8 @@ def requantize(
 
     Raises:
         TypeError: `acc` is no integer tensor.
-        ValueError: `acc` leaves int32, a multiplier is unusable or does not fit `axis`, or a
-            setting is unknown.
+        ValueError: A multiplier is unusable or does not fit `axis`, or a setting is unknown.
+        AccumulatorOverflowError: `acc` leaves int32.
 
     Example:
         >>> acc = torch.tensor([[1, 3], [-1, -100000]], dtype=torch.int32)
@@ -72,15 +73,17 @@ def requantize(
         [[1, 0], [0, -100]]
     """
     check_integer_tensor(name, "acc", acc, (torch.int32, torch.int64))
-    check_rounding(rounding)
+    check_rounding(rounding, f"{name}: rounding")
     if acc.dtype == torch.int64 and acc.numel():
         low_acc, high_acc = int(acc.min()), int(acc.max())
         if low_acc < -(2**31) or high_acc >= 2**31:
-            raise ValueError(f"{name}: accumulators of {low_acc} … {high_acc} leave int32")
-    low, high = integer_range(bits, narrow_range)
+            raise AccumulatorOverflowError(
+                f"{name}: accumulators of {low_acc} … {high_acc} leave int32"
+            )
+    low, high = integer_range(bits, narrow_range, f"{name}: bits")
     factor = checked_scale(multiplier, f"{name}: multiplier")
-    if check_arithmetic(arithmetic) == "fixed_point":
-        mantissa, shift = fixed_point_multiplier(factor, bits=multiplier_bits)
+    if check_arithmetic(arithmetic, f"{name}: arithmetic") == "fixed_point":
+        mantissa, shift = fixed_point_multiplier(factor, bits=multiplier_bits, name=name)
         q = multiply_fixed_point(
             acc,
             along_axis(mantissa, acc, axis, f"{name}: multiplier"),

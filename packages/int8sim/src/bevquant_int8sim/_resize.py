@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from bevquant_int8sim._grid_axes import per_axis
 from bevquant_int8sim._integers import check_integer_tensor, integer_range
 from bevquant_int8sim._rounding import check_rounding, round_float
-from bevquant_int8sim._scales import checked_scale
+from bevquant_int8sim._scales import single_scale
 
 __all__ = ["int8_resize"]
 
@@ -40,8 +41,8 @@ def int8_resize(
         scale_factor: Output size over input size, rounded down; instead of `size`.
         mode: ``"nearest"`` or ``"bilinear"``.
         align_corners: Bilinear: the outermost pixels' centres stay where they are.
-        multiplier: Bilinear: s_x / s_y.
-        rounding: ``"half_even"`` or ``"half_up"``.
+        multiplier: Bilinear: s_x / s_y. Nearest keeps the scale.
+        rounding: Bilinear: ``"half_even"`` or ``"half_up"``.
         name: The layer that a message names.
 
     Raises:
@@ -56,19 +57,26 @@ def int8_resize(
         [[[[0, 25, 75, 100]]]]
     """
     check_integer_tensor(name, "x", x, (torch.int8, torch.int16))
-    check_rounding(rounding)
+    check_rounding(rounding, f"{name}: rounding")
     if x.dim() != 4:
         raise ValueError(f"{name}: expected [batch, channels, height, width], got {x.dim()} axes")
     if mode not in ("nearest", "bilinear"):
         raise ValueError(f"{name}: mode={mode!r}: expected 'nearest' or 'bilinear'")
+    if 0 in x.shape[2:]:
+        raise ValueError(f"{name}: there is nothing to resize in shape {tuple(x.shape)}")
+    factor = single_scale(multiplier, f"{name}: multiplier")
     sizes, steps = _sizes(x, size, scale_factor, name)
     if mode == "nearest":
+        if factor != 1.0:
+            raise ValueError(
+                f"{name}: nearest resizing keeps the scale, multiplier={factor} does not; call "
+                "requantize() before it"
+            )
         rows, columns = (
             (torch.arange(out, dtype=torch.float64) * step).floor().long().clamp(max=n - 1)
             for out, step, n in zip(sizes, steps, x.shape[2:], strict=True)
         )
         return x[:, :, rows.to(x.device)[:, None], columns.to(x.device)]
-    factor = float(checked_scale(multiplier, f"{name}: multiplier"))
     values = x.double()
     for axis, (out, step) in enumerate(zip(sizes, steps, strict=True), start=2):
         values = _along(values, axis, out, step, align_corners)
@@ -111,7 +119,7 @@ def _sizes(
         if isinstance(scale_factor, int | float)
         else tuple(float(f) for f in scale_factor)
     )
-    if len(factors) != 2 or min(factors) <= 0:
+    if len(factors) != 2 or not all(0 < f < math.inf for f in factors):
         raise ValueError(f"{name}: scale_factor={scale_factor}: expected one or two positive ones")
     sizes = tuple(int(n * factor) for n, factor in zip(x.shape[2:], factors, strict=True))
     return per_axis(sizes, 2, f"{name}: output size", 1), tuple(1 / f for f in factors)

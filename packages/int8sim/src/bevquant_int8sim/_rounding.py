@@ -10,10 +10,10 @@ __all__ = ["ROUNDINGS", "check_rounding", "round_float", "shift_right"]
 ROUNDINGS = ("half_even", "half_up")
 
 
-def check_rounding(rounding: str) -> str:
+def check_rounding(rounding: str, what: str = "rounding") -> str:
     """Return `rounding`, or refuse what is neither ``"half_even"`` nor ``"half_up"``."""
     if rounding not in ROUNDINGS:
-        raise ValueError(f"rounding={rounding!r}: expected 'half_even' or 'half_up'")
+        raise ValueError(f"{what}={rounding!r}: expected 'half_even' or 'half_up'")
     return rounding
 
 

@@ -7,31 +7,35 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["along_axis", "checked_scale"]
+__all__ = ["along_axis", "checked_scale", "single_scale"]
 
 _SMALLEST = 2.0**-126  # the smallest normal float32: chips flush what lies below
 
 
-def checked_scale(scale: Tensor | float, what: str, *, signed: bool = False) -> Tensor:
+def checked_scale(scale: Tensor | float, what: str) -> Tensor:
     """`scale` as float64 with none or one axis.
 
     Raises:
+        TypeError: It is no number and no tensor of real ones.
         ValueError: It is empty, has two axes or more, or an entry is NaN, infinite, zero, smaller
-            than the smallest normal float32, or negative where `signed` does not allow it.
+            than the smallest normal float32, or negative.
     """
     if not isinstance(scale, Tensor):
-        scale = torch.as_tensor(scale, dtype=torch.float64)  # a Python float would become float32
+        try:  # a Python float would become float32
+            scale = torch.as_tensor(scale, dtype=torch.float64)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"{what}: expected a number, got {type(scale).__name__}") from error
     values = scale.detach()
     if values.is_complex() or values.dtype == torch.bool:
-        raise ValueError(f"{what}: expected real numbers, got {values.dtype}")
+        raise TypeError(f"{what}: expected real numbers, got {values.dtype}")
     values = values.to(torch.float64)
     if values.dim() > 1 or values.numel() == 0:
         raise ValueError(
             f"{what}: expected one number or one per channel, got shape {tuple(values.shape)}"
         )
-    size = values.abs() if signed else values
-    bad = ~((size >= _SMALLEST) & torch.isfinite(size))
-    if bool(bad.any()):
+    low, high = (float(end) for end in values.aminmax())  # both are NaN where an entry is
+    if not _SMALLEST <= low <= high < math.inf:
+        bad = ~((values >= _SMALLEST) & torch.isfinite(values))
         entry = int(bad.reshape(-1).nonzero()[0])
         number = float(values.reshape(-1)[entry])
         where = f" of channel {entry}" if values.dim() else ""
@@ -40,6 +44,19 @@ def checked_scale(scale: Tensor | float, what: str, *, signed: bool = False) -> 
             f"{what}{where} is {number}, which is {reason}; calibrate the range it comes from"
         )
     return values
+
+
+def single_scale(scale: Tensor | float, what: str) -> float:
+    """One positive number.
+
+    Raises:
+        TypeError: As `checked_scale`.
+        ValueError: As `checked_scale`, or there are several.
+    """
+    values = checked_scale(scale, what)
+    if values.numel() != 1:
+        raise ValueError(f"{what}: expected one number, got {values.numel()}, one per channel")
+    return float(values)
 
 
 def along_axis(values: Tensor, like: Tensor, axis: int, what: str) -> Tensor:

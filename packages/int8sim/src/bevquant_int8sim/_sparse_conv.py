@@ -135,6 +135,8 @@ def _as_matrices(weight: Tensor, rulebook: Rulebook, layout: WeightLayout) -> Te
 def _check_weight(
     features: Tensor, weight: Tensor, rulebook: Rulebook, layout: WeightLayout, name: str
 ) -> None:
+    if not isinstance(rulebook, Rulebook):
+        raise TypeError(f"{name}: rulebook must be a Rulebook, got {type(rulebook).__name__}")
     if not isinstance(layout, WeightLayout):
         raise TypeError(f"{name}: layout must be a WeightLayout, got {layout!r}")
     if features.dim() != 2 or features.shape[0] != rulebook.num_in:

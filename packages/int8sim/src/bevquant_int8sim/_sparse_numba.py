@@ -60,10 +60,10 @@ def sparse_calls(
         output: How accumulators become int8.
     """
     tables = {
-        P.BOUNDS: plan.bounds.ctypes.data,
-        P.OFFSETS: plan.offsets.ctypes.data,
-        P.ROWS: plan.rows.ctypes.data,
-        P.OUT_ROWS: plan.out_rows.ctypes.data,
+        P.BOUNDS: plan.bounds,
+        P.OFFSETS: plan.offsets,
+        P.ROWS: plan.rows,
+        P.OUT_ROWS: plan.out_rows,
     }
     seen = int(plan.bounds[-1]) * packed.rows
     init = first_sums(packed, bias)

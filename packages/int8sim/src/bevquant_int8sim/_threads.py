@@ -2,52 +2,119 @@
 
 Numba's own parallel layers are neither: ``workqueue`` aborts on concurrent use and GNU OpenMP
 aborts in a forked child, so a data loader's worker could kill the process. The kernels here
-release the GIL and write disjoint places, which is all that plain threads need.
+release the GIL and write disjoint places, which is all that plain threads need. A layer is shorter
+than it takes to wake a thread ten times, so threads stay awake for a moment after each call.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from itertools import count as counter
-from threading import Lock
+from threading import Lock, Thread
 
 import torch
 
+from bevquant_int8sim._spin import changed, new_cell
+
+__all__ = ["share"]
+
+
+class _Job:
+    """Calls that any number of threads take from."""
+
+    def __init__(self, work: Callable[[int], object], count: int) -> None:
+        self.error: BaseException | None = None
+        self._work, self._count = work, count
+        self._tickets, self._finished = counter(), counter(1)
+        self._done, self._gate = new_cell(), Lock()
+        self._gate.acquire()
+
+    def take_part(self) -> None:
+        """Make calls until none is left; after an error the rest are only counted."""
+        while (index := next(self._tickets)) < self._count:
+            try:
+                if self.error is None:
+                    self._work(index)
+            except BaseException as error:
+                self.error = error
+            if next(self._finished) == self._count:
+                self._done[0] = 1
+                self._gate.release()
+
+    def wait(self) -> None:
+        """Wait for the calls that other threads still make."""
+        if not changed(self._done, 0):
+            self._gate.acquire()
+
+
+class _Team:
+    """Threads that take part in the newest job. Who comes late finds nothing left to do."""
+
+    def __init__(self, size: int) -> None:
+        self._lock, self._turn = Lock(), new_cell()
+        self._job: _Job | None = None
+        self._asleep: list[Lock] = []
+        for number in range(size):
+            Thread(target=self._serve, name=f"bevquant-int8-{number}", daemon=True).start()
+
+    def run(self, job: _Job) -> None:
+        """Work on `job` together with the team."""
+        with self._lock:
+            self._job = job
+            self._turn[0] += 1
+            asleep, self._asleep = self._asleep, []
+        for gate in asleep:
+            gate.release()
+        job.take_part()
+        job.wait()
+        with self._lock:
+            if self._job is job:
+                self._job = None  # what it refers to may be large
+
+    def _serve(self) -> None:
+        gate, seen = Lock(), 0
+        gate.acquire()
+        while True:
+            if not changed(self._turn, seen):
+                with self._lock:
+                    idle = int(self._turn[0]) == seen
+                    if idle:
+                        self._asleep.append(gate)
+                if idle:
+                    gate.acquire()
+            with self._lock:
+                seen, job = int(self._turn[0]), self._job
+            if job is not None:
+                job.take_part()
+            del job
+
+
 _lock = Lock()
-_pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
+_teams: dict[tuple[int, int], _Team] = {}
 
 
-def _pool(workers: int) -> ThreadPoolExecutor:
-    # Threads do not survive a fork, so a child process gets a pool of its own.
-    key = (os.getpid(), workers)
+def _team(size: int) -> _Team:
+    # Threads do not survive a fork, so a child process gets a team of its own.
+    key = (os.getpid(), size)
     with _lock:
-        if key not in _pools:
-            _pools[key] = ThreadPoolExecutor(workers, thread_name_prefix="bevquant-int8")
-        return _pools[key]
+        if key not in _teams:
+            _teams[key] = _Team(size)
+        return _teams[key]
 
 
 def share(work: Callable[[int], object], count: int) -> None:
     """Call ``work(0) … work(count − 1)``, each once, on up to ``torch.get_num_threads()`` threads.
 
     The calling thread takes part. Which thread runs which call is left open: calls must write
-    disjoint places.
+    disjoint places. The first error that a call raises is raised here, once no call runs any more.
     """
     threads = min(torch.get_num_threads(), count)
     if threads <= 1:
         for index in range(count):
             work(index)
         return
-    tickets = counter()
-
-    def run() -> None:
-        while (index := next(tickets)) < count:
-            work(index)
-
-    helpers = [_pool(threads - 1).submit(run) for _ in range(threads - 1)]
-    try:
-        run()
-    finally:
-        for helper in helpers:
-            helper.result()
+    job = _Job(work, count)
+    _team(torch.get_num_threads() - 1).run(job)
+    if job.error is not None:
+        raise job.error

@@ -24,6 +24,7 @@ from bevquant_int8sim._ir import (
     add_bytes,
     load_at,
     pointer,
+    prefetch,
     row_address,
 )
 from bevquant_int8sim._parameters import P
@@ -86,11 +87,12 @@ def _loop(
         block = cgutils.alloca_once(builder, ir.ArrayType(INTS, rows * vectors))
         memory = builder.ptrtoint(block, INT64)
         with cgutils.for_range_slice(builder, first, stop, INT64(1), intp=INT64) as (t, _):
+            out_rows = add_bytes(builder, p[P.OUT_ROWS], t, 4 * rows)
+            _fetch_early(builder, p, out_rows, rows)
             tile(builder, p, t, sums)
             for i, place in enumerate(place for line in sums for place in line):
                 at = builder.gep(pointer(builder, memory, INTS), [INT64(i)])
                 builder.store(builder.load(place), at)
-            out_rows = add_bytes(builder, p[P.OUT_ROWS], t, 4 * rows)
             emit_epilogue(builder, p, memory, out_rows, rows, vectors)
         return context.get_dummy_value()
 
@@ -98,6 +100,15 @@ def _loop(
         return types.void(types.int64, types.int64, types.int64), codegen
 
     return intrinsic(loop)
+
+
+def _fetch_early(builder: ir.IRBuilder, p: dict[P, Any], out_rows: Any, rows: int) -> None:
+    """Fetch what the epilogue will read and write, anywhere in memory, during the products."""
+    for r in range(rows):
+        row = builder.sext(load_at(builder, out_rows, INT32, r, align=4), INT64)
+        prefetch(builder, add_bytes(builder, p[P.OUT], row, p[P.OUT_STRIDE]), write=True)
+        other = add_bytes(builder, p[P.RESIDUAL], row, p[P.RESIDUAL_STRIDE])
+        prefetch(builder, other, write=False)
 
 
 def _present(builder: ir.IRBuilder, p: dict[P, Any], names: Any, r: int) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,17 +15,21 @@ __all__ = ["Requantization", "Residual"]
 class Residual:
     """A tensor to add after requantization: ``q = clamp(round((q + other)·scale))``.
 
+    Or `at_once`, before anything is rounded: ``q = clamp(round(acc·multiplier + other·scale))``.
+
     Attributes:
         rows: int8 ``[rows, columns]``, a row for each output row.
-        scale: The operands' scale over that of the sum.
+        scale: The operands' scale over that of the sum; of `other` alone where it is `at_once`.
         low: Lower clamp of the sum; 0 for a ReLU behind it.
         high: Upper clamp of the sum.
+        at_once: Whether the sum is rounded once.
     """
 
     rows: npt.NDArray[Any]
     scale: float
     low: int
     high: int
+    at_once: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,17 +49,21 @@ class Requantization:
     residual: Residual | None = None
 
     def limits(self) -> npt.NDArray[np.float64]:
-        """The five numbers of the kernels' parameter LIMITS."""
-        sum_limits = (
-            (1.0, 0, 0)
-            if self.residual is None
-            else (self.residual.scale, self.residual.low, self.residual.high)
-        )
-        return np.array([self.low, self.high, *sum_limits], np.float64)
+        """The six numbers of the kernels' parameter LIMITS."""
+        added = self.residual
+        if added is None:
+            return np.array([self.low, self.high, 1.0, 0, 0, 0], np.float64)
+        if added.at_once:
+            return np.array([added.low, added.high, 1.0, 0, 0, added.scale], np.float64)
+        sum_limits = (added.scale, added.low, added.high)
+        return np.array([self.low, self.high, *sum_limits, 0], np.float64)
 
     def part(self, columns: slice, padded: int) -> Requantization:
         """The same for some of the output channels, filled to `padded` columns."""
         factors = np.ones(padded)
         chosen = self.multiplier[columns]
         factors[: len(chosen)] = chosen
-        return Requantization(factors, self.low, self.high)
+        residual = self.residual
+        if residual is not None:
+            residual = replace(residual, rows=residual.rows[:, columns.start :])
+        return Requantization(factors, self.low, self.high, residual)

@@ -13,7 +13,12 @@ __all__ = ["int8_to_dense"]
 
 
 def int8_to_dense(
-    features: Tensor, indices: Tensor, spatial_shape: Sequence[int], batch_size: int
+    features: Tensor,
+    indices: Tensor,
+    spatial_shape: Sequence[int],
+    batch_size: int,
+    *,
+    name: str = "int8_to_dense",
 ) -> Tensor:
     """Scatter integer voxel features into a grid of zeros.
 
@@ -26,12 +31,13 @@ def int8_to_dense(
         indices: int32 (or int64) ``[rows, 1 + axes]``, every row another voxel.
         spatial_shape: Voxels per axis.
         batch_size: Number of samples.
+        name: The layer that a message names.
 
     Returns:
         ``[batch_size, channels, *spatial_shape]`` of the features' type.
 
     Raises:
-        TypeError: `features` are no integers.
+        TypeError: `features` or `indices` are no integers.
         ValueError: A coordinate lies outside of the grid, or shapes disagree.
 
     Example:
@@ -40,13 +46,13 @@ def int8_to_dense(
         >>> tuple(dense.shape), dense[0, :, 1, 2].tolist()
         ((1, 2, 3, 4), [7, -7])
     """
-    check_integer_tensor(
-        "int8_to_dense", "features", features, (torch.int8, torch.int16, torch.int32)
-    )
+    check_integer_tensor(name, "features", features, (torch.int8, torch.int16, torch.int32))
+    if indices.is_floating_point():
+        raise TypeError(f"{name}: indices must be integers, got {indices.dtype}")
     shape = tuple(int(n) for n in spatial_shape)
     if features.dim() != 2 or tuple(indices.shape) != (len(features), 1 + len(shape)):
         raise ValueError(
-            f"int8_to_dense: features {tuple(features.shape)} and indices {tuple(indices.shape)} "
+            f"{name}: features {tuple(features.shape)} and indices {tuple(indices.shape)} "
             f"do not fit a grid of {len(shape)} axes: expected [rows, channels] and "
             f"[rows, {1 + len(shape)}]"
         )
@@ -55,7 +61,7 @@ def int8_to_dense(
     if bool(outside.any()):
         row = int(outside.nonzero()[0, 0])
         raise ValueError(
-            f"int8_to_dense: row {row} lies at {indices[row].tolist()}, outside of batch size and "
+            f"{name}: row {row} lies at {indices[row].tolist()}, outside of batch size and "
             f"grid {(batch_size, *shape)}"
         )
     channels = features.shape[1]

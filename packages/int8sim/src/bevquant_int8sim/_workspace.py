@@ -42,6 +42,8 @@ class _Pool:
 
     def give_back(self, block: Any) -> None:
         """Keep a block for later, in place of the oldest ones where there are too many."""
+        if block.nbytes > self._budget:
+            return  # all others would have to go
         with self._lock:
             self._blocks.append(block)
             self._bytes += block.nbytes

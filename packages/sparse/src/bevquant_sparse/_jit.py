@@ -22,7 +22,7 @@ def compiled(signature: str) -> Callable[[Callable[..., Any]], Any]:
     def decorate(function: Callable[..., Any]) -> Any:
         try:
             return njit(signature, nogil=True, cache=True)(function)
-        except (RuntimeError, OSError):  # no writable place for a cache, or a broken one
+        except Exception:  # no writable place for a cache, or a damaged one: unpickling raises any
             return njit(signature, nogil=True)(function)
 
     return decorate

@@ -4,9 +4,10 @@ from bevfusion_quant.integer._islands import FloatIsland
 from bevfusion_quant.integer._save import SavedPart
 from bevfusion_quant.integer._simulation import Backend, Simulation, check_backend, simulate_model
 from bevfusion_quant.integer._stages import IntegerStage
-from bevfusion_quant.integer._text import simulation_text
+from bevfusion_quant.integer._text import QUERIES, simulation_text
 
 __all__ = [
+    "QUERIES",
     "Backend",
     "FloatIsland",
     "IntegerStage",

@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
+from torch import nn
+
 from bevfusion_quant.model import PART_PATHS
 from bevfusion_quant.ptq._branches import Branch, quantized_parts, why_float
+from bevquant_sparse import is_sparse_conv
 
 if TYPE_CHECKING:
     from bevfusion_quant.model import BEVFusion
@@ -30,8 +33,8 @@ def float_islands(
 ) -> tuple[FloatIsland, ...]:
     """The islands with the reason that lies furthest back.
 
-    Of a part without any quantizer that is the choice not to quantize it; of a single layer in a
-    quantized part, that it got no quantizers.
+    Of a part without any quantizer that is the choice not to quantize it; of a convolution or
+    linear layer in a quantized part, that it was left out.
     """
     chosen = cast(Branch, branch)
     with_head = any("_quantizer" in path for path, _ in _modules(model, PART_PATHS["head"]))
@@ -46,14 +49,22 @@ def float_islands(
         part = next((path for path in left if _below(island.path, path)), None)
         if part is not None:
             reason = left[part]
-        elif type(known.get(island.path)).__name__ == island.what:
-            reason = f"the layer has no quantizers: {reason}"
+        elif _could_be_quantized(known.get(island.path), island.what):
+            reason = "it was left without quantizers, as --exclude said"
         found.append(FloatIsland(island.path, island.what, reason))
     return tuple(found)
 
 
 def _modules(model: BEVFusion, below: str) -> list[tuple[str, object]]:
     return [(path, module) for path, module in model.named_modules() if _below(path, below)]
+
+
+def _could_be_quantized(module: nn.Module | None, what: str) -> bool:
+    """Whether the island is the module itself, of a kind that gets quantizers."""
+    if module is None or hasattr(module, "_input_quantizer"):
+        return False
+    kinds = (nn.Conv1d, nn.Conv2d, nn.ConvTranspose2d, nn.Linear)
+    return type(module).__name__ == what and (isinstance(module, kinds) or is_sparse_conv(module))
 
 
 def _below(path: str, part: str) -> bool:

@@ -51,7 +51,7 @@ def save_parts(
     """Write the model to `folder/model`, or its units to `folder/<path>`.
 
     A program can be saved if it calls torch's own functions alone; the view transform's splat and
-    the head's choice of queries are functions of this program.
+    the head's choice of queries are functions of this program. Each unit takes and gives floats.
     """
     folder.mkdir()
     saved = _saved(folder, WHOLE, model)
@@ -80,5 +80,7 @@ def _saved(folder: Path, name: str, model: IntegerModel) -> SavedPart:
     try:
         model.save(folder / name)
     except ValueError as error:
-        return SavedPart(name, "", str(error))
+        text = str(error)
+        own = dict.fromkeys(i.what for i in model.islands if f"({i.what})" in text)
+        return SavedPart(name, "", f"a file cannot hold {', '.join(own)}" if own else text)
     return SavedPart(name, f"{folder.name}/{name}")

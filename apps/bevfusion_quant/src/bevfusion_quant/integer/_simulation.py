@@ -62,6 +62,11 @@ class Simulation:
         """Layers more than one step apart on the same inputs, without a known reason."""
         return tuple(r for r in self.layers if (r.forced_max_steps or 0) > 1 and not r.why)
 
+    @property
+    def explained(self) -> tuple[LayerRow, ...]:
+        """Layers more than one step apart on the same inputs, whose row says why."""
+        return tuple(r for r in self.layers if (r.forced_max_steps or 0) > 1 and r.why)
+
     def summary(self) -> dict[str, Any]:
         """Everything, for summary.json."""
         first = self.first_departure
@@ -69,6 +74,7 @@ class Simulation:
             "backend": self.backend,
             "first_departure": None if first is None else first.path,
             "wrong": [row.path for row in self.wrong],
+            "explained": [row.path for row in self.explained],
             "frame_seconds": self.frame_seconds,
             "stages": self.stages,
             "layers": self.layers,

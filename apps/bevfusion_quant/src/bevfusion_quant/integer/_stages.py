@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from bevquant_int8sim import LayerRow
 
-__all__ = ["IntegerStage", "integer_stages"]
+__all__ = ["IntegerStage", "in_integers", "integer_stages"]
 
 # Stage → title, the module paths that belong to it.
 _STAGES = {
@@ -31,14 +31,14 @@ class IntegerStage:
     Attributes:
         stage: Its name.
         title: Its title.
-        layer: The last layer in it.
+        layer: The last step in it.
         integers: How many of its steps compute in integers, and
         floats: in float.
-        fake_sqnr_db: Of the last layer's output, fake-quantized against float; None where equal.
+        fake_sqnr_db: Of the last step's output, fake-quantized against float; None where equal.
         integer_sqnr_db: In integers against float.
         max_steps: Largest difference of fake-quant and integer results in the stage, in steps of
-            the layer's output; None without a layer in integers.
-        mean_steps: Mean of its size at the last layer in integers.
+            the layer's output; None where no output is held in integers.
+        mean_steps: Mean of its size at the last output that is.
         forced_max_steps: Largest difference of a layer in the stage on the same inputs.
     """
 
@@ -52,6 +52,14 @@ class IntegerStage:
     max_steps: int | None
     mean_steps: float | None
     forced_max_steps: int | None
+
+
+def in_integers(row: LayerRow) -> bool:
+    """Whether the step computes in integers, whatever its reader takes: a last layer gives floats.
+
+    Only layers have accumulators.
+    """
+    return row.form != "float" or row.peak_bits is not None
 
 
 def integer_stages(layers: Sequence[LayerRow], parts: Sequence[str]) -> tuple[IntegerStage, ...]:
@@ -71,12 +79,13 @@ def _lies_in(path: str, paths: Sequence[str]) -> bool:
 def _stage(stage: str, title: str, rows: Sequence[LayerRow]) -> IntegerStage:
     exact = [row for row in rows if row.max_steps is not None]
     last = rows[-1]
+    computed = sum(map(in_integers, rows))
     return IntegerStage(
         stage,
         title,
         last.path,
-        sum(row.form != "float" for row in rows),
-        sum(row.form == "float" for row in rows),
+        computed,
+        len(rows) - computed,
         last.fake_sqnr_db,
         last.integer_sqnr_db,
         max((row.max_steps or 0 for row in exact), default=None),

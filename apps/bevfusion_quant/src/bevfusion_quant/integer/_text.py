@@ -5,47 +5,76 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from bevfusion_quant.ptq._summary import aligned_table, or_dash
+from bevfusion_quant.integer._stages import in_integers
+from bevfusion_quant.ptq._summary import agreement_text, aligned_table, or_dash
 
 if TYPE_CHECKING:
     from bevfusion_quant.integer._simulation import Simulation
     from bevquant_int8sim import LayerRow
 
-__all__ = ["simulation_text", "verdict"]
+__all__ = ["QUERIES", "simulation_text", "verdict"]
+
+QUERIES = (
+    "Behind the head's choice of queries the models may look at different places of the map; "
+    "their figures there say little."
+)
+_LONGEST = 46
 
 
 def simulation_text(simulation: Simulation, *, layers: bool) -> str:
-    """Tables of at most 100 columns: stages, and layers if wanted; then who departs first."""
-    parts = [_stage_table(simulation)]
+    """What departs first, then tables: layers if wanted, stages, detections; kernels and time."""
+    parts = ["\n".join(verdict(simulation)), _stage_table(simulation)]
     if layers:
-        exact = [row for row in simulation.layers if row.form != "float"]
-        parts.insert(0, _layer_table(exact))
-        count = len(simulation.layers) - len(exact)
-        if count:
-            parts.insert(1, f"and {count} steps in float, which the page lists with the reasons")
+        computed = [row for row in simulation.layers if in_integers(row)]
+        floats = len(simulation.layers) - len(computed)
+        more = f"\nand {_counted(floats, 'step')} in float; the page says why" if floats else ""
+        parts.insert(0, _layer_table(computed) + more)
+    if simulation.agreement:
+        detections = agreement_text(simulation.agreement, simulation.found, "integer")
+        parts += ["Detections, float against integer, same class", detections]
     seconds = ", ".join(f"{s:.2f}" for s in simulation.frame_seconds[:8])
     more = " …" if len(simulation.frame_seconds) > 8 else ""
-    parts += [
-        verdict(simulation),
-        f"Kernels: {simulation.backend}; seconds in integers, frame by frame: {seconds}{more}",
-    ]
+    parts.append(
+        f"Kernels: {simulation.backend}; seconds in integers, frame by frame: {seconds}{more}"
+    )
     return "\n\n".join(parts)
 
 
-def verdict(simulation: Simulation) -> str:
-    """Which layer departs first and by how much, and whether any layer is wrong in itself."""
+def verdict(simulation: Simulation) -> list[str]:
+    """Which layer departs first and by how much; which layers are off by themselves, and why."""
     first = simulation.first_departure
     text = "Integer and fake-quantized results agree within one step everywhere."
     if first is not None:
         text = (
-            f"{first.path} departs first: up to {first.max_steps} steps from the fake-quantized "
-            f"result, {100 * (first.off or 0):.2g} % of its values differ."
+            f"{first.path} ({first.op}) departs first: up to {_counted(first.max_steps, 'step')} "
+            f"from the fake-quantized result, {100 * (first.off or 0):.2g} % of its values differ; "
+            f"on the same input {_up_to(first.forced_max_steps)}."
         )
-    wrong = simulation.wrong
-    if wrong:
-        named = ", ".join(f"{row.path} ({row.forced_max_steps} steps)" for row in wrong[:5])
-        return f"{text}\nOn the same inputs these are more than one step apart: {named}."
-    return f"{text}\nOn the same inputs every layer agrees within one step, or says why not."
+    lines = [text]
+    if simulation.wrong:
+        lines.append(f"WRONG on the same input: {_named(simulation.wrong)}.")
+    for row in simulation.explained:
+        steps = _counted(row.forced_max_steps, "step")
+        lines.append(f"On the same input {row.path} is {steps} off: {row.why}.")
+    if len(lines) == 1:
+        lines.append("On the same input every layer agrees within one step.")
+    if any(row.path.startswith("heads.") and in_integers(row) for row in simulation.layers):
+        lines.append(QUERIES)
+    return lines
+
+
+def _named(rows: Sequence[LayerRow]) -> str:
+    more = f" and {len(rows) - 5} more" if len(rows) > 5 else ""
+    named = (f"{row.path} ({_counted(row.forced_max_steps, 'step')})" for row in rows[:5])
+    return ", ".join(named) + more
+
+
+def _up_to(steps: int | None) -> str:
+    return f"up to {_counted(steps, 'step')}" if steps else "none"
+
+
+def _counted(number: int | None, thing: str) -> str:
+    return f"{number or 0} {thing}{'s' * (number != 1)}"
 
 
 def _stage_table(simulation: Simulation) -> str:
@@ -69,14 +98,19 @@ def _stage_table(simulation: Simulation) -> str:
 
 
 def _layer_table(rows: Sequence[LayerRow]) -> str:
-    head = ("layer", "fake dB", "int dB", "max", "mean", "off %", "same", "sat %", "bits")
+    head = (
+        "layer", "step", "fake dB", "int dB", "cosine", "max", "mean", "off %", "same", "sat %",
+        "bits",
+    )  # fmt: skip
     return aligned_table(
         head,
         [
             (
                 _short(row.path),
+                row.op.removesuffix(" + ReLU"),
                 or_dash(row.fake_sqnr_db, ".1f"),
                 or_dash(row.integer_sqnr_db, ".1f"),
+                or_dash(row.integer_cosine, ".4f"),
                 or_dash(row.max_steps, ".0f"),
                 or_dash(row.mean_steps, ".3f"),
                 or_dash(None if row.off is None else row.off * 100, ".2f"),
@@ -90,6 +124,6 @@ def _layer_table(rows: Sequence[LayerRow]) -> str:
 
 
 def _short(path: str) -> str:
-    """At most 50 characters: the beginning is cut, the layer's own name stays."""
+    """The beginning of a long path is cut, the layer's own name stays."""
     short = path.removeprefix("encoders.").replace(".encoder_layers.", ".")
-    return short if len(short) <= 50 else "…" + short[-49:]
+    return short if len(short) <= _LONGEST else "…" + short[1 - _LONGEST :]

@@ -19,7 +19,7 @@ from bevfusion_quant.ptq._compare import LayerRow
 from bevfusion_quant.ptq._judge import judge
 from bevfusion_quant.ptq._load_run import load_run
 from bevfusion_quant.ptq._page import write_page, write_pictures
-from bevfusion_quant.ptq._run_folder import CONFIG_FILE, RUN_FORMAT, run_folder
+from bevfusion_quant.ptq._run_folder import CONFIG_FILE, RUN_FORMAT, RUN_VERSIONS, run_folder
 from bevfusion_quant.ptq._stage_maps import StageRow
 from bevfusion_quant.ptq._summary import peak_memory_mib, versions, write_json
 
@@ -108,7 +108,9 @@ def run_evaluate(
             "weights": config.get("weights"),
             "cameras": cameras,
         }
-        write_json(folder / CONFIG_FILE, {"format": RUN_FORMAT, "version": 2, **settings})
+        write_json(
+            folder / CONFIG_FILE, {"format": RUN_FORMAT, "version": RUN_VERSIONS[-1], **settings}
+        )
         with clock.step("page"):
             write_page(
                 folder / "report.html",
@@ -130,7 +132,7 @@ def run_evaluate(
             folder / "summary.json",
             {
                 "format": RUN_FORMAT,
-                "version": 2,
+                "version": RUN_VERSIONS[-1],
                 "command": command,
                 "evaluates": str(run),
                 "versions": versions(),

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.model import CONFIGS, build_model
 from bevfusion_quant.ptq._branches import built_parts
-from bevfusion_quant.ptq._run_folder import CONFIG_FILE, RUN_FORMAT
+from bevfusion_quant.ptq._record import MODEL_FILES, sha256
+from bevfusion_quant.ptq._run_folder import CONFIG_FILE, RUN_FORMAT, RUN_VERSIONS
 from bevfusion_quant.ptq._stages import example_batch, fuse_branch, quantize_branch
 
 if TYPE_CHECKING:
@@ -56,6 +57,11 @@ def read_run_config(folder: str | Path) -> dict[str, Any]:
         config: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         if config["format"] != RUN_FORMAT:
             raise ValueError(f"its format is {config['format']!r}")
+        if config.get("version", 1) not in RUN_VERSIONS:
+            raise ValueError(
+                f"its schema is version {config['version']!r}, this program reads "
+                f"{RUN_VERSIONS[0]} to {RUN_VERSIONS[-1]}"
+            )
         if "evaluates" in config:
             raise ValueError(f"it is an evaluation of {config['evaluates']}, which has the model")
         if config["config"] not in CONFIGS:
@@ -81,6 +87,10 @@ def load_run(folder: str | Path) -> LoadedRun:
     try:
         sizes, branch = CONFIGS[config["config"]], config.get("branch", "lidar")
         example = example_batch(sizes)
+        for name in MODEL_FILES:
+            found = sha256(folder / name)
+            if config.get("sha256", {}).get(name, found) != found:  # older runs do not say
+                raise ValueError(f"{name} is not the file that the run wrote")
         state = load_file(folder / "weights.safetensors")
         fused = fuse_branch(build_model(sizes, built_parts(branch)), example).model
         model = quantize_branch(

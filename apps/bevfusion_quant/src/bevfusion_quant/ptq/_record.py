@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,12 +14,17 @@ if TYPE_CHECKING:
     from bevquant_quantizers import CalibrationReport
 
 __all__ = [
+    "MODEL_FILES",
     "calibration_record",
     "calibration_warnings",
     "fusion_record",
     "quantization_record",
     "save_model",
+    "sha256",
 ]
+
+MODEL_FILES = ("weights.safetensors", "ranges.json")
+"""What `save_model` writes."""
 
 
 def fusion_record(result: FusionResult) -> dict[str, Any]:
@@ -63,8 +69,12 @@ def plain(value: Any) -> Any:
     return str(value)
 
 
-def save_model(folder: Path, model: BEVFusion) -> None:
-    """Write weights.safetensors (folded weights and ranges) and ranges.json (ranges alone)."""
+def save_model(folder: Path, model: BEVFusion) -> dict[str, str]:
+    """Write weights.safetensors (folded weights and ranges) and ranges.json (ranges alone).
+
+    Returns:
+        The sha256 of each, by name: what `load_run` knows them by.
+    """
     from safetensors.torch import save_file
 
     from bevquant_quantizers import save_ranges
@@ -76,3 +86,10 @@ def save_model(folder: Path, model: BEVFusion) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
     # safetensors writes for the owner alone; the run's other files are readable as the umask says.
     path.chmod((folder / "ranges.json").stat().st_mode)
+    return {name: sha256(folder / name) for name in MODEL_FILES}
+
+
+def sha256(path: Path) -> str:
+    """The digest of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

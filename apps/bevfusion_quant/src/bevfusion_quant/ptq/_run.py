@@ -28,7 +28,7 @@ from bevfusion_quant.ptq._record import (
     quantization_record,
     save_model,
 )
-from bevfusion_quant.ptq._run_folder import CONFIG_FILE, RUN_FORMAT, run_folder
+from bevfusion_quant.ptq._run_folder import CONFIG_FILE, RUN_FORMAT, RUN_VERSIONS, run_folder
 from bevfusion_quant.ptq._stage_maps import StageRow, whole_output
 from bevfusion_quant.ptq._stages import (
     Method,
@@ -176,10 +176,16 @@ def run_ptq(
         with clock.step("draw"):
             write_pictures(folder, sizes, batches.first_frame, judgement, stage)
         with clock.step("write"):
-            save_model(folder, quantized.model)
+            digests = save_model(folder, quantized.model)
             write_json(
                 folder / CONFIG_FILE,
-                {"format": RUN_FORMAT, "version": 2, **asdict(config), "sizes": asdict(sizes)},
+                {
+                    "format": RUN_FORMAT,
+                    "version": RUN_VERSIONS[-1],
+                    **asdict(config),
+                    "sizes": asdict(sizes),
+                    "sha256": digests,
+                },
             )
         records: dict[str, Any] = {
             "fusion": {**fusion_record(fused.result), "largest_relative_change": folding_error},
@@ -205,7 +211,7 @@ def run_ptq(
         seconds, peak = clock.seconds(), round(peak_memory_mib(), 1)
         summary = {
             "format": RUN_FORMAT,
-            "version": 2,
+            "version": RUN_VERSIONS[-1],
             "command": command,
             "versions": versions(),
             "threads": torch.get_num_threads(),

@@ -15,10 +15,12 @@ from pathlib import Path
 
 from bevfusion_quant._errors import InputError
 
-__all__ = ["CONFIG_FILE", "RUN_FORMAT", "free_name", "run_folder"]
+__all__ = ["CONFIG_FILE", "RUN_FORMAT", "RUN_VERSIONS", "free_name", "run_folder"]
 
 CONFIG_FILE = "config.json"
 RUN_FORMAT = "bevfusion-quant run"
+RUN_VERSIONS = (1, 2)
+"""Schemas of runs that can be read; the last one is written."""
 
 
 def free_name(runs: Path, stem: str) -> str:

@@ -86,9 +86,11 @@ def stage_table(rows: Sequence[StageRow]) -> str:
     )
 
 
-def agreement_text(agreement: Sequence[AgreementRow], found: Sequence[FoundRow]) -> str:
-    """How many detections of the two models match, and how many labels they find."""
-    head = ("within", "float", "quantized", "matched", "mean |Δscore|", "max |Δscore|")
+def agreement_text(
+    agreement: Sequence[AgreementRow], found: Sequence[FoundRow], other: str = "quantized"
+) -> str:
+    """How many detections of float and `other` model match, and how many labels they find."""
+    head = ("within", "float", other, "matched", "mean |Δscore|", "max |Δscore|")
     text = aligned_table(
         head,
         [
@@ -105,7 +107,7 @@ def agreement_text(agreement: Sequence[AgreementRow], found: Sequence[FoundRow])
     )
     if not found:
         return text
-    columns = ("within", "labels", "found by float", "found by quantized")
+    columns = ("within", "labels", "found by float", f"found by {other}")
     cells = [
         (f"{r.distance:g} m", str(r.labels), str(r.found_float), str(r.found_quantized))
         for r in found

@@ -1,4 +1,4 @@
-"""The model in integers: stages, every step, what stays float."""
+"""The model in integers: what departs first, stages, every step, what stays float."""
 
 from __future__ import annotations
 
@@ -6,50 +6,42 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from bevfusion_quant.report._format import count, decibels, fixed, part_of, percent
+from bevfusion_quant.integer import QUERIES
+from bevfusion_quant.report._format import count, fixed, percent
 from bevfusion_quant.report._html import Html, join, path_name, tag
-from bevfusion_quant.report._section import Section, field, select
-from bevfusion_quant.report._table import Column, cell, share, table_head
+from bevfusion_quant.report._integer_table import integer_controls, integer_table
+from bevfusion_quant.report._section import Section
 
 if TYPE_CHECKING:
-    from bevfusion_quant.integer import FloatIsland, SavedPart, Simulation
+    from bevfusion_quant.integer import FloatIsland, IntegerStage, SavedPart, Simulation
     from bevfusion_quant.ptq import AgreementRow
     from bevquant_int8sim import LayerRow
 
 __all__ = ["integers_section"]
 
 DASH = "–"
-COLUMNS = (
-    Column("order", "#", "order of execution", "minor"),
-    Column("layer", "Layer", "path in the model", "name", is_text=True),
-    Column("kind", "Step", "what it computes", "minor", is_text=True),
-    Column("form", "Output", "how the output is held", "minor", is_text=True),
-    Column("fake", "Fake dB", "SQNR of the fake-quantized output against float", "minor"),
-    Column("sqnr", "Integer dB", "SQNR of the integer output against float"),
-    Column("most", "Max steps", "largest difference of integer and fake-quantized output, each "
-           "model on its own, in steps of the output", first="descending"),
-    Column("mean", "Mean steps", "mean of its size", first="descending"),
-    Column("off", "Differ", "share of output values that differ", "minor", first="descending"),
-    Column("forced", "Same input", "largest difference where the fake-quantized layer is given the "
-           "integer model's input", first="descending"),
-    Column("saturated", "Saturated", "share of output values beyond the range",
-           first="descending"),
-    Column("bits", "Acc. bits", "bits of the largest accumulator, sign included", "minor",
-           first="descending"),
-)  # fmt: skip
-BY_KEY = {column.key: column for column in COLUMNS}
+HOW_TO_READ = (
+    "Three executions on the same frames: float, fake-quantized, and integers as an INT8 chip "
+    "computes them. Outputs are compared as the layer behind reads them, so quantized; a step is "
+    "one integer of the output. Max, mean and differ: every model on its own activations, where "
+    "a single step early on grows from layer to layer. Same input: the fake-quantized layer is "
+    "given the integer model's input, which leaves the layer's own rounding, 0 or 1 step. A dash: "
+    "the output is float, or a 32-bit sum that the addition behind it reads. Float steps that are "
+    "equal in all three are left out."
+)
 
 
 def integers_section(simulation: Simulation) -> Section:
     """What departs first, then stages, steps and float islands."""
     html = tag(
         "div",
-        *(tag("p", line, class_="note") for line in _about(simulation)),
-        tag("div", _stages(simulation), _agreement(simulation.agreement), class_="columns"),
-        _controls(simulation.layers),
+        *(tag("p", line) for line in _verdict(simulation)),
+        tag("p", *_how_to_read(simulation.layers), class_="note about"),
+        tag("div", _stages(simulation.stages), _agreement(simulation.agreement), class_="columns"),
+        integer_controls(simulation.layers),
         tag(
             "div",
-            _table(simulation.layers),
+            integer_table(simulation.layers),
             class_="scroll",
             tabindex=0,
             role="region",
@@ -61,27 +53,44 @@ def integers_section(simulation: Simulation) -> Section:
     return Section("integers", "Integer simulation", html)
 
 
-def _about(simulation: Simulation) -> Iterator[Html]:
-    first, wrong = simulation.first_departure, simulation.wrong
+def _verdict(simulation: Simulation) -> Iterator[Html]:
+    layers, first = simulation.layers, simulation.first_departure
     if first is None:
         yield join("Integer and fake-quantized results agree within one step everywhere.")
     else:
-        link = tag("a", first.path, href=f"#integer-{simulation.layers.index(first)}")
         yield join(
-            link,
-            f" departs first: up to {first.max_steps} steps of its output from the fake-quantized "
-            f"result, {percent(first.off)} of its values differ.",
+            _link(layers, first),
+            f" departs first: up to {_steps(first.max_steps)} of its output from the "
+            f"fake-quantized result, {percent(first.off)} of its values differ; on the same input "
+            f"{_up_to(first.forced_max_steps)}.",
         )
-    if wrong:
-        links = [
-            tag("a", row.path, href=f"#integer-{simulation.layers.index(row)}") for row in wrong
-        ]
-        yield join("On the same inputs more than one step apart: ", *_commas(links), ".")
-    else:
-        yield join("Given the same inputs, every layer agrees within one step, or says why not.")
-    seconds = ", ".join(f"{s:.2f} s" for s in simulation.frame_seconds[:5])
-    more = " …" if len(simulation.frame_seconds) > 5 else ""
-    yield join(f"Kernels: {simulation.backend}. In integers a frame took {seconds}{more}.")
+    if simulation.wrong:
+        links = [_link(layers, row) for row in simulation.wrong]
+        yield join(tag("strong", "Wrong on the same input: ", class_="low"), *_commas(links), ".")
+    for row in simulation.explained:
+        steps = _steps(row.forced_max_steps)
+        yield join("On the same input ", _link(layers, row), f" is {steps} off: {row.why}.")
+    if not simulation.wrong and not simulation.explained:
+        yield join("On the same input every layer agrees within one step.")
+    times = simulation.frame_seconds
+    seconds = ", ".join(f"{s:.2f} s" for s in times[:5]) + " …" * (len(times) > 5)
+    frames = "The frame" if len(times) == 1 else "The frames"
+    yield join(
+        "Computed by the kernels ", tag("strong", simulation.backend),
+        f". {frames} took {seconds} in integers, warming up included.",
+    )  # fmt: skip
+
+
+def _link(layers: Sequence[LayerRow], row: LayerRow) -> Html:
+    return tag("a", path_name(row.path), href=f"#integer-{layers.index(row)}", class_="path")
+
+
+def _up_to(number: int | None) -> str:
+    return f"up to {_steps(number)}" if number else "none"
+
+
+def _steps(number: int | None) -> str:
+    return f"{number or 0} step{'s' * (number != 1)}"
 
 
 def _commas(links: Sequence[Html]) -> Iterator[Html]:
@@ -89,26 +98,35 @@ def _commas(links: Sequence[Html]) -> Iterator[Html]:
         yield join(", " if index else "", link)
 
 
-def _stages(simulation: Simulation) -> Html:
-    heads = ("Stage", "Fake-quantized", "Integer", "Max steps", "Same input")
+def _how_to_read(layers: Sequence[LayerRow]) -> Iterator[str]:
+    yield HOW_TO_READ
+    if any(row.path.startswith("<") for row in layers):
+        yield " In angle brackets: a step of the model's own forward, not of a module's."
+    if any(row.path.startswith("heads.object.prediction_heads") for row in layers):
+        yield f" {QUERIES}"
+
+
+def _stages(stages: Sequence[IntegerStage]) -> Html:
+    heads = ("Last step of the stage", "Fake dB", "Integer dB", "Max steps", "Same input")
     rows = [
         tag(
             "tr",
-            tag("th", stage.title, scope="row"),
-            tag("td", decibels(stage.fake_sqnr_db)),
-            tag("td", decibels(stage.integer_sqnr_db)),
+            tag("th", stage.title, tag("span", path_name(stage.layer), class_="note path"),
+                scope="row"),
+            tag("td", fixed(stage.fake_sqnr_db, 1)),
+            tag("td", fixed(stage.integer_sqnr_db, 1)),
             tag("td", _whole(stage.max_steps)),
             tag("td", _whole(stage.forced_max_steps)),
         )
-        for stage in simulation.stages
-    ]
-    return _pairs("SQNR against float, last layer of each stage", heads, rows)
+        for stage in stages
+    ]  # fmt: skip
+    return _pairs("SQNR against float; largest differences in the stage", heads, rows)
 
 
 def _agreement(rows: Sequence[AgreementRow]) -> Html | None:
     if not rows:
         return None
-    heads = ("Within", "Float", "Integer", "Matched", "Mean |Δscore|")
+    heads = ("Within", "Float", "Integer", "Matched", "Mean |\u2060Δscore|")
     lines = [
         tag(
             "tr",
@@ -133,83 +151,32 @@ def _pairs(title: str, heads: Sequence[str], rows: Sequence[Html]) -> Html:
     )
 
 
-def _controls(layers: Sequence[LayerRow]) -> Html:
-    parts = {part_of(row.path): "" for row in layers if not row.path.startswith("<")}
-    search = tag("input", type="search", id="integer-search", placeholder="layer or step",
-                 autocomplete="off", spellcheck="false")  # fmt: skip
-    return tag(
-        "div",
-        field("Search", search),
-        field("Part", select("integer-part", {"": "all", **{p: p for p in parts}})),
-        tag("label", tag("input", type="checkbox", id="integer-low"),
-            tag("span", "wrong on the same input only"), class_="switch"),
-        tag("button", "Worst first", type="button", id="integer-worst"),
-        tag("output", f"{len(layers)} steps", id="integer-shown"),
-        class_="controls",
-    )  # fmt: skip
-
-
-def _table(layers: Sequence[LayerRow]) -> Html:
-    most = max((row.max_steps or 0 for row in layers), default=0)
-    best = max((row.integer_sqnr_db or 0 for row in layers), default=0.0)
-    saturated = max((row.saturated or 0 for row in layers), default=0.0)
-    rows = [_row(i, row, float(most), best, saturated) for i, row in enumerate(layers)]
-    caption = "Float, fake-quantized and integer results of each step"
-    return tag(
-        "table",
-        tag("caption", caption, class_="hidden"),
-        table_head(COLUMNS),
-        tag("tbody", *rows),
-        id="integer-table",
-        class_="layer-table",
-    )
-
-
-def _row(index: int, row: LayerRow, most: float, best: float, saturated: float) -> Html:
-    is_wrong = (row.forced_max_steps or 0) > 1 and not row.why
-    return tag(
-        "tr",
-        cell(BY_KEY["order"], index, index + 1),
-        tag("th", path_name(row.path), scope="row", data_value=row.path, class_="name"),
-        cell(BY_KEY["kind"], row.op, row.op),
-        cell(BY_KEY["form"], row.form, row.form),
-        cell(BY_KEY["fake"], row.fake_sqnr_db, fixed(row.fake_sqnr_db, 1)),
-        cell(BY_KEY["sqnr"], row.integer_sqnr_db, fixed(row.integer_sqnr_db, 1),
-             share(row.integer_sqnr_db, best)),
-        cell(BY_KEY["most"], row.max_steps, _whole(row.max_steps), share(row.max_steps, most)),
-        cell(BY_KEY["mean"], row.mean_steps, fixed(row.mean_steps, 4)),
-        cell(BY_KEY["off"], row.off, percent(row.off)),
-        cell(BY_KEY["forced"], row.forced_max_steps, _whole(row.forced_max_steps),
-             title=row.why or None),
-        cell(BY_KEY["saturated"], row.saturated, percent(row.saturated),
-             share(row.saturated, saturated)),
-        cell(BY_KEY["bits"], row.peak_bits, _whole(row.peak_bits)),
-        id=f"integer-{index}",
-        class_="low" if is_wrong else None,
-        data_part=part_of(row.path),
-        data_text=f"{row.path} {row.op} {row.form}".lower(),
-    )  # fmt: skip
-
-
 def _whole(value: int | None) -> str:
     return DASH if value is None else str(value)
 
 
 def _islands(islands: Sequence[FloatIsland]) -> Html:
-    """One line for all neighbours of one reason."""
+    """A reason, then everything that it holds for."""
     items = []
     for reason, group in groupby(islands, key=lambda island: island.reason):
-        members = list(group)
-        names = ", ".join(dict.fromkeys(f"{i.path} ({i.what})" for i in members))
-        items.append(tag("li", tag("code", names), tag("p", reason)))
+        members: dict[str, list[str]] = {}
+        for island in group:
+            members.setdefault(island.path, []).append(island.what)
+        paths = (
+            tag("code", path_name(path or "model"), tag("span", f" {', '.join(what)}",
+                class_="stem"))
+            for path, what in members.items()
+        )  # fmt: skip
+        items.append(tag("li", tag("p", reason), *paths))
     return _list("islands", "Computed in float", len(islands), items)
 
 
 def _saved(saved: Sequence[SavedPart]) -> Html:
     items = [
-        tag("li", tag("code", part.part), tag("p", part.folder or f"not saved: {part.reason}"))
+        tag("li", tag("code", path_name(part.part) if part.part != "model" else "whole model"),
+            tag("p", part.folder or f"not saved: {part.reason}"))
         for part in saved
-    ]
+    ]  # fmt: skip
     return _list("saved", "Saved integer models", sum(bool(part.folder) for part in saved), items)
 
 

@@ -50,7 +50,7 @@ def prepare_qat(
     Example:
         >>> import torch
         >>> from bevquant_hybrid._quant_stub import DeQuantStub
-    from bevquant_hybrid.march import March, set_march
+        >>> from bevquant_hybrid.march import March, set_march
         >>> from bevquant_hybrid.quantization import QuantStub, get_default_qat_qconfig
         >>> set_march(March.BAYES)
         >>> model = nn.Sequential(QuantStub(scale=1 / 128), nn.Conv2d(1, 1, 1))

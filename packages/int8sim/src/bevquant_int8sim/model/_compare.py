@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from bevquant_int8sim._quantize import dequantize
 from bevquant_int8sim.model._execute import accumulators
 from bevquant_int8sim.model._form import ACCUMULATORS, FLOAT, Demand, Integers
 from bevquant_int8sim.model._integer_model import IntegerModel
-from bevquant_int8sim.model._layer_table import LayerSums, LayerTable
+from bevquant_int8sim.model._layer_sums import LayerSums, blocks
+from bevquant_int8sim.model._layer_table import LayerTable
 from bevquant_int8sim.model._program import Step
 from bevquant_int8sim.model._reference import GraphRun, spent_nodes, tensor_of, with_tensor
+from bevquant_int8sim.model._rowwise import dequantized
 from bevquant_int8sim.model._signature import arguments, leaves
 from bevquant_int8sim.model._simulate import simulate
 from bevquant_int8sim.model._traced_source import Source
@@ -85,6 +86,14 @@ class _Comparison:
                 if not demand.relu and value in known and value not in placed:
                     placed.add(value)
                     self.values.setdefault(name, []).append(value)
+        last = {
+            value: node.name
+            for node in self.graph.nodes
+            for value in source.held.get(node.name, {}).values()
+        }
+        self._spent_values: dict[str, list[str]] = {}
+        for value, at in last.items():
+            self._spent_values.setdefault(at, []).append(value)
         for value, step in known.items():
             if value in placed:
                 form = model.program.values[value].form
@@ -117,6 +126,8 @@ class _Comparison:
             for spent in self.spent.get(node, ()):
                 for run in runs:
                     run.values.pop(spent, None)
+            for value in self._spent_values.get(node.name, ()):
+                made.pop(value, None)
 
     def _judge(
         self, node: fx.Node, made: dict[str, Tensor], wanted: Any, fake: Any, forced: Any
@@ -129,14 +140,9 @@ class _Comparison:
             sums, got = self.sums[value], made[value]
             form = self.model.program.values[value].form
             if not isinstance(form, Integers):
-                sums.add_values(reference, free, self._as_float(value, got))
-                continue
-            expected = _integers(free, form)
-            sums.add_values(reference, expected * form.scale, got.double() * form.scale)
-            sums.add_steps("free", got, expected)
-            sums.add_steps("forced", got, _integers(taught, form))
-            raw = torch.round(taught.double() / form.scale)
-            sums.saturated += int(((raw > form.high) | (raw < form.low)).sum())
+                sums.add_floats(reference, free, self._as_float(value, got))
+            else:
+                sums.add_integers(reference, free, taught, got, form)
 
     def _force(self, node: fx.Node, made: dict[str, Tensor], run: GraphRun) -> None:
         """Let what follows read the integer model's result."""
@@ -153,17 +159,15 @@ class _Comparison:
     def _as_float(self, value: str, got: Tensor) -> Tensor:
         form = self.model.program.values[value].form
         if isinstance(form, Integers):
-            return dequantize(got, form.scale)
+            made = got.new_empty(got.shape, dtype=torch.float32)
+            for integers, floats in blocks(got, made):
+                floats.copy_(integers.double().mul_(form.scale))
+            return made
         if form == FLOAT:
             return got
         step = self._makers[value]
         axis = step.attributes.get("channel_axis", -1)
-        return dequantize(got, step.tensors["scale"], axis=axis)
-
-
-def _integers(values: Tensor, form: Integers) -> Tensor:
-    """What a fake quantizer of this form makes of `values`, in integers."""
-    return torch.round(values.double() / form.scale).clamp_(form.low, form.high)
+        return dequantized(got, step.tensors["scale"], axis, relu=False)
 
 
 def _place(step: Step) -> str:
@@ -172,7 +176,7 @@ def _place(step: Step) -> str:
 
 def _op(step: Step) -> str:
     name = str(step.attributes["what"]) if step.op == "float" else step.op
-    return f"{name} + ReLU" if step.attributes.get("relu") else name
+    return f"{name} + ReLU" if step.attributes.get("relu") and name != "relu" else name
 
 
 def _why(step: Step) -> str:

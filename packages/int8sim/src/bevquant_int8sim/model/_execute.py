@@ -63,9 +63,9 @@ def accumulators(step: Step, args: tuple[Any, ...], backend: str) -> Tensor:
 
 def _quantize(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Tensor]:
     attributes = step.attributes
-    q = quantized(
-        args[0], attributes["scale"], bits=attributes["bits"], narrow=attributes["narrow"]
-    )
+    bits, narrow = attributes["bits"], attributes["narrow"]
+    name = step.path or "the model"
+    q = quantized(args[0], attributes["scale"], bits=bits, narrow=narrow, name=name)
     return (q.clamp_(min=0) if attributes["relu"] else q,)
 
 
@@ -158,6 +158,9 @@ def _sparse_conv(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Tens
 
 def _dense(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Tensor]:
     attributes, weight = step.attributes, step.tensors["weight"]
+    added = {}
+    if len(args) > 1:
+        added = {"addend": args[1], "addend_multiplier": attributes["addend_multiplier"]}
     names = "stride padding output_padding dilation groups".split()
     out = _KERNELS[step.op, weight.dim()](
         args[0],
@@ -170,6 +173,7 @@ def _dense(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Tensor]:
         backend=backend,
         name=step.path,
         **{name: attributes[name] for name in names if name in attributes},
+        **added,
     )
     return (out,)
 

@@ -16,10 +16,11 @@ __all__ = ["fuse_residuals"]
 
 
 def fuse_residuals(program: Program) -> Program:
-    """Let sparse convolutions add the residual that follows them, where that is exact.
+    """Let convolutions add what is added to their output, where that is exact.
 
-    The convolution must store int8 that only the addition reads, both operands must have one
-    scale, and the other operand must exist before.
+    Only the addition may read what the convolution makes. A sparse convolution stores int8 of the
+    other operand's scale, and that operand must exist before; a dense one would keep int32
+    accumulators, and runs where the addition stood.
     """
     reads = Counter(name for step in program.steps for name in step.inputs)
     reads.update(names_in(program.result))
@@ -31,12 +32,15 @@ def fuse_residuals(program: Program) -> Program:
         for mine, other in (step.args, step.args[::-1]):
             at = makers.get(mine.name, -1)
             before = makers.get(other.name, -1) < at
-            conv = steps[at] if at >= 0 and before and reads[mine.name] == 1 else None
-            if conv is not None and _fits(conv, step, program, mine, other):
+            conv = steps[at] if at >= 0 and reads[mine.name] == 1 else None
+            if conv is not None and before and _fits(conv, step, program, mine, other):
+                # The sum is now made where the convolution stood, before everything that reads it.
                 steps[at] = _joined(conv, step, program, mine, other)
                 steps[number] = None
                 break
-    # The sum is now made where the convolution stood, before everything that reads it.
+            if conv is not None and _fits_dense(conv, step, program, mine, other):
+                steps[at], steps[number] = None, _joined_dense(conv, step, mine, other)
+                break
     return replace(program, steps=tuple(step for step in steps if step is not None))
 
 
@@ -64,3 +68,35 @@ def _joined(conv: Step, add: Step, program: Program, mine: Ref, other: Ref) -> S
     }
     outputs = (add.outputs[0], *conv.outputs[1:])
     return replace(conv, args=(*conv.args, other), outputs=outputs, attributes=attributes)
+
+
+def _fits_dense(conv: Step, add: Step, program: Program, mine: Ref, other: Ref) -> bool:
+    form = program.values[other.name].form
+    own, added = (add.tensors[f"scale{add.args.index(ref)}"] for ref in (mine, other))
+    return (
+        conv.op == "conv"
+        and len(conv.args) == 1
+        and conv.attributes["out"] == "int32"
+        and not any(conv.attributes.get(name) for name in ("relu", "ceiling"))
+        and isinstance(form, Integers)
+        and form.bits <= 8
+        and add.attributes["bits"] == 8
+        and add.attributes["axis"] == conv.attributes["channel_axis"]
+        and own.dim() == 1  # else the addition rounds another product
+        and added.dim() == 0
+    )
+
+
+def _joined_dense(conv: Step, add: Step, mine: Ref, other: Ref) -> Step:
+    own, added = (
+        add.tensors[f"scale{add.args.index(ref)}"] / add.attributes["scale"]
+        for ref in (mine, other)
+    )
+    settings = {name: add.attributes[name] for name in ("out", "relu", "narrow")}
+    return replace(
+        conv,
+        args=(*conv.args, other),
+        outputs=add.outputs,
+        attributes={**conv.attributes, **settings, "addend_multiplier": float(added)},
+        tensors={**conv.tensors, "multiplier": own},
+    )

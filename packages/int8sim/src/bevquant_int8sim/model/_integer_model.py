@@ -10,15 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bevquant_int8sim._backends import check_backend
 from bevquant_int8sim.model._execute import execute
 from bevquant_int8sim.model._form import ACCUMULATORS, Integers
 from bevquant_int8sim.model._fuse import fuse_residuals
+from bevquant_int8sim.model._late_floats import dequantize_late
 from bevquant_int8sim.model._program import Island, Program, Ref, Step, names_in, replaced
 from bevquant_int8sim.model._signature import arguments, bind, is_sparse_tensor
 from bevquant_int8sim.model._sites import Sites, SparseOutput, sites_of
 from bevquant_int8sim.model._sorted_rows import sort_rows
 from bevquant_int8sim.model._table import program_table
 from bevquant_int8sim.model._traced_source import Source
+from bevquant_int8sim.model._vocabulary import is_inplace
 
 __all__ = ["IntegerModel", "Recorded"]
 
@@ -62,8 +65,13 @@ class IntegerModel:
     ) -> None:
         self.program = program
         self.source = source
-        self.backend = backend
-        self._fast = fuse_residuals(sort_rows(program))
+        self.backend = check_backend(backend, "IntegerModel")
+        self._fast = dequantize_late(fuse_residuals(sort_rows(program)))
+        self._overwrites = any(
+            step.function is not None
+            and is_inplace(str(step.attributes.get("what", "")), dict(step.kwargs))
+            for step in program.steps
+        )
         self._spent = {p: _last_uses(p) for p in (program, self._fast)}
 
     @property
@@ -138,10 +146,19 @@ class IntegerModel:
             made = execute(step, given, _given(step.kwargs, values), self.backend)
             values.update(zip(step.outputs, made, strict=True))
             if observe is not None:
-                observe(step, given, made)
+                observe(step, given, self._kept(made))
             for name in spent:
                 del values[name]
         return _given(program.result, values)
+
+    def _kept(self, made: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What a step made, safe from functions that write to their input later on."""
+        if not self._overwrites:
+            return made
+        return tuple(
+            value.clone() if isinstance(value, Tensor) and value.is_floating_point() else value
+            for value in made
+        )
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the model to a folder: tensors as safetensors, the rest as JSON, with checksums.
@@ -157,8 +174,19 @@ class IntegerModel:
         save_program(self.program, folder)
 
     @classmethod
-    def load(cls, folder: str | os.PathLike[str], *, backend: str = "auto") -> IntegerModel:
+    def load(
+        cls,
+        folder: str | os.PathLike[str],
+        *,
+        backend: str = "auto",
+        device: torch.device | str = "cpu",
+    ) -> IntegerModel:
         """Read what `save` wrote. Nothing is unpickled.
+
+        Args:
+            folder: The saved model.
+            backend: Kernels to run on, see `int8_sparse_conv`.
+            device: Where its tensors go; its inputs must be there too.
 
         Raises:
             ValueError: A file is missing or changed, the schema is another one, or a tensor does
@@ -166,7 +194,7 @@ class IntegerModel:
         """
         from bevquant_int8sim.model._load import load_program
 
-        return cls(load_program(folder), backend=backend)
+        return cls(load_program(folder, device), backend=backend)
 
     def __repr__(self) -> str:
         return program_table(self.program)

@@ -61,9 +61,15 @@ def weight_scale(weight: Tensor, amax: Tensor | None, bits: int, path: str) -> T
         path: The layer that a message names.
 
     Raises:
-        ValueError: A zero range for weights that are not zero.
+        ValueError: A weight that is not finite, or a zero range for weights that are not zero.
     """
     largest = weight.abs().amax(1) if weight.shape[1] else weight.new_zeros(weight.shape[0])
+    if not bool(largest.isfinite().all()):
+        channel = int((~largest.isfinite()).nonzero()[0])
+        raise ValueError(
+            f"simulate: {path}: a weight of channel {channel} is NaN or infinite; train or load "
+            "the model again"
+        )
     ranges = (largest if amax is None else amax).double().reshape(-1).expand(len(weight))
     dead = ranges <= _SMALLEST_AMAX
     lost = dead & (largest.double() > _SMALLEST_AMAX)

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 
-import torch
-from torch import Tensor
-
-__all__ = ["LayerRow", "LayerSums", "LayerTable"]
+__all__ = ["LayerRow", "LayerTable"]
 
 _SCHEMA = 1
 
@@ -26,11 +22,11 @@ class LayerRow:
         op: Operation of the step.
         form: ``"int8"`` and the like, or ``"float"``.
         values: Number of output values.
-        fake_sqnr_db: 10·log10(Σ float² / Σ (fake-quant − float)²); ``None`` where they are equal
-            or the float output is all zero.
+        fake_sqnr_db: 10·log10(Σ float² / Σ (fake-quant − float)²); ``None`` where they are equal,
+            or the float output is all zero, or something is not finite.
         integer_sqnr_db: The same of the integer result.
         fake_cosine: Cosine of fake-quant and float output, each seen as one vector; ``None`` where
-            one is zero.
+            one is zero or not finite.
         integer_cosine: The same of the integer result.
         max_steps: Largest difference between integer and fake-quant result when both models run
             from the same input, in steps; ``None`` for a float output.
@@ -136,80 +132,3 @@ def _cells(row: LayerRow) -> tuple[str, ...]:
         text(row.peak_bits, ".0f"),
         row.why,
     )
-
-
-@dataclass(eq=False)
-class LayerSums:
-    """What is added up for a row, batch after batch."""
-
-    path: str
-    op: str
-    form: str
-    why: str = ""
-    values: int = 0
-    float_power: float = 0.0
-    powers: dict[str, float] = field(default_factory=dict)
-    errors: dict[str, float] = field(default_factory=dict)
-    dots: dict[str, float] = field(default_factory=dict)
-    steps: dict[str, tuple[int, float, int]] = field(default_factory=dict)
-    saturated: int = 0
-    peak: int | None = None
-
-    def add_values(self, reference: Tensor, fake: Tensor, integer: Tensor) -> None:
-        """Add one batch's float, fake-quant and integer output as floats."""
-        reference = reference.double()
-        self.values += reference.numel()
-        self.float_power += float(reference.square().sum())
-        for name, other in (("fake", fake.double()), ("integer", integer.double())):
-            self.powers[name] = self.powers.get(name, 0.0) + float(other.square().sum())
-            error = float((other - reference).square().sum())
-            self.errors[name] = self.errors.get(name, 0.0) + error
-            self.dots[name] = self.dots.get(name, 0.0) + float((other * reference).sum())
-
-    def add_steps(self, name: str, integer: Tensor, fake: Tensor) -> None:
-        """Add differences of integers."""
-        apart = (integer.to(torch.int32) - fake.to(torch.int32)).abs()
-        largest, total, off = self.steps.get(name, (0, 0.0, 0))
-        if apart.numel():
-            largest = max(largest, int(apart.max()))
-        self.steps[name] = (largest, total + float(apart.sum()), off + int((apart > 0).sum()))
-
-    def add_peak(self, accumulators: Tensor) -> None:
-        """Note the largest accumulator."""
-        if accumulators.numel():
-            low, high = (int(v) for v in accumulators.aminmax())
-            bits = 1 + max(high, -low - 1, 0).bit_length()
-            self.peak = max(self.peak or 0, bits)
-
-    def row(self) -> LayerRow:
-        """The row over everything added so far."""
-        free, forced = self.steps.get("free"), self.steps.get("forced")
-        count = max(self.values, 1)
-        return LayerRow(
-            path=self.path,
-            op=self.op,
-            form=self.form,
-            values=self.values,
-            fake_sqnr_db=self._sqnr("fake"),
-            integer_sqnr_db=self._sqnr("integer"),
-            fake_cosine=self._cosine("fake"),
-            integer_cosine=self._cosine("integer"),
-            max_steps=None if free is None else free[0],
-            mean_steps=None if free is None else free[1] / count,
-            off=None if free is None else free[2] / count,
-            forced_max_steps=None if forced is None else forced[0],
-            forced_mean_steps=None if forced is None else forced[1] / count,
-            saturated=None if free is None else self.saturated / count,
-            peak_bits=self.peak,
-            why=self.why if forced is not None and forced[0] > 1 else "",
-        )
-
-    def _sqnr(self, name: str) -> float | None:
-        error = self.errors.get(name, 0.0)
-        if error <= 0 or self.float_power <= 0:
-            return None
-        return 10 * math.log10(self.float_power / error)
-
-    def _cosine(self, name: str) -> float | None:
-        size = math.sqrt(self.float_power * self.powers.get(name, 0.0))
-        return self.dots[name] / size if size > 0 else None

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
@@ -22,8 +24,12 @@ from bevquant_int8sim.model._validate import validate
 __all__ = ["load_program"]
 
 
-def load_program(folder: str | os.PathLike[str]) -> Program:
+def load_program(folder: str | os.PathLike[str], device: torch.device | str = "cpu") -> Program:
     """Read what `save_program` wrote. Nothing is unpickled, no code is looked up by name.
+
+    Args:
+        folder: Where it was written.
+        device: Where its tensors go.
 
     Raises:
         ValueError: A file is missing or changed, the schema is another one, a tensor is missing or
@@ -38,7 +44,13 @@ def load_program(folder: str | os.PathLike[str]) -> Program:
         validate(program)
     except (SafetensorError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{folder}: {error}") from error
-    return program
+    return replace(program, steps=tuple(_on_device(step, device) for step in program.steps))
+
+
+def _on_device(step: Step, device: torch.device | str) -> Step:
+    tensors = {name: tensor.to(device) for name, tensor in step.tensors.items()}
+    module = None if step.module is None else step.module.to(device)
+    return replace(step, tensors=tensors, module=module)
 
 
 def _content(folder: Path) -> dict[str, bytes]:
@@ -49,24 +61,26 @@ def _content(folder: Path) -> dict[str, bytes]:
             content[name] = (folder / name).read_bytes()
         except FileNotFoundError as error:
             raise ValueError(f"{folder}: {name} is missing") from error
+        except OSError as error:
+            raise ValueError(f"{folder}: {name} cannot be read: {error}") from error
         if hashlib.sha256(content[name]).hexdigest() != sums.get(name):
             raise ValueError(
                 f"{folder}: {name} is not what was saved (its checksum differs); copy the folder "
                 "again or save the model again"
             )
-    if text != manifest_text(content):
+    if text != manifest_text(content).encode():
         raise ValueError(f"{folder}: {MANIFEST} is not as it was written")
     return content
 
 
-def _manifest(folder: Path) -> tuple[str, dict[str, Any]]:
-    """The text of the manifest, and the checksums in it."""
+def _manifest(folder: Path) -> tuple[bytes, dict[str, Any]]:
+    """The bytes of the manifest, and the checksums in it."""
     try:
-        text = (folder / MANIFEST).read_text()
+        text = (folder / MANIFEST).read_bytes()
         manifest = json.loads(text)
     except FileNotFoundError as error:
         raise ValueError(f"{folder}: no saved integer model: {MANIFEST} is missing") from error
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"{folder}: {MANIFEST} cannot be read: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("kind") != KIND:
         raise ValueError(f"{folder}: {MANIFEST} is not that of a saved integer model")

@@ -20,18 +20,20 @@ __all__ = ["add", "dequantized", "quantized", "requantized"]
 _SMALL = 1 << 14  # values; below, loading numba is not worth it
 
 
-def quantized(x: Tensor, scale: float, *, bits: int, narrow: bool) -> Tensor:
+def quantized(
+    x: Tensor, scale: float, *, bits: int, narrow: bool, name: str = "quantize"
+) -> Tensor:
     """`quantize` with one scale."""
     kernels = _kernels(x) if x.dtype == torch.float32 and bits <= 8 else None
     flat = _flat(x) if kernels is not None else None
     if kernels is None or flat is None:
-        return quantize(x, scale, bits=bits, narrow_range=narrow)
+        return quantize(x, scale, bits=bits, narrow_range=narrow, name=name)
     out = torch.empty_strided(x.shape, x.stride(), dtype=torch.int8)
     low, high = integer_range(bits, narrow)
     target = _flat(out)
     assert target is not None
     if not kernels.quantize_flat(flat.numpy(), scale, low, high, target.numpy()):
-        raise ValueError("quantize: values contain NaN, which no integer stands for")
+        raise ValueError(f"{name}: values contain NaN, which no integer stands for")
     return out
 
 
@@ -56,7 +58,8 @@ def requantized(
 
 def dequantized(acc: Tensor, scale: Tensor, axis: int, *, relu: bool) -> Tensor:
     """`dequantize` to float32."""
-    kernels = _kernels(acc) if acc.dtype == torch.int32 else None
+    kernels = _kernels(acc) if acc.dtype in (torch.int32, torch.int8) else None
+    axis = _packed_axis(acc) if scale.dim() == 0 else axis
     rows = _rows(acc, axis) if kernels is not None else None
     if kernels is None or rows is None:
         values = dequantize(acc, scale, axis=axis)

@@ -49,10 +49,9 @@ def requantize_rows(acc: Any, stride: int, factor: Any, low: float, high: float,
 
 
 def dequantize_rows(acc: Any, stride: int, factor: Any, low: float, out: Any) -> None:
-    """``out = max(float32(acc·factor), low)``, int32 to float32."""
-    _by_rows(
-        lambda first, stop: _dequantize(first, stop, acc, stride, factor, low, out), *out.shape
-    )
+    """``out = max(float32(acc·factor), low)``, int32 or int8 to float32."""
+    work = _dequantize[acc.dtype != np.int32]
+    _by_rows(lambda first, stop: work(first, stop, acc, stride, factor, low, out), *out.shape)
 
 
 def _by_rows(work: Any, rows: int, channels: int) -> None:
@@ -112,7 +111,7 @@ def _requantize(first, stop, acc, stride, factor, low, high, out):  # type: igno
             out[row, c] = np.int8(np.int32(value))
 
 
-@compiled("void(int64, int64, int32[::1], int64, float64[::1], float64, float32[:, ::1])")
+@_for_inputs("void(int64, int64, IN[::1], int64, float64[::1], float64, float32[:, ::1])")
 def _dequantize(first, stop, acc, stride, factor, low, out):  # type: ignore[no-untyped-def]
     for row in range(first, stop):
         at = row * stride

@@ -118,11 +118,19 @@ def bind(signature: Arguments, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     """
     found: dict[str, Any] = {}
     wanted, named_wanted = signature
-    if len(args) > len(wanted) + len(named_wanted):
-        raise TypeError(f"expected {len(wanted)} inputs like the example inputs, got {len(args)}")
+    if len(args) != len(wanted) or kwargs.keys() != named_wanted.keys():
+        raise TypeError(
+            f"expected {_counted(wanted, named_wanted)} like the example inputs, got "
+            f"{_counted(args, kwargs)}"
+        )
     _bind(list(wanted), list(args), "inputs", found)
-    _bind(dict(named_wanted), dict(kwargs), "named inputs", found)
+    _bind(dict(named_wanted), {name: kwargs[name] for name in named_wanted}, "named inputs", found)
     return found
+
+
+def _counted(args: Any, kwargs: Mapping[str, Any]) -> str:
+    names = f" and the named ones {', '.join(kwargs)}" if kwargs else ""
+    return f"{len(args)} positional inputs{names}"
 
 
 def _bind(wanted: Any, got: Any, where: str, found: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from bevquant_int8sim.model._integer_model import IntegerModel
 from bevquant_int8sim.model._lower import lower
 from bevquant_int8sim.model._quantizers import check_calibrated
 from bevquant_int8sim.model._read_graph import read_graph
+from bevquant_int8sim.model._signature import arguments, leaves
 from bevquant_int8sim.model._trace import trace
 from bevquant_int8sim.model._traced_source import Source
 
@@ -39,8 +40,10 @@ def simulate(model: nn.Module, example_inputs: Any, *, backend: str = "auto") ->
         backend: Kernels to run on, see `int8_sparse_conv`.
 
     Raises:
-        ValueError: The model is in training mode, an activation has no usable range (every one is
-            named), a weight's range is zero, or the forward cannot be followed.
+        TypeError: `model` is no module.
+        ValueError: `example_inputs` hold no tensor, the model is in training mode, an activation
+            has no usable range (every one is named), a weight or its range is unusable, or the
+            forward cannot be followed.
 
     Example:
         >>> import torch
@@ -54,6 +57,12 @@ def simulate(model: nn.Module, example_inputs: Any, *, backend: str = "auto") ->
         >>> simulate(quantized, x)(x).shape
         torch.Size([1, 4, 2, 2])
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"simulate: expected a torch module, got {type(model).__name__}")
+    if next(leaves(list(arguments(example_inputs)), numbers=False), None) is None:
+        raise ValueError(
+            "simulate: example_inputs hold no tensor; give what one call of the model takes"
+        )
     if any(module.training for module in model.modules()):
         raise ValueError(
             "simulate: the model is in training mode; call model.eval() first, dropout and batch "

@@ -131,11 +131,12 @@ def sorted_sites(
     """Sites in the order of their coordinates, and the row that each one had.
 
     Coordinates of a form or a size that has no keys of 64 bits stay as they are, and the order is
-    ``None``; coordinates out of range are left for the rulebook to name.
+    ``None``; coordinates out of range or repeated are left for the rulebook to name.
     """
     sizes = [int(batch_size), *(int(n) for n in spatial_shape)]
     bits = max(len(indices), 1).bit_length()
-    fits = indices.device.type == "cpu" and indices.dim() == 2 and indices.shape[1] == len(sizes)
+    fits = indices.device.type == "cpu" and indices.dtype in (torch.int32, torch.int64)
+    fits = fits and indices.dim() == 2 and indices.shape[1] == len(sizes)
     if not fits or not len(indices) or float(np.prod(sizes, dtype=float)) * 2.0**bits >= 2.0**62:
         return Sites(indices, spatial_shape, batch_size), None
     rows = indices.numpy()
@@ -146,10 +147,15 @@ def sorted_sites(
         keys = keys * size + rows[:, column]
     # Key and row in one number: numpy sorts plain integers several times faster than an argsort.
     packed = np.sort(keys << bits | np.arange(len(keys)))
+    keys = packed >> bits
+    if (keys[1:] == keys[:-1]).any():
+        return Sites(indices, spatial_shape, batch_size), None
     order = torch.from_numpy(packed & ((1 << bits) - 1))
     return Sites(indices[order], spatial_shape, batch_size), order
 
 
 def take_rows(features: Tensor, order: Tensor | None) -> Tensor:
-    """Rows in that order."""
-    return features if order is None else features.index_select(0, order)
+    """Rows in that order; another number of them stays as it is, for the layer to name."""
+    if order is None or len(features) != len(order):
+        return features
+    return features.index_select(0, order)

@@ -52,6 +52,7 @@ def validate(program: Program) -> None:
             raise ValueError(f"{path}: {step.op} lacks the attribute {lacking[0]!r}")
         if step.op in _RANKS:
             _check_layer(step, path)
+        _check_factors(step, path)
         unknown = [name for name in step.outputs if name not in program.values]
         if unknown:
             raise ValueError(f"{path}: nothing is said about its output {unknown[0]!r}")
@@ -59,6 +60,20 @@ def validate(program: Program) -> None:
     missing = [name for name in names_in(program.result) if name not in known]
     if missing:
         raise ValueError(f"the result {missing[0]!r} is made by no step")
+
+
+def _check_factors(step: Step, path: str) -> None:
+    """Scales and multipliers that the step reads: there, float64, positive."""
+    wanted = {"requantize": ["multiplier"], "dequantize": ["scale"], "constant": ["value"]}
+    wanted["add"] = [f"scale{i}" for i in range(len(step.args))]
+    missing = [name for name in wanted.get(step.op, ()) if name not in step.tensors]
+    if missing:
+        raise ValueError(f"{path}: the tensor {missing[0]} is missing")
+    for name in step.tensors:
+        if name.startswith(("multiplier", "scale")):
+            factors = _tensor(step, name, torch.float64, path)
+            if not bool(((factors > 0) & factors.isfinite()).all()):
+                raise ValueError(f"{path}: {name} is not positive and finite everywhere")
 
 
 def _check_form(name: str, form: Integers) -> None:

@@ -4,7 +4,7 @@ function startLists() {
   search?.addEventListener("input", () => {
     const wanted = words(search.value);
     let count = 0;
-    for (const list of all(".decision")) {
+    for (const list of all("#decisions .decision")) {
       let found = 0;
       for (const item of all("li[data-text]", list)) {
         item.hidden = !matches(item, wanted);

@@ -1,0 +1,60 @@
+"""Pixels with their channels side by side, from planes of channels, on all of torch's threads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bevquant_int8sim import _workspace
+from bevquant_int8sim._jit import compiled
+from bevquant_int8sim._threads import share
+
+__all__ = ["pixel_rows"]
+
+_TASK = 2048  # pixels
+_BLOCK = 64  # pixels, and channels: what a block reads and writes stays in the first cache
+
+
+def pixel_rows(x: Tensor, channels: int) -> Any:
+    """``[batch · grid, channels]`` of ``[batch, fewer channels, *grid]``, filled up with zeros.
+
+    The input's own memory where it is laid out like this.
+    """
+    values, given = x.movedim(1, -1), x.shape[1]
+    if given == channels and values.is_contiguous():
+        return values.view(-1, channels).numpy()
+    rows = _workspace.empty((*values.shape[:-1], channels), values.numpy().dtype)
+    if x.dtype == torch.int8 and x.is_contiguous() and 0 not in x.shape:
+        _transpose_all(x.view(len(x), given, -1).numpy(), rows.reshape(len(x), -1, channels))
+    else:
+        torch.from_numpy(rows)[..., :given] = values
+        rows[..., given:] = 0
+    return rows.reshape(-1, channels)
+
+
+def _transpose_all(x: Any, out: Any) -> None:
+    pixels = x.shape[2]
+    tasks = -(-pixels // _TASK)
+
+    def run(index: int) -> None:
+        b, first = index // tasks, index % tasks * _TASK
+        _transpose(first, min(first + _TASK, pixels), x[b], out[b])
+
+    share(run, len(x) * tasks)
+
+
+@compiled("void(int64, int64, int8[:, ::1], int8[:, ::1])")
+def _transpose(first, stop, x, out):  # type: ignore[no-untyped-def]
+    given, channels = x.shape[0], out.shape[1]
+    for start in range(first, stop, _BLOCK):
+        end = min(start + _BLOCK, stop)
+        for lowest in range(0, given, _BLOCK):
+            highest = min(lowest + _BLOCK, given)
+            for pixel in range(start, end):
+                for channel in range(lowest, highest):
+                    out[pixel, channel] = x[channel, pixel]
+        for pixel in range(start, end):
+            for channel in range(given, channels):
+                out[pixel, channel] = 0

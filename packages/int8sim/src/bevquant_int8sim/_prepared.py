@@ -1,0 +1,86 @@
+"""Convolutions that were run before with the same operands: checked, packed and laid out once.
+
+A network calls each of its layers with the same weight, bias, multiplier and settings and with
+inputs of one shape. Only the places of its inputs and outputs in memory are new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from torch import Tensor
+
+from bevquant_int8sim._weight_cache import remembered
+
+__all__ = ["Memo"]
+
+_SHAPES = 8  # that a weight's calls are kept for
+
+Prepared = Callable[[Tensor, Tensor | None], Tensor]
+
+
+class Memo:
+    """What is kept of a call; `prepared` runs it again, and is ``None`` the first time.
+
+    Args:
+        x: The input; other tensors of its shape, type and layout in memory are served alike.
+        addend: So are others in the place of this one.
+        weight: What is kept lives as long as it does, unchanged.
+        bias: Known again only as this very tensor, unchanged; so is `multiplier`.
+        multiplier: A tensor, a number or ``None``.
+        settings: Everything else that the result depends on.
+    """
+
+    def __init__(
+        self,
+        x: Tensor,
+        addend: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        multiplier: Tensor | float | None,
+        settings: tuple[Any, ...],
+    ) -> None:
+        self._held = (bias, multiplier)
+        self._kept: dict[Hashable, tuple[Any, Any, Prepared]] | None = None
+        tensors = [t for t in (x, weight, *self._held) if isinstance(t, Tensor)]
+        if len(tensors) < 2 or any(t.is_inference() for t in tensors[1:]):
+            return  # their writes are not counted
+        if any(isinstance(setting, Tensor) for setting in settings):
+            return  # nor are those of numbers that are tensors
+        inputs = tuple(
+            None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in (x, addend)
+        )
+        # What is kept holds the tensors, so that no other one gets their number.
+        operands = tuple(id(t) if isinstance(t, Tensor) else t for t in self._held)
+        self._versions = tuple(t._version for t in tensors[2:])
+        self._key = (inputs, operands, settings)
+        try:
+            hash(self._key)
+        except TypeError:
+            self._key = (inputs, operands, _without_lists(settings))
+            try:
+                hash(self._key)
+            except TypeError:
+                return  # not what a call is made of; whoever checks it says so
+        self._kept = remembered(weight, "prepared", dict)
+
+    @property
+    def prepared(self) -> Prepared | None:
+        """What runs the call on another input."""
+        entry = None if self._kept is None else self._kept.get(self._key)
+        return entry[2] if entry is not None and entry[1] == self._versions else None
+
+    def keep(self, prepared: Prepared) -> None:
+        """Keep what runs the call; it must not refer to the weight."""
+        if self._kept is None:
+            return
+        if len(self._kept) >= _SHAPES:
+            self._kept.clear()
+        self._kept[self._key] = (self._held, self._versions, prepared)
+
+
+def _without_lists(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return tuple(_without_lists(item) for item in value)
+    return value

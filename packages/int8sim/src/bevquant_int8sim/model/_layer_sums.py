@@ -1,0 +1,175 @@
+"""What is added up for a row of the table, in pieces that fit a cache."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bevquant_int8sim.model._form import Integers
+from bevquant_int8sim.model._layer_table import LayerRow
+
+__all__ = ["FIELDS", "LayerSums", "blocks"]
+
+FIELDS = (
+    "power fake_power integer_power fake_dot integer_dot fake_error integer_error "
+    "free_total free_off forced_total forced_off saturated free_largest forced_largest"
+).split()
+"""What is summed over all values; of the last two, the largest is kept."""
+
+_LARGEST = 2
+# A quarter of a megabyte in float64. Whole feature maps would be read from memory and written back
+# at each of two dozen operations.
+_BLOCK = 1 << 15
+_SMALL = 1 << 14  # values; below, loading numba is not worth it
+
+
+def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Tensors of one shape, flat, the same few values of each at a time."""
+    flat = [tensor.detach().reshape(-1) for tensor in tensors]
+    for start in range(0, flat[0].numel(), _BLOCK):
+        yield tuple(values[start : start + _BLOCK] for values in flat)
+
+
+@dataclass(eq=False)
+class LayerSums:
+    """What is added up for a row, batch after batch."""
+
+    path: str
+    op: str
+    form: str
+    why: str = ""
+    values: int = 0
+    sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(FIELDS, 0.0))
+    peak: int | None = None
+    holds_integers: bool = False
+
+    def add_floats(self, reference: Tensor, fake: Tensor, integer: Tensor) -> None:
+        """Add one batch's float, fake-quant and integer output, all as floats."""
+        self.values += reference.numel()
+        kernels = _kernels(reference, fake, integer)
+        if kernels is not None:
+            self._add(kernels.float_lines(*_flat(reference, fake, integer), len(FIELDS)))
+            return
+        for some in blocks(reference, fake, integer):
+            wanted, free, made = (values.double() for values in some)
+            line = _float_line(wanted, free, made)
+            self._add([line + [0.0] * (len(FIELDS) - len(line))])
+
+    def add_integers(
+        self, reference: Tensor, fake: Tensor, taught: Tensor, integer: Tensor, form: Integers
+    ) -> None:
+        """Add one batch's output that is held in integers.
+
+        Args:
+            reference: Of the float model.
+            fake: Of the fake-quantized one.
+            taught: Of the fake-quantized one, given the integer model's inputs.
+            integer: Of the integer model.
+            form: What `integer` stands for.
+        """
+        self.values += reference.numel()
+        self.holds_integers = True
+        kernels = _kernels(reference, fake, taught) if integer.dtype == torch.int8 else None
+        if kernels is not None:
+            flat = _flat(reference, fake, taught, integer)
+            low, high = float(form.low), float(form.high)
+            self._add(kernels.integer_lines(*flat, form.scale, low, high, len(FIELDS)))
+            return
+        for some in blocks(reference, fake, taught, integer):
+            wanted, free, forced, made = (values.double() for values in some)
+            self._add([_integer_line(wanted, free, forced, made, form)])
+
+    def _add(self, lines: Any) -> None:
+        for name, values in zip(FIELDS, np.asarray(lines).T, strict=True):
+            if name in FIELDS[-_LARGEST:]:
+                self.sums[name] = max(self.sums[name], float(values.max(initial=0)))
+            else:
+                self.sums[name] += float(values.sum())
+
+    def add_peak(self, accumulators: Tensor) -> None:
+        """Note the largest accumulator."""
+        if accumulators.numel():
+            if torch.ops.aten.is_non_overlapping_and_dense(accumulators):
+                # As it lies in memory: torch is ten times slower across channels-last strides.
+                accumulators = accumulators.as_strided((accumulators.numel(),), (1,))
+            low, high = (int(v) for v in torch.aminmax(accumulators))
+            bits = 1 + max(high, -low - 1, 0).bit_length()
+            self.peak = max(self.peak or 0, bits)
+
+    def row(self) -> LayerRow:
+        """The row over everything added so far."""
+        exact, count = self.holds_integers, max(self.values, 1)
+
+        def mean(name: str) -> float | None:
+            return self.sums[name] / count if exact else None
+
+        forced = int(self.sums["forced_largest"])
+        return LayerRow(
+            path=self.path,
+            op=self.op,
+            form=self.form,
+            values=self.values,
+            fake_sqnr_db=self._sqnr("fake"),
+            integer_sqnr_db=self._sqnr("integer"),
+            fake_cosine=self._cosine("fake"),
+            integer_cosine=self._cosine("integer"),
+            max_steps=int(self.sums["free_largest"]) if exact else None,
+            mean_steps=mean("free_total"),
+            off=mean("free_off"),
+            forced_max_steps=forced if exact else None,
+            forced_mean_steps=mean("forced_total"),
+            saturated=mean("saturated"),
+            peak_bits=self.peak,
+            why=self.why if forced > 1 else "",
+        )
+
+    def _sqnr(self, name: str) -> float | None:
+        error, power = self.sums[f"{name}_error"], self.sums["power"]
+        if not (0 < error < math.inf and 0 < power < math.inf):
+            return None
+        return 10 * math.log10(power / error)
+
+    def _cosine(self, name: str) -> float | None:
+        size = math.sqrt(self.sums["power"]) * math.sqrt(self.sums[f"{name}_power"])
+        return self.sums[f"{name}_dot"] / size if 0 < size < math.inf else None
+
+
+def _kernels(*floats: Tensor) -> Any:
+    if floats[0].numel() < _SMALL:
+        return None
+    if any(t.dtype != torch.float32 or t.device.type != "cpu" for t in floats):
+        return None
+    try:
+        from bevquant_int8sim.model import _layer_sums_numba
+    except ImportError:
+        return None
+    return _layer_sums_numba
+
+
+def _flat(*tensors: Tensor) -> list[Any]:
+    return [tensor.detach().reshape(-1).numpy() for tensor in tensors]
+
+
+def _float_line(wanted: Tensor, fake: Tensor, integer: Tensor) -> list[float]:
+    line = [wanted * wanted, fake * fake, integer * integer, fake * wanted, integer * wanted]
+    line += [(fake - wanted).square_(), (integer - wanted).square_()]
+    return [float(values.sum()) for values in line]
+
+
+def _integer_line(
+    wanted: Tensor, fake: Tensor, taught: Tensor, made: Tensor, form: Integers
+) -> list[float]:
+    expected = (fake / form.scale).round_().clamp_(form.low, form.high)
+    raw = (taught / form.scale).round_()
+    clamped = raw.clamp(form.low, form.high)
+    free, forced = (made - expected).abs_(), (made - clamped).abs_()
+    line = _float_line(wanted, expected * form.scale, made * form.scale)
+    for apart in (free, forced):
+        line += [float(apart.sum()), float(apart.count_nonzero())]
+    return [*line, float((raw != clamped).sum()), float(free.max()), float(forced.max())]

@@ -1,0 +1,100 @@
+"""The sums of a row in one pass over memory, on all of torch's threads; needs numba.
+
+Each block of values writes a line of its own, in the order of `FIELDS`, so that the sums do not
+depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from bevquant_int8sim._jit import compiled
+from bevquant_int8sim._threads import share
+
+__all__ = ["float_lines", "integer_lines"]
+
+_VALUES = 1 << 16  # of a block
+
+
+def float_lines(wanted: Any, fake: Any, integer: Any, fields: int) -> Any:
+    """A line for each block of three flat float32 arrays."""
+    lines = np.zeros((-(-len(wanted) // _VALUES), fields))
+
+    def run(i: int) -> None:
+        first, stop = i * _VALUES, min((i + 1) * _VALUES, len(wanted))
+        _floats(first, stop, wanted, fake, integer, lines[i])
+
+    share(run, len(lines))
+    return lines
+
+
+def integer_lines(
+    wanted: Any, fake: Any, taught: Any, integer: Any, scale: float, low: float, high: float,
+    fields: int,
+) -> Any:  # fmt: skip
+    """A line for each block of three flat float32 arrays and one of int8."""
+    lines = np.zeros((-(-len(wanted) // _VALUES), fields))
+
+    def run(i: int) -> None:
+        first, stop = i * _VALUES, min((i + 1) * _VALUES, len(wanted))
+        _integers(first, stop, wanted, fake, taught, integer, scale, low, high, lines[i])
+
+    share(run, len(lines))
+    return lines
+
+
+@compiled("void(int64, int64, float32[::1], float32[::1], float32[::1], float64[::1])")
+def _floats(first, stop, wanted, fake, integer, line):  # type: ignore[no-untyped-def]
+    power = fake_power = integer_power = fake_dot = integer_dot = 0.0
+    fake_error = integer_error = 0.0
+    for i in range(first, stop):
+        w, f, q = np.float64(wanted[i]), np.float64(fake[i]), np.float64(integer[i])
+        power += w * w
+        fake_power += f * f
+        integer_power += q * q
+        fake_dot += f * w
+        integer_dot += q * w
+        fake_error += (f - w) * (f - w)
+        integer_error += (q - w) * (q - w)
+    line[0], line[1], line[2] = power, fake_power, integer_power
+    line[3], line[4], line[5], line[6] = fake_dot, integer_dot, fake_error, integer_error
+
+
+@compiled(
+    "void(int64, int64, float32[::1], float32[::1], float32[::1], int8[::1], float64, float64, "
+    "float64, float64[::1])"
+)
+def _integers(  # type: ignore[no-untyped-def]
+    first, stop, wanted, fake, taught, integer, scale, low, high, line
+):
+    power = fake_power = integer_power = fake_dot = integer_dot = 0.0
+    fake_error = integer_error = free_total = forced_total = free_most = forced_most = 0.0
+    free_off = forced_off = saturated = 0
+    for i in range(first, stop):
+        made = np.float64(integer[i])
+        expected = min(max(np.rint(np.float64(fake[i]) / scale), low), high)
+        raw = np.rint(np.float64(taught[i]) / scale)
+        clamped = min(max(raw, low), high)
+        saturated += raw != clamped
+        apart = abs(made - expected)
+        free_total += apart
+        free_off += apart > 0
+        free_most = max(free_most, apart)
+        apart = abs(made - clamped)
+        forced_total += apart
+        forced_off += apart > 0
+        forced_most = max(forced_most, apart)
+        w, f, q = np.float64(wanted[i]), expected * scale, made * scale
+        power += w * w
+        fake_power += f * f
+        integer_power += q * q
+        fake_dot += f * w
+        integer_dot += q * w
+        fake_error += (f - w) * (f - w)
+        integer_error += (q - w) * (q - w)
+    line[0], line[1], line[2] = power, fake_power, integer_power
+    line[3], line[4], line[5], line[6] = fake_dot, integer_dot, fake_error, integer_error
+    line[7], line[8], line[9], line[10] = free_total, free_off, forced_total, forced_off
+    line[11], line[12], line[13] = saturated, free_most, forced_most

@@ -1,0 +1,94 @@
+"""Which backend runs: the first that is there and passes its self-test, or the one asked for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from bevquant_int8sim import _backends, backend_report, int8_linear
+from bevquant_int8sim._backends import choose_backend
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """Forget what was tried, before and after."""
+    _backends._status.cache_clear()
+    yield monkeypatch
+    _backends._status.cache_clear()
+
+
+def failing(monkeypatch, *kinds):
+    self_test = pytest.importorskip("bevquant_int8sim._self_test", reason="numba is not installed")
+    real = self_test.kernels_are_exact
+    monkeypatch.setattr(
+        self_test, "kernels_are_exact", lambda kind: kind not in kinds and real(kind)
+    )
+
+
+def test_the_report_says_what_runs():
+    report = {status.name: status for status in backend_report()}
+    assert list(report) == ["vnni", "portable", "torch"]
+    assert report["torch"].available
+    assert all(status.detail for status in report.values())
+    first = next(status.name for status in report.values() if status.available)
+    assert choose_backend("auto", CPU, torch.int8, "conv") == first
+
+
+def test_kernels_that_compute_wrong_are_not_used(fresh, caplog):
+    failing(fresh, "vnni", "portable")
+    report = {status.name: status for status in backend_report()}
+    for name in ("vnni", "portable"):
+        if "CPU has no" in report[name].detail:
+            continue
+        assert not report[name].available
+        assert "wrong results in the self-test" in report[name].detail
+        with pytest.raises(ValueError, match=rf"conv: backend='{name}' cannot be used: .* wrong"):
+            choose_backend(name, CPU, torch.int8, "conv")
+    assert "fail their self-test" in caplog.text
+    assert choose_backend("auto", CPU, torch.int8, "conv") == "torch"
+
+
+def test_int16_goes_past_kernels_for_int8(fresh):
+    failing(fresh, "vnni")
+    assert choose_backend("auto", CPU, torch.int8, "conv") == "portable"
+    assert choose_backend("auto", CPU, torch.int16, "conv") == "portable"
+
+
+def test_other_devices_go_to_torch():
+    cuda = torch.device("cuda", 0)
+    assert choose_backend("auto", cuda, torch.int8, "conv") == "torch"
+    with pytest.raises(ValueError, match=r"conv: .* runs on a CPU, the inputs are on cuda:0"):
+        choose_backend("portable", cuda, torch.int8, "conv")
+
+
+def test_unknown_backends_name_the_layer():
+    x = torch.ones(2, 3, dtype=torch.int8)
+    with pytest.raises(ValueError, match="fc: backend='cuda': expected one of auto, vnni"):
+        int8_linear(x, x, backend="cuda", name="fc")
+
+
+WITHOUT = """
+import torch
+from bevquant_int8sim import backend_report, int8_conv2d
+
+x = torch.full((1, 24, 5, 5), 127, dtype=torch.int8)
+acc = int8_conv2d(x, x.expand(16, -1, -1, -1)[..., :3, :3])
+assert acc.unique().tolist() == [24 * 9 * 127**2]
+print([status.name for status in backend_report() if status.available])
+"""
+
+
+def test_without_compiled_code():
+    run = subprocess.run(
+        [sys.executable, "-c", WITHOUT],
+        env=os.environ | {"NUMBA_DISABLE_JIT": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.stdout.strip() == "['torch']", run.stderr

@@ -1,0 +1,102 @@
+"""Work shared among threads: every call once, whoever comes late, fails or forks."""
+
+import gc
+import os
+import threading
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("numba")
+from bevquant_int8sim._threads import share
+
+
+@pytest.fixture(params=[1, 2, 4])
+def threads(request):
+    usual = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(usual)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 1000])
+def test_every_call_once(threads, count):
+    for _ in range(20):
+        calls = np.zeros(count, np.int64)
+
+        def work(index, calls=calls):
+            calls[index] += 1
+
+        share(work, count)
+        assert (calls == 1).all()
+
+
+def test_several_threads_call(threads):
+    wrong = []
+
+    def caller():
+        for count in range(100):
+            calls = [0] * count
+
+            def work(index, calls=calls):
+                calls[index] += 1
+
+            share(work, count)
+            wrong.append(calls != [1] * count)
+
+    callers = [threading.Thread(target=caller) for _ in range(4)]
+    for thread in callers:
+        thread.start()
+    for thread in callers:
+        thread.join()
+    assert len(wrong) == 400
+    assert not any(wrong)
+
+
+def test_work_within_work(threads):
+    found = []
+    share(lambda i: share(lambda j: found.append((i, j)), 3), 4)
+    assert sorted(found) == [(i, j) for i in range(4) for j in range(3)]
+
+
+def test_errors_reach_the_caller(threads):
+    def work(index):
+        if index == 5:
+            raise KeyError("five")
+
+    for _ in range(20):
+        with pytest.raises(KeyError, match="five"):
+            share(work, 10)
+    found = []
+    share(found.append, 10)
+    assert sorted(found) == list(range(10))
+
+
+def test_nothing_is_kept(threads):
+    class Block:
+        pass
+
+    block = Block()
+    gone = weakref.ref(block)
+    share(lambda _, block=block: None, 8)
+    del block
+    for _ in range(100):  # a thread that came late lets go in its own time
+        gc.collect()
+        if gone() is None:
+            break
+        threading.Event().wait(0.01)
+    assert gone() is None
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_a_forked_child_has_threads_of_its_own(threads):
+    share(lambda _: None, 8)
+    child = os.fork()
+    if child == 0:
+        found = []
+        share(found.append, 100)
+        os._exit(0 if sorted(found) == list(range(100)) else 1)
+    assert os.waitpid(child, 0)[1] == 0
