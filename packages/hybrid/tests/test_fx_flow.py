@@ -321,7 +321,8 @@ def test_every_function_has_a_module_where_the_model_is_all_on_the_bpu() -> None
     x = torch.rand(2, 3, 4)
     made = prepare_qat_fx(Functions(), {"": QAT})
     made(x)
-    names = [n.removeprefix("_generated_") for n, _ in made.named_children()][2:]
+    called = dict.fromkeys(str(node.target) for node in made.graph.nodes)
+    names = [n.removeprefix("_generated_") for n in called if n.startswith("_generated_")]
     assert names == [
         *("selu_0", "pow_0", "erf_0", "add_0", "tanh_0", "gelu_0", "mul_scalar_0", "softmax_0"),
     ]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.ao.nn import quantized as torch_quantized
 from torch.fx import Graph, Node
 
 from bevquant_hybrid._fx._numbers import number_nodes
@@ -80,10 +81,13 @@ def replace_functions(graph: Graph, root: nn.Module, march: str | None = None) -
         The names of the new modules, in the order of execution.
     """
     numbers = number_nodes(graph)
+    arithmetic = {
+        path for path, m in root.named_modules() if isinstance(m, torch_quantized.FloatFunctional)
+    }
     counts: Counter[tuple[str, str]] = Counter()
     names = []
     for node in list(graph.nodes):
-        plan = None if node in numbers else _plan(node, numbers)
+        plan = None if node in numbers else _plan(node, numbers, arithmetic)
         if plan is None:
             continue
         operation, module, method, args, kwargs = plan
@@ -123,8 +127,11 @@ def mapper_has(module: nn.Module, method: str | None, march: str) -> bool:
 Plan = tuple[str, nn.Module, str | None, tuple[Any, ...], dict[str, Any]]
 
 
-def _plan(node: Node, numbers: set[Node]) -> Plan | None:
+def _plan(node: Node, numbers: set[Node], arithmetic: set[str]) -> Plan | None:
     if node.op not in ("call_function", "call_method"):
+        return None
+    owner = node.args[0] if node.args else None
+    if isinstance(owner, Node) and owner.op == "get_attr" and owner.target in arithmetic:
         return None
     if node.target in _BINARY and len(node.args) == 2 and not node.kwargs:
         return _binary(_BINARY[node.target], node, numbers)

@@ -24,25 +24,23 @@ from bevquant_hybrid._fx._graph_module import (
 from bevquant_hybrid._fx._placement import Kind, Placement, has_weight
 from bevquant_hybrid._fx._settings import Names, Settings
 from bevquant_hybrid._fx._tracer import is_leaf, scope_of, trace
-from bevquant_hybrid.march import require_march
+from bevquant_hybrid.march import March, get_march, require_march
 from bevquant_hybrid.nn.qat import float_form, has_qat_form, qat_form
 
 __all__ = ["fuse", "prepare"]
 
 
-def fuse(
-    model: nn.Module, names: Names, caller: str, march: str | None = None
-) -> GraphModuleWithAttr:
+def fuse(model: nn.Module, names: Names, caller: str) -> GraphModuleWithAttr:
     """Trace a model, give functions modules, fuse; the model itself stays as it is.
 
-    With a march the model is a hybrid one.
+    Functions that the mapper of a hybrid model runs on the CPU stay functions.
     """
     root = clone_containers(model, _stays)
     if isinstance(model, GraphModuleWithAttr):
         graph = _copied(model.graph)
     else:
         graph = trace(root, caller)
-        replace_functions(graph, root, march)
+        replace_functions(graph, root, get_march() or March.BAYES)
     modules = dict(root.named_modules(remove_duplicate=False))
 
     def stays_apart(layer: Node, member: Node) -> bool:
@@ -77,7 +75,9 @@ def prepare(
         scales = calibrated_scales(model)
         fused: GraphModuleWithAttr = _unprepared(model)
     else:
-        fused = fuse(model, names, caller, march if hybrid else None)
+        fused = fuse(model, names, caller)
+    if not hybrid:
+        replace_functions(fused.graph, fused)
     names.warn_of_strangers(fused)
     settings = Settings(fused, qconfig_dict)
     placement = Placement(fused.graph, fused, settings, names, hybrid, march)
