@@ -64,9 +64,9 @@ def child(script: str, *arguments: str, environment: Mapping[str, str] | None = 
 
 def peak(kind: str) -> Callable[[], float]:
     """GMAC of one call of the widest tile on operands that stay in the first cache."""
-    from bevquant_int8sim._grid_numba import grid_calls, make_plan
-    from bevquant_int8sim._launch import run_calls
-    from bevquant_int8sim._packed import pack_weight
+    from bevquant_int8sim._compiled.grid import grid_calls, make_plan
+    from bevquant_int8sim._compiled.launch import run_calls
+    from bevquant_int8sim._compiled.packed import pack_weight
 
     depth, columns, outputs = 256, 64, 120_000
     packed = pack_weight(np.ones((1, depth, columns), np.int8), kind)

@@ -10,11 +10,6 @@ from torch import nn
 jaxtyping.install_import_hook("bevquant_fusion", "beartype.beartype")
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 @pytest.fixture(scope="session")
 def spconv():
     with warnings.catch_warnings():

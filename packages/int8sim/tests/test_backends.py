@@ -24,7 +24,9 @@ def fresh(monkeypatch):
 
 
 def failing(monkeypatch, *kinds):
-    self_test = pytest.importorskip("bevquant_int8sim._self_test", reason="numba is not installed")
+    self_test = pytest.importorskip(
+        "bevquant_int8sim._compiled.self_test", reason="numba is not installed"
+    )
     real = self_test.kernels_are_exact
     monkeypatch.setattr(
         self_test, "kernels_are_exact", lambda kind: kind not in kinds and real(kind)

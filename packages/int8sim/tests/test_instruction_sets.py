@@ -75,7 +75,7 @@ def results():
 @pytest.mark.parametrize("instructions", FEATURES)
 def test_other_cpus_compute_the_same(instructions):
     pytest.importorskip("numba", reason="the numba extra is not installed")
-    from bevquant_int8sim._ir import cpu_features
+    from bevquant_int8sim._compiled.ir import cpu_features
 
     wanted = set(FEATURES[instructions].replace("+", "").split(","))
     if not wanted <= cpu_features():

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("numba", reason="the numba extra is not installed")
 
-from bevquant_int8sim import _jit, _tile_loops
+from bevquant_int8sim._compiled import jit, tile_loops
 
 MODULE = """
 import importlib.util
@@ -24,12 +24,12 @@ if sys.argv[1] == "full":
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))  # no file may grow beyond 100 bytes
 
 # The module alone: importing torch would take longer than all the rest.
-spec = importlib.util.spec_from_file_location("_jit", sys.argv[2])
-_jit = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(_jit)
+spec = importlib.util.spec_from_file_location("jit", sys.argv[2])
+jit = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(jit)
 
 
-@_jit.compiled("int64(int64)")
+@jit.compiled("int64(int64)")
 def doubled(x):
     return 2 * x
 
@@ -49,7 +49,7 @@ def run(tmp_path):
 
     def call(cache, mode="plain"):
         done = subprocess.run(
-            [sys.executable, str(script), mode, _jit.__file__],
+            [sys.executable, str(script), mode, jit.__file__],
             env=environment | {"NUMBA_CACHE_DIR": str(cache)},
             capture_output=True,
             text=True,
@@ -92,13 +92,13 @@ def test_damaged_files(run, tmp_path, ending):
 
 
 def test_the_key_covers_every_module_that_generates_code(tmp_path, monkeypatch):
-    folder = Path(_jit.__file__).parent
-    for file in folder.glob("_*.py"):
+    folder = Path(jit.__file__).parent
+    for file in folder.glob("*.py"):
         shutil.copy(file, tmp_path)
-    monkeypatch.setattr(_jit, "__file__", str(tmp_path / "_jit.py"))
-    version = _jit._version.__wrapped__
+    monkeypatch.setattr(jit, "__file__", str(tmp_path / "jit.py"))
+    version = jit._version.__wrapped__
     before = version()
-    generators = reachable(Path(_tile_loops.__file__).stem, folder) | {"_jit", "_kernels"}
+    generators = reachable(Path(tile_loops.__file__).stem, folder) | {"jit", "kernels"}
     assert len(generators) > 5
     for name in sorted(generators):
         source = (tmp_path / f"{name}.py").read_text()
@@ -118,7 +118,7 @@ def reachable(module, folder):
         found.add(name)
         for node in ast.walk(ast.parse((folder / f"{name}.py").read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
-                "bevquant_int8sim._"
+                "bevquant_int8sim._compiled."
             ):
                 left.append(node.module.rpartition(".")[2])
     return found

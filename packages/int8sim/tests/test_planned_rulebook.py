@@ -9,8 +9,8 @@ from bevquant_sparse import build_rulebook
 pytest.importorskip("numba", reason="the numba extra is not installed")
 
 from bevquant_int8sim import plan_rulebook
-from bevquant_int8sim._planned_rulebook import PlannedRulebook
-from bevquant_int8sim._sparse_plan import plan_for
+from bevquant_int8sim._compiled.planned_rulebook import PlannedRulebook
+from bevquant_int8sim._compiled.sparse_plan import plan_for
 
 GEOMETRIES = {
     "subm": dict(kernel_size=3, padding=1, subm=True),

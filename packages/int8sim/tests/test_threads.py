@@ -10,7 +10,7 @@ import pytest
 import torch
 
 pytest.importorskip("numba")
-from bevquant_int8sim._threads import share
+from bevquant_int8sim._compiled.threads import share
 
 
 @pytest.fixture(params=[1, 2, 4])

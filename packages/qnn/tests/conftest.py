@@ -14,11 +14,6 @@ import torch.nn.functional as F
 from torch import nn
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 @pytest.fixture(scope="session")
 def spconv():
     """spconv.pytorch, whose import emits torch deprecation warnings."""

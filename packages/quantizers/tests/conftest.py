@@ -16,11 +16,6 @@ settings.register_profile("bevquant", deadline=None)
 settings.load_profile("bevquant")
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 @pytest.fixture
 def upstream(monkeypatch):
     """pytorch_quantization 2.1.3 on the CPU: its calls of .cuda() do nothing."""

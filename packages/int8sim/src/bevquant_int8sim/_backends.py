@@ -51,8 +51,8 @@ def backend_report() -> tuple[BackendStatus, ...]:
 @functools.cache
 def _status(kind: str) -> BackendStatus:
     try:
-        dot_product = importlib.import_module("bevquant_int8sim._dot_product")
-        self_test = importlib.import_module("bevquant_int8sim._self_test")
+        dot_product = importlib.import_module("bevquant_int8sim._compiled.dot_product")
+        self_test = importlib.import_module("bevquant_int8sim._compiled.self_test")
     except ImportError as error:
         return BackendStatus(
             kind, False, f"needs numba: pip install 'bevquant-int8sim[numba]' ({error})"

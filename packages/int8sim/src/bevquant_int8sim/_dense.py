@@ -85,7 +85,7 @@ def run_dense(
     )
     fits = _fits_int32(x, sums, bias)
     if fits and chosen != "torch":
-        from bevquant_int8sim._dense_numba import prepare
+        from bevquant_int8sim._compiled.dense import prepare
 
         shape, make = _joined_shape(weight), functools.partial(_joined, weight)
         if x.dtype == torch.int16:

@@ -61,7 +61,7 @@ def plan_rulebook(
 
 def _planned(indices: Tensor, arguments: dict[str, Any]) -> Rulebook | None:
     try:
-        from bevquant_int8sim._planned_rulebook import planned_rulebook
+        from bevquant_int8sim._compiled.planned_rulebook import planned_rulebook
     except ImportError:  # without numba
         return None
     return planned_rulebook(indices, arguments) if isinstance(indices, Tensor) else None

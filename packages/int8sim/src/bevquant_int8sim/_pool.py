@@ -119,7 +119,7 @@ def _compiled_pool(x: Tensor) -> Callable[..., Tensor] | None:
     if x.dtype != torch.int8 or x.device.type != "cpu" or x.dim() != 4 or x.numel() < _SMALL:
         return None
     try:
-        from bevquant_int8sim._pool_numba import max_pool
+        from bevquant_int8sim._compiled.pool import max_pool
     except ImportError:  # without numba
         return None
     return max_pool

@@ -217,9 +217,9 @@ def _compiled(
     kind: str,
 ) -> Tensor:
     from bevquant_int8sim import _workspace
-    from bevquant_int8sim._packed import pack_weight
-    from bevquant_int8sim._sparse_numba import convolve
-    from bevquant_int8sim._sparse_plan import plan_for
+    from bevquant_int8sim._compiled.packed import pack_weight
+    from bevquant_int8sim._compiled.sparse import convolve
+    from bevquant_int8sim._compiled.sparse_plan import plan_for
 
     if features.dtype == torch.int16:
         kind += "16"

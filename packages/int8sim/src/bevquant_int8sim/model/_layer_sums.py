@@ -146,10 +146,10 @@ def _kernels(*floats: Tensor) -> Any:
     if any(t.dtype != torch.float32 or t.device.type != "cpu" for t in floats):
         return None
     try:
-        from bevquant_int8sim.model import _layer_sums_numba
+        from bevquant_int8sim._compiled import layer_sums
     except ImportError:
         return None
-    return _layer_sums_numba
+    return layer_sums
 
 
 def _flat(*tensors: Tensor) -> list[Any]:

@@ -107,10 +107,10 @@ def _kernels(x: Tensor) -> Any:
     if x.device.type != "cpu" or x.numel() < _SMALL:
         return None
     try:
-        from bevquant_int8sim.model import _rowwise_numba
+        from bevquant_int8sim._compiled import rowwise
     except ImportError:
         return None
-    return _rowwise_numba
+    return rowwise
 
 
 def _flat(x: Tensor) -> Tensor | None:

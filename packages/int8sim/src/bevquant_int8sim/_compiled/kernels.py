@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from bevquant_int8sim._dot_product import is_wide
-from bevquant_int8sim._jit import compile_loop
-from bevquant_int8sim._tile_loops import grid_loop, sparse_loop
+from bevquant_int8sim._compiled.dot_product import is_wide
+from bevquant_int8sim._compiled.jit import compile_loop
+from bevquant_int8sim._compiled.tile_loops import grid_loop, sparse_loop
 
 __all__ = ["column_groups", "kernel", "tile_rows"]
 

@@ -14,9 +14,9 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from bevquant_int8sim._dot_product import dot, load_inputs
-from bevquant_int8sim._epilogue import emit_epilogue
-from bevquant_int8sim._ir import (
+from bevquant_int8sim._compiled.dot_product import dot, load_inputs
+from bevquant_int8sim._compiled.epilogue import emit_epilogue
+from bevquant_int8sim._compiled.ir import (
     INT32,
     INT64,
     INTS,
@@ -27,7 +27,7 @@ from bevquant_int8sim._ir import (
     prefetch,
     row_address,
 )
-from bevquant_int8sim._parameters import P
+from bevquant_int8sim._compiled.parameters import P
 
 __all__ = ["grid_loop", "sparse_loop"]
 

@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from bevquant_int8sim import _workspace
-from bevquant_int8sim._launch import Call, kernel_calls, run_calls
-from bevquant_int8sim._packed import PackedWeight
-from bevquant_int8sim._parameters import P
-from bevquant_int8sim._sparse_plan import SparsePlan
+from bevquant_int8sim._compiled.launch import Call, kernel_calls, run_calls
+from bevquant_int8sim._compiled.packed import PackedWeight
+from bevquant_int8sim._compiled.parameters import P
+from bevquant_int8sim._compiled.sparse_plan import SparsePlan
 from bevquant_int8sim._tile_output import Requantization
 
 __all__ = ["convolve", "first_sums", "readable_rows", "sparse_calls"]

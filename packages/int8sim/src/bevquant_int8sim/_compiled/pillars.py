@@ -19,7 +19,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from bevquant_int8sim._jit import compiled
+from bevquant_int8sim._compiled.jit import compiled
 
 __all__ = [
     "WORD", "find_pillars", "linear_keys", "list_outputs", "subm_lines", "voxel_masks",

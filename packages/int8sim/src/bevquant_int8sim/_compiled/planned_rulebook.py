@@ -12,8 +12,17 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from bevquant_int8sim import _pillar_tiles, _pillars, _workspace
-from bevquant_int8sim._sparse_plan import SORTED_ROWS, SparsePlan, in_chunks
+from bevquant_int8sim import _workspace
+from bevquant_int8sim._compiled.pillar_tiles import count_entries, fill_entries, sort_keys
+from bevquant_int8sim._compiled.pillars import (
+    WORD,
+    find_pillars,
+    linear_keys,
+    list_outputs,
+    subm_lines,
+    voxel_masks,
+)
+from bevquant_int8sim._compiled.sparse_plan import SORTED_ROWS, SparsePlan, in_chunks
 from bevquant_sparse import Rulebook, build_rulebook
 
 __all__ = ["PlannedRulebook", "planned_rulebook"]
@@ -59,7 +68,7 @@ def _pillars_of(indices: Tensor, sizes: tuple[int, ...]) -> _Pillars | None:
         return found
     rows = indices.numpy()
     keys = np.empty(len(rows), np.int64)
-    state = _pillars.linear_keys(rows, np.array(sizes, np.int64), keys)
+    state = linear_keys(rows, np.array(sizes, np.int64), keys)
     names = np.empty(0, np.int32)
     if state == 2:
         return None
@@ -74,7 +83,7 @@ def _pillars_of(indices: Tensor, sizes: tuple[int, ...]) -> _Pillars | None:
             return None
     pillars, masks = np.empty(len(rows), np.int64), np.empty(len(rows), np.uint64)
     starts = np.empty(len(rows) + 1, np.int32)
-    count = _pillars.find_pillars(keys, sizes[3], pillars, masks, starts)
+    count = find_pillars(keys, sizes[3], pillars, masks, starts)
     made = _Pillars(count, pillars, masks, starts, names, np.array(sizes, np.int64))
     _remember(indices, sizes, made)
     return made
@@ -144,7 +153,7 @@ class _Tiles:
         keys = _workspace.empty((len(self.seen),), np.int64)
 
         def sort(first: int, stop: int) -> None:
-            _pillar_tiles.sort_keys(first, stop, self.seen, keys)
+            sort_keys(first, stop, self.seen, keys)
             keys[first:stop].sort()
 
         in_chunks(sort, len(keys), SORTED_ROWS)
@@ -155,9 +164,7 @@ class _Tiles:
         num_tiles = -(-len(keys) // tile_rows)
         bounds = np.zeros(num_tiles + 1, np.int32)
         in_chunks(
-            lambda first, stop: _pillar_tiles.count_entries(
-                first, stop, keys, seen, tile_rows, bounds
-            ),
+            lambda first, stop: count_entries(first, stop, keys, seen, tile_rows, bounds),
             num_tiles,
         )
         np.cumsum(bounds, out=bounds)
@@ -166,7 +173,7 @@ class _Tiles:
         out_rows = _workspace.empty((num_tiles * tile_rows,), np.int32)
         source = self.source
         in_chunks(
-            lambda first, stop: _pillar_tiles.fill_entries(
+            lambda first, stop: fill_entries(
                 first, stop, keys, seen, self.places, self.lines, source.masks, source.starts,
                 source.names, self.names, *self.kernel, tile_rows, bounds, offsets, rows, out_rows,
             ),
@@ -197,7 +204,7 @@ def planned_rulebook(indices: Tensor, arguments: dict[str, Any]) -> PlannedRuleb
     if (
         math.prod(kernel) > _MAX_OFFSETS
         or dilation[2] != 1
-        or shape[2] > _pillars.WORD
+        or shape[2] > WORD
         or len(indices) >= _MAX_PILLARS
         or lines >= 2**31
         or min(*kernel, *stride, *dilation, *shape) < 1
@@ -240,7 +247,7 @@ def _subm(
     height = (kernel[2], 1, kernel[2] // 2)
 
     def work(first: int, stop: int) -> None:
-        _pillars.subm_lines(
+        subm_lines(
             first,
             stop,
             source.pillars,
@@ -251,7 +258,7 @@ def _subm(
             dilation[1],
             lines,
         )
-        _pillars.voxel_masks(
+        voxel_masks(
             first, stop, source.pillars, source.masks, source.starts, source.masks, lines,
             *height, source.sizes, places, seen, none,
         )  # fmt: skip
@@ -286,7 +293,7 @@ def _strided(
 ) -> PlannedRulebook | None:
     axes = zip(shape, kernel, stride, padding, strict=True)
     out_shape = tuple((n + 2 * p - k) // s + 1 for n, k, s, p in axes)
-    if min(out_shape) < 1 or out_shape[2] > _pillars.WORD:
+    if min(out_shape) < 1 or out_shape[2] > WORD:
         return None
     source = _pillars_of(indices, (batch, *shape))
     if source is None:
@@ -301,7 +308,7 @@ def _strided(
     ]  # fmt: skip
 
     def walk(fill: bool) -> Callable[[int, int], None]:
-        return lambda first, stop: _pillars.list_outputs(
+        return lambda first, stop: list_outputs(
             first, stop, fill, source.pillars, source.masks, source.row_starts, source.sizes,
             out_sizes, settings, counts, *outputs,
         )  # fmt: skip
@@ -323,7 +330,7 @@ def _strided(
     height = (kernel[2], stride[2], padding[2])
     rows = out_indices.numpy()
     in_chunks(
-        lambda first, stop: _pillars.voxel_masks(
+        lambda first, stop: voxel_masks(
             first, stop, pillars, masks, starts, source.masks, lines, *height, out_sizes,
             places, seen, rows,
         ),

@@ -11,7 +11,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from bevquant_int8sim._jit import compiled
+from bevquant_int8sim._compiled.jit import compiled
 
 __all__ = ["changed", "new_cell"]
 

@@ -11,12 +11,12 @@ import functools
 import numpy as np
 import numpy.typing as npt
 
-from bevquant_int8sim._grid_numba import grid_calls, make_plan
-from bevquant_int8sim._launch import run_calls
-from bevquant_int8sim._packed import pack_weight
+from bevquant_int8sim._compiled.grid import grid_calls, make_plan
+from bevquant_int8sim._compiled.launch import run_calls
+from bevquant_int8sim._compiled.packed import pack_weight
+from bevquant_int8sim._compiled.sparse import convolve, readable_rows
+from bevquant_int8sim._compiled.sparse_plan import SparsePlan
 from bevquant_int8sim._saturating import saturating_operands
-from bevquant_int8sim._sparse_numba import convolve, readable_rows
-from bevquant_int8sim._sparse_plan import SparsePlan
 
 __all__ = ["kernels_are_exact"]
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bevquant_int8sim._dot_product import STEP_CHANNELS, input_bytes
-from bevquant_int8sim._ir import LANES
-from bevquant_int8sim._kernels import column_groups, tile_rows
+from bevquant_int8sim._compiled.dot_product import STEP_CHANNELS, input_bytes
+from bevquant_int8sim._compiled.ir import LANES
+from bevquant_int8sim._compiled.kernels import column_groups, tile_rows
 
 __all__ = ["ColumnGroup", "PackedWeight", "pack_weight"]
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from bevquant_int8sim._jit import compiled
-from bevquant_int8sim._threads import share
+from bevquant_int8sim._compiled.jit import compiled
+from bevquant_int8sim._compiled.threads import share
 
 __all__ = ["float_lines", "integer_lines"]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from bevquant_int8sim._ir import INT32, INTS, LANES, cpu_features, function, load_at, splat
+from bevquant_int8sim._compiled.ir import INT32, INTS, LANES, cpu_features, function, load_at, splat
 
 __all__ = [
     "FLIP", "STEP_CHANNELS", "dot", "input_bytes", "instruction_set", "is_wide", "load_inputs",

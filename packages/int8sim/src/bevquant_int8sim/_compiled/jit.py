@@ -18,9 +18,7 @@ if config.DISABLE_JIT:
 
 __all__ = ["compile_loop", "compiled"]
 
-_GENERATORS = (
-    "_dot_product", "_epilogue", "_ir", "_jit", "_kernels", "_parameters", "_tile_loops",
-)  # fmt: skip
+_GENERATORS = "dot_product", "epilogue", "ir", "jit", "kernels", "parameters", "tile_loops"
 _SIGNATURE = "void(int64, int64, int64)"
 
 

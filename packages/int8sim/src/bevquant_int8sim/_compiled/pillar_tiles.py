@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numba import types
 
-from bevquant_int8sim._jit import compiled
-from bevquant_int8sim._pillars import _popcount
+from bevquant_int8sim._compiled.jit import compiled
+from bevquant_int8sim._compiled.pillars import _popcount
 
 __all__ = ["count_entries", "fill_entries", "sort_keys"]
 

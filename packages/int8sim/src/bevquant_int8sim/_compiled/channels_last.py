@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from bevquant_int8sim import _workspace
-from bevquant_int8sim._jit import compiled
-from bevquant_int8sim._threads import share
+from bevquant_int8sim._compiled.jit import compiled
+from bevquant_int8sim._compiled.threads import share
 
 __all__ = ["pixel_rows"]
 

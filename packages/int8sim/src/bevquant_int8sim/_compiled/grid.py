@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bevquant_int8sim._launch import Call, kernel_calls
-from bevquant_int8sim._packed import PackedWeight
-from bevquant_int8sim._parameters import P
-from bevquant_int8sim._sparse_numba import first_sums
+from bevquant_int8sim._compiled.launch import Call, kernel_calls
+from bevquant_int8sim._compiled.packed import PackedWeight
+from bevquant_int8sim._compiled.parameters import P
+from bevquant_int8sim._compiled.sparse import first_sums
 from bevquant_int8sim._tile_output import Requantization
 
 __all__ = ["GridPlan", "grid_calls", "make_plan"]

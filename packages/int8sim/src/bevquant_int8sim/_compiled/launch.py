@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from bevquant_int8sim._dot_product import FLIP
-from bevquant_int8sim._kernels import kernel
-from bevquant_int8sim._packed import PackedWeight
-from bevquant_int8sim._parameters import P
-from bevquant_int8sim._threads import share
+from bevquant_int8sim._compiled.dot_product import FLIP
+from bevquant_int8sim._compiled.kernels import kernel
+from bevquant_int8sim._compiled.packed import PackedWeight
+from bevquant_int8sim._compiled.parameters import P
+from bevquant_int8sim._compiled.threads import share
 from bevquant_int8sim._tile_output import Requantization
 
 __all__ = ["Call", "kernel_calls", "run_calls"]

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from bevquant_int8sim._launch import Call
-from bevquant_int8sim._parameters import P
-from bevquant_int8sim._threads import share
+from bevquant_int8sim._compiled.launch import Call
+from bevquant_int8sim._compiled.parameters import P
+from bevquant_int8sim._compiled.threads import share
 from bevquant_int8sim._tile_output import Requantization
 
 __all__ = ["RepeatedCalls"]

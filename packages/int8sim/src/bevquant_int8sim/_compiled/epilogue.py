@@ -15,8 +15,8 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-from bevquant_int8sim._dot_product import is_wide
-from bevquant_int8sim._ir import (
+from bevquant_int8sim._compiled.dot_product import is_wide
+from bevquant_int8sim._compiled.ir import (
     BYTE,
     DOUBLE,
     DOUBLES,
@@ -30,7 +30,7 @@ from bevquant_int8sim._ir import (
     pointer,
     splat,
 )
-from bevquant_int8sim._parameters import P
+from bevquant_int8sim._compiled.parameters import P
 
 __all__ = ["emit_epilogue"]
 

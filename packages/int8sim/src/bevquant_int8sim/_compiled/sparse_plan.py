@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
-from bevquant_int8sim._jit import compiled
-from bevquant_int8sim._threads import share
+from bevquant_int8sim._compiled.jit import compiled
+from bevquant_int8sim._compiled.threads import share
 from bevquant_sparse import Rulebook
 
 __all__ = ["SORTED_ROWS", "SparsePlan", "in_chunks", "plan_for", "plan_in_order"]

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from bevquant_int8sim import _workspace
-from bevquant_int8sim._jit import compiled
-from bevquant_int8sim._sparse_plan import in_chunks
+from bevquant_int8sim._compiled.jit import compiled
+from bevquant_int8sim._compiled.sparse_plan import in_chunks
 
 __all__ = ["scatter"]
 

@@ -15,7 +15,7 @@ from threading import Lock, Thread
 
 import torch
 
-from bevquant_int8sim._spin import changed, new_cell
+from bevquant_int8sim._compiled.spin import changed, new_cell
 
 __all__ = ["share"]
 
