@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from bevquant_hybrid._fx._numbers import number_nodes
 from bevquant_hybrid.operators import load_support_table, row_of_function, row_of_module
 
 __all__ = ["GraphNode", "read_graph"]
@@ -55,9 +56,11 @@ def read_graph(module: fx.GraphModule, example_inputs: tuple[Any, ...] | None) -
         str(n.target) for n in module.graph.nodes if n.name in owners
     }
     prepared = any(_is_quantized(modules[path]) for path in called)
+    # Objects whose method the next node calls, sizes and what is computed of them: no tensors.
+    aside = owners | {node.name for node in number_nodes(module.graph)}
     records = []
     for node in module.graph.nodes:
-        if node.name in owners:  # the object whose method the next node calls
+        if node.name in aside:
             continue
         kind, operator, path = _describe(node, modules, owners)
         around = _around(node, path, modules)
@@ -65,7 +68,7 @@ def read_graph(module: fx.GraphModule, example_inputs: tuple[Any, ...] | None) -
         records.append(
             GraphNode(
                 *(node.name, kind, operator, path, around),
-                tuple(n.name for n in node.all_input_nodes if n.name not in owners),
+                tuple(n.name for n in node.all_input_nodes if n.name not in aside),
                 shapes.get(node.name) or _shape_in_meta(node),
                 switched_off=own is not None and getattr(own, "qconfig", 0) is None,
                 quantized=_is_quantized(own) if prepared else None,
