@@ -5,12 +5,14 @@ from __future__ import annotations
 from bevquant_hybrid import (
     dtype,
     functional,
+    jit,
     mapper,
     march,
     nn,
     qat_mode,
     qtensor,
     quantization,
+    runtime,
     utils,
 )
 from bevquant_hybrid.march import March, get_march, set_march
@@ -21,12 +23,14 @@ __all__ = [
     "dtype",
     "functional",
     "get_march",
+    "jit",
     "mapper",
     "march",
     "nn",
     "qat_mode",
     "qtensor",
     "quantization",
+    "runtime",
     "set_march",
     "utils",
 ]

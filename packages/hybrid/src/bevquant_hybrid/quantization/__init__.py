@@ -12,6 +12,7 @@ from bevquant_hybrid.quantization import (
     qconfig,
     quantize_fx,
 )
+from bevquant_hybrid.quantization._compile import compile_model
 from bevquant_hybrid.quantization.fake_quantize import (
     CalibFakeQuantize,
     FakeQuantize,
@@ -80,6 +81,7 @@ __all__ = [
     "PercentileObserver",
     "QTensor",
     "QuantStub",
+    "compile_model",
     "convert",
     "convert_fx",
     "default_8bit_fake_quant",

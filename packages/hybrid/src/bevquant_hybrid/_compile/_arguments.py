@@ -1,0 +1,182 @@
+"""Arguments of `compile_model`, checked and as one value."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.ao.quantization import FakeQuantizeBase
+
+from bevquant_hybrid._fx._graph_module import GraphModuleWithAttr
+from bevquant_hybrid.march import March, get_march
+from bevquant_hybrid.nn.quantized._base import FixedPoint
+
+__all__ = [
+    "check_options",
+    "check_path",
+    "converted_model",
+    "forward_arguments",
+    "march_of",
+]
+
+_MARCHES = (March.BERNOULLI2, March.BAYES, March.BAYES_E)
+_OPTIMIZATIONS = ("O0", "O1", "O2", "O3", "ddr", "fast", "balance")
+_SOURCES = ("ddr", "resizer", "pyramid")
+_LAYOUTS = ("NCHW", "NHWC", "BPU_RAW")
+
+
+def converted_model(module: Any, caller: str) -> nn.Module:
+    """Return a model that may be compiled.
+
+    Raises:
+        TypeError: It is no model.
+        ValueError: It is hybrid, trains quantized, or is float.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"{caller}: module is a {type(module).__name__}: expected a converted model, or a "
+            "traced one"
+        )
+    if isinstance(module, GraphModuleWithAttr) and getattr(module, "hybrid", False):
+        raise ValueError(
+            f"{caller}: module is a hybrid model, whose parts on the CPU no program holds; write "
+            "the model of prepare_qat_fx with export_to_onnx and give the file to hb_mapper, or "
+            "prepare it without hybrid=True"
+        )
+    fixed = isinstance(module, torch.jit.ScriptModule)
+    for path, part in module.named_modules():
+        if isinstance(part, FakeQuantizeBase):
+            raise ValueError(
+                f"{caller}: module trains quantized or is calibrated ({path} is a "
+                f"{type(part).__name__}); give what convert or convert_fx returns of it"
+            )
+        fixed = fixed or isinstance(part, FixedPoint)
+    if not fixed:
+        raise ValueError(
+            f"{caller}: module has no fixed-point module; prepare it with prepare_qat or "
+            "prepare_qat_fx and give what convert or convert_fx returns"
+        )
+    return module
+
+
+def forward_arguments(example_inputs: Any, caller: str) -> tuple[Any, ...]:
+    """Return example inputs as the arguments of a forward: one tensor alone is one.
+
+    Raises:
+        TypeError: Neither a tensor nor a list or tuple of what holds tensors.
+        ValueError: There are none.
+    """
+    if isinstance(example_inputs, Tensor):
+        return (example_inputs,)
+    if not isinstance(example_inputs, list | tuple):
+        raise TypeError(
+            f"{caller}: example_inputs is a {type(example_inputs).__name__}: expected a tensor, or "
+            "a list or tuple of the forward's arguments"
+        )
+    if not example_inputs:
+        raise ValueError(f"{caller}: example_inputs is empty: expected the forward's arguments")
+    return tuple(example_inputs)
+
+
+def march_of(march: Any, caller: str) -> str:
+    """Return the march asked for, or the one that is set.
+
+    Raises:
+        ValueError: No march of that name, or none at all.
+    """
+    chosen = get_march() if march is None else str(march).strip().lower().replace("_", "-")
+    if chosen is None:
+        raise ValueError(
+            f"{caller}: march=None and no march is set; call "
+            "bevquant_hybrid.march.set_march(March.BAYES) first, or give march="
+        )
+    if chosen not in _MARCHES:
+        raise ValueError(f"{caller}: march={march!r}: expected one of {', '.join(_MARCHES)}")
+    return chosen
+
+
+def check_path(hbm: Any, caller: str) -> Path:
+    """Return where the file goes.
+
+    Raises:
+        TypeError: No path.
+        ValueError: It is empty, or a folder.
+    """
+    if not isinstance(hbm, str | os.PathLike):
+        raise TypeError(f"{caller}: hbm is a {type(hbm).__name__}: expected the path of a file")
+    path = Path(hbm)
+    if not path.name or path.is_dir():
+        raise ValueError(f"{caller}: hbm={os.fspath(hbm)!r}: expected the path of a file")
+    return path
+
+
+def check_options(
+    caller: str,
+    *,
+    input_source: Any,
+    input_layout: Any,
+    output_layout: Any,
+    opt: Any,
+    balance_factor: Any,
+    jobs: Any,
+    extra_args: Any,
+    tensors: int,
+) -> dict[str, Any]:
+    """Return what a program notes of its compilation.
+
+    Args:
+        caller: Function that messages name.
+        input_source: Where inputs come from: one source, or one for each.
+        input_layout: Order of their axes.
+        output_layout: Order of the outputs' axes.
+        opt: How to optimize.
+        balance_factor: For ``"balance"``.
+        jobs: How many threads.
+        extra_args: Further arguments of the vendor's compiler.
+        tensors: How many inputs there are.
+
+    Raises:
+        TypeError: A type does not fit.
+        ValueError: A value is not among those that are documented.
+    """
+    sources = [input_source] if isinstance(input_source, str) else input_source
+    if not isinstance(sources, Sequence) or not all(s in _SOURCES for s in sources):
+        raise ValueError(
+            f"{caller}: input_source={input_source!r}: expected one of {', '.join(_SOURCES)}, or "
+            "one for each input"
+        )
+    if len(sources) not in (1, tensors):
+        raise ValueError(
+            f"{caller}: input_source={input_source!r}: {len(sources)} sources for {tensors} inputs"
+        )
+    for what, layout in (("input_layout", input_layout), ("output_layout", output_layout)):
+        if layout not in (*_LAYOUTS, None) or (layout is None and what == "output_layout"):
+            raise ValueError(f"{caller}: {what}={layout!r}: expected one of {', '.join(_LAYOUTS)}")
+        if layout == "BPU_RAW":
+            raise ValueError(
+                f"{caller}: {what}='BPU_RAW': how a BPU lays tensors out is not public; take NCHW "
+                "or NHWC"
+            )
+    known = opt in _OPTIMIZATIONS if isinstance(opt, str) else type(opt) is int and 0 <= opt <= 3
+    if not known:
+        raise ValueError(
+            f"{caller}: opt={opt!r}: expected 0 to 3 or one of {', '.join(_OPTIMIZATIONS)}"
+        )
+    for what, number in (("balance_factor", balance_factor), ("jobs", jobs)):
+        if type(number) is not int or number < 0:
+            raise ValueError(f"{caller}: {what}={number!r}: expected an integer from 0")
+    extra = [] if extra_args is None else extra_args
+    if not isinstance(extra, list | tuple) or not all(isinstance(arg, str) for arg in extra):
+        raise TypeError(f"{caller}: extra_args={extra_args!r}: expected a list of strings")
+    return {
+        "input_source": list(sources) * (tensors if len(sources) == 1 else 1),
+        "input_layout": input_layout or "NCHW",
+        "output_layout": output_layout,
+        "opt": f"O{opt}" if isinstance(opt, int) else opt,
+        "balance_factor": balance_factor,
+        "extra_args": list(extra),
+    }

@@ -1,0 +1,226 @@
+"""Record which operators a model calls while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from bevquant_hybrid.runtime._operators import ARITHMETIC, LOOSE, is_integer, is_known
+from bevquant_hybrid.runtime._program import Argument, Operand, Step, Value
+
+__all__ = ["Recorder", "RefusedError"]
+
+_Place = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype]
+
+# The same values in other memory, or with other strides, which no operator of a program asks for.
+_SAME = ("aten::alias", "aten::clone", "aten::detach", "aten::lift_fresh")
+_RESHAPES = ("aten::view", "aten::_unsafe_view", "aten::_reshape_alias")
+
+
+class RefusedError(ValueError):
+    """A call that no program can hold; names the operator, not yet the module.
+
+    Attributes:
+        operator: The operator.
+    """
+
+    def __init__(self, operator: str, reason: str) -> None:
+        super().__init__(f"{operator} {reason}")
+        self.operator = operator
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A tensor that depends on the inputs."""
+
+    name: str
+    loose: bool  # whether the data decide its size
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Record, while active, every operator call that depends on the inputs.
+
+    Calls on constants alone are run and only their results enter the program: tables of functions,
+    quantized biases, multipliers. Tensors that the calls read are copied to the CPU.
+
+    Args:
+        module: The model.
+        scope: Returns the path of the module that computes now.
+
+    Attributes:
+        steps: The calls.
+        constants: What they read, by name.
+        refused: Why the model cannot be recorded, once that is known.
+        refused_in: Path of the module that was the reason.
+        calls: How many of this package's operators were called, on constants too.
+    """
+
+    def __init__(self, module: nn.Module, scope: Callable[[], str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.steps: list[Step] = []
+        self.constants: dict[str, Tensor] = {}
+        self.refused: Exception | None = None
+        self.refused_in = ""
+        self.calls = 0
+        self._scope = scope
+        self._modules = {path for path, _ in module.named_modules()}
+        tensors = {**dict(module.named_buffers()), **dict(module.named_parameters())}
+        self._names = {_place(tensor): path for path, tensor in tensors.items()}
+        self._known: dict[_Place, _Known] = {}
+        self._memories: set[int] = set()
+        self._constant_of: dict[_Place, str] = {}
+        self._kept: list[Tensor] = list(tensors.values())  # so that nothing takes their memory
+        self._count = 0
+
+    def input(self, tensor: Tensor, name: str) -> Operand:
+        """Declare an input."""
+        self._know(tensor, _Known(name, False))
+        return Operand(name)
+
+    def operand(self, tensor: Tensor, hint: str) -> Operand:
+        """Return what a tensor is in the program; a new constant is named after `hint`."""
+        known = self._find(tensor)
+        return Operand(known.name) if known else self.constant(tensor, hint)
+
+    def constant(self, tensor: Tensor, hint: str) -> Operand:
+        """Return the constant that a tensor is, and take it into the program."""
+        place = _place(tensor)
+        if place not in self._constant_of:
+            base = name = self._names.get(place) or hint
+            count = 1
+            while name in self.constants:
+                count += 1
+                name = f"{base}_{count}"
+            self.constants[name] = tensor.detach().cpu().clone().contiguous()
+            self._constant_of[place] = name
+            self._kept.append(tensor)
+        return Operand(self._constant_of[place], constant=True)
+
+    def is_loose(self, tensor: Tensor) -> bool:
+        """Whether the data decide the size of a tensor."""
+        known = self._find(tensor)
+        return known is not None and known.loose
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        try:
+            return self._call(func, args, kwargs or {})
+        except Exception as error:
+            # torch.jit passes the text of an error on, and neither its type nor its attributes.
+            if self.refused is None:
+                self.refused, self.refused_in = error, self._scope()
+            raise
+
+    def _call(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        name = func.name()
+        self.calls += is_integer(name)
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        reads = {leaf: known for leaf in leaves if (known := self._find(leaf)) is not None}
+        if not reads:
+            if torch.Tag.nondeterministic_seeded in func.tags:
+                raise RefusedError(name, "draws random numbers; a program has none")
+            return func(*args, **kwargs)
+        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+        if name in _SAME or (name == "aten::_to_copy" and _same_type(given)):
+            result = func(*args, **kwargs)
+            self._know(result, reads[given["self"]])
+            return result
+        operator, given = _canonical(name, given)
+        self._check(operator, reads)
+        result = func(*args, **kwargs)
+        results = [result] if isinstance(result, Tensor) else list(result)
+        loose = any(known.loose for known in reads.values()) or name == "aten::nonzero"
+        made = tuple(self._value(tensor, loose) for tensor in results)
+        scope = self._path(given.get("name"))
+        self.steps.append(Step(operator, self._arguments(func, given, scope), made, scope))
+        return result
+
+    def _path(self, name: str | None) -> str:
+        """The path of the module that computes: what an operator is told, where that is a path."""
+        return str(name if name in self._modules else self._scope() or name or "")
+
+    def _know(self, tensor: Tensor, known: _Known) -> None:
+        self._known[_place(tensor)] = known
+        self._memories.add(_place(tensor)[0])
+        self._kept.append(tensor)
+
+    def _find(self, tensor: Tensor) -> _Known | None:
+        place = _place(tensor)
+        if place not in self._known and place[0] in self._memories:
+            raise RefusedError("a view", "was taken of a tensor in a way that torch does not show")
+        return self._known.get(place)
+
+    def _check(self, operator: str, reads: Mapping[Tensor, _Known]) -> None:
+        if operator == "aten::_local_scalar_dense":
+            raise RefusedError(
+                operator,
+                "(item(), bool(), float()) makes a number of a tensor that depends on the input; "
+                "a program takes no decisions",
+            )
+        if not is_known(operator):
+            raise RefusedError(operator, "is no operator of an integer program")
+        narrow = [t for t in reads if t.is_floating_point() and t.dtype != torch.float64]
+        if operator in ARITHMETIC and narrow:
+            kind = str(narrow[0].dtype).removeprefix("torch.")
+            raise RefusedError(operator, f"computes in {kind}, not in integers")
+        if operator not in LOOSE and any(known.loose for known in reads.values()):
+            raise RefusedError(operator, "reads a tensor whose size depends on the data")
+
+    def _value(self, tensor: Tensor, loose: bool) -> Value:
+        self._count += 1
+        name = f"%{self._count}"
+        self._know(tensor, _Known(name, loose))
+        return Value(name, tensor.dtype, None if loose else tuple(tensor.shape))
+
+    def _arguments(self, func: Any, given: Mapping[str, Any], scope: str) -> Mapping[str, Argument]:
+        defaults = {
+            a.name: a.default_value for a in func._schema.arguments if a.has_default_value()
+        }
+        prefix = f"{scope}." if scope else ""
+        return {
+            name: self._argument(value, f"{prefix}{name}")
+            for name, value in given.items()
+            if isinstance(value, Tensor) or name not in defaults or value != defaults[name]
+        }
+
+    def _argument(self, value: Any, hint: str) -> Argument:
+        if isinstance(value, Tensor):
+            return self.operand(value, hint)
+        if isinstance(value, list | tuple):
+            return tuple(self._argument(item, hint) for item in value)
+        if value is None or isinstance(value, bool | int | float | str | torch.dtype):
+            return value
+        raise RefusedError(hint, f"is a {type(value).__name__}, which no file holds")
+
+
+def _same_type(given: Mapping[str, Any]) -> bool:
+    return given.get("dtype") in (None, given["self"].dtype)
+
+
+def _canonical(name: str, given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the operator that a program holds in the place of this one, and its arguments."""
+    if name in _RESHAPES:
+        shape = given.get("size", given.get("shape"))
+        return "aten::reshape", {"self": given["self"], "shape": shape}
+    if name == "aten::_to_copy":
+        return "aten::to.dtype", {"self": given["self"], "dtype": given["dtype"]}
+    return name, given
+
+
+def _place(tensor: Tensor) -> _Place:
+    """Where a tensor's values lie: the same for every object that stands for it."""
+    memory = tensor.untyped_storage()._cdata
+    return (
+        memory,
+        int(tensor.storage_offset()),
+        tuple(tensor.shape),
+        tuple(tensor.stride()),
+        tensor.dtype,
+    )

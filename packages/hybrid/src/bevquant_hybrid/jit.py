@@ -1,0 +1,89 @@
+"""Saving and loading traced models, with the version of this package beside them."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import IO, Any
+
+import torch
+
+import bevquant_hybrid
+
+# Registers the operators that traced models call:
+from bevquant_hybrid import _integer_ops as _integer_ops
+from bevquant_hybrid import _integer_sums as _integer_sums
+
+__all__ = ["load", "save"]
+
+_VERSION = "bevquant_hybrid_version"
+
+File = str | os.PathLike[str] | IO[bytes]
+
+
+def save(m: torch.jit.ScriptModule, f: File, _extra_files: dict[str, Any] | None = None) -> None:
+    """Save a traced model as `torch.jit.save` does, with the version of this package.
+
+    Args:
+        m: Result of `torch.jit.trace` on a converted model.
+        f: File name, or a file open for writing in binary.
+        _extra_files: Names and contents of files to save beside it.
+
+    Raises:
+        TypeError: No traced model.
+
+    Example:
+        >>> import io, warnings
+        >>> warnings.simplefilter("ignore")  # torch's, of torch.jit itself
+        >>> traced, file = torch.jit.trace(torch.nn.ReLU(), torch.ones(1)), io.BytesIO()
+        >>> save(traced, file)
+        >>> _ = file.seek(0)
+        >>> load(file)(torch.tensor([-1.0]))
+        tensor([0.])
+    """
+    if not isinstance(m, torch.jit.ScriptModule):
+        raise TypeError(
+            f"jit.save: m is a {type(m).__name__}: expected what torch.jit.trace returns"
+        )
+    extra = dict(_extra_files or {}) | {_VERSION: bevquant_hybrid.__version__}
+    with _without_deprecation():
+        torch.jit.save(m, f, _extra_files=extra)
+
+
+def load(
+    f: File,
+    map_location: str | torch.device | None = None,
+    _extra_files: dict[str, Any] | None = None,
+) -> torch.jit.ScriptModule:
+    """Load a model that `save` saved; the operators it calls are registered.
+
+    Args:
+        f: File name, or a file open for reading in binary.
+        map_location: Device that the tensors go to.
+        _extra_files: Names of files saved beside it; their contents are put in.
+
+    Warns:
+        UserWarning: Another version of this package saved it, or none.
+    """
+    wanted = _extra_files if _extra_files is not None else {}
+    extra: dict[str, Any] = {**wanted, _VERSION: ""}
+    with _without_deprecation():
+        loaded: torch.jit.ScriptModule = torch.jit.load(  # type: ignore[no-untyped-call]
+            f, map_location=map_location, _extra_files=extra
+        )
+    found = extra.pop(_VERSION)
+    found = found.decode() if isinstance(found, bytes) else found
+    if found != bevquant_hybrid.__version__:
+        saved = f"version {found} of bevquant_hybrid" if found else "torch.jit.save"
+        warnings.warn(
+            f"jit.load: {f} was saved by {saved}, and this is version "
+            f"{bevquant_hybrid.__version__}; trace the model again if its outputs differ",
+            stacklevel=2,
+        )
+    wanted.update(extra)
+    return loaded
+
+
+def _without_deprecation() -> warnings.catch_warnings[None]:
+    """Silence torch's advice to leave torch.jit, which the caller has taken already."""
+    return warnings.catch_warnings(action="ignore", category=DeprecationWarning)

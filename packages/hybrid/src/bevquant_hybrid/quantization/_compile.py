@@ -1,0 +1,118 @@
+"""`compile_model` under its documented name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+import bevquant_hybrid
+from bevquant_hybrid._compile._arguments import (
+    check_options,
+    check_path,
+    converted_model,
+    forward_arguments,
+    march_of,
+)
+from bevquant_hybrid._compile._program_of import program_of
+from bevquant_hybrid.runtime import _structure as structure
+from bevquant_hybrid.runtime._file import write_program
+
+__all__ = ["compile_model"]
+
+
+def compile_model(
+    module: nn.Module,
+    example_inputs: Any,
+    hbm: str | os.PathLike[str],
+    march: str | None = None,
+    name: str | None = None,
+    input_source: str | Sequence[str] = "ddr",
+    input_layout: str | None = None,
+    output_layout: str = "NCHW",
+    opt: str | int = "O2",
+    balance_factor: int = 2,
+    progressbar: bool = True,
+    jobs: int = 16,
+    debug: bool = True,
+    extra_args: Sequence[str] | None = None,
+) -> int:
+    """Write a converted model as an integer program that runs without its Python classes.
+
+    **The file is not a BPU binary.** The vendor's compiler is not public: no chip runs what is
+    written here, whatever the file is called. It is this project's own format, one safetensors
+    file with the constants and, as JSON, every operator call with its types, shapes and scales;
+    `bevquant_hybrid.runtime.load` runs it with the functions of the fixed-point modules, and its
+    outputs are those of the converted model, bit for bit.
+
+    Args:
+        module: Result of `convert` or `convert_fx`, not hybrid, or a `torch.jit.trace` of one.
+        example_inputs: A tensor, or a list or tuple of the forward's arguments. The program takes
+            their types and shapes, and no others.
+        hbm: Where the file goes; its folder is made.
+        march: March that it is for; the one of `set_march` by default.
+        name: Name of the model; the file's without its ending by default.
+        input_source: ``"ddr"``, ``"resizer"`` or ``"pyramid"``, for all inputs or one for each;
+            noted in the file.
+        input_layout: ``"NCHW"`` (None) or ``"NHWC"``: how the program takes inputs of four axes.
+        output_layout: ``"NCHW"`` or ``"NHWC"``: how it returns outputs of four axes.
+        opt: 0 to 3, ``"O0"`` to ``"O3"``, ``"ddr"``, ``"fast"`` or ``"balance"``; noted in the
+            file, a program is the same with each.
+        balance_factor: For ``opt="balance"``; noted in the file.
+        progressbar: Accepted for old scripts.
+        jobs: Accepted for old scripts.
+        debug: Accepted for old scripts.
+        extra_args: Further arguments of the vendor's compiler; noted in the file.
+
+    Returns:
+        0. Whatever prevents the file from being written is raised.
+
+    Raises:
+        TypeError, ValueError: An argument does not fit; the message names it. Or the model calls
+            what is no operator of an integer program; the message names that and its module.
+        RuntimeError: The program does not return what the model does.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from bevquant_hybrid.march import March, set_march
+        >>> from bevquant_hybrid.quantization import QuantStub, get_default_qat_qconfig
+        >>> from bevquant_hybrid.quantization import convert, prepare_qat
+        >>> set_march(March.BAYES)
+        >>> model = nn.Sequential(QuantStub(scale=1 / 128), nn.Conv2d(1, 2, 1))
+        >>> model.qconfig = get_default_qat_qconfig()
+        >>> qat, x = prepare_qat(model), torch.rand(1, 1, 4, 4)
+        >>> _ = qat(x)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     compile_model(convert(qat.eval()), [x], hbm=f"{folder}/net.hbm", opt=3)
+        compile_model: ...net.hbm holds 3 integer operators for bevquant_hybrid.runtime; it is no \
+binary for a BPU, and no chip runs it
+        0
+    """
+    caller = "compile_model"
+    path = check_path(hbm, caller)
+    chosen = march_of(march, caller)
+    arguments = forward_arguments(example_inputs, caller)
+    tensors, _ = structure.flatten(arguments, f"{caller}: example_inputs")
+    options = check_options(
+        caller,
+        input_source=input_source,
+        input_layout=input_layout,
+        output_layout=output_layout,
+        opt=opt,
+        balance_factor=balance_factor,
+        jobs=jobs,
+        extra_args=extra_args,
+        tensors=len(tensors),
+    )
+    if name is not None and not (isinstance(name, str) and name):
+        raise TypeError(f"{caller}: name={name!r}: expected a string")
+    model = converted_model(module, caller)
+    program = program_of(model, arguments, caller, name or path.stem, chosen, options)
+    write_program(program, path, f"bevquant-hybrid {bevquant_hybrid.__version__}")
+    print(
+        f"{caller}: {path} holds {len(program.steps)} integer operators for "
+        "bevquant_hybrid.runtime; it is no binary for a BPU, and no chip runs it"
+    )
+    return 0

@@ -1,0 +1,50 @@
+"""Running what `compile_model` wrote: integer programs, without the model's Python classes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from bevquant_hybrid.runtime._compiled_model import CompiledModel
+from bevquant_hybrid.runtime._file import read_program
+from bevquant_hybrid.runtime._program import Operand, Port, Program, Step, Value
+
+__all__ = ["CompiledModel", "Operand", "Port", "Program", "Step", "Value", "load"]
+
+
+def load(path: str | os.PathLike[str]) -> CompiledModel:
+    """Read a file of `bevquant_hybrid.quantization.compile_model`.
+
+    Args:
+        path: The ``.hbm`` file. It holds a program of this project, and is no binary of the
+            vendor's compiler; such a one is refused.
+
+    Returns:
+        A callable that returns exactly what the converted model did.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It was not written by `compile_model`, is truncated or changed, has another
+            schema, lacks a tensor, or calls what a program may not call. The message names it.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from torch import nn
+        >>> from bevquant_hybrid.march import March, set_march
+        >>> from bevquant_hybrid.quantization import (
+        ...     DeQuantStub, QuantStub, compile_model, convert, get_default_qat_qconfig, prepare_qat
+        ... )
+        >>> set_march(March.BAYES)
+        >>> model = nn.Sequential(QuantStub(scale=1 / 128), nn.Conv2d(1, 2, 1), DeQuantStub())
+        >>> model.qconfig = get_default_qat_qconfig()
+        >>> qat, x = prepare_qat(model), torch.rand(1, 1, 4, 4)
+        >>> _ = qat(x)
+        >>> converted = convert(qat.eval())
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = compile_model(converted, [x], hbm=f"{folder}/net.hbm")  # doctest: +ELLIPSIS
+        ...     compiled = load(f"{folder}/net.hbm")
+        compile_model: ...net.hbm holds 4 integer operators for bevquant_hybrid.runtime...
+        >>> torch.equal(compiled(x), converted(x))
+        True
+    """
+    return CompiledModel(read_program(Path(path)))

@@ -1,0 +1,77 @@
+"""The operators that a program may call, and nothing else.
+
+Those of bevquant_hybrid are the very functions that fixed-point modules call. Those of torch move
+integers, order and compare them, or belong to the few modules that compute exactly in float64
+between two roundings (softmax, layer norm, adaptive pooling, numbers added and multiplied).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["ARITHMETIC", "LOOSE", "find_operator", "is_integer", "is_known"]
+
+_NAMESPACE = "bevquant_hybrid::"
+
+_MOVES = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("channel_shuffle", "constant_pad_nd", "expand", "flip", "gather", "index.Tensor"),
+        *("index_select", "native_channel_shuffle", "permute", "pixel_shuffle", "pixel_unshuffle"),
+        *("repeat", "replication_pad1d", "replication_pad2d", "replication_pad3d", "reshape"),
+        *("roll", "select.int", "slice.Tensor", "split.Tensor", "split_with_sizes", "squeeze"),
+        *("squeeze.dim", "squeeze.dims", "t", "to.dtype", "transpose.int", "unbind.int"),
+        *("unsqueeze",),
+    )
+)
+
+_COMPARISONS = ("eq", "ne", "gt", "ge", "lt", "le")
+_ORDER = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("amax", "amin", "argmax", "argmin", "max", "max.dim", "min", "min.dim", "nonzero"),
+        *("sort", "sort.stable", "topk"),
+        *(f"{name}.{of}" for name in _COMPARISONS for of in ("Scalar", "Tensor")),
+    )
+)
+
+# On integers and in float64 only: in float32 they would be work for a CPU.
+ARITHMETIC = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("_adaptive_avg_pool2d", "abs", "clamp", "clamp_max", "clamp_min", "exp", "floor"),
+        *("maximum", "mean.dim", "minimum", "pow.Tensor_Scalar", "rsqrt", "sum.dim_IntList"),
+        *(f"{name}.{of}" for name in ("add", "sub", "mul", "div") for of in ("Scalar", "Tensor")),
+    )
+)
+
+_OF_TORCH = _MOVES | _ORDER | ARITHMETIC
+
+# What may read a tensor whose size the data decide: these name no size of it.
+LOOSE = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("index.Tensor", "select.int", "slice.Tensor", "t", "to.dtype", "transpose.int"),
+        *("unbind.int",),
+    )
+)
+
+
+def is_integer(name: str) -> bool:
+    """Whether an operator is one of this package's."""
+    registered = set(torch.ops.bevquant_hybrid)
+    return name.startswith(_NAMESPACE) and name.removeprefix(_NAMESPACE) in registered
+
+
+def is_known(name: str) -> bool:
+    """Whether a program may call an operator."""
+    return name in _OF_TORCH or is_integer(name)
+
+
+def find_operator(name: str) -> Any:
+    """Return torch's operator of a name that is known."""
+    namespace, _, rest = name.partition("::")
+    base, _, overload = rest.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")
