@@ -21,6 +21,7 @@ def fold(anchor: nn.Module, bn: nn.Module) -> nn.Module:
     settled.training = False
     made = fuse_conv_bn(anchor, settled)
     made.train(anchor.training)
-    if "qconfig" in anchor.__dict__:
-        made.qconfig = anchor.qconfig
+    for mark in ("qconfig", "preserve_qat_mode"):
+        if mark in anchor.__dict__:
+            setattr(made, mark, anchor.__dict__[mark])
     return made

@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+from types import ModuleType
+
 from bevquant_hybrid.utils import fx_helper, onnx_helper
 
-__all__ = ["fx_helper", "onnx_helper"]
+__all__ = ["fx_helper", "onnx_helper", "quant_profiler"]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Import the profiler when it is asked for: it needs modules that need this package."""
+    if name == "quant_profiler":
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

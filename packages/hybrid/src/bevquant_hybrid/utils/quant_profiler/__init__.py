@@ -1,0 +1,27 @@
+"""Tools that tell where a quantized model loses accuracy, at their documented path."""
+
+from __future__ import annotations
+
+from bevquant_hybrid.utils.quant_profiler._called_count import get_module_called_count
+from bevquant_hybrid.utils.quant_profiler._deploy_device import check_deploy_device
+from bevquant_hybrid.utils.quant_profiler._featuremap import featuremap_similarity
+from bevquant_hybrid.utils.quant_profiler._features import get_raw_features
+from bevquant_hybrid.utils.quant_profiler._preserve import set_preserve_qat_mode
+from bevquant_hybrid.utils.quant_profiler._qconfig import QConfigReport, check_qconfig
+from bevquant_hybrid.utils.quant_profiler._statistics import Statistic, profile_featuremap
+from bevquant_hybrid.utils.quant_profiler._unfused import check_unfused_operations
+from bevquant_hybrid.utils.quant_profiler._weights import compare_weights
+
+__all__ = [
+    "QConfigReport",
+    "Statistic",
+    "check_deploy_device",
+    "check_qconfig",
+    "check_unfused_operations",
+    "compare_weights",
+    "featuremap_similarity",
+    "get_module_called_count",
+    "get_raw_features",
+    "profile_featuremap",
+    "set_preserve_qat_mode",
+]

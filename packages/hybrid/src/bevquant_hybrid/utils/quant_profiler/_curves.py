@@ -1,0 +1,106 @@
+"""Curves over the operators of a model, as one page that needs nothing else."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Mapping, Sequence
+
+__all__ = ["curves_page"]
+
+_COLOURS = ("#2a6f97", "#c8553d", "#588157", "#7b5ea7")
+_LEFT, _TOP, _HEIGHT, _STEP = 90, 20, 320, 16  # pixels: margins, plot, between two operators
+
+
+def curves_page(
+    title: str, names: Sequence[str], curves: Mapping[str, Sequence[float | None]]
+) -> str:
+    """Return an HTML page with one curve per series; a point tells its operator and value.
+
+    Args:
+        title: Above the picture.
+        names: Of the operators, from left to right.
+        curves: Values by the name of the series; None and what is not finite leaves a gap.
+    """
+    finite = [v for values in curves.values() for v in values if v is not None and math.isfinite(v)]
+    low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
+    if low == high:
+        low, high = low - 0.5, high + 0.5
+    margin = (high - low) * 0.05
+    low, high = low - margin, high + margin
+    width = max(640, _STEP * len(names) + 20)
+    step = (width - 20) / max(1, len(names))
+
+    def x(index: int) -> float:
+        return _LEFT + (index + 0.5) * step
+
+    def y(value: float) -> float:
+        return _TOP + (high - value) / (high - low) * _HEIGHT
+
+    parts = [_axis(low, high, y, width)]
+    for i, name in enumerate(names):
+        label = html.escape(name)
+        parts.append(
+            f'<text transform="translate({x(i) + 4:.1f},{_TOP + _HEIGHT + 10}) rotate(-90)" '
+            f'text-anchor="end">{label}</text>'
+        )
+    for colour, (series, values) in zip(_COLOURS * len(curves), curves.items(), strict=False):
+        parts.append(_curve(colour, series, names, values, x, y))
+    legend = " ".join(
+        f'<span style="color:{colour}">■ {html.escape(series)}</span>'
+        for colour, series in zip(_COLOURS * len(curves), curves, strict=False)
+    )
+    space = 7 * max((len(name) for name in names), default=0) + 30
+    picture = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_LEFT + width}" '
+        f'height="{_TOP + _HEIGHT + space}" font-family="sans-serif" font-size="11">'
+        f"{''.join(parts)}</svg>"
+    )
+    heading = html.escape(title)
+    return (
+        f'<!doctype html>\n<meta charset="utf-8">\n<title>{heading}</title>\n'
+        f"<style>body {{ font-family: sans-serif }} circle:hover {{ r: 6 }}</style>\n"
+        f"<h1>{heading}</h1>\n<p>{legend}</p>\n"
+        f'<div style="overflow-x: auto">{picture}</div>\n'
+    )
+
+
+def _axis(low: float, high: float, y: object, width: float) -> str:
+    assert callable(y)
+    lines = []
+    for i in range(6):
+        value = low + (high - low) * i / 5
+        at = y(value)
+        lines.append(
+            f'<line x1="{_LEFT}" x2="{_LEFT + width}" y1="{at:.1f}" y2="{at:.1f}" stroke="#ddd"/>'
+            f'<text x="{_LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{value:.4g}</text>'
+        )
+    return "".join(lines)
+
+
+def _curve(
+    colour: str,
+    series: str,
+    names: Sequence[str],
+    values: Sequence[float | None],
+    x: object,
+    y: object,
+) -> str:
+    assert callable(x)
+    assert callable(y)
+    runs: list[list[str]] = [[]]
+    points = []
+    for i, value in enumerate(values):
+        if value is None or not math.isfinite(value):
+            runs.append([])
+            continue
+        runs[-1].append(f"{x(i):.1f},{y(value):.1f}")
+        told = html.escape(f"{names[i]}: {series} {value:.7g}")
+        points.append(
+            f'<circle cx="{x(i):.1f}" cy="{y(value):.1f}" r="3" fill="{colour}">'
+            f"<title>{told}</title></circle>"
+        )
+    lines = [
+        f'<polyline points="{" ".join(run)}" fill="none" stroke="{colour}"/>' for run in runs if run
+    ]
+    return "".join([*lines, *points])
