@@ -11,6 +11,7 @@ from torch import fx, nn
 from torch.ao.nn.quantized import FloatFunctional
 from torch.ao.quantization import DeQuantStub, QuantStub
 
+from bevquant_hybrid import quantization
 from bevquant_hybrid.operators import load_support_table
 from bevquant_hybrid.partition import Plan, PlanNode, partition, place_operator
 
@@ -286,7 +287,8 @@ def broken(**changes):
     ("changes", "reason"),
     [
         ({"schema": "x"}, "no partition plan"),
-        ({"version": 2}, "version 2"),
+        ({"version": 3}, "version 3; this reads 1 to 2"),
+        ({"version": True}, "version True"),
         ({"nodes": {}}, "a list of nodes"),
         ({"warnings": [1]}, "a list of warnings"),
         ({"node_place": "GPU"}, "conv0: kind 'operator' at 'GPU'"),
@@ -298,7 +300,10 @@ def broken(**changes):
         ({"node_segment": True}, "'conv0'.* wrong type"),
         ({"node_inserted": 1}, "inserted must be true or false"),
         ({"node_extra": 1}, "exactly the keys"),
-        ({"node_segment": 5}, "its segments are not those of its nodes"),
+        ({"node_dtype": "int8"}, "conv0: dtype 'int8'; expected one of"),
+        ({"node_shape": [-1, 3]}, "conv0: shape .* below zero"),
+        ({"node_segment": 1}, r"segment 1 \(conv0, prelu.* all on the BPU or all on the CPU"),
+        ({"node_segment": 9}, "its segments are not those of its nodes"),
         ({"boundaries": []}, "its boundaries are not those of its nodes"),
     ],
 )
@@ -325,6 +330,125 @@ def test_the_graph_is_left_as_it_was():
         partition(graph_module, "bayes", WISHES, example_inputs=[torch.ones(1, 3, 8, 8)])
     assert graph_module.code == code
     assert all(module.training for module in graph_module.modules())
+
+
+ODD = [
+    Plan("bayes", ()),
+    Plan("", (PlanNode("é/量", "input", reason='a "quote"\n', shape=()),), ("ä\u2028",)),
+    Plan("bayes", (PlanNode("q", "quantize", dtype="qint16", shape=(0, 3)),)),
+    Plan("bayes", (PlanNode("x", "input"), PlanNode("y", "dequantize", inputs=("x", "x")))),
+    Plan("bayes", (PlanNode("x", "operator", "BPU", segment=7), PlanNode("y", "pass", "BPU"))),
+]
+
+
+@pytest.mark.parametrize("plan", ODD)
+def test_odd_plans_come_back_from_json(plan, tmp_path):
+    assert Plan.from_json(plan.to_json()) == plan
+    assert Plan.load(plan.save(tmp_path / "a.b")) == plan
+    assert isinstance(plan.transfer_bytes, int) or plan.transfer_bytes is None
+    assert plan.draw().startswith("<")
+
+
+def test_a_plan_of_the_first_version_is_read():
+    plan = example_plan()
+    data = json.loads(plan.to_json()) | {"version": 1}
+    for node in data["nodes"]:
+        del node["dtype"]
+    assert Plan.from_json(json.dumps(data)) == plan
+    data["version"] = 2
+    with pytest.raises(ValueError, match="exactly the keys"):
+        Plan.from_json(json.dumps(data))
+
+
+def test_a_name_that_no_node_has_is_warned_of_though_a_module_has_it():
+    model = HybridModel()
+    model.spare = nn.Conv2d(3, 3, 1)
+    graph = traced(model)
+    graph.add_module("spare", model.spare)
+    with pytest.warns(UserWarning, match="no node is in the module 'spare'"):
+        partition(graph, "bayes", {"module_name": ["spare"]})
+    with pytest.warns(UserWarning, match="called 'conv1.cnv'; names near it: conv1.conv"):
+        partition(graph, "bayes", {"module_name": ["conv1.cnv"]})
+
+
+class Chains(nn.Module):
+    """A convolution with an addition behind it, and one with a ReLU."""
+
+    def __init__(self):
+        super().__init__()
+        self.quant, self.dequant = quantization.QuantStub(), DeQuantStub()
+        self.block = nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU())
+        self.conv, self.last = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1)
+
+    def forward(self, x):
+        x = self.block(self.quant(x))
+        return self.dequant(self.last(self.conv(x) + x))
+
+
+@pytest.mark.parametrize(
+    "wishes",
+    [
+        {"module_name": ["conv"]},
+        {"module_name": ["block.0"]},
+        {"module_name": ["block"]},
+        {"module_name": ["_generated_add_0"]},
+        {"module_type": [nn.Conv2d]},
+    ],
+)
+def test_fused_layers_go_by_the_names_and_classes_that_prepare_knows(wishes):
+    fused = quantization.fuse_fx(Chains())
+    assert len([n for n in fused.graph.nodes if n.op == "call_module"]) == 5  # the sum is fused
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan = partition(fused, "bayes", wishes)
+    qconfig = {"": quantization.get_default_qat_qconfig()}
+    prepared = quantization.prepare_qat_fx(fused, qconfig, hybrid=True, hybrid_dict=wishes)
+    assert [node.name for node in plan.nodes] == [node.name for node in prepared.graph.nodes]
+    assert any(node.inserted for node in plan.nodes)
+
+
+def test_a_module_with_two_names_is_found_under_both():
+    graph = traced(HybridModel())
+    graph.add_module("again", graph.conv3)
+    for node in graph.graph.nodes:
+        if node.target == "conv3":
+            node.target = "again"
+    plan = partition(graph, "bayes", {"module_name": ["again"]})
+    assert plan.node("conv3").reason == "hybrid_dict names again"
+
+
+def prepared_chains(dtype, **settings):
+    qconfig = {"": quantization.get_default_qat_qconfig(dtype=dtype)}
+    out = ("last", quantization.get_default_qat_out_qconfig())
+    qconfig["module_name"] = [out]
+    wishes = {"module_name": ["conv"]}
+    model = quantization.prepare_qat_fx(Chains(), qconfig, hybrid=True, hybrid_dict=wishes)
+    model(torch.rand(2, 4, 5, 5))
+    return model
+
+
+@pytest.mark.parametrize("dtype", ["qint8", "qint16"])
+@pytest.mark.parametrize("form", ["prepared", "converted"])
+def test_integers_that_cross_are_counted_with_their_width(dtype, form):
+    model = prepared_chains(dtype)
+    width = torch.empty(0, dtype=getattr(torch, dtype.removeprefix("q"))).element_size()
+    count = 2 * 4 * 5 * 5
+    if form == "converted":
+        model = quantization.convert_fx(model)
+    plan = partition(model, "bayes", example_inputs=torch.rand(2, 4, 5, 5))
+    # Stub, block to conv and the sum's other input, the sum to last; last gives 32 bits.
+    sizes = [count * width] * (len(plan.boundaries) - 1) + [count * 4]
+    assert [b.transfer_bytes for b in plan.boundaries] == sizes
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_what_is_prepared_has_seen_nothing_of_the_example_inputs():
+    model = prepared_chains("qint8")
+    quantization.set_fake_quantize(model, quantization.FakeQuantState.QAT)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    partition(model.train(), "bayes", example_inputs=100 * torch.rand(2, 4, 5, 5))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(module.training for module in model.modules())
 
 
 def test_a_plan_can_be_made_by_hand():

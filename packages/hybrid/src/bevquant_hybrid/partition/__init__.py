@@ -4,9 +4,13 @@ from ._partition import partition
 from ._placement import Listed, place_operator
 from ._plan import Boundary, Plan, PlanNode, Segment
 from ._segments import number_segments
+from ._suggest_cpu import suggest_cpu
+from ._suggestion import CpuMove, CpuSuggestion
 
 __all__ = [
     "Boundary",
+    "CpuMove",
+    "CpuSuggestion",
     "Listed",
     "Plan",
     "PlanNode",
@@ -14,4 +18,5 @@ __all__ = [
     "number_segments",
     "partition",
     "place_operator",
+    "suggest_cpu",
 ]

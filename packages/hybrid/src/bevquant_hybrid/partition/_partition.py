@@ -49,6 +49,8 @@ def partition(
             on the CPU, with everything inside it.
         example_inputs: One tensor, or a tuple or list of arguments, for the shapes and so the bytes
             that cross boundaries; without them from the nodes' ``tensor_meta``, if they have it.
+            The integers of a prepared or converted graph are counted with their own width, those
+            of a float one as int8.
 
     Returns:
         The plan. Names and classes of ``hybrid_dict`` that match nothing, and operators that read
@@ -101,14 +103,15 @@ def _unmatched(
     types: tuple[type[nn.Module], ...],
 ) -> list[str]:
     paths = {path for record in records for path, _ in record.around}
-    paths |= {path for path, _ in graph_module.named_modules() if path}
+    modules = {path for path, _ in graph_module.named_modules(remove_duplicate=False)}
     classes = {cls for record in records for _, cls in record.around}
     notes = []
     for name in names:
         if name not in paths:
-            near = difflib.get_close_matches(name, sorted(paths), n=3)
+            near = difflib.get_close_matches(name, sorted(paths), n=3, cutoff=0.4)
             hint = f"; names near it: {', '.join(near)}" if near else ""
-            notes.append(f"hybrid_dict: no module is called {name!r}{hint}")
+            what = "no module is called" if name not in modules else "no node is in the module"
+            notes.append(f"hybrid_dict: {what} {name!r}{hint}")
     for cls in types:
         if cls not in classes:
             notes.append(f"hybrid_dict: no module of class {cls.__name__} is called")
@@ -134,6 +137,7 @@ class _State:
         self.nodes[record.name] = PlanNode(
             *(record.name, role, place, reason, record.operator, record.path),
             *(record.inputs, record.shape),
+            dtype=record.dtype,
         )
         self.order.append(record.name)
 
@@ -211,7 +215,9 @@ class _State:
         operator = "torch.quantization." + ("QuantStub" if kind == "quantize" else "DeQuantStub")
         shape = self.nodes[source].shape
         self.nodes[name] = PlanNode(
-            *(name, kind, "CPU", reason, operator, name, (source,), shape), inserted=True
+            *(name, kind, "CPU", reason, operator, name, (source,), shape),
+            inserted=True,
+            dtype=self.nodes[source].dtype if kind == "quantize" else "",
         )
         self.kinds[name] = "QUANT" if kind == "quantize" else "DEQUANT"
         self.order.insert(at, name)

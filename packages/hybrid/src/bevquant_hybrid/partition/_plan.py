@@ -15,9 +15,10 @@ from bevquant_hybrid.drawing import DrawnNode, draw_partition
 __all__ = ["Boundary", "Plan", "PlanNode", "Segment"]
 
 _SCHEMA = "bevquant_hybrid.partition"
-_VERSION = 1
+_VERSION = 2  # 1 had no dtypes
 _KINDS = ("input", "output", "attribute", "operator", "pass", "quantize", "dequantize")
 _PLACES = ("BPU", "CPU", "")
+_BYTES = {"": 1, "qint8": 1, "qint16": 2, "qint32": 4}
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class PlanNode:
         shape: Of its result, where known.
         segment: Which segment it belongs to; None for boundaries, inputs and outputs.
         inserted: Whether the partition added it.
+        dtype: Of the integers that it gives, ``qint8``, ``qint16`` or ``qint32``; ``""`` where that
+            is not known, or it gives floats.
     """
 
     name: str
@@ -48,6 +51,7 @@ class PlanNode:
     shape: tuple[int, ...] | None = None
     segment: int | None = None
     inserted: bool = False
+    dtype: str = ""
 
 
 @dataclass(frozen=True)
@@ -74,8 +78,9 @@ class Boundary:
         kind: ``quantize`` or ``dequantize``.
         source: What it converts.
         readers: What reads the result.
-        transfer_bytes: Bytes of the integers that cross, one each; 0 for a DeQuantStub that reads
-            floats, which does nothing; None where the shape is not known.
+        transfer_bytes: Bytes of the integers that cross: 1, 2 or 4 each for ``qint8``, ``qint16``
+            and ``qint32``, 1 where the type is not known; 0 for a DeQuantStub that reads floats,
+            which does nothing; None where the shape is not known.
         inserted: Whether the partition added it.
     """
 
@@ -115,7 +120,18 @@ class Plan:
             missing = [source for source in node.inputs if source not in known]
             if missing:
                 raise ValueError(f"{node.name} reads {missing[0]!r}, which no earlier node is")
+            if node.dtype not in _BYTES:
+                raise ValueError(f"{node.name}: dtype {node.dtype!r}; expected one of {[*_BYTES]}")
+            if node.shape is not None and any(size < 0 for size in node.shape):
+                raise ValueError(f"{node.name}: shape {node.shape} has a size below zero")
             known[node.name] = node
+        for segment in self.segments:
+            places = {known[name].place for name in segment.nodes}
+            if places not in ({"BPU"}, {"CPU"}):
+                raise ValueError(
+                    f"segment {segment.index} ({', '.join(segment.nodes)}): its nodes run at "
+                    f"{sorted(places)}; expected all on the BPU or all on the CPU"
+                )
 
     def node(self, name: str) -> PlanNode:
         """The node called ``name``."""
@@ -144,14 +160,16 @@ class Plan:
             for source in node.inputs:
                 readers.setdefault(source, []).append(node.name)
         integers = {n.name for n in self.nodes if n.place == "BPU" or n.kind == "quantize"}
+        dtypes = {node.name: node.dtype for node in self.nodes}
         found = []
         for node in self.nodes:
             if node.kind not in ("quantize", "dequantize"):
                 continue
-            size = None if node.shape is None else prod(node.shape)
+            source = node.inputs[0] if node.inputs else ""
+            crosses = node.dtype if node.kind == "quantize" else dtypes.get(source, "")
+            size = None if node.shape is None else prod(node.shape) * _BYTES[crosses]
             if node.kind == "dequantize" and not integers.intersection(node.inputs):
                 size = 0
-            source = node.inputs[0] if node.inputs else ""
             to = tuple(readers.get(node.name, ()))
             found.append(Boundary(node.name, node.kind, source, to, size, node.inserted))
         return tuple(found)
@@ -184,12 +202,14 @@ class Plan:
         data = json.loads(text)
         if not isinstance(data, dict) or data.get("schema") != _SCHEMA:
             raise ValueError(f'no partition plan: expected "schema": "{_SCHEMA}"')
-        if data.get("version") != _VERSION:
-            raise ValueError(f"plan of version {data.get('version')!r}; this reads {_VERSION}")
+        version = data.get("version")
+        if type(version) is not int or not 1 <= version <= _VERSION:
+            raise ValueError(f"plan of version {version!r}; this reads 1 to {_VERSION}")
         march, nodes, notes = data.get("march"), data.get("nodes"), data.get("warnings", [])
         if not isinstance(march, str) or not isinstance(nodes, list) or not _strings(notes):
             raise ValueError("plan: expected a march, a list of nodes and a list of warnings")
-        plan = cls(march, tuple(_node(i, node) for i, node in enumerate(nodes)), tuple(notes))
+        read = tuple(_node(i, node, version) for i, node in enumerate(nodes))
+        plan = cls(march, read, tuple(notes))
         written = json.loads(plan.to_json())
         for key in ("segments", "boundaries"):
             if key in data and data[key] != written[key]:
@@ -236,14 +256,16 @@ def _strings(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
-def _node(index: int, data: object) -> PlanNode:
+def _node(index: int, data: object, version: int) -> PlanNode:
     names = {field.name for field in fields(PlanNode)}
+    if version == 1 and isinstance(data, Mapping) and "dtype" not in data:
+        data = {**data, "dtype": ""}
     if not isinstance(data, Mapping) or set(data) != names:
         raise ValueError(f"plan: node {index} must have exactly the keys {sorted(names)}")
     values: dict[str, Any] = dict(data)
     texts = all(
         isinstance(values[key], str)
-        for key in ("name", "kind", "place", "reason", "operator", "path")
+        for key in ("name", "kind", "place", "reason", "operator", "path", "dtype")
     )
     shape, segment = values["shape"], values["segment"]
     sizes = shape is None or (isinstance(shape, list) and all(type(s) is int for s in shape))

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.ao.quantization import FakeQuantizeBase
 
 from bevquant_hybrid._fx._numbers import number_nodes
+from bevquant_hybrid._fx._settings import anchor_path_of, class_of
 from bevquant_hybrid.operators import load_support_table, row_of_function, row_of_module
+from bevquant_hybrid.qtensor import QTensor
 
 __all__ = ["GraphNode", "read_graph"]
 
@@ -30,6 +34,7 @@ class GraphNode:
         switched_off: Whether its module has the qconfig None.
         quantized: In a graph that is prepared already, whether its module is one that prepare or
             convert made; None in a float graph.
+        dtype: Of the integers of its result, where a run showed some; else ``""``.
     """
 
     name: str
@@ -41,12 +46,13 @@ class GraphNode:
     shape: tuple[int, ...] | None
     switched_off: bool
     quantized: bool | None = None
+    dtype: str = ""
 
 
 def read_graph(module: fx.GraphModule, example_inputs: tuple[Any, ...] | None) -> list[GraphNode]:
     """Records of all nodes in order; shapes from ``example_inputs``, else from the nodes' meta."""
-    shapes = _Shapes(module).of(example_inputs) if example_inputs is not None else {}
-    modules = dict(module.named_modules())
+    results = _Results(module).of(example_inputs) if example_inputs is not None else {}
+    modules = dict(module.named_modules(remove_duplicate=False))
     owners = {
         node.name
         for node in module.graph.nodes
@@ -65,13 +71,15 @@ def read_graph(module: fx.GraphModule, example_inputs: tuple[Any, ...] | None) -
         kind, operator, path = _describe(node, modules, owners)
         around = _around(node, path, modules)
         own = modules.get(path) if node.op in ("call_module", "call_method") else None
+        shape, dtype = results.get(node.name) or (_shape_in_meta(node), "")
         records.append(
             GraphNode(
                 *(node.name, kind, operator, path, around),
                 tuple(n.name for n in node.all_input_nodes if n.name not in aside),
-                shapes.get(node.name) or _shape_in_meta(node),
+                shape,
                 switched_off=own is not None and getattr(own, "qconfig", 0) is None,
                 quantized=_is_quantized(own) if prepared else None,
+                dtype=dtype,
             )
         )
     return records
@@ -121,13 +129,20 @@ def _around(
     found: dict[str, type[nn.Module]] = {}
     for entry in node.meta.get("nn_module_stack", {}).values():
         found[str(entry[0])] = entry[1] if isinstance(entry[1], type) else type(entry[1])
+    paths = [path]
     if path in modules:
-        found.setdefault(path, type(modules[path]))
-    parts = path.split(".")
-    for i in range(1, len(parts)):
-        outer = ".".join(parts[:i])
-        if outer in modules:
-            found.setdefault(outer, type(modules[outer]))
+        # What was fused goes by its layer: at that layer's name, and as of that layer's class.
+        own = modules[path]
+        kind = class_of(own)
+        found[path] = found.get(path, kind) if kind is type(own) else kind
+        paths.append(anchor_path_of(own, path))
+        found.setdefault(paths[-1], kind)
+    for inner in paths:
+        parts = inner.split(".")
+        for i in range(1, len(parts)):
+            outer = ".".join(parts[:i])
+            if outer in modules:
+                found.setdefault(outer, type(modules[outer]))
     return tuple((p, cls) for p, cls in found.items() if p)
 
 
@@ -137,24 +152,37 @@ def _shape_in_meta(node: fx.Node) -> tuple[int, ...] | None:
     return None if shape is None else tuple(int(size) for size in shape)
 
 
-class _Shapes(fx.Interpreter):
-    """Runs the graph and notes the shape of every tensor."""
+class _Results(fx.Interpreter):
+    """Runs the graph and notes shape and integer type of every tensor."""
 
-    def of(self, inputs: tuple[Any, ...]) -> dict[str, tuple[int, ...]]:
-        """Shapes by node name."""
-        self._found: dict[str, tuple[int, ...]] = {}
-        modes = {m: m.training for m in self.module.modules()}
-        try:
-            self.module.eval()
-            with torch.no_grad():
-                self.run(*inputs)
-        finally:
-            for module, training in modes.items():
-                module.training = training
+    def of(self, inputs: tuple[Any, ...]) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shapes and integer types by node name."""
+        self._found: dict[str, tuple[tuple[int, ...], str]] = {}
+        with _left_as_it_is(self.module), torch.no_grad():
+            self.run(*inputs)
         return self._found
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
         if isinstance(result, Tensor):
-            self._found[n.name] = tuple(int(size) for size in result.shape)
+            dtype = str(result.dtype) if isinstance(result, QTensor) else ""
+            self._found[n.name] = tuple(int(size) for size in result.shape), dtype
         return result
+
+
+@contextmanager
+def _left_as_it_is(model: nn.Module) -> Iterator[None]:
+    """In eval mode, with no observer looking on; both are put back."""
+    modes = {module: module.training for module in model.modules()}
+    observers = [module for module in modes if isinstance(module, FakeQuantizeBase)]
+    looking = [int(fake_quant.observer_enabled[0]) for fake_quant in observers]
+    try:
+        model.eval()
+        for fake_quant in observers:
+            fake_quant.observer_enabled[0] = 0
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+        for fake_quant, enabled in zip(observers, looking, strict=True):
+            fake_quant.observer_enabled[0] = enabled

@@ -1,5 +1,6 @@
-"""What a model costs on a BPU, layer by layer: a roofline estimate from public figures."""
+"""What a model costs on BPU and CPU, layer by layer: a roofline estimate from public figures."""
 
+from ._cpu import estimate_cpu_layers
 from ._estimate import LayerEstimate, estimate_layers, estimate_performance
 from ._figures import ChipFigures, Figure, load_chip_figures
 from ._operations import count_operations
@@ -13,6 +14,7 @@ __all__ = [
     "Traffic",
     "count_operations",
     "count_traffic",
+    "estimate_cpu_layers",
     "estimate_layers",
     "estimate_performance",
     "load_chip_figures",

@@ -48,12 +48,18 @@ class ChipFigures:
             are two.
         cores: BPU cores.
         ddr_gigabytes_per_second: 10⁹ bytes per second between DDR memory and the BPU.
+        cpu_cores: CPU cores beside the BPU; None where they are not known, as those that follow.
+        cpu_gigahertz: Their clock, in 10⁹ cycles per second.
+        cpu_operations_per_cycle: Float32 operations of one core in one cycle.
     """
 
     chip: str
     peak_tops: Figure
     cores: Figure
     ddr_gigabytes_per_second: Figure
+    cpu_cores: Figure | None = None
+    cpu_gigahertz: Figure | None = None
+    cpu_operations_per_cycle: Figure | None = None
 
 
 def load_chip_figures(march: str) -> ChipFigures:

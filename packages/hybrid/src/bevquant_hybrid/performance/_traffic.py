@@ -9,10 +9,10 @@ from math import prod
 
 from bevquant_hybrid.operators import OperatorCall
 
-__all__ = ["Traffic", "count_traffic"]
+__all__ = ["BYTES", "Traffic", "count_traffic"]
 
-# A constant operand is stored quantized, like a weight.
-_BYTES = {"qint8": 1, "qint16": 2, "qint32": 4, "qbool": 1, "float32": 4, "constant": 1}
+# Per element, by dtype; a constant operand is stored quantized, like a weight.
+BYTES = {"qint8": 1, "qint16": 2, "qint32": 4, "qbool": 1, "float32": 4, "constant": 1}
 _ANCHORS = ("Conv2d", "Conv3d", "ConvTranspose2d", "Linear")
 _FUSED = ("ReLU", "relu", "ReLU6", "relu6(fused)", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm")
 # Quantized outside the BPU, optimised away, or another view of the same bytes.
@@ -55,14 +55,14 @@ def count_traffic(calls: Sequence[OperatorCall]) -> list[Traffic]:
         elif host is not None:
             layers[call.path] = layers[call.inputs[host]]
         loaded = sum(
-            prod(shape) * _BYTES[dtype]
+            prod(shape) * BYTES[dtype]
             for i, (shape, dtype) in enumerate(
                 zip(call.input_shapes, call.input_dtypes, strict=True)
             )
             if i != host
         )
         loaded += call.weight_count + 4 * call.bias_count
-        stored = prod(call.output_shape) * _BYTES[call.output_dtype]
+        stored = prod(call.output_shape) * BYTES[call.output_dtype]
         if host is not None:
             fused = name in _FUSED  # its scale and shift are folded into the layer's own
             traffic.append(Traffic(0 if fused else loaded, 0, layers[call.path]))
