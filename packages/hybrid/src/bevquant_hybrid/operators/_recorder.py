@@ -40,12 +40,13 @@ class Recorder(TorchFunctionMode):
         self._table = table
         self._dtype_of = dtype_of
         self._drafts: list[_Draft] = []
+        self._by_path: dict[str, dict[str, Any]] = {}
         self._taken: dict[str, int] = {}
         self._scopes: list[str] = []
         self._leaves = 0
         self._alive: list[Any] = []  # else a new tensor could get a dead one's identity
-        self._dtypes: dict[int, str] = {}
-        self._makers: dict[int, str] = {}
+        self.dtypes: dict[int, str] = {}
+        self.makers: dict[int, str] = {}
         self._index_readers: dict[int, list[str]] = {}
         self._handles: list[Any] = []
         self._wrapped: list[tuple[nn.Module, str]] = []
@@ -58,8 +59,8 @@ class Recorder(TorchFunctionMode):
     def know(self, value: Any, dtype: str, maker: str) -> None:
         """Remember a value's dtype and which call made it."""
         self._alive.append(value)
-        self._dtypes[id(value)] = dtype
-        self._makers[id(value)] = maker
+        self.dtypes[id(value)] = dtype
+        self.makers[id(value)] = maker
 
     def attach(self) -> None:
         """Hook every module that counts as one call, and note where the others begin and end."""
@@ -116,7 +117,7 @@ class Recorder(TorchFunctionMode):
                     *(_row, base, args, kwargs, [shape_of(v) for v in inputs])
                 )
                 attributes["method"] = _name
-                self._record(path, _row, attributes, inputs, result, module)
+                self.record(path, _row, attributes, inputs, result, module)
                 return result
 
             setattr(module, name, call)
@@ -129,21 +130,21 @@ class Recorder(TorchFunctionMode):
         if path.rpartition(".")[2] == "activation_post_process":
             self._pass_through(given, result)
             return
-        inputs = [v for v in tensors_in(given) if id(v) in self._dtypes]
+        inputs = [v for v in tensors_in(given) if id(v) in self.dtypes]
         part = weighted_part(name, module)
         weights, biases = parameter_counts(part)
         attributes = module_attributes(name, module, [shape_of(v) for v in inputs])
-        attributes |= weight_attributes(module, part, self._dtypes[id(inputs[0])] if inputs else "")
-        self._record(
+        attributes |= weight_attributes(module, part, self.dtypes[id(inputs[0])] if inputs else "")
+        self.record(
             *(path, name, attributes, inputs, result, module), weights=weights, biases=biases
         )
 
     def _pass_through(self, given: Any, result: Any) -> None:
-        sources = [v for v in tensors_in(given) if id(v) in self._dtypes]
+        sources = [v for v in tensors_in(given) if id(v) in self.dtypes]
         for value in tensors_in(result):
-            if sources and id(value) not in self._dtypes:
+            if sources and id(value) not in self.dtypes:
                 source = id(sources[0])
-                self.know(value, self._dtypes[source], self._makers[source])
+                self.know(value, self.dtypes[source], self.makers[source])
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -151,7 +152,7 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         inputs = list(tensors_in((args, kwargs)))
-        if self._leaves or not any(id(v) in self._dtypes for v in inputs):
+        if self._leaves or not any(id(v) in self.dtypes for v in inputs):
             return result
         outputs = list(tensors_in(result))
         plain = getattr(func, "__name__", str(func))
@@ -172,7 +173,7 @@ class Recorder(TorchFunctionMode):
         weights = count(weight) if id(weight) in parameters else 0
         biases = sum(count(v) for v in parameters.values()) - weights
         data = [v for v in inputs if id(v) not in parameters or "weight" not in _weight_names(name)]
-        self._record(path, name, attributes, data, result, None, weights=weights, biases=biases)
+        self.record(path, name, attributes, data, result, None, weights=weights, biases=biases)
         return result
 
     def _function_path(self, name: str) -> str:
@@ -181,7 +182,7 @@ class Recorder(TorchFunctionMode):
         prefix = f"{self.scope}." if self.scope else ""
         return prefix + name
 
-    def _record(
+    def record(
         self,
         path: str,
         operator: str,
@@ -193,12 +194,12 @@ class Recorder(TorchFunctionMode):
         weights: int = 0,
         biases: int = 0,
     ) -> None:
+        """Write a call down: its place, settings, tensors and parameters."""
         outputs = list(tensors_in(result))
         if not outputs:
             return
-        count = self._taken[path] = self._taken.get(path, -1) + 1
-        path = f"{path}_{count}" if count else path  # a module called twice, a second function
-        dtypes = [self._dtypes.get(id(v), "constant") for v in inputs]
+        path = self._unique(path)
+        dtypes = [self.dtypes.get(id(v), "constant") for v in inputs]
         asked = self._dtype_of(path, module) if self._dtype_of else None
         row = self._table.find(operator)
         dtype = asked or output_dtype(operator, row, module, dtypes, outputs[0])
@@ -218,11 +219,27 @@ class Recorder(TorchFunctionMode):
             "output_dtype": dtype,
             "weight_count": weights,
             "bias_count": biases,
-            "inputs": tuple(self._makers.get(id(v), "") for v in inputs),
+            "inputs": tuple(self.makers.get(id(v), "") for v in inputs),
         }
         self._drafts.append(_Draft(fields, index))
+        self._by_path[path] = fields
         for value in outputs:
             self.know(value, "qint32" if value is index else dtype, path)
+
+    def _unique(self, path: str) -> str:
+        count = self._taken[path] = self._taken.get(path, -1) + 1
+        return f"{path}_{count}" if count else path  # a module called twice, a second function
+
+    def draft(self, path: str) -> dict[str, Any] | None:
+        """The fields of a call on record, which may still change; None where there is none."""
+        return self._by_path.get(path)
+
+    def rename(self, old: str, new: str) -> str:
+        """Give a call on record another path, as long as nothing has read its result."""
+        new = self._unique(new)
+        fields = self._by_path[new] = self._by_path.pop(old)
+        fields["path"] = new
+        return new
 
     def finish(self, outputs: Any) -> list[OperatorCall]:
         """The calls, with what only the end of the run tells."""
@@ -230,7 +247,7 @@ class Recorder(TorchFunctionMode):
         for draft in self._drafts:
             for maker in draft.fields["inputs"]:
                 readers.setdefault(maker, []).append(draft.fields)
-        leaving = {self._makers.get(id(v)) for v in tensors_in(outputs)}
+        leaving = {self.makers.get(id(v)) for v in tensors_in(outputs)}
         calls = []
         for draft in reversed(self._drafts):
             fields = draft.fields

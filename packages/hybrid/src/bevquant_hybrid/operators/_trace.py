@@ -16,6 +16,7 @@ from torch import fx, nn
 
 from ._call import OperatorCall
 from ._recorder import DtypeOf, Recorder
+from ._scripted import read_script
 from ._table import SupportTable, load_support_table
 from ._values import tensors_in
 
@@ -34,7 +35,7 @@ def trace_calls(
 
     Args:
         model: A module or `torch.fx.GraphModule`. It runs in eval mode, without gradients; its
-            modes are put back afterwards.
+            modes are put back afterwards. Or a converted model that `torch.jit.trace` has traced.
         example_inputs: One tensor, or a tuple or list of the forward's arguments.
         input_dtype: Dtype of the inputs: ``"qint8"`` for a part of a model that starts on the BPU.
         dtype_of: Asked with path and module (None for a function) for the dtype of each output;
@@ -54,6 +55,8 @@ def trace_calls(
     """
     inputs = tuple(example_inputs) if isinstance(example_inputs, tuple | list) else None
     inputs = (example_inputs,) if inputs is None else inputs
+    if isinstance(model, torch.jit.ScriptModule):
+        return read_script(model, inputs, input_dtype, table or load_support_table())
     recorder = Recorder(model, table or load_support_table(), dtype_of)
     for value in tensors_in(inputs):
         recorder.know(value, input_dtype, "")

@@ -221,6 +221,6 @@ def _missing_data(limit: Limit, call: OperatorCall) -> str:
 
 
 def _show(value: Value) -> str:
-    if isinstance(value, tuple) and len(value) == 1:
+    if isinstance(value, tuple) and len(set(value)) == 1:  # the same on every axis
         value = value[0]
     return repr(value) if isinstance(value, str) else str(value)

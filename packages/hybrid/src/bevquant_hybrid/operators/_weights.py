@@ -12,6 +12,8 @@ from ._call import DTYPES, Value
 
 __all__ = ["count", "parameter_counts", "weight_attributes"]
 
+_STORED = {torch.int8: "qint8", torch.int16: "qint16"}
+
 
 def count(value: Any) -> int:
     """Number of elements of a tensor, 0 of anything else."""
@@ -39,6 +41,8 @@ def weight_attributes(module: nn.Module, part: nn.Module, input_dtype: str) -> d
         if isinstance(dtype, str) and dtype in DTYPES:
             found["weight_dtype"] = str(dtype)
     weight = getattr(part, "weight", None)
+    if isinstance(weight, Tensor) and weight.dtype in _STORED:
+        found["weight_dtype"] = _STORED[weight.dtype]
     if input_dtype == "qint16" and isinstance(weight, Tensor) and weight.ndim > 1:
         filters = weight.detach().to(torch.float64).flatten(1).abs()
         if not weight.is_floating_point():

@@ -12,7 +12,10 @@ from bevquant_hybrid.quantization import (
     qconfig,
     quantize_fx,
 )
+from bevquant_hybrid.quantization._check import check_model
 from bevquant_hybrid.quantization._compile import compile_model
+from bevquant_hybrid.quantization._perf import perf_model
+from bevquant_hybrid.quantization._visualize import visualize_model, visualize_partition
 from bevquant_hybrid.quantization.fake_quantize import (
     CalibFakeQuantize,
     FakeQuantize,
@@ -81,6 +84,7 @@ __all__ = [
     "PercentileObserver",
     "QTensor",
     "QuantStub",
+    "check_model",
     "compile_model",
     "convert",
     "convert_fx",
@@ -97,6 +101,7 @@ __all__ = [
     "load_observer_params",
     "observer",
     "observer_v2",
+    "perf_model",
     "prepare_calibration",
     "prepare_calibration_fx",
     "prepare_qat",
@@ -104,4 +109,6 @@ __all__ = [
     "qconfig",
     "quantize_fx",
     "set_fake_quantize",
+    "visualize_model",
+    "visualize_partition",
 ]

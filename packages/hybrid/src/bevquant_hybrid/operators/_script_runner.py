@@ -1,0 +1,154 @@
+"""Run a traced model node by node, telling of every operation and every module's call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["ScriptRunner", "Step"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operation that was executed.
+
+    Attributes:
+        space: Where it is registered: ``"aten"``, ``"bevquant_hybrid"``.
+        name: Its name there.
+        values: Its arguments in order.
+        arguments: The same by their names in its schema.
+        result: What it returned.
+    """
+
+    space: str
+    name: str
+    values: tuple[Any, ...]
+    arguments: dict[str, Any]
+    result: Any
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A module as a value of the graph, with its path."""
+
+    module: nn.Module
+    path: str
+
+
+Enter = Callable[[str, nn.Module, Sequence[Any], Callable[[], Any]], Any]
+
+
+class ScriptRunner:
+    """Interprets the graphs of a traced model.
+
+    Args:
+        model: Traced in this process or loaded from a file.
+        step: Told of every operation after it ran.
+        enter: Told of every call of a module, with its path, the module, its arguments and a
+            function that runs it; what it returns is the result of the call.
+    """
+
+    def __init__(
+        self, model: torch.jit.ScriptModule, step: Callable[[Step], None], enter: Enter
+    ) -> None:
+        self._model = model
+        self._step = step
+        self._enter = enter
+        self._owners: dict[int, tuple[Any, str]] = {}
+
+    def owner(self, value: Any) -> str:
+        """Path of the module that a tensor was read from, or ``""``."""
+        return self._owners.get(id(value), (None, ""))[1]
+
+    def run(self, *inputs: Any) -> Any:
+        """Run the model.
+
+        Raises:
+            ValueError: It has branches or loops: it was scripted, not traced.
+            RuntimeError: An operation fails; the message names the module.
+        """
+        return self._call(_Held(self._model, ""), "forward", inputs)
+
+    def _call(self, held: _Held, method: str, inputs: Sequence[Any]) -> Any:
+        def run() -> Any:
+            return self._run_graph(held, method, inputs)
+
+        return self._enter(held.path, held.module, inputs, run)
+
+    def _run_graph(self, held: _Held, method: str, inputs: Sequence[Any]) -> Any:
+        graph = held.module._c._get_method(method).graph  # type: ignore[union-attr, operator]
+        names = [value.debugName() for value in graph.inputs()]
+        if len(names) != 1 + len(inputs):
+            raise RuntimeError(
+                f"{held.path or 'the model'} takes {len(names) - 1} inputs, got {len(inputs)}; "
+                "pass as many example inputs as it was traced with"
+            )
+        values: dict[str, Any] = dict(zip(names, (held, *inputs), strict=True))
+        for node in graph.nodes():
+            given = [values[value.debugName()] for value in node.inputs()]
+            outputs = [value.debugName() for value in node.outputs()]
+            result = self._run_node(node, given, held.path)
+            if len(outputs) == 1:
+                result = (result,)
+            values.update(zip(outputs, result or (), strict=True))
+        results = tuple(values[value.debugName()] for value in graph.outputs())
+        return results[0] if len(results) == 1 else results
+
+    def _run_node(self, node: Any, given: list[Any], path: str) -> Any:
+        kind = node.kind()
+        if kind == "prim::Constant":
+            return node.output().toIValue()
+        if kind == "prim::GetAttr":
+            return self._attribute(given[0], node.s("name"))
+        if kind == "prim::CallMethod":
+            return self._call(given[0], node.s("name"), given[1:])
+        if kind in _BUILDERS:
+            return _BUILDERS[kind](given)
+        if next(node.blocks(), None) is not None or kind.startswith("prim::Call"):
+            raise ValueError(
+                f"{path or 'the model'} holds a {kind.removeprefix('prim::')}: it was scripted; "
+                "make the model with torch.jit.trace"
+            )
+        return self._operate(node, given, path)
+
+    def _attribute(self, held: _Held, name: str) -> Any:
+        value = getattr(held.module, name)
+        if isinstance(value, nn.Module):
+            return _Held(value, f"{held.path}.{name}" if held.path else name)
+        self._owners[id(value)] = value, held.path
+        return value
+
+    def _operate(self, node: Any, given: list[Any], path: str) -> Any:
+        space, _, name = node.kind().partition("::")
+        schema = torch._C.parse_schema(node.schema())
+        overload = getattr(getattr(torch.ops, space), name)
+        overload = getattr(overload, schema.overload_name or "default")
+        named = {a.name: v for a, v in zip(schema.arguments, given, strict=True)}
+        by_name = {a.name: named[a.name] for a in schema.arguments if a.kwarg_only}
+        try:
+            result = overload(*given[: len(given) - len(by_name)], **by_name)
+        except Exception as error:
+            raise RuntimeError(
+                f"{path or 'the model'} does not run on the example inputs: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        self._step(Step(space, name, tuple(given), named, result))
+        return result
+
+
+_BUILDERS: dict[str, Callable[[list[Any]], Any]] = {
+    "prim::ListConstruct": list,
+    "prim::TupleConstruct": tuple,
+    "prim::DictConstruct": lambda given: dict(zip(given[::2], given[1::2], strict=True)),
+    "prim::ListUnpack": lambda given: tuple(given[0]),
+    "prim::TupleUnpack": lambda given: tuple(given[0]),
+    "prim::NumToTensor": lambda given: torch.tensor(given[0]),
+    "aten::Int": lambda given: int(given[0]),
+    "aten::Float": lambda given: float(given[0]),
+    "aten::Bool": lambda given: bool(given[0]),
+    "aten::ScalarImplicit": lambda given: given[0].item(),
+}

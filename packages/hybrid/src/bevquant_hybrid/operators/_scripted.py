@@ -1,0 +1,290 @@
+"""Read the operator calls of a traced model: its graphs are run node by node and written down.
+
+A traced model has forgotten its modules' settings, but not their classes, buffers and calls, and
+each operation has its settings among its arguments. So a module counts as one call here too, and
+what stands between modules is told by its operation.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Sequence
+from math import isclose, prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ._attributes import function_attributes, module_attributes
+from ._call import OperatorCall
+from ._naming import is_leaf, row_of_module
+from ._recorder import Recorder
+from ._script_runner import ScriptRunner, Step
+from ._table import SupportTable
+from ._values import shape_of, tensors_in
+from ._weights import parameter_counts, weight_attributes
+
+__all__ = ["read_script"]
+
+_PACKAGE = __package__.partition(".")[0]
+_STORED = {
+    **{torch.int8: "qint8", torch.int16: "qint16", torch.int32: "qint32"},
+    **{torch.int64: "qint32", torch.bool: "qbool"},
+}
+# Fixed-point operations and what they compute, where the module that asked for one was called by
+# a method (FloatFunctional, a fused addition) and is on no record.
+_COMPUTING = {
+    **{"linear": "torch.nn.Linear", "add": "torch.add", "subtract": "torch.sub"},
+    **{"multiply": "torch.mul", "matmul": "torch.matmul", "concat": "torch.cat"},
+    **{"sum_over": "torch.sum", "avg_pool": "torch.nn.AvgPool2d"},
+    **{"max_pool": "torch.nn.MaxPool2d", "resize": "torch.nn.functional.interpolate"},
+    "quantize": "torch.quantization.QuantStub",
+}
+_FUNCTIONS = {"resize": "interpolate", "max_pool": "max_pool2d", "avg_pool": "avg_pool2d"}
+_SAME_VALUE = (
+    *("alias", "detach", "contiguous", "clone", "to", "_to_copy", "lift_fresh", "dequantize"),
+    *("accumulate", "requantize"),
+)
+_OTHER_NAMES = {
+    **dict.fromkeys(("slice", "select", "index"), "torch.Tensor.getitem"),
+    **{"split_with_sizes": "torch.split", "_softmax": "torch.nn.Softmax"},
+}
+
+
+def read_script(
+    model: torch.jit.ScriptModule, inputs: Sequence[Any], input_dtype: str, table: SupportTable
+) -> list[OperatorCall]:
+    """List the operator calls of a traced model, run on ``inputs``.
+
+    Raises:
+        ValueError: If the model was scripted, with branches or loops, instead of traced.
+        RuntimeError: If it does not run on ``inputs``.
+    """
+    reader = _Reader(model, table)
+    for value in tensors_in(inputs):
+        reader.book.know(value, input_dtype, "")
+    with torch.no_grad():
+        outputs = reader.runner.run(*inputs)
+    return reader.book.finish(outputs)
+
+
+class _Reader:
+    """Listens to a run and keeps the book."""
+
+    def __init__(self, model: torch.jit.ScriptModule, table: SupportTable) -> None:
+        self.book = Recorder(nn.Module(), table, lambda path, module: self._dtype)
+        self.runner = ScriptRunner(model, self.step, self.enter)
+        self._model = model
+        self._table = table
+        self._dtype: str | None = None
+        self._inside: nn.Module | None = None  # settings of the operator that is running
+        self._adds = False  # whether it adds a second input
+        self._real: dict[int, tuple[Any, set[str]]] = {}  # float64: of which value, by what
+        self._askers: dict[int, str] = {}  # which module asked for a value of another scale
+
+    def enter(
+        self, path: str, module: nn.Module, given: Sequence[Any], run: Callable[[], Any]
+    ) -> Any:
+        """Run the call of a module; write it down if it is an operator."""
+        row = "" if self._inside is not None else _row_of(module, self._table)
+        if not row:
+            return run()
+        self._inside = settings = _settings_of(module)
+        self._adds = False
+        try:
+            result = run()
+        finally:
+            self._inside = None
+        inputs = list(tensors_in(given))
+        if self._adds and sum(id(v) in self.book.dtypes for v in inputs) == 1:
+            inputs *= 2  # a value that is added to its own convolution is passed once
+        self._write(path, row, settings, inputs, result)
+        return result
+
+    def step(self, step: Step) -> None:
+        """Take note of one operation."""
+        if self._inside is not None:
+            _learn(self._inside, step.arguments)
+            self._adds |= step.name == "accumulate"
+            return
+        data = [v for v in tensors_in(step.values) if id(v) in self.book.dtypes]
+        if not data or not isinstance(step.result, Tensor | tuple | list):
+            return
+        if step.name in ("accumulate", "requantize") and self._continues(step, data):
+            return
+        inner = self._real.get(id(data[0]))
+        if step.name == "quantize" and inner is not None:
+            self._with_number(step, *inner)
+        elif step.name in _SAME_VALUE or inner is not None:
+            self._follow(step, data[0], inner)
+        elif step.space == _PACKAGE:
+            self._compute(step, data)
+        else:
+            self._function(step, data)
+
+    def _follow(self, step: Step, source: Any, inner: tuple[Any, set[str]] | None) -> None:
+        """The result is the same value, or a step on the way to one."""
+        for value in tensors_in(step.result):
+            self.book.know(value, self.book.dtypes[id(source)], self.book.makers[id(source)])
+            if value.dtype == torch.float64:
+                first, made = inner or (source, set())
+                self._real[id(value)] = (first, made | {step.name})
+            if step.name == "requantize":
+                self._askers[id(value)] = str(step.arguments["name"])
+
+    def _continues(self, step: Step, data: list[Any]) -> bool:
+        """Whether the step completes the call that made its first input; then it is noted there."""
+        maker = self.book.makers[id(data[0])]
+        draft = self.book.draft(maker)
+        if draft is None or draft["output_dtype"] != "qint32":
+            return False
+        if step.name == "accumulate":
+            draft["attributes"]["sumin"] = True
+            draft["input_shapes"] += (shape_of(data[1]),)
+            draft["input_dtypes"] += (self.book.dtypes[id(data[1])],)
+            draft["inputs"] += (self.book.makers[id(data[1])],)
+        else:
+            draft["output_dtype"] = _STORED[step.result.dtype]
+            if draft["operator"] == "torch.sum":
+                maker = self.book.rename(maker, str(step.arguments["name"]))
+                if self._divides(draft, step.arguments):
+                    draft["operator"] = "torch.mean"
+        self.book.know(step.result, draft["output_dtype"], maker)
+        return True
+
+    def _divides(self, draft: dict[str, Any], arguments: dict[str, Any]) -> bool:
+        """Whether a sum is scaled down by how many it adds up: whether it is a mean."""
+        output, source = self._scale(str(arguments["name"])), self._scale(draft["inputs"][0])
+        count = prod(draft["input_shapes"][0]) / max(1, prod(draft["output_shape"]))
+        if output is None or source is None:
+            return False
+        return isclose(float(arguments["multiplier"]), source / output / count, rel_tol=1e-6)
+
+    def _scale(self, path: str) -> float | None:
+        """Scale of what a call returned: its module's, or that of what it read."""
+        while path:
+            try:
+                scale = getattr(self._model.get_submodule(path), "scale", None)
+            except AttributeError:
+                scale = None
+            if isinstance(scale, Tensor) and scale.numel() == 1:
+                return float(scale)
+            draft = self.book.draft(path)
+            path = draft["inputs"][0] if draft and draft["inputs"] else ""
+        return None
+
+    def _with_number(self, step: Step, source: Any, made: set[str]) -> None:
+        """A number was added to the real values, or they were multiplied by it: one call."""
+        name = "add" if made & {"add", "sub", "rsub"} else "mul"
+        attributes = {"method": f"{name}_scalar", "scalars": 1}
+        path = self.runner.owner(step.arguments["scale"]) or f"{name}_scalar"
+        self._put(path, f"torch.{name}", attributes, [source], step.result)
+
+    def _compute(self, step: Step, data: list[Any]) -> None:
+        settings = nn.Module()
+        _learn(settings, step.arguments)
+        row = _COMPUTING.get(step.name, step.name)
+        if step.name == "conv":
+            rank = step.arguments["weight"].dim() - 2
+            row = "torch.nn.ConvTranspose2d" if step.arguments["transposed"] else (
+                f"torch.nn.Conv{rank}d"
+            )  # fmt: skip
+        path = str(step.arguments.get("name", "")) or _FUNCTIONS.get(step.name, step.name)
+        if step.name == "sum_over":
+            named = {"dim": step.arguments["dim"]}
+            shapes = [shape_of(v) for v in data]
+            attributes = function_attributes(row, "sum", data, named, shapes)
+            self._put(path, row, attributes, data, step.result)
+        else:
+            self._write(path, row, settings, data, step.result)
+
+    def _function(self, step: Step, data: list[Any]) -> None:
+        name = step.name
+        tensors = [v for v in tensors_in(step.values)]
+        row = _OTHER_NAMES.get(name, "")
+        if name in ("maximum", "minimum") and len(data) < 2:
+            name = "clamp"
+        for space in ("torch.", "torch.Tensor.", "torch.nn.functional."):
+            found = self._table.find(space + name)
+            row = row or (found.name if found else "")
+        row = row or f"torch.{name}"
+        shapes = [shape_of(v) for v in tensors]
+        values = list(step.values)
+        attributes = function_attributes(row, name, values, {}, shapes)
+        path = self._askers.get(id(data[-1]), name)
+        self._put(path, row, attributes, data, step.result)
+
+    def _write(
+        self, path: str, row: str, settings: Any, inputs: Sequence[Any], result: Any
+    ) -> None:
+        known = [v for v in inputs if id(v) in self.book.dtypes]
+        attributes = module_attributes(row, settings, [shape_of(v) for v in known])
+        dtype = self.book.dtypes[id(known[0])] if known else ""
+        attributes |= weight_attributes(settings, settings, dtype)
+        if row in ("torch.add", "torch.mul"):
+            attributes |= {"method": row.rpartition(".")[2], "scalars": 0}
+        self._put(path, row, attributes, known, result, settings)
+
+    def _put(
+        self,
+        path: str,
+        row: str,
+        attributes: dict[str, Any],
+        inputs: list[Any],
+        result: Any,
+        settings: Any = None,
+    ) -> None:
+        outputs = list(tensors_in(result))
+        # A layer whose accumulator leaves it returns their scales as well.
+        outputs = [v for v in outputs if v.dtype in _STORED] or outputs
+        self._dtype = _STORED.get(outputs[0].dtype) if outputs else None
+        counts = parameter_counts(settings) if settings is not None else (0, 0)
+        self.book.record(
+            path, row, attributes, inputs, outputs, None, weights=counts[0], biases=counts[1]
+        )
+
+
+def _settings_of(module: nn.Module) -> nn.Module:
+    """What stands for a traced module: it fills with the settings of its operations."""
+    settings = nn.Module()
+    for name in ("weight", "bias"):
+        value = getattr(module, name, None)
+        if isinstance(value, Tensor):
+            settings.__dict__[name] = value
+    return settings
+
+
+def _learn(settings: nn.Module, arguments: dict[str, Any]) -> None:
+    """Take over the arguments of an operation, the first of each name."""
+    for name, value in arguments.items():
+        if name == "dim" and isinstance(value, list):
+            name = "axes"
+        if name in ("weight", "bias") or isinstance(value, int | float | str | list):
+            value = None if value == [] else value
+            settings.__dict__.setdefault(name, value)
+
+
+def _row_of(module: nn.Module, table: SupportTable) -> str:
+    """The row of a traced module, by its class; ``""`` of one that holds others."""
+    cls = _class_of(module)
+    if cls is None:
+        return ""
+    function = getattr(module, "function", None)
+    if isinstance(function, nn.Module):  # a table is the function that it tabulates
+        return _row_of(function, table)
+    empty = cls.__new__(cls)
+    if not is_leaf(empty, table):
+        return ""
+    return row_of_module(empty, table) or f"torch.nn.{cls.__name__}"
+
+
+def _class_of(module: nn.Module) -> type[nn.Module] | None:
+    """The class that a module had when it was traced, if it is torch's or this package's."""
+    kind = module._c._type().qualified_name()  # type: ignore[union-attr, operator]
+    kind = re.sub(r"___torch_mangle_\d+\.", "", kind.removeprefix("__torch__."))
+    home, _, name = kind.rpartition(".")
+    if not home.startswith(("torch.nn.", "torch.ao.nn.", f"{_PACKAGE}.")):
+        return None
+    found = getattr(importlib.import_module(home), name, None)
+    return found if isinstance(found, type) and issubclass(found, nn.Module) else None

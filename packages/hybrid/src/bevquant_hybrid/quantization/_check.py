@@ -1,0 +1,203 @@
+"""check_model: whether a BPU can run a model, by the documented limits of every operator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import isclose
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bevquant_hybrid._compile._arguments import check_options, forward_arguments, march_of
+from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
+from bevquant_hybrid.operators import (
+    OperatorCall,
+    Violation,
+    find_advice,
+    find_violations,
+    load_support_table,
+)
+from bevquant_hybrid.operators._values import tensors_in
+from bevquant_hybrid.performance import estimate_layers
+from bevquant_hybrid.quantization._bpu_calls import bpu_calls, is_float
+from bevquant_hybrid.quantization._text_table import text_table
+
+__all__ = ["check_model"]
+
+_CAMERA_SCALE = 1 / 128
+_SELF_EVIDENT = ("Stub", ".Identity", ".Dropout", ".Dropout2d")  # their remarks hold for any model
+
+
+def check_model(
+    module: nn.Module,
+    example_inputs: Any,
+    march: str | None = None,
+    input_source: Sequence[str] | str = "ddr",
+    advice: int | None = None,
+    check_quanti_param: bool = True,
+) -> int:
+    """Check whether a BPU can run a model, and print what keeps it from that.
+
+    Every operator call of one run is held against the documented limits of the march, all of them
+    at once. No compiler is asked: limits that no document names are not known here.
+
+    Args:
+        module: Float with stubs, prepared, converted, or converted and traced.
+        example_inputs: One tensor, or a tuple or list of the forward's arguments.
+        march: ``"bernoulli2"``, ``"bayes"`` or ``"bayes-e"``; that of the process by default.
+        input_source: ``"ddr"``, ``"resizer"`` or ``"pyramid"``, or one for each input. What the
+            resizer or the pyramid gives comes from a camera: its QuantStub needs the scale 1/128.
+        advice: Microseconds: name the layers that wait for memory for longer, as estimated from
+            public figures. None names none.
+        check_quanti_param: Check that all scales are finite and above zero.
+
+    Returns:
+        0 if nothing is violated, else 1. Remarks on precision do not count.
+
+    Raises:
+        TypeError: No module, or inputs of the wrong type.
+        ValueError: A hybrid model, an unknown source or march, or none is set.
+        RuntimeError: The model does not run on the inputs.
+
+    Example:
+        >>> from bevquant_hybrid.quantization import QuantStub
+        >>> model = nn.Sequential(QuantStub(scale=1 / 128), nn.AvgPool2d(8))
+        >>> check_model(model, torch.ones(1, 3, 16, 16), march="bayes")
+        This model is supported!
+        HBDK model check PASS
+        0
+        >>> check_model(model, torch.ones(1, 3, 16, 16), march="bernoulli2")  # doctest: +ELLIPSIS
+        1 condition of BERNOULLI2 is not met:
+        module  operator            constraint   value  expected               what to do
+        1       torch.nn.AvgPool2d  kernel_size  8      1 <= kernel_size <= 7  pool twice ...
+        HBDK model check FAIL
+        1
+    """
+    caller = "check_model"
+    name = march_of(march, caller)
+    title = load_support_table().march(name).title
+    arguments = forward_arguments(example_inputs, caller)
+    sources = check_options(
+        caller,
+        input_source=input_source,
+        input_layout=None,
+        output_layout="NCHW",
+        opt="O2",
+        balance_factor=2,
+        jobs=16,
+        extra_args=None,
+        tensors=sum(1 for _ in tensors_in(arguments)),
+    )["input_source"]
+    calls = bpu_calls(caller, module, arguments)
+    found = find_violations(calls, name)
+    found += _camera_violations(module, calls, sources, title)
+    if check_quanti_param:
+        found += _scale_violations(module, title)
+    _print_advice(calls, name)
+    for path in _never_observed(module):
+        print(f"advice: {path} has seen no values yet, so its scale is 1: calibrate or train first")
+    if advice is not None:
+        _print_utilisation([c for c in calls if not is_float(c)], name, advice)
+    if found:
+        _print_violations(found, title)
+        print("HBDK model check FAIL")
+        return 1
+    print("This model is supported!")
+    print("HBDK model check PASS")
+    return 0
+
+
+def _camera_violations(
+    module: nn.Module, calls: Sequence[OperatorCall], sources: Sequence[str], title: str
+) -> Iterator[Violation]:
+    """QuantStubs behind a camera whose scale is another than the camera's."""
+    stubs = [c for c in calls if c.operator.endswith(".QuantStub") and c.inputs == ("",)]
+    if len(stubs) != len(sources):  # which stub reads which input is not on record
+        stubs = stubs if set(sources).isdisjoint(("ddr",)) else []
+        sources = [sources[0]] * len(stubs) if sources else []
+    for call, source in zip(stubs, sources, strict=True):
+        scale = _scale_of(module, call.path)
+        if source == "ddr" or scale is None or isclose(scale, _CAMERA_SCALE, rel_tol=1e-6):
+            continue
+        yield Violation(
+            *(call.path, call.operator, title, "scale"),
+            expected=f"1/128, as its input comes from the {source}",
+            actual=f"{scale:.6g}",
+            remedy="QuantStub(scale=1 / 128)",
+        )
+
+
+def _scale_of(module: nn.Module, path: str) -> float | None:
+    try:
+        stub: Any = module.get_submodule(path)
+    except AttributeError:  # a call after the first has a number behind its path
+        return None
+    for holder in (getattr(stub, "activation_post_process", None), stub):
+        scale = getattr(holder, "scale", None)
+        if isinstance(scale, Tensor | float) and torch.as_tensor(scale).numel() == 1:
+            return float(scale)
+    return None
+
+
+def _scale_violations(module: nn.Module, title: str) -> Iterator[Violation]:
+    """Scales that no integer can be read with."""
+    for path, buffer in module.named_buffers():
+        owner, _, name = path.rpartition(".")
+        if not name.endswith("scale") or not buffer.is_floating_point():
+            continue
+        bad = buffer[~(torch.isfinite(buffer) & (buffer > 0))]
+        if bad.numel():
+            yield Violation(
+                *(owner, type(module.get_submodule(owner)).__name__, title, name),
+                expected="finite and above zero",
+                actual=f"{float(bad.reshape(-1)[0])} ({bad.numel()} of {buffer.numel()})",
+                remedy="calibrate or train on inputs without NaN, and look at the weights",
+            )
+
+
+def _never_observed(module: nn.Module) -> list[str]:
+    return [
+        path.removesuffix(".activation_post_process")
+        for path, part in module.named_modules()
+        if isinstance(part, FakeQuantize) and not part.observed
+    ]
+
+
+def _print_violations(found: Sequence[Violation], title: str) -> None:
+    what = "condition" if len(found) == 1 else "conditions"
+    print(f"{len(found)} {what} of {title} {'is' if len(found) == 1 else 'are'} not met:")
+    head = ["module", "operator", "constraint", "value", "expected", "what to do"]
+    rows = [[v.path, v.operator, v.constraint, v.actual, v.expected, v.remedy] for v in found]
+    print(text_table([head, *rows]))
+
+
+def _print_advice(calls: Sequence[OperatorCall], march: str) -> None:
+    """The table's remarks on operators, each once with all that it is about."""
+    about: dict[str, list[str]] = {}
+    for remark in find_advice([c for c in calls if not c.operator.endswith(_SELF_EVIDENT)], march):
+        about.setdefault(remark.text, []).append(remark.path)
+    for text, paths in about.items():
+        print(f"advice: {', '.join(paths)}: {text}")
+
+
+def _print_utilisation(calls: Sequence[OperatorCall], march: str, threshold: float) -> None:
+    """Layers that memory slows down by more than ``threshold`` microseconds."""
+    slow = []
+    for layer in estimate_layers(calls, march):
+        waits = (layer.memory_seconds - layer.compute_seconds) * 1e6
+        if waits > threshold:
+            slow.append((waits, layer))
+    if not slow:
+        print(f"advice: no layer waits for memory for more than {threshold:g} us (an estimate)")
+        return
+    print(f"advice: layers that wait for memory for more than {threshold:g} us (an estimate):")
+    rows = [["module", "operator", "waits (us)", "bytes", "op/byte", "what to do"]]
+    for waits, layer in slow:
+        moved = f"{layer.loaded_bytes + layer.stored_bytes:,}"
+        last = "fuse it into the layer before it, or work on smaller maps"
+        if layer.operations:
+            last = "more operations per byte: larger batches, fewer groups, smaller maps"
+        facts = f"{waits:.1f}", moved, f"{layer.intensity:.1f}"
+        rows.append([layer.path, layer.operator, *facts, last])
+    print(text_table(rows, right=(2, 3, 4)))
