@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 
 from bevquant_int8sim._compiled.ir import INT32, INTS, LANES, cpu_features, function, load_at, splat
@@ -21,7 +22,7 @@ __all__ = [
 ]  # fmt: skip
 
 STEP_CHANNELS = {"vnni": 4, "portable": 2, "portable16": 2}
-FLIP = 0x80808080  # adds 128 to four bytes
+FLIP = np.full(64, 0x80, np.uint8)  # adds 128 to every byte
 _HALF = ir.VectorType(INT32, LANES // 2)
 
 
@@ -50,8 +51,9 @@ def input_bytes(kind: str) -> int:
 def load_inputs(builder: ir.IRBuilder, kind: str, address: Any, step: Any, flip: Any) -> Any:
     """The channels of a step of the row at `address`, as `dot` takes them.
 
-    `flip` is `FLIP` as a number that LLVM does not know: on a constant, its optimizer does not end
-    for CPUs such as Zen 5.
+    `flip` is `FLIP` from memory, as 16 lanes that LLVM does not know: it would flip a known number
+    before it is broadcast, which takes the ports of the products, and its optimizer does not end
+    on a constant for CPUs such as Zen 5.
     """
     if kind == "portable":
         pair = splat(builder, load_at(builder, address, ir.IntType(16), step))
@@ -60,7 +62,7 @@ def load_inputs(builder: ir.IRBuilder, kind: str, address: Any, step: Any, flip:
         return builder.bitcast(wide, INTS)
     inputs = splat(builder, load_at(builder, address, INT32, step))
     if kind == "vnni":
-        return builder.xor(inputs, splat(builder, builder.trunc(flip, INT32)))
+        return builder.xor(inputs, flip)
     return inputs
 
 

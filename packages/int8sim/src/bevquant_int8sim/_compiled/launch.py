@@ -73,7 +73,7 @@ def kernel_calls(
         for place, value in tables.items():
             p[place] = value.ctypes.data
         p[P.INPUT], p[P.INPUT_STRIDE] = inputs.ctypes.data, inputs.strides[0]
-        p[P.ABSENT], p[P.FLIP] = packed.absent.ctypes.data, FLIP
+        p[P.ABSENT], p[P.FLIP] = packed.absent.ctypes.data, FLIP.ctypes.data
         p[P.VOLUME], p[P.STEPS] = packed.volume, packed.steps
         p[P.WEIGHT] = group.weight.ctypes.data
         p[P.INIT] = init[group.first :].ctypes.data

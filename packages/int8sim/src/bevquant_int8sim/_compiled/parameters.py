@@ -33,4 +33,4 @@ class P(IntEnum):
     RESIDUAL = 16  # int8 like `out`, added after requantization, or 0
     RESIDUAL_STRIDE = 17
     ABSENT = 18  # a row of zeros, which row −1 stands for
-    FLIP = 19  # what four input bytes are xored with before they meet the weights
+    FLIP = 19  # 64 bytes that inputs are xored with before they meet the weights

@@ -176,6 +176,6 @@ def _multiply_step(
     line = add_bytes(builder, weights, step, vectors * LANES * 4)
     columns = [load_at(builder, line, INTS, b, 4) for b in range(vectors)]
     for source, places in zip(sources, sums, strict=True):
-        wide = load_inputs(builder, kind, source, step, p[P.FLIP])
+        wide = load_inputs(builder, kind, source, step, load_at(builder, p[P.FLIP], INTS))
         for column, place in zip(columns, places, strict=True):
             builder.store(dot(builder, kind, builder.load(place), wide, column), place)
