@@ -37,6 +37,7 @@ MAY_IMPORT = {
         "bevquant_quantizers",
         "bevquant_qnn",
         "bevquant_int8sim",
+        "bevquant_hybrid",
     },
 }
 LATE = {"spconv", "pytorch_quantization", "modelopt", "onnx", "onnxruntime", "nuscenes"}

@@ -26,8 +26,11 @@ from bevfusion_quant.ptq import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from torch import nn
 
+    from bevfusion_quant.bpu import BpuResult
     from bevfusion_quant.ptq import Branch
 
 __all__ = ["execute", "tree"]
@@ -68,11 +71,17 @@ def _ptq(options: Ptq, command: str) -> str:
     branch = options.branch or ("lidar" if options.dataset is None else "all")
     if options.quantize_head and branch != "all":
         raise InputError(f"--quantize-head goes with --branch all, not with {branch}")
+    if options.target == "bpu":
+        return _ptq_bpu(options, branch, command)
+    if options.march is not None:
+        raise InputError(
+            f"--march {options.march} goes with --target bpu: add that, or leave it out"
+        )
     frames = frames_of(options, with_cameras=branch != "lidar", size=options.config)
     config = PtqConfig(
         config=options.config,
         branch=branch,
-        method=options.method,
+        method=options.method or "mse",
         weights=options.weights,
         weight_layout=options.weight_layout,
         seed=options.seed,
@@ -93,6 +102,36 @@ def _ptq(options: Ptq, command: str) -> str:
     )
 
 
+def _ptq_bpu(options: Ptq, branch: Branch, command: str) -> str:
+    from bevfusion_quant.bpu import BpuConfig, bpu_parts, run_bpu
+
+    bpu_parts(branch)  # refuses before any frame is read
+    if options.quantize_head:
+        raise InputError("--quantize-head: for a BPU the head stays on the CPU; leave it out")
+    config = BpuConfig(
+        config=options.config,
+        branch=branch,
+        march=options.march or "bayes",
+        method=options.method or "percentile",
+        weights=options.weights,
+        weight_layout=options.weight_layout,
+        seed=options.seed,
+        calibration_frames=options.calibration_frames,
+        exclude=options.exclude,
+        cameras=camera_names(options),
+    )
+    return _report_bpu(
+        run_bpu(
+            frames_of(options, with_cameras=True, size=options.config),
+            config,
+            runs=options.runs,
+            name=options.name or free_name(options.runs, "ptq"),
+            overwrite=options.overwrite,
+            command=command,
+        )
+    )
+
+
 @execute.register
 def _evaluate(options: Evaluate, command: str) -> str:
     from bevfusion_quant.ptq import read_run_config
@@ -100,6 +139,25 @@ def _evaluate(options: Evaluate, command: str) -> str:
     config = read_run_config(options.run)
     branch: Branch = config.get("branch", "lidar")
     frames = frames_of(options, with_cameras=branch != "lidar", size=config["config"])
+    if config.get("target") == "bpu":
+        from bevfusion_quant.bpu import run_bpu_evaluate
+
+        if isinstance(options, Simulate) and options.backend != "auto":
+            raise InputError(
+                f"--backend {options.backend}: the integers of a run for a BPU take the kernels "
+                "that fit them; leave it out"
+            )
+        return _report_bpu(
+            run_bpu_evaluate(
+                options.run,
+                frames,
+                cameras=options.cameras or None,
+                runs=options.runs,
+                name=options.name or free_name(options.runs, type(options).__name__.lower()),
+                overwrite=options.overwrite,
+                command=command,
+            )
+        )
     return _report(
         run_evaluate(
             options.run,
@@ -148,8 +206,6 @@ def tree(
 
 
 def _report(result: PtqResult | EvaluateResult) -> str:
-    steps = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in result.seconds.items())
-    warnings = "".join(f"\nwarning: {text}" for text in getattr(result, "warnings", ()))
     detections: tuple[str, ...] = ()
     if result.agreement:
         text = agreement_text(result.agreement, result.labels_found)
@@ -161,13 +217,32 @@ def _report(result: PtqResult | EvaluateResult) -> str:
         stage_table(result.stages),
         *detections,
         *_integers(result),
-        f"{warnings}\n{steps}\npeak memory {result.peak_memory_mib:,.0f} MiB",
+        _end(getattr(result, "warnings", ()), result.seconds, result.peak_memory_mib),
         f"Written to {result.folder}: summary.json, config.json, bev.png, layers.png"
         + (", ranges.json, weights.safetensors" if isinstance(result, PtqResult) else "")
         + (", integer/" if result.simulation else ""),
         f"Page: {(result.folder / 'report.html').absolute()}",
     )
     return "\n" + "\n\n".join(parts)
+
+
+def _report_bpu(result: BpuResult) -> str:
+    from bevfusion_quant.bpu import bpu_text
+
+    parts = (
+        *bpu_text(result.outcome),
+        _end(result.warnings, result.seconds, result.peak_memory_mib),
+        f"Written to {result.folder}: summary.json, config.json, plan.json, partition.svg, "
+        "bev.png, layers.png" + (", weights.safetensors" if result.holds_model else ""),
+        f"Page: {(result.folder / 'report.html').absolute()}",
+    )
+    return "\n" + "\n\n".join(parts)
+
+
+def _end(warnings: Sequence[str], seconds: Mapping[str, float], peak: float) -> str:
+    steps = ", ".join(f"{name} {spent:.1f} s" for name, spent in seconds.items())
+    told = "".join(f"\nwarning: {text}" for text in warnings)
+    return f"{told}\n{steps}\npeak memory {peak:,.0f} MiB"
 
 
 def _is_simulation(result: PtqResult | EvaluateResult) -> bool:

@@ -12,6 +12,8 @@ ConfigName = Literal["nuscenes", "tiny"]
 Method = Literal["mse", "max", "entropy", "percentile"]
 Branch = Literal["camera", "lidar", "fuser", "decoder", "head", "all"]
 Backend = Literal["auto", "vnni", "portable", "torch"]
+Target = Literal["nvidia", "bpu"]
+MarchName = Literal["bayes", "bernoulli2", "bayes-e"]
 Dataset = Literal["street", "pandaset", "kitti", "files", "nuscenes"]
 
 
@@ -85,9 +87,15 @@ class Ptq(FrameOptions):
         weights: mit-bevfusion state dict (.pth or .safetensors); random weights without it.
         weight_layout: How that file stores sparse weights; auto takes it from the shapes where they
             allow one layout only.
-        method: How activation ranges are chosen.
+        target: What is quantized for. nvidia: every part, as TensorRT and libspconv take it. bpu:
+            the dense parts for a Horizon BPU (camera backbone and neck, fuser, decoder), the rest
+            in float on its CPU.
+        march: Of --target bpu, the BPU's architecture: bayes (Journey 5, RDK Ultra; the default),
+            bernoulli2 (RDK X3) or bayes-e (RDK X5).
+        method: How activation ranges are chosen; mse by default, for a BPU percentile.
         calibration_frames: How many frames, from the first, set the ranges; 0 for all.
-        exclude: Paths or globs to leave float, in full or below the part, such as conv_input.
+        exclude: Paths or globs to leave float, in full or below the part, such as conv_input; for a
+            BPU, to run on the CPU.
         quantize_head: With --branch all, the head too.
         seed: Seed of random weights.
         runs: Folder of all runs.
@@ -99,7 +107,9 @@ class Ptq(FrameOptions):
     branch: Branch | None = None
     weights: Path | None = None
     weight_layout: Literal["auto", "RSCK", "KRSC", "KCRS"] = "auto"
-    method: Method = "mse"
+    target: Target = "nvidia"
+    march: MarchName | None = None
+    method: Method | None = None
     calibration_frames: int = 0
     exclude: tuple[str, ...] = ()
     quantize_head: bool = False

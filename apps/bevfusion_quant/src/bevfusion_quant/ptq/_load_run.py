@@ -84,6 +84,11 @@ def load_run(folder: str | Path) -> LoadedRun:
 
     folder = Path(folder)
     config = read_run_config(folder)
+    if config.get("target") == "bpu":
+        raise InputError(
+            f"{folder} is a run for a BPU (ptq --target bpu): load it with "
+            "bevfusion_quant.bpu.load_bpu_run, or compare it with bevfusion-quant evaluate"
+        )
     try:
         sizes, branch = CONFIGS[config["config"]], config.get("branch", "lidar")
         example = example_batch(sizes)

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from bevfusion_quant.ptq._summary import or_dash, versions
 
 if TYPE_CHECKING:
+    from bevfusion_quant.bpu import BpuOutcome
     from bevfusion_quant.cameras import Camera
     from bevfusion_quant.integer import Simulation
     from bevfusion_quant.model import BEVFusionConfig
@@ -41,6 +42,7 @@ def write_page(
     seconds: Mapping[str, float],
     peak_memory_mib: float,
     simulation: Simulation | None = None,
+    bpu: BpuOutcome | None = None,
 ) -> Path:
     """Write report.html.
 
@@ -58,6 +60,7 @@ def write_page(
         seconds: By step.
         peak_memory_mib: Of the process.
         simulation: What running in integers gave, if the run did that.
+        bpu: Of a run for a BPU: what runs where, and how it compares.
     """
     from bevfusion_quant.report import ReportContent, write_report
 
@@ -67,7 +70,7 @@ def write_page(
             title=title,
             config=config.name,
             command=command,
-            versions=versions(),
+            versions=versions() if bpu is None else versions("bevquant-hybrid"),
             settings=settings,
             frames=tuple(frames),
             seconds=seconds,
@@ -78,6 +81,7 @@ def write_page(
             layers=judgement.layers,
             quantizers=judgement.values,
             integers=simulation,
+            bpu=bpu,
             **records,
         ),
     )

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from bevfusion_quant.model import Batch, BEVFusion
     from bevfusion_quant.points import Frame
 
-__all__ = ["PtqConfig", "PtqResult", "run_ptq"]
+__all__ = ["PtqConfig", "PtqResult", "calibration_count", "fill_weights", "run_ptq"]
 
 LOG = logging.getLogger(__name__)
 
@@ -124,15 +124,7 @@ def run_ptq(
     from bevfusion_quant.integer import simulate_model
 
     clock = Clock()
-    count = config.calibration_frames or len(frames)
-    if not 1 <= count <= len(frames):
-        raise InputError(
-            f"--calibration-frames {count} of {len(frames)} frames: it must be from 1 to the "
-            "number of "
-            "frames given, or 0 for all of them"
-        )
-    if config.seed < 0:
-        raise InputError(f"--seed {config.seed}: it must not be negative")
+    count = calibration_count(config, len(frames))
     with run_folder(runs, name, overwrite=overwrite) as folder:
         sizes = CONFIGS[config.config]
         with clock.step("build"):
@@ -140,7 +132,7 @@ def run_ptq(
             batches = FrameBatches(frames, sizes, float_model, config.cameras)
         with clock.step("read and voxelize"):
             first = batches[0]
-        weights = _fill(float_model, config, first, clock)
+        weights = fill_weights(float_model, config, first, clock)
         example = example_batch(sizes)
         with clock.step("fuse", blame="the weights cannot be folded"):
             fused = fuse_branch(float_model, example)
@@ -242,7 +234,26 @@ def run_ptq(
     )
 
 
-def _fill(model: BEVFusion, config: PtqConfig, first: Batch, clock: Clock) -> dict[str, object]:
+def calibration_count(config: PtqConfig, frames: int) -> int:
+    """How many frames set the ranges.
+
+    Raises:
+        InputError: More than there are, or a negative number of them or as the seed.
+    """
+    count = config.calibration_frames or frames
+    if not 1 <= count <= frames:
+        raise InputError(
+            f"--calibration-frames {count} of {frames} frames: it must be from 1 to the number of "
+            "frames given, or 0 for all of them"
+        )
+    if config.seed < 0:
+        raise InputError(f"--seed {config.seed}: it must not be negative")
+    return count
+
+
+def fill_weights(
+    model: BEVFusion, config: PtqConfig, first: Batch, clock: Clock
+) -> dict[str, object]:
     """Weights from the file, or random ones fitted to the first frame; says which."""
     if config.weights is None:
         with clock.step("random weights"):

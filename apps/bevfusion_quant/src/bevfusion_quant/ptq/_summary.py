@@ -35,10 +35,14 @@ PACKAGES = (
 )  # fmt: skip
 
 
-def versions() -> dict[str, str]:
-    """Versions of Python and of every package that decides the result; absent ones left out."""
+def versions(*more: str) -> dict[str, str]:
+    """Versions of Python and of every package that decides the result; absent ones left out.
+
+    Args:
+        *more: Packages that this run needed besides.
+    """
     found = {"python": platform.python_version()}
-    for name in PACKAGES:
+    for name in (*PACKAGES, *more):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
+    from bevfusion_quant.bpu import BpuOutcome
     from bevfusion_quant.cameras import Camera
     from bevfusion_quant.integer import Simulation
     from bevfusion_quant.ptq import LayerRow, QuantizerValues
@@ -130,6 +131,7 @@ class ReportContent:
         calibration: As `calibration_record` makes it: "quantizers" [{names, method, amax, …,
             warnings}], "warnings".
         integers: What running in integers gave.
+        bpu: Of a run for a BPU: plan, comparison, estimate.
         low_sqnr_db: Layers below this are counted and marked.
 
     Examples:
@@ -154,4 +156,5 @@ class ReportContent:
     quantization: Mapping[str, Any] | None = None
     calibration: Mapping[str, Any] | None = None
     integers: Simulation | None = None
+    bpu: BpuOutcome | None = None
     low_sqnr_db: float = 20.0

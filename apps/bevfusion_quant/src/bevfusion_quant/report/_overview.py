@@ -10,6 +10,7 @@ from bevfusion_quant.report._html import Html, join, tag
 from bevfusion_quant.report._section import Section
 
 if TYPE_CHECKING:
+    from bevfusion_quant.bpu import BpuOutcome
     from bevfusion_quant.integer import Simulation
     from bevfusion_quant.ptq import LayerRow
     from bevfusion_quant.report._content import ReportContent
@@ -70,6 +71,8 @@ def _figures(content: ReportContent) -> Iterator[Html]:
         yield _figure("Quantizers", count(len(content.quantizers)), note)
     if content.integers is not None:
         yield _departure(content.integers)
+    if content.bpu is not None:
+        yield from _bpu(content.bpu)
     for more in content.figures:
         yield _figure(more.label, more.value, more.note)
     if "total" in content.seconds:
@@ -100,6 +103,18 @@ def _departure(simulation: Simulation) -> Html:
         note = join("departs first: ", link, f", up to {first.max_steps} steps")
     text = f"{most} step{'s' * (most != 1)}"
     return _figure("Integer against fake-quantized, same inputs", text, note, bool(wrong))
+
+
+def _bpu(outcome: BpuOutcome) -> Iterator[Html]:
+    """Bytes between BPU and CPU, and the estimate of the BPU's time."""
+    boundaries = len(outcome.plan.boundaries)
+    note = f"of integers in a frame, {boundaries} boundaries"
+    yield _figure("Between BPU and CPU", f"{count(outcome.plan.transfer_bytes)} bytes", note)
+    estimates = outcome.estimates.values()
+    total = sum(estimate.seconds for estimate in estimates)
+    chip = next(iter(estimates)).figures.chip
+    note = f"one core of {chip}; from public figures, no measurement"
+    yield _figure("Estimated on the BPU", f"{total * 1e3:,.1f} ms", note)
 
 
 def _figure(label: str, value: str, note: Html | str, low: bool = False) -> Html:

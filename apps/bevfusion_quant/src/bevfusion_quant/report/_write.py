@@ -13,6 +13,7 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING
 
+from bevfusion_quant.report._bpu import bpu_section
 from bevfusion_quant.report._check import check
 from bevfusion_quant.report._decisions import decisions_section
 from bevfusion_quant.report._encode import script_json
@@ -32,6 +33,7 @@ __all__ = ["write_report"]
 
 PAGE = files("bevfusion_quant.report") / "page"
 STYLES = ("base.css", "parts.css", "narrow.css")
+BPU_STYLES = ("base.css", "parts.css", "bpu.css", "narrow.css")
 SCRIPTS = (
     "decode.js", "colour.js", "theme.js", "scene.js", "maps.js", "tabs.js", "chart.js", "table.js",
     "histograms.js", "lists.js", "start.js",
@@ -83,8 +85,10 @@ def _page(content: ReportContent) -> str:
     sections = list(_sections(content))
     links = [tag("li", tag("a", s.title, href=f"#{s.key}")) for s in sections]
     data = {s.key: s.data for s in sections if s.data is not None}
-    style = "\n".join(_read(name) for name in STYLES)
-    script = '"use strict";\n(() => {\n' + "\n".join(_read(name) for name in SCRIPTS) + "})();\n"
+    styles = STYLES if content.bpu is None else BPU_STYLES
+    style = "\n".join(_read(name) for name in styles)
+    scripts = SCRIPTS if content.bpu is None else (*SCRIPTS, "bpu.js")
+    script = '"use strict";\n(() => {\n' + "\n".join(_read(name) for name in scripts) + "})();\n"
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
     return Template(_read("page.html")).substitute(
         title=join(content.title),
@@ -110,6 +114,8 @@ def _sections(content: ReportContent) -> Iterator[Section]:
         yield layers_section(content.layers, content.low_sqnr_db, cards)
     if content.integers is not None:
         yield integers_section(content.integers)
+    if content.bpu is not None:
+        yield bpu_section(content.bpu)
     decisions, again = decisions_section(content), reproduce(content)
     if decisions is not None:
         yield decisions

@@ -1,0 +1,83 @@
+"""What each layer on the BPU costs, estimated, and what the march's limits say of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from bevfusion_quant.bpu._labels import node_labels
+from bevquant_hybrid.operators import find_violations, trace_calls
+from bevquant_hybrid.performance import estimate_layers, load_chip_figures
+
+if TYPE_CHECKING:
+    from torch import fx
+
+    from bevquant_hybrid.operators import OperatorCall
+    from bevquant_hybrid.performance import ChipFigures, LayerEstimate
+
+__all__ = ["BpuEstimate", "estimate_unit"]
+
+
+@dataclass(frozen=True)
+class BpuEstimate:
+    """A roofline estimate from public figures, no measurement.
+
+    Attributes:
+        figures: What is known of the chip, each number with its source.
+        cores: How many of the chip's cores share the work.
+        layers: One for each call on the BPU, named as in the model; boundaries left out.
+        violations: What the march's table of operators does not allow, one line each.
+    """
+
+    figures: ChipFigures
+    cores: int
+    layers: tuple[LayerEstimate, ...]
+    violations: tuple[str, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Layers one after the other."""
+        return sum(layer.seconds for layer in self.layers)
+
+
+def estimate_unit(
+    unit: str, graph: fx.GraphModule, march: str, shapes: Sequence[tuple[int, ...]]
+) -> BpuEstimate:
+    """Trace one image, or one frame's maps, and estimate all of them.
+
+    Args:
+        unit: "camera" or "bev".
+        graph: From `prepare_qat_fx`.
+        march: The BPU.
+        shapes: Of the unit's inputs; of several images one is run, since shapes are all that
+            counts and tracing holds every activation.
+    """
+    count = shapes[0][0]
+    calls = trace_calls(graph, tuple(torch.zeros(1, *shape[1:]) for shape in shapes))
+    calls = [_of_batch(call, count) for call in calls]
+    on_bpu = [c for c in calls if c.operator.endswith("Stub") or "float32" not in c.input_dtypes]
+    names = {label.place: label.path for label in node_labels(unit, graph).values()}
+    layers = [
+        replace(
+            layer,
+            path=names.get(layer.path, layer.path),
+            fused_into=names.get(layer.fused_into, layer.fused_into),
+        )
+        for layer in estimate_layers(on_bpu, march)
+        if not layer.operator.endswith("Stub")
+    ]
+    told = [str(v) for v in find_violations([c for c in on_bpu if c.input_dtypes], march)]
+    return BpuEstimate(load_chip_figures(march), 1, tuple(layers), tuple(told))
+
+
+def _of_batch(call: OperatorCall, count: int) -> OperatorCall:
+    """The call with `count` entries along the first axis instead of one."""
+
+    def grown(shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (shape[0] * count, *shape[1:]) if len(shape) == 4 else shape
+
+    shapes = tuple(map(grown, call.input_shapes))
+    return replace(call, input_shapes=shapes, output_shape=grown(call.output_shape))

@@ -1,0 +1,138 @@
+"""A dense unit in its forms: fused float, calibrating, fake-quantized, integers."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from bevfusion_quant._errors import InputError
+from bevfusion_quant.bpu._units import PREFIXES
+from bevfusion_quant.ptq._branches import expand_patterns
+from bevquant_hybrid.march import get_march, set_march
+from bevquant_hybrid.quantization import (
+    FakeQuantState,
+    convert_fx,
+    get_default_calib_qconfig,
+    get_default_qat_qconfig,
+    observer,
+    prepare_calibration_fx,
+    prepare_qat_fx,
+    set_fake_quantize,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor, fx, nn
+
+    from bevfusion_quant.model import BEVFusion
+
+__all__ = ["Forms", "calibrating_form", "finished_forms", "for_march", "names_on_cpu"]
+
+_OBSERVERS = {
+    "percentile": observer.CalibObserver,
+    "max": observer.MinMaxObserver,
+    "mse": observer.MSEObserver,
+    "entropy": observer.KLObserver,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Forms:
+    """One unit three times, node by node the same graph, and what was warned of on the way."""
+
+    float_graph: fx.GraphModule
+    fake_graph: fx.GraphModule
+    integer_graph: fx.GraphModule
+    warnings: tuple[str, ...] = ()
+
+
+@contextmanager
+def for_march(march: str) -> Iterator[None]:
+    """Set the march for a block; an earlier one comes back.
+
+    Raises:
+        InputError: No such march.
+    """
+    before = get_march()
+    try:
+        set_march(march)
+    except ValueError as error:
+        raise InputError(f"--march {march}: {error}") from error
+    try:
+        yield
+    finally:
+        if before is not None:
+            set_march(before)
+
+
+def names_on_cpu(
+    model: BEVFusion, units: Mapping[str, nn.Module], exclude: Iterable[str]
+) -> dict[str, list[str]]:
+    """Modules of each unit that `exclude` names, as paths within the unit.
+
+    Raises:
+        InputError: A pattern that names nothing on the BPU.
+    """
+    found: dict[str, list[str]] = {name: [] for name in units}
+    for given in exclude:
+        before = sum(map(len, found.values()))
+        for pattern in expand_patterns(model, [given]):
+            for name, unit in units.items():
+                found[name] += [
+                    path
+                    for path, _ in unit.named_modules()
+                    if path and fnmatchcase(PREFIXES[name] + path, pattern)
+                ]
+        if sum(map(len, found.values())) == before:
+            raise InputError(
+                f"--exclude {given}: it names nothing that runs on the BPU; bevfusion-quant tree "
+                "prints the modules' paths"
+            )
+    return found
+
+
+def calibrating_form(fused: nn.Module, method: str, on_cpu: Iterable[str]) -> Any:
+    """The form that counts activations while float values pass through it.
+
+    Args:
+        fused: From `fuse_fx`.
+        method: A key of "percentile", "max", "mse", "entropy".
+        on_cpu: Paths of modules to run on the CPU.
+    """
+    qconfig = get_default_calib_qconfig(calib_qkwargs={"observer": _OBSERVERS[method]})
+    names = {"module_name": list(on_cpu)}
+    return prepare_calibration_fx(fused, {"": qconfig}, hybrid=True, hybrid_dict=names).eval()
+
+
+def finished_forms(
+    fused: Any,
+    calibrated: Any,
+    on_cpu: Iterable[str],
+    state: Mapping[str, Tensor] | None = None,
+) -> Forms:
+    """Fake-quantized, for evaluation, and in integers.
+
+    Args:
+        fused: From `fuse_fx`.
+        calibrated: From `calibrating_form`, after its batches.
+        on_cpu: As that had it.
+        state: Of the fake-quantized form, instead of what was calibrated.
+    """
+    names = {"module_name": list(on_cpu)}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fake = prepare_qat_fx(
+            calibrated, {"": get_default_qat_qconfig()}, hybrid=True, hybrid_dict=names
+        ).eval()
+        if state is not None:
+            caught.clear()  # of ranges that were still missing
+            fake.load_state_dict(state)
+        set_fake_quantize(fake, FakeQuantState.VALIDATION)
+        integers = convert_fx(fake)
+    told = dict.fromkeys(str(item.message) for item in caught)
+    return Forms(fused.eval(), fake, integers, tuple(told))

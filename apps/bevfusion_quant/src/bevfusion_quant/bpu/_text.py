@@ -1,0 +1,97 @@
+"""A run for a BPU as text for the screen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from bevfusion_quant.ptq import agreement_text, layer_table
+from bevfusion_quant.ptq._summary import aligned_table, or_dash
+
+if TYPE_CHECKING:
+    from bevfusion_quant.bpu._outcome import BpuOutcome
+    from bevquant_hybrid.partition import Plan
+
+__all__ = ["bpu_text"]
+
+_UNITS = {"camera": "camera", "bev": "bird's-eye view"}
+
+
+def bpu_text(outcome: BpuOutcome) -> Iterator[str]:
+    """Titles and tables: layers, stages, detections, what runs where, boundaries, estimate."""
+    comparison = outcome.comparison
+    judgement = comparison.judgement
+    yield "Float against fake-quantized, output of each layer on the BPU"
+    yield layer_table(judgement.layers)
+    yield "Stages, fake-quantized and integers against float"
+    yield _stages(outcome)
+    if judgement.agreement:
+        yield "Detections, float against fake-quantized, same class"
+        yield agreement_text(judgement.agreement, judgement.found)
+        yield "Detections, float against integers, same class"
+        yield agreement_text(comparison.agreement, comparison.found, "integer")
+    yield f"BPU and CPU, march {outcome.march}"
+    yield _segments(outcome.plan)
+    yield _boundaries(outcome.plan)
+    yield "On the CPU:\n" + "\n".join(f"  {n.name}: {n.reason}" for n in outcome.on_cpu)
+    yield _estimate(outcome)
+
+
+def _stages(outcome: BpuOutcome) -> str:
+    head = ("stage", "channels", "fake dB", "int dB", "fake cosine", "int cosine")
+    return aligned_table(
+        head,
+        [
+            (
+                row.title,
+                str(row.channels),
+                or_dash(row.fake_sqnr_db, ".1f"),
+                or_dash(row.integer_sqnr_db, ".1f"),
+                or_dash(row.fake_cosine, ".6f"),
+                or_dash(row.integer_cosine, ".6f"),
+            )
+            for row in outcome.comparison.stages
+        ],
+    )
+
+
+def _segments(plan: Plan) -> str:
+    rows = []
+    for segment in plan.segments:
+        operators = [name for name in segment.nodes if plan.node(name).kind == "operator"]
+        named = dict.fromkeys((segment.nodes[0], segment.nodes[-1]))
+        rows.append((" … ".join(named), segment.place, str(len(operators))))
+    return aligned_table(("segment", "runs on", "operators"), rows)
+
+
+def _boundaries(plan: Plan) -> str:
+    rows = [
+        (b.name, b.kind, b.source, ", ".join(b.readers), _bytes(b.transfer_bytes))
+        for b in plan.boundaries
+    ]
+    rows.append(("together", "", "", "", _bytes(plan.transfer_bytes)))
+    return aligned_table(("boundary", "kind", "from", "to", "bytes"), rows)
+
+
+def _bytes(count: int | None) -> str:
+    return or_dash(count, ",.0f")
+
+
+def _estimate(outcome: BpuOutcome) -> str:
+    """Milliseconds of each unit, and what they are worth."""
+    rows = [
+        (
+            _UNITS[unit],
+            f"{sum(layer.operations for layer in estimate.layers) / 1e9:,.1f}",
+            f"{sum(x.loaded_bytes + x.stored_bytes for x in estimate.layers) / 1e6:,.1f}",
+            f"{estimate.seconds * 1e3:,.2f}",
+        )
+        for unit, estimate in outcome.estimates.items()
+    ]
+    first = next(iter(outcome.estimates.values()))
+    title = (
+        f"Estimate for one core of {first.figures.chip}: a roofline from public figures, no "
+        "measurement"
+    )
+    table = aligned_table(("unit", "10⁹ operations", "MB moved", "ms"), rows)
+    return f"{title}\n\n{table}"
