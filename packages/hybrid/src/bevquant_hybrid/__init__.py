@@ -15,11 +15,33 @@ from bevquant_hybrid import (
     runtime,
     utils,
 )
+from bevquant_hybrid.functional import (
+    bgr2centered_gray,
+    bgr2centered_yuv,
+    bgr2gray,
+    bgr2rgb,
+    bgr2yuv,
+    centered_yuv2bgr,
+    centered_yuv2rgb,
+    rgb2bgr,
+    rgb2centered_gray,
+    rgb2centered_yuv,
+    rgb2gray,
+    rgb2yuv,
+)
 from bevquant_hybrid.march import March, get_march, set_march
+from bevquant_hybrid.quantization import qconfig
 
 __all__ = [
     "March",
     "__version__",
+    "bgr2centered_gray",
+    "bgr2centered_yuv",
+    "bgr2gray",
+    "bgr2rgb",
+    "bgr2yuv",
+    "centered_yuv2bgr",
+    "centered_yuv2rgb",
     "dtype",
     "functional",
     "get_march",
@@ -28,8 +50,14 @@ __all__ = [
     "march",
     "nn",
     "qat_mode",
+    "qconfig",
     "qtensor",
     "quantization",
+    "rgb2bgr",
+    "rgb2centered_gray",
+    "rgb2centered_yuv",
+    "rgb2gray",
+    "rgb2yuv",
     "runtime",
     "set_march",
     "utils",

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from bevquant_hybrid import _integer_ops as ops
 from bevquant_hybrid._fake_quant._function import fake_quantize
+from bevquant_hybrid._sampling import grid_sample_integers
 from bevquant_hybrid.dtype import qinfo
-from bevquant_hybrid.qtensor import QTensor, along, payload
+from bevquant_hybrid.qtensor import QTensor, along, as_float, payload
 
-__all__ = ["clamp", "max_pool", "pad", "resize"]
+__all__ = ["clamp", "grid_sample", "max_pool", "pad", "resize"]
 
 
 def max_pool(
@@ -59,6 +60,30 @@ def resize(
         return x.like(resized)
     info = qinfo(x.dtype)
     return x.like(fake_quantize(resized, x.scale, -1, info.min, info.max))
+
+
+def grid_sample(
+    x: QTensor, grid: Tensor, mode: str, padding_mode: str, align_corners: bool
+) -> QTensor:
+    """Sample by a grid; the result lies on the grid of the input's scale.
+
+    Raises:
+        NotImplementedError: Modes that a BPU does not do.
+    """
+    if mode not in ("nearest", "bilinear") or padding_mode not in ("zeros", "border"):
+        raise NotImplementedError(
+            f"grid_sample(mode={mode!r}, padding_mode={padding_mode!r}): a BPU samples by "
+            "'nearest' or 'bilinear' and pads by 'zeros' or 'border'"
+        )
+    places = as_float(grid)
+    if x.holds_integers:
+        settings = mode, padding_mode, align_corners, x.rounding
+        return x.like(grid_sample_integers(payload(x), places, *settings))
+    sampled = F.grid_sample(payload(x), places, mode, padding_mode, align_corners)
+    if not x.on_grid:
+        return x.like(sampled)
+    info = qinfo(x.dtype)
+    return x.like(fake_quantize(sampled, x.scale, -1, info.min, info.max))
 
 
 def clamp(x: QTensor, low: float | None, high: float | None) -> QTensor:

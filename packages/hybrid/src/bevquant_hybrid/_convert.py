@@ -8,6 +8,8 @@ from bevquant_hybrid._fake_quant._calib import CalibFakeQuantize
 from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
 from bevquant_hybrid._fx._calibrated import warn_of_uncollected
 from bevquant_hybrid.march import require_march
+from bevquant_hybrid.nn.qat._parts import Composed
+from bevquant_hybrid.nn.qat._preserved import preserved_form
 from bevquant_hybrid.nn.quantized import fixed_point_form
 
 __all__ = ["convert_in_place"]
@@ -32,23 +34,29 @@ def convert_in_place(
             f"{caller}: {calibrating[0]} is there to calibrate; prepare the calibrated model with "
             "get_default_qat_qconfig first"
         )
+    for module in modules.values():
+        if isinstance(module, Composed):
+            module.drop_unused()
     warn_of_uncollected(
         [
             path
-            for path, m in modules.items()
+            for path, m in model.named_modules()
             if isinstance(m, FakeQuantize)
             and not m.observed
             and not path.endswith("weight_fake_quant")
         ]
     )
-    converted = _converted(model, "", rounding)
+    converted = _converted(model, "", rounding, False)
     if remove_qconfig:
         for module in converted.modules():
             module.__dict__.pop("qconfig", None)
     return converted.eval()
 
 
-def _converted(module: nn.Module, path: str, rounding: str) -> nn.Module:
+def _converted(module: nn.Module, path: str, rounding: str, kept: bool) -> nn.Module:
+    kept = bool(module.__dict__.get("preserve_qat_mode", kept))
+    if kept and (preserved := preserved_form(module, rounding)) is not None:
+        return preserved
     made = fixed_point_form(module, path, rounding)
     if made is not None:
         return made
@@ -56,6 +64,7 @@ def _converted(module: nn.Module, path: str, rounding: str) -> nn.Module:
     for name, child in list(module._modules.items()):
         if child is not None:
             if id(child) not in done:
-                done[id(child)] = _converted(child, f"{path}.{name}" if path else name, rounding)
+                below = f"{path}.{name}" if path else name
+                done[id(child)] = _converted(child, below, rounding, kept)
             module._modules[name] = done[id(child)]
     return module

@@ -185,6 +185,17 @@ def _interpolate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     return both.resize(source, size, factor, mode, bool(align))
 
 
+def _grid_sample(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    source = args[0] if args else kwargs.pop("input")
+    if not isinstance(source, QTensor):  # quantized is the grid alone
+        return on_floats(func, (source, *args[1:]), kwargs)
+    names = (("grid", None), ("mode", "bilinear"), ("padding_mode", "zeros"))
+    grid, mode, padding, align = _arguments(
+        (source, *args[1:]), kwargs, *names, ("align_corners", None)
+    )
+    return both.grid_sample(source, grid, mode, padding, bool(align))
+
+
 def _pad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     source = _first(args, kwargs)
     pad, mode, value = _arguments(
@@ -212,5 +223,6 @@ _RULES: dict[Any, Rule] = {
     **dict.fromkeys(_CLAMP, _clamp),
     **dict.fromkeys((F.max_pool2d, torch.max_pool2d), _max_pool),
     F.interpolate: _interpolate,
+    F.grid_sample: _grid_sample,
     F.pad: _pad,
 }

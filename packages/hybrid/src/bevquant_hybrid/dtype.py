@@ -38,8 +38,11 @@ qint16 = QuantDType("qint16")
 qint32 = QuantDType("qint32")
 
 
-def as_quant_dtype(dtype: str) -> QuantDType:
-    """Return the type of a name, or the type itself.
+_OF_TORCH = {torch.qint8: qint8, torch.qint32: qint32}
+
+
+def as_quant_dtype(dtype: str | torch.dtype) -> QuantDType:
+    """Return the type of a name, the type itself, or what torch's ``torch.qint8`` stands for.
 
     Raises:
         ValueError: No quantized type of that name.
@@ -51,6 +54,8 @@ def as_quant_dtype(dtype: str) -> QuantDType:
     for known in (qint8, qint16, qint32):
         if dtype == known:
             return known
+    if isinstance(dtype, torch.dtype) and dtype in _OF_TORCH:
+        return _OF_TORCH[dtype]
     raise ValueError(f"dtype={dtype!r}: expected qint8, qint16 or qint32")
 
 

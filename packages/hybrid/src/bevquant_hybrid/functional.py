@@ -1,14 +1,43 @@
-"""Functions whose results need no DeQuantStub: indices, and values picked out."""
+"""Functions under their documented path: colours, and results that need no DeQuantStub."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from bevquant_hybrid._colour import (
+    bgr2centered_gray,
+    bgr2centered_yuv,
+    bgr2gray,
+    bgr2rgb,
+    bgr2yuv,
+    centered_yuv2bgr,
+    centered_yuv2rgb,
+    rgb2bgr,
+    rgb2centered_gray,
+    rgb2centered_yuv,
+    rgb2gray,
+    rgb2yuv,
+)
+from bevquant_hybrid._leaf import wrap
 from bevquant_hybrid.qtensor import as_float
-from bevquant_hybrid.utils.fx_helper import wrap
 
-__all__ = ["argmax", "filter"]
+__all__ = [
+    "argmax",
+    "bgr2centered_gray",
+    "bgr2centered_yuv",
+    "bgr2gray",
+    "bgr2rgb",
+    "bgr2yuv",
+    "centered_yuv2bgr",
+    "centered_yuv2rgb",
+    "filter",
+    "rgb2bgr",
+    "rgb2centered_gray",
+    "rgb2centered_yuv",
+    "rgb2gray",
+    "rgb2yuv",
+]
 
 
 @wrap()

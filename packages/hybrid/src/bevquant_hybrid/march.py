@@ -17,6 +17,9 @@ class March:
     BERNOULLI2 = "bernoulli2"
     BAYES = "bayes"
     BAYES_E = "bayes-e"
+    # As one page of the documents spells them.
+    Bernoulli2 = BERNOULLI2
+    Bayes = BAYES
 
 
 _KNOWN = (March.BERNOULLI2, March.BAYES, March.BAYES_E)

@@ -96,11 +96,12 @@ class PACTFakeQuantize(_LearnedFakeQuantize):
     send their gradient to α.
 
     Args:
-        alpha: First α; None to take it from the first tensor observed.
+        alpha: First α; None to take it from the first tensor observed, one per channel where the
+            scheme is.
         **kwargs: As in `FakeQuantize`.
 
     Raises:
-        ValueError: α is not positive, or a scheme per channel.
+        ValueError: α is not positive.
 
     Example:
         >>> fake_quant = PACTFakeQuantize(alpha=2.0)
@@ -111,11 +112,8 @@ class PACTFakeQuantize(_LearnedFakeQuantize):
 
     def __init__(self, alpha: float | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        if (alpha is not None and not alpha > 0) or self.ch_axis >= 0:
-            raise ValueError(
-                f"PACTFakeQuantize: alpha={alpha}, ch_axis={self.ch_axis}: expected a positive "
-                "alpha and one range per tensor"
-            )
+        if alpha is not None and not alpha > 0:
+            raise ValueError(f"PACTFakeQuantize: alpha={alpha}: expected a positive number")
         self.alpha = torch.nn.Parameter(torch.ones(1))
         if alpha is not None:
             self.set_qparams(2 * alpha / (self.quant_max - self.quant_min))
@@ -140,6 +138,6 @@ class PACTFakeQuantize(_LearnedFakeQuantize):
         """Clamp at ±α and round; the gradient of clamped values reaches α."""
         if torch.onnx.is_in_onnx_export():
             return super().fake_quantize(x)
-        alpha = self.alpha.abs()
+        alpha = along(self.alpha.abs(), x.dim(), self.ch_axis)
         clamped = torch.minimum(torch.maximum(x, -alpha), alpha)
         return clamped + (super().fake_quantize(clamped) - clamped).detach()

@@ -9,8 +9,15 @@ from torch import Tensor, nn
 from bevquant_hybrid._fake_quant._calib import CalibFakeQuantize, _WrappedCalibFakeQuantize
 from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
 from bevquant_hybrid._observers._fixed import FixedScaleObserver
+from bevquant_hybrid.nn.qat._parts import Composed
 
-__all__ = ["adopt_scales", "calibrated_scales", "is_calibration", "warn_of_uncollected"]
+__all__ = [
+    "adopt_scales",
+    "calibrated_scales",
+    "is_calibration",
+    "optional_paths",
+    "warn_of_uncollected",
+]
 
 
 def is_calibration(model: nn.Module) -> bool:
@@ -19,12 +26,25 @@ def is_calibration(model: nn.Module) -> bool:
     return FakeQuantize not in kinds and any(issubclass(k, CalibFakeQuantize) for k in kinds)
 
 
+def optional_paths(model: nn.Module) -> set[str]:
+    """Fake quantizers of parts that not every call needs."""
+    return {
+        f"{path}.{name}.activation_post_process".lstrip(".")
+        for path, module in model.named_modules()
+        if isinstance(module, Composed)
+        for name in module.optional
+    }
+
+
 def calibrated_scales(model: nn.Module) -> dict[str, Tensor | None]:
     """The scale of every activation that was to be calibrated; None where nothing was seen."""
+    optional = optional_paths(model)
     return {
         path: module.calculate_qparams()[0] if module.observed else None
         for path, module in model.named_modules()
-        if isinstance(module, CalibFakeQuantize) and not path.endswith("weight_fake_quant")
+        if isinstance(module, CalibFakeQuantize)
+        and not path.endswith("weight_fake_quant")
+        and (module.observed or path not in optional)
     }
 
 

@@ -16,6 +16,7 @@ from torch.fx import Graph, Node
 from bevquant_hybrid._fx._numbers import number_nodes
 from bevquant_hybrid._fx._tracer import scope_of
 from bevquant_hybrid.nn import _functions as functions
+from bevquant_hybrid.nn._division import Div
 from bevquant_hybrid.nn._float_functional import FloatFunctional
 from bevquant_hybrid.operators import load_support_table, row_of_module
 from bevquant_hybrid.partition import place_operator
@@ -52,6 +53,7 @@ _MODULES: dict[Any, tuple[str, Callable[..., nn.Module]]] = {
         for spelling in (getattr(torch, name.lower()), name.lower())
     },
     **dict.fromkeys((F.softmax, torch.softmax, "softmax"), ("softmax", nn.Softmax)),
+    F.glu: ("glu", nn.GLU),
     F.silu: ("silu", nn.SiLU),
     F.gelu: ("gelu", nn.GELU),
     F.leaky_relu: ("leaky_relu", nn.LeakyReLU),
@@ -155,7 +157,7 @@ def _binary(operation: str, node: Node, numbers: set[Node]) -> Plan | None:
         first, second = node.args
         if len(tensors) == 1 and isinstance(second, int | float) and second:
             return "mul_scalar", FloatFunctional(), "mul_scalar", (first, 1 / second), {}
-        return None
+        return ("div", Div(), None, node.args, {}) if len(tensors) == 2 else None
     if len(tensors) == 2:
         return operation, FloatFunctional(), operation, node.args, {}
     constant = next((a for a in node.args if isinstance(a, int | float)), None)

@@ -21,6 +21,7 @@ from bevquant_hybrid._fx._tracer import scope_of
 from bevquant_hybrid._quant_stub import QuantStub
 from bevquant_hybrid._scale_keeping import rule_of
 from bevquant_hybrid.nn import _functions as functions
+from bevquant_hybrid.nn._scatter import PointPillarsScatter
 from bevquant_hybrid.nn.intrinsic import Fused
 from bevquant_hybrid.nn.qat import has_qat_form
 from bevquant_hybrid.operators import load_support_table, row_of_function
@@ -62,6 +63,7 @@ _KEEPING = (
     *(nn.ReLU, nn.ReLU6, nn.Hardtanh, nn.MaxPool2d, nn.Upsample, nn.UpsamplingBilinear2d),
     *(nn.UpsamplingNearest2d, nn.ZeroPad2d, nn.ConstantPad2d, nn.ReplicationPad2d),
     *(nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle, functions.Interpolate),
+    PointPillarsScatter,
 )
 
 

@@ -114,9 +114,14 @@ def _unprepared(model: ObservedGraphModule) -> GraphModuleWithAttr:
     """The fused float model that a prepared one was made of: no boundaries, float layers."""
     root = clone_containers(model, _stays)
     graph = model.graph
+    done: list[str] = []  # parts of a module that is float again are gone with it
     for path, module in list(root.named_modules()):
-        if path and float_form(module) is not module:
-            replace_module(root, path, float_form(module))
+        if not path or path.startswith(tuple(f"{above}." for above in done)):
+            continue
+        made = float_form(module)
+        if made is not module:
+            replace_module(root, path, made)
+            done.append(path)
     graph = _copied(graph)
     for node in list(graph.nodes):
         if BOUNDARY in node.meta:

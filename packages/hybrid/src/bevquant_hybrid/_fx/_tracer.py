@@ -10,9 +10,9 @@ from torch.ao.nn import quantized as torch_quantized
 from torch.fx import Graph, Node, Tracer
 from torch.fx.proxy import TraceError
 
+from bevquant_hybrid._leaf import LEAF_MARK
 from bevquant_hybrid.nn.intrinsic import Fused
 from bevquant_hybrid.nn.qat import has_qat_form
-from bevquant_hybrid.utils.fx_helper import LEAF_MARK
 
 __all__ = ["HybridTracer", "is_leaf", "scope_of", "trace"]
 

@@ -112,13 +112,13 @@ class MovingAveragePerChannelMinMaxObserver(AveragingObserver):
     def __init__(
         self,
         averaging_constant: float = 0.01,
+        ch_axis: int = 0,
         dtype: str = qint8,
         qscheme: torch.qscheme = torch.per_channel_symmetric,
         quant_min: int | None = None,
         quant_max: int | None = None,
         is_sync_quantize: bool = False,
         factory_kwargs: dict[str, Any] | None = None,
-        ch_axis: int = 0,
     ) -> None:
         super().__init__(
             averaging_constant,

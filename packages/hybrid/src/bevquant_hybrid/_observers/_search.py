@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from bevquant_hybrid._observers._min_max import AveragingObserver
@@ -16,40 +17,32 @@ __all__ = ["KLObserver", "MSEObserver", "MixObserver"]
 
 
 def _least_error(x: Tensor, candidates: Iterable[Tensor], low: int, high: int) -> Tensor:
-    """The candidate amax ``[1]`` whose quantized tensor is nearest to `x` (sum of squares)."""
-    best, least = x.new_zeros(1), float("inf")
+    """For each row of `x` the candidate amax ``[rows]`` that rounds it least (sum of squares)."""
+    best, least = x.new_zeros(len(x)), x.new_full((len(x),), torch.inf)
     for amax in candidates:
-        scale = scale_of(amax, low, high)
-        error = float(((x / scale).round().clamp(low, high) * scale - x).square().sum())
-        if error < least:
-            best, least = amax, error
+        scale = scale_of(amax, low, high)[:, None]
+        error = ((x / scale).round().clamp(low, high) * scale - x).square().sum(1)
+        best, least = torch.where(error < least, amax, best), torch.minimum(error, least)
     return best
 
 
-class _PerTensorSearch(AveragingObserver):
-    """Base of observers that search one symmetric range per tensor."""
-
-    def __init__(self, averaging_constant: float = 0.01, **kwargs: Any) -> None:
-        super().__init__(averaging_constant, **kwargs)
-        if self.ch_axis >= 0:
-            raise ValueError(
-                f"{type(self).__name__} searches one range per tensor; for weights per channel "
-                "take MovingAveragePerChannelMinMaxObserver"
-            )
+class _Search(AveragingObserver):
+    """Base of observers that search a symmetric range for a tensor, or for each channel."""
 
     def search(self, x: Tensor, amax: Tensor) -> Tensor:
-        """Best range of a tensor with largest absolute value `amax`, both ``[1]``."""
+        """Best ranges of rows ``[rows, values]`` with largest absolute values `amax` ``[rows]``."""
         raise NotImplementedError
 
     def measure(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """±best range."""
-        amax = x.abs().amax().reshape(1)
-        if bool(amax.isfinite()):
-            amax = self.search(x.float(), amax.float())
+        rows = x.reshape(1, -1) if self.ch_axis < 0 else x.movedim(self.ch_axis, 0).flatten(1)
+        amax = rows.abs().amax(1)
+        if bool(amax.isfinite().all()):
+            amax = self.search(rows.float(), amax.float())
         return -amax, amax
 
 
-class MSEObserver(_PerTensorSearch):
+class MSEObserver(_Search):
     """Tries 1, 1 + stride, … percent of the maximum; the least squared error wins.
 
     The maximum itself is always tried.
@@ -83,17 +76,19 @@ class MSEObserver(_PerTensorSearch):
         return _least_error(x, candidates, self.quant_min, self.quant_max)
 
 
-class KLObserver(_PerTensorSearch):
-    """Least Kullback-Leibler divergence between the histogram and its quantized form.
+class KLObserver(AveragingObserver):
+    """Least Kullback-Leibler divergence between a histogram and its quantized form.
 
     Args:
         bins: Bins of the histogram of |x|.
-        update_interval: Search at every n-th tensor only, the first included.
+        update_interval: Tensors that one histogram counts: a range is searched at every n-th
+            tensor, and there is none before the first search.
         averaging_constant: As in `MovingAverageMinMaxObserver`.
         **kwargs: As in `RangeObserver`.
 
     Raises:
-        ValueError: Fewer bins than the type has levels above 0, or an interval below 1.
+        ValueError: Fewer bins than the type has levels above 0, an interval below 1, another type
+            than qint8, or ranges per channel.
 
     Example:
         >>> import torch
@@ -115,26 +110,39 @@ class KLObserver(_PerTensorSearch):
             raise ValueError(
                 f"KLObserver: dtype={self.dtype}: the divergence is searched for qint8"
             )
-        if bins < 129 or update_interval < 1:
+        if bins < 129 or update_interval < 1 or self.ch_axis >= 0:
             raise ValueError(
-                f"KLObserver: bins={bins}, update_interval={update_interval}: expected at least "
-                "129 bins and an interval of at least 1"
+                f"KLObserver: bins={bins}, update_interval={update_interval}, ch_axis="
+                f"{self.ch_axis}: expected at least 129 bins, an interval of at least 1 and one "
+                "range per tensor"
             )
         self.bins, self.update_interval = bins, update_interval
-        self._seen = 0
+        self._counted = 0
+        self._histogram = HistogramCalibrator(8, None, False, num_bins=bins)
 
-    def search(self, x: Tensor, amax: Tensor) -> Tensor:
-        """Search the histogram, or keep the range where this tensor's turn has not come."""
-        self._seen += 1
-        if self.observed and (self._seen - 1) % self.update_interval:
-            return self.max_val
-        histogram = HistogramCalibrator(8, None, False, num_bins=self.bins)
-        histogram.collect(x)
-        found = histogram.compute_amax("entropy")
-        return amax if found is None else found.reshape(1).to(x)
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        """Count a tensor, and search where its turn has come.
+
+        Raises:
+            ValueError: NaN or infinite values.
+        """
+        if x.numel() == 0:
+            return x
+        self._histogram.collect(x.detach())
+        self._counted += 1
+        return x if self._counted < self.update_interval else super().forward(x)
+
+    def measure(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """±best range of what was counted, which is then forgotten."""
+        found = self._histogram.compute_amax("entropy")
+        amax = x.abs().amax().reshape(1) if found is None else found.reshape(1).to(x)
+        self._counted = 0
+        self._histogram = HistogramCalibrator(8, None, False, num_bins=self.bins)
+        return -amax, amax
 
 
-class MixObserver(_PerTensorSearch):
+class MixObserver(_Search):
     """Percentiles, the maximum and the best share of it as candidates; least squared error wins.
 
     Args:
@@ -163,5 +171,8 @@ class MixObserver(_PerTensorSearch):
 
     def search(self, x: Tensor, amax: Tensor) -> Tensor:
         """Least squared error among the candidates."""
-        found = [percentile_of(x, percentile, self.bins) for percentile in self.percentiles]
+        found = [
+            torch.cat([percentile_of(row, percentile, self.bins) for row in x])
+            for percentile in self.percentiles
+        ]
         return _least_error(x, [*found, amax], self.quant_min, self.quant_max)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bevquant_hybrid.nn import functional, intrinsic, qat, quantized
+from bevquant_hybrid.nn._division import Div
 from bevquant_hybrid.nn._functions import (
     Acos,
     Acosh,
@@ -26,6 +27,10 @@ from bevquant_hybrid.nn._functions import (
     Sqrt,
     Tan,
 )
+from bevquant_hybrid.nn._layer_norm import LayerNorm
+from bevquant_hybrid.nn._roi_align import MultiScaleRoIAlign
+from bevquant_hybrid.nn._scatter import PointPillarsScatter
+from bevquant_hybrid.nn.bgr_to_yuv444 import BgrToYuv444
 
 __all__ = [
     "Acos",
@@ -34,14 +39,19 @@ __all__ = [
     "Asinh",
     "Atan",
     "Atanh",
+    "BgrToYuv444",
     "Ceil",
     "Cos",
     "Cosh",
+    "Div",
     "Erf",
     "Exp",
     "Floor",
     "HardLog",
     "Interpolate",
+    "LayerNorm",
+    "MultiScaleRoIAlign",
+    "PointPillarsScatter",
     "Pow",
     "Reciprocal",
     "Selu",

@@ -13,6 +13,8 @@ from bevquant_hybrid._observers._min_max import (
 from bevquant_hybrid._observers._search import KLObserver, MixObserver, MSEObserver
 from bevquant_hybrid._observers._statistics import ClipStdObserver, PercentileObserver
 
+MovingAveragePerTensorMinMaxObserver = MovingAverageMinMaxObserver  # as one page names it
+
 __all__ = [
     "CalibObserver",
     "ClipObserver",
@@ -24,6 +26,7 @@ __all__ = [
     "MixObserver",
     "MovingAverageMinMaxObserver",
     "MovingAveragePerChannelMinMaxObserver",
+    "MovingAveragePerTensorMinMaxObserver",
     "NoopObserver",
     "PerChannelMinMaxObserver",
     "PercentileObserver",

@@ -1,13 +1,18 @@
-"""The same observers under the newer documented path."""
+"""Observers under their newer documented path, where extremes are averaged too."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
+from bevquant_hybrid._observers._min_max import AveragingObserver
+from bevquant_hybrid.dtype import qint8
 from bevquant_hybrid.quantization.observer import (
     ClipObserver,
     ClipStdObserver,
     FixedScaleObserver,
     KLObserver,
-    MinMaxObserver,
     MixObserver,
     MSEObserver,
     PercentileObserver,
@@ -23,3 +28,47 @@ __all__ = [
     "MixObserver",
     "PercentileObserver",
 ]
+
+
+class MinMaxObserver(AveragingObserver):
+    """Extremes of each tensor or channel, averaged.
+
+    Args:
+        averaging_constant: As in `MovingAverageMinMaxObserver`, like all that follow.
+        ch_axis: Channel axis, where `qscheme` is per channel.
+        dtype: ``qint8`` or ``qint16``.
+        qscheme: Per tensor or per channel.
+        quant_min: Smallest integer.
+        quant_max: Largest integer.
+        is_sync_quantize: Join ranges over processes.
+        factory_kwargs: Of the buffers.
+
+    Example:
+        >>> observer = MinMaxObserver(0.5)
+        >>> for top in (1.0, 3.0):
+        ...     _ = observer(torch.tensor([0.0, top]))
+        >>> observer
+        MinMaxObserver(min_val=tensor([0.]), max_val=tensor([2.]))
+    """
+
+    def __init__(
+        self,
+        averaging_constant: float = 0.01,
+        ch_axis: int = -1,
+        dtype: str = qint8,
+        qscheme: torch.qscheme = torch.per_tensor_symmetric,
+        quant_min: int | None = None,
+        quant_max: int | None = None,
+        is_sync_quantize: bool = False,
+        factory_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(
+            averaging_constant,
+            dtype,
+            qscheme,
+            quant_min,
+            quant_max,
+            is_sync_quantize,
+            factory_kwargs,
+            ch_axis,
+        )

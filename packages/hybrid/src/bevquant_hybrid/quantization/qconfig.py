@@ -230,7 +230,10 @@ default_qat_out_8bit_fake_quant_qconfig = default_qat_8bit_weight_32bit_out_fake
 default_qat_8bit_weight_16bit_act_fake_quant_qconfig = get_default_qconfig(
     activation_qkwargs=_16_BITS
 )
-default_qat_8bit_lsq_quant_qconfig = get_default_qconfig("lsq", "lsq")
+_LSQ = {"use_grad_scaling": True, "averaging_constant": 1.0}
+default_qat_8bit_lsq_quant_qconfig = get_default_qconfig(
+    "lsq", "lsq", activation_qkwargs=_LSQ, weight_qkwargs=_LSQ
+)
 default_calib_8bit_fake_quant_qconfig = get_default_qconfig(activation_observer="percentile")
 default_calib_out_8bit_fake_quant_qconfig = get_default_qconfig(None)
 default_calib_8bit_weight_32bit_out_fake_quant_qconfig = default_calib_out_8bit_fake_quant_qconfig

@@ -8,6 +8,7 @@ from bevquant_hybrid.nn.qat._replace import (
     is_elementwise,
     qat_form,
 )
+from bevquant_hybrid.nn.qat.attention import MultiheadAttention
 from bevquant_hybrid.nn.qat.conv2d import (
     Conv2d,
     ConvAdd2d,
@@ -41,15 +42,25 @@ from bevquant_hybrid.nn.qat.linear import (
     LinearReLU,
     LinearReLU6,
 )
-from bevquant_hybrid.nn.qat.normalization import BatchNorm2d, LayerNorm, Softmax
+from bevquant_hybrid.nn.qat.normalization import (
+    BatchNorm2d,
+    BatchNorm3d,
+    LayerNorm,
+    Softmax,
+    SyncBatchNorm,
+)
 from bevquant_hybrid.nn.qat.pooling import AdaptiveAvgPool2d, AvgPool2d
+from bevquant_hybrid.nn.qat.recurrent import LSTMCell
 from bevquant_hybrid.nn.qat.segment_lut import SegmentLUT
+from bevquant_hybrid.nn.qat.several_inputs import GLU, Div, MultiScaleRoIAlign
 from bevquant_hybrid.nn.qat.stubs import DeQuantStub, QuantStub
 
 __all__ = [
+    "GLU",
     "AdaptiveAvgPool2d",
     "AvgPool2d",
     "BatchNorm2d",
+    "BatchNorm3d",
     "Conv2d",
     "Conv3d",
     "ConvAdd2d",
@@ -69,7 +80,9 @@ __all__ = [
     "ConvTransposeReLU2d",
     "ConvTransposeReLU62d",
     "DeQuantStub",
+    "Div",
     "FloatFunctional",
+    "LSTMCell",
     "LayerNorm",
     "Linear",
     "LinearAdd",
@@ -77,9 +90,12 @@ __all__ = [
     "LinearAddReLU6",
     "LinearReLU",
     "LinearReLU6",
+    "MultiScaleRoIAlign",
+    "MultiheadAttention",
     "QuantStub",
     "SegmentLUT",
     "Softmax",
+    "SyncBatchNorm",
     "float_form",
     "has_qat_form",
     "is_elementwise",

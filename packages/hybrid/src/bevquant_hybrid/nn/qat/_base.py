@@ -104,6 +104,7 @@ class OutputQuantized(nn.Module):
     """Base of QAT modules without a weight: compute in float, quantize the result."""
 
     activation_post_process: Any
+    _float_class: type[nn.Module]
 
     @classmethod
     def from_float(cls, source: nn.Module, qconfig: Any = None) -> Self:
@@ -120,14 +121,16 @@ class OutputQuantized(nn.Module):
                 "layers with a weight have a 32-bit output"
             )
         self = take_over(cls, source)
+        self._float_class = type(source)
         remember_qconfig(self, source, qconfig)
         self.register_module("activation_post_process", activation_of(qconfig))
         return self
 
     def to_float(self) -> nn.Module:
         """Return the float module that this one was made of."""
-        base = next(c for c in type(self).__mro__ if c.__module__.startswith("torch.nn.modules"))
-        return give_back(base, self)
+        made = give_back(self._float_class, self)
+        made.__dict__.pop("_float_class")
+        return made
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute and quantize."""

@@ -10,9 +10,13 @@ from torch.ao.quantization import DeQuantStub as TorchDeQuantStub
 from torch.ao.quantization import QuantStub as TorchQuantStub
 
 from bevquant_hybrid._quant_stub import QuantStub
+from bevquant_hybrid.nn._division import Div
 from bevquant_hybrid.nn._functions import ElementwiseFunction, Pow
+from bevquant_hybrid.nn._layer_norm import LayerNorm
+from bevquant_hybrid.nn._roi_align import MultiScaleRoIAlign
 from bevquant_hybrid.nn.intrinsic import Fused
 from bevquant_hybrid.nn.qat import (
+    attention,
     conv2d,
     conv3d,
     conv_transpose2d,
@@ -20,6 +24,8 @@ from bevquant_hybrid.nn.qat import (
     linear,
     normalization,
     pooling,
+    recurrent,
+    several_inputs,
     stubs,
 )
 from bevquant_hybrid.nn.qat._weighted import Weighted, anchor_of
@@ -63,8 +69,16 @@ _OTHERS: dict[type[nn.Module], Any] = {
     nn.AdaptiveAvgPool2d: pooling.AdaptiveAvgPool2d,
     nn.AvgPool2d: pooling.AvgPool2d,
     nn.BatchNorm2d: normalization.BatchNorm2d,
+    nn.BatchNorm3d: normalization.BatchNorm3d,
+    nn.SyncBatchNorm: normalization.SyncBatchNorm,
     nn.LayerNorm: normalization.LayerNorm,
+    LayerNorm: normalization.LayerNorm,
     nn.Softmax: normalization.Softmax,
+    nn.GLU: several_inputs.GLU,
+    Div: several_inputs.Div,
+    MultiScaleRoIAlign: several_inputs.MultiScaleRoIAlign,
+    nn.MultiheadAttention: attention.MultiheadAttention,
+    nn.LSTMCell: recurrent.LSTMCell,
 }
 _ACTIVATIONS: dict[type[nn.Module], str] = {nn.ReLU: "relu", nn.ReLU6: "relu6"}
 

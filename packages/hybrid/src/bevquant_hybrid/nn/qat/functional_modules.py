@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from bevquant_hybrid.nn._arithmetic import Arithmetic
 from bevquant_hybrid.nn.qat._base import (
     OutputQuantized,
-    give_back,
     quantized_input,
     quantized_output,
 )
@@ -20,17 +19,9 @@ __all__ = ["FloatFunctional"]
 class FloatFunctional(Arithmetic, OutputQuantized):
     """Compute on the float values and quantize the result; one object per place."""
 
-    @classmethod
-    def from_float(cls, source: nn.Module, qconfig: Any = None) -> FloatFunctional:
-        """Take over a FloatFunctional of torch or of this package."""
-        self = super().from_float(source, qconfig)
-        self._float_class = type(source)  # type: ignore[assignment]
-        return self
-
     def to_float(self) -> nn.Module:
         """Return the module that this one was made of."""
-        made: nn.Module = give_back(self.__dict__["_float_class"], self)
-        made.__dict__.pop("_float_class")
+        made = super().to_float()
         made.activation_post_process = nn.Identity()
         return made
 

@@ -8,9 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
+from bevquant_hybrid.nn._layer_norm import LayerNorm as AnyAxesLayerNorm
 from bevquant_hybrid.nn.qat._base import OutputQuantized, quantized_input, quantized_output
 
-__all__ = ["BatchNorm2d", "LayerNorm", "Softmax", "channel_affine"]
+__all__ = [
+    "BatchNorm2d",
+    "BatchNorm3d",
+    "LayerNorm",
+    "Softmax",
+    "SyncBatchNorm",
+    "channel_affine",
+]
 
 
 def channel_affine(bn: Any) -> tuple[Tensor, Tensor]:
@@ -24,8 +32,8 @@ def channel_affine(bn: Any) -> tuple[Tensor, Tensor]:
     return factor, offset
 
 
-class BatchNorm2d(OutputQuantized, nn.BatchNorm2d):
-    """Batch norm that stands alone: in evaluation a depthwise 1×1 convolution, as on the BPU."""
+class _Alone(OutputQuantized):
+    """A batch norm that stands alone: in evaluation a depthwise 1×1 convolution, as on the BPU."""
 
     weight_fake_quant: Any
 
@@ -43,8 +51,9 @@ class BatchNorm2d(OutputQuantized, nn.BatchNorm2d):
         values = quantized_input(self, x)
         factor, offset = self._factor_and_offset()
         if self.training:
-            return quantized_output(self, nn.BatchNorm2d.forward(self, values))
-        shape = (1, -1, 1, 1)
+            normalize: Any = super(OutputQuantized, self).forward
+            return quantized_output(self, normalize(values))
+        shape = (1, -1) + (1,) * (values.dim() - 2)
         return quantized_output(self, values * factor.view(shape) + offset.view(shape))
 
     def _factor_and_offset(self) -> tuple[Tensor, Tensor]:
@@ -55,9 +64,34 @@ class BatchNorm2d(OutputQuantized, nn.BatchNorm2d):
         return factor, offset
 
 
-class LayerNorm(OutputQuantized, nn.LayerNorm):
+class BatchNorm2d(_Alone, nn.BatchNorm2d):
+    """Batch norm of pictures, alone."""
+
+
+class BatchNorm3d(_Alone, nn.BatchNorm3d):
+    """Batch norm of volumes, alone."""
+
+
+class SyncBatchNorm(_Alone, nn.SyncBatchNorm):
+    """Batch norm over processes, alone."""
+
+
+class LayerNorm(OutputQuantized, AnyAxesLayerNorm):
     """Layer norm with a scale of its own."""
 
 
 class Softmax(OutputQuantized, nn.Softmax):
     """Softmax with a scale of its own."""
+
+    def forward(self, x: Tensor, excluded: Tensor | None = None) -> Tensor:
+        """Normalize, and quantize the result.
+
+        Args:
+            x: Quantized.
+            excluded: Where True, a value counts as −∞; a row without others gives zeros.
+        """
+        values = quantized_input(self, x)
+        if excluded is None:
+            return quantized_output(self, nn.Softmax.forward(self, values))
+        shares = nn.Softmax.forward(self, values.masked_fill(excluded, -torch.inf))
+        return quantized_output(self, shares.masked_fill(excluded, 0.0))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from bevquant_hybrid.nn._float_functional import FloatFunctional
 from bevquant_hybrid.nn.quantized._others import (
+    GLU,
     AdaptiveAvgPool2d,
     AvgPool2d,
     BatchNorm2d,
+    Div,
     LayerNorm,
+    MultiScaleRoIAlign,
     SegmentLUT,
     Softmax,
 )
@@ -17,6 +20,7 @@ from bevquant_hybrid.nn.quantized.functional_modules import QFunctional
 from bevquant_hybrid.nn.quantized.quantize import DeQuantize, Quantize
 
 __all__ = [
+    "GLU",
     "AdaptiveAvgPool2d",
     "AvgPool2d",
     "BatchNorm2d",
@@ -24,9 +28,11 @@ __all__ = [
     "Conv3d",
     "ConvTranspose2d",
     "DeQuantize",
+    "Div",
     "FloatFunctional",
     "LayerNorm",
     "Linear",
+    "MultiScaleRoIAlign",
     "QFunctional",
     "Quantize",
     "SegmentLUT",

@@ -1,7 +1,8 @@
-"""Fixed-point pooling, tables, normalization."""
+"""Fixed-point modules without a weight, and batch norms."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,15 +10,29 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bevquant_hybrid import _integer_ops as ops
+from bevquant_hybrid import _integer_ratios as ratios
 from bevquant_hybrid import _integer_sums as sums
+from bevquant_hybrid._sampling import roi_align_real
+from bevquant_hybrid.nn._layer_norm import normalized
+from bevquant_hybrid.nn._roi_align import MultiScaleRoIAlign as FloatMultiScaleRoIAlign
 from bevquant_hybrid.nn.qat import normalization as qat
-from bevquant_hybrid.nn.qat import pooling
+from bevquant_hybrid.nn.qat import pooling, several_inputs
 from bevquant_hybrid.nn.qat.segment_lut import SegmentLUT as QATSegmentLUT
 from bevquant_hybrid.nn.quantized._base import FixedPoint, integers, real
 from bevquant_hybrid.nn.quantized._weighted import depthwise
 from bevquant_hybrid.qtensor import QTensor
 
-__all__ = ["AdaptiveAvgPool2d", "AvgPool2d", "BatchNorm2d", "LayerNorm", "SegmentLUT", "Softmax"]
+__all__ = [
+    "GLU",
+    "AdaptiveAvgPool2d",
+    "AvgPool2d",
+    "BatchNorm2d",
+    "Div",
+    "LayerNorm",
+    "MultiScaleRoIAlign",
+    "SegmentLUT",
+    "Softmax",
+]
 
 
 class AvgPool2d(FixedPoint):
@@ -90,8 +105,57 @@ class BatchNorm2d(FixedPoint):
         x = integers(self, x)
         name = self.qualified_name
         bias = sums.quantize_bias(self.offset, x.scale, self.factor_scale, name)
-        acc = depthwise(x.int_repr(), self.factor, bias, name)
+        values = x.int_repr()
+        if values.dim() == 4:
+            acc = depthwise(values, self.factor, bias, name)
+        else:  # a volume is a picture of one column
+            column = values.reshape(*values.shape[:2], -1, 1)
+            acc = depthwise(column, self.factor, bias, name).reshape(values.shape)
         return self.requantized(acc, x.scale.double() * self.factor_scale.double(), 1)
+
+
+class Div(FixedPoint):
+    """round(x·s_x / (y·s_y) / s); x/0 is the largest integer of x's sign, 0/0 is 0."""
+
+    def forward(self, x: QTensor, y: QTensor) -> QTensor:
+        """Divide integers."""
+        x, y = integers(self, x), integers(self, y, "second input")
+        return self.quantized(ratios.divide(x.int_repr(), y.int_repr(), x.scale, y.scale))
+
+
+class GLU(FixedPoint):
+    """a·σ(b) of the halves of the input, in float64 and rounded once."""
+
+    def __init__(self, source: several_inputs.GLU, rounding: str) -> None:
+        super().__init__(source, rounding)
+        self.dim = source.dim
+
+    def forward(self, x: QTensor) -> QTensor:
+        """Gate integers."""
+        x = integers(self, x)
+        return self.quantized(ratios.gate(x.int_repr(), x.scale, self.dim))
+
+
+class MultiScaleRoIAlign(FixedPoint):
+    """Means of values sampled between integers, in float64 and rounded once."""
+
+    def __init__(self, source: several_inputs.MultiScaleRoIAlign, rounding: str) -> None:
+        super().__init__(source, rounding)
+        self.layout = FloatMultiScaleRoIAlign(
+            source.output_size,
+            source.feature_strides,
+            source.sampling_ratio,
+            source.canonical_scale,
+            source.canonical_level,
+            source.aligned,
+        )
+
+    def forward(self, featmaps: Sequence[QTensor], boxes: Sequence[Tensor]) -> QTensor:
+        """Align integers."""
+        maps = [real(integers(self, x, f"feature map {i}")) for i, x in enumerate(featmaps)]
+        placed, sample = self.layout.placed(maps, boxes)
+        values = roi_align_real(maps, placed.double(), sample, *self.layout.settings())
+        return self.quantized(values)
 
 
 class SegmentLUT(FixedPoint):
@@ -132,12 +196,10 @@ class Softmax(FixedPoint):
         super().__init__(source, rounding)
         self.dim = 1 if source.dim is None else source.dim
 
-    def forward(self, x: QTensor) -> QTensor:
-        """Normalize integers."""
-        q = integers(self, x).int_repr().long()
-        below = q - q.amax(self.dim, keepdim=True)
-        exponentials = torch.floor(32767 * torch.exp(below.double() * x.scale.double()) + 0.5)
-        return self.quantized(exponentials / exponentials.sum(self.dim, keepdim=True))
+    def forward(self, x: QTensor, excluded: Tensor | None = None) -> QTensor:
+        """Normalize integers; those that are excluded take no part and become 0."""
+        x = integers(self, x)
+        return self.quantized(ratios.shares(x.int_repr(), x.scale, excluded, self.dim))
 
 
 class LayerNorm(FixedPoint):
@@ -148,7 +210,8 @@ class LayerNorm(FixedPoint):
 
     def __init__(self, source: qat.LayerNorm, rounding: str) -> None:
         super().__init__(source, rounding)
-        self.axes = [-1 - i for i in range(len(source.normalized_shape))]
+        self.axes = source.axes
+        self.normalized_shape = source.normalized_shape
         self.eps = source.eps
         for name in ("weight", "bias"):
             value: Any = getattr(source, name)
@@ -157,11 +220,4 @@ class LayerNorm(FixedPoint):
     def forward(self, x: QTensor) -> QTensor:
         """Normalize integers."""
         values = real(integers(self, x))
-        deviation = values - values.mean(self.axes, keepdim=True)
-        variance = deviation.square().mean(self.axes, keepdim=True)
-        result = deviation * torch.rsqrt(variance + self.eps)
-        if self.weight is not None:
-            result = result * self.weight
-        if self.bias is not None:
-            result = result + self.bias
-        return self.quantized(result)
+        return self.quantized(normalized(values, self.axes, self.eps, self.weight, self.bias))

@@ -10,10 +10,13 @@ from bevquant_hybrid._fake_quant._calib import _WrappedCalibFakeQuantize
 from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
 from bevquant_hybrid.nn import qat
 from bevquant_hybrid.nn.quantized._others import (
+    GLU,
     AdaptiveAvgPool2d,
     AvgPool2d,
     BatchNorm2d,
+    Div,
     LayerNorm,
+    MultiScaleRoIAlign,
     SegmentLUT,
     Softmax,
 )
@@ -36,6 +39,11 @@ _FORMS: tuple[tuple[type[nn.Module], Any], ...] = (
     (qat.SegmentLUT, SegmentLUT),
     (qat.Softmax, Softmax),
     (qat.LayerNorm, LayerNorm),
+    (qat.BatchNorm3d, BatchNorm2d),
+    (qat.SyncBatchNorm, BatchNorm2d),
+    (qat.Div, Div),
+    (qat.GLU, GLU),
+    (qat.MultiScaleRoIAlign, MultiScaleRoIAlign),
 )
 
 

@@ -1,0 +1,93 @@
+"""Modules that a BPU computes in several steps: QAT parts that convert one by one."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from torch import nn
+
+from bevquant_hybrid.nn.qat._base import module_path, remember_qconfig, take_over
+
+__all__ = ["Composed", "linear_of"]
+
+
+class Composed(nn.Module):
+    """Base of modules whose forward calls QAT parts.
+
+    The parts become fixed-point ones when the model is converted; the forward stays, since both
+    kinds of part hand on quantized tensors.
+    """
+
+    qconfig: Any
+    qualified_name: str
+    optional: dict[str, str]  # parts that not every call needs, and what a call needs them for
+    _float_source: tuple[nn.Module]  # in a tuple: no part of the model
+
+    @classmethod
+    def of(cls, source: nn.Module, qconfig: Any) -> Self:
+        """Begin the QAT form of a float module.
+
+        Raises:
+            ValueError: No qconfig.
+        """
+        path = module_path(source)
+        if qconfig is None:
+            raise ValueError(f"{path} ({type(source).__name__}): no qconfig; set one for it")
+        self = cls.__new__(cls)
+        nn.Module.__init__(self)
+        self._float_source = (source,)
+        self.qualified_name = path
+        self.optional = {}
+        self.training = source.training
+        remember_qconfig(self, source, qconfig)
+        return self
+
+    def part(self, name: str, kind: Any, source: nn.Module, needed_for: str = "") -> None:
+        """Add the QAT form of a float part; `needed_for`: when a call needs it, if not always."""
+        if needed_for:
+            self.optional[name] = needed_for
+        source.train(self.training)
+        source.qualified_name = f"{self.qualified_name}.{name}"  # type: ignore[assignment]
+        self.add_module(name, kind.from_float(source, self.qconfig))
+
+    def drop_unused(self) -> None:
+        """Drop optional parts that saw nothing: they have no scale to convert."""
+        for name in self.optional:
+            part = self._modules[name]
+            fake_quant: Any = getattr(part, "activation_post_process", None)
+            if fake_quant is not None and not fake_quant.observed:
+                self._modules[name] = None
+
+    def needed(self, name: str) -> Any:
+        """Return an optional part.
+
+        Raises:
+            ValueError: It was dropped.
+        """
+        part = self._modules[name]
+        if part is None:
+            raise ValueError(
+                f"{self.qualified_name} ({type(self).__name__}): called with "
+                f"{self.optional[name]}, which no call before it was converted had, so that its "
+                "values have no scale; calibrate or train with it too"
+            )
+        return part
+
+    def float_source(self) -> Any:
+        """A copy of the float module, with the qconfig that its user gave it since."""
+        source = self._float_source[0]
+        made = take_over(type(source), source)
+        for name, child in made._modules.items():
+            made._modules[name] = None if child is None else take_over(type(child), child)
+        prepared = self.__dict__["_prepared_with"][0]
+        if self.qconfig is not prepared:
+            made.qconfig = self.qconfig
+        made.training = self.training
+        return made
+
+
+def linear_of(weight: Any, bias: Any) -> nn.Linear:
+    """A linear layer with these parameters."""
+    made = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
+    made.weight, made.bias = weight, bias
+    return made
