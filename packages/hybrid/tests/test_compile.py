@@ -235,7 +235,7 @@ def test_nested_inputs(tmp_path) -> None:
     assert_equal(made(*inputs), model(*inputs))
     assert [port.name for port in made.inputs] == ["views.0", "views.1", "more.depth"]
     with pytest.raises(
-        TypeError, match=r"model: expected 3 tensors \(views\.0: float32\[1, 2, 3\]"
+        TypeError, match=r"Nested: expected 3 tensors \(views\.0: float32\[1, 2, 3\]"
     ):
         made(inputs[0], [inputs[1]["depth"]])
 

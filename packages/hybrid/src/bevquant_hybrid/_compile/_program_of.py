@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bevquant_hybrid._compile._record import Recorder, RefusedError
-from bevquant_hybrid._compile._scopes import following, scope_in_graph
+from bevquant_hybrid._compile._scopes import following, in_graph
 from bevquant_hybrid.qtensor import QTensor, payload
 from bevquant_hybrid.runtime import _structure as structure
 from bevquant_hybrid.runtime._compiled_model import CompiledModel
@@ -130,16 +130,17 @@ def _explained(error: Exception, recorder: Recorder, module: Any, caller: str) -
     refused = recorder.refused
     if not isinstance(refused, RefusedError):
         return refused or error
-    where = recorder.refused_in
+    where, reason = recorder.refused_in, str(refused)
     if isinstance(module, torch.jit.ScriptModule):
-        where = scope_in_graph(module, refused.operator, recorder.calls)
+        called, where = in_graph(module, refused.operator, recorder.calls)
+        reason = reason.replace(refused.operator, called, 1)
     before = next((step.scope for step in reversed(recorder.steps) if step.scope), "")
     if where:
         place = f"module {where}"
     else:
         place = f"the forward, behind {before}" if before else "the forward"
     return ValueError(
-        f"{caller}: {place}: {refused}. A program holds what a BPU computes in a converted model: "
+        f"{caller}: {place}: {reason}. A program holds what a BPU computes in a converted model: "
         "give the operator its quantized form (FloatFunctional, a module of bevquant_hybrid.nn), "
         "or leave it to the code around the model; a hybrid model is exported by export_to_onnx "
         "for hb_mapper instead"

@@ -9,9 +9,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from bevquant_hybrid.runtime._operators import is_integer
+from bevquant_hybrid.runtime._operators import is_integer, is_known
 
-__all__ = ["following", "scope_in_graph"]
+__all__ = ["following", "in_graph"]
+
+# What a graph calls beside the operators of programs.
+_NEUTRAL = tuple(
+    f"aten::{name}"
+    for name in (
+        *("Int", "ScalarImplicit", "contiguous", "detach", "flatten", "size", "to", "unflatten"),
+        *("view", "zeros_like"),
+    )
+)
 
 
 @contextlib.contextmanager
@@ -37,8 +46,11 @@ def following(module: nn.Module) -> Iterator[Callable[[], str]]:
             hook.remove()
 
 
-def scope_in_graph(module: Any, operator: str, behind: int) -> str:
-    """Return the path of the module of a traced model that calls an operator, or ``""``.
+def in_graph(module: Any, operator: str, behind: int) -> tuple[str, str]:
+    """Return what a traced model calls an operator that was refused, and the path of its module.
+
+    torch splits some calls before they are seen: the graph has ``aten::prelu`` in the place of
+    ``aten::_prelu_kernel``. The path is ``""`` where it is not found.
 
     Args:
         module: Traced.
@@ -46,9 +58,15 @@ def scope_in_graph(module: Any, operator: str, behind: int) -> str:
         behind: How many operators of this package are called before.
     """
     calls = 0
+    found: list[tuple[str, str]] = []
     for node in module.inlined_graph.nodes():
-        calls += is_integer(node.kind())
-        if calls == behind and node.kind() == operator.partition(".")[0]:
+        kind = node.kind()
+        calls += is_integer(kind)
+        if calls == behind and kind.startswith("aten::"):
             innermost = str(node.scopeName()).rpartition("/")[2]
-            return innermost.removeprefix("__module.").removeprefix("__module")
-    return ""
+            path = innermost.removeprefix("__module.").removeprefix("__module")
+            if kind == operator.partition(".")[0]:
+                return operator, path
+            if not is_known(kind, any_overload=True) and kind not in _NEUTRAL:
+                found.append((kind, path))
+    return found[0] if found else (operator, "")

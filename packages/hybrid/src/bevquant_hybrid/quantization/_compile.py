@@ -18,6 +18,7 @@ from bevquant_hybrid._compile._arguments import (
 )
 from bevquant_hybrid._compile._layouts import with_layouts
 from bevquant_hybrid._compile._program_of import program_of
+from bevquant_hybrid.quantization._model_name import model_name
 from bevquant_hybrid.runtime import _structure as structure
 from bevquant_hybrid.runtime._file import write_program
 
@@ -54,7 +55,7 @@ def compile_model(
             their types and shapes, and no others.
         hbm: Where the file goes; its folder is made.
         march: March that it is for; the one of `set_march` by default.
-        name: Name of the model; the file's without its ending by default.
+        name: Name of the model; that of its class by default.
         input_source: ``"ddr"``, ``"resizer"`` or ``"pyramid"``, for all inputs or one for each;
             noted in the file.
         input_layout: ``"NCHW"`` (None) or ``"NHWC"``: how the program takes inputs of four axes.
@@ -107,10 +108,11 @@ binary for a BPU, and no chip runs it
         extra_args=extra_args,
         tensors=len(tensors),
     )
-    if name is not None and not (isinstance(name, str) and name):
-        raise TypeError(f"{caller}: name={name!r}: expected a string")
     model = converted_model(module, caller)
-    program = program_of(model, arguments, caller, name or path.stem, chosen, options)
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"{caller}: name is a {type(name).__name__}: expected a string")
+    called = model_name(caller, model, name)
+    program = program_of(model, arguments, caller, called, chosen, options)
     program = with_layouts(program, options["input_layout"], output_layout)
     write_program(program, path, f"bevquant-hybrid {bevquant_hybrid.__version__}")
     print(

@@ -65,9 +65,10 @@ def is_integer(name: str) -> bool:
     return name.startswith(_NAMESPACE) and name.removeprefix(_NAMESPACE) in registered
 
 
-def is_known(name: str) -> bool:
-    """Whether a program may call an operator."""
-    return name in _OF_TORCH or is_integer(name)
+def is_known(name: str, *, any_overload: bool = False) -> bool:
+    """Whether a program may call an operator; or another of the same name before the dot."""
+    known = {of.partition(".")[0] for of in _OF_TORCH} if any_overload else _OF_TORCH
+    return name in known or is_integer(name)
 
 
 def find_operator(name: str) -> Any:

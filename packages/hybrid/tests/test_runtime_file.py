@@ -1,0 +1,213 @@
+"""Files of compiled models: what is in them, and what is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import nn
+from torch.quantization import DeQuantStub
+
+from bevquant_hybrid import runtime
+from bevquant_hybrid.quantization import (
+    QuantStub,
+    compile_model,
+    convert,
+    get_default_qat_qconfig,
+    prepare_qat,
+)
+
+X = torch.rand(2, 1, 4, 4, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture
+def path(tmp_path) -> Path:
+    model = nn.Sequential(QuantStub(scale=1 / 128), nn.Conv2d(1, 2, 1), nn.Sigmoid(), DeQuantStub())
+    model.qconfig = get_default_qat_qconfig()
+    qat = prepare_qat(model)
+    qat(X)
+    compile_model(convert(qat.eval()), X, hbm=tmp_path / "net.hbm", march="bernoulli2")
+    return tmp_path / "net.hbm"
+
+
+def metadata(path: Path) -> dict[str, Any]:
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    return json.loads(json.loads(content[8 : 8 + length])["__metadata__"]["bevquant_hybrid"])
+
+
+def sign(path: Path, data: dict[str, Any], tensors: dict[str, torch.Tensor] | None = None) -> None:
+    """Write a file whose checksum is right, whatever it says."""
+    tensors = load_tensors(path.read_bytes()) if tensors is None else tensors
+    text = json.dumps(data | {"sha256": "0" * 64})
+    content = save_tensors(tensors, metadata={"bevquant_hybrid": text})
+    digest = hashlib.sha256(content).hexdigest()
+    path.write_bytes(content.replace(b"0" * 64, digest.encode(), 1))
+
+
+def test_what_a_file_says(path) -> None:
+    data = metadata(path)
+    assert data["schema"] == 1
+    assert data["march"] == "bernoulli2"
+    assert data["name"] == "Sequential"
+    assert data["options"]["opt"] == "O2"
+    (port,) = data["inputs"]
+    assert (port["name"], port["dtype"], port["shape"]) == ("input", "float32", [2, 1, 4, 4])
+    assert load_tensors(path.read_bytes())[port["scale"]].tolist() == [1 / 128]
+    calls = [step["operator"].partition("::")[2] for step in data["steps"]]
+    assert calls == ["quantize", "conv", "requantize", "lookup", "dequantize"]
+    assert [step["scope"] for step in data["steps"]] == ["0", "1", "1", "2", "3"]
+    content = path.read_bytes()
+    digest = data["sha256"].encode()
+    assert hashlib.sha256(content.replace(digest, b"0" * 64)).hexdigest().encode() == digest
+
+
+def test_a_signed_copy_is_read(path) -> None:
+    before = runtime.load(path)(X)
+    sign(path, metadata(path))
+    assert torch.equal(runtime.load(path)(X), before)
+
+
+def test_every_damage_is_found(path) -> None:
+    content = path.read_bytes()
+    generator = torch.Generator().manual_seed(0)
+    places = torch.randint(len(content), (300,), generator=generator).tolist()
+    bits = torch.randint(8, (300,), generator=generator).tolist()
+    for place, bit in zip([*places, 0, 7, 8, len(content) - 1], [*bits, 0, 0, 0, 7], strict=True):
+        damaged = bytearray(content)
+        damaged[place] ^= 1 << bit
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"net\.hbm: "):
+            runtime.load(path)
+    for size in (*range(0, len(content), 97), len(content) - 1):
+        path.write_bytes(content[:size])
+        with pytest.raises(ValueError, match=r"net\.hbm: "):
+            runtime.load(path)
+    path.write_bytes(content + b"\0")
+    with pytest.raises(ValueError, match="truncated or changed"):
+        runtime.load(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "no header of safetensors"),
+        (b"\x7fELF" + bytes(200), "no header of safetensors"),
+        (b"PK\x03\x04" + bytes(200), "no header of safetensors"),
+        (save_tensors({"a": torch.ones(1)}), "its header holds no program"),
+        (save_tensors({}, metadata={"bevquant_hybrid": "[1]"}), "no JSON object"),
+        (save_tensors({}, metadata={"bevquant_hybrid": "[" * 100_000}), "holds no program"),
+    ],
+)
+def test_files_of_others_are_refused(tmp_path, content: bytes, reason: str) -> None:
+    (tmp_path / "other.hbm").write_bytes(content)
+    with pytest.raises(ValueError, match=rf"other\.hbm: no file of compile_model .*{reason}"):
+        runtime.load(tmp_path / "other.hbm")
+
+
+def test_no_file(tmp_path) -> None:
+    with pytest.raises(FileNotFoundError, match="absent"):
+        runtime.load(tmp_path / "absent.hbm")
+
+
+def test_another_schema_is_named(path) -> None:
+    sign(path, metadata(path) | {"schema": 2})
+    with pytest.raises(ValueError, match=r"net\.hbm: schema 2, where this version reads 1"):
+        runtime.load(path)
+
+
+def test_missing_and_idle_tensors_are_named(path) -> None:
+    data, tensors = metadata(path), load_tensors(path.read_bytes())
+    sign(path, data, {name: t for name, t in tensors.items() if name != "1.weight"})
+    with pytest.raises(ValueError, match=r"net\.hbm: step 1 .*conv.* reads the tensor '1\.weight'"):
+        runtime.load(path)
+    sign(path, data, tensors | {"more": torch.ones(1)})
+    with pytest.raises(ValueError, match="tensors that nothing reads: more"):
+        runtime.load(path)
+    scale = data["inputs"][0]["scale"]
+    sign(path, data, {name: t for name, t in tensors.items() if name != scale})
+    with pytest.raises(ValueError, match=rf"'{scale}'.*missing"):
+        runtime.load(path)
+
+
+def _operator(data: dict[str, Any], name: str) -> None:
+    data["steps"][1]["operator"] = name
+
+
+def _argument(data: dict[str, Any], step: int, **arguments: Any) -> None:
+    data["steps"][step]["arguments"].update(arguments)
+
+
+WRONG = {
+    r"step 1 \(aten::system\): a program may not call that": lambda d: _operator(d, "aten::system"),
+    r"step 1 \(aten::rand\): a program may not": lambda d: _operator(d, "aten::rand"),
+    r"step 1 \(bevquant_hybrid::_x\): a program": lambda d: _operator(d, "bevquant_hybrid::_x"),
+    r"step 1 .*no argument 'device'": lambda d: _argument(d, 1, device="cuda"),
+    r"groups='one' is no int": lambda d: _argument(d, 1, groups="one"),
+    r"groups=True is no int": lambda d: _argument(d, 1, groups=True),
+    r"stride=\('a',\) is no List\[int\]": lambda d: _argument(d, 1, stride=["a"]),
+    r"x=None is no Tensor": lambda d: _argument(d, 1, x=None),
+    r"step 1 .*: weight missing": lambda d: d["steps"][1]["arguments"].pop("weight"),
+    r"step 0 .*reads '%2', which nothing before": lambda d: _argument(d, 0, x={"value": "%2"}),
+    r"step 2 .*computes '%1', which is there": lambda d: d["steps"][2].update(
+        results=[["%1", "int8", [2, 2, 4, 4]]]
+    ),
+    r"step 2 .*computes nothing": lambda d: d["steps"][2].update(results=[]),
+    r"'march' is missing": lambda d: d.pop("march"),
+    r"'complex64' is missing": lambda d: d["inputs"][0].update(dtype="complex64"),
+    r"is no shape": lambda d: d["inputs"][0].update(shape=[-1]),
+    r"is a constant or has no shape": lambda d: d["inputs"][0].update(shape=None),
+    r"'steps' is missing": lambda d: d.pop("steps"),
+    r"the output 'output' reads '%9'": lambda d: d["outputs"][0].update(operand={"value": "%9"}),
+    r"outputs are not nested as many": lambda d: d.update(result={"list": []}),
+    r"says nothing of how values are nested": lambda d: d.update(result={"tensor": 1}),
+    r"its inputs are no tuple": lambda d: d.update(arguments={"tensor": 0}),
+    r"dtype='qint4'": lambda d: d["outputs"][0].update(quantized="qint4"),
+    r"rounding='up'": lambda d: d["outputs"][0].update(rounding="up"),
+}
+
+
+@pytest.mark.parametrize("reason", WRONG)
+def test_what_no_program_says_is_refused(path, reason: str) -> None:
+    data = metadata(path)
+    WRONG[reason](data)
+    sign(path, data)
+    with pytest.raises(ValueError, match=rf"net\.hbm: .*{reason}"):
+        runtime.load(path)
+
+
+def test_nonsense_in_any_field_is_a_value_error(path) -> None:
+    data = metadata(path)
+    accepted = set()
+    for key in data.keys() - {"schema", "sha256", "written_by"}:
+        for nonsense in (None, 7, "a", [1], {"a": 1}, [[]], [{}], -1.5):
+            sign(path, data | {key: nonsense})
+            try:
+                runtime.load(path)
+                accepted.add((key, type(nonsense)))
+            except ValueError:
+                pass
+    assert accepted == {("march", str), ("name", str), ("options", dict)}
+
+
+def test_a_failure_leaves_the_old_file(path, monkeypatch) -> None:
+    import os
+
+    before = path.read_bytes()
+
+    def fail(*_: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "replace", fail)
+    model = nn.Sequential(QuantStub(scale=1 / 128))
+    model.qconfig = get_default_qat_qconfig()
+    with pytest.raises(OSError, match="no space"):
+        compile_model(convert(prepare_qat(model)), X, hbm=path)
+    assert path.read_bytes() == before
+    assert [p.name for p in path.parent.iterdir()] == ["net.hbm"]
