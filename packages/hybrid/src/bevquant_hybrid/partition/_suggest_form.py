@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -59,10 +60,15 @@ def measured_form(
         )
     _refuse_uncalibrated(model)
     made: ObservedGraphModule = copy.deepcopy(model)
-    names = _names(Trials(made, march), hybrid_dict)
+    trials = Trials(made, march)
+    names = _names(trials, hybrid_dict)
+    _refuse_other_placement(made, trials, names, march)
     if is_calibration(made):
-        wishes = qconfig_dict if qconfig_dict is not None else _as_calibrated(made, names)
-        made = prepare(made, wishes, made.hybrid, {"module_name": [*names]}, "suggest_cpu")
+        floats = () if made.hybrid else names  # in a hybrid model the names say it
+        wishes = qconfig_dict if qconfig_dict is not None else _as_calibrated(made, floats)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # all was said when the model was prepared
+            made = prepare(made, wishes, made.hybrid, {"module_name": [*names]}, "suggest_cpu")
     elif qconfig_dict is not None:
         raise ValueError(
             "suggest_cpu: qconfig_dict is for calibrated models; this one is prepared for training "
@@ -76,9 +82,7 @@ def measured_form(
         )
     set_fake_quantize(made, FakeQuantState.VALIDATION)
     made.eval()
-    trials = Trials(made, march)
-    _refuse_other_placement(made, trials, names, march)
-    return made, trials, names
+    return made, Trials(made, march), names
 
 
 def _names(trials: Trials, hybrid_dict: Mapping[str, Iterable[Any]] | None) -> tuple[str, ...]:
@@ -115,9 +119,10 @@ def _refuse_uncalibrated(model: ObservedGraphModule) -> None:
     for path, module in model.named_modules():
         if not isinstance(module, CalibFakeQuantize | FakeQuantize) or module.observed:
             continue
-        owner = path.removesuffix(".activation_post_process")
-        if not path.endswith("weight_fake_quant") and {path, owner} & used:
-            missing.append(owner)
+        parts = path.split(".")
+        holders = {".".join(parts[: i + 1]) for i in range(len(parts))}
+        if not path.endswith("weight_fake_quant") and holders & used:
+            missing.append(path.removesuffix(".activation_post_process"))
     if missing:
         raise ValueError(
             f"suggest_cpu: {', '.join(dict.fromkeys(missing))}: no range was observed there; run "
@@ -125,8 +130,8 @@ def _refuse_uncalibrated(model: ObservedGraphModule) -> None:
         )
 
 
-def _as_calibrated(model: ObservedGraphModule, names: tuple[str, ...]) -> dict[str, Any]:
-    """A qconfig_dict in the integer types that a model was calibrated for; float where it was."""
+def _as_calibrated(model: ObservedGraphModule, floats: tuple[str, ...]) -> dict[str, Any]:
+    """A qconfig_dict in the integer types that a model was calibrated for."""
     types: dict[str, str | None] = {}
     for path, module in model.named_modules():
         if type(module).__module__.startswith("bevquant_hybrid.nn.qat.") and hasattr(
@@ -142,7 +147,7 @@ def _as_calibrated(model: ObservedGraphModule, names: tuple[str, ...]) -> dict[s
             for path, kind in types.items()
             if kind != common
         ]
-        + [(name, None) for name in names],
+        + [(name, None) for name in floats],
     }
 
 

@@ -39,8 +39,8 @@ def output_sqnr(output: Any, float_output: Any) -> float:
     """
     found = []
     for q, f in zip(_tensors(output), _tensors(float_output), strict=True):
-        signal = float(f.double().square().sum())
-        noise = float((f.double() - q.double()).square().sum())
+        wanted, got = f.detach().double(), q.detach().double()
+        signal, noise = float(wanted.square().sum()), float((wanted - got).square().sum())
         if math.isnan(noise) or math.isinf(signal):
             return math.nan
         if noise == 0 or signal == 0:

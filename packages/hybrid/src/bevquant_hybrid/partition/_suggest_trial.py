@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import fx, nn
+from torch.ao.quantization import FakeQuantizeBase
 
 from bevquant_hybrid._fake_quant._calib import _WrappedCalibFakeQuantize
-from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
 from bevquant_hybrid._fx._boundaries import BOUNDARY, insert_boundaries
 from bevquant_hybrid._fx._graph_module import (
     GraphModuleWithAttr,
@@ -112,10 +112,10 @@ class _EveryoneHas(Settings):
 
 
 class Trials:
-    """Builds models with other placements from one that is prepared for training.
+    """Builds models with other placements from one that is prepared.
 
     Args:
-        model: From `prepare_qat_fx`. It is not changed, but its modules are shared.
+        model: Prepared. It is not changed, but its modules are shared.
         march: Whose list of operators decides what must run on the CPU.
     """
 
@@ -146,7 +146,7 @@ class Trials:
         def make(node: fx.Node) -> nn.Module:
             own = self._quantized.get(placement.path(node)) if placement.module(node) else None
             made = self._boundaries.get(node.name) or getattr(own, "activation_post_process", None)
-            if not isinstance(made, FakeQuantize | _WrappedCalibFakeQuantize):
+            if not isinstance(made, FakeQuantizeBase | _WrappedCalibFakeQuantize):
                 raise NoScaleError(node.name)
             return made
 
