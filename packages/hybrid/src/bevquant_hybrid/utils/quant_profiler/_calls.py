@@ -12,6 +12,7 @@ from torch.ao.nn import quantized as torch_quantized
 from torch.overrides import TorchFunctionMode
 
 from bevquant_hybrid.nn._arithmetic import FLOAT_OPERATIONS, Arithmetic
+from bevquant_hybrid.qtensor import QTensor, payload
 from bevquant_hybrid.utils.quant_profiler._leaves import is_operator, named_operators
 from bevquant_hybrid.utils.quant_profiler._undisturbed import positional, undisturbed
 
@@ -97,6 +98,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 def copied(value: Any) -> Any:
     """A value whose tensors no later operation changes."""
+    if isinstance(value, QTensor):
+        return value.like(payload(value).detach().clone())
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, dict):

@@ -9,14 +9,23 @@ from typing import Any
 from torch import nn
 
 from bevquant_hybrid._fx._tracer import is_leaf
+from bevquant_hybrid.nn.qat._base import OutputQuantized
+from bevquant_hybrid.nn.qat._weighted import Weighted
+from bevquant_hybrid.nn.quantized._base import FixedPoint
 
 __all__ = ["Selection", "is_operator", "named_operators"]
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_PARTS = (Weighted, OutputQuantized, FixedPoint)
 
 
 def is_operator(module: nn.Module) -> bool:
-    """Whether a module counts as one operator: this package's, torch's, and those without parts."""
+    """Whether a module counts as one operator: this package's, torch's, and those without parts.
+
+    A module of this package that computes in several quantized steps counts as those.
+    """
+    if any(isinstance(child, _PARTS) for child in module._modules.values()):
+        return False
     if is_leaf(module) or not any(child is not None for child in module._modules.values()):
         return True
     of_torch = type(module).__module__.startswith(("torch.nn.", "torch.ao.nn."))

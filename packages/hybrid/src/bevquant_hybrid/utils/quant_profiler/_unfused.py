@@ -49,7 +49,6 @@ def check_unfused_operations(
         ------  ------------------------------------------------
         0       <class 'torch.nn.modules.conv.Conv2d'>
         1       <class 'torch.nn.modules.batchnorm.BatchNorm2d'>
-        <BLANKLINE>
         [['0', '1']]
     """
     _refuse_prepared(model)
@@ -58,13 +57,14 @@ def check_unfused_operations(
     chains = [_chain(calls, i) for i, call in enumerate(calls) if type(call.module) in ANCHORS]
     chains = [chain for chain in chains if len(chain) > 1]
     chains.sort(key=lambda chain: times[id(chain[0].module)] == 1)
-    groups = []
+    groups, tables = [], []
     for chain in chains:
         names = [c.path + "(shared)" * (times[id(c.module)] > 1) for c in chain]
+        rows = [[name, str(type(c.module))] for name, c in zip(names, chain, strict=True)]
         groups.append(names)
-        if print_tabulate:
-            rows = [[name, str(type(c.module))] for name, c in zip(names, chain, strict=True)]
-            print(simple_table(["name", "type"], rows), end="\n\n")
+        tables.append(simple_table(["name", "type"], rows))
+    if print_tabulate and tables:
+        print("\n\n".join(tables))
     return groups
 
 
