@@ -21,7 +21,7 @@ Prepared = Callable[[Tensor, Tensor | None], Tensor]
 
 
 class Memo:
-    """What is kept of a call; `prepared` runs it again, and is ``None`` the first time.
+    """What is kept of a call.
 
     Args:
         x: The input; other tensors of its shape, type and layout in memory are served alike.
@@ -30,6 +30,9 @@ class Memo:
         bias: Known again only as this very tensor, unchanged; so is `multiplier`.
         multiplier: A tensor, a number or ``None``.
         settings: Everything else that the result depends on.
+
+    Attributes:
+        prepared: What runs the call again, also on another input; ``None`` the first time.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class Memo:
     ) -> None:
         self._held = (bias, multiplier)
         self._kept: dict[Hashable, tuple[Any, Any, Prepared]] | None = None
+        self.prepared: Prepared | None = None
         tensors = [t for t in (x, weight, *self._held) if isinstance(t, Tensor)]
         if len(tensors) < 2 or any(t.is_inference() for t in tensors[1:]):
             return  # their writes are not counted
@@ -55,21 +59,18 @@ class Memo:
         operands = tuple(id(t) if isinstance(t, Tensor) else t for t in self._held)
         self._versions = tuple(t._version for t in tensors[2:])
         self._key = (inputs, operands, settings)
+        kept = remembered(weight, "prepared", dict)
         try:
-            hash(self._key)
+            entry = kept.get(self._key)
         except TypeError:
             self._key = (inputs, operands, _without_lists(settings))
             try:
-                hash(self._key)
+                entry = kept.get(self._key)
             except TypeError:
                 return  # not what a call is made of; whoever checks it says so
-        self._kept = remembered(weight, "prepared", dict)
-
-    @property
-    def prepared(self) -> Prepared | None:
-        """What runs the call on another input."""
-        entry = None if self._kept is None else self._kept.get(self._key)
-        return entry[2] if entry is not None and entry[1] == self._versions else None
+        self._kept = kept
+        if entry is not None and entry[1] == self._versions:
+            self.prepared = entry[2]
 
     def keep(self, prepared: Prepared) -> None:
         """Keep what runs the call; it must not refer to the weight."""

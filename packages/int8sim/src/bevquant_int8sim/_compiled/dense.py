@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -61,7 +60,8 @@ def prepare(
         kind: ``"vnni"``, ``"portable"`` or ``"portable16"``.
     """
     groups, _, in_channels, out_channels = shape
-    pixels = _pixels(x, in_channels, STEP_CHANNELS[kind])
+    # Channels are added where a kernel's step would read behind the last one.
+    pixels = pixel_rows(x, x.shape[1] + -in_channels % STEP_CHANNELS[kind])
     sizes = tuple(axis.out_size for axis in phases[0])
     total = groups * out_channels
     columns = (groups - 1) * out_channels + -(-out_channels // _LANES) * _LANES
@@ -99,11 +99,37 @@ def prepare(
         else:
             stages.append(calls)
     repeats = [RepeatedCalls(calls, pixels, out, added) for calls in stages]
-    shaped = (x.shape[0], *sizes, total)
+    batch, height = x.shape[0], len(out) // x.shape[0]
+    inner = [int(np.prod(sizes[axis + 1 :])) * columns for axis in range(len(sizes))]
     return Convolution(
-        repeats, in_channels, STEP_CHANNELS[kind], out.shape, out.dtype, shaped,
-        None if fused is not None else output,
-    )  # fmt: skip
+        repeats,
+        source=_Rows(x, pixels.shape[1]),
+        added=None if output.addend is None else _Rows(output.addend, columns),
+        memory=(out.shape, out.dtype),
+        shape=(batch, total, *sizes),
+        strides=(height * columns, 1, *inner),
+        output=None if fused is not None else output,
+    )
+
+
+class _Rows:
+    """Pixel rows of tensors of one shape and layout: their own memory, or a copy of it.
+
+    Args:
+        x: Such a tensor.
+        channels: Of a row.
+    """
+
+    def __init__(self, x: Tensor, channels: int) -> None:
+        self._channels = channels
+        self._own = pixel_rows(x, channels).ctypes.data == x.data_ptr()
+
+    def __call__(self, x: Tensor) -> tuple[int, Any]:
+        """Their address, and what must be held as long as it is used."""
+        if self._own:
+            return x.data_ptr(), x
+        rows = pixel_rows(x, self._channels)
+        return rows.ctypes.data, rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,44 +138,33 @@ class Convolution:
 
     Attributes:
         stages: Calls that follow each other.
-        in_channels: Of a group.
-        step: Input channels that a kernel reads at once.
-        out_shape: ``[rows, columns]`` of the memory that is written.
-        out_dtype: Its type.
-        shape: ``[batch, *grid, channels]`` of the result.
+        source: Finds the input's pixels.
+        added: Finds the addend's, or ``None``.
+        memory: Shape and type of what is written: rows of pixels.
+        shape: ``[batch, channels, *grid]`` of the result.
+        strides: Its strides in that memory.
         output: What is still to be done with accumulators.
     """
 
     stages: list[RepeatedCalls]
-    in_channels: int
-    step: int
-    out_shape: tuple[int, int]
-    out_dtype: Any
+    source: _Rows
+    added: _Rows | None
+    memory: tuple[tuple[int, int], Any]
     shape: tuple[int, ...]
+    strides: tuple[int, ...]
     output: Output | None
 
     def __call__(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
         """Convolve an input of that shape and layout, and add `addend` as there."""
-        pixels = _pixels(x, self.in_channels, self.step)
-        out = _workspace.empty(self.out_shape, self.out_dtype)
-        added = None if addend is None else pixel_rows(addend, self.out_shape[1])
+        source, _held = self.source(x)
+        other = 0
+        if self.added is not None and addend is not None:
+            other, _also_held = self.added(addend)
+        out = torch.from_numpy(_workspace.empty(*self.memory))
         for stage in self.stages:
-            stage.run(pixels, out, added)
-        channels = self.shape[-1]
-        result = torch.from_numpy(out)
-        if self.out_shape[1] != channels:
-            result = result[:, :channels]
-        result = result.reshape(self.shape).movedim(-1, 1)
+            stage.run(source, out.data_ptr(), other)
+        result = out.as_strided(self.shape, self.strides)
         return result if self.output is None else self.output.finish(result, 1)
-
-
-def _pixels(x: Tensor, in_channels: int, step: int) -> npt.NDArray[Any]:
-    """``[batch · grid, channels]``: the input's memory where its channels come last.
-
-    Channels are added where a kernel's step would read behind the last one.
-    """
-    pixels: npt.NDArray[Any] = pixel_rows(x, x.shape[1] + -in_channels % step)
-    return pixels
 
 
 def _packed(

@@ -10,7 +10,7 @@ from types import FunctionType
 from typing import Any
 
 import llvmlite
-from numba import config, njit
+from numba import cfunc, config, njit
 
 if config.DISABLE_JIT:
     # Generated code cannot run as Python; callers take the torch path on an ImportError.
@@ -51,8 +51,8 @@ def _template(first, stop, parameters):  # type: ignore[no-untyped-def]
     body(first, stop, parameters)  # type: ignore[name-defined]  # noqa: F821
 
 
-def compile_loop(name: str, body: Any) -> Callable[[int, int, int], None]:
-    """Compile the intrinsic `body(first, stop, address of parameters)`.
+def compile_loop(name: str, body: Any) -> Any:
+    """Compile the intrinsic `body(first, stop, address of parameters)` to a C function.
 
     `body` is a global of the compiled function, not a cell of a closure: numba hashes cells into
     the cache's key, and an intrinsic's hash differs in every process. The file's name carries the
@@ -60,5 +60,7 @@ def compile_loop(name: str, body: Any) -> Callable[[int, int, int], None]:
     """
     function = FunctionType(_template.__code__, {"body": body, "__name__": __name__}, name)
     function.__qualname__ = f"{name}_{_version()}"
-    loop: Callable[[int, int, int], None] = compiled(_SIGNATURE)(function)
-    return loop
+    try:
+        return cfunc(_SIGNATURE, cache=True)(function)
+    except Exception:  # as in `compiled`
+        return cfunc(_SIGNATURE)(function)

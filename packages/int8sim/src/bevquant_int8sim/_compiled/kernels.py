@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from typing import Any
 
 from bevquant_int8sim._compiled.dot_product import is_wide
 from bevquant_int8sim._compiled.jit import compile_loop
@@ -36,8 +36,8 @@ def tile_rows(vectors: int) -> int:
 
 
 @functools.cache
-def kernel(kind: str, job: str, rows: int, vectors: int) -> Callable[[int, int, int], None]:
-    """The kernel ``(first tile, last tile + 1, address of the parameters)``.
+def kernel(kind: str, job: str, rows: int, vectors: int) -> Any:
+    """The C function ``void(first tile, last tile + 1, address of the parameters)``.
 
     Args:
         kind: ``"vnni"``, ``"portable"`` or ``"portable16"``.

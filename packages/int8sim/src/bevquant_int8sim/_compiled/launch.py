@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +14,11 @@ from bevquant_int8sim._compiled.dot_product import FLIP
 from bevquant_int8sim._compiled.kernels import kernel
 from bevquant_int8sim._compiled.packed import PackedWeight
 from bevquant_int8sim._compiled.parameters import P
-from bevquant_int8sim._compiled.threads import share
+from bevquant_int8sim._compiled.tasks import Work, cut, run_tasks
 from bevquant_int8sim._tile_output import Requantization
 
-__all__ = ["Call", "kernel_calls", "run_calls"]
+__all__ = ["Call", "kernel_calls", "run_calls", "threads_for"]
 
-_TASK_PRODUCTS = 100_000_000  # 0.2 ms with VNNI: a late thread then costs little
 _WORTH_SHARING = 4_000_000  # products below which another thread costs more than it brings
 
 
@@ -28,18 +27,22 @@ class Call:
     """A kernel, its parameters, and how much there is to do.
 
     Attributes:
-        run: The kernel.
+        kernel: Address of the kernel, a C function ``void(first tile, last tile + 1, parameters)``.
         parameters: int64, by `P`.
         tiles: Number of tiles.
         products: Multiplications in all.
         held: What the parameters point to.
     """
 
-    run: Callable[[int, int, int], None]
+    kernel: int
     parameters: npt.NDArray[np.int64]
     tiles: int
     products: int
     held: tuple[Any, ...]
+
+    def work(self, place: int) -> Work:
+        """The call with its parameters at `place`."""
+        return self.kernel, self.tiles, self.products, place
 
 
 def kernel_calls(
@@ -87,31 +90,21 @@ def kernel_calls(
             if output.residual is not None:
                 p[P.RESIDUAL] = output.residual.rows.ctypes.data + group.first
                 p[P.RESIDUAL_STRIDE] = output.residual.rows.strides[0]
-        run = kernel(packed.kind, job, packed.rows, group.vectors)
+        loop = kernel(packed.kind, job, packed.rows, group.vectors)
         products = seen * packed.padded_inputs * group.vectors * 16
         held = (tables, inputs, packed, init, out, output, limits)
-        calls.append(Call(run, p, num_tiles, products, held))
+        calls.append(Call(loop.address, p, num_tiles, products, held))
     return calls
 
 
+def threads_for(products: int) -> int:
+    """Threads that so many products are worth."""
+    return torch.get_num_threads() if products > _WORTH_SHARING else 1
+
+
 def run_calls(calls: Sequence[Call]) -> None:
-    """Run all calls, cut into tasks of a few tiles each; calls write disjoint places."""
-    threads = torch.get_num_threads() if sum(c.products for c in calls) > _WORTH_SHARING else 1
-    tasks = []
-    for call in calls:
-        parts = max(call.products // _TASK_PRODUCTS, threads)
-        parts = max(1, min(parts, call.tiles))
-        address = call.parameters.ctypes.data
-        for part in range(parts):
-            bounds = call.tiles * part // parts, call.tiles * (part + 1) // parts
-            tasks.append((call.run, *bounds, address))
-
-    def task(number: int) -> None:
-        run, first, stop, address = tasks[number]
-        run(first, stop, address)
-
-    if threads == 1:
-        for number in range(len(tasks)):
-            task(number)
-    else:
-        share(task, len(tasks))
+    """Run all calls on all of torch's threads; they write disjoint places."""
+    threads = threads_for(sum(call.products for call in calls))
+    works = [call.work(call.parameters.ctypes.data) for call in calls]
+    counter = np.zeros(1, np.int64)
+    run_tasks(cut(works, threads), counter.ctypes.data)

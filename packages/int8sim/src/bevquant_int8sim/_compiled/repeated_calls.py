@@ -7,24 +7,20 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from bevquant_int8sim._compiled.launch import Call
+from bevquant_int8sim._compiled.launch import Call, threads_for
 from bevquant_int8sim._compiled.parameters import P
-from bevquant_int8sim._compiled.threads import share
+from bevquant_int8sim._compiled.tasks import Tasks, cut, run_tasks
 from bevquant_int8sim._tile_output import Requantization
 
 __all__ = ["RepeatedCalls"]
 
-_TASK_PRODUCTS = 50_000_000  # 0.1 ms with VNNI: a late thread then costs little
-_WORTH_SHARING = 4_000_000  # products below which another thread costs more than it brings
-
 
 class RepeatedCalls:
-    """Calls that write disjoint places, as a table of parameters in which two addresses change.
+    """Calls that write disjoint places, as a table of parameters in which three addresses change.
 
     Args:
-        calls: The calls, made for `inputs` and `out`, whose memory is not needed afterwards.
+        calls: The calls, made for these arrays, whose memory is not needed afterwards.
         inputs: The array whose memory they read.
         out: The array that they write.
         added: The residual's rows, or ``None``.
@@ -37,56 +33,35 @@ class RepeatedCalls:
         out: npt.NDArray[Any],
         added: npt.NDArray[Any] | None = None,
     ) -> None:
-        self._table = np.stack([call.parameters for call in calls])
-        self._table[:, P.INPUT] -= inputs.ctypes.data
-        self._table[:, P.OUT] -= out.ctypes.data
+        # The last row is the counter from which threads take tasks.
+        self._table = np.stack([call.parameters for call in calls] + [np.zeros(len(P), np.int64)])
+        rows = self._table[:-1]
+        rows[:, P.INPUT] -= inputs.ctypes.data
+        rows[:, P.OUT] -= out.ctypes.data
         if added is not None:
-            self._table[:, P.RESIDUAL] -= added.ctypes.data
-        self._shapes = [(call.run, call.tiles, call.products) for call in calls]
+            rows[:, P.RESIDUAL] -= added.ctypes.data
+        self._adds = added is not None
+        size = self._table.strides[0]
+        self._counter = len(calls) * size
+        self._works = [call.work(row * size) for row, call in enumerate(calls)]
         self._products = sum(call.products for call in calls)
         self._held = [tuple(_without(call.held, inputs, out)) for call in calls]
-        self._tasks: dict[int, list[tuple[Any, int, int, int]]] = {}
+        self._tasks: dict[int, Tasks] = {}
 
-    def run(
-        self,
-        inputs: npt.NDArray[Any],
-        out: npt.NDArray[Any],
-        added: npt.NDArray[Any] | None = None,
-    ) -> None:
-        """Make the calls on arrays of the same shape and layout."""
+    def run(self, inputs: int, out: int, added: int = 0) -> None:
+        """Make the calls on memory of the same shape and layout at other addresses."""
         table = self._table.copy()
-        table[:, P.INPUT] += inputs.ctypes.data
-        table[:, P.OUT] += out.ctypes.data
-        if added is not None:
-            table[:, P.RESIDUAL] += added.ctypes.data
-        address = table.ctypes.data
-        threads = torch.get_num_threads() if self._products > _WORTH_SHARING else 1
+        rows = table[:-1]
+        rows[:, P.INPUT] += inputs
+        rows[:, P.OUT] += out
+        if self._adds:
+            rows[:, P.RESIDUAL] += added
+        threads = threads_for(self._products)
         tasks = self._tasks.get(threads)
         if tasks is None:
-            tasks = self._tasks[threads] = self._cut(threads)
-
-        def task(number: int) -> None:
-            run, first, stop, row = tasks[number]
-            run(first, stop, address + row)
-
-        if threads > 1:
-            share(task, len(tasks))
-        else:
-            for number in range(len(tasks)):
-                task(number)
-
-    def _cut(self, threads: int) -> list[tuple[Any, int, int, int]]:
-        """(kernel, first tile, last tile + 1, bytes from the table's start) of each task."""
-        size = max(1, self._products)
-        if threads > 1:
-            size = max(1, min(_TASK_PRODUCTS, self._products // (4 * threads)))
-        tasks = []
-        for number, (run, tiles, products) in enumerate(self._shapes):
-            parts = max(1, min(tiles, -(-products // size)))
-            row = number * self._table.strides[0]
-            for part in range(parts):
-                tasks.append((run, tiles * part // parts, tiles * (part + 1) // parts, row))
-        return tasks
+            tasks = self._tasks[threads] = cut(self._works, threads)
+        address = table.ctypes.data
+        run_tasks(tasks, address + self._counter, address)
 
 
 def _without(held: Any, *arrays: npt.NDArray[Any]) -> list[Any]:
