@@ -156,6 +156,8 @@ def test_names_and_classes_that_match_nothing_are_warned_of():
         ({"modules": []}, "unknown key 'modules'"),
         ({"module_name": [nn.Conv2d]}, "expected a module's path"),
         ({"module_type": ["conv"]}, "expected a class"),
+        ({"module_name": "conv3"}, "module_name is 'conv3'; expected a list"),
+        ({"module_type": nn.Conv2d}, "module_type is <class .*; expected a list"),
     ],
 )
 def test_bad_wishes_are_refused(wishes, reason):

@@ -442,6 +442,7 @@ def test_models_that_cannot_be_measured_are_refused(make, error, reason, batches
         ({"layers": 1, "metric": lambda got, wanted: math.nan}, "is nan on batch 0; expected a"),
         ({"layers": 1, "qconfig_dict": QAT}, "qconfig_dict is for calibrated models"),
         ({"layers": 1, "hybrid_dict": {"names": ["hard"]}}, "unknown key 'names'"),
+        ({"layers": 1, "hybrid_dict": {"module_name": "hard"}}, "expected a list"),
         ({"layers": 1, "forward": lambda model, batch: batch}, "forward did not call the model"),
     ],
 )

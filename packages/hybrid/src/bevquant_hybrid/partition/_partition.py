@@ -16,6 +16,7 @@ from ._placement import place_operator
 from ._plan import Plan, PlanNode
 from ._read_graph import GraphNode, read_graph
 from ._segments import number_segments
+from ._wishes import read_wishes
 
 __all__ = ["partition"]
 
@@ -57,9 +58,9 @@ def partition(
         an input which no stub has quantized, are among its warnings, and warned of.
 
     Raises:
-        ValueError: If the march or a key of ``hybrid_dict`` is unknown.
+        ValueError: If the march or a key of ``hybrid_dict`` is unknown, or its value is no list.
     """
-    names, types = _wishes(hybrid_dict)
+    names, types = read_wishes(hybrid_dict)
     inputs = example_inputs
     if inputs is not None and not isinstance(inputs, tuple):
         inputs = tuple(inputs) if isinstance(inputs, list) else (inputs,)
@@ -76,24 +77,6 @@ def partition(
     for note in notes:
         warnings.warn(note, stacklevel=2)
     return Plan(state.march, number_segments(state.finish()), tuple(notes))
-
-
-def _wishes(
-    hybrid_dict: Mapping[str, Iterable[Any]] | None,
-) -> tuple[tuple[str, ...], tuple[type[nn.Module], ...]]:
-    given = dict(hybrid_dict or {})
-    names, types = tuple(given.pop("module_name", ())), tuple(given.pop("module_type", ()))
-    if given:
-        raise ValueError(
-            f"hybrid_dict: unknown key {next(iter(given))!r}; expected module_name or module_type"
-        )
-    for name in names:
-        if not isinstance(name, str):
-            raise ValueError(f"hybrid_dict: module_name {name!r}; expected a module's path")
-    for cls in types:
-        if not isinstance(cls, type):
-            raise ValueError(f"hybrid_dict: module_type {cls!r}; expected a class")
-    return names, types
 
 
 def _unmatched(

@@ -40,8 +40,10 @@ def suggest_cpu(
     make the model: the layer's weight is a float, its input is dequantized, and its output is
     quantized for readers on the BPU alone. Candidates are the layers that run on the BPU, one by
     one, and a layer together with all BPU readers of its output, since only then the value between
-    them is a float. The one that gains most per millisecond is picked, then all others are
-    measured again behind it, until none gains, or none fits the budget.
+    them is a float. The one that gains most per millisecond is picked (one that adds no time comes
+    before all others), then the others are measured again behind it, until none gains, or none
+    fits the budget. What keeps the scale of its input (pooling by maximum, resizing, ReLU) has no
+    range of its own and moves only where none of its readers stays on the BPU.
 
     It takes (picks + 1) · candidates · batches runs of the model, and the memory of one copy of it
     and of the float outputs of all batches. The model stays as it is.

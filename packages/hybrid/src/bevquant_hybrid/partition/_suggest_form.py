@@ -16,7 +16,6 @@ from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
 from bevquant_hybrid._fx._calibrated import is_calibration
 from bevquant_hybrid._fx._graph_module import ObservedGraphModule, QuantizedGraphModule
 from bevquant_hybrid._fx._prepare import prepare
-from bevquant_hybrid._fx._settings import Names
 from bevquant_hybrid.quantization.fake_quantize import FakeQuantState, set_fake_quantize
 from bevquant_hybrid.quantization.qconfig import (
     get_default_qat_out_qconfig,
@@ -24,6 +23,7 @@ from bevquant_hybrid.quantization.qconfig import (
 )
 
 from ._suggest_trial import NoScaleError, Trials
+from ._wishes import read_wishes
 
 __all__ = ["measured_form", "rounding_off"]
 
@@ -88,8 +88,8 @@ def measured_form(
 def _names(trials: Trials, hybrid_dict: Mapping[str, Iterable[Any]] | None) -> tuple[str, ...]:
     if hybrid_dict is None:
         return trials.kept_float()
-    wishes = Names({key: [*values] for key, values in hybrid_dict.items()})
-    return tuple(dict.fromkeys([*wishes.names, *trials.names_of_classes(wishes.types)]))
+    names, classes = read_wishes(hybrid_dict)
+    return tuple(dict.fromkeys([*names, *trials.names_of_classes(classes)]))
 
 
 def _refuse_other_placement(

@@ -101,8 +101,8 @@ class CpuSuggestion:
         title = (
             f"{moved} {'layer' if moved == 1 else 'layers'} to the CPU ({self.march}): "
             f"{self.metric_name} {self.start:.2f} -> {self.metric:.2f}, "
-            f"estimated time {self.start_milliseconds:.3f} -> "
-            f"{self.start_milliseconds + self.added_milliseconds:.3f} ms"
+            f"estimated time {self.start_milliseconds:.3g} -> "
+            f"{self.start_milliseconds + self.added_milliseconds:.3g} ms"
         )
         lines = [title, *_table(self.rows), _NOTE]
         if self.as_given != self.start:
@@ -170,7 +170,7 @@ def _table(rows: tuple[CpuMove, ...]) -> list[str]:
                 " + ".join(row.paths),
                 f"{row.gain_alone:+.2f}",
                 "" if row.metric is None else f"{row.metric:.2f}",
-                f"{row.milliseconds:+.3f}",
+                f"{row.milliseconds:+.3g}",
                 f"{row.transfer_bytes:+,}",
                 row.reason,
             ]
