@@ -7,6 +7,7 @@ becomes one region with one outline.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 
 from ._boxes import PAD, Box, Plan
 from ._layers import Layering
@@ -17,6 +18,7 @@ __all__ = ["draw_regions"]
 
 _RIM = 1.3
 _SLACK = 2 * _RIM
+_NEAR = 40.0  # between branches whose region has no hole between them
 
 
 def draw_regions(layering: Layering, by_name: Mapping[str, DrawnNode], plan: Plan) -> list[str]:
@@ -38,7 +40,35 @@ def draw_regions(layering: Layering, by_name: Mapping[str, DrawnNode], plan: Pla
             if placed.get(source) and placed.get(source) == placed.get(reader):
                 if len(path) == 2 and upper.column == lower.column:
                     parts += _join(upper, lower, f"{style} {placed[source]}", grow)
+        for left, right in _siblings(layering, placed, plan):
+            parts.append(
+                _bridge(plan.boxes[left], plan.boxes[right], f"{style} {placed[left]}", grow)
+            )
     return parts
+
+
+def _siblings(
+    layering: Layering, placed: Mapping[str, str], plan: Plan
+) -> Iterator[tuple[str, str]]:
+    """Neighbours in a layer that are joined above or below: branches of one region."""
+    ties: dict[str, set[str]] = {}
+    for (source, reader), path in layering.edges.items():
+        if len(path) == 2 and placed.get(source) and placed.get(source) == placed.get(reader):
+            if plan.boxes[source].column == plan.boxes[reader].column:
+                ties.setdefault(source, set()).add(reader)
+                ties.setdefault(reader, set()).add(source)
+    for layer in layering.layers:
+        for left, right in pairwise(layer):
+            apart = plan.boxes[right].left - plan.boxes[left].right
+            if apart <= _NEAR and ties.get(left, set()) & ties.get(right, set()):
+                yield left, right
+
+
+def _bridge(left: Box, right: Box, style: str, grow: float) -> str:
+    """Fill the slot between two branches."""
+    pad = PAD + grow
+    top, bottom = min(left.top, right.top) - pad, max(left.bottom, right.bottom) + pad
+    return _rectangle(style, left.x, top, right.x, bottom, 0)
 
 
 def _join(upper: Box, lower: Box, style: str, grow: float) -> Iterator[str]:

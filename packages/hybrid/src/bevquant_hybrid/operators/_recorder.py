@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ._attributes import function_attributes, module_attributes, weighted_part
@@ -84,16 +85,20 @@ class Recorder(TorchFunctionMode):
         for module, name in self._wrapped:
             delattr(module, name)
 
-    def _hooks(self, path: str, leaf: bool) -> tuple[Callable[..., None], Callable[..., None]]:
+    def _hooks(self, path: str, leaf: bool) -> tuple[Callable[..., None], Callable[..., Any]]:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             self._scopes.append(path)
             self._leaves += leaf
 
-        def after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        def after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
             self._scopes.pop()
             self._leaves -= leaf
             if leaf and not self._leaves:
+                if type(result) is Tensor and any(result is v for v in tensors_in(args)):
+                    result = _alias(result)  # a float stub's: its input stays float to others
                 self._record_module(path, module, (args, kwargs), result)
+                return result
+            return None
 
         return before, after
 
@@ -241,6 +246,11 @@ class Recorder(TorchFunctionMode):
         fields["path"] = new
         return new
 
+    def forget(self, path: str) -> None:
+        """Take a call off the record that turned out to be part of another."""
+        fields = self._by_path.pop(path, None)
+        self._drafts = [draft for draft in self._drafts if draft.fields is not fields]
+
     def finish(self, outputs: Any) -> list[OperatorCall]:
         """The calls, with what only the end of the run tells."""
         readers: dict[str, list[dict[str, Any]]] = {}
@@ -273,6 +283,12 @@ _FUNCTIONALS = ("FloatFunctional", "FXFloatFunctional", "QFunctional")
 
 # What may stand between an operator and the end of the model without being one itself.
 _LEAVING = ("DeQuantStub", "getitem", "__getitem__", "Identity", "Dropout", "Dropout2d")
+
+
+def _alias(value: Tensor) -> Tensor:
+    """The same tensor as another object, so that the two can be told apart."""
+    with torch._C.DisableTorchFunction():
+        return value.view_as(value)
 
 
 def _weight_names(operator: str) -> str:

@@ -89,6 +89,8 @@ class ScriptRunner:
             )
         values: dict[str, Any] = dict(zip(names, (held, *inputs), strict=True))
         for node in graph.nodes():
+            _refuse_branches(node, held.path)
+        for node in graph.nodes():
             given = [values[value.debugName()] for value in node.inputs()]
             outputs = [value.debugName() for value in node.outputs()]
             result = self._run_node(node, given, held.path)
@@ -108,11 +110,6 @@ class ScriptRunner:
             return self._call(given[0], node.s("name"), given[1:])
         if kind in _BUILDERS:
             return _BUILDERS[kind](given)
-        if next(node.blocks(), None) is not None or kind.startswith("prim::Call"):
-            raise ValueError(
-                f"{path or 'the model'} holds a {kind.removeprefix('prim::')}: it was scripted; "
-                "make the model with torch.jit.trace"
-            )
         return self._operate(node, given, path)
 
     def _attribute(self, held: _Held, name: str) -> Any:
@@ -138,6 +135,15 @@ class ScriptRunner:
             ) from error
         self._step(Step(space, name, tuple(given), named, result))
         return result
+
+
+def _refuse_branches(node: Any, path: str) -> None:
+    kind = node.kind()
+    if next(iter(node.blocks()), None) is not None or kind == "prim::CallFunction":
+        raise ValueError(
+            f"{path or 'the model'} holds a {kind.removeprefix('prim::')}: it was scripted; make "
+            "the model with torch.jit.trace"
+        )
 
 
 _BUILDERS: dict[str, Callable[[list[Any]], Any]] = {

@@ -7,8 +7,6 @@ what stands between modules is told by its operation.
 
 from __future__ import annotations
 
-import importlib
-import re
 from collections.abc import Callable, Sequence
 from math import isclose, prod
 from typing import Any
@@ -18,8 +16,8 @@ from torch import Tensor, nn
 
 from ._attributes import function_attributes, module_attributes
 from ._call import OperatorCall
-from ._naming import is_leaf, row_of_module
 from ._recorder import Recorder
+from ._script_modules import find_module, learn, row_of_script, settings_of
 from ._script_runner import ScriptRunner, Step
 from ._table import SupportTable
 from ._values import shape_of, tensors_in
@@ -41,7 +39,10 @@ _COMPUTING = {
     **{"max_pool": "torch.nn.MaxPool2d", "resize": "torch.nn.functional.interpolate"},
     "quantize": "torch.quantization.QuantStub",
 }
-_FUNCTIONS = {"resize": "interpolate", "max_pool": "max_pool2d", "avg_pool": "avg_pool2d"}
+_FUNCTIONS = {
+    **{"resize": "interpolate", "max_pool": "max_pool2d", "avg_pool": "avg_pool2d"},
+    **dict.fromkeys(("slice", "select", "index"), "getitem"),
+}
 _SAME_VALUE = (
     *("alias", "detach", "contiguous", "clone", "to", "_to_copy", "lift_fresh", "dequantize"),
     *("accumulate", "requantize"),
@@ -78,19 +79,25 @@ class _Reader:
         self._model = model
         self._table = table
         self._dtype: str | None = None
+        self._scope = ""  # path of the innermost module that is no operator
         self._inside: nn.Module | None = None  # settings of the operator that is running
         self._adds = False  # whether it adds a second input
         self._real: dict[int, tuple[Any, set[str]]] = {}  # float64: of which value, by what
+        self._transposed: dict[int, Any] = {}  # of which value it is the matrix transposed
         self._askers: dict[int, str] = {}  # which module asked for a value of another scale
 
     def enter(
         self, path: str, module: nn.Module, given: Sequence[Any], run: Callable[[], Any]
     ) -> Any:
         """Run the call of a module; write it down if it is an operator."""
-        row = "" if self._inside is not None else _row_of(module, self._table)
+        row = "" if self._inside is not None else row_of_script(module, self._table)
         if not row:
-            return run()
-        self._inside = settings = _settings_of(module)
+            outside = self._scope
+            self._scope = path
+            result = run()
+            self._scope = outside
+            return result
+        self._inside = settings = settings_of(module)
         self._adds = False
         try:
             result = run()
@@ -105,7 +112,7 @@ class _Reader:
     def step(self, step: Step) -> None:
         """Take note of one operation."""
         if self._inside is not None:
-            _learn(self._inside, step.arguments)
+            learn(self._inside, step.arguments, weights=False)
             self._adds |= step.name == "accumulate"
             return
         data = [v for v in tensors_in(step.values) if id(v) in self.book.dtypes]
@@ -130,8 +137,8 @@ class _Reader:
             if value.dtype == torch.float64:
                 first, made = inner or (source, set())
                 self._real[id(value)] = (first, made | {step.name})
-            if step.name == "requantize":
-                self._askers[id(value)] = str(step.arguments["name"])
+            asker = str(step.arguments["name"]) if step.name == "requantize" else ""
+            self._askers[id(value)] = asker or self._askers.get(id(source), "")
 
     def _continues(self, step: Step, data: list[Any]) -> bool:
         """Whether the step completes the call that made its first input; then it is noted there."""
@@ -164,10 +171,7 @@ class _Reader:
     def _scale(self, path: str) -> float | None:
         """Scale of what a call returned: its module's, or that of what it read."""
         while path:
-            try:
-                scale = getattr(self._model.get_submodule(path), "scale", None)
-            except AttributeError:
-                scale = None
+            scale = getattr(find_module(self._model, path), "scale", None)
             if isinstance(scale, Tensor) and scale.numel() == 1:
                 return float(scale)
             draft = self.book.draft(path)
@@ -178,19 +182,25 @@ class _Reader:
         """A number was added to the real values, or they were multiplied by it: one call."""
         name = "add" if made & {"add", "sub", "rsub"} else "mul"
         attributes = {"method": f"{name}_scalar", "scalars": 1}
-        path = self.runner.owner(step.arguments["scale"]) or f"{name}_scalar"
+        path = self.runner.owner(step.arguments["scale"]) or self._place(f"{name}_scalar")
         self._put(path, f"torch.{name}", attributes, [source], step.result)
+
+    def _place(self, name: str) -> str:
+        return f"{self._scope}.{name}" if self._scope else name
 
     def _compute(self, step: Step, data: list[Any]) -> None:
         settings = nn.Module()
-        _learn(settings, step.arguments)
+        learn(settings, step.arguments)
         row = _COMPUTING.get(step.name, step.name)
+        if step.name == "matmul":
+            data = [self._before_transposing(value) for value in data]
         if step.name == "conv":
             rank = step.arguments["weight"].dim() - 2
             row = "torch.nn.ConvTranspose2d" if step.arguments["transposed"] else (
                 f"torch.nn.Conv{rank}d"
             )  # fmt: skip
-        path = str(step.arguments.get("name", "")) or _FUNCTIONS.get(step.name, step.name)
+        path = str(step.arguments.get("name", ""))
+        path = path or self._place(_FUNCTIONS.get(step.name, step.name))
         if step.name == "sum_over":
             named = {"dim": step.arguments["dim"]}
             shapes = [shape_of(v) for v in data]
@@ -199,8 +209,27 @@ class _Reader:
         else:
             self._write(path, row, settings, data, step.result)
 
+    def _before_transposing(self, value: Any) -> Any:
+        """What a matrix product transposed for itself; that is no call of its own."""
+        source = self._transposed.get(id(value))
+        if source is None:
+            return value
+        self.book.forget(self.book.makers[id(value)])
+        return source
+
     def _function(self, step: Step, data: list[Any]) -> None:
         name = step.name
+        if name == "slice" and step.result.shape == data[0].shape:
+            return self._follow(step, data[0], None)
+        if name in ("clamp", "clamp_min"):
+            low, high = step.arguments.get("min"), step.arguments.get("max")
+            draft = self.book.draft(self.book.makers[id(data[0])])
+            if high is None and low in (-127, -32767):  # abs begins so
+                return self._follow(step, data[0], None)
+            if high is None and low == 0:
+                if draft is not None and draft["operator"] == "torch.add":  # add_relu ends so
+                    return self._follow(step, data[0], None)
+                name = "relu"
         tensors = [v for v in tensors_in(step.values)]
         row = _OTHER_NAMES.get(name, "")
         if name in ("maximum", "minimum") and len(data) < 2:
@@ -212,8 +241,10 @@ class _Reader:
         shapes = [shape_of(v) for v in tensors]
         values = list(step.values)
         attributes = function_attributes(row, name, values, {}, shapes)
-        path = self._askers.get(id(data[-1]), name)
+        path = self._askers.get(id(data[-1])) or self._place(_FUNCTIONS.get(name, name))
         self._put(path, row, attributes, data, step.result)
+        if name == "mT":
+            self._transposed[id(step.result)] = data[0]
 
     def _write(
         self, path: str, row: str, settings: Any, inputs: Sequence[Any], result: Any
@@ -222,7 +253,7 @@ class _Reader:
         attributes = module_attributes(row, settings, [shape_of(v) for v in known])
         dtype = self.book.dtypes[id(known[0])] if known else ""
         attributes |= weight_attributes(settings, settings, dtype)
-        if row in ("torch.add", "torch.mul"):
+        if row in ("torch.add", "torch.mul", "torch.sub"):
             attributes |= {"method": row.rpartition(".")[2], "scalars": 0}
         self._put(path, row, attributes, known, result, settings)
 
@@ -243,48 +274,3 @@ class _Reader:
         self.book.record(
             path, row, attributes, inputs, outputs, None, weights=counts[0], biases=counts[1]
         )
-
-
-def _settings_of(module: nn.Module) -> nn.Module:
-    """What stands for a traced module: it fills with the settings of its operations."""
-    settings = nn.Module()
-    for name in ("weight", "bias"):
-        value = getattr(module, name, None)
-        if isinstance(value, Tensor):
-            settings.__dict__[name] = value
-    return settings
-
-
-def _learn(settings: nn.Module, arguments: dict[str, Any]) -> None:
-    """Take over the arguments of an operation, the first of each name."""
-    for name, value in arguments.items():
-        if name == "dim" and isinstance(value, list):
-            name = "axes"
-        if name in ("weight", "bias") or isinstance(value, int | float | str | list):
-            value = None if value == [] else value
-            settings.__dict__.setdefault(name, value)
-
-
-def _row_of(module: nn.Module, table: SupportTable) -> str:
-    """The row of a traced module, by its class; ``""`` of one that holds others."""
-    cls = _class_of(module)
-    if cls is None:
-        return ""
-    function = getattr(module, "function", None)
-    if isinstance(function, nn.Module):  # a table is the function that it tabulates
-        return _row_of(function, table)
-    empty = cls.__new__(cls)
-    if not is_leaf(empty, table):
-        return ""
-    return row_of_module(empty, table) or f"torch.nn.{cls.__name__}"
-
-
-def _class_of(module: nn.Module) -> type[nn.Module] | None:
-    """The class that a module had when it was traced, if it is torch's or this package's."""
-    kind = module._c._type().qualified_name()  # type: ignore[union-attr, operator]
-    kind = re.sub(r"___torch_mangle_\d+\.", "", kind.removeprefix("__torch__."))
-    home, _, name = kind.rpartition(".")
-    if not home.startswith(("torch.nn.", "torch.ao.nn.", f"{_PACKAGE}.")):
-        return None
-    found = getattr(importlib.import_module(home), name, None)
-    return found if isinstance(found, type) and issubclass(found, nn.Module) else None

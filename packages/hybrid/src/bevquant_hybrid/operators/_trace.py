@@ -12,7 +12,8 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
+from torch.ao.quantization import FakeQuantizeBase
 
 from ._call import OperatorCall
 from ._recorder import DtypeOf, Recorder
@@ -34,8 +35,9 @@ def trace_calls(
     """List the operator calls of one run of ``model``, in the order of execution.
 
     Args:
-        model: A module or `torch.fx.GraphModule`. It runs in eval mode, without gradients; its
-            modes are put back afterwards. Or a converted model that `torch.jit.trace` has traced.
+        model: A module or `torch.fx.GraphModule`. It runs in eval mode, without gradients and
+            with no observer looking on; modes and observers are put back afterwards. Or a
+            converted model that `torch.jit.trace` has traced.
         example_inputs: One tensor, or a tuple or list of the forward's arguments.
         input_dtype: Dtype of the inputs: ``"qint8"`` for a part of a model that starts on the BPU.
         dtype_of: Asked with path and module (None for a function) for the dtype of each output;
@@ -61,9 +63,12 @@ def trace_calls(
     for value in tensors_in(inputs):
         recorder.know(value, input_dtype, "")
     modes = {module: module.training for module in model.modules()}
+    looking = {m: m.observer_enabled.clone() for m in modes if isinstance(m, FakeQuantizeBase)}
     with ExitStack() as stack:
-        stack.callback(_put_back, modes)
+        stack.callback(_put_back, modes, looking)
         model.eval()
+        for fake_quant in looking:
+            fake_quant.observer_enabled.zero_()  # its range is that of other inputs than these
         stack.enter_context(torch.no_grad())
         stack.callback(recorder.detach)
         recorder.attach()
@@ -81,9 +86,11 @@ def trace_calls(
     return recorder.finish(outputs)
 
 
-def _put_back(modes: Mapping[nn.Module, bool]) -> None:
+def _put_back(modes: Mapping[nn.Module, bool], looking: Mapping[FakeQuantizeBase, Tensor]) -> None:
     for module, training in modes.items():
         module.training = training
+    for fake_quant, enabled in looking.items():
+        fake_quant.observer_enabled.copy_(enabled)
 
 
 class _NodeByNode(fx.Interpreter):

@@ -47,8 +47,8 @@ def render_page(summary: Mapping[str, Any], layers: Sequence[LayerEstimate]) -> 
     """
     title = f"{summary['model name']} on {summary['BPU march']}"
     facts = (
-        ("frames per second", f"{summary['FPS']:,.2f}"),
-        ("latency", f"{summary['latency (ms)']:,.3f} ms"),
+        ("frames per second", _three_digits(summary["FPS"])),
+        ("latency", _duration(summary["latency (us)"])),
         ("operations per run", f"{summary['BPU OPs per run (effective)']:,}"),
         ("DDR memory per run", f"{summary['DDR megabytes per run']:,.3f} MiB"),
         ("frames per run", f"{summary['frame per run']}"),
@@ -75,6 +75,17 @@ def render_page(summary: Mapping[str, Any], layers: Sequence[LayerEstimate]) -> 
             "</body></html>\n",
         ]
     )
+
+
+def _duration(microseconds: float) -> str:
+    if microseconds < 1000:
+        return f"{_three_digits(microseconds)} µs"
+    return f"{_three_digits(microseconds / 1000)} ms"
+
+
+def _three_digits(value: float) -> str:
+    """No more decimals than three digits need: an estimate is no finer."""
+    return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
 
 
 def _without_headline(text: str) -> str:
@@ -117,6 +128,7 @@ def _row(layer: LayerEstimate, longest: float, total: float) -> str:
     bars = "".join(
         f'<div class="bar {kind}" style="width:{100 * cost / longest:.2f}%"></div>'
         for kind, cost in (("compute", layer.compute_seconds), ("memory", layer.memory_seconds))
+        if cost
     )
     return (
         f'{head}<td class="n">{layer.loaded_bytes + layer.stored_bytes:,}</td>'
@@ -128,7 +140,7 @@ def _row(layer: LayerEstimate, longest: float, total: float) -> str:
 def _sources(figures: Mapping[str, Any]) -> list[str]:
     rows = []
     for name, figure in figures.items():
-        if isinstance(figure, Mapping):
+        if isinstance(figure, Mapping) and not name.startswith("cpu_"):
             source = escape(str(figure["source"]))
             rows.append(
                 f"<tr><td>{escape(name.replace('_', ' '))}</td>"

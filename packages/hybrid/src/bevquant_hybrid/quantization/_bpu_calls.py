@@ -9,9 +9,19 @@ from torch import nn
 
 from bevquant_hybrid.operators import OperatorCall, trace_calls
 
-__all__ = ["bpu_calls", "is_float"]
+__all__ = ["bpu_calls", "is_float", "require_module"]
 
 _FORMS = ("bevquant_hybrid.nn.qat.", "bevquant_hybrid.nn.quantized.")
+
+
+def require_module(caller: str, module: object) -> None:
+    """Refuse what is no module.
+
+    Raises:
+        TypeError: It is none.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{caller}: expected a module, got {type(module).__name__}")
 
 
 def is_float(call: OperatorCall) -> bool:
@@ -29,25 +39,28 @@ def bpu_calls(caller: str, module: nn.Module, arguments: tuple[Any, ...]) -> lis
 
     Raises:
         TypeError: No module.
-        ValueError: A hybrid model: a prepared or converted one with operators on the CPU.
+        ValueError: A hybrid model: a prepared or converted one with operators on the CPU. Or one
+            that was traced before it was converted.
         RuntimeError: It does not run on the arguments.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"{caller}: expected a module, got {type(module).__name__}")
+    require_module(caller, module)
     calls = trace_calls(module, arguments)
-    on_cpu = [f"{call.path} ({call.operator})" for call in calls if is_float(call)]
-    if on_cpu and _is_quantized(module):
+    script = isinstance(module, torch.jit.ScriptModule)
+    if script and not any(call.operator.endswith("Stub") for call in calls):
         raise ValueError(
-            f"{caller}: a hybrid model: {', '.join(on_cpu)} computes on floats, so on the CPU, and "
-            "this is offered for models that the BPU runs alone. Look at the parts with "
-            "visualize_partition, and hand the model to hb_mapper with utils.onnx_helper."
-            "export_to_onnx and mapper.write_config"
+            f"{caller}: nothing in the traced model is quantized; give torch.jit.trace what "
+            "convert or convert_fx returns"
+        )
+    on_cpu = [f"{call.path} ({call.operator})" for call in calls if is_float(call)]
+    if on_cpu and (script or _is_quantized(module)):
+        raise ValueError(
+            f"{caller} takes models that the BPU runs alone, and this one is hybrid: on the CPU, "
+            f"in floats, run {', '.join(on_cpu)}. Look at its parts with visualize_partition, and "
+            "hand it to hb_mapper with utils.onnx_helper.export_to_onnx and mapper.write_config"
         )
     return calls
 
 
 def _is_quantized(module: nn.Module) -> bool:
-    """Whether the model was prepared, converted or traced: its float operators are meant so."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return True
+    """Whether the model was prepared or converted: its float operators are meant to be that."""
     return any(type(part).__module__.startswith(_FORMS) for part in module.modules())

@@ -18,9 +18,10 @@ from bevquant_hybrid.operators import (
     find_violations,
     load_support_table,
 )
+from bevquant_hybrid.operators._script_modules import find_module
 from bevquant_hybrid.operators._values import tensors_in
 from bevquant_hybrid.performance import estimate_layers
-from bevquant_hybrid.quantization._bpu_calls import bpu_calls, is_float
+from bevquant_hybrid.quantization._bpu_calls import bpu_calls, is_float, require_module
 from bevquant_hybrid.quantization._text_table import text_table
 
 __all__ = ["check_model"]
@@ -75,6 +76,7 @@ def check_model(
         1
     """
     caller = "check_model"
+    require_module(caller, module)
     name = march_of(march, caller)
     title = load_support_table().march(name).title
     arguments = forward_arguments(example_inputs, caller)
@@ -89,20 +91,19 @@ def check_model(
         extra_args=None,
         tensors=sum(1 for _ in tensors_in(arguments)),
     )["input_source"]
+    if check_quanti_param and (found := list(_scale_violations(module, title))):
+        print("No integers can be computed with such scales, so operators were not looked at.")
+        return _fail(found, title)
     calls = bpu_calls(caller, module, arguments)
     found = find_violations(calls, name)
     found += _camera_violations(module, calls, sources, title)
-    if check_quanti_param:
-        found += _scale_violations(module, title)
     _print_advice(calls, name)
     for path in _never_observed(module):
         print(f"advice: {path} has seen no values yet, so its scale is 1: calibrate or train first")
     if advice is not None:
         _print_utilisation([c for c in calls if not is_float(c)], name, advice)
     if found:
-        _print_violations(found, title)
-        print("HBDK model check FAIL")
-        return 1
+        return _fail(found, title)
     print("This model is supported!")
     print("HBDK model check PASS")
     return 0
@@ -129,10 +130,7 @@ def _camera_violations(
 
 
 def _scale_of(module: nn.Module, path: str) -> float | None:
-    try:
-        stub: Any = module.get_submodule(path)
-    except AttributeError:  # a call after the first has a number behind its path
-        return None
+    stub: Any = find_module(module, path)
     for holder in (getattr(stub, "activation_post_process", None), stub):
         scale = getattr(holder, "scale", None)
         if isinstance(scale, Tensor | float) and torch.as_tensor(scale).numel() == 1:
@@ -149,11 +147,16 @@ def _scale_violations(module: nn.Module, title: str) -> Iterator[Violation]:
         bad = buffer[~(torch.isfinite(buffer) & (buffer > 0))]
         if bad.numel():
             yield Violation(
-                *(owner, type(module.get_submodule(owner)).__name__, title, name),
+                *(owner, _class_name(module, owner), title, name),
                 expected="finite and above zero",
                 actual=f"{float(bad.reshape(-1)[0])} ({bad.numel()} of {buffer.numel()})",
                 remedy="calibrate or train on inputs without NaN, and look at the weights",
             )
+
+
+def _class_name(module: nn.Module, path: str) -> str:
+    found: Any = find_module(module, path)
+    return str(getattr(found, "original_name", type(found).__name__))
 
 
 def _never_observed(module: nn.Module) -> list[str]:
@@ -164,12 +167,14 @@ def _never_observed(module: nn.Module) -> list[str]:
     ]
 
 
-def _print_violations(found: Sequence[Violation], title: str) -> None:
+def _fail(found: Sequence[Violation], title: str) -> int:
     what = "condition" if len(found) == 1 else "conditions"
     print(f"{len(found)} {what} of {title} {'is' if len(found) == 1 else 'are'} not met:")
     head = ["module", "operator", "constraint", "value", "expected", "what to do"]
     rows = [[v.path, v.operator, v.constraint, v.actual, v.expected, v.remedy] for v in found]
     print(text_table([head, *rows]))
+    print("HBDK model check FAIL")
+    return 1
 
 
 def _print_advice(calls: Sequence[OperatorCall], march: str) -> None:

@@ -13,7 +13,7 @@ from bevquant_hybrid._compile._arguments import check_options, forward_arguments
 from bevquant_hybrid.operators._values import tensors_in
 from bevquant_hybrid.performance import estimate_layers, estimate_performance, render_layers
 from bevquant_hybrid.performance._page import render_page
-from bevquant_hybrid.quantization._bpu_calls import bpu_calls
+from bevquant_hybrid.quantization._bpu_calls import bpu_calls, require_module
 from bevquant_hybrid.quantization._compile import compile_model
 from bevquant_hybrid.quantization._model_name import model_name
 from bevquant_hybrid.quantization._whole_file import write_whole
@@ -87,6 +87,7 @@ def perf_model(
         1769472
     """
     caller = "perf_model"
+    require_module(caller, module)
     target = march_of(march, caller)
     arguments = forward_arguments(example_inputs, caller)
     options = check_options(

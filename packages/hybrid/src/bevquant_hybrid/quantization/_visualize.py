@@ -15,7 +15,7 @@ from bevquant_hybrid.drawing import DrawnNode, draw_partition
 from bevquant_hybrid.operators import OperatorCall, load_support_table, trace_calls
 from bevquant_hybrid.operators._values import tensors_in
 from bevquant_hybrid.partition import Plan, partition
-from bevquant_hybrid.quantization._bpu_calls import is_float
+from bevquant_hybrid.quantization._bpu_calls import is_float, require_module
 from bevquant_hybrid.quantization._model_name import model_name
 from bevquant_hybrid.quantization._show import show_picture
 from bevquant_hybrid.quantization._whole_file import write_whole
@@ -58,6 +58,7 @@ def visualize_model(
         '<svg '
     """
     caller = "visualize_model"
+    require_module(caller, module)
     title = load_support_table().march(march_of(march, caller)).title
     name = model_name(caller, module)
     arguments = forward_arguments(example_inputs, caller)
@@ -100,8 +101,10 @@ def visualize_partition(
         >>> [(segment.place, segment.nodes) for segment in plan.segments]
         [('BPU', ('_1',)), ('CPU', ('_2',))]
     """
-    target = march_of(march, "visualize_partition")
-    name = model_name("visualize_partition", model)
+    caller = "visualize_partition"
+    require_module(caller, model)
+    target = march_of(march, caller)
+    name = model_name(caller, model)
     graph = model if isinstance(model, fx.GraphModule) else fuse_fx(model)
     plan = partition(graph, target, hybrid_dict, example_inputs=example_inputs)
     title = load_support_table().march(target).title
