@@ -36,9 +36,15 @@ __all__ = [
 
 
 class ElementwiseFunction(nn.Module):
-    """Base of modules that apply one function to every element; quantized, a look-up table."""
+    """Base of modules that apply one function to every element; quantized, a look-up table.
+
+    Attributes:
+        function: What is applied.
+        jumps: Whether it jumps, so that its table must read what training reads, to the last bit.
+    """
 
     function: ClassVar[Callable[..., Tensor]]
+    jumps: ClassVar[bool] = False
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the function."""
@@ -84,6 +90,7 @@ class Atanh(ElementwiseFunction):
 class Ceil(ElementwiseFunction):
     """Smallest whole number not below."""
 
+    jumps = True
     function = staticmethod(torch.ceil)
 
 
@@ -119,6 +126,7 @@ class Exp(ElementwiseFunction):
 class Floor(ElementwiseFunction):
     """Largest whole number not above."""
 
+    jumps = True
     function = staticmethod(torch.floor)
 
 

@@ -168,13 +168,17 @@ class SegmentLUT(FixedPoint):
     def __init__(self, source: QATSegmentLUT, rounding: str) -> None:
         super().__init__(source, rounding)
         self.function = _plain(source.function)
+        self.jumps = bool(getattr(source.function, "jumps", False))
 
     def forward(self, x: QTensor) -> QTensor:
         """Look integers up."""
         x = integers(self, x)
         half = 2 ** (x.dtype.bits - 1)
         steps = torch.arange(-half, half, dtype=torch.float64, device=x.device)
-        values = self.function(steps * x.scale.double()).nan_to_num(0.0, torch.inf, -torch.inf)
+        entries = steps * x.scale.double()
+        if self.jumps:
+            entries = (steps.float() * x.scale).double()
+        values = self.function(entries).nan_to_num(0.0, torch.inf, -torch.inf)
         table = self.quantized(values).int_repr()
         return self.output(ops.lookup(x.int_repr(), table, self.qualified_name))
 
