@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 __all__ = ["curves_page"]
 
@@ -24,10 +24,8 @@ def curves_page(
     """
     finite = [v for values in curves.values() for v in values if v is not None and math.isfinite(v)]
     low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
-    if low == high:
-        low, high = low - 0.5, high + 0.5
-    margin = (high - low) * 0.05
-    low, high = low - margin, high + margin
+    ticks = _ticks(low, high)
+    low, high = min(low, ticks[0]), max(high, ticks[-1])
     width = max(640, _STEP * len(names) + 20)
     step = (width - 20) / max(1, len(names))
 
@@ -37,7 +35,7 @@ def curves_page(
     def y(value: float) -> float:
         return _TOP + (high - value) / (high - low) * _HEIGHT
 
-    parts = [_axis(low, high, y, width)]
+    parts = [_axis(ticks, y, width)]
     for i, name in enumerate(names):
         label = html.escape(name)
         parts.append(
@@ -65,15 +63,26 @@ def curves_page(
     )
 
 
-def _axis(low: float, high: float, y: object, width: float) -> str:
-    assert callable(y)
+def _ticks(low: float, high: float) -> list[float]:
+    """Round numbers from below the smallest value to above the largest."""
+    if high - low <= 1e-9 * max(abs(low), abs(high)):
+        low, high = low - 0.5, high + 0.5
+    rough = (high - low) / 5
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
+    first, last = math.floor(low / step), math.ceil(high / step)
+    return [i * step for i in range(first, last + 1)]
+
+
+def _axis(ticks: Sequence[float], y: Callable[[float], float], width: float) -> str:
+    decimals = max(0, -math.floor(math.log10((ticks[1] - ticks[0]) * 1.001)))
     lines = []
-    for i in range(6):
-        value = low + (high - low) * i / 5
+    for value in ticks:
         at = y(value)
+        label = f"{value:.3g}" if abs(value) >= 1e6 else f"{value:.{decimals}f}"
         lines.append(
             f'<line x1="{_LEFT}" x2="{_LEFT + width}" y1="{at:.1f}" y2="{at:.1f}" stroke="#ddd"/>'
-            f'<text x="{_LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{value:.4g}</text>'
+            f'<text x="{_LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{label}</text>'
         )
     return "".join(lines)
 
@@ -83,11 +92,9 @@ def _curve(
     series: str,
     names: Sequence[str],
     values: Sequence[float | None],
-    x: object,
-    y: object,
+    x: Callable[[int], float],
+    y: Callable[[float], float],
 ) -> str:
-    assert callable(x)
-    assert callable(y)
     runs: list[list[str]] = [[]]
     points = []
     for i, value in enumerate(values):

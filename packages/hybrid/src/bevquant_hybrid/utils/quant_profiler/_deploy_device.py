@@ -28,7 +28,8 @@ def check_deploy_device(
 
     It reads the prepared graph with `bevquant_hybrid.partition`. Stubs and the boundaries that
     prepare put in count as CPU; views and Identity are where their input is and are not listed.
-    The table is also written to ``deploy_device.txt``.
+    What the mapper has no BPU form of is listed as CPU also in a model that was not prepared as
+    hybrid, whose graph has no boundary there. The table is also written to ``deploy_device.txt``.
 
     Args:
         model: Result of `prepare_qat_fx` or `prepare_calibration_fx`, or of `convert_fx`.

@@ -15,6 +15,7 @@ from bevquant_hybrid.utils.quant_profiler._calls import record_calls
 from bevquant_hybrid.utils.quant_profiler._compared import compare
 from bevquant_hybrid.utils.quant_profiler._curves import curves_page
 from bevquant_hybrid.utils.quant_profiler._files import write_text
+from bevquant_hybrid.utils.quant_profiler._leaves import is_operator, named_operators
 from bevquant_hybrid.utils.quant_profiler._measures import measure_of
 from bevquant_hybrid.utils.quant_profiler._tables import grid_table
 from bevquant_hybrid.utils.quant_profiler._undisturbed import moved, undisturbed
@@ -77,7 +78,10 @@ def featuremap_similarity(
     (model1, inputs1), (model2, inputs2) = _placed(model1, model2, inputs, devices)
     silent = silenced(model2, model1), silenced(model1, model2)
     first_is_fused_more = len(silent[1]) > len(silent[0])
-    calls = record_calls(model1, inputs1), record_calls(model2, inputs2)
+    calls = (
+        record_calls(model1, inputs1, check_leaf_module=_as_in(model1, model2)),
+        record_calls(model2, inputs2, check_leaf_module=_as_in(model2, model1)),
+    )
     fused = model1 if first_is_fused_more else model2
     with undisturbed(fused):
         matches, alone = match_calls(
@@ -107,6 +111,13 @@ def featuremap_similarity(
     if suspicious:
         print(_NOTE + _table(suspicious))
     return rows
+
+
+def _as_in(model: nn.Module, other: nn.Module) -> Callable[[nn.Module], bool]:
+    """What counts as one operator: also what is one in the other model, and here has parts."""
+    names = named_operators(other)[0]
+    whole = {id(m) for path, m in model.named_modules(remove_duplicate=False) if path in names}
+    return lambda module: id(module) in whole or is_operator(module)
 
 
 def _placed(
