@@ -26,6 +26,11 @@ _OF_SHAPE = (
     *("aten::new_zeros", "aten::new_ones", "aten::new_full"),
 )
 _RESHAPES = ("aten::view", "aten::_unsafe_view", "aten::_reshape_alias")
+# A traced graph holds numbers as tensors, but torch hands them over as numbers.
+_OF_NUMBERS: dict[str, Callable[..., Any]] = {
+    "aten::_local_scalar_dense": lambda number: number,
+    "aten::equal": lambda one, other: type(one) is type(other) and one == other,
+}
 
 
 class RefusedError(ValueError):
@@ -129,6 +134,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         reads = {leaf: known for leaf in leaves if (known := self._find(leaf)) is not None}
         if not reads:
+            if name in _OF_NUMBERS and len(leaves) < len(args):
+                return _OF_NUMBERS[name](*args)
             if torch.Tag.nondeterministic_seeded in func.tags:
                 raise RefusedError(name, "draws random numbers; a program has none")
             return func(*args, **kwargs)

@@ -18,7 +18,7 @@ _NAMESPACE = "bevquant_hybrid::"
 _MOVES = frozenset(
     f"aten::{name}"
     for name in (
-        *("channel_shuffle", "constant_pad_nd", "expand", "flip", "gather", "index.Tensor"),
+        *("cat", "channel_shuffle", "constant_pad_nd", "expand", "flip", "gather", "index.Tensor"),
         *("index_select", "native_channel_shuffle", "permute", "pixel_shuffle", "pixel_unshuffle"),
         *("repeat", "replication_pad1d", "replication_pad2d", "replication_pad3d", "reshape"),
         *("roll", "select.int", "slice.Tensor", "split.Tensor", "split_with_sizes", "squeeze"),
