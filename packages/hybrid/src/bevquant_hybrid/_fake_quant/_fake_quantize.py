@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.ao.quantization import FakeQuantizeBase
 
 from bevquant_hybrid._fake_quant._function import fake_quantize
+from bevquant_hybrid._observers._fixed import FixedScaleObserver
 from bevquant_hybrid._observers._min_max import MovingAverageMinMaxObserver
 from bevquant_hybrid._observers._range import RangeObserver
 from bevquant_hybrid.dtype import QuantDType
@@ -47,6 +48,7 @@ class FakeQuantize(FakeQuantizeBase):
     scale: Tensor
     zero_point: Tensor
     lenient = False  # whether float functions take what it returns
+    tied: tuple[FakeQuantize, ...] = ()  # all that share this one's scale, itself included
 
     def __init__(
         self,
@@ -110,9 +112,19 @@ class FakeQuantize(FakeQuantizeBase):
         if zero_point is not None and bool(torch.as_tensor(zero_point).any()):
             raise ValueError(f"set_qparams: zero_point={zero_point}: expected 0")
         value = torch.as_tensor(scale, dtype=torch.float32, device=self.scale.device).reshape(-1)
-        self.activation_post_process.set_range(value * (self.quant_max - self.quant_min) / 2)
-        self.scale = value.detach().clone()
-        self.zero_point = torch.zeros_like(self.scale, dtype=torch.long)
+        for member in self.tied or (self,):
+            half = (member.quant_max - member.quant_min) / 2
+            member.activation_post_process.set_range(value * half)
+            member.scale = value.detach().clone()
+            member.zero_point = torch.zeros_like(member.scale, dtype=torch.long)
+
+    def tie(self, others: Iterable[FakeQuantize]) -> None:
+        """Share the largest scale that this one and others observe, or the one that is fixed."""
+        self.tied = (self, *others)
+        for member in self.tied:
+            member.tied = self.tied
+        if any(member.observed for member in self.tied):
+            self._take_scale()
 
     def current_scale(self) -> Tensor:
         """The scale that values are rounded with, without gradient."""
@@ -126,8 +138,16 @@ class FakeQuantize(FakeQuantizeBase):
 
     def _take_scale(self) -> None:
         scale, zero_point = self.calculate_qparams()
-        self.scale = scale.to(self.scale.device)
-        self.zero_point = zero_point.to(self.scale.device)
+        for member in self.tied:
+            found = member.calculate_qparams()[0].to(scale.device)
+            if isinstance(member.activation_post_process, FixedScaleObserver):
+                scale = found
+                break
+            if member.observed:
+                scale = torch.maximum(scale, found) if self.observed else found
+        for member in self.tied or (self,):
+            member.scale = scale.to(member.scale.device)
+            member.zero_point = zero_point.to(member.scale.device)
 
     def forward(self, x: Tensor) -> QTensor:
         """Return the tensor, rounded where that is enabled, with its scale."""

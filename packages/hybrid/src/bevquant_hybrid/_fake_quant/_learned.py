@@ -11,14 +11,14 @@ from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
 from bevquant_hybrid._observers._range import scale_of, smallest_scale
 from bevquant_hybrid.qtensor import QTensor, along, payload
 
-__all__ = ["LSQFakeQuantize", "PACTFakeQuantize"]
+__all__ = ["LSQFakeQuantize", "LearnedFakeQuantize", "PACTFakeQuantize"]
 
 
 def _round_through(x: Tensor) -> Tensor:
     return x + (x.round() - x).detach()
 
 
-class _LearnedFakeQuantize(FakeQuantize):
+class LearnedFakeQuantize(FakeQuantize):
     """Base: the first tensor observed, or a scale set, starts the parameter; training moves it."""
 
     def forward(self, x: Tensor) -> QTensor:
@@ -29,7 +29,7 @@ class _LearnedFakeQuantize(FakeQuantize):
         return self.marked(x)
 
 
-class LSQFakeQuantize(_LearnedFakeQuantize):
+class LSQFakeQuantize(LearnedFakeQuantize):
     r"""Learned step size (Esser et al., ICLR 2020): the scale is a parameter.
 
     :math:`\partial\hat{x}/\partial s` is round(v) − v inside the range and the bound outside, with
@@ -89,7 +89,7 @@ class LSQFakeQuantize(_LearnedFakeQuantize):
         return _round_through(steps) * scale
 
 
-class PACTFakeQuantize(_LearnedFakeQuantize):
+class PACTFakeQuantize(LearnedFakeQuantize):
     r"""Learned clipping (Choi et al., 2018): the range ±α is a parameter.
 
     :math:`y = \operatorname{clamp}(x, -\alpha, \alpha)`, s = 2α/(q_max − q_min); clamped values

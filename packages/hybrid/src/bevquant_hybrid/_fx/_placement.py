@@ -27,7 +27,7 @@ from bevquant_hybrid.nn.qat import has_qat_form
 from bevquant_hybrid.operators import load_support_table, row_of_function
 from bevquant_hybrid.partition import place_operator
 
-__all__ = ["Kind", "Placement", "has_weight"]
+__all__ = ["KEEPS_SCALE", "Kind", "Placement", "has_weight"]
 
 
 class Kind(Enum):
@@ -65,6 +65,7 @@ _KEEPING = (
     *(nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle, functions.Interpolate),
     PointPillarsScatter,
 )
+KEEPS_SCALE = (*_KEEPING, *_PASS_MODULES)
 
 
 def has_weight(module: nn.Module | None) -> bool:

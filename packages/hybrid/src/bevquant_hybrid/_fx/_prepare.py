@@ -24,6 +24,7 @@ from bevquant_hybrid._fx._graph_module import (
 from bevquant_hybrid._fx._placement import Kind, Placement, has_weight
 from bevquant_hybrid._fx._settings import Names, Settings
 from bevquant_hybrid._fx._tracer import is_leaf, scope_of, trace
+from bevquant_hybrid._fx._unify import unify_cat_scales
 from bevquant_hybrid.march import March, get_march, require_march
 from bevquant_hybrid.nn.qat import float_form, has_qat_form, qat_form
 
@@ -65,6 +66,7 @@ def prepare(
     hybrid: bool,
     hybrid_dict: dict[str, Any] | None,
     caller: str,
+    optimize_graph: bool = False,
 ) -> ObservedGraphModule:
     """Prepare a model; see `prepare_qat_fx`."""
     march = require_march(caller)
@@ -91,6 +93,8 @@ def prepare(
     prepared.hybrid = hybrid
     if scales is not None:
         adopt_scales(prepared, scales)
+    if optimize_graph:
+        unify_cat_scales(prepared.graph, prepared, march, caller)
     return prepared
 
 

@@ -13,8 +13,10 @@ from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
 from bevquant_hybrid._fx._calibrated import adopt_scales, calibrated_scales
 from bevquant_hybrid._fx._graph_module import GraphModuleWithAttr
 from bevquant_hybrid._fx._settings import Settings
+from bevquant_hybrid._fx._tracer import trace
+from bevquant_hybrid._fx._unify import refuse_settings, unify_cat_scales
 from bevquant_hybrid._quant_stub import DeQuantStub
-from bevquant_hybrid.march import require_march
+from bevquant_hybrid.march import March, require_march
 from bevquant_hybrid.nn.qat import float_form, has_qat_form, qat_form
 from bevquant_hybrid.quantization.quantize_fx import convert_fx
 
@@ -38,10 +40,11 @@ def prepare_qat(
         model: Float model with stubs, fused where it should be, or a calibrated one.
         mapping: Accepted for old scripts.
         inplace: Change the model itself.
-        optimize_graph: Accepted for old scripts.
+        optimize_graph: On BERNOULLI2, one scale for inputs and output of each concatenation; the
+            model must then be one that torch.fx can trace.
         hybrid: Let float operators take quantized tensors (as floats) and quantized ones float
             tensors, instead of raising.
-        optimize_kwargs: Accepted for old scripts.
+        optimize_kwargs: None; the documented narrowing of `optimize_graph` is not offered.
 
     Raises:
         RuntimeError: No march is set.
@@ -58,7 +61,8 @@ def prepare_qat(
         >>> prepare_qat(model)(torch.ones(1, 1, 2, 2)).dtype
         qint8
     """
-    return _prepare(model, inplace, hybrid, "prepare_qat")
+    refuse_settings(optimize_kwargs, "prepare_qat")
+    return _prepare(model, inplace, hybrid, "prepare_qat", optimize_graph)
 
 
 def prepare_calibration(model: nn.Module, inplace: bool = False) -> nn.Module:
@@ -71,8 +75,10 @@ def prepare_calibration(model: nn.Module, inplace: bool = False) -> nn.Module:
     return _prepare(model, inplace, False, "prepare_calibration")
 
 
-def _prepare(model: nn.Module, inplace: bool, hybrid: bool, caller: str) -> nn.Module:
-    require_march(caller)
+def _prepare(
+    model: nn.Module, inplace: bool, hybrid: bool, caller: str, optimize_graph: bool = False
+) -> nn.Module:
+    march = require_march(caller)
     kinds = {type(m) for m in model.modules()}
     if any(issubclass(kind, FakeQuantize) for kind in kinds):
         raise ValueError(
@@ -100,12 +106,15 @@ def _prepare(model: nn.Module, inplace: bool, hybrid: bool, caller: str) -> nn.M
         return prepared
 
     # Everything is made before anything is replaced: a failure leaves the model as it was.
+    graph = trace(made, caller) if optimize_graph and march == March.BERNOULLI2 else None
     planned = {
         path: form(path, module) for path, module in made.named_modules(remove_duplicate=False)
     }
     made = _replaced(made, "", lambda path, module: planned.get(path, module))
     if scales is not None:
         adopt_scales(made, scales)
+    if graph is not None:
+        unify_cat_scales(graph, made, march, caller)
     return made
 
 

@@ -70,7 +70,8 @@ def prepare_qat_fx(
             qconfig)]}``; later ones win, and a module's own ``qconfig`` attribute over all. None
             as a qconfig leaves a module float.
         prepare_custom_config_dict: Accepted for old scripts; every attribute is preserved.
-        optimize_graph: Accepted for old scripts.
+        optimize_graph: On BERNOULLI2, one scale for inputs and output of each concatenation;
+            other marches rescale instead, and nothing changes.
         hybrid: Let operators run on the CPU: those that a BPU has no form of, and those that
             `hybrid_dict` names.
         hybrid_dict: ``{"module_type": [class], "module_name": [name]}``, each with all inside it.
@@ -97,7 +98,7 @@ def prepare_qat_fx(
         >>> qat(torch.ones(1, 1, 2, 2)).dtype
         qint8
     """
-    return prepare(model, qconfig_dict, hybrid, hybrid_dict, "prepare_qat_fx")
+    return prepare(model, qconfig_dict, hybrid, hybrid_dict, "prepare_qat_fx", optimize_graph)
 
 
 def prepare_calibration_fx(
@@ -114,11 +115,12 @@ def prepare_calibration_fx(
         model: As in `prepare_qat_fx`, like all that follow.
         qconfig_dict: With `get_default_calib_qconfig`.
         prepare_custom_config_dict: Accepted for old scripts.
-        optimize_graph: Accepted for old scripts.
+        optimize_graph: As in `prepare_qat_fx`, where it is given too.
         hybrid: Let operators run on the CPU.
         hybrid_dict: Which ones, beside those that must.
     """
-    return prepare(model, qconfig_dict, hybrid, hybrid_dict, "prepare_calibration_fx")
+    caller = "prepare_calibration_fx"
+    return prepare(model, qconfig_dict, hybrid, hybrid_dict, caller, optimize_graph)
 
 
 def convert_fx(
