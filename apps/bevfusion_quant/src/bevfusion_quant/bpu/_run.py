@@ -140,7 +140,8 @@ def run_bpu_evaluate(
             batches,
             settings={
                 **{"target": "bpu", "evaluates": str(run), "config": config.config},
-                **{"march": config.march, "weights": config.weights, "cameras": cameras},
+                **{"branch": config.branch, "march": config.march, "weights": config.weights},
+                "cameras": cameras,
             },
             records={},
             command=command,

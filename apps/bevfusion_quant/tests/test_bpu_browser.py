@@ -1,0 +1,143 @@
+"""The section "BPU and CPU" in headless Chromium: drawn, apart from the page, on a phone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bevfusion_quant.report import ReportContent, write_report
+
+sys.path.insert(0, str(Path(__file__).parent))
+from bpu_outcome import LAYERS, outcome
+
+webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+DRIVER = shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None or DRIVER is None, reason="Chromium and chromedriver are not both installed"
+)
+
+EVIL = '<img src=x onerror="window.hurt=1">'
+PICTURE = "document.querySelector('.partition > div').shadowRoot.querySelector('svg')"
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    content = ReportContent("bpu", versions={"torch": "2.13"}, bpu=outcome(EVIL))
+    return write_report(tmp_path_factory.mktemp("report") / "report.html", content)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    os.environ["SE_OFFLINE"] = "true"  # selenium finds nothing on the network, and asks nothing
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    profile = tmp_path_factory.mktemp("profile")
+    for flag in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage",
+                 "disable-background-networking", f"user-data-dir={profile}"):  # fmt: skip
+        options.add_argument(f"--{flag}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    with webdriver.Chrome(options=options, service=Service(DRIVER)) as driver:
+        driver.set_script_timeout(30)
+        yield driver
+
+
+def show(browser: Any, page: Path, width: int, scheme: str = "light") -> None:
+    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    features = [
+        {"name": "prefers-color-scheme", "value": scheme},
+        {"name": "prefers-reduced-motion", "value": "reduce"},  # a scroll is over at once
+    ]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+    browser.get_log("browser")
+    browser.get("about:blank")
+    browser.get(page.as_uri())
+    browser.execute_script("localStorage.clear()")
+
+
+def values(browser: Any, expression: str) -> Any:
+    return browser.execute_script(f"return {expression}")
+
+
+@pytest.fixture
+def tab(browser: Any, page: Path) -> Any:
+    """The page, freshly opened, 1280 pixels wide."""
+    show(browser, page, 1280)
+    return browser
+
+
+def test_the_picture_is_drawn_and_the_console_silent(tab: Any) -> None:
+    assert values(tab, f"{PICTURE}.querySelectorAll('.card.BPU').length") == LAYERS
+    assert values(tab, f"{PICTURE}.getBoundingClientRect().width") > 500
+    assert tab.get_log("browser") == []
+    assert values(tab, "document.getElementById('failure').hidden")
+    assert values(tab, "window.hurt === undefined")
+
+
+def test_the_pages_styles_and_the_pictures_keep_apart(tab: Any) -> None:
+    bar = f"{PICTURE}.querySelector('rect.bar')"
+    assert values(tab, f"getComputedStyle({bar}).height") == "26px"  # the page's .bar has 3px
+    fills = values(tab, "getComputedStyle(document.querySelector('h1')).fill")
+    assert fills == "rgb(0, 0, 0)"  # the picture's `text` and `.name` do not reach out
+
+
+@pytest.mark.parametrize(("scheme", "other"), [("light", "dark"), ("dark", "light")])
+def test_colours_follow_the_system_and_then_the_reader(
+    browser: Any, page: Path, scheme: str, other: str
+) -> None:
+    show(browser, page, 1280, scheme)
+    ink = f"getComputedStyle({PICTURE}.querySelector('.name')).fill"
+    area = f"getComputedStyle({PICTURE}.querySelector('.area.BPU')).fill"
+    inks = {"light": "rgb(29, 39, 51)", "dark": "rgb(232, 237, 242)"}
+    areas = {"light": "rgb(223, 235, 248)", "dark": "rgb(21, 43, 66)"}
+    assert (values(browser, ink), values(browser, area)) == (inks[scheme], areas[scheme])
+    browser.execute_script(f"document.querySelector('#theme [value={other}]').click()")
+    assert (values(browser, ink), values(browser, area)) == (inks[other], areas[other])
+
+
+def test_on_a_phone_the_page_stays_within_its_width(browser: Any, page: Path) -> None:
+    show(browser, page, 400)
+    assert values(browser, "document.documentElement.scrollWidth") == 400
+    # The first node has come into view, though the picture is wider than the page.
+    box = values(browser, "document.querySelector('.partition').getBoundingClientRect().toJSON()")
+    node = values(browser, f"{PICTURE}.querySelector('g rect').getBoundingClientRect().toJSON()")
+    assert values(browser, f"{PICTURE}.getBoundingClientRect().width") > box["width"]
+    assert box["left"] <= node["left"]
+    assert node["right"] <= box["right"]
+    for table in ("#bpu-layers", "#estimate-camera", ".boundaries"):
+        wide = values(browser, f"document.querySelector('#bpu {table}').scrollWidth")
+        assert wide <= 400, table
+    kinds = "[...document.querySelectorAll('.boundaries td:nth-of-type(1)')]"
+    assert values(browser, f"{kinds}.every(e => e.getClientRects().length === 1)")
+
+
+def test_the_whole_picture_fits_on_request(browser: Any, page: Path) -> None:
+    show(browser, page, 400)
+    full = values(browser, f"{PICTURE}.getBoundingClientRect().width")
+    button = browser.find_element("id", "partition-whole")
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", button)
+    button.click()
+    room = values(browser, "document.querySelector('.partition').clientWidth")
+    assert values(browser, f"{PICTURE}.getBoundingClientRect().width") <= room < full
+    assert button.get_attribute("aria-pressed") == "true"
+    button.click()
+    assert values(browser, f"{PICTURE}.getBoundingClientRect().width") == full
+
+
+def test_keys_reach_and_scroll_what_scrolls(tab: Any) -> None:
+    """Boxes that scroll take the focus and have names."""
+    boxes = "[...document.querySelectorAll('#bpu .partition, #bpu .scroll')]"
+    assert values(tab, f"{boxes}.length") == 3
+    assert values(tab, f"{boxes}.every(b => b.tabIndex === 0 && b.getAttribute('aria-label'))")
+    assert values(tab, "document.querySelector('.top nav a[href=\"#bpu\"]').textContent") == (
+        "BPU and CPU"
+    )
