@@ -105,11 +105,11 @@ def _refuse_other_placement(
         ) from error
     given = [node.name for node in model.graph.nodes]
     if model.hybrid and nodes != given:
-        differs = next(iter(set(nodes) ^ set(given)), given[0])
+        differs = [n for n in given if n not in nodes] + [n for n in nodes if n not in given]
         raise ValueError(
             f"suggest_cpu: the model does not run where march {march!r} and the names "
-            f"{[*names]} put it (node {differs}); pass the hybrid_dict that it was prepared with, "
-            "and set that march"
+            f"{[*names]} put it (node {(differs or given)[0]}); pass the hybrid_dict that it was "
+            "prepared with, and set that march"
         )
 
 
