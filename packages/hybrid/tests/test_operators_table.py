@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import re
 from importlib import resources
 from math import inf
 
@@ -54,6 +55,22 @@ def test_every_row_of_the_document_is_there_with_its_columns():
         assert set(table.operators[name].support) == {"bernoulli2", "bayes"}, name
     for name in BAYES_ALONE:
         assert set(table.operators[name].support) == {"bayes"}, name
+
+
+def test_the_rows_are_those_that_the_document_prints(document):
+    """Cells run into one another in the text: a name ends where what may follow it begins."""
+    text = document("001")
+    both, bayes = set(), set()
+    for line in text[text.index("torch function 类") :].splitlines():
+        row = re.match(r"torch(vision)?\.[A-Za-z0-9_.()]+", line)
+        if row is None or line.endswith("类"):
+            continue
+        name = re.sub(r"(BatchNorm\dd)\1", r"\1", row[0])
+        name = re.match(r"torch.+?(?=horizon\.|torch\.|qint|input|float32|$)", name)[0]
+        cells = re.sub(r"^[A-Za-z0-9_.()]+( 或 [A-Za-z0-9_.]+)?", "", line)
+        (bayes if cells.startswith("不支持") else both).add(name.replace("Layernorm", "LayerNorm"))
+    assert both == set(BOTH)
+    assert bayes == set(BAYES_ALONE)
 
 
 @pytest.mark.parametrize("spelling", ["BAYES_E", "bayes-e", "Bayes", "bernoulli2"])
