@@ -79,6 +79,10 @@ def padded(x: Tensor) -> Tensor:
     return F.pad(F.pad(x, (1, 2, 0, 1), value=-0.5), (1, 1, 1, 1), "replicate")
 
 
+def pooled(pool: nn.Module, x: Tensor) -> Tensor:
+    return pool(x.contiguous(memory_format=torch.channels_last))
+
+
 def viewed(linear: nn.Module, x: Tensor) -> Tensor:
     return linear(x.permute(0, 2, 3, 1).flatten(1)[:, 2:-2]).reshape(2, -1, 4)
 
@@ -121,6 +125,10 @@ NETS: dict[str, Case] = {
     "average pool": (one(nn.AvgPool2d(2, ceil_mode=True)), torch.Size((2, 4, 7, 7))),
     "adaptive pool": (one(nn.AdaptiveAvgPool2d(4)), PICTURE),
     "global pool": (one(nn.AdaptiveAvgPool2d(1)), PICTURE),
+    "pixel": (of(pooled, nn.AdaptiveAvgPool2d(1)), PICTURE),
+    "permuted norm": (
+        of(lambda n, x: n(x.permute(0, 2, 3, 1).contiguous()), nn.LayerNorm(4)), PICTURE
+    ),
     "add": (of(lambda c, f, x: f.add(c(x), x), conv(), f()), PICTURE),
     "broadcast sub": (of(lambda p, f, x: f.sub(x, p(x)), nn.AvgPool2d(6), f()), PICTURE),
     "mul": (of(lambda s, f, x: f.mul(x, s(x)), nn.Sigmoid(), f()), PICTURE),

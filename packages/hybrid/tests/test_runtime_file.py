@@ -159,6 +159,7 @@ WRONG = {
         results=[["%1", "int8", [2, 2, 4, 4]]]
     ),
     r"step 2 .*computes nothing": lambda d: d["steps"][2].update(results=[]),
+    r"\[1\] are no arguments by name": lambda d: d["steps"][1].update(arguments=[1]),
     r"'march' is missing": lambda d: d.pop("march"),
     r"'complex64' is missing": lambda d: d["inputs"][0].update(dtype="complex64"),
     r"is no shape": lambda d: d["inputs"][0].update(shape=[-1]),

@@ -18,8 +18,7 @@ __all__ = ["Recorder", "RefusedError"]
 
 _Place = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype]
 
-# The same values in other memory, or with other strides, which no operator of a program asks for.
-_SAME = ("aten::alias", "aten::clone", "aten::detach", "aten::lift_fresh")
+_SAME = ("aten::alias", "aten::detach", "aten::lift_fresh")  # the same values
 # Constants: they read a shape alone.
 _OF_SHAPE = (
     *("aten::zeros_like", "aten::ones_like", "aten::full_like"),
@@ -140,7 +139,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise RefusedError(name, "draws random numbers; a program has none")
             return func(*args, **kwargs)
         given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-        if name in _SAME or (name == "aten::_to_copy" and _same_type(given)):
+        if name in _SAME or _only_moves(name, given):
             result = func(*args, **kwargs)
             self._know(result, reads[given["self"]])
             return result
@@ -217,8 +216,21 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         raise RefusedError(hint, f"is a {type(value).__name__}, which no file holds")
 
 
-def _same_type(given: Mapping[str, Any]) -> bool:
-    return given.get("dtype") in (None, given["self"].dtype)
+def _only_moves(name: str, given: Mapping[str, Any]) -> bool:
+    """Whether a call puts the same values in the same order into other memory."""
+    source: Any = given.get("self")
+    if name == "aten::_to_copy":
+        return given.get("dtype") in (None, source.dtype)
+    if name == "aten::clone":
+        # A change of order stays in the program: sums of floats depend on it.
+        return source.is_contiguous() or given.get("memory_format") != torch.contiguous_format
+    if name == "aten::as_strided_":
+        # Of axes of length one, as pooling to one pixel does: that says nothing.
+        wide = [i for i, size in enumerate(source.shape) if size > 1]
+        sizes, strides = given["size"], given["stride"]
+        same = list(sizes) == list(source.shape) and given.get("storage_offset") is None
+        return same and all(strides[i] == source.stride(i) for i in wide)
+    return False
 
 
 def _canonical(name: str, given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -228,6 +240,8 @@ def _canonical(name: str, given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         return "aten::reshape", {"self": given["self"], "shape": shape}
     if name == "aten::_to_copy":
         return "aten::to.dtype", {"self": given["self"], "dtype": given["dtype"]}
+    if name == "aten::clone":
+        return "aten::contiguous", {"self": given["self"]}
     return name, given
 
 

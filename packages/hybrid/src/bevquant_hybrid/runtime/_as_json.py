@@ -104,6 +104,8 @@ def _step(data: dict[str, Any]) -> Step:
     results = tuple(
         Value(str(name), DTYPES[dtype], _shape(shape)) for name, dtype, shape in data["results"]
     )
+    if not isinstance(data["arguments"], dict):
+        raise TypeError(f"{data['arguments']!r} are no arguments by name")
     arguments = {name: _argument(value) for name, value in data["arguments"].items()}
     return Step(str(data["operator"]), arguments, results, str(data["scope"]))
 

@@ -18,7 +18,16 @@ _NAMESPACE = "bevquant_hybrid::"
 _MOVES = frozenset(
     f"aten::{name}"
     for name in (
-        *("cat", "channel_shuffle", "constant_pad_nd", "expand", "flip", "gather", "index.Tensor"),
+        *(
+            "cat",
+            "channel_shuffle",
+            "constant_pad_nd",
+            "contiguous",
+            "expand",
+            "flip",
+            "gather",
+            "index.Tensor",
+        ),
         *("index_select", "native_channel_shuffle", "permute", "pixel_shuffle", "pixel_unshuffle"),
         *("repeat", "replication_pad1d", "replication_pad2d", "replication_pad3d", "reshape"),
         *("roll", "select.int", "slice.Tensor", "split.Tensor", "split_with_sizes", "squeeze"),
@@ -53,8 +62,8 @@ _OF_TORCH = _MOVES | _ORDER | ARITHMETIC
 LOOSE = frozenset(
     f"aten::{name}"
     for name in (
-        *("index.Tensor", "select.int", "slice.Tensor", "t", "to.dtype", "transpose.int"),
-        *("unbind.int",),
+        *("contiguous", "index.Tensor", "select.int", "slice.Tensor", "t", "to.dtype"),
+        *("transpose.int", "unbind.int"),
     )
 )
 
