@@ -241,7 +241,8 @@ def test_pages_of_curves_stand_alone_and_name_every_point() -> None:
 
 
 @pytest.mark.parametrize(
-    "values", [[], [None], [0.0], [1.0, 1.0 + 2e-16], [-1e30, 1e30], [1e-12, 2e-12], [5e6, 9e6]]
+    "values",
+    [[], [None], [0.0], [1.0, 1.0 + 2e-16], [-1e30, 1e30], [1e-12, 2e-12], [5e6, 9e6], [1e20]],
 )
 def test_axes_of_any_range(values) -> None:
     page = curves_page("x", [str(i) for i in range(len(values))], {"y": values})

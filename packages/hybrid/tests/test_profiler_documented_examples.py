@@ -439,6 +439,8 @@ def test_devices_of_the_calibrated_example_on_bernoulli2(tmp_path, capsys) -> No
         HybridModel(), {"": get_default_calib_qconfig()}, hybrid=True, hybrid_dict=HYBRID
     )
     calibration.eval()(torch.rand(2, 3, 11, 12))
+    check_deploy_device(calibration, out_dir=tmp_path)
+    assert capsys.readouterr().out == DEVICES
     out = ("conv4", get_default_qat_out_qconfig())
     qconfigs = {"": get_default_qat_qconfig(), "module_name": [out]}
     qat_model = prepare_qat_fx(calibration, qconfigs, hybrid=True, hybrid_dict=HYBRID)
@@ -451,6 +453,36 @@ def test_devices_of_the_example_on_bayes(tmp_path, capsys) -> None:
     qat_model = prepare_qat_fx(HybridModel(), qconfigs, hybrid=True, hybrid_dict=HYBRID)
     qat_model(torch.rand(1, 3, 11, 12))
     check_devices(qat_model, tmp_path, capsys)
+
+
+def test_the_hybrid_example_compares_in_every_form(tmp_path) -> None:
+    torch.manual_seed(3)
+    model, data = HybridModel().eval(), torch.rand(2, 3, 5, 6)
+    out = ("conv4", default_qat_out_8bit_fake_quant_qconfig)
+    qconfigs = {"": default_qat_8bit_fake_quant_qconfig, "module_name": [out]}
+    qat_model = prepare_qat_fx(model, qconfigs, hybrid=True, hybrid_dict=HYBRID).eval()
+    qat_model(data)
+    quantized = convert_fx(qat_model)
+    names = [
+        *("quant", "conv0", "identity(I vs I)", "prelu", "conv1.conv", "conv1.prelu", "conv2"),
+        *("conv3", "identity(I vs I)(1)", "add", "dequant"),
+    ]
+    for other in (qat_model, quantized):
+        rows = featuremap_similarity(model, other, data, out_dir=tmp_path)
+        assert [row[1] for row in rows] == names
+        assert min(row[3] for row in rows) > 0.999
+    rows = featuremap_similarity(qat_model, quantized, data, out_dir=tmp_path)
+    boundaries = {row[1] for row in rows} - set(names)
+    assert boundaries == {
+        *("prelu_input_dequant", "selu_1_activation_post_process", "conv3_input_dequant"),
+        *("conv3_activation_post_process", "selu_2_input_dequant"),
+    }
+    assert max(row[7] for row in rows if row[7] is not None) <= 2
+    features = get_raw_features(quantized, data, prefixes=("conv3", "conv3_input"))
+    found = {(f["module_name"], f["attr"]): f["dtype"] for f in features}
+    assert found["conv3_input_dequant", "input"] == "qint8"
+    assert found["conv3", "input"] == found["conv3", "output"] == "torch.float32"
+    assert ("conv3_activation_post_process", "output") not in found  # conv3 is a name of its own
 
 
 @pytest.mark.parametrize("by_hand", [True, False])

@@ -6,6 +6,7 @@ from bevquant_hybrid.utils.quant_profiler._called_count import get_module_called
 from bevquant_hybrid.utils.quant_profiler._deploy_device import check_deploy_device
 from bevquant_hybrid.utils.quant_profiler._featuremap import featuremap_similarity
 from bevquant_hybrid.utils.quant_profiler._features import get_raw_features
+from bevquant_hybrid.utils.quant_profiler._model_profiler import model_profiler
 from bevquant_hybrid.utils.quant_profiler._preserve import set_preserve_qat_mode
 from bevquant_hybrid.utils.quant_profiler._qconfig import QConfigReport, check_qconfig
 from bevquant_hybrid.utils.quant_profiler._statistics import Statistic, profile_featuremap
@@ -22,6 +23,7 @@ __all__ = [
     "featuremap_similarity",
     "get_module_called_count",
     "get_raw_features",
+    "model_profiler",
     "profile_featuremap",
     "set_preserve_qat_mode",
 ]

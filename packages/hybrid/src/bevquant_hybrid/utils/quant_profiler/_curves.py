@@ -6,7 +6,7 @@ import html
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["curves_page"]
+__all__ = ["curves_page", "curves_picture", "page"]
 
 _COLOURS = ("#2a6f97", "#c8553d", "#588157", "#7b5ea7")
 _LEFT, _TOP, _HEIGHT, _STEP = 90, 20, 320, 16  # pixels: margins, plot, between two operators
@@ -15,10 +15,25 @@ _LEFT, _TOP, _HEIGHT, _STEP = 90, 20, 320, 16  # pixels: margins, plot, between 
 def curves_page(
     title: str, names: Sequence[str], curves: Mapping[str, Sequence[float | None]]
 ) -> str:
-    """Return an HTML page with one curve per series; a point tells its operator and value.
+    """Return an HTML page with the picture of `curves_picture`."""
+    return page(title, curves_picture(names, curves))
+
+
+def page(title: str, content: str) -> str:
+    """Return an HTML page."""
+    heading = html.escape(title)
+    return (
+        f'<!doctype html>\n<meta charset="utf-8">\n<title>{heading}</title>\n'
+        "<style>body { font-family: sans-serif } circle:hover { r: 6 } "
+        "pre { overflow-x: auto }</style>\n"
+        f"<h1>{heading}</h1>\n{content}"
+    )
+
+
+def curves_picture(names: Sequence[str], curves: Mapping[str, Sequence[float | None]]) -> str:
+    """Return a part of a page with one curve per series; a point tells its operator and value.
 
     Args:
-        title: Above the picture.
         names: Of the operators, from left to right.
         curves: Values by the name of the series; None and what is not finite leaves a gap.
     """
@@ -54,19 +69,14 @@ def curves_page(
         f'height="{_TOP + _HEIGHT + space}" font-family="sans-serif" font-size="11">'
         f"{''.join(parts)}</svg>"
     )
-    heading = html.escape(title)
-    return (
-        f'<!doctype html>\n<meta charset="utf-8">\n<title>{heading}</title>\n'
-        f"<style>body {{ font-family: sans-serif }} circle:hover {{ r: 6 }}</style>\n"
-        f"<h1>{heading}</h1>\n<p>{legend}</p>\n"
-        f'<div style="overflow-x: auto">{picture}</div>\n'
-    )
+    return f'<p>{legend}</p>\n<div style="overflow-x: auto">{picture}</div>\n'
 
 
 def _ticks(low: float, high: float) -> list[float]:
     """Round numbers from below the smallest value to above the largest."""
     if high - low <= 1e-9 * max(abs(low), abs(high)):
-        low, high = low - 0.5, high + 0.5
+        half = max(0.5, 1e-3 * abs(high))
+        low, high = low - half, high + half
     rough = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)

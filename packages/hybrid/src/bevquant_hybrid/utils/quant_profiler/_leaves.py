@@ -28,7 +28,7 @@ def is_operator(module: nn.Module) -> bool:
         return False
     if is_leaf(module) or not any(child is not None for child in module._modules.values()):
         return True
-    of_torch = type(module).__module__.startswith(("torch.nn.", "torch.ao.nn."))
+    of_torch = type(module).__module__.startswith(("torch.nn.modules.", "torch.ao.nn."))
     return of_torch and not isinstance(module, _CONTAINERS)
 
 
