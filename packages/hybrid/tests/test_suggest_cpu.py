@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -132,6 +133,7 @@ def test_a_value_that_is_hard_to_quantize_takes_both_sides_of_it(batches):
     suggestion = suggest_cpu(calibrated(net, batches), batches, layers=2)
     [move] = suggestion.moves
     assert move.paths == ("easy.0", "hard")
+    assert re.search(r"a float then \(alone easy\.0 [+-]\d.*, hard [+-]\d.*\)", move.reason)
     alone = {row.path: row.gain_alone for row in suggestion.rows if not row.others}
     assert move.gain_alone > 10 + sum(max(alone.get(path, 0), 0) for path in move.paths)
     model = trained(net, batches, hybrid_dict=suggestion.hybrid_dict)

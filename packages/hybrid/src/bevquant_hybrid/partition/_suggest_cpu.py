@@ -71,7 +71,9 @@ def suggest_cpu(
         figures: Of another chip than the march's.
 
     Returns:
-        The suggestion: a table when printed, and a `hybrid_dict`. Its times are estimates by
+        The suggestion: a table when printed, and a `hybrid_dict`. Give that to
+        `prepare_calibration_fx` and run the batches again before `prepare_qat_fx` gets it: values
+        that cross a boundary now have their ranges under other names. Its times are estimates by
         roofline: CPU at the peak of all its cores, BPU at the peak of one, every layer and every
         stub between them reading and writing DDR memory, one after the other.
 

@@ -91,7 +91,7 @@ class Search:
                 return (*rows, *self._stay(start, now, picked, behind)), start
             # max takes the first of equals: the graph's order decides.
             best = max(fitting, key=lambda n: _rank(now, behind[n]))
-            rows.append(self._row(start, now, best, behind[best], len(gaining)))
+            rows.append(self._row(start, now, best, behind, len(gaining)))
             now, picked = behind[best], (*picked, *best)
 
     def _of(self, moved: Names) -> Measured | None:
@@ -116,12 +116,19 @@ class Search:
         return self._limits.allow(len(picked) + len(names), added)
 
     def _row(
-        self, start: Measured, now: Measured, names: Names, there: Measured, gaining: int
+        self,
+        start: Measured,
+        now: Measured,
+        names: Names,
+        behind: dict[Names, Measured],
+        gaining: int,
     ) -> CpuMove:
-        alone = self._of(names)
+        alone, there = self._of(names), behind[names]
         reason = f"gains {there.metric - now.metric:.2f}, most per ms of {gaining}"
         if len(names) > 1:
-            reason += "; only together, as then their value is a float"
+            single = {name: behind[(name,)] for name in names if (name,) in behind}
+            gains = [f"{name} {one.metric - now.metric:+.2f}" for name, one in single.items()]
+            reason += f"; the value between is a float then (alone {', '.join(gains) or 'none'})"
         gain = there.metric - now.metric if alone is None else alone.metric - start.metric
         return _move(names, gain, there.metric, now, there, reason)
 
