@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torch import nn
-from torch.fx import Proxy
+from torch.fx import Proxy, _symbolic_trace
 
-__all__ = ["LEAF_MARK", "wrap"]
+__all__ = ["LEAF_MARK", "MethodCall", "wrap"]
 
 LEAF_MARK = "_bevquant_hybrid_leaf"  # attribute of classes that are one node
 
@@ -18,6 +20,9 @@ Wrapped = TypeVar("Wrapped", bound=Any)
 
 def wrap(skip_compile: bool = False) -> Callable[[Wrapped], Wrapped]:
     """Decorate a function, a method or a Module class: traced models call it as one node.
+
+    Called on a string at the top of a module, it does so for the function of that name there, a
+    builtin for instance. Modules that a method calls are prepared and converted like others.
 
     Args:
         skip_compile: Accepted for old scripts.
@@ -39,11 +44,18 @@ def wrap(skip_compile: bool = False) -> Callable[[Wrapped], Wrapped]:
     """
 
     def decorate(target: Wrapped) -> Wrapped:
+        if isinstance(target, str):
+            frame = inspect.currentframe()
+            assert frame is not None
+            assert frame.f_back is not None
+            names = frame.f_back.f_globals
+            _symbolic_trace._wrapped_fns_to_patch[(id(names), target)] = names
+            return target
         if isinstance(target, type) and issubclass(target, nn.Module):
             setattr(target, LEAF_MARK, True)
             return target
         if not callable(target):
-            raise TypeError(f"wrap: expected a function or a Module class, got {target!r}")
+            raise TypeError(f"wrap: expected a function, a Module class or a name, got {target!r}")
         made: Wrapped = _as_node(target)
         return made
 
@@ -56,9 +68,53 @@ def _as_node(function: Any) -> Any:
         proxy = _first_proxy((*args, *kwargs.values()))
         if proxy is None:
             return function(*args, **kwargs)
+        if args and isinstance(args[0], nn.Module):
+            return _call_of_method(function, args[0], proxy.tracer, args[1:], kwargs)
         return proxy.tracer.create_proxy("call_function", call, args, kwargs)
 
     return call
+
+
+def _call_of_method(
+    function: Any, owner: nn.Module, tracer: Any, args: Any, kwargs: dict[str, Any]
+) -> Any:
+    path = tracer.path_of_module(owner)
+    name = f"{path.replace('.', '_')}_wrapped_{function.__name__}"
+    if name not in tracer.root._modules:
+        tracer.root.add_module(name, MethodCall(function, path))
+    return tracer.create_proxy("call_module", name, args, kwargs)
+
+
+class MethodCall(nn.Module):
+    """A wrapped method as a module of the traced model.
+
+    Attributes:
+        function: The method.
+        owner_path: The module whose method it is; ``""`` for the model.
+    """
+
+    def __init__(self, function: Any, owner_path: str) -> None:
+        super().__init__()
+        self.function = function
+        self.owner_path = owner_path
+        self._root: weakref.ref[nn.Module] | None = None
+
+    def of(self, root: nn.Module) -> MethodCall:
+        """The same method in another model, which holds it without being a part of it."""
+        made = MethodCall(self.function, self.owner_path)
+        made._root = weakref.ref(root)
+        return made
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the method."""
+        root = self._root() if self._root is not None else None
+        if root is None:
+            raise RuntimeError(f"{self.function.__qualname__}: the model that calls it is gone")
+        return self.function(root.get_submodule(self.owner_path), *args, **kwargs)
+
+    def extra_repr(self) -> str:
+        """Print the method."""
+        return str(self.function.__qualname__)
 
 
 def _first_proxy(values: Any) -> Proxy | None:
@@ -67,6 +123,10 @@ def _first_proxy(values: Any) -> Proxy | None:
             return value
         if isinstance(value, list | tuple):
             found = _first_proxy(value)
+            if found is not None:
+                return found
+        if isinstance(value, dict):
+            found = _first_proxy(value.values())
             if found is not None:
                 return found
     return None

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from torch.fx import Graph, GraphModule
 
+from bevquant_hybrid._leaf import MethodCall
 from bevquant_hybrid.nn.qat._base import take_over
 
 __all__ = [
@@ -34,12 +35,27 @@ class GraphModuleWithAttr(GraphModule):
 
     def __init__(self, root: nn.Module, graph: Graph, class_name: str | None = None) -> None:
         name = class_name or root.__dict__.get("_source_name") or type(root).__name__
+        source_class = root.__dict__.get("_source_class") or type(root)
         super().__init__(root, graph, name)
         for store in ("_parameters", "_buffers", "_modules"):
             self.__dict__[store] = dict(root.__dict__[store])
         for attribute, value in root.__dict__.items():
             self.__dict__.setdefault(attribute, value)
         self._source_name = name
+        self.__dict__["_source_class"] = source_class
+        for name, module in self._modules.items():
+            if isinstance(module, MethodCall):
+                self._modules[name] = module.of(self)
+
+    def __getattr__(self, name: str) -> Any:
+        """Look in the source's class too: methods that a wrapped method calls."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            found = getattr(self.__dict__.get("_source_class"), name, None)
+            if found is None or name.startswith("__"):
+                raise
+            return found.__get__(self) if callable(found) else found
 
     def _deepcopy_init(self) -> Callable[..., None]:
         return GraphModuleWithAttr.__init__

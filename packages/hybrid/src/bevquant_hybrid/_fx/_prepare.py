@@ -25,6 +25,8 @@ from bevquant_hybrid._fx._placement import Kind, Placement, has_weight
 from bevquant_hybrid._fx._settings import Names, Settings
 from bevquant_hybrid._fx._tracer import is_leaf, scope_of, trace
 from bevquant_hybrid._fx._unify import unify_cat_scales
+from bevquant_hybrid._leaf import MethodCall
+from bevquant_hybrid._quant_stub import DeQuantStub
 from bevquant_hybrid.march import March, get_march, require_march
 from bevquant_hybrid.nn.qat import float_form, has_qat_form, qat_form
 
@@ -169,6 +171,27 @@ def _swap(fused: GraphModuleWithAttr, placement: Placement) -> None:
             module.qualified_name = path  # type: ignore[assignment]
             done[id(module)] = qat_form(module, qconfig)
         replace_module(fused, path, done[id(module)])
+    if not placement.hybrid:
+        _swap_in_methods(fused, placement, done)
+
+
+def _swap_in_methods(
+    fused: GraphModuleWithAttr, placement: Placement, done: dict[int, nn.Module]
+) -> None:
+    """Put QAT modules where wrapped methods may call them: no node says which they do call."""
+    owners = [m.owner_path for m in fused.modules() if isinstance(m, MethodCall)]
+    calls = ("call_module", "get_attr")
+    called = {str(node.target) for node in placement.kinds if node.op in calls}
+    for path, module in list(fused.named_modules()):
+        below = any(not owner or path.startswith(f"{owner}.") for owner in owners)
+        if not path or not below or path in called or not has_qat_form(module):
+            continue
+        qconfig = placement.settings.of(path)
+        if qconfig is not None or isinstance(module, DeQuantStub):
+            module.qualified_name = path
+            if id(module) not in done:
+                done[id(module)] = qat_form(module, qconfig)
+            replace_module(fused, path, done[id(module)])
 
 
 def _warn_of_edges(placement: Placement) -> None:
