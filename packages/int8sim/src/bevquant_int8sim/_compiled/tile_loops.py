@@ -104,11 +104,13 @@ def _loop(
 
 def _fetch_early(builder: ir.IRBuilder, p: dict[P, Any], out_rows: Any, rows: int) -> None:
     """Fetch what the epilogue will read and write, anywhere in memory, during the products."""
+    adds = builder.icmp_signed("!=", p[P.RESIDUAL], INT64(0))
     for r in range(rows):
         row = builder.sext(load_at(builder, out_rows, INT32, r, align=4), INT64)
         prefetch(builder, add_bytes(builder, p[P.OUT], row, p[P.OUT_STRIDE]), write=True)
-        other = add_bytes(builder, p[P.RESIDUAL], row, p[P.RESIDUAL_STRIDE])
-        prefetch(builder, other, write=False)
+        with builder.if_then(adds):
+            other = add_bytes(builder, p[P.RESIDUAL], row, p[P.RESIDUAL_STRIDE])
+            prefetch(builder, other, write=False)
 
 
 def _present(builder: ir.IRBuilder, p: dict[P, Any], names: Any, r: int) -> Any:
