@@ -132,6 +132,29 @@ def test_one_tensor_given_twice_stays_two_inputs(tmp_path) -> None:
     assert_equal(made(x, y)["boxes"], model(x, y)["boxes"])
 
 
+class Anchored(nn.Module):
+    """Outputs that no input changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quant, self.conv = QuantStub(scale=1 / 64), nn.Conv2d(3, 4, 1)
+        self.register_buffer("anchors", torch.randn(5, 4))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.conv(self.quant(x)), self.anchors, self.anchors[1:].flip(0)
+
+
+def test_constant_outputs_are_the_callers_own(tmp_path) -> None:
+    x = torch.randn(1, 3, 4, 4)
+    model = converted(Anchored(), x)
+    made = compiled(model, x, tmp_path)
+    assert made.outputs[1].operand.name == "anchors"
+    assert_equal(made(x), model(x))
+    for tensor in made(x)[1:]:
+        tensor.zero_()
+    assert_equal(made(x), model(x))
+
+
 class Nested(nn.Module):
     """Inputs in lists and dictionaries."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,13 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bevquant_hybrid._compile._ports import (
+    input_names,
+    output_port,
+    with_input_scale,
+    with_output_scale,
+)
 from bevquant_hybrid._compile._record import Recorder, RefusedError
 from bevquant_hybrid._compile._scopes import following, in_graph
-from bevquant_hybrid.qtensor import QTensor, payload
+from bevquant_hybrid.qtensor import payload
 from bevquant_hybrid.runtime import _structure as structure
 from bevquant_hybrid.runtime._compiled_model import CompiledModel
 from bevquant_hybrid.runtime._operators import is_integer
-from bevquant_hybrid.runtime._program import Operand, Port, Program, Step, operands, used_constants
+from bevquant_hybrid.runtime._program import Port, Program, Step, operands, used_constants
 
 __all__ = ["program_of"]
 
@@ -55,17 +60,21 @@ def program_of(
         recorder = Recorder(module, scope)
         ports = [
             Port(name, recorder.input(tensor, name), tensor.dtype, tuple(tensor.shape))
-            for name, tensor in zip(_input_names(module, arguments), taken, strict=True)
+            for name, tensor in zip(input_names(module, arguments), taken, strict=True)
         ]
         try:
-            with recorder:
+            # A traced graph as it stands: optimizing it would compute too.
+            with torch.jit.optimized_execution(False), recorder:  # type: ignore[attr-defined]
                 output = module(*structure.build(arguments, taken))
                 returned, result = structure.flatten(output, f"{caller}: the model's output")
                 values = [payload(tensor) for tensor in returned]
         except Exception as error:
-            raise _explained(error, recorder, module, caller) from error
+            explained = _explained(error, recorder, module, caller)
+            if explained is error:
+                raise
+            raise explained from error
     outputs = [
-        _output(recorder, place, tensor, value, caller)
+        output_port(recorder, place, tensor, value, caller)
         for place, tensor, value in zip(
             structure.places(result, "output"), returned, values, strict=True
         )
@@ -79,8 +88,8 @@ def program_of(
     program = Program(
         name=name,
         march=march,
-        inputs=tuple(_with_input_scale(port, steps) for port in ports),
-        outputs=tuple(_with_output_scale(port, steps) for port in outputs),
+        inputs=tuple(with_input_scale(port, steps) for port in ports),
+        outputs=tuple(with_output_scale(port, steps) for port in outputs),
         arguments=arguments,
         result=result,
         steps=steps,
@@ -106,26 +115,6 @@ def _other_values(tensor: Tensor) -> Tensor:
     return tensor * keep.to(tensor.device)
 
 
-def _input_names(module: nn.Module, arguments: Any) -> list[str]:
-    """Name inputs as the forward's arguments are named, and what is nested by its place there."""
-    if isinstance(module, torch.jit.ScriptModule):
-        graph = [value.debugName().partition(".")[0] for value in module.inlined_graph.inputs()]
-        known = graph[1:]
-    else:
-        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        parameters = inspect.signature(module.forward).parameters.values()
-        known = [parameter.name for parameter in parameters if parameter.kind in kinds]
-    names: list[str] = []
-    for place in structure.places(arguments, "input"):
-        first, dot, rest = place.partition(".")
-        base = known[int(first)] if int(first) < len(known) else f"input{first}"
-        name = f"{base}{dot}{rest}"
-        while name in names:
-            name += "_"
-        names.append(name)
-    return names
-
-
 def _explained(error: Exception, recorder: Recorder, module: Any, caller: str) -> Exception:
     refused = recorder.refused
     if not isinstance(refused, RefusedError):
@@ -147,26 +136,6 @@ def _explained(error: Exception, recorder: Recorder, module: Any, caller: str) -
     )
 
 
-def _output(recorder: Recorder, place: str, given: Tensor, value: Tensor, caller: str) -> Port:
-    shape = None if recorder.is_loose(value) else tuple(value.shape)
-    port = Port(place, recorder.operand(value, place), value.dtype, shape)
-    if not isinstance(given, QTensor):
-        return port
-    scale = recorder.operand(given.scale, f"{place}.scale")
-    if not scale.constant:
-        raise ValueError(
-            f"{caller}: the scale of the output {place} depends on the data; put a DeQuantStub "
-            "behind it"
-        )
-    return replace(
-        port,
-        scale=scale.name,
-        axis=given.q_per_channel_axis(),
-        quantized=str(given.dtype),
-        rounding=given.rounding,
-    )
-
-
 def _needed(steps: Sequence[Step], outputs: Sequence[Port]) -> tuple[Step, ...]:
     """The steps that outputs depend on."""
     wanted = {port.operand.name for port in outputs if not port.operand.constant}
@@ -177,30 +146,6 @@ def _needed(steps: Sequence[Step], outputs: Sequence[Port]) -> tuple[Step, ...]:
             for argument in step.arguments.values():
                 wanted |= {o.name for o in operands(argument) if not o.constant}
     return tuple(reversed(kept))
-
-
-def _with_input_scale(port: Port, steps: Sequence[Step]) -> Port:
-    scales = {
-        (step.arguments["scale"], step.arguments["axis"])
-        for step in steps
-        if step.operator == "bevquant_hybrid::quantize" and step.arguments["x"] == port.operand
-    }
-    if len(scales) != 1:
-        return port
-    ((scale, axis),) = scales
-    return _with_scale(port, scale, axis)
-
-
-def _with_output_scale(port: Port, steps: Sequence[Step]) -> Port:
-    for step in steps:
-        made = [Operand(value.name) for value in step.results]
-        if step.operator == "bevquant_hybrid::dequantize" and port.operand in made:
-            return _with_scale(port, step.arguments["scale"], step.arguments["axis"])
-    return port
-
-
-def _with_scale(port: Port, scale: Any, axis: Any) -> Port:
-    return replace(port, scale=scale.name, axis=axis) if scale.constant else port
 
 
 def _check_equal(

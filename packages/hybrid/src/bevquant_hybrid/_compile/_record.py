@@ -11,25 +11,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from bevquant_hybrid._compile._canonical import OF_NUMBERS, OF_SHAPE, canonical, only_moves
 from bevquant_hybrid.runtime._operators import ARITHMETIC, LOOSE, is_integer, is_known
 from bevquant_hybrid.runtime._program import Argument, Operand, Step, Value
 
 __all__ = ["Recorder", "RefusedError"]
 
 _Place = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype]
-
-_SAME = ("aten::alias", "aten::detach", "aten::lift_fresh")  # the same values
-# Constants: they read a shape alone.
-_OF_SHAPE = (
-    *("aten::zeros_like", "aten::ones_like", "aten::full_like"),
-    *("aten::new_zeros", "aten::new_ones", "aten::new_full"),
-)
-_RESHAPES = ("aten::view", "aten::_unsafe_view", "aten::_reshape_alias")
-# A traced graph holds numbers as tensors, but torch hands them over as numbers.
-_OF_NUMBERS: dict[str, Callable[..., Any]] = {
-    "aten::_local_scalar_dense": lambda number: number,
-    "aten::equal": lambda one, other: type(one) is type(other) and one == other,
-}
 
 
 class RefusedError(ValueError):
@@ -133,19 +121,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         reads = {leaf: known for leaf in leaves if (known := self._find(leaf)) is not None}
         if not reads:
-            if name in _OF_NUMBERS and len(leaves) < len(args):
-                return _OF_NUMBERS[name](*args)
+            if name in OF_NUMBERS and len(leaves) < len(args):
+                return OF_NUMBERS[name](*args)
             if torch.Tag.nondeterministic_seeded in func.tags:
                 raise RefusedError(name, "draws random numbers; a program has none")
             return func(*args, **kwargs)
         given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-        if name in _SAME or _only_moves(name, given):
+        if only_moves(name, given):
             result = func(*args, **kwargs)
             self._know(result, reads[given["self"]])
             return result
-        if name in _OF_SHAPE and not any(known.loose for known in reads.values()):
+        if name in OF_SHAPE and not any(known.loose for known in reads.values()):
             return func(*args, **kwargs)
-        operator, given = _canonical(name, given)
+        operator, given = canonical(name, given)
         self._check(operator, reads)
         scope = self._path(given.get("name"))
         arguments = self._arguments(func, given, scope)
@@ -214,35 +202,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if value is None or isinstance(value, bool | int | float | str | torch.dtype):
             return value
         raise RefusedError(hint, f"is a {type(value).__name__}, which no file holds")
-
-
-def _only_moves(name: str, given: Mapping[str, Any]) -> bool:
-    """Whether a call puts the same values in the same order into other memory."""
-    source: Any = given.get("self")
-    if name == "aten::_to_copy":
-        return given.get("dtype") in (None, source.dtype)
-    if name == "aten::clone":
-        # A change of order stays in the program: sums of floats depend on it.
-        return source.is_contiguous() or given.get("memory_format") != torch.contiguous_format
-    if name == "aten::as_strided_":
-        # Of axes of length one, as pooling to one pixel does: that says nothing.
-        wide = [i for i, size in enumerate(source.shape) if size > 1]
-        sizes, strides = given["size"], given["stride"]
-        same = list(sizes) == list(source.shape) and given.get("storage_offset") is None
-        return same and all(strides[i] == source.stride(i) for i in wide)
-    return False
-
-
-def _canonical(name: str, given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the operator that a program holds in the place of this one, and its arguments."""
-    if name in _RESHAPES:
-        shape = given.get("size", given.get("shape"))
-        return "aten::reshape", {"self": given["self"], "shape": shape}
-    if name == "aten::_to_copy":
-        return "aten::to.dtype", {"self": given["self"], "dtype": given["dtype"]}
-    if name == "aten::clone":
-        return "aten::contiguous", {"self": given["self"]}
-    return name, given
 
 
 def _place(tensor: Tensor) -> _Place:

@@ -92,8 +92,8 @@ class CompiledModel:
         return self.program.constants[operand.name] if operand.constant else values[operand.name]
 
     def _result(self, port: Port, values: dict[str, Tensor], device: torch.device) -> Tensor:
-        # A copy where it is a constant or an input: the caller may write into what it gets.
-        tensor = self._read(port.operand, values).to(device)
+        # A copy of a constant: the caller may write into what it gets.
+        tensor = self._read(port.operand, values).to(device, copy=port.operand.constant)
         scale = self.scale_of(port)
         if port.quantized is None or scale is None:
             return tensor
