@@ -8,20 +8,26 @@ import pytest
 
 NAMES = {
     "": """March set_march get_march march dtype qtensor quantization nn utils functional mapper
-        __version__""",
+        __version__ qconfig qat_mode bgr2centered_gray bgr2centered_yuv bgr2gray bgr2rgb bgr2yuv
+        centered_yuv2bgr centered_yuv2rgb rgb2bgr rgb2centered_gray rgb2centered_yuv rgb2gray
+        rgb2yuv""",
     "march": "March set_march get_march",
     "dtype": "qint8 qint16 qint32 qinfo QuantDType",
     "qtensor": "QTensor",
     "qat_mode": "QATMode set_qat_mode get_qat_mode",
-    "functional": "argmax filter",
-    "nn.functional": "filter",
-    "nn": """Acos Acosh Asin Asinh Atan Atanh Ceil Cos Cosh Erf Exp Floor HardLog Pow Reciprocal
-        Selu Sin Sinh Sqrt Tan Interpolate""",
+    "functional": """argmax filter rgb2centered_yuv bgr2centered_yuv centered_yuv2rgb
+        centered_yuv2bgr""",
+    "nn.functional": "filter bgr_to_yuv444",
+    "nn.bgr_to_yuv444": "bgr_to_yuv444 BgrToYuv444",
+    "nn": """Acos Acosh Asin Asinh Atan Atanh Ceil Cos Cosh Div Erf Exp Floor HardLog Pow Reciprocal
+        Selu Sin Sinh Sqrt Tan Interpolate LayerNorm MultiScaleRoIAlign PointPillarsScatter
+        BgrToYuv444 functional intrinsic qat quantized""",
     "nn.quantized": "FloatFunctional",
     "nn.quantized.quantize": "Quantize DeQuantize",
     "nn.quantized.functional_modules": "QFunctional",
     "nn.qat": """Conv2d ConvReLU2d ConvAddReLU2d ConvTranspose2d Linear BatchNorm2d AvgPool2d
-        SegmentLUT QuantStub DeQuantStub FloatFunctional""",
+        SegmentLUT QuantStub DeQuantStub FloatFunctional LayerNorm Softmax MultiheadAttention
+        LSTMCell Div GLU""",
     "nn.qat.conv2d": "Conv2d ConvReLU2d ConvReLU62d ConvAdd2d ConvAddReLU2d ConvAddReLU62d",
     "nn.qat.stubs": "QuantStub",
     "nn.qat.functional_modules": "FloatFunctional",
@@ -30,13 +36,17 @@ NAMES = {
         prepare_qat_fx prepare_calibration_fx convert convert_fx load_observer_params
         get_default_qat_qconfig get_default_qat_out_qconfig get_default_calib_qconfig
         get_default_qconfig FixedScaleObserver MovingAverageMinMaxObserver
-        MovingAveragePerChannelMinMaxObserver PACTFakeQuantize""",
+        MovingAveragePerChannelMinMaxObserver PACTFakeQuantize
+        default_qat_8bit_fake_quant_qconfig default_calib_8bit_fake_quant_qconfig
+        default_weight_8bit_fake_quant default_8bit_fake_quant""",
     "quantization.quantize": "prepare_qat convert",
     "quantization.quantize_fx": "fuse_fx prepare_qat_fx prepare_calibration_fx convert_fx",
     "quantization.fuse_modules": "fuse_known_modules fuse_modules",
     "quantization.fake_quantize": "FakeQuantize FakeQuantState set_fake_quantize",
-    "quantization.observer": "FixedScaleObserver MinMaxObserver ClipObserver",
-    "quantization.observer_v2": "PercentileObserver MSEObserver KLObserver MixObserver",
+    "quantization.observer": """FixedScaleObserver MinMaxObserver ClipObserver
+        MovingAverageMinMaxObserver MovingAveragePerTensorMinMaxObserver""",
+    "quantization.observer_v2": """PercentileObserver MSEObserver KLObserver MixObserver
+        MinMaxObserver""",
     "quantization.qconfig": """default_qat_8bit_fake_quant_qconfig
         default_qat_out_8bit_fake_quant_qconfig default_calib_8bit_fake_quant_qconfig
         default_calib_out_8bit_fake_quant_qconfig

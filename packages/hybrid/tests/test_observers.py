@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from bevquant_hybrid.quantization import observer as obs
+from bevquant_hybrid.quantization import observer_v2
+from bevquant_quantizers.calib import HistogramCalibrator
 
 EVERY = [
     obs.CalibObserver,
@@ -132,3 +134,42 @@ def test_clip_std_keeps_what_lies_within() -> None:
 def test_settings_out_of_range_are_named(make, what: str) -> None:
     with pytest.raises(ValueError, match=what):
         make()
+
+
+def test_divergence_is_searched_over_what_an_interval_counted() -> None:
+    batches = [torch.randn(4000).exp() for _ in range(3)]
+    observer = obs.KLObserver(update_interval=3)
+    for batch in batches[:2]:
+        observer(batch)
+        assert not observer.observed
+    observer(batches[2])
+    together = obs.KLObserver()
+    together(batches[0])
+    alone = together.max_val.clone()
+    calibrator = HistogramCalibrator(8, None, False, num_bins=512)
+    for batch in batches:
+        calibrator.collect(batch)
+    assert observer.max_val.item() == calibrator.compute_amax("entropy").item()
+    assert observer.max_val.item() != alone.item()
+    found = observer.max_val.clone()
+    for batch in batches:
+        observer(0.1 * batch)
+    assert observer.max_val < found  # the next interval is counted afresh, and averaged
+
+
+@pytest.mark.parametrize("kind", [obs.MSEObserver, obs.MixObserver, obs.PercentileObserver])
+def test_searched_ranges_of_channels_are_those_of_each_alone(kind) -> None:
+    x = torch.randn(3, 500) * torch.tensor([[0.1], [1.0], [7.0]])
+    observer = kind(qscheme=torch.per_channel_symmetric, ch_axis=0)
+    observer(x)
+    for channel in range(3):
+        alone = kind()
+        alone(x[channel])
+        assert observer.max_val[channel].item() == pytest.approx(alone.max_val.item())
+
+
+def test_newer_extremes_are_averaged() -> None:
+    observer = observer_v2.MinMaxObserver(averaging_constant=0.25, ch_axis=0)
+    for top in (1.0, 3.0):
+        observer(torch.tensor([-top, top]))
+    assert observer.max_val.item() == 1.5
