@@ -89,6 +89,19 @@ def test_a_hybrid_model_lists_its_boundaries_and_float_layers(tmp_path, capsys) 
     assert (tmp_path / "qconfig_info.txt").read_text().endswith(capsys.readouterr().out)
 
 
+def test_boundaries_of_a_calibrated_model_are_no_surprise(tmp_path, capsys) -> None:
+    calibration = hybrid(calibration=True).eval()
+    calibration(DATA)
+    names = {"module_name": ["aside"]}
+    qconfigs = {"": get_default_qat_qconfig()}
+    model = prepare_qat_fx(calibration, qconfigs, hybrid=True, hybrid_dict=names)
+    report = check_qconfig(model, DATA, out_dir=tmp_path)
+    boundary = next(r for r in report.outputs if r[0] == "aside_activation_post_process")
+    assert boundary[2:] == ("torch.float32", "qint8", -1)
+    assert [row[0] for row in report.messages] == ["quant", "aside"]
+    capsys.readouterr()
+
+
 @pytest.mark.parametrize("fx", [True, False])
 def test_calibration_models_are_checked(fx: bool, tmp_path, capsys) -> None:
     if fx:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from torch.ao.quantization import FakeQuantizeBase
 
+from bevquant_hybrid._fake_quant._calib import _WrappedCalibFakeQuantize
 from bevquant_hybrid._fx._placement import has_weight
 from bevquant_hybrid._observers._fixed import FixedScaleObserver
 from bevquant_hybrid.nn import qat
@@ -26,6 +27,8 @@ NO_QCONFIG = "qconfig = None"
 _OUTPUTS = ("Module Name", "Module Type", "Input dtype", "out dtype", "ch_axis")
 _WEIGHTS = ("Module Name", "Module Type", "weight dtype", "ch_axis")
 _MESSAGES = ("Module Name", "Module Type", "Msg")
+# What goes from float to quantized or back.
+_CROSSINGS = (qat.QuantStub, qat.DeQuantStub, FakeQuantizeBase, _WrappedCalibFakeQuantize)
 _QUESTION = "Please check if these OPs qconfigs are expected.."
 
 
@@ -158,8 +161,9 @@ def _remarks(call: Call, given: list[Any], made: list[Any]) -> Iterable[str]:
             yield "output is not quantized"
     elif has_weight(module):
         yield NO_QCONFIG
-    crosses = isinstance(module, qat.QuantStub | qat.DeQuantStub) or fake_quant is module
-    if not crosses and any(dtype != other for dtype in given for other in made):
+    if not isinstance(module, _CROSSINGS) and any(
+        dtype != other for dtype in given for other in made
+    ):
         yield f"input dtype {_told(given)} is not same with out dtype {_told(made)}"
     observer = getattr(fake_quant, "activation_post_process", None)
     if isinstance(observer, FixedScaleObserver):
