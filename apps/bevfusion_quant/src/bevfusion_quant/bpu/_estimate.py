@@ -50,7 +50,7 @@ def estimate_unit(
 
     Args:
         unit: "camera" or "bev".
-        graph: From `prepare_qat_fx`.
+        graph: From `convert_fx`.
         march: The BPU.
         shapes: Of the unit's inputs; of several images one is run, since shapes are all that
             counts and tracing holds every activation.

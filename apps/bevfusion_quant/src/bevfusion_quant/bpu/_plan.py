@@ -14,7 +14,7 @@ from bevquant_hybrid.partition import partition, place_operator
 if TYPE_CHECKING:
     from torch import fx
 
-    from bevquant_hybrid.partition import Plan
+    from bevquant_hybrid.partition import Plan, PlanNode
 
 __all__ = ["unit_plan"]
 
@@ -32,14 +32,16 @@ def unit_plan(
         unit: "camera" or "bev".
         graph: From `prepare_qat_fx`.
         march: The BPU.
-        shapes: Of the unit's inputs.
+        shapes: Of the unit's inputs; of several images one is run.
         on_cpu: Paths of modules within the unit that the user put on the CPU.
     """
-    found = partition(graph, march, example_inputs=tuple(torch.zeros(s) for s in shapes))
+    examples = tuple(torch.zeros(1, *shape[1:]) for shape in shapes)
+    found = partition(graph, march, example_inputs=examples)
     labels = node_labels(unit, graph)
     names = {node: label.short for node, label in labels.items()}
     nodes = []
-    for node in found.nodes:
+    for single in found.nodes:
+        node = _of_batch(single, shapes[0][0])
         label = labels.get(node.name)
         if label is None:
             inputs = tuple(names.get(name, name) for name in node.inputs)
@@ -65,3 +67,9 @@ def unit_plan(
 
 def _named(path: str, on_cpu: Sequence[str]) -> bool:
     return any(path == named or path.startswith(f"{named}.") for named in on_cpu)
+
+
+def _of_batch(node: PlanNode, count: int) -> PlanNode:
+    """The node with `count` entries along the first axis instead of one."""
+    shape = node.shape
+    return node if shape is None else replace(node, shape=(shape[0] * count, *shape[1:]))

@@ -105,7 +105,7 @@ class SplitUnits:
     def estimates(self, forms: Mapping[str, Forms]) -> dict[str, BpuEstimate]:
         """What each unit costs, estimated."""
         return {
-            name: estimate_unit(name, form.fake_graph, self.config.march, self._inputs(name))
+            name: estimate_unit(name, form.integer_graph, self.config.march, self._inputs(name))
             for name, form in forms.items()
         }
 

@@ -28,8 +28,10 @@ def partition_picture(svg: str) -> Html:
         "button", "Whole picture", type="button", id="partition-whole", aria_pressed="false",
         hidden=True,
     )  # fmt: skip
+    caption = "Point at a node to read why it is where it is. Solid lines carry integers, dashed "
     return tag(
         "figure",
+        tag("figcaption", whole, caption + "ones floats.", class_="note"),
         tag(
             "div",
             tag("div", tree),
@@ -38,9 +40,7 @@ def partition_picture(svg: str) -> Html:
             role="region",
             aria_label="Picture of the partition",
         ),
-        tag("figcaption", whole, "Point at a node to read why it is where it is. Solid lines "
-            "carry integers, dashed ones floats.", class_="note"),
-    )  # fmt: skip
+    )
 
 
 def _following_page(svg: str) -> str:

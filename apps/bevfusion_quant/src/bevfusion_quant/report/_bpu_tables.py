@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from bevfusion_quant.report._format import count, fixed, percent
-from bevfusion_quant.report._html import Content, Html, path_name, tag
+from bevfusion_quant.report._html import Content, Html, join, path_name, tag
 
 if TYPE_CHECKING:
     from bevfusion_quant.bpu import BpuEstimate, BpuLayer, BpuStage
@@ -19,9 +19,9 @@ def boundary_table(plan: Plan) -> Html:
     """Every crossing between float and integers, with its bytes."""
     rows = [
         _row(
-            tag("span", boundary.name, class_="path"),
+            path_name(boundary.name),
             boundary.kind,
-            f"{boundary.source} → {', '.join(boundary.readers)}",
+            join(path_name(boundary.source), " → ", *_commas(boundary.readers)),
             count(boundary.transfer_bytes),
         )
         for boundary in plan.boundaries
@@ -91,6 +91,11 @@ def estimate_table(unit: str, estimate: BpuEstimate) -> Html:
     ]
     title = f"Estimated time of each layer: {unit}"
     return _scrolled(title, f"estimate-{unit.split()[0]}", heads, rows)
+
+
+def _commas(names: Sequence[str]) -> Iterator[Html]:
+    for index, name in enumerate(names):
+        yield join(", " if index else "", path_name(name))
 
 
 def _row(first: Content, *others: Content) -> Html:
