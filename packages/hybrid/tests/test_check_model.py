@@ -179,6 +179,8 @@ def test_a_camera_needs_its_scale(forms, capsys):
     line = capsys.readouterr().out.splitlines()[-2]
     assert "0.015625" in line
     assert "1/128, as its input comes from the pyramid" in line
+    assert check_model(nn.Sequential(QuantStub()), IMAGE, input_source="pyramid") == 1
+    assert "not fixed" in capsys.readouterr().out
 
 
 class Two(nn.Module):

@@ -54,6 +54,41 @@ class Functions(nn.Module):
         return torch.abs(x.transpose(1, 2).reshape(1, 10, 4, 10)[:, :8])
 
 
+class Attends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attend = nn.MultiheadAttention(8, 2)
+
+    def forward(self, x):
+        return self.attend(x, x, x)[0]
+
+
+class Cell(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.LSTMCell(8, 4)
+
+    def forward(self, x):
+        return self.cell(x)[0]
+
+
+class Bounds(nn.Module):
+    """Rectifiers and clamps as functions: operations alike, rows of their own."""
+
+    def __init__(self, six):
+        super().__init__()
+        self.six = six
+
+    def forward(self, x):
+        return F.relu6(x) if self.six else torch.clamp(x, 0, 0.5)
+
+
+class Sampled(nn.Module):
+    def forward(self, x):
+        grid = torch.linspace(-1, 1, 50).reshape(1, 5, 5, 2)
+        return F.grid_sample(x, grid, "nearest", "border", align_corners=False)
+
+
 def traced(model, x):
     """The fixed-point model, traced, and read from the file that tracing wrote."""
     model.qconfig = quantization.get_default_qat_qconfig()
@@ -84,6 +119,11 @@ def seen(calls):
 MODELS = {
     "arithmetic": (Arithmetic(), (1, 3, 8, 8)),
     "functions": (Functions(), (1, 4, 8, 8)),
+    "attention": (Attends(), (5, 3, 8)),
+    "cell": (Cell(), (3, 8)),
+    "relu6": (Bounds(True), (1, 4, 8, 8)),
+    "clamps": (Bounds(False), (1, 4, 8, 8)),
+    "sampling": (Sampled(), (1, 4, 8, 8)),
     "convolution": (nn.Conv2d(4, 8, 3, 2, 1, groups=2, bias=False), (1, 4, 8, 8)),
     "transposed": (nn.ConvTranspose2d(4, 6, 4, 2, 1), (1, 4, 8, 8)),
     "volume": (nn.Conv3d(2, 3, 3, padding=1), (1, 2, 4, 4, 4)),

@@ -74,6 +74,10 @@ def module_attributes(row: str, module: nn.Module, shapes: Sequence[Shape]) -> d
         found["normalized_shape"] = shapes[0][-len(getattr(part, "axes", (0,))) :]
     if row.endswith("MultiheadAttention"):
         found["add_bias_kv"] = getattr(part, "bias_k", None) is not None
+        # What was prepared has no other settings; traced, it does not say so.
+        found.setdefault("add_zero_attn", False)
+        for name in ("embed_dim", "kdim", "vdim"):
+            found.setdefault(name, shapes[0][-1] if shapes else 0)
     if row.startswith("torch.nn.Conv2d"):
         found["sumin"] = len(shapes) > 1
     if "Upsampl" in row or row.endswith("interpolate"):

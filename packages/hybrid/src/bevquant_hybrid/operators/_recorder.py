@@ -111,6 +111,8 @@ class Recorder(TorchFunctionMode):
                 continue
 
             def call(*args: Any, _name: str = name, _row: str = row.name, **kwargs: Any) -> Any:
+                if self._leaves:  # a part of an operator
+                    return getattr(type(module), _name)(module, *args, **kwargs)
                 self._leaves += 1
                 try:
                     result = getattr(type(module), _name)(module, *args, **kwargs)

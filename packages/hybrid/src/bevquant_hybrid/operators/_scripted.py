@@ -8,7 +8,7 @@ what stands between modules is told by its operation.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import isclose, prod
+from math import inf, isclose, prod
 from typing import Any
 
 import torch
@@ -38,10 +38,12 @@ _COMPUTING = {
     **{"sum_over": "torch.sum", "avg_pool": "torch.nn.AvgPool2d"},
     **{"max_pool": "torch.nn.MaxPool2d", "resize": "torch.nn.functional.interpolate"},
     "quantize": "torch.quantization.QuantStub",
+    "grid_sample_integers": "torch.nn.functional.grid_sample",
 }
 _FUNCTIONS = {
     **{"resize": "interpolate", "max_pool": "max_pool2d", "avg_pool": "avg_pool2d"},
     **dict.fromkeys(("slice", "select", "index"), "getitem"),
+    "grid_sample_integers": "grid_sample",
 }
 _SAME_VALUE = (
     *("alias", "detach", "contiguous", "clone", "to", "_to_copy", "lift_fresh", "dequantize"),
@@ -84,6 +86,7 @@ class _Reader:
         self._adds = False  # whether it adds a second input
         self._real: dict[int, tuple[Any, set[str]]] = {}  # float64: of which value, by what
         self._transposed: dict[int, Any] = {}  # of which value it is the matrix transposed
+        self._from_zero: set[int] = set()  # clamped at zero from below
         self._askers: dict[int, str] = {}  # which module asked for a value of another scale
 
     def enter(
@@ -103,9 +106,11 @@ class _Reader:
             result = run()
         finally:
             self._inside = None
-        inputs = list(tensors_in(given))
-        if self._adds and sum(id(v) in self.book.dtypes for v in inputs) == 1:
+        inputs = [v for v in tensors_in(given) if id(v) in self.book.dtypes]
+        if self._adds and len(inputs) == 1:
             inputs *= 2  # a value that is added to its own convolution is passed once
+        if row.endswith(".MultiheadAttention"):
+            inputs += inputs[-1:] * (3 - len(inputs))  # as one that is key and value
         self._write(path, row, settings, inputs, result)
         return result
 
@@ -206,6 +211,9 @@ class _Reader:
             shapes = [shape_of(v) for v in data]
             attributes = function_attributes(row, "sum", data, named, shapes)
             self._put(path, row, attributes, data, step.result)
+        elif step.name == "grid_sample_integers":
+            inputs = list(tensors_in(step.values))
+            self._put(path, row, module_attributes(row, settings, []), inputs, step.result)
         else:
             self._write(path, row, settings, data, step.result)
 
@@ -217,23 +225,45 @@ class _Reader:
         self.book.forget(self.book.makers[id(value)])
         return source
 
+    def _bound(self, step: Step, value: Any) -> None:
+        """A bound above or below: a rectifier or clamp, or the begin or end of another call."""
+        draft = self.book.draft(self.book.makers[id(value)]) or {}
+        maker = draft.get("operator", "")
+        name = "clamp"
+        if step.name.startswith("clamp") and step.arguments.get("max") is None:
+            low = step.arguments.get("min")
+            # abs begins with the one, and add_relu ends with the other
+            if low in (-127, -32767) or (low == 0 and maker == "torch.add"):
+                return self._follow(step, value, None)
+            name = "relu" if low == 0 else name
+        elif step.name == "minimum" and maker == "torch.clamp":
+            self._follow(step, value, None)
+            if id(value) in self._from_zero and self._is_six(value, step.values[1]):
+                path = self.book.rename(self.book.makers[id(value)], self._place("relu6"))
+                self.book.know(step.result, self.book.dtypes[id(value)], path)
+                draft["operator"] = "torch.nn.functional.relu6(fused)"
+            return
+        row = self._table.find(f"torch.{name}") or self._table.find(f"torch.nn.functional.{name}")
+        self._put(self._place(name), row.name if row else name, {}, [value], step.result)
+        if step.name == "maximum" and not step.values[1].any():
+            self._from_zero.add(id(step.result))
+
+    def _is_six(self, value: Any, bound: Tensor) -> bool:
+        """Whether an upper bound is the integer nearest to 6, or the largest one below it."""
+        largest = {"qint8": 127, "qint16": 32767}.get(self.book.dtypes[id(value)], inf)
+        if float(bound.max()) >= largest:
+            return True
+        scale = self._scale(self.book.makers[id(value)])
+        return scale is not None and bool((bound.double() * scale - 6).abs().max() <= scale)
+
     def _function(self, step: Step, data: list[Any]) -> None:
         name = step.name
         if name == "slice" and step.result.shape == data[0].shape:
             return self._follow(step, data[0], None)
-        if name in ("clamp", "clamp_min"):
-            low, high = step.arguments.get("min"), step.arguments.get("max")
-            draft = self.book.draft(self.book.makers[id(data[0])])
-            if high is None and low in (-127, -32767):  # abs begins so
-                return self._follow(step, data[0], None)
-            if high is None and low == 0:
-                if draft is not None and draft["operator"] == "torch.add":  # add_relu ends so
-                    return self._follow(step, data[0], None)
-                name = "relu"
+        if name in ("clamp", "clamp_min", "maximum", "minimum") and len(data) == 1:
+            return self._bound(step, data[0])
         tensors = [v for v in tensors_in(step.values)]
         row = _OTHER_NAMES.get(name, "")
-        if name in ("maximum", "minimum") and len(data) < 2:
-            name = "clamp"
         for space in ("torch.", "torch.Tensor.", "torch.nn.functional."):
             found = self._table.find(space + name)
             row = row or (found.name if found else "")
@@ -242,7 +272,7 @@ class _Reader:
         values = list(step.values)
         attributes = function_attributes(row, name, values, {}, shapes)
         path = self._askers.get(id(data[-1])) or self._place(_FUNCTIONS.get(name, name))
-        self._put(path, row, attributes, data, step.result)
+        self._put(path, row, attributes, tensors, step.result)
         if name == "mT":
             self._transposed[id(step.result)] = data[0]
 
