@@ -35,7 +35,8 @@ NAMES = {
         set_fake_quantize fuse_known_modules fuse_modules fuse_fx prepare_qat prepare_calibration
         prepare_qat_fx prepare_calibration_fx convert convert_fx load_observer_params
         get_default_qat_qconfig get_default_qat_out_qconfig get_default_calib_qconfig
-        get_default_qconfig FixedScaleObserver MovingAverageMinMaxObserver
+        get_default_qconfig check_model compile_model perf_model visualize_model
+        FixedScaleObserver MovingAverageMinMaxObserver
         MovingAveragePerChannelMinMaxObserver PACTFakeQuantize
         default_qat_8bit_fake_quant_qconfig default_calib_8bit_fake_quant_qconfig
         default_weight_8bit_fake_quant default_8bit_fake_quant""",
