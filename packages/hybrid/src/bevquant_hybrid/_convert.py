@@ -11,8 +11,23 @@ from bevquant_hybrid.march import require_march
 from bevquant_hybrid.nn.qat._parts import Composed
 from bevquant_hybrid.nn.qat._preserved import preserved_form
 from bevquant_hybrid.nn.quantized import fixed_point_form
+from bevquant_hybrid.nn.quantized._base import FixedPoint
 
-__all__ = ["convert_in_place"]
+__all__ = ["convert_in_place", "refuse_converted"]
+
+
+def refuse_converted(model: nn.Module, caller: str) -> None:
+    """Refuse a model that computes in integers already.
+
+    Raises:
+        ValueError: It does; the message names a module.
+    """
+    for path, module in model.named_modules():
+        if isinstance(module, FixedPoint):
+            raise ValueError(
+                f"{caller}: {path or 'the model'} ({type(module).__name__}) computes in integers: "
+                "the model is converted already; pass the model that was given to convert"
+            )
 
 
 def convert_in_place(
@@ -22,11 +37,13 @@ def convert_in_place(
 
     Raises:
         RuntimeError: No march is set.
-        ValueError: A calibration model, an unknown rounding, or settings a BPU does not execute.
+        ValueError: A calibration model, one that is converted already, an unknown rounding, or
+            settings a BPU does not execute.
     """
     require_march(caller)
     if rounding not in ("half_up", "half_even"):
         raise ValueError(f"{caller}: rounding={rounding!r}: expected 'half_up' or 'half_even'")
+    refuse_converted(model, caller)
     modules = dict(model.named_modules())
     calibrating = [path for path, m in modules.items() if isinstance(m, CalibFakeQuantize)]
     if calibrating:

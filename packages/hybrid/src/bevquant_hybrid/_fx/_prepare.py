@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.fx import Graph, Node
 
+from bevquant_hybrid._convert import refuse_converted
 from bevquant_hybrid._fake_quant._calib import _WrappedCalibFakeQuantize
 from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
 from bevquant_hybrid._fx._boundaries import BOUNDARY, insert_boundaries
@@ -29,6 +30,7 @@ from bevquant_hybrid._leaf import MethodCall
 from bevquant_hybrid._quant_stub import DeQuantStub
 from bevquant_hybrid.march import March, get_march, require_march
 from bevquant_hybrid.nn.qat import float_form, has_qat_form, qat_form
+from bevquant_hybrid.nn.qat._base import expect_pictures
 
 __all__ = ["fuse", "prepare"]
 
@@ -74,6 +76,7 @@ def prepare(
     march = require_march(caller)
     names = Names(hybrid_dict if hybrid else None)
     scales = None
+    refuse_converted(model, caller)
     if isinstance(model, ObservedGraphModule):
         _refuse_prepared_twice(model, caller)
         scales = calibrated_scales(model)
@@ -93,6 +96,7 @@ def prepare(
     _swap(fused, placement)
     prepared = ObservedGraphModule(fused, fused.graph)
     prepared.hybrid = hybrid
+    expect_pictures(prepared, march, hybrid)
     if scales is not None:
         adopt_scales(prepared, scales)
     if optimize_graph:
@@ -168,8 +172,7 @@ def _swap(fused: GraphModuleWithAttr, placement: Placement) -> None:
         if qconfig is None and kind is not Kind.DEQUANT:
             continue
         if id(module) not in done:
-            module.qualified_name = path  # type: ignore[assignment]
-            done[id(module)] = qat_form(module, qconfig)
+            done[id(module)] = qat_form(module, qconfig, path)
         replace_module(fused, path, done[id(module)])
     if not placement.hybrid:
         _swap_in_methods(fused, placement, done)
@@ -188,9 +191,8 @@ def _swap_in_methods(
             continue
         qconfig = placement.settings.of(path)
         if qconfig is not None or isinstance(module, DeQuantStub):
-            module.qualified_name = path
             if id(module) not in done:
-                done[id(module)] = qat_form(module, qconfig)
+                done[id(module)] = qat_form(module, qconfig, path)
             replace_module(fused, path, done[id(module)])
 
 

@@ -75,7 +75,8 @@ def trace(model: nn.Module, caller: str) -> Graph:
     tracer = HybridTracer()
     try:
         return tracer.trace(model)
-    except (TraceError, TypeError) as error:
+    # What Python and NumPy raise where a proxy is no value: of len(), of asarray(), of iteration.
+    except (TraceError, TypeError, RuntimeError, ValueError, AttributeError) as error:
         where = tracer.where[-1] if tracer.where else ""
         inside = model.get_submodule(where)
         raise ValueError(

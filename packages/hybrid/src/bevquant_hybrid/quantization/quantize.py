@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from bevquant_hybrid._convert import convert_in_place
+from bevquant_hybrid._convert import convert_in_place, refuse_converted
 from bevquant_hybrid._fake_quant._calib import CalibFakeQuantize
 from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
 from bevquant_hybrid._fx._calibrated import adopt_scales, calibrated_scales
@@ -18,6 +18,7 @@ from bevquant_hybrid._fx._unify import refuse_settings, unify_cat_scales
 from bevquant_hybrid._quant_stub import DeQuantStub
 from bevquant_hybrid.march import March, require_march
 from bevquant_hybrid.nn.qat import float_form, has_qat_form, qat_form
+from bevquant_hybrid.nn.qat._base import expect_pictures
 from bevquant_hybrid.quantization.quantize_fx import convert_fx
 
 __all__ = ["convert", "load_observer_params", "prepare_calibration", "prepare_qat"]
@@ -79,6 +80,7 @@ def _prepare(
     model: nn.Module, inplace: bool, hybrid: bool, caller: str, optimize_graph: bool = False
 ) -> nn.Module:
     march = require_march(caller)
+    refuse_converted(model, caller)
     kinds = {type(m) for m in model.modules()}
     if any(issubclass(kind, FakeQuantize) for kind in kinds):
         raise ValueError(
@@ -98,8 +100,7 @@ def _prepare(
             return module
         if id(module) in done:
             return done[id(module)]
-        module.qualified_name = path  # type: ignore[assignment]
-        prepared = done[id(module)] = qat_form(module, qconfig)
+        prepared = done[id(module)] = qat_form(module, qconfig, path)
         if hybrid:
             for part in prepared.modules():
                 part.lenient = True  # type: ignore[assignment]
@@ -113,6 +114,7 @@ def _prepare(
     made = _replaced(made, "", lambda path, module: planned.get(path, module))
     if scales is not None:
         adopt_scales(made, scales)
+    expect_pictures(made, march, hybrid)
     if graph is not None:
         unify_cat_scales(graph, made, march, caller)
     return made

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any, Self, TypeVar
 
 from torch import Tensor, nn
 
+from bevquant_hybrid.march import March
 from bevquant_hybrid.qtensor import QTensor, as_float
 
 __all__ = [
     "OutputQuantized",
     "activation_of",
+    "expect_pictures",
     "give_back",
     "hand_over_qconfig",
     "module_path",
@@ -69,6 +72,16 @@ def activation_of(qconfig: Any) -> nn.Module | None:
     return made
 
 
+def expect_pictures(model: nn.Module, march: str, hybrid: bool) -> None:
+    """Have every QAT module of a model say whether it warns of inputs that have not four axes.
+
+    BERNOULLI2 computes on four; what the mapper of a hybrid model makes of others is its own.
+    """
+    for module in model.modules():
+        if "_prepared_with" in module.__dict__:
+            module.wants_pictures = march == March.BERNOULLI2 and not hybrid  # type: ignore[assignment]
+
+
 def quantized_input(module: nn.Module, x: Tensor, what: str = "input") -> Tensor:
     """Return the float values of a quantized input.
 
@@ -76,6 +89,14 @@ def quantized_input(module: nn.Module, x: Tensor, what: str = "input") -> Tensor
         TypeError: It is not quantized, or has 32 bits.
     """
     if isinstance(x, QTensor):
+        if getattr(module, "wants_pictures", False) and x.dim() != 4:
+            warnings.warn(
+                f"{module_path(module)} ({type(module).__name__}): its {what} has shape "
+                f"{tuple(x.shape)}, but BERNOULLI2 computes on [N, C, H, W]; reshape it to four "
+                "axes before the QuantStub, or run this operator on the CPU",
+                UserWarning,
+                stacklevel=3,
+            )
         if x.dtype == "qint32" and not x.lenient:
             raise TypeError(
                 f"{module_path(module)} ({type(module).__name__}): its {what} is the 32-bit output "

@@ -28,6 +28,7 @@ from bevquant_hybrid.nn.qat import (
     several_inputs,
     stubs,
 )
+from bevquant_hybrid.nn.qat._base import take_over
 from bevquant_hybrid.nn.qat._weighted import Weighted, anchor_of
 from bevquant_hybrid.nn.qat._with_bn import with_batch_norm
 from bevquant_hybrid.nn.qat.segment_lut import SegmentLUT
@@ -109,8 +110,13 @@ def has_qat_form(module: nn.Module) -> bool:
     return _class_of(module) is not None
 
 
-def qat_form(module: nn.Module, qconfig: Any) -> nn.Module:
+def qat_form(module: nn.Module, qconfig: Any, path: str = "") -> nn.Module:
     """Return the QAT form of a float module, which shares its parameters.
+
+    Args:
+        module: Float module; it stays as it is.
+        qconfig: How its weight and output are quantized.
+        path: Where it stands in its model, for messages.
 
     Raises:
         TypeError: It has none.
@@ -119,6 +125,9 @@ def qat_form(module: nn.Module, qconfig: Any) -> nn.Module:
     found = _class_of(module)
     if found is None:
         raise TypeError(f"{type(module).__name__} has no QAT form")
+    if path:
+        module = take_over(type(module), module)
+        module.qualified_name = path  # type: ignore[assignment]
     made: nn.Module = found.from_float(module, qconfig)
     return made
 

@@ -26,6 +26,7 @@ class SegmentLUT(OutputQuantized):
     """
 
     function: nn.Module
+    qualified_name: str
 
     @classmethod
     def from_float(cls, source: nn.Module, qconfig: Any = None) -> Self:
@@ -40,6 +41,7 @@ class SegmentLUT(OutputQuantized):
                 f"{module_path(source)} (PReLU): one table holds one slope, got "
                 f"{source.num_parameters}; use one slope, or run it on the CPU (hybrid_dict)"
             )
+        self.qualified_name = module_path(source)
         remember_qconfig(self, source, self.qconfig)
         self.training = source.training
         self.function = source
