@@ -34,7 +34,7 @@ td.bars { min-width:13rem; width:30% }
 .bar { height:6px; border-radius:3px; margin:2px 0; min-width:1px }
 .compute { background:var(--compute) } .memory { background:var(--memory) }
 .key { display:inline-block; width:1.4rem; height:6px; border-radius:3px; margin:0 .3rem .15rem 0 }
-tfoot td { border:0; font-weight:600 } a { color:var(--memory) }
+tfoot td { border:0; font-weight:600 } a { color:var(--memory); overflow-wrap:anywhere }
 """
 
 
@@ -137,13 +137,20 @@ def _row(layer: LayerEstimate, longest: float, total: float) -> str:
     )
 
 
+_FIGURES = {
+    "peak_tops": "10¹² int8 operations per second, all cores",
+    "cores": "BPU cores",
+    "ddr_gigabytes_per_second": "DDR memory, 10⁹ bytes per second",
+}
+
+
 def _sources(figures: Mapping[str, Any]) -> list[str]:
     rows = []
     for name, figure in figures.items():
-        if isinstance(figure, Mapping) and not name.startswith("cpu_"):
+        if isinstance(figure, Mapping) and name in _FIGURES:  # a CPU's tell nothing here
             source = escape(str(figure["source"]))
             rows.append(
-                f"<tr><td>{escape(name.replace('_', ' '))}</td>"
+                f"<tr><td>{escape(_FIGURES[name])}</td>"
                 f'<td class="n">{figure["value"]:g}</td><td>{escape(figure["basis"])}</td>'
                 f'<td>{escape(figure["note"])}<br><a href="{source}">{source}</a></td></tr>'
             )
