@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from bevfusion_quant.bpu._labels import node_labels
 from bevquant_hybrid.operators import find_violations, trace_calls
 from bevquant_hybrid.performance import estimate_layers, load_chip_figures
 
 if TYPE_CHECKING:
     from torch import fx
 
+    from bevfusion_quant.bpu._labels import Label
     from bevquant_hybrid.operators import OperatorCall
     from bevquant_hybrid.performance import ChipFigures, LayerEstimate
 
@@ -44,13 +44,16 @@ class BpuEstimate:
 
 
 def estimate_unit(
-    unit: str, graph: fx.GraphModule, march: str, shapes: Sequence[tuple[int, ...]]
+    graph: fx.GraphModule,
+    labels: Mapping[str, Label],
+    march: str,
+    shapes: Sequence[tuple[int, ...]],
 ) -> BpuEstimate:
     """Trace one image, or one frame's maps, and estimate all of them.
 
     Args:
-        unit: "camera" or "bev".
         graph: From `convert_fx`.
+        labels: Of the form that it was converted from.
         march: The BPU.
         shapes: Of the unit's inputs; of several images one is run, since shapes are all that
             counts and tracing holds every activation.
@@ -59,7 +62,7 @@ def estimate_unit(
     calls = trace_calls(graph, tuple(torch.zeros(1, *shape[1:]) for shape in shapes))
     calls = [_of_batch(call, count) for call in calls]
     on_bpu = [c for c in calls if c.operator.endswith("Stub") or "float32" not in c.input_dtypes]
-    names = {label.place: label.path for label in node_labels(unit, graph).values()}
+    names = {label.place: label.path for label in labels.values()}
     layers = [
         replace(
             layer,

@@ -12,6 +12,7 @@ from bevfusion_quant.bpu._compose import compose_plan
 from bevfusion_quant.bpu._config import bpu_parts
 from bevfusion_quant.bpu._estimate import BpuEstimate, estimate_unit
 from bevfusion_quant.bpu._follow import Models
+from bevfusion_quant.bpu._labels import node_labels
 from bevfusion_quant.bpu._plan import unit_plan
 from bevfusion_quant.bpu._quantize import Forms, calibrating_form, finished_forms, names_on_cpu
 from bevfusion_quant.bpu._split import SplitModel
@@ -105,7 +106,12 @@ class SplitUnits:
     def estimates(self, forms: Mapping[str, Forms]) -> dict[str, BpuEstimate]:
         """What each unit costs, estimated."""
         return {
-            name: estimate_unit(name, form.integer_graph, self.config.march, self._inputs(name))
+            name: estimate_unit(
+                form.integer_graph,
+                node_labels(name, form.fake_graph),
+                self.config.march,
+                self._inputs(name),
+            )
             for name, form in forms.items()
         }
 
