@@ -225,6 +225,26 @@ def test_no_module_runs_and_nothing_is_unpickled(tmp_path, monkeypatch) -> None:
     assert_equal(horizon.runtime.load(tmp_path / "model.hbm")(x), expected)
 
 
+def test_every_documented_option_is_taken(tmp_path) -> None:
+    x = torch.randn(2, 4, 6, 6)
+    model = converted(Net(), x)
+    expected = model(x)
+    for opt in (*range(4), "O0", "O1", "O2", "O3", "ddr", "fast", "balance"):
+        assert torch.equal(compiled(model, [x], tmp_path, opt=opt)(x), expected)
+    settings = {"balance_factor": 50, "jobs": 0, "progressbar": False, "debug": False}
+    settings |= {"extra_args": ["--ability-entry", "1"], "input_source": ["pyramid"]}
+    made = compiled(model, x, tmp_path, name="digits", march="bernoulli2", opt=1, **settings)
+    assert (made.name, made.march) == ("digits", "bernoulli2")
+    assert made.program.options == {
+        "input_source": ["pyramid"],
+        "input_layout": "NCHW",
+        "output_layout": "NCHW",
+        "opt": "O1",
+        "balance_factor": 50,
+        "extra_args": ["--ability-entry", "1"],
+    }
+
+
 def test_channels_last(tmp_path) -> None:
     x, y = torch.randn(2, 3, 6, 5), torch.randn(2, 3, 6, 5)
     model = converted(Heads(), x, y)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -94,6 +95,16 @@ def test_a_wrong_argument_is_named(what: str, model, tmp_path) -> None:
     with pytest.raises(kind, match=f"compile_model: .*{message}"):
         compile_model(**settings)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_documented_signature() -> None:
+    found = inspect.signature(compile_model).parameters.values()
+    assert [(parameter.name, parameter.default) for parameter in found] == [
+        *((name, inspect.Parameter.empty) for name in ("module", "example_inputs", "hbm")),
+        *(("march", None), ("name", None), ("input_source", "ddr"), ("input_layout", None)),
+        *(("output_layout", "NCHW"), ("opt", "O2"), ("balance_factor", 2), ("progressbar", True)),
+        *(("jobs", 16), ("debug", True), ("extra_args", None)),
+    ]
 
 
 def test_a_march_that_nobody_set(model, tmp_path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -72,7 +73,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known: dict[_Place, _Known] = {}
         self._memories: set[int] = set()
         self._constant_of: dict[_Place, str] = {}
-        self._kept: list[Tensor] = list(tensors.values())  # so that nothing takes their memory
+        self._seen: list[Any] = [_number_kept(tensor) for tensor in tensors.values()]
         self._count = 0
 
     def input(self, tensor: Tensor, name: str) -> Operand:
@@ -96,7 +97,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 name = f"{base}_{count}"
             self.constants[name] = tensor.detach().cpu().clone().contiguous()
             self._constant_of[place] = name
-            self._kept.append(tensor)
+            self._seen.append(_number_kept(tensor))
         return Operand(self._constant_of[place], constant=True)
 
     def is_loose(self, tensor: Tensor) -> bool:
@@ -153,7 +154,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _know(self, tensor: Tensor, known: _Known) -> None:
         self._known[_place(tensor)] = known
         self._memories.add(_place(tensor)[0])
-        self._kept.append(tensor)
+        self._seen.append(_number_kept(tensor))
 
     def _find(self, tensor: Tensor) -> _Known | None:
         place = _place(tensor)
@@ -214,3 +215,8 @@ def _place(tensor: Tensor) -> _Place:
         tuple(tensor.stride()),
         tensor.dtype,
     )
+
+
+def _number_kept(tensor: Tensor) -> Any:
+    """Hold the number of a tensor's memory, so that no other gets it, and not the memory itself."""
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
