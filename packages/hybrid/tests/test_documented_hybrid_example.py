@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import re
 
 import pytest
@@ -55,6 +57,42 @@ def test_forward_graphs_are_the_documented_text(example) -> None:
         assert model.code.strip() == listing[start:].strip()
 
 
+def test_the_layer_that_the_document_shows_alone_prints_as_shown(example, document) -> None:
+    found, *_ = example
+    text = document("000")
+    parts = text.split("    (conv4): Conv2d(")[1:3]
+    shown = [part[: part.index("\n    )\n") + len("\n    )")] for part in parts]
+    for snippet, model in zip(shown, (found["printed"], str(found["qat_model"])), strict=True):
+        wanted = [line.strip() for line in lines("(conv4): Conv2d(" + snippet)]
+        printed = [line.strip() for line in lines(model)]
+        start = printed.index(wanted[0])
+        assert printed[start : start + len(wanted)] == wanted
+
+
+def test_functions_take_the_arguments_that_the_document_gives_them(document) -> None:
+    for home, name in (
+        ("quantization", "prepare_qat_fx"),
+        ("quantization", "prepare_calibration_fx"),
+        ("quantization", "convert_fx"),
+        ("utils.onnx_helper", "export_to_onnx"),
+    ):
+        text = re.search(rf"def {name}\((.*?)\)\s*(->|:)", document("000"), re.DOTALL).group(1)
+        documented = [
+            (line.split(":")[0].split("=")[0].strip(), line.partition("=")[2].strip(" ,"))
+            for line in text.strip().splitlines()
+        ]
+        documented = [(argument.strip(","), default) for argument, default in documented]
+        function = getattr(importlib.import_module(f"bevquant_hybrid.{home}"), name)
+        given = inspect.signature(function).parameters
+        if name == "convert_fx":  # the newer one, which takes both
+            given = {n: p for n, p in given.items() if n != "inplace"}
+        names = [argument for argument, _ in documented]
+        assert [*given][: len(names)] == names
+        for argument, default in documented:
+            if default:
+                assert str(given[argument].default) in (default, default.rpartition(".")[2])
+
+
 def test_uniform_inputs_calibrate_to_the_printed_range(example) -> None:
     found, *_ = example
     fake_quant = found["qat_model"].quant.activation_post_process
@@ -95,4 +133,4 @@ def test_scales_that_the_document_prints_follow_from_the_ranges_beside_them(docu
             step = max(abs(float(low)), abs(float(high))) * 2 / 255
             assert abs(step - float(scale)) <= 0.5e-4 + 1e-6
             checked += 1
-    assert checked >= 15
+    assert checked >= 17

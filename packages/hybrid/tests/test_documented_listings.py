@@ -10,6 +10,7 @@ from torch import nn
 
 from bevquant_hybrid import runtime
 from bevquant_hybrid.nn import qat
+from bevquant_hybrid.partition import partition
 
 onnx = pytest.importorskip("onnx")
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
@@ -69,7 +70,10 @@ def test_the_listing_without_cpu_operators(listings, tmp_path, monkeypatch, caps
     assert kinds["layer0.0"] is qat.ConvReLU2d
     assert kinds["layer1.add"] is qat.ConvAddReLU2d
     assert kinds["layer2.add"] is qat.ConvAddReLU2d
+    assert kinds["layer1.conv"] is kinds["layer1.relu"] is nn.Identity
     assert kinds["layer2.conv"] is kinds["layer2.bn"] is kinds["layer2.relu"] is nn.Identity
+    assert kinds["layer0.1"] is kinds["layer0.2"] is nn.Identity
+    assert kinds["conv1"] is qat.Conv2d
     assert model.conv1.activation_post_process is None
     expected = names["model"].eval()(names["data"])
     assert (names["qat_res"] - expected).norm() < 0.05 * expected.norm()
@@ -109,9 +113,30 @@ def test_the_hybrid_listing_numbers_its_convolution_as_documented(
     assert 'run_on_cpu: "Conv_32"\n' in settings
     documented = listings[2][listings[2].index("model_parameters:") :]
     documented = documented[: documented.index("模型转换")]
-    keys = re.findall(r"^ *(\w+):", documented, re.M)
-    assert re.findall(r"^ *(\w+):", settings, re.M) == keys
+    # The document names the binary "hybrid"; here it has the file's name.
+    values = dict(setting_lines(documented), output_model_file_prefix="qat")
+    assert dict(setting_lines(settings)) == values
+    assert [key for key, _ in setting_lines(settings)] == [*values]
     assert names["quantize_res"].shape == names["float_res"].shape
+    runs_where_the_documents_pictures_show(names["qat_model"])
+
+
+def setting_lines(yaml: str) -> list[tuple[str, str]]:
+    found = re.findall(r"^ *(\w+): *(.*)$", yaml, re.M)
+    return [(key, value.strip("'\"")) for key, value in found]
+
+
+def runs_where_the_documents_pictures_show(model) -> None:
+    """selu, layer1.conv and conv0 on the CPU; three BPU parts, the last with a 32-bit output."""
+    plan = partition(model, "bayes")
+    # Under fx's names: the module layer1.conv is fused with what follows it.
+    on_cpu = [n.name for n in plan.nodes if n.place == "CPU" and n.kind == "operator"]
+    assert on_cpu == ["selu", "selu_1", "layer1_conv", "conv0", "selu_2"]
+    on_bpu = [segment.nodes for segment in plan.segments if segment.place == "BPU"]
+    assert on_bpu == [("layer0_conv",), ("layer2_conv",), ("conv1",)]
+    for path in ("layer0.conv", "layer2.conv"):
+        assert model.get_submodule(path).activation_post_process is not None
+    assert model.conv1.activation_post_process is None
 
 
 def _before(proto, node) -> str:
