@@ -10,6 +10,9 @@ import numpy.typing as npt
 
 __all__ = ["Requantization", "Residual"]
 
+_NEAR_TIE = 2.0**-13
+_LARGE = 2.0**90  # times an accumulator, this stays far below the largest float32
+
 
 @dataclass(frozen=True, eq=False)
 class Residual:
@@ -49,14 +52,36 @@ class Requantization:
     residual: Residual | None = None
 
     def limits(self) -> npt.NDArray[np.float64]:
-        """The six numbers of the kernels' parameter LIMITS."""
-        added = self.residual
+        """The numbers of the kernels' parameter LIMITS.
+
+        Clamps; scale and clamps of the sum; a residual's own scale, or 0; how far from an integer a
+        value in float32 is certain to be rounded as in float64.
+        """
+        added, edge = self.residual, self._edge()
         if added is None:
-            return np.array([self.low, self.high, 1.0, 0, 0, 0], np.float64)
+            return np.array([self.low, self.high, 1.0, 0, 0, 0, edge], np.float64)
         if added.at_once:
-            return np.array([added.low, added.high, 1.0, 0, 0, added.scale], np.float64)
+            return np.array([added.low, added.high, 1.0, 0, 0, added.scale, edge], np.float64)
         sum_limits = (added.scale, added.low, added.high)
-        return np.array([self.low, self.high, *sum_limits, 0], np.float64)
+        return np.array([self.low, self.high, *sum_limits, 0, edge], np.float64)
+
+    def singles(self) -> npt.NDArray[np.float32]:
+        """The multiplier in float32."""
+        return np.minimum(self.multiplier, _LARGE).astype(np.float32)
+
+    def _edge(self) -> float:
+        """Half a step less what float32 may be off, or −1: never certain.
+
+        What lies between the clamps is then a sum of at most two terms below 257 in size, each with
+        three roundings of 2⁻²⁴: less than 7e-5 beside what float64 makes of it. Numbers beyond
+        float32's range, and small differences of large terms, are left to float64.
+        """
+        added = self.residual
+        scale = 1.0 if added is None else added.scale
+        largest = 1.0 if added is not None and added.at_once else _LARGE
+        if scale <= largest and np.all(self.multiplier <= _LARGE):
+            return 0.5 - _NEAR_TIE
+        return -1.0
 
     def part(self, columns: slice, padded: int) -> Requantization:
         """The same for some of the output channels, filled to `padded` columns."""

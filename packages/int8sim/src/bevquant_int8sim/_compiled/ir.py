@@ -9,7 +9,7 @@ from numba import config
 from numba.core import cgutils
 
 __all__ = [
-    "BYTE", "DOUBLE", "DOUBLES", "INT32", "INT64", "INTS", "LANES",
+    "BYTE", "DOUBLE", "DOUBLES", "FLOATS", "INT32", "INT64", "INTS", "LANES",
     "add_bytes", "cpu_features", "function", "load_at", "pointer", "prefetch", "row_address",
     "splat",
 ]  # fmt: skip
@@ -17,7 +17,7 @@ __all__ = [
 LANES = 16  # int32 accumulators of a vector: one register of AVX-512, two of AVX2, four of NEON
 BYTE, INT32, INT64, DOUBLE = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.DoubleType()
 INTS = ir.VectorType(INT32, LANES)
-DOUBLES = ir.VectorType(DOUBLE, LANES)
+FLOATS, DOUBLES = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(DOUBLE, LANES)
 
 
 def cpu_features() -> set[str]:

@@ -70,6 +70,7 @@ def kernel_calls(
         output: How accumulators become int8, or ``None``.
     """
     limits = None if output is None else output.limits()
+    singles = None if output is None else output.singles()
     calls = []
     for group in packed.groups:
         p = np.zeros(len(P), np.int64)
@@ -84,15 +85,16 @@ def kernel_calls(
             p[P.OFFSET_INIT] = group.offset_init.ctypes.data
         p[P.OUT] = out.ctypes.data + group.first * out.itemsize
         p[P.OUT_STRIDE] = out.strides[0]
-        if output is not None and limits is not None:
+        if output is not None and limits is not None and singles is not None:
             p[P.MULTIPLIER] = output.multiplier[group.first :].ctypes.data
             p[P.LIMITS] = limits.ctypes.data
+            p[P.SINGLES] = singles[group.first :].ctypes.data
             if output.residual is not None:
                 p[P.RESIDUAL] = output.residual.rows.ctypes.data + group.first
                 p[P.RESIDUAL_STRIDE] = output.residual.rows.strides[0]
         loop = kernel(packed.kind, job, packed.rows, group.vectors)
         products = seen * packed.padded_inputs * group.vectors * 16
-        held = (tables, inputs, packed, init, out, output, limits)
+        held = (tables, inputs, packed, init, out, output, limits, singles)
         calls.append(Call(loop.address, p, num_tiles, products, held))
     return calls
 

@@ -29,8 +29,9 @@ class P(IntEnum):
     OUT = 12
     OUT_STRIDE = 13
     MULTIPLIER = 14  # float64 [columns], or 0: the accumulators are stored as int32
-    LIMITS = 15  # float64: clamps; scale and clamps of the sum; a residual's own scale, or 0
+    LIMITS = 15  # float64, see `Requantization.limits`
     RESIDUAL = 16  # int8 like `out`, added after requantization, or 0
     RESIDUAL_STRIDE = 17
     ABSENT = 18  # a row of zeros, which row −1 stands for
     FLIP = 19  # 64 bytes that inputs are xored with before they meet the weights
+    SINGLES = 20  # float32 [columns]: MULTIPLIER
