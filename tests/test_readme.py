@@ -1,4 +1,7 @@
-"""What the READMEs show is run as it stands; packages whose tests do so themselves are left out."""
+"""What the READMEs show is run as it stands, each README from its first example to its last.
+
+Packages whose tests do so themselves are left out.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +38,9 @@ def test_examples_run(
         warnings.simplefilter("ignore")
         pytest.importorskip("spconv", reason="spconv is not installed")
     monkeypatch.chdir(tmp_path)
+    names = {"__name__": "readme"}
     for block in python_blocks(readme):
-        exec(compile(block, str(readme), "exec"), {"__name__": "readme"})
+        exec(compile(block, str(readme), "exec"), names)
     if readme.parent == ROOT:
         found = re.search(r"SQNR (\S+) dB", capsys.readouterr().out)
         assert found
