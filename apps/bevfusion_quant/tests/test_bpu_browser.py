@@ -120,10 +120,10 @@ def test_on_a_phone_the_page_stays_within_its_width(browser: Any, page: Path) ->
     assert values(browser, f"{kinds}.every(e => e.getClientRects().length === 1)")
 
 
-def test_the_whole_picture_fits_on_request(browser: Any, page: Path) -> None:
+def test_the_picture_fits_the_width_on_request(browser: Any, page: Path) -> None:
     show(browser, page, 400)
     full = values(browser, f"{PICTURE}.getBoundingClientRect().width")
-    button = browser.find_element("id", "partition-whole")
+    button = browser.find_element("id", "partition-fit")
     browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", button)
     button.click()
     room = values(browser, "document.querySelector('.partition').clientWidth")

@@ -24,14 +24,14 @@ def partition_picture(svg: str) -> Html:
         svg: From `bevquant_hybrid.partition.Plan.draw`.
     """
     tree = Html(f'<template shadowrootmode="open">{_STYLE}{_following_page(svg)}</template>')
-    whole = tag(
-        "button", "Whole picture", type="button", id="partition-whole", aria_pressed="false",
+    fit = tag(
+        "button", "Fit to width", type="button", id="partition-fit", aria_pressed="false",
         hidden=True,
     )  # fmt: skip
     caption = "Point at a node to read why it is where it is. Solid lines carry integers, dashed "
     return tag(
         "figure",
-        tag("figcaption", whole, caption + "ones floats.", class_="note"),
+        tag("figcaption", fit, caption + "ones floats.", class_="note"),
         tag(
             "div",
             tag("div", tree),

@@ -1,4 +1,4 @@
-// The picture of the partition: what it begins with comes into view; the whole of it on request.
+// The picture of the partition: what it begins with comes into view; all its width on request.
 function startPartition() {
   const box = document.querySelector(".partition");
   const picture = box?.firstElementChild.shadowRoot?.querySelector("svg");
@@ -10,12 +10,12 @@ function startPartition() {
     box.scrollTo({ left: box.scrollLeft + node.left - frame.left - (frame.width - node.width) / 2, top: 0, behavior: "instant" });
   };
   begin();
-  const button = byId("partition-whole");
+  const button = byId("partition-fit");
   button.hidden = false;
   button.addEventListener("click", () => {
-    const whole = box.classList.toggle("whole");
-    button.setAttribute("aria-pressed", whole);
-    if (!whole) begin();
+    const fits = box.classList.toggle("fit");
+    button.setAttribute("aria-pressed", fits);
+    if (!fits) begin();
   });
 }
 
