@@ -56,7 +56,7 @@ NAMES = {
         default_qat_8bit_weight_16bit_act_fake_quant_qconfig
         default_calib_8bit_weight_16bit_act_fake_quant_qconfig
         default_qat_8bit_lsq_quant_qconfig""",
-    "utils.onnx_helper": "export_to_onnx",
+    "utils.onnx_helper": "export_to_onnx export_quantized_onnx",
     "utils.fx_helper": "wrap",
 }
 

@@ -15,7 +15,7 @@ from bevquant_hybrid.quantization import (
     prepare_qat_fx,
     set_fake_quantize,
 )
-from bevquant_hybrid.utils.onnx_helper import export_to_onnx
+from bevquant_hybrid.utils.onnx_helper import export_quantized_onnx, export_to_onnx
 
 onnx = pytest.importorskip("onnx")
 
@@ -104,3 +104,24 @@ def test_what_cannot_be_written_is_refused(qat) -> None:
     wide = prepare_qat_fx(Net().eval(), {"": get_default_qat_qconfig(dtype="qint16")})
     with pytest.raises(ValueError, match="-32768 … 32767"):
         exported(wide, torch.rand(1, 3, 8, 8))
+
+
+def test_a_converted_model_is_written_to_be_looked_at(qat, tmp_path) -> None:
+    converted, x = convert_fx(qat), torch.rand(1, 3, 8, 8)
+    export_quantized_onnx(converted, x, tmp_path / "fixed.onnx", input_names=["picture"])
+    proto = onnx.load(tmp_path / "fixed.onnx")
+    kinds = [node.op_type for node in proto.graph.node if node.domain == "bevquant_hybrid"]
+    # The last layer's sums leave as they are; the others are requantized.
+    layers = ["quantize_bias", "conv", "requantize"]
+    assert kinds == ["quantize", *layers, *layers, "quantize_bias", "conv", "dequantize"]
+    assert [i.name for i in proto.graph.input] == ["picture"]
+    names = [node.name for node in proto.graph.node]
+    assert names == [f"{node.op_type}_{i}" for i, node in enumerate(proto.graph.node)]
+    weights = {w.name: onnx.numpy_helper.to_array(w) for w in proto.graph.initializer}
+    assert (weights["head.weight"] == converted.head.weight.numpy()).all()
+    assert {entry.domain for entry in proto.opset_import} == {"", "bevquant_hybrid"}
+
+
+def test_a_model_that_is_not_converted_is_written_otherwise(qat) -> None:
+    with pytest.raises(ValueError, match=r"no module .* computes in integers; convert it first"):
+        export_quantized_onnx(qat, torch.rand(1, 3, 8, 8), io.BytesIO())

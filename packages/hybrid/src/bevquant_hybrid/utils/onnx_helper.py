@@ -1,4 +1,4 @@
-"""ONNX files of models that train quantized, for hb_mapper and for viewers."""
+"""ONNX files: of models that train quantized for hb_mapper, of any for viewers."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from bevquant_hybrid._fake_quant._onnx_nodes import opset_in_use
 from bevquant_hybrid._forced_marks import take_marks_out
 from bevquant_hybrid.mapper import write_config
 from bevquant_hybrid.march import March, get_march
+from bevquant_hybrid.nn.quantized._base import FixedPoint
 
-__all__ = ["export_to_onnx"]
+__all__ = ["export_quantized_onnx", "export_to_onnx"]
 
 _OPSETS = (11, 13)
 
@@ -118,6 +119,81 @@ def export_to_onnx(
         write_config(f, get_march() or March.BAYES, [node.name for node in forced])
 
 
+def export_quantized_onnx(
+    model: nn.Module,
+    args: Any,
+    f: str | os.PathLike[str] | IO[bytes],
+    export_params: bool = True,
+    verbose: bool = False,
+    training: TrainingMode = TrainingMode.EVAL,
+    input_names: list[str] | None = None,
+    output_names: list[str] | None = None,
+    operator_export_type: OperatorExportTypes | None = OperatorExportTypes.ONNX_FALLTHROUGH,
+    opset_version: int | None = None,
+    do_constant_folding: bool = True,
+    example_outputs: Any = None,
+    dynamic_axes: Any = None,
+    keep_initializers_as_inputs: bool | None = None,
+    custom_opsets: dict[str, int] | None = None,
+) -> None:
+    """Write a converted model as ONNX, to be looked at.
+
+    Each integer operation is one node of the domain ``bevquant_hybrid``; what leads to a table
+    stands before its lookup. No runtime executes the file.
+
+    Args:
+        model: Result of `convert_fx` or `convert`.
+        args: Example input, or a tuple of them.
+        f: File name, or a file open for writing in binary.
+        export_params: Write the weights too.
+        verbose: Print the graph.
+        training: As in `torch.onnx.export`.
+        input_names: Names of the inputs.
+        output_names: Names of the outputs.
+        operator_export_type: Accepted for old scripts; operations of this package are nodes.
+        opset_version: Of the standard operators in between; None for 13.
+        do_constant_folding: Fold constants.
+        example_outputs: Accepted for old scripts.
+        dynamic_axes: As in `torch.onnx.export`.
+        keep_initializers_as_inputs: As in `torch.onnx.export`.
+        custom_opsets: As in `torch.onnx.export`.
+
+    Raises:
+        ImportError: onnx is not installed.
+        ValueError: The model is not converted.
+    """
+    onnx = _onnx()
+    if not any(isinstance(module, FixedPoint) for module in model.modules()):
+        raise ValueError(
+            "export_quantized_onnx: no module of the model computes in integers; convert it first, "
+            "or write it with export_to_onnx"
+        )
+    buffer = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the exporter's own age, and operators it does not know
+        torch.onnx.export(
+            model,
+            args if isinstance(args, tuple) else (args,),
+            buffer,  # type: ignore[arg-type]
+            dynamo=False,
+            export_params=export_params,
+            verbose=verbose,
+            training=training,
+            input_names=input_names,
+            output_names=output_names,
+            operator_export_type=OperatorExportTypes.ONNX_FALLTHROUGH,
+            opset_version=opset_version or _OPSETS[-1],
+            do_constant_folding=do_constant_folding,
+            dynamic_axes=dynamic_axes,
+            keep_initializers_as_inputs=bool(keep_initializers_as_inputs),
+            custom_opsets=custom_opsets,
+        )
+    proto = onnx.load_from_string(buffer.getvalue())
+    for place, node in enumerate(proto.graph.node):
+        node.name = f"{node.op_type}_{place}"
+    _write(proto.SerializeToString(), f)
+
+
 def _join_equal_weights(graph: Any) -> None:
     """Take out the Identity nodes by which the exporter shares weights that are equal."""
     weights = {weight.name for weight in graph.initializer}
@@ -149,7 +225,8 @@ def _refuse_converted(model: nn.Module) -> None:
         if type(module).__module__.startswith("bevquant_hybrid.nn.quantized"):
             raise ValueError(
                 f"export_to_onnx: {path} ({type(module).__name__}) computes in integers; export "
-                "the QAT model, before it is converted"
+                "the QAT model, before it is converted, or look at this one with "
+                "export_quantized_onnx"
             )
 
 
