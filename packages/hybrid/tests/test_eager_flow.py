@@ -276,3 +276,91 @@ def test_real_digits_from_float_to_a_traced_integer_model(digits) -> None:
     assert start > 0.5  # ten classes; more takes longer than a test may
     assert accuracy(trained) > start - 0.02
     assert abs(accuracy(converted) - accuracy(trained)) < 0.01
+
+
+class Swish(nn.Module):
+    """A module of a user's own, which this package knows nothing of."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.sigmoid(x)
+
+
+class QATSwish(nn.Module):
+    def __init__(self, qconfig) -> None:
+        super().__init__()
+        self.activation_post_process = qconfig.activation()
+
+    @classmethod
+    def from_float(cls, source: nn.Module) -> QATSwish:
+        return cls(source.qconfig)
+
+    def forward(self, x: QTensor) -> QTensor:
+        values = x.dequantize()
+        return self.activation_post_process(values * torch.sigmoid(values))
+
+
+class FixedSwish(nn.Module):
+    def __init__(self, scale: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("scale", scale)
+
+    @classmethod
+    def from_float(cls, source: QATSwish) -> FixedSwish:
+        return cls(source.activation_post_process.scale.clone())
+
+    def forward(self, x: QTensor) -> QTensor:
+        values = x.dequantize()
+        steps = (values * torch.sigmoid(values) / self.scale).round().clamp(-128, 127)
+        return QTensor(steps.to(torch.int8), self.scale, "qint8")
+
+
+def test_modules_of_ones_own_take_part_by_mapping() -> None:
+    model = nn.Sequential(QuantStub(), nn.Conv2d(2, 3, 1), Swish(), nn.Conv2d(3, 2, 1))
+    model.append(DeQuantStub())
+    model.qconfig = horizon.quantization.get_default_qat_qconfig()
+    made = horizon.quantization.prepare_qat(model, mapping={Swish: QATSwish})
+    assert type(made[2]) is QATSwish
+    assert type(model[2]) is Swish
+    assert "qconfig" not in model[2].__dict__
+    x = torch.randn(2, 2, 4, 4)
+    made(x)
+    set_fake_quantize(made, "validation")
+    assert (made(x) - model(x)).norm() < 0.05 * model(x).norm()
+    converted = horizon.quantization.convert(made, mapping={QATSwish: FixedSwish})
+    assert type(converted[2]) is FixedSwish
+    step = made[3].activation_post_process.scale.item()
+    gain = made[3].weight.abs().sum((1, 2, 3)).max() * made[2].activation_post_process.scale.item()
+    assert (converted(x) - made(x)).abs().max() <= 1.01 * (step + gain)
+
+
+@pytest.mark.parametrize("traced", [True, False])
+def test_a_model_in_two_parts_hands_integers_over(traced: bool) -> None:
+    """The documented split: a stub in the middle records the scale of what it is given."""
+
+    class TwoParts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.quant, self.middle = QuantStub(), QuantStub(scale=None)
+            self.first, self.second = nn.Conv2d(2, 3, 1), nn.Conv2d(3, 2, 3)
+            self.dequant = DeQuantStub()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.dequant(self.second(self.middle(self.first(self.quant(x)))))
+
+    model = TwoParts()
+    qconfig = horizon.quantization.get_default_qat_qconfig()
+    model.qconfig = qconfig
+    prepare = horizon.quantization.prepare_qat_fx if traced else horizon.quantization.prepare_qat
+    made = prepare(model)
+    x = torch.randn(1, 2, 6, 6)
+    made(x)
+    set_fake_quantize(made, "validation")
+    made(x)
+    scale = made.first.activation_post_process.scale
+    assert torch.equal(made.middle.activation_post_process.scale, scale)
+    converted = horizon.quantization.convert(made)
+    # On the chip the second part is given the first one's integers; traced, floats of that scale.
+    handed = converted.first(converted.quant(x))
+    second = converted.second(converted.middle(handed.dequantize()))
+    assert torch.equal(converted.middle(handed.dequantize()).int_repr(), handed.int_repr())
+    assert torch.equal(second.dequantize(), converted(x))

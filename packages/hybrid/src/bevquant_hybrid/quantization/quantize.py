@@ -18,7 +18,7 @@ from bevquant_hybrid._fx._unify import refuse_settings, unify_cat_scales
 from bevquant_hybrid._quant_stub import DeQuantStub
 from bevquant_hybrid.march import March, require_march
 from bevquant_hybrid.nn.qat import float_form, has_qat_form, qat_form
-from bevquant_hybrid.nn.qat._base import expect_pictures
+from bevquant_hybrid.nn.qat._base import expect_pictures, take_over
 from bevquant_hybrid.quantization.quantize_fx import convert_fx
 
 __all__ = ["convert", "load_observer_params", "prepare_calibration", "prepare_qat"]
@@ -39,7 +39,8 @@ def prepare_qat(
 
     Args:
         model: Float model with stubs, fused where it should be, or a calibrated one.
-        mapping: Accepted for old scripts.
+        mapping: Float classes (exact ones) to classes of one's own, whose ``from_float(module)``
+            is called with the module's qconfig as its attribute; they go before this package's.
         inplace: Change the model itself.
         optimize_graph: On BERNOULLI2, one scale for inputs and output of each concatenation; the
             model must then be one that torch.fx can trace.
@@ -63,7 +64,7 @@ def prepare_qat(
         qint8
     """
     refuse_settings(optimize_kwargs, "prepare_qat")
-    return _prepare(model, inplace, hybrid, "prepare_qat", optimize_graph)
+    return _prepare(model, inplace, hybrid, "prepare_qat", optimize_graph, mapping)
 
 
 def prepare_calibration(model: nn.Module, inplace: bool = False) -> nn.Module:
@@ -77,7 +78,12 @@ def prepare_calibration(model: nn.Module, inplace: bool = False) -> nn.Module:
 
 
 def _prepare(
-    model: nn.Module, inplace: bool, hybrid: bool, caller: str, optimize_graph: bool = False
+    model: nn.Module,
+    inplace: bool,
+    hybrid: bool,
+    caller: str,
+    optimize_graph: bool = False,
+    mapping: dict[Any, Any] | None = None,
 ) -> nn.Module:
     march = require_march(caller)
     refuse_converted(model, caller)
@@ -96,6 +102,11 @@ def _prepare(
 
     def form(path: str, module: nn.Module) -> nn.Module:
         qconfig = settings.of(path)
+        own = (mapping or {}).get(type(module))
+        if own is not None and qconfig is not None:
+            if id(module) not in done:
+                done[id(module)] = _made_of(own, module, qconfig)
+            return done[id(module)]
         if not has_qat_form(module) or (qconfig is None and not isinstance(module, DeQuantStub)):
             return module
         if id(module) in done:
@@ -143,7 +154,8 @@ def convert(
 
     Args:
         module: Result of `prepare_qat` or `prepare_qat_fx`.
-        mapping: Accepted for old scripts.
+        mapping: Classes of one's own (exact ones) to those that take their place, by their
+            ``from_float(module)``; they go before this package's.
         inplace: Change the model itself.
         remove_qconfig: Take the qconfig attributes off.
         fast_mode: Accepted for old scripts.
@@ -159,10 +171,27 @@ def convert(
     Warns:
         UserWarning: A scale was never observed.
     """
-    if isinstance(module, GraphModuleWithAttr):
-        return convert_fx(module, inplace, None, remove_qconfig, fast_mode, rounding)
     made = module if inplace else copy.deepcopy(module)
+    if mapping:
+        require_march("convert")
+        made = _replaced(
+            made,
+            "",
+            lambda path, part: (
+                mapping[type(part)].from_float(part) if type(part) in mapping else part
+            ),
+        )
+    if isinstance(made, GraphModuleWithAttr):
+        return convert_fx(made, True, None, remove_qconfig, fast_mode, rounding)
     return convert_in_place(made, "convert", remove_qconfig, rounding)
+
+
+def _made_of(kind: Any, module: nn.Module, qconfig: Any) -> nn.Module:
+    """Make a user's QAT module of a float one, which stays as it is."""
+    source = take_over(type(module), module)
+    source.qconfig = qconfig
+    made: nn.Module = kind.from_float(source)
+    return made
 
 
 def load_observer_params(src: nn.Module, dst: nn.Module) -> None:
