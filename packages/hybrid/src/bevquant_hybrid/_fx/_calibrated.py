@@ -5,9 +5,11 @@ from __future__ import annotations
 import warnings
 
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from bevquant_hybrid._fake_quant._calib import CalibFakeQuantize, _WrappedCalibFakeQuantize
 from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
+from bevquant_hybrid._fx._boundaries import BOUNDARY
 from bevquant_hybrid._observers._fixed import FixedScaleObserver
 from bevquant_hybrid.nn.qat._parts import Composed
 
@@ -49,7 +51,13 @@ def calibrated_scales(model: nn.Module) -> dict[str, Tensor | None]:
 
 
 def adopt_scales(model: nn.Module, scales: dict[str, Tensor | None]) -> None:
-    """Start the fake quantizers of a model from the scales found at the same names."""
+    """Start the fake quantizers of a model from the scales found at the same names.
+
+    Where an operator runs on the CPU that did not during the calibration, what quantizes its result
+    takes the scale that this had.
+    """
+    if isinstance(model, GraphModule):
+        scales = {**scales, **_at_new_boundaries(model, scales)}
     modules = dict(model.named_modules())
     forgotten = []
     for path, scale in scales.items():
@@ -65,6 +73,20 @@ def adopt_scales(model: nn.Module, scales: dict[str, Tensor | None]) -> None:
         else:
             module.set_qparams(scale)
     warn_of_uncollected(forgotten)
+
+
+def _at_new_boundaries(
+    model: GraphModule, scales: dict[str, Tensor | None]
+) -> dict[str, Tensor | None]:
+    found = {}
+    for node in model.graph.nodes:
+        if node.meta.get(BOUNDARY) == "quantize" and node.name not in scales:
+            maker = node.args[0]
+            owner = maker.args[0] if maker.op == "call_method" else maker
+            path = f"{owner.target}.activation_post_process"
+            if path in scales:
+                found[node.name] = scales[path]
+    return found
 
 
 def warn_of_uncollected(paths: list[str]) -> None:

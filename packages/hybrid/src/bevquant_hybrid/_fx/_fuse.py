@@ -56,7 +56,7 @@ def fuse_graph(graph: Graph, root: nn.Module, stays_apart: Callable[[Node, Node]
     """
     modules = dict(root.named_modules(remove_duplicate=False))
     calls = Counter(id(modules[n.target]) for n in graph.nodes if n.op == "call_module")
-    reads = Counter(str(n.target) for n in graph.nodes if n.op == "get_attr")
+    reads = Counter(str(n.target) for n in graph.nodes if n.op == "get_attr" and n.users)
     finder = _Finder(modules, calls, reads, stays_apart)
     for node in list(graph.nodes):
         if finder.is_anchor(node):

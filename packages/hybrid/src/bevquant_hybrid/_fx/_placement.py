@@ -187,10 +187,14 @@ class Placement:
         return Kind.BPU
 
     def _passes(self, node: Node, module: nn.Module | None) -> bool:
+        function: Any = node.target
         if module is not None:
-            return isinstance(module, _PASS_MODULES)
-        table = _PASS_METHODS if node.op == "call_method" else _PASS_FUNCTIONS
-        return node.target in table
+            passes = isinstance(module, _PASS_MODULES)
+        elif node.op == "call_method":
+            passes, function = function in _PASS_METHODS, getattr(Tensor, function, None)
+        else:
+            passes = function in _PASS_FUNCTIONS
+        return passes and (not self.hybrid or self._mapper_has(node, module, function))
 
     def _has_bpu_form(self, node: Node, module: nn.Module | None) -> bool:
         function: Any = node.target

@@ -108,6 +108,7 @@ class Names:
 
     Raises:
         ValueError: An unknown key.
+        TypeError: A name instead of a list of names.
     """
 
     def __init__(self, hybrid_dict: dict[str, Any] | None) -> None:
@@ -117,6 +118,9 @@ class Names:
             raise ValueError(
                 f"hybrid_dict: unknown key {unknown[0]!r}; expected 'module_name' or 'module_type'"
             )
+        for key, value in given.items():
+            if isinstance(value, str):
+                raise TypeError(f"hybrid_dict: {key} is {value!r}; expected a list of such entries")
         self.names = tuple(given.get("module_name", ()))
         self.types = tuple(given.get("module_type", ()))
 

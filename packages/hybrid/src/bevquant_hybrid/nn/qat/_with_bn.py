@@ -47,6 +47,8 @@ class WithBatchNorm(Weighted):
         self = super().from_float(source, qconfig)
         self.bn = norm
         self.reverse_fold = get_qat_mode() == QATMode.WithBNReverseFold
+        # A new one, which starts from the weight that it will see here.
+        self.weight_fake_quant = self._weight_fake_quant(self.qconfig)
         self.quantized_weight()
         return self
 
