@@ -1,4 +1,4 @@
-"""Corners of prepare: boundaries that calibration did not have, views, folded weights, strange code."""
+"""Corners of prepare: boundaries that calibration did not have, views, folded weights, odd code."""
 
 import pytest
 import torch
