@@ -54,7 +54,7 @@ def _transpose_all(x: Any, out: Any) -> None:
 
 @compiled("void(int64, int64, int8[:, ::1], int8[:, ::1])")
 def _transpose(first, stop, x, out):  # type: ignore[no-untyped-def]
-    given, channels = x.shape[0], out.shape[1]
+    given = x.shape[0]
     # Planes whose sizes are multiples of a page would evict each other from the first cache.
     near = np.empty((_BLOCK, _BLOCK), np.int8)
     for start in range(first, stop, _BLOCK):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from bevquant_hybrid import _integer_ops as ops
@@ -42,9 +44,17 @@ class _Weighted(FixedPoint):
         self.register_buffer("bias", None if bias is None else bias.clone())
         self.adds, self.activation = source.adds, source.activation
         self.channel_axis = source.output_channel_axis
+        self._count_steps_of_6()
+
+    def _count_steps_of_6(self) -> None:
+        # A number, not a tensor: tracing records it. It follows the scale, also one that is loaded.
         self.steps_of_6 = 0
         if self.dtype is not None:
             self.steps_of_6 = int((6.0 / self.scale.double() + 0.5).floor())
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._count_steps_of_6()
 
     def accumulators(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Compute the layer itself."""
