@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import tempfile
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import IO, Any
 
 import torch
@@ -18,6 +16,7 @@ from torch.onnx import OperatorExportTypes, TrainingMode
 
 from bevquant_hybrid._fake_quant._onnx_nodes import opset_in_use
 from bevquant_hybrid._forced_marks import take_marks_out
+from bevquant_hybrid._whole_file import write_whole
 from bevquant_hybrid.mapper import write_config
 from bevquant_hybrid.march import March, get_march
 from bevquant_hybrid.nn.quantized._base import FixedPoint
@@ -248,7 +247,4 @@ def _write(content: bytes, f: str | os.PathLike[str] | IO[bytes]) -> None:
     if not isinstance(f, str | os.PathLike):
         f.write(content)
         return
-    path = Path(f)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(content)
-    os.replace(file.name, path)
+    write_whole(f, content)
