@@ -75,6 +75,13 @@ def prepare(
     """Prepare a model; see `prepare_qat_fx`."""
     march = require_march(caller)
     names = Names(hybrid_dict if hybrid else None)
+    if hybrid_dict and not hybrid:
+        warnings.warn(
+            f"{caller}: hybrid_dict says nothing without hybrid=True: all of the model is taken "
+            "for the BPU",
+            UserWarning,
+            stacklevel=3,
+        )
     scales = None
     refuse_converted(model, caller)
     if isinstance(model, ObservedGraphModule):
@@ -149,7 +156,8 @@ def _boundary_maker(placement: Placement, wrapped: bool) -> Callable[[Node], nn.
             raise ValueError(
                 f"node {node.name} (in {where}) runs on the CPU and a BPU node reads it: its "
                 "output must be quantized, but no qconfig with an activation reaches it; set one "
-                "globally, or for that module"
+                "globally, or for that module (what shall run on the CPU is named in hybrid_dict, "
+                "not given None)"
             )
         made: nn.Module = qconfig.activation()
         if wrapped and isinstance(made, FakeQuantize):
