@@ -11,17 +11,23 @@ import torch
 from torch import nn
 from torch.quantization import DeQuantStub
 
+from bevquant_hybrid.dtype import qint8
 from bevquant_hybrid.qat_mode import set_qat_mode
+from bevquant_hybrid.qtensor import QTensor
 from bevquant_hybrid.quantization import (
     FakeQuantState,
     QuantStub,
     check_model,
+    convert,
     convert_fx,
+    fuse_fx,
     get_default_calib_qconfig,
     get_default_qat_qconfig,
     get_default_qconfig,
     load_observer_params,
+    prepare_calibration,
     prepare_calibration_fx,
+    prepare_qat,
     prepare_qat_fx,
     set_fake_quantize,
 )
@@ -193,3 +199,42 @@ def test_a_fresh_model_takes_the_state_that_was_trained() -> None:
     fresh.load_state_dict(model.state_dict())
     x = images()
     assert torch.equal(convert_fx(fresh)(x), convert_fx(model)(x))
+
+
+@pytest.mark.parametrize("prepare", [prepare_qat, prepare_calibration])
+def test_a_model_that_nobody_gave_a_qconfig_is_told(prepare: Any) -> None:
+    with pytest.warns(UserWarning, match="no module has a qconfig, so the model stays float"):
+        prepare(Net())
+
+
+def test_converting_what_was_not_prepared_is_told() -> None:
+    """The result of a `prepare_qat` that was not inplace is easily thrown away."""
+    net = Net()
+    net.qconfig = get_default_qat_qconfig()
+    prepare_qat(net)
+    with pytest.warns(UserWarning, match="give what prepare_qat returned"):
+        convert(net)
+
+
+@pytest.mark.parametrize("function", [fuse_fx, prepare_qat_fx, prepare_calibration_fx])
+def test_the_two_ways_of_preparing_are_told_apart(function: Any) -> None:
+    net = Net()
+    net.qconfig = get_default_qat_qconfig()
+    with pytest.raises(ValueError, match="pass the float model"):
+        function(prepare_qat(net))
+
+
+def test_integers_are_made_of_values_whose_scale_is_given() -> None:
+    """As tests of single blocks hand one input to the prepared and to the converted block."""
+    torch.manual_seed(0)
+    conv = nn.Conv2d(3, 4, 3)
+    conv.qconfig = get_default_qat_qconfig()
+    block = prepare_qat(nn.Sequential(conv))
+    x = QTensor(20 * torch.rand(2, 3, 8, 8), torch.tensor([0.5]), qint8)
+    on_grid = QTensor(x.int_repr() * 0.5, torch.tensor([0.5]), qint8)
+    block(on_grid)
+    converted = convert(block)
+    result = converted(x)
+    assert torch.equal(result.int_repr(), converted(on_grid).int_repr())
+    step = result.scale.item()
+    assert torch.allclose(result.dequantize(), block(on_grid).dequantize(), atol=1.01 * step)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch.ao.quantization import FakeQuantizeBase
 from torch.fx import Graph, Node
 
 from bevquant_hybrid._convert import refuse_converted
@@ -44,6 +45,7 @@ def fuse(model: nn.Module, names: Names, caller: str) -> GraphModuleWithAttr:
     if isinstance(model, GraphModuleWithAttr):
         graph = _copied(model.graph)
     else:
+        _refuse_module_by_module(model, caller)
         graph = trace(root, caller)
         replace_functions(graph, root, get_march() or March.BAYES)
     modules = dict(root.named_modules(remove_duplicate=False))
@@ -116,6 +118,15 @@ def _refuse_prepared_twice(model: nn.Module, caller: str) -> None:
         raise ValueError(
             f"{caller}: the model is prepared for quantization-aware training already; pass the "
             "float model, or one prepared with get_default_calib_qconfig and calibrated"
+        )
+
+
+def _refuse_module_by_module(model: nn.Module, caller: str) -> None:
+    if any(isinstance(module, FakeQuantizeBase) for module in model.modules()):
+        raise ValueError(
+            f"{caller}: the model was prepared by prepare_qat or prepare_calibration, whose models "
+            "keep their own forward and are not traced; pass the float model, and use the "
+            "functions that end in _fx throughout"
         )
 
 
