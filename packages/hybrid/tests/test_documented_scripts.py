@@ -22,6 +22,7 @@ from bevquant_hybrid.quantization import (
     convert_fx,
     fuse_fx,
     get_default_calib_qconfig,
+    get_default_qat_out_qconfig,
     get_default_qat_qconfig,
     get_default_qconfig,
     load_observer_params,
@@ -238,3 +239,19 @@ def test_integers_are_made_of_values_whose_scale_is_given() -> None:
     assert torch.equal(result.int_repr(), converted(on_grid).int_repr())
     step = result.scale.item()
     assert torch.allclose(result.dequantize(), block(on_grid).dequantize(), atol=1.01 * step)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("out", [False, True])
+def test_a_part_that_returns_integers_is_traced(out: bool) -> None:
+    """As the first of two parts is, which hands its integers to the second."""
+    kind = get_default_qat_out_qconfig() if out else get_default_qat_qconfig()
+    settings = {"": get_default_qat_qconfig(), "module_name": [("1", kind)]}
+    model = prepare_qat_fx(nn.Sequential(QuantStub(), nn.Conv2d(3, 4, 1)), settings)
+    x = torch.rand(1, 3, 8, 8)
+    model(x)
+    converted = convert_fx(model)
+    traced = torch.jit.trace(converted, x)
+    assert torch.equal(traced(x), converted(x).int_repr())
+    with pytest.raises(NotImplementedError, match="int_repr"):
+        converted(x).double()

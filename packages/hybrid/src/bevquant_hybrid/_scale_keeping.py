@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +29,8 @@ _FACTS = {
     ),
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_contiguous, Tensor.__len__),
     *(Tensor.nelement, Tensor.ndimension, Tensor.data_ptr, Tensor.get_device, torch.numel),
-    *(Tensor.register_hook, Tensor.retain_grad),
+    *(Tensor.register_hook, Tensor.retain_grad, Tensor.is_complex, torch.is_complex),
+    *(Tensor.is_floating_point, torch.is_floating_point, Tensor.is_signed, torch.is_signed),
 }
 _VIEWS = {
     *(getattr(Tensor, name).__get__ for name in _SEEN_OTHERWISE),
@@ -196,6 +198,16 @@ def _grid_sample(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     return both.grid_sample(source, grid, mode, padding, bool(align))
 
 
+def _double(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # torch.jit.trace compares what a traced model returns, plain integers, with what the model did.
+    if sys._getframe(2).f_globals.get("__name__") != "torch.jit._trace":
+        raise NotImplementedError(
+            "double of a QTensor may mean its integers or its values; say int_repr() or "
+            "dequantize() first"
+        )
+    return _on(func, args, kwargs, payload)
+
+
 def _pad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     source = _first(args, kwargs)
     pad, mode, value = _arguments(
@@ -222,6 +234,7 @@ _RULES: dict[Any, Rule] = {
     **dict.fromkeys(_ABS, _abs),
     **dict.fromkeys(_CLAMP, _clamp),
     **dict.fromkeys((F.max_pool2d, torch.max_pool2d), _max_pool),
+    Tensor.double: _double,
     F.interpolate: _interpolate,
     F.grid_sample: _grid_sample,
     F.pad: _pad,
