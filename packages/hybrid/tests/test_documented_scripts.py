@@ -32,6 +32,7 @@ from bevquant_hybrid.quantization import (
     prepare_qat_fx,
     set_fake_quantize,
 )
+from bevquant_hybrid.utils.onnx_helper import export_to_onnx
 
 
 class Block(nn.Sequential):
@@ -255,3 +256,35 @@ def test_a_part_that_returns_integers_is_traced(out: bool) -> None:
     assert torch.equal(traced(x), converted(x).int_repr())
     with pytest.raises(NotImplementedError, match="int_repr"):
         converted(x).double()
+
+
+def test_a_qconfig_for_a_module_that_is_not_there_is_told_with_the_nearest() -> None:
+    settings = {"": get_default_qat_qconfig(), "module_name": [("classifer", None)]}
+    with pytest.warns(
+        UserWarning, match=r"qconfig_dict: no module is named 'classifer'; nearest: "
+    ):
+        prepare_qat_fx(trained_net(), settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"": "int8"}, "'' is given 'int8': expected a qconfig"),
+        ({"module_name": {"classifier": "int8"}}, "'classifier' is given 'int8'"),
+        ({"module_name": ["classifier", None]}, r"expected a list of pairs like \('foo.bar'"),
+        ({"module_type": nn.Conv2d}, r"expected a list of pairs like \(nn.Conv2d, qconfig"),
+    ],
+)
+def test_what_is_no_qconfig_is_named(settings: Any, expected: str) -> None:
+    with pytest.raises(TypeError, match=expected):
+        prepare_qat_fx(trained_net(), settings)
+
+
+def test_a_layer_that_onnx_cannot_hold_is_named(tmp_path: Any) -> None:
+    pytest.importorskip("onnx")
+    sixteen = get_default_qat_qconfig(dtype="qint16")
+    settings = {"": get_default_qat_qconfig(), "module_name": [("features.0", sixteen)]}
+    model = prepare_qat_fx(trained_net(), settings)
+    model(images())
+    with pytest.raises(ValueError, match=r"^features\.0\.0\.activation_post_process .*qint8"):
+        export_to_onnx(model, images(), tmp_path / "net.onnx")

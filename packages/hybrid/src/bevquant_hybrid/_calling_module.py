@@ -21,7 +21,8 @@ def calling_module() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")
-        if isinstance(owner, nn.Module):
+        wraps = type(owner).__module__.startswith("torch.jit")  # while a model is traced
+        if isinstance(owner, nn.Module) and not wraps:
             inner = owner if inner is None else inner
             outer = owner
         frame = frame.f_back
