@@ -33,6 +33,7 @@ from bevquant_hybrid.quantization import (
     set_fake_quantize,
 )
 from bevquant_hybrid.utils.onnx_helper import export_to_onnx
+from bevquant_hybrid.utils.quant_profiler import check_unfused_operations
 
 
 class Block(nn.Sequential):
@@ -240,6 +241,32 @@ def test_integers_are_made_of_values_whose_scale_is_given() -> None:
     assert torch.equal(result.int_repr(), converted(on_grid).int_repr())
     step = result.scale.item()
     assert torch.allclose(result.dequantize(), block(on_grid).dequantize(), atol=1.01 * step)
+
+
+class SharedHead(nn.Module):
+    """One head for maps of several sizes, as detectors have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quant, self.dequant = QuantStub(), DeQuantStub()
+        self.pool = nn.MaxPool2d(2)
+        self.head = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.quant(x)
+        return self.dequant(self.head(x)), self.dequant(self.head(self.pool(x)))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_head_that_is_shared_is_told_of_once_and_traced_in_silence() -> None:
+    """Its batch norm stays apart and is a depthwise convolution."""
+    net = SharedHead().eval()
+    found = check_unfused_operations(net, (images(),), print_tabulate=False)
+    assert found == [["head.0(shared)", "head.1(shared)", "head.2(shared)"]]
+    converted = convert_fx(calibrated(net))
+    traced = torch.jit.trace(converted, images())
+    x = images()
+    assert all(map(torch.equal, traced(x), converted(x)))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")

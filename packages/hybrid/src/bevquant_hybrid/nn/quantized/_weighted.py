@@ -181,8 +181,8 @@ def _sides(source: nn.Module, rank: int) -> list[int]:
     return [total // 2 for total in reach]
 
 
-def depthwise(x: Tensor, factor: Tensor, offset: Tensor | None, name: str) -> Tensor:
+def depthwise(x: Tensor, factor: Tensor, channels: int, offset: Tensor | None, name: str) -> Tensor:
     """int32 accumulators of one factor and offset per channel."""
     weight = factor.reshape(-1, 1, 1, 1)
     two, none = [1, 1], [0, 0]
-    return ops.conv(x, weight, offset, two, none, two, len(factor), False, none, name)
+    return ops.conv(x, weight, offset, two, none, two, channels, False, none, name)
