@@ -12,6 +12,7 @@ from torch import nn
 from torch.quantization import DeQuantStub
 
 from bevquant_hybrid.dtype import qint8
+from bevquant_hybrid.nn import Interpolate
 from bevquant_hybrid.qat_mode import set_qat_mode
 from bevquant_hybrid.qtensor import QTensor
 from bevquant_hybrid.quantization import (
@@ -192,6 +193,18 @@ def test_a_traced_model_may_take_a_dictionary(capsys: pytest.CaptureFixture[str]
     assert "This model is supported!" in capsys.readouterr().out
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_model_that_takes_a_dictionary_is_written_as_onnx(tmp_path: Any) -> None:
+    onnx = pytest.importorskip("onnx")
+    data = {"img": torch.rand(1, 3, 8, 8)}
+    model = prepare_qat_fx(TakesADictionary(), {"": get_default_qat_qconfig()})
+    model(data)
+    export_to_onnx(model, data, tmp_path / "net.onnx")
+    kinds = [node.op_type for node in onnx.load(tmp_path / "net.onnx").graph.node]
+    assert kinds.count("QuantizeLinear") == 3
+    assert kinds.count("Conv") == 1
+
+
 def test_what_scripts_import_before_torchs_own_export() -> None:
     importlib.import_module("bevquant_hybrid.utils._register_onnx_ops")
 
@@ -250,11 +263,12 @@ class SharedHead(nn.Module):
         super().__init__()
         self.quant, self.dequant = QuantStub(), DeQuantStub()
         self.pool = nn.MaxPool2d(2)
+        self.resize = Interpolate(scale_factor=1.5, recompute_scale_factor=True)
         self.head = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x = self.quant(x)
-        return self.dequant(self.head(x)), self.dequant(self.head(self.pool(x)))
+        return self.dequant(self.head(self.resize(x))), self.dequant(self.head(self.pool(x)))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")

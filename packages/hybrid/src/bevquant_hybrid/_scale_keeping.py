@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.jit._trace import TracerWarning
 
 from bevquant_hybrid import _both_forms as both
 from bevquant_hybrid.dtype import qinfo
@@ -183,7 +185,9 @@ def _interpolate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     if recompute and factor is not None:
         factors = factor if isinstance(factor, list | tuple) else (factor, factor)
         sides = zip(source.shape[2:], factors, strict=True)
-        size, factor = [int(n * f) for n, f in sides], None
+        with warnings.catch_warnings():  # a traced model takes the shapes it was traced with
+            warnings.simplefilter("ignore", TracerWarning)
+            size, factor = [int(n * f) for n, f in sides], None
     return both.resize(source, size, factor, mode, bool(align))
 
 

@@ -89,7 +89,7 @@ def export_to_onnx(
             warnings.simplefilter("ignore")  # the exporter's own age, and branches on settings
             torch.onnx.export(
                 model,
-                args if isinstance(args, tuple) else (args,),
+                _positional(args),
                 buffer,  # type: ignore[arg-type]
                 dynamo=False,
                 export_params=export_params,
@@ -172,7 +172,7 @@ def export_quantized_onnx(
         warnings.simplefilter("ignore")  # the exporter's own age, and operators it does not know
         torch.onnx.export(
             model,
-            args if isinstance(args, tuple) else (args,),
+            _positional(args),
             buffer,  # type: ignore[arg-type]
             dynamo=False,
             export_params=export_params,
@@ -191,6 +191,13 @@ def export_quantized_onnx(
     for place, node in enumerate(proto.graph.node):
         node.name = f"{node.op_type}_{place}"
     _write(proto.SerializeToString(), f)
+
+
+def _positional(args: Any) -> tuple[Any, ...]:
+    if isinstance(args, tuple):
+        return args
+    # torch takes a dictionary at the end for arguments by name: an empty one says that it is not.
+    return (args, {}) if isinstance(args, dict) else (args,)
 
 
 def _join_equal_weights(graph: Any) -> None:
