@@ -2,4 +2,20 @@
 
 from __future__ import annotations
 
-__all__: list[str] = []
+from bevquant_export.sparse import (
+    SparseExport,
+    SparseLayer,
+    SparseOnnxModel,
+    export_sparse_onnx,
+    load_sparse_onnx,
+    with_half_constants,
+)
+
+__all__ = [
+    "SparseExport",
+    "SparseLayer",
+    "SparseOnnxModel",
+    "export_sparse_onnx",
+    "load_sparse_onnx",
+    "with_half_constants",
+]
