@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bevquant_export.lint import Finding, lint_onnx
 from bevquant_export.sparse import (
     SparseExport,
     SparseLayer,
@@ -12,10 +13,12 @@ from bevquant_export.sparse import (
 )
 
 __all__ = [
+    "Finding",
     "SparseExport",
     "SparseLayer",
     "SparseOnnxModel",
     "export_sparse_onnx",
+    "lint_onnx",
     "load_sparse_onnx",
     "with_half_constants",
 ]
