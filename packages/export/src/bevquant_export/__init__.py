@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from bevquant_export.dense import (
+    QdqFile,
+    TensorDifference,
+    compare_qdq_onnx,
+    export_qdq_onnx,
+)
 from bevquant_export.lint import Finding, lint_onnx
 from bevquant_export.sparse import (
     SparseExport,
@@ -14,9 +20,13 @@ from bevquant_export.sparse import (
 
 __all__ = [
     "Finding",
+    "QdqFile",
     "SparseExport",
     "SparseLayer",
     "SparseOnnxModel",
+    "TensorDifference",
+    "compare_qdq_onnx",
+    "export_qdq_onnx",
     "export_sparse_onnx",
     "lint_onnx",
     "load_sparse_onnx",

@@ -19,29 +19,35 @@ __all__ = ["emit"]
 _PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 
 
-def emit(source: Source, graph: Graph, inputs: dict[str, str]) -> dict[str, str]:
+def emit(
+    source: Source, graph: Graph, inputs: dict[str, str], *, integer_sums: bool = False
+) -> dict[str, Held]:
     """Add every step of the program.
 
     Args:
         source: The program and its sizes.
         graph: Where nodes are added.
         inputs: Name in the program to name in the file.
+        integer_sums: Quantize accumulators in front of a sum, to their range on the example.
 
     Returns:
-        Name in the program to the float tensor of the file.
+        Name in the program to the tensor of the file.
 
     Raises:
         ValueError: An operation that is not on the list; its module is named.
     """
-    emitter = _Emitter(source, graph, inputs)
+    emitter = _Emitter(source, graph, inputs, integer_sums)
     for step in source.program.steps:
         if step.op != "host":
             emitter.add(step)
-    return {name: held.name for name, held in emitter.held.items()}
+    return emitter.held
 
 
 class _Emitter:
-    def __init__(self, source: Source, graph: Graph, inputs: dict[str, str]) -> None:
+    def __init__(
+        self, source: Source, graph: Graph, inputs: dict[str, str], integer_sums: bool
+    ) -> None:
+        self.integer_sums = integer_sums
         self.source = source
         self.graph = graph
         self.sizes = Sizes(source)
@@ -83,7 +89,7 @@ class _Emitter:
             x, form = self.held[step.args[0].name], self.source.form(step.outputs[0])
             return weighted_layer(graph, step, x, form, self.sizes)
         if step.op == "add":
-            return graph.node("Add", path, [self._read(ref.name) for ref in step.args])
+            return graph.node("Add", path, [self._addend(step, ref.name) for ref in step.args])
         if step.op in ("max_pool", "avg_pool", "resize"):
             return self._grid(step)
         if step.op == "move":
@@ -95,6 +101,16 @@ class _Emitter:
         if made is None:
             self._refuse(step)
         return made
+
+    def _addend(self, step: Step, name: str) -> str:
+        """An operand of a sum: what a convolution accumulated, or quantized where asked."""
+        largest = self.source.ranges.get(name)
+        if not self.integer_sums or not largest:
+            return self._read(name)
+        made = f"{step.path}.addend" if step.path else "addend"
+        return self.graph.quantized(
+            made, self._read(name), Integers(largest / 127, 8, -128, 127)
+        ).name
 
     def _read(self, name: str) -> str:
         return self.held[name].name

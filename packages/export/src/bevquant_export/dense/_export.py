@@ -33,6 +33,7 @@ def export_qdq_onnx(
     output_names: Sequence[str] | None = None,
     dynamic_batch: bool = False,
     weights: str | None = None,
+    integer_sums: bool = False,
     march: str = "bayes",
 ) -> QdqFile:
     r"""Write a calibrated dense model as ONNX with QuantizeLinear and DequantizeLinear.
@@ -69,6 +70,10 @@ def export_qdq_onnx(
             batch to see which sizes follow it.
         weights: For onnxruntime: ``"uint8"`` (the default) is exact on every CPU; ``"int8"`` is
             faster, but saturates on x86 without VNNI unless ``session.x64quantprecision`` is 1.
+        integer_sums: For onnxruntime: a sum that reads a convolution's accumulators, as behind a
+            `residual_quantizer`, makes that convolution run in float, exactly. True quantizes the
+            accumulators too, to their range on `args`, and both run in integers: up to one step
+            off. Not needed where the model has a `QuantAdd`.
         march: For horizon: ``"bernoulli2"``, ``"bayes"`` or ``"bayes-e"``.
 
     Returns:
@@ -96,6 +101,11 @@ def export_qdq_onnx(
     chosen = profile_of(profile, weights)
     if march not in MARCHES:
         raise ValueError(f"export_qdq_onnx: march={march!r}: expected one of {MARCHES}")
+    if integer_sums and profile != "onnxruntime":
+        raise ValueError(
+            f"export_qdq_onnx: integer_sums=True with profile={profile!r}: expected 'onnxruntime'; "
+            "the others add to accumulators themselves"
+        )
     target = Path(path)
     if not target.parent.is_dir():
         raise ValueError(f"export_qdq_onnx: there is no folder {target.parent}; make it first")
@@ -105,10 +115,12 @@ def export_qdq_onnx(
     graph, sizes = Graph(chosen), Sizes(source)
     for name in (*inputs.values(), *(name for _, name in outputs)):
         graph.unique(name)
-    made = emit(source, graph, inputs)
+    made = emit(source, graph, inputs, integer_sums=integer_sums)
     shapes_in = {name: sizes.named(ref) for ref, name in inputs.items()}
     shapes_out = {name: sizes.named(ref) for ref, name in outputs}
-    proto = assemble(graph, shapes_in, shapes_out, [(made[ref], name) for ref, name in outputs])
+    proto = assemble(
+        graph, shapes_in, shapes_out, [(made[ref].name, name) for ref, name in outputs]
+    )
     write(proto.SerializeToString(deterministic=True), target)
     on_cpu = tuple(node.name for node in graph.on_cpu)
     settings = write_settings(target, march, on_cpu) if profile == "horizon" else None
@@ -119,6 +131,7 @@ def export_qdq_onnx(
         opset=chosen.opset,
         inputs=shapes_in,
         outputs=shapes_out,
+        integers={name: held.integers for name, held in made.items() if held.form},
         floats=tuple(f"{i.path}: {i.what}: {i.reason}" for i in source.program.islands),
         notes=(*graph.notes, *fixed),
         settings=settings,

@@ -82,12 +82,12 @@ def resize(
         corners = "align_corners" if given["align_corners"] else "half_pixel"
         settings = {"mode": "linear", "coordinate_transformation_mode": corners}
     before, after = sizes.of(names[0]), sizes.of(names[1])
-    region = graph.constant("no_region", np.zeros(0))
+    modern = graph.profile.opset >= 13  # before, what is not given is an empty tensor
+    region = "" if modern else graph.constant("no_region", np.zeros(0))
     if given["scale_factor"] is None and not sizes.free:
         # Sizes, not factors: 3 · float32(7/3) may fall short of 7.
-        none = graph.constant("no_factors", np.zeros(0))
-        target = graph.numbers(after)
-        return graph.node("Resize", path, [x, region, none, target], **settings)
+        none = "" if modern else graph.constant("no_factors", np.zeros(0))
+        return graph.node("Resize", path, [x, region, none, graph.numbers(after)], **settings)
     factors = _factors(given["scale_factor"], before, after)
     reached = [int(np.floor(n * f)) for n, f in zip(before[2:], factors[2:], strict=True)]
     if reached != list(after[2:]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,8 +17,7 @@ def input_names(source: Source, wanted: Sequence[str] | None) -> dict[str, str]:
     Raises:
         ValueError: Names that are not as many as the inputs, or not different.
     """
-    # A traced graph calls a parameter `input` so, because Python has a function of that name.
-    names = ["input" if name == "input_1" else name for name in source.inputs]
+    names = [re.sub(r"\W+", "_", name).strip("_") for name in source.inputs.values()]
     return dict(zip(source.inputs, _checked("input_names", names, wanted), strict=True))
 
 

@@ -19,7 +19,7 @@ from bevquant_int8sim.model._form import Integers
 from bevquant_int8sim.model._grid_operations import grid_call, module_call
 from bevquant_int8sim.model._program import Program, Ref, names_in, replaced
 from bevquant_int8sim.model._quantizers import integers_of, is_active
-from bevquant_int8sim.model._signature import arguments
+from bevquant_int8sim.model._signature import arguments, leaf_names
 
 __all__ = [
     "Integers", "Program", "Ref", "Source", "Step", "grid_call", "integers_of", "is_active",
@@ -40,8 +40,9 @@ class Source:
         hosts: Sizes, numbers and the like by name.
         wider: Shapes of a second run with twice the batch; empty where the batch is fixed.
         wider_hosts: Hosts of that run.
-        inputs: Names of the tensors that a call takes, in order.
+        inputs: Tensors that a call takes, in order, to the parameters that they go to.
         fixed: Numbers among the arguments, which are constants of the file.
+        ranges: Accumulators that a sum reads to their largest absolute value in the run.
     """
 
     program: Program
@@ -49,8 +50,9 @@ class Source:
     hosts: Mapping[str, Any]
     wider: Mapping[str, Any]
     wider_hosts: Mapping[str, Any]
-    inputs: tuple[str, ...]
+    inputs: Mapping[str, str]
     fixed: Mapping[str, Any]
+    ranges: Mapping[str, float]
 
     def form(self, name: str) -> Any:
         """`Integers`, or ``"int32"`` or ``"float"``."""
@@ -84,15 +86,20 @@ def read_model(model: nn.Module, args: Any, *, dynamic_batch: bool) -> Source:
                 f"export_qdq_onnx: input {name} is {value.dtype}; expected float32. Give float32 "
                 "tensors, and compute what depends on others outside of this model"
             )
-    shapes, hosts = _run(integer, args, given)
+    assert integer.source is not None
+    traced = integer.source.traced
+    called = dict(
+        zip(given, leaf_names(model, traced.arguments, numbers=traced.numbers), strict=True)
+    )
+    ranges: dict[str, float] = {}
+    shapes, hosts = _run(integer, args, given, ranges)
     wider: dict[str, Any] = {}
     wider_hosts: dict[str, Any] = {}
     if dynamic_batch:
         double = _doubled(args)
         try:
-            wider, wider_hosts = _run(
-                integer, double, dict(_bound(program.signature, arguments(double)))
-            )
+            bound = dict(_bound(program.signature, arguments(double)))
+            wider, wider_hosts = _run(integer, double, bound, {})
         except (RuntimeError, ValueError) as error:
             raise ValueError(
                 "export_qdq_onnx: dynamic_batch=True, but the model does not run on twice the "
@@ -100,13 +107,14 @@ def read_model(model: nn.Module, args: Any, *, dynamic_batch: bool) -> Source:
             ) from error
     return Source(
         program, shapes, hosts, wider, wider_hosts,
-        tuple(name for name, value in given.items() if isinstance(value, Tensor)),
-        {name: value for name, value in given.items() if not isinstance(value, Tensor)},
+        {name: called[name] for name, value in given.items() if isinstance(value, Tensor)},
+        {called[name]: value for name, value in given.items() if not isinstance(value, Tensor)},
+        ranges,
     )  # fmt: skip
 
 
 def _run(
-    integer: Any, args: Any, given: Mapping[str, Any]
+    integer: Any, args: Any, given: Mapping[str, Any], ranges: dict[str, float]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     shapes: dict[str, Any] = {}
     hosts: dict[str, Any] = {}
@@ -122,11 +130,23 @@ def _run(
     def see(step: Step, inputs: Any, made: Any) -> None:
         for name, value in zip(step.outputs, made, strict=False):
             note(name, value)
+        if step.op == "add":
+            ranges.update(_largest(step, inputs))
 
     for name, value in given.items():
         note(name, value)
     integer.run(args, record=False, observe=see)
     return shapes, hosts
+
+
+def _largest(step: Step, inputs: tuple[Tensor, ...]) -> Iterator[tuple[str, float]]:
+    """Largest absolute value of each operand of a sum that is held as accumulators."""
+    for index, (ref, value) in enumerate(zip(step.args, inputs, strict=True)):
+        scale = step.tensors[f"scale{index}"]
+        if scale.dim():
+            shape = [1] * value.dim()
+            shape[step.attributes["axis"]] = -1
+            yield ref.name, float((value * scale.view(shape)).abs().max())
 
 
 def _bound(wanted: Any, given: Any) -> Iterator[tuple[str, Any]]:
