@@ -144,20 +144,11 @@ class _Emitter:
         before = len(self.graph.nodes)
         made = float_join(self.graph, step, self.held.__getitem__, self.sizes)
         made = made or float_operation(self.graph, step, self._read, self.sizes)
-        quantized = any(
-            self.held[name].form or self._comes_from_integers(name)
-            for name in step.inputs
-            if name in self.held
-        )
-        if quantized:
+        operands = [self.held[name].name for name in step.inputs if name in self.held]
+        if any(self.graph.is_quantized(name) for name in operands):
             added = self.graph.nodes[before:]
             self.graph.on_cpu += [node for node in added if node.op_type in _PRODUCTS]
         return made
-
-    def _comes_from_integers(self, name: str) -> bool:
-        """Whether a float value is a tensor that a DequantizeLinear makes."""
-        tensor = self.held[name].name
-        return any(held.form and held.name == tensor for held in self.held.values())
 
     def _refuse(self, step: Step) -> NoReturn:
         what = step.attributes.get("what", step.op)

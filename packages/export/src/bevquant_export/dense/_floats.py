@@ -72,9 +72,9 @@ def _module(graph: Graph, step: Step, read: Callable[[str], str], sizes: Sizes) 
     if isinstance(module, _BatchNorm):
         return _batch_norm(graph, path, x, module)
     if type(module) in (nn.Conv1d, nn.Conv2d, nn.Conv3d) and module.padding_mode == "zeros":
-        return _conv(graph, path, x, module)
+        return _conv(graph, path, graph.float_operand(path, x), module)
     if type(module) in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d):
-        return _conv_transpose(graph, path, x, module)
+        return _conv_transpose(graph, path, graph.float_operand(path, x), module)
     if type(module) is nn.Linear:
         return _linear(graph, path, x, module, len(sizes.of(name)))
     call = module_call(module)
@@ -145,6 +145,7 @@ def _settings(module: Any) -> dict[str, Any]:
 
 def _linear(graph: Graph, path: str, x: str, module: Any, rank: int) -> str:
     if rank == 2:
+        x = graph.float_operand(path, x)
         return graph.node("Gemm", path, [x, *_parameters(graph, path, module)], transB=1)
     weight = _tensor(graph, f"{path}.weight", module.weight.t())
     made = graph.node("MatMul", path, [x, weight])

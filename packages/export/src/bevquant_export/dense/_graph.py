@@ -45,6 +45,7 @@ class Graph:
         self.notes: list[str] = []
         self.on_cpu: list[Any] = []
         self._taken: set[str] = set()
+        self._dequantized: set[str] = set()
         self._shared: dict[tuple[Any, ...], str] = {}
 
     def unique(self, name: str) -> str:
@@ -93,7 +94,23 @@ class Graph:
     def dequantized(self, path: str, q: str, form: Integers) -> Held:
         """DequantizeLinear behind integers."""
         made = self.node("DequantizeLinear", path, [q, *self._scale(path, form)])
+        self._dequantized.add(made)
         return Held(made, q, form)
+
+    def is_quantized(self, name: str) -> bool:
+        """Whether the tensor comes straight from a DequantizeLinear."""
+        return name in self._dequantized
+
+    def float_operand(self, path: str, name: str) -> str:
+        """The tensor as the operand of a layer with float weights.
+
+        onnxruntime quantizes such weights by itself, with one scale for all of them, between a
+        DequantizeLinear and a QuantizeLinear. A Clip to all of float32 holds it off.
+        """
+        if not self.profile.integer_relu or not self.is_quantized(name):
+            return name
+        lowest = self.constant("lowest_float32", np.finfo(np.float32).min)
+        return self.node("Clip", path, [name, lowest])
 
     def clipped(self, path: str, q: str, low: int | None, high: int | None) -> str:
         """Integers of activations between two others, given without zero point."""

@@ -60,8 +60,8 @@ def forced(path: Path, tensors: tuple[str, ...]) -> tuple[Any, dict[str, str]]:
     return proto, made
 
 
-def session(proto: Any) -> Any:
-    """An onnxruntime session on the CPU."""
+def session(proto: Any, *, optimised: bool) -> Any:
+    """An onnxruntime session on the CPU, with all its optimisations or none."""
     try:
         import onnxruntime  # type: ignore[import-untyped]
     except ImportError as error:
@@ -70,6 +70,9 @@ def session(proto: Any) -> Any:
         ) from error
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
+    if not optimised:
+        level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        options.graph_optimization_level = level
     return onnxruntime.InferenceSession(
         proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
     )

@@ -23,6 +23,11 @@ class _Weight:
     scales: Array
     axis: int
 
+    @property
+    def single(self) -> bool:
+        """Whether all channels have one scale."""
+        return bool((self.scales == self.scales[0]).all())
+
 
 def weighted_layer(graph: Graph, step: Step, x: Held, form: Any, sizes: Sizes) -> str:
     """The layer's nodes up to its float result, which a ReLU or a quantizer follows."""
@@ -34,7 +39,8 @@ def weighted_layer(graph: Graph, step: Step, x: Held, form: Any, sizes: Sizes) -
     bias = _bias(graph, step, accumulator)
     if step.op == "linear":
         return _linear(graph, step, x, weight, bias, sizes)
-    inputs = [x.name, _weight(graph, step, weight), *([bias] if bias else [])]
+    held = graph.float_operand(path, x.name) if _is_float(graph, step, weight) else x.name
+    inputs = [held, _weight(graph, step, weight), *([bias] if bias else [])]
     settings: dict[str, Any] = {
         "strides": list(attributes["stride"]),
         "dilations": list(attributes["dilation"]),
@@ -87,13 +93,10 @@ def _accumulator(step: Step, form: Any) -> Array:
 def _weight(graph: Graph, step: Step, weight: _Weight) -> str:
     """The node that makes the weight as it is multiplied by."""
     path, profile = step.path, graph.profile
-    transposed = step.op == "conv_transpose"
-    groups = step.attributes.get("groups", 1) if transposed else 1
     scales = weight.scales
-    single = bool((scales == scales[0]).all())
-    if transposed and not single and (groups > 1 or not profile.transposed_per_channel):
-        return _float_weight(graph, path, weight, groups)
-    if single and transposed:
+    if _is_float(graph, step, weight):
+        return _float_weight(graph, path, weight, step.attributes["groups"])
+    if weight.axis and weight.single:
         scales = scales[:1].reshape(() if profile.axis else (1,))
     named = f"{path}.weight"
     scale = graph.constant(f"{named}_scale", scales)
@@ -107,6 +110,13 @@ def _weight(graph: Graph, step: Step, weight: _Weight) -> str:
     else:
         source = graph.constant(named, weight.integers.astype(np.int16) + zero, dtype)
     return graph.node("DequantizeLinear", named, [source, scale, zeros], **axis)
+
+
+def _is_float(graph: Graph, step: Step, weight: _Weight) -> bool:
+    """Whether the scales of a transposed convolution's weight fit no axis that may have some."""
+    if step.op != "conv_transpose" or weight.single:
+        return False
+    return step.attributes["groups"] > 1 or not graph.profile.transposed_per_channel
 
 
 def _along(scales: Array, weight: _Weight) -> Array:
