@@ -50,6 +50,7 @@ def _parsed(file: Path) -> ModelProto:
 
 
 def _graph(proto: GraphProto) -> Graph:
+    _check_text(proto)
     tensors = read_tensors(proto)
     inputs = [value for value in proto.input if value.name not in tensors]
     if len(inputs) != 1:
@@ -77,3 +78,14 @@ def _graph(proto: GraphProto) -> Graph:
         outputs=tuple(value.name for value in proto.output),
         shapes=shapes,
     )
+
+
+def _check_text(proto: GraphProto) -> None:
+    """Names that are not UTF-8 come as bytes, which nothing here expects."""
+    texts = [value.name for value in (*proto.input, *proto.output, *proto.initializer)]
+    for node in proto.node:
+        texts += [node.op_type, node.name, node.doc_string, *node.input, *node.output]
+        texts += [attribute.name for attribute in node.attribute]
+    broken = next((text for text in texts if not isinstance(text, str)), None)
+    if broken is not None:
+        raise ValueError(f"the name {broken!r} is not UTF-8")
