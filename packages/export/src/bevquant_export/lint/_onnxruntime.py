@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from bevquant_export.lint._graph import Graph, Node
 from bevquant_export.lint._qdq import Pairs, Step
 from bevquant_export.lint._rule import Finding, Rule, quoted
@@ -26,7 +28,7 @@ FLOAT = _rule(
 )
 INT8 = _rule(
     2,
-    "activations are UINT8: INT8 pairs are not fused on x86",
+    "activations are UINT8: INT8 pairs with several readers, or behind a ReLU, run in float on x86",
     f"{_ADVICE} (session.qdqisint8allowed=1 runs them, 12 times slower)",
 )
 SCALES = _rule(
@@ -47,8 +49,9 @@ SIGNED = _rule(
 )
 BIAS = _rule(
     6,
-    "biases are float",
-    "write the bias in float: the runtime quantizes it itself",
+    "biases are float, or INT32 in steps of data scale times weight scale: else the conv runs in "
+    "float",
+    "write the bias in float, which the runtime quantizes itself, or in the steps of the sums",
 )
 RULES = (FLOAT, INT8, SCALES, MIXED, SIGNED, BIAS)
 _LEAST = {2: 0, 3: -128}
@@ -61,9 +64,7 @@ def check_onnxruntime(pairs: Pairs) -> Iterator[Finding]:
         if node.op == "Relu":
             yield from _relu(pairs, node)
         elif node.op in ("Conv", "ConvTranspose", "Gemm"):
-            bias = pairs.dequantized(node.input(2))
-            if bias is not None:
-                yield BIAS.found(node.name, f"its bias comes from {quoted(bias.node.name)}")
+            yield from _bias(pairs, node)
         elif node.op in ("MatMulInteger", "ConvInteger"):
             yield from _integers(graph, node)
         if node.op in ("Conv", "Gemm", "MatMul"):
@@ -81,6 +82,18 @@ def _integer_type(step: Step) -> int:
     return step.zero_type or (
         step.constant.data_type if step.constant is not None and not step.quantizes else 2
     )
+
+
+def _bias(pairs: Pairs, node: Node) -> Iterator[Finding]:
+    data, weight, bias = (pairs.dequantized(node.input(slot)) for slot in (0, 1, 2))
+    if bias is None:
+        return
+    scales = [step.scale if step is not None else None for step in (data, weight, bias)]
+    if scales[0] is not None and scales[1] is not None and scales[2] is not None:
+        sums = (scales[0] * scales[1]).ravel()
+        if sums.size and np.allclose(scales[2].ravel(), sums, rtol=1e-5, atol=0):
+            return
+    yield BIAS.found(node.name, f"its bias comes from {quoted(bias.node.name)}, in other steps")
 
 
 def _relu(pairs: Pairs, node: Node) -> Iterator[Finding]:

@@ -162,9 +162,6 @@ def check_axis(pairs: Pairs) -> Iterator[Finding]:
 
 
 def _equal(a: np.ndarray[Any, Any] | None, b: np.ndarray[Any, Any] | None) -> bool:
-    return (
-        a is not None
-        and b is not None
-        and a.size == b.size
-        and bool((a.ravel() == b.ravel()).all())
-    )
+    if a is None or b is None or a.dtype != b.dtype:
+        return False
+    return a.ravel().tobytes() == b.ravel().tobytes()

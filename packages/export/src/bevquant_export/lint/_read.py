@@ -19,7 +19,7 @@ _MOST_BYTES = 2**31 - 1
 UNREADABLE = Rule(
     "ONX001",
     "error",
-    "the file is one complete ModelProto: below 2 GiB, below 2,000,000 fields, below 100 levels",
+    "the file is one complete ModelProto: below 2 GiB, below 1,000,000 fields, below 100 levels",
     "write the file again; if it came over a network or from Git LFS, fetch it again",
 )
 EMPTY = Rule(
@@ -42,14 +42,15 @@ def read_model(path: Path) -> onnx.ModelProto | Finding:
     Raises:
         OSError: The file cannot be opened, or is a folder, a pipe or a device.
     """
-    if not stat.S_ISREG(path.stat().st_mode):
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
         raise OSError(f"lint_onnx: {path} is no regular file; give the path of an .onnx file")
-    with path.open("rb") as file:
-        data = file.read(_MOST_BYTES + 1)
-    if not data:
+    if status.st_size == 0:
         return UNREADABLE.found("file", "the file is empty")
-    if len(data) > _MOST_BYTES:
+    if status.st_size > _MOST_BYTES:
         return UNREADABLE.found("file", "the file has 2 GiB or more, which protobuf does not hold")
+    with path.open("rb") as file:
+        data = file.read(status.st_size)
     if data.startswith(b"version https://git-lfs"):
         return UNREADABLE.found("file", "the file is a Git LFS pointer and not the model")
     return _decoded(data)

@@ -90,7 +90,7 @@ def _names(graph: Graph) -> Iterator[Finding]:
         for attribute in dict.fromkeys(node.repeated):
             yield REPEATED_ATTRIBUTE.found(node.name, f"attribute {quoted(attribute)} comes twice")
         for name in node.outputs:
-            if name and (name in made or graph.sees(name)):
+            if name and (name in made or name in graph.given):
                 yield TENSOR_NAMES.found(node.name, f"tensor {quoted(name)} is there already")
             made.add(name)
 

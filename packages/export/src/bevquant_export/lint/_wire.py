@@ -6,9 +6,11 @@ from typing import Any
 
 __all__ = ["wire_problem"]
 
-_MOST_FIELDS = 2_000_000
+_MOST_FIELDS = 1_000_000
 _DEEPEST = 100
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_VARINT, _BYTES = 0, 2
+# Bytes by wire type; None where a number in the file says it.
+_SIZES: dict[int, int | None] = {_VARINT: None, 1: 8, _BYTES: None, 5: 4}
 
 
 def wire_problem(data: bytes, descriptor: Any) -> str | None:
@@ -31,12 +33,10 @@ def wire_problem(data: bytes, descriptor: Any) -> str | None:
         'the field at byte 0 claims 5 bytes where 3 are left: the file is cut short'
     """
     fields: dict[str, dict[int, Any]] = {}
-    stack = [(descriptor, 0, len(data), 1)]
+    outer = [(descriptor, 0, len(data))]
     count = 0
-    while stack:
-        kind, at, end, depth = stack.pop()
-        if depth > _DEEPEST:
-            return f"messages are nested more than {_DEEPEST} deep at byte {at}"
+    while outer:
+        kind, at, end = outer.pop()
         known = fields.get(kind.full_name)
         if known is None:
             known = fields[kind.full_name] = dict(kind.fields_by_number)
@@ -48,23 +48,24 @@ def wire_problem(data: bytes, descriptor: Any) -> str | None:
             tag, at = _varint(data, at, end)
             field = known.get(tag >> 3)
             wire = tag & 7
-            if at < 0 or tag >> 3 == 0 or wire not in (_VARINT, _FIXED64, _BYTES, _FIXED32):
+            if at < 0 or tag >> 3 == 0 or wire not in _SIZES:
                 return f"no field can begin at byte {start}: the file is damaged or no ONNX file"
-            if wire == _VARINT:
-                _, at = _varint(data, at, end)
-                size = 0
-            elif wire == _BYTES:
+            size = _SIZES[wire]
+            if size is None:
                 size, at = _varint(data, at, end)
-            else:
-                size = 8 if wire == _FIXED64 else 4
-            if at < 0 or size > end - at:
-                left = max(0, end - at) if at >= 0 else 0
-                claims = f"claims {size} bytes where {left} are left" if at >= 0 else "has no end"
-                return f"the field at byte {start} {claims}: the file is cut short"
+                size = 0 if wire == _VARINT else size
+            if at < 0:
+                return f"the field at byte {start} has no end: the file is damaged or cut short"
+            if size > end - at:
+                claim = f"claims {size} bytes where {end - at} are left"
+                return f"the field at byte {start} {claim}: the file is cut short"
             if field is not None and wire == _BYTES:
                 if field.type == field.TYPE_MESSAGE:
-                    stack.append((field.message_type, at, at + size, depth + 1))
-                elif field.type == field.TYPE_STRING:
+                    if len(outer) >= _DEEPEST - 1:
+                        return f"messages are nested more than {_DEEPEST} deep at byte {at}"
+                    outer += [(kind, at + size, end), (field.message_type, at, at + size)]
+                    break
+                if field.type == field.TYPE_STRING:
                     try:
                         data[at : at + size].decode("utf-8")
                     except UnicodeDecodeError:
