@@ -105,9 +105,10 @@ class Graph:
         """The tensor as the operand of a layer with float weights.
 
         onnxruntime quantizes such weights by itself, with one scale for all of them, between a
-        DequantizeLinear and a QuantizeLinear. A Clip to all of float32 holds it off.
+        DequantizeLinear and a QuantizeLinear, and moves the former over pooling and the like to
+        get there. A Clip to all of float32 holds it off.
         """
-        if not self.profile.integer_relu or not self.is_quantized(name):
+        if not self.profile.integer_relu:
             return name
         lowest = self.constant("lowest_float32", np.finfo(np.float32).min)
         return self.node("Clip", path, [name, lowest])
