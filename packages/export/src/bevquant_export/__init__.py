@@ -10,9 +10,11 @@ from bevquant_export.dense import (
 )
 from bevquant_export.lint import Finding, lint_onnx
 from bevquant_export.sparse import (
+    LayerDifference,
     SparseExport,
     SparseLayer,
     SparseOnnxModel,
+    compare_sparse_onnx,
     export_sparse_onnx,
     load_sparse_onnx,
     with_half_constants,
@@ -20,12 +22,14 @@ from bevquant_export.sparse import (
 
 __all__ = [
     "Finding",
+    "LayerDifference",
     "QdqFile",
     "SparseExport",
     "SparseLayer",
     "SparseOnnxModel",
     "TensorDifference",
     "compare_qdq_onnx",
+    "compare_sparse_onnx",
     "export_qdq_onnx",
     "export_sparse_onnx",
     "lint_onnx",

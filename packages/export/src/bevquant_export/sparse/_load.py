@@ -14,7 +14,7 @@ from bevquant_export.sparse._graph import Conv, Graph, Node
 from bevquant_export.sparse._held import Held, Integers
 from bevquant_export.sparse._ranges import tensor_ranges
 from bevquant_export.sparse._read_proto import read_graph
-from bevquant_export.sparse._run import FrameRun
+from bevquant_export.sparse._run import FrameRun, See
 from bevquant_export.sparse._voxels import Voxels
 from bevquant_int8sim import Recorded, SparseOutput
 
@@ -54,7 +54,11 @@ class SparseOnnxModel:
         spatial_shape: Sequence[int] | None = None,
     ) -> Output:
         """What `run` returns first."""
-        return self._run(features, coords, batch_size, mode, spatial_shape, None)
+        return _single(
+            self.watch(
+                features, coords, batch_size, _ignore, mode=mode, spatial_shape=spatial_shape
+            )
+        )
 
     def run(
         self,
@@ -85,19 +89,39 @@ class SparseOnnxModel:
                 than a layer's bound; the node is named.
         """
         found: dict[str, Recorded] = {}
-        result = self._run(features, coords, batch_size, mode, spatial_shape, found)
-        return result, found
+
+        def see(node: Node, made: Held, indices: Tensor | None) -> None:
+            found[node.name] = _recorded(node, made)
+
+        outputs = self.watch(
+            features, coords, batch_size, see, mode=mode, spatial_shape=spatial_shape
+        )
+        return _single(outputs), found
 
     @torch.no_grad()
-    def _run(
+    def watch(
         self,
         features: Tensor,
         coords: Tensor,
         batch_size: int,
-        mode: str,
-        spatial_shape: Sequence[int] | None,
-        found: dict[str, Recorded] | None,
-    ) -> Output:
+        see: See,
+        *,
+        mode: str = "int8",
+        spatial_shape: Sequence[int] | None = None,
+    ) -> tuple[Tensor | SparseOutput, ...]:
+        """Run one batch; `see` gets each node, what it made and the coordinates of its rows.
+
+        Args:
+            features: As in `run`, like the others.
+            coords: Likewise.
+            batch_size: Likewise.
+            see: Called behind each node; the coordinates of a dense tensor are ``None``.
+            mode: As in `run`.
+            spatial_shape: Likewise.
+
+        Returns:
+            The outputs, always as a tuple.
+        """
         if mode not in _MODES:
             raise ValueError(f"mode={mode!r}: expected 'int8' or 'float'")
         grid = self._grid if spatial_shape is None else tuple(int(n) for n in spatial_shape)
@@ -105,15 +129,9 @@ class SparseOnnxModel:
             raise ValueError("no convolution reads the input; give spatial_shape")
         self._check(features, coords)
         voxels = Voxels(coords.to(torch.int32).contiguous(), grid, int(batch_size))
-
-        def see(node: Node, made: Held) -> None:
-            if found is not None:
-                found[node.name] = _recorded(node, made)
-
         ranges = tensor_ranges(self.graph) if mode == "int8" else None
         run = FrameRun(self.graph, self._constants, ranges, self.backend, see)
-        outputs = run.run(features.float(), voxels)
-        return outputs[0] if len(outputs) == 1 else outputs
+        return run.run(features.float(), voxels)
 
     def _check(self, features: Tensor, coords: Tensor) -> None:
         channels = self.graph.channels
@@ -155,6 +173,14 @@ def load_sparse_onnx(path: str | os.PathLike[str], *, backend: str = "auto") -> 
         return SparseOnnxModel(read_graph(Path(path)), backend=backend)
     except ValueError as error:
         raise ValueError(f"load_sparse_onnx: {error}") from error
+
+
+def _single(outputs: tuple[Tensor | SparseOutput, ...]) -> Output:
+    return outputs[0] if len(outputs) == 1 else outputs
+
+
+def _ignore(node: Node, made: Held, indices: Tensor | None) -> None:
+    pass
 
 
 def _recorded(node: Node, made: Held) -> Recorded:

@@ -15,10 +15,10 @@ from bevquant_export.sparse._voxels import Voxels, convolved
 from bevquant_int8sim import SparseOutput, int8_sparse_conv
 from bevquant_sparse import Rulebook, WeightLayout, sparse_conv, to_dense
 
-__all__ = ["FrameRun"]
+__all__ = ["FrameRun", "See"]
 
 _STEPS = 127
-See = Callable[[Node, Held], None]
+See = Callable[[Node, Held, Tensor | None], None]
 
 
 class FrameRun:
@@ -29,7 +29,7 @@ class FrameRun:
         constants: Of each convolution, by the name of its node.
         ranges: amax of each int8 tensor; ``None`` runs everything in float.
         backend: Kernels, see ``bevquant_int8sim.int8_sparse_conv``.
-        see: Called with every node and what it made.
+        see: Called with every node, what it made and the coordinates of its rows.
     """
 
     def __init__(
@@ -57,7 +57,9 @@ class FrameRun:
         last = {name: i for i, node in enumerate(self.graph.nodes) for name in inputs_of(node)}
         for number, node in enumerate(self.graph.nodes):
             self.held[node.y] = self._step(node)
-            self.see(node, self.held[node.y])
+            voxels_made = self.voxels.get(node.y)
+            indices = None if voxels_made is None else voxels_made.indices
+            self.see(node, self.held[node.y], indices)
             for name in set(inputs_of(node)):
                 if last[name] == number and name not in self.graph.outputs:
                     del self.held[name]
