@@ -77,9 +77,10 @@ def compare_qdq_onnx(file: QdqFile, model: nn.Module, args: Any) -> tuple[Tensor
     integer = simulate(model, args)
 
     def see(step: Step, given: tuple[Any, ...], made: tuple[Any, ...]) -> None:
-        if step.outputs[0] in file.integers:
-            # Two values may be one tensor, as a ReLU of what is positive already.
-            found.setdefault(file.integers[step.outputs[0]], (step, made[0].cpu().numpy()))
+        for name, value in _named(step.outputs[0], made[0]):
+            if name in file.integers:
+                # Two values may be one tensor, as a ReLU of what is positive already.
+                found.setdefault(file.integers[name], (step, value.cpu().numpy()))
 
     integer.run(args, record=False, observe=see)
     missing = set(file.integers.values()) - set(found)
@@ -110,6 +111,13 @@ def _difference(step: Step, tensor: str, want: Any, got: Any) -> TensorDifferenc
     return TensorDifference(
         step.path, step.op, tensor, int(apart.size), int(np.count_nonzero(apart)), largest
     )
+
+
+def _named(name: str, value: Any) -> list[tuple[str, Any]]:
+    """A value, or the members of one that is a tuple."""
+    if isinstance(value, list | tuple):
+        return [(f"{name}[{i}]", part) for i, part in enumerate(value)]
+    return [(name, value)]
 
 
 def _tensors(value: Any) -> list[Tensor]:

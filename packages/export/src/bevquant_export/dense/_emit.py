@@ -11,7 +11,7 @@ from bevquant_export.dense._joins import float_join
 from bevquant_export.dense._moves import moved
 from bevquant_export.dense._results import finished
 from bevquant_export.dense._sizes import Sizes
-from bevquant_export.dense._source import Integers, Source, Step
+from bevquant_export.dense._source import Integers, Ref, Source, Step
 from bevquant_export.dense._weighted import unflattened, weighted_layer
 
 __all__ = ["emit"]
@@ -63,6 +63,7 @@ class _Emitter:
         form = self.source.form(made)
         if isinstance(result, list):
             self.several[made] = [self._finished(step, Held(part), form) for part in result]
+            self.held.update({f"{made}[{i}]": h for i, h in enumerate(self.several[made])})
             return
         held = Held(result) if isinstance(result, str) else result
         self.held[made] = unflattened(
@@ -113,7 +114,19 @@ class _Emitter:
         ).name
 
     def _read(self, name: str) -> str:
+        if name in self.several:
+            raise ValueError(
+                f"export_qdq_onnx: the tuple {name.partition(':')[0]!r} is read as a whole, which "
+                "cannot be written; unpack it in the forward, as in `a, b = x.chunk(2)`"
+            )
         return self.held[name].name
+
+    def _each(self, operands: Any) -> list[Held]:
+        """Tensors of several values, or of one that is a tuple."""
+        refs = [operands] if isinstance(operands, Ref) else operands
+        return [
+            held for ref in refs for held in self.several.get(ref.name) or [self.held[ref.name]]
+        ]
 
     def _constant(self, step: Step) -> str:
         value = step.tensors["value"]
@@ -142,7 +155,7 @@ class _Emitter:
         if step.attributes["what"] == "relu" and step.module is None:
             return self._read(step.args[0].name)
         before = len(self.graph.nodes)
-        made = float_join(self.graph, step, self.held.__getitem__, self.sizes)
+        made = float_join(self.graph, step, self._each, self.sizes)
         made = made or float_operation(self.graph, step, self._read, self.sizes)
         operands = [self.held[name].name for name in step.inputs if name in self.held]
         if any(self.graph.is_quantized(name) for name in operands):

@@ -13,6 +13,11 @@ from bevquant_export.dense._source import Integers
 
 __all__ = ["Graph", "Held"]
 
+# Operators whose result a runtime holds in the integers of their input.
+_KEEP = set(
+    "MaxPool Reshape Transpose Slice Resize DepthToSpace Expand Pad Clip Relu Concat".split()
+)
+
 Array = NDArray[Any]
 
 
@@ -64,6 +69,9 @@ class Graph:
         name = self.unique(f"{path}.{operator}" if path else operator)
         output = f"{name}.out"
         self.nodes.append(helper.make_node(operator, inputs, [output], name=name, **attributes))
+        read = inputs if operator == "Concat" else inputs[:1]
+        if operator in _KEEP and self._dequantized.issuperset(read):
+            self._dequantized.add(output)
         return output
 
     def constant(self, name: str, value: Any, dtype: Any = np.float32) -> str:
@@ -98,7 +106,7 @@ class Graph:
         return Held(made, q, form)
 
     def is_quantized(self, name: str) -> bool:
-        """Whether the tensor comes straight from a DequantizeLinear."""
+        """Whether the tensor comes from a DequantizeLinear, pooled and moved perhaps."""
         return name in self._dequantized
 
     def float_operand(self, path: str, name: str) -> str:

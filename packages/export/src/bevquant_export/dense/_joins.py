@@ -7,6 +7,7 @@ a file they are pairs in front of an Add or a Concat like everywhere.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from bevquant_export.dense._graph import Graph, Held
 from bevquant_export.dense._results import finished
@@ -17,16 +18,25 @@ from bevquant_qnn import QuantAdd, QuantConcat
 __all__ = ["float_join"]
 
 
-def float_join(graph: Graph, step: Step, read: Callable[[str], Held], sizes: Sizes) -> str | None:
-    """Nodes of a `QuantAdd` or `QuantConcat`; ``None`` for other modules."""
+def float_join(
+    graph: Graph, step: Step, each: Callable[[Any], list[Held]], sizes: Sizes
+) -> str | None:
+    """Nodes of a `QuantAdd` or `QuantConcat`; ``None`` for other modules.
+
+    Args:
+        graph: Where nodes are added.
+        step: The step.
+        each: A tuple of values, or one value that is a tuple, to its tensors.
+        sizes: Shapes.
+    """
     module = step.module
     if not isinstance(module, QuantAdd | QuantConcat) or step.kwargs:
         return None
-    several = len(step.args) == 1 and isinstance(step.args[0], list | tuple)
-    operands = step.args[0] if several else step.args
-    if not operands or not all(isinstance(ref, Ref) for ref in operands):
+    single = len(step.args) == 1
+    operands = step.args[0] if single else step.args
+    if not isinstance(operands, Ref | list | tuple):
         return None
-    helds = [read(ref.name) for ref in operands]
+    helds = each(operands)
     if is_active(module.input_quantizer):
         form = integers_of(module.input_quantizer, step.path)
         helds = [finished(graph, step.path, held, form, {}) for held in helds]

@@ -27,7 +27,7 @@ def output_names(source: Source, wanted: Sequence[str] | None) -> list[tuple[str
     Raises:
         ValueError: No tensor is returned, or names that are not as many or not different.
     """
-    found = list(_members(source.program.result, ""))
+    found = list(_members(source, source.program.result, ""))
     if not found:
         raise ValueError("export_qdq_onnx: the model returns no tensor")
     single = len(found) == 1 and not found[0][1]
@@ -37,15 +37,19 @@ def output_names(source: Source, wanted: Sequence[str] | None) -> list[tuple[str
     return [(ref, name) for (ref, _), name in zip(found, chosen, strict=True)]
 
 
-def _members(value: Any, where: str) -> Iterator[tuple[str, str]]:
-    if isinstance(value, Ref):
+def _members(source: Source, value: Any, where: str) -> Iterator[tuple[str, str]]:
+    """Every tensor in what the model returns, and the keys and places that lead to it."""
+    if isinstance(value, Ref) and f"{value.name}[0]" in source.shapes:
+        for index in range(len(source.shapes[value.name])):
+            yield f"{value.name}[{index}]", f"{where}_{index}"
+    elif isinstance(value, Ref) and value.name in source.shapes:
         yield value.name, where
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _members(item, f"{where}_{key}")
+            yield from _members(source, item, f"{where}_{key}")
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
-            yield from _members(item, f"{where}_{index}")
+            yield from _members(source, item, f"{where}_{index}")
 
 
 def _checked(argument: str, names: list[str], wanted: Sequence[str] | None) -> list[str]:

@@ -47,7 +47,10 @@ def finished(
 def _limited(graph: Graph, path: str, name: str, ceiling: float | None) -> str:
     if ceiling is None:
         return graph.node("Relu", path, [name])
-    limits = [graph.constant("zero", 0.0), graph.constant(f"{path}.ceiling", ceiling)]
+    limits = [
+        graph.constant("zero", 0.0),
+        graph.constant(f"{path}.ceiling" if path else "ceiling", ceiling),
+    ]
     return graph.node("Clip", path, [name, *limits])
 
 

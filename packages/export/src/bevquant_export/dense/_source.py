@@ -36,7 +36,7 @@ class Source:
 
     Attributes:
         program: Steps in order.
-        shapes: Tensor to its shape; of several tensors, a tuple of shapes.
+        shapes: Tensor to its shape; of several tensors, a tuple of shapes, and ``name[i]`` to each.
         hosts: Sizes, numbers and the like by name.
         wider: Shapes of a second run with twice the batch; empty where the batch is fixed.
         wider_hosts: Hosts of that run.
@@ -80,17 +80,17 @@ def read_model(model: nn.Module, args: Any, *, dynamic_batch: bool) -> Source:
             "dense parts, each a module of its own, with export_qdq_onnx"
         )
     given = dict(_bound(program.signature, arguments(args)))
-    for name, value in given.items():
-        if isinstance(value, Tensor) and value.dtype != torch.float32:
-            raise ValueError(
-                f"export_qdq_onnx: input {name} is {value.dtype}; expected float32. Give float32 "
-                "tensors, and compute what depends on others outside of this model"
-            )
     assert integer.source is not None
     traced = integer.source.traced
     called = dict(
         zip(given, leaf_names(model, traced.arguments, numbers=traced.numbers), strict=True)
     )
+    for name, value in given.items():
+        if isinstance(value, Tensor) and value.dtype != torch.float32:
+            raise ValueError(
+                f"export_qdq_onnx: input {called[name]} is {value.dtype}; expected float32. Give "
+                "float32 tensors, and compute what depends on others outside of this model"
+            )
     ranges: dict[str, float] = {}
     shapes, hosts = _run(integer, args, given, ranges)
     wider: dict[str, Any] = {}
@@ -124,6 +124,7 @@ def _run(
             shapes[name] = tuple(value.shape)
         elif isinstance(value, tuple | list) and any(isinstance(v, Tensor) for v in value):
             shapes[name] = tuple(tuple(v.shape) for v in value)
+            shapes.update({f"{name}[{i}]": tuple(v.shape) for i, v in enumerate(value)})
         else:
             hosts[name] = value
 

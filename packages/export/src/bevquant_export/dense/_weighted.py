@@ -12,7 +12,7 @@ from bevquant_export.dense._moves import reshaped
 from bevquant_export.dense._sizes import Sizes
 from bevquant_export.dense._source import Integers, Step
 
-__all__ = ["weighted_layer"]
+__all__ = ["unflattened", "weighted_layer"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +35,7 @@ def weighted_layer(graph: Graph, step: Step, x: Held, form: Any, sizes: Sizes) -
     attributes, path = step.attributes, step.path
     accumulator = _accumulator(step, form)
     axis = 1 if step.op == "conv_transpose" else 0
-    weight = _Weight(step.tensors["weight"].numpy(), accumulator / x.form.scale, axis)
+    weight = _Weight(step.tensors["weight"].cpu().numpy(), accumulator / x.form.scale, axis)
     bias = _bias(graph, step, accumulator)
     if step.op == "linear":
         return _linear(graph, step, x, weight, bias, sizes)
@@ -83,10 +83,10 @@ def unflattened(graph: Graph, step: Step, held: Held, sizes: Sizes) -> Held:
 def _accumulator(step: Step, form: Any) -> Array:
     """Value of one unit of each output channel's sum, float64."""
     if "scale" in step.tensors:
-        scale: Array = step.tensors["scale"].double().numpy()
+        scale: Array = step.tensors["scale"].double().cpu().numpy()
     else:
         unit = form.scale if isinstance(form, Integers) else 1.0
-        scale = step.tensors["multiplier"].double().numpy() * unit
+        scale = step.tensors["multiplier"].double().cpu().numpy() * unit
     return scale
 
 
@@ -142,7 +142,7 @@ def _bias(graph: Graph, step: Step, accumulator: Array) -> str:
     """The bias as the profile wants it; empty where there is none."""
     if "bias" not in step.tensors:
         return ""
-    named, integers = f"{step.path}.bias", step.tensors["bias"].numpy()
+    named, integers = f"{step.path}.bias", step.tensors["bias"].cpu().numpy()
     if not graph.profile.integer_bias:
         return graph.constant(named, integers * accumulator)
     source = graph.constant(named, integers, np.int32)
