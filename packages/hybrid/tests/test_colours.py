@@ -117,6 +117,14 @@ class Net(nn.Module):
         return self.relu(self.bn(self.conv(self.quant(input))))
 
 
+def test_one_number_is_the_mean_or_spread_of_every_channel():
+    yuv = torch.randint(-128, 128, (1, 3, 2, 2)).float()
+    expected = horizon.centered_yuv2rgb(yuv, "studio", [100.0] * 3, [64.0] * 3, 0.02).int_repr()
+    for mean, std in ((100, 64.0), (torch.tensor(100.0), torch.tensor([64.0]))):
+        found = horizon.centered_yuv2rgb(yuv, "studio", mean, std, 0.02)
+        assert torch.equal(found.int_repr(), expected)
+
+
 def test_a_model_that_trained_on_rgb_takes_yuv_as_documented() -> None:
     rgb = torch.randint(0, 256, (1, 3, 28, 28)).float()
     data = (rgb - 128) / 128

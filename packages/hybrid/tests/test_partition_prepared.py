@@ -73,6 +73,31 @@ def test_a_prepared_graph_says_itself_where_everything_runs():
     assert again.warnings == ()
 
 
+class Sized(nn.Module):
+    """Resizes to the size of what it read: two nodes of the graph hold numbers, no tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.quant, self.dequant = quantization.QuantStub(), quantization.DeQuantStub()
+        self.conv = nn.Conv2d(3, 3, 3, 2, 1)
+
+    def forward(self, x):
+        x = self.quant(x)
+        return self.dequant(F.interpolate(self.conv(x), size=x.shape[2:], mode="nearest"))
+
+
+def test_sizes_are_no_operators_on_the_cpu():
+    qconfig = quantization.get_default_qat_qconfig()
+    fused = quantization.fuse_fx(Sized())
+    qat = quantization.prepare_qat_fx(Sized(), {"": qconfig}, hybrid=True)
+    for graph in (fused, qat):
+        plan = partition(graph, "bayes", example_inputs=torch.ones(1, 3, 8, 8))
+        names = [node.name for node in plan.nodes]
+        assert names == ["x", "quant", "conv", "interpolate", "dequant", "output"]
+        assert [segment.place for segment in plan.segments] == ["BPU"]
+        assert plan.transfer_bytes == 2 * 3 * 8 * 8
+
+
 class Residual(nn.Module):
     """Fused additions, tables, a cat, resizing, a mean: a call of each kind."""
 

@@ -650,6 +650,8 @@ def test_the_cpu_figures_have_sources(name, gigaflops):
 
 
 def test_eager_quantization_is_told_apart():
-    net = quantization.prepare_qat(seeded(Outlier), inplace=False)
+    net = seeded(Outlier)
+    net.qconfig = quantization.get_default_qat_qconfig()
+    net = quantization.prepare_qat(net, inplace=False)
     with pytest.raises(TypeError, match="expected a model from prepare_calibration_fx"):
         suggest_cpu(net, [torch.ones(1, 3, 8, 8)], layers=1)

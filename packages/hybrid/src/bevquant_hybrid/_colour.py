@@ -198,7 +198,9 @@ def decode_yuv(
     return ops.quantize((colours - centre) / spread, scale, -1, 8, rounding)
 
 
-def _numbers(values: Sequence[float] | Tensor, what: str) -> list[float]:
+def _numbers(values: float | Sequence[float] | Tensor, what: str) -> list[float]:
+    if isinstance(values, int | float):
+        return [float(values)]
     found = values.reshape(-1).tolist() if isinstance(values, Tensor) else list(values)
     if len(found) not in (1, 3):
         raise ValueError(f"{what}: expected one number or three, got {len(found)}")
@@ -208,8 +210,8 @@ def _numbers(values: Sequence[float] | Tensor, what: str) -> list[float]:
 def _from_yuv(
     image: Tensor,
     swing: str,
-    mean: Sequence[float] | Tensor,
-    std: Sequence[float] | Tensor,
+    mean: float | Sequence[float] | Tensor,
+    std: float | Sequence[float] | Tensor,
     q_scale: float | Tensor,
     bgr: bool,
     what: str,
@@ -231,8 +233,8 @@ def _from_yuv(
 def centered_yuv2rgb(
     input: Tensor,
     swing: str = "studio",
-    mean: Sequence[float] | Tensor = (128.0,),
-    std: Sequence[float] | Tensor = (128.0,),
+    mean: float | Sequence[float] | Tensor = (128.0,),
+    std: float | Sequence[float] | Tensor = (128.0,),
     q_scale: float | Tensor = 1.0 / 128.0,
 ) -> QTensor:
     r"""Centred YUV444 to RGB, normalized and quantized as a model's QuantStub did in training.
@@ -269,8 +271,8 @@ def centered_yuv2rgb(
 def centered_yuv2bgr(
     input: Tensor,
     swing: str = "studio",
-    mean: Sequence[float] | Tensor = (128.0,),
-    std: Sequence[float] | Tensor = (128.0,),
+    mean: float | Sequence[float] | Tensor = (128.0,),
+    std: float | Sequence[float] | Tensor = (128.0,),
     q_scale: float | Tensor = 1.0 / 128.0,
 ) -> QTensor:
     """Centred YUV444 to BGR; `mean` and `std` are those of BGR. See `centered_yuv2rgb`."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.jit._trace import TracerWarning
 
 from bevquant_hybrid import _both_forms as both
 from bevquant_hybrid.dtype import qinfo
@@ -28,7 +31,8 @@ _FACTS = {
     ),
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_contiguous, Tensor.__len__),
     *(Tensor.nelement, Tensor.ndimension, Tensor.data_ptr, Tensor.get_device, torch.numel),
-    *(Tensor.register_hook, Tensor.retain_grad),
+    *(Tensor.register_hook, Tensor.retain_grad, Tensor.is_complex, torch.is_complex),
+    *(Tensor.is_floating_point, torch.is_floating_point, Tensor.is_signed, torch.is_signed),
 }
 _VIEWS = {
     *(getattr(Tensor, name).__get__ for name in _SEEN_OTHERWISE),
@@ -181,7 +185,9 @@ def _interpolate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     if recompute and factor is not None:
         factors = factor if isinstance(factor, list | tuple) else (factor, factor)
         sides = zip(source.shape[2:], factors, strict=True)
-        size, factor = [int(n * f) for n, f in sides], None
+        with warnings.catch_warnings():  # a traced model takes the shapes it was traced with
+            warnings.simplefilter("ignore", TracerWarning)
+            size, factor = [int(n * f) for n, f in sides], None
     return both.resize(source, size, factor, mode, bool(align))
 
 
@@ -194,6 +200,16 @@ def _grid_sample(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         (source, *args[1:]), kwargs, *names, ("align_corners", None)
     )
     return both.grid_sample(source, grid, mode, padding, bool(align))
+
+
+def _double(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # torch.jit.trace compares what a traced model returns, plain integers, with what the model did.
+    if sys._getframe(2).f_globals.get("__name__") != "torch.jit._trace":
+        raise NotImplementedError(
+            "double of a QTensor may mean its integers or its values; say int_repr() or "
+            "dequantize() first"
+        )
+    return _on(func, args, kwargs, payload)
 
 
 def _pad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -222,6 +238,7 @@ _RULES: dict[Any, Rule] = {
     **dict.fromkeys(_ABS, _abs),
     **dict.fromkeys(_CLAMP, _clamp),
     **dict.fromkeys((F.max_pool2d, torch.max_pool2d), _max_pool),
+    Tensor.double: _double,
     F.interpolate: _interpolate,
     F.grid_sample: _grid_sample,
     F.pad: _pad,

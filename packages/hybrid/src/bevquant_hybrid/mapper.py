@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+
+from bevquant_hybrid._whole_file import write_whole
 
 __all__ = ["makertbin", "write_config"]
 
@@ -43,6 +44,7 @@ def write_config(onnx_file: str | os.PathLike[str], march: str, run_on_cpu: Sequ
         The path of the YAML file.
 
     Example:
+        >>> import tempfile
         >>> folder = Path(tempfile.mkdtemp())
         >>> print(write_config(folder / "qat.onnx", "bayes", ["Conv_32"]).read_text()[:42])
         model_parameters:
@@ -51,11 +53,7 @@ def write_config(onnx_file: str | os.PathLike[str], march: str, run_on_cpu: Sequ
     path = Path(onnx_file)
     nodes = f'  run_on_cpu: "{";".join(run_on_cpu)}"\n' if run_on_cpu else ""
     text = _TEMPLATE.format(onnx=path.name, march=march, prefix=path.stem, run_on_cpu=nodes)
-    target = path.with_suffix(".yaml")
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-        file.write(text)
-    os.replace(file.name, target)
-    return target
+    return write_whole(path.with_suffix(".yaml"), text)
 
 
 def makertbin(config: str | os.PathLike[str]) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bevquant_hybrid import _integer_ops as ops
+from bevquant_hybrid._calling_module import calling_module
 from bevquant_hybrid.dtype import QuantDType, as_quant_dtype, qinfo
 
 __all__ = ["QTensor", "as_float", "payload"]
@@ -158,10 +159,12 @@ class QTensor(Tensor):
             name = getattr(func, "__name__", str(func))
             if name == "__get__":  # of an attribute
                 name = getattr(func.__self__, "__name__", name)  # type: ignore[attr-defined]
+            where = calling_module()
             raise NotImplementedError(
-                f"{name} cannot take a QTensor: its result would need a scale of its own. Use the "
-                "quantized form (FloatFunctional for arithmetic, a module for others), put a "
-                "DeQuantStub before it, or prepare the model with hybrid=True"
+                f"{where + ': ' if where else ''}{name} cannot take a QTensor: its result would "
+                "need a scale of its own. Use the quantized form (FloatFunctional for arithmetic, "
+                "a module for others), put a DeQuantStub before it, or prepare the model with "
+                "hybrid=True"
             )
         return rule(func, args, kwargs or {})
 

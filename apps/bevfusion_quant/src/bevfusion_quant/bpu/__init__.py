@@ -1,6 +1,6 @@
 """BEVFusion for a Horizon BPU: dense parts in integers there, the rest in float on the CPU."""
 
-from bevfusion_quant.bpu._config import MARCHES, BpuConfig, MarchName, bpu_parts
+from bevfusion_quant.bpu._config import BpuConfig, MarchName, bpu_parts
 from bevfusion_quant.bpu._estimate import BpuEstimate
 from bevfusion_quant.bpu._load import LoadedBpuRun, load_bpu_run
 from bevfusion_quant.bpu._outcome import BpuOutcome
@@ -10,7 +10,6 @@ from bevfusion_quant.bpu._text import bpu_text
 from bevfusion_quant.bpu._write import BpuResult
 
 __all__ = [
-    "MARCHES",
     "BpuComparison",
     "BpuConfig",
     "BpuEstimate",

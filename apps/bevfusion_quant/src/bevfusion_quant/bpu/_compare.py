@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 __all__ = ["compare_forms", "node_probes"]
 
 
-def node_probes(forms: Mapping[str, Forms], labels: Mapping[str, Mapping[str, Label]]) -> Any:
+def node_probes(
+    forms: Mapping[str, Forms], labels: Mapping[str, Mapping[str, Label]]
+) -> dict[str, NodeProbe]:
     """What to watch, by "unit/node": everything called that all three graphs of a unit have."""
     probes = {}
     for unit, form in forms.items():

@@ -10,10 +10,9 @@ from bevfusion_quant._errors import InputError
 from bevfusion_quant.cameras import CAMERA_NAMES
 from bevfusion_quant.ptq import Branch, Method, PtqConfig
 
-__all__ = ["MARCHES", "BpuConfig", "MarchName", "bpu_parts"]
+__all__ = ["BpuConfig", "MarchName", "bpu_parts"]
 
 MarchName = Literal["bayes", "bernoulli2", "bayes-e"]
-MARCHES: tuple[MarchName, ...] = ("bayes", "bernoulli2", "bayes-e")
 
 _PARTS: dict[str, tuple[str, ...]] = {
     "camera": ("camera",),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bevfusion_quant.report._format import count, decibels, fixed, memory, seconds
+from bevfusion_quant.report._format import count, decibels, fixed, memory, number, seconds
 from bevfusion_quant.report._html import Html, join, tag
 from bevfusion_quant.report._section import Section
 
@@ -109,7 +109,8 @@ def _bpu(outcome: BpuOutcome) -> Iterator[Html]:
     """Bytes between BPU and CPU, and the estimate of the BPU's time."""
     boundaries = len(outcome.plan.boundaries)
     note = f"of integers in a frame, {boundaries} boundaries"
-    yield _figure("Between BPU and CPU", f"{count(outcome.plan.transfer_bytes)} bytes", note)
+    size = number((outcome.plan.transfer_bytes or 0) / 1e6, 3)
+    yield _figure("Between BPU and CPU", f"{size} MB", note)
     estimates = outcome.estimates.values()
     total = sum(estimate.seconds for estimate in estimates)
     chip = next(iter(estimates)).figures.chip

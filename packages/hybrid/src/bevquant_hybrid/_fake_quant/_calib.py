@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.ao.quantization import FakeQuantizeBase
 
+from bevquant_hybrid._calling_module import calling_module
 from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
 from bevquant_hybrid._observers._calib import CalibObserver
 from bevquant_hybrid.dtype import QuantDType
@@ -59,7 +60,10 @@ class CalibFakeQuantize(FakeQuantizeBase):
         """Count where that is enabled; return the values as they are."""
         x = payload(x)
         if bool(self.observer_enabled[0]):
-            self.activation_post_process(x.detach())
+            try:
+                self.activation_post_process(x.detach())
+            except ValueError as error:
+                raise ValueError(f"{calling_module()}: {error}") from error
         return QTensor(x, torch.ones(1, device=x.device), self.dtype, on_grid=False)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.ao.quantization import FakeQuantizeBase
 
+from bevquant_hybrid._calling_module import calling_module
 from bevquant_hybrid._fake_quant._function import fake_quantize
 from bevquant_hybrid._observers._fixed import FixedScaleObserver
 from bevquant_hybrid._observers._min_max import MovingAverageMinMaxObserver
@@ -131,8 +132,15 @@ class FakeQuantize(FakeQuantizeBase):
         return self.scale.detach()
 
     def observe(self, x: Tensor) -> None:
-        """Let the observer see a tensor and take its scale."""
-        self.activation_post_process(x.detach())
+        """Let the observer see a tensor and take its scale.
+
+        Raises:
+            ValueError: The observer finds no range in it; the message names the module.
+        """
+        try:
+            self.activation_post_process(x.detach())
+        except ValueError as error:
+            raise ValueError(f"{calling_module()}: {error}") from error
         if self.activation_post_process.observed:
             self._take_scale()
 

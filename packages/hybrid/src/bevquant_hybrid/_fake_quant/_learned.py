@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -141,3 +142,15 @@ class PACTFakeQuantize(LearnedFakeQuantize):
         alpha = along(self.alpha.abs(), x.dim(), self.ch_axis)
         clamped = torch.minimum(torch.maximum(x, -alpha), alpha)
         return clamped + (super().fake_quantize(clamped) - clamped).detach()
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        # A state without α is a calibration's: α starts from its scale.
+        alpha, scale = state_dict.get(prefix + "alpha"), state_dict.get(prefix + "scale")
+        if alpha is None and scale is not None:
+            alpha = scale.detach().abs() * ((self.quant_max - self.quant_min) / 2)
+            state_dict = {**state_dict, prefix + "alpha": alpha}
+        if alpha is not None and alpha.shape != self.alpha.shape:
+            self.alpha.data = torch.empty_like(alpha, device=self.alpha.device)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

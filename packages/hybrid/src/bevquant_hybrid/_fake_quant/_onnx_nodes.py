@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bevquant_hybrid._calling_module import calling_module
+
 __all__ = ["opset_in_use", "quantize_dequantize"]
 
 opset_in_use: ContextVar[int] = ContextVar("opset_in_use", default=11)
@@ -23,9 +25,9 @@ def quantize_dequantize(
     """
     if (quant_min, quant_max) != (-128, 127):
         raise ValueError(
-            f"ONNX export: a tensor quantized to {quant_min} … {quant_max}: QuantizeLinear of "
-            "opset 11 and 13 makes 8-bit integers only; give that layer a qint8 qconfig, or run "
-            "it on the CPU (hybrid_dict)"
+            f"{calling_module()}: ONNX export: a tensor quantized to {quant_min} … {quant_max}: "
+            "QuantizeLinear of opset 11 and 13 makes 8-bit integers only; give that layer a qint8 "
+            "qconfig, or run it on the CPU (hybrid_dict)"
         )
     axis = -1 if scale.numel() == 1 else ch_axis
     result: Tensor = _Nodes.apply(x, scale.detach().reshape(-1).tolist(), axis)  # type: ignore[no-untyped-call]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch.ao.quantization import FakeQuantizeBase
 from torch.fx import Graph, Node
 
 from bevquant_hybrid._convert import refuse_converted
@@ -44,6 +45,7 @@ def fuse(model: nn.Module, names: Names, caller: str) -> GraphModuleWithAttr:
     if isinstance(model, GraphModuleWithAttr):
         graph = _copied(model.graph)
     else:
+        _refuse_module_by_module(model, caller)
         graph = trace(root, caller)
         replace_functions(graph, root, get_march() or March.BAYES)
     modules = dict(root.named_modules(remove_duplicate=False))
@@ -75,6 +77,13 @@ def prepare(
     """Prepare a model; see `prepare_qat_fx`."""
     march = require_march(caller)
     names = Names(hybrid_dict if hybrid else None)
+    if hybrid_dict and not hybrid:
+        warnings.warn(
+            f"{caller}: hybrid_dict says nothing without hybrid=True: all of the model is taken "
+            "for the BPU",
+            UserWarning,
+            stacklevel=3,
+        )
     scales = None
     refuse_converted(model, caller)
     if isinstance(model, ObservedGraphModule):
@@ -109,6 +118,15 @@ def _refuse_prepared_twice(model: nn.Module, caller: str) -> None:
         raise ValueError(
             f"{caller}: the model is prepared for quantization-aware training already; pass the "
             "float model, or one prepared with get_default_calib_qconfig and calibrated"
+        )
+
+
+def _refuse_module_by_module(model: nn.Module, caller: str) -> None:
+    if any(isinstance(module, FakeQuantizeBase) for module in model.modules()):
+        raise ValueError(
+            f"{caller}: the model was prepared by prepare_qat or prepare_calibration, whose models "
+            "keep their own forward and are not traced; pass the float model, and use the "
+            "functions that end in _fx throughout"
         )
 
 
@@ -149,7 +167,8 @@ def _boundary_maker(placement: Placement, wrapped: bool) -> Callable[[Node], nn.
             raise ValueError(
                 f"node {node.name} (in {where}) runs on the CPU and a BPU node reads it: its "
                 "output must be quantized, but no qconfig with an activation reaches it; set one "
-                "globally, or for that module"
+                "globally, or for that module (what shall run on the CPU is named in hybrid_dict, "
+                "not given None)"
             )
         made: nn.Module = qconfig.activation()
         if wrapped and isinstance(made, FakeQuantize):

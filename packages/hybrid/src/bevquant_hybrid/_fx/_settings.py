@@ -39,8 +39,11 @@ class Settings:
         qconfig_dict: As `prepare_qat_fx` takes it; None for attributes alone.
 
     Raises:
-        TypeError: No dictionary.
+        TypeError: No dictionary, entries that are no pairs, or something that is no qconfig.
         ValueError: An unknown key.
+
+    Warns:
+        UserWarning: A name that the model does not have.
     """
 
     def __init__(self, root: nn.Module, qconfig_dict: dict[str, Any] | None) -> None:
@@ -55,11 +58,14 @@ class Settings:
                 f"qconfig_dict: unknown key {unknown[0]!r}; expected '', 'module_type' or "
                 "'module_name'"
             )
-        self._types = _pairs(given.get("module_type", ()))
-        self._names = _pairs(given.get("module_name", ()))
+        self._types = _pairs("module_type", given.get("module_type", ()))
+        self._names = _pairs("module_name", given.get("module_name", ()))
         self._of: dict[str, Any] = {}
         self._modules = dict(root.named_modules(remove_duplicate=False))
         start = given.get("", _UNSET)
+        if start is not _UNSET:
+            _expect_qconfig("", start)
+        _warn_of_unknown_names("qconfig_dict", self._names, self._modules, stacklevel=6)
         for path, module in self._modules.items():
             parent = self._of[path.rpartition(".")[0]] if path else start
             generated_in = getattr(module, "generated_in", None)
@@ -96,8 +102,39 @@ class Settings:
         return any(q is not None and q is not _UNSET for q in self._of.values())
 
 
-def _pairs(entries: Any) -> dict[Any, Any]:
-    return dict(entries.items() if isinstance(entries, dict) else entries)
+def _pairs(key: str, entries: Any) -> dict[Any, Any]:
+    try:
+        pairs = dict(entries.items() if isinstance(entries, dict) else entries)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"qconfig_dict: {key!r} is {entries!r}: expected a list of pairs like "
+            f"({'nn.Conv2d' if key == 'module_type' else repr('foo.bar')}, qconfig), or a "
+            "dictionary"
+        ) from error
+    for which, qconfig in pairs.items():
+        _expect_qconfig(which, qconfig)
+    return pairs
+
+
+def _expect_qconfig(which: Any, qconfig: Any) -> None:
+    if qconfig is not None and not (hasattr(qconfig, "activation") and hasattr(qconfig, "weight")):
+        raise TypeError(
+            f"qconfig_dict: {which!r} is given {qconfig!r}: expected a qconfig, as "
+            "get_default_qat_qconfig() returns one, or None"
+        )
+
+
+def _warn_of_unknown_names(
+    setting: str, names: Iterable[str], known: Iterable[str], stacklevel: int
+) -> None:
+    known = [path for path in known if path]
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 3, 0.4)
+            hint = f"; nearest: {', '.join(near)}" if near else ""
+            warnings.warn(
+                f"{setting}: no module is named {name!r}{hint}", UserWarning, stacklevel=stacklevel
+            )
 
 
 class Names:
@@ -126,14 +163,8 @@ class Names:
 
     def warn_of_strangers(self, root: nn.Module) -> None:
         """Warn of every name and class that the model does not have."""
-        known = [path for path, _ in root.named_modules(remove_duplicate=False) if path]
-        for name in self.names:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, 3, 0.4)
-                hint = f"; nearest: {', '.join(near)}" if near else ""
-                warnings.warn(
-                    f"hybrid_dict: no module is named {name!r}{hint}", UserWarning, stacklevel=3
-                )
+        known = [path for path, _ in root.named_modules(remove_duplicate=False)]
+        _warn_of_unknown_names("hybrid_dict", self.names, known, stacklevel=5)
         classes = {class_of(module) for module in root.modules()}
         for kind in self.types:
             if kind not in classes:

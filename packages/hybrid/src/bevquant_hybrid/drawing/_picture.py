@@ -6,6 +6,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from bevquant_hybrid._whole_file import write_whole
+
 from ._boxes import MARGIN, SIGNS, Box, place_boxes, second_line
 from ._edges import draw_edges
 from ._layers import layer_nodes
@@ -71,16 +73,7 @@ def write_partition(
     nodes: Sequence[DrawnNode], path: str | os.PathLike[str], *, title: str = "Partition"
 ) -> Path:
     """Write the picture to ``path``, whole or not at all; return the path."""
-    target = Path(path)
-    text = draw_partition(nodes, title=title)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return target
+    return write_whole(path, draw_partition(nodes, title=title))
 
 
 def _describe(nodes: Sequence[DrawnNode]) -> str:

@@ -108,6 +108,8 @@ class ScriptRunner:
             return self._attribute(given[0], node.s("name"))
         if kind == "prim::CallMethod":
             return self._call(given[0], node.s("name"), given[1:])
+        if kind == "aten::__getitem__" and isinstance(given[0], dict):
+            return given[0][given[1]]  # which no operator takes from Python
         if kind in _BUILDERS:
             return _BUILDERS[kind](given)
         return self._operate(node, given, path)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from math import prod
-from pathlib import Path
 from typing import Any
 
+from bevquant_hybrid._whole_file import JsonDocument
 from bevquant_hybrid.drawing import DrawnNode, draw_partition
 
 __all__ = ["Boundary", "Plan", "PlanNode", "Segment"]
@@ -93,7 +92,7 @@ class Boundary:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(JsonDocument):
     """Where everything runs.
 
     Attributes:
@@ -215,25 +214,6 @@ class Plan:
             if key in data and data[key] != written[key]:
                 raise ValueError(f"plan: its {key} are not those of its nodes")
         return plan
-
-    def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the JSON to ``path``, whole or not at all; return the path."""
-        target = Path(path)
-        temporary = target.with_name(f".{target.name}.{os.getpid()}")
-        try:
-            temporary.write_text(self.to_json(), encoding="utf-8")
-            temporary.replace(target)
-        finally:
-            temporary.unlink(missing_ok=True)
-        return target
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """Read a plan from a file; errors name the file."""
-        try:
-            return cls.from_json(Path(path).read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
 
     def draw(self, *, title: str | None = None) -> str:
         """The plan as SVG text."""

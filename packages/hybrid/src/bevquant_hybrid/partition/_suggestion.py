@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
+
+from bevquant_hybrid._whole_file import JsonDocument
 
 __all__ = ["CpuMove", "CpuSuggestion"]
 
@@ -53,7 +53,7 @@ class CpuMove:
 
 
 @dataclass(frozen=True)
-class CpuSuggestion:
+class CpuSuggestion(JsonDocument):
     """Which layers should run on the CPU, in the order in which they were picked.
 
     Attributes:
@@ -139,25 +139,6 @@ class CpuSuggestion:
         if "hybrid_dict" in data and data["hybrid_dict"] != made.hybrid_dict:
             raise ValueError("suggestion: its hybrid_dict is not that of its rows")
         return made
-
-    def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the JSON to ``path``, whole or not at all; return the path."""
-        target = Path(path)
-        temporary = target.with_name(f".{target.name}.{os.getpid()}")
-        try:
-            temporary.write_text(self.to_json(), encoding="utf-8")
-            temporary.replace(target)
-        finally:
-            temporary.unlink(missing_ok=True)
-        return target
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> CpuSuggestion:
-        """Read a suggestion from a file; errors name the file."""
-        try:
-            return cls.from_json(Path(path).read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
 
 
 def _table(rows: tuple[CpuMove, ...]) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import fx, nn
 
 from bevquant_hybrid._compile._arguments import forward_arguments, march_of
+from bevquant_hybrid._whole_file import write_whole
 from bevquant_hybrid.drawing import DrawnNode, draw_partition
 from bevquant_hybrid.operators import OperatorCall, load_support_table, trace_calls
 from bevquant_hybrid.operators._values import tensors_in
@@ -18,7 +19,6 @@ from bevquant_hybrid.partition import Plan, partition
 from bevquant_hybrid.quantization._bpu_calls import is_float, require_module
 from bevquant_hybrid.quantization._model_name import model_name
 from bevquant_hybrid.quantization._show import show_picture
-from bevquant_hybrid.quantization._whole_file import write_whole
 from bevquant_hybrid.quantization.quantize_fx import fuse_fx
 
 __all__ = ["visualize_model", "visualize_partition"]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 from torch import nn
+from torch.ao.quantization import FakeQuantizeBase
 
 from bevquant_hybrid._convert import convert_in_place, refuse_converted
 from bevquant_hybrid._fake_quant._calib import CalibFakeQuantize
@@ -98,6 +100,13 @@ def _prepare(
         scales = calibrated_scales(made)
         made = _replaced(made, "", lambda path, module: float_form(module))
     settings = Settings(made, None)
+    if not settings.any:
+        warnings.warn(
+            f"{caller}: no module has a qconfig, so the model stays float; set one before, as in "
+            "model.qconfig = get_default_qat_qconfig()",
+            UserWarning,
+            stacklevel=3,
+        )
     done: dict[int, nn.Module] = {}  # a module under two names stays one module
 
     def form(path: str, module: nn.Module) -> nn.Module:
@@ -169,7 +178,7 @@ def convert(
         ValueError: A calibration model, or settings that a BPU does not execute.
 
     Warns:
-        UserWarning: A scale was never observed.
+        UserWarning: A scale was never observed, or nothing was prepared.
     """
     made = module if inplace else copy.deepcopy(module)
     if mapping:
@@ -183,7 +192,16 @@ def convert(
         )
     if isinstance(made, GraphModuleWithAttr):
         return convert_fx(made, True, None, remove_qconfig, fast_mode, rounding)
-    return convert_in_place(made, "convert", remove_qconfig, rounding)
+    prepared = mapping or any(isinstance(part, FakeQuantizeBase) for part in made.modules())
+    converted = convert_in_place(made, "convert", remove_qconfig, rounding)
+    if not prepared:
+        warnings.warn(
+            "convert: no module of the model was prepared, so it stays float; give what "
+            "prepare_qat returned",
+            UserWarning,
+            stacklevel=2,
+        )
+    return converted
 
 
 def _made_of(kind: Any, module: nn.Module, qconfig: Any) -> nn.Module:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import secrets
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
+from bevquant_hybrid._whole_file import write_whole
 from bevquant_hybrid.runtime._as_json import from_json, to_json
 from bevquant_hybrid.runtime._program import Program
 from bevquant_hybrid.runtime._validate import validate
@@ -35,16 +34,7 @@ def write_program(program: Program, path: Path, written_by: str) -> None:
     content = save(dict(program.constants), metadata={_ENTRY: text})
     digest = hashlib.sha256(content).hexdigest().encode()
     content = content.replace(_UNSIGNED.encode(), digest, 1)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
-    try:
-        with open(temporary, "xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_whole(path, content)
 
 
 def read_program(path: Path) -> Program:

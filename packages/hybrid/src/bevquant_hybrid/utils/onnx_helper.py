@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import tempfile
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import IO, Any
 
 import torch
@@ -18,6 +16,7 @@ from torch.onnx import OperatorExportTypes, TrainingMode
 
 from bevquant_hybrid._fake_quant._onnx_nodes import opset_in_use
 from bevquant_hybrid._forced_marks import take_marks_out
+from bevquant_hybrid._whole_file import write_whole
 from bevquant_hybrid.mapper import write_config
 from bevquant_hybrid.march import March, get_march
 from bevquant_hybrid.nn.quantized._base import FixedPoint
@@ -90,7 +89,7 @@ def export_to_onnx(
             warnings.simplefilter("ignore")  # the exporter's own age, and branches on settings
             torch.onnx.export(
                 model,
-                args if isinstance(args, tuple) else (args,),
+                _positional(args),
                 buffer,  # type: ignore[arg-type]
                 dynamo=False,
                 export_params=export_params,
@@ -173,7 +172,7 @@ def export_quantized_onnx(
         warnings.simplefilter("ignore")  # the exporter's own age, and operators it does not know
         torch.onnx.export(
             model,
-            args if isinstance(args, tuple) else (args,),
+            _positional(args),
             buffer,  # type: ignore[arg-type]
             dynamo=False,
             export_params=export_params,
@@ -192,6 +191,13 @@ def export_quantized_onnx(
     for place, node in enumerate(proto.graph.node):
         node.name = f"{node.op_type}_{place}"
     _write(proto.SerializeToString(), f)
+
+
+def _positional(args: Any) -> tuple[Any, ...]:
+    if isinstance(args, tuple):
+        return args
+    # torch takes a dictionary at the end for arguments by name: an empty one says that it is not.
+    return (args, {}) if isinstance(args, dict) else (args,)
 
 
 def _join_equal_weights(graph: Any) -> None:
@@ -248,7 +254,4 @@ def _write(content: bytes, f: str | os.PathLike[str] | IO[bytes]) -> None:
     if not isinstance(f, str | os.PathLike):
         f.write(content)
         return
-    path = Path(f)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(content)
-    os.replace(file.name, path)
+    write_whole(f, content)

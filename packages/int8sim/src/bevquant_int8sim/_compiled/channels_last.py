@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +16,7 @@ from bevquant_int8sim._compiled.threads import share
 __all__ = ["pixel_rows"]
 
 _TASK = 2048  # pixels
+_WORD = 4  # bytes of a number
 _BLOCK = 64  # pixels, and channels: what a block reads and writes stays in the first cache
 
 
@@ -37,24 +40,41 @@ def pixel_rows(x: Tensor, channels: int) -> Any:
 def _transpose_all(x: Any, out: Any) -> None:
     pixels = x.shape[2]
     tasks = -(-pixels // _TASK)
+    if out.shape[2] == _WORD and sys.byteorder == "little":  # a pixel is one number
+        transpose, x, out = _interleave, x.view(np.uint8), out.view(np.uint32)[..., 0]
+    else:
+        transpose = _transpose
 
     def run(index: int) -> None:
         b, first = index // tasks, index % tasks * _TASK
-        _transpose(first, min(first + _TASK, pixels), x[b], out[b])
+        transpose(first, min(first + _TASK, pixels), x[b], out[b])
 
     share(run, len(x) * tasks)
 
 
 @compiled("void(int64, int64, int8[:, ::1], int8[:, ::1])")
 def _transpose(first, stop, x, out):  # type: ignore[no-untyped-def]
-    given, channels = x.shape[0], out.shape[1]
+    given = x.shape[0]
+    # Planes whose sizes are multiples of a page would evict each other from the first cache.
+    near = np.empty((_BLOCK, _BLOCK), np.int8)
     for start in range(first, stop, _BLOCK):
-        end = min(start + _BLOCK, stop)
+        pixels = min(_BLOCK, stop - start)
         for lowest in range(0, given, _BLOCK):
-            highest = min(lowest + _BLOCK, given)
-            for pixel in range(start, end):
-                for channel in range(lowest, highest):
-                    out[pixel, channel] = x[channel, pixel]
-        for pixel in range(start, end):
-            for channel in range(given, channels):
-                out[pixel, channel] = 0
+            count = min(_BLOCK, given - lowest)
+            for channel in range(count):
+                near[channel, :pixels] = x[lowest + channel, start : start + pixels]
+            for pixel in range(pixels):
+                line = out[start + pixel, lowest : lowest + count]
+                for channel in range(count):
+                    line[channel] = near[channel, pixel]
+        out[start : start + pixels, given:] = 0
+
+
+@compiled("void(int64, int64, uint8[:, ::1], uint32[::1])")
+def _interleave(first, stop, x, out):  # type: ignore[no-untyped-def]
+    pixels = out[first:stop]
+    pixels[:] = 0
+    for channel in range(x.shape[0]):
+        plane, shift = x[channel, first:stop], np.uint32(8 * channel)
+        for i in range(len(pixels)):
+            pixels[i] |= np.uint32(plane[i]) << shift

@@ -129,6 +129,8 @@ def qat_form(module: nn.Module, qconfig: Any, path: str = "") -> nn.Module:
         module = take_over(type(module), module)
         module.qualified_name = path  # type: ignore[assignment]
     made: nn.Module = found.from_float(module, qconfig)
+    if path:  # of a fused layer, which is made of its convolution
+        made.qualified_name = path  # type: ignore[assignment]
     return made
 
 

@@ -18,11 +18,18 @@ __all__ = ["FixedPoint", "integers"]
 def integers(module: nn.Module, x: Any, what: str = "input") -> QTensor:
     """Return a tensor that holds integers of 8 or 16 bits.
 
+    Float values of a known scale, as a caller makes them by ``QTensor(values, scale, dtype)``, are
+    brought to that scale's integers; halves go up.
+
     Raises:
-        TypeError: It does not.
+        TypeError: It is neither.
     """
-    if isinstance(x, QTensor) and x.holds_integers and x.dtype != "qint32":
-        return x
+    if isinstance(x, QTensor) and x.dtype != "qint32":
+        if x.holds_integers:
+            return x
+        axis, bits = x.q_per_channel_axis(), x.dtype.bits
+        values = ops.quantize(x.dequantize(), x.scale, axis, bits, x.rounding)
+        return QTensor(values, x.scale, x.dtype, axis, rounding=x.rounding)
     came = f"a QTensor of {x.dtype}" if isinstance(x, QTensor) else type(x).__name__
     raise TypeError(
         f"{module_path(module)} ({type(module).__name__}): its {what} must be a quantized tensor "

@@ -97,6 +97,7 @@ class BatchNorm2d(FixedPoint):
         kernel = fake_quant.fake_quantize(factor.reshape(-1, 1, 1, 1))
         quantized = QTensor(kernel, fake_quant.current_scale(), "qint8", fake_quant.ch_axis)
         self.register_buffer("factor", quantized.int_repr().reshape(-1))
+        self.channels = factor.numel()  # a number, which sizes are not while torch.jit traces
         self.register_buffer("factor_scale", quantized.scale.clone())
         self.register_buffer("offset", offset.clone())
 
@@ -107,10 +108,10 @@ class BatchNorm2d(FixedPoint):
         bias = sums.quantize_bias(self.offset, x.scale, self.factor_scale, name)
         values = x.int_repr()
         if values.dim() == 4:
-            acc = depthwise(values, self.factor, bias, name)
+            acc = depthwise(values, self.factor, self.channels, bias, name)
         else:  # a volume is a picture of one column
             column = values.reshape(*values.shape[:2], -1, 1)
-            acc = depthwise(column, self.factor, bias, name).reshape(values.shape)
+            acc = depthwise(column, self.factor, self.channels, bias, name).reshape(values.shape)
         return self.requantized(acc, x.scale.double() * self.factor_scale.double(), 1)
 
 

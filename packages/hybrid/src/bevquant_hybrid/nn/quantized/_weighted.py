@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from bevquant_hybrid import _integer_ops as ops
@@ -42,9 +44,17 @@ class _Weighted(FixedPoint):
         self.register_buffer("bias", None if bias is None else bias.clone())
         self.adds, self.activation = source.adds, source.activation
         self.channel_axis = source.output_channel_axis
+        self._count_steps_of_6()
+
+    def _count_steps_of_6(self) -> None:
+        # A number, not a tensor: tracing records it. It follows the scale, also one that is loaded.
         self.steps_of_6 = 0
         if self.dtype is not None:
             self.steps_of_6 = int((6.0 / self.scale.double() + 0.5).floor())
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._count_steps_of_6()
 
     def accumulators(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Compute the layer itself."""
@@ -171,8 +181,8 @@ def _sides(source: nn.Module, rank: int) -> list[int]:
     return [total // 2 for total in reach]
 
 
-def depthwise(x: Tensor, factor: Tensor, offset: Tensor | None, name: str) -> Tensor:
+def depthwise(x: Tensor, factor: Tensor, channels: int, offset: Tensor | None, name: str) -> Tensor:
     """int32 accumulators of one factor and offset per channel."""
     weight = factor.reshape(-1, 1, 1, 1)
     two, none = [1, 1], [0, 0]
-    return ops.conv(x, weight, offset, two, none, two, len(factor), False, none, name)
+    return ops.conv(x, weight, offset, two, none, two, channels, False, none, name)

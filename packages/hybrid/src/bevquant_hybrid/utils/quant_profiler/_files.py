@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
+
+from bevquant_hybrid._whole_file import write_whole
 
 __all__ = ["write_text"]
 
@@ -17,14 +18,4 @@ def write_text(out_dir: str | os.PathLike[str] | None, name: str, text: str) -> 
         name: Of the file.
         text: What to write.
     """
-    folder = Path(out_dir) if out_dir is not None else Path()
-    folder.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        Path(temporary).chmod(0o644)
-        os.replace(temporary, folder / name)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
-    return folder / name
+    return write_whole((Path() if out_dir is None else Path(out_dir)) / name, text)

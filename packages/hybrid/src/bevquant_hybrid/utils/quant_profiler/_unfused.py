@@ -60,6 +60,8 @@ def check_unfused_operations(
     groups, tables = [], []
     for chain in chains:
         names = [c.path + "(shared)" * (times[id(c.module)] > 1) for c in chain]
+        if names in groups:  # all of it is shared: once is enough
+            continue
         rows = [[name, str(type(c.module))] for name, c in zip(names, chain, strict=True)]
         groups.append(names)
         tables.append(simple_table(["name", "type"], rows))

@@ -1,0 +1,72 @@
+"""Scripts that stay as they are: imports of the documented package find this one."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+__all__ = ["stand_in"]
+
+_OURS = __name__.rpartition(".")[0]
+
+
+class _Finder(MetaPathFinder, Loader):
+    """Gives modules of this package under another name: the same objects, not copies.
+
+    An entry in ``sys.modules`` alone would have Python read every sub-module a second time, each
+    with a march of its own.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._specs: dict[str, ModuleSpec | None] = {}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self.name and not fullname.startswith(f"{self.name}."):
+            return None
+        return ModuleSpec(fullname, self)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(_OURS + spec.name[len(self.name) :])
+        self._specs[spec.name] = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        # The import system has just given the module the other name's specification.
+        given = module.__spec__
+        if given is not None:
+            module.__spec__ = self._specs.pop(given.name)
+
+
+def stand_in(name: str = "horizon_plugin_pytorch") -> None:
+    """Have imports of `name` and what is below it find this package, in this process.
+
+    ``python -m bevquant_hybrid script.py …`` does so and then runs a script.
+
+    Args:
+        name: Top-level name of the package that scripts import.
+
+    Raises:
+        ValueError: It is imported already, and is another package.
+
+    Example:
+        >>> stand_in()
+        >>> from horizon_plugin_pytorch.march import March
+        >>> March.BAYES_E
+        'bayes-e'
+    """
+    present = sys.modules.get(name)
+    if any(isinstance(finder, _Finder) and finder.name == name for finder in sys.meta_path):
+        return
+    if present is not None and present.__name__ != _OURS:
+        raise ValueError(
+            f"stand_in: {name} is imported already, from {getattr(present, '__file__', None)}; "
+            "call this first"
+        )
+    sys.meta_path.insert(0, _Finder(name))

@@ -1,0 +1,19 @@
+"""Planes of channels as rows of pixels."""
+
+import pytest
+import torch
+
+pytest.importorskip("numba", reason="the numba extra is not installed")
+
+from bevquant_int8sim._compiled.channels_last import pixel_rows
+
+
+@pytest.mark.parametrize(
+    ("given", "channels"), [(1, 4), (3, 4), (4, 4), (5, 8), (70, 72), (129, 132)]
+)
+@pytest.mark.parametrize("size", [(1, 1), (7, 9), (63, 65), (50, 83)])
+def test_rows_of_pixels(given, channels, size):
+    x = torch.randint(-128, 128, (2, given, *size), dtype=torch.int8)
+    rows = torch.from_numpy(pixel_rows(x, channels)).view(2, *size, channels)
+    assert torch.equal(rows[..., :given], x.movedim(1, -1))
+    assert not rows[..., given:].any()
