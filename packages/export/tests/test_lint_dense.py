@@ -188,6 +188,12 @@ def _pair_before_relu(b: Builder) -> None:
     rename(b, "r0", 0, "c0q")
 
 
+def _scatter(b: Builder) -> None:
+    """Supported, but with a reduction, which entered ONNX in opset 16, it is not."""
+    b.opset = 16
+    _second(b, "ScatterND", b.const("i", [[0]], np.int64), b.const("u", [0.0]), reduction="add")
+
+
 def _custom(b: Builder) -> None:
     _second(b, "MyPlugin", domain="mine")
     b.domains["mine"] = 1
@@ -270,6 +276,8 @@ BREAK: list[tuple[str, str, Damage]] = [
     ("onnxruntime", "QDQ002", _scale("c1q.s", np.nan)),
     ("tensorrt", "QDQ003", _two_steps),
     ("horizon", "QDQ003", _two_steps),
+    ("tensorrt", "QDQ004", _scale("y.s", np.full(65_537, 0.04))),
+    ("tensorrt", "TRT001", _scatter),
     ("tensorrt", "TRT001", lambda b: _second(b, "Unique")),
     ("tensorrt", "TRT002", _custom),
     ("tensorrt", "TRT003", _zero("y.z", 1)),

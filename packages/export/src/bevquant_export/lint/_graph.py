@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
+from collections import ChainMap, deque
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
+
+from bevquant_export.lint._rule import quoted
 
 if TYPE_CHECKING:
     import onnx
@@ -69,7 +71,9 @@ class Node:
 class Graph:
     """The main graph, a subgraph of a node, or the body of a function."""
 
-    def __init__(self, proto: Any, opsets: dict[str, int], outer: Graph | None, where: str) -> None:
+    def __init__(
+        self, proto: Any, opsets: Mapping[str, int], outer: Graph | None, where: str
+    ) -> None:
         self.proto = proto
         self.opsets = opsets
         self.outer = outer
@@ -84,6 +88,7 @@ class Graph:
             self.inputs = [value.name for value in proto.input]
             self.outputs = [value.name for value in proto.output]
             tensors = list(proto.initializer)
+        self.given_away = set(self.outputs)
         self.tensors = tensors
         self.initializers = {tensor.name: tensor for tensor in tensors}
         self.producers: dict[str, Node] = {}
@@ -129,7 +134,14 @@ class Graph:
 
     def users(self, node: Node) -> list[Node]:
         """The nodes of this graph that read what a node makes."""
-        return [user for name in node.outputs if name for user, _ in self.readers.get(name, ())]
+        # Where two nodes make one name, which is a finding, its readers count for the first alone:
+        # the work stays within the number of edges.
+        return [
+            user
+            for name in dict.fromkeys(node.outputs)
+            if name and self.producers[name] is node
+            for user, _ in self.readers.get(name, ())
+        ]
 
 
 def _constant(attribute: onnx.AttributeProto) -> onnx.TensorProto | None:
@@ -152,8 +164,8 @@ def graphs_of(model: onnx.ModelProto) -> Iterator[Graph | tuple[Node, int]]:
     opsets = _opsets(model.opset_import)
     waiting = deque([Graph(model.graph, opsets, None, "")])
     for function in model.functions:
-        own = {**opsets, **_opsets(function.opset_import)}
-        waiting.append(Graph(function, own, None, f"function {function.name}"))
+        own = ChainMap(_opsets(function.opset_import), opsets)
+        waiting.append(Graph(function, own, None, f"function {quoted(function.name)}"))
     while waiting:
         graph = waiting.popleft()
         yield graph
@@ -169,7 +181,8 @@ def graphs_of(model: onnx.ModelProto) -> Iterator[Graph | tuple[Node, int]]:
             if inside and graph.depth >= _DEEPEST:
                 yield node, graph.depth
                 continue
-            waiting.extend(Graph(s, graph.opsets, graph, f"inside {node.name}") for s in inside)
+            where = f"inside {quoted(node.name)}"
+            waiting.extend(Graph(sub, graph.opsets, graph, where) for sub in inside)
 
 
 def _opsets(imports: Any) -> dict[str, int]:

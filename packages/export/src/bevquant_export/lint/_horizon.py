@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from bevquant_export.lint._graph import Graph, Node
 from bevquant_export.lint._qdq import Pairs, Step
 from bevquant_export.lint._rule import Finding, Rule, Severity, quoted
+from bevquant_export.lint._tensors import shape_of
 
 __all__ = ["RULES", "check_horizon", "check_opset"]
 
@@ -81,7 +82,7 @@ _PASS = ("Relu", "MaxPool", "Identity", "Reshape", "Flatten", "Transpose", "Sque
 _MOST_YAML_FILES, _MOST_YAML_BYTES = 64, 2**16
 
 
-def check_opset(opsets: dict[str, int]) -> Iterator[Finding]:
+def check_opset(opsets: Mapping[str, int]) -> Iterator[Finding]:
     """Check the opset of the standard operators."""
     if "" in opsets and opsets[""] != 11:
         yield OPSET.found("file", f"the opset is {opsets['']}")
@@ -93,21 +94,23 @@ def check_horizon(pairs: Pairs, path: Path) -> Iterator[Finding]:
     for node in graph.nodes:
         if node.op in _NOT_INTEGRATED and not node.domain:
             yield INTEGRATED.found(node.name, f"{node.op} is not integrated")
-        if not re.fullmatch(re.escape(node.op) + "_[0-9]+", node.own_name):
+        number = node.own_name.removeprefix(node.op + "_")
+        if number == node.own_name or not re.fullmatch("[0-9]{1,9}", number):
             yield NAMES.found(
                 node.name, f"a node {quoted(node.op)} has the name {quoted(node.own_name)}"
             )
     for step in pairs.steps:
         yield from _step(pairs, step)
-    floats = [node for node in graph.nodes if _float_conv(pairs, node)]
+    floats = _float_convs(pairs)
     if graph.outer is None and not graph.is_function:
         settings = _settings(path)
         if settings is None:
             yield SETTINGS.found("file", f"no YAML in the folder has onnx_model {path.name!r}")
         listed = _run_on_cpu(settings or "")
+        shown = sorted(listed)[:6] or "no name"
         for node in floats:
             if node.own_name not in listed:
-                yield FLOAT_CONV.found(node.name, f"run_on_cpu has {sorted(listed)[:6] or 'none'}")
+                yield FLOAT_CONV.found(node.name, f"run_on_cpu has {shown}")
 
 
 def _step(pairs: Pairs, step: Step) -> Iterator[Finding]:
@@ -123,7 +126,7 @@ def _step(pairs: Pairs, step: Step) -> Iterator[Finding]:
     users = graph.users(node)
     if step.quantizes:
         others = [user.name for user in users if not _ends(user)]
-        if others or not users or set(node.outputs) & set(graph.outputs):
+        if others or not users or not graph.given_away.isdisjoint(node.outputs):
             who = ", ".join(map(quoted, others[:3])) or "the graph's output or nobody"
             yield PAIR.found(node.name, f"it is read by {who}")
     elif step.constant is not None and pairs.made(node.input(0)) is None:
@@ -150,7 +153,7 @@ def _scale(graph: Graph, step: Step) -> Iterator[Finding]:
     shape = list(step.scale.shape)
     if shape == [1]:
         return
-    dims = list(step.constant.dims) if step.constant is not None else []
+    dims = shape_of(step.constant) if step.constant is not None else []
     ends = graph.users(node) if step.quantizes else [node]
     readers = [user.op for end in ends for user in graph.users(end)]
     axis = 1 if "ConvTranspose" in readers else 0
@@ -160,24 +163,23 @@ def _scale(graph: Graph, step: Step) -> Iterator[Finding]:
         yield SCALE.found(node.name, f"its scale has shape {shape[:6]}, for {of}")
 
 
-def _float_conv(pairs: Pairs, node: Node) -> bool:
-    """Whether a conv with a float weight reads a quantized tensor."""
-    if node.op not in ("Conv", "ConvTranspose", "Gemm", "MatMul") or node.domain:
-        return False
-    if pairs.dequantized(node.input(1)) is not None:
-        return False
-    if pairs.graph.constant(node.input(1)) is None:
-        return False
-    name = node.input(0)
-    for _ in range(len(pairs.graph.nodes)):
-        step = pairs.dequantized(name)
-        if step is not None:
-            return step.constant is None
-        maker = pairs.graph.producer(name, *_PASS)
-        if maker is None or maker.index >= node.index:
-            return False
-        name = maker.input(0)
-    return False
+def _float_convs(pairs: Pairs) -> list[Node]:
+    """Convs with a float weight that read a quantized tensor, as it is or handed on."""
+    graph, found = pairs.graph, []
+    quantized: set[str] = set()
+    for node in graph.nodes:
+        step = pairs.dequantized(node.outputs[0]) if node.outputs else None
+        if step is not None and step.constant is None:
+            quantized.update(node.outputs[:1])
+        if node.domain or node.input(0) not in quantized:
+            continue
+        if node.op in _PASS:
+            quantized.update(node.outputs[:1])
+        elif node.op in ("Conv", "ConvTranspose", "Gemm", "MatMul") and (
+            graph.constant(node.input(1)) is not None
+        ):
+            found.append(node)
+    return found
 
 
 def _settings(path: Path) -> str | None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from bevquant_export.lint._graph import Graph, Node
 from bevquant_export.lint._qdq import Pairs
 from bevquant_export.lint._rule import Finding, Rule
+from bevquant_export.lint._tensors import shape_of
 
 __all__ = ["RULES", "check_limits"]
 
@@ -44,7 +45,8 @@ def check_limits(pairs: Pairs) -> Iterator[Finding]:
 
 def _wrong(pairs: Pairs, node: Node) -> Iterator[str]:
     weight = pairs.dequantized(node.input(1))
-    dims = list(weight.constant.dims) if weight is not None and weight.constant is not None else []
+    fixed = weight.constant if weight is not None else None
+    dims = shape_of(fixed) if fixed is not None else []
     strides = node.integers("strides") or [1]
     dilations = node.integers("dilations") or [1]
     pads = node.integers("pads") or [0]

@@ -85,7 +85,7 @@ def lint_onnx(path: str | os.PathLike[str], target: str) -> list[Finding]:
         return [model]
     counts: Counter[str] = Counter()
     kept = []
-    for finding in dict.fromkeys(_findings(model, file, target)):
+    for finding in _findings(model, file, target):
         counts[finding.id] += 1
         if counts[finding.id] <= _MOST_OF_ONE:
             kept.append(finding)

@@ -94,8 +94,7 @@ def _versions(model: onnx.ModelProto, graphs: list[Graph]) -> Iterator[Finding]:
 
 
 def _operators(model: onnx.ModelProto, graphs: list[Graph], target: str) -> Iterator[Finding]:
-    import onnx
-
+    known: dict[tuple[str, str, int], bool] = {}
     functions = {(f.domain, f.name) for f in model.functions}
     for graph in graphs:
         for node in graph.nodes:
@@ -107,12 +106,21 @@ def _operators(model: onnx.ModelProto, graphs: list[Graph], target: str) -> Iter
             version = graph.opsets.get(node.domain)
             if version is None:
                 continue
-            try:
-                schema = onnx.defs.get_schema(node.op, min(version, 2**31 - 1), node.domain)
-            except (onnx.defs.SchemaError, TypeError, ValueError):
-                schema = None
-            if schema is None or schema.deprecated:
+            key = (node.op, node.domain, version)
+            if key not in known:
+                known[key] = _is_known(*key)
+            if not known[key]:
                 of = quoted(node.domain) if node.domain else "ONNX"
                 yield UNKNOWN_OP.found(
                     node.name, f"operator {quoted(node.op)} is not in {of} at opset {version}"
                 )
+
+
+def _is_known(op: str, domain: str, version: int) -> bool:
+    import onnx
+
+    try:
+        schema = onnx.defs.get_schema(op, min(version, 2**31 - 1), domain)
+    except (onnx.defs.SchemaError, TypeError, ValueError):
+        return False
+    return not schema.deprecated

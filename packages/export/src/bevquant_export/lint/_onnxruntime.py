@@ -88,10 +88,9 @@ def _bias(pairs: Pairs, node: Node) -> Iterator[Finding]:
     data, weight, bias = (pairs.dequantized(node.input(slot)) for slot in (0, 1, 2))
     if bias is None:
         return
-    scales = [step.scale if step is not None else None for step in (data, weight, bias)]
-    if scales[0] is not None and scales[1] is not None and scales[2] is not None:
-        sums = (scales[0] * scales[1]).ravel()
-        if sums.size and np.allclose(scales[2].ravel(), sums, rtol=1e-5, atol=0):
+    x, w, b = (step.scale if step is not None else None for step in (data, weight, bias))
+    if x is not None and w is not None and b is not None and x.size == 1 and b.size in (1, w.size):
+        if w.size and np.allclose(b.ravel(), float(x.flat[0]) * w.ravel(), rtol=1e-5, atol=0):
             return
     yield BIAS.found(node.name, f"its bias comes from {quoted(bias.node.name)}, in other steps")
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from bevquant_export.lint._graph import Graph, Node
 from bevquant_export.lint._rule import DENSE, Finding, Rule, quoted
-from bevquant_export.lint._tensors import values
+from bevquant_export.lint._tensors import numel, values
 
 if TYPE_CHECKING:
     import onnx
@@ -39,7 +39,15 @@ SAME = Rule(
     "write one scale and one zero point, and let both nodes read them",
     DENSE,
 )
-RULES = (NO_AXIS, POSITIVE, SAME)
+LONG = Rule(
+    "QDQ004",
+    "error",
+    "a scale or zero point has at most 65,536 entries",
+    "write one entry, or one for each channel",
+    DENSE,
+)
+RULES = (NO_AXIS, POSITIVE, SAME, LONG)
+_MOST_SCALES = 65_536
 _QUANTIZE = {"QuantizeLinear", "HzQuantize"}
 _DEQUANTIZE = {"DequantizeLinear", "HzDequantize"}
 
@@ -83,6 +91,7 @@ class Pairs:
         self.graph = graph
         self._read: dict[str, np.ndarray[Any, Any] | None] = {}
         self._folder = folder
+        self.long: dict[str, int] = {}
         self.steps: list[Step] = []
         self._made: dict[str, Step] = {}
         for node in graph.nodes:
@@ -110,7 +119,12 @@ class Pairs:
 
     def _values(self, name: str) -> np.ndarray[Any, Any] | None:
         if name not in self._read:
-            self._read[name] = values(self.graph.constant(name), self._folder) if name else None
+            tensor = self.graph.constant(name) if name else None
+            count = numel(tensor.dims) if tensor is not None else None
+            long = count is not None and count > _MOST_SCALES
+            if long:
+                self.long[name] = count or 0
+            self._read[name] = None if long else values(tensor, self._folder)
         return self._read[name]
 
     def made(self, name: str) -> Step | None:
@@ -138,6 +152,8 @@ class Pairs:
 def check_pairs(pairs: Pairs) -> Iterator[Finding]:
     """Check what every dense target wants of scales and pairs."""
     graph = pairs.graph
+    for name, count in pairs.long.items():
+        yield LONG.found(name, f"it has {count} entries")
     for step in pairs.steps:
         node = step.node
         if step.scale is not None and step.scale.dtype.kind == "f":
@@ -162,6 +178,8 @@ def check_axis(pairs: Pairs) -> Iterator[Finding]:
 
 
 def _equal(a: np.ndarray[Any, Any] | None, b: np.ndarray[Any, Any] | None) -> bool:
+    if a is b:
+        return a is not None
     if a is None or b is None or a.dtype != b.dtype:
         return False
     return a.ravel().tobytes() == b.ravel().tobytes()

@@ -19,7 +19,7 @@ _MOST_BYTES = 2**31 - 1
 UNREADABLE = Rule(
     "ONX001",
     "error",
-    "the file is one complete ModelProto: below 2 GiB, below 1,000,000 fields, below 100 levels",
+    "the file is one complete ModelProto: below 2 GiB, below 500,000 fields, below 100 levels",
     "write the file again; if it came over a network or from Git LFS, fetch it again",
 )
 EMPTY = Rule(

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from bevquant_export.lint._graph import Graph, Node
 from bevquant_export.lint._rule import Finding, Rule, Severity, quoted
-from bevquant_export.lint._tensors import numel, values
+from bevquant_export.lint._tensors import numel, shape_of, values
+
+if TYPE_CHECKING:
+    import onnx
 
 __all__ = ["RULES", "check_convs", "kernel_of", "weight_dims"]
 
@@ -110,9 +114,10 @@ _WRITTEN = (
 
 def check_convs(graph: Graph, folder: Path) -> Iterator[Finding]:
     """Check each SparseConvolution for itself."""
+    counts: dict[str, int] = {}
     for node in graph.nodes:
         if node.op == "SparseConvolution":
-            yield from _inputs(graph, node, folder)
+            yield from _inputs(graph, node, folder, counts)
             yield from _attributes(node)
 
 
@@ -126,11 +131,11 @@ def kernel_of(node: Node) -> dict[str, list[int]] | None:
 def weight_dims(graph: Graph, node: Node) -> list[int] | None:
     """[out, k0, k1, k2, in] of a conv whose weight has the shape that its attributes state."""
     tensor = graph.initializers.get(node.input(1))
-    dims = list(tensor.dims) if tensor is not None else []
+    dims = shape_of(tensor) if tensor is not None else []
     return None if _misfits(node, dims) else dims
 
 
-def _inputs(graph: Graph, node: Node, folder: Path) -> Iterator[Finding]:
+def _inputs(graph: Graph, node: Node, folder: Path, counts: dict[str, int]) -> Iterator[Finding]:
     if len(node.inputs) != 3 or not all(node.inputs):
         there = len([name for name in node.inputs if name])
         yield THREE.found(node.name, f"it has {there} inputs")
@@ -146,21 +151,28 @@ def _inputs(graph: Graph, node: Node, folder: Path) -> Iterator[Finding]:
             continue
         if role not in name:
             yield NAMES.found(node.name, f"its {role} is called {quoted(name)}")
-        dims = list(tensor.dims)
+        dims = shape_of(tensor)
         if tensor.data_type != 10:
             yield FLOAT16.found(node.name, f"its {role} has data type {tensor.data_type}, not 10")
         elif tensor.data_location == 1 or (numel(dims) and not tensor.HasField("raw_data")):
             yield RAW.found(node.name, f"its {role} {quoted(name)} is not in raw_data")
-        numbers = values(tensor, folder) if tensor.data_type == 10 else None
-        if numbers is not None and not np.isfinite(numbers).all():
-            count = int((~np.isfinite(numbers)).sum())
-            yield FINITE.found(node.name, f"{count} values of its {role} are infinite or NaN")
+        if name not in counts:
+            counts[name] = _infinite(tensor, folder)
+        if counts[name]:
+            yield FINITE.found(node.name, f"{counts[name]} values of its {role} are not finite")
         if role == "weight":
             wrong = _misfits(node, dims)
             if wrong:
                 yield SHAPE.found(node.name, f"weight {dims[:8]} does not fit {wrong}")
         elif weight is not None and dims != weight[:1]:
             yield BIAS.found(node.name, f"bias {dims[:6]} for {weight[0]} output channels")
+
+
+def _infinite(tensor: onnx.TensorProto, folder: Path) -> int:
+    """Number of infinite or NaN values in a FLOAT16 tensor that lies in the file."""
+    half = tensor.data_type == 10 and tensor.data_location == 0
+    numbers = values(tensor, folder) if half else None
+    return int((~np.isfinite(numbers)).sum()) if numbers is not None else 0
 
 
 def _misfits(node: Node, dims: list[int]) -> str:

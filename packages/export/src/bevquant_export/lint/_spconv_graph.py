@@ -99,12 +99,13 @@ _TRANSPOSE = {"xyz": [0, 1, 4, 2, 3], "zyx": [0, 1, 2, 4, 3]}
 
 def check_graph(graph: Graph) -> Iterator[Finding]:
     """Check operators, boundary, residual additions and the dense tail."""
-    yield from _boundary(graph)
+    types = _dtypes(graph)
+    yield from _boundary(graph, types)
     for node in graph.nodes:
         if node.op not in _KNOWN:
             yield OPERATOR.found(node.name, f"operator {quoted(node.op)} is unknown to the parser")
         elif is_add(node):
-            yield from _add(graph, node)
+            yield from _add(types, node)
         elif node.op == "Relu":
             yield from _relu(graph, node)
         elif node.op == "ScatterDense":
@@ -113,7 +114,7 @@ def check_graph(graph: Graph) -> Iterator[Finding]:
             yield from _tail(graph, node)
 
 
-def _boundary(graph: Graph) -> Iterator[Finding]:
+def _boundary(graph: Graph, types: dict[str, str]) -> Iterator[Finding]:
     if len(graph.inputs) != 1:
         shown = ", ".join(quoted(name) for name in graph.inputs[:4])
         yield INPUTS.found("file", f"{len(graph.inputs)} graph inputs: {shown or 'none'}")
@@ -130,32 +131,28 @@ def _boundary(graph: Graph) -> Iterator[Finding]:
         if value.type.tensor_type.elem_type != 10:
             kind = value.type.tensor_type.elem_type
             yield OFFICIAL.found(value.name, f"output of type {kind}, not 10")
-        dtype = _dtype(graph, value.name)
-        if dtype == "int8":
+        if types.get(value.name) == "int8":
             yield LAST.found(value.name, "the graph gives an int8 tensor away")
     for node in first:
         if precision(node) == "int8":
             yield FIRST.found(node.name, "it reads the features in int8")
 
 
-def _dtype(graph: Graph, name: str) -> str | None:
-    """The runtime type of a tensor of features, None where no rule says it."""
-    for _ in range(len(graph.nodes) + 1):
-        node = graph.producers.get(name)
-        if node is None:
-            return "fp16" if name in graph.inputs else None
+def _dtypes(graph: Graph) -> dict[str, str]:
+    """The runtime type of each tensor of features that a rule can tell."""
+    types = dict.fromkeys(graph.inputs, "fp16")
+    for node in graph.nodes:
         if node.op == "SparseConvolution" or is_add(node):
-            return precision(node, "output_precision")
-        if node.op != "Relu":
-            return None
-        name = node.input(0)
-    return None
+            types.update(dict.fromkeys(node.outputs[:1], precision(node, "output_precision")))
+        elif node.op == "Relu" and node.input(0) in types:
+            types.update(dict.fromkeys(node.outputs[:1], types[node.input(0)]))
+    return types
 
 
-def _add(graph: Graph, node: Node) -> Iterator[Finding]:
-    types = [_dtype(graph, name) for name in node.inputs[:2]]
-    if None not in types and len(set(types)) > 1:
-        yield BRANCHES.found(node.name, f"its inputs are {types[0]} and {types[1]}")
+def _add(types: dict[str, str], node: Node) -> Iterator[Finding]:
+    found = [types.get(name) for name in node.inputs[:2]]
+    if None not in found and len(set(found)) > 1:
+        yield BRANCHES.found(node.name, f"its inputs are {found[0]} and {found[1]}")
 
 
 def _relu(graph: Graph, node: Node) -> Iterator[Finding]:
@@ -164,9 +161,9 @@ def _relu(graph: Graph, node: Node) -> Iterator[Finding]:
     if maker is None and not graph.sees(name):
         return
     if maker is None or not is_add(maker):
-        after = "the graph input" if maker is None else f"{maker.op} {quoted(maker.name)}"
+        after = "the graph input" if maker is None else f"{quoted(maker.op)} {quoted(maker.name)}"
         yield STRAY_RELU.found(node.name, f"it follows {after}")
-    elif node.index > maker.index + 1 or len(graph.users(maker)) > 1 or name in graph.outputs:
+    elif node.index > maker.index + 1 or len(graph.users(maker)) > 1 or name in graph.given_away:
         yield APART.found(node.name, f"it is not fused with {quoted(maker.name)}")
 
 

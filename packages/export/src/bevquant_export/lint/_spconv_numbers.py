@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,6 +13,9 @@ from bevquant_export.lint._graph import Graph, Node
 from bevquant_export.lint._rule import Finding, Rule, quoted
 from bevquant_export.lint._spconv_convs import weight_dims
 from bevquant_export.lint._tensors import values
+
+if TYPE_CHECKING:
+    import onnx
 
 __all__ = ["RULES", "check_numbers", "is_add", "precision"]
 
@@ -109,6 +113,7 @@ def precision(node: Node, name: str = "precision") -> str:
 
 def check_numbers(graph: Graph, folder: Path) -> Iterator[Finding]:
     """Check types, precisions and ranges of all nodes."""
+    largest: dict[str, np.ndarray[Any, Any] | None] = {}
     for node in graph.nodes:
         for name, attribute in node.attributes.items():
             wanted = _READ_AS.get(name, attribute.type)
@@ -119,7 +124,7 @@ def check_numbers(graph: Graph, folder: Path) -> Iterator[Finding]:
             yield from _precision(node)
             yield from _ranges(node)
         if node.op == "SparseConvolution":
-            yield from _weights(graph, node, folder)
+            yield from _weights(graph, node, folder, largest)
     yield from _shared(graph)
 
 
@@ -151,7 +156,9 @@ def _ranges(node: Node) -> Iterator[Finding]:
         yield ADD_RANGE.found(node.name, f"the ranges are {stated[0]} and {stated[1]}")
 
 
-def _weights(graph: Graph, node: Node, folder: Path) -> Iterator[Finding]:
+def _weights(
+    graph: Graph, node: Node, folder: Path, largest: dict[str, np.ndarray[Any, Any] | None]
+) -> Iterator[Finding]:
     ranges = node.numbers("weight_dynamic_ranges")
     tensor = graph.initializers.get(node.input(1))
     dims = weight_dims(graph, node)
@@ -169,14 +176,26 @@ def _weights(graph: Graph, node: Node, folder: Path) -> Iterator[Finding]:
     if bad:
         yield WEIGHT_RANGE.found(node.name, f"the range of channel {bad[0]} is {ranges[bad[0]]}")
         return
-    weight = values(tensor, folder) if quantized and ranges and dims is not None else None
-    if weight is None or weight.ndim == 0 or weight.dtype.kind != "f" or not weight.size:
+    if not quantized or not ranges or tensor is None or dims is None:
         return
-    largest = np.abs(weight.reshape(len(weight), -1).astype(np.float64)).max(axis=1)
-    steps = np.rint(largest * 127 / np.asarray(ranges, np.float64))
-    if len(steps) and np.isfinite(steps).all() and steps.max() > 127:
-        channel = int(steps.argmax())
-        yield CLIPPED.found(node.name, f"channel {channel} reaches {int(steps[channel])} steps")
+    name = node.input(1)
+    if name not in largest:
+        largest[name] = _largest(tensor, folder)
+    reached = largest[name]
+    if reached is not None and len(reached) == len(ranges):
+        steps = np.rint(reached * 127 / np.asarray(ranges, np.float64))
+        if steps.max() > 127:
+            channel = int(steps.argmax())
+            yield CLIPPED.found(node.name, f"channel {channel} reaches {int(steps[channel])} steps")
+
+
+def _largest(tensor: onnx.TensorProto, folder: Path) -> np.ndarray[Any, Any] | None:
+    """max|w| of each output channel, None where there are no finite weights in the file."""
+    weight = values(tensor, folder) if tensor.data_location == 0 else None
+    if weight is None or weight.ndim == 0 or weight.dtype.kind != "f" or not weight.size:
+        return None
+    found = np.abs(weight.reshape(len(weight), -1).astype(np.float64)).max(axis=1)
+    return found if np.isfinite(found).all() else None
 
 
 def _shared(graph: Graph) -> Iterator[Finding]:

@@ -9,6 +9,7 @@ import numpy as np
 from bevquant_export.lint._graph import Graph, Node
 from bevquant_export.lint._qdq import Pairs, Step
 from bevquant_export.lint._rule import Finding, Rule, Severity, quoted
+from bevquant_export.lint._tensors import shape_of
 
 __all__ = ["RULES", "check_tensorrt"]
 
@@ -112,9 +113,10 @@ def _operator(node: Node, functions: set[tuple[str, str]]) -> Iterator[Finding]:
     if node.domain:
         yield PLUGIN.found(node.name, f"{quoted(node.op)} is of domain {quoted(node.domain)}")
     elif node.op in _NOT_IMPORTED or node.op.startswith("QLinear"):
-        yield IMPORT.found(node.name, f"{node.op} has no importer")
+        yield IMPORT.found(node.name, f"{quoted(node.op)} has no importer")
     elif node.op.startswith("Scatter") and node.text("reduction") not in (None, "none"):
-        yield IMPORT.found(node.name, f"{node.op} with reduction {quoted(node.text('reduction'))}")
+        kind = quoted(node.text("reduction"))
+        yield IMPORT.found(node.name, f"{quoted(node.op)} with reduction {kind}")
 
 
 def _bias(graph: Graph, node: Node) -> Iterator[Finding]:
@@ -124,7 +126,8 @@ def _bias(graph: Graph, node: Node) -> Iterator[Finding]:
     tensor = graph.constant(name)
     if tensor is None and (name in graph.producers or graph.sees(name)):
         maker = graph.producers.get(name)
-        yield BIAS.found(node.name, f"its bias comes from {maker.op if maker else 'outside'}")
+        source = quoted(maker.op) if maker is not None else "outside"
+        yield BIAS.found(node.name, f"its bias comes from {source}")
     elif tensor is not None and tensor.data_type not in (1, 10):
         yield BIAS.found(node.name, f"its bias has data type {tensor.data_type}")
 
@@ -179,7 +182,7 @@ def _step(pairs: Pairs, step: Step) -> Iterator[Finding]:
         if step.per_channel:
             yield PER_TENSOR.found(node.name, f"an activation has {step.scale.size} scales")
         return
-    dims = list(step.constant.dims)
+    dims = shape_of(step.constant)
     axis = node.integer("axis", 1)
     along = dims[axis] if -len(dims) <= axis < len(dims) else None
     if step.scale.ndim > 1 or (step.per_channel and step.scale.size != along):

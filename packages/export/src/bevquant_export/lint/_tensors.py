@@ -14,7 +14,7 @@ from bevquant_export.lint._rule import Finding, Rule
 if TYPE_CHECKING:
     import onnx
 
-__all__ = ["ESCAPES", "MISSING_DATA", "SIZES", "check_tensor", "numel", "values"]
+__all__ = ["ESCAPES", "MISSING_DATA", "SIZES", "check_tensor", "numel", "shape_of", "values"]
 
 ESCAPES = Rule(
     "ONX009",
@@ -71,6 +71,11 @@ def numel(dims: Any) -> int | None:
     for dim in dims:
         count *= int(dim)
     return count if count <= _MOST_ELEMENTS else None
+
+
+def shape_of(tensor: onnx.TensorProto) -> list[int]:
+    """Dimensions, at most 65 of them: a tensor may claim more, and be read by every node."""
+    return list(tensor.dims[: _MOST_DIMS + 1])
 
 
 def check_tensor(tensor: onnx.TensorProto, folder: Path) -> Iterator[Finding]:

@@ -6,7 +6,7 @@ from typing import Any
 
 __all__ = ["wire_problem"]
 
-_MOST_FIELDS = 1_000_000
+_MOST_FIELDS = 500_000
 _DEEPEST = 100
 _VARINT, _BYTES = 0, 2
 # Bytes by wire type; None where a number in the file says it.
