@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -217,3 +218,42 @@ def test_float_layers_on_the_list_stand_between_integer_ones(
     made, _ = run(file, x)
     for y, want in zip(made, simulate(model, x)(x), strict=True):
         torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-4)
+
+
+GRIDS: dict[str, tuple[nn.Module, nn.Module, tuple[int, ...]]] = {
+    "dilated": (nn.Conv2d(4, 8, 3, dilation=2, padding=(2, 1)), nn.MaxPool2d(2), (2, 4, 9, 11)),
+    "depthwise": (nn.Conv2d(4, 8, 3, groups=4, stride=(2, 1)), nn.ReLU(), (2, 4, 9, 11)),
+    "same": (nn.Conv2d(4, 8, (4, 3), padding="same"), nn.ReLU(), (2, 4, 9, 11)),
+    "ceil": (nn.Conv2d(4, 8, 1), nn.MaxPool2d(3, 2, 1, ceil_mode=True), (2, 4, 8, 10)),
+    "average": (nn.Conv2d(4, 8, 1), nn.AvgPool2d(3, 2, 1, count_include_pad=False), (2, 4, 9, 9)),
+    "counted": (nn.Conv2d(4, 8, 1), nn.AvgPool2d(3, 1, 1), (2, 4, 9, 9)),
+    "adaptive": (nn.Conv2d(4, 8, 1), nn.AdaptiveAvgPool2d((3, 1)), (2, 4, 9, 5)),
+    "line": (nn.Conv1d(4, 8, 3, padding=1), nn.ReLU(), (2, 4, 9)),
+    "volume": (nn.Conv3d(4, 8, 3, padding=1), nn.ReLU(), (2, 4, 5, 6, 7)),
+    "corners": (
+        nn.Conv2d(4, 8, 1),
+        nn.Upsample((9, 8), mode="bilinear", align_corners=True),
+        (2, 4, 5, 6),
+    ),
+    "grown": (nn.Conv2d(4, 8, 1), nn.Upsample((7, 9), mode="bilinear"), (2, 4, 5, 6)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+@pytest.mark.parametrize("profile", ["tensorrt", "onnxruntime", "horizon"])
+@pytest.mark.parametrize("name", GRIDS)
+def test_layers_over_grids_have_torchs_geometry(
+    name: str, profile: str, calibrated: Fixture, tmp_path: Path
+) -> None:
+    layer, behind, shape = GRIDS[name]
+    rank = len(shape) - 2
+    last = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[rank](8, 4, 1)
+    x = torch.randn(*shape)
+    model = calibrated(nn.Sequential(deepcopy(layer), deepcopy(behind), last), x)
+    file = export_qdq_onnx(model, x, tmp_path / "net.onnx", profile)
+    differences = compare_qdq_onnx(file, model, x)
+    assert len(differences) >= 2
+    for d in differences:
+        mixes = d.op in ("avg_pool", "resize") or (d.op == "quantize" and d.path != "input")
+        assert d.largest <= mixes, d
+        assert d.different <= 0.05 * d.elements, d
