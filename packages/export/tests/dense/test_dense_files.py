@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +201,9 @@ def test_outputs_in_a_tuple_that_torch_made_and_inputs_handed_on(
 def test_float_layers_on_the_list_stand_between_integer_ones(
     layer: nn.Module, calibrated: Fixture, run: Fixture, tmp_path: Path
 ) -> None:
+    if hasattr(layer, "reset_parameters"):
+        layer.reset_parameters()  # made before the seed was set
+
     # A second reader keeps a batch norm from being folded.
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -220,22 +222,27 @@ def test_float_layers_on_the_list_stand_between_integer_ones(
         torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-4)
 
 
-GRIDS: dict[str, tuple[nn.Module, nn.Module, tuple[int, ...]]] = {
-    "dilated": (nn.Conv2d(4, 8, 3, dilation=2, padding=(2, 1)), nn.MaxPool2d(2), (2, 4, 9, 11)),
-    "depthwise": (nn.Conv2d(4, 8, 3, groups=4, stride=(2, 1)), nn.ReLU(), (2, 4, 9, 11)),
-    "same": (nn.Conv2d(4, 8, (4, 3), padding="same"), nn.ReLU(), (2, 4, 9, 11)),
-    "ceil": (nn.Conv2d(4, 8, 1), nn.MaxPool2d(3, 2, 1, ceil_mode=True), (2, 4, 8, 10)),
-    "average": (nn.Conv2d(4, 8, 1), nn.AvgPool2d(3, 2, 1, count_include_pad=False), (2, 4, 9, 9)),
-    "counted": (nn.Conv2d(4, 8, 1), nn.AvgPool2d(3, 1, 1), (2, 4, 9, 9)),
-    "adaptive": (nn.Conv2d(4, 8, 1), nn.AdaptiveAvgPool2d((3, 1)), (2, 4, 9, 5)),
-    "line": (nn.Conv1d(4, 8, 3, padding=1), nn.ReLU(), (2, 4, 9)),
-    "volume": (nn.Conv3d(4, 8, 3, padding=1), nn.ReLU(), (2, 4, 5, 6, 7)),
+GRIDS: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...]]] = {
+    "dilated": (
+        lambda: [nn.Conv2d(4, 8, 3, dilation=2, padding=(2, 1)), nn.MaxPool2d(2)],
+        (2, 4, 9, 11),
+    ),
+    "depthwise": (lambda: [nn.Conv2d(4, 8, 3, groups=4, stride=(2, 1)), nn.ReLU()], (2, 4, 9, 11)),
+    "same": (lambda: [nn.Conv2d(4, 8, (4, 3), padding="same"), nn.ReLU()], (2, 4, 9, 11)),
+    "ceil": (lambda: [nn.Conv2d(4, 8, 1), nn.MaxPool2d(3, 2, 1, ceil_mode=True)], (2, 4, 8, 10)),
+    "average": (
+        lambda: [nn.Conv2d(4, 8, 1), nn.AvgPool2d(3, 2, 1, count_include_pad=False)],
+        (2, 4, 9, 9),
+    ),
+    "counted": (lambda: [nn.Conv2d(4, 8, 1), nn.AvgPool2d(3, 1, 1)], (2, 4, 9, 9)),
+    "adaptive": (lambda: [nn.Conv2d(4, 8, 1), nn.AdaptiveAvgPool2d((3, 1))], (2, 4, 9, 5)),
+    "line": (lambda: [nn.Conv1d(4, 8, 3, padding=1), nn.ReLU()], (2, 4, 9)),
+    "volume": (lambda: [nn.Conv3d(4, 8, 3, padding=1), nn.ReLU()], (2, 4, 5, 6, 7)),
     "corners": (
-        nn.Conv2d(4, 8, 1),
-        nn.Upsample((9, 8), mode="bilinear", align_corners=True),
+        lambda: [nn.Conv2d(4, 8, 1), nn.Upsample((9, 8), mode="bilinear", align_corners=True)],
         (2, 4, 5, 6),
     ),
-    "grown": (nn.Conv2d(4, 8, 1), nn.Upsample((7, 9), mode="bilinear"), (2, 4, 5, 6)),
+    "grown": (lambda: [nn.Conv2d(4, 8, 1), nn.Upsample((7, 9), mode="bilinear")], (2, 4, 5, 6)),
 }
 
 
@@ -245,15 +252,16 @@ GRIDS: dict[str, tuple[nn.Module, nn.Module, tuple[int, ...]]] = {
 def test_layers_over_grids_have_torchs_geometry(
     name: str, profile: str, calibrated: Fixture, tmp_path: Path
 ) -> None:
-    layer, behind, shape = GRIDS[name]
+    layers, shape = GRIDS[name]
     rank = len(shape) - 2
     last = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[rank](8, 4, 1)
     x = torch.randn(*shape)
-    model = calibrated(nn.Sequential(deepcopy(layer), deepcopy(behind), last), x)
+    model = calibrated(nn.Sequential(*layers(), last), x)
     file = export_qdq_onnx(model, x, tmp_path / "net.onnx", profile)
     differences = compare_qdq_onnx(file, model, x)
     assert len(differences) >= 2
     for d in differences:
         mixes = d.op in ("avg_pool", "resize") or (d.op == "quantize" and d.path != "input")
         assert d.largest <= mixes, d
-        assert d.different <= 0.05 * d.elements, d
+        # Weights of a half and a quarter put many averages on half a step.
+        assert d.different <= (0.1 if mixes else 0) * d.elements, d

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,7 +78,7 @@ class Graph:
     def constant(self, name: str, value: Any, dtype: Any = np.float32) -> str:
         """Add a constant; one of the same name and content is used again."""
         array = np.ascontiguousarray(np.asarray(value, dtype)).reshape(np.shape(value))
-        key = (name, array.dtype.str, array.shape, array.tobytes())
+        key = (name, array.dtype.str, array.shape, hashlib.sha256(array.tobytes()).digest())
         if key not in self._shared:
             self._shared[key] = found = self.unique(name)
             self.constants[found] = array
