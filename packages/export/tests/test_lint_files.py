@@ -257,6 +257,32 @@ def test_subgraphs_see_the_names_around_them(tmp_path: Path) -> None:
     assert lint(model, tmp_path) == ["ONX005"]
 
 
+def test_functions_are_operators_of_their_model(tmp_path: Path) -> None:
+    model = good()
+    reference = onnx.AttributeProto(name="value", type=onnx.AttributeProto.TENSOR)
+    reference.ref_attr_name = "zero"
+    nodes = [
+        helper.make_node("Constant", [], ["z"], name="constant"),
+        helper.make_node("MatMulInteger", ["a", "b", "z", "z"], ["c"], name="product"),
+    ]
+    nodes[0].attribute.append(reference)
+    imports = [helper.make_opsetid("", 13)]
+    function = helper.make_function("own", "Product", ["a", "b"], ["c"], nodes, imports, ["zero"])
+    model.functions.append(function)
+    model.opset_import.append(helper.make_opsetid("own", 1))
+    zero = numpy_helper.from_array(np.asarray(128, np.uint8))
+    call = helper.make_node("Product", ["p", "q"], ["r"], "call", domain="own", zero=zero)
+    model.graph.node.append(call)
+    for name in ("p", "q"):
+        value = helper.make_tensor_value_info(name, TensorProto.UINT8, [4, 4])
+        model.graph.input.append(value)
+    assert lint(model, tmp_path, "onnxruntime") == []
+    assert lint(model, tmp_path, "tensorrt") == ["TRT001"]
+    assert "HRZ002" in lint(model, tmp_path, "horizon")
+    model.functions[0].name = "Other"
+    assert lint(model, tmp_path, "onnxruntime") == ["ONX015"]
+
+
 def test_names_that_would_drive_a_terminal_are_escaped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

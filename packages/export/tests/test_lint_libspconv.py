@@ -203,10 +203,6 @@ def _inverse(model: onnx.ModelProto) -> None:
     put(model, "conv3", inverse=1, subm=0)
 
 
-def _first_int8(model: onnx.ModelProto) -> None:
-    put(model, "conv0", precision="int8", input_dynamic_range=1.0)
-
-
 def _types(model: onnx.ModelProto) -> None:
     put(model, "conv1", input_dynamic_range=4)
 
@@ -274,7 +270,6 @@ BREAK: list[tuple[str, Callable[[onnx.ModelProto], None]]] = [
     ("SPC032", _edit("conv0", output_bound=0)),
     ("SPC033", _second_input),
     ("SPC034", _output_type),
-    ("SPC035", _first_int8),
     ("SPC036", _int8_out),
     ("SPC037", _perm),
     ("SPC038", _edit("transpose0", dims=[0, 1, 2, 4, 3])),
@@ -307,3 +302,66 @@ def test_a_broken_file_is_caught_by_its_rule(
 
 def test_every_rule_has_a_broken_file() -> None:
     assert {rule for rule, _ in BREAK} == {rule.id for rule in RULES if rule.id.startswith("SPC")}
+
+
+def _chain(path: Path, ranges: list[tuple[float, float]]) -> None:
+    """Residual blocks in a row; for each the range of its first conv, and of its Add."""
+    grid = ([16, 16, 9],) * 2
+    first = _conv(0, (5, 16), "subm1", grid, ("fp16", "int8"), ("0", "b0"))
+    nodes, tensors = [first[0]], first[1]
+    for i, (conv, added) in enumerate(ranges):
+        for place, amax, names in ((1, conv, (f"b{i}", f"m{i}")), (2, 2.0, (f"m{i}", f"n{i}"))):
+            activation = "ReLU" if place == 1 else "None"
+            node, weights = _conv(
+                *(10 * i + place, (16, 16), "subm1", grid, ("int8", "int8"), names, amax),
+                activation=activation,
+            )
+            nodes.append(node)
+            tensors += weights
+        words: dict[str, object] = {"precision": "int8", "output_precision": "int8"}
+        words |= {"input0_dynamic_range": added, "input1_dynamic_range": added}
+        nodes.append(helper.make_node("Add", [f"n{i}", f"b{i}"], [f"s{i}"], f"add{i}", **words))
+        nodes.append(helper.make_node("Relu", [f"s{i}"], [f"b{i + 1}"], f"relu{i}"))
+    last, weights = _conv(
+        *(99, (16, 16), "subm1", grid, ("int8", "fp16"), (f"b{len(ranges)}", "y"), 1.0)
+    )
+    graph = helper.make_graph(
+        [*nodes, last],
+        "blocks",
+        [helper.make_tensor_value_info("0", HALF, [1, 5])],
+        [helper.make_tensor_value_info("y", HALF, [1, 16])],
+        [*tensors, *weights],
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("ai.onnx", 11)]), path)
+
+
+def test_separate_quantizers_on_one_tensor_disagree_once_for_each_block(tmp_path: Path) -> None:
+    # As in NVIDIA's own exporter: the first conv of a block and its Add calibrate for themselves.
+    _chain(tmp_path / "own.onnx", [(1.0 + i, 1.5 + i) for i in range(8)])
+    assert [f.id for f in lint_onnx(tmp_path / "own.onnx", "libspconv")] == ["SPC017"] * 8
+    _chain(tmp_path / "one.onnx", [(1.0 + i, 1.0 + i) for i in range(8)])
+    assert lint_onnx(tmp_path / "one.onnx", "libspconv") == []
+
+
+def test_zyx_files_are_as_good(tmp_path: Path) -> None:
+    model = good()
+    put(model, "scatter0", format="zyx", output_shape=[1, 32, 5, 8, 8])
+    put(model, "transpose0", dims=[0, 1, 2, 4, 3])
+    for name in ("conv0", "conv1", "conv2", "conv3"):
+        put(model, name, input_spatial_shape=[9, 16, 16], output_spatial_shape=[9, 16, 16])
+    put(model, "conv3", output_spatial_shape=[5, 8, 8])
+    put(model, "scatter0", input_spatial_shape=[5, 8, 8])
+    onnx.save(model, tmp_path / "zyx.onnx")
+    assert lint_onnx(tmp_path / "zyx.onnx", "libspconv") == []
+
+
+def test_a_float_file_needs_no_ranges(tmp_path: Path) -> None:
+    model = good()
+    for node_ in model.graph.node:
+        if node_.op_type in ("SparseConvolution", "Add"):
+            put(model, node_.name, precision="fp16", output_precision="fp16")
+            kept = [a for a in node_.attribute if "dynamic_range" not in a.name]
+            del node_.attribute[:]
+            node_.attribute.extend(kept)
+    onnx.save(model, tmp_path / "half.onnx")
+    assert lint_onnx(tmp_path / "half.onnx", "libspconv") == []

@@ -147,6 +147,8 @@ class Graph:
 def _constant(attribute: onnx.AttributeProto) -> onnx.TensorProto | None:
     import onnx
 
+    if attribute.ref_attr_name:
+        return None
     if attribute.name == "value" and attribute.type == onnx.AttributeProto.TENSOR:
         return attribute.t
     if attribute.name == "value_float":

@@ -91,6 +91,9 @@ def check_opset(opsets: Mapping[str, int]) -> Iterator[Finding]:
 def check_horizon(pairs: Pairs, path: Path) -> Iterator[Finding]:
     """Check one graph, and for the main one the settings in its folder."""
     graph = pairs.graph
+    if graph.is_function:
+        yield INTEGRATED.found(graph.where, "functions are not integrated")
+        return
     for node in graph.nodes:
         if node.op in _NOT_INTEGRATED and not node.domain:
             yield INTEGRATED.found(node.name, f"{node.op} is not integrated")
@@ -102,7 +105,7 @@ def check_horizon(pairs: Pairs, path: Path) -> Iterator[Finding]:
     for step in pairs.steps:
         yield from _step(pairs, step)
     floats = _float_convs(pairs)
-    if graph.outer is None and not graph.is_function:
+    if graph.outer is None:
         settings = _settings(path)
         if settings is None:
             yield SETTINGS.found("file", f"no YAML in the folder has onnx_model {path.name!r}")

@@ -62,7 +62,7 @@ def check_model(
             attribute.t
             for node in graph.nodes
             for attribute in node.attributes.values()
-            if attribute.type == 4
+            if attribute.type == 4 and not attribute.ref_attr_name
         ]
         for tensor in (*graph.tensors, *constants):
             yield from check_tensor(tensor, folder)

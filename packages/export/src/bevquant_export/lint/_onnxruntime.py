@@ -63,7 +63,7 @@ def check_onnxruntime(pairs: Pairs) -> Iterator[Finding]:
     for node in graph.nodes:
         if node.op == "Relu":
             yield from _relu(pairs, node)
-        elif node.op in ("Conv", "ConvTranspose", "Gemm"):
+        elif node.op in ("Conv", "Gemm"):
             yield from _bias(pairs, node)
         elif node.op in ("MatMulInteger", "ConvInteger"):
             yield from _integers(graph, node)

@@ -51,12 +51,6 @@ OFFICIAL = _rule(
     "declare them so: placeholders, which other readers of the file look at",
     "warning",
 )
-FIRST = _rule(
-    35,
-    "the first conv computes in fp16, as in the files that the engine is shipped with",
-    "leave the first conv out of quantization",
-    "warning",
-)
 LAST = _rule(
     36,
     "what leaves the graph is fp16",
@@ -69,8 +63,10 @@ DIMS = _rule(
 )
 ORDER = _rule(
     38,
-    "the Transpose after ScatterDense is [0,1,4,2,3] for xyz, [0,1,2,4,3] for zyx",
-    "write the dims that belong to the format",
+    "the Transpose after ScatterDense is [0,1,4,2,3] for xyz, [0,1,2,4,3] for zyx: both give "
+    "[1, C, Z, X, Y], which is what files are known to hold",
+    "let the model order its dense result so; try other dims in the engine first",
+    "warning",
 )
 ELEMENTS = _rule(
     39,
@@ -90,7 +86,7 @@ LAYOUT = _rule(
 )
 BATCH = _rule(48, "the batch is 1", "export for one frame: the engine takes no more")
 RULES = (
-    *(OPERATOR, STRAY_RELU, APART, BRANCHES, INPUTS, OFFICIAL, FIRST, LAST, DIMS, ORDER),
+    *(OPERATOR, STRAY_RELU, APART, BRANCHES, INPUTS, OFFICIAL, LAST, DIMS, ORDER),
     *(ELEMENTS, SCATTER, LAYOUT, BATCH),
 )
 _KNOWN = {"SparseConvolution", "Add", "QuantAdd", "Relu", "ScatterDense", "Reshape", "Transpose"}
@@ -133,9 +129,6 @@ def _boundary(graph: Graph, types: dict[str, str]) -> Iterator[Finding]:
             yield OFFICIAL.found(value.name, f"output of type {kind}, not 10")
         if types.get(value.name) == "int8":
             yield LAST.found(value.name, "the graph gives an int8 tensor away")
-    for node in first:
-        if precision(node) == "int8":
-            yield FIRST.found(node.name, "it reads the features in int8")
 
 
 def _dtypes(graph: Graph) -> dict[str, str]:

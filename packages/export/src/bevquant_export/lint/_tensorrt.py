@@ -90,9 +90,12 @@ _CONVS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 
 
 def check_tensorrt(pairs: Pairs, functions: set[tuple[str, str]]) -> Iterator[Finding]:
-    """Check one graph."""
+    """Check one graph; of a function its operators, as constants may come from its callers."""
     for node in pairs.graph.nodes:
         yield from _operator(node, functions)
+    if pairs.graph.is_function:
+        return
+    for node in pairs.graph.nodes:
         if node.op in _CONVS[:3]:
             yield from _bias(pairs.graph, node)
         if node.op == "ConvTranspose":
