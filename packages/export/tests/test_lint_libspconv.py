@@ -131,6 +131,13 @@ def _typed(model: onnx.ModelProto) -> None:
     bias.int32_data.extend([0] * 16)
 
 
+def _external(model: onnx.ModelProto) -> None:
+    bias = tensor(model, "spconv0.bias")
+    bias.ClearField("raw_data")
+    bias.data_location = onnx.TensorProto.EXTERNAL
+    bias.external_data.add(key="location", value="bad.onnx")
+
+
 def _stray_relu(model: onnx.ModelProto) -> None:
     relu = helper.make_node("Relu", ["6"], ["6r"], name="relu1")
     model.graph.node.insert(6, relu)
@@ -235,6 +242,7 @@ BREAK: list[tuple[str, Callable[[onnx.ModelProto], None]]] = [
     ("SPC003", _computed_bias),
     ("SPC004", _values("spconv0.weight", WEIGHT.astype(np.float32))),
     ("SPC005", _typed),
+    ("SPC005", _external),
     ("SPC006", _values("spconv0.weight", WEIGHT.transpose(1, 2, 3, 4, 0))),
     ("SPC006", _edit("conv0", in_channels=6)),
     ("SPC007", _values("spconv0.bias", np.zeros(15, np.float16))),

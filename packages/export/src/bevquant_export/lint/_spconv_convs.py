@@ -205,7 +205,9 @@ def _attributes(node: Node) -> Iterator[Finding]:
     activation = node.text("activation")
     if activation in ("Sigmoid", "LeakyReLU"):
         yield DOUBTFUL.found(node.name, f"activation is {activation}")
-    elif activation not in ("ReLU", "None") and there.get("activation", _NONE).type in (0, 3):
+    elif activation not in ("ReLU", "None") and (
+        "activation" not in there or activation is not None
+    ):
         word = "missing" if activation is None else quoted(activation)
         yield ACTIVATION.found(node.name, f"activation is {word}")
     if node.integer("inverse") == 1:
@@ -227,10 +229,3 @@ def _attributes(node: Node) -> Iterator[Finding]:
     for name in ("output_bound", "fixed_launch_points"):
         if name in there and there[name].type == 2 and node.integer(name) < 1:
             yield BOUND.found(node.name, f"{name} is {node.integer(name)}")
-
-
-class _Missing:
-    type = 0
-
-
-_NONE = _Missing()
