@@ -24,6 +24,13 @@ MAY_IMPORT = {
         "bevquant_quantizers",
         "bevquant_qnn",
     },
+    "bevquant_export": {
+        "bevquant_sparse",
+        "bevquant_fusion",
+        "bevquant_quantizers",
+        "bevquant_qnn",
+        "bevquant_int8sim",
+    },
     "bevquant_hybrid": {
         "bevquant_sparse",
         "bevquant_fusion",

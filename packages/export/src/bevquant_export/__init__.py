@@ -1,0 +1,38 @@
+"""ONNX files of quantized models, sparse and dense: written, linted, read back and run."""
+
+from __future__ import annotations
+
+from bevquant_export.dense import (
+    QdqFile,
+    TensorDifference,
+    compare_qdq_onnx,
+    export_qdq_onnx,
+)
+from bevquant_export.lint import Finding, lint_onnx
+from bevquant_export.sparse import (
+    LayerDifference,
+    SparseExport,
+    SparseLayer,
+    SparseOnnxModel,
+    compare_sparse_onnx,
+    export_sparse_onnx,
+    load_sparse_onnx,
+    with_half_constants,
+)
+
+__all__ = [
+    "Finding",
+    "LayerDifference",
+    "QdqFile",
+    "SparseExport",
+    "SparseLayer",
+    "SparseOnnxModel",
+    "TensorDifference",
+    "compare_qdq_onnx",
+    "compare_sparse_onnx",
+    "export_qdq_onnx",
+    "export_sparse_onnx",
+    "lint_onnx",
+    "load_sparse_onnx",
+    "with_half_constants",
+]

@@ -1,0 +1,9 @@
+"""Dense models as QDQ files: written for TensorRT, onnxruntime or hb_mapper, and compared."""
+
+from __future__ import annotations
+
+from bevquant_export.dense._compare import TensorDifference, compare_qdq_onnx
+from bevquant_export.dense._export import export_qdq_onnx
+from bevquant_export.dense._written import QdqFile
+
+__all__ = ["QdqFile", "TensorDifference", "compare_qdq_onnx", "export_qdq_onnx"]

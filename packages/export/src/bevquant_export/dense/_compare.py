@@ -1,0 +1,130 @@
+"""onnxruntime's integers against the simulator's, tensor by tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from bevquant_export.dense._profile import profile_of
+from bevquant_export.dense._runnable import forced, session
+from bevquant_export.dense._source import Step
+from bevquant_export.dense._written import QdqFile
+from bevquant_int8sim import simulate
+
+__all__ = ["TensorDifference", "compare_qdq_onnx"]
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """One quantized tensor.
+
+    Attributes:
+        path: Module that makes it.
+        op: Operation of the `IntegerModel`.
+        tensor: Its name in the file.
+        elements: How many it has.
+        different: How many are other integers.
+        largest: Largest difference in steps.
+    """
+
+    path: str
+    op: str
+    tensor: str
+    elements: int
+    different: int
+    largest: int
+
+
+def compare_qdq_onnx(file: QdqFile, model: nn.Module, args: Any) -> tuple[TensorDifference, ...]:
+    """Run every operation of a file by itself and count what it makes other than `simulate`.
+
+    Each operation reads the integers that the simulator has in that place, so a difference is
+    counted where it arises and nowhere behind it. A file for onnxruntime is optimised as it is in
+    use: what is fused runs fused. Files for TensorRT and hb_mapper run as they are written, in
+    float, which checks what they say and not what those runtimes make of it.
+
+    Args:
+        file: From `export_qdq_onnx`.
+        model: The model that it was written from.
+        args: Inputs, structured like the example inputs.
+
+    Returns:
+        One entry for every quantized tensor of the file, in order.
+
+    Raises:
+        ImportError: onnxruntime is not installed.
+        ValueError: The model has other tensors than the file.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from torch import nn
+        >>> from bevquant_export import export_qdq_onnx
+        >>> from bevquant_qnn import quantize_model
+        >>> from bevquant_quantizers import calibrate
+        >>> x = torch.linspace(-1, 1, 48).view(1, 3, 4, 4)
+        >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1)).eval()
+        >>> quantized = quantize_model(net, example_inputs=x).model
+        >>> _ = calibrate(quantized, [x])
+        >>> file = export_qdq_onnx(quantized, x, f"{tempfile.mkdtemp()}/net.onnx", "onnxruntime")
+        >>> [(t.op, t.different) for t in compare_qdq_onnx(file, quantized, x)]
+        [('quantize', 0), ('conv', 0)]
+    """
+    found: dict[str, tuple[Step, Any]] = {}
+    inputs: dict[str, Any] = {}
+    integer = simulate(model, args)
+
+    def see(step: Step, given: tuple[Any, ...], made: tuple[Any, ...]) -> None:
+        for name, value in _named(step.outputs[0], made[0]):
+            if name in file.integers:
+                # Two values may be one tensor, as a ReLU of what is positive already.
+                found.setdefault(file.integers[name], (step, value.cpu().numpy()))
+
+    integer.run(args, record=False, observe=see)
+    missing = set(file.integers.values()) - set(found)
+    if missing:
+        raise ValueError(
+            f"compare_qdq_onnx: {file.path.name} has {sorted(missing)[0]!r}, which the model does "
+            "not make; compare it with the model that it was written from"
+        )
+    profile = profile_of(file.profile)
+    for name, value in zip(file.inputs, _tensors(args), strict=True):
+        inputs[name] = value.detach().cpu().numpy()
+    for tensor, (_, value) in found.items():
+        inputs[tensor] = (value.astype(np.int32) + profile.zero).astype(profile.dtype)
+    proto, made = forced(file.path, tuple(found))
+    running = session(proto, optimised=file.profile == "onnxruntime")
+    taken = {port.name for port in running.get_inputs()}
+    given = {name: value for name, value in inputs.items() if name in taken}
+    results = dict(zip(made, running.run(list(made.values()), given), strict=True))
+    return tuple(
+        _difference(step, tensor, inputs[tensor], results[tensor])
+        for tensor, (step, _) in found.items()
+    )
+
+
+def _difference(step: Step, tensor: str, want: Any, got: Any) -> TensorDifference:
+    apart = np.abs(want.astype(np.int32) - got.astype(np.int32))
+    largest = int(apart.max()) if apart.size else 0
+    return TensorDifference(
+        step.path, step.op, tensor, int(apart.size), int(np.count_nonzero(apart)), largest
+    )
+
+
+def _named(name: str, value: Any) -> list[tuple[str, Any]]:
+    """A value, or the members of one that is a tuple."""
+    if isinstance(value, list | tuple):
+        return [(f"{name}[{i}]", part) for i, part in enumerate(value)]
+    return [(name, value)]
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return [t for item in value.values() for t in _tensors(item)]
+    if isinstance(value, list | tuple):
+        return [t for item in value for t in _tensors(item)]
+    return []

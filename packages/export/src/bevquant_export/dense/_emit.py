@@ -1,0 +1,175 @@
+"""A program in integers as nodes: one step after the other."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from bevquant_export.dense._floats import float_operation
+from bevquant_export.dense._graph import Graph, Held
+from bevquant_export.dense._grid import average_pool, max_pool, resize
+from bevquant_export.dense._joins import float_join
+from bevquant_export.dense._moves import moved
+from bevquant_export.dense._results import finished
+from bevquant_export.dense._sizes import Sizes
+from bevquant_export.dense._source import Integers, Ref, Source, Step
+from bevquant_export.dense._weighted import unflattened, weighted_layer
+
+__all__ = ["emit"]
+
+_PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+
+
+def emit(
+    source: Source, graph: Graph, inputs: dict[str, str], *, integer_sums: bool = False
+) -> dict[str, Held]:
+    """Add every step of the program.
+
+    Args:
+        source: The program and its sizes.
+        graph: Where nodes are added.
+        inputs: Name in the program to name in the file.
+        integer_sums: Quantize accumulators in front of a sum, to their range on the example.
+
+    Returns:
+        Name in the program to the tensor of the file.
+
+    Raises:
+        ValueError: An operation that is not on the list; its module is named.
+    """
+    emitter = _Emitter(source, graph, inputs, integer_sums)
+    for step in source.program.steps:
+        if step.op != "host":
+            emitter.add(step)
+    return emitter.held
+
+
+class _Emitter:
+    def __init__(
+        self, source: Source, graph: Graph, inputs: dict[str, str], integer_sums: bool
+    ) -> None:
+        self.integer_sums = integer_sums
+        self.source = source
+        self.graph = graph
+        self.sizes = Sizes(source)
+        self.held = {name: Held(tensor) for name, tensor in inputs.items()}
+        self.several: dict[str, list[Held]] = {}
+
+    def add(self, step: Step) -> None:
+        made = step.outputs[0]
+        if self._is_member(step):
+            self.held[made] = self.several[step.args[0].name][step.args[1]]
+            return
+        result = self._result(step)
+        form = self.source.form(made)
+        if isinstance(result, list):
+            self.several[made] = [self._finished(step, Held(part), form) for part in result]
+            self.held.update({f"{made}[{i}]": h for i, h in enumerate(self.several[made])})
+            return
+        held = Held(result) if isinstance(result, str) else result
+        self.held[made] = unflattened(
+            self.graph, step, self._finished(step, held, form), self.sizes
+        )
+
+    def _finished(self, step: Step, held: Held, form: Any) -> Held:
+        return finished(self.graph, step.path, held, form, step.attributes)
+
+    def _is_member(self, step: Step) -> bool:
+        first = step.args[0] if step.args else None
+        return getattr(first, "name", None) in self.several and (
+            step.attributes.get("what") == "getitem" and isinstance(step.args[1], int)
+        )
+
+    def _result(self, step: Step) -> str | Held | list[str]:
+        """What the operator of a step makes, before it is brought into its form."""
+        graph, path = self.graph, step.path
+        if step.op in ("quantize", "requantize", "dequantize", "relu"):
+            return self.held[step.args[0].name]
+        if step.op == "constant":
+            return self._constant(step)
+        if step.op in ("conv", "conv_transpose", "linear"):
+            x, form = self.held[step.args[0].name], self.source.form(step.outputs[0])
+            return weighted_layer(graph, step, x, form, self.sizes)
+        if step.op == "add":
+            return graph.node("Add", path, [self._addend(step, ref.name) for ref in step.args])
+        if step.op in ("max_pool", "avg_pool", "resize"):
+            return self._grid(step)
+        if step.op == "move":
+            made = moved(graph, step, self._read, self.sizes)
+        elif step.op == "float":
+            made = self._float(step)
+        else:
+            made = None
+        if made is None:
+            self._refuse(step)
+        return made
+
+    def _addend(self, step: Step, name: str) -> str:
+        """An operand of a sum: what a convolution accumulated, or quantized where asked."""
+        largest = self.source.ranges.get(name)
+        if not self.integer_sums or not largest:
+            return self._read(name)
+        made = f"{step.path}.addend" if step.path else "addend"
+        return self.graph.quantized(
+            made, self._read(name), Integers(largest / 127, 8, -128, 127)
+        ).name
+
+    def _read(self, name: str) -> str:
+        if name in self.several:
+            raise ValueError(
+                f"export_qdq_onnx: the tuple {name.partition(':')[0]!r} is read as a whole, which "
+                "cannot be written; unpack it in the forward, as in `a, b = x.chunk(2)`"
+            )
+        return self.held[name].name
+
+    def _each(self, operands: Any) -> list[Held]:
+        """Tensors of several values, or of one that is a tuple."""
+        refs = [operands] if isinstance(operands, Ref) else operands
+        return [
+            held for ref in refs for held in self.several.get(ref.name) or [self.held[ref.name]]
+        ]
+
+    def _constant(self, step: Step) -> str:
+        value = step.tensors["value"]
+        if not value.is_floating_point():
+            raise ValueError(
+                f"export_qdq_onnx: {step.path}: a constant of {value.dtype}; expected floats. "
+                "Compute what depends on it outside of this model"
+            )
+        return self.graph.constant(step.path or "constant", value.float().cpu().numpy())
+
+    def _grid(self, step: Step) -> str:
+        name, made = step.args[0].name, step.outputs[0]
+        x, sizes = self._read(name), self.sizes
+        if step.op == "resize" and len(sizes.of(name)) != 4:
+            self._refuse(step)
+        # The sizes of a resized tensor are taken from the run where the batch is fixed.
+        given = sizes.constants(step.path, dict(step.kwargs))
+        if step.op == "max_pool":
+            return max_pool(self.graph, step.path, x, given, len(sizes.of(name)) - 2)
+        if step.op == "avg_pool":
+            shapes = sizes.of(name), sizes.of(made)
+            return average_pool(self.graph, step.path, x, given, shapes)
+        return resize(self.graph, step.path, x, given, (name, made), sizes)
+
+    def _float(self, step: Step) -> str | None:
+        if step.attributes["what"] == "relu" and step.module is None:
+            return self._read(step.args[0].name)
+        before = len(self.graph.nodes)
+        made = float_join(self.graph, step, self._each, self.sizes)
+        made = made or float_operation(self.graph, step, self._read, self.sizes)
+        operands = [self.held[name].name for name in step.inputs if name in self.held]
+        if any(self.graph.is_quantized(name) for name in operands):
+            added = self.graph.nodes[before:]
+            self.graph.on_cpu += [node for node in added if node.op_type in _PRODUCTS]
+        return made
+
+    def _refuse(self, step: Step) -> NoReturn:
+        what = step.attributes.get("what", step.op)
+        why = f" ({step.reason})" if step.reason else ""
+        form = self.source.form(step.outputs[0])
+        kind = "integers" if isinstance(form, Integers) else "floats"
+        raise ValueError(
+            f"export_qdq_onnx: {step.path or 'the model'}: {what} of {kind} has no form in profile "
+            f"{self.graph.profile.name!r}{why}; replace it by layers, or export the parts before "
+            "and behind it, each a module of its own"
+        )

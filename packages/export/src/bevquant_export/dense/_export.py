@@ -1,0 +1,139 @@
+"""From a calibrated model to a QDQ file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from bevquant_export.dense._emit import emit
+from bevquant_export.dense._graph import Graph
+from bevquant_export.dense._mapper_settings import MARCHES, write_settings
+from bevquant_export.dense._model_file import assemble, write
+from bevquant_export.dense._ports import input_names as named_inputs
+from bevquant_export.dense._ports import output_names as named_outputs
+from bevquant_export.dense._profile import profile_of
+from bevquant_export.dense._sizes import Sizes
+from bevquant_export.dense._source import read_model
+from bevquant_export.dense._written import QdqFile
+
+__all__ = ["export_qdq_onnx"]
+
+
+def export_qdq_onnx(
+    model: nn.Module,
+    args: Any,
+    path: str | os.PathLike[str],
+    profile: str = "tensorrt",
+    *,
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+    dynamic_batch: bool = False,
+    weights: str | None = None,
+    integer_sums: bool = False,
+    march: str = "bayes",
+) -> QdqFile:
+    r"""Write a calibrated dense model as ONNX with QuantizeLinear and DequantizeLinear.
+
+    .. math:: x_q = \operatorname{clamp}\bigl(\operatorname{round}(x / s) + z\bigr), \quad
+              \hat x = (x_q - z) s
+
+    rounded half to even, with s = amax/127 for every activation, and one s per output channel for
+    weights. Which tensor is quantized where follows from `bevquant_int8sim.simulate`: a file holds
+    the very steps that an `IntegerModel` runs, with the same integers and the same scales; a ReLU
+    goes with what makes its input. Nodes and values are named after modules
+    (``layer1.0.conv1.Conv``), constants after parameters (``layer1.0.conv1.weight``). Nothing but
+    operators on a list is written: everything else is refused by name.
+
+    Profiles:
+
+    * ``"tensorrt"``: opset 13, int8 with zero point 0, float bias. Weights are float numbers, each
+      an integer times its scale, in front of a pair of their own, which every version since 8
+      reads. Transposed convolutions have one scale, or float weights.
+    * ``"onnxruntime"``: opset 13, uint8 with zero point 128, int32 bias, a ReLU as Clip on the
+      integers: convolutions, additions, concatenations and pooling run in integers.
+    * ``"horizon"``: opset 11, int8 with zero point 0, scales ⟨1⟩ or ⟨C⟩ without axis, nodes named
+      ``<operator>_<place>``, hb_mapper's settings next to the file, with the nodes that it must
+      leave in float.
+
+    Args:
+        model: A `bevquant_qnn` model, calibrated, in evaluation mode. It is not changed.
+        args: A tuple of positional inputs, a dict of named ones, or one input; float32.
+        path: The file. It appears whole or not at all.
+        profile: ``"tensorrt"``, ``"onnxruntime"`` or ``"horizon"``.
+        input_names: One for each tensor among `args`; the parameters' names by default.
+        output_names: One for each tensor returned; keys and places by default.
+        dynamic_batch: Let the first axis of the inputs have any size. The model runs on twice the
+            batch to see which sizes follow it.
+        weights: For onnxruntime: ``"uint8"`` (the default) is exact on every CPU; ``"int8"`` is
+            faster, but saturates on x86 without VNNI unless ``session.x64quantprecision`` is 1.
+        integer_sums: For onnxruntime: a sum that reads a convolution's accumulators, as behind a
+            `residual_quantizer`, makes that convolution run in float, exactly. True quantizes the
+            accumulators too, to their range on `args`, and both run in integers: up to one step
+            off. Not needed where the model has a `QuantAdd`.
+        march: For horizon: ``"bernoulli2"``, ``"bayes"`` or ``"bayes-e"``.
+
+    Returns:
+        The file, its inputs and outputs, and what in it runs in float.
+
+    Raises:
+        TypeError: `model` is no module.
+        ValueError: An unknown profile, a model that is not calibrated or not in evaluation mode,
+            activations of other than eight bits, an operation that is not on the list, or a
+            batch that cannot vary. The module and what to do are named.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from torch import nn
+        >>> from bevquant_qnn import quantize_model
+        >>> from bevquant_quantizers import calibrate
+        >>> x = torch.linspace(-1, 1, 48).view(1, 3, 4, 4)
+        >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1)).eval()
+        >>> quantized = quantize_model(net, example_inputs=x).model
+        >>> _ = calibrate(quantized, [x])
+        >>> file = export_qdq_onnx(quantized, x, f"{tempfile.mkdtemp()}/net.onnx")
+        >>> file.inputs, file.outputs
+        ({'input': (1, 3, 4, 4)}, {'output': (1, 4, 2, 2)})
+    """
+    chosen = profile_of(profile, weights)
+    if march not in MARCHES:
+        raise ValueError(f"export_qdq_onnx: march={march!r}: expected one of {MARCHES}")
+    if integer_sums and profile != "onnxruntime":
+        raise ValueError(
+            f"export_qdq_onnx: integer_sums=True with profile={profile!r}: expected 'onnxruntime'; "
+            "the others add to accumulators themselves"
+        )
+    target = Path(path)
+    if not target.parent.is_dir():
+        raise ValueError(f"export_qdq_onnx: there is no folder {target.parent}; make it first")
+    source = read_model(model, args, dynamic_batch=dynamic_batch)
+    inputs = named_inputs(source, input_names)
+    outputs = named_outputs(source, output_names)
+    graph, sizes = Graph(chosen), Sizes(source)
+    for name in (*inputs.values(), *(name for _, name in outputs)):
+        graph.unique(name)
+    made = emit(source, graph, inputs, integer_sums=integer_sums)
+    shapes_in = {name: sizes.named(ref) for ref, name in inputs.items()}
+    shapes_out = {name: sizes.named(ref) for ref, name in outputs}
+    proto = assemble(
+        graph, shapes_in, shapes_out, [(made[ref].name, name) for ref, name in outputs]
+    )
+    write(proto.SerializeToString(deterministic=True), target)
+    on_cpu = tuple(node.name for node in graph.on_cpu)
+    settings = write_settings(target, march, on_cpu) if profile == "horizon" else None
+    fixed = [f"{name}: is {value!r} in the file" for name, value in source.fixed.items()]
+    return QdqFile(
+        path=target,
+        profile=profile,
+        opset=chosen.opset,
+        inputs=shapes_in,
+        outputs=shapes_out,
+        integers={name: held.integers for name, held in made.items() if held.form},
+        floats=tuple(f"{i.path}: {i.what}: {i.reason}" for i in source.program.islands),
+        notes=(*graph.notes, *fixed),
+        settings=settings,
+        run_on_cpu=on_cpu,
+    )

@@ -1,0 +1,168 @@
+"""Operations in float that may stand in a file: the white list beside the integer ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from bevquant_export.dense._graph import Graph
+from bevquant_export.dense._grid import average_pool
+from bevquant_export.dense._sizes import Sizes
+from bevquant_export.dense._source import Ref, Step, grid_call, module_call
+
+__all__ = ["float_operation"]
+
+_BINARY = {
+    "add": "Add", "iadd": "Add", "add_": "Add", "sub": "Sub", "isub": "Sub", "mul": "Mul",
+    "imul": "Mul", "truediv": "Div", "div": "Div", "maximum": "Max", "minimum": "Min",
+}  # fmt: skip
+_UNARY = {"sigmoid": "Sigmoid", "sigmoid_": "Sigmoid", "tanh": "Tanh", "exp": "Exp", "neg": "Neg",
+          "sqrt": "Sqrt", "abs": "Abs", "log": "Log", "erf": "Erf"}  # fmt: skip
+_ACTIVATIONS = {nn.Sigmoid: "Sigmoid", nn.Tanh: "Tanh", nn.Softplus: "Softplus"}
+
+
+def float_operation(
+    graph: Graph, step: Step, read: Callable[[str], str], sizes: Sizes
+) -> str | None:
+    """Nodes of a step that runs in float; ``None`` where it is not on the list.
+
+    Args:
+        graph: Where nodes are added.
+        step: The step.
+        read: Value of the program to its float tensor in the file.
+        sizes: Shapes and host values.
+    """
+    if step.module is not None:
+        return _module(graph, step, read, sizes)
+    what, path = str(step.attributes["what"]), step.path
+    args, kwargs = sizes.constants(path, step.args), sizes.constants(path, dict(step.kwargs))
+    if what in _BINARY and len(args) == 2 and not kwargs:
+        operands = [_operand(graph, value, read) for value in args]
+        if None not in operands:
+            return graph.node(_BINARY[what], path, [str(name) for name in operands])
+        return None
+    if what in _UNARY and len(args) == 1 and not kwargs:
+        return graph.node(_UNARY[what], path, [read(args[0].name)])
+    if what == "softmax":
+        axis = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        return None if axis is None else _softmax(graph, path, read(args[0].name), int(axis))
+    call = grid_call(what, args, kwargs)
+    return None if call is None else _averaged(graph, step, call, read, sizes)
+
+
+def _module(graph: Graph, step: Step, read: Callable[[str], str], sizes: Sizes) -> str | None:
+    module: Any = step.module
+    path = step.path
+    if len(step.args) != 1 or step.kwargs or not isinstance(step.args[0], Ref):
+        return None
+    name = step.args[0].name
+    x = read(name)
+    if type(module) in _ACTIVATIONS:
+        return graph.node(_ACTIVATIONS[type(module)], path, [x])
+    if type(module) is nn.LeakyReLU:
+        return graph.node("LeakyRelu", path, [x], alpha=float(module.negative_slope))
+    if type(module) is nn.SiLU:
+        return graph.node("Mul", path, [x, graph.node("Sigmoid", path, [x])])
+    if type(module) is nn.Softmax and module.dim is not None:
+        return _softmax(graph, path, x, int(module.dim))
+    if isinstance(module, _BatchNorm):
+        return _batch_norm(graph, path, x, module)
+    if type(module) in (nn.Conv1d, nn.Conv2d, nn.Conv3d) and module.padding_mode == "zeros":
+        return _conv(graph, path, graph.float_operand(path, x), module)
+    if type(module) in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d):
+        return _conv_transpose(graph, path, graph.float_operand(path, x), module)
+    if type(module) is nn.Linear:
+        return _linear(graph, path, x, module, len(sizes.of(name)))
+    call = module_call(module)
+    return None if call is None else _averaged(graph, step, call, read, sizes)
+
+
+def _averaged(
+    graph: Graph, step: Step, call: tuple[str, dict[str, Any]], read: Callable[[str], str],
+    sizes: Sizes,
+) -> str | None:  # fmt: skip
+    what, given = call
+    if what != "avg_pool":
+        return None
+    name = step.args[0].name
+    shapes = sizes.of(name), sizes.of(step.outputs[0])
+    return average_pool(graph, step.path, read(name), given, shapes)
+
+
+def _operand(graph: Graph, value: Any, read: Callable[[str], str]) -> str | None:
+    if isinstance(value, Ref):
+        return read(value.name)
+    if isinstance(value, int | float):
+        return graph.constant(f"float_{float(value):g}", float(value))
+    return None
+
+
+def _softmax(graph: Graph, path: str, x: str, axis: int) -> str | None:
+    # Before operator set 13 a Softmax flattens everything behind its axis.
+    return graph.node("Softmax", path, [x], axis=axis) if graph.profile.opset >= 13 else None
+
+
+def _tensor(graph: Graph, name: str, value: Tensor) -> str:
+    return graph.constant(name, value.detach().float().cpu().numpy())
+
+
+def _parameters(graph: Graph, path: str, module: Any) -> list[str]:
+    return [
+        _tensor(graph, f"{path}.{name}", getattr(module, name))
+        for name in ("weight", "bias")
+        if getattr(module, name) is not None
+    ]
+
+
+def _conv(graph: Graph, path: str, x: str, module: Any) -> str:
+    sides = module._reversed_padding_repeated_twice
+    pads = [*sides[::2][::-1], *sides[1::2][::-1]]
+    return graph.node(
+        "Conv", path, [x, *_parameters(graph, path, module)], pads=pads, **_settings(module)
+    )
+
+
+def _conv_transpose(graph: Graph, path: str, x: str, module: Any) -> str:
+    return graph.node(
+        "ConvTranspose", path, [x, *_parameters(graph, path, module)],
+        pads=list(module.padding) * 2, output_padding=list(module.output_padding),
+        **_settings(module),
+    )  # fmt: skip
+
+
+def _settings(module: Any) -> dict[str, Any]:
+    return {
+        "strides": list(module.stride),
+        "dilations": list(module.dilation),
+        "group": module.groups,
+        "kernel_shape": list(module.kernel_size),
+    }
+
+
+def _linear(graph: Graph, path: str, x: str, module: Any, rank: int) -> str:
+    if rank == 2:
+        x = graph.float_operand(path, x)
+        return graph.node("Gemm", path, [x, *_parameters(graph, path, module)], transB=1)
+    weight = _tensor(graph, f"{path}.weight", module.weight.t())
+    made = graph.node("MatMul", path, [x, weight])
+    if module.bias is None:
+        return made
+    return graph.node("Add", path, [made, _tensor(graph, f"{path}.bias", module.bias)])
+
+
+def _batch_norm(graph: Graph, path: str, x: str, module: Any) -> str | None:
+    if module.running_mean is None:
+        return None
+    count = module.num_features
+    weight = torch.ones(count) if module.weight is None else module.weight
+    bias = torch.zeros(count) if module.bias is None else module.bias
+    tensors = {
+        "weight": weight, "bias": bias,
+        "running_mean": module.running_mean, "running_var": module.running_var,
+    }  # fmt: skip
+    inputs = [_tensor(graph, f"{path}.{name}", value) for name, value in tensors.items()]
+    return graph.node("BatchNormalization", path, [x, *inputs], epsilon=float(module.eps))

@@ -1,0 +1,162 @@
+"""Nodes and constants of a file, with names that say which module they come from."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bevquant_export.dense._profile import Profile
+from bevquant_export.dense._source import Integers
+
+__all__ = ["Graph", "Held"]
+
+# Operators whose result a runtime holds in the integers of their input.
+_KEEP = set(
+    "MaxPool Reshape Transpose Slice Resize DepthToSpace Expand Pad Clip Relu Concat".split()
+)
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor of the file.
+
+    Attributes:
+        name: Its float values; behind a DequantizeLinear where it is quantized.
+        integers: The integers that these come from; empty where they come from floats.
+        form: Scale of the integers.
+    """
+
+    name: str
+    integers: str = ""
+    form: Integers | None = None
+
+
+class Graph:
+    """A graph in the making.
+
+    Args:
+        profile: What the runtime wants.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        self.nodes: list[Any] = []
+        self.constants: dict[str, Array] = {}
+        self.notes: list[str] = []
+        self.on_cpu: list[Any] = []
+        self._taken: set[str] = set()
+        self._dequantized: set[str] = set()
+        self._shared: dict[tuple[Any, ...], str] = {}
+
+    def unique(self, name: str) -> str:
+        """`name`, with a number behind it from its second use on."""
+        found, number = name, 1
+        while found in self._taken:
+            number += 1
+            found = f"{name}_{number}"
+        self._taken.add(found)
+        return found
+
+    def node(self, operator: str, path: str, inputs: list[str], **attributes: Any) -> str:
+        """Add a node of the module at `path`; returns the name of what it makes."""
+        from onnx import helper
+
+        name = self.unique(f"{path}.{operator}" if path else operator)
+        output = f"{name}.out"
+        self.nodes.append(helper.make_node(operator, inputs, [output], name=name, **attributes))
+        read = inputs if operator == "Concat" else inputs[:1]
+        if operator in _KEEP and self._dequantized.issuperset(read):
+            self._dequantized.add(output)
+        return output
+
+    def constant(self, name: str, value: Any, dtype: Any = np.float32) -> str:
+        """Add a constant; one of the same name and content is used again."""
+        array = np.ascontiguousarray(np.asarray(value, dtype)).reshape(np.shape(value))
+        key = (name, array.dtype.str, array.shape, hashlib.sha256(array.tobytes()).digest())
+        if key not in self._shared:
+            self._shared[key] = found = self.unique(name)
+            self.constants[found] = array
+        return self._shared[key]
+
+    def numbers(self, values: Any) -> str:
+        """int64 constants, such as sizes, named after themselves."""
+        array = np.asarray(values, np.int64)
+        text = "_".join(str(v) for v in array.reshape(-1).tolist())
+        return self.constant(f"int64_{text}", array, np.int64)
+
+    # Quantization
+
+    def quantized(
+        self, path: str, held: str, form: Integers, low: int | None = None, high: int | None = None
+    ) -> Held:
+        """QuantizeLinear and DequantizeLinear behind `held`, integers clipped where asked."""
+        self._check(path, form)
+        q = self.node("QuantizeLinear", path, [held, *self._scale(path, form)])
+        return self.dequantized(path, self.clipped(path, q, low, high), form)
+
+    def dequantized(self, path: str, q: str, form: Integers) -> Held:
+        """DequantizeLinear behind integers."""
+        made = self.node("DequantizeLinear", path, [q, *self._scale(path, form)])
+        self._dequantized.add(made)
+        return Held(made, q, form)
+
+    def is_quantized(self, name: str) -> bool:
+        """Whether the tensor comes from a DequantizeLinear, pooled and moved perhaps."""
+        return name in self._dequantized
+
+    def float_operand(self, path: str, name: str) -> str:
+        """The tensor as the operand of a layer with float weights.
+
+        onnxruntime quantizes such weights by itself, with one scale for all of them, between a
+        DequantizeLinear and a QuantizeLinear, and moves the former over pooling and the like to
+        get there. A Clip to all of float32 holds it off.
+        """
+        if not self.profile.integer_relu:
+            return name
+        lowest = self.constant("lowest_float32", np.finfo(np.float32).min)
+        return self.node("Clip", path, [name, lowest])
+
+    def clipped(self, path: str, q: str, low: int | None, high: int | None) -> str:
+        """Integers of activations between two others, given without zero point."""
+        if low is None and high is None:
+            return q
+        zero, dtype = self.profile.zero, self.profile.dtype
+        limits = [
+            "" if limit is None else self.constant(f"{np.dtype(dtype)}_{limit + zero}",
+                                                   limit + zero, dtype)
+            for limit in (low, high)
+        ]  # fmt: skip
+        return self.node("Clip", path, [q, *limits] if limits[1] else [q, limits[0]])
+
+    def zeros(self, dtype: Any, zero: int, shape: tuple[int, ...]) -> str:
+        """Zero points."""
+        text = "_".join(["zero_point", str(np.dtype(dtype)), *map(str, shape)])
+        return self.constant(text, np.full(shape, zero), dtype)
+
+    def _scale(self, path: str, form: Integers) -> list[str]:
+        shape = () if self.profile.axis else (1,)
+        scale = np.full(shape, form.scale)
+        name = f"{path}.scale" if path else "scale"
+        zero = self.zeros(self.profile.dtype, self.profile.zero, shape)
+        return [self.constant(name, scale), zero]
+
+    def _check(self, path: str, form: Integers) -> None:
+        where = path or "the model"
+        if form.bits != 8:
+            raise ValueError(
+                f"export_qdq_onnx: {where}: its activations have {form.bits} bits; expected 8. "
+                "Give its quantizer num_bits=8, or disable() it to leave the layer float"
+            )
+        if not form.scale > float(np.finfo(np.float32).tiny) or not np.isfinite(
+            np.float32(form.scale)
+        ):
+            raise ValueError(
+                f"export_qdq_onnx: {where}: scale {form.scale:g} is no normal float32; calibrate "
+                "again"
+            )

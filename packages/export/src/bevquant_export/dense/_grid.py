@@ -1,0 +1,124 @@
+"""Pooling and resizing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from bevquant_export.dense._graph import Graph
+from bevquant_export.dense._sizes import Sizes
+
+__all__ = ["average_pool", "max_pool", "resize"]
+
+
+def max_pool(graph: Graph, path: str, x: str, given: Mapping[str, Any], rank: int) -> str:
+    """MaxPool, with torch's arguments; `rank` counts the axes of the grid."""
+    return graph.node(
+        "MaxPool", path, [x],
+        dilations=_each(given["dilation"], rank), ceil_mode=int(given["ceil_mode"]),
+        **_windows(given, rank),
+    )  # fmt: skip
+
+
+def average_pool(
+    graph: Graph, path: str, x: str, given: Mapping[str, Any], shapes: tuple[Any, Any]
+) -> str:
+    """AveragePool or GlobalAveragePool, with torch's arguments.
+
+    Args:
+        graph: Where nodes are added.
+        path: Module.
+        x: What is averaged.
+        given: Arguments of torch's function; ``output_size`` of the adaptive one.
+        shapes: Of the input and of the output.
+
+    Raises:
+        ValueError: Windows of several sizes, or windows that hang over the padding.
+    """
+    rank = len(shapes[0]) - 2
+    if given.get("kernel_size") is None:
+        return _adaptive(graph, path, x, shapes)
+    padded = any(_each(given["padding"], rank)) and given["count_include_pad"]
+    if given["ceil_mode"] and padded:
+        raise ValueError(
+            f"export_qdq_onnx: {path}: an average with ceil_mode and counted padding is another "
+            "one in ONNX; set ceil_mode=False or count_include_pad=False"
+        )
+    return graph.node(
+        "AveragePool", path, [x],
+        ceil_mode=int(given["ceil_mode"]), count_include_pad=int(given["count_include_pad"]),
+        **_windows(given, rank),
+    )  # fmt: skip
+
+
+def _adaptive(graph: Graph, path: str, x: str, shapes: tuple[Any, Any]) -> str:
+    sizes, wanted = shapes[0][2:], shapes[1][2:]
+    if all(n == 1 for n in wanted):
+        return graph.node("GlobalAveragePool", path, [x])
+    if any(n % out for n, out in zip(sizes, wanted, strict=True)):
+        raise ValueError(
+            f"export_qdq_onnx: {path}: an adaptive average from {tuple(sizes)} to {tuple(wanted)} "
+            "has windows of several sizes; choose an output size that divides the input's"
+        )
+    window = [n // out for n, out in zip(sizes, wanted, strict=True)]
+    return graph.node("AveragePool", path, [x], kernel_shape=window, strides=window)
+
+
+def resize(
+    graph: Graph, path: str, x: str, given: Mapping[str, Any], names: tuple[str, str],
+    sizes: Sizes,
+) -> str:  # fmt: skip
+    """Resize as torch's ``interpolate`` does it, nearest or bilinear.
+
+    Raises:
+        ValueError: The sizes follow the batch and no factor gives them.
+    """
+    mode = given["mode"]
+    settings: dict[str, Any] = {"mode": "nearest", "nearest_mode": "floor"}
+    settings["coordinate_transformation_mode"] = "asymmetric"
+    if mode != "nearest":
+        corners = "align_corners" if given["align_corners"] else "half_pixel"
+        settings = {"mode": "linear", "coordinate_transformation_mode": corners}
+    before, after = sizes.of(names[0]), sizes.of(names[1])
+    modern = graph.profile.opset >= 13  # before, what is not given is an empty tensor
+    region = "" if modern else graph.constant("no_region", np.zeros(0))
+    if given["scale_factor"] is None and not sizes.free:
+        # Sizes, not factors: 3 · float32(7/3) may fall short of 7.
+        none = "" if modern else graph.constant("no_factors", np.zeros(0))
+        return graph.node("Resize", path, [x, region, none, graph.numbers(after)], **settings)
+    factors = _factors(given["scale_factor"], before, after)
+    reached = [int(np.floor(n * f)) for n, f in zip(before[2:], factors[2:], strict=True)]
+    if reached != list(after[2:]):
+        raise ValueError(
+            f"export_qdq_onnx: {path or 'the model'}: no float32 factor resizes "
+            f"{tuple(before[2:])} to {tuple(after[2:])}; export with dynamic_batch=False, or give "
+            "interpolate a scale_factor"
+        )
+    text = "_".join(str(float(f)) for f in factors)
+    return graph.node(
+        "Resize", path, [x, region, graph.constant(f"factors_{text}", factors)], **settings
+    )
+
+
+def _factors(given: Any, before: Any, after: Any) -> Any:
+    if given is None:
+        ratios = [out / n for n, out in zip(before[2:], after[2:], strict=True)]
+    else:
+        ratios = _each(given, len(before) - 2)
+    return np.array([1.0, 1.0, *ratios], np.float32)
+
+
+def _windows(given: Mapping[str, Any], rank: int) -> dict[str, list[int]]:
+    kernel = _each(given["kernel_size"], rank)
+    stride = _each(given["stride"] or kernel, rank)
+    return {
+        "kernel_shape": kernel,
+        "strides": stride,
+        "pads": _each(given["padding"], rank) * 2,
+    }
+
+
+def _each(value: Any, rank: int) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value] * rank

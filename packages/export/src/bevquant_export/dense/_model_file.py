@@ -1,0 +1,80 @@
+"""The finished graph as a checked file that appears whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bevquant_export.dense._graph import Graph
+
+__all__ = ["assemble", "write"]
+
+Shape = tuple[int | str, ...]
+_IR_VERSIONS = {11: 6, 13: 7}
+
+
+def assemble(
+    graph: Graph,
+    inputs: Mapping[str, Shape],
+    outputs: Mapping[str, Shape],
+    made: Sequence[tuple[str, str]],
+) -> Any:
+    """The model, checked.
+
+    Args:
+        graph: Nodes and constants.
+        inputs: Name to shape.
+        outputs: Likewise.
+        made: Tensor and the output that it is, for each output.
+
+    Raises:
+        onnx.checker.ValidationError: The file would be invalid.
+    """
+    import onnx
+    from onnx import TensorProto, helper, numpy_helper
+
+    taken = set(inputs) | set(graph.constants)
+    renamed: dict[str, str] = {}
+    for tensor, name in made:
+        if tensor in taken or tensor in renamed:
+            unique = graph.unique(f"{name}.Identity")
+            graph.nodes.append(helper.make_node("Identity", [tensor], [name], name=unique))
+        else:
+            renamed[tensor] = name
+    for node in graph.nodes:
+        for names in (node.input, node.output):
+            names[:] = [renamed.get(name, name) for name in names]
+    if graph.profile.numbered:
+        for place, node in enumerate(graph.nodes):
+            node.name = f"{node.op_type}_{place}"
+    used = {name for node in graph.nodes for name in node.input}
+    proto = helper.make_model(
+        helper.make_graph(
+            graph.nodes,
+            "model",
+            [helper.make_tensor_value_info(n, TensorProto.FLOAT, s) for n, s in inputs.items()],
+            [helper.make_tensor_value_info(n, TensorProto.FLOAT, s) for n, s in outputs.items()],
+            [numpy_helper.from_array(a, n) for n, a in graph.constants.items() if n in used],
+        ),
+        producer_name="bevquant_export",
+        opset_imports=[helper.make_opsetid("", graph.profile.opset)],
+        ir_version=_IR_VERSIONS[graph.profile.opset],
+    )
+    onnx.checker.check_model(proto, full_check=graph.profile.axis)
+    return proto
+
+
+def write(content: bytes, path: Path) -> None:
+    """Write to a temporary name and rename."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
+        try:
+            file.write(content)
+            file.close()
+            os.chmod(file.name, 0o644)
+            os.replace(file.name, path)
+        except BaseException:
+            Path(file.name).unlink(missing_ok=True)
+            raise

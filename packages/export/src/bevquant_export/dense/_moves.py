@@ -1,0 +1,168 @@
+"""Operations that move values and leave them as they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from bevquant_export.dense._graph import Graph
+from bevquant_export.dense._sizes import Sizes
+from bevquant_export.dense._source import Ref, Step, names_in
+
+__all__ = ["moved", "reshaped"]
+
+_LAST = 2**31 - 1  # any end behind the last element
+_RESHAPES = set(
+    "view reshape flatten unflatten squeeze unsqueeze Flatten Unflatten clone contiguous".split()
+)
+_PERMUTES = set("permute transpose movedim swapaxes t".split())
+_PARTS = set("split chunk unbind".split())
+
+
+def moved(
+    graph: Graph, step: Step, read: Callable[[str], str], sizes: Sizes
+) -> str | list[str] | None:
+    """Nodes of a step that moves values: the tensor made, or several.
+
+    ``None`` where the operation is not known.
+    """
+    what, path, output = str(step.attributes["what"]), step.path, step.outputs[0]
+    fixed = what in _RESHAPES
+    args = sizes.constants(path, step.args, sizes=fixed)
+    kwargs = sizes.constants(path, dict(step.kwargs), sizes=fixed)
+    first = args[0]
+    if what in _RESHAPES:
+        x = read(first.name)
+        target = sizes.target(path, output)
+        return x if sizes.of(first.name) == sizes.of(output) else reshaped(graph, path, x, target)
+    if what in _PERMUTES:
+        return _permuted(graph, step, read(first.name), args, kwargs, sizes)
+    if what in _PARTS:
+        return _parts(graph, step, read(first.name), args, kwargs, sizes)
+    if what in ("cat", "concat", "concatenate"):
+        given = {**dict(zip(("tensors", "dim"), args, strict=False)), **kwargs}
+        names = [read(ref.name) for ref in given["tensors"]]
+        rank = len(sizes.of(output))
+        axis = int(given.get("dim", given.get("axis", 0))) % rank
+        return graph.node("Concat", path, names, axis=axis)
+    if what == "stack":
+        return _stacked(graph, step, read, args, kwargs, sizes)
+    if what in ("getitem", "narrow", "select") and isinstance(first, Ref):
+        return _sliced(graph, step, read(first.name), args, kwargs, sizes)
+    if what == "pad":
+        return _padded(graph, step, read(first.name), args, kwargs, sizes)
+    if what == "expand":
+        # 1 leaves a free size as it is; every other size is said.
+        shape = [1 if isinstance(n, str) else n for n in sizes.named(output)]
+        return graph.node("Expand", path, [read(first.name), graph.numbers(shape)])
+    if what in ("pixel_shuffle", "PixelShuffle"):
+        factor = math.isqrt(sizes.of(first.name)[1] // sizes.of(output)[1])
+        return graph.node("DepthToSpace", path, [read(first.name)], blocksize=factor, mode="CRD")
+    return None
+
+
+def reshaped(graph: Graph, path: str, name: str, target: list[int]) -> str:
+    """A Reshape to these sizes."""
+    return graph.node("Reshape", path, [name, graph.numbers(target)])
+
+
+def _called(step: Step, value: Any, args: Any, kwargs: Any) -> Any:
+    """What torch itself makes of a tensor in the place of the first argument."""
+    function: Any = step.module if step.function is None else step.function
+    return function(value, *args[1:], **kwargs)
+
+
+def _permuted(graph: Graph, step: Step, x: str, args: Any, kwargs: Any, sizes: Sizes) -> str:
+    # Strides of a tensor with two elements along every axis tell the axes apart.
+    rank = len(sizes.of(args[0].name))
+    strides = _called(step, torch.empty([2] * rank, device="meta"), args, kwargs).stride()
+    order = [rank - 1 - int(math.log2(stride)) for stride in strides]
+    return graph.node("Transpose", step.path, [x], perm=order)
+
+
+def _parts(graph: Graph, step: Step, x: str, args: Any, kwargs: Any, sizes: Sizes) -> list[str]:
+    shape, path = sizes.of(args[0].name), step.path
+    made = sizes.of(step.outputs[0])
+    probe = _called(step, torch.empty(shape, device="meta"), args, kwargs)
+    drops = len(made[0]) < len(shape)
+    given = {**dict(zip(("x", "size", "dim"), args, strict=False)), **kwargs}
+    axis = int(given.get("dim", given.get("size", 0) if drops else 0)) % len(shape)
+    names, start = [], 0
+    for part in probe:
+        length = 1 if drops else part.shape[axis]
+        name = _slice(graph, path, x, {axis: (start, start + length, 1)})
+        if drops:
+            name = reshaped(graph, path, name, _without(sizes, path, args[0].name, {axis}))
+        names.append(name)
+        start += length
+    return names
+
+
+def _sliced(graph: Graph, step: Step, x: str, args: Any, kwargs: Any, sizes: Sizes) -> str | None:
+    source, what = args[0].name, step.attributes["what"]
+    shape = sizes.of(source)
+    index = args[1:]
+    if what == "getitem":
+        index = index[0] if isinstance(index[0], tuple) else (index[0],)
+    else:
+        names = ("dim", "start", "length") if what == "narrow" else ("dim", "index")
+        given = {**dict(zip(names, index, strict=False)), **kwargs}
+        axis = int(given["dim"]) % len(shape)
+        at = given.get("start", given.get("index"))
+        part = at if what == "select" else slice(at, at + given["length"])
+        index = (*[slice(None)] * axis, part)
+    if any(not isinstance(i, int | slice) and i is not Ellipsis for i in index):
+        return None
+    missing = len(shape) - sum(i is not Ellipsis for i in index)
+    if Ellipsis in index:
+        at = index.index(Ellipsis)
+        index = (*index[:at], *[slice(None)] * missing, *index[at + 1 :])
+    cuts, dropped = {}, set()
+    for axis, i in enumerate(index):
+        if isinstance(i, int):
+            start = i % shape[axis]
+            cuts[axis] = (start, start + 1, 1)
+            dropped.add(axis)
+        elif i != slice(None):
+            start, stop, stride = i.indices(shape[axis])
+            cuts[axis] = (start, _LAST if i.stop is None else stop, stride)
+    name = _slice(graph, step.path, x, cuts) if cuts else x
+    if not dropped:
+        return name
+    return reshaped(graph, step.path, name, sizes.target(step.path, step.outputs[0]))
+
+
+def _slice(graph: Graph, path: str, x: str, cuts: dict[int, tuple[int, int, int]]) -> str:
+    starts, stops, strides = ([cut[i] for cut in cuts.values()] for i in range(3))
+    inputs = [graph.numbers(values) for values in (starts, stops, list(cuts), strides)]
+    return graph.node("Slice", path, [x, *inputs])
+
+
+def _without(sizes: Sizes, path: str, name: str, dropped: set[int]) -> list[int]:
+    target = sizes.target(path, name)
+    return [size for axis, size in enumerate(target) if axis not in dropped]
+
+
+def _stacked(
+    graph: Graph, step: Step, read: Callable[[str], str], args: Any, kwargs: Any, sizes: Sizes
+) -> str:
+    given = {**dict(zip(("tensors", "dim"), args, strict=False)), **kwargs}
+    axis = int(given.get("dim", 0)) % len(sizes.of(step.outputs[0]))
+    names = []
+    for name in names_in(given["tensors"]):
+        target = sizes.target(step.path, name)
+        target.insert(axis, 1)
+        names.append(reshaped(graph, step.path, read(name), target))
+    return graph.node("Concat", step.path, names, axis=axis)
+
+
+def _padded(graph: Graph, step: Step, x: str, args: Any, kwargs: Any, sizes: Sizes) -> str:
+    widths = kwargs.get("pad", args[1] if len(args) > 1 else ())
+    rank = len(sizes.of(args[0].name))
+    low, high = [0] * rank, [0] * rank
+    for i in range(len(widths) // 2):
+        low[rank - 1 - i], high[rank - 1 - i] = int(widths[2 * i]), int(widths[2 * i + 1])
+    return graph.node("Pad", step.path, [x, graph.numbers([*low, *high])], mode="constant")

@@ -1,0 +1,63 @@
+"""From a float tensor to the form in which a step's result is held: ReLU, QDQ pair."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from bevquant_export.dense._graph import Graph, Held
+from bevquant_export.dense._source import Integers
+
+__all__ = ["finished"]
+
+
+def finished(
+    graph: Graph, path: str, held: Held | str, form: Any, attributes: Mapping[str, Any]
+) -> Held:
+    """What a step stores, given what its operator makes.
+
+    Args:
+        graph: Where nodes are added.
+        path: Module of the step.
+        held: The operator's result, or a tensor that is to be held in another form.
+        form: Form of the result.
+        attributes: Of the step: ``relu``, ``ceiling`` (in units of the form).
+    """
+    held = Held(held) if isinstance(held, str) else held
+    relu, ceiling = bool(attributes.get("relu")), attributes.get("ceiling")
+    if not isinstance(form, Integers):
+        return Held(_limited(graph, path, held.name, ceiling)) if relu else held
+    if graph.profile.integer_relu:
+        low = 0 if relu else form.low if form.narrow else None
+        if held.form == form:
+            if low is None and ceiling is None:
+                return held
+            return graph.dequantized(path, graph.clipped(path, held.integers, low, ceiling), form)
+        return graph.quantized(path, held.name, form, low, ceiling)
+    if held.form == form and not relu:
+        return held
+    if form.narrow and not relu:
+        _note_narrow(graph, path)
+    name = held.name
+    if relu:
+        name = _limited(graph, path, name, None if ceiling is None else ceiling * form.scale)
+    return graph.quantized(path, name, form)
+
+
+def _limited(graph: Graph, path: str, name: str, ceiling: float | None) -> str:
+    if ceiling is None:
+        return graph.node("Relu", path, [name])
+    limits = [
+        graph.constant("zero", 0.0),
+        graph.constant(f"{path}.ceiling" if path else "ceiling", ceiling),
+    ]
+    return graph.node("Clip", path, [name, *limits])
+
+
+def _note_narrow(graph: Graph, path: str) -> None:
+    note = (
+        f"{path or 'the model'}: its quantizer leaves −128 out (narrow_range), QuantizeLinear does "
+        "not: a value below the range comes out one step lower"
+    )
+    if note not in graph.notes:
+        graph.notes.append(note)

@@ -1,0 +1,78 @@
+"""A file in a form that onnxruntime runs, whole or operation by operation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+__all__ = ["forced", "lifted", "session"]
+
+
+def lifted(proto: Any) -> Any:
+    """A model of operator set 11 in set 13: scales per channel get the axis that they run along.
+
+    Set 11 has no axis, and onnxruntime reads such scales along axis 1.
+    """
+    if proto.opset_import[0].version >= 13:
+        return proto
+    from onnx import helper
+
+    proto.opset_import[0].version = 13
+    sizes = {c.name: list(c.dims) for c in proto.graph.initializer}
+    transposed = {n.input[1] for n in proto.graph.node if n.op_type == "ConvTranspose"}
+    makers = {name: node for node in proto.graph.node for name in node.output}
+    second = transposed | {makers[name].input[0] for name in transposed if name in makers}
+    for node in proto.graph.node:
+        quantizes = node.op_type in ("QuantizeLinear", "DequantizeLinear")
+        scale = sizes.get(node.input[1], []) if quantizes else []
+        if scale and scale != [1]:
+            axis = int(node.output[0] in second)
+            node.attribute.append(helper.make_attribute("axis", axis))
+    return proto
+
+
+def forced(path: Path, tensors: tuple[str, ...]) -> tuple[Any, dict[str, str]]:
+    """The model with these tensors cut: who reads one reads an input of its name.
+
+    Args:
+        path: The file.
+        tensors: Quantized tensors.
+
+    Returns:
+        The model, and for each tensor the output that holds what is made of it.
+    """
+    import onnx
+    from onnx import TensorProto, helper
+
+    proto = lifted(onnx.load(path))
+    graph = proto.graph
+    made = {name: f"{name}.made" for name in tensors}
+    for node in graph.node:
+        node.output[:] = [made.get(name, name) for name in node.output]
+    unsigned = any(c.data_type == TensorProto.UINT8 for c in graph.initializer)
+    dtype = TensorProto.UINT8 if unsigned else TensorProto.INT8
+    read = {name for node in graph.node for name in node.input}
+    graph.input.extend(
+        helper.make_tensor_value_info(name, dtype, None) for name in tensors if name in read
+    )
+    del graph.output[:]
+    graph.output.extend(helper.make_tensor_value_info(name, dtype, None) for name in made.values())
+    return proto, made
+
+
+def session(proto: Any, *, optimised: bool) -> Any:
+    """An onnxruntime session on the CPU, with all its optimisations or none."""
+    try:
+        import onnxruntime  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise ImportError(
+            "compare_qdq_onnx needs onnxruntime: pip install 'bevquant-export[onnxruntime]'"
+        ) from error
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    if not optimised:
+        level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        options.graph_optimization_level = level
+    return onnxruntime.InferenceSession(
+        proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )

@@ -1,0 +1,83 @@
+"""Sizes of tensors, constant or free along the batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bevquant_export.dense._source import Ref, Source, names_in, replaced
+
+__all__ = ["Sizes"]
+
+
+class Sizes:
+    """Shapes and host values of a program, as far as a file may hold them as constants.
+
+    Args:
+        source: With one run, all sizes are constants; with two, those that differ follow the
+            batch.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    @property
+    def free(self) -> bool:
+        """Whether the batch may vary."""
+        return bool(self._source.wider)
+
+    def is_host(self, name: str) -> bool:
+        """Whether the value is no tensor."""
+        return name in self._source.hosts
+
+    def of(self, name: str) -> Any:
+        """Shape in the first run."""
+        return self._source.shapes[name]
+
+    def named(self, name: str) -> tuple[int | str, ...]:
+        """Shape, with names for the sizes that follow the batch."""
+        shape = self._source.shapes[name]
+        other = self._source.wider.get(name, shape)
+        return tuple(
+            n if n == m else "batch" if axis == 0 else f"{name}_{axis}"
+            for axis, (n, m) in enumerate(zip(shape, other, strict=True))
+        )
+
+    def target(self, path: str, name: str) -> list[int]:
+        """What a Reshape to the shape of `name` is given: −1 for the size that is free.
+
+        Raises:
+            ValueError: Several sizes are free.
+        """
+        sizes = [-1 if isinstance(n, str) else n for n in self.named(name)]
+        if sizes.count(-1) > 1:
+            raise ValueError(
+                f"export_qdq_onnx: {path or 'the model'}: {sizes.count(-1)} sizes of a reshaped "
+                "tensor follow the batch; expected one. Export with dynamic_batch=False"
+            )
+        return sizes
+
+    def constants(self, path: str, values: Any, *, sizes: bool = False) -> Any:
+        """Arguments with every host value as it was.
+
+        Args:
+            path: Module that a message names.
+            values: Arguments; `Ref`s of tensors stay.
+            sizes: The sizes of the result are read from the run, so host values may vary.
+
+        Raises:
+            ValueError: A host value that follows the batch.
+        """
+        if self.free and not sizes:
+            for name in names_in(values):
+                hosts, wider = self._source.hosts, self._source.wider_hosts
+                if name in hosts and hosts[name] != wider.get(name):
+                    raise ValueError(
+                        f"export_qdq_onnx: {path or 'the model'}: an argument follows the batch "
+                        f"({hosts[name]}, then {wider.get(name)}), which the file holds as a "
+                        "constant. Export with dynamic_batch=False"
+                    )
+
+        def read(ref: Ref) -> Any:
+            return self._source.hosts[ref.name] if self.is_host(ref.name) else ref
+
+        return replaced(values, read)

@@ -1,0 +1,172 @@
+"""A calibrated model as steps in integers, with the size of everything between them.
+
+The one place that reaches into `bevquant_int8sim`: what an exporter emits is what the simulator
+runs, step by step, so the two cannot disagree on which tensors are integers of which scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bevquant_int8sim import simulate
+from bevquant_int8sim.model import Step
+from bevquant_int8sim.model._form import Integers
+from bevquant_int8sim.model._grid_operations import grid_call, module_call
+from bevquant_int8sim.model._program import Program, Ref, names_in, replaced
+from bevquant_int8sim.model._quantizers import integers_of, is_active
+from bevquant_int8sim.model._signature import arguments, leaf_names
+
+__all__ = [
+    "Integers", "Program", "Ref", "Source", "Step", "grid_call", "integers_of", "is_active",
+    "module_call", "names_in",
+    "read_model", "replaced",
+]  # fmt: skip
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A program and one or two runs of it.
+
+    Attributes:
+        program: Steps in order.
+        shapes: Tensor to its shape; of several tensors, a tuple of shapes, and ``name[i]`` to each.
+        hosts: Sizes, numbers and the like by name.
+        wider: Shapes of a second run with twice the batch; empty where the batch is fixed.
+        wider_hosts: Hosts of that run.
+        inputs: Tensors that a call takes, in order, to the parameters that they go to.
+        fixed: Numbers among the arguments, which are constants of the file.
+        ranges: Accumulators that a sum reads to their largest absolute value in the run.
+    """
+
+    program: Program
+    shapes: Mapping[str, Any]
+    hosts: Mapping[str, Any]
+    wider: Mapping[str, Any]
+    wider_hosts: Mapping[str, Any]
+    inputs: Mapping[str, str]
+    fixed: Mapping[str, Any]
+    ranges: Mapping[str, float]
+
+    def form(self, name: str) -> Any:
+        """`Integers`, or ``"int32"`` or ``"float"``."""
+        return self.program.values[name].form
+
+
+def read_model(model: nn.Module, args: Any, *, dynamic_batch: bool) -> Source:
+    """Lower `model` and run it on `args`.
+
+    Raises:
+        TypeError: No module.
+        ValueError: Not calibrated, not traceable, in training mode, a sparse model, inputs of
+            another type than float32, or a batch that cannot vary.
+    """
+    try:
+        integer = simulate(model, args)
+    except (TypeError, ValueError) as error:
+        message = str(error).replace("simulate:", "export_qdq_onnx:", 1)
+        raise type(error)(message) from error
+    program = integer.program
+    if program.sparse_inputs or any(step.op in ("sites", "sparse_conv") for step in program.steps):
+        path = next((s.path for s in program.steps if s.op in ("sites", "sparse_conv")), "an input")
+        raise ValueError(
+            f"export_qdq_onnx: {path} is sparse; write that part with export_sparse_onnx and the "
+            "dense parts, each a module of its own, with export_qdq_onnx"
+        )
+    given = dict(_bound(program.signature, arguments(args)))
+    assert integer.source is not None
+    traced = integer.source.traced
+    called = dict(
+        zip(given, leaf_names(model, traced.arguments, numbers=traced.numbers), strict=True)
+    )
+    for name, value in given.items():
+        if isinstance(value, Tensor) and value.dtype != torch.float32:
+            raise ValueError(
+                f"export_qdq_onnx: input {called[name]} is {value.dtype}; expected float32. Give "
+                "float32 tensors, and compute what depends on others outside of this model"
+            )
+    ranges: dict[str, float] = {}
+    shapes, hosts = _run(integer, args, given, ranges)
+    wider: dict[str, Any] = {}
+    wider_hosts: dict[str, Any] = {}
+    if dynamic_batch:
+        double = _doubled(args)
+        try:
+            bound = dict(_bound(program.signature, arguments(double)))
+            wider, wider_hosts = _run(integer, double, bound, {})
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(
+                "export_qdq_onnx: dynamic_batch=True, but the model does not run on twice the "
+                f"batch: {error}. Export it with a fixed batch"
+            ) from error
+    return Source(
+        program, shapes, hosts, wider, wider_hosts,
+        {name: called[name] for name, value in given.items() if isinstance(value, Tensor)},
+        {called[name]: value for name, value in given.items() if not isinstance(value, Tensor)},
+        ranges,
+    )  # fmt: skip
+
+
+def _run(
+    integer: Any, args: Any, given: Mapping[str, Any], ranges: dict[str, float]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    shapes: dict[str, Any] = {}
+    hosts: dict[str, Any] = {}
+
+    def note(name: str, value: Any) -> None:
+        if isinstance(value, Tensor):
+            shapes[name] = tuple(value.shape)
+        elif isinstance(value, tuple | list) and any(isinstance(v, Tensor) for v in value):
+            shapes[name] = tuple(tuple(v.shape) for v in value)
+            shapes.update({f"{name}[{i}]": tuple(v.shape) for i, v in enumerate(value)})
+        else:
+            hosts[name] = value
+
+    def see(step: Step, inputs: Any, made: Any) -> None:
+        for name, value in zip(step.outputs, made, strict=False):
+            note(name, value)
+        if step.op == "add":
+            ranges.update(_largest(step, inputs))
+
+    for name, value in given.items():
+        note(name, value)
+    integer.run(args, record=False, observe=see)
+    return shapes, hosts
+
+
+def _largest(step: Step, inputs: tuple[Tensor, ...]) -> Iterator[tuple[str, float]]:
+    """Largest absolute value of each operand of a sum that is held as accumulators."""
+    for index, (ref, value) in enumerate(zip(step.args, inputs, strict=True)):
+        scale = step.tensors[f"scale{index}"]
+        if scale.dim():
+            shape = [1] * value.dim()
+            shape[step.attributes["axis"]] = -1
+            yield ref.name, float((value * scale.view(shape)).abs().max())
+
+
+def _bound(wanted: Any, given: Any) -> Iterator[tuple[str, Any]]:
+    """Names of the signature and the values in their places."""
+    if isinstance(wanted, Ref):
+        yield wanted.name, given
+    elif isinstance(wanted, Mapping):
+        for key, item in wanted.items():
+            yield from _bound(item, given[key])
+    elif isinstance(wanted, list | tuple):
+        for item, value in zip(wanted, given, strict=True):
+            yield from _bound(item, value)
+
+
+def _doubled(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return torch.cat([value, value]) if value.dim() else value
+    if isinstance(value, Mapping):
+        return {key: _doubled(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)([_doubled(item) for item in value])
+    return value

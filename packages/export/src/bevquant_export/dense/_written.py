@@ -1,0 +1,38 @@
+"""What an export made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["QdqFile"]
+
+
+@dataclass(frozen=True)
+class QdqFile:
+    """A QDQ file, and what its reader should know.
+
+    Attributes:
+        path: The file.
+        profile: Runtime that it was written for.
+        opset: Its operator set.
+        inputs: Name to shape; a name in the place of a size is free.
+        outputs: Likewise.
+        integers: Value of the `IntegerModel`'s program to the tensor that holds its integers, plus
+            the profile's zero point.
+        floats: Operations that run in float, as ``path: what: why``.
+        notes: What is other than one might expect, by module.
+        settings: hb_mapper's YAML next to the file; ``None`` for other profiles.
+        run_on_cpu: Nodes that hb_mapper must leave in float.
+    """
+
+    path: Path
+    profile: str
+    opset: int
+    inputs: dict[str, tuple[int | str, ...]]
+    outputs: dict[str, tuple[int | str, ...]]
+    integers: dict[str, str]
+    floats: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    settings: Path | None = None
+    run_on_cpu: tuple[str, ...] = ()

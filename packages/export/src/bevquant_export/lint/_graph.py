@@ -1,0 +1,191 @@
+"""A graph with what every rule asks of it: who makes a tensor, who reads it, what is constant."""
+
+from __future__ import annotations
+
+from collections import ChainMap, deque
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from bevquant_export.lint._rule import quoted
+
+if TYPE_CHECKING:
+    import onnx
+
+__all__ = ["Graph", "Node", "graphs_of"]
+
+_DEEPEST = 8
+
+
+class Node:
+    """A node, its attributes by name, and a name to call it by even where it has none."""
+
+    def __init__(self, proto: onnx.NodeProto, index: int) -> None:
+        self.index = index
+        self.op: str = proto.op_type
+        self.domain: str = "" if proto.domain == "ai.onnx" else proto.domain
+        self.own_name: str = proto.name
+        self.name: str = proto.name or f"{proto.op_type or 'node'} #{index}"
+        self.inputs: list[str] = list(proto.input)
+        self.outputs: list[str] = list(proto.output)
+        self.attributes: dict[str, onnx.AttributeProto] = {}
+        self.repeated: list[str] = []
+        for attribute in proto.attribute:
+            if attribute.name in self.attributes:
+                self.repeated.append(attribute.name)
+            else:
+                self.attributes[attribute.name] = attribute
+
+    def input(self, slot: int) -> str:
+        """Name of an input, empty where it is left out."""
+        return self.inputs[slot] if slot < len(self.inputs) else ""
+
+    def integer(self, name: str, default: int = 0) -> int:
+        """An INT attribute."""
+        attribute = self.attributes.get(name)
+        return int(attribute.i) if attribute is not None and attribute.type == 2 else default
+
+    def integers(self, name: str) -> list[int]:
+        """An INTS attribute, empty where it is missing or of another type."""
+        attribute = self.attributes.get(name)
+        return list(attribute.ints) if attribute is not None and attribute.type == 7 else []
+
+    def text(self, name: str) -> str | None:
+        """A STRING attribute; bytes that are no UTF-8 stay visible as escapes."""
+        attribute = self.attributes.get(name)
+        if attribute is None or attribute.type != 3:
+            return None
+        return str(attribute.s.decode("utf-8", "backslashreplace"))
+
+    def number(self, name: str) -> float | None:
+        """A FLOAT attribute."""
+        attribute = self.attributes.get(name)
+        return float(attribute.f) if attribute is not None and attribute.type == 1 else None
+
+    def numbers(self, name: str) -> list[float]:
+        """A FLOATS attribute, empty where it is missing or of another type."""
+        attribute = self.attributes.get(name)
+        return list(attribute.floats) if attribute is not None and attribute.type == 6 else []
+
+
+class Graph:
+    """The main graph, a subgraph of a node, or the body of a function."""
+
+    def __init__(
+        self, proto: Any, opsets: Mapping[str, int], outer: Graph | None, where: str
+    ) -> None:
+        self.proto = proto
+        self.opsets = opsets
+        self.outer = outer
+        self.where = where
+        self.depth: int = 0 if outer is None else outer.depth + 1
+        self.is_function = where.startswith("function ")
+        self.nodes = [Node(node, i) for i, node in enumerate(proto.node)]
+        if self.is_function:
+            self.inputs, self.outputs = list(proto.input), list(proto.output)
+            tensors: list[onnx.TensorProto] = []
+        else:
+            self.inputs = [value.name for value in proto.input]
+            self.outputs = [value.name for value in proto.output]
+            tensors = list(proto.initializer)
+        self.given_away = set(self.outputs)
+        self.tensors = tensors
+        self.initializers = {tensor.name: tensor for tensor in tensors}
+        self.producers: dict[str, Node] = {}
+        self.readers: dict[str, list[tuple[Node, int]]] = {}
+        for node in self.nodes:
+            for name in node.outputs:
+                self.producers.setdefault(name, node)
+            for slot, name in enumerate(node.inputs):
+                if name:
+                    self.readers.setdefault(name, []).append((node, slot))
+
+    @cached_property
+    def given(self) -> set[str]:
+        """Names of this graph that exist before its first node runs."""
+        names = {*self.inputs, *self.initializers}
+        if not self.is_function:
+            names |= {tensor.values.name for tensor in self.proto.sparse_initializer}
+        return names
+
+    def sees(self, name: str) -> bool:
+        """Whether a name is given here, or given or made in a graph around this one."""
+        outer = self.outer
+        return name in self.given or (
+            outer is not None and (name in outer.producers or outer.sees(name))
+        )
+
+    def constant(self, name: str) -> onnx.TensorProto | None:
+        """The tensor of an initializer or of a Constant node, None for what is computed."""
+        if name in self.initializers:
+            return self.initializers[name]
+        node = self.producers.get(name)
+        if node is None:
+            return self.outer.constant(name) if self.outer is not None else None
+        if node.op != "Constant" or node.domain or len(node.attributes) != 1:
+            return None
+        (attribute,) = node.attributes.values()
+        return _constant(attribute)
+
+    def producer(self, name: str, *ops: str) -> Node | None:
+        """The node that makes a tensor, if it is one of these operators."""
+        node = self.producers.get(name) if name else None
+        return node if node is not None and node.op in ops else None
+
+    def users(self, node: Node) -> list[Node]:
+        """The nodes of this graph that read what a node makes."""
+        # Where two nodes make one name, which is a finding, its readers count for the first alone:
+        # the work stays within the number of edges.
+        return [
+            user
+            for name in dict.fromkeys(node.outputs)
+            if name and self.producers[name] is node
+            for user, _ in self.readers.get(name, ())
+        ]
+
+
+def _constant(attribute: onnx.AttributeProto) -> onnx.TensorProto | None:
+    import onnx
+
+    if attribute.ref_attr_name:
+        return None
+    if attribute.name == "value" and attribute.type == onnx.AttributeProto.TENSOR:
+        return attribute.t
+    if attribute.name == "value_float":
+        return onnx.TensorProto(data_type=onnx.TensorProto.FLOAT, float_data=[attribute.f])
+    if attribute.name == "value_floats":
+        values = attribute.floats
+        return onnx.TensorProto(
+            data_type=onnx.TensorProto.FLOAT, dims=[len(values)], float_data=values
+        )
+    return None
+
+
+def graphs_of(model: onnx.ModelProto) -> Iterator[Graph | tuple[Node, int]]:
+    """Every graph of a model; a node and a depth where subgraphs go too deep to follow."""
+    opsets = _opsets(model.opset_import)
+    waiting = deque([Graph(model.graph, opsets, None, "")])
+    for function in model.functions:
+        own = ChainMap(_opsets(function.opset_import), opsets)
+        waiting.append(Graph(function, own, None, f"function {quoted(function.name)}"))
+    while waiting:
+        graph = waiting.popleft()
+        yield graph
+        for node in graph.nodes:
+            inside = [
+                sub
+                for attribute in node.attributes.values()
+                for sub in (
+                    ([attribute.g] if attribute.type == 5 else [])
+                    + (list(attribute.graphs) if attribute.type == 10 else [])
+                )
+            ]
+            if inside and graph.depth >= _DEEPEST:
+                yield node, graph.depth
+                continue
+            where = f"inside {quoted(node.name)}"
+            waiting.extend(Graph(sub, graph.opsets, graph, where) for sub in inside)
+
+
+def _opsets(imports: Any) -> dict[str, int]:
+    return {("" if o.domain == "ai.onnx" else o.domain): int(o.version) for o in imports}

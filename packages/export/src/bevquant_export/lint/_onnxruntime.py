@@ -1,0 +1,124 @@
+"""ONNX Runtime on a CPU: where pairs must stand, and in which integers, to run as integers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from bevquant_export.lint._graph import Graph, Node
+from bevquant_export.lint._qdq import Pairs, Step
+from bevquant_export.lint._rule import Finding, Rule, quoted
+
+__all__ = ["RULES", "check_onnxruntime"]
+
+_ONLY = ("onnxruntime",)
+_ADVICE = "use zero point 128, UINT8, for activations"
+
+
+def _rule(number: int, means: str, remedy: str) -> Rule:
+    return Rule(f"ORT{number:03}", "warning", means, remedy, _ONLY)
+
+
+FLOAT = _rule(
+    1,
+    "between a quantized conv and its ReLU stands a pair, unless the zero point is the least "
+    "integer: else conv and ReLU run in float",
+    "put a pair with the scale of the ReLU's own before the ReLU",
+)
+INT8 = _rule(
+    2,
+    "activations are UINT8: INT8 pairs with several readers, or behind a ReLU, run in float on x86",
+    f"{_ADVICE} (session.qdqisint8allowed=1 runs them, 12 times slower)",
+)
+SCALES = _rule(
+    3,
+    "the pairs before and after a ReLU have one scale and zero point",
+    "write the scale of the later pair into the earlier one",
+)
+MIXED = _rule(
+    4,
+    "weights next to UINT8 activations are UINT8 with zero point 128: UINT8 times INT8 saturates "
+    "on CPUs without VNNI",
+    "write them so (w + 128), or set session.x64quantprecision=1 on such CPUs",
+)
+SIGNED = _rule(
+    5,
+    "MatMulInteger and ConvInteger do not multiply INT8 with INT8: exact, but four times slower",
+    "add 128 to both, and make both UINT8 with zero point 128",
+)
+BIAS = _rule(
+    6,
+    "biases are float, or INT32 in steps of data scale times weight scale: else the conv runs in "
+    "float",
+    "write the bias in float, which the runtime quantizes itself, or in the steps of the sums",
+)
+RULES = (FLOAT, INT8, SCALES, MIXED, SIGNED, BIAS)
+_LEAST = {2: 0, 3: -128}
+
+
+def check_onnxruntime(pairs: Pairs) -> Iterator[Finding]:
+    """Check one graph."""
+    graph = pairs.graph
+    for node in graph.nodes:
+        if node.op == "Relu":
+            yield from _relu(pairs, node)
+        elif node.op in ("Conv", "Gemm"):
+            yield from _bias(pairs, node)
+        elif node.op in ("MatMulInteger", "ConvInteger"):
+            yield from _integers(graph, node)
+        if node.op in ("Conv", "Gemm", "MatMul"):
+            data, weight = (pairs.dequantized(node.input(slot)) for slot in (0, 1))
+            if data and weight and weight.constant is not None:
+                if (_integer_type(data), _integer_type(weight)) == (2, 3):
+                    yield MIXED.found(node.name, "its data are UINT8, its weight INT8")
+    for step in pairs.steps:
+        if step.quantizes and step.constant is None and step.zero_type == 3:
+            yield INT8.found(step.node.name, "it makes INT8 of an activation")
+
+
+def _integer_type(step: Step) -> int:
+    """Data type of the integers that a step reads or makes, UINT8 where nothing is said."""
+    return step.zero_type or (
+        step.constant.data_type if step.constant is not None and not step.quantizes else 2
+    )
+
+
+def _bias(pairs: Pairs, node: Node) -> Iterator[Finding]:
+    data, weight, bias = (pairs.dequantized(node.input(slot)) for slot in (0, 1, 2))
+    if bias is None:
+        return
+    x, w, b = (step.scale if step is not None else None for step in (data, weight, bias))
+    if x is not None and w is not None and b is not None and x.size == 1 and b.size in (1, w.size):
+        if w.size and np.allclose(b.ravel(), float(x.flat[0]) * w.ravel(), rtol=1e-5, atol=0):
+            return
+    yield BIAS.found(node.name, f"its bias comes from {quoted(bias.node.name)}, in other steps")
+
+
+def _relu(pairs: Pairs, node: Node) -> Iterator[Finding]:
+    after = pairs.quantizers(node)
+    conv = pairs.graph.producer(node.input(0), "Conv")
+    if conv is not None and pairs.is_quantized(conv, "Conv"):
+        for step in after:
+            # INT8 is not fused at all, which is said at the pair.
+            least = step.zero is None or bool((step.zero == _LEAST.get(step.zero_type, 0)).all())
+            if not least and step.zero_type != 3:
+                yield FLOAT.found(node.name, f"it stands right behind {quoted(conv.name)}")
+    before = pairs.dequantized(node.input(0))
+    if before is not None and before.constant is None:
+        for step in after:
+            if not step.same(before):
+                yield SCALES.found(
+                    node.name, f"{quoted(before.node.name)} and {quoted(step.node.name)} differ"
+                )
+
+
+def _integers(graph: Graph, node: Node) -> Iterator[Finding]:
+    types = []
+    for slot in (0, 1):
+        tensors = (graph.constant(node.input(slot)), graph.constant(node.input(slot + 2)))
+        types.append(next((t.data_type for t in tensors if t is not None), 0))
+    if types == [3, 3]:
+        yield SIGNED.found(node.name, "both its operands are INT8")
+    elif types == [2, 3]:
+        yield MIXED.found(node.name, "its operands are UINT8 and INT8")

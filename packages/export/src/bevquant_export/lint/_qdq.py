@@ -1,0 +1,185 @@
+"""QuantizeLinear and DequantizeLinear: what they quantize, rules that dense targets share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bevquant_export.lint._graph import Graph, Node
+from bevquant_export.lint._rule import DENSE, Finding, Rule, quoted
+from bevquant_export.lint._tensors import numel, values
+
+if TYPE_CHECKING:
+    import onnx
+
+__all__ = ["RULES", "Pairs", "Step", "check_axis", "check_pairs"]
+
+NO_AXIS = Rule(
+    "QDQ001",
+    "error",
+    "scales per channel stand in files of opset 13 or later, where the operator has an axis",
+    "write opset 13 with the axis (before it every runtime takes axis 1, in silence)",
+    ("tensorrt", "onnxruntime"),
+)
+POSITIVE = Rule(
+    "QDQ002",
+    "error",
+    "scales are finite and above 0",
+    "calibrate that quantizer: its amax is 0, NaN or missing",
+    DENSE,
+)
+SAME = Rule(
+    "QDQ003",
+    "error",
+    "both halves of a pair have the same scale and zero point",
+    "write one scale and one zero point, and let both nodes read them",
+    DENSE,
+)
+LONG = Rule(
+    "QDQ004",
+    "error",
+    "a scale or zero point has at most 65,536 entries",
+    "write one entry, or one for each channel",
+    DENSE,
+)
+RULES = (NO_AXIS, POSITIVE, SAME, LONG)
+_MOST_SCALES = 65_536
+_QUANTIZE = {"QuantizeLinear", "HzQuantize"}
+_DEQUANTIZE = {"DequantizeLinear", "HzDequantize"}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One QuantizeLinear or DequantizeLinear.
+
+    Attributes:
+        node: The node.
+        quantizes: Whether it makes integers.
+        constant: What it works on, or what the pair it ends works on, where that is constant.
+        scale: Its scale, None where it is no constant of the file.
+        zero: Its zero point, None where it has none or it is no constant.
+        zero_type: Data type of the zero point's tensor; 0 where there is no constant.
+    """
+
+    node: Node
+    quantizes: bool
+    constant: onnx.TensorProto | None
+    scale: np.ndarray[Any, Any] | None
+    zero: np.ndarray[Any, Any] | None
+    zero_type: int
+
+    @property
+    def per_channel(self) -> bool:
+        """Whether it has more scales than one."""
+        return self.scale is not None and self.scale.size > 1
+
+    def same(self, other: Step) -> bool:
+        """Whether two steps have the same scale and zero point."""
+        scales = _equal(self.scale, other.scale) or (self.scale is None and other.scale is None)
+        zeros = _equal(self.zero, other.zero) or (self.zero is None or other.zero is None)
+        return scales and zeros
+
+
+class Pairs:
+    """All steps of a graph, by node and by the tensor they make."""
+
+    def __init__(self, graph: Graph, folder: Path) -> None:
+        self.graph = graph
+        self._read: dict[str, np.ndarray[Any, Any] | None] = {}
+        self._folder = folder
+        self.long: dict[str, int] = {}
+        self.steps: list[Step] = []
+        self._made: dict[str, Step] = {}
+        for node in graph.nodes:
+            if node.op in _QUANTIZE | _DEQUANTIZE and node.domain in ("", "horizon"):
+                step = self._step(node)
+                self.steps.append(step)
+                for name in node.outputs[:1]:
+                    self._made.setdefault(name, step)
+
+    def _step(self, node: Node) -> Step:
+        constant = self.graph.constant(node.input(0))
+        quantizes = node.op in _QUANTIZE
+        before = self.graph.producers.get(node.input(0))
+        if constant is None and not quantizes and before is not None and before.op in _QUANTIZE:
+            constant = self.graph.constant(before.input(0))
+        zero = self.graph.constant(node.input(2))
+        return Step(
+            node,
+            quantizes,
+            constant,
+            self._values(node.input(1)),
+            self._values(node.input(2)),
+            zero.data_type if zero is not None else 0,
+        )
+
+    def _values(self, name: str) -> np.ndarray[Any, Any] | None:
+        if name not in self._read:
+            tensor = self.graph.constant(name) if name else None
+            count = numel(tensor.dims) if tensor is not None else None
+            long = count is not None and count > _MOST_SCALES
+            if long:
+                self.long[name] = count or 0
+            self._read[name] = None if long else values(tensor, self._folder)
+        return self._read[name]
+
+    def made(self, name: str) -> Step | None:
+        """The step that makes a tensor."""
+        return self._made.get(name) if name else None
+
+    def dequantized(self, name: str) -> Step | None:
+        """The DequantizeLinear that makes a tensor."""
+        step = self.made(name)
+        return step if step is not None and not step.quantizes else None
+
+    def quantizers(self, node: Node) -> list[Step]:
+        """The QuantizeLinear nodes that read what a node makes."""
+        users = [self._made.get(u.outputs[0]) for u in self.graph.users(node) if u.outputs]
+        return [s for s in users if s is not None and s.quantizes]
+
+    def is_quantized(self, node: Node, *ops: str) -> bool:
+        """Whether a node is one of these operators, with its data and its weight dequantized."""
+        if node.op not in ops:
+            return False
+        data, weight = (self.dequantized(node.input(slot)) for slot in (0, 1))
+        return data is not None and weight is not None and weight.constant is not None
+
+
+def check_pairs(pairs: Pairs) -> Iterator[Finding]:
+    """Check what every dense target wants of scales and pairs."""
+    graph = pairs.graph
+    for name, count in pairs.long.items():
+        yield LONG.found(name, f"it has {count} entries")
+    for step in pairs.steps:
+        node = step.node
+        if step.scale is not None and step.scale.dtype.kind == "f":
+            wrong = ~(np.isfinite(step.scale) & (step.scale > 0))
+            if wrong.any():
+                worst = step.scale[wrong].flat[0]
+                yield POSITIVE.found(node.name, f"{int(wrong.sum())} scales like {worst}")
+        before = graph.producers.get(node.input(0))
+        if not step.quantizes and before is not None and before.op in _QUANTIZE:
+            quantizer = pairs.made(node.input(0))
+            if quantizer is not None and not step.same(quantizer):
+                yield SAME.found(node.name, f"it differs from {quoted(before.name)}")
+
+
+def check_axis(pairs: Pairs) -> Iterator[Finding]:
+    """Check that scales per channel have an axis that the runtime reads."""
+    opset = pairs.graph.opsets.get("", 0)
+    for step in pairs.steps:
+        if step.per_channel and opset < 13 and step.node.domain == "":
+            count = step.scale.size if step.scale is not None else 0
+            yield NO_AXIS.found(step.node.name, f"{count} scales at opset {opset}")
+
+
+def _equal(a: np.ndarray[Any, Any] | None, b: np.ndarray[Any, Any] | None) -> bool:
+    if a is b:
+        return a is not None
+    if a is None or b is None or a.dtype != b.dtype:
+        return False
+    return a.ravel().tobytes() == b.ravel().tobytes()

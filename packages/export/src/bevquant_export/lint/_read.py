@@ -1,0 +1,75 @@
+"""Read a file that may be anything, in memory bounded by its size."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bevquant_export.lint._rule import Finding, Rule
+from bevquant_export.lint._wire import wire_problem
+
+if TYPE_CHECKING:
+    import onnx
+
+__all__ = ["EMPTY", "UNREADABLE", "read_model"]
+
+_MOST_BYTES = 2**31 - 1
+
+UNREADABLE = Rule(
+    "ONX001",
+    "error",
+    "the file is one complete ModelProto: below 2 GiB, below 500,000 fields, below 100 levels",
+    "write the file again; if it came over a network or from Git LFS, fetch it again",
+)
+EMPTY = Rule(
+    "ONX002",
+    "error",
+    "the model has a graph with at least one node",
+    "look whether this is the file that was meant, and export again",
+)
+
+
+def read_model(path: Path) -> onnx.ModelProto | Finding:
+    """Read a model, or say why the file is none.
+
+    Args:
+        path: A regular file.
+
+    Returns:
+        The model, or the finding that ends the inspection.
+
+    Raises:
+        OSError: The file cannot be opened, or is a folder, a pipe or a device.
+    """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(f"lint_onnx: {path} is no regular file; give the path of an .onnx file")
+    if status.st_size == 0:
+        return UNREADABLE.found("file", "the file is empty")
+    if status.st_size > _MOST_BYTES:
+        return UNREADABLE.found("file", "the file has 2 GiB or more, which protobuf does not hold")
+    with path.open("rb") as file:
+        data = file.read(status.st_size)
+    if data.startswith(b"version https://git-lfs"):
+        return UNREADABLE.found("file", "the file is a Git LFS pointer and not the model")
+    return _decoded(data)
+
+
+def _decoded(data: bytes) -> onnx.ModelProto | Finding:
+    import onnx
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+
+    problem = wire_problem(data, onnx.ModelProto.DESCRIPTOR)
+    if problem is not None:
+        return UNREADABLE.found("file", problem)
+    try:
+        model = onnx.ModelProto()
+        model.ParseFromString(data)
+    except DecodeError as error:
+        return UNREADABLE.found("file", f"protobuf does not decode it ({error})")
+    if not model.HasField("graph"):
+        return EMPTY.found("file", "the model has no graph")
+    if not model.graph.node:
+        return EMPTY.found("file", "the graph has no node")
+    return model

@@ -1,0 +1,73 @@
+"""What a rule is, and what is said where a file breaks one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["DENSE", "TARGETS", "Finding", "Rule", "Severity", "quoted"]
+
+Severity = Literal["error", "warning"]
+
+TARGETS = ("libspconv", "tensorrt", "onnxruntime", "horizon")
+DENSE = TARGETS[1:]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One place where a file breaks one rule.
+
+    Attributes:
+        id: The rule, ``SPC011``; ``bevquant-lint --rules`` says what it means.
+        severity: ``"error"`` where the target refuses the file, computes something else or crashes;
+            ``"warning"`` where it is slower, less accurate or reads what it should not need.
+        node: Name of the node or tensor, or ``"file"``.
+        reason: What was expected and what came.
+        remedy: What to do.
+    """
+
+    id: str
+    severity: Severity
+    node: str
+    reason: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.id} {self.severity} at {self.node}: {self.reason}; {self.remedy}"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Something that a target demands of a file.
+
+    Attributes:
+        id: Three letters for the origin, three digits.
+        severity: See `Finding`.
+        means: What a file must be.
+        remedy: What to do about a file that is not.
+        targets: Targets that the rule holds for.
+    """
+
+    id: str
+    severity: Severity
+    means: str
+    remedy: str
+    targets: tuple[str, ...] = TARGETS
+
+    def found(self, node: str, reason: str) -> Finding:
+        """Say where this rule is broken."""
+        return Finding(self.id, self.severity, quoted(node, plain=True), reason, self.remedy)
+
+
+def quoted(name: object, *, plain: bool = False) -> str:
+    """A name out of a file, safe to print: control characters escaped, at most 80 characters.
+
+    Example:
+        >>> quoted("conv1")
+        "'conv1'"
+        >>> print(quoted("a" * 100, plain=True)[-5:])
+        aaaa…
+    """
+    text = repr(str(name)[:81])
+    text = text[1:-1] if plain else text
+    return text if len(str(name)) <= 80 else text[:80] + "…"

@@ -1,0 +1,215 @@
+"""libspconv: how nodes hang together (operators, boundary, Add and Relu, the dense tail)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from bevquant_export.lint._graph import Graph, Node
+from bevquant_export.lint._rule import Finding, Rule, Severity, quoted
+from bevquant_export.lint._spconv_convs import weight_dims
+from bevquant_export.lint._spconv_numbers import is_add, precision
+
+__all__ = ["RULES", "check_graph"]
+
+_ONLY = ("libspconv",)
+
+
+def _rule(number: int, means: str, remedy: str, severity: Severity = "error") -> Rule:
+    return Rule(f"SPC{number:03}", severity, means, remedy, _ONLY)
+
+
+OPERATOR = _rule(
+    1,
+    "operators are SparseConvolution, Add, QuantAdd, Relu, ScatterDense, Reshape, Transpose",
+    "end the sparse part before it, fold constants, and export the rest as a dense file",
+)
+STRAY_RELU = _rule(
+    22,
+    "a Relu is the tail of an Add and of nothing else",
+    'fold it into the conv before it: activation="ReLU"',
+)
+APART = _rule(
+    23,
+    "the Relu of an Add stands right after it and alone reads it: else they are not fused",
+    "write the Relu as the next node, and let all others read the Relu",
+    "warning",
+)
+BRANCHES = _rule(
+    24,
+    "both inputs of an Add are int8, or both fp16",
+    "give the last nodes of both branches one output_precision: the engine asserts it",
+)
+INPUTS = _rule(
+    33,
+    "there is one graph input: the features; coordinates are set at run time",
+    "leave all but the features out of the graph's inputs",
+)
+OFFICIAL = _rule(
+    34,
+    "the input is FLOAT16 [1, channels], outputs are FLOAT16",
+    "declare them so: placeholders, which other readers of the file look at",
+    "warning",
+)
+LAST = _rule(
+    36,
+    "what leaves the graph is fp16",
+    'write output_precision="fp16" at the last conv, or a range at the ScatterDense behind it',
+)
+DIMS = _rule(
+    37,
+    "Transpose and Reshape have one input and the attribute dims",
+    "write dims: ONNX's perm and shape input are not read",
+)
+ORDER = _rule(
+    38,
+    "the Transpose after ScatterDense is [0,1,4,2,3] for xyz, [0,1,2,4,3] for zyx: both give "
+    "[1, C, Z, X, Y], which is what files are known to hold",
+    "let the model order its dense result so; try other dims in the engine first",
+    "warning",
+)
+ELEMENTS = _rule(
+    39,
+    "Reshape makes four dimensions of as many elements as ScatterDense gives",
+    "write dims [1, C*Z, X, Y]",
+)
+SCATTER = _rule(
+    40,
+    'ScatterDense has input_spatial_shape (3), output_shape (5), format "xyz" or "zyx"',
+    "write all three",
+)
+LAYOUT = _rule(
+    41,
+    "output_layout is NCHW32, NHWzC or NCHW",
+    "write one of the three exactly: every other one is NCHW, in silence",
+    "warning",
+)
+BATCH = _rule(48, "the batch is 1", "export for one frame: the engine takes no more")
+RULES = (
+    *(OPERATOR, STRAY_RELU, APART, BRANCHES, INPUTS, OFFICIAL, LAST, DIMS, ORDER),
+    *(ELEMENTS, SCATTER, LAYOUT, BATCH),
+)
+_KNOWN = {"SparseConvolution", "Add", "QuantAdd", "Relu", "ScatterDense", "Reshape", "Transpose"}
+_TRANSPOSE = {"xyz": [0, 1, 4, 2, 3], "zyx": [0, 1, 2, 4, 3]}
+
+
+def check_graph(graph: Graph) -> Iterator[Finding]:
+    """Check operators, boundary, residual additions and the dense tail."""
+    types = _dtypes(graph)
+    yield from _boundary(graph, types)
+    for node in graph.nodes:
+        if node.op not in _KNOWN:
+            yield OPERATOR.found(node.name, f"operator {quoted(node.op)} is unknown to the parser")
+        elif is_add(node):
+            yield from _add(types, node)
+        elif node.op == "Relu":
+            yield from _relu(graph, node)
+        elif node.op == "ScatterDense":
+            yield from _scatter(node)
+        elif node.op in ("Transpose", "Reshape"):
+            yield from _tail(graph, node)
+
+
+def _boundary(graph: Graph, types: dict[str, str]) -> Iterator[Finding]:
+    if len(graph.inputs) != 1:
+        shown = ", ".join(quoted(name) for name in graph.inputs[:4])
+        yield INPUTS.found("file", f"{len(graph.inputs)} graph inputs: {shown or 'none'}")
+    features = graph.inputs[:1]
+    first = [n for n in graph.nodes if n.op == "SparseConvolution" and n.inputs[:1] == features]
+    weight = weight_dims(graph, first[0]) if first else None
+    for value in list(graph.proto.input)[:1]:
+        tensor = value.type.tensor_type
+        dims = [d.dim_value for d in tensor.shape.dim]
+        channels = weight[4] if weight is not None else None
+        if tensor.elem_type != 10 or len(dims) != 2 or channels not in (None, dims[1]):
+            yield OFFICIAL.found(value.name, f"input of type {tensor.elem_type}, shape {dims[:6]}")
+    for value in graph.proto.output:
+        if value.type.tensor_type.elem_type != 10:
+            kind = value.type.tensor_type.elem_type
+            yield OFFICIAL.found(value.name, f"output of type {kind}, not 10")
+        if types.get(value.name) == "int8":
+            yield LAST.found(value.name, "the graph gives an int8 tensor away")
+
+
+def _dtypes(graph: Graph) -> dict[str, str]:
+    """The runtime type of each tensor of features that a rule can tell."""
+    types = dict.fromkeys(graph.inputs, "fp16")
+    for node in graph.nodes:
+        if node.op == "SparseConvolution" or is_add(node):
+            types.update(dict.fromkeys(node.outputs[:1], precision(node, "output_precision")))
+        elif node.op == "Relu" and node.input(0) in types:
+            types.update(dict.fromkeys(node.outputs[:1], types[node.input(0)]))
+    return types
+
+
+def _add(types: dict[str, str], node: Node) -> Iterator[Finding]:
+    found = [types.get(name) for name in node.inputs[:2]]
+    if None not in found and len(set(found)) > 1:
+        yield BRANCHES.found(node.name, f"its inputs are {found[0]} and {found[1]}")
+
+
+def _relu(graph: Graph, node: Node) -> Iterator[Finding]:
+    name = node.input(0)
+    maker = graph.producers.get(name)
+    if maker is None and not graph.sees(name):
+        return
+    if maker is None or not is_add(maker):
+        after = "the graph input" if maker is None else f"{quoted(maker.op)} {quoted(maker.name)}"
+        yield STRAY_RELU.found(node.name, f"it follows {after}")
+    elif node.index > maker.index + 1 or len(graph.users(maker)) > 1 or name in graph.given_away:
+        yield APART.found(node.name, f"it is not fused with {quoted(maker.name)}")
+
+
+def _scatter(node: Node) -> Iterator[Finding]:
+    grid, shape = node.integers("input_spatial_shape"), node.integers("output_shape")
+    form = node.text("format")
+    good = {
+        "input_spatial_shape": len(grid) == 3,
+        "output_shape": len(shape) == 5 and min(shape) > 0,
+        "format": form in ("xyz", "zyx"),
+    }
+    came = {"input_spatial_shape": grid[:6], "output_shape": shape[:6], "format": quoted(form)}
+    wrong = [name for name, fine in good.items() if not fine and not _of_other_type(node, name)]
+    if wrong:
+        shown = [f"{n} is {came[n] if n in node.attributes else 'missing'}" for n in wrong]
+        yield SCATTER.found(node.name, ", ".join(shown))
+    elif shape and shape[0] != 1:
+        yield BATCH.found(node.name, f"output_shape {shape[:6]} has batch {shape[0]}")
+    layout = node.text("output_layout")
+    if layout not in (None, "NCHW32", "NHWzC", "NCHW"):
+        yield LAYOUT.found(node.name, f"output_layout is {quoted(layout)}")
+
+
+def _of_other_type(node: Node, name: str) -> bool:
+    """Whether the rule about types speaks about this attribute already."""
+    return name in node.attributes and node.attributes[name].type != (3 if name == "format" else 7)
+
+
+def _tail(graph: Graph, node: Node) -> Iterator[Finding]:
+    dims = node.integers("dims")
+    if len(node.inputs) != 1 or "dims" not in node.attributes or "perm" in node.attributes:
+        inside = ", ".join(quoted(name) for name in list(node.attributes)[:4])
+        yield DIMS.found(node.name, f"{len(node.inputs)} inputs, attributes {inside or 'none'}")
+        return
+    source = graph.producers.get(node.input(0))
+    if node.op == "Transpose":
+        wanted = _TRANSPOSE.get((source and source.text("format")) or "")
+        if source is not None and source.op == "ScatterDense" and wanted not in (None, dims):
+            yield ORDER.found(node.name, f"dims {dims[:8]} for format {source.text('format')}")
+        return
+    if dims and dims[0] not in (1, -1):
+        yield BATCH.found(node.name, f"dims {dims[:8]} have batch {dims[0]}")
+        return
+    if source is not None and source.op == "Transpose":
+        source = graph.producers.get(source.input(0))
+    shape = source.integers("output_shape") if source and source.op == "ScatterDense" else []
+    fixed = [d for d in dims if d > 0]
+    exact = len(fixed) == len(dims)
+    if len(dims) != 4 or (
+        len(shape) == 5 and min(shape) > 0 and exact and _product(dims[1:]) != _product(shape[1:])
+    ):
+        yield ELEMENTS.found(node.name, f"dims {dims[:8]} of {shape or 'an unknown shape'}")
+
+
+def _product(dims: list[int]) -> int:
+    return math.prod(dims[:8])

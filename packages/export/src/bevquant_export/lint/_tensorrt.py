@@ -1,0 +1,193 @@
+"""TensorRT: what its ONNX parser imports, and where pairs must stand for kernels to fuse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from bevquant_export.lint._graph import Graph, Node
+from bevquant_export.lint._qdq import Pairs, Step
+from bevquant_export.lint._rule import Finding, Rule, Severity, quoted
+from bevquant_export.lint._tensors import shape_of
+
+__all__ = ["RULES", "check_tensorrt"]
+
+_ONLY = ("tensorrt",)
+
+
+def _rule(number: int, means: str, remedy: str, severity: Severity = "error") -> Rule:
+    return Rule(f"TRT{number:03}", severity, means, remedy, _ONLY)
+
+
+IMPORT = _rule(
+    1,
+    "every operator has an importer (none of QLinear*, ConvInteger, MatMulInteger, Unique, "
+    "scatters with a reduction, …)",
+    "export QuantizeLinear/DequantizeLinear around float operators, and keep the rest outside",
+)
+PLUGIN = _rule(
+    2,
+    "operators of other domains are functions of the model",
+    "load a plugin of that name before the file is parsed",
+    "warning",
+)
+ZERO = _rule(3, "zero points are 0", "quantize symmetrically")
+UINT8 = _rule(
+    4,
+    "integers are INT8; a missing zero point means UINT8",
+    "write INT8 zero points, and INT8 weights where weights are integers",
+)
+COUNT = _rule(5, "there are as many zero points as scales", "write one zero for each scale")
+CONSTANT = _rule(7, "scales and zero points are constants", "write them as initializers")
+PER_TENSOR = _rule(8, "activations have one scale", "calibrate activations per tensor")
+WEIGHT = _rule(
+    9,
+    "weight scales are one, or 1-D with as many entries as the weight has along axis",
+    "write the axis of the output channels: 0 for Conv, 1 for ConvTranspose and MatMul",
+)
+BIAS = _rule(
+    10,
+    "a bias is a float initializer, without DequantizeLinear",
+    "write the bias in float: TensorRT quantizes it itself",
+)
+TRANSPOSED = _rule(
+    11,
+    "the weight of a ConvTranspose has one scale, or none",
+    "quantize it per tensor or leave it in float: backends disagree about its axis",
+    "warning",
+)
+ONE_SCALE = _rule(
+    12,
+    "the quantized inputs of an Add or Concat have one scale",
+    "share one quantizer between them: TensorRT reformats otherwise",
+    "warning",
+)
+RESIDUAL = _rule(
+    13,
+    "the other branch of an Add behind a quantized conv is quantized",
+    "put a pair on the residual branch, so that conv and Add fuse",
+    "warning",
+)
+BETWEEN = _rule(
+    14,
+    "no pair stands between a conv and its batch norm or ReLU",
+    "quantize what the activation gives, and not what it takes",
+    "warning",
+)
+RULES = (
+    *(IMPORT, PLUGIN, ZERO, UINT8, COUNT, CONSTANT, PER_TENSOR, WEIGHT, BIAS, TRANSPOSED),
+    *(ONE_SCALE, RESIDUAL, BETWEEN),
+)
+# Marked N in onnx-tensorrt's docs/operators.md; those with Integer or QLinear in bevquant's notes.
+_NOT_IMPORTED = {
+    *("QLinearConv", "QLinearMatMul", "ConvInteger", "MatMulInteger", "DynamicQuantizeLinear"),
+    *("Unique", "Compress", "Det", "MaxRoiPool", "MaxUnpool", "Multinomial", "StringNormalizer"),
+    *("TfIdfVectorizer", "SplitToSequence", "ConcatFromSequence", "SequenceAt", "SequenceEmpty"),
+    *("SequenceConstruct", "SequenceErase", "SequenceInsert", "SequenceLength"),
+}
+_CONVS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+
+
+def check_tensorrt(pairs: Pairs, functions: set[tuple[str, str]]) -> Iterator[Finding]:
+    """Check one graph; of a function its operators, as constants may come from its callers."""
+    for node in pairs.graph.nodes:
+        yield from _operator(node, functions)
+    if pairs.graph.is_function:
+        return
+    for node in pairs.graph.nodes:
+        if node.op in _CONVS[:3]:
+            yield from _bias(pairs.graph, node)
+        if node.op == "ConvTranspose":
+            weight = pairs.dequantized(node.input(1))
+            if weight is not None and weight.per_channel:
+                yield TRANSPOSED.found(node.name, "its weight has a scale for each channel")
+        if node.op in ("Add", "Sum", "Concat"):
+            yield from _joined(pairs, node)
+        if pairs.is_quantized(node, *_CONVS):
+            yield from _between(pairs, node)
+    for step in pairs.steps:
+        yield from _step(pairs, step)
+
+
+def _operator(node: Node, functions: set[tuple[str, str]]) -> Iterator[Finding]:
+    if (node.domain, node.op) in functions:
+        return
+    if node.domain:
+        yield PLUGIN.found(node.name, f"{quoted(node.op)} is of domain {quoted(node.domain)}")
+    elif node.op in _NOT_IMPORTED or node.op.startswith("QLinear"):
+        yield IMPORT.found(node.name, f"{quoted(node.op)} has no importer")
+    elif node.op.startswith("Scatter") and node.text("reduction") not in (None, "none"):
+        kind = quoted(node.text("reduction"))
+        yield IMPORT.found(node.name, f"{quoted(node.op)} with reduction {kind}")
+
+
+def _bias(graph: Graph, node: Node) -> Iterator[Finding]:
+    name = node.input(2)
+    if not name:
+        return
+    tensor = graph.constant(name)
+    if tensor is None and (name in graph.producers or graph.sees(name)):
+        maker = graph.producers.get(name)
+        source = quoted(maker.op) if maker is not None else "outside"
+        yield BIAS.found(node.name, f"its bias comes from {source}")
+    elif tensor is not None and tensor.data_type not in (1, 10):
+        yield BIAS.found(node.name, f"its bias has data type {tensor.data_type}")
+
+
+def _joined(pairs: Pairs, node: Node) -> Iterator[Finding]:
+    steps = [pairs.dequantized(name) for name in node.inputs if name]
+    scales = {
+        float(s.scale.flat[0])
+        for s in steps
+        if s is not None and s.scale is not None and s.scale.size == 1
+    }
+    if len(scales) > 1:
+        shown = ", ".join(f"{scale:.6g}" for scale in sorted(scales)[:4])
+        yield ONE_SCALE.found(node.name, f"its inputs have the scales {shown}")
+    makers = [pairs.graph.producers.get(name) for name in node.inputs]
+    behind = any(m is not None and pairs.is_quantized(m, "Conv", "ConvTranspose") for m in makers)
+    fixed = any(pairs.graph.constant(name) is not None for name in node.inputs)
+    if node.op != "Concat" and behind and not fixed and not any(steps):
+        yield RESIDUAL.found(node.name, "neither of its inputs comes from a DequantizeLinear")
+
+
+def _between(pairs: Pairs, node: Node) -> Iterator[Finding]:
+    for quantizer in pairs.quantizers(node):
+        for dequantizer in pairs.graph.users(quantizer.node):
+            for user in pairs.graph.users(dequantizer):
+                if user.op in ("Relu", "BatchNormalization", "Clip", "LeakyRelu", "PRelu"):
+                    yield BETWEEN.found(
+                        quantizer.node.name,
+                        f"it stands between {quoted(node.name)} and {quoted(user.name)}",
+                    )
+
+
+def _step(pairs: Pairs, step: Step) -> Iterator[Finding]:
+    node, graph = step.node, pairs.graph
+    if step.constant is not None and step.constant.data_type == 6:
+        return  # A bias of 32-bit integers: the rule about biases speaks of it.
+    for slot, what in ((1, "scale"), (2, "zero point")):
+        name = node.input(slot)
+        if name and graph.constant(name) is None and (name in graph.producers or graph.sees(name)):
+            yield CONSTANT.found(node.name, f"its {what} {quoted(name)} is computed")
+    kind = step.constant.data_type if step.constant is not None and not step.quantizes else 3
+    if step.zero_type == 2 or (step.quantizes and not node.input(2)) or kind == 2:
+        came = "UINT8" if node.input(2) else "missing, which makes UINT8"
+        yield UINT8.found(node.name, f"its zero point or its data is {came}")
+    if step.zero is not None and np.any(step.zero != 0):
+        yield ZERO.found(node.name, f"a zero point is {step.zero.flat[step.zero.argmax()]}")
+    if step.scale is None:
+        return
+    if step.zero is not None and step.zero.size != step.scale.size:
+        yield COUNT.found(node.name, f"{step.zero.size} zero points, {step.scale.size} scales")
+    if step.constant is None:
+        if step.per_channel:
+            yield PER_TENSOR.found(node.name, f"an activation has {step.scale.size} scales")
+        return
+    dims = shape_of(step.constant)
+    axis = node.integer("axis", 1)
+    along = dims[axis] if -len(dims) <= axis < len(dims) else None
+    if step.scale.ndim > 1 or (step.per_channel and step.scale.size != along):
+        shape = list(step.scale.shape)
+        yield WEIGHT.found(node.name, f"scales {shape} for weight {dims[:6]}, axis {axis}")

@@ -1,0 +1,150 @@
+"""A file against the integer model of the encoder that it was written from, layer by layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bevquant_export.sparse._graph import Add, Conv, Node, Relu
+from bevquant_export.sparse._held import Integers
+from bevquant_export.sparse._load import SparseOnnxModel
+from bevquant_export.sparse._reference import Made, reference_of
+from bevquant_int8sim import SparseOutput
+
+__all__ = ["LayerDifference", "compare_sparse_onnx"]
+
+
+@dataclass(frozen=True)
+class LayerDifference:
+    """One layer of a file.
+
+    Attributes:
+        node: Its node; ``"output"`` for what the file returns.
+        path: The module it was exported from.
+        form: ``"int8"`` or ``"float"``.
+        elements: Values that it makes.
+        different: How many the integer model has otherwise.
+        largest: Largest difference: in steps of int8, else in value.
+    """
+
+    node: str
+    path: str
+    form: str
+    elements: int
+    different: int
+    largest: float
+
+
+def compare_sparse_onnx(
+    file: SparseOnnxModel, model: nn.Module, inputs: Any, *, reversed_axes: bool = False
+) -> tuple[LayerDifference, ...]:
+    """Run a file and ``simulate(with_half_constants(model))`` on one batch and count differences.
+
+    Rows are matched by their voxels, so a file in the other order of axes can be compared too.
+
+    Args:
+        file: From `load_sparse_onnx`.
+        model: The calibrated model that it was exported from.
+        inputs: Of the model: features, coordinates and batch size, or one sparse tensor.
+        reversed_axes: Whether the file has the coordinate columns in the opposite order.
+
+    Returns:
+        One entry for each convolution and each sum (behind its ReLU), and one for each output.
+
+    Raises:
+        ValueError: The model has no such module, or other voxels there.
+    """
+    features, coords, batch_size = _parts(inputs)
+    if reversed_axes:
+        coords = coords[:, [0, 3, 2, 1]]
+    reference, wanted = reference_of(model, inputs)
+    before_relu = {node.x for node in file.nodes if isinstance(node, Relu)}
+    rows: list[LayerDifference] = []
+
+    def see(node: Node, made: Any, indices: Tensor | None) -> None:
+        if isinstance(node, Conv | Add | Relu) and node.y not in before_relu:
+            assert indices is not None
+            turned = indices[:, [0, 3, 2, 1]] if reversed_axes else indices
+            scale = made.scale if isinstance(made, Integers) else None
+            value = made.values if isinstance(made, Integers) else made.floats()
+            rows.append(_difference(node, Made(value, scale, turned), reference))
+
+    outputs = file.watch(features, coords, batch_size, see)
+    for made, expected in zip(outputs, _flat(wanted), strict=True):
+        rows.append(_output(made, expected, reversed_axes=reversed_axes))
+    return tuple(rows)
+
+
+def _parts(inputs: Any) -> tuple[Tensor, Tensor, int]:
+    if isinstance(inputs, tuple | list) and len(inputs) == 3:
+        return inputs[0], inputs[1], int(inputs[2])
+    if all(hasattr(inputs, name) for name in ("features", "indices", "batch_size")):
+        return inputs.features, inputs.indices, int(inputs.batch_size)
+    raise ValueError(
+        "compare_sparse_onnx: inputs are neither (features, coords, batch_size) nor one sparse "
+        f"tensor, but {type(inputs).__name__}"
+    )
+
+
+def _difference(node: Node, made: Made, reference: dict[str, list[Made]]) -> LayerDifference:
+    same = [
+        other
+        for other in reference.get(node.path, [])
+        if other.scale == made.scale and other.value.dtype == made.value.dtype
+    ]
+    if not same:
+        kind = "floats" if made.scale is None else f"int8 of scale {made.scale:g}"
+        raise ValueError(
+            f"compare_sparse_onnx: {node.name} makes {kind}, and the model has none at "
+            f"{node.path!r}; is the file that of this model?"
+        )
+    # A layer that stays float and its ReLU are two steps; the file holds what the later one makes.
+    return _counted(node.name, node.path, made, same[-1])
+
+
+def _counted(name: str, path: str, made: Made, wanted: Made) -> LayerDifference:
+    mine, other = made, wanted
+    if not torch.equal(made.indices, wanted.indices):
+        mine, other = _sorted(made), _sorted(wanted)
+    if not torch.equal(mine.indices.long(), other.indices.long()):
+        raise ValueError(f"compare_sparse_onnx: {name} makes other voxels than {path!r}")
+    apart = (mine.value.double() - other.value.double()).abs()
+    return LayerDifference(
+        node=name,
+        path=path,
+        form="float" if made.scale is None else "int8",
+        elements=apart.numel(),
+        different=int(apart.count_nonzero()),
+        largest=float(apart.max()) if apart.numel() else 0.0,
+    )
+
+
+def _sorted(made: Made) -> Made:
+    """Rows by batch and coordinates."""
+    indices = made.indices.long()
+    order = torch.arange(len(indices), device=indices.device)
+    for column in reversed(range(indices.shape[1])):
+        order = order[torch.argsort(indices[order, column], stable=True)]
+    return Made(made.value[order], made.scale, made.indices[order])
+
+
+def _output(made: Any, wanted: Any, *, reversed_axes: bool) -> LayerDifference:
+    if isinstance(made, SparseOutput):
+        indices = made.indices[:, [0, 3, 2, 1]] if reversed_axes else made.indices
+        mine = Made(made.features, None, indices)
+        return _counted("output", "", mine, Made(wanted.features, None, wanted.indices))
+    apart = (made.double() - wanted.double()).abs()
+    largest = float(apart.max()) if apart.numel() else 0.0
+    different = int(apart.count_nonzero())
+    return LayerDifference("output", "", "float", apart.numel(), different, largest)
+
+
+def _flat(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, tuple | list):
+        return [leaf for item in value for leaf in _flat(item)]
+    return [value]

@@ -1,0 +1,155 @@
+"""The node of one sparse convolution, from its integers or from its floats."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from bevquant_export.sparse._follow import Draft, is_float_conv, place
+from bevquant_export.sparse._forms import TensorForm
+from bevquant_export.sparse._graph import Conv
+from bevquant_export.sparse._half_precision import is_integer_layer, to_half
+from bevquant_export.sparse._observe import Seen, bound
+from bevquant_sparse import WeightLayout, permute_weight
+
+__all__ = ["conv_node"]
+
+_STEPS = 127
+
+
+def conv_node(
+    draft: Draft,
+    forms: Mapping[str, TensorForm],
+    seen: Seen,
+    model: nn.Module,
+    values: Mapping[str, Any],
+    head_room: float,
+) -> Conv:
+    """The node.
+
+    Args:
+        draft: A sparse convolution.
+        forms: Form of every tensor.
+        seen: What it read and made.
+        model: The model, whose module holds the bias.
+        values: Value of the program to its form.
+        head_room: For the bound of its voxels.
+
+    Raises:
+        ValueError: The dialect has no such convolution, or a constant does not fit float16.
+    """
+    step = draft.step
+    made = forms[draft.y]
+    module: Any = model.get_submodule(step.path)
+    is_float = is_float_conv(step)
+    geometry = _geometry(draft)
+    if is_float:
+        weight, ranges = _float_weight(step.module, module, step.path)
+        fused = getattr(step.module, "activation", "None")
+        if fused not in ("None", "ReLU"):
+            raise ValueError(
+                f"export_sparse_onnx: {place(step)} has the activation {fused}; the engine has "
+                '"ReLU" and "None"'
+            )
+        made = TensorForm(made.relu or fused == "ReLU", made.precision, made.amax)
+        ranges_wanted = made.precision == "int8"
+    else:
+        weight, ranges = _integer_weight(draft, values)
+        ranges_wanted = True
+    bias = getattr(module, "bias", None)
+    if bias is None:
+        bias = torch.zeros(weight.shape[0])
+    return Conv(
+        path=step.path,
+        x=draft.reads[0].tensor,
+        y=draft.y,
+        weight=weight,
+        bias=to_half(bias, f"export_sparse_onnx: {step.path}.bias").cpu(),
+        **geometry,
+        activation="ReLU" if made.relu else "None",
+        precision="fp16" if is_float else "int8",
+        output_precision=made.precision,
+        input_range=None if is_float else forms[draft.reads[0].tensor].amax,
+        weight_ranges=ranges if ranges_wanted else None,
+        output_bound=bound(seen.voxels, head_room),
+        input_spatial_shape=seen.grid,
+        output_spatial_shape=seen.out_grid,
+        rows=(seen.read[0], seen.made[0]),
+    )
+
+
+def _geometry(draft: Draft) -> dict[str, Any]:
+    step = draft.step
+    module: Any = step.module
+    found: Any = vars(module.geometry) if is_float_conv(step) else step.attributes
+    key = module.key if is_float_conv(step) else step.attributes["indice_key"]
+    if found["transposed"]:
+        raise ValueError(
+            f"export_sparse_onnx: {place(step)} is a transposed convolution, which the engine "
+            "takes for a strided one; use SparseInverseConv3d"
+        )
+    if len(found["kernel_size"]) != 3:
+        raise ValueError(
+            f"export_sparse_onnx: {place(step)} has {len(found['kernel_size'])} spatial axes; the "
+            "engine has three"
+        )
+    sizes = "kernel_size stride padding dilation output_padding".split()
+    return {
+        **{name: tuple(found[name]) for name in sizes},
+        "subm": bool(found["subm"]),
+        "inverse": bool(found["inverse"]),
+        "rulebook": key or "",
+    }
+
+
+def _float_weight(conv: Any, module: Any, path: str) -> tuple[Tensor, tuple[float, ...]]:
+    quantizer = getattr(module, "_weight_quantizer", None)
+    half_way = quantizer is not None and not quantizer._disabled and quantizer._if_quant
+    if (conv.quantizer is not None or half_way) and not is_integer_layer(module):
+        raise ValueError(
+            f"export_sparse_onnx: {path} quantizes its input or its weight, not both; the engine "
+            "computes a layer in int8 or in fp16: enable() or disable() both quantizers"
+        )
+    if conv.quantizer is not None or half_way:
+        raise ValueError(
+            f"export_sparse_onnx: {path} has quantizers without an 8-bit integer form (bits, "
+            "sign, activation); quantize it with 8 bits, or disable() both quantizers"
+        )
+    weight = _krsc(conv.weight, conv.geometry.kernel_size)
+    half = to_half(weight, f"export_sparse_onnx: {path}.weight").cpu()
+    largest = half.float().reshape(len(half), -1).abs().amax(1)
+    ranges = torch.where(largest > 0, largest, largest.max().clamp(min=1.0))
+    return half, tuple(ranges.tolist())
+
+
+def _integer_weight(draft: Draft, values: Mapping[str, Any]) -> tuple[Tensor, tuple[float, ...]]:
+    """Half-precision weights that lie on the integers' grid, and amax of each output channel."""
+    step = draft.step
+    tensors = step.tensors
+    total = tensors["scale"] if "scale" in tensors else tensors["multiplier"]
+    form = values[draft.y].form
+    if not isinstance(form, str):
+        total = total * form.scale
+    scale = total.cpu().double() / draft.reads[0].form.scale
+    ranges = (scale * _STEPS).float()
+    q = _krsc(tensors["weight"], step.attributes["kernel_size"]).cpu()
+    grid = ranges.double().view(-1, 1, 1, 1, 1) / _STEPS
+    half = to_half(q.double() * grid, f"export_sparse_onnx: {step.path}.weight")
+    lost = torch.round(half.double() / grid) != q
+    if bool(lost.any()):
+        channel = int(lost.nonzero()[0, 0])
+        raise ValueError(
+            f"export_sparse_onnx: {step.path}.weight: channel {channel} has a range of "
+            f"{float(ranges[channel]):g}, too small for float16, in which the file stores it; "
+            "scale the layers around it, or disable() its quantizers"
+        )
+    return half, tuple(np.asarray(ranges, np.float32).astype(float).tolist())
+
+
+def _krsc(weight: Tensor, kernel_size: Any) -> Tensor:
+    size = tuple(int(k) for k in kernel_size)
+    return permute_weight(weight, WeightLayout.VCK, WeightLayout.KRSC, kernel_size=size)

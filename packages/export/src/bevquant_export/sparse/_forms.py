@@ -1,0 +1,88 @@
+"""One form per tensor: what its readers agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from bevquant_export.sparse._follow import Followed, Reading
+from bevquant_export.sparse._half_precision import LARGEST_HALF
+
+__all__ = ["TensorForm", "agreed_forms"]
+
+_STEPS = 127
+
+
+@dataclass(frozen=True)
+class TensorForm:
+    """How a file holds a tensor.
+
+    Attributes:
+        relu: Behind the ReLU that belongs to its producer.
+        precision: ``"int8"`` where every reader wants integers, else ``"fp16"``.
+        amax: The range, where any reader wants integers.
+    """
+
+    relu: bool
+    precision: str
+    amax: float | None
+
+
+def agreed_forms(followed: Followed) -> Mapping[str, TensorForm]:
+    """The form of every tensor.
+
+    Raises:
+        ValueError: Readers want a tensor with and without a ReLU, or in several ranges, or in
+            integers that the engine does not have; the readers are named.
+    """
+    readings: dict[str, list[Reading]] = {followed.input: []}
+    readings |= {draft.y: [] for draft in followed.drafts}
+    for reading in (r for draft in followed.drafts for r in draft.reads):
+        readings[reading.tensor].append(reading)
+    for reading in followed.outputs:
+        readings[reading.tensor].append(reading)
+    return {tensor: _form(tensor, found) for tensor, found in readings.items()}
+
+
+def _form(tensor: str, readings: list[Reading]) -> TensorForm:
+    readers = ", ".join(dict.fromkeys(r.by for r in readings))
+    if len({r.relu for r in readings}) > 1:
+        raise ValueError(
+            f"export_sparse_onnx: {readers} read the tensor {tensor!r}, some of them before and "
+            "some behind its ReLU; the file folds the ReLU into the layer, so all must read behind "
+            "it"
+        )
+    relu = bool(readings) and readings[0].relu
+    integers = [r for r in readings if not isinstance(r.form, str)]
+    for reading in integers:
+        _check_integers(reading, relu)
+    ranges = sorted({float(r.form.scale) * _STEPS for r in integers})
+    if len(ranges) > 1:
+        raise ValueError(
+            f"export_sparse_onnx: {readers} read the tensor {tensor!r} in different ranges "
+            f"{', '.join(f'{r:g}' for r in ranges)}; a file holds one range per tensor. "
+            "bevquant_qnn.quantize_model with example_inputs gives all readers one quantizer"
+        )
+    if ranges and ranges[0] > LARGEST_HALF:
+        raise ValueError(
+            f"export_sparse_onnx: {readers} read the tensor {tensor!r} with a range of "
+            f"{ranges[0]:g}, beyond float16 (largest {LARGEST_HALF:g}), in which the engine's "
+            "unquantized layers compute; calibrate again, or scale the layers before it"
+        )
+    whole = bool(readings) and len(integers) == len(readings)
+    return TensorForm(relu, "int8" if whole else "fp16", ranges[0] if ranges else None)
+
+
+def _check_integers(reading: Reading, relu: bool) -> None:
+    form = reading.form
+    if form.bits != 8:
+        raise ValueError(
+            f"export_sparse_onnx: {reading.by} reads integers of {form.bits} bits; the engine has "
+            "8: quantize it with num_bits=8, or disable() its quantizers"
+        )
+    if form.low != -128 and not relu:
+        raise ValueError(
+            f"export_sparse_onnx: {reading.by} reads integers from {form.low} on "
+            "(narrow_range=True); the engine's reach down to -128: quantize with "
+            "narrow_range=False"
+        )

@@ -1,0 +1,154 @@
+"""What a sparse ONNX file says, apart from how it says it: nodes over named tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+__all__ = ["Add", "Conv", "Graph", "Move", "Node", "Relu", "Scatter", "inputs_of"]
+
+Sizes = tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Conv:
+    """A sparse convolution, its ReLU included.
+
+    Attributes:
+        path: Module of the exported model.
+        x: Tensor read.
+        y: Tensor made.
+        weight: float16 ``[out_channels, k0, k1, k2, in_channels]``.
+        bias: float16 ``[out_channels]``.
+        kernel_size: Per axis, in the order of the coordinate columns, like all that follow.
+        stride: Voxels.
+        padding: Voxels.
+        dilation: Voxels.
+        output_padding: Written, not used.
+        subm: Submanifold.
+        inverse: Undoes the strided convolution of the same rulebook.
+        rulebook: Key under which convolutions share their pairs; may be empty.
+        activation: ``"ReLU"`` or ``"None"``.
+        precision: ``"int8"`` or ``"fp16"``: what it computes in.
+        output_precision: How `y` is held.
+        input_range: amax of x; ``None`` in fp16.
+        weight_ranges: amax per output channel; ``None`` where neither x nor y is int8.
+        output_bound: Most voxels that y may have.
+        input_spatial_shape: Grid of x.
+        output_spatial_shape: Grid of y.
+        rows: Voxels of x and y in the example; placeholders.
+        name: Name of the node.
+    """
+
+    path: str
+    x: str
+    y: str
+    weight: Tensor
+    bias: Tensor
+    kernel_size: Sizes
+    stride: Sizes
+    padding: Sizes
+    dilation: Sizes
+    output_padding: Sizes
+    subm: bool
+    inverse: bool
+    rulebook: str
+    activation: str
+    precision: str
+    output_precision: str
+    input_range: float | None
+    weight_ranges: tuple[float, ...] | None
+    output_bound: int
+    input_spatial_shape: Sizes
+    output_spatial_shape: Sizes
+    rows: tuple[int, int]
+    name: str = ""
+
+    @property
+    def in_channels(self) -> int:
+        """Channels of x."""
+        return self.weight.shape[4]
+
+    @property
+    def out_channels(self) -> int:
+        """Channels of y."""
+        return self.weight.shape[0]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Add:
+    """``y = x + other``; the ranges are those of its inputs and ``None`` in fp16."""
+
+    path: str
+    x: str
+    other: str
+    y: str
+    precision: str
+    output_precision: str
+    range_x: float | None
+    range_other: float | None
+    name: str = ""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Relu:
+    """``y = max(x, 0)``, only behind an `Add`."""
+
+    path: str
+    x: str
+    y: str
+    name: str = ""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Scatter:
+    """Voxels to a dense grid ``output_shape``: batch, channels, then the axes as `format` says."""
+
+    path: str
+    x: str
+    y: str
+    input_spatial_shape: Sizes
+    format: str
+    output_shape: Sizes
+    name: str = ""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Move:
+    """``"Transpose"`` (`dims` is the permutation) or ``"Reshape"`` (`dims` is the new shape)."""
+
+    path: str
+    op: str
+    x: str
+    y: str
+    dims: Sizes
+    name: str = ""
+
+
+Node = Conv | Add | Relu | Scatter | Move
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Graph:
+    """Nodes in order of execution.
+
+    Attributes:
+        input: Tensor of the voxels' features.
+        channels: Its channels.
+        nodes: In order.
+        outputs: Tensors that the file returns.
+        shapes: Shape of each output in the example, batch 1; placeholders for voxels.
+    """
+
+    input: str
+    channels: int
+    nodes: tuple[Node, ...]
+    outputs: tuple[str, ...]
+    shapes: Mapping[str, Sizes] = field(default_factory=dict)
+
+
+def inputs_of(node: Node) -> tuple[str, ...]:
+    """Tensors that a node reads."""
+    return (node.x, node.other) if isinstance(node, Add) else (node.x,)

@@ -1,0 +1,80 @@
+"""A model whose constants are those that a file of half precision holds."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bevquant_qnn import QuantSparseConvolution
+from bevquant_quantizers import TensorQuantizer
+from bevquant_sparse import is_sparse_conv
+
+__all__ = ["LARGEST_HALF", "is_integer_layer", "to_half", "with_half_constants"]
+
+LARGEST_HALF = 65504.0
+
+
+def with_half_constants(model: nn.Module) -> nn.Module:
+    """A copy whose sparse convolutions hold what a float16 file can hold.
+
+    Files of the libspconv dialect carry weights and biases as float16. In the copy every bias of
+    a sparse convolution, and every weight of one that is not quantized, is rounded to float16,
+    half to even. Weights of quantized layers stay: the file holds their integers exactly. So
+    ``simulate(with_half_constants(model), inputs)`` computes what the file computes, to the last
+    integer, while ``simulate(model, inputs)`` has biases that differ by up to 2⁻¹¹ of themselves.
+
+    Args:
+        model: Any module; it is not changed.
+
+    Returns:
+        The copy, on the model's device, in its dtype.
+
+    Raises:
+        ValueError: A constant is not finite or leaves float16; the layer is named.
+
+    Example:
+        >>> import torch
+        >>> with_half_constants(torch.nn.ReLU())
+        ReLU()
+    """
+    copied = copy.deepcopy(model)
+    for path, module in copied.named_modules():
+        if not (isinstance(module, QuantSparseConvolution) or is_sparse_conv(module)):
+            continue
+        names = ("bias",) if is_integer_layer(module) else ("bias", "weight", "kernel")
+        for name in names:
+            value = getattr(module, name, None)
+            if isinstance(value, Tensor):
+                with torch.no_grad():
+                    value.copy_(to_half(value, f"{path}.{name}").to(value.dtype))
+    return copied
+
+
+def is_integer_layer(module: Any) -> bool:
+    """Whether a layer quantizes both what it reads and its weight."""
+    quantizers = [getattr(module, n, None) for n in ("_input_quantizer", "_weight_quantizer")]
+    return all(
+        isinstance(q, TensorQuantizer) and not q._disabled and q._if_quant for q in quantizers
+    )
+
+
+def to_half(values: Tensor, name: str) -> Tensor:
+    """`values` as float16, half to even.
+
+    Raises:
+        ValueError: NaN, infinite or beyond ±65504; the message starts with `name`.
+    """
+    values = values.detach()
+    if not bool(values.isfinite().all()):
+        raise ValueError(f"{name}: a value is NaN or infinite; train or load the model again")
+    half = values.to(torch.float16)
+    if not bool(half.isfinite().all()):
+        raise ValueError(
+            f"{name}: the value {float(values.abs().max()):g} overflows float16 (largest "
+            f"{LARGEST_HALF:g}), in which the file stores it; a batch norm with a tiny variance "
+            "was probably folded into this layer: retrain it, or scale the layers around it"
+        )
+    return half

@@ -1,0 +1,191 @@
+"""Sparse ONNX files read back and run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bevquant_export.sparse._constants import ConvConstants
+from bevquant_export.sparse._graph import Conv, Graph, Node
+from bevquant_export.sparse._held import Held, Integers
+from bevquant_export.sparse._ranges import tensor_ranges
+from bevquant_export.sparse._read_proto import read_graph
+from bevquant_export.sparse._run import FrameRun, See
+from bevquant_export.sparse._voxels import Voxels
+from bevquant_int8sim import Recorded, SparseOutput
+
+__all__ = ["SparseOnnxModel", "load_sparse_onnx"]
+
+_MODES = ("int8", "float")
+Output = Tensor | SparseOutput | tuple[Tensor | SparseOutput, ...]
+
+
+class SparseOnnxModel:
+    """A sparse ONNX file that runs here: made by `load_sparse_onnx`.
+
+    Args:
+        graph: What the file says.
+        backend: Kernels, see ``bevquant_int8sim.int8_sparse_conv``.
+    """
+
+    def __init__(self, graph: Graph, *, backend: str = "auto") -> None:
+        self.graph = graph
+        self.backend = backend
+        convs = [node for node in graph.nodes if isinstance(node, Conv)]
+        self._constants = {conv.name: ConvConstants(conv) for conv in convs}
+        self._grid = next((c.input_spatial_shape for c in convs if c.x == graph.input), None)
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """Nodes in order of execution; `path` of each is the module that it was exported from."""
+        return self.graph.nodes
+
+    def __call__(
+        self,
+        features: Tensor,
+        coords: Tensor,
+        batch_size: int = 1,
+        *,
+        mode: str = "int8",
+        spatial_shape: Sequence[int] | None = None,
+    ) -> Output:
+        """What `run` returns first."""
+        return _single(
+            self.watch(
+                features, coords, batch_size, _ignore, mode=mode, spatial_shape=spatial_shape
+            )
+        )
+
+    def run(
+        self,
+        features: Tensor,
+        coords: Tensor,
+        batch_size: int = 1,
+        *,
+        mode: str = "int8",
+        spatial_shape: Sequence[int] | None = None,
+    ) -> tuple[Output, dict[str, Recorded]]:
+        """Run one batch and keep what every node makes.
+
+        Args:
+            features: float ``[voxels, channels]``.
+            coords: Integers ``[voxels, 4]``: batch, then the axes in the file's order.
+            batch_size: Frames. The engine takes one.
+            mode: ``"int8"``: the layers that the file says are int8 in integers, the others in
+                float32. ``"float"``: all in float32 on the file's weights.
+            spatial_shape: Grid; by default the file's.
+
+        Returns:
+            The output (a tuple of several), a dense tensor or a `SparseOutput`, and node name to
+            what it made: integers with their scale, or floats.
+
+        Raises:
+            TypeError: Features are no floats or coordinates no integers.
+            ValueError: A shape, a coordinate or a range does not fit, or a frame has more voxels
+                than a layer's bound; the node is named.
+        """
+        found: dict[str, Recorded] = {}
+
+        def see(node: Node, made: Held, indices: Tensor | None) -> None:
+            found[node.name] = _recorded(node, made)
+
+        outputs = self.watch(
+            features, coords, batch_size, see, mode=mode, spatial_shape=spatial_shape
+        )
+        return _single(outputs), found
+
+    @torch.no_grad()
+    def watch(
+        self,
+        features: Tensor,
+        coords: Tensor,
+        batch_size: int,
+        see: See,
+        *,
+        mode: str = "int8",
+        spatial_shape: Sequence[int] | None = None,
+    ) -> tuple[Tensor | SparseOutput, ...]:
+        """Run one batch; `see` gets each node, what it made and the coordinates of its rows.
+
+        Args:
+            features: As in `run`, like the others.
+            coords: Likewise.
+            batch_size: Likewise.
+            see: Called behind each node; the coordinates of a dense tensor are ``None``.
+            mode: As in `run`.
+            spatial_shape: Likewise.
+
+        Returns:
+            The outputs, always as a tuple.
+        """
+        if mode not in _MODES:
+            raise ValueError(f"mode={mode!r}: expected 'int8' or 'float'")
+        grid = self._grid if spatial_shape is None else tuple(int(n) for n in spatial_shape)
+        if grid is None:
+            raise ValueError("no convolution reads the input; give spatial_shape")
+        self._check(features, coords)
+        voxels = Voxels(coords.to(torch.int32).contiguous(), grid, int(batch_size))
+        ranges = tensor_ranges(self.graph) if mode == "int8" else None
+        run = FrameRun(self.graph, self._constants, ranges, self.backend, see)
+        return run.run(features.float(), voxels)
+
+    def _check(self, features: Tensor, coords: Tensor) -> None:
+        channels = self.graph.channels
+        wrong = features.dim() != 2 or (channels and features.shape[1] != channels)
+        if wrong or tuple(coords.shape) != (len(features), 4):
+            raise ValueError(
+                f"features {tuple(features.shape)} and coords {tuple(coords.shape)}: expected "
+                f"[voxels, {channels or 'channels'}] and [voxels, 4]: batch and three axes"
+            )
+        if not features.is_floating_point() or coords.is_floating_point():
+            raise TypeError(
+                f"features {features.dtype} and coords {coords.dtype}: expected floats and integers"
+            )
+
+
+def load_sparse_onnx(path: str | os.PathLike[str], *, backend: str = "auto") -> SparseOnnxModel:
+    """Read, check and run a file of the libspconv dialect, ours or NVIDIA's.
+
+    The check is stricter than the engine's parser, which takes a misspelt precision for fp16 and
+    a missing attribute for nothing. Integers follow ``bevquant_int8sim``: scales are range/127,
+    everything rounds half to even and clamps to −128…127, an int8 tensor has the range of its
+    readers. What the engine itself rounds elsewhere is not public.
+
+    Args:
+        path: The file.
+        backend: Kernels, see ``bevquant_int8sim.int8_sparse_conv``.
+
+    Raises:
+        ValueError: The file is broken or says something that the dialect does not have; the node
+            is named.
+
+    Example:
+        >>> load_sparse_onnx("missing.onnx")
+        Traceback (most recent call last):
+        ...
+        ValueError: load_sparse_onnx: missing.onnx: no such file as missing.onnx
+    """
+    try:
+        return SparseOnnxModel(read_graph(Path(path)), backend=backend)
+    except ValueError as error:
+        raise ValueError(f"load_sparse_onnx: {error}") from error
+
+
+def _single(outputs: tuple[Tensor | SparseOutput, ...]) -> Output:
+    return outputs[0] if len(outputs) == 1 else outputs
+
+
+def _ignore(node: Node, made: Held, indices: Tensor | None) -> None:
+    pass
+
+
+def _recorded(node: Node, made: Held) -> Recorded:
+    """The form that the file holds: integers, or floats of whatever is rounded later."""
+    place = node.path or node.name
+    if isinstance(made, Integers):
+        return Recorded(place, type(node).__name__, made.values, made.scale)
+    return Recorded(place, type(node).__name__, made.floats(), None)

@@ -1,0 +1,145 @@
+"""From followed operators to the nodes of a file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from bevquant_export.sparse._conv_node import conv_node
+from bevquant_export.sparse._follow import Draft, Followed, place
+from bevquant_export.sparse._forms import TensorForm, agreed_forms
+from bevquant_export.sparse._graph import Add, Conv, Graph, Move, Node, Relu, Scatter
+from bevquant_export.sparse._observe import Seen
+
+__all__ = ["make_graph"]
+
+_PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
+
+
+def make_graph(
+    followed: Followed,
+    seen: Mapping[str, Seen],
+    model: nn.Module,
+    values: Mapping[str, Any],
+    order: str,
+    head_room: float,
+) -> Graph:
+    """The file's nodes; tensors keep the names of the program's values.
+
+    Raises:
+        ValueError: Something has no form in the dialect; the module is named.
+    """
+    forms = agreed_forms(followed)
+    nodes: list[Node] = []
+    if forms[followed.input].relu:
+        raise ValueError(
+            "export_sparse_onnx: a ReLU reads the input features; the dialect has it behind a "
+            "convolution or an addition: apply it before the model"
+        )
+    for draft in followed.drafts:
+        size = seen[draft.y]
+        if draft.kind == "conv":
+            nodes.append(conv_node(draft, forms, size, model, values, head_room))
+        elif draft.kind == "add":
+            nodes += _addition(draft, forms)
+        else:
+            nodes.append(_tail(draft, size, forms, order))
+    shapes = {r.tensor: _shape(seen[r.tensor]) for r in followed.outputs if r.tensor in seen}
+    return Graph(
+        input=followed.input,
+        channels=_channels(followed, nodes),
+        nodes=tuple(nodes),
+        outputs=tuple(dict.fromkeys(r.tensor for r in followed.outputs)),
+        shapes=shapes,
+    )
+
+
+def _channels(followed: Followed, nodes: list[Node]) -> int:
+    for node in nodes:
+        if isinstance(node, Conv) and node.x == followed.input:
+            return node.in_channels
+    raise ValueError("export_sparse_onnx: no convolution reads the input features")
+
+
+def _shape(seen: Seen) -> tuple[int, ...]:
+    return (1, *seen.made[1:])
+
+
+def _addition(draft: Draft, forms: Mapping[str, TensorForm]) -> list[Node]:
+    x, other = draft.reads
+    integer = draft.step.op == "add"
+    held = [forms[r.tensor] for r in (x, other)]
+    if integer and any(isinstance(r.form, str) for r in (x, other)):
+        raise ValueError(
+            f"export_sparse_onnx: {place(draft.step)} adds what nothing quantizes; quantize both "
+            "operands with one quantizer (QuantConfig(quantize_add=True))"
+        )
+    if held[0].precision != held[1].precision:
+        raise ValueError(
+            f"export_sparse_onnx: {place(draft.step)} adds an int8 and an fp16 tensor, which the "
+            "engine refuses; one operand has a reader that is not quantized: enable() that "
+            "reader's quantizers, or disable() the addition's"
+        )
+    if integer and held[0].amax != held[1].amax:
+        raise ValueError(
+            f"export_sparse_onnx: {place(draft.step)} adds tensors of the ranges {held[0].amax:g} "
+            f"and {held[1].amax:g}; the engine wants one: share one quantizer "
+            "(bevquant_qnn.QuantAdd)"
+        )
+    made = forms[draft.y]
+    summed = f"{draft.y} before ReLU" if made.relu else draft.y
+    add = Add(
+        path=draft.step.path,
+        x=x.tensor,
+        other=other.tensor,
+        y=summed,
+        precision="int8" if integer else "fp16",
+        output_precision=made.precision,
+        range_x=held[0].amax if integer else None,
+        range_other=held[1].amax if integer else None,
+    )
+    return [add, Relu(path=draft.step.path, x=summed, y=draft.y)] if made.relu else [add]
+
+
+def _tail(draft: Draft, seen: Seen, forms: Mapping[str, TensorForm], order: str) -> Node:
+    (x,) = draft.reads
+    made = forms[draft.y]
+    if made.relu or made.amax is not None or not isinstance(x.form, str):
+        raise ValueError(
+            f"export_sparse_onnx: {place(draft.step)}: what follows it is a ReLU or a quantized "
+            "layer on the dense grid, which the engine does not have; export the model up to "
+            "here and the rest with export_qdq_onnx"
+        )
+    step = draft.step
+    if draft.kind == "scatter":
+        return Scatter(
+            path=step.path, x=x.tensor, y=draft.y, input_spatial_shape=seen.made[2:],
+            format=order, output_shape=(1, *seen.made[1:]),
+        )  # fmt: skip
+    if draft.kind == "permute":
+        dims, op = _permutation(draft, len(seen.read)), "Transpose"
+        keeps = dims[0] == 0
+    else:
+        dims, op = (1, *seen.made[1:]), "Reshape"
+        per_frame = math.prod(seen.read[1:]) == math.prod(seen.made[1:])
+        keeps = seen.made[0] == seen.read[0] and per_frame
+    if not keeps:
+        raise ValueError(
+            f"export_sparse_onnx: {place(draft.step)} moves the batch axis from {seen.read} to "
+            f"{seen.made}; keep it first"
+        )
+    return Move(path=step.path, op=op, x=x.tensor, y=draft.y, dims=dims)
+
+
+def _permutation(draft: Draft, rank: int) -> tuple[int, ...]:
+    """Which axis each axis of the result is: sizes of a probe tell."""
+    if rank > len(_PRIMES):
+        raise ValueError(f"export_sparse_onnx: {place(draft.step)} permutes {rank} axes")
+    function: Any = draft.step.function
+    probe = torch.empty(_PRIMES[:rank], device="meta")
+    made = function(probe, *draft.step.args[1:], **draft.step.kwargs)
+    return tuple(_PRIMES.index(size) for size in made.shape)

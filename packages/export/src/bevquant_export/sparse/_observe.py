@@ -1,0 +1,68 @@
+"""Sizes that a file states and a program does not: seen while example frames run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bevquant_int8sim import IntegerModel
+from bevquant_int8sim.model import Step
+
+__all__ = ["Seen", "bound", "observe"]
+
+_STEP = 1000
+
+
+@dataclass
+class Seen:
+    """What one step read and made.
+
+    Attributes:
+        read: Shape of its first input, in the example.
+        made: Shape of its first output, in the example.
+        grid: Spatial shape before, for sparse convolutions.
+        out_grid: And behind.
+        batch_size: Frames in the example, for sparse convolutions.
+        voxels: Largest number of output voxels of one frame, over all batches.
+    """
+
+    read: tuple[int, ...]
+    made: tuple[int, ...]
+    grid: tuple[int, ...] = ()
+    out_grid: tuple[int, ...] = ()
+    batch_size: int = 1
+    voxels: int = 0
+
+
+def observe(model: IntegerModel, example: Any, batches: Iterable[Any]) -> dict[str, Seen]:
+    """First output of each step to what was seen there; the example counts as a batch."""
+    seen: dict[str, Seen] = {}
+
+    def look(step: Step, given: tuple[Any, ...], made: tuple[Any, ...]) -> None:
+        if not made or not isinstance(made[0], Tensor) or not isinstance(given[0], Tensor):
+            return
+        name = step.outputs[0]
+        if name not in seen:
+            seen[name] = Seen(tuple(given[0].shape), tuple(made[0].shape))
+            if len(made) == 2:
+                seen[name].grid = tuple(given[1].spatial_shape)
+                seen[name].out_grid = tuple(made[1].spatial_shape)
+                seen[name].batch_size = int(made[1].batch_size)
+        if len(made) == 2:
+            frames = torch.bincount(made[1].indices[:, 0].long())
+            voxels = int(frames.max()) if len(frames) else 0
+            seen[name].voxels = max(seen[name].voxels, voxels)
+
+    for inputs in (example, *batches):
+        model.run(inputs, record=False, observe=look)
+    return seen
+
+
+def bound(voxels: int, head_room: float) -> int:
+    """``voxels · head_room``, up to the next thousand."""
+    return max(1, math.ceil(voxels * head_room / _STEP)) * _STEP

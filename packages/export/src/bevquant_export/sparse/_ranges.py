@@ -1,0 +1,41 @@
+"""The range of every int8 tensor of a file: a file says it only where the tensor is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from bevquant_export.sparse._graph import Add, Conv, Graph, Relu
+
+__all__ = ["tensor_ranges"]
+
+
+def tensor_ranges(graph: Graph) -> Mapping[str, float]:
+    """Tensor to amax, for every tensor that is held in int8.
+
+    Raises:
+        ValueError: An int8 tensor has no int8 reader, or its readers disagree; they are named.
+    """
+    said: dict[str, dict[str, float]] = {}
+    for node in graph.nodes:
+        if isinstance(node, Conv) and node.precision == "int8" and node.input_range is not None:
+            said.setdefault(node.x, {})[node.name] = node.input_range
+        if isinstance(node, Add) and node.precision == "int8":
+            for name, amax in ((node.x, node.range_x), (node.other, node.range_other)):
+                if amax is not None:
+                    said.setdefault(name, {})[node.name] = amax
+    behind = {node.x: node.y for node in graph.nodes if isinstance(node, Relu)}
+    found: dict[str, float] = {}
+    for node in graph.nodes:
+        if not isinstance(node, Conv | Add) or node.output_precision != "int8":
+            continue
+        tensor = behind.get(node.y, node.y)
+        readers = said.get(tensor, {})
+        if len(set(readers.values())) != 1:
+            what = ", ".join(f"{name} {amax:g}" for name, amax in readers.items())
+            raise ValueError(
+                f"{node.name} makes int8, and its readers say "
+                f"{'these ranges: ' + what if readers else 'no range'}; expected one. Run the file "
+                'with mode="float", or export it again with one quantizer per tensor'
+            )
+        found[tensor] = found[node.y] = next(iter(readers.values()))
+    return found

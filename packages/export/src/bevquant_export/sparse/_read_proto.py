@@ -1,0 +1,91 @@
+"""A file of the libspconv dialect as a graph; everything in it is checked."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bevquant_export.sparse._check_graph import check_graph
+from bevquant_export.sparse._graph import Graph, Node
+from bevquant_export.sparse._read_node import OPERATORS, read_node
+from bevquant_export.sparse._read_tensors import read_tensors
+
+if TYPE_CHECKING:
+    from onnx import GraphProto, ModelProto
+
+__all__ = ["read_graph"]
+
+_MOST_BYTES = 1 << 30
+
+
+def read_graph(path: str | os.PathLike[str]) -> Graph:
+    """Read and check a file. Nothing beside the file is opened.
+
+    Raises:
+        ValueError: It is no ONNX file, or says something that the dialect does not have; the
+            message starts with the file and names the node.
+    """
+    file = Path(path)
+    try:
+        graph = _graph(_parsed(file).graph)
+        check_graph(graph)
+    except ValueError as error:
+        raise ValueError(f"{file.name}: {error}") from error
+    return graph
+
+
+def _parsed(file: Path) -> ModelProto:
+    import onnx
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+
+    if not file.is_file():
+        raise ValueError(f"no such file as {file}")
+    if file.stat().st_size > _MOST_BYTES:
+        raise ValueError(f"{file.stat().st_size} bytes; expected at most {_MOST_BYTES}")
+    try:
+        return onnx.load_model_from_string(file.read_bytes())
+    except DecodeError as error:
+        raise ValueError(f"not an ONNX file ({error}); is it a Git LFS pointer?") from error
+
+
+def _graph(proto: GraphProto) -> Graph:
+    _check_text(proto)
+    tensors = read_tensors(proto)
+    inputs = [value for value in proto.input if value.name not in tensors]
+    if len(inputs) != 1:
+        names = [value.name for value in inputs]
+        raise ValueError(f"expected one input, the features of the voxels, got {names}")
+    if not proto.node or not proto.output:
+        raise ValueError("it has no nodes or no outputs")
+    unknown = sorted({node.op_type for node in proto.node} - set(OPERATORS))
+    if unknown:
+        raise ValueError(
+            f"operators {', '.join(unknown)}: a libspconv file has {', '.join(OPERATORS)} only"
+        )
+    nodes: list[Node] = [
+        read_node(node, tensors, node.name or f"node {i}") for i, node in enumerate(proto.node)
+    ]
+    sizes = [d.dim_value for d in inputs[0].type.tensor_type.shape.dim]
+    shapes = {
+        value.name: tuple(int(d.dim_value) for d in value.type.tensor_type.shape.dim)
+        for value in proto.output
+    }
+    return Graph(
+        input=inputs[0].name,
+        channels=int(sizes[1]) if len(sizes) == 2 else 0,
+        nodes=tuple(nodes),
+        outputs=tuple(value.name for value in proto.output),
+        shapes=shapes,
+    )
+
+
+def _check_text(proto: GraphProto) -> None:
+    """Names that are not UTF-8 come as bytes, which nothing here expects."""
+    texts = [value.name for value in (*proto.input, *proto.output, *proto.initializer)]
+    for node in proto.node:
+        texts += [node.op_type, node.name, node.doc_string, *node.input, *node.output]
+        texts += [attribute.name for attribute in node.attribute]
+    broken = next((text for text in texts if not isinstance(text, str)), None)
+    if broken is not None:
+        raise ValueError(f"the name {broken!r} is not UTF-8")

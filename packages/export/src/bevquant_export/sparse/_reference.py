@@ -1,0 +1,58 @@
+"""What the integer model makes at each module, with the voxels that the rows lie on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from bevquant_export.sparse._half_precision import with_half_constants
+from bevquant_int8sim import IntegerModel, simulate
+from bevquant_int8sim.model import Step
+
+__all__ = ["Made", "reference_of"]
+
+
+@dataclass(frozen=True, eq=False)
+class Made:
+    """A tensor on voxels.
+
+    Attributes:
+        value: ``[rows, channels]``, integers or floats.
+        scale: Value of a step; ``None`` for floats.
+        indices: ``[rows, 4]``.
+    """
+
+    value: Tensor
+    scale: float | None
+    indices: Tensor
+
+
+def reference_of(model: nn.Module, inputs: Any) -> tuple[dict[str, list[Made]], Any]:
+    """``(module path to what is made there, what the model returns)``, constants as in a file."""
+    integers = simulate(with_half_constants(model), inputs)
+    found: dict[str, list[Made]] = {}
+    places: dict[str, Tensor] = {}
+
+    def see(step: Step, given: tuple[Any, ...], made: tuple[Any, ...]) -> None:
+        if len(made) == 2 and hasattr(made[1], "indices"):
+            places[step.outputs[0]] = made[1].indices
+        elif step.outputs:
+            # Conversions and sums keep the rows of what they read.
+            known = [places[name] for name in step.inputs if name in places]
+            if known and isinstance(made[0], Tensor) and len(made[0]) == len(known[0]):
+                places[step.outputs[0]] = known[0]
+        name = step.outputs[0]
+        if name in places and made[0].dim() == 2:
+            found.setdefault(step.path, []).append(
+                Made(made[0], _scale(integers, name), places[name])
+            )
+
+    result, _ = integers.run(inputs, record=False, observe=see)
+    return found, result
+
+
+def _scale(model: IntegerModel, name: str) -> float | None:
+    form: Any = model.program.values[name].form
+    return None if isinstance(form, str) else float(form.scale)

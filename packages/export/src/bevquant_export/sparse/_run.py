@@ -1,0 +1,160 @@
+"""Running a graph, node by node, in integers or in floats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from bevquant_export.sparse._constants import ConvConstants
+from bevquant_export.sparse._graph import Add, Conv, Graph, Move, Node, Relu, Scatter, inputs_of
+from bevquant_export.sparse._held import Accumulators, Floats, Held, Integers, Sum
+from bevquant_export.sparse._voxels import Voxels, convolved
+from bevquant_int8sim import SparseOutput, int8_sparse_conv
+from bevquant_sparse import Rulebook, WeightLayout, sparse_conv, to_dense
+
+__all__ = ["FrameRun", "See"]
+
+_STEPS = 127
+See = Callable[[Node, Held, Tensor | None], None]
+
+
+class FrameRun:
+    """One call: the tensors made so far and the voxels they lie on.
+
+    Args:
+        graph: What runs.
+        constants: Of each convolution, by the name of its node.
+        ranges: amax of each int8 tensor; ``None`` runs everything in float.
+        backend: Kernels, see ``bevquant_int8sim.int8_sparse_conv``.
+        see: Called with every node, what it made and the coordinates of its rows.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        constants: Mapping[str, ConvConstants],
+        ranges: Mapping[str, float] | None,
+        backend: str,
+        see: See,
+    ) -> None:
+        self.graph = graph
+        self.constants = constants
+        self.ranges = ranges
+        self.backend = backend
+        self.see = see
+        self.held: dict[str, Held] = {}
+        self.voxels: dict[str, Voxels] = {}
+        self._strided: dict[str, tuple[Rulebook, Voxels]] = {}
+        self._before_relu = {node.x for node in graph.nodes if isinstance(node, Relu)}
+
+    def run(self, features: Tensor, voxels: Voxels) -> tuple[Tensor | SparseOutput, ...]:
+        """The outputs of the graph."""
+        self.held[self.graph.input] = Floats(features)
+        self.voxels[self.graph.input] = voxels
+        last = {name: i for i, node in enumerate(self.graph.nodes) for name in inputs_of(node)}
+        for number, node in enumerate(self.graph.nodes):
+            self.held[node.y] = self._step(node)
+            voxels_made = self.voxels.get(node.y)
+            indices = None if voxels_made is None else voxels_made.indices
+            self.see(node, self.held[node.y], indices)
+            for name in set(inputs_of(node)):
+                if last[name] == number and name not in self.graph.outputs:
+                    del self.held[name]
+        return tuple(self._output(name) for name in self.graph.outputs)
+
+    def _output(self, name: str) -> Tensor | SparseOutput:
+        values = self.held[name].floats()
+        voxels = self.voxels.get(name)
+        if voxels is None:
+            return values
+        shape = list(voxels.spatial_shape)
+        return SparseOutput(values, voxels.indices, shape, voxels.batch_size)
+
+    def _step(self, node: Node) -> Held:
+        if isinstance(node, Conv):
+            return self._conv(node)
+        if isinstance(node, Add):
+            return self._add(node)
+        if isinstance(node, Scatter):
+            return self._scatter(node)
+        if isinstance(node, Move):
+            return Floats(self._move(node))
+        self.voxels[node.y] = self._on_voxels(node, node.x)
+        summed = self.held[node.x]
+        if isinstance(summed, Sum):
+            return self._stored(replace(summed, relu=True), node.y, node.name)
+        return self._stored(Floats(summed.floats().clamp(min=0)), node.y, node.name)
+
+    def _stored(self, made: Held, tensor: str, name: str) -> Held:
+        """`made` as the file holds the tensor."""
+        if self.ranges is None or tensor not in self.ranges:
+            return made
+        scale = self.ranges[tensor] / _STEPS
+        return Integers(made.integers(scale, name), scale)
+
+    def _on_voxels(self, node: Node, name: str) -> Voxels:
+        if name not in self.voxels:
+            raise ValueError(f"{node.name} reads {name!r}, a dense grid; it works on voxels")
+        return self.voxels[name]
+
+    def _conv(self, node: Conv) -> Held:
+        pairs, self.voxels[node.y] = convolved(self._on_voxels(node, node.x), node, self._strided)
+        constants = self.constants[node.name]
+        relu = node.activation == "ReLU"
+        layout = WeightLayout.KRSC
+        if self.ranges is None or node.precision != "int8":
+            x = self.held[node.x].floats()
+            out = sparse_conv(x, constants.weight, constants.bias, pairs, layout=layout)
+            return self._stored(Floats(out.clamp_(min=0) if relu else out), node.y, node.name)
+        q = self.held[node.x].integers(constants.input_scale, node.name)
+        scale = constants.weight_scale * constants.input_scale
+        target = self.ranges.get(node.y)
+        out = int8_sparse_conv(
+            q,
+            constants.integer_weight,
+            constants.integer_bias,
+            pairs,
+            layout=layout,
+            multiplier=None if target is None else scale / (target / _STEPS),
+            relu=relu and target is not None,
+            backend=self.backend,
+            name=node.name,
+        )
+        if target is None:
+            return Accumulators(out, scale, relu)
+        return Integers(out, target / _STEPS)
+
+    def _add(self, node: Add) -> Held:
+        first = self._on_voxels(node, node.x)
+        second = self._on_voxels(node, node.other)
+        if first is not second and not torch.equal(first.indices, second.indices):
+            raise ValueError(
+                f"{node.name}: its operands lie on different voxels ({len(first.indices)} and "
+                f"{len(second.indices)})"
+            )
+        self.voxels[node.y] = first
+        x, other = self.held[node.x], self.held[node.other]
+        if self.ranges is None or node.precision != "int8":
+            made: Held = Floats(x.floats() + other.floats())
+        else:
+            scale_x = float(node.range_x or 0.0) / _STEPS
+            scale_other = float(node.range_other or 0.0) / _STEPS
+            q_x = x.integers(scale_x, node.name)
+            made = Sum(q_x, other.integers(scale_other, node.name), scale_x, scale_other)
+        # A sum that a Relu reads is rounded once, behind it.
+        return made if node.y in self._before_relu else self._stored(made, node.y, node.name)
+
+    def _scatter(self, node: Scatter) -> Held:
+        voxels = self._on_voxels(node, node.x)
+        values = self.held[node.x].floats()
+        dense = to_dense(values, voxels.indices, voxels.spatial_shape, voxels.batch_size)
+        return Floats(dense)
+
+    def _move(self, node: Move) -> Tensor:
+        x = self.held[node.x].floats()
+        if node.op == "Transpose":
+            return x.permute(node.dims)
+        return x.reshape(x.shape[0], *node.dims[1:])

@@ -1,0 +1,168 @@
+"""What cannot be written is refused by name, and leaves nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bevquant_export import export_qdq_onnx
+from bevquant_qnn import QuantConfig, quantize_model
+
+Fixture = Callable[..., Any]
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(1, 3, 8, 8)
+
+
+@pytest.fixture
+def model(calibrated: Fixture, x: Tensor) -> nn.Module:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 1))
+    made: nn.Module = calibrated(net, x)
+    return made
+
+
+class Unlisted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.sort, self.second = nn.Conv2d(3, 4, 1), Sort(), nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.sort(self.first(x)))
+
+
+class Sort(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cumsum(x, 1)
+
+
+def test_an_operation_that_is_not_on_the_list_is_named(
+    calibrated: Fixture, x: Tensor, tmp_path: Path
+) -> None:
+    model = calibrated(Unlisted(), x)
+    target = tmp_path / "net.onnx"
+    target.write_bytes(b"before")
+    with pytest.raises(ValueError, match=r"sort: cumsum of floats has no form.*replace it"):
+        export_qdq_onnx(model, x, target)
+    assert [p.name for p in tmp_path.iterdir()] == ["net.onnx"]
+    assert target.read_bytes() == b"before"
+
+
+def test_quantizers_without_a_range_are_listed(x: Tensor, tmp_path: Path) -> None:
+    model = quantize_model(nn.Sequential(nn.Conv2d(3, 4, 1)), example_inputs=x).model.eval()
+    with pytest.raises(ValueError, match=r"^export_qdq_onnx: .*0\._input_quantizer.*calibrate"):
+        export_qdq_onnx(model, x, tmp_path / "net.onnx")
+
+
+def test_a_range_that_is_nan_is_refused(model: nn.Module, x: Tensor, tmp_path: Path) -> None:
+    model.get_submodule("2._input_quantizer").amax.fill_(torch.nan)  # type: ignore[union-attr,operator]
+    with pytest.raises(ValueError, match=r"2\._input_quantizer \(its range is NaN"):
+        export_qdq_onnx(model, x, tmp_path / "net.onnx")
+
+
+def test_training_mode_is_refused(model: nn.Module, x: Tensor, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"call model\.eval\(\)"):
+        export_qdq_onnx(model.train(), x, tmp_path / "net.onnx")
+
+
+def test_other_than_eight_bits_are_refused(calibrated: Fixture, x: Tensor, tmp_path: Path) -> None:
+    model = calibrated(nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1)), x, num_bits=4)
+    with pytest.raises(ValueError, match=r"4 bits; expected 8.*num_bits=8"):
+        export_qdq_onnx(model, x, tmp_path / "net.onnx")
+
+
+def test_inputs_of_integers_are_refused(calibrated: Fixture, x: Tensor, tmp_path: Path) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 1)
+
+        def forward(self, x: Tensor, index: Tensor) -> Tensor:
+            return self.conv(x)
+
+    index = torch.arange(3)
+    model = calibrated(Two(), x, index)
+    with pytest.raises(ValueError, match=r"input index is torch\.int64; expected float32"):
+        export_qdq_onnx(model, (x, index), tmp_path / "net.onnx")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"profile": "openvino"}, "expected one of 'tensorrt', 'onnxruntime', 'horizon'"),
+        ({"weights": "int8"}, "weights='int8' with profile='tensorrt'"),
+        ({"integer_sums": True}, "integer_sums=True with profile='tensorrt'"),
+        ({"profile": "horizon", "march": "nash"}, "march='nash': expected one of"),
+        ({"input_names": ["a", "b"]}, r"input_names=\['a', 'b'\]: expected 1 different"),
+        ({"output_names": [""]}, r"output_names=\[''\]: expected 1 different"),
+    ],
+)
+def test_arguments_are_checked(
+    settings: dict[str, Any], message: str, model: nn.Module, x: Tensor, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        export_qdq_onnx(model, x, tmp_path / "net.onnx", **settings)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_folder_is_named(model: nn.Module, x: Tensor, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"there is no folder .*nowhere"):
+        export_qdq_onnx(model, x, tmp_path / "nowhere" / "net.onnx")
+
+
+def test_what_is_no_module_is_refused(x: Tensor, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"^export_qdq_onnx: expected a torch module, got str"):
+        export_qdq_onnx("model", x, tmp_path / "net.onnx")  # type: ignore[arg-type]
+
+
+def test_adaptive_windows_of_several_sizes_are_refused(
+    calibrated: Fixture, x: Tensor, tmp_path: Path
+) -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.AdaptiveAvgPool2d(3), nn.Conv2d(4, 4, 1))
+    with pytest.raises(ValueError, match=r"1: an adaptive average from \(8, 8\) to \(3, 3\)"):
+        export_qdq_onnx(calibrated(net, x), x, tmp_path / "net.onnx")
+
+
+def test_a_layer_with_another_padding_says_why_it_is_not_written(
+    x: Tensor, tmp_path: Path, calibrated: Fixture
+) -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect"))
+    with pytest.raises(ValueError, match=r"0: QuantConv2d .*padding_mode='reflect'"):
+        export_qdq_onnx(calibrated(net, x), x, tmp_path / "net.onnx")
+
+
+def test_a_batch_that_is_a_constant_of_the_model_is_refused(
+    calibrated: Fixture, tmp_path: Path
+) -> None:
+    class Fixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.conv(x).view(2, 4, 64)
+
+    x = torch.randn(2, 3, 8, 8)
+    model = calibrated(Fixed(), x)
+    export_qdq_onnx(model, x, tmp_path / "net.onnx")
+    with pytest.raises(ValueError, match=r"dynamic_batch=True, but .*fixed batch"):
+        export_qdq_onnx(model, x, tmp_path / "net.onnx", dynamic_batch=True)
+
+
+def test_sparse_parts_are_sent_elsewhere(tmp_path: Path) -> None:
+    from bevquant_quantizers import calibrate
+
+    spconv = pytest.importorskip("spconv.pytorch", reason="spconv is not installed")
+    net = spconv.SparseSequential(spconv.SubMConv3d(4, 8, 3))
+    indices = torch.tensor([[0, 1, 1, 1], [0, 1, 1, 2]], dtype=torch.int32)
+    x = spconv.SparseConvTensor(torch.randn(2, 4), indices, [4, 4, 4], 1)
+    model = quantize_model(net, QuantConfig(), example_inputs=(x,)).model.eval()
+    calibrate(model, [(x,)], method="max")
+    with pytest.raises(ValueError, match="export_sparse_onnx"):
+        export_qdq_onnx(model, (x,), tmp_path / "net.onnx")
