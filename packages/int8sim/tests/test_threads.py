@@ -10,6 +10,8 @@ import pytest
 import torch
 
 pytest.importorskip("numba")
+from bevquant_int8sim import int8_conv2d
+from bevquant_int8sim._compiled import crew
 from bevquant_int8sim._compiled.threads import share
 
 
@@ -100,3 +102,37 @@ def test_a_forked_child_has_threads_of_its_own(threads):
         share(found.append, 100)
         os._exit(0 if sorted(found) == list(range(100)) else 1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_several_threads_run_kernels(threads):
+    """One table is drained together, the others alone, and none is drained twice or not at all."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(-128, 128, (1, 64, 24, 24), dtype=torch.int8, generator=generator)
+    weights = torch.randint(-128, 128, (3, 64, 64, 3, 3), dtype=torch.int8, generator=generator)
+    expected = [torch.nn.functional.conv2d(x.double(), w.double(), padding=1) for w in weights]
+    wrong = []
+
+    def caller(first):
+        for number in range(first, first + 90):
+            made = int8_conv2d(x, weights[number % 3], padding=1)
+            if not torch.equal(made.double(), expected[number % 3]):
+                wrong.append(number)
+
+    callers = [threading.Thread(target=caller, args=(first,)) for first in range(4)]
+    for one in callers:
+        one.start()
+    for one in callers:
+        one.join()
+    assert not wrong
+
+
+def test_a_member_that_comes_late_finds_nothing(threads):
+    board = crew.new_board()
+    address = board.ctypes.data
+    rows = np.zeros((0, 4), np.int64)
+    crew.post(address, rows.ctypes.data, 0, 0, 2)
+    assert crew.lead(address) == 1
+    assert crew.serve(address, 0) == 2  # the turn is seen, the board is closed
+    board[0] = 3
+    assert crew.serve(address, 2) == 3  # work that is not on the board
+    assert crew.serve(address, 3) == 3

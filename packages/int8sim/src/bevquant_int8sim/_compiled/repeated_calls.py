@@ -33,16 +33,13 @@ class RepeatedCalls:
         out: npt.NDArray[Any],
         added: npt.NDArray[Any] | None = None,
     ) -> None:
-        # The last row is the counter from which threads take tasks.
-        self._table = np.stack([call.parameters for call in calls] + [np.zeros(len(P), np.int64)])
-        rows = self._table[:-1]
-        rows[:, P.INPUT] -= inputs.ctypes.data
-        rows[:, P.OUT] -= out.ctypes.data
+        self._table = np.stack([call.parameters for call in calls])
+        self._table[:, P.INPUT] -= inputs.ctypes.data
+        self._table[:, P.OUT] -= out.ctypes.data
         if added is not None:
-            rows[:, P.RESIDUAL] -= added.ctypes.data
+            self._table[:, P.RESIDUAL] -= added.ctypes.data
         self._adds = added is not None
         size = self._table.strides[0]
-        self._counter = len(calls) * size
         self._works = [call.work(row * size) for row, call in enumerate(calls)]
         self._products = sum(call.products for call in calls)
         self._held = [tuple(_without(call.held, inputs, out)) for call in calls]
@@ -51,17 +48,15 @@ class RepeatedCalls:
     def run(self, inputs: int, out: int, added: int = 0) -> None:
         """Make the calls on memory of the same shape and layout at other addresses."""
         table = self._table.copy()
-        rows = table[:-1]
-        rows[:, P.INPUT] += inputs
-        rows[:, P.OUT] += out
+        table[:, P.INPUT] += inputs
+        table[:, P.OUT] += out
         if self._adds:
-            rows[:, P.RESIDUAL] += added
+            table[:, P.RESIDUAL] += added
         threads = threads_for(self._products)
         tasks = self._tasks.get(threads)
         if tasks is None:
             tasks = self._tasks[threads] = cut(self._works, threads)
-        address = table.ctypes.data
-        run_tasks(tasks, address + self._counter, address)
+        run_tasks(tasks, table.ctypes.data)
 
 
 def _without(held: Any, *arrays: npt.NDArray[Any]) -> list[Any]:

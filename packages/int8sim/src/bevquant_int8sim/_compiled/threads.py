@@ -9,15 +9,26 @@ than it takes to wake a thread ten times, so threads stay awake for a moment aft
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from itertools import count as counter
 from threading import Lock, Thread
 
 import torch
 
-from bevquant_int8sim._compiled.spin import changed, new_cell
+from bevquant_int8sim._compiled.crew import (
+    TURN,
+    changed,
+    drain,
+    lead,
+    new_board,
+    new_cell,
+    post,
+    serve,
+    settled,
+)
 
-__all__ = ["share"]
+__all__ = ["drain_together", "share"]
 
 
 class _Job:
@@ -52,7 +63,10 @@ class _Team:
     """Threads that take part in the newest job. Who comes late finds nothing left to do."""
 
     def __init__(self, size: int) -> None:
-        self._lock, self._turn = Lock(), new_cell()
+        self._lock, self._leading = Lock(), Lock()
+        self._board = new_board()
+        self._address = self._board.ctypes.data
+        self._turns = 0
         self._job: _Job | None = None
         self._asleep: list[Lock] = []
         for number in range(size):
@@ -62,7 +76,8 @@ class _Team:
         """Work on `job` together with the team."""
         with self._lock:
             self._job = job
-            self._turn[0] += 1
+            self._turns += 2 - (self._turns + 1) % 2  # to the next odd number
+            self._board[TURN] = self._turns
             asleep, self._asleep = self._asleep, []
         for gate in asleep:
             gate.release()
@@ -72,22 +87,42 @@ class _Team:
             if self._job is job:
                 self._job = None  # what it refers to may be large
 
+    def drain(self, tasks: int, count: int, base: int) -> bool:
+        """Drain a table of tasks together; False if another thread's table is being drained."""
+        if not self._leading.acquire(blocking=False):
+            return False
+        try:
+            with self._lock:
+                self._turns += 2 - self._turns % 2  # to the next even number
+                post(self._address, tasks, count, base, self._turns)
+                asleep, self._asleep = self._asleep, []
+            for gate in asleep:
+                gate.release()
+            lead(self._address)
+        finally:
+            while not settled(self._address, 1):  # a member has lost its CPU
+                time.sleep(0)
+            self._leading.release()
+        return True
+
     def _serve(self) -> None:
         gate, seen = Lock(), 0
         gate.acquire()
         while True:
-            if not changed(self._turn, seen):
+            before, seen = seen, serve(self._address, seen)
+            if seen % 2 and seen != before:
                 with self._lock:
-                    idle = int(self._turn[0]) == seen
-                    if idle:
-                        self._asleep.append(gate)
-                if idle:
-                    gate.acquire()
+                    job = self._job
+                if job is not None:
+                    job.take_part()
+                del job
+                continue
             with self._lock:
-                seen, job = int(self._turn[0]), self._job
-            if job is not None:
-                job.take_part()
-            del job
+                idle = int(self._board[TURN]) == seen
+                if idle:
+                    self._asleep.append(gate)
+            if idle:
+                gate.acquire()
 
 
 _lock = Lock()
@@ -118,3 +153,16 @@ def share(work: Callable[[int], object], count: int) -> None:
     _team(torch.get_num_threads() - 1).run(job)
     if job.error is not None:
         raise job.error
+
+
+def drain_together(tasks: int, count: int, base: int) -> None:
+    """Run a table of tasks, as `crew.drain` takes them, on ``torch.get_num_threads()`` threads.
+
+    Python has no part in it but for the first and the last microsecond. While another thread does
+    the same, this one works alone.
+    """
+    threads = torch.get_num_threads()
+    if threads > 1 and _team(threads - 1).drain(tasks, count, base):
+        return
+    counter = new_cell()
+    drain(counter.ctypes.data, tasks, count, base)
