@@ -136,7 +136,8 @@ def wheels(session: nox.Session) -> None:
             "python", "-m", "build", "--no-isolation", "--outdir", str(dist), str(MEMBERS[member])
         )
     built = [str(wheel) for wheel in sorted(dist.glob("*.whl"))]
-    session.install("-c", "constraints.txt", *built, "spconv", env=environment())
+    # The extras that examples of the READMEs use.
+    session.install("-c", "constraints.txt", *built, "spconv", "onnxruntime", env=environment())
     session.run("pytest", "tests", *session.posargs)
 
 
