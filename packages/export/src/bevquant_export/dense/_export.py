@@ -9,10 +9,11 @@ from typing import Any
 
 from torch import nn
 
+from bevquant_export._write_file import write_whole
 from bevquant_export.dense._emit import emit
 from bevquant_export.dense._graph import Graph
 from bevquant_export.dense._mapper_settings import MARCHES, write_settings
-from bevquant_export.dense._model_file import assemble, write
+from bevquant_export.dense._model_file import assemble
 from bevquant_export.dense._ports import input_names as named_inputs
 from bevquant_export.dense._ports import output_names as named_outputs
 from bevquant_export.dense._profile import profile_of
@@ -121,7 +122,7 @@ def export_qdq_onnx(
     proto = assemble(
         graph, shapes_in, shapes_out, [(made[ref].name, name) for ref, name in outputs]
     )
-    write(proto.SerializeToString(deterministic=True), target)
+    write_whole(target, proto.SerializeToString(deterministic=True))
     on_cpu = tuple(node.name for node in graph.on_cpu)
     settings = write_settings(target, march, on_cpu) if profile == "horizon" else None
     fixed = [f"{name}: is {value!r} in the file" for name, value in source.fixed.items()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from bevquant_export.dense._model_file import write
+from bevquant_export._write_file import write_whole
 
 __all__ = ["MARCHES", "write_settings"]
 
@@ -41,5 +41,5 @@ def write_settings(onnx_file: Path, march: str, run_on_cpu: Sequence[str]) -> Pa
         '  optimize_level: "O3"',
     ]
     path = onnx_file.with_suffix(".yaml")
-    write(("\n".join(lines) + "\n").encode(), path)
+    write_whole(path, ("\n".join(lines) + "\n").encode())
     return path

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from bevquant_export.dense._graph import Graph
 
-__all__ = ["assemble", "write"]
+__all__ = ["assemble"]
 
 Shape = tuple[int | str, ...]
 _IR_VERSIONS = {11: 6, 13: 7}
@@ -65,16 +62,3 @@ def assemble(
     )
     onnx.checker.check_model(proto, full_check=graph.profile.axis)
     return proto
-
-
-def write(content: bytes, path: Path) -> None:
-    """Write to a temporary name and rename."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
-        try:
-            file.write(content)
-            file.close()
-            os.chmod(file.name, 0o644)
-            os.replace(file.name, path)
-        except BaseException:
-            Path(file.name).unlink(missing_ok=True)
-            raise

@@ -91,6 +91,7 @@ class _Team:
         """Drain a table of tasks together; False if another thread's table is being drained."""
         if not self._leading.acquire(blocking=False):
             return False
+        done = 0
         try:
             with self._lock:
                 self._turns += 2 - self._turns % 2  # to the next even number
@@ -98,10 +99,11 @@ class _Team:
                 asleep, self._asleep = self._asleep, []
             for gate in asleep:
                 gate.release()
-            lead(self._address)
+            done = lead(self._address)
         finally:
-            while not settled(self._address, 1):  # a member has lost its CPU
+            while not done:  # a member has lost its CPU, or an error came
                 time.sleep(0)
+                done = settled(self._address, 1)
             self._leading.release()
         return True
 
