@@ -1,6 +1,6 @@
 """A calibrated model as steps in integers, with the size of everything between them.
 
-The one place that reaches into `bevquant_int8sim`: what an exporter emits is what the simulator
+The one place that reads `bevquant_int8sim.program`: what an exporter emits is what the simulator
 runs, step by step, so the two cannot disagree on which tensors are integers of which scale.
 """
 
@@ -14,12 +14,20 @@ import torch
 from torch import Tensor, nn
 
 from bevquant_int8sim import simulate
-from bevquant_int8sim.model import Step
-from bevquant_int8sim.model._form import Integers
-from bevquant_int8sim.model._grid_operations import grid_call, module_call
-from bevquant_int8sim.model._program import Program, Ref, names_in, replaced
-from bevquant_int8sim.model._quantizers import integers_of, is_active
-from bevquant_int8sim.model._signature import arguments, leaf_names
+from bevquant_int8sim.program import (
+    Integers,
+    Program,
+    Ref,
+    Step,
+    arguments,
+    grid_call,
+    integers_of,
+    is_active,
+    leaf_names,
+    module_call,
+    names_in,
+    replaced,
+)
 
 __all__ = [
     "Integers", "Program", "Ref", "Source", "Step", "grid_call", "integers_of", "is_active",

@@ -1,0 +1,58 @@
+"""The program behind an `IntegerModel`, for whoever writes it in another form: an exporter.
+
+``simulate(model, example).program`` is a `Program`: `Step`s in order over named `Value`s, each held
+as `Integers`, as accumulators or as floats. A step's arguments hold `Ref`s in nested containers;
+`names_in` lists them and `replaced` puts values in their place.
+
+Example:
+    >>> import torch
+    >>> from bevquant_int8sim import simulate
+    >>> from bevquant_int8sim.program import Integers
+    >>> from bevquant_qnn import quantize_model
+    >>> from bevquant_quantizers import calibrate
+    >>> x = torch.ones(1, 4)
+    >>> model = quantize_model(torch.nn.Sequential(torch.nn.Linear(4, 2)).eval()).model
+    >>> _ = calibrate(model, [x])
+    >>> program = simulate(model, x).program
+    >>> [step.op for step in program.steps]
+    ['quantize', 'linear']
+    >>> held = program.values[program.steps[0].outputs[0]].form
+    >>> held.bits, held.low, held.high
+    (8, -128, 127)
+"""
+
+from __future__ import annotations
+
+from bevquant_int8sim.model._form import Form, Integers
+from bevquant_int8sim.model._grid_operations import grid_call, module_call
+from bevquant_int8sim.model._program import (
+    Island,
+    Program,
+    Ref,
+    SparseRef,
+    Step,
+    Value,
+    names_in,
+    replaced,
+)
+from bevquant_int8sim.model._quantizers import integers_of, is_active
+from bevquant_int8sim.model._signature import arguments, leaf_names
+
+__all__ = [
+    "Form",
+    "Integers",
+    "Island",
+    "Program",
+    "Ref",
+    "SparseRef",
+    "Step",
+    "Value",
+    "arguments",
+    "grid_call",
+    "integers_of",
+    "is_active",
+    "leaf_names",
+    "module_call",
+    "names_in",
+    "replaced",
+]
