@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import os
-import secrets
 from pathlib import Path
 from typing import Self
+
+import bevquant_quantizers as quantizers
 
 __all__ = ["JsonDocument", "write_whole"]
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> Path:
-    """Write `content` (text as UTF-8) to `path` and return the path; folders are made.
-
-    Whoever reads meanwhile finds the old file or the new one.
-    """
+    """`bevquant_quantizers.write_whole`; the file's folders are made."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    try:
-        with open(temporary, "xb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return target
+    return quantizers.write_whole(target, content)
 
 
 class JsonDocument:

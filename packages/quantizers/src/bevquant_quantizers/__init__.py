@@ -14,6 +14,7 @@ from ._report import CalibrationReport, QuantizerReport
 from ._select import NamedQuantizer, named_quantizers, select
 from ._tensor_quantizer import TensorQuantizer
 from ._uncalibrated import uncalibrated
+from ._write_whole import write_whole
 from .tensor_quant import QuantDescriptor
 
 __all__ = [
@@ -38,4 +39,5 @@ __all__ = [
     "select",
     "tensor_quant",
     "uncalibrated",
+    "write_whole",
 ]

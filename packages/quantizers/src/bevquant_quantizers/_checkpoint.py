@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from ._atomic import write_atomically
 from ._calibrator_state import Arrays, calibrator_state, load_calibrator_state, settings_of
 from ._select import NamedQuantizer
 from ._tensor_quantizer import TensorQuantizer
+from ._write_whole import write_whole
 from .calib._calibrator import Calibrator
 
 __all__ = ["Checkpoint"]
@@ -77,7 +77,7 @@ class Checkpoint:
         arrays["header"] = np.frombuffer(text.encode(), np.uint8)
         buffer = io.BytesIO()
         np.savez(buffer, **arrays)  # type: ignore[arg-type]
-        write_atomically(self.path, buffer.getvalue())
+        write_whole(self.path, buffer.getvalue())
 
     def load(self) -> int:
         """Restore the calibrators and return how many batches they have seen; 0 without a file.

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._atomic import write_atomically
 from ._select import NamedQuantizer, named_quantizers
 from ._tensor_quantizer import TensorQuantizer
+from ._write_whole import write_whole
 
 __all__ = ["load_ranges", "save_ranges", "set_range"]
 
@@ -71,7 +71,7 @@ def save_ranges(model: nn.Module, path: str | os.PathLike[str]) -> None:
     ]
     lines = ",\n".join("  " + json.dumps(q, allow_nan=False) for q in quantizers)
     text = f'{{"schema": "{_SCHEMA}", "quantizers": [\n{lines}\n]}}\n'
-    write_atomically(path, text.encode())
+    write_whole(path, text.encode())
 
 
 def load_ranges(model: nn.Module, path: str | os.PathLike[str]) -> None:

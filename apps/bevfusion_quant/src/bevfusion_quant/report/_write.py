@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.resources import files
@@ -25,6 +23,7 @@ from bevfusion_quant.report._quantizers import quantizers_section
 from bevfusion_quant.report._scene import scene_section
 from bevfusion_quant.report._section import Section, heading
 from bevfusion_quant.report._stages import stages_section
+from bevquant_quantizers import write_whole
 
 if TYPE_CHECKING:
     from bevfusion_quant.report._content import ReportContent
@@ -65,19 +64,8 @@ def write_report(path: Path | str, content: ReportContent) -> Path:
         ...     page.read_text(encoding="utf-8")[:15]
         '<!doctype html>'
     """
-    path = Path(path)
     check(content)
-    text = _page(content)
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    return path
+    return write_whole(path, _page(content))
 
 
 def _page(content: ReportContent) -> str:

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import nn
 
-from bevquant_export._write_file import write_whole
 from bevquant_export.dense._emit import emit
 from bevquant_export.dense._graph import Graph
 from bevquant_export.dense._mapper_settings import MARCHES, write_settings
@@ -20,6 +19,7 @@ from bevquant_export.dense._profile import profile_of
 from bevquant_export.dense._sizes import Sizes
 from bevquant_export.dense._source import read_model
 from bevquant_export.dense._written import QdqFile
+from bevquant_quantizers import write_whole
 
 __all__ = ["export_qdq_onnx"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from bevquant_export._write_file import write_whole
+from bevquant_quantizers import write_whole
 
 __all__ = ["MARCHES", "write_settings"]
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import nn
 
-from bevquant_export._write_file import write_whole
 from bevquant_export.sparse._follow import follow
 from bevquant_export.sparse._graph import Add, Conv, Graph
 from bevquant_export.sparse._half_precision import with_half_constants
@@ -21,6 +20,7 @@ from bevquant_export.sparse._rulebooks import check_rulebooks
 from bevquant_export.sparse._turn_axes import turned
 from bevquant_export.sparse._write_proto import proto_bytes
 from bevquant_int8sim import simulate
+from bevquant_quantizers import write_whole
 
 __all__ = ["SparseExport", "SparseLayer", "export_sparse_onnx"]
 
