@@ -327,3 +327,55 @@ def unchanged(model: nn.Module, kept, printed: str, modules: dict[str, nn.Module
     assert all(modules[path] is module for path, module in model.named_modules())
     assert all(parameters[path] is p for path, p in model.named_parameters())
     assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("scale", [[0.1], "0.1", torch.tensor([0.1, 0.2]), True, 1j])
+def test_a_stub_takes_one_number(scale) -> None:
+    with pytest.raises(TypeError, match=r"QuantStub\(scale=.*expected one number, such as 1 / 128"):
+        QuantStub(scale=scale)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1, float("nan"), float("inf")])
+def test_a_scale_is_positive_and_finite(scale: float) -> None:
+    with pytest.raises(ValueError, match=r"QuantStub\(scale=.*expected a positive, finite scale"):
+        QuantStub(scale=scale)
+
+
+@pytest.mark.parametrize("scale", [0.5, np.float32(0.5), torch.tensor(0.5), torch.tensor([0.5]), 1])
+def test_a_scale_may_be_any_kind_of_number(scale) -> None:
+    assert QuantStub(scale=scale).scale == float(scale)
+
+
+MISSPELT = {"avg_constant": 0}
+
+
+@pytest.mark.parametrize(
+    ("make", "which"),
+    [
+        (lambda: get_default_qat_qconfig(activation_qkwargs=MISSPELT), "activation_qkwargs"),
+        (lambda: get_default_qat_qconfig(weight_qkwargs=MISSPELT), "weight_qkwargs"),
+        (lambda: get_default_qat_out_qconfig(weight_qkwargs=MISSPELT), "weight_qkwargs"),
+        (lambda: horizon.quantization.get_default_qconfig(weight_qkwargs=MISSPELT), "weight_qkw"),
+        (lambda: get_default_calib_qconfig(calib_qkwargs=MISSPELT), "calib_qkwargs"),
+    ],
+)
+def test_a_misspelt_setting_is_named_where_it_is_written(make, which: str) -> None:
+    with pytest.raises(TypeError, match=rf"{which}.*Quantize and \w+Observer take no 'avg_consta"):
+        make()
+
+
+def test_settings_are_a_dictionary() -> None:
+    with pytest.raises(TypeError, match=r"activation_qkwargs=\['dtype'\]: expected a dictionary"):
+        get_default_qat_qconfig(activation_qkwargs=["dtype"])
+
+
+@pytest.mark.parametrize("settings", [{"dtipe": "qint8"}, {"averaging_constant": 2}])
+def test_a_quantizer_of_ones_own_is_named_with_its_layer(settings) -> None:
+    own = horizon.quantization.FakeQuantize.with_args(**settings)
+    qconfig = torch.quantization.QConfig(activation=own, weight=QAT.weight)
+    wrong = r"(.*nearest: dtype|.*expected 0 to 1)"
+    with pytest.raises((TypeError, ValueError), match=rf"head\.0: {wrong}"):
+        prepare_qat_fx(Net(), {"": QAT, "module_name": {"head.0": qconfig}})
+    on_cpu = {"hybrid": True, "hybrid_dict": {"module_name": ["conv"]}}
+    with pytest.raises((TypeError, ValueError), match=rf"node conv: {wrong}"):
+        prepare_qat_fx(Net(), {"": QAT, "module_name": {"conv": qconfig}}, **on_cpu)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from bevquant_hybrid import march
+from bevquant_hybrid.nn import MultiScaleRoIAlign
 from bevquant_hybrid.nn.quantized import FloatFunctional
 from bevquant_hybrid.operators import find_violations, trace_calls
 from bevquant_hybrid.quantization import (
@@ -264,3 +265,53 @@ def test_the_model_stays_as_it_was(forms):
         assert form.training == training
         after = form.state_dict()
         assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+UPSAMPLING = {
+    "nearest": (nn.UpsamplingNearest2d(scale_factor=2), 0),
+    "nearest, to a size": (nn.UpsamplingNearest2d(size=(9, 9)), 0),
+    "bilinear": (nn.UpsamplingBilinear2d(scale_factor=2), 0),
+    "argument not given": (nn.Upsample(scale_factor=2), 1),
+    "argument given": (nn.Upsample(scale_factor=2, recompute_scale_factor=True), 0),
+    "corners": (nn.Upsample(size=(9, 9), mode="bilinear", align_corners=True), 1),
+}
+
+
+@pytest.mark.parametrize("name", UPSAMPLING)
+def test_conditions_on_arguments_hold_where_a_class_has_them(name, capsys):
+    layer, on_bayes = UPSAMPLING[name]
+    x = torch.rand(1, 4, 4, 4)
+    model = nn.Sequential(QuantStub(scale=1 / 128), layer, DeQuantStub())
+    assert check_model(model, x, march="bernoulli2") == 0
+    assert check_model(model, x, march="bayes") == on_bayes
+    assert ("align_corners" in capsys.readouterr().out) == (name in ("bilinear", "corners"))
+    converted = convert_fx(prepare_qat_fx(model, {"": get_default_qat_qconfig()}))
+    for form in (converted, trace(converted, x)):
+        assert check_model(form, x, march="bayes") == on_bayes
+
+
+def test_sizes_of_upsampling_are_limited_without_its_arguments(capsys):
+    model = nn.Sequential(QuantStub(), nn.UpsamplingNearest2d(size=(1, 1)), DeQuantStub())
+    assert check_model(model, torch.rand(1, 8193, 2, 2), march="bayes") == 1
+    assert "1 <= channels <= 8192" in capsys.readouterr().out
+    assert check_model(model, torch.rand(1, 1, 256, 256), march="bernoulli2") == 1
+    assert "resize" in capsys.readouterr().out
+
+
+class Boxes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.quant, self.dequant, self.conv = QuantStub(), DeQuantStub(), nn.Conv2d(3, 4, 1)
+        self.align = MultiScaleRoIAlign((2, 2), [1])
+
+    def forward(self, x, boxes):
+        return self.dequant(self.align([self.conv(self.quant(x))], [boxes]))
+
+
+def test_boxes_may_be_floats_beside_quantized_maps():
+    x, boxes = torch.rand(1, 3, 16, 16), torch.tensor([[[1.0, 1.0, 5.0, 6.0]]])
+    qat = prepare_qat_fx(Boxes(), {"": get_default_qat_qconfig()})
+    qat(x, boxes)
+    for form in (Boxes(), qat, convert_fx(qat)):
+        for name in ("bernoulli2", "bayes"):
+            assert check_model(form, (x, boxes), march=name) == 0

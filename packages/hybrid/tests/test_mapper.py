@@ -64,3 +64,17 @@ def test_the_mapper_runs_where_there_is_one(tmp_path, monkeypatch) -> None:
     program.write_text("#!/bin/sh\necho out of disk\nexit 3\n")
     with pytest.raises(RuntimeError, match=r"failed with 3:\nout of disk"):
         mapper.makertbin(config)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_layer_without_a_qconfig_is_listed_where_its_input_is_quantized(tmp_path, named) -> None:
+    layers = [nn.Conv2d(2, 2, 1) for _ in range(3)]
+    model = nn.Sequential(QuantStub(), *layers[:2], nn.SELU(), layers[2]).eval()
+    settings = {"": get_default_qat_qconfig(), "module_name": {"2": None, "4": None}}
+    hybrid_dict = {"module_name": ["2", "4"]} if named else None
+    made = prepare_qat_fx(model, settings, hybrid=True, hybrid_dict=hybrid_dict).eval()
+    x = torch.randn(1, 2, 4, 4)
+    made(x)
+    export_to_onnx(made, x, tmp_path / "net.onnx")
+    convs = [n.name for n in onnx.load(tmp_path / "net.onnx").graph.node if n.op_type == "Conv"]
+    assert f'run_on_cpu: "{convs[1]}"\n' in (tmp_path / "net.yaml").read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ class QuantStub(nn.Module):
         qconfig: Quantization settings of this stub alone.
 
     Raises:
+        TypeError: A scale that is no number.
         ValueError: A scale that is not positive, or another zero point.
 
     Example:
@@ -30,15 +32,30 @@ class QuantStub(nn.Module):
         self, scale: float | None = None, zero_point: int | None = None, qconfig: Any = None
     ) -> None:
         super().__init__()
-        if (scale is not None and not scale > 0) or zero_point:
+        self.scale = None if scale is None else self._number(scale)
+        if (self.scale is not None and not 0 < self.scale < inf) or (zero_point not in (None, 0)):
             raise ValueError(
-                f"QuantStub(scale={scale}, zero_point={zero_point}): expected a positive scale and "
-                "zero point 0"
+                f"QuantStub(scale={scale}, zero_point={zero_point}): expected a positive, finite "
+                "scale and zero point 0"
             )
-        self.scale = scale
         self.zero_point = zero_point
         if qconfig is not None:
             self.qconfig = qconfig
+
+    @staticmethod
+    def _number(scale: Any) -> float:
+        single = not isinstance(scale, str | bool)
+        if isinstance(scale, Tensor):
+            single = scale.numel() == 1
+        try:
+            if single:
+                return float(scale)
+        except (TypeError, ValueError):
+            pass
+        raise TypeError(
+            f"QuantStub(scale={scale!r}): expected one number, such as 1 / 128, or None to have it "
+            "observed; inputs of other scales need QuantStubs of their own"
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the tensor."""

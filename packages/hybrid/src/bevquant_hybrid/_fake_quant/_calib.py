@@ -10,6 +10,7 @@ from torch.ao.quantization import FakeQuantizeBase
 
 from bevquant_hybrid._calling_module import calling_module
 from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
+from bevquant_hybrid._fake_quant._observer_of import made_observer
 from bevquant_hybrid._observers._calib import CalibObserver
 from bevquant_hybrid.dtype import QuantDType
 from bevquant_hybrid.qtensor import QTensor, payload
@@ -24,6 +25,9 @@ class CalibFakeQuantize(FakeQuantizeBase):
         observer: Class of the observer; `NoopObserver` for weights.
         **observer_kwargs: Passed to it.
 
+    Raises:
+        TypeError: An argument that it does not take.
+
     Example:
         >>> calib = CalibFakeQuantize()
         >>> calib(torch.tensor([0.3, 0.7])).dequantize()
@@ -32,7 +36,7 @@ class CalibFakeQuantize(FakeQuantizeBase):
 
     def __init__(self, observer: type[Any] = CalibObserver, **observer_kwargs: Any) -> None:
         super().__init__()
-        self.activation_post_process = observer(**observer_kwargs)
+        self.activation_post_process = made_observer(type(self).__name__, observer, observer_kwargs)
 
     @property
     def dtype(self) -> QuantDType:

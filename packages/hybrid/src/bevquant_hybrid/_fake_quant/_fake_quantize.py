@@ -11,6 +11,7 @@ from torch.ao.quantization import FakeQuantizeBase
 
 from bevquant_hybrid._calling_module import calling_module
 from bevquant_hybrid._fake_quant._function import fake_quantize
+from bevquant_hybrid._fake_quant._observer_of import made_observer
 from bevquant_hybrid._observers._fixed import FixedScaleObserver
 from bevquant_hybrid._observers._min_max import MovingAverageMinMaxObserver
 from bevquant_hybrid._observers._range import RangeObserver
@@ -33,6 +34,9 @@ class FakeQuantize(FakeQuantizeBase):
         compat_mask: Accepted for old scripts.
         channel_len: Channels, where ranges are per channel and known beforehand.
         **observer_kwargs: Passed to the observer: ``dtype``, ``qscheme``, ``ch_axis``, ….
+
+    Raises:
+        TypeError: An argument that neither takes.
 
     Attributes:
         scale: Value of one step, ``[1]`` or ``[channels]``.
@@ -61,7 +65,9 @@ class FakeQuantize(FakeQuantizeBase):
         **observer_kwargs: Any,
     ) -> None:
         super().__init__()
-        self.activation_post_process: RangeObserver = observer(**observer_kwargs)
+        self.activation_post_process: RangeObserver = made_observer(
+            type(self).__name__, observer, observer_kwargs
+        )
         self.saturate = saturate
         self.channel_len = channel_len
         self.register_buffer("scale", torch.ones(channel_len))

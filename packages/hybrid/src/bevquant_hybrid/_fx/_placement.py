@@ -137,8 +137,8 @@ class Placement:
         return self.names.cover((origin, scope_of(node)), self.modules)
 
     def forced(self, node: Node) -> bool:
-        """Whether a user put on the CPU what the BPU could run."""
-        return self.named(node) and self._has_bpu_form(node, self.module(node))
+        """Whether the BPU could run a node of the CPU: a user named it, or gave it no qconfig."""
+        return self._could_run(node, self.module(node))
 
     def source(self, node: Node) -> Node:
         """The node whose value this one has, beyond everything that passes it on."""
@@ -197,15 +197,20 @@ class Placement:
         return passes and (not self.hybrid or self._mapper_has(node, module, function))
 
     def _has_bpu_form(self, node: Node, module: nn.Module | None) -> bool:
+        without = module is not None and not isinstance(module, _KEEPING)
+        if without and self.qconfig(node) is None:
+            return False
+        return self._could_run(node, module)
+
+    def _could_run(self, node: Node, module: nn.Module | None) -> bool:
+        """Whether there is a BPU form of a node, given a qconfig."""
         function: Any = node.target
         if module is None and node.op == "call_method":
             function = getattr(Tensor, str(node.target), None)
         if module is None:
             quantizes = rule_of(function) is not None
         else:
-            quantizes = isinstance(module, _KEEPING) or (
-                has_qat_form(module) and self.qconfig(node) is not None
-            )
+            quantizes = isinstance(module, _KEEPING) or has_qat_form(module)
         return quantizes and (not self.hybrid or self._mapper_has(node, module, function))
 
     def _mapper_has(self, node: Node, module: nn.Module | None, function: Any) -> bool:

@@ -31,7 +31,7 @@ from bevquant_hybrid._leaf import MethodCall
 from bevquant_hybrid._quant_stub import DeQuantStub
 from bevquant_hybrid.march import March, get_march, require_march
 from bevquant_hybrid.nn.qat import float_form, has_qat_form, qat_form
-from bevquant_hybrid.nn.qat._base import expect_pictures
+from bevquant_hybrid.nn.qat._base import errors_that_name, expect_pictures
 
 __all__ = ["fuse", "prepare"]
 
@@ -170,7 +170,8 @@ def _boundary_maker(placement: Placement, wrapped: bool) -> Callable[[Node], nn.
                 "globally, or for that module (what shall run on the CPU is named in hybrid_dict, "
                 "not given None)"
             )
-        made: nn.Module = qconfig.activation()
+        with errors_that_name(f"node {node.name}"):
+            made: nn.Module = qconfig.activation()
         if wrapped and isinstance(made, FakeQuantize):
             return _WrappedCalibFakeQuantize(made)
         return made

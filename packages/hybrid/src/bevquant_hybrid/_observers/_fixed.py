@@ -19,6 +19,7 @@ class FixedScaleObserver(RangeObserver):
     Args:
         scale: Value of one integer step, positive.
         zero_point: 0, the only one there is.
+        averaging_constant: Accepted, as of the observer that this one replaces.
         **kwargs: As in `RangeObserver`.
 
     Raises:
@@ -29,8 +30,13 @@ class FixedScaleObserver(RangeObserver):
         tensor([0.0078])
     """
 
-    def __init__(self, scale: float, zero_point: int = 0, **kwargs: Any) -> None:
-        kwargs.pop("averaging_constant", None)  # what callers set for the observer it replaces
+    def __init__(
+        self,
+        scale: float,
+        zero_point: int = 0,
+        averaging_constant: float | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(**kwargs)
         value = torch.as_tensor(scale, dtype=torch.float32).reshape(-1)
         if not bool((value.isfinite() & (value > 0)).all()) or zero_point:
@@ -62,6 +68,7 @@ class ClipObserver(RangeObserver):
     Args:
         xmin: Smallest bound.
         xmax: Largest bound.
+        averaging_constant: Accepted, as of the observer that this one replaces.
         **kwargs: As in `RangeObserver`.
 
     Raises:
@@ -74,8 +81,13 @@ class ClipObserver(RangeObserver):
         ClipObserver(min_val=tensor([-0.5000]), max_val=tensor([2.]))
     """
 
-    def __init__(self, xmin: float = -1.0, xmax: float = 1.0, **kwargs: Any) -> None:
-        kwargs.pop("averaging_constant", None)
+    def __init__(
+        self,
+        xmin: float = -1.0,
+        xmax: float = 1.0,
+        averaging_constant: float | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(**kwargs)
         if not xmin < xmax:
             raise ValueError(f"ClipObserver: xmin={xmin} must be below xmax={xmax}")

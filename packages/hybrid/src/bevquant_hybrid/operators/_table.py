@@ -63,6 +63,14 @@ class Support:
     output: tuple[str, ...] | Literal["same"]
     limits: tuple[Limit, ...]
 
+    def accepted(self, index: int) -> tuple[str, ...]:
+        """Dtypes of the input at a place; empty: any."""
+        return self.second_input if index and self.second_input is not None else self.input
+
+    def takes(self, index: int, dtype: str) -> bool:
+        """Whether the input at a place may have a dtype."""
+        return not self.accepted(index) or dtype in (*self.accepted(index), "constant")
+
 
 @dataclass(frozen=True)
 class Operator:

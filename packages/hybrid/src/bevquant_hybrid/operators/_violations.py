@@ -165,10 +165,8 @@ def _check_dtypes(
     call: OperatorCall, row: Operator, support: Support, march: March
 ) -> Iterator[Violation]:
     for index, dtype in enumerate(call.input_dtypes):
-        allowed = support.input
-        if index > 0 and support.second_input is not None:
-            allowed = support.second_input
-        if allowed and dtype not in allowed and dtype != "constant":
+        allowed = support.accepted(index)
+        if not support.takes(index, dtype):
             remedy = f"change the qconfig of what feeds it to {allowed[0]}"
             if dtype == "float32":
                 remedy = "insert a QuantStub before it"

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bevquant_hybrid.operators import OperatorCall, trace_calls
+from bevquant_hybrid.operators import OperatorCall, load_support_table, trace_calls
 
 __all__ = ["bpu_calls", "is_float", "require_module"]
 
@@ -25,8 +25,17 @@ def require_module(caller: str, module: object) -> None:
 
 
 def is_float(call: OperatorCall) -> bool:
-    """Whether a call computes on floats."""
-    return "float32" in call.input_dtypes and not call.operator.endswith("Stub")
+    """Whether a call computes on floats; boxes beside quantized maps, say, may be floats."""
+    if call.operator.endswith("Stub") or "float32" not in call.input_dtypes:
+        return False
+    row = load_support_table().find(call.operator)
+    columns = row.support.values() if row else ()
+    if call.input_dtypes[0] == "float32":  # views take any dtype, wherever their input is
+        return not any("float32" in column.input for column in columns)
+    return any(
+        dtype == "float32" and not any(column.takes(index, dtype) for column in columns)
+        for index, dtype in enumerate(call.input_dtypes)
+    )
 
 
 def bpu_calls(caller: str, module: nn.Module, arguments: tuple[Any, ...]) -> list[OperatorCall]:

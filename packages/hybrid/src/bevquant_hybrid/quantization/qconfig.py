@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.ao.quantization import QConfig
 from bevquant_hybrid._fake_quant._calib import CalibFakeQuantize
 from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
 from bevquant_hybrid._fake_quant._learned import LSQFakeQuantize, PACTFakeQuantize
+from bevquant_hybrid._fake_quant._observer_of import strangers
 from bevquant_hybrid.dtype import as_quant_dtype, qint8, qint16
 from bevquant_hybrid.quantization.observer import (
     CalibObserver,
@@ -64,12 +65,28 @@ def _chosen(what: str, name: str, known: dict[str, Any]) -> Any:
     return known[name]
 
 
-def _factory(kind: str, observer: Any, settings: dict[str, Any], given: Any) -> Callable[..., Any]:
+def _factory(
+    part: str, kind: str, observer: Any, settings: dict[str, Any], given: Any
+) -> Callable[..., Any]:
     """A fake quantizer's constructor; what the caller gave comes last and wins."""
-    merged = {"observer": observer, **settings, **(given or {})}
+    cls = _chosen(f"{part}_fake_quant", kind, _FAKE_QUANTS)
+    return _checked(f"{part}_qkwargs", cls, {"observer": observer, **settings}, given)
+
+
+def _checked(what: str, cls: Any, settings: dict[str, Any], given: Any) -> Callable[..., Any]:
+    """The constructor of `cls`, once all that it is given is known to be taken."""
+    if given is not None and not isinstance(given, Mapping):
+        raise TypeError(
+            f"{what}={given!r}: expected a dictionary of what the observer and the fake quantizer "
+            'take, such as {"averaging_constant": 0}'
+        )
+    merged = {**settings, **(given or {})}
+    unknown = strangers(merged, cls, merged["observer"])
+    if unknown:
+        raise TypeError(f"{what}: {unknown}")
     if "dtype" in merged:
         merged["dtype"] = as_quant_dtype(merged["dtype"])
-    return _made_by(_chosen("fake_quant", kind, _FAKE_QUANTS), **merged)
+    return _made_by(cls, **merged)
 
 
 def _qconfig(activation: Any, weight: Any) -> QConfig:
@@ -104,6 +121,7 @@ def get_default_qat_qconfig(
         backend: Accepted for old scripts.
 
     Raises:
+        TypeError: A setting that neither the observer nor the fake quantizer takes.
         ValueError: A name that is not known.
 
     Example:
@@ -112,12 +130,14 @@ def get_default_qat_qconfig(
     """
     return _qconfig(
         activation=_factory(
+            "activation",
             activation_fake_quant,
             MovingAverageMinMaxObserver,
             {"dtype": as_quant_dtype(dtype)},
             activation_qkwargs,
         ),
         weight=_factory(
+            "weight",
             weight_fake_quant,
             MovingAveragePerChannelMinMaxObserver,
             {"dtype": as_quant_dtype(weight_dtype), **_PER_CHANNEL},
@@ -166,9 +186,9 @@ def get_default_calib_qconfig(
           (activation_post_process): NoopObserver()
         )
     """
-    settings = {"observer": CalibObserver, "dtype": as_quant_dtype(dtype), **(calib_qkwargs or {})}
+    settings = {"observer": CalibObserver, "dtype": as_quant_dtype(dtype)}
     return _qconfig(
-        activation=_made_by(CalibFakeQuantize, **settings),
+        activation=_checked("calib_qkwargs", CalibFakeQuantize, settings, calib_qkwargs),
         weight=_made_by(CalibFakeQuantize, observer=NoopObserver, dtype=qint8),
     )
 
@@ -193,6 +213,7 @@ def get_default_qconfig(
         weight_qkwargs: The same for weights.
 
     Raises:
+        TypeError: A setting that neither the observer nor the fake quantizer takes.
         ValueError: A name that is not known.
 
     Example:
@@ -203,13 +224,15 @@ def get_default_qconfig(
     activation = weight = None
     if activation_fake_quant is not None and activation_observer is not None:
         observer = _chosen("activation_observer", activation_observer, _OBSERVERS)
-        activation = _factory(activation_fake_quant, observer, {}, activation_qkwargs)
+        activation = _factory(
+            *("activation", activation_fake_quant, observer, {}, activation_qkwargs)
+        )
     if weight_fake_quant is not None and weight_observer is not None:
         observer = _chosen("weight_observer", weight_observer, _OBSERVERS)
         settings: dict[str, Any] = {}
         if weight_observer == "min_max":
             observer, settings = MovingAveragePerChannelMinMaxObserver, dict(_PER_CHANNEL)
-        weight = _factory(weight_fake_quant, observer, settings, weight_qkwargs)
+        weight = _factory("weight", weight_fake_quant, observer, settings, weight_qkwargs)
     return _qconfig(activation=activation, weight=weight)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Self, TypeVar
 
 from torch import Tensor, nn
@@ -14,6 +16,7 @@ from bevquant_hybrid.qtensor import QTensor, as_float
 __all__ = [
     "OutputQuantized",
     "activation_of",
+    "errors_that_name",
     "expect_pictures",
     "give_back",
     "hand_over_qconfig",
@@ -64,6 +67,18 @@ def hand_over_qconfig(source: nn.Module, made: nn.Module) -> None:
 def module_path(module: nn.Module) -> str:
     """Where a module stands in its model, as far as prepare has said so."""
     return getattr(module, "qualified_name", "") or type(module).__name__
+
+
+@contextmanager
+def errors_that_name(path: str) -> Iterator[None]:
+    """Put a module's path in front of what is wrong with its settings."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if not path or str(error).startswith((f"{path} ", f"{path}:")):
+            raise
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{path}: {error}") from error
 
 
 def activation_of(qconfig: Any) -> nn.Module | None:

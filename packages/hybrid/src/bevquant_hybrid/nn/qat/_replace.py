@@ -28,7 +28,7 @@ from bevquant_hybrid.nn.qat import (
     several_inputs,
     stubs,
 )
-from bevquant_hybrid.nn.qat._base import take_over
+from bevquant_hybrid.nn.qat._base import errors_that_name, take_over
 from bevquant_hybrid.nn.qat._weighted import Weighted, anchor_of
 from bevquant_hybrid.nn.qat._with_bn import with_batch_norm
 from bevquant_hybrid.nn.qat.segment_lut import SegmentLUT
@@ -119,7 +119,7 @@ def qat_form(module: nn.Module, qconfig: Any, path: str = "") -> nn.Module:
         path: Where it stands in its model, for messages.
 
     Raises:
-        TypeError: It has none.
+        TypeError: It has none, or its qconfig is made of what no fake quantizer takes.
         ValueError: The qconfig does not fit.
     """
     found = _class_of(module)
@@ -128,7 +128,8 @@ def qat_form(module: nn.Module, qconfig: Any, path: str = "") -> nn.Module:
     if path:
         module = take_over(type(module), module)
         module.qualified_name = path  # type: ignore[assignment]
-    made: nn.Module = found.from_float(module, qconfig)
+    with errors_that_name(path):
+        made: nn.Module = found.from_float(module, qconfig)
     if path:  # of a fused layer, which is made of its convolution
         made.qualified_name = path  # type: ignore[assignment]
     return made
