@@ -8,6 +8,12 @@ from bevquant_export.dense import (
     compare_qdq_onnx,
     export_qdq_onnx,
 )
+from bevquant_export.floats import (
+    FloatDifference,
+    FloatFile,
+    compare_float_onnx,
+    export_float_onnx,
+)
 from bevquant_export.lint import Finding, lint_onnx
 from bevquant_export.sparse import (
     LayerDifference,
@@ -22,14 +28,18 @@ from bevquant_export.sparse import (
 
 __all__ = [
     "Finding",
+    "FloatDifference",
+    "FloatFile",
     "LayerDifference",
     "QdqFile",
     "SparseExport",
     "SparseLayer",
     "SparseOnnxModel",
     "TensorDifference",
+    "compare_float_onnx",
     "compare_qdq_onnx",
     "compare_sparse_onnx",
+    "export_float_onnx",
     "export_qdq_onnx",
     "export_sparse_onnx",
     "lint_onnx",

@@ -1,0 +1,102 @@
+"""torch's exporter, made quiet; its nodes named after modules, nothing of this host in them."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from bevquant_export.floats._ports import arguments
+
+__all__ = ["OPSET", "exported"]
+
+OPSET = 18
+"""What torch's exporter writes; it writes no earlier one."""
+
+_LOGGERS = ("torch.onnx", "torch.export", "onnxscript", "onnx_ir", "torch.fx")
+
+
+def exported(
+    module: nn.Module, args: Any, inputs: Sequence[str], outputs: Sequence[str], opset: int
+) -> Any:
+    """The module as a model of standard operators.
+
+    Raises:
+        ImportError: onnxscript is not installed.
+        ValueError: torch's exporter cannot write the module; its reason is named.
+    """
+    try:
+        import onnxscript  # type: ignore[import-not-found,unused-ignore]  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            "export_float_onnx needs onnxscript: pip install 'bevquant-export[float]'"
+        ) from error
+    positional, named = arguments(args)
+    try:
+        with _quiet(), torch.no_grad():
+            program = torch.onnx.export(
+                module, positional, kwargs=named or None, dynamo=True, verbose=False,
+                input_names=list(inputs), output_names=list(outputs), opset_version=opset,
+                optimize=True,
+            )  # fmt: skip
+    except Exception as error:
+        raise ValueError(
+            f"export_float_onnx: torch's exporter cannot write {type(module).__name__}: "
+            f"{_reason(error)}; replace what it names by operations that ONNX has"
+        ) from error
+    assert program is not None
+    proto = program.model_proto
+    _name_nodes(proto.graph)
+    return proto
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Nothing of the exporter's talk: what fails is told by its exception."""
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of the error that all others came from."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+
+
+def _name_nodes(graph: Any) -> None:
+    """``<module>.<operator>``; the exporter's own records, paths of this host too, are dropped."""
+    taken: dict[str, int] = {}
+    for node in graph.node:
+        stem = ".".join(filter(None, (_module_of(node), node.op_type)))
+        taken[stem] = taken.get(stem, 0) + 1
+        node.name = stem if taken[stem] == 1 else f"{stem}_{taken[stem]}"
+    for item in (*graph.node, *graph.input, *graph.output, *graph.value_info, *graph.initializer):
+        del item.metadata_props[:]
+        item.ClearField("doc_string")
+    del graph.metadata_props[:]
+
+
+def _module_of(node: Any) -> str:
+    """Path of the module that a node comes from; empty for the outermost."""
+    for item in node.metadata_props:
+        if item.key == "pkg.torch.onnx.name_scopes":
+            scopes = ast.literal_eval(item.value)
+            return str(scopes[-2]) if len(scopes) > 1 else ""
+    return ""
