@@ -51,7 +51,7 @@ def compare_float_onnx(
     Example:
         >>> import tempfile, torch
         >>> from bevquant_export import compare_float_onnx, export_float_onnx
-        >>> net, x = torch.nn.Linear(4, 2), torch.ones(1, 4)
+        >>> net, x = torch.nn.Linear(4, 2).eval(), torch.ones(1, 4)
         >>> file = export_float_onnx(net, x, f"{tempfile.mkdtemp()}/net.onnx")
         >>> [d.relative < 1e-5 for d in compare_float_onnx(file, net, -x)]
         [True]
