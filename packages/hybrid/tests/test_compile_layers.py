@@ -170,6 +170,10 @@ NETS: dict[str, Case] = {
         ),
         (torch.Size((2, 2, 6, 6)), torch.Size((2, 2, 3, 3))),
     ),
+    "correlation": (
+        of_two(lambda part, x, y: part(x, y), horizon_nn.Correlation(3, 2, 2, 1, 2)),
+        (PICTURE, PICTURE),
+    ),
     "colours": (of(lambda x: horizon.functional.centered_yuv2rgb(x)), torch.Size((1, 3, 4, 4))),
 }  # fmt: skip
 

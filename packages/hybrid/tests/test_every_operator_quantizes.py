@@ -114,6 +114,7 @@ ROWS: dict[str, nn.Module | object] = {
     "torch.nn.Upsample": nn.Upsample(scale_factor=2),
     "torch.nn.UpsamplingBilinear2d": nn.UpsamplingBilinear2d(scale_factor=2),
     "torch.nn.UpsamplingNearest2d": nn.UpsamplingNearest2d(scale_factor=2),
+    "horizon.nn.Correlation": horizon_nn.Correlation(3, 2, 1, 2, 2),
     "torchvision.ops.MultiScaleRoIAlign": horizon_nn.MultiScaleRoIAlign(2, [4]),
 }
 ELSEWHERE = {
@@ -134,6 +135,8 @@ def test_the_list_here_is_the_table() -> None:
 
 def takes_two(operator) -> bool:
     code = getattr(operator, "__code__", None)
+    if isinstance(operator, horizon_nn.Correlation):
+        return True
     named = any(operator is f for f in (torch.maximum, torch.minimum, torch.matmul))
     return named or (code is not None and code.co_varnames[: code.co_argcount] == ("x", "y"))
 

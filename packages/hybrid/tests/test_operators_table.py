@@ -46,11 +46,17 @@ torch.Tensor.greater_equal torch.Tensor.gt torch.Tensor.le torch.Tensor.less
 torch.Tensor.less_equal torch.Tensor.max torch.Tensor.min torch.Tensor.repeat torch.Tensor.reshape
 torch.Tensor.tile torch.Tensor.abs
 """.split()
+# Of the documents' first edition: modules for which torch has no operator.
+OWN = {
+    "horizon.nn.Correlation": {"bayes"},
+}
 
 
 def test_every_row_of_the_document_is_there_with_its_columns():
     table = load_support_table()
-    assert sorted(table.operators) == sorted(BOTH + BAYES_ALONE)
+    assert sorted(table.operators) == sorted([*BOTH, *BAYES_ALONE, *OWN])
+    for name, columns in OWN.items():
+        assert set(table.operators[name].support) == columns, name
     for name in BOTH:
         assert set(table.operators[name].support) == {"bernoulli2", "bayes"}, name
     for name in BAYES_ALONE:
@@ -99,6 +105,9 @@ RESIZE = {
 }
 MAX = {"index_is_output": True}
 MHA = {"add_bias_kv": False, "add_zero_attn": False, "embed_dim": 8, "kdim": 8, "vdim": 8}
+CORRELATION = {
+    **{"kernel_size": 3, "max_displacement": 4, "stride1": 2, "stride2": 3, "pad_size": 0},
+}
 ROI = {"feature_count": 2, "boxes": "list of [1, n, 4]"}
 
 
@@ -304,6 +313,23 @@ CASES = [
     ("torchvision.ops.RoIAlign", ROI, shaped((1, 8, 4, 4), (1, 9, 4)), "", ""),
     ("torchvision.ops.RoIAlign", {**ROI, "feature_count": 6}, {}, "", "feature_count"),
     ("torchvision.ops.RoIAlign", {**ROI, "boxes": "[9, 5]"}, {}, "", "boxes"),
+    ("horizon.nn.Correlation", CORRELATION, shaped((1, 8, 10, 11), (1, 8, 10, 11)), NO, ""),
+    (
+        "horizon.nn.Correlation",
+        {**CORRELATION, "stride1": 3},
+        shaped((1, 8, 10, 11), (1, 8, 10, 11)),
+        NO,
+        "correlation_room, stride1",
+    ),
+    ("horizon.nn.Correlation", {**CORRELATION, "kernel_size": 2}, {}, NO, "kernel_parity"),
+    ("horizon.nn.Correlation", CORRELATION, shaped((1, 1025, 16, 16)), NO, "channels"),
+    (
+        "horizon.nn.Correlation",
+        CORRELATION,
+        typed(Q16, Q16, out=Q8),
+        NO,
+        "dtype of input 0, dtype of input 1",
+    ),
     ("torch.nn.BatchNorm2d", {}, {}, "", ""),
     ("torch.nn.BatchNorm3d", {}, shaped((1, 8, 4, 4, 4)), "", ""),
     ("torch.quantization.QuantStub", {}, typed(F32, out=Q16), "", ""),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bevquant_hybrid.nn import functional, intrinsic, qat, quantized
+from bevquant_hybrid.nn._correlation import Correlation
 from bevquant_hybrid.nn._division import Div
 from bevquant_hybrid.nn._functions import (
     Acos,
@@ -41,6 +42,7 @@ __all__ = [
     "Atanh",
     "BgrToYuv444",
     "Ceil",
+    "Correlation",
     "Cos",
     "Cosh",
     "Div",

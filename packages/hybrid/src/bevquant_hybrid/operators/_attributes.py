@@ -62,6 +62,7 @@ def module_attributes(row: str, module: nn.Module, shapes: Sequence[Shape]) -> d
         *("padding", "dilation", "groups", "output_padding", "mode", "align_corners"),
         *("scale_factor", "recompute_scale_factor", "padding_mode", "normalized_shape"),
         *("add_bias_kv", "add_zero_attn", "embed_dim", "kdim", "vdim", "shuffle_index"),
+        *("max_displacement", "stride1", "stride2", "pad_size"),
     ):
         if hasattr(part, name):
             value = _plain(getattr(part, name))

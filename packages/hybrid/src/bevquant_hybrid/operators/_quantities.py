@@ -98,6 +98,14 @@ def _repeated_shuffle_indices(call: OperatorCall) -> int:
     return len(indices) - len(set(indices)) if isinstance(indices, tuple) else 0
 
 
+def _correlation_room(call: OperatorCall) -> int:
+    """min(H, W) + 2·pad − 2·⌊d/s₂⌋·s₂ − K + 1, as the documents write it."""
+    names = ("max_displacement", "stride2", "pad_size", "kernel_size")
+    reach, step, pad, kernel = (_numbers(call, name)[0] for name in names)
+    side = min(_axis(call, "H"), _axis(call, "W"))
+    return side + 2 * pad - 2 * (reach // step * step) - kernel + 1
+
+
 QUANTITIES: dict[str, Callable[[OperatorCall], Value]] = {
     "batch": lambda call: _axis(call, "N"),
     "channels": lambda call: _axis(call, "C"),
@@ -129,6 +137,8 @@ QUANTITIES: dict[str, Callable[[OperatorCall], Value]] = {
     "constant_operands": _constant_operands,
     "reduced_axes": lambda call: call.attributes["reduced_axes"],
     "repeated_shuffle_indices": _repeated_shuffle_indices,
+    "correlation_room": _correlation_room,
+    "kernel_parity": lambda call: _numbers(call, "kernel_size")[0] % 2,
     "normalized_size": lambda call: prod(_numbers(call, "normalized_shape")),
     "resize": lambda call: tuple(
         out / size for out, size in zip(call.output_shape[2:], _first(call)[2:], strict=True)

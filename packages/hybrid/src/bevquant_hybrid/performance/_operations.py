@@ -1,7 +1,7 @@
 """How many operations a call takes: two for every multiplication with its addition.
 
-Convolutions, linear layers, matrix products, attention and recurrent cells count. Everything else
-counts as 0, as in the vendor's own reports: its time is that of its bytes.
+Convolutions, correlations, linear layers, matrix products, attention and recurrent cells count.
+Everything else counts as 0, as in the vendor's own reports: its time is that of its bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ def count_operations(call: OperatorCall) -> int:
     """Operations of one call.
 
     Conv: 2·|output|·(C_in/groups)·∏kernel. ConvTranspose: 2·|input|·(C_out/groups)·∏kernel.
-    Linear: 2·|output|·C_in. Matrix product: 2·|output|·K. A fused addition or activation is free.
+    Correlation: 2·|output|·C·K². Linear: 2·|output|·C_in. Matrix product: 2·|output|·K. A fused
+    addition or activation is free.
 
     Example:
         >>> conv = OperatorCall(
@@ -36,6 +37,9 @@ def count_operations(call: OperatorCall) -> int:
         return 2 * prod(call.input_shapes[0]) * _met_weights(call, "out_channels")
     if name == "Linear":
         return 2 * prod(call.output_shape) * _int(call, "in_features")
+    if name == "Correlation":
+        patch = call.input_shapes[0][1] * _int(call, "kernel_size") ** 2
+        return 2 * prod(call.output_shape) * patch
     if name == "matmul":
         return 2 * prod(call.output_shape) * call.input_shapes[0][-1]
     if name == "LSTMCell":

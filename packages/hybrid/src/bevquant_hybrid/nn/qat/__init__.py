@@ -33,6 +33,7 @@ from bevquant_hybrid.nn.qat.conv_transpose2d import (
     ConvTransposeReLU2d,
     ConvTransposeReLU62d,
 )
+from bevquant_hybrid.nn.qat.correlation import Correlation
 from bevquant_hybrid.nn.qat.functional_modules import FloatFunctional
 from bevquant_hybrid.nn.qat.linear import (
     Linear,
@@ -79,6 +80,7 @@ __all__ = [
     "ConvTransposeAddReLU62d",
     "ConvTransposeReLU2d",
     "ConvTransposeReLU62d",
+    "Correlation",
     "DeQuantStub",
     "Div",
     "FloatFunctional",

@@ -10,6 +10,7 @@ from torch.ao.quantization import DeQuantStub as TorchDeQuantStub
 from torch.ao.quantization import QuantStub as TorchQuantStub
 
 from bevquant_hybrid._quant_stub import QuantStub
+from bevquant_hybrid.nn._correlation import Correlation
 from bevquant_hybrid.nn._division import Div
 from bevquant_hybrid.nn._functions import ElementwiseFunction, Pow
 from bevquant_hybrid.nn._layer_norm import LayerNorm
@@ -20,6 +21,7 @@ from bevquant_hybrid.nn.qat import (
     conv2d,
     conv3d,
     conv_transpose2d,
+    correlation,
     functional_modules,
     linear,
     normalization,
@@ -77,6 +79,7 @@ _OTHERS: dict[type[nn.Module], Any] = {
     nn.Softmax: normalization.Softmax,
     nn.GLU: several_inputs.GLU,
     Div: several_inputs.Div,
+    Correlation: correlation.Correlation,
     MultiScaleRoIAlign: several_inputs.MultiScaleRoIAlign,
     nn.MultiheadAttention: attention.MultiheadAttention,
     nn.LSTMCell: recurrent.LSTMCell,

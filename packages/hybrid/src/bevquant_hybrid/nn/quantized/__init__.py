@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bevquant_hybrid.nn._float_functional import FloatFunctional
+from bevquant_hybrid.nn.quantized._correlation import Correlation
 from bevquant_hybrid.nn.quantized._others import (
     GLU,
     AdaptiveAvgPool2d,
@@ -27,6 +28,7 @@ __all__ = [
     "Conv2d",
     "Conv3d",
     "ConvTranspose2d",
+    "Correlation",
     "DeQuantize",
     "Div",
     "FloatFunctional",

@@ -9,6 +9,7 @@ from torch import nn
 from bevquant_hybrid._fake_quant._calib import _WrappedCalibFakeQuantize
 from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
 from bevquant_hybrid.nn import qat
+from bevquant_hybrid.nn.quantized._correlation import Correlation
 from bevquant_hybrid.nn.quantized._others import (
     GLU,
     AdaptiveAvgPool2d,
@@ -44,6 +45,7 @@ _FORMS: tuple[tuple[type[nn.Module], Any], ...] = (
     (qat.Div, Div),
     (qat.GLU, GLU),
     (qat.MultiScaleRoIAlign, MultiScaleRoIAlign),
+    (qat.Correlation, Correlation),
 )
 
 

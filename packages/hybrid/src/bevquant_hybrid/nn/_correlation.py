@@ -1,0 +1,120 @@
+"""Two feature maps compared patch by patch, as in FlowNet."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from bevquant_hybrid._correlate import correlate, plain_sizes
+
+__all__ = ["Correlation", "channels_of"]
+
+
+def channels_of(where: str, x: Tensor, y: Tensor) -> int:
+    """How many channels two maps have that can be compared place by place.
+
+    Raises:
+        ValueError: They have other than four axes, or different shapes.
+    """
+    first, second = plain_sizes(x), plain_sizes(y)
+    if len(first) != 4 or first != second:
+        raise ValueError(
+            f"{where}: expected two maps [N, C, H, W] of the same shape, got {first} and {second}"
+        )
+    return first[1]
+
+
+class Correlation(nn.Module):
+    r"""Compare each patch of one feature map with those around it in another.
+
+    .. math:: out_{n,q,i,j} = \frac{1}{K^2 C} \sum_{c} \sum_{o \in [0, K)^2}
+              f_{1,n,c}(p_{ij} + o) \, f_{2,n,c}(p_{ij} + s_2 q + o)
+
+    with K = `kernel_size`, :math:`p_{ij} = (i, j) \cdot s_1 + d` for d = `max_displacement`, both
+    maps padded with `pad_size` zeros on every side, and q over
+    :math:`[-\lfloor d/s_2 \rfloor, \lfloor d/s_2 \rfloor]^2`, row by row: channel
+    :math:`(q_y + r) D + q_x + r` of :math:`D^2 = (2r + 1)^2` for :math:`r = \lfloor d/s_2 \rfloor`.
+    (FlowNet: Dosovitskiy et al., 2015, equation 1; arguments, defaults, normalization and sizes as
+    MXNet's and FlowNet's operators of this name have them.) There are
+    :math:`\lceil (H + 2 \cdot pad - 2 (d + (K - 1)/2)) / s_1 \rceil` rows of places, and columns
+    alike.
+
+    Trained quantized, the result has a scale of its own. Converted,
+    :math:`q_{out} = \operatorname{round}(acc \cdot s_1 s_2 / (K^2 C s_{out}))` of exact sums acc of
+    integers, which must fit int32.
+
+    Args:
+        kernel_size: Side of a patch in pixels, odd.
+        max_displacement: How far from its own place a patch is looked for, in pixels.
+        stride1: Pixels from place to place in the first map.
+        stride2: Pixels from displacement to displacement in the second.
+        pad_size: Zeros around both maps, in pixels.
+        is_multiply: True; differences in the place of products are documented as not supported.
+
+    Raises:
+        ValueError: A setting does not fit; the message names it.
+
+    Example:
+        >>> import torch
+        >>> x = torch.ones(1, 4, 5, 5)
+        >>> Correlation(max_displacement=1, pad_size=1)(x, x)[0, :, 0, 0]  # at the upper left
+        tensor([0., 0., 0., 0., 1., 1., 0., 1., 1.])
+    """
+
+    def __init__(
+        self,
+        kernel_size: int = 1,
+        max_displacement: int = 1,
+        stride1: int = 1,
+        stride2: int = 1,
+        pad_size: int = 0,
+        is_multiply: bool = True,
+    ) -> None:
+        super().__init__()
+        least = {"kernel_size": 1, "max_displacement": 0, "stride1": 1, "stride2": 1, "pad_size": 0}
+        given = (kernel_size, max_displacement, stride1, stride2, pad_size)
+        for (name, lowest), value in zip(least.items(), given, strict=True):
+            if not isinstance(value, int) or isinstance(value, bool) or value < lowest:
+                raise ValueError(
+                    f"Correlation: {name}={value!r}: expected an integer from {lowest}"
+                )
+        if kernel_size % 2 == 0:
+            raise ValueError(
+                f"Correlation: kernel_size={kernel_size}: expected an odd number, so that a patch "
+                "has a middle"
+            )
+        if not is_multiply:
+            raise ValueError(
+                "Correlation: is_multiply=False: a BPU multiplies patches and does not subtract "
+                "them; leave it True"
+            )
+        self.kernel_size, self.max_displacement = kernel_size, max_displacement
+        self.stride1, self.stride2, self.pad_size = stride1, stride2, pad_size
+        self.is_multiply = is_multiply
+
+    @property
+    def settings(self) -> tuple[int, int, int, int, int]:
+        """What follows the maps in a call of `correlate`."""
+        window = self.kernel_size, self.max_displacement
+        return *window, self.stride1, self.stride2, self.pad_size
+
+    def forward(self, data1: Tensor, data2: Tensor) -> Tensor:
+        """Compare.
+
+        Args:
+            data1: ``[N, C, H, W]``.
+            data2: ``[N, C, H, W]``.
+
+        Returns:
+            ``[N, D², H', W']``.
+
+        Raises:
+            ValueError: Maps that do not fit.
+        """
+        channels = channels_of("Correlation", data1, data2)
+        return correlate(data1, data2, *self.settings) / (self.kernel_size**2 * channels)
+
+    def extra_repr(self) -> str:
+        return (
+            f"kernel_size={self.kernel_size}, max_displacement={self.max_displacement}, "
+            f"stride1={self.stride1}, stride2={self.stride2}, pad_size={self.pad_size}"
+        )
