@@ -24,11 +24,15 @@ from bevquant_qnn._pool import (
     QuantMaxPool2d,
     QuantMaxPool3d,
 )
+from bevquant_qnn._precision_groups import PrecisionGroup, precision_groups
 from bevquant_qnn._quantize_model import quantize_model
 from bevquant_qnn._result import QuantizedModule, QuantizeResult, SharedQuantizer, SkippedModule
+from bevquant_qnn._sensitivity import sensitivity
+from bevquant_qnn._sensitivity_table import SensitivityRow, SensitivityTable
 from bevquant_qnn._sparse_convolution import QuantSparseConvolution
 
 __all__ = [
+    "PrecisionGroup",
     "QuantAdaptiveAvgPool1d",
     "QuantAdaptiveAvgPool2d",
     "QuantAdaptiveAvgPool3d",
@@ -51,8 +55,12 @@ __all__ = [
     "QuantSparseConvolution",
     "QuantizeResult",
     "QuantizedModule",
+    "SensitivityRow",
+    "SensitivityTable",
     "SharedQuantizer",
     "SkippedModule",
     "freeze",
+    "precision_groups",
     "quantize_model",
+    "sensitivity",
 ]

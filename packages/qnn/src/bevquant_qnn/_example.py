@@ -12,19 +12,19 @@ from torch import nn
 from bevquant_qnn._sparse_tensor import is_sparse_tensor, with_features
 from bevquant_quantizers import TensorQuantizer
 
-__all__ = ["arguments", "evaluation", "run"]
+__all__ = ["arguments", "evaluation", "fresh", "run"]
 
 
 def arguments(example_inputs: Any) -> tuple[list[Any], dict[str, Any]]:
     """Return positional and named arguments: of a tuple, a dict, or one input."""
     if isinstance(example_inputs, dict):
-        return [], {name: _fresh(value) for name, value in example_inputs.items()}
+        return [], {name: fresh(value) for name, value in example_inputs.items()}
     if isinstance(example_inputs, tuple):
-        return [_fresh(value) for value in example_inputs], {}
-    return [_fresh(example_inputs)], {}
+        return [fresh(value) for value in example_inputs], {}
+    return [fresh(example_inputs)], {}
 
 
-def _fresh(value: Any) -> Any:
+def fresh(value: Any) -> Any:
     """Give a sparse input its own rulebook cache: spconv refuses a key that is already there."""
     if not is_sparse_tensor(value):
         return value

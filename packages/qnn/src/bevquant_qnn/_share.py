@@ -14,10 +14,10 @@ from bevquant_qnn._holders import Holder, activation_quantizers
 from bevquant_qnn._result import SharedQuantizer, SkippedModule
 from bevquant_quantizers import merge
 
-__all__ = ["share_quantizers"]
+__all__ = ["Groups", "share_quantizers"]
 
 
-class _Groups:
+class Groups:
     """Disjoint sets of whatever can be hashed."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ def share_quantizers(
     the widest of all, and what their calibrators have collected is merged. Quantizers with other
     settings (bits, axis, sign, learned range, switched off) are left apart and reported.
     """
-    groups = _Groups()
+    groups = Groups()
     for read in flow.reads:
         groups.union(("tensor", read.tensor), read.quantizer)
     for output, operand in flow.joins:

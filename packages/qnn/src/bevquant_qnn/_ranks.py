@@ -1,0 +1,49 @@
+"""Results of several processes of torch.distributed, in the order that one process would have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+__all__ = ["gather_dealt", "rank_and_world"]
+
+
+def rank_and_world(distributed: bool | None) -> tuple[int, int]:
+    """Return this process's rank and how many there are; 0 and 1 where they do not share work.
+
+    Args:
+        distributed: None shares where torch.distributed is initialised, True insists on it.
+
+    Raises:
+        ValueError: It is insisted on and not initialised.
+    """
+    ready = dist.is_available() and dist.is_initialized()
+    if distributed and not ready:
+        raise ValueError(
+            "distributed=True, but torch.distributed is not initialised; call "
+            "torch.distributed.init_process_group first, or start with torchrun"
+        )
+    return (
+        (dist.get_rank(), dist.get_world_size()) if ready and distributed is not False else (0, 1)
+    )
+
+
+def gather_dealt(own: Sequence[Any], world: int, error: Exception | None = None) -> list[Any]:
+    """Put together items that were dealt out: item i was made by rank i modulo `world`.
+
+    Raises:
+        RuntimeError: Another process failed.
+    """
+    replies: list[Any] = [None] * world
+    text = None if error is None else f"{type(error).__name__}: {error}"
+    dist.all_gather_object(replies, (text, list(own)))
+    if error is not None:
+        raise error
+    failed = [f"process {rank}: {reply[0]}" for rank, reply in enumerate(replies) if reply[0]]
+    if failed:
+        raise RuntimeError(f"stopped, because another process failed; {failed[0]}")
+    parts = [reply[1] for reply in replies]
+    total = sum(len(part) for part in parts)
+    return [parts[i % world][i // world] for i in range(total)]

@@ -1,0 +1,227 @@
+"""Running a model again from the first layer that changed, with the results of a full run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bevquant_qnn._kinds import is_library_module
+from bevquant_qnn._snapshots import UnknownValue, copied, kept, same, tensors
+from bevquant_qnn._watch import Forward, watching
+from bevquant_quantizers import TensorQuantizer
+
+__all__ = ["Replay"]
+
+Run = Callable[[nn.Module], Any]
+
+
+class _Call:
+    """One call: the module, and the number of the first call after it and those within it."""
+
+    __slots__ = ("answerable", "args", "end", "module", "output", "pure", "seen", "versions")
+
+    def __init__(self, module: nn.Module, pure: bool) -> None:
+        self.module = module
+        self.pure = pure
+        self.end = 0
+        self.answerable = False
+        self.args: Any = None
+        self.output: Any = None
+        self.versions: tuple[int, ...] = ()
+        self.seen: tuple[int, ...] = ()
+
+
+class _Enough(BaseException):
+    """The outputs asked for are there."""
+
+
+class Replay:
+    """One recorded run of a model on one batch, and runs that repeat only what a change reaches.
+
+    The record holds what every module call got and gave. When the model runs again with other
+    settings of some quantizers, a call is answered from the record
+
+    - if it ended before the first call of any of these quantizers (order of execution), or
+    - if no such quantizer is called within it, its modules are a library's, and its inputs are bit
+      for bit the recorded ones (a branch that the change does not reach).
+
+    A call that changes its input in place, or returns its input's memory, is never answered; an
+    output that is changed in place later is handed out as a copy. So the result is the plain run's
+    as long as modules compute from their inputs alone.
+
+    Args:
+        model: In evaluation mode. Gradients must be off.
+        run: Runs it on the batch, ``run(model)``.
+        outputs: Paths of the modules whose outputs are the result, a tuple of them; empty for the
+            model's own output. A run ends when it has them.
+    """
+
+    def __init__(self, model: nn.Module, run: Run, outputs: tuple[str, ...] = ()) -> None:
+        self._model = model
+        self._run = run
+        self._targets: dict[nn.Module, str] = {model.get_submodule(p): p for p in outputs}
+        self._outputs = outputs
+        self._calls: list[_Call] = []
+        self._pure: dict[nn.Module, bool] = {}
+        self._target_outputs: dict[int, Any] = {}
+        self._captured: dict[str, Any] = {}
+        self._expected = 0
+        self.output = self._record()
+
+    def __call__(self, changed: Collection[TensorQuantizer]) -> Any:
+        """Return the output with these quantizers set as they are now.
+
+        Args:
+            changed: All quantizers whose settings are not those of the recorded run.
+
+        Raises:
+            RuntimeError: The model does not call its modules in the recorded order.
+        """
+        chosen = set(changed)
+        hits = [i for i, call in enumerate(self._calls) if call.module in chosen]
+        if not hits:
+            return self.output
+        self._position, self._first, self._hits = 0, hits[0], hits
+        return self._ended(self._answer)
+
+    def _record(self) -> Any:
+        """Run once; once more where outputs turn out to be changed in place afterwards."""
+        shared: frozenset[int] = frozenset()
+        while True:
+            self._calls, self._target_outputs, self._shared = [], {}, shared
+            result = self._ended(self._watch)
+            late = {
+                i
+                for i, call in enumerate(self._calls)
+                if call.answerable and i not in shared and _versions(call.output) != call.versions
+            }
+            if not late:
+                break
+            shared = shared | late
+        for call in self._calls:
+            # An input that was changed afterwards says nothing about the next run's.
+            call.pure = call.pure and _versions(call.args) == call.seen
+        self._expected = len(self._target_outputs)
+        return result
+
+    def _ended(self, calls: Any) -> Any:
+        self._captured, self._count = {}, 0
+        try:
+            with watching(self._model, calls):
+                result = self._run(self._model)
+        except _Enough:
+            result = None
+        if not self._targets:
+            return result
+        missing = [path for path in self._outputs if path not in self._captured]
+        if missing:
+            raise ValueError(
+                f"sensitivity: the model does not call {', '.join(missing)}; name modules that "
+                "run, or leave outputs out to use the model's own"
+            )
+        return tuple(self._captured[path] for path in self._outputs)
+
+    def _watch(
+        self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        call = _Call(module, self._is_pure(module))
+        number = len(self._calls)
+        self._calls.append(call)
+        try:
+            before = [(tensor, _version(tensor)) for tensor in tensors((args, kwargs))]
+        except UnknownValue:
+            before = None
+        if before is None:
+            call.pure = False
+        elif call.pure:
+            call.args = kept((args, kwargs))
+            call.seen = tuple(version for _, version in before)
+        output = forward(*args, **kwargs)
+        call.end = len(self._calls)
+        if before is not None and not isinstance(module, TensorQuantizer):
+            untouched = all(_version(tensor) == version for tensor, version in before)
+            try:
+                own = untouched and not _share_memory(output, [tensor for tensor, _ in before])
+            except UnknownValue:
+                own = False
+            if own:
+                call.answerable = True
+                call.output = (copied if number in self._shared else kept)(output)
+                call.versions = _versions(output)
+        if module in self._targets:
+            self._target_outputs[number] = copied(output)
+            self._capture(number)
+        return output
+
+    def _answer(
+        self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        number = self._position
+        call = self._calls[number] if number < len(self._calls) else None
+        if call is None or call.module is not module:
+            raise RuntimeError(_OTHER_ORDER.format(type(module).__name__))
+        if self._is_known(number, call, args, kwargs):
+            self._position = call.end
+            for inner in range(number, call.end) if self._targets else ():
+                if inner in self._target_outputs:
+                    self._capture(inner)
+            return (copied if number in self._shared else kept)(call.output)
+        self._position = number + 1
+        output = forward(*args, **kwargs)
+        if self._position != call.end:
+            raise RuntimeError(_OTHER_ORDER.format(type(module).__name__))
+        if number in self._target_outputs:
+            self._capture(number, output)
+        return output
+
+    def _is_known(self, number: int, call: _Call, args: Any, kwargs: Any) -> bool:
+        if not call.answerable:
+            return False
+        if call.end <= self._first:
+            return True
+        return (
+            call.pure
+            and not any(number <= hit < call.end for hit in self._hits)
+            and same(call.args, (args, kwargs))
+        )
+
+    def _capture(self, number: int, output: Any = None) -> None:
+        """Note an output that was asked for, by default the recorded one."""
+        path = self._targets[self._calls[number].module]
+        self._captured[path] = copied(self._target_outputs[number] if output is None else output)
+        self._count += 1
+        if self._count == self._expected:
+            raise _Enough
+
+    def _is_pure(self, module: nn.Module) -> bool:
+        """Whether it computes from its inputs alone, for all that is known of libraries."""
+        if module not in self._pure:
+            self._pure[module] = all(is_library_module(m) for m in module.modules())
+        return self._pure[module]
+
+
+_OTHER_ORDER = (
+    "sensitivity: the model does not call its modules in the order of its first run (at a "
+    "{}); results cannot be reused in a model whose control flow hangs on values"
+)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _versions(value: Any) -> tuple[int, ...]:
+    return tuple(_version(tensor) for tensor in tensors(value))
+
+
+def _share_memory(output: Any, inputs: list[Tensor]) -> bool:
+    storages = {t.untyped_storage().data_ptr() for t in inputs if t.layout is torch.strided}
+    return any(
+        t.untyped_storage().data_ptr() in storages
+        for t in tensors(output)
+        # Voxels are handed on as they are; nobody writes coordinates in place.
+        if t.layout is torch.strided and t.numel() and t.is_floating_point()
+    )

@@ -1,0 +1,219 @@
+"""Which layers' rounding costs what: each group alone quantized, and alone left in float."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+from bevquant_qnn._example import evaluation, fresh
+from bevquant_qnn._operations import count_operations
+from bevquant_qnn._precision import Precision, Setting, check_precisions, set_for_now, setting_at
+from bevquant_qnn._precision_groups import PrecisionGroup, precision_groups
+from bevquant_qnn._ranks import gather_dealt, rank_and_world
+from bevquant_qnn._replay import Replay
+from bevquant_qnn._scores import Metric, Reduce, Score, score_of
+from bevquant_qnn._sensitivity_table import SensitivityRow, SensitivityTable
+from bevquant_quantizers import TensorQuantizer
+
+__all__ = ["sensitivity"]
+
+Forward = Callable[[nn.Module, Any], Any]
+Settings = dict[TensorQuantizer, Setting]
+
+
+def sensitivity(
+    model: nn.Module,
+    batches: Iterable[Any],
+    metric: str | Metric = "sqnr",
+    *,
+    outputs: Sequence[str] = (),
+    precisions: Sequence[Precision] = ("int8",),
+    without: bool = True,
+    forward: Forward | None = None,
+    reduce: Reduce | None = None,
+    distributed: bool | None = None,
+) -> SensitivityTable:
+    """Measure what each group of layers loses, alone quantized and alone left in float.
+
+    The first says what a layer's rounding does to the output, the second what is won by leaving it
+    in float while all others round. A run repeats only what its layer reaches: layers before it,
+    and branches beside it, are answered from one recorded run per batch, with the results of the
+    plain loop bit for bit. The activations of one batch are held in memory.
+
+    Groups are layers that share quantizers (`precision_groups`). A module must compute from its
+    inputs alone, as in evaluation mode they do; quantizers that are off are left out and stay off.
+
+    Args:
+        model: Calibrated, from `quantize_model`. It is left as it was.
+        batches: What `forward` takes one by one.
+        metric: ``"sqnr"``, 10·log₁₀(Σf²/Σ(f − q)²) over all outputs and batches, or ``"kl"``, minus
+            the mean of Σ p_f·log(p_f/p_q) with p the softmax over axis 1; neither needs labels. Or
+            a function ``metric(output, batch)``, larger is better.
+        outputs: Paths of modules whose outputs count, such as the BEV encoder, a run ends there;
+            a metric of your own then gets their tuple. By default the model's own output.
+        precisions: At which each group is measured alone: ``"int8"``, ``"int4"`` (weights of 4
+            bits, activations of 8), ``"int16"`` (activations of 16 bits, weights of 8). Ranges at
+            other bits than the quantizer's are searched in what its calibrator holds.
+        without: Measure each group alone left in float, too.
+        forward: Called as ``forward(model, batch)``; by default a tuple or list is spread over
+            the arguments, a dict over the keywords, anything else is the only argument.
+        reduce: From what a metric of your own gave for each batch, in order, to the score; their
+            mean by default. An mAP returns boxes from the metric and is computed here.
+        distributed: None uses torch.distributed where it is initialised: each process is given
+            the same batches and runs its share; every process returns the one table, the bits of
+            a single process's. False does not; True insists on it.
+
+    Returns:
+        The table, rows in model order.
+
+    Raises:
+        ValueError: No batches, no active quantizer, one without a range, an unknown metric,
+            precision or module, or outputs that are not finite.
+        RuntimeError: The model calls its modules in another order from run to run, or another
+            process failed.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from bevquant_quantizers import calibrate
+        >>> from bevquant_qnn import quantize_model
+        >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1))
+        >>> images = torch.randn(2, 3, 8, 8)
+        >>> net = quantize_model(net, example_inputs=images).model
+        >>> report = calibrate(net, [images])
+        >>> table = sensitivity(net, [images])
+        >>> [row.name for row in table], table["0"].alone["int8"] > 20
+        (['0', '2'], True)
+    """
+    check_precisions(precisions, "sensitivity")
+    if not precisions or "float" in precisions:
+        raise ValueError("sensitivity: name precisions to measure, float is what they are held to")
+    score = score_of(metric, reduce)
+    groups = _active_groups(model)
+    rank, world = rank_and_world(distributed)
+    trial = _Trial(model, groups, tuple(precisions), without, score, tuple(outputs))
+    results: list[dict[Any, Any]] = []
+    operations: dict[nn.Module, int] = {}
+    error: Exception | None = None
+    try:
+        for i, batch in enumerate(batches):
+            if i == 0:
+                run = _runner(forward or _call, batch)
+                with evaluation(model):
+                    operations = count_operations(model, run)
+            if i % world == rank:
+                results.append(trial.measure(batch, _runner(forward or _call, batch)))
+    except Exception as problem:
+        if world == 1:
+            raise
+        error = problem
+    if world > 1:
+        results = gather_dealt(results, world, error)
+    if not results:
+        raise ValueError("sensitivity: there were no batches; give at least one")
+    scores = {key: score.reduce([result[key] for result in results]) for key in results[0]}
+    rows = [
+        SensitivityRow(
+            group.modules,
+            _operations_of(model, group, operations),
+            {name: float(scores[i, name]) for name in precisions},
+            float(scores[i, "float"]) if without else None,
+        )
+        for i, group in enumerate(groups)
+    ]
+    whole = float(scores["quantized"]) if without else None
+    return SensitivityTable(score.name, float(scores["float"]), whole, tuple(rows), len(results))
+
+
+class _Trial:
+    """What is measured on every batch."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: list[PrecisionGroup],
+        precisions: tuple[str, ...],
+        without: bool,
+        score: Score,
+        outputs: tuple[str, ...],
+    ) -> None:
+        self._model = model
+        self._score = score
+        self._outputs = outputs
+        self._without = without
+        active = [[q for q in group.quantizers if not q._disabled] for group in groups]
+        quantizers = [q for held in active for q in held]
+        self._active = active
+        self._off = {q: Setting(True, q.num_bits, q.amax) for q in quantizers}
+        self._on = {q: Setting(False, q.num_bits, q.amax) for q in quantizers}
+        self._at: dict[tuple[int, str], Settings] = {
+            (i, name): {q: setting_at(q, name, weight=q in groups[i].weights) for q in held}
+            for i, held in enumerate(active)
+            for name in precisions
+        }
+
+    def measure(self, batch: Any, run: Callable[[nn.Module], Any]) -> dict[Any, Any]:
+        """Return what the score makes of this batch, by variant."""
+        found: dict[Any, Any] = {}
+        with evaluation(self._model), set_for_now(self._off):
+            replay = Replay(self._model, run, self._outputs)
+            reference = replay.output
+            found["float"] = self._score.of_batch(reference, reference, batch)
+            for key, settings in self._at.items():
+                with set_for_now(settings):
+                    found[key] = self._score.of_batch(replay(settings), reference, batch)
+            if self._without:
+                with set_for_now(self._on):
+                    replay = Replay(self._model, run, self._outputs)
+                    found["quantized"] = self._score.of_batch(replay.output, reference, batch)
+                    for i, held in enumerate(self._active):
+                        off = {q: self._off[q] for q in held}
+                        with set_for_now(off):
+                            result = self._score.of_batch(replay(off), reference, batch)
+                        found[i, "float"] = result
+        return found
+
+
+def _active_groups(model: nn.Module) -> list[PrecisionGroup]:
+    """The groups whose quantizers are on, and have ranges.
+
+    Raises:
+        ValueError: There is none, or some have no range.
+    """
+    groups = [g for g in precision_groups(model) if not all(q._disabled for q in g.quantizers)]
+    if not groups:
+        raise ValueError(
+            "sensitivity: the model has no active quantizer; quantize_model it, or enable() some"
+        )
+    bare = [
+        group.name
+        for group in groups
+        if any(q.amax is None and not q._disabled for q in group.inputs)
+    ]
+    if bare:
+        raise ValueError(
+            f"sensitivity: the activations of {', '.join(bare)} have no range; calibrate the model "
+            "first (bevquant_quantizers.calibrate)"
+        )
+    return groups
+
+
+def _runner(forward: Forward, batch: Any) -> Callable[[nn.Module], Any]:
+    return lambda model: forward(model, batch)
+
+
+def _call(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, dict):
+        return model(**{name: fresh(value) for name, value in batch.items()})
+    if isinstance(batch, tuple | list):
+        return model(*(fresh(value) for value in batch))
+    return model(fresh(batch))
+
+
+def _operations_of(
+    model: nn.Module, group: PrecisionGroup, operations: dict[nn.Module, int]
+) -> int:
+    modules = dict.fromkeys(model.get_submodule(path) for path in group.modules)
+    return sum(operations.get(module, 0) for module in modules)

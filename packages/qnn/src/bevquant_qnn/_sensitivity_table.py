@@ -1,0 +1,192 @@
+"""What every layer's rounding costs: the table that `sensitivity` returns."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from bevquant_qnn._precision import check_precisions
+from bevquant_qnn._scores import loss_of
+from bevquant_quantizers import write_whole
+
+__all__ = ["SensitivityRow", "SensitivityTable"]
+
+_SCHEMA = "bevquant-sensitivity/1"
+
+
+@dataclass(frozen=True)
+class SensitivityRow:
+    """One group of layers.
+
+    Attributes:
+        modules: Paths of its layers; several where they share a quantizer.
+        operations: Multiply-accumulates of one batch, the first; elements read, where nothing is
+            multiplied.
+        alone: Score of the model in float with this group alone quantized, by precision.
+        without: Score of the model quantized with this group alone in float; None where that was
+            not measured.
+    """
+
+    modules: tuple[str, ...]
+    operations: int
+    alone: Mapping[str, float]
+    without: float | None = None
+
+    @property
+    def name(self) -> str:
+        """The first path."""
+        return self.modules[0]
+
+
+@dataclass(frozen=True)
+class SensitivityTable:
+    """The rows in model order, and the scores between which they lie.
+
+    Larger scores are better: ``"sqnr"`` in dB, ``"kl"`` as minus the divergence in nats.
+
+    Attributes:
+        metric: Name of the score.
+        float_score: Of the model with every quantizer off.
+        quantized_score: Of the model as it was given; None where that was not measured.
+        rows: One for each group.
+        batches: How many batches were run.
+    """
+
+    metric: str
+    float_score: float
+    quantized_score: float | None
+    rows: tuple[SensitivityRow, ...]
+    batches: int
+
+    def __iter__(self) -> Iterator[SensitivityRow]:
+        return iter(self.rows)
+
+    def __getitem__(self, path: str) -> SensitivityRow:
+        """Return the row of the group that holds the layer at `path`.
+
+        Raises:
+            KeyError: No group does.
+        """
+        for row in self.rows:
+            if path in row.modules:
+                return row
+        raise KeyError(f"no row holds {path!r}; the first is {self.rows[0].name!r}")
+
+    def loss(self, row: SensitivityRow, precision: str) -> float:
+        """What `row` loses at `precision`, in a unit that adds up over rows: never negative.
+
+        Noise over signal for ``"sqnr"``, differences of scores otherwise.
+        """
+        if precision == "float":
+            return 0.0
+        return max(0.0, loss_of(self.metric)(row.alone[precision], self.float_score))
+
+    def worst_first(self, precision: str = "int8") -> tuple[SensitivityRow, ...]:
+        """The rows by what they lose at `precision`, the largest loss first: the bars of a chart.
+
+        Raises:
+            KeyError: It was not measured.
+        """
+        return tuple(sorted(self.rows, key=lambda row: -self.loss(row, precision)))
+
+    def to_json(self) -> str:
+        """Return the table as JSON text, every score to the bit."""
+        document: dict[str, Any] = {
+            "schema": _SCHEMA,
+            "metric": self.metric,
+            "float_score": self.float_score,
+            "quantized_score": self.quantized_score,
+            "batches": self.batches,
+            "rows": [
+                {
+                    "modules": list(row.modules),
+                    "operations": row.operations,
+                    "alone": dict(row.alone),
+                    "without": row.without,
+                }
+                for row in self.rows
+            ],
+        }
+        return json.dumps(document, indent=2, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read what `to_json` wrote.
+
+        Raises:
+            ValueError: For anything else.
+        """
+        try:
+            data = json.loads(text)
+            schema = data["schema"]
+            if schema != _SCHEMA:
+                raise ValueError(f"schema {schema!r}")
+            rows = tuple(
+                SensitivityRow(
+                    tuple(str(path) for path in row["modules"]),
+                    int(row["operations"]),
+                    {name: _number(score) for name, score in row["alone"].items()},
+                    None if row["without"] is None else _number(row["without"]),
+                )
+                for row in data["rows"]
+            )
+            if not all(row.modules for row in rows):
+                raise ValueError("a row without modules")
+            check_precisions((name for row in rows for name in row.alone), "a row")
+            whole = data["quantized_score"]
+            return cls(
+                str(data["metric"]),
+                _number(data["float_score"]),
+                None if whole is None else _number(whole),
+                rows,
+                int(data["batches"]),
+            )
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(
+                f"SensitivityTable.from_json expects what to_json wrote ({_SCHEMA}): "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write `to_json`, whole or not at all."""
+        write_whole(path, self.to_json() + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read a file that `save` wrote.
+
+        Raises:
+            ValueError: It is no such file.
+        """
+        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+
+    def __str__(self) -> str:
+        names = list(dict.fromkeys(name for row in self.rows for name in row.alone))
+        head = ["layers", "operations", *(f"{name} alone" for name in names), "alone in float"]
+        body = [
+            [
+                row.name + (f" +{len(row.modules) - 1}" if len(row.modules) > 1 else ""),
+                f"{row.operations:,}",
+                *(f"{row.alone[name]:.4g}" if name in row.alone else "" for name in names),
+                "" if row.without is None else f"{row.without:.4g}",
+            ]
+            for row in self.rows
+        ]
+        widths = [max(len(line[i]) for line in [head, *body]) for i in range(len(head))]
+        whole = "" if self.quantized_score is None else f", quantized {self.quantized_score:.4g}"
+        lines = [f"{self.metric}: float {self.float_score:.4g}{whole}, {self.batches} batches"]
+        for line in [head, *body]:
+            rest = (cell.rjust(w) for cell, w in zip(line[1:], widths[1:], strict=True))
+            lines.append("  ".join([line[0].ljust(widths[0]), *rest]))
+        return "\n".join(lines)
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{value!r} is no finite number")
+    return float(value)
