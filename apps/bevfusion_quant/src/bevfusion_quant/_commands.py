@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from bevfusion_quant._errors import InputError
 from bevfusion_quant._frames import camera_names, frames_of
-from bevfusion_quant._options import Command, Demo, Evaluate, Ptq, Simulate, Tree
+from bevfusion_quant._options import Command, Demo, Evaluate, Ptq, Simulate, Train, Tree
 from bevfusion_quant.model import CONFIGS, PART_PATHS, build_model
 from bevfusion_quant.ptq import (
     EvaluateResult,
@@ -170,6 +170,13 @@ def _evaluate(options: Evaluate, command: str) -> str:
             integers=options.backend if isinstance(options, Simulate) else None,
         )
     )
+
+
+@execute.register
+def _train(options: Train, command: str) -> str:
+    from bevfusion_quant.train import train_from_options
+
+    return train_from_options(options, command)
 
 
 @execute.register

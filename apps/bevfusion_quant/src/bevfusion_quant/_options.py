@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["Command", "Demo", "Evaluate", "FrameOptions", "Ptq", "Simulate", "Tree"]
+__all__ = ["Command", "Demo", "Evaluate", "FrameOptions", "Ptq", "Simulate", "Train", "Tree"]
 
 ConfigName = Literal["nuscenes", "tiny"]
 Method = Literal["mse", "max", "entropy", "percentile"]
@@ -165,4 +165,59 @@ class Tree:
     quantize_head: bool = False
 
 
-Command = Demo | Ptq | Evaluate | Simulate | Tree
+@dataclass(frozen=True, kw_only=True)
+class Train(FrameOptions):
+    """Train a float detector on labelled frames; a run that was stopped goes on where it was.
+
+    Of street, training takes the seeds from 1,000,000 + --first on, 1,000 of them unless --count
+    says otherwise; of pandaset, the frames numbered below 28.
+
+    Args:
+        out: Folder of the run: checkpoint, prepared frames, and in the end weights.safetensors.
+        config: Sizes of the model.
+        branch: A detector of the LiDAR alone, of the cameras alone (with the LiDAR's depth, as
+            mit-bevfusion's view transform reads it), or of both, fused.
+        steps: Steps of the optimizer.
+        batch: Frames in each step.
+        lr: Largest learning rate of the one-cycle schedule.
+        weight_decay: AdamW's.
+        clip: Gradients are scaled down to this norm.
+        flip: Mirror frames along x and y, each in half of the draws.
+        rotation: Turn frames by up to this angle [rad].
+        scale: Scale frames by up to this share.
+        seed: Of weights, order, augmentation and dropout.
+        start: Weights to start from; the entries that fit are taken.
+        half: Store the weights as float16, norms apart.
+        held_out: Streets, from seed 0, to judge the weights by; of pandaset, 0 for none of the
+            frames from 28 on, anything else for all.
+        resume: Go on from the checkpoint in --out, or begin where there is none.
+        device: Where to train, such as cpu or cuda.
+        workers: Processes that prepare frames ahead.
+        cache: Folder of prepared frames, which runs on the same frames may share; by default in
+            --out.
+        checkpoint_every: Steps between checkpoints.
+    """
+
+    out: Path
+    config: ConfigName = "tiny"
+    branch: Literal["lidar", "camera", "all"] = "all"
+    steps: int = 2000
+    batch: int = 4
+    lr: float = 2e-3
+    weight_decay: float = 0.01
+    clip: float = 10.0
+    flip: bool = True
+    rotation: float = 0.2
+    scale: float = 0.05
+    seed: int = 0
+    start: Path | None = None
+    half: bool = False
+    held_out: int = 100
+    resume: bool = False
+    device: str = "cpu"
+    workers: int = 1
+    cache: Path | None = None
+    checkpoint_every: int = 100
+
+
+Command = Demo | Ptq | Evaluate | Simulate | Train | Tree

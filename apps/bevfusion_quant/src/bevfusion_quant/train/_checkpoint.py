@@ -1,0 +1,115 @@
+"""The state of a run in one file: safetensors with JSON beside the tensors, no pickle."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from bevfusion_quant._errors import InputError
+from bevquant_quantizers import write_whole
+
+__all__ = ["CHECKPOINT", "Checkpoint", "read_checkpoint", "restore", "write_checkpoint"]
+
+CHECKPOINT = "checkpoint.safetensors"
+_FORMAT, _VERSION, _KEY = "bevfusion-quant training checkpoint", 1, "bevfusion-quant"
+_MODEL, _OPTIMIZER, _LOSSES = "model.", "optimizer.", "losses"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a run needs to go on.
+
+    Attributes:
+        step: Steps that are done.
+        identity: What decides the result, as JSON has it.
+        tensors: The model's, the optimizer's and the losses so far.
+    """
+
+    step: int
+    identity: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+    @property
+    def losses(self) -> Tensor:
+        """float32 [steps done, 3]: heatmap, classes, boxes."""
+        return self.tensors[_LOSSES]
+
+
+def write_checkpoint(
+    path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    losses: list[list[float]],
+    identity: dict[str, Any],
+) -> None:
+    """Write the state, whole or not at all: a kill leaves the checkpoint before."""
+    tensors = {f"{_MODEL}{name}": value for name, value in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            tensors[f"{_OPTIMIZER}{key}.{name}"] = value
+    tensors[_LOSSES] = torch.tensor(losses, dtype=torch.float32).reshape(-1, 3)
+    tensors = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    about = {"format": _FORMAT, "version": _VERSION, "step": step, "identity": identity}
+    write_whole(path, save(tensors, {_KEY: json.dumps(about)}))
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Read what `write_checkpoint` wrote.
+
+    Raises:
+        InputError: The file is damaged, or something else.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            about = json.loads((file.metadata() or {}).get(_KEY, "{}"))
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+    except (SafetensorError, OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read ({error}): it is damaged") from error
+    if about.get("format") != _FORMAT or about.get("version") != _VERSION:
+        raise InputError(
+            f"{path} is no checkpoint of `bevfusion-quant train` that this version reads; use the "
+            "version that wrote it, or another --out"
+        )
+    return Checkpoint(int(about["step"]), about["identity"], tensors)
+
+
+def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Put a checkpoint's state into a model and its optimizer, bit for bit.
+
+    Raises:
+        InputError: It is the state of another model.
+    """
+    state = _part(checkpoint.tensors, _MODEL)
+    wanted = model.state_dict()
+    differ = [
+        name
+        for name in {**wanted, **state}
+        if name not in state or name not in wanted or state[name].shape != wanted[name].shape
+    ]
+    if differ:
+        raise InputError(
+            f"the checkpoint is of another model: {len(differ)} entries differ, such as {differ[0]}"
+        )
+    model.load_state_dict(state)
+    moments = _part(checkpoint.tensors, _OPTIMIZER)
+    keys = sorted({name.split(".", 1)[0] for name in moments})
+    for name, parameter in model.named_parameters():
+        found = {key: moments[f"{key}.{name}"] for key in keys if f"{key}.{name}" in moments}
+        if found:
+            # torch keeps the count of steps on the CPU, the moments beside the parameter.
+            optimizer.state[parameter] = {
+                key: value.clone() if key == "step" else value.to(parameter, copy=True)
+                for key, value in found.items()
+            }
+
+
+def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}

@@ -1,0 +1,62 @@
+"""What trained weights find on frames that training never saw."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tqdm import tqdm
+
+from bevfusion_quant._errors import InputError
+from bevfusion_quant.metrics import Bootstrap, DetectionMeter
+from bevfusion_quant.metrics._bootstrap import interval_of_mean_ap
+from bevfusion_quant.metrics._result import metrics_of
+from bevfusion_quant.model import CONFIGS
+from bevfusion_quant.ptq import FrameBatches
+
+if TYPE_CHECKING:
+    from bevfusion_quant.model import BEVFusion
+    from bevfusion_quant.points import Frame
+    from bevfusion_quant.train._config import TrainConfig
+
+__all__ = ["judge_detector"]
+
+
+def judge_detector(
+    model: BEVFusion, frames: Sequence[Frame], config: TrainConfig
+) -> dict[str, Any]:
+    """NuScenes' metrics of a float model, frame by frame in little memory.
+
+    Args:
+        model: In eval mode, on the CPU.
+        frames: Labelled.
+        config: Of the run.
+
+    Returns:
+        JSON: labels, mean_ap, interval (95 %, over frames), nds, and mean_ap by class.
+
+    Raises:
+        InputError: A frame has no labels.
+    """
+    sizes = CONFIGS[config.config]
+    batches = FrameBatches(frames, sizes, model, config.cameras)
+    meter = DetectionMeter(sizes.head.classes)
+    with torch.no_grad():
+        for index in tqdm(range(len(frames)), desc="held out"):
+            batch = batches[index]
+            labels = batches.frame_labels(index)
+            if labels is None:
+                raise InputError(f"{batches.names[index][0]}: no labels to judge by")
+            (found,) = model.head.decode(model(*batch))
+            meter.add(found, labels)
+    interval = interval_of_mean_ap(meter, Bootstrap())
+    metrics = metrics_of(meter, interval)
+    return {
+        "count": metrics.frames,
+        "labels": metrics.labels,
+        "mean_ap": metrics.mean_ap,
+        "interval": None if interval is None else [interval.low, interval.high],
+        "nds": metrics.nds,
+        "classes": {row.name: row.mean_ap for row in metrics.classes},
+    }

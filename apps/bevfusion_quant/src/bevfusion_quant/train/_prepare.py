@@ -1,0 +1,153 @@
+"""Frames made ahead, by several processes, and kept on disk."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+from bevfusion_quant._errors import InputError
+from bevfusion_quant.train._compact import CompactFrame, compact
+from bevquant_quantizers import write_whole
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from bevfusion_quant.points import Frame
+    from bevfusion_quant.train._config import TrainConfig
+    from bevfusion_quant.train._split import FrameSource
+
+__all__ = ["PreparedFrames", "prepare_frames"]
+
+_INDEX = "frames.json"
+_VERSION = 1
+_CHUNK = 8
+
+
+class PreparedFrames:
+    """The frames of a folder, read one at a time.
+
+    Args:
+        folder: Where they lie.
+        count: How many.
+    """
+
+    def __init__(self, folder: Path, count: int) -> None:
+        self.folder, self._count = folder, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> CompactFrame:
+        return CompactFrame.load(_file(self.folder, index))
+
+
+def prepare_frames(
+    source: FrameSource, config: TrainConfig, folder: Path, *, workers: int = 1
+) -> PreparedFrames:
+    """Make every frame of `source` once, unless it lies in `folder` already.
+
+    Ray casting and reading images take longer than a step of a small model; an .npz takes a
+    millisecond. A stopped preparation goes on where it was.
+
+    Args:
+        source: What to make.
+        config: Says the network's image size and cameras.
+        folder: Made where missing; may be shared by runs on the same frames.
+        workers: Processes beside this one; 0 makes the frames in this one.
+
+    Raises:
+        InputError: The folder holds frames of another source or form, there are no frames, or one
+            cannot be trained on.
+    """
+    frames = source.open()
+    if not len(frames):
+        raise InputError(f"no frames to train on: {source.describe}")
+    form = {
+        "format": "bevfusion-quant prepared frames",
+        "version": _VERSION,
+        "source": source.describe,
+        "count": len(frames),
+        "image_size": None if config.image_size is None else list(config.image_size),
+        "cameras": list(config.cameras) if config.image_size else [],
+        "scan": config.config,
+    }
+    _claim(folder, form)
+    missing = [i for i in range(len(frames)) if not _file(folder, i).is_file()]
+    if missing:
+        with tqdm(total=len(frames), initial=len(frames) - len(missing), desc="frames") as bar:
+            if workers < 1:
+                for index in missing:
+                    _make(frames, index, folder, config)
+                    bar.update()
+            else:
+                _make_in_processes(source, missing, folder, config, workers, bar)
+    return PreparedFrames(folder, len(frames))
+
+
+def _claim(folder: Path, form: dict[str, object]) -> None:
+    index = folder / _INDEX
+    if not index.is_file():
+        if folder.is_dir() and any(folder.iterdir()):
+            raise InputError(f"{folder} is not empty and holds no {_INDEX}: choose another --cache")
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(index, json.dumps(form, indent=1))
+        return
+    try:
+        found = json.loads(index.read_text())
+    except ValueError as error:
+        raise InputError(f"{index} is damaged ({error}): remove the folder") from error
+    if found != form:
+        differ = [key for key in form if not isinstance(found, dict) or found.get(key) != form[key]]
+        told = ", ".join(f"{key} {found.get(key)!r}, not {form[key]!r}" for key in differ)
+        raise InputError(f"{folder} holds other frames ({told}): choose another --cache")
+
+
+def _make_in_processes(
+    source: FrameSource,
+    missing: list[int],
+    folder: Path,
+    config: TrainConfig,
+    workers: int,
+    bar: tqdm[None],
+) -> None:
+    context = multiprocessing.get_context("spawn")  # a fork would copy torch's threads half
+    chunks = [missing[i : i + _CHUNK] for i in range(0, len(missing), _CHUNK)]
+    with ProcessPoolExecutor(min(workers, len(chunks)), mp_context=context) as pool:
+        futures: list[Future[int]] = [
+            pool.submit(_make_chunk, source, chunk, folder, config) for chunk in chunks
+        ]
+        try:
+            for future in as_completed(futures):
+                bar.update(future.result())
+        except BrokenProcessPool as error:
+            raise InputError(
+                "a process that prepares frames was killed, perhaps for want of memory: run the "
+                "command again with fewer --workers; what is prepared stays"
+            ) from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _make_chunk(source: FrameSource, chunk: list[int], folder: Path, config: TrainConfig) -> int:
+    import torch
+
+    torch.set_num_threads(1)
+    frames = source.open()
+    for index in chunk:
+        _make(frames, index, folder, config)
+    return len(chunk)
+
+
+def _make(frames: Sequence[Frame], index: int, folder: Path, config: TrainConfig) -> None:
+    prepared = compact(frames[index], config.image_size, config.cameras)
+    prepared.save(_file(folder, index))
+
+
+def _file(folder: Path, index: int) -> Path:
+    return folder / f"{index:06d}.npz"
