@@ -23,6 +23,7 @@ from bevquant_export.sparse import (
     compare_sparse_onnx,
     export_sparse_onnx,
     load_sparse_onnx,
+    lower_to_portable,
     with_half_constants,
 )
 
@@ -44,5 +45,6 @@ __all__ = [
     "export_sparse_onnx",
     "lint_onnx",
     "load_sparse_onnx",
+    "lower_to_portable",
     "with_half_constants",
 ]

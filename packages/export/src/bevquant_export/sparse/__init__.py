@@ -1,11 +1,13 @@
-"""Sparse encoders as ONNX files of NVIDIA's libspconv, written and read back."""
+"""Sparse encoders as ONNX files, for NVIDIA's libspconv or onnxruntime, and read back."""
 
 from __future__ import annotations
 
 from bevquant_export.sparse._compare import LayerDifference, compare_sparse_onnx
-from bevquant_export.sparse._export import SparseExport, SparseLayer, export_sparse_onnx
+from bevquant_export.sparse._export import export_sparse_onnx
 from bevquant_export.sparse._half_precision import with_half_constants
+from bevquant_export.sparse._layers import SparseExport, SparseLayer
 from bevquant_export.sparse._load import SparseOnnxModel, load_sparse_onnx
+from bevquant_export.sparse._lower_file import lower_to_portable
 
 __all__ = [
     "LayerDifference",
@@ -15,5 +17,6 @@ __all__ = [
     "compare_sparse_onnx",
     "export_sparse_onnx",
     "load_sparse_onnx",
+    "lower_to_portable",
     "with_half_constants",
 ]

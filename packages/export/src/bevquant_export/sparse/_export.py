@@ -4,56 +4,30 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from bevquant_export.sparse._follow import follow
-from bevquant_export.sparse._graph import Add, Conv, Graph
 from bevquant_export.sparse._half_precision import with_half_constants
+from bevquant_export.sparse._layers import SparseExport, layers_of
+from bevquant_export.sparse._lower_file import portable_bytes
 from bevquant_export.sparse._make_graph import make_graph
 from bevquant_export.sparse._names import numbered
 from bevquant_export.sparse._observe import observe
+from bevquant_export.sparse._official_keys import official_keys
+from bevquant_export.sparse._read_proto import graph_of_bytes
 from bevquant_export.sparse._rulebooks import check_rulebooks
 from bevquant_export.sparse._turn_axes import turned
 from bevquant_export.sparse._write_proto import proto_bytes
 from bevquant_int8sim import simulate
 from bevquant_quantizers import write_whole
 
-__all__ = ["SparseExport", "SparseLayer", "export_sparse_onnx"]
+__all__ = ["export_sparse_onnx"]
 
+_DIALECTS = ("libspconv", "portable")
 _ORDERS = ("xyz", "zyx")
-
-
-@dataclass(frozen=True)
-class SparseLayer:
-    """One convolution or addition of a file.
-
-    Attributes:
-        name: Its node.
-        path: The module it comes from.
-        precision: ``"int8"`` or ``"fp16"``.
-        output_precision: How its output is held.
-        input_range: amax of its input; ``None`` in fp16.
-        output_bound: Most voxels of its output; ``None`` for additions.
-    """
-
-    name: str
-    path: str
-    precision: str
-    output_precision: str
-    input_range: float | None
-    output_bound: int | None
-
-
-@dataclass(frozen=True)
-class SparseExport:
-    """What was written: the file, and its layers in order."""
-
-    path: Path
-    layers: tuple[SparseLayer, ...]
 
 
 def export_sparse_onnx(
@@ -66,8 +40,9 @@ def export_sparse_onnx(
     order: str | None = None,
     batches: Iterable[Any] = (),
     head_room: float = 1.5,
+    all_layers: bool = False,
 ) -> SparseExport:
-    """Write a calibrated sparse encoder as the ONNX file that NVIDIA's libspconv loads.
+    """Write a calibrated sparse encoder as an ONNX file, for NVIDIA's libspconv or onnxruntime.
 
     The file says of each convolution what the integer model computes: a weight whose integers
     are those of `bevquant_int8sim.simulate` under any rounding, one range per tensor, the ReLU
@@ -80,7 +55,8 @@ def export_sparse_onnx(
             reshape. It is not changed.
         example_inputs: What one call takes; run once, for the sizes in the file.
         path: The file; it appears whole or not at all.
-        dialect: ``"libspconv"``.
+        dialect: ``"libspconv"``, or ``"portable"``: the same file in standard operators, which
+            stock onnxruntime runs on a CPU (inputs and outputs: `lower_to_portable`).
         model_order: Order of the model's coordinate columns behind the batch: ``"xyz"``
             (mit-bevfusion) or ``"zyx"`` (mmdetection3d).
         order: Order that the file wants them in; by default the model's. The dense result is the
@@ -88,6 +64,7 @@ def export_sparse_onnx(
         batches: Further inputs like the example, whose voxels are counted for `output_bound`.
         head_room: `output_bound` of a layer is this times the most voxels that one frame had
             there, rounded up to a thousand. The engine drops what is beyond.
+        all_layers: Portable only: every convolution and sum is an output too, by node name.
 
     Raises:
         TypeError: `model` is no module.
@@ -104,8 +81,12 @@ def export_sparse_onnx(
         ...         quantized, frames[0], "lidar.backbone.xyz.onnx", batches=frames
         ...     )
     """
-    if dialect != "libspconv":
-        raise ValueError(f"export_sparse_onnx: dialect={dialect!r}: expected 'libspconv'")
+    if dialect not in _DIALECTS:
+        raise ValueError(
+            f"export_sparse_onnx: dialect={dialect!r}: expected 'libspconv' or 'portable'"
+        )
+    if all_layers and dialect != "portable":
+        raise ValueError("export_sparse_onnx: all_layers=True needs dialect='portable'")
     order = model_order if order is None else order
     for name, value in (("model_order", model_order), ("order", order)):
         if value not in _ORDERS:
@@ -121,21 +102,10 @@ def export_sparse_onnx(
     values = integers.program.values
     graph = make_graph(followed, seen, rounded, values, model_order, head_room)
     check_rulebooks(graph)
-    graph = numbered(graph if order == model_order else turned(graph))
-    write_whole(path, proto_bytes(graph))
-    return SparseExport(Path(path), _layers(graph))
-
-
-def _layers(graph: Graph) -> tuple[SparseLayer, ...]:
-    return tuple(
-        SparseLayer(
-            name=node.name,
-            path=node.path,
-            precision=node.precision,
-            output_precision=node.output_precision,
-            input_range=node.input_range if isinstance(node, Conv) else node.range_x,
-            output_bound=node.output_bound if isinstance(node, Conv) else None,
-        )
-        for node in graph.nodes
-        if isinstance(node, Conv | Add)
-    )
+    graph = numbered(official_keys(graph if order == model_order else turned(graph)))
+    content = proto_bytes(graph)
+    if dialect == "portable":
+        # Through the bytes: both dialects then hold the very same numbers.
+        content = portable_bytes(graph_of_bytes(content), all_layers=all_layers)
+    write_whole(path, content)
+    return SparseExport(Path(path), layers_of(graph))

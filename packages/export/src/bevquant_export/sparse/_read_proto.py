@@ -1,4 +1,4 @@
-"""A file of the libspconv dialect as a graph; everything in it is checked."""
+"""A file of either dialect as a graph; everything in it is checked."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from bevquant_export.sparse._check_graph import check_graph
 from bevquant_export.sparse._graph import Graph, Node
 from bevquant_export.sparse._read_node import OPERATORS, read_node
 from bevquant_export.sparse._read_tensors import read_tensors
+from bevquant_export.sparse.portable import is_portable, portable_graph
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto
 
-__all__ = ["read_graph"]
+__all__ = ["graph_of_bytes", "read_graph"]
 
 _MOST_BYTES = 1 << 30
 
@@ -28,23 +29,39 @@ def read_graph(path: str | os.PathLike[str]) -> Graph:
     """
     file = Path(path)
     try:
-        graph = _graph(_parsed(file).graph)
-        check_graph(graph)
+        return graph_of_bytes(_content(file))
     except ValueError as error:
         raise ValueError(f"{file.name}: {error}") from error
+
+
+def graph_of_bytes(content: bytes) -> Graph:
+    """The checked graph of a file's content.
+
+    Raises:
+        ValueError: As `read_graph`; no file is named.
+    """
+    model = _parsed(content)
+    if is_portable(model):
+        return portable_graph(model)
+    graph = _graph(model.graph)
+    check_graph(graph)
     return graph
 
 
-def _parsed(file: Path) -> ModelProto:
-    import onnx
-    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
-
+def _content(file: Path) -> bytes:
     if not file.is_file():
         raise ValueError(f"no such file as {file}")
     if file.stat().st_size > _MOST_BYTES:
         raise ValueError(f"{file.stat().st_size} bytes; expected at most {_MOST_BYTES}")
+    return file.read_bytes()
+
+
+def _parsed(content: bytes) -> ModelProto:
+    import onnx
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+
     try:
-        return onnx.load_model_from_string(file.read_bytes())
+        return onnx.load_model_from_string(content)
     except DecodeError as error:
         raise ValueError(f"not an ONNX file ({error}); is it a Git LFS pointer?") from error
 

@@ -11,7 +11,7 @@ from bevquant_export.sparse._graph import Add, Conv, Graph, Move, Node, Scatter,
 if TYPE_CHECKING:
     from onnx import NodeProto, TensorProto
 
-__all__ = ["proto_bytes"]
+__all__ = ["node_attributes", "operator_of", "proto_bytes"]
 
 _OPSET, _IR_VERSION = 11, 7
 
@@ -36,7 +36,12 @@ def proto_bytes(graph: Graph) -> bytes:
             names += weights
             convs += 1
         made = helper.make_node(
-            _operator(node), names, [node.y], node.name, doc_string=node.path, **_attributes(node)
+            operator_of(node),
+            names,
+            [node.y],
+            node.name,
+            doc_string=node.path,
+            **node_attributes(node),
         )
         nodes.append(made)
     outputs = [
@@ -66,13 +71,15 @@ def _initializer(name: str, value: Tensor) -> TensorProto:
     return helper.make_tensor(name, TensorProto.FLOAT16, list(value.shape), raw, raw=True)
 
 
-def _operator(node: Node) -> str:
+def operator_of(node: Node) -> str:
+    """Name of a node's operator in the dialect."""
     if isinstance(node, Move):
         return node.op
     return {Conv: "SparseConvolution", Scatter: "ScatterDense"}.get(type(node), type(node).__name__)
 
 
-def _attributes(node: Node) -> dict[str, Any]:
+def node_attributes(node: Node) -> dict[str, Any]:
+    """Attributes of a node: the Python type of each is that which the dialect wants."""
     if isinstance(node, Conv):
         return _conv_attributes(node)
     if isinstance(node, Add):

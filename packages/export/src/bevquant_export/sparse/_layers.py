@@ -1,0 +1,55 @@
+"""What was written: a file and its layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from bevquant_export.sparse._graph import Add, Conv, Graph
+
+__all__ = ["SparseExport", "SparseLayer", "layers_of"]
+
+
+@dataclass(frozen=True)
+class SparseLayer:
+    """One convolution or addition of a file.
+
+    Attributes:
+        name: Its node.
+        path: The module it comes from.
+        precision: ``"int8"`` or ``"fp16"``.
+        output_precision: How its output is held.
+        input_range: amax of its input; ``None`` in fp16.
+        output_bound: Most voxels of its output; ``None`` for additions.
+    """
+
+    name: str
+    path: str
+    precision: str
+    output_precision: str
+    input_range: float | None
+    output_bound: int | None
+
+
+@dataclass(frozen=True)
+class SparseExport:
+    """What was written: the file, and its layers in order."""
+
+    path: Path
+    layers: tuple[SparseLayer, ...]
+
+
+def layers_of(graph: Graph) -> tuple[SparseLayer, ...]:
+    """Convolutions and additions in order."""
+    return tuple(
+        SparseLayer(
+            name=node.name,
+            path=node.path,
+            precision=node.precision,
+            output_precision=node.output_precision,
+            input_range=node.input_range if isinstance(node, Conv) else node.range_x,
+            output_bound=node.output_bound if isinstance(node, Conv) else None,
+        )
+        for node in graph.nodes
+        if isinstance(node, Conv | Add)
+    )

@@ -1,0 +1,73 @@
+"""A libspconv file as one of standard operators."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from bevquant_export.sparse._graph import Graph
+from bevquant_export.sparse._layers import SparseExport, layers_of
+from bevquant_export.sparse._names import numbered
+from bevquant_export.sparse._read_proto import read_graph
+from bevquant_export.sparse.portable import recorded
+from bevquant_quantizers import write_whole
+
+__all__ = ["lower_to_portable", "portable_bytes"]
+
+
+def lower_to_portable(
+    source: str | os.PathLike[str], path: str | os.PathLike[str], *, all_layers: bool = False
+) -> SparseExport:
+    """Write a libspconv file, ours or NVIDIA's, as one that stock onnxruntime runs on a CPU.
+
+    Every sparse operator becomes a few standard ones in functions of the file (opset 18, domain
+    ``bevquant.sparse``), so that ``onnx.checker`` passes and nothing has to be installed. The
+    integers are those of `load_sparse_onnx` on the source, to the last one; fp16 layers run in
+    float32, whose sums onnxruntime takes in an order of its own.
+
+    Inputs of the new file, none of which may be left out:
+
+    - ``features`` float32 ``[voxels, channels]``, any number of voxels, in any order;
+    - ``coords`` int32 ``[voxels, 4]``: batch, then the axes in the order of the source file;
+    - ``batch_size`` int64 ``[1]``: frames, which ``coords`` alone do not tell where the last one
+      is empty.
+
+    A voxel outside of the grid or the batch, one that occurs twice and NaN end the run with an
+    error that names the rule (``voxels_occur_once``). Outputs: ``output`` float32 (``output0``, …
+    of several), dense ``[batch, …]`` as the source says or the rows of a sparse tensor, whose
+    voxels are then ``<layer>.coords`` unless they are those of the input. `output_bound` has no
+    effect: a portable file takes any number of voxels.
+
+    Args:
+        source: A libspconv file. A portable one is written again.
+        path: The new file; it appears whole or not at all.
+        all_layers: Give away what every convolution and sum makes as well, under the name of its
+            node: int8, or float32 where the layer's output is fp16.
+
+    Returns:
+        The file and its layers, whose names are those of the outputs.
+
+    Raises:
+        ValueError: The source is broken, readers of a tensor state several ranges, sums may leave
+            int32, or a layer's voxels are not known; the node is named.
+
+    Example:
+        >>> lower_to_portable("missing.onnx", "portable.onnx")
+        Traceback (most recent call last):
+        ...
+        ValueError: lower_to_portable: missing.onnx: no such file as missing.onnx
+    """
+    try:
+        graph = numbered(read_graph(Path(source)))
+        content = portable_bytes(graph, all_layers=all_layers)
+    except ValueError as error:
+        raise ValueError(f"lower_to_portable: {error}") from error
+    write_whole(path, content)
+    return SparseExport(Path(path), layers_of(graph))
+
+
+def portable_bytes(graph: Graph, *, all_layers: bool) -> bytes:
+    """The portable file of a graph as it was read from a file, nodes numbered."""
+    model = recorded(graph, all_layers=all_layers).model
+    content: bytes = model.SerializeToString(deterministic=True)
+    return content

@@ -1,0 +1,152 @@
+"""The model under construction: calls of local functions, standard operators, constants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bevquant_export.sparse.portable import _layer_functions as layer
+from bevquant_export.sparse.portable import _voxel_functions as voxel
+from bevquant_export.sparse.portable._body import DOMAIN, OPSET
+
+if TYPE_CHECKING:
+    from onnx import FunctionProto, ModelProto, ValueInfoProto
+
+__all__ = ["FUNCTIONS", "Emitter", "Settings"]
+
+_IR_VERSION = 8  # the first with model-local functions
+_VERSION = 1
+Settings = Mapping[str, int | float | tuple[int, ...]]
+
+FUNCTIONS: Mapping[str, Callable[[], FunctionProto]] = {
+    "CheckedVoxels": voxel.checked_voxels,
+    "DistinctVoxels": voxel.distinct_voxels,
+    "StridedVoxels": voxel.strided_voxels,
+    **{f"PillarMap{c}": partial(voxel.pillar_map, c) for c in range(3)},
+    **{f"Neighbours{c}": partial(voxel.neighbours, c) for c in range(3)},
+    **{f"InverseNeighbours{c}": partial(voxel.neighbours, c, inverse=True) for c in range(3)},
+    "Quantize": layer.quantized,
+    "IntegerConvolution": layer.integer_convolution,
+    "FloatConvolution": layer.float_convolution,
+    "Requantize": layer.requantized,
+    "Dequantize": layer.dequantized,
+    "DequantizeInt8": layer.dequantized_int8,
+    "Add": layer.add_requantized,
+    "AddEqual": partial(layer.add_requantized, equal=True),
+    "AddDequantize": layer.add_floats,
+    "ScatterDense": layer.scattered,
+    "Int8": layer.signed,
+}
+
+
+class Emitter:
+    """Nodes, constants and outputs of the model; functions come along when they are called."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Any] = []
+        self.constants: dict[str, Any] = {}
+        self.outputs: list[ValueInfoProto] = []
+        self._called: set[str] = set()
+
+    def call(
+        self,
+        function: str,
+        inputs: Sequence[str],
+        name: str,
+        settings: Settings | None = None,
+        *,
+        made: int = 1,
+        path: str = "",
+    ) -> list[str]:
+        """Call a local function; what it makes is named after the node.
+
+        Args:
+            function: Key of `FUNCTIONS`.
+            inputs: Tensors.
+            name: Of the node.
+            settings: All attributes of the function.
+            made: Number of its outputs.
+            path: Module, written as documentation.
+        """
+        self._called.add(function)
+        return self._node(function, inputs, name, made, path, DOMAIN, settings)
+
+    def standard(
+        self,
+        operator: str,
+        inputs: Sequence[str],
+        name: str,
+        settings: Settings | None = None,
+        *,
+        path: str = "",
+    ) -> str:
+        """One operator of ONNX."""
+        return self._node(operator, inputs, name, 1, path, "", settings)[0]
+
+    def _node(
+        self,
+        operator: str,
+        inputs: Sequence[str],
+        name: str,
+        made: int,
+        path: str,
+        domain: str,
+        settings: Settings | None,
+    ) -> list[str]:
+        from onnx import helper
+
+        outputs = [f"{name}:{i}" for i in range(made)]
+        node = helper.make_node(
+            operator,
+            inputs,
+            outputs,
+            name,
+            doc_string=path or None,
+            domain=domain or None,
+            **dict[str, Any](settings or {}),
+        )
+        self.nodes.append(node)
+        return outputs
+
+    def constant(self, name: str, values: np.ndarray[Any, Any]) -> str:
+        """An initializer."""
+        from onnx import numpy_helper
+
+        if name not in self.constants:
+            self.constants[name] = numpy_helper.from_array(np.ascontiguousarray(values), name)
+        return name
+
+    def output(self, made: str, name: str, kind: int, shape: Sequence[int | str]) -> None:
+        """Give a tensor away under a name."""
+        from onnx import helper
+
+        self.nodes.append(helper.make_node("Identity", [made], [name], f"{name} out"))
+        self.outputs.append(helper.make_tensor_value_info(name, kind, shape))
+
+    def model(self, inputs: Sequence[ValueInfoProto], record: Mapping[str, str]) -> ModelProto:
+        """The finished model.
+
+        Args:
+            inputs: Of the graph.
+            record: Metadata.
+        """
+        from onnx import helper
+
+        graph = helper.make_graph(
+            self.nodes, "sparse encoder", inputs, self.outputs, list(self.constants.values())
+        )
+        model = helper.make_model(
+            graph,
+            functions=[FUNCTIONS[name]() for name in sorted(self._called)],
+            opset_imports=[
+                helper.make_operatorsetid("", OPSET),
+                helper.make_operatorsetid(DOMAIN, _VERSION),
+            ],
+            producer_name="bevquant_export",
+            ir_version=_IR_VERSION,
+        )
+        helper.set_model_props(model, dict(record))
+        return model

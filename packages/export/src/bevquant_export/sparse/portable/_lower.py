@@ -1,0 +1,307 @@
+"""A graph of the libspconv dialect as a model of standard operators."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from bevquant_export.sparse._constants import ConvConstants
+from bevquant_export.sparse._graph import Add, Conv, Graph, Move, Node, Relu, Scatter
+from bevquant_export.sparse._ranges import tensor_ranges
+from bevquant_export.sparse.portable._body import FLOAT, INT8, INT32, INT64
+from bevquant_export.sparse.portable._emit import Emitter
+from bevquant_export.sparse.portable._held import Accumulators, Floats, Held, Integers, Sum
+from bevquant_export.sparse.portable._sites import Sites, Surroundings
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
+
+__all__ = ["LayerOutput", "Lowered", "lowered"]
+
+_LIMIT = 2**31
+Shape = tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
+class LayerOutput:
+    """Where a run shows what a node made.
+
+    Attributes:
+        node: The node.
+        tensor: Output of the model.
+        amax: Range of an int8 tensor; ``None`` for floats.
+        coords: Output with the voxels of its rows; ``""`` for a dense tensor.
+        grid: Their spatial shape.
+    """
+
+    node: Node
+    tensor: str
+    amax: float | None
+    coords: str
+    grid: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Lowered:
+    """The model, its graph's outputs in order, and the layers that it shows."""
+
+    model: ModelProto
+    results: tuple[LayerOutput, ...]
+    layers: tuple[LayerOutput, ...]
+
+
+def lowered(graph: Graph, record: Mapping[str, str], *, all_layers: bool) -> Lowered:
+    """Write every node of a graph in standard operators.
+
+    Args:
+        graph: Checked, its nodes numbered, its ranges float32.
+        record: Metadata of the model.
+        all_layers: Whether every layer's result is an output.
+
+    Raises:
+        ValueError: A range is missing or readers of a tensor disagree, a sum may leave int32, or
+            operands lie on different voxels; the node is named.
+    """
+    return _Lowering(graph).run(record, all_layers=all_layers)
+
+
+class _Lowering:
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.ranges = tensor_ranges(graph)
+        self.emitter = Emitter()
+        self.surroundings = Surroundings(self.emitter)
+        self.held: dict[str, Held] = {}
+        self.sites: dict[str, Sites] = {}
+        self.shapes: dict[str, Shape] = {}
+        self.coords: dict[str, str] = {"input": "coords"}
+        self.before_relu = {node.x for node in graph.nodes if isinstance(node, Relu)}
+
+    def run(self, record: Mapping[str, str], *, all_layers: bool) -> Lowered:
+        from onnx import helper
+
+        self._input()
+        shown = []
+        for node in self.graph.nodes:
+            self._step(node)
+            if all_layers and isinstance(node, Conv | Add | Relu):
+                shown.append(self._layer(node))
+        results = tuple(self._result(i, name) for i, name in enumerate(self.graph.outputs))
+        inputs = [
+            helper.make_tensor_value_info("features", FLOAT, ["voxels", self.graph.channels]),
+            helper.make_tensor_value_info("coords", INT32, ["voxels", 4]),
+            helper.make_tensor_value_info("batch_size", INT64, [1]),
+        ]
+        return Lowered(self.emitter.model(inputs, record), results, tuple(shown))
+
+    def _input(self) -> None:
+        graph = self.graph
+        first = next((n for n in graph.nodes if isinstance(n, Conv) and n.x == graph.input), None)
+        if first is None:
+            raise ValueError("no convolution reads the input, so its grid is unknown")
+        sites = self.surroundings.given(first.input_spatial_shape)
+        found = self.surroundings.map_of(sites)[2]
+        checked = self.emitter.call("DistinctVoxels", ["features", found], "features checked")[0]
+        self.sites[graph.input] = sites
+        self.shapes[graph.input] = ("voxels", first.in_channels)
+        self.held[graph.input] = Floats(emitter=self.emitter, name="features", tensor=checked)
+
+    def _step(self, node: Node) -> None:
+        if isinstance(node, Conv):
+            self.held[node.y] = self._conv(node)
+        elif isinstance(node, Add):
+            self.held[node.y] = self._add(node)
+        elif isinstance(node, Relu):
+            self.held[node.y] = self._relu(node)
+        elif isinstance(node, Scatter):
+            self.held[node.y] = self._scatter(node)
+        else:
+            self.held[node.y] = self._move(node)
+
+    def _stored(self, made: Held, tensor: str, node: Node) -> Held:
+        """`made` as the file holds the tensor."""
+        if tensor not in self.ranges:
+            return made
+        amax = self.ranges[tensor]
+        q = made.integers(amax)
+        return Integers(emitter=self.emitter, name=node.name, path=node.path, tensor=q, amax=amax)
+
+    def _floats(self, node: Node, tensor: str) -> Floats:
+        return Floats(emitter=self.emitter, name=node.name, path=node.path, tensor=tensor)
+
+    def _on_voxels(self, node: Node, name: str) -> Sites:
+        if name not in self.sites:
+            raise ValueError(f"{node.name} reads {name!r}, a dense grid; it works on voxels")
+        return self.sites[name]
+
+    def _conv(self, node: Conv) -> Held:
+        sites = self._on_voxels(node, node.x)
+        rows, made = self.surroundings.convolved(sites, node)
+        self.sites[node.y] = made
+        self.shapes[node.y] = (self._rows(made), node.out_channels)
+        name, emitter = node.name, self.emitter
+        x = self.held[node.x]
+        relu = node.activation == "ReLU"
+        bias = emitter.constant(f"{name}.bias", node.bias.numpy())
+        if node.precision != "int8" or node.input_range is None:
+            weight = emitter.constant(f"{name}.weight", _matrix(node.weight).numpy())
+            inputs = [x.floats(), rows, weight, bias]
+            tensor = emitter.call("FloatConvolution", inputs, name, path=node.path)[0]
+            if relu:
+                tensor = emitter.standard("Relu", [tensor], f"{name}.relu", path=node.path)
+            return self._stored(self._floats(node, tensor), node.y, node)
+        stated = np.asarray(node.weight_ranges, np.float32)
+        ranges = emitter.constant(f"{name}.weight_ranges", stated)
+        q = (_matrix(_integers(node)).to(torch.int16) + 128).to(torch.uint8)
+        weight = emitter.constant(f"{name}.weight", q.numpy())
+        inputs = [x.integers(node.input_range), rows, weight, bias, ranges]
+        settings = {"input_range": node.input_range}
+        summed = Accumulators(
+            emitter=emitter,
+            name=name,
+            path=node.path,
+            sums=emitter.call("IntegerConvolution", inputs, name, settings, path=node.path)[0],
+            weight_ranges=ranges,
+            input_range=node.input_range,
+            relu=relu,
+        )
+        return self._stored(summed, node.y, node)
+
+    def _rows(self, sites: Sites) -> str:
+        return "voxels" if sites.maker == "input" else f"voxels of {sites.maker}"
+
+    def _add(self, node: Add) -> Held:
+        first, second = (self._on_voxels(node, name) for name in (node.x, node.other))
+        if first is not second:
+            raise ValueError(
+                f"{node.name}: its operands lie on different voxels: those of {first.maker} and of "
+                f"{second.maker}"
+            )
+        self.sites[node.y], self.shapes[node.y] = first, self.shapes[node.x]
+        x, other = self.held[node.x], self.held[node.other]
+        made: Held
+        if node.precision != "int8" or node.range_x is None or node.range_other is None:
+            inputs = [x.floats(), other.floats()]
+            tensor = self.emitter.standard("Add", inputs, node.name, path=node.path)
+            made = self._floats(node, tensor)
+        else:
+            made = Sum(
+                emitter=self.emitter,
+                name=node.name,
+                path=node.path,
+                a=x.integers(node.range_x),
+                b=other.integers(node.range_other),
+                range_a=node.range_x,
+                range_b=node.range_other,
+            )
+        # A sum that a Relu reads is rounded once, behind it.
+        return made if node.y in self.before_relu else self._stored(made, node.y, node)
+
+    def _relu(self, node: Relu) -> Held:
+        self.sites[node.y] = self._on_voxels(node, node.x)
+        self.shapes[node.y] = self.shapes[node.x]
+        summed = self.held[node.x]
+        if isinstance(summed, Sum):
+            return self._stored(summed.behind_relu(node.name, node.path), node.y, node)
+        tensor = self.emitter.standard("Relu", [summed.floats()], node.name, path=node.path)
+        return self._stored(self._floats(node, tensor), node.y, node)
+
+    def _scatter(self, node: Scatter) -> Held:
+        sites = self._on_voxels(node, node.x)
+        inputs = [self.held[node.x].floats(), sites.voxels, "batch_size"]
+        tensor = self.emitter.call(
+            "ScatterDense", inputs, node.name, {"spatial_shape": sites.grid}, path=node.path
+        )[0]
+        self.shapes[node.y] = ("batch", self.shapes[node.x][1], *sites.grid)
+        return self._floats(node, tensor)
+
+    def _move(self, node: Move) -> Held:
+        if node.x in self.sites:
+            raise ValueError(f"{node.name} reads {node.x!r}, voxels; it works on a dense grid")
+        shape, x = self.shapes[node.x], self.held[node.x].floats()
+        if node.op == "Transpose":
+            if len(node.dims) != len(shape) or node.dims[0] != 0:
+                raise ValueError(f"{node.name}: dims {node.dims} of {len(shape)} axes, batch first")
+            settings = {"perm": node.dims}
+            tensor = self.emitter.standard("Transpose", [x], node.name, settings, path=node.path)
+            self.shapes[node.y] = tuple(shape[d] for d in node.dims)
+        else:
+            made = _reshaped(node, shape)
+            sizes = self.emitter.constant(f"{node.name}.shape", np.array((0, *made), np.int64))
+            tensor = self.emitter.standard("Reshape", [x, sizes], node.name, path=node.path)
+            self.shapes[node.y] = ("batch", *made)
+        return self._floats(node, tensor)
+
+    def _layer(self, node: Node) -> LayerOutput:
+        held = self.held[node.y]
+        amax = held.amax if isinstance(held, Integers) else None
+        if amax is None:
+            self.emitter.output(held.floats(), node.name, FLOAT, self.shapes[node.y])
+        else:
+            (made,) = self.emitter.call("Int8", [held.integers(amax)], f"{node.name}.signed")
+            self.emitter.output(made, node.name, INT8, self.shapes[node.y])
+        sites = self.sites[node.y]
+        return LayerOutput(node, node.name, amax, self._coords(sites), sites.grid)
+
+    def _coords(self, sites: Sites) -> str:
+        """An output with the voxels; those of the input are the caller's."""
+        if sites.maker not in self.coords:
+            name = f"{sites.maker}.coords"
+            cast = self.emitter.standard("Cast", [sites.voxels], f"{name}.int32", {"to": INT32})
+            self.emitter.output(cast, name, INT32, (self._rows(sites), 4))
+            self.coords[sites.maker] = name
+        return self.coords[sites.maker]
+
+    def _result(self, number: int, name: str) -> LayerOutput:
+        node = next(n for n in self.graph.nodes if n.y == name)
+        out = "output" if len(self.graph.outputs) == 1 else f"output{number}"
+        self.emitter.output(self.held[name].floats(), out, FLOAT, self.shapes[name])
+        sites = self.sites.get(name)
+        if sites is None:
+            return LayerOutput(node, out, None, "", ())
+        return LayerOutput(node, out, None, self._coords(sites), sites.grid)
+
+
+def _matrix(weight: torch.Tensor) -> torch.Tensor:
+    """KRSC to ``[kernel · in, out]``."""
+    return weight.reshape(len(weight), -1).t().contiguous()
+
+
+def _integers(node: Conv) -> torch.Tensor:
+    """int8 KRSC, once it is sure that no sum of it leaves int32 and float16 gives it back."""
+    from bevquant_int8sim import quantize
+
+    constants = ConvConstants(node)
+    q = constants.integer_weight
+    largest = q.long().abs().flatten(1).sum(1) * 128 + constants.integer_bias.long().abs()
+    if int(largest.max()) >= _LIMIT:
+        channel = int(largest.argmax())
+        raise ValueError(
+            f"{node.name}: sums of output channel {channel} may reach {int(largest[channel])}, "
+            "beyond int32, mostly by its bias; scale the layers around it, or disable() its "
+            "quantizers"
+        )
+    again = (q.double() * constants.weight_scale.view(-1, 1, 1, 1, 1)).half()
+    if not torch.equal(quantize(again.float(), constants.weight_scale, axis=0), q):
+        raise ValueError(
+            f"{node.name}: float16 does not hold the integers of its weight: a channel's range is "
+            "too small; scale the layers around it, or disable() its quantizers"
+        )
+    return q
+
+
+def _reshaped(node: Move, shape: Shape) -> tuple[int, ...]:
+    """Sizes of a frame behind a reshape."""
+    sizes = [int(size) for size in shape[1:]]
+    dims = list(node.dims[1:])
+    if dims.count(-1) == 1:
+        known = math.prod(d for d in dims if d != -1)
+        dims[dims.index(-1)] = math.prod(sizes) // max(known, 1)
+    if math.prod(dims) != math.prod(sizes) or min(dims, default=1) < 1:
+        raise ValueError(f"{node.name}: dims {node.dims} for a frame of {tuple(sizes)}")
+    return tuple(dims)
