@@ -35,15 +35,18 @@ def test_nodes_and_scales_are_as_the_mapper_reads_them(
     assert proto.opset_import[0].version == 11
     names = [node.name for node in proto.graph.node]
     assert names == [f"{node.op_type}_{i}" for i, node in enumerate(proto.graph.node)]
-    constants = {c.name: numpy_helper.to_array(c) for c in proto.graph.initializer}
+    constants = {
+        node.output[0]: numpy_helper.to_array(node.attribute[0].t)
+        for node in proto.graph.node
+        if node.op_type == "Constant"
+    }
     channels = set()
     for node in proto.graph.node:
         if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
             assert not node.attribute
             scale, zero = (constants[name] for name in node.input[1:])
             assert scale.ndim == 1
-            assert zero.dtype == "int8"
-            assert not zero.any()
+            assert (zero.ndim, zero.dtype, int(zero)) == (0, "int8", 0)
             channels.add(len(scale))
     assert channels == {1, 4, 6, 8}
     assert lint_onnx(file.path, "horizon") == []
@@ -87,3 +90,18 @@ def test_nothing_is_forced_onto_the_cpu_without_need(
     assert file.run_on_cpu == ()
     assert file.settings is not None
     assert "run_on_cpu" not in file.settings.read_text()
+
+
+def test_what_keeps_a_scale_has_no_pair_of_its_own(calibrated: Fixture, tmp_path: Path) -> None:
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.PixelShuffle(2),
+        nn.Upsample(scale_factor=2), nn.Conv2d(2, 4, 1),
+    )  # fmt: skip
+    x = torch.randn(1, 3, 10, 10)
+    model = calibrated(net, x)
+    file = export_qdq_onnx(model, x, tmp_path / "net.onnx", "horizon")
+    kinds = [node.op_type for node in onnx.load(file.path).graph.node]
+    pair = ["Constant", "Constant", "QuantizeLinear", "DequantizeLinear"]
+    kept = ["MaxPool", "DepthToSpace", "Resize"]
+    assert kinds == [*pair, *pair, "Conv", "Relu", *pair, *kept, *pair, "Conv"]
+    assert [d.different for d in compare_qdq_onnx(file, model, x)] == [0, 0]

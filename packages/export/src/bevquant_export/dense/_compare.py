@@ -9,10 +9,10 @@ import numpy as np
 from torch import Tensor, nn
 
 from bevquant_export.dense._profile import profile_of
+from bevquant_export.dense._program_of import program_of
 from bevquant_export.dense._runnable import forced, session
 from bevquant_export.dense._source import Step
 from bevquant_export.dense._written import QdqFile
-from bevquant_int8sim import simulate
 
 __all__ = ["TensorDifference", "compare_qdq_onnx"]
 
@@ -74,7 +74,6 @@ def compare_qdq_onnx(file: QdqFile, model: nn.Module, args: Any) -> tuple[Tensor
     """
     found: dict[str, tuple[Step, Any]] = {}
     inputs: dict[str, Any] = {}
-    integer = simulate(model, args)
 
     def see(step: Step, given: tuple[Any, ...], made: tuple[Any, ...]) -> None:
         for name, value in _named(step.outputs[0], made[0]):
@@ -82,7 +81,7 @@ def compare_qdq_onnx(file: QdqFile, model: nn.Module, args: Any) -> tuple[Tensor
                 # Two values may be one tensor, as a ReLU of what is positive already.
                 found.setdefault(file.integers[name], (step, value.cpu().numpy()))
 
-    integer.run(args, record=False, observe=see)
+    program_of(model, args).run(args, observe=see)
     missing = set(file.integers.values()) - set(found)
     if missing:
         raise ValueError(

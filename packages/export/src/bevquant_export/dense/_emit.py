@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from bevquant_export.dense._floats import float_operation
 from bevquant_export.dense._graph import Graph, Held
 from bevquant_export.dense._grid import average_pool, max_pool, resize
 from bevquant_export.dense._joins import float_join
-from bevquant_export.dense._moves import moved
+from bevquant_export.dense._moves import keeps_scale, moved
 from bevquant_export.dense._results import finished
 from bevquant_export.dense._sizes import Sizes
 from bevquant_export.dense._source import Integers, Ref, Source, Step
@@ -59,19 +60,36 @@ class _Emitter:
         if self._is_member(step):
             self.held[made] = self.several[step.args[0].name][step.args[1]]
             return
+        before = len(self.graph.nodes)
         result = self._result(step)
         form = self.source.form(made)
         if isinstance(result, list):
             self.several[made] = [self._finished(step, Held(part), form) for part in result]
             self.held.update({f"{made}[{i}]": h for i, h in enumerate(self.several[made])})
-            return
-        held = Held(result) if isinstance(result, str) else result
-        self.held[made] = unflattened(
-            self.graph, step, self._finished(step, held, form), self.sizes
-        )
+        else:
+            held = Held(result) if isinstance(result, str) else result
+            held = self._finished(step, held, form)
+            self.held[made] = unflattened(self.graph, step, held, self.sizes)
+        if step.attributes.get("on_cpu"):
+            self._leave_on_cpu(step, before)
+
+    def _leave_on_cpu(self, step: Step, before: int) -> None:
+        """List the step's nodes that read quantized tensors."""
+        read = {self.held[name].name for name in step.inputs if name in self.held}
+        added = [node for node in self.graph.nodes[before:] if read.intersection(node.input)]
+        self.graph.on_cpu += [node for node in added if node not in self.graph.on_cpu]
 
     def _finished(self, step: Step, held: Held, form: Any) -> Held:
-        return finished(self.graph, step.path, held, form, step.attributes)
+        return finished(
+            self.graph, step.path, held, form, step.attributes, kept=self._is_kept(step, form)
+        )
+
+    def _is_kept(self, step: Step, form: Any) -> bool:
+        """Whether the result has its input's scale, and the runtime wants no pair to say so."""
+        if self.graph.profile.repeats or not step.inputs or not keeps_scale(step):
+            return False
+        first = self.held.get(step.inputs[0])
+        return first is not None and isinstance(form, Integers) and first.form == form
 
     def _is_member(self, step: Step) -> bool:
         first = step.args[0] if step.args else None
@@ -93,12 +111,13 @@ class _Emitter:
             return graph.node("Add", path, [self._addend(step, ref.name) for ref in step.args])
         if step.op in ("max_pool", "avg_pool", "resize"):
             return self._grid(step)
-        if step.op == "move":
+        made = None
+        if step.op in ("move", "float") and step.attributes["what"] not in ("cat", "concat"):
             made = moved(graph, step, self._read, self.sizes)
-        elif step.op == "float":
+        elif step.op in ("move", "float"):
+            made = moved(graph, step, self._joined(step), self.sizes)
+        if made is None and step.op == "float":
             made = self._float(step)
-        else:
-            made = None
         if made is None:
             self._refuse(step)
         return made
@@ -112,6 +131,18 @@ class _Emitter:
         return self.graph.quantized(
             made, self._read(name), Integers(largest / 127, 8, -128, 127)
         ).name
+
+    def _joined(self, step: Step) -> Callable[[str], str]:
+        """Reads what is concatenated, in the result's scale where the runtime wants one."""
+        form = self.source.form(step.outputs[0])
+        if not self.graph.profile.one_scale or not isinstance(form, Integers):
+            return self._read
+
+        def read(name: str) -> str:
+            self._read(name)
+            return finished(self.graph, step.path, self.held[name], form, {}).name
+
+        return read
 
     def _read(self, name: str) -> str:
         if name in self.several:

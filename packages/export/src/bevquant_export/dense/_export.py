@@ -132,7 +132,7 @@ def export_qdq_onnx(
         opset=chosen.opset,
         inputs=shapes_in,
         outputs=shapes_out,
-        integers={name: held.integers for name, held in made.items() if held.form},
+        integers={name: held.integers for name, held in made.items() if held.integers},
         floats=tuple(f"{i.path}: {i.what}: {i.reason}" for i in source.program.islands),
         notes=(*graph.notes, *fixed),
         settings=settings,

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from bevquant_export.dense._elementwise import elementwise, unary
 from bevquant_export.dense._graph import Graph
 from bevquant_export.dense._grid import average_pool
+from bevquant_export.dense._reductions import NAMED, softmax
 from bevquant_export.dense._sizes import Sizes
 from bevquant_export.dense._source import Ref, Step, grid_call, module_call
 
@@ -19,10 +21,8 @@ __all__ = ["float_operation"]
 _BINARY = {
     "add": "Add", "iadd": "Add", "add_": "Add", "sub": "Sub", "isub": "Sub", "mul": "Mul",
     "imul": "Mul", "truediv": "Div", "div": "Div", "maximum": "Max", "minimum": "Min",
+    "pow": "Pow",
 }  # fmt: skip
-_UNARY = {"sigmoid": "Sigmoid", "sigmoid_": "Sigmoid", "tanh": "Tanh", "exp": "Exp", "neg": "Neg",
-          "sqrt": "Sqrt", "abs": "Abs", "log": "Log", "erf": "Erf"}  # fmt: skip
-_ACTIVATIONS = {nn.Sigmoid: "Sigmoid", nn.Tanh: "Tanh", nn.Softplus: "Softplus"}
 
 
 def float_operation(
@@ -45,11 +45,17 @@ def float_operation(
         if None not in operands:
             return graph.node(_BINARY[what], path, [str(name) for name in operands])
         return None
-    if what in _UNARY and len(args) == 1 and not kwargs:
-        return graph.node(_UNARY[what], path, [read(args[0].name)])
+    if len(args) == 1 and not kwargs:
+        made = unary(graph, path, read(args[0].name), what)
+        if made is not None:
+            return made
     if what == "softmax":
         axis = kwargs.get("dim", args[1] if len(args) > 1 else None)
-        return None if axis is None else _softmax(graph, path, read(args[0].name), int(axis))
+        if axis is None:
+            return None
+        return softmax(graph, path, read(args[0].name), int(axis), len(sizes.of(args[0].name)))
+    if what in NAMED:
+        return NAMED[what](graph, step, read, sizes)
     call = grid_call(what, args, kwargs)
     return None if call is None else _averaged(graph, step, call, read, sizes)
 
@@ -61,14 +67,12 @@ def _module(graph: Graph, step: Step, read: Callable[[str], str], sizes: Sizes) 
         return None
     name = step.args[0].name
     x = read(name)
-    if type(module) in _ACTIVATIONS:
-        return graph.node(_ACTIVATIONS[type(module)], path, [x])
-    if type(module) is nn.LeakyReLU:
-        return graph.node("LeakyRelu", path, [x], alpha=float(module.negative_slope))
-    if type(module) is nn.SiLU:
-        return graph.node("Mul", path, [x, graph.node("Sigmoid", path, [x])])
+    rank = len(sizes.of(name))
+    made = elementwise(graph, path, x, module, rank)
+    if made is not None:
+        return made
     if type(module) is nn.Softmax and module.dim is not None:
-        return _softmax(graph, path, x, int(module.dim))
+        return softmax(graph, path, x, int(module.dim), rank)
     if isinstance(module, _BatchNorm):
         return _batch_norm(graph, path, x, module)
     if type(module) in (nn.Conv1d, nn.Conv2d, nn.Conv3d) and module.padding_mode == "zeros":
@@ -76,7 +80,7 @@ def _module(graph: Graph, step: Step, read: Callable[[str], str], sizes: Sizes) 
     if type(module) in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d):
         return _conv_transpose(graph, path, graph.float_operand(path, x), module)
     if type(module) is nn.Linear:
-        return _linear(graph, path, x, module, len(sizes.of(name)))
+        return _linear(graph, path, x, module, rank)
     call = module_call(module)
     return None if call is None else _averaged(graph, step, call, read, sizes)
 
@@ -99,11 +103,6 @@ def _operand(graph: Graph, value: Any, read: Callable[[str], str]) -> str | None
     if isinstance(value, int | float):
         return graph.constant(f"float_{float(value):g}", float(value))
     return None
-
-
-def _softmax(graph: Graph, path: str, x: str, axis: int) -> str | None:
-    # Before operator set 13 a Softmax flattens everything behind its axis.
-    return graph.node("Softmax", path, [x], axis=axis) if graph.profile.opset >= 13 else None
 
 
 def _tensor(graph: Graph, name: str, value: Tensor) -> str:

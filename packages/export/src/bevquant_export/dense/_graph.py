@@ -16,7 +16,7 @@ __all__ = ["Graph", "Held"]
 
 # Operators whose result a runtime holds in the integers of their input.
 _KEEP = set(
-    "MaxPool Reshape Transpose Slice Resize DepthToSpace Expand Pad Clip Relu Concat".split()
+    "MaxPool Reshape Transpose Slice Resize DepthToSpace Expand Tile Pad Clip Relu Concat".split()
 )
 
 Array = NDArray[Any]
@@ -28,7 +28,8 @@ class Held:
 
     Attributes:
         name: Its float values; behind a DequantizeLinear where it is quantized.
-        integers: The integers that these come from; empty where they come from floats.
+        integers: The integers that these come from; empty where they come from floats, and where
+            they are handed on without a pair of their own.
         form: Scale of the integers.
     """
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from bevquant_export.dense._graph import Graph
@@ -45,6 +45,7 @@ def assemble(
         for names in (node.input, node.output):
             names[:] = [renamed.get(name, name) for name in names]
     if graph.profile.numbered:
+        graph.nodes[:] = list(_with_scales(graph))
         for place, node in enumerate(graph.nodes):
             node.name = f"{node.op_type}_{place}"
     used = {name for node in graph.nodes for name in node.input}
@@ -62,3 +63,24 @@ def assemble(
     )
     onnx.checker.check_model(proto, full_check=graph.profile.axis)
     return proto
+
+
+def _with_scales(graph: Graph) -> Iterator[Any]:
+    """The nodes, and before each QuantizeLinear its scale and zero point as nodes.
+
+    One zero is enough for hb_mapper, whatever number of scales there is.
+    """
+    from onnx import helper, numpy_helper
+
+    made: dict[str, list[str]] = {}
+    for node in graph.nodes:
+        if node.op_type == "QuantizeLinear":
+            scale, zero = (graph.constants[name] for name in node.input[1:])
+            names = [f"{node.name}.scale", f"{node.name}.zero_point"]
+            for name, value in zip(names, (scale, zero.reshape(-1)[:1].reshape(())), strict=True):
+                tensor = numpy_helper.from_array(value)
+                yield helper.make_node("Constant", [], [name], value=tensor)
+            made[node.output[0]] = node.input[1:] = names
+        if node.op_type == "DequantizeLinear":
+            node.input[1:] = made[node.input[0]]
+        yield node

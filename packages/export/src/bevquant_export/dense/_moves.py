@@ -12,7 +12,7 @@ from bevquant_export.dense._graph import Graph
 from bevquant_export.dense._sizes import Sizes
 from bevquant_export.dense._source import Ref, Step, names_in
 
-__all__ = ["moved", "reshaped"]
+__all__ = ["keeps_scale", "moved", "reshaped", "sliced"]
 
 _LAST = 2**31 - 1  # any end behind the last element
 _RESHAPES = set(
@@ -20,6 +20,18 @@ _RESHAPES = set(
 )
 _PERMUTES = set("permute transpose movedim swapaxes t".split())
 _PARTS = set("split chunk unbind".split())
+_OTHERS = set("getitem narrow select pad expand pixel_shuffle PixelShuffle repeat tile".split())
+_SHUFFLES = set("pixel_unshuffle channel_shuffle".split())
+_PADDINGS = {"constant": "constant", "replicate": "edge", "reflect": "reflect"}
+
+
+def keeps_scale(step: Step) -> bool:
+    """Whether a step's result is made of its first input's integers, as they are or clamped."""
+    if step.op == "resize":
+        return bool(step.kwargs["mode"] == "nearest")
+    what = step.attributes.get("what")
+    moves = _RESHAPES | _PERMUTES | _PARTS | _OTHERS | _SHUFFLES | {"clamp"}
+    return step.op in ("max_pool", "relu") or (step.op in ("move", "float") and what in moves)
 
 
 def moved(
@@ -61,6 +73,10 @@ def moved(
     if what in ("pixel_shuffle", "PixelShuffle"):
         factor = math.isqrt(sizes.of(first.name)[1] // sizes.of(output)[1])
         return graph.node("DepthToSpace", path, [read(first.name)], blocksize=factor, mode="CRD")
+    if what in _SHUFFLES:
+        return _shuffled(graph, step, read(first.name), int(args[1]), sizes)
+    if what in ("repeat", "tile"):
+        return _repeated(graph, step, read(first.name), args[1:], sizes)
     return None
 
 
@@ -93,7 +109,7 @@ def _parts(graph: Graph, step: Step, x: str, args: Any, kwargs: Any, sizes: Size
     names, start = [], 0
     for part in probe:
         length = 1 if drops else part.shape[axis]
-        name = _slice(graph, path, x, {axis: (start, start + length, 1)})
+        name = sliced(graph, path, x, {axis: (start, start + length, 1)})
         if drops:
             name = reshaped(graph, path, name, _without(sizes, path, args[0].name, {axis}))
         names.append(name)
@@ -129,13 +145,14 @@ def _sliced(graph: Graph, step: Step, x: str, args: Any, kwargs: Any, sizes: Siz
         elif i != slice(None):
             start, stop, stride = i.indices(shape[axis])
             cuts[axis] = (start, _LAST if i.stop is None else stop, stride)
-    name = _slice(graph, step.path, x, cuts) if cuts else x
+    name = sliced(graph, step.path, x, cuts) if cuts else x
     if not dropped:
         return name
     return reshaped(graph, step.path, name, sizes.target(step.path, step.outputs[0]))
 
 
-def _slice(graph: Graph, path: str, x: str, cuts: dict[int, tuple[int, int, int]]) -> str:
+def sliced(graph: Graph, path: str, x: str, cuts: dict[int, tuple[int, int, int]]) -> str:
+    """A Slice, axis by axis from, to and by which stride."""
     starts, stops, strides = ([cut[i] for cut in cuts.values()] for i in range(3))
     inputs = [graph.numbers(values) for values in (starts, stops, list(cuts), strides)]
     return graph.node("Slice", path, [x, *inputs])
@@ -159,10 +176,39 @@ def _stacked(
     return graph.node("Concat", step.path, names, axis=axis)
 
 
-def _padded(graph: Graph, step: Step, x: str, args: Any, kwargs: Any, sizes: Sizes) -> str:
-    widths = kwargs.get("pad", args[1] if len(args) > 1 else ())
+def _padded(graph: Graph, step: Step, x: str, args: Any, kwargs: Any, sizes: Sizes) -> str | None:
+    given = {**dict(zip(("x", "pad", "mode", "value"), args, strict=False)), **kwargs}
+    mode = _PADDINGS.get(given.get("mode", "constant"))
+    if mode is None:
+        return None
+    widths = given.get("pad", ())
     rank = len(sizes.of(args[0].name))
     low, high = [0] * rank, [0] * rank
     for i in range(len(widths) // 2):
         low[rank - 1 - i], high[rank - 1 - i] = int(widths[2 * i]), int(widths[2 * i + 1])
-    return graph.node("Pad", step.path, [x, graph.numbers([*low, *high])], mode="constant")
+    value = float(given.get("value") or 0.0)
+    filler = [graph.constant(f"float_{value:g}", value)] if value else []
+    return graph.node("Pad", step.path, [x, graph.numbers([*low, *high]), *filler], mode=mode)
+
+
+def _shuffled(graph: Graph, step: Step, x: str, count: int, sizes: Sizes) -> str:
+    """Channels in groups that change places, or pixels that become channels."""
+    path, target = step.path, sizes.target(step.path, step.outputs[0])
+    batch, channels, height, width = sizes.target(path, step.args[0].name)
+    if step.attributes["what"] == "channel_shuffle":
+        split, order = [batch, count, channels // count, height, width], [0, 2, 1, 3, 4]
+    else:
+        split = [batch, channels, height // count, count, width // count, count]
+        order = [0, 1, 3, 5, 2, 4]
+    x = reshaped(graph, path, x, split)
+    return reshaped(graph, path, graph.node("Transpose", path, [x], perm=order), target)
+
+
+def _repeated(graph: Graph, step: Step, x: str, args: Any, sizes: Sizes) -> str:
+    times = list(args[0] if isinstance(args[0], list | tuple) else args)
+    shape = sizes.of(step.args[0].name)
+    if len(times) > len(shape):
+        target = sizes.target(step.path, step.args[0].name)
+        x = reshaped(graph, step.path, x, [1] * (len(times) - len(shape)) + target)
+    times = [1] * (len(shape) - len(times)) + times
+    return graph.node("Tile", step.path, [x, graph.numbers(times)])

@@ -26,7 +26,11 @@ class Profile:
             front of the pair.
         axis: Scales per channel name their axis, which operator set 11 cannot.
         transposed_per_channel: Weights of transposed convolutions may have a scale per channel.
-        numbered: Nodes are named ``<operator>_<place>``; else after their modules.
+        numbered: Nodes are named ``<operator>_<place>``, and scales are nodes of their own; else
+            nodes are named after their modules, and scales are initializers.
+        repeats: What keeps its input's scale, like pooling, gets a pair of its own; else it hands
+            its input's on.
+        one_scale: What is concatenated is brought to the result's scale before.
     """
 
     name: str
@@ -39,6 +43,8 @@ class Profile:
     axis: bool
     transposed_per_channel: bool
     numbered: bool
+    repeats: bool
+    one_scale: bool
 
 
 _PROFILES = {
@@ -47,6 +53,7 @@ _PROFILES = {
         "tensorrt", 13, np.int8, 0, "float",
         integer_bias=False, integer_relu=False, axis=True,
         transposed_per_channel=False, numbered=False,
+        repeats=True, one_scale=True,
     ),
     # onnxruntime fuses what lies between uint8 with zero point 128, and its ReLU on int8 or behind
     # such a zero point is a float one, where Clip runs on uint8.
@@ -54,11 +61,13 @@ _PROFILES = {
         "onnxruntime", 13, np.uint8, 128, "uint8",
         integer_bias=True, integer_relu=True, axis=True,
         transposed_per_channel=True, numbered=False,
+        repeats=True, one_scale=False,
     ),
     "horizon": Profile(
         "horizon", 11, np.int8, 0, "float",
         integer_bias=False, integer_relu=False, axis=False,
         transposed_per_channel=True, numbered=True,
+        repeats=False, one_scale=False,
     ),
 }  # fmt: skip
 

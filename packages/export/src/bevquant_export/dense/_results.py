@@ -12,8 +12,9 @@ __all__ = ["finished"]
 
 
 def finished(
-    graph: Graph, path: str, held: Held | str, form: Any, attributes: Mapping[str, Any]
-) -> Held:
+    graph: Graph, path: str, held: Held | str, form: Any, attributes: Mapping[str, Any],
+    *, kept: bool = False,
+) -> Held:  # fmt: skip
     """What a step stores, given what its operator makes.
 
     Args:
@@ -22,6 +23,7 @@ def finished(
         held: The operator's result, or a tensor that is to be held in another form.
         form: Form of the result.
         attributes: Of the step: ``relu``, ``ceiling`` (in units of the form).
+        kept: The result lies on the form's grid already, and gets no pair.
     """
     held = Held(held) if isinstance(held, str) else held
     relu, ceiling = bool(attributes.get("relu")), attributes.get("ceiling")
@@ -41,7 +43,7 @@ def finished(
     name = held.name
     if relu:
         name = _limited(graph, path, name, None if ceiling is None else ceiling * form.scale)
-    return graph.quantized(path, name, form)
+    return Held(name, form=form) if kept else graph.quantized(path, name, form)
 
 
 def _limited(graph: Graph, path: str, name: str, ceiling: float | None) -> str:

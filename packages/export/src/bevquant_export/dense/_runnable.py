@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 __all__ = ["forced", "lifted", "session"]
 
 
@@ -15,19 +17,22 @@ def lifted(proto: Any) -> Any:
     """
     if proto.opset_import[0].version >= 13:
         return proto
-    from onnx import helper
+    from onnx import helper, numpy_helper
 
     proto.opset_import[0].version = 13
-    sizes = {c.name: list(c.dims) for c in proto.graph.initializer}
+    values = {c.name: c for c in proto.graph.initializer}
+    values |= {n.output[0]: n.attribute[0].t for n in proto.graph.node if n.op_type == "Constant"}
     transposed = {n.input[1] for n in proto.graph.node if n.op_type == "ConvTranspose"}
     makers = {name: node for node in proto.graph.node for name in node.output}
     second = transposed | {makers[name].input[0] for name in transposed if name in makers}
     for node in proto.graph.node:
         quantizes = node.op_type in ("QuantizeLinear", "DequantizeLinear")
-        scale = sizes.get(node.input[1], []) if quantizes else []
-        if scale and scale != [1]:
+        channels = list(values[node.input[1]].dims) if quantizes else []
+        if channels and channels != [1]:
             axis = int(node.output[0] in second)
             node.attribute.append(helper.make_attribute("axis", axis))
+            zero = values[node.input[2]]
+            zero.CopyFrom(numpy_helper.from_array(np.zeros(channels, np.int8), zero.name))
     return proto
 
 

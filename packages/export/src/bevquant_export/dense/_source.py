@@ -1,7 +1,7 @@
 """A calibrated model as steps in integers, with the size of everything between them.
 
-The one place that reads `bevquant_int8sim.program`: what an exporter emits is what the simulator
-runs, step by step, so the two cannot disagree on which tensors are integers of which scale.
+What an exporter emits is what the simulator, or the model itself, runs step by step, so the two
+cannot disagree on which tensors are integers of which scale.
 """
 
 from __future__ import annotations
@@ -13,17 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bevquant_int8sim import simulate
+from bevquant_export.dense._program_of import QdqProgram, inputs_of, program_of
 from bevquant_int8sim.program import (
     Integers,
     Program,
     Ref,
     Step,
-    arguments,
     grid_call,
     integers_of,
     is_active,
-    leaf_names,
     module_call,
     names_in,
     replaced,
@@ -75,11 +73,7 @@ def read_model(model: nn.Module, args: Any, *, dynamic_batch: bool) -> Source:
         ValueError: Not calibrated, not traceable, in training mode, a sparse model, inputs of
             another type than float32, or a batch that cannot vary.
     """
-    try:
-        integer = simulate(model, args)
-    except (TypeError, ValueError) as error:
-        message = str(error).replace("simulate:", "export_qdq_onnx:", 1)
-        raise type(error)(message) from error
+    integer = program_of(model, args)
     program = integer.program
     if program.sparse_inputs or any(step.op in ("sites", "sparse_conv") for step in program.steps):
         path = next((s.path for s in program.steps if s.op in ("sites", "sparse_conv")), "an input")
@@ -87,12 +81,7 @@ def read_model(model: nn.Module, args: Any, *, dynamic_batch: bool) -> Source:
             f"export_qdq_onnx: {path} is sparse; write that part with export_sparse_onnx and the "
             "dense parts, each a module of its own, with export_qdq_onnx"
         )
-    given = dict(_bound(program.signature, arguments(args)))
-    assert integer.source is not None
-    traced = integer.source.traced
-    called = dict(
-        zip(given, leaf_names(model, traced.arguments, numbers=traced.numbers), strict=True)
-    )
+    given, called = dict(inputs_of(program, args)), integer.names
     for name, value in given.items():
         if isinstance(value, Tensor) and value.dtype != torch.float32:
             raise ValueError(
@@ -100,14 +89,13 @@ def read_model(model: nn.Module, args: Any, *, dynamic_batch: bool) -> Source:
                 "float32 tensors, and compute what depends on others outside of this model"
             )
     ranges: dict[str, float] = {}
-    shapes, hosts = _run(integer, args, given, ranges)
+    shapes, hosts = _run(integer, args, ranges)
     wider: dict[str, Any] = {}
     wider_hosts: dict[str, Any] = {}
     if dynamic_batch:
         double = _doubled(args)
         try:
-            bound = dict(_bound(program.signature, arguments(double)))
-            wider, wider_hosts = _run(integer, double, bound, {})
+            wider, wider_hosts = _run(integer, double, {})
         except (RuntimeError, ValueError) as error:
             raise ValueError(
                 "export_qdq_onnx: dynamic_batch=True, but the model does not run on twice the "
@@ -122,7 +110,7 @@ def read_model(model: nn.Module, args: Any, *, dynamic_batch: bool) -> Source:
 
 
 def _run(
-    integer: Any, args: Any, given: Mapping[str, Any], ranges: dict[str, float]
+    integer: QdqProgram, args: Any, ranges: dict[str, float]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     shapes: dict[str, Any] = {}
     hosts: dict[str, Any] = {}
@@ -140,34 +128,27 @@ def _run(
         for name, value in zip(step.outputs, made, strict=False):
             note(name, value)
         if step.op == "add":
-            ranges.update(_largest(step, inputs))
+            ranges.update(_largest(integer.program, step, inputs))
 
-    for name, value in given.items():
+    for name, value in inputs_of(integer.program, args):
         note(name, value)
-    integer.run(args, record=False, observe=see)
+    integer.run(args, observe=see)
     return shapes, hosts
 
 
-def _largest(step: Step, inputs: tuple[Tensor, ...]) -> Iterator[tuple[str, float]]:
+def _largest(
+    program: Program, step: Step, inputs: tuple[Tensor, ...]
+) -> Iterator[tuple[str, float]]:
     """Largest absolute value of each operand of a sum that is held as accumulators."""
     for index, (ref, value) in enumerate(zip(step.args, inputs, strict=True)):
-        scale = step.tensors[f"scale{index}"]
-        if scale.dim():
+        if program.values[ref.name].form != "int32":
+            continue
+        scale = step.tensors.get(f"scale{index}")
+        if scale is not None:
             shape = [1] * value.dim()
-            shape[step.attributes["axis"]] = -1
-            yield ref.name, float((value * scale.view(shape)).abs().max())
-
-
-def _bound(wanted: Any, given: Any) -> Iterator[tuple[str, Any]]:
-    """Names of the signature and the values in their places."""
-    if isinstance(wanted, Ref):
-        yield wanted.name, given
-    elif isinstance(wanted, Mapping):
-        for key, item in wanted.items():
-            yield from _bound(item, given[key])
-    elif isinstance(wanted, list | tuple):
-        for item, value in zip(wanted, given, strict=True):
-            yield from _bound(item, value)
+            shape[step.attributes.get("axis", 0)] = scale.numel()
+            value = value * scale.view(shape)
+        yield ref.name, float(value.abs().max())
 
 
 def _doubled(value: Any) -> Any:

@@ -22,21 +22,32 @@ class _Weight:
     integers: Array
     scales: Array
     axis: int
+    groups: int
 
     @property
     def single(self) -> bool:
         """Whether all channels have one scale."""
         return bool((self.scales == self.scales[0]).all())
 
+    @property
+    def along_axis(self) -> Array | None:
+        """A scale for each entry of the axis; ``None`` where groups share an entry and differ."""
+        if not self.axis:
+            return self.scales
+        each = self.scales.reshape(self.groups, -1)
+        return each[0] if bool((each == each[0]).all()) else None
+
 
 def weighted_layer(graph: Graph, step: Step, x: Held, form: Any, sizes: Sizes) -> str:
     """The layer's nodes up to its float result, which a ReLU or a quantizer follows."""
-    assert x.form is not None
     attributes, path = step.attributes, step.path
-    accumulator = _accumulator(step, form)
-    axis = 1 if step.op == "conv_transpose" else 0
-    weight = _Weight(step.tensors["weight"].cpu().numpy(), accumulator / x.form.scale, axis)
-    bias = _bias(graph, step, accumulator)
+    weight = _Weight(
+        step.tensors["weight"].cpu().numpy(),
+        _scales(step, x, form),
+        axis=1 if step.op == "conv_transpose" else 0,
+        groups=attributes.get("groups", 1),
+    )
+    bias = _bias(graph, step, x, weight.scales)
     if step.op == "linear":
         return _linear(graph, step, x, weight, bias, sizes)
     held = graph.float_operand(path, x.name) if _is_float(graph, step, weight) else x.name
@@ -63,11 +74,11 @@ def _linear(graph: Graph, step: Step, x: Held, weight: _Weight, bias: str, sizes
     rank = len(sizes.of(step.args[0].name))
     name = x.name
     if rank != 2:
-        assert x.form is not None
-        flat = graph.node(
+        name = graph.node(
             "Reshape", step.path, [x.name, graph.numbers([-1, weight.integers.shape[1]])]
         )
-        name = graph.quantized(step.path, flat, x.form).name
+        if x.form is not None and graph.profile.repeats:
+            name = graph.quantized(step.path, name, x.form).name
     inputs = [name, _weight(graph, step, weight), *([bias] if bias else [])]
     return graph.node("Gemm", step.path, inputs, transB=1)
 
@@ -77,25 +88,31 @@ def unflattened(graph: Graph, step: Step, held: Held, sizes: Sizes) -> Held:
     if step.op != "linear" or len(sizes.of(step.args[0].name)) == 2:
         return held
     name = reshaped(graph, step.path, held.name, sizes.target(step.path, step.outputs[0]))
-    return Held(name) if held.form is None else graph.quantized(step.path, name, held.form)
+    if held.form is None or not graph.profile.repeats:
+        return Held(name, form=held.form)
+    return graph.quantized(step.path, name, held.form)
 
 
-def _accumulator(step: Step, form: Any) -> Array:
-    """Value of one unit of each output channel's sum, float64."""
+def _scales(step: Step, x: Held, form: Any) -> Array:
+    """Value of one step of each output channel's weight, float64."""
+    if "weight_scale" in step.tensors:
+        given: Array = step.tensors["weight_scale"].double().cpu().numpy()
+        return given
+    assert x.form is not None
     if "scale" in step.tensors:
         scale: Array = step.tensors["scale"].double().cpu().numpy()
     else:
         unit = form.scale if isinstance(form, Integers) else 1.0
         scale = step.tensors["multiplier"].double().cpu().numpy() * unit
-    return scale
+    return scale / x.form.scale
 
 
 def _weight(graph: Graph, step: Step, weight: _Weight) -> str:
     """The node that makes the weight as it is multiplied by."""
     path, profile = step.path, graph.profile
-    scales = weight.scales
-    if _is_float(graph, step, weight):
-        return _float_weight(graph, path, weight, step.attributes["groups"])
+    scales = weight.along_axis
+    if scales is None or _is_float(graph, step, weight):
+        return _float_weight(graph, path, weight)
     if weight.axis and weight.single:
         scales = scales[:1].reshape(() if profile.axis else (1,))
     named = f"{path}.weight"
@@ -116,7 +133,7 @@ def _is_float(graph: Graph, step: Step, weight: _Weight) -> bool:
     """Whether the scales of a transposed convolution's weight fit no axis that may have some."""
     if step.op != "conv_transpose" or weight.single:
         return False
-    return step.attributes["groups"] > 1 or not graph.profile.transposed_per_channel
+    return weight.along_axis is None or not graph.profile.transposed_per_channel
 
 
 def _along(scales: Array, weight: _Weight) -> Array:
@@ -125,7 +142,7 @@ def _along(scales: Array, weight: _Weight) -> Array:
     return scales.reshape(shape)
 
 
-def _float_weight(graph: Graph, path: str, weight: _Weight, groups: int) -> str:
+def _float_weight(graph: Graph, path: str, weight: _Weight) -> str:
     """Weights of a transposed convolution as numbers: their scales fit no single axis."""
     graph.notes.append(
         f"{path}: the weight of this transposed convolution is written as float numbers, each an "
@@ -133,18 +150,31 @@ def _float_weight(graph: Graph, path: str, weight: _Weight, groups: int) -> str:
         "float. Give its weight quantizer axis=None for int8"
     )
     integers = weight.integers
-    split = integers.reshape(groups, -1, *integers.shape[1:])
-    scales = weight.scales.reshape(groups, 1, -1, *[1] * (integers.ndim - 2))
+    split = integers.reshape(weight.groups, -1, *integers.shape[1:])
+    scales = weight.scales.reshape(weight.groups, 1, -1, *[1] * (integers.ndim - 2))
     return graph.constant(f"{path}.weight", (split * scales).reshape(integers.shape))
 
 
-def _bias(graph: Graph, step: Step, accumulator: Array) -> str:
-    """The bias as the profile wants it; empty where there is none."""
+def _bias(graph: Graph, step: Step, x: Held, scales: Array) -> str:
+    """The bias as the profile wants it; empty where there is none.
+
+    Raises:
+        ValueError: It leaves int32 in steps of the sums, where these are integers.
+    """
     if "bias" not in step.tensors:
         return ""
-    named, integers = f"{step.path}.bias", step.tensors["bias"].cpu().numpy()
-    if not graph.profile.integer_bias:
-        return graph.constant(named, integers * accumulator)
+    named, bias = f"{step.path}.bias", step.tensors["bias"].double().cpu().numpy()
+    floats = step.tensors["bias"].is_floating_point()
+    accumulator = scales * (1.0 if x.form is None else x.form.scale)
+    if x.form is None or not graph.profile.integer_bias:
+        return graph.constant(named, bias if floats else bias * accumulator)
+    integers = np.rint(bias / accumulator) if floats else bias
+    if np.abs(integers).max(initial=0) > np.iinfo(np.int32).max:
+        raise ValueError(
+            f"export_qdq_onnx: {step.path}: its bias is {np.abs(integers).max():.3g} steps of the "
+            "sums, which int32 does not hold; its weights or its input are quantized too finely, "
+            "calibrate again, or keep the layer float"
+        )
     source = graph.constant(named, integers, np.int32)
     scale = graph.constant(f"{named}_scale", accumulator)
     zeros = graph.zeros(np.int32, 0, accumulator.shape)

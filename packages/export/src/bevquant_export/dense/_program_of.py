@@ -1,0 +1,102 @@
+"""The program that a model is written as: a simulator's, or one that its own package reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+from torch import nn
+
+from bevquant_int8sim import IntegerModel, simulate
+from bevquant_int8sim.program import Program, Ref, Step, arguments, leaf_names
+
+__all__ = ["Observe", "QdqProgram", "inputs_of", "program_of"]
+
+Observe = Callable[[Step, tuple[Any, ...], tuple[Any, ...]], None]
+_HOOK = "__qdq_program__"
+
+
+class QdqProgram(Protocol):
+    """What `export_qdq_onnx` writes, and what `compare_qdq_onnx` holds a file against.
+
+    Models of `bevquant_qnn` are simulated. Other packages' models are read by themselves: a class
+    of modules that such models hold has a static method ``__qdq_program__(model, args)``, which
+    gets the whole model and returns such an object, or raises what the caller shall read. Steps
+    are those of `bevquant_int8sim.program`; beyond an `IntegerModel`'s,
+
+    * ``tensors["weight_scale"]`` of a layer is the value of one step of each output channel, and
+      its ``tensors["bias"]`` may be floats;
+    * a ``"float"`` step may be a function that moves values, and its result may be quantized;
+    * ``attributes["on_cpu"]`` says that hb_mapper shall not quantize the step by itself.
+
+    Attributes:
+        program: Steps in order.
+        names: Input of the program to the parameter of the model that it is.
+    """
+
+    @property
+    def program(self) -> Program: ...
+
+    @property
+    def names(self) -> Mapping[str, str]: ...
+
+    def run(self, inputs: Any, *, observe: Observe) -> Any:
+        """Run; `observe` gets each step, what it reads, and integers where the result has some."""
+
+
+class _Simulated:
+    """A `bevquant_qnn` model."""
+
+    def __init__(self, model: nn.Module, args: Any) -> None:
+        try:
+            self._integer: IntegerModel = simulate(model, args)
+        except (TypeError, ValueError) as error:
+            message = str(error).replace("simulate:", "export_qdq_onnx:", 1)
+            raise type(error)(message) from error
+        self._model, self._args = model, args
+
+    @property
+    def program(self) -> Program:
+        return self._integer.program
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        assert self._integer.source is not None
+        traced = self._integer.source.traced
+        given = dict(inputs_of(self.program, self._args))
+        called = leaf_names(self._model, traced.arguments, numbers=traced.numbers)
+        return dict(zip(given, called, strict=True))
+
+    def run(self, inputs: Any, *, observe: Observe) -> Any:
+        return self._integer.run(inputs, record=False, observe=observe)
+
+
+def program_of(model: nn.Module, args: Any) -> QdqProgram:
+    """Read a model.
+
+    Raises:
+        TypeError: No module.
+        ValueError: Not calibrated, not traceable, or in training mode.
+    """
+    for module in model.modules() if isinstance(model, nn.Module) else ():
+        read = getattr(type(module), _HOOK, None)
+        if read is not None:
+            found: QdqProgram = read(model, args)
+            return found
+    return _Simulated(model, args)
+
+
+def inputs_of(program: Program, args: Any) -> Iterator[tuple[str, Any]]:
+    """Inputs of the program and what a call gives for them."""
+    yield from _bound(program.signature, arguments(args))
+
+
+def _bound(wanted: Any, given: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(wanted, Ref):
+        yield wanted.name, given
+    elif isinstance(wanted, Mapping):
+        for key, item in wanted.items():
+            yield from _bound(item, given[key])
+    elif isinstance(wanted, list | tuple):
+        for item, value in zip(wanted, given, strict=True):
+            yield from _bound(item, value)
