@@ -42,22 +42,6 @@ from bevquant_hybrid.utils.quant_profiler import (
 
 pytestmark = pytest.mark.filterwarnings("ignore:Implicit dimension choice for softmax")
 
-# Classes of the documents, and where this package has them.
-OURS = {
-    "qat.stubs.QuantStub": "bevquant_hybrid.nn.qat.stubs.QuantStub",
-    "qat.stubs.DeQuantStub": "bevquant_hybrid.nn.qat.stubs.DeQuantStub",
-    "qat.conv2d.Conv2d": "bevquant_hybrid.nn.qat.conv2d.Conv2d",
-    "qat.conv2d.ConvAddReLU2d": "bevquant_hybrid.nn.qat.conv2d.ConvAddReLU2d",
-    "qat.functional_modules.FloatFunctional": (
-        "bevquant_hybrid.nn.qat.functional_modules.FloatFunctional"
-    ),
-    "qat.batchnorm.BatchNorm2d": "bevquant_hybrid.nn.qat.normalization.BatchNorm2d",
-    "qat.relu.ReLU": "torch.nn.modules.activation.ReLU",
-    "quantized.functional_modules.FloatFunctional": (
-        "bevquant_hybrid.nn._float_functional.FloatFunctional"
-    ),
-}
-
 
 def rows_of(table: str) -> list[list[str]]:
     """Cells of a table between bars, without its titles."""
@@ -74,7 +58,7 @@ def documented(table: str) -> list[list[str]]:
     """Rows as the document prints them, its classes given as this package's."""
     rows = [[cell.strip() for cell in line.split("|")] for line in table.strip().splitlines()]
     for row in rows:
-        row[1] = f"<class '{OURS[row[1]]}'>"
+        row[1] = f"<class 'bevquant_hybrid.nn.{row[1]}'>"
     return rows
 
 
@@ -148,7 +132,7 @@ def test_unfused_operations_print_as_documented(capsys) -> None:
     net.fuse_model()
     found = check_unfused_operations(net, (torch.rand(2, 5, 6, 7), torch.rand(2, 5, 6, 7)))
     theirs = "horizon_plugin_pytorch.nn.quantized.functional_modules.FloatFunctional"
-    ours = OURS["quantized.functional_modules.FloatFunctional"]
+    ours = theirs.replace("horizon_plugin_pytorch", "bevquant_hybrid")
     expected = UNFUSED.replace(theirs, ours).replace("-" * 80, "-" * len(f"<class '{ours}'>"))
     assert capsys.readouterr().out == expected
     assert found == [

@@ -99,18 +99,18 @@ def march_of(march: Any, caller: str) -> str:
     return chosen
 
 
-def check_path(hbm: Any, caller: str) -> Path:
+def check_path(file: Any, caller: str, what: str = "hbm") -> Path:
     """Return where the file goes.
 
     Raises:
         TypeError: No path.
         ValueError: It is empty, or a folder.
     """
-    if not isinstance(hbm, str | os.PathLike):
-        raise TypeError(f"{caller}: hbm is a {type(hbm).__name__}: expected the path of a file")
-    path = Path(hbm)
+    if not isinstance(file, str | os.PathLike):
+        raise TypeError(f"{caller}: {what} is a {type(file).__name__}: expected a file's path")
+    path = Path(file)
     if not path.name or path.is_dir():
-        raise ValueError(f"{caller}: hbm={os.fspath(hbm)!r}: expected the path of a file")
+        raise ValueError(f"{caller}: {what}={os.fspath(file)!r}: expected the path of a file")
     return path
 
 

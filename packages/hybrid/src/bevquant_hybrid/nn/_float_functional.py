@@ -19,3 +19,5 @@ class FloatFunctional(Arithmetic, torch_quantized.FloatFunctional):
         >>> FloatFunctional().sub(torch.tensor(3.0), torch.tensor(1.0))
         tensor(2.)
     """
+
+    __module__ = "bevquant_hybrid.nn.quantized.functional_modules"  # its documented home

@@ -13,6 +13,7 @@ from torch.ao.quantization import FakeQuantizeBase
 
 from bevquant_hybrid._fx._numbers import number_nodes
 from bevquant_hybrid._fx._settings import anchor_path_of, class_of
+from bevquant_hybrid.nn.quantized.quantize import is_fixed_point
 from bevquant_hybrid.operators import load_support_table, row_of_function, row_of_module
 from bevquant_hybrid.qtensor import QTensor
 
@@ -87,7 +88,7 @@ def read_graph(module: fx.GraphModule, example_inputs: tuple[Any, ...] | None) -
 
 def _is_quantized(module: nn.Module | None) -> bool:
     """Whether prepare or convert made the module: a QAT or fixed-point form."""
-    return type(module).__module__.startswith(_FORMS)
+    return is_fixed_point(module) or type(module).__module__.startswith(_QAT)
 
 
 def _describe(
@@ -119,7 +120,7 @@ def _describe(
 
 
 _PACKAGE = __package__.partition(".")[0]
-_FORMS = (f"{_PACKAGE}.nn.qat.", f"{_PACKAGE}.nn.quantized.")
+_QAT = f"{_PACKAGE}.nn.qat."
 _EDGES = {"placeholder": "input", "output": "output", "get_attr": "attribute"}
 
 

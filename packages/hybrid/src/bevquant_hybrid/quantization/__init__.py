@@ -13,7 +13,7 @@ from bevquant_hybrid.quantization import (
     quantize_fx,
 )
 from bevquant_hybrid.quantization._check import check_model
-from bevquant_hybrid.quantization._compile import compile_model
+from bevquant_hybrid.quantization._compile import compile_model, export_hbir
 from bevquant_hybrid.quantization._perf import perf_model
 from bevquant_hybrid.quantization._visualize import visualize_model, visualize_partition
 from bevquant_hybrid.quantization.fake_quantize import (
@@ -110,6 +110,7 @@ __all__ = [
     "default_qat_8bit_weight_32bit_out_fake_quant_qconfig",
     "default_qat_out_8bit_fake_quant_qconfig",
     "default_weight_8bit_fake_quant",
+    "export_hbir",
     "fake_quantize",
     "fuse_fx",
     "fuse_known_modules",

@@ -1,9 +1,10 @@
-"""`compile_model` under its documented name."""
+"""`compile_model` and `export_hbir` under their documented names."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -21,8 +22,9 @@ from bevquant_hybrid._compile._program_of import program_of
 from bevquant_hybrid.quantization._model_name import model_name
 from bevquant_hybrid.runtime import _structure as structure
 from bevquant_hybrid.runtime._file import write_program
+from bevquant_hybrid.runtime._program import Program
 
-__all__ = ["compile_model"]
+__all__ = ["compile_model", "export_hbir"]
 
 
 def compile_model(
@@ -92,31 +94,95 @@ def compile_model(
 binary for a BPU, and no chip runs it
         0
     """
-    caller = "compile_model"
-    path = check_path(hbm, caller)
+    options = {
+        "input_source": input_source,
+        "input_layout": input_layout,
+        "output_layout": output_layout,
+        "opt": opt,
+        "balance_factor": balance_factor,
+        "jobs": jobs,
+        "extra_args": extra_args,
+    }
+    path = check_path(hbm, "compile_model")
+    _written("compile_model", module, example_inputs, path, march, name, options)
+    return 0
+
+
+def export_hbir(
+    module: nn.Module,
+    example_inputs: Any,
+    hbir: str | os.PathLike[str],
+    march: str | None = None,
+) -> tuple[list[str], list[str]]:
+    """Write what `compile_model` writes, and return the names of inputs and outputs.
+
+    The vendor's intermediate format is not public either: the file is the same integer program.
+
+    Args:
+        module: As for `compile_model`.
+        example_inputs: As for `compile_model`.
+        hbir: Where the file goes; its folder is made.
+        march: March that it is for; the one of `set_march` by default.
+
+    Returns:
+        Names of the inputs, and of the outputs: where they stand in the result.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: As for `compile_model`.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from bevquant_hybrid.march import March, set_march
+        >>> from bevquant_hybrid.quantization import QuantStub, get_default_qat_qconfig
+        >>> from bevquant_hybrid.quantization import convert, prepare_qat
+        >>> set_march(March.BAYES)
+        >>> model = nn.Sequential(QuantStub(scale=1 / 128), nn.Conv2d(1, 2, 1))
+        >>> model.qconfig = get_default_qat_qconfig()
+        >>> qat, x = prepare_qat(model), torch.rand(1, 1, 4, 4)
+        >>> _ = qat(x)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     export_hbir(convert(qat.eval()), (x,), f"{folder}/net.hbir")
+        export_hbir: ...net.hbir holds 3 integer operators for bevquant_hybrid.runtime; it is no \
+binary for a BPU, and no chip runs it
+        (['input'], ['output'])
+    """
+    options: dict[str, Any] = {
+        "input_source": "ddr",
+        "input_layout": None,
+        "output_layout": "NCHW",
+        "opt": "O2",
+        "balance_factor": 2,
+        "jobs": 16,
+        "extra_args": None,
+    }
+    path = check_path(hbir, "export_hbir", "hbir")
+    program = _written("export_hbir", module, example_inputs, path, march, None, options)
+    return [port.name for port in program.inputs], [port.name for port in program.outputs]
+
+
+def _written(
+    caller: str,
+    module: Any,
+    example_inputs: Any,
+    path: Path,
+    march: str | None,
+    name: str | None,
+    given: dict[str, Any],
+) -> Program:
+    """Make the program of a model, write it and say what it is."""
     chosen = march_of(march, caller)
     arguments = forward_arguments(example_inputs, caller)
     tensors, _ = structure.flatten(arguments, f"{caller}: example_inputs")
-    options = check_options(
-        caller,
-        input_source=input_source,
-        input_layout=input_layout,
-        output_layout=output_layout,
-        opt=opt,
-        balance_factor=balance_factor,
-        jobs=jobs,
-        extra_args=extra_args,
-        tensors=len(tensors),
-    )
+    options = check_options(caller, **given, tensors=len(tensors))
     model = converted_model(module, caller)
     if name is not None and not isinstance(name, str):
         raise TypeError(f"{caller}: name is a {type(name).__name__}: expected a string")
     called = model_name(caller, model, name)
     program = program_of(model, arguments, caller, called, chosen, options)
-    program = with_layouts(program, options["input_layout"], output_layout)
+    program = with_layouts(program, options["input_layout"], options["output_layout"])
     write_program(program, path, f"bevquant-hybrid {bevquant_hybrid.__version__}")
     print(
         f"{caller}: {path} holds {len(program.steps)} integer operators for "
         "bevquant_hybrid.runtime; it is no binary for a BPU, and no chip runs it"
     )
-    return 0
+    return program

@@ -107,6 +107,8 @@ def get_default_qat_qconfig(
     activation_qkwargs: dict[str, Any] | None = None,
     weight_qkwargs: dict[str, Any] | None = None,
     backend: str = "",
+    *,
+    bits: int | None = None,
 ) -> QConfig:
     """Settings of a layer that trains quantized: one averaged range, weights per channel.
 
@@ -119,15 +121,20 @@ def get_default_qat_qconfig(
             ``observer`` itself.
         weight_qkwargs: The same for the weight.
         backend: Accepted for old scripts.
+        bits: ``dtype`` as old scripts say it: 8 or 16.
 
     Raises:
         TypeError: A setting that neither the observer nor the fake quantizer takes.
-        ValueError: A name that is not known.
+        ValueError: A name that is not known, or another number of bits.
 
     Example:
         >>> get_default_qat_qconfig(dtype="qint16").activation().dtype
         qint16
     """
+    if bits is not None:
+        if bits not in (8, 16):
+            raise ValueError(f"get_default_qat_qconfig: bits={bits!r}: expected 8 or 16")
+        dtype = qint8 if bits == 8 else qint16
     return _qconfig(
         activation=_factory(
             "activation",

@@ -55,10 +55,7 @@ class CompiledModel:
         """
         given = self._checked(inputs)
         device = given[0].device if given else torch.device("cpu")
-        values = {
-            port.operand.name: tensor.detach().cpu()
-            for port, tensor in zip(self.inputs, given, strict=True)
-        }
+        values = self._given(given)
         with torch.no_grad():
             for step, finished in zip(self.program.steps, self._last, strict=True):
                 self._run(step, values)
@@ -66,6 +63,31 @@ class CompiledModel:
                     del values[name]
             results = [self._result(port, values, device) for port in self.outputs]
         return structure.build(self.program.result, results)
+
+    def values(self, *inputs: Any) -> dict[str, Tensor]:
+        """Run the program and return what every operator computed.
+
+        Args:
+            *inputs: As for a call.
+
+        Returns:
+            The inputs and the results of all operators by their names in the listing, such as
+            ``%3``, in the order in which they are computed.
+
+        Raises:
+            TypeError, ValueError, AccumulatorOverflowError: As for a call.
+        """
+        values = self._given(self._checked(inputs))
+        with torch.no_grad():
+            for step in self.program.steps:
+                self._run(step, values)
+        return values
+
+    def _given(self, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
+        return {
+            port.operand.name: tensor.detach().cpu()
+            for port, tensor in zip(self.inputs, inputs, strict=True)
+        }
 
     def scale_of(self, port: Port) -> Tensor | None:
         """Return the value of one integer step of an input or output, where it is known."""

@@ -20,6 +20,7 @@ from bevquant_hybrid._whole_file import write_whole
 from bevquant_hybrid.mapper import write_config
 from bevquant_hybrid.march import March, get_march
 from bevquant_hybrid.nn.quantized._base import FixedPoint
+from bevquant_hybrid.nn.quantized.quantize import is_fixed_point
 
 __all__ = ["export_quantized_onnx", "export_to_onnx"]
 
@@ -228,7 +229,7 @@ def _onnx() -> Any:
 
 def _refuse_converted(model: nn.Module) -> None:
     for path, module in model.named_modules():
-        if type(module).__module__.startswith("bevquant_hybrid.nn.quantized"):
+        if is_fixed_point(module):
             raise ValueError(
                 f"export_to_onnx: {path} ({type(module).__name__}) computes in integers; export "
                 "the QAT model, before it is converted, or look at this one with "

@@ -9,6 +9,8 @@ from bevquant_hybrid.nn.qat._replace import (
     qat_form,
 )
 from bevquant_hybrid.nn.qat.attention import MultiheadAttention
+from bevquant_hybrid.nn.qat.avg_pool2d import AdaptiveAvgPool2d, AvgPool2d
+from bevquant_hybrid.nn.qat.batchnorm import BatchNorm2d, BatchNorm3d, SyncBatchNorm
 from bevquant_hybrid.nn.qat.conv2d import (
     Conv2d,
     ConvAdd2d,
@@ -35,6 +37,7 @@ from bevquant_hybrid.nn.qat.conv_transpose2d import (
 )
 from bevquant_hybrid.nn.qat.correlation import Correlation
 from bevquant_hybrid.nn.qat.functional_modules import FloatFunctional
+from bevquant_hybrid.nn.qat.interpolate import Interpolate
 from bevquant_hybrid.nn.qat.linear import (
     Linear,
     LinearAdd,
@@ -43,18 +46,17 @@ from bevquant_hybrid.nn.qat.linear import (
     LinearReLU,
     LinearReLU6,
 )
-from bevquant_hybrid.nn.qat.normalization import (
-    BatchNorm2d,
-    BatchNorm3d,
-    LayerNorm,
-    Softmax,
-    SyncBatchNorm,
-)
-from bevquant_hybrid.nn.qat.pooling import AdaptiveAvgPool2d, AvgPool2d
+from bevquant_hybrid.nn.qat.normalization import LayerNorm, Softmax
 from bevquant_hybrid.nn.qat.recurrent import LSTMCell
+from bevquant_hybrid.nn.qat.relu import ReLU, ReLU6
 from bevquant_hybrid.nn.qat.segment_lut import SegmentLUT
 from bevquant_hybrid.nn.qat.several_inputs import GLU, Div, MultiScaleRoIAlign
 from bevquant_hybrid.nn.qat.stubs import DeQuantStub, QuantStub
+from bevquant_hybrid.nn.qat.upsampling import (
+    Upsample,
+    UpsamplingBilinear2d,
+    UpsamplingNearest2d,
+)
 
 __all__ = [
     "GLU",
@@ -84,6 +86,7 @@ __all__ = [
     "DeQuantStub",
     "Div",
     "FloatFunctional",
+    "Interpolate",
     "LSTMCell",
     "LayerNorm",
     "Linear",
@@ -95,9 +98,14 @@ __all__ = [
     "MultiScaleRoIAlign",
     "MultiheadAttention",
     "QuantStub",
+    "ReLU",
+    "ReLU6",
     "SegmentLUT",
     "Softmax",
     "SyncBatchNorm",
+    "Upsample",
+    "UpsamplingBilinear2d",
+    "UpsamplingNearest2d",
     "float_form",
     "has_qat_form",
     "is_elementwise",

@@ -12,23 +12,27 @@ from torch.ao.quantization import QuantStub as TorchQuantStub
 from bevquant_hybrid._quant_stub import QuantStub
 from bevquant_hybrid.nn._correlation import Correlation
 from bevquant_hybrid.nn._division import Div
-from bevquant_hybrid.nn._functions import ElementwiseFunction, Pow
+from bevquant_hybrid.nn._functions import ElementwiseFunction, Interpolate, Pow
 from bevquant_hybrid.nn._layer_norm import LayerNorm
 from bevquant_hybrid.nn._roi_align import MultiScaleRoIAlign
 from bevquant_hybrid.nn.intrinsic import Fused
 from bevquant_hybrid.nn.qat import (
     attention,
+    avg_pool2d,
+    batchnorm,
     conv2d,
     conv3d,
     conv_transpose2d,
     correlation,
     functional_modules,
+    interpolate,
     linear,
     normalization,
-    pooling,
     recurrent,
+    relu,
     several_inputs,
     stubs,
+    upsampling,
 )
 from bevquant_hybrid.nn.qat._base import errors_that_name, take_over
 from bevquant_hybrid.nn.qat._weighted import Weighted, anchor_of
@@ -69,14 +73,20 @@ _OTHERS: dict[type[nn.Module], Any] = {
     QuantStub: stubs.QuantStub,
     TorchQuantStub: stubs.QuantStub,
     TorchDeQuantStub: stubs.DeQuantStub,
-    nn.AdaptiveAvgPool2d: pooling.AdaptiveAvgPool2d,
-    nn.AvgPool2d: pooling.AvgPool2d,
-    nn.BatchNorm2d: normalization.BatchNorm2d,
-    nn.BatchNorm3d: normalization.BatchNorm3d,
-    nn.SyncBatchNorm: normalization.SyncBatchNorm,
+    nn.AdaptiveAvgPool2d: avg_pool2d.AdaptiveAvgPool2d,
+    nn.AvgPool2d: avg_pool2d.AvgPool2d,
+    nn.BatchNorm2d: batchnorm.BatchNorm2d,
+    nn.BatchNorm3d: batchnorm.BatchNorm3d,
+    nn.SyncBatchNorm: batchnorm.SyncBatchNorm,
     nn.LayerNorm: normalization.LayerNorm,
     LayerNorm: normalization.LayerNorm,
     nn.Softmax: normalization.Softmax,
+    nn.ReLU: relu.ReLU,
+    nn.ReLU6: relu.ReLU6,
+    nn.Upsample: upsampling.Upsample,
+    nn.UpsamplingBilinear2d: upsampling.UpsamplingBilinear2d,
+    nn.UpsamplingNearest2d: upsampling.UpsamplingNearest2d,
+    Interpolate: interpolate.Interpolate,
     nn.GLU: several_inputs.GLU,
     Div: several_inputs.Div,
     Correlation: correlation.Correlation,

@@ -11,7 +11,7 @@ from bevquant_hybrid.nn.intrinsic import Fused, fused_class
 from bevquant_hybrid.nn.intrinsic._fused import fused_name
 from bevquant_hybrid.nn.qat._base import hand_over_qconfig, module_path
 from bevquant_hybrid.nn.qat._weighted import ACTIVATION_MODULES, Weighted, anchor_of
-from bevquant_hybrid.nn.qat.normalization import channel_affine
+from bevquant_hybrid.nn.qat.batchnorm import channel_affine
 from bevquant_hybrid.qat_mode import QATMode, get_qat_mode
 from bevquant_hybrid.qtensor import QTensor
 

@@ -1,79 +1,14 @@
-"""Normalization that trains quantized."""
+"""Layer norm and softmax that train quantized."""
 
 from __future__ import annotations
-
-from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
 from bevquant_hybrid.nn._layer_norm import LayerNorm as AnyAxesLayerNorm
 from bevquant_hybrid.nn.qat._base import OutputQuantized, quantized_input, quantized_output
 
-__all__ = [
-    "BatchNorm2d",
-    "BatchNorm3d",
-    "LayerNorm",
-    "Softmax",
-    "SyncBatchNorm",
-    "channel_affine",
-]
-
-
-def channel_affine(bn: Any) -> tuple[Tensor, Tensor]:
-    """Factor and offset per channel that a batch norm amounts to in evaluation."""
-    factor = torch.rsqrt(bn.running_var + bn.eps)
-    if bn.weight is not None:
-        factor = factor * bn.weight
-    offset = -bn.running_mean * factor
-    if bn.bias is not None:
-        offset = offset + bn.bias
-    return factor, offset
-
-
-class _Alone(OutputQuantized):
-    """A batch norm that stands alone: in evaluation a depthwise 1×1 convolution, as on the BPU."""
-
-    weight_fake_quant: Any
-
-    @classmethod
-    def from_float(cls, source: nn.Module, qconfig: Any = None) -> Self:
-        """Take over a batch norm."""
-        self = super().from_float(source, qconfig)
-        make: Any = getattr(self.qconfig, "weight", None)
-        self.weight_fake_quant = make() if make else None
-        self._factor_and_offset()
-        return self
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalize, and quantize the result."""
-        values = quantized_input(self, x)
-        factor, offset = self._factor_and_offset()
-        if self.training:
-            normalize: Any = super(OutputQuantized, self).forward
-            return quantized_output(self, normalize(values))
-        shape = (1, -1) + (1,) * (values.dim() - 2)
-        return quantized_output(self, values * factor.view(shape) + offset.view(shape))
-
-    def _factor_and_offset(self) -> tuple[Tensor, Tensor]:
-        """What evaluation computes, the factor quantized; its range follows the statistics."""
-        factor, offset = channel_affine(self)
-        if isinstance(self.weight_fake_quant, FakeQuantize):
-            factor = self.weight_fake_quant(factor.reshape(-1, 1, 1, 1)).dequantize().reshape(-1)
-        return factor, offset
-
-
-class BatchNorm2d(_Alone, nn.BatchNorm2d):
-    """Batch norm of pictures, alone."""
-
-
-class BatchNorm3d(_Alone, nn.BatchNorm3d):
-    """Batch norm of volumes, alone."""
-
-
-class SyncBatchNorm(_Alone, nn.SyncBatchNorm):
-    """Batch norm over processes, alone."""
+__all__ = ["LayerNorm", "Softmax"]
 
 
 class LayerNorm(OutputQuantized, AnyAxesLayerNorm):

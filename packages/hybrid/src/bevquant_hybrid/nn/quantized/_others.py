@@ -15,8 +15,7 @@ from bevquant_hybrid import _integer_sums as sums
 from bevquant_hybrid._sampling import roi_align_real
 from bevquant_hybrid.nn._layer_norm import normalized
 from bevquant_hybrid.nn._roi_align import MultiScaleRoIAlign as FloatMultiScaleRoIAlign
-from bevquant_hybrid.nn.qat import normalization as qat
-from bevquant_hybrid.nn.qat import pooling, several_inputs
+from bevquant_hybrid.nn.qat import avg_pool2d, batchnorm, normalization, several_inputs
 from bevquant_hybrid.nn.qat.segment_lut import SegmentLUT as QATSegmentLUT
 from bevquant_hybrid.nn.quantized._base import FixedPoint, integers, real
 from bevquant_hybrid.nn.quantized._weighted import depthwise
@@ -38,7 +37,7 @@ __all__ = [
 class AvgPool2d(FixedPoint):
     """round(Σx·s_x / (n·s_y)) over windows."""
 
-    def __init__(self, source: pooling.AvgPool2d, rounding: str) -> None:
+    def __init__(self, source: avg_pool2d.AvgPool2d, rounding: str) -> None:
         super().__init__(source, rounding)
         if source.divisor_override is not None:
             raise ValueError(
@@ -73,7 +72,7 @@ class AvgPool2d(FixedPoint):
 class AdaptiveAvgPool2d(FixedPoint):
     """Mean over windows that follow from the output's size, quantized."""
 
-    def __init__(self, source: pooling.AdaptiveAvgPool2d, rounding: str) -> None:
+    def __init__(self, source: avg_pool2d.AdaptiveAvgPool2d, rounding: str) -> None:
         super().__init__(source, rounding)
         self.output_size = source.output_size
 
@@ -90,9 +89,9 @@ class BatchNorm2d(FixedPoint):
     factor_scale: Tensor
     offset: Tensor
 
-    def __init__(self, source: qat.BatchNorm2d, rounding: str) -> None:
+    def __init__(self, source: batchnorm.BatchNorm2d, rounding: str) -> None:
         super().__init__(source, rounding)
-        factor, offset = (t.detach() for t in qat.channel_affine(source))
+        factor, offset = (t.detach() for t in batchnorm.channel_affine(source))
         fake_quant = source.weight_fake_quant
         kernel = fake_quant.fake_quantize(factor.reshape(-1, 1, 1, 1))
         quantized = QTensor(kernel, fake_quant.current_scale(), "qint8", fake_quant.ch_axis)
@@ -197,7 +196,7 @@ class Softmax(FixedPoint):
     e = round(32767·exp((x − max x)·s_x)), y = round(e / (Σe·s_y)).
     """
 
-    def __init__(self, source: qat.Softmax, rounding: str) -> None:
+    def __init__(self, source: normalization.Softmax, rounding: str) -> None:
         super().__init__(source, rounding)
         self.dim = 1 if source.dim is None else source.dim
 
@@ -213,7 +212,7 @@ class LayerNorm(FixedPoint):
     weight: Tensor | None
     bias: Tensor | None
 
-    def __init__(self, source: qat.LayerNorm, rounding: str) -> None:
+    def __init__(self, source: normalization.LayerNorm, rounding: str) -> None:
         super().__init__(source, rounding)
         self.axes = source.axes
         self.normalized_shape = source.normalized_shape

@@ -9,6 +9,7 @@ from torch import nn
 from bevquant_hybrid._fake_quant._calib import _WrappedCalibFakeQuantize
 from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
 from bevquant_hybrid.nn import qat
+from bevquant_hybrid.nn.qat._keeps_scale import KeepsScale
 from bevquant_hybrid.nn.quantized._correlation import Correlation
 from bevquant_hybrid.nn.quantized._others import (
     GLU,
@@ -70,6 +71,8 @@ def fixed_point_form(module: nn.Module, path: str, rounding: str) -> nn.Module |
         return Quantize(_Boundary(module, path), rounding)
     if isinstance(module, qat.DeQuantStub) and not isinstance(module, DeQuantize):
         return DeQuantize()
+    if isinstance(module, KeepsScale):  # integers keep theirs in a float module's forward too
+        return module.to_float()
     for kind, form in _FORMS:
         if isinstance(module, kind):
             made: nn.Module = form(module, rounding)

@@ -1,4 +1,4 @@
-"""Fixed-point arithmetic."""
+"""Fixed-point arithmetic, and the float one under its documented path."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from torch import Tensor
 from bevquant_hybrid import _integer_ops as ops
 from bevquant_hybrid import _integer_sums as sums
 from bevquant_hybrid.nn._arithmetic import Arithmetic
+from bevquant_hybrid.nn._float_functional import FloatFunctional
 from bevquant_hybrid.nn.quantized._base import FixedPoint, integers, real
 from bevquant_hybrid.qtensor import QTensor
 
-__all__ = ["QFunctional"]
+__all__ = ["FloatFunctional", "QFunctional"]
 
 
 class QFunctional(Arithmetic, FixedPoint):

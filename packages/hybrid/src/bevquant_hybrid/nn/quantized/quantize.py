@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -9,7 +11,7 @@ from bevquant_hybrid.nn.qat.stubs import DeQuantStub
 from bevquant_hybrid.nn.quantized._base import FixedPoint
 from bevquant_hybrid.qtensor import QTensor
 
-__all__ = ["DeQuantize", "Quantize"]
+__all__ = ["DeQuantize", "Quantize", "is_fixed_point"]
 
 
 class Quantize(FixedPoint):
@@ -22,6 +24,11 @@ class Quantize(FixedPoint):
     def forward(self, x: Tensor) -> QTensor:
         """Quantize; a quantized value stays as it is."""
         return x if isinstance(x, QTensor) else self.quantized(x)
+
+
+def is_fixed_point(module: Any) -> bool:
+    """Whether a module is of a converted model: it computes in integers, or ends them."""
+    return isinstance(module, FixedPoint | DeQuantize)
 
 
 class DeQuantize(DeQuantStub):

@@ -11,6 +11,7 @@ from torch.ao.quantization import FakeQuantizeBase
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from bevquant_hybrid.nn.intrinsic._fused import ACTIVATIONS, ANCHORS
+from bevquant_hybrid.nn.quantized.quantize import is_fixed_point
 from bevquant_hybrid.utils.quant_profiler._calls import Call, record_calls
 from bevquant_hybrid.utils.quant_profiler._tables import simple_table
 
@@ -72,8 +73,7 @@ def check_unfused_operations(
 
 def _refuse_prepared(model: nn.Module) -> None:
     for path, module in model.named_modules():
-        converted = type(module).__module__.startswith("bevquant_hybrid.nn.quantized.")
-        if converted or isinstance(module, FakeQuantizeBase):
+        if is_fixed_point(module) or isinstance(module, FakeQuantizeBase):
             raise ValueError(
                 f"check_unfused_operations: {path} ({type(module).__name__}) is of a prepared or "
                 "converted model; check the float model, where fusing happens"
