@@ -134,8 +134,15 @@ def _ptq_bpu(options: Ptq, branch: Branch, command: str) -> str:
 
 @execute.register
 def _evaluate(options: Evaluate, command: str) -> str:
+    from bevfusion_quant.metrics import Bootstrap
     from bevfusion_quant.ptq import read_run_config
 
+    if options.resamples < 0 or options.resample_seed < 0:
+        raise InputError(
+            f"--resamples {options.resamples} --resample-seed {options.resample_seed}: neither may "
+            "be negative"
+        )
+    bootstrap = Bootstrap(options.resamples, options.resample_seed)
     config = read_run_config(options.run)
     branch: Branch = config.get("branch", "lidar")
     frames = frames_of(options, with_cameras=branch != "lidar", size=config["config"])
@@ -168,6 +175,7 @@ def _evaluate(options: Evaluate, command: str) -> str:
             overwrite=options.overwrite,
             command=command,
             integers=options.backend if isinstance(options, Simulate) else None,
+            bootstrap=bootstrap,
         )
     )
 
@@ -224,6 +232,7 @@ def _report(result: PtqResult | EvaluateResult) -> str:
         stage_table(result.stages),
         *detections,
         *_integers(result),
+        *_accuracy(result),
         _end(getattr(result, "warnings", ()), result.seconds, result.peak_memory_mib),
         f"Written to {result.folder}: summary.json, config.json, bev.png, layers.png"
         + (", ranges.json, weights.safetensors" if isinstance(result, PtqResult) else "")
@@ -250,6 +259,14 @@ def _end(warnings: Sequence[str], seconds: Mapping[str, float], peak: float) -> 
     steps = ", ".join(f"{name} {spent:.1f} s" for name, spent in seconds.items())
     told = "".join(f"\nwarning: {text}" for text in warnings)
     return f"{told}\n{steps}\npeak memory {peak:,.0f} MiB"
+
+
+def _accuracy(result: PtqResult | EvaluateResult) -> tuple[str, ...]:
+    """What is found of what is labelled, where an evaluation had labels."""
+    from bevfusion_quant.metrics import accuracy_text
+
+    accuracy = getattr(result, "accuracy", None)
+    return () if accuracy is None else ("Against labels", accuracy_text(accuracy))
 
 
 def _is_simulation(result: PtqResult | EvaluateResult) -> bool:

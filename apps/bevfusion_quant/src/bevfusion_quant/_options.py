@@ -125,12 +125,17 @@ class Evaluate(FrameOptions):
 
     Args:
         run: The folder of a run that demo or ptq wrote.
+        resamples: Where frames have labels, bootstrap resamples for the intervals of the mean
+            average precision; 0 for none.
+        resample_seed: Seed of the resamples.
         runs: Folder of all runs; the evaluation is a new one.
         name: The evaluation's folder in it; by default evaluate, evaluate-2, …
         overwrite: Replace an earlier run of that name.
     """
 
     run: Path
+    resamples: int = 1000
+    resample_seed: int = 0
     runs: Path = Path("runs")
     name: str | None = None
     overwrite: bool = False

@@ -11,6 +11,14 @@ from __future__ import annotations
 
 from bevfusion_quant.datasets._frame_folder import write_frame_folder
 from bevfusion_quant.datasets._frame_list import FrameList
+from bevfusion_quant.datasets._labelled import labelled_region, scene_name
 from bevfusion_quant.datasets._open import DatasetKind, open_dataset
 
-__all__ = ["DatasetKind", "FrameList", "open_dataset", "write_frame_folder"]
+__all__ = [
+    "DatasetKind",
+    "FrameList",
+    "labelled_region",
+    "open_dataset",
+    "scene_name",
+    "write_frame_folder",
+]

@@ -12,10 +12,11 @@ from bevfusion_quant.integer._save import SavedPart, save_parts
 from bevfusion_quant.integer._stages import IntegerStage, integer_stages
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
+    from bevfusion_quant.metrics import AccuracyTally
     from bevfusion_quant.model import Batch, BEVFusion, BEVFusionConfig
+    from bevfusion_quant.model.head import Detections
     from bevfusion_quant.ptq._agreement import AgreementRow, FoundRow
     from bevfusion_quant.ptq._batches import FrameBatches
     from bevfusion_quant.ptq._clock import Clock
@@ -41,6 +42,7 @@ class Simulation:
         backend: The kernels that ran, and the instructions they use.
         frame_seconds: Of the integer model alone, frame by frame; the first one warms up.
         saved: The integer models in the run folder, and what could not be saved.
+        detections: Of the integer model on the first frame; None without a head.
     """
 
     layers: tuple[LayerRow, ...]
@@ -51,6 +53,7 @@ class Simulation:
     backend: str
     frame_seconds: tuple[float, ...]
     saved: tuple[SavedPart, ...]
+    detections: Detections | None = None
 
     @property
     def first_departure(self) -> LayerRow | None:
@@ -112,6 +115,7 @@ def simulate_model(
     *,
     branch: str,
     backend: str = "auto",
+    accuracy: AccuracyTally | None = None,
 ) -> Simulation:
     """Lower, run, compare, and save the integer model below `folder`.
 
@@ -125,6 +129,7 @@ def simulate_model(
         folder: Where `integer/` is written.
         branch: What the run quantized; says why the rest is float.
         backend: Kernels to run on.
+        accuracy: Is handed the integer model's detections, as "integer".
 
     Raises:
         InputError: No layer of the model is quantized, one has no range, or the backend is not
@@ -136,8 +141,9 @@ def simulate_model(
     with clock.step("lower to integers"):
         model = lowered(quantized_model, batches[0], backend)
     with clock.step("run in integers", blame="the integer model cannot run on these frames"):
-        outputs, seconds = _run(model, batches)
-    agreement, found = _agreement(float_model, outputs, batches, config, judgement)
+        agreement, found, detections, seconds = _run(
+            model, float_model, batches, config, judgement, accuracy
+        )
     with clock.step("compare integers", blame="float and integer model cannot be compared"):
         layers = compare(float_model, model, map(tuple, batches)).rows
     with clock.step("save integers"):
@@ -151,6 +157,7 @@ def simulate_model(
         used,
         seconds,
         saved,
+        detections,
     )
 
 
@@ -180,29 +187,38 @@ def lowered(quantized_model: BEVFusion, batch: Batch, backend: str) -> IntegerMo
 _LAYERS = frozenset({"sparse_conv", "conv", "conv_transpose", "linear"})
 
 
-def _run(model: IntegerModel, batches: FrameBatches) -> tuple[list[Any], tuple[float, ...]]:
-    outputs, seconds = [], []
-    for batch in batches:
-        start = time.perf_counter()
-        outputs.append(model(*batch))
-        seconds.append(round(time.perf_counter() - start, 3))
-    return outputs, tuple(seconds)
-
-
-def _agreement(
+def _run(
+    model: IntegerModel,
     float_model: BEVFusion,
-    outputs: Sequence[Any],
     batches: FrameBatches,
     config: BEVFusionConfig,
     judgement: Judgement,
-) -> tuple[tuple[AgreementRow, ...], tuple[FoundRow, ...]]:
-    """How well the integer model's detections agree with the float model's."""
+    accuracy: AccuracyTally | None,
+) -> tuple[
+    tuple[AgreementRow, ...], tuple[FoundRow, ...], Detections | None, tuple[float, ...]
+]:  # fmt: skip
+    """Run every frame and judge its detections at once: outputs of many frames are too large.
+
+    Returns:
+        How well the integer model's detections agree with the float model's, and what both find;
+        empty without a head. Detections of the first frame, seconds of each.
+    """
     from bevfusion_quant.ptq._agreement import DetectionTally
 
-    if not judgement.float_detections:
-        return (), ()
     low_x, low_y, _, high_x, high_y, _ = config.lidar.point_cloud_range
     tally = DetectionTally(config.head.classes, (low_x, low_y, high_x, high_y))
-    for index, (wanted, output) in enumerate(zip(judgement.float_detections, outputs, strict=True)):
-        tally.add(wanted, float_model.head.decode(output)[0], batches.frame_labels(index))
-    return tuple(tally.agreement()), tuple(tally.found())
+    first, seconds = None, []
+    for index, batch in enumerate(batches):
+        start = time.perf_counter()
+        output = model(*batch)
+        seconds.append(round(time.perf_counter() - start, 3))
+        if not judgement.float_detections:
+            continue
+        found, labels = float_model.head.decode(output)[0], batches.frame_labels(index)
+        tally.add(judgement.float_detections[index], found, labels)
+        if accuracy is not None:
+            accuracy.add("integer", index, batches.names[index][0], found, labels)
+        first = found if first is None else first
+    if first is None:
+        return (), (), None, tuple(seconds)
+    return tuple(tally.agreement()), tuple(tally.found()), first, tuple(seconds)

@@ -66,6 +66,11 @@ class FrameBatches(Sequence[Batch]):
         return part
 
     @property
+    def dataset(self) -> str | None:
+        """The kind of data set that the frames are of, where they say so."""
+        return getattr(self._frames, "kind", None)
+
+    @property
     def first_frame(self) -> Frame:
         """The frame of the first batch."""
         if self._first is None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from bevfusion_quant.cameras import CAMERA_NAMES
+from bevfusion_quant.metrics import Accuracy, AccuracyTally, Bootstrap, DetectionRules
 from bevfusion_quant.model import CONFIGS
 from bevfusion_quant.ptq._agreement import AgreementRow, FoundRow
 from bevfusion_quant.ptq._batches import FrameBatches
@@ -32,7 +33,10 @@ __all__ = ["EvaluateResult", "run_evaluate"]
 
 @dataclass(frozen=True)
 class EvaluateResult:
-    """Where the evaluation lies, its tables, seconds by step, peak memory in MiB."""
+    """Where the evaluation lies, its tables, seconds by step, peak memory in MiB.
+
+    `accuracy` is None without a head or without labels.
+    """
 
     folder: Path
     layers: list[LayerRow]
@@ -42,6 +46,7 @@ class EvaluateResult:
     seconds: dict[str, float]
     peak_memory_mib: float
     simulation: Simulation | None = None
+    accuracy: Accuracy | None = None
 
 
 def run_evaluate(
@@ -54,10 +59,12 @@ def run_evaluate(
     overwrite: bool = False,
     command: str = "",
     integers: str | None = None,
+    bootstrap: Bootstrap | None = None,
 ) -> EvaluateResult:
     """Compare a run's models on the given frames and write `runs/name`.
 
-    The float model is the run's own, batch norms folded. The run is read and left as it is.
+    The float model is the run's own, batch norms folded. The run is read and left as it is. Where
+    frames have labels and the model a head, every model's detections are judged by them.
 
     Args:
         run: A folder that `run_ptq` wrote.
@@ -69,6 +76,8 @@ def run_evaluate(
         command: The command line that repeats this evaluation, for the summary.
         integers: Kernels to run the model in integers on, such as "auto"; None for float and
             fake-quantized alone.
+        bootstrap: How the intervals of the mean average precision are found; `Bootstrap()` by
+            default.
 
     Raises:
         InputError: Whatever is wrong with the run or the input; nothing is written then.
@@ -84,7 +93,14 @@ def run_evaluate(
         config, model = loaded.config, loaded.quantized_model
         sizes = CONFIGS[config["config"]]
         batches = FrameBatches(frames, sizes, model, cameras or config.get("cameras", CAMERA_NAMES))
-        judgement = judge(loaded.float_model, model, batches, sizes, clock)
+        low_x, low_y, _, high_x, high_y, _ = sizes.lidar.point_cloud_range
+        tally = AccuracyTally(
+            sizes.head.classes,
+            DetectionRules(extent=(low_x, low_y, high_x, high_y)),
+            bootstrap,
+            batches.dataset,
+        )
+        judgement = judge(loaded.float_model, model, batches, sizes, clock, tally)
         branch = config.get("branch", "lidar")
         simulation = None
         if integers is not None:
@@ -98,7 +114,10 @@ def run_evaluate(
                 folder,
                 branch=branch,
                 backend=integers,
+                accuracy=tally,
             )
+        with clock.step("judge by labels"):
+            accuracy = tally.result()
         stage = quantized_parts(branch)[-1]
         with clock.step("draw"):
             write_pictures(folder, sizes, batches.first_frame, judgement, stage)
@@ -126,6 +145,7 @@ def run_evaluate(
                 seconds=clock.seconds(),
                 peak_memory_mib=peak_memory_mib(),
                 simulation=simulation,
+                accuracy=accuracy,
             )
         seconds, peak = clock.seconds(), round(peak_memory_mib(), 1)
         write_json(
@@ -143,6 +163,7 @@ def run_evaluate(
                 ],
                 **judgement.summary(),
                 **({} if simulation is None else {"integers": simulation.summary()}),
+                "accuracy": None if accuracy is None else accuracy.summary(),
                 "seconds": seconds,
                 "peak_memory_mib": peak,
             },
@@ -156,4 +177,5 @@ def run_evaluate(
         seconds,
         peak,
         simulation,
+        accuracy,
     )

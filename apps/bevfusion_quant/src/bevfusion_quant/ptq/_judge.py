@@ -11,6 +11,7 @@ from bevfusion_quant.ptq._quantizer_values import QuantizerRow, QuantizerValues,
 from bevfusion_quant.ptq._stage_maps import StageMaps, StageRow
 
 if TYPE_CHECKING:
+    from bevfusion_quant.metrics import AccuracyTally
     from bevfusion_quant.model import BEVFusion, BEVFusionConfig
     from bevfusion_quant.model.head import Detections
     from bevfusion_quant.ptq._batches import FrameBatches
@@ -70,8 +71,12 @@ def judge(
     batches: FrameBatches,
     config: BEVFusionConfig,
     clock: Clock,
+    accuracy: AccuracyTally | None = None,
 ) -> Judgement:
-    """Compare layers, stages and detections over all batches; watch the quantizers on the first."""
+    """Compare layers, stages and detections over all batches; watch the quantizers on the first.
+
+    `accuracy` is handed both models' detections, as "float" and "quantized".
+    """
     low_x, low_y, _, high_x, high_y, _ = config.lidar.point_cloud_range
     tally = DetectionTally(config.head.classes, (low_x, low_y, high_x, high_y))
     first: list[tuple[Detections, Detections]] = []
@@ -81,6 +86,10 @@ def judge(
         found, quantized = (float_model.head.decode(output)[0] for output in (wanted, got))
         tally.add(found, quantized, batches.frame_labels(index))
         float_detections.append(found)
+        if accuracy is not None:
+            name, there = batches.names[index][0], batches.frame_labels(index)
+            accuracy.add("float", index, name, found, there)
+            accuracy.add("quantized", index, name, quantized, there)
         if index == 0:
             first.append((found, quantized))
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from bevfusion_quant.bpu import BpuOutcome
     from bevfusion_quant.cameras import Camera
     from bevfusion_quant.integer import Simulation
+    from bevfusion_quant.metrics import Accuracy
     from bevfusion_quant.model import BEVFusionConfig
     from bevfusion_quant.model.head import Detections
     from bevfusion_quant.points import Frame
@@ -43,6 +44,7 @@ def write_page(
     peak_memory_mib: float,
     simulation: Simulation | None = None,
     bpu: BpuOutcome | None = None,
+    accuracy: Accuracy | None = None,
 ) -> Path:
     """Write report.html.
 
@@ -61,6 +63,7 @@ def write_page(
         peak_memory_mib: Of the process.
         simulation: What running in integers gave, if the run did that.
         bpu: Of a run for a BPU: what runs where, and how it compares.
+        accuracy: How well the models find what is labelled.
     """
     from bevfusion_quant.report import ReportContent, write_report
 
@@ -76,12 +79,13 @@ def write_page(
             seconds=seconds,
             peak_memory_mib=peak_memory_mib,
             figures=[_weights(settings), *_agreement_figures(judgement.agreement)],
-            scene=_scene(config, frame, cameras, judgement),
+            scene=_scene(config, frame, cameras, judgement, simulation),
             stages=_stages(config, judgement),
             layers=judgement.layers,
             quantizers=judgement.values,
             integers=simulation,
             bpu=bpu,
+            accuracy=accuracy,
             **records,
         ),
     )
@@ -123,13 +127,18 @@ def _extent(config: BEVFusionConfig) -> Extent:
 
 
 def _scene(
-    config: BEVFusionConfig, frame: Frame, cameras: Sequence[Camera], judgement: Judgement
+    config: BEVFusionConfig,
+    frame: Frame,
+    cameras: Sequence[Camera],
+    judgement: Judgement,
+    simulation: Simulation | None,
 ) -> ReportScene:
     from bevfusion_quant.report import ReportBoxes, ReportScene
 
     points, kind = scene_points(frame)
     labels = frame.labels
     found = judgement.detections
+    integers = None if simulation is None else simulation.detections
     classes = config.head.classes
     return ReportScene(
         name=frame.name,
@@ -139,6 +148,7 @@ def _scene(
         labels=None if labels is None else ReportBoxes(labels.boxes, labels.names),
         float_detections=None if found is None else _boxes(found[0], classes),
         quantized_detections=None if found is None else _boxes(found[1], classes),
+        integer_detections=None if integers is None else _boxes(integers, classes),
         cameras=tuple(cameras),
     )
 

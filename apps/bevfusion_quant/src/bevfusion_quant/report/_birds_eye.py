@@ -15,7 +15,7 @@ from bevfusion_quant.report._html import Html, tag
 if TYPE_CHECKING:
     from bevfusion_quant.report._content import ReportBoxes, ReportScene
 
-__all__ = ["birds_eye", "box_title", "heights"]
+__all__ = ["birds_eye", "box_title", "heights", "outlines"]
 
 CELLS = 480  # of the longer side
 
@@ -30,7 +30,7 @@ def birds_eye(scene: ReportScene, present: Mapping[str, ReportBoxes]) -> Html:
         for r in range(step, int(max(width, height) * 0.75), step)
     ]
     ego = tag("path", d=f"M{-left:g} {top - 2.2:g}l1.3 3.6h-2.6z", class_="ego")
-    drawn = [box for kind, boxes in present.items() for box in _outlines(kind, boxes, left, top)]
+    drawn = [box for kind, boxes in present.items() for box in outlines(kind, boxes, left, top)]
     counted = ", ".join(f"{len(boxes.boxes)} of {kind}" for kind, boxes in present.items())
     drawing = tag(
         "svg",
@@ -79,7 +79,8 @@ def box_title(kind: str, boxes: ReportBoxes, index: int) -> str:
     return f"{boxes.names[index]} ({kind}{score}), {far:.1f} m away"
 
 
-def _outlines(kind: str, boxes: ReportBoxes, left: float, top: float) -> Iterator[Html]:
+def outlines(kind: str, boxes: ReportBoxes, left: float, top: float) -> Iterator[Html]:
+    """Each box's footprint, with a line from its middle to its front."""
     flat = corners(boxes.boxes)[:, :4, :2]
     for index, outline in enumerate(flat * (1, -1) + (-left, top)):
         front = (outline[0] + outline[3]) / 2

@@ -59,7 +59,7 @@ def _check_scene(scene: ReportScene) -> None:
     if len(shape) != 2 or shape[1] < 3:
         raise ValueError(f"scene.points has shape {shape}, expected [points, 3 or more]")
     _check_extent("scene", scene.extent)
-    for name in ("labels", "float_detections", "quantized_detections"):
+    for name in ("labels", "float_detections", "quantized_detections", "integer_detections"):
         boxes: ReportBoxes | None = getattr(scene, name)
         if boxes is not None:
             _check_boxes(f"scene.{name}", boxes)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from bevfusion_quant.bpu import BpuOutcome
     from bevfusion_quant.cameras import Camera
     from bevfusion_quant.integer import Simulation
+    from bevfusion_quant.metrics import Accuracy
     from bevfusion_quant.ptq import LayerRow, QuantizerValues
 
 __all__ = ["ReportBoxes", "ReportContent", "ReportFigure", "ReportScene", "ReportStage"]
@@ -59,6 +60,7 @@ class ReportScene:
         float_detections: What the float model finds.
         quantized_detections: What the quantized model finds.
         cameras: The pictures taken with the points; boxes are projected into them.
+        integer_detections: What the model in integers finds.
     """
 
     name: str
@@ -69,6 +71,7 @@ class ReportScene:
     float_detections: ReportBoxes | None = None
     quantized_detections: ReportBoxes | None = None
     cameras: Sequence[Camera] = ()
+    integer_detections: ReportBoxes | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,6 +135,7 @@ class ReportContent:
             warnings}], "warnings".
         integers: What running in integers gave.
         bpu: Of a run for a BPU: plan, comparison, estimate.
+        accuracy: How well the models find what is labelled.
         low_sqnr_db: Layers below this are counted and marked.
 
     Examples:
@@ -157,4 +161,5 @@ class ReportContent:
     calibration: Mapping[str, Any] | None = None
     integers: Simulation | None = None
     bpu: BpuOutcome | None = None
+    accuracy: Accuracy | None = None
     low_sqnr_db: float = 20.0

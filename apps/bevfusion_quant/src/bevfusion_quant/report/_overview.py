@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from bevfusion_quant.metrics import points, span
 from bevfusion_quant.report._format import count, decibels, fixed, memory, number, seconds
 from bevfusion_quant.report._html import Html, join, tag
 from bevfusion_quant.report._section import Section
@@ -12,6 +13,7 @@ from bevfusion_quant.report._section import Section
 if TYPE_CHECKING:
     from bevfusion_quant.bpu import BpuOutcome
     from bevfusion_quant.integer import Simulation
+    from bevfusion_quant.metrics import Accuracy
     from bevfusion_quant.ptq import LayerRow
     from bevfusion_quant.report._content import ReportContent
 
@@ -69,6 +71,8 @@ def _figures(content: ReportContent) -> Iterator[Html]:
         shared = sum(len(q.paths) > 1 for q in content.quantizers)
         note = f"{weights} of weights, {shared} shared"
         yield _figure("Quantizers", count(len(content.quantizers)), note)
+    if content.accuracy is not None:
+        yield _mean_ap(content.accuracy)
     if content.integers is not None:
         yield _departure(content.integers)
     if content.bpu is not None:
@@ -89,6 +93,17 @@ def _worst(layers: Sequence[LayerRow]) -> Html | str:
     decibel, index = min(known)
     short = ".".join(layers[index].layer.split(".")[-3:])
     return join(f"worst {decibels(decibel)} at ", tag("a", short, href=f"#layer-{index}"))
+
+
+def _mean_ap(accuracy: Accuracy) -> Html:
+    """Mean average precision of the last model, against the first."""
+    first, last = accuracy.models[0], accuracy.models[-1]
+    note = f"{first.model} {points(first.metrics.mean_ap)}"
+    if last.difference is not None and last.difference.mean_ap is not None:
+        note += f"; difference {100 * last.difference.mean_ap:+.2f}"
+        if last.difference.interval is not None:
+            note += f" ({span(last.difference.interval, signed=True)})"
+    return _figure(f"mAP, {last.model}, of 100", points(last.metrics.mean_ap), note)
 
 
 def _departure(simulation: Simulation) -> Html:

@@ -24,6 +24,7 @@ SETS = {
     "label": ("Labels", "labels"),
     "float": ("Float model", "float_detections"),
     "quantized": ("Quantized model", "quantized_detections"),
+    "integer": ("Integer model", "integer_detections"),
 }
 
 

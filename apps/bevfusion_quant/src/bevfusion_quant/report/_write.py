@@ -11,6 +11,7 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING
 
+from bevfusion_quant.report._accuracy import accuracy_section
 from bevfusion_quant.report._bpu import bpu_section
 from bevfusion_quant.report._check import check
 from bevfusion_quant.report._decisions import decisions_section
@@ -31,8 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["write_report"]
 
 PAGE = files("bevfusion_quant.report") / "page"
-STYLES = ("base.css", "parts.css", "narrow.css")
-BPU_STYLES = ("base.css", "parts.css", "bpu.css", "narrow.css")
+STYLES = ("base.css", "parts.css")
 SCRIPTS = (
     "decode.js", "colour.js", "theme.js", "scene.js", "maps.js", "tabs.js", "chart.js", "table.js",
     "histograms.js", "lists.js", "start.js",
@@ -73,8 +73,7 @@ def _page(content: ReportContent) -> str:
     sections = list(_sections(content))
     links = [tag("li", tag("a", s.title, href=f"#{s.key}")) for s in sections]
     data = {s.key: s.data for s in sections if s.data is not None}
-    styles = STYLES if content.bpu is None else BPU_STYLES
-    style = "\n".join(_read(name) for name in styles)
+    style = "\n".join(_read(name) for name in _styles(content))
     scripts = SCRIPTS if content.bpu is None else (*SCRIPTS, "bpu.js")
     script = '"use strict";\n(() => {\n' + "\n".join(_read(name) for name in scripts) + "})();\n"
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
@@ -94,6 +93,8 @@ def _page(content: ReportContent) -> str:
 def _sections(content: ReportContent) -> Iterator[Section]:
     if content.scene is not None:
         yield scene_section(content.scene)
+    if content.accuracy is not None:
+        yield accuracy_section(content.accuracy)
     if content.stages:
         cameras = [camera.name for camera in content.scene.cameras] if content.scene else []
         yield stages_section(content.stages, cameras)
@@ -111,6 +112,15 @@ def _sections(content: ReportContent) -> Iterator[Section]:
         yield quantizers_section(content.quantizers, content.calibration)
     if again is not None:
         yield again
+
+
+def _styles(content: ReportContent) -> Iterator[str]:
+    yield from STYLES
+    if content.accuracy is not None:
+        yield "accuracy.css"
+    if content.bpu is not None:
+        yield "bpu.css"
+    yield "narrow.css"  # last, so that a small screen has the last word
 
 
 def _read(name: str) -> str:
