@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -295,3 +297,13 @@ def cloud(spconv):
         return spconv.SparseConvTensor(features, indices, list(shape), batch)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def trained():
+    """The module beside this file: ResNet-20 and CIFAR-10 images."""
+    path = Path(__file__).with_name("trained_nets.py")
+    spec = importlib.util.spec_from_file_location("trained_nets", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

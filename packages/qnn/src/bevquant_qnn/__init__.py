@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from bevquant_qnn._add import QuantAdd
+from bevquant_qnn._apply_precision import apply_precision
+from bevquant_qnn._assign_precision import BIT_OPERATIONS, Budget, assign_precision
 from bevquant_qnn._concat import QuantConcat
 from bevquant_qnn._config import QuantConfig
 from bevquant_qnn._conv import QuantConv1d, QuantConv2d, QuantConv3d
@@ -25,6 +27,7 @@ from bevquant_qnn._pool import (
     QuantMaxPool3d,
 )
 from bevquant_qnn._precision_groups import PrecisionGroup, precision_groups
+from bevquant_qnn._precision_plan import PlannedGroup, PrecisionPlan
 from bevquant_qnn._quantize_model import quantize_model
 from bevquant_qnn._result import QuantizedModule, QuantizeResult, SharedQuantizer, SkippedModule
 from bevquant_qnn._sensitivity import sensitivity
@@ -32,7 +35,11 @@ from bevquant_qnn._sensitivity_table import SensitivityRow, SensitivityTable
 from bevquant_qnn._sparse_convolution import QuantSparseConvolution
 
 __all__ = [
+    "BIT_OPERATIONS",
+    "Budget",
+    "PlannedGroup",
     "PrecisionGroup",
+    "PrecisionPlan",
     "QuantAdaptiveAvgPool1d",
     "QuantAdaptiveAvgPool2d",
     "QuantAdaptiveAvgPool3d",
@@ -59,6 +66,8 @@ __all__ = [
     "SensitivityTable",
     "SharedQuantizer",
     "SkippedModule",
+    "apply_precision",
+    "assign_precision",
     "freeze",
     "precision_groups",
     "quantize_model",

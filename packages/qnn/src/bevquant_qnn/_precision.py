@@ -13,7 +13,15 @@ from torch import Tensor
 from bevquant_quantizers import TensorQuantizer
 from bevquant_quantizers.calib import HistogramCalibrator
 
-__all__ = ["PRECISIONS", "Precision", "Setting", "check_precisions", "set_for_now", "setting_at"]
+__all__ = [
+    "PRECISIONS",
+    "Precision",
+    "Setting",
+    "check_precisions",
+    "put",
+    "set_for_now",
+    "setting_at",
+]
 
 Precision = Literal["int4", "int8", "int16", "float"]
 
@@ -85,14 +93,15 @@ def set_for_now(settings: Mapping[TensorQuantizer, Setting]) -> Iterator[None]:
     own = {q: Setting(q._disabled, q._num_bits, q.amax) for q in settings}
     try:
         for quantizer, setting in settings.items():
-            _put(quantizer, setting)
+            put(quantizer, setting)
         yield
     finally:
         for quantizer, setting in own.items():
-            _put(quantizer, setting)
+            put(quantizer, setting)
 
 
-def _put(quantizer: TensorQuantizer, setting: Setting) -> None:
+def put(quantizer: TensorQuantizer, setting: Setting) -> None:
+    """Set the quantizer."""
     quantizer._disabled = setting.disabled
     quantizer._num_bits = setting.bits
     # A learned range is a parameter; it is left to its training.

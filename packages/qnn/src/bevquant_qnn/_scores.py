@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bevquant_qnn._snapshots import tensors
 
-__all__ = ["Metric", "Reduce", "Score", "loss_of", "score_of"]
+__all__ = ["Metric", "Reduce", "Score", "loss_of", "score_after", "score_of"]
 
 Metric = Callable[[Any, Any], Any]
 Reduce = Callable[[Sequence[Any]], float]
@@ -62,6 +62,13 @@ def _mean(values: Sequence[Any]) -> float:
 def loss_of(name: str) -> Callable[[float, float], float]:
     """What a score of that name loses, in a unit that adds up."""
     return _noise if name == "sqnr" else _difference
+
+
+def score_after(name: str, loss: float, of_float: float) -> float:
+    """The score of that name after a loss: `loss_of` the other way round."""
+    if name != "sqnr":
+        return of_float - loss
+    return -10 * math.log10(loss + 10 ** (-of_float / 10))
 
 
 def _difference(score: float, of_float: float) -> float:

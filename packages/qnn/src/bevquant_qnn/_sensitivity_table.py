@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from bevquant_qnn._precision import check_precisions
-from bevquant_qnn._scores import loss_of
+from bevquant_qnn._scores import loss_of, score_after
 from bevquant_quantizers import write_whole
 
 __all__ = ["SensitivityRow", "SensitivityTable"]
@@ -85,6 +85,10 @@ class SensitivityTable:
         if precision == "float":
             return 0.0
         return max(0.0, loss_of(self.metric)(row.alone[precision], self.float_score))
+
+    def score(self, loss: float) -> float:
+        """The score of a model whose layers lose `loss` in sum, as far as losses add up."""
+        return score_after(self.metric, loss, self.float_score)
 
     def worst_first(self, precision: str = "int8") -> tuple[SensitivityRow, ...]:
         """The rows by what they lose at `precision`, the largest loss first: the bars of a chart.

@@ -1,0 +1,192 @@
+"""The one list of who runs at which precision, for calibration, simulation and every exporter."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from torch import nn
+
+from bevquant_qnn._precision import Precision, check_precisions
+from bevquant_qnn._precision_groups import precision_groups
+from bevquant_quantizers import write_whole
+
+__all__ = ["PlannedGroup", "PrecisionPlan"]
+
+_SCHEMA = "bevquant-precision/1"
+
+
+@dataclass(frozen=True)
+class PlannedGroup:
+    """Layers that share quantizers, and the precision at which all of them run."""
+
+    modules: tuple[str, ...]
+    precision: Precision
+
+
+@dataclass(frozen=True)
+class PrecisionPlan:
+    """A precision for each group of a model's layers.
+
+    Attributes:
+        groups: In model order; every group of the model is in it.
+        time: Estimated time as a multiple of the model's with every group in int8; None where
+            nobody estimated it.
+        score: Estimated score, by the metric of the table that the plan was made from.
+        metric: That metric's name.
+
+    Example:
+        >>> from torch import nn
+        >>> from bevquant_qnn import quantize_model
+        >>> net = quantize_model(nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1))).model
+        >>> plan = PrecisionPlan.by_hand(net, {"0": "float"})
+        >>> plan["0"], plan["1"]
+        ('float', 'int8')
+        >>> PrecisionPlan.from_json(plan.to_json()) == plan
+        True
+    """
+
+    groups: tuple[PlannedGroup, ...]
+    time: float | None = None
+    score: float | None = None
+    metric: str | None = None
+
+    @classmethod
+    def by_hand(
+        cls,
+        model: nn.Module,
+        precisions: Mapping[str, Precision],
+        default: Precision = "int8",
+    ) -> Self:
+        """Return the plan of a hand list.
+
+        Args:
+            model: From `quantize_model`.
+            precisions: Precision by path of a layer; its whole group gets it.
+            default: What every other group gets.
+
+        Raises:
+            ValueError: An unknown precision, a path that no group holds, or two precisions for
+                one group.
+        """
+        check_precisions([*precisions.values(), default], "PrecisionPlan.by_hand")
+        groups = precision_groups(model)
+        known = {path for group in groups for path in group.modules}
+        unknown = [path for path in precisions if path not in known]
+        if unknown:
+            raise ValueError(
+                f"PrecisionPlan.by_hand: no quantized layer lies at {', '.join(unknown)}; paths "
+                "are those of precision_groups(model)"
+            )
+        planned = []
+        for group in groups:
+            asked = {precisions[path] for path in group.modules if path in precisions}
+            if len(asked) > 1:
+                raise ValueError(
+                    f"PrecisionPlan.by_hand: {', '.join(group.modules)} share a quantizer, so they "
+                    f"have one precision, not {' and '.join(sorted(asked))}"
+                )
+            planned.append(PlannedGroup(group.modules, asked.pop() if asked else default))
+        return cls(tuple(planned))
+
+    def __iter__(self) -> Iterator[PlannedGroup]:
+        return iter(self.groups)
+
+    def __getitem__(self, path: str) -> Precision:
+        """Return the precision of the layer at `path`.
+
+        Raises:
+            KeyError: The plan does not hold it.
+        """
+        for group in self.groups:
+            if path in group.modules:
+                return group.precision
+        raise KeyError(f"the plan holds no layer {path!r}")
+
+    def to_json(self) -> str:
+        """Return the plan as JSON text."""
+        document = {
+            "schema": _SCHEMA,
+            "time": self.time,
+            "score": self.score,
+            "metric": self.metric,
+            "groups": [
+                {"precision": group.precision, "modules": list(group.modules)}
+                for group in self.groups
+            ],
+        }
+        return json.dumps(document, indent=2, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read what `to_json` wrote.
+
+        Raises:
+            ValueError: For anything else.
+        """
+        try:
+            data = json.loads(text)
+            if data["schema"] != _SCHEMA:
+                raise ValueError(f"schema {data['schema']!r}")
+            check_precisions([group["precision"] for group in data["groups"]], "groups")
+            groups = tuple(
+                PlannedGroup(_paths(group["modules"]), group["precision"])
+                for group in data["groups"]
+            )
+            paths = [path for group in groups for path in group.modules]
+            if len(set(paths)) < len(paths):
+                raise ValueError("a layer is listed twice")
+            metric = data["metric"]
+            return cls(
+                groups,
+                _number(data["time"]),
+                _number(data["score"]),
+                None if metric is None else str(metric),
+            )
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(
+                f"PrecisionPlan.from_json expects what to_json wrote ({_SCHEMA}): "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write `to_json`, whole or not at all."""
+        write_whole(path, self.to_json() + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read a file that `save` wrote.
+
+        Raises:
+            ValueError: It is no such file.
+        """
+        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.groups)} groups of layers"]
+        if self.time is not None:
+            lines[0] += f", time {self.time:.3g} of int8"
+        if self.score is not None:
+            lines[0] += f", {self.metric} {self.score:.4g} estimated"
+        width = max((len(group.precision) for group in self.groups), default=0)
+        lines += [f"  {g.precision:<{width}}  {', '.join(g.modules)}" for g in self.groups]
+        return "\n".join(lines)
+
+
+def _paths(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not value or not all(isinstance(p, str) for p in value):
+        raise ValueError(f"{value!r} is no list of paths")
+    return tuple(value)
+
+
+def _number(value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{value!r} is no finite number")
+    return float(value)
