@@ -7,6 +7,7 @@ from bevquant_export.dense import (
     TensorDifference,
     compare_qdq_onnx,
     export_qdq_onnx,
+    lift_horizon_onnx,
 )
 from bevquant_export.floats import (
     FloatDifference,
@@ -43,6 +44,7 @@ __all__ = [
     "export_float_onnx",
     "export_qdq_onnx",
     "export_sparse_onnx",
+    "lift_horizon_onnx",
     "lint_onnx",
     "load_sparse_onnx",
     "lower_to_portable",
