@@ -132,7 +132,7 @@ def test_the_intermediate_file_is_the_same_program(tmp_path, capsys) -> None:
     assert "no binary for a BPU" in capsys.readouterr().out
     loaded = runtime.load(tmp_path / "deep" / "net.hbir")
     assert all(torch.equal(a, b) for a, b in zip(loaded(*INPUTS), model(*INPUTS), strict=True))
-    with pytest.raises(TypeError, match="export_hbir: hbir is a int: expected a file's path"):
+    with pytest.raises(TypeError, match="export_hbir: hbir is a int: expected the path of a file"):
         export_hbir(model, INPUTS, 3)
     with pytest.raises(ValueError, match="export_hbir: module has no fixed-point module"):
         export_hbir(Net(), INPUTS, tmp_path / "net.hbir")

@@ -107,7 +107,7 @@ def check_path(file: Any, caller: str, what: str = "hbm") -> Path:
         ValueError: It is empty, or a folder.
     """
     if not isinstance(file, str | os.PathLike):
-        raise TypeError(f"{caller}: {what} is a {type(file).__name__}: expected a file's path")
+        raise TypeError(f"{caller}: {what} is a {type(file).__name__}: expected the path of a file")
     path = Path(file)
     if not path.name or path.is_dir():
         raise ValueError(f"{caller}: {what}={os.fspath(file)!r}: expected the path of a file")
