@@ -17,11 +17,14 @@ NAMES = {
     "qat_mode": "QATMode set_qat_mode get_qat_mode",
     "functional": """argmax filter rgb2centered_yuv bgr2centered_yuv centered_yuv2rgb
         centered_yuv2bgr""",
-    "nn.functional": "filter bgr_to_yuv444",
+    "nn.functional": "filter bgr_to_yuv444 point_pillars_preprocess",
+    "nn.detection_post_process": "DetectionPostProcess",
+    "nn.detection_post_process_v1": "DetectionPostProcessV1",
     "nn.bgr_to_yuv444": "bgr_to_yuv444 BgrToYuv444",
     "nn": """Acos Acosh Asin Asinh Atan Atanh Ceil Cos Cosh Div Erf Exp Floor HardLog Pow Reciprocal
         Selu Sin Sinh Sqrt Tan Interpolate LayerNorm MultiScaleRoIAlign PointPillarsScatter
-        BgrToYuv444 functional intrinsic qat quantized""",
+        BgrToYuv444 Correlation AnchorGenerator DetectionPostProcess DetectionPostProcessV1
+        RcnnPostProcess functional intrinsic qat quantized""",
     "nn.quantized": "FloatFunctional",
     "nn.quantized.quantize": "Quantize DeQuantize",
     "nn.quantized.functional_modules": "QFunctional",

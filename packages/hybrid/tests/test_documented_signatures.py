@@ -86,6 +86,26 @@ SIGNATURES = {
     ),
     "nn.BgrToYuv444": "channel_reversal=False",
     "nn.PointPillarsScatter": "output_shape=None",
+    "nn.Correlation": (
+        "kernel_size=1, max_displacement=1, stride1=1, stride2=1, pad_size=0, is_multiply=True"
+    ),
+    "nn.DetectionPostProcess": (
+        "score_threshold=0, regression_scale=None, background_class_idx=None, size_threshold=None, "
+        "image_size=None, pre_decode_top_n=None, post_decode_top_n=None, iou_threshold=None, "
+        "pre_nms_top_n=None, post_nms_top_n=None, nms_on_each_level=False, mode='normal'"
+    ),
+    "nn.DetectionPostProcessV1": (
+        "num_classes, box_filter_threshold, class_offsets, use_clippings, image_size, "
+        "nms_threshold, pre_nms_top_k, post_nms_top_k, nms_padding_mode=None, nms_margin=0.0, "
+        "use_stable_sort=None, bbox_min_hw=(0, 0)"
+    ),
+    "nn.RcnnPostProcess": (
+        "image_size=(1024, 1024), nms_threshold=0.3, box_filter_threshold=0.1, num_classes=1, "
+        "post_nms_top_k=100, delta_mean=(0.0, 0.0, 0.0, 0.0), delta_std=(1.0, 1.0, 1.0, 1.0)"
+    ),
+    "nn.functional.point_pillars_preprocess": (
+        "points_list, pc_range, voxel_size, max_voxels, max_points_per_voxel"
+    ),
     "nn.functional.filter": "*inputs, threshold, idx_range=None",
     "utils.fx_helper.wrap": "skip_compile=False",
     "utils.onnx_helper.export_to_onnx": "model, args, f, export_params=True, verbose=False",

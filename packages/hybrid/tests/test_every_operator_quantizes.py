@@ -118,13 +118,14 @@ ROWS: dict[str, nn.Module | object] = {
     "torchvision.ops.MultiScaleRoIAlign": horizon_nn.MultiScaleRoIAlign(2, [4]),
 }
 ELSEWHERE = {
-    # Stubs are in every model here; cells and attention have tests of their own.
+    # Stubs are in every model here; the others have tests of their own.
     *("torch.quantization.QuantStub", "torch.quantization.DeQuantStub"),
     *("torch.nn.LSTMCell", "torch.nn.MultiheadAttention"),
+    *("horizon.nn.PointPillarsScatter", "horizon.nn.functional.point_pillars_preprocess"),
+    *("horizon.nn.DetectionPostProcess", "horizon.nn.DetectionPostProcessV1"),
+    *("horizon.nn.RcnnPostProcess", "torchvision.models.detection.rpn.AnchorGenerator"),
 }
-NOT_QUANTIZED = {  # torchvision's own classes, and what no public page describes
-    *("torchvision.ops.RoIAlign", "torchvision.models.detection.rpn.AnchorGenerator"),
-}
+NOT_QUANTIZED = {"torchvision.ops.RoIAlign"}  # torchvision's own
 BOXES = [torch.tensor([[2.0, 3.0, 15.0, 18.0]]), torch.tensor([[0.0, 0.0, 20.0, 9.0]])]
 
 

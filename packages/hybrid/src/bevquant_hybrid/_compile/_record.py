@@ -13,7 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bevquant_hybrid._compile._canonical import OF_NUMBERS, OF_SHAPE, canonical, only_moves
-from bevquant_hybrid.runtime._operators import ARITHMETIC, LOOSE, is_integer, is_known
+from bevquant_hybrid.runtime._operators import (
+    ARITHMETIC,
+    LOOSE,
+    is_integer,
+    is_known,
+    sized_by_data,
+)
 from bevquant_hybrid.runtime._program import Argument, Operand, Step, Value
 
 __all__ = ["Recorder", "RefusedError"]
@@ -142,7 +148,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         results = [result] if isinstance(result, Tensor) else list(result)
         if all(_place(tensor) in self._known for tensor in results):
             return result  # a view of everything
-        loose = any(known.loose for known in reads.values()) or name == "aten::nonzero"
+        loose = any(known.loose for known in reads.values()) or sized_by_data(operator, given)
         made = tuple(self._value(tensor, loose) for tensor in results)
         self.steps.append(Step(operator, arguments, made, scope))
         return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bevquant_hybrid.nn import functional, intrinsic, qat, quantized
+from bevquant_hybrid.nn._anchors import AnchorGenerator
 from bevquant_hybrid.nn._correlation import Correlation
 from bevquant_hybrid.nn._division import Div
 from bevquant_hybrid.nn._functions import (
@@ -29,13 +30,17 @@ from bevquant_hybrid.nn._functions import (
     Tan,
 )
 from bevquant_hybrid.nn._layer_norm import LayerNorm
+from bevquant_hybrid.nn._rcnn import RcnnPostProcess
 from bevquant_hybrid.nn._roi_align import MultiScaleRoIAlign
 from bevquant_hybrid.nn._scatter import PointPillarsScatter
 from bevquant_hybrid.nn.bgr_to_yuv444 import BgrToYuv444
+from bevquant_hybrid.nn.detection_post_process import DetectionPostProcess
+from bevquant_hybrid.nn.detection_post_process_v1 import DetectionPostProcessV1
 
 __all__ = [
     "Acos",
     "Acosh",
+    "AnchorGenerator",
     "Asin",
     "Asinh",
     "Atan",
@@ -45,6 +50,8 @@ __all__ = [
     "Correlation",
     "Cos",
     "Cosh",
+    "DetectionPostProcess",
+    "DetectionPostProcessV1",
     "Div",
     "Erf",
     "Exp",
@@ -55,6 +62,7 @@ __all__ = [
     "MultiScaleRoIAlign",
     "PointPillarsScatter",
     "Pow",
+    "RcnnPostProcess",
     "Reciprocal",
     "Selu",
     "Sin",

@@ -114,6 +114,7 @@ class Correlation(nn.Module):
         return correlate(data1, data2, *self.settings) / (self.kernel_size**2 * channels)
 
     def extra_repr(self) -> str:
+        """Print the settings."""
         return (
             f"kernel_size={self.kernel_size}, max_displacement={self.max_displacement}, "
             f"stride1={self.stride1}, stride2={self.stride2}, pad_size={self.pad_size}"

@@ -61,12 +61,12 @@ class PointPillarsScatter(nn.Module):
         features = payload(voxel_features).flatten(1)
         places = as_float(coords).long()
         shape = [batch, channels, height, width]
+        if isinstance(voxel_features, QTensor) and voxel_features.holds_integers:
+            return voxel_features.like(scatter_pillars(features, places, shape))
         if not torch._C._is_tracing():  # while torch.jit traces, sizes are tensors
             _check(features, places, shape)
-        if isinstance(voxel_features, QTensor):
-            put = scatter_pillars if voxel_features.holds_integers else _scattered
-            return voxel_features.like(put(features, places, shape))
-        return _scattered(features, places, shape)
+        picture = _scattered(features, places, shape)
+        return voxel_features.like(picture) if isinstance(voxel_features, QTensor) else picture
 
 
 def _check(features: Tensor, places: Tensor, shape: Sequence[int]) -> None:
@@ -103,5 +103,12 @@ def _scattered(features: Tensor, places: Tensor, shape: Sequence[int]) -> Tensor
 
 @operator("(Tensor features, Tensor places, int[] shape) -> Tensor")
 def scatter_pillars(features: Tensor, places: Tensor, shape: Sequence[int]) -> Tensor:
-    """Features ``[M, C]`` at places ``[M, (n, …, y, x)]`` of a picture of zeros."""
+    """Features ``[M, C]`` at places ``[M, (n, …, y, x)]`` of a picture of zeros.
+
+    Raises:
+        ValueError: Shapes that do not fit, or places outside the picture.
+    """
+    # Here and not before the call: no recorder or tracer looks into an operator, and a decision
+    # that depends on values can be neither recorded nor traced.
+    _check(features, places, shape)
     return _scattered(features, places, shape)

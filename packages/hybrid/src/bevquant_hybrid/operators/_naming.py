@@ -73,6 +73,9 @@ def row_of_function(
         table: Where its row is looked for.
         tensors: How many tensors it reads: ``torch.max`` of two is ``torch.maximum``.
     """
+    if isinstance(function, torch._ops.OpOverload):
+        row = table.find(function._schema.name)
+        return row.name if row is not None else function._schema.name
     if name.lstrip("_") in ("max", "min") and tensors == 2:
         return f"torch.{name.lstrip('_')}imum"
     method = getattr(torch.Tensor, name, None) is function or hasattr(function, "__objclass__")

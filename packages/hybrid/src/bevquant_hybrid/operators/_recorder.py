@@ -162,7 +162,7 @@ class Recorder(TorchFunctionMode):
         if self._leaves or not any(id(v) in self.dtypes for v in inputs):
             return result
         outputs = list(tensors_in(result))
-        plain = getattr(func, "__name__", str(func))
+        plain = getattr(func, "__name__", str(func)).removesuffix(".default")  # of an operator
         if plain == "__get__":
             plain = getattr(getattr(func, "__self__", None), "__name__", "")
             outputs = outputs if plain in ("T", "mT", "H", "mH") else []

@@ -39,6 +39,7 @@ _COMPUTING = {
     **{"max_pool": "torch.nn.MaxPool2d", "resize": "torch.nn.functional.interpolate"},
     "quantize": "torch.quantization.QuantStub",
     "grid_sample_integers": "torch.nn.functional.grid_sample",
+    "point_pillars_preprocess": "horizon.nn.functional.point_pillars_preprocess",
 }
 _FUNCTIONS = {
     **{"resize": "interpolate", "max_pool": "max_pool2d", "avg_pool": "avg_pool2d"},
@@ -297,8 +298,11 @@ class _Reader:
         settings: Any = None,
     ) -> None:
         outputs = list(tensors_in(result))
-        # A layer whose accumulator leaves it returns their scales as well.
-        outputs = [v for v in outputs if v.dtype in _STORED] or outputs
+        found = self._table.find(row)
+        kinds = {support.output for support in found.support.values()} if found else set()
+        if kinds != {("float32",)}:  # else boxes go before their classes
+            # A layer whose accumulator leaves it returns their scales as well.
+            outputs = [v for v in outputs if v.dtype in _STORED] or outputs
         self._dtype = _STORED.get(outputs[0].dtype) if outputs else None
         counts = parameter_counts(settings) if settings is not None else (0, 0)
         self.book.record(

@@ -85,6 +85,7 @@ class Operator:
         any_rank: Free of a march's limit on the number of dimensions.
         advice: Remarks on precision and use, which no check can decide.
         support: By column; a missing column is not supported.
+        on_cpu: A CPU runs it beside the BPU, on floats, as the documents say.
     """
 
     name: str
@@ -95,6 +96,7 @@ class Operator:
     any_rank: bool
     advice: tuple[str, ...]
     support: Mapping[str, Support]
+    on_cpu: bool = False
 
 
 @dataclass(frozen=True)
@@ -186,13 +188,14 @@ def build_table(files: Mapping[str, Mapping[str, Any]], marches: dict[str, March
                 for column in columns
                 if column in entry
             },
+            on_cpu=entry.get("on_cpu", False),
         )
         for row, (family, entry) in entries.items()
     }
     return SupportTable(operators, marches, spellings)
 
 
-_ENTRY_KEYS = {"rows", "aliases", "eager", "needs", "any_rank", "advice"}
+_ENTRY_KEYS = {"rows", "aliases", "eager", "needs", "any_rank", "advice", "on_cpu"}
 _SUPPORT_KEYS = {"input", "second_input", "output", "limits", "like"}
 _LIMIT_KEYS = {"require", "when", "remedy", "data", "source", "except"}
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from bevquant_hybrid.operators import OperatorCall, load_support_table
+from bevquant_hybrid.operators import OperatorCall, is_float, load_support_table
 
 from ._figures import ChipFigures, load_chip_figures
 from ._operations import count_operations
@@ -82,7 +82,8 @@ def estimate_layers(
     """Estimate each call on ``cores`` cores of the chip of ``march``.
 
     Args:
-        calls: Operators of a quantized model, in order.
+        calls: Operators of a quantized model, in order. What the documents give to the CPU, as
+            detection post-processing, costs the BPU nothing.
         march: ``"bernoulli2"``, ``"bayes"`` or ``"bayes-e"``.
         cores: How many BPU cores share the work, evenly.
         figures: Of another chip.
@@ -94,7 +95,7 @@ def estimate_layers(
     if not 1 <= cores <= figures.cores.value:
         raise ValueError(f"cores={cores}; {figures.chip} has {figures.cores.value:.0f}")
     for call in calls:
-        if "float32" in call.input_dtypes and not call.operator.endswith("Stub"):
+        if is_float(call):
             raise ValueError(
                 f"{call.path} ({call.operator}) reads float32, so it does not run on the BPU; "
                 "estimate a quantized model, or the BPU part of a hybrid one"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from bevquant_hybrid.operators import OperatorCall
+from bevquant_hybrid.operators import OperatorCall, load_support_table
 
 __all__ = ["BYTES", "Traffic", "count_traffic"]
 
@@ -15,8 +15,16 @@ __all__ = ["BYTES", "Traffic", "count_traffic"]
 BYTES = {"qint8": 1, "qint16": 2, "qint32": 4, "qbool": 1, "float32": 4, "constant": 1}
 _ANCHORS = ("Conv2d", "Conv3d", "ConvTranspose2d", "Linear")
 _FUSED = ("ReLU", "relu", "ReLU6", "relu6(fused)", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm")
-# Quantized outside the BPU, optimised away, or another view of the same bytes.
-_FREE = ("QuantStub", "DeQuantStub", "Identity", "Dropout", "Dropout2d", "reshape")
+# Quantized outside the BPU, optimised away, another view of the same bytes, or constant.
+_FREE = (
+    "QuantStub",
+    "DeQuantStub",
+    "Identity",
+    "Dropout",
+    "Dropout2d",
+    "reshape",
+    "AnchorGenerator",
+)
 
 
 @dataclass(frozen=True)
@@ -39,14 +47,15 @@ def count_traffic(calls: Sequence[OperatorCall]) -> list[Traffic]:
 
     Weights are int8, biases int32. An activation, batch norm or addition that alone reads a
     convolution's or linear layer's result is computed with it: it moves nothing but the other
-    operand of the addition.
+    operand of the addition. What the documents give to the CPU moves nothing here.
     """
     readers = Counter(path for call in calls for path in set(call.inputs))
     layers: dict[str, str] = {}
     traffic = []
     for call in calls:
         name = call.operator.rpartition(".")[2]
-        if name in _FREE:
+        row = load_support_table().find(call.operator)
+        if name in _FREE or (row is not None and row.on_cpu):
             traffic.append(Traffic(0, 0))
             continue
         host = _host(call, name, layers, readers)

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from bevquant_hybrid.operators import OperatorCall, load_support_table, trace_calls
+from bevquant_hybrid.nn.quantized.quantize import is_fixed_point
+from bevquant_hybrid.operators import OperatorCall, is_float, trace_calls
 
 __all__ = ["bpu_calls", "is_float", "require_module"]
 
-_FORMS = ("bevquant_hybrid.nn.qat.", "bevquant_hybrid.nn.quantized.")
+_QAT = "bevquant_hybrid.nn.qat."
 
 
 def require_module(caller: str, module: object) -> None:
@@ -22,20 +23,6 @@ def require_module(caller: str, module: object) -> None:
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"{caller}: expected a module, got {type(module).__name__}")
-
-
-def is_float(call: OperatorCall) -> bool:
-    """Whether a call computes on floats; boxes beside quantized maps, say, may be floats."""
-    if call.operator.endswith("Stub") or "float32" not in call.input_dtypes:
-        return False
-    row = load_support_table().find(call.operator)
-    columns = row.support.values() if row else ()
-    if call.input_dtypes[0] == "float32":  # views take any dtype, wherever their input is
-        return not any("float32" in column.input for column in columns)
-    return any(
-        dtype == "float32" and not any(column.takes(index, dtype) for column in columns)
-        for index, dtype in enumerate(call.input_dtypes)
-    )
 
 
 def bpu_calls(caller: str, module: nn.Module, arguments: tuple[Any, ...]) -> list[OperatorCall]:
@@ -72,4 +59,6 @@ def bpu_calls(caller: str, module: nn.Module, arguments: tuple[Any, ...]) -> lis
 
 def _is_quantized(module: nn.Module) -> bool:
     """Whether the model was prepared or converted: its float operators are meant to be that."""
-    return any(type(part).__module__.startswith(_FORMS) for part in module.modules())
+    return any(
+        is_fixed_point(part) or type(part).__module__.startswith(_QAT) for part in module.modules()
+    )

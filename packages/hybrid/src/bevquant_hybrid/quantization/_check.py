@@ -17,11 +17,12 @@ from bevquant_hybrid.operators import (
     find_advice,
     find_violations,
     load_support_table,
+    runs_on_cpu,
 )
 from bevquant_hybrid.operators._script_modules import find_module
 from bevquant_hybrid.operators._values import tensors_in
 from bevquant_hybrid.performance import estimate_layers
-from bevquant_hybrid.quantization._bpu_calls import bpu_calls, is_float, require_module
+from bevquant_hybrid.quantization._bpu_calls import bpu_calls, require_module
 from bevquant_hybrid.quantization._text_table import text_table
 
 __all__ = ["check_model"]
@@ -101,7 +102,7 @@ def check_model(
     for path in _never_observed(module):
         print(f"advice: {path} has seen no values yet, so its scale is 1: calibrate or train first")
     if advice is not None:
-        _print_utilisation([c for c in calls if not is_float(c)], name, advice)
+        _print_utilisation([c for c in calls if not runs_on_cpu(c)], name, advice)
     if found:
         return _fail(found, title)
     print("This model is supported!")

@@ -13,10 +13,15 @@ from torch import fx, nn
 from bevquant_hybrid._compile._arguments import forward_arguments, march_of
 from bevquant_hybrid._whole_file import write_whole
 from bevquant_hybrid.drawing import DrawnNode, draw_partition
-from bevquant_hybrid.operators import OperatorCall, load_support_table, trace_calls
+from bevquant_hybrid.operators import (
+    OperatorCall,
+    load_support_table,
+    runs_on_cpu,
+    trace_calls,
+)
 from bevquant_hybrid.operators._values import tensors_in
 from bevquant_hybrid.partition import Plan, partition
-from bevquant_hybrid.quantization._bpu_calls import is_float, require_module
+from bevquant_hybrid.quantization._bpu_calls import require_module
 from bevquant_hybrid.quantization._model_name import model_name
 from bevquant_hybrid.quantization._show import show_picture
 from bevquant_hybrid.quantization.quantize_fx import fuse_fx
@@ -169,7 +174,7 @@ def _add_input(nodes: list[DrawnNode], name: str, call: OperatorCall) -> None:
 def _node(call: OperatorCall, sources: tuple[str, ...]) -> DrawnNode:
     operator = call.operator.rpartition(".")[2]
     boundary = {"QuantStub": "quantize", "DeQuantStub": "dequantize"}.get(operator, "")
-    place = "" if boundary else "CPU" if is_float(call) else "BPU"
+    place = "" if boundary else "CPU" if runs_on_cpu(call) else "BPU"
     settings = [f"{key}={value}" for key, value in call.attributes.items()]
     shapes = " + ".join(_shape(shape) for shape in call.input_shapes)
     types = ", ".join(dict.fromkeys(call.input_dtypes))

@@ -3,15 +3,17 @@
 Those of bevquant_hybrid are the very functions that fixed-point modules call. Those of torch move
 integers, order and compare them, or belong to the few modules that compute exactly in float64
 between two roundings (softmax, layer norm, adaptive pooling, numbers added and multiplied).
+Detections and pillars are whole operators of this package, on floats and for the CPU.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-__all__ = ["ARITHMETIC", "LOOSE", "find_operator", "is_integer", "is_known"]
+__all__ = ["ARITHMETIC", "LOOSE", "find_operator", "is_integer", "is_known", "sized_by_data"]
 
 _NAMESPACE = "bevquant_hybrid::"
 
@@ -66,6 +68,23 @@ LOOSE = frozenset(
         *("transpose.int", "unbind.int"),
     )
 )
+
+
+# Results whose size the data decide: always, or for one value of a setting.
+_SIZED_BY_DATA: dict[str, tuple[str, object] | None] = {
+    "aten::nonzero": None,
+    f"{_NAMESPACE}detect": None,
+    f"{_NAMESPACE}detect_v1": ("nms_padding_mode", None),
+    f"{_NAMESPACE}point_pillars_preprocess": ("use_max", False),
+}
+
+
+def sized_by_data(name: str, given: Mapping[str, object]) -> bool:
+    """Whether the data decide the size of what an operator returns."""
+    if name not in _SIZED_BY_DATA:
+        return False
+    setting = _SIZED_BY_DATA[name]
+    return setting is None or given[setting[0]] == setting[1]
 
 
 def is_integer(name: str) -> bool:

@@ -1,0 +1,178 @@
+"""Points of a LiDAR gathered in pillars."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from bevquant_hybrid._leaf import wrap
+from bevquant_hybrid._torch_operator import operator
+
+__all__ = ["point_pillars_preprocess"]
+
+
+@wrap()
+def point_pillars_preprocess(
+    points_list: Sequence[Tensor],
+    pc_range: Tensor,
+    voxel_size: Tensor,
+    max_voxels: int,
+    max_points_per_voxel: int,
+    use_max: bool = True,
+    norm_range: Tensor | None = None,
+    norm_dims: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    r"""Gather points in pillars (PointPillars: Lang et al., 2019, section 2.1), on the CPU.
+
+    A point p lies in the cell :math:`\lfloor (p - p_{\min}) / size \rfloor` of the grid of
+    :math:`\operatorname{round}((p_{\max} - p_{\min}) / size)` cells. Points outside of it, and
+    those with a coordinate that is not finite, are left out. Cells are numbered in the order in
+    which their first point comes; the first `max_voxels` of each cloud are kept, and of each cell
+    its first `max_points_per_voxel` points.
+
+    With `norm_range` and `norm_dims`, after that,
+    :math:`f_d \leftarrow (f_d - low_d) / (high_d - low_d)` for those dimensions of the kept points.
+
+    The documents name the arguments. Where they are silent this is the choice: the order of cells
+    and points, features of the points themselves with zeros behind the last point of a cell (what
+    a pillar network computes from them is its own), and `use_max`.
+
+    Args:
+        points_list: Clouds ``[points, dimensions]``, float; x, y and z come first, in metres.
+        pc_range: ``[6]``: least x, y, z, then largest.
+        voxel_size: ``[3]``: a cell's sides along x, y, z.
+        max_voxels: Cells to keep of each cloud.
+        max_points_per_voxel: Points to keep of each cell.
+        use_max: Return `max_voxels` rows for each cloud whatever it holds, as fixed shapes need:
+            rows without a cell are zeros with coordinates −1, which `PointPillarsScatter` leaves
+            out. False: as many rows as there are cells, and no limit to them.
+        norm_range: ``[2 · dimensions]``: least values, then largest.
+        norm_dims: Dimensions to normalize.
+
+    Returns:
+        Features ``[rows, max_points_per_voxel, dimensions]``, and coordinates ``[rows, 4]``, int64:
+        the cloud, z, y and x of the cell, cloud after cloud.
+
+    Raises:
+        ValueError: Arguments that do not fit.
+
+    Example:
+        >>> cloud = torch.tensor([[0.5, 0.5, 0.0], [1.5, 0.5, 0.0], [0.6, 0.4, 0.1]])
+        >>> features, coords = point_pillars_preprocess(
+        ...     [cloud], torch.tensor([0.0, 0, -1, 4, 4, 1]), torch.tensor([1.0, 1, 2]), 3, 2
+        ... )
+        >>> coords.tolist()  # two pillars and a row to spare
+        [[0, 0, 0, 0], [0, 0, 0, 1], [-1, -1, -1, -1]]
+        >>> features[0].tolist() == [cloud[0].tolist(), cloud[2].tolist()]
+        True
+    """
+    features, coords = _point_pillars_preprocess(
+        list(points_list),
+        torch.as_tensor(pc_range),
+        torch.as_tensor(voxel_size),
+        max_voxels,
+        max_points_per_voxel,
+        use_max,
+        None if norm_range is None else torch.as_tensor(norm_range),
+        None if norm_dims is None else torch.as_tensor(norm_dims),
+    )
+    return features, coords
+
+
+@operator(
+    "(Tensor[] points_list, Tensor pc_range, Tensor voxel_size, int max_voxels, "
+    "int max_points_per_voxel, bool use_max, Tensor? norm_range, Tensor? norm_dims) "
+    "-> (Tensor, Tensor)"
+)
+def _point_pillars_preprocess(
+    points_list: Sequence[Tensor],
+    pc_range: Tensor,
+    voxel_size: Tensor,
+    max_voxels: int,
+    max_points_per_voxel: int,
+    use_max: bool,
+    norm_range: Tensor | None,
+    norm_dims: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """What `point_pillars_preprocess` computes."""
+    shapes = [tuple(points.shape) for points in points_list]
+    width = shapes[0][-1] if shapes and shapes[0] else 0
+    if width < 3 or any(len(shape) != 2 or shape[1] != width for shape in shapes):
+        raise ValueError(
+            "point_pillars_preprocess: points_list: expected clouds [points, dimensions] of as "
+            f"many dimensions each, x, y and z among them, got {shapes}"
+        )
+    low, size = pc_range[:3].double(), voxel_size.double()
+    if pc_range.shape != (6,) or voxel_size.shape != (3,) or not bool((size > 0).all()):
+        raise ValueError(
+            "point_pillars_preprocess: expected pc_range [6] and voxel_size [3] above 0, got "
+            f"{pc_range.tolist()} and {voxel_size.tolist()}"
+        )
+    grid = ((pc_range[3:].double() - low) / size).round().long()
+    if min(max_voxels, max_points_per_voxel, int(grid.min())) < 1:
+        raise ValueError(
+            f"point_pillars_preprocess: max_voxels={max_voxels}, max_points_per_voxel="
+            f"{max_points_per_voxel}, a grid of {grid.tolist()} cells: expected 1 or more of each"
+        )
+    parts = [
+        _pillars(points, low, size, grid, max_voxels if use_max else None, max_points_per_voxel)
+        for points in points_list
+    ]
+    features = torch.cat([part[0] for part in parts])
+    filled = torch.cat([part[1] for part in parts])
+    if norm_range is not None and norm_dims is not None:
+        features = torch.where(
+            filled[:, :, None], _normalized(features, norm_range, norm_dims), 0.0
+        )
+    coords = []
+    for number, part in enumerate(parts):
+        sample = torch.where(part[1][:, 0], number, -1)
+        coords.append(torch.cat([sample[:, None], part[2]], 1))
+    return features, torch.cat(coords)
+
+
+def _pillars(
+    points: Tensor, low: Tensor, size: Tensor, grid: Tensor, count: int | None, each: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Features of a cloud's cells, where those are points', and z, y, x of the cells."""
+    cells = ((points[:, :3].double() - low) / size).floor()
+    inside = ((cells >= 0) & (cells < grid)).all(1)  # of what is not finite neither holds
+    points, cells = points[inside], cells[inside].long()
+    number = (cells[:, 2] * grid[1] + cells[:, 1]) * grid[0] + cells[:, 0]
+    _, pillar = torch.unique(number, return_inverse=True)
+    found = int(pillar.max()) + 1 if len(pillar) else 0
+    order = torch.arange(len(pillar), device=pillar.device)
+    first = order.new_full((found,), len(pillar)).scatter_reduce(0, pillar, order, "amin")
+    pillar = torch.argsort(torch.argsort(first))[pillar]  # numbered as their first points come
+    rows = found if count is None else count
+    # A point's place in its pillar: how many of the same came before it.
+    by_pillar = torch.argsort(pillar, stable=True)
+    counts = torch.bincount(pillar, minlength=found)
+    starts = counts.cumsum(0) - counts
+    place = torch.empty_like(pillar)
+    place[by_pillar] = order - starts[pillar[by_pillar]]
+    kept = (pillar < rows) & (place < each)
+    pillar, place = pillar[kept], place[kept]
+    features = points.new_zeros(rows, each, points.shape[1])
+    features[pillar, place] = points[kept]
+    filled = torch.zeros(rows, each, dtype=torch.bool, device=points.device)
+    filled[pillar, place] = True
+    where = cells.new_full((rows, 3), -1)
+    where[pillar] = cells[kept].flip(1)
+    return features, filled, where
+
+
+def _normalized(features: Tensor, norm_range: Tensor, norm_dims: Tensor) -> Tensor:
+    width = features.shape[2]
+    dims = norm_dims.long()
+    if norm_range.shape != (2 * width,) or not bool(((dims >= 0) & (dims < width)).all()):
+        raise ValueError(
+            f"point_pillars_preprocess: expected norm_range [{2 * width}] and norm_dims from 0 to "
+            f"{width - 1}, got {norm_range.tolist()} and {norm_dims.tolist()}"
+        )
+    low, high = norm_range[:width].to(features), norm_range[width:].to(features)
+    result = features.clone()
+    result[..., dims] = (features[..., dims] - low[dims]) / (high[dims] - low[dims])
+    return result

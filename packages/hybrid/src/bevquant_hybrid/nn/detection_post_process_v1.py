@@ -1,0 +1,162 @@
+"""From heads and anchors to detections, one box for each anchor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from bevquant_hybrid.nn._detect_v1 import detect_v1
+from bevquant_hybrid.qtensor import as_float
+
+__all__ = ["DetectionPostProcessV1"]
+
+
+class DetectionPostProcessV1(nn.Module):
+    """Detections of heads that give regressions and scores in one map; BERNOULLI2 alone has it.
+
+    For each image:
+
+    1. Each anchor of each branch gets the class with the highest score, plus that branch's entry
+       of `class_offsets`; it is dropped where that score is below `box_filter_threshold`.
+    2. It becomes a box by its regression: x = x_a + dx·w_a, y = y_a + dy·h_a, w = w_a·exp(dw),
+       h = h_a·exp(dh) of centres and sides.
+    3. Boxes are cut to the image where `use_clippings` says so, and dropped where they are lower or
+       narrower than `bbox_min_hw`.
+    4. The best `pre_nms_top_k` of all branches are kept.
+    5. A box is dropped if one of the same class overlaps it by more than `nms_threshold`
+       (intersection over union) and has a score that is higher by more than `nms_margin`.
+    6. The best `post_nms_top_k` are kept, and filled up to that number as `nms_padding_mode` says.
+
+    The documents name the arguments and what each does. Where they are silent this is the choice:
+    the order of the steps; the channels of an anchor are dx, dy, dw, dh and then its scores; w_a
+    and h_a are x2 − x1 and y2 − y1; dw and dh are cut at log(1000/16); among equal scores the first
+    by branch, row, column and anchor goes first, so that `use_stable_sort` changes nothing.
+
+    It takes floats, or quantized tensors, which it dequantizes; prepare and convert leave it as it
+    is. The chip's rescaling of its inputs to steps of 1/16 is not imitated. Nothing of it has a
+    gradient.
+
+    Args:
+        num_classes: Scores of each anchor.
+        box_filter_threshold: Least score of a box.
+        class_offsets: For each branch what is added to its classes.
+        use_clippings: Cut boxes to the image; or one answer for each branch.
+        image_size: ``(height, width)`` of every image; None where each call gives them.
+        nms_threshold: Overlap that is allowed.
+        pre_nms_top_k: Boxes of an image that suppression looks at.
+        post_nms_top_k: Boxes of an image to return.
+        nms_padding_mode: None for as many boxes as there are; ``"pad_zero"``: zeros behind them;
+            ``"rollover"``: the same boxes again from the first one (zeros where there is none).
+        nms_margin: How much higher the score must be.
+        use_stable_sort: Accepted; sorting is always stable.
+        bbox_min_hw: Least height and width of a box in pixels.
+
+    Raises:
+        ValueError: A setting does not fit; the message names it.
+
+    Example:
+        >>> import torch
+        >>> detect = DetectionPostProcessV1(2, 0.5, [0], True, (16, 16), 0.5, 100, 10)
+        >>> head = torch.tensor([0.0, 0, 0, 0, 0.2, 0.9]).reshape(1, 6, 1, 1)
+        >>> anchor = torch.tensor([-4.0, 2, 8, 6]).reshape(1, 4, 1, 1)
+        >>> detect([head], [anchor])  # of the second class, cut at the left
+        [(tensor([[0., 2., 8., 6.]]), tensor([0.9000]), tensor([1]))]
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        box_filter_threshold: float,
+        class_offsets: Sequence[int],
+        use_clippings: bool | Sequence[bool],
+        image_size: tuple[int, int] | None,
+        nms_threshold: float,
+        pre_nms_top_k: int,
+        post_nms_top_k: int,
+        nms_padding_mode: str | None = None,
+        nms_margin: float = 0.0,
+        use_stable_sort: bool | None = None,
+        bbox_min_hw: tuple[float, float] = (0, 0),
+    ) -> None:
+        super().__init__()
+        name = "DetectionPostProcessV1"
+        if nms_padding_mode not in (None, "pad_zero", "rollover"):
+            raise ValueError(
+                f"{name}: nms_padding_mode={nms_padding_mode!r}: expected None, 'pad_zero' or "
+                "'rollover'"
+            )
+        for what, count in (
+            *(("num_classes", num_classes), ("pre_nms_top_k", pre_nms_top_k)),
+            ("post_nms_top_k", post_nms_top_k),
+        ):
+            if count < 1:
+                raise ValueError(f"{name}: {what}={count}: expected 1 or more")
+        clippings = (
+            list(use_clippings)
+            if isinstance(use_clippings, Sequence)
+            else [use_clippings] * len(class_offsets)
+        )
+        if not class_offsets or len(clippings) != len(class_offsets):
+            raise ValueError(
+                f"{name}: class_offsets={list(class_offsets)} and use_clippings={use_clippings}: "
+                "expected one of each for each branch"
+            )
+        self.num_classes, self.box_filter_threshold = num_classes, box_filter_threshold
+        self.class_offsets, self.use_clippings = list(class_offsets), clippings
+        self.image_size = image_size
+        self.nms_threshold, self.nms_margin = nms_threshold, nms_margin
+        self.pre_nms_top_k, self.post_nms_top_k = pre_nms_top_k, post_nms_top_k
+        self.nms_padding_mode = nms_padding_mode
+        self.bbox_min_hw = bbox_min_hw
+
+    def forward(
+        self,
+        data: Sequence[Tensor],
+        anchors: Sequence[Tensor],
+        image_sizes: Tensor | tuple[int, int] | None = None,
+    ) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Detect.
+
+        Args:
+            data: For each branch ``[N, (4 + num_classes) · A, H, W]``.
+            anchors: For each branch ``[N, A · 4, H, W]``, as `AnchorGenerator` makes them; N may
+                be 1 for all images.
+            image_sizes: ``[N, 2]`` or one ``(height, width)``, in the place of `image_size`.
+
+        Returns:
+            For each image, best score first: boxes ``[n, 4]`` as (x1, y1, x2, y2), scores ``[n]``
+            and classes ``[n]``, int64.
+
+        Raises:
+            ValueError: Shapes that do not fit, or boxes to cut and no size of the image.
+        """
+        one, each = self.image_size, None
+        if isinstance(image_sizes, Tensor):
+            each = as_float(image_sizes)
+        elif image_sizes is not None:
+            one = image_sizes
+        found = detect_v1(
+            [as_float(x) for x in data],
+            [as_float(x) for x in anchors],
+            each,
+            self.num_classes,
+            float(self.box_filter_threshold),
+            self.class_offsets,
+            [int(clips) for clips in self.use_clippings],
+            None if one is None else [int(side) for side in one],
+            float(self.nms_threshold),
+            float(self.nms_margin),
+            self.pre_nms_top_k,
+            self.post_nms_top_k,
+            self.nms_padding_mode,
+            [float(side) for side in self.bbox_min_hw],
+        )
+        return list(zip(found[::3], found[1::3], found[2::3], strict=True))
+
+    def extra_repr(self) -> str:
+        """Print classes and thresholds."""
+        return (
+            f"num_classes={self.num_classes}, box_filter_threshold={self.box_filter_threshold}, "
+            f"nms_threshold={self.nms_threshold}, nms_margin={self.nms_margin}"
+        )
