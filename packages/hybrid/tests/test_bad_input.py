@@ -196,13 +196,15 @@ EAGER = (prepare_qat, prepare_calibration)  # where batch norms are fused by han
 
 def test_preparing_and_converting_twice() -> None:
     traced, eager = prepare_qat_fx(Net(), {"": QAT}), prepare_qat(with_qconfig(Net()))
-    with pytest.raises(ValueError, match="prepared for quantization-aware training already; pass"):
+    told = (
+        r"quant \(QuantStub\) is quantized: the model is prepared for quantization-aware training"
+    )
+    with pytest.raises(ValueError, match=f"prepare_qat_fx: {told} already; pass the float model"):
         prepare_qat_fx(traced, {"": QAT})
-    with pytest.raises(ValueError, match="prepared for quantization-aware training already; pass"):
+    with pytest.raises(ValueError, match=f"prepare_calibration_fx: {told} already; pass"):
         prepare_calibration_fx(traced, {"": CALIB})
-    with pytest.raises(
-        ValueError, match="prepare_qat: the model is prepared already; pass the flo"
-    ):
+    told = r"prepare_qat: quant \(QuantStub\) is quantized: the model is prepared already; pass the"
+    with pytest.raises(ValueError, match=told):
         prepare_qat(eager)
     for made, steps in (
         (traced, (convert_fx, lambda m: prepare_qat_fx(m, {"": QAT}))),

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from torch.ao.quantization import FakeQuantizeBase
 from torch.fx import Graph, Node
 
 from bevquant_hybrid._convert import refuse_converted
@@ -31,7 +30,7 @@ from bevquant_hybrid._leaf import MethodCall
 from bevquant_hybrid._quant_stub import DeQuantStub
 from bevquant_hybrid.march import March, get_march, require_march
 from bevquant_hybrid.nn.qat import float_form, has_qat_form, qat_form
-from bevquant_hybrid.nn.qat._base import errors_that_name, expect_pictures
+from bevquant_hybrid.nn.qat._base import errors_that_name, expect_pictures, first_prepared
 
 __all__ = ["fuse", "prepare"]
 
@@ -116,15 +115,17 @@ def prepare(
 def _refuse_prepared_twice(model: nn.Module, caller: str) -> None:
     if not is_calibration(model) and any(isinstance(m, FakeQuantize) for m in model.modules()):
         raise ValueError(
-            f"{caller}: the model is prepared for quantization-aware training already; pass the "
-            "float model, or one prepared with get_default_calib_qconfig and calibrated"
+            f"{caller}: {first_prepared(model)} is quantized: the model is prepared for "
+            "quantization-aware training already; pass the float model, or one prepared with "
+            "get_default_calib_qconfig and calibrated"
         )
 
 
 def _refuse_module_by_module(model: nn.Module, caller: str) -> None:
-    if any(isinstance(module, FakeQuantizeBase) for module in model.modules()):
+    prepared = first_prepared(model)
+    if prepared:
         raise ValueError(
-            f"{caller}: the model was prepared by prepare_qat or prepare_calibration, whose models "
+            f"{caller}: {prepared} is quantized: the model was prepared by prepare_qat or prepare_calibration, whose models "
             "keep their own forward and are not traced; pass the float model, and use the "
             "functions that end in _fx throughout"
         )

@@ -20,7 +20,7 @@ from bevquant_hybrid._fx._unify import refuse_settings, unify_cat_scales
 from bevquant_hybrid._quant_stub import DeQuantStub
 from bevquant_hybrid.march import March, require_march
 from bevquant_hybrid.nn.qat import float_form, has_qat_form, qat_form
-from bevquant_hybrid.nn.qat._base import expect_pictures, take_over
+from bevquant_hybrid.nn.qat._base import expect_pictures, first_prepared, take_over
 from bevquant_hybrid.quantization.quantize_fx import convert_fx
 
 __all__ = ["convert", "load_observer_params", "prepare_calibration", "prepare_qat"]
@@ -92,7 +92,8 @@ def _prepare(
     kinds = {type(m) for m in model.modules()}
     if any(issubclass(kind, FakeQuantize) for kind in kinds):
         raise ValueError(
-            f"{caller}: the model is prepared already; pass the float model, or a calibrated one"
+            f"{caller}: {first_prepared(model)} is quantized: the model is prepared already; pass "
+            "the float model, or a calibrated one"
         )
     scales = None
     made = model if inplace else copy.deepcopy(model)

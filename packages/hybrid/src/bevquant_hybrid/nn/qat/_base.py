@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Self, TypeVar
 
 from torch import Tensor, nn
+from torch.ao.quantization import FakeQuantizeBase
 
 from bevquant_hybrid.march import March
 from bevquant_hybrid.qtensor import QTensor, as_float
@@ -18,6 +19,7 @@ __all__ = [
     "activation_of",
     "errors_that_name",
     "expect_pictures",
+    "first_prepared",
     "give_back",
     "hand_over_qconfig",
     "module_path",
@@ -67,6 +69,15 @@ def hand_over_qconfig(source: nn.Module, made: nn.Module) -> None:
 def module_path(module: nn.Module) -> str:
     """Where a module stands in its model, as far as prepare has said so."""
     return getattr(module, "qualified_name", "") or type(module).__name__
+
+
+def first_prepared(model: nn.Module) -> str:
+    """Path and class of the first module of a model that holds a fake quantizer; ``""``: none."""
+    for path, module in model.named_modules():
+        if isinstance(module, FakeQuantizeBase):
+            owner = path.rpartition(".")[0]
+            return f"{owner or path} ({type(model.get_submodule(owner)).__name__})"
+    return ""
 
 
 @contextmanager
