@@ -157,7 +157,7 @@ CONFIGS: dict[str, BEVFusionConfig] = {
         HeadConfig(
             in_channels=64,
             hidden_channels=32,
-            num_queries=50,
+            num_queries=100,
             ffn_channels=64,
             branch_channels=32,
             num_heads=4,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import zipfile
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["CompactFrame", "compact"]
 
 STEP = 0.004  # m: int16 then reaches 131 m
-_ZIP_ERRORS = (OSError, ValueError, KeyError, EOFError)
+_DAMAGED = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,9 +94,9 @@ class CompactFrame:
             InputError: The file is damaged or something else.
         """
         try:
-            with np.load(path, allow_pickle=False) as file:
+            with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
                 values = {f.name: file[f.name] for f in fields(cls)}
-        except _ZIP_ERRORS as error:
+        except _DAMAGED as error:
             raise InputError(
                 f"{path} is no prepared frame ({error}): remove it, and it is made anew"
             ) from error

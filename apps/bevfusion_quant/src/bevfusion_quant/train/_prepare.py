@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
+import threading
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -118,7 +121,9 @@ def _make_in_processes(
 ) -> None:
     context = multiprocessing.get_context("spawn")  # a fork would copy torch's threads half
     chunks = [missing[i : i + _CHUNK] for i in range(0, len(missing), _CHUNK)]
-    with ProcessPoolExecutor(min(workers, len(chunks)), mp_context=context) as pool:
+    with ProcessPoolExecutor(
+        min(workers, len(chunks)), mp_context=context, initializer=_end_with_parent
+    ) as pool:
         futures: list[Future[int]] = [
             pool.submit(_make_chunk, source, chunk, folder, config) for chunk in chunks
         ]
@@ -132,6 +137,20 @@ def _make_in_processes(
             ) from error
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _end_with_parent() -> None:
+    """Let no process go on, or wait for ever, after the one that asked was killed."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+    sentinel = parent.sentinel
+
+    def watch() -> None:
+        connection.wait([sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _make_chunk(source: FrameSource, chunk: list[int], folder: Path, config: TrainConfig) -> int:
