@@ -125,9 +125,9 @@ def _refuse_module_by_module(model: nn.Module, caller: str) -> None:
     prepared = first_prepared(model)
     if prepared:
         raise ValueError(
-            f"{caller}: {prepared} is quantized: the model was prepared by prepare_qat or prepare_calibration, whose models "
-            "keep their own forward and are not traced; pass the float model, and use the "
-            "functions that end in _fx throughout"
+            f"{caller}: {prepared} is quantized: the model was prepared by prepare_qat or "
+            "prepare_calibration, whose models keep their own forward and are not traced; pass the "
+            "float model, and use the functions that end in _fx throughout"
         )
 
 
