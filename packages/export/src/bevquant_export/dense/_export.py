@@ -136,5 +136,5 @@ def export_qdq_onnx(
         floats=tuple(f"{i.path}: {i.what}: {i.reason}" for i in source.program.islands),
         notes=(*graph.notes, *fixed),
         settings=settings,
-        run_on_cpu=on_cpu,
+        run_on_cpu=on_cpu if settings else (),
     )

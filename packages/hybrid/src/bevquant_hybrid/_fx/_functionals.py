@@ -21,7 +21,7 @@ from bevquant_hybrid.nn._float_functional import FloatFunctional
 from bevquant_hybrid.operators import load_support_table, row_of_module
 from bevquant_hybrid.partition import place_operator
 
-__all__ = ["mapper_has", "replace_functions"]
+__all__ = ["mapper_has", "plan_of", "replace_functions"]
 
 _BINARY: dict[Any, str] = {
     **dict.fromkeys((operator.add, operator.iadd, torch.add, "add", "add_"), "add"),
@@ -89,7 +89,7 @@ def replace_functions(graph: Graph, root: nn.Module, march: str | None = None) -
     counts: Counter[tuple[str, str]] = Counter()
     names = []
     for node in list(graph.nodes):
-        plan = None if node in numbers else _plan(node, numbers, arithmetic)
+        plan = None if node in numbers else plan_of(node, numbers, arithmetic)
         if plan is None:
             continue
         operation, module, method, args, kwargs = plan
@@ -129,7 +129,14 @@ def mapper_has(module: nn.Module, method: str | None, march: str) -> bool:
 Plan = tuple[str, nn.Module, str | None, tuple[Any, ...], dict[str, Any]]
 
 
-def _plan(node: Node, numbers: set[Node], arithmetic: set[str]) -> Plan | None:
+def plan_of(node: Node, numbers: set[Node], arithmetic: set[str]) -> Plan | None:
+    """What a function is as a module: name, module, method, arguments; None for other nodes.
+
+    Args:
+        node: The node.
+        numbers: Nodes that hold numbers.
+        arithmetic: Paths of the modules whose methods are arithmetic already.
+    """
     if node.op not in ("call_function", "call_method"):
         return None
     owner = node.args[0] if node.args else None

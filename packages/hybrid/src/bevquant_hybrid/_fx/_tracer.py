@@ -11,8 +11,10 @@ from torch.fx import Graph, Node, Tracer
 from torch.fx.proxy import TraceError
 
 from bevquant_hybrid._leaf import LEAF_MARK
+from bevquant_hybrid.nn._arithmetic import Arithmetic
 from bevquant_hybrid.nn.intrinsic import Fused
 from bevquant_hybrid.nn.qat import has_qat_form
+from bevquant_hybrid.nn.qat._weighted import Weighted
 
 __all__ = ["HybridTracer", "is_leaf", "scope_of", "trace"]
 
@@ -30,9 +32,10 @@ class HybridTracer(Tracer):
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         """Read an attribute of a module; arithmetic modules become get_attr nodes."""
-        if isinstance(attr_val, torch_quantized.FloatFunctional) or (
-            isinstance(attr_val, Fused) and attr_val.adds
+        if isinstance(attr_val, torch_quantized.FloatFunctional | Arithmetic) or (
+            isinstance(attr_val, Fused | Weighted) and attr_val.adds
         ):
+            assert isinstance(attr_val, nn.Module)
             return self.create_proxy("get_attr", self.path_of_module(attr_val), (), {})
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
