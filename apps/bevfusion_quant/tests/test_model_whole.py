@@ -77,7 +77,7 @@ def test_every_stage_has_the_configurations_size(filled: tuple[BEVFusion, Batch]
         "decoder": (2, 64, 40, 40),
     }
     assert answer is outputs["head"]
-    assert answer["heatmap"].shape == (2, 10, 50)
+    assert answer["heatmap"].shape == (2, 10, 100)
     assert len(model.head.decode(answer)) == 2
 
 
@@ -99,7 +99,7 @@ def test_parts_that_run_together(parts: tuple[str, ...], shape: tuple[int, ...] 
     with torch.no_grad():
         output = model(*model_batch(model, TINY))
     if shape is None:
-        assert output["center"].shape == (1, 2, 50)
+        assert output["center"].shape == (1, 2, 100)
     else:
         assert output.shape == shape
     assert not {PART_PATHS[part] for part in set(PARTS) - set(parts)} & {
