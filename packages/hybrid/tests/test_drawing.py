@@ -261,3 +261,17 @@ def test_words_are_cut_in_the_middle_by_their_width():
     assert fit("short", 8) == "short"
     assert columns(fit("層" * 20, 11)) <= 11
     assert fit("a\n b", 8) == "a b"
+
+
+def test_boundaries_are_called_after_whom_they_serve():
+    said = {
+        "blocks_10_p_activation_post_process": "blocks_10_p",
+        "blocks_1_p_input_dequant_0": "blocks_1_p",
+        "blocks_1_p_input_dequant_12": "blocks_1_p_12",
+        "quant": "quant",
+        "_input_dequant_0": "_input_dequant_0",
+    }
+    signs = [DrawnNode(name, boundary="quantize") for name in said]
+    _, plan = boxes_of([DrawnNode("x"), *signs])
+    assert {name: plan.lines[name] for name in said} == said
+    assert all(f"<title>{name}" in draw_partition(signs) for name in said)

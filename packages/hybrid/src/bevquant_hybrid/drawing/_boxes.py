@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,8 @@ _PASSING = 10.0  # width that a passing edge takes
 _WEIGHTS = (1e-6, 1e-3, 1.0)  # of passing edges, of signs and inputs, of operators
 _LETTERS = 32  # of a name, at most
 _PITCH = _HEIGHT + SPACE
+# Boundaries that were put in are called after whom they serve; Q and DQ say the rest.
+_SAID_BY_SIGN = re.compile(r"(?<=.)(_activation_post_process$|_input_dequant(_0$|(?=_\d+$)))")
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,7 @@ def _lines_and_widths(nodes: Sequence[DrawnNode]) -> tuple[dict[str, str], dict[
         if node.boundary:
             sign = 11 * CHARACTER * (len(SIGNS[node.boundary]) + 1) + 28
             room = int((card + 2 * PAD - sign) / (11 * CHARACTER))
-            lines[node.name] = fit(node.name, room)
+            lines[node.name] = fit(_SAID_BY_SIGN.sub("", node.name), room)
             widths[node.name] = sign + 11 * CHARACTER * columns(lines[node.name])
         elif node.place:
             widths[node.name] = card
