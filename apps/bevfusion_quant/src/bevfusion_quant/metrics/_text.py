@@ -42,7 +42,11 @@ def accuracy_notes(accuracy: Accuracy) -> Iterator[str]:
     """What the figures are of, one sentence a line."""
     reference = accuracy.reference
     others = f", {accuracy.unlabelled} more without labels" if accuracy.unlabelled else ""
-    yield f"{reference.labels:,} labelled objects in {reference.frames:,} frames{others}."
+    objects, frames = (
+        _many(n, what)
+        for n, what in ((reference.labels, "labelled object"), (reference.frames, "frame"))
+    )
+    yield f"{objects} in {frames}{others}."
     interval = reference.interval
     if interval is None:
         yield "No intervals: they need resamples, two scenes or more, and labels."
@@ -100,6 +104,10 @@ def _headline(accuracy: Accuracy) -> Iterator[tuple[str, ...]]:
         yield (f"{error}, {unit}", *(DASH if v is None else f"{v:.4f}" for v in values))
     for overlap in accuracy.rules.overlaps:
         yield (f"BEV AP, IoU {overlap:g}", *(points(row.bev_ap[overlap]) for row in rows))
+
+
+def _many(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 def _place(accuracy: Accuracy, name: str) -> int:

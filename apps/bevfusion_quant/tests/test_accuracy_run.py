@@ -1,0 +1,191 @@
+"""Runs judged by labels; on a miniature in nuScenes' format, by labels that the model finds."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bevfusion_quant.cli import main
+from bevfusion_quant.datasets import labelled_region, open_dataset, scene_name
+from bevfusion_quant.metrics import (
+    AccuracyTally,
+    DetectionRules,
+    accuracy_text,
+    evaluate_detections,
+)
+from bevfusion_quant.model import CONFIGS
+from bevfusion_quant.model.head import NUSCENES_CLASSES, Detections
+from bevfusion_quant.ptq import FrameBatches, load_run
+
+sys.path.insert(0, str(Path(__file__).parent))
+from metric_scenes import detections, labels
+from nuscenes_mini import LIDAR, about_z, ego_at, quaternion, write_mini
+
+if importlib.util.find_spec("spconv") is None:
+    pytest.skip("spconv is not installed", allow_module_level=True)
+
+TINY = CONFIGS["tiny"]
+TIMES = (10.0, 10.25, 30.0, 30.25)  # of the miniature's keyframes
+LABELS = 40
+CATEGORIES = {
+    **{name: f"vehicle.{name}" for name in ("car", "truck", "trailer", "motorcycle", "bicycle")},
+    "bus": "vehicle.bus.rigid",
+    "construction_vehicle": "vehicle.construction",
+    "pedestrian": "human.pedestrian.adult",
+    "traffic_cone": "movable_object.trafficcone",
+    "barrier": "movable_object.barrier",
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that quantizes the fuser, which is soon done, in the whole model."""
+    folder = tmp_path_factory.mktemp("runs")
+    arguments = f"ptq --dataset street --config tiny --branch fuser --runs {folder} --name a"
+    assert main(arguments.split()) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def root(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The miniature, its labels exactly what the run's float model is surest of."""
+    pytest.importorskip("nuscenes.nuscenes", reason="no nuscenes-devkit", exc_type=ImportError)
+    folder = write_mini(tmp_path_factory.mktemp("nuscenes"))
+    found = float_detections(runs, folder)
+    reach = np.array([DetectionRules().reach(name) for name in NUSCENES_CLASSES])
+    near = [np.hypot(*d.boxes[:, :2].T) < reach[d.labels] - 1e-3 for d in found]
+    scores = np.concatenate([d.scores[kept] for d, kept in zip(found, near, strict=True)])
+    least = np.sort(scores)[-LABELS]
+    samples = json.loads((folder / "v1.0-mini/sample.json").read_text())
+    categories = [{"token": n, "name": n, "description": ""} for n in CATEGORIES.values()]
+    annotations, instances = [], []
+    for sample, time, seen, kept in zip(samples, TIMES, found, near, strict=True):
+        for row in np.flatnonzero(kept & (seen.scores >= least)):
+            x, y, z, length, width, height, yaw = map(float, seen.boxes[row])
+            motion = ego_at(time) @ LIDAR @ about_z(yaw, x, y, z)
+            name = NUSCENES_CLASSES[seen.labels[row]]
+            token = f"{sample['token']}/{row}"
+            instances.append(
+                {
+                    "token": token,
+                    "category_token": CATEGORIES[name],
+                    "nbr_annotations": 1,
+                    "first_annotation_token": token,
+                    "last_annotation_token": token,
+                }
+            )
+            annotations.append({
+                "token": token, "sample_token": sample["token"], "instance_token": token,
+                "visibility_token": "4", "attribute_tokens": [], "prev": "", "next": "",
+                "translation": motion[:3, 3].tolist(), "rotation": quaternion(motion[:3, :3]),
+                "size": [width, length, height], "num_lidar_pts": 5, "num_radar_pts": 0,
+            })  # fmt: skip
+    for name, rows in (("sample_annotation", annotations), ("instance", instances),
+                       ("category", categories)):  # fmt: skip
+        (folder / f"v1.0-mini/{name}.json").write_text(json.dumps(rows))
+    return folder
+
+
+def float_detections(runs: Path, root: Path) -> list[Detections]:
+    run = load_run(runs / "a")
+    batches = FrameBatches(open_dataset("nuscenes", root), TINY, run.float_model)
+    return [run.float_model.head.decode(run.float_model(*batch))[0] for batch in batches]
+
+
+def summary(folder: Path) -> dict:
+    return json.loads((folder / "summary.json").read_text(), parse_constant=pytest.fail)
+
+
+def test_a_model_is_found_right_on_the_labels_it_made(
+    runs: Path, root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = f"evaluate --run {runs / 'a'} --dataset nuscenes --data {root} --runs {runs}"
+    assert main([*arguments.split(), "--name", "mini", "--resamples", "50"]) == 0
+    printed = capsys.readouterr().out
+    written = summary(runs / "mini")["accuracy"]
+    assert (written["frames"], written["labels"]) == (4, LABELS)
+    assert written["bootstrap"] == {"draws": "scenes", "resamples": 50, "seed": 0, "level": 0.95}
+    real, quantized = written["models"]["float"], written["models"]["quantized"]
+    # What lies behind the last label costs the last of 90 recalls alone.
+    assert real["mean_ap"] > 0.98
+    assert real["errors"]["ATE"] < 1e-4
+    assert real["errors"]["AOE"] < 1e-4
+    assert real["errors"]["AVE"] is None  # an object seen once has no velocity
+    assert real["missing"] == ["AVE", "AAE"]
+    assert real["interval"]["scenes"] == 2
+    assert quantized["mean_ap"] < real["mean_ap"]
+    assert quantized["difference"]["mean_ap"] == pytest.approx(
+        quantized["mean_ap"] - real["mean_ap"]
+    )
+    assert real["difference"] is None
+    assert f"{LABELS} labelled objects in 4 frames." in printed
+    assert "50 bootstrap resamples of 2 scenes" in printed
+    assert f"{100 * quantized['mean_ap']:.2f}" in printed
+    page = (runs / "mini/report.html").read_text(encoding="utf-8")
+    assert "Precision over recall" in page
+    assert page.count('class="curve quantized"') >= 5
+
+
+def test_what_is_written_is_what_the_functions_say(runs: Path, root: Path) -> None:
+    frames = open_dataset("nuscenes", root)
+    low_x, low_y, _, high_x, high_y, _ = TINY.lidar.point_cloud_range
+    wanted = evaluate_detections(
+        float_detections(runs, root),
+        [frame.labels for frame in frames],
+        rules=DetectionRules(extent=(low_x, low_y, high_x, high_y)),
+    )
+    assert wanted.mean_ap > 0.98
+    assert wanted.labels == LABELS
+
+
+def test_integers_stand_beside_float_and_quantized(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = f"simulate --run {runs / 'a'} --dataset street --first 9 --runs {runs}"
+    assert main([*arguments.split(), "--resamples", "20"]) == 0
+    written = summary(runs / "simulate")["accuracy"]
+    assert list(written["models"]) == ["float", "quantized", "integer"]
+    assert written["labels"] > 10
+    assert len({model["labels"] for model in written["models"].values()}) == 1
+    assert written["bootstrap"]["draws"] == "frames"
+    assert "less float" in capsys.readouterr().out
+    page = (runs / "simulate/report.html").read_text(encoding="utf-8")
+    assert 'class="box integer"' in page
+    assert 'class="box label"' in page
+
+
+def test_frames_without_labels_are_passed_over() -> None:
+    tally = AccuracyTally(NUSCENES_CLASSES)
+    assert tally.result() is None
+    found, there = detections((0, 5, "car", 0.5)), labels((0, 5, "car"))
+    tally.add("float", 0, "bare", found, None)
+    assert tally.result() is None
+    tally.add("float", 1, "labelled", found, there)
+    got = tally.result()
+    assert (got.unlabelled, got.reference.frames, got.reference.mean_ap) == (1, 1, 1.0)
+    assert [sketch.frame for sketch in got.sketches] == ["labelled"]
+    assert got.models[0].difference is None
+    text = accuracy_text(got)
+    assert "1 labelled object in 1 frame, 1 more without labels." in text
+    assert "No intervals" in text
+
+
+def test_mistakes_are_refused(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evaluate = f"evaluate --run {runs / 'a'} --dataset street --runs {runs} --name never"
+    assert main([*evaluate.split(), "--resamples", "-1"]) == 2
+    assert "neither may be negative" in capsys.readouterr().err
+    assert not (runs / "never").exists()
+
+
+def test_kitti_is_labelled_ahead_and_frames_of_nuscenes_belong_to_scenes() -> None:
+    boxes = np.array([[0.0, 5, 0], [0, -5, 0], [4.2, 5, 0], [-4.4, 5, 0]])
+    assert labelled_region("kitti")(boxes).tolist() == [True, False, True, False]
+    assert labelled_region("street") is None
+    assert labelled_region(None) is None
+    assert scene_name("nuscenes", "scene-0103_12") == "scene-0103"
+    assert scene_name("kitti", "000012") is None
