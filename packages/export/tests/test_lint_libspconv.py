@@ -210,6 +210,20 @@ def _inverse(model: onnx.ModelProto) -> None:
     put(model, "conv3", inverse=1, subm=0)
 
 
+def _inverse_of_another_kernel(model: onnx.ModelProto) -> None:
+    """The block's input, upsampled from conv3 again with a smaller kernel; a second output."""
+    fine, coarse = [16, 16, 9], [8, 8, 5]
+    grids = (coarse, fine)
+    extra, _ = _conv(8, (32, 16), "down1", grids, ("fp16", "fp16"), ("6", "up"), stride=2)
+    model.graph.node.append(extra)
+    put(model, "conv8", subm=0, inverse=1, kernel_size=[1, 1, 1])
+    names = ("spconv8.weight", "spconv8.bias")
+    shapes = ((16, 1, 1, 1, 32), (16,))
+    for name, shape in zip(names, shapes, strict=True):
+        model.graph.initializer.append(_tensor(name, np.zeros(shape, np.float16)))
+    model.graph.output.append(helper.make_tensor_value_info("up", HALF, [1, 16]))
+
+
 def _types(model: onnx.ModelProto) -> None:
     put(model, "conv1", input_dynamic_range=4)
 
@@ -271,6 +285,7 @@ BREAK: list[tuple[str, Callable[[onnx.ModelProto], None]]] = [
     ("SPC026", _key),
     ("SPC027", _edit("conv1", dilation=[2, 2, 2])),
     ("SPC028", _inverse),
+    ("SPC028", _inverse_of_another_kernel),
     ("SPC029", _edit("conv0", output_bound=None)),
     ("SPC030", _edit("conv3", output_spatial_shape=[8, 8, 4])),
     ("SPC030", _edit("conv3", input_spatial_shape=[15, 15, 9])),

@@ -72,12 +72,6 @@ FINITE = _rule(
     "weights and biases are finite after the conversion to FLOAT16",
     "look at the layer's folded batch norm: a tiny variance makes weights beyond 65504",
 )
-INVERSE = _rule(
-    28,
-    "no inverse conv: engines of several versions refuse it",
-    "try this file in the engine before anything is built on it",
-    "warning",
-)
 ATTRIBUTES = _rule(
     29,
     "output_bound and all attributes of shape are written, of those that the parser skips too",
@@ -103,7 +97,7 @@ NAMES = _rule(
 )
 RULES = (
     *(THREE, INITIALIZER, FLOAT16, RAW, SHAPE, BIAS, KERNEL, KIND, ACTIVATION, DOUBTFUL),
-    *(FINITE, INVERSE, ATTRIBUTES, SKIPPED, BOUND, NAMES),
+    *(FINITE, ATTRIBUTES, SKIPPED, BOUND, NAMES),
 )
 _WRITTEN = (
     *("ndim", "in_channels", "out_channels", "transposed", "output_padding", "groups"),
@@ -210,8 +204,6 @@ def _attributes(node: Node) -> Iterator[Finding]:
     ):
         word = "missing" if activation is None else quoted(activation)
         yield ACTIVATION.found(node.name, f"activation is {word}")
-    if node.integer("inverse") == 1:
-        yield INVERSE.found(node.name, "this is an inverse conv")
     missing = [name for name in _WRITTEN if name not in there]
     if missing:
         yield ATTRIBUTES.found(node.name, f"{', '.join(missing)} missing")

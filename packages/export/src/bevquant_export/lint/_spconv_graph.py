@@ -63,9 +63,10 @@ DIMS = _rule(
 )
 ORDER = _rule(
     38,
-    "the Transpose after ScatterDense is [0,1,4,2,3] for xyz, [0,1,2,4,3] for zyx: both give "
-    "[1, C, Z, X, Y], which is what files are known to hold",
-    "let the model order its dense result so; try other dims in the engine first",
+    "between ScatterDense and Reshape a Transpose puts the height behind the channels: it starts "
+    "[0,1,4] for xyz, [0,1,2] for zyx",
+    "write dims [0,1,4,2,3] for xyz and [0,1,2,4,3] for zyx: both give [1, C, Z, X, Y], which is "
+    "what files are known to hold",
     "warning",
 )
 ELEMENTS = _rule(
@@ -90,7 +91,7 @@ RULES = (
     *(ELEMENTS, SCATTER, LAYOUT, BATCH),
 )
 _KNOWN = {"SparseConvolution", "Add", "QuantAdd", "Relu", "ScatterDense", "Reshape", "Transpose"}
-_TRANSPOSE = {"xyz": [0, 1, 4, 2, 3], "zyx": [0, 1, 2, 4, 3]}
+_HEIGHT_THIRD = {"xyz": [0, 1, 4], "zyx": [0, 1, 2]}
 
 
 def check_graph(graph: Graph) -> Iterator[Finding]:
@@ -193,9 +194,11 @@ def _tail(graph: Graph, node: Node) -> Iterator[Finding]:
         return
     source = graph.producers.get(node.input(0))
     if node.op == "Transpose":
-        wanted = _TRANSPOSE.get((source and source.text("format")) or "")
-        if source is not None and source.op == "ScatterDense" and wanted not in (None, dims):
-            yield ORDER.found(node.name, f"dims {dims[:8]} for format {source.text('format')}")
+        wanted = _HEIGHT_THIRD.get((source and source.text("format")) or "")
+        folded = any(user.op == "Reshape" for user in graph.users(node))
+        if source is not None and source.op == "ScatterDense" and folded and wanted is not None:
+            if dims[:3] != wanted:
+                yield ORDER.found(node.name, f"dims {dims[:8]} for format {source.text('format')}")
         return
     if dims and dims[0] not in (1, -1):
         yield BATCH.found(node.name, f"dims {dims[:8]} have batch {dims[0]}")

@@ -26,6 +26,14 @@ SHARED_KEY = Rule(
     "give convs that are not alike different keys, or none",
     _ONLY,
 )
+INVERSE = Rule(
+    "SPC028",
+    "error",
+    "an inverse conv has the rulebook and the kernel of a strided conv before it",
+    "name the strided conv that it undoes (and try inverse convs in the engine first: some "
+    "versions refuse every one)",
+    _ONLY,
+)
 GRID = Rule(
     "SPC030",
     "error",
@@ -40,7 +48,7 @@ POINTS = Rule(
     "add only tensors between which no conv strides: the engine asserts their number",
     _ONLY,
 )
-RULES = (FIRST_KEY, SHARED_KEY, GRID, POINTS)
+RULES = (FIRST_KEY, SHARED_KEY, INVERSE, GRID, POINTS)
 
 
 def check_places(graph: Graph) -> Iterator[Finding]:
@@ -53,7 +61,7 @@ def check_places(graph: Graph) -> Iterator[Finding]:
     points: dict[str, object] = {name: "input" for name in graph.inputs}
     grids: dict[str, list[int]] = {}
     keys: dict[str, tuple[object, Node]] = {}
-    starts: dict[str, object] = {}
+    starts: dict[str, tuple[object, list[int]]] = {}
     numbers: dict[object, int] = {}
     for node in graph.nodes:
         source, made = node.input(0), node.outputs[0] if node.outputs else ""
@@ -64,8 +72,11 @@ def check_places(graph: Graph) -> Iterator[Finding]:
             yield from _grid(node, grids.get(source))
             out = node.integers("output_spatial_shape")
             if node.integer("inverse") == 1:
-                back = node.text("rulebook") or ""
-                points[made] = starts.get(back, ("inverse", node.index))
+                kernel = node.integers("kernel_size")
+                back = starts.get(node.text("rulebook") or "")
+                if back is None or back[1] != kernel:
+                    yield _nothing_to_invert(node, back is None)
+                points[made] = ("inverse", node.index) if back is None else back[0]
                 grids[made] = out
                 continue
             if node.integer("subm") == 1:
@@ -77,7 +88,7 @@ def check_places(graph: Graph) -> Iterator[Finding]:
                 points[made] = numbers.setdefault(way, len(numbers))
                 key = node.text("rulebook")
                 if key:
-                    starts.setdefault(key, points.get(source))
+                    starts.setdefault(key, (points.get(source), node.integers("kernel_size")))
             grids[made] = out
             continue
         if node.op == "Relu" or is_add(node):
@@ -89,6 +100,13 @@ def _added(node: Node, points: dict[str, object]) -> Iterator[Finding]:
     sets = [points.get(name) for name in node.inputs[:2]]
     if len(sets) == 2 and None not in sets and sets[0] != sets[1]:
         yield POINTS.found(node.name, "a conv that makes new points lies in one branch alone")
+
+
+def _nothing_to_invert(node: Node, unknown: bool) -> Finding:
+    key = quoted(node.text("rulebook") or "")
+    if unknown:
+        return INVERSE.found(node.name, f"no strided conv before it has the rulebook {key}")
+    return INVERSE.found(node.name, f"the strided conv of rulebook {key} has another kernel")
 
 
 def _key(

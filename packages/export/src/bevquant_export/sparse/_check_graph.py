@@ -16,7 +16,13 @@ def check_graph(graph: Graph) -> None:
         ValueError: The node is named.
     """
     made: dict[str, Node] = {}
+    names: set[str] = set()
     for node in graph.nodes:
+        if node.name in names:
+            raise ValueError(
+                f"two nodes are called {node.name}; a file's reader needs one name each"
+            )
+        names.add(node.name)
         for name in inputs_of(node):
             if name != graph.input and name not in made:
                 raise ValueError(f"{node.name} reads {name!r}, which nothing before it makes")

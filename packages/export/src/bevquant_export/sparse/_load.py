@@ -12,6 +12,7 @@ from torch import Tensor
 from bevquant_export.sparse._constants import ConvConstants
 from bevquant_export.sparse._graph import Conv, Graph, Node
 from bevquant_export.sparse._held import Held, Integers
+from bevquant_export.sparse._onnxruntime_run import OnnxruntimeRun
 from bevquant_export.sparse._ranges import tensor_ranges
 from bevquant_export.sparse._read_proto import read_graph
 from bevquant_export.sparse._run import FrameRun, See
@@ -29,7 +30,7 @@ class SparseOnnxModel:
 
     Args:
         graph: What the file says.
-        backend: Kernels, see ``bevquant_int8sim.int8_sparse_conv``.
+        backend: Kernels, see ``bevquant_int8sim.int8_sparse_conv``; or ``"onnxruntime"``.
     """
 
     def __init__(self, graph: Graph, *, backend: str = "auto") -> None:
@@ -37,6 +38,7 @@ class SparseOnnxModel:
         self.backend = backend
         convs = [node for node in graph.nodes if isinstance(node, Conv)]
         self._constants = {conv.name: ConvConstants(conv) for conv in convs}
+        self._runtimes: dict[str, OnnxruntimeRun] = {}
         self._grid = next((c.input_spatial_shape for c in convs if c.x == graph.input), None)
 
     @property
@@ -86,7 +88,7 @@ class SparseOnnxModel:
         Raises:
             TypeError: Features are no floats or coordinates no integers.
             ValueError: A shape, a coordinate or a range does not fit, or a frame has more voxels
-                than a layer's bound; the node is named.
+                than a layer's bound (which onnxruntime does not know); the node is named.
         """
         found: dict[str, Recorded] = {}
 
@@ -128,6 +130,12 @@ class SparseOnnxModel:
         if grid is None:
             raise ValueError("no convolution reads the input; give spatial_shape")
         self._check(features, coords)
+        if self.backend == "onnxruntime":
+            if grid != self._grid:
+                raise ValueError(f"spatial_shape={grid}: a portable file has one, {self._grid}")
+            if mode not in self._runtimes:
+                self._runtimes[mode] = OnnxruntimeRun(self.graph, mode)
+            return self._runtimes[mode].run(features.float(), coords, int(batch_size), see)
         voxels = Voxels(coords.to(torch.int32).contiguous(), grid, int(batch_size))
         ranges = tensor_ranges(self.graph) if mode == "int8" else None
         run = FrameRun(self.graph, self._constants, ranges, self.backend, see)
@@ -148,16 +156,22 @@ class SparseOnnxModel:
 
 
 def load_sparse_onnx(path: str | os.PathLike[str], *, backend: str = "auto") -> SparseOnnxModel:
-    """Read, check and run a file of the libspconv dialect, ours or NVIDIA's.
+    """Read, check and run a file of the libspconv dialect, ours or NVIDIA's, or a portable one.
 
     The check is stricter than the engine's parser, which takes a misspelt precision for fp16 and
     a missing attribute for nothing. Integers follow ``bevquant_int8sim``: scales are range/127,
     everything rounds half to even and clamps to −128…127, an int8 tensor has the range of its
     readers. What the engine itself rounds elsewhere is not public.
 
+    Of a portable file (`lower_to_portable`) the layers are read back from its metadata and its
+    constants, and believed only if they give this very file again: what runs here is what its
+    operators compute.
+
     Args:
         path: The file.
-        backend: Kernels, see ``bevquant_int8sim.int8_sparse_conv``.
+        backend: Kernels, see ``bevquant_int8sim.int8_sparse_conv``; or ``"onnxruntime"``, which
+            runs either dialect in its portable form, so that `compare_sparse_onnx` and ``run``
+            show what stock onnxruntime makes of every convolution and sum.
 
     Raises:
         ValueError: The file is broken or says something that the dialect does not have; the node

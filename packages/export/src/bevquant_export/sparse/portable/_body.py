@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from onnx import FunctionProto, NodeProto
 
-__all__ = ["BOOL", "DOMAIN", "DOUBLE", "FLOAT", "INT8", "INT32", "INT64", "OPSET", "UINT8", "Body",
-           "Value"]  # fmt: skip
+__all__ = [
+    "BOOL", "DOMAIN", "DOUBLE", "FLOAT", "HALF", "INT8", "INT32", "INT64", "OPSET", "UINT8", "Body",
+    "Value",
+]  # fmt: skip
 
 DOMAIN = "bevquant.sparse"
 OPSET = 18
-FLOAT, UINT8, INT8, INT32, INT64, BOOL, DOUBLE = 1, 2, 3, 6, 7, 9, 11  # onnx.TensorProto's numbers
+# The numbers that onnx.TensorProto gives to types.
+FLOAT, UINT8, INT8, INT32, INT64, BOOL, HALF, DOUBLE = 1, 2, 3, 6, 7, 9, 10, 11
 Number = int | float
 
 
@@ -191,6 +194,3 @@ class Body:
             [helper.make_operatorsetid("", OPSET)],
             self.attributes,
         )
-
-
-Maker = Callable[[], "FunctionProto"]

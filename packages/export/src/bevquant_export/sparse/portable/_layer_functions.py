@@ -9,8 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bevquant_export.sparse.portable._body import (
+    BOOL,
     DOUBLE,
     FLOAT,
+    HALF,
     INT8,
     INT32,
     INT64,
@@ -29,14 +31,13 @@ __all__ = [
 
 _STEPS = 127
 _ZERO = 128
-_HALF = 10
 
 
 def quantized() -> FunctionProto:
     """``clamp(round(x / scale))``; NaN ends the run."""
     body = Body("Quantize", {"x": FLOAT}, ["range"])
     x = body.inputs["x"]
-    bad = body.op("IsNaN", x, kind=9).cast(INT32)
+    bad = body.op("IsNaN", x, kind=BOOL).cast(INT32)
     zero = body.constant([0.0], FLOAT)
     checked = x + zero.rows(bad, label="features_are_numbers")
     return body.function(_stored(body, checked.cast(DOUBLE) / _scale(body, "range"), None))
@@ -46,7 +47,7 @@ def integer_convolution() -> FunctionProto:
     """int32 sums, the bias ``round(b / (s_x · s_w))`` in them."""
     body = Body(
         "IntegerConvolution",
-        {"x": UINT8, "rows": INT32, "weight": UINT8, "bias": _HALF, "weight_ranges": FLOAT},
+        {"x": UINT8, "rows": INT32, "weight": UINT8, "bias": HALF, "weight_ranges": FLOAT},
         ["input_range"],
     )
     x, rows, weight, bias, _ = body.inputs.values()
@@ -59,7 +60,7 @@ def integer_convolution() -> FunctionProto:
 
 def float_convolution() -> FunctionProto:
     """float32, on float16 constants."""
-    inputs = {"x": FLOAT, "rows": INT32, "weight": _HALF, "bias": _HALF}
+    inputs = {"x": FLOAT, "rows": INT32, "weight": HALF, "bias": HALF}
     body = Body("FloatConvolution", inputs)
     x, rows, weight, bias = body.inputs.values()
     read = _gathered(body, x, rows, weight, 0)
@@ -102,10 +103,13 @@ def add_requantized(*, equal: bool = False) -> FunctionProto:
         ["range_a", "output_range", "low"] if equal else
         ["range_a", "range_b", "output_range", "low"],
     )  # fmt: skip
-    a, b = (_signed(value) for value in body.inputs.values())
+    a, b = (value.cast(DOUBLE) for value in body.inputs.values())
     target = _scale(body, "output_range")
     factor = _scale(body, "range_a") / target
-    made = (a + b) * factor if equal else a * factor + b * (_scale(body, "range_b") / target)
+    if equal:
+        made = (a + b - 2 * _ZERO) * factor
+    else:
+        made = (a - _ZERO) * factor + (b - _ZERO) * (_scale(body, "range_b") / target)
     return body.function(_stored(body, made, body.number("low")))
 
 

@@ -93,7 +93,7 @@ class _Lowering:
                 shown.append(self._layer(node))
         results = tuple(self._result(i, name) for i, name in enumerate(self.graph.outputs))
         inputs = [
-            helper.make_tensor_value_info("features", FLOAT, ["voxels", self.graph.channels]),
+            helper.make_tensor_value_info("features", FLOAT, self.shapes[self.graph.input]),
             helper.make_tensor_value_info("coords", INT32, ["voxels", 4]),
             helper.make_tensor_value_info("batch_size", INT64, [1]),
         ]

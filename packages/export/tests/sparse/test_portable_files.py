@@ -1,0 +1,299 @@
+"""Portable files: what is in them, what runs them, what they refuse."""
+
+import json
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import helper
+
+from bevquant_export import (
+    compare_sparse_onnx,
+    export_sparse_onnx,
+    lint_onnx,
+    load_sparse_onnx,
+    lower_to_portable,
+)
+
+ort = pytest.importorskip("onnxruntime")
+
+
+@pytest.fixture(scope="module")
+def files(nets, tmp_path_factory):
+    """The encoder in both dialects, and the portable one with every layer."""
+    folder = tmp_path_factory.mktemp("files")
+    model, example = nets.encoder(), nets.frame(0)
+    batches = [nets.frame(0, share=1.0)]
+    for dialect in ("libspconv", "portable"):
+        export_sparse_onnx(
+            model, example, folder / f"{dialect}.onnx", dialect=dialect, batches=batches
+        )
+    lower_to_portable(folder / "libspconv.onnx", folder / "layers.onnx", all_layers=True)
+    return folder
+
+
+def session(path):
+    return ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+
+
+def feed(features, coords, batch_size):
+    return {
+        "features": features.numpy(),
+        "coords": coords.numpy(),
+        "batch_size": np.array([batch_size], np.int64),
+    }
+
+
+def test_both_ways_to_a_portable_file_are_one(files, tmp_path):
+    lower_to_portable(files / "libspconv.onnx", tmp_path / "a.onnx")
+    assert (tmp_path / "a.onnx").read_bytes() == (files / "portable.onnx").read_bytes()
+    lower_to_portable(files / "portable.onnx", tmp_path / "b.onnx")
+    assert (tmp_path / "b.onnx").read_bytes() == (files / "portable.onnx").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["portable", "layers"])
+def test_checker_and_linter_have_nothing_to_say(files, name):
+    path = files / f"{name}.onnx"
+    onnx.checker.check_model(onnx.load(path), full_check=True)
+    assert lint_onnx(path, "onnxruntime") == []
+
+
+def test_functions_of_the_file_hold_standard_operators_only(files):
+    model = onnx.load(files / "portable.onnx")
+    own = {function.name for function in model.functions}
+    assert {n.op_type for n in model.graph.node if n.domain} == own
+    inside = [node for function in model.functions for node in function.node]
+    assert {node.domain for node in inside} == {""}
+    # Numbers of a layer come from its call.
+    named = {a.ref_attr_name for node in inside for a in node.attribute if a.ref_attr_name}
+    assert {"kernel_size", "stride", "input_range", "output_range"} <= named
+    kinds = {tensor.data_type for tensor in model.graph.initializer}
+    assert kinds == {
+        onnx.TensorProto.UINT8, onnx.TensorProto.FLOAT16, onnx.TensorProto.FLOAT,
+        onnx.TensorProto.INT64,
+    }  # fmt: skip
+    assert {n.doc_string for n in model.graph.node} >= {"conv_input.0", "conv_out.0"}
+
+
+def test_inputs_and_outputs(files):
+    run = session(files / "portable.onnx")
+    assert [(v.name, v.type, v.shape) for v in run.get_inputs()] == [
+        ("features", "tensor(float)", ["voxels", 5]),
+        ("coords", "tensor(int32)", ["voxels", 4]),
+        ("batch_size", "tensor(int64)", [1]),
+    ]
+    assert [(v.name, v.shape) for v in run.get_outputs()] == [("output", ["batch", 32, 6, 5])]
+    layers = {value.name for value in session(files / "layers.onnx").get_outputs()}
+    assert {"conv0", "add0", "relu0", "conv5", "conv5.coords", "output"} <= layers
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_the_plain_file_in_plain_onnxruntime(nets, files, batch_size):
+    run = session(files / "portable.onnx")
+    reference = load_sparse_onnx(files / "libspconv.onnx")
+    for seed, share in ((1, 0.2), (2, 1.0), (3, 0.002)):
+        inputs = nets.frame(seed, share, batch_size)
+        (made,) = run.run(None, feed(*inputs))
+        assert np.array_equal(made, reference(*inputs).numpy())
+
+
+def test_voxels_in_another_order_give_the_same_grid(nets, files):
+    run = session(files / "portable.onnx")
+    features, coords, _ = nets.frame(1)
+    order = torch.randperm(len(coords))
+    (first,) = run.run(None, feed(features, coords, 1))
+    (second,) = run.run(None, feed(features[order], coords[order], 1))
+    assert np.array_equal(first, second)
+
+
+def put_twice(features, coords):
+    coords[5] = coords[9]
+
+
+def put_behind(features, coords):
+    coords[5, 2] = 10
+
+
+def put_before(features, coords):
+    coords[5, 3] = -1
+
+
+def put_in_another_frame(features, coords):
+    coords[5, 0] = 1
+
+
+def put_nan(features, coords):
+    features[7, 2] = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("damage", "rule", "message"),
+    [
+        (put_twice, "voxels_occur_once", "a voxel occurs twice"),
+        (put_behind, "voxels_lie_in_the_grid_and_the_batch", "outside of the grid or the batch"),
+        (put_before, "voxels_lie_in_the_grid_and_the_batch", "outside of the grid or the batch"),
+        (put_in_another_frame, "voxels_lie_in_the_grid", "outside of the grid or the batch"),
+        (put_nan, "features_are_numbers", "features contain NaN"),
+    ],
+)
+def test_what_the_model_refuses(nets, files, damage, rule, message):
+    features, coords, batch_size = nets.frame(4)
+    damage(features, coords)
+    with pytest.raises(Exception, match=rule):
+        session(files / "portable.onnx").run(None, feed(features, coords, batch_size))
+    with pytest.raises(ValueError, match=message):
+        load_sparse_onnx(files / "portable.onnx", backend="onnxruntime")(features, coords)
+    with pytest.raises(ValueError):  # noqa: PT011 - in words of its own
+        load_sparse_onnx(files / "portable.onnx")(features, coords)
+
+
+@pytest.mark.parametrize("mode", ["int8", "float"])
+def test_read_back(nets, files, mode):
+    plain, portable = (
+        load_sparse_onnx(files / f"{name}.onnx") for name in ("libspconv", "portable")
+    )
+    assert [n.path for n in portable.nodes] == [n.path for n in plain.nodes]
+    wanted, dump = plain.run(*nets.frame(6), mode=mode)
+    made, found = portable.run(*nets.frame(6), mode=mode)
+    assert torch.equal(made, wanted)
+    assert found.keys() == dump.keys()
+    assert all(torch.equal(found[name].value, dump[name].value) for name in dump)
+
+
+def changed(path, target, change):
+    model = onnx.load(path)
+    change(model)
+    target.write_bytes(model.SerializeToString())
+    return target
+
+
+def of(model, kind):
+    return next(node for node in model.graph.node if node.op_type == kind)
+
+
+def other_range(model):
+    node = of(model, "Requantize")
+    kept = [a for a in node.attribute if a.name != "output_range"]
+    del node.attribute[:]
+    node.attribute.extend([*kept, helper.make_attribute("output_range", 3.0)])
+
+
+def other_body(model):
+    function = next(f for f in model.functions if f.name == "Requantize")
+    next(node for node in function.node if node.op_type == "Round").op_type = "Floor"
+
+
+def other_record(**changes):
+    def change(model):
+        entry = model.metadata_props[0]
+        content = json.loads(entry.value)
+        for name, value in changes.items():
+            if name in content:
+                content[name] = value
+            else:
+                content["nodes"][0]["attributes"][name] = value
+        entry.value = json.dumps(content)
+
+    return change
+
+
+def no_record(model):
+    del model.metadata_props[:]
+
+
+def broken_record(model):
+    model.metadata_props[0].value = "{"
+
+
+def no_weight(model):
+    names = [tensor.name for tensor in model.graph.initializer]
+    del model.graph.initializer[names.index("conv1.weight")]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (other_range, "operators are not those that its metadata describe"),
+        (other_body, "operators are not those that its metadata describe"),
+        (other_record(activation="None"), "operators are not those that its metadata describe"),
+        (other_record(all_layers=True), "operators are not those that its metadata describe"),
+        (other_record(output_precision="int4"), "conv0: output_precision is 'int4'"),
+        (other_record(kernel_size=[3, 3, 2]), "conv0: a weight of shape"),
+        (other_record(kernel_size="3"), "damaged"),
+        (other_record(version=9), "metadata of version 9"),
+        (other_record(nodes=[]), "no nodes or no outputs"),
+        (other_record(nodes=3), "damaged"),
+        (no_record, "0 metadata entries"),
+        (broken_record, "Expecting"),
+        (no_weight, r"conv1\.weight is missing"),
+    ],
+)
+def test_a_changed_file_is_not_believed(files, tmp_path, change, message):
+    path = changed(files / "portable.onnx", tmp_path / "a.onnx", change)
+    with pytest.raises(ValueError, match=rf"load_sparse_onnx: a\.onnx: .*{message}"):
+        load_sparse_onnx(path)
+
+
+@pytest.mark.parametrize(
+    "off",
+    [("conv_input.0",), ("encoder_layers.encoder_layer1.0.conv2", "conv_out.0")],
+    ids=["first fp16", "conv2 and last fp16"],
+)
+def test_layers_in_fp16(nets, tmp_path, off):
+    """Floats are summed in another order; integers behind them differ by a step at most."""
+    model = nets.switch_off(nets.encoder(), *off)
+    path, inputs = tmp_path / "a.onnx", nets.frame(7, batch_size=2)
+    export_sparse_onnx(model, nets.frame(0), path, dialect="portable")
+    rows = compare_sparse_onnx(load_sparse_onnx(path, backend="onnxruntime"), model, inputs)
+    assert len(rows) == 11 + 4 + 1
+    assert {row.form for row in rows} == {"int8", "float"}
+    assert max(row.largest for row in rows if row.form == "float") < 1e-4
+    assert sum(row.different for row in rows if row.form == "int8") <= 3
+    assert max(row.largest for row in rows if row.form == "int8") <= 1
+
+
+@pytest.mark.parametrize("order", ["xyz", "zyx"])
+def test_no_integer_differs_in_either_order(nets, tmp_path, order):
+    model = nets.encoder(tail="none")
+    path = tmp_path / "a.onnx"
+    export_sparse_onnx(model, nets.frame(0), path, dialect="portable", order=order)
+    file = load_sparse_onnx(path, backend="onnxruntime")
+    rows = compare_sparse_onnx(file, model, nets.frame(8), reversed_axes=order == "zyx")
+    assert len(rows) == 11 + 4 + 1
+    assert {row.different for row in rows} == {0}
+
+
+def test_a_sparse_result(nets, tmp_path):
+    """The voxels of the result are those of the input, of an inner layer, or both."""
+    path, inputs = tmp_path / "a.onnx", nets.frame(3, batch_size=2)
+    model = nets.hourglass()
+    export_sparse_onnx(model, nets.frame(0), path, dialect="portable")
+    rows = compare_sparse_onnx(load_sparse_onnx(path, backend="onnxruntime"), model, inputs)
+    assert [row.node for row in rows] == ["conv0", "conv1", "conv2", "conv3", "conv4", "output"]
+    assert {row.different for row in rows} == {0}
+    assert [v.name for v in session(path).get_outputs()] == ["output"]
+
+
+def test_float_models(nets, tmp_path):
+    torch.manual_seed(0)
+    model = nets.folded(nets.Encoder(), nets.frame(0))
+    path, inputs = tmp_path / "a.onnx", nets.frame(4)
+    export_sparse_onnx(model, nets.frame(0), path, dialect="portable")
+    assert lint_onnx(path, "onnxruntime") == []
+    (made,) = session(path).run(None, feed(*inputs))
+    wanted = load_sparse_onnx(path)(*inputs)
+    np.testing.assert_allclose(made, wanted.numpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_settings(nets, tmp_path):
+    arguments = (nets.encoder(), nets.frame(0), tmp_path / "a.onnx")
+    with pytest.raises(ValueError, match="all_layers=True needs dialect='portable'"):
+        export_sparse_onnx(*arguments, all_layers=True)
+    with pytest.raises(ValueError, match=r"lower_to_portable: no\.onnx: no such file"):
+        lower_to_portable(tmp_path / "no.onnx", tmp_path / "a.onnx")
+    assert list(tmp_path.iterdir()) == []
+    export_sparse_onnx(*arguments, dialect="portable")
+    file = load_sparse_onnx(tmp_path / "a.onnx", backend="onnxruntime")
+    with pytest.raises(ValueError, match="a portable file has one"):
+        file(*nets.frame(0), spatial_shape=(20, 20, 20))
