@@ -16,6 +16,7 @@ from bevfusion_quant.model._fuser import ConvFuser
 from bevfusion_quant.model._model import BEVFusion
 from bevfusion_quant.model._parts import PART_PATHS, PARTS, STAGES, exclude_all_but
 from bevfusion_quant.model._second import SECOND, SECONDFPN
+from bevfusion_quant.model._trained import named_weights, trained_weights
 from bevfusion_quant.model._weight_layout import LAYOUTS
 from bevfusion_quant.model._weights import random_weights
 from bevfusion_quant.model.head import HeadConfig
@@ -43,6 +44,8 @@ __all__ = [
     "exclude_all_but",
     "load_state_dict",
     "load_weights",
+    "named_weights",
     "random_weights",
     "read_state_dict",
+    "trained_weights",
 ]
