@@ -44,6 +44,7 @@ MAY_IMPORT = {
         "bevquant_quantizers",
         "bevquant_qnn",
         "bevquant_int8sim",
+        "bevquant_export",
         "bevquant_hybrid",
     },
 }

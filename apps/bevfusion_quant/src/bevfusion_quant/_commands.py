@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
 from functools import singledispatch
 from typing import TYPE_CHECKING
 
-from bevfusion_quant._errors import InputError
+from bevfusion_quant._errors import InputError, VerificationError
 from bevfusion_quant._frames import camera_names, frames_of
-from bevfusion_quant._options import Command, Demo, Evaluate, Ptq, Simulate, Train, Tree
-from bevfusion_quant.model import CONFIGS, PART_PATHS, build_model
+from bevfusion_quant._options import Command, Demo, Evaluate, Export, Ptq, Simulate, Train, Tree
+from bevfusion_quant.model import (
+    CONFIGS,
+    PART_PATHS,
+    build_model,
+    named_weights,
+    trained_weights,
+)
 from bevfusion_quant.ptq import (
     EvaluateResult,
     PtqConfig,
@@ -31,9 +39,12 @@ if TYPE_CHECKING:
     from torch import nn
 
     from bevfusion_quant.bpu import BpuResult
+    from bevfusion_quant.export import ExportedSet
     from bevfusion_quant.ptq import Branch
 
 __all__ = ["execute", "tree"]
+
+LOG = logging.getLogger(__name__)
 
 
 @singledispatch
@@ -48,8 +59,15 @@ def _demo(options: Demo, command: str) -> str:
 
     if options.seed < 0:
         raise InputError(f"--seed {options.seed}: it must not be negative")
+    weights = trained_weights(options.config)
+    if options.weights is not None:
+        weights = named_weights(options.weights, options.config)
     config = PtqConfig(
-        config=options.config, branch=options.branch, method=options.method, seed=options.seed
+        config=options.config,
+        branch=options.branch,
+        method=options.method,
+        weights=weights,
+        seed=options.seed,
     )
     cameras = None if options.branch == "lidar" else options.config
     frame = street_frame(seed=options.seed, size=options.config, cameras=cameras)
@@ -62,8 +80,21 @@ def _demo(options: Demo, command: str) -> str:
             overwrite=options.overwrite,
             command=command,
             integers="auto",
+            export=_demo_target(options.branch),
         )
     )
+
+
+def _demo_target(branch: Branch) -> str | None:
+    """What the demo's files are for; None where none can be written, which is said."""
+    from bevfusion_quant.export import missing_libraries
+
+    missing = missing_libraries()
+    if missing:
+        LOG.warning("no ONNX files without %s: pip install 'bevfusion-quant[export]'", missing)
+    elif branch == "head":
+        LOG.warning("no ONNX files: a quantized head has no form in a file")
+    return None if missing or branch == "head" else "tensorrt"
 
 
 @execute.register
@@ -82,7 +113,7 @@ def _ptq(options: Ptq, command: str) -> str:
         config=options.config,
         branch=branch,
         method=options.method or "mse",
-        weights=options.weights,
+        weights=named_weights(options.weights, options.config),
         weight_layout=options.weight_layout,
         seed=options.seed,
         calibration_frames=options.calibration_frames,
@@ -113,7 +144,7 @@ def _ptq_bpu(options: Ptq, branch: Branch, command: str) -> str:
         branch=branch,
         march=options.march or "bayes",
         method=options.method or "percentile",
-        weights=options.weights,
+        weights=named_weights(options.weights, options.config),
         weight_layout=options.weight_layout,
         seed=options.seed,
         calibration_frames=options.calibration_frames,
@@ -188,6 +219,45 @@ def _train(options: Train, command: str) -> str:
 
 
 @execute.register
+def _export(options: Export, command: str) -> str:
+    from bevfusion_quant.export import export_run, export_text
+    from bevfusion_quant.ptq import read_run_config
+
+    config = read_run_config(options.run)
+    if options.dataset is None and not options.points:
+        options = replace(options, dataset="street")
+    result = export_run(
+        options.run,
+        frames_of(options, with_cameras=config.get("branch") != "lidar", size=config["config"]),
+        target=options.target,
+        cameras=options.cameras or None,
+        runs=options.runs,
+        name=options.name or free_name(options.runs, "export"),
+        overwrite=options.overwrite,
+        command=command,
+    )
+    parts = (
+        *export_text(result.exported),
+        _end((), result.seconds, result.peak_memory_mib),
+        f"Written to {result.folder}: summary.json, config.json, onnx/",
+        f"Page: {(result.folder / 'report.html').absolute()}",
+    )
+    return _verified("\n" + "\n\n".join(parts), result.exported)
+
+
+def _verified(text: str, made: ExportedSet | None) -> str:
+    """The text of a run whose files are right; raises what ends the command where they are not."""
+    if made is not None and made.failures:
+        more = f" and {len(made.failures) - 1} more" if len(made.failures) > 1 else ""
+        raise VerificationError(
+            f"the ONNX files in {made.folder} are not what the model computes: "
+            f"{made.failures[0]}{more}: do not deploy them; the page shows every layer",
+            text,
+        )
+    return text
+
+
+@execute.register
 def _tree(options: Tree, command: str) -> str:
     if options.quantize_head and options.branch != "all":
         raise InputError(f"--quantize-head goes with --branch all, not with {options.branch}")
@@ -233,13 +303,22 @@ def _report(result: PtqResult | EvaluateResult) -> str:
         *detections,
         *_integers(result),
         *_accuracy(result),
+        *_files(result),
         _end(getattr(result, "warnings", ()), result.seconds, result.peak_memory_mib),
         f"Written to {result.folder}: summary.json, config.json, bev.png, layers.png"
         + (", ranges.json, weights.safetensors" if isinstance(result, PtqResult) else "")
-        + (", integer/" if result.simulation else ""),
+        + (", integer/" if result.simulation else "")
+        + (", onnx/" if getattr(result, "exported", None) else ""),
         f"Page: {(result.folder / 'report.html').absolute()}",
     )
-    return "\n" + "\n\n".join(parts)
+    return _verified("\n" + "\n\n".join(parts), getattr(result, "exported", None))
+
+
+def _files(result: PtqResult | EvaluateResult) -> tuple[str, ...]:
+    """The ONNX files, where the run wrote some."""
+    from bevfusion_quant.export import export_text
+
+    return export_text(result.exported) if isinstance(result, PtqResult) and result.exported else ()
 
 
 def _report_bpu(result: BpuResult) -> str:

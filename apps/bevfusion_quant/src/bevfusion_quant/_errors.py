@@ -1,8 +1,8 @@
-"""The one exception that means: the user's input is at fault, and here is what to do."""
+"""Exceptions that end a command: the input is at fault, or what came out is not right."""
 
 from __future__ import annotations
 
-__all__ = ["InputError"]
+__all__ = ["InputError", "VerificationError"]
 
 
 class InputError(ValueError):
@@ -10,3 +10,18 @@ class InputError(ValueError):
 
     The command line prints the message alone and ends with exit code 2.
     """
+
+
+class VerificationError(Exception):
+    """What was written is not what it should be; the files stay, to be looked into.
+
+    The command line prints what the run has to say, then the message, and ends with exit code 1.
+
+    Args:
+        message: Which file and layer, and how far off.
+        told: What the run printed.
+    """
+
+    def __init__(self, message: str, told: str) -> None:
+        super().__init__(message)
+        self.told = told

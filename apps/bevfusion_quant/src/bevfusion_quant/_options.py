@@ -6,13 +6,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["Command", "Demo", "Evaluate", "FrameOptions", "Ptq", "Simulate", "Train", "Tree"]
+__all__ = [
+    "Command",
+    "Demo",
+    "Evaluate",
+    "Export",
+    "FrameOptions",
+    "Ptq",
+    "Simulate",
+    "Train",
+    "Tree",
+]
 
 ConfigName = Literal["nuscenes", "tiny"]
 Method = Literal["mse", "max", "entropy", "percentile"]
 Branch = Literal["camera", "lidar", "fuser", "decoder", "head", "all"]
 Backend = Literal["auto", "vnni", "portable", "torch"]
 Target = Literal["nvidia", "bpu"]
+ExportTarget = Literal["tensorrt", "onnxruntime", "bpu"]
 MarchName = Literal["bayes", "bernoulli2", "bayes-e"]
 Dataset = Literal["street", "pandaset", "kitti", "files", "nuscenes"]
 
@@ -60,7 +71,9 @@ class Demo:
         config: Sizes of the model.
         branch: What to quantize; see `ptq`.
         method: How activation ranges are chosen.
-        seed: Seed of the street and of the random weights.
+        weights: trained: those that come with the package, by default where it has some for the
+            sizes; or random ones.
+        seed: Seed of the street and of random weights.
         runs: Folder of all runs.
         name: The run's folder in it; by default demo, demo-2, …
         overwrite: Replace an earlier run of that name.
@@ -69,6 +82,7 @@ class Demo:
     config: ConfigName = "nuscenes"
     branch: Branch = "all"
     method: Method = "mse"
+    weights: Literal["trained", "random"] | None = None
     seed: int = 0
     runs: Path = Path("runs")
     name: str | None = None
@@ -84,7 +98,8 @@ class Ptq(FrameOptions):
         branch: What to quantize: camera or lidar, that encoder built alone; fuser, decoder or
             head, that part in the whole model; all, the whole model but its head. By default lidar
             for --points, all for --dataset.
-        weights: mit-bevfusion state dict (.pth or .safetensors); random weights without it.
+        weights: mit-bevfusion state dict (.pth or .safetensors), or trained for the weights that
+            come with the package; random weights without it.
         weight_layout: How that file stores sparse weights; auto takes it from the shapes where they
             allow one layout only.
         target: What is quantized for. nvidia: every part, as TensorRT and libspconv take it. bpu:
@@ -225,4 +240,27 @@ class Train(FrameOptions):
     checkpoint_every: int = 100
 
 
-Command = Demo | Ptq | Evaluate | Simulate | Train | Tree
+@dataclass(frozen=True, kw_only=True)
+class Export(FrameOptions):
+    """Write a saved run's model as ONNX files for an engine, and prove them on a frame.
+
+    Without frames one street is made; frames of your own set how many voxels the files can hold.
+
+    Args:
+        run: The folder of a run that demo or ptq wrote.
+        target: tensorrt: the files of CUDA-BEVFusion, the sparse encoder for libspconv.
+            onnxruntime: the same, all for ONNX Runtime on a CPU. bpu: of a run with --target bpu,
+            the dense parts for hb_mapper. By default what the run was quantized for.
+        runs: Folder of all runs; the export is a new one.
+        name: The export's folder in it; by default export, export-2, …
+        overwrite: Replace an earlier run of that name.
+    """
+
+    run: Path
+    target: ExportTarget | None = None
+    runs: Path = Path("runs")
+    name: str | None = None
+    overwrite: bool = False
+
+
+Command = Demo | Ptq | Evaluate | Simulate | Export | Train | Tree

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 USAGE_ERROR = 2
+NOT_VERIFIED = 1
 # Numbers of glibc's malloc.h.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 
@@ -26,8 +27,9 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
-    0: done. 2: the input, the options or the surroundings are at fault (the last line on stderr
-    says what is wrong and what to do), or the run was interrupted; nothing half-written is left.
+    0: done. 1: done, but files that were written do not compute what the model computes. 2: the
+    input, the options or the surroundings are at fault, or the run was interrupted; nothing
+    half-written is left. The last line on stderr says what is wrong and what to do.
 
     Args:
         arguments: Without the program's name; those of the process by default.
@@ -68,20 +70,23 @@ def _run(arguments: list[str]) -> int:
     _let_waiting_threads_sleep()
     _reuse_freed_memory()
     from bevfusion_quant._commands import execute
-    from bevfusion_quant._errors import InputError
+    from bevfusion_quant._errors import InputError, VerificationError
     from bevfusion_quant.points import PointsError
     from bevfusion_quant.voxelize import VoxelizeError
 
     try:
         print(execute(command, shlex.join(["bevfusion-quant", *arguments])), flush=True)
+    except VerificationError as error:
+        print(error.told, flush=True)
+        return _fail(str(error), NOT_VERIFIED)
     except (InputError, PointsError, VoxelizeError) as error:
         return _fail(str(error))
     return 0
 
 
-def _fail(message: str) -> int:
+def _fail(message: str, code: int = USAGE_ERROR) -> int:
     print(f"bevfusion-quant: {message}", file=sys.stderr, flush=True)
-    return USAGE_ERROR
+    return code
 
 
 def _set_up_logging() -> None:

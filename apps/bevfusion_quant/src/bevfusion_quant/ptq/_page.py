@@ -14,6 +14,7 @@ from bevfusion_quant.ptq._summary import or_dash, versions
 if TYPE_CHECKING:
     from bevfusion_quant.bpu import BpuOutcome
     from bevfusion_quant.cameras import Camera
+    from bevfusion_quant.export import ExportedSet
     from bevfusion_quant.integer import Simulation
     from bevfusion_quant.metrics import Accuracy
     from bevfusion_quant.model import BEVFusionConfig
@@ -45,6 +46,7 @@ def write_page(
     simulation: Simulation | None = None,
     bpu: BpuOutcome | None = None,
     accuracy: Accuracy | None = None,
+    exported: ExportedSet | None = None,
 ) -> Path:
     """Write report.html.
 
@@ -64,6 +66,7 @@ def write_page(
         simulation: What running in integers gave, if the run did that.
         bpu: Of a run for a BPU: what runs where, and how it compares.
         accuracy: How well the models find what is labelled.
+        exported: The ONNX files that the run wrote.
     """
     from bevfusion_quant.report import ReportContent, write_report
 
@@ -86,6 +89,7 @@ def write_page(
             integers=simulation,
             bpu=bpu,
             accuracy=accuracy,
+            export=exported,
             **records,
         ),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,7 @@ from bevfusion_quant.ptq._summary import peak_memory_mib, versions, write_json
 from bevfusion_quant.ptq._sums import relative_change
 
 if TYPE_CHECKING:
+    from bevfusion_quant.export import ExportedSet
     from bevfusion_quant.integer import Simulation
     from bevfusion_quant.model import Batch, BEVFusion
     from bevfusion_quant.points import Frame
@@ -94,6 +95,7 @@ class PtqResult:
     seconds: dict[str, float]
     peak_memory_mib: float
     simulation: Simulation | None = None
+    exported: ExportedSet | None = None
 
 
 def run_ptq(
@@ -105,6 +107,7 @@ def run_ptq(
     overwrite: bool = False,
     command: str = "",
     integers: str | None = None,
+    export: str | None = None,
 ) -> PtqResult:
     """Quantize the model or a part of it on the given frames and write `runs/name`.
 
@@ -117,10 +120,12 @@ def run_ptq(
         overwrite: Replace an earlier run of that name.
         command: The command line that repeats this run, for the summary.
         integers: Kernels to run the model in integers on, such as "auto"; None for no such run.
+        export: What to write ONNX files for, "tensorrt" or "onnxruntime"; None for no files.
 
     Raises:
         InputError: Whatever is wrong with the input; nothing is written then.
     """
+    from bevfusion_quant.export import ONNX_FOLDER, export_model
     from bevfusion_quant.integer import simulate_model
 
     clock = Clock()
@@ -164,6 +169,21 @@ def run_ptq(
                 branch=config.branch,
                 backend=integers,
             )
+        exported = None
+        if export is not None:
+            exported = export_model(
+                fused.model,
+                quantized.model,
+                batches,
+                sizes,
+                clock,
+                folder / ONNX_FOLDER,
+                target=export,
+                layers=() if simulation is None else simulation.layers,
+                command=command,
+                run=str(runs / name),
+                settings=asdict(config),
+            )
         stage = quantized_parts(config.branch)[-1]
         with clock.step("draw"):
             write_pictures(folder, sizes, batches.first_frame, judgement, stage)
@@ -199,6 +219,7 @@ def run_ptq(
                 seconds=clock.seconds(),
                 peak_memory_mib=peak_memory_mib(),
                 simulation=simulation,
+                exported=exported,
             )
         seconds, peak = clock.seconds(), round(peak_memory_mib(), 1)
         summary = {
@@ -216,6 +237,7 @@ def run_ptq(
             **records,
             **judgement.summary(),
             **({} if simulation is None else {"integers": simulation.summary()}),
+            **({} if exported is None else {"export": exported.summary()}),
             "seconds": seconds,
             "peak_memory_mib": peak,
         }
@@ -231,6 +253,7 @@ def run_ptq(
         seconds,
         peak,
         simulation,
+        None if exported is None else replace(exported, folder=runs / name / ONNX_FOLDER),
     )
 
 

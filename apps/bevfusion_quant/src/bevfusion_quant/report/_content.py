@@ -12,6 +12,7 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from bevfusion_quant.bpu import BpuOutcome
     from bevfusion_quant.cameras import Camera
+    from bevfusion_quant.export import ExportedSet
     from bevfusion_quant.integer import Simulation
     from bevfusion_quant.metrics import Accuracy
     from bevfusion_quant.ptq import LayerRow, QuantizerValues
@@ -136,6 +137,7 @@ class ReportContent:
         integers: What running in integers gave.
         bpu: Of a run for a BPU: plan, comparison, estimate.
         accuracy: How well the models find what is labelled.
+        export: The ONNX files that were written, and what checking them gave.
         low_sqnr_db: Layers below this are counted and marked.
 
     Examples:
@@ -162,4 +164,5 @@ class ReportContent:
     integers: Simulation | None = None
     bpu: BpuOutcome | None = None
     accuracy: Accuracy | None = None
+    export: ExportedSet | None = None
     low_sqnr_db: float = 20.0

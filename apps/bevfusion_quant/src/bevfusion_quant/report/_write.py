@@ -16,6 +16,7 @@ from bevfusion_quant.report._bpu import bpu_section
 from bevfusion_quant.report._check import check
 from bevfusion_quant.report._decisions import decisions_section
 from bevfusion_quant.report._encode import script_json
+from bevfusion_quant.report._export import export_section
 from bevfusion_quant.report._html import join, tag
 from bevfusion_quant.report._integers import integers_section
 from bevfusion_quant.report._layers import finite_rows, layers_section
@@ -105,6 +106,8 @@ def _sections(content: ReportContent) -> Iterator[Section]:
         yield integers_section(content.integers)
     if content.bpu is not None:
         yield bpu_section(content.bpu)
+    if content.export is not None:
+        yield export_section(content.export)
     decisions, again = decisions_section(content), reproduce(content)
     if decisions is not None:
         yield decisions
@@ -120,6 +123,8 @@ def _styles(content: ReportContent) -> Iterator[str]:
         yield "accuracy.css"
     if content.bpu is not None:
         yield "bpu.css"
+    if content.export is not None:
+        yield "export.css"
     yield "narrow.css"  # last, so that a small screen has the last word
 
 

@@ -1,0 +1,106 @@
+"""The files one behind the other, beside the model in float, fake-quantized and in integers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from bevfusion_quant.export._files import HEAD
+from bevfusion_quant.export._outcome import SetStage
+from bevfusion_quant.export._walk import walk
+from bevfusion_quant.ptq._agreement import AgreementRow, DetectionTally
+from bevfusion_quant.ptq._sums import PairSums
+
+if TYPE_CHECKING:
+    from bevfusion_quant.export._pieces import Piece
+    from bevfusion_quant.export._walk import Execute
+    from bevfusion_quant.model import Batch, BEVFusion, BEVFusionConfig
+    from bevfusion_quant.model.head import Detections
+
+__all__ = ["box_agreement", "set_stages"]
+
+TITLES = {
+    "neck": "Camera features",
+    "camera": "Camera, bird's-eye view",
+    "lidar": "LiDAR, bird's-eye view",
+    "fused": "Fused, bird's-eye view",
+    "middle": "Decoder",
+}
+_SLACK_DB, _ENOUGH_DB = 0.5, 40.0
+
+
+def set_stages(
+    pieces: Sequence[Piece], onnx: Execute, batch: Batch, model: BEVFusion
+) -> tuple[tuple[SetStage, ...], dict[str, Tensor], dict[str, Tensor]]:
+    """Run a frame four times and compare what lies between the files.
+
+    Args:
+        pieces: In order.
+        onnx: Runs a file.
+        batch: The frame.
+        model: Any form of the model.
+
+    Returns:
+        The stages, and all tensors of the integer model and of the files.
+    """
+    files = [piece.file for piece in pieces]
+    known = {piece.file.name: piece for piece in pieces}
+    runs: dict[str, Execute] = {
+        "float": lambda file, args: known[file.name].in_float(args),
+        "fake": lambda file, args: known[file.name].fake(args),
+        "integer": lambda file, args: known[file.name].in_integers(args),
+        "onnx": onnx,
+    }
+    made = {name: walk(files, run, batch, model)[1] for name, run in runs.items()}
+    stages = []
+    for tensor, title in TITLES.items():
+        if tensor in made["float"]:
+            fake, integer, onnx_db = (
+                _sqnr_db(made["float"][tensor], made[name][tensor]) for name in list(runs)[1:]
+            )
+            right = _is_right(integer, onnx_db)
+            stages.append(SetStage(tensor, title, fake, integer, onnx_db, right))
+    return tuple(stages), made["integer"], made["onnx"]
+
+
+def _sqnr_db(wanted: Tensor, got: Tensor) -> float | None:
+    sums = PairSums()
+    sums.add(wanted, got)
+    return sums.sqnr_db
+
+
+def _is_right(integer_db: float | None, onnx_db: float | None) -> bool:
+    """Single steps that engines round otherwise grow on the way, but cost next to nothing."""
+    if onnx_db is None:
+        return True
+    return onnx_db >= min(_ENOUGH_DB if integer_db is None else integer_db, _ENOUGH_DB) - _SLACK_DB
+
+
+def box_agreement(
+    model: BEVFusion,
+    config: BEVFusionConfig,
+    integers: Mapping[str, Tensor],
+    onnx: Mapping[str, Tensor],
+) -> tuple[AgreementRow, ...]:
+    """Boxes of the integer model against those of the files; the former stand first in each row."""
+    if HEAD.partition(".")[0] not in model.parts:
+        return ()
+    low_x, low_y, _, high_x, high_y, _ = config.lidar.point_cloud_range
+    tally = DetectionTally(config.head.classes, (low_x, low_y, high_x, high_y))
+    tally.add(_boxes(model, integers), _boxes(model, onnx), None)
+    return tuple(tally.agreement())
+
+
+def _boxes(model: BEVFusion, tensors: Mapping[str, Tensor]) -> Detections:
+    """Boxes from the outputs of head.bbox, whose scores are multiplied out already."""
+    score = tensors["score"]
+    outputs: dict[str, Any] = {name: tensors[name] for name in ("rot", "dim", "height", "vel")}
+    outputs["center"] = tensors["reg"]
+    outputs["query_labels"] = score.argmax(1)
+    outputs["query_heatmap_score"] = score
+    outputs["heatmap"] = torch.full_like(score, torch.inf)  # of which the sigmoid is 1
+    found: Detections = model.head.decode(outputs)[0]
+    return found

@@ -1,0 +1,154 @@
+"""Each tensor of a written file against the model that it was written from."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from bevfusion_quant.export._files import HEAD
+from bevfusion_quant.export._outcome import FileLayer
+from bevfusion_quant.export._pieces import outputs_of
+from bevfusion_quant.export._run_files import named_inputs, open_session, runner
+
+if TYPE_CHECKING:
+    from bevfusion_quant.export._write import Written
+
+__all__ = ["TOLERANCE", "file_layers"]
+
+TOLERANCE = 1e-3  # of float outputs, relative to the largest value
+_EXACT = frozenset({"quantize", "max_pool", "move", "relu", "constant"})
+# The engine interpolates in float32 from coordinates of its own.
+_RESIZED = 0.05
+# Sums times a float32 factor: what lies within rounding of half a step may come out a step apart.
+_TIES, _FEW_TIES = 1e-4, 4
+_LOST_QUERIES = 0.02
+_SPARSE_OPS = {"conv": "sparse_conv", "relu": "add"}
+
+
+def file_layers(written: Written, args: tuple[Any, ...]) -> tuple[FileLayer, ...]:
+    """What every tensor of a file is, one by one, on the inputs of a frame.
+
+    Quantized files: each operation reads the simulator's integers, so a difference is counted where
+    it arises. Sparse files: layer by layer behind one another. Float files: their outputs.
+    """
+    checks: dict[str, Callable[[Written, tuple[Any, ...]], Iterator[FileLayer]]] = {
+        "int8": _integers, "bpu": _integers, "sparse": _sparse, "float": _floats,
+    }  # fmt: skip
+    return tuple(checks[written.piece.kind](written, args))
+
+
+def _integers(written: Written, args: tuple[Any, ...]) -> Iterator[FileLayer]:
+    from bevquant_export import compare_qdq_onnx
+
+    for row in compare_qdq_onnx(written.made, written.piece.fake_module, args):
+        share = 0.0 if row.op in _EXACT else _RESIZED if row.op == "resize" else _TIES
+        allowed = max(_FEW_TIES, int(share * row.elements)) if share else 0
+        said = f"one step on {allowed:,} values" if share else "nothing"
+        yield FileLayer(
+            written.path.name,
+            written.piece.prefix + row.path if row.path else "input",
+            row.op,
+            "int8",
+            row.elements,
+            row.different,
+            float(row.largest),
+            said,
+            row.different <= allowed and row.largest <= 1,
+        )
+
+
+def _sparse(written: Written, args: tuple[Any, ...]) -> Iterator[FileLayer]:
+    from bevquant_export import compare_sparse_onnx, load_sparse_onnx
+
+    file = load_sparse_onnx(written.path)
+    apart = {} if written.linted == "libspconv" else _portable_differences(written, file, args)
+    for row in compare_sparse_onnx(file, written.piece.fake_module, args):
+        different, largest = apart.get(row.node, (0, 0.0))
+        is_int8 = row.form == "int8"
+        different, largest = row.different + different, max(float(row.largest), largest)
+        yield FileLayer(
+            written.path.name,
+            row.path or row.node,
+            _SPARSE_OPS.get(row.node.rstrip("0123456789"), row.node),
+            row.form,
+            row.elements,
+            different if is_int8 else None,
+            largest,
+            "nothing" if is_int8 else f"{TOLERANCE:g} of the largest value",
+            largest == 0 if is_int8 else largest <= TOLERANCE,
+        )
+
+
+def _portable_differences(
+    written: Written, file: Any, args: tuple[Any, ...]
+) -> dict[str, tuple[int, float]]:
+    """How many values of each layer onnxruntime makes other than the file's reader, and how far."""
+    from bevquant_export import lower_to_portable
+
+    _, wanted = file.run(*args)
+    found: dict[str, tuple[int, float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        told = Path(folder) / "layers.onnx"
+        lower_to_portable(written.path, told, all_layers=True)
+        session = open_session(told, optimised=True)
+        names = [port.name for port in session.get_outputs() if port.name in wanted]
+        for name, made in zip(
+            names, session.run(names, named_inputs(written.piece.file, args)), strict=True
+        ):
+            want = wanted[name].value
+            apart = (torch.from_numpy(made).double() - want.double()).abs()
+            scale = 1.0 if wanted[name].scale is not None else float(want.abs().max()) or 1.0
+            found[name] = int(apart.count_nonzero()), float(apart.max()) / scale
+    return found
+
+
+def _floats(written: Written, args: tuple[Any, ...]) -> Iterator[FileLayer]:
+    wanted = outputs_of(written.piece.float_module, args)
+    got = runner(written)(args)
+    if written.piece.file.name == HEAD:
+        got, lost = _matched(wanted, got)
+        queries = wanted[0].shape[-1]
+        yield FileLayer(
+            written.path.name, "queries", "choice", "places", queries, lost, float(lost),
+            f"{100 * _LOST_QUERIES:g} % of the queries, where scores are equal but for rounding",
+            lost <= _LOST_QUERIES * queries,
+        )  # fmt: skip
+    for name, want, made in zip(written.piece.file.outputs, wanted, got, strict=True):
+        largest = _relative(want, made)
+        yield FileLayer(
+            written.path.name, name, "float", "float", want.numel(), None, largest,
+            f"{TOLERANCE:g} of the largest value", largest <= TOLERANCE,
+        )  # fmt: skip
+
+
+def _relative(want: Tensor, made: Tensor) -> float:
+    if want.shape != made.shape:
+        return float("inf")
+    scale = float(want.abs().max()) if want.numel() else 0.0
+    largest = float((want - made).abs().max()) if want.numel() else 0.0
+    return largest / scale if scale else largest
+
+
+def _matched(wanted: Any, got: Any) -> tuple[list[Tensor], int]:
+    """The outputs of the head with its queries in the model's order, and how many have no partner.
+
+    Scores that differ by less than rounding may change places, and each other's queries with them.
+    """
+    both = [
+        torch.cat([part[0] / max(float(want.abs().max()), 1e-30) for part, want in pairs]).T
+        for pairs in (list(zip(side, wanted, strict=True)) for side in (wanted, got))
+    ]
+    apart = torch.cdist(both[0].double(), both[1].double(), p=float("inf"))
+    nearest = apart.min(1)
+    lost = nearest.values > TOLERANCE
+    turned = []
+    for want, made in zip(wanted, got, strict=True):
+        placed = made[..., nearest.indices].clone()
+        placed[..., lost] = want[..., lost]
+        turned.append(placed)
+    return turned, int(lost.sum())

@@ -1,0 +1,145 @@
+"""A calibrated model as a set of files: written, linted, run and held against the model."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bevfusion_quant._errors import InputError
+from bevfusion_quant.export._chain import box_agreement, set_stages
+from bevfusion_quant.export._check import file_layers
+from bevfusion_quant.export._files import LIDAR
+from bevfusion_quant.export._join import beside_layers
+from bevfusion_quant.export._manifest import exported_file, write_manifest
+from bevfusion_quant.export._outcome import ExportedSet
+from bevfusion_quant.export._pieces import nvidia_pieces
+from bevfusion_quant.export._run_files import runner
+from bevfusion_quant.export._walk import walk
+from bevfusion_quant.export._write import write_piece
+
+if TYPE_CHECKING:
+    from bevfusion_quant.export._pieces import Piece
+    from bevfusion_quant.model import BEVFusion, BEVFusionConfig
+    from bevfusion_quant.ptq._batches import FrameBatches
+    from bevfusion_quant.ptq._clock import Clock
+    from bevquant_int8sim import LayerRow
+
+__all__ = ["ONNX_FOLDER", "check_libraries", "export_model", "export_pieces", "missing_libraries"]
+
+ONNX_FOLDER = "onnx"
+
+LIBRARIES = ("onnx", "onnxruntime", "onnxscript")
+
+
+def missing_libraries() -> str:
+    """What writing and checking files needs and is not installed, or nothing."""
+    return ", ".join(name for name in LIBRARIES if importlib.util.find_spec(name) is None)
+
+
+def check_libraries() -> None:
+    """Raises InputError where a library is missing."""
+    if missing := missing_libraries():
+        raise InputError(f"export needs {missing}: pip install 'bevfusion-quant[export]'")
+
+
+def export_model(
+    float_model: BEVFusion,
+    quantized_model: BEVFusion,
+    batches: FrameBatches,
+    config: BEVFusionConfig,
+    clock: Clock,
+    folder: Path,
+    *,
+    target: str,
+    layers: Sequence[LayerRow] = (),
+    command: str = "",
+    run: str = "",
+    settings: Mapping[str, Any] | None = None,
+) -> ExportedSet:
+    """Write the set for TensorRT with libspconv, or for ONNX Runtime, to `folder` and check it.
+
+    Args:
+        float_model: The folded model that was quantized.
+        quantized_model: The calibrated one.
+        batches: At least one; the first is run, all of them bound the number of voxels.
+        config: Sizes.
+        clock: Times the steps.
+        folder: Made here; holds the files and manifest.json.
+        target: "tensorrt" or "onnxruntime".
+        layers: Of `bevquant_int8sim.compare`, to stand beside the files' tensors; compared on the
+            first batch where none are given.
+        command: The command line that repeats it, for the manifest.
+        run: The run that is exported, for the manifest.
+        settings: What else decides the result, for the manifest.
+
+    Raises:
+        InputError: A library is missing, the head is quantized, or a file cannot be written.
+    """
+    check_libraries()
+    pieces = nvidia_pieces(float_model, quantized_model)
+    made = export_pieces(
+        pieces, quantized_model, batches, config, clock, folder,
+        target=target, command=command, run=run, settings=settings or {},
+    )  # fmt: skip
+    rows = layers or _compared(float_model, quantized_model, batches, clock)
+    return replace(made, files=beside_layers(made.files, rows))
+
+
+def _compared(
+    float_model: BEVFusion, quantized_model: BEVFusion, batches: FrameBatches, clock: Clock
+) -> Sequence[LayerRow]:
+    from bevfusion_quant.integer._simulation import lowered
+    from bevquant_int8sim import compare
+
+    batch = batches[0]
+    with clock.step("compare layers", blame="float and integer model cannot be compared"):
+        model = lowered(quantized_model, batch, "auto")
+        return compare(float_model, model, [tuple(batch)]).rows
+
+
+def export_pieces(
+    pieces: Sequence[Piece],
+    model: BEVFusion,
+    batches: FrameBatches,
+    config: BEVFusionConfig,
+    clock: Clock,
+    folder: Path,
+    *,
+    target: str,
+    command: str,
+    run: str,
+    settings: Mapping[str, Any],
+    march: str = "bayes",
+) -> ExportedSet:
+    """Write the pieces, run them file by file and one behind the other, and write the manifest."""
+    folder.mkdir()
+    batch = batches[0]
+    files = [piece.file for piece in pieces]
+    known = {piece.file.name: piece for piece in pieces}
+    with clock.step("write ONNX files"):
+        inputs, _ = walk(files, lambda file, args: known[file.name].fake(args), batch, model)
+        voxels = _voxels(batches) if LIDAR in known else []
+        written = {
+            name: write_piece(piece, inputs[name], voxels, folder, target, march)
+            for name, piece in known.items()
+        }
+    with clock.step("check ONNX files"):
+        layers = {name: file_layers(item, inputs[name]) for name, item in written.items()}
+        rows = tuple(exported_file(item, layers[name]) for name, item in written.items())
+    with clock.step("run ONNX files"):
+        runs = {name: runner(item) for name, item in written.items()}
+        stages, integers, onnx = set_stages(
+            pieces, lambda file, args: runs[file.name](args), batch, model
+        )
+        agreement = box_agreement(model, config, integers, onnx)
+    names = [name for _, (name, _) in sorted(batches.names.items())]
+    made = ExportedSet(target, folder, rows, stages, agreement, names[0])
+    write_manifest(made, command=command, run=run, frames=names, settings=settings)
+    return made
+
+
+def _voxels(batches: FrameBatches) -> list[tuple[Any, ...]]:
+    return [(batch.features, batch.coords, batch.batch_size) for batch in batches]

@@ -1,0 +1,109 @@
+"""Each file's part of the model in float, fake-quantized and in integers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from bevfusion_quant._errors import InputError
+from bevfusion_quant.export._files import HEAD, LIDAR, FilePart, nvidia_files
+from bevquant_quantizers import TensorQuantizer
+
+if TYPE_CHECKING:
+    from bevfusion_quant.model import BEVFusion
+
+__all__ = ["Piece", "nvidia_pieces", "outputs_of", "quantizers_on"]
+
+
+@dataclass(eq=False)
+class Piece:
+    """One file's part of the model.
+
+    Attributes:
+        file: Which.
+        kind: How it is written: "int8", "sparse", "float" or "bpu".
+        float_module: In float.
+        fake_module: Fake-quantized; the float one where nothing in it is quantized.
+        lower: The fake-quantized one and inputs → its integers; None for float parts.
+        prefix: What stands before its modules' paths in the model.
+    """
+
+    file: FilePart
+    kind: str
+    float_module: nn.Module
+    fake_module: nn.Module
+    lower: Callable[[nn.Module, tuple[Any, ...]], Callable[..., Any]] | None = None
+    prefix: str = ""
+
+    def in_float(self, args: tuple[Any, ...]) -> Sequence[Tensor]:
+        """Outputs of the float model."""
+        return outputs_of(self.float_module, args)
+
+    def fake(self, args: tuple[Any, ...]) -> Sequence[Tensor]:
+        """Outputs of the fake-quantized model."""
+        return outputs_of(self.fake_module, args)
+
+    def in_integers(self, args: tuple[Any, ...]) -> Sequence[Tensor]:
+        """Outputs of the integer model; of the float one where nothing is quantized."""
+        if self.lower is None:
+            return self.in_float(args)
+        return outputs_of(self.lower(self.fake_module, args), args)
+
+
+def outputs_of(run: Callable[..., Any], args: tuple[Any, ...]) -> Sequence[Tensor]:
+    """What a call makes, always several."""
+    with torch.no_grad():
+        made = run(*args)
+    return [made] if isinstance(made, Tensor) else list(made)
+
+
+def quantizers_on(module: nn.Module) -> dict[str, TensorQuantizer]:
+    """Quantizers of a module that quantize, by path."""
+    return {
+        path: child
+        for path, child in module.named_modules()
+        if isinstance(child, TensorQuantizer) and not child._disabled and child._if_quant
+    }
+
+
+def nvidia_pieces(float_model: BEVFusion, quantized_model: BEVFusion) -> list[Piece]:
+    """The files for TensorRT, libspconv and ONNX Runtime, in the order of execution.
+
+    Raises:
+        InputError: The head is quantized.
+    """
+    pieces = []
+    for file in nvidia_files(quantized_model.parts):
+        fake, plain = file.module(quantized_model), file.module(float_model)
+        quantized = bool(quantizers_on(fake))
+        if file.name == HEAD and quantized:
+            raise InputError(
+                "the run quantizes the head, and a file holds that in float alone: its attention "
+                "and its choice of queries have no integer form; export a run of ptq without "
+                "--quantize-head and of another --branch than head"
+            )
+        if file.name == LIDAR:
+            kept = fake if quantized else plain
+            pieces.append(Piece(file, "sparse", plain, kept, _sparse_integers))
+        elif quantized:
+            pieces.append(Piece(file, "int8", plain, fake, _integers))
+        else:
+            pieces.append(Piece(file, "float", plain, plain))
+    return pieces
+
+
+def _integers(module: nn.Module, args: tuple[Any, ...]) -> Callable[..., Any]:
+    from bevquant_int8sim import simulate
+
+    return simulate(module, args)
+
+
+def _sparse_integers(module: nn.Module, args: tuple[Any, ...]) -> Callable[..., Any]:
+    """With the constants of a file, which are halves."""
+    from bevquant_export import with_half_constants
+
+    return _integers(with_half_constants(module), args)

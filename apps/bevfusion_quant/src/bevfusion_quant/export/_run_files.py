@@ -1,0 +1,80 @@
+"""Written files executed on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bevfusion_quant.export._files import FilePart
+    from bevfusion_quant.export._write import Written
+
+__all__ = ["named_inputs", "open_session", "runner"]
+
+Run = Callable[[tuple[Any, ...]], Sequence[Tensor]]
+
+
+def runner(written: Written) -> Run:
+    """A file as a function of its inputs: in onnxruntime, or for libspconv in integers here.
+
+    Files for ONNX Runtime are optimised as they are in use; those for other engines run node by
+    node, as they are written.
+    """
+    if written.linted == "libspconv":
+        return _spconv(written)
+    return _onnxruntime(written)
+
+
+def _spconv(written: Written) -> Run:
+    from bevquant_export import load_sparse_onnx
+
+    file = load_sparse_onnx(written.path)
+
+    def run(args: tuple[Any, ...]) -> Sequence[Tensor]:
+        made: Any = file(*args)
+        return [made]
+
+    return run
+
+
+def _onnxruntime(written: Written) -> Run:
+    session = open_session(written.path, optimised=written.linted == "onnxruntime")
+    file = written.piece.file
+    taken = {port.name for port in session.get_inputs()}  # what is not read is no input
+
+    def run(args: tuple[Any, ...]) -> Sequence[Tensor]:
+        given = {name: value for name, value in named_inputs(file, args).items() if name in taken}
+        return [torch.from_numpy(made) for made in session.run(None, given)]
+
+    return run
+
+
+def open_session(path: Path, *, optimised: bool) -> Any:
+    """An onnxruntime session on the CPU, with as many threads as torch has.
+
+    Files for hb_mapper are lifted to the operator set in which scales have their axis.
+    """
+    import onnxruntime  # type: ignore[import-untyped,unused-ignore]
+
+    from bevquant_export import lift_horizon_onnx
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.intra_op_num_threads = torch.get_num_threads()
+    if not optimised:
+        level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        options.graph_optimization_level = level
+    content = lift_horizon_onnx(path).SerializeToString()
+    return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+
+
+def named_inputs(file: FilePart, args: tuple[Any, ...]) -> dict[str, Any]:
+    """Arrays by the names that they have in a file; the sparse one takes the batch size too."""
+    arrays = [np.array([a]) if isinstance(a, int) else a.detach().cpu().numpy() for a in args]
+    return dict(zip((*file.inputs, "batch_size"), arrays, strict=False))

@@ -1,0 +1,127 @@
+"""Writing each file in the form that its engine takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bevfusion_quant._errors import InputError
+
+if TYPE_CHECKING:
+    from bevfusion_quant.export._pieces import Piece
+
+__all__ = ["Written", "write_piece"]
+
+
+@dataclass(frozen=True, eq=False)
+class Written:
+    """A file that was written.
+
+    Attributes:
+        piece: What it holds.
+        path: Where it lies.
+        made: What the exporter said: `QdqFile`, `FloatFile` or `SparseExport`.
+        linted: Target that the linter knows it by.
+        voxel_bound: Of a sparse file.
+        runs_in_float: What in a quantized file runs in float.
+        notes: Of the exporter.
+    """
+
+    piece: Piece
+    path: Path
+    made: Any
+    linted: str
+    voxel_bound: int | None = None
+    runs_in_float: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def write_piece(
+    piece: Piece,
+    args: tuple[Any, ...],
+    frames: Sequence[tuple[Any, ...]],
+    folder: Path,
+    target: str,
+    march: str = "bayes",
+) -> Written:
+    """Write one file.
+
+    Args:
+        piece: What.
+        args: Its inputs on a frame.
+        frames: Voxels of all frames, whose number bounds a sparse file's.
+        folder: Where.
+        target: "tensorrt", "onnxruntime" or "bpu".
+        march: Of a BPU.
+
+    Raises:
+        InputError: The exporter refuses it.
+    """
+    path = folder / f"{piece.file.name}.onnx"
+    try:
+        if piece.kind == "sparse":
+            return _sparse(piece, args, frames, path, target)
+        if piece.kind == "float":
+            return _float(piece, args, path, target)
+        return _quantized(piece, args, path, "horizon" if piece.kind == "bpu" else target, march)
+    except ValueError as error:
+        raise InputError(f"{piece.file.name} cannot be exported: {error}") from error
+
+
+def _quantized(
+    piece: Piece, args: tuple[Any, ...], path: Path, profile: str, march: str
+) -> Written:
+    from bevquant_export import export_qdq_onnx
+
+    more: dict[str, Any] = {"march": march} if profile == "horizon" else {}
+    made = export_qdq_onnx(
+        piece.fake_module,
+        args,
+        path,
+        profile,
+        input_names=list(piece.file.inputs),
+        output_names=list(piece.file.outputs),
+        **more,
+    )
+    return Written(
+        piece, path, made, profile, runs_in_float=tuple(made.floats), notes=tuple(made.notes)
+    )
+
+
+def _float(piece: Piece, args: tuple[Any, ...], path: Path, target: str) -> Written:
+    from bevquant_export import export_float_onnx
+
+    made = export_float_onnx(
+        piece.float_module,
+        args,
+        path,
+        input_names=list(piece.file.inputs),
+        output_names=list(piece.file.outputs),
+        tolerance=None,  # held against torch along with the other files
+    )
+    return Written(piece, path, made, "tensorrt" if target == "tensorrt" else "onnxruntime")
+
+
+def _sparse(
+    piece: Piece,
+    args: tuple[Any, ...],
+    frames: Sequence[tuple[Any, ...]],
+    path: Path,
+    target: str,
+) -> Written:
+    from bevquant_export import export_sparse_onnx
+
+    dialect = "libspconv" if target == "tensorrt" else "portable"
+    made = export_sparse_onnx(piece.fake_module, args, path, dialect=dialect, batches=frames)
+    bounds = [layer.output_bound for layer in made.layers if layer.output_bound is not None]
+    floats = tuple(
+        f"{layer.path}: fp16: its input or weight is not quantized"
+        for layer in made.layers
+        if layer.precision != "int8"
+    )
+    if dialect == "portable":  # takes any number of voxels
+        return Written(piece, path, made, "onnxruntime", runs_in_float=floats)
+    bound = max(bounds, default=None)
+    return Written(piece, path, made, "libspconv", voxel_bound=bound, runs_in_float=floats)
