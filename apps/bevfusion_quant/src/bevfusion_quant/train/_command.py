@@ -83,8 +83,11 @@ def _judged(found: dict[str, Any]) -> str:
     interval = ""
     if found["interval"] is not None:
         interval = f" ({told(found['interval'][0])} to {told(found['interval'][1])})"
+    without = ""
+    if "mean_ap_without_pictures" in found:
+        without = f", with grey pictures {told(found['mean_ap_without_pictures'])}"
     classes = ", ".join(f"{name} {told(value)}" for name, value in found["classes"].items())
     return (
         f"Held out: {found['frames']}, {found['labels']:,} labels\n"
-        f"mAP {told(found['mean_ap'])}{interval}, NDS {told(found['nds'])}\n{classes}"
+        f"mAP {told(found['mean_ap'])}{interval}{without}, NDS {told(found['nds'])}\n{classes}"
     )
