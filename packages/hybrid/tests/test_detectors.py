@@ -145,6 +145,13 @@ def test_a_detector_goes_all_the_way(name: str, flow: str, tmp_path, capsys) -> 
             assert same(form(*values), converted(*values))
 
 
+def test_anchors_and_detections_are_drawn_as_floats(tmp_path) -> None:
+    """Into the stub, out of both others, from the anchors, and to the output."""
+    path, given = tmp_path / "net.svg", picture()
+    visualize_model(Detector(), given, save_path=path, show=False)
+    assert path.read_text().count('class="edge float" marker-end') == 5
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_hybrid_detector_is_split_before_its_boxes(name: str, tmp_path) -> None:
     kind, inputs, march, *_ = CASES[name]

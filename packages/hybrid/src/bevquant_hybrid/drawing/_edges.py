@@ -22,7 +22,7 @@ def draw_edges(layering: Layering, by_name: Mapping[str, DrawnNode], plan: Plan)
     turns: dict[int, int] = {}
     for edge, path in layering.edges.items():
         node = by_name[edge[0]]
-        integer = node.place == "BPU" or node.boundary == "quantize"
+        integer = not node.floats and (node.place == "BPU" or node.boundary == "quantize")
         boxes = [plan.boxes[name] for name in path]
         shifts = [leaving[edge], *([0.0] * (len(path) - 2)), arriving[edge]]
         d = f"M{n(boxes[0].x + shifts[0])} {n(boxes[0].bottom)}"

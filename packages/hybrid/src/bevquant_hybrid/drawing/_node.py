@@ -23,6 +23,7 @@ class DrawnNode:
         boundary: ``"quantize"`` or ``"dequantize"`` where numbers change their type.
         detail: A few words more on the second line, such as a shape.
         note: Shown while the pointer rests on the node: why it is where it is.
+        floats: Whether its result is floats although it runs on the BPU.
     """
 
     name: str
@@ -32,6 +33,7 @@ class DrawnNode:
     boundary: str = ""
     detail: str = ""
     note: str = ""
+    floats: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what the picture has no sign for."""

@@ -185,7 +185,8 @@ def _node(call: OperatorCall, sources: tuple[str, ...]) -> DrawnNode:
     detail = _shape(call.output_shape)
     if call.output_dtype not in ("qint8", "float32"):
         detail += f" {call.output_dtype}"
-    return DrawnNode(call.path, operator, place, sources, boundary, detail, "\n".join(note))
+    floats = call.output_dtype == "float32"
+    return DrawnNode(call.path, operator, place, sources, boundary, detail, "\n".join(note), floats)
 
 
 def _shape(shape: Sequence[int]) -> str:
