@@ -146,6 +146,16 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
         CompactFrame.load(tmp_path / "0.npz")
 
 
+def test_frames_without_a_point_in_range_are_refused(frame: Frame) -> None:
+    model = build_model(CONFIGS["tiny"], ("lidar", "decoder", "head"))
+    far = compact(dataclasses.replace(frame, points=frame.points + np.float32(70)), None)
+    with pytest.raises(InputError, match="street_3: no point lies in the range"):
+        make_batch([far], [Motion()], model)
+    batch, targets = make_batch([far, compact(frame, None)], [Motion()] * 2, model)
+    assert set(batch.coords[:, 0].tolist()) == {1}
+    assert len(targets) == 2
+
+
 def small_streets(first: int, count: int) -> list[Frame]:
     return [
         street_frame(seed, size="tiny", beams=4, sweeps=1, azimuth_steps=60)

@@ -135,6 +135,23 @@ def test_the_weights_load_as_any_checkpoint_does(tmp_path: Path) -> None:
     assert about["training_frames"] == "3 small streets"
 
 
+def test_the_cameras_alone_train(tmp_path: Path) -> None:
+    result = train(tmp_path / "run", config(branch="camera", steps=1))
+    assert sum(result.losses[0]) > 0
+    load_weights(build_model(CONFIGS["tiny"], ("camera",)), tmp_path / "run" / WEIGHTS)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("branch", ["lidar", "all"])
+def test_a_gpu_trains_as_the_cpu_does(tmp_path: Path, branch: str) -> None:
+    settings = config(branch=branch, steps=1)
+    heatmap = [
+        train(tmp_path / device, settings, device=device).losses[0][0] for device in ("cpu", "cuda")
+    ]
+    assert heatmap[1] == pytest.approx(heatmap[0], rel=1e-3)  # the only loss before dropout
+
+
 def test_a_run_starts_from_weights_that_fit(tmp_path: Path) -> None:
     train(tmp_path / "lidar", config(steps=1))
     start = tmp_path / "lidar" / WEIGHTS

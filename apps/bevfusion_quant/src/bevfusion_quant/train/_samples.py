@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from bevfusion_quant._errors import InputError
 from bevfusion_quant.model import Batch
 from bevfusion_quant.train._augment import Motion
 from bevfusion_quant.train._targets import Targets, targets_of
@@ -50,7 +51,10 @@ def make_batch(
         model: Whose voxelizer, view transform and head's sizes are used; on any device.
 
     Returns:
-        The batch on the CPU, and the targets.
+        The batch, and the targets.
+
+    Raises:
+        InputError: The model reads the LiDAR, and none of the frames has a point in its range.
     """
     parts = model.parts
     config: HeadConfig = model.head.config
@@ -65,6 +69,11 @@ def make_batch(
         for frame, motion in zip(frames, motions, strict=True)
     ]
     features, coords = (torch.cat(side) for side in zip(*voxels, strict=True))
+    if "lidar" in parts and not len(features):
+        raise InputError(
+            f"{', '.join(frame.name for frame in frames)}: no point lies in the range of the "
+            "model's voxels: check the units and the sensor's axes"
+        )
     return Batch(features, coords, len(frames), images, depth, cells), targets
 
 
