@@ -27,23 +27,23 @@ __all__ = ["export_bpu"]
 
 
 def export_bpu(
-    run: str | Path,
     frames: Sequence[Frame],
     clock: Clock,
     folder: Path,
     *,
+    run: str,
     cameras: Sequence[str] | None,
     **given: Any,
 ) -> tuple[ExportedSet, FrameBatches]:
     """Write and check the set of a run for a BPU.
 
     Args:
-        run: A folder that `run_bpu` wrote.
         frames: At least one.
         clock: Times the steps.
         folder: Made here.
+        run: A folder that `run_bpu` wrote.
         cameras: Names of the cameras to use; those of the run by default.
-        **given: command, run and settings, for the manifest.
+        **given: command and settings, for the manifest.
 
     Raises:
         InputError: Whatever is wrong with the run or the input.
@@ -61,7 +61,7 @@ def export_bpu(
         batches = FrameBatches(frames, sizes, folded, cameras or config.cameras)
         exported = export_pieces(
             bpu_pieces(loaded, folded), folded, batches, sizes, clock, folder,
-            target="bpu", march=config.march, **given,
+            target="bpu", march=config.march, run=run, **given,
         )  # fmt: skip
         labels = {unit: node_labels(unit, f.fake_graph) for unit, f in loaded.forms.items()}
         with clock.step("compare layers", blame="float and integer model cannot be compared"):

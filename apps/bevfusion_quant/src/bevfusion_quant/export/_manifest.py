@@ -41,6 +41,7 @@ def exported_file(written: Written, layers: tuple[FileLayer, ...]) -> ExportedFi
         build=build,
         size=written.path.stat().st_size,
         sha256=sha256(written.path),
+        companions={p.name: sha256(p) for p in _companions(written)},
         opset=opset,
         inputs=tuple(map(_port, proto.graph.input)),
         outputs=tuple(map(_port, proto.graph.output)),
@@ -126,6 +127,11 @@ def _port(port: Any) -> FilePort:
     dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)
     shape = tuple(d.dim_param or d.dim_value for d in tensor.shape.dim)
     return FilePort(port.name, str(dtype), shape)
+
+
+def _companions(written: Written) -> list[Path]:
+    settings = getattr(written.made, "settings", None)
+    return [] if settings is None else [settings]
 
 
 def _ranges(written: Written) -> dict[str, float]:

@@ -68,6 +68,7 @@ class ExportedFile:
         build: The command, or the call, that makes an engine of it.
         size: Bytes.
         sha256: Digest.
+        companions: Digests of the files that belong to it, by name: hb_mapper's settings.
         opset: Version of the standard operators.
         inputs: In order.
         outputs: In order.
@@ -85,6 +86,7 @@ class ExportedFile:
     build: str
     size: int
     sha256: str
+    companions: dict[str, str]
     opset: int
     inputs: tuple[FilePort, ...]
     outputs: tuple[FilePort, ...]

@@ -80,7 +80,7 @@ def export_run(
         given: dict[str, Any] = {"command": command, "run": str(run), "settings": settings}
         if chosen == "bpu":
             exported, batches = export_bpu(
-                run, frames, clock, folder / ONNX_FOLDER, cameras=cameras, **given
+                frames, clock, folder / ONNX_FOLDER, cameras=cameras, **given
             )
         else:
             exported, batches = _export(

@@ -47,8 +47,9 @@ def set_verdict(made: ExportedSet) -> str:
             f"; in the others {values:,} of all {many:,} values are one step off, where the "
             "runtime rounds otherwise"
         )
+    model = "fake-quantized" if made.target == "bpu" else "integer"
     return (
-        f"Verified: {equal} of {len(quantized)} quantized tensors are equal to the integer model's"
+        f"Verified: {equal} of {len(quantized)} quantized tensors are equal to the {model} model's"
         f"{more}. Floats agree with torch's within {_largest_float(made):.1g}."
     )
 
