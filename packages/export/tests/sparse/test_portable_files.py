@@ -265,14 +265,16 @@ def test_no_integer_differs_in_either_order(nets, tmp_path, order):
 
 
 def test_a_sparse_result(nets, tmp_path):
-    """The voxels of the result are those of the input, of an inner layer, or both."""
     path, inputs = tmp_path / "a.onnx", nets.frame(3, batch_size=2)
     model = nets.hourglass()
     export_sparse_onnx(model, nets.frame(0), path, dialect="portable")
     rows = compare_sparse_onnx(load_sparse_onnx(path, backend="onnxruntime"), model, inputs)
     assert [row.node for row in rows] == ["conv0", "conv1", "conv2", "conv3", "conv4", "output"]
     assert {row.different for row in rows} == {0}
-    assert [v.name for v in session(path).get_outputs()] == ["output"]
+    made = session(path)
+    assert [v.name for v in made.get_outputs()] == ["output", "output.coords"]
+    _, voxels = made.run(None, feed(*inputs))
+    assert np.array_equal(voxels, inputs[1].numpy())  # the inverse convolution went back to them
 
 
 def test_float_models(nets, tmp_path):

@@ -128,9 +128,11 @@ def test_a_float_file_of_another_exporter(nets, tmp_path):
     features, coords, _ = nets.frame(0)
     wanted = load_sparse_onnx(tmp_path / "a.onnx")(features, coords)
     session = ort.InferenceSession(str(tmp_path / "p.onnx"), providers=["CPUExecutionProvider"])
-    assert [v.name for v in session.get_outputs()] == ["conv0", "conv1", "add0", "relu0", "output"]
+    layers = ["conv0", "conv1", "add0", "relu0"]
+    assert [v.name for v in session.get_outputs()] == [*layers, "output", "output.coords"]
     feed = {"features": features.numpy(), "coords": coords.numpy(), "batch_size": np.array([1])}
-    *_, relu, out = session.run(None, feed)
+    *_, relu, out, voxels = session.run(None, feed)
+    assert np.array_equal(voxels, coords.numpy())
     np.testing.assert_allclose(out, wanted.features.numpy(), rtol=1e-4, atol=1e-5)
     assert np.array_equal(relu, out)
 

@@ -34,15 +34,16 @@ def lower_to_portable(
 
     A voxel outside of the grid or the batch, one that occurs twice and NaN end the run with an
     error that names the rule (``voxels_occur_once``). Outputs: ``output`` float32 (``output0``, …
-    of several), dense ``[batch, …]`` as the source says or the rows of a sparse tensor, whose
-    voxels are then ``<layer>.coords`` unless they are those of the input. `output_bound` has no
-    effect: a portable file takes any number of voxels.
+    of several): dense ``[batch, …]`` as the source says, or the rows of a sparse tensor, whose
+    voxels are ``output.coords``, int32. `output_bound` has no effect: a portable file takes any
+    number of voxels.
 
     Args:
         source: A libspconv file. A portable one is written again.
         path: The new file; it appears whole or not at all.
-        all_layers: Give away what every convolution and sum makes as well, under the name of its
-            node: int8, or float32 where the layer's output is fp16.
+        all_layers: Give away what every convolution, sum and ReLU makes as well, under the name of
+            its node: int8, or float32 where the layer's output is fp16; new voxels as
+            ``<node>.coords``.
 
     Returns:
         The file and its layers, whose names are those of the outputs.

@@ -249,13 +249,15 @@ class _Lowering:
         return LayerOutput(node, node.name, amax, self._coords(sites), sites.grid)
 
     def _coords(self, sites: Sites) -> str:
-        """An output with the voxels; those of the input are the caller's."""
+        """An output with the voxels of a layer; those of the input are the caller's."""
         if sites.maker not in self.coords:
-            name = f"{sites.maker}.coords"
-            cast = self.emitter.standard("Cast", [sites.voxels], f"{name}.int32", {"to": INT32})
-            self.emitter.output(cast, name, INT32, (self._rows(sites), 4))
-            self.coords[sites.maker] = name
+            self.coords[sites.maker] = self._given_away(sites, f"{sites.maker}.coords")
         return self.coords[sites.maker]
+
+    def _given_away(self, sites: Sites, name: str) -> str:
+        cast = self.emitter.standard("Cast", [sites.voxels], f"{name}.int32", {"to": INT32})
+        self.emitter.output(cast, name, INT32, (self._rows(sites), 4))
+        return name
 
     def _result(self, number: int, name: str) -> LayerOutput:
         node = next(n for n in self.graph.nodes if n.y == name)
@@ -264,7 +266,8 @@ class _Lowering:
         sites = self.sites.get(name)
         if sites is None:
             return LayerOutput(node, out, None, "", ())
-        return LayerOutput(node, out, None, self._coords(sites), sites.grid)
+        coords = self._given_away(sites, f"{out}.coords")
+        return LayerOutput(node, out, None, coords, sites.grid)
 
 
 def _matrix(weight: torch.Tensor) -> torch.Tensor:
