@@ -13,7 +13,7 @@ __all__ = ["forced", "lifted", "session"]
 def lifted(proto: Any) -> Any:
     """A model of operator set 11 in set 13: scales per channel get the axis that they run along.
 
-    Set 11 has no axis, and onnxruntime reads such scales along axis 1.
+    Set 11 has no axis, and onnxruntime reads such scales along axis 1. Axes of a sum are a tensor.
     """
     if proto.opset_import[0].version >= 13:
         return proto
@@ -26,6 +26,8 @@ def lifted(proto: Any) -> Any:
     makers = {name: node for node in proto.graph.node for name in node.output}
     second = transposed | {makers[name].input[0] for name in transposed if name in makers}
     for node in proto.graph.node:
+        if node.op_type == "ReduceSum":
+            _with_axes_as_tensor(proto.graph, node)
         quantizes = node.op_type in ("QuantizeLinear", "DequantizeLinear")
         channels = list(values[node.input[1]].dims) if quantizes else []
         if channels and channels != [1]:
@@ -34,6 +36,18 @@ def lifted(proto: Any) -> Any:
             zero = values[node.input[2]]
             zero.CopyFrom(numpy_helper.from_array(np.zeros(channels, np.int8), zero.name))
     return proto
+
+
+def _with_axes_as_tensor(graph: Any, node: Any) -> None:
+    from onnx import helper, numpy_helper
+
+    axes = helper.get_node_attr_value(node, "axes")
+    name = f"{node.name}.axes"
+    graph.initializer.append(numpy_helper.from_array(np.asarray(axes, np.int64), name))
+    node.input.append(name)
+    kept = [attribute for attribute in node.attribute if attribute.name != "axes"]
+    del node.attribute[:]
+    node.attribute.extend(kept)
 
 
 def forced(path: Path, tensors: tuple[str, ...]) -> tuple[Any, dict[str, str]]:

@@ -166,7 +166,9 @@ def _bias(graph: Graph, step: Step, x: Held, scales: Array) -> str:
     named, bias = f"{step.path}.bias", step.tensors["bias"].double().cpu().numpy()
     floats = step.tensors["bias"].is_floating_point()
     accumulator = scales * (1.0 if x.form is None else x.form.scale)
-    if x.form is None or not graph.profile.integer_bias:
+    # Transposed convolutions run in float everywhere, where rounding the bias would gain nothing.
+    exact = floats and step.op == "conv_transpose"
+    if x.form is None or exact or not graph.profile.integer_bias:
         return graph.constant(named, bias if floats else bias * accumulator)
     integers = np.rint(bias / accumulator) if floats else bias
     if np.abs(integers).max(initial=0) > np.iinfo(np.int32).max:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.utils._pytree import tree_leaves
 
 from bevquant_hybrid._convert import refuse_converted
 from bevquant_hybrid._fx._tracer import trace
@@ -15,7 +16,7 @@ from bevquant_hybrid._qdq._call import SUM, held
 from bevquant_hybrid._qdq._deployed import deployed, refuse_uncalibrated
 from bevquant_hybrid._qdq._read_node import NodeReader
 from bevquant_hybrid.nn.qat._weighted import Weighted
-from bevquant_hybrid.qtensor import as_float
+from bevquant_hybrid.qtensor import QTensor, as_float
 from bevquant_int8sim.program import Program, Step, arguments
 
 __all__ = ["PreparedProgram", "read"]
@@ -73,12 +74,15 @@ class PreparedProgram:
         sums: dict[str, Tensor] = {}
 
         def see(node: Node, given: tuple[Any, ...], result: Any) -> None:
+            parts = _dequantized(given, result)
             for step in self._steps.get(node, ()):
                 name = step.outputs[0]
                 if name == node.name:
                     value = held(result)
                 elif name.endswith(SUM):
                     value = sums[name] = self._sum(node, given)
+                elif step.op == "dequantize":
+                    value = next(parts)
                 else:
                     continue
                 read = tuple(sums.get(getattr(ref, "name", "")) for ref in step.args)
@@ -94,6 +98,13 @@ class PreparedProgram:
             owner = self._model.get_submodule(str(node.target))
         assert isinstance(owner, Weighted)
         return owner.compute(as_float(given[0]))[0]
+
+
+def _dequantized(given: tuple[Any, ...], result: Any) -> Iterator[Tensor]:
+    """What a stub makes of a container's quantized tensors."""
+    for value, made in zip(tree_leaves(given[:1]), tree_leaves(result), strict=False):
+        if isinstance(value, QTensor):
+            yield made
 
 
 class _Followed(Interpreter):

@@ -96,7 +96,7 @@ class NodeReader:
         on_cpu = bool(self._forced.intersection(names_in((args, kwargs))))
         call = Call(node.name, path, args, kwargs, given, result, on_cpu, self._reason)
         found = self._described(node, call, module)
-        if isinstance(found, list):
+        if isinstance(found, list) and isinstance(found[0], Step):
             self._add(node, found, result, path)
             found = Ref(node.name)
         self.refs[node] = found
