@@ -69,8 +69,8 @@ class OnnxruntimeRun:
         """
         names = [value.name for value in self._session.get_outputs()]
         feed = {
-            "features": features.numpy(),
-            "coords": coords.to(torch.int32).numpy(),
+            "features": features.detach().cpu().contiguous().numpy(),
+            "coords": coords.cpu().to(torch.int32).contiguous().numpy(),
             "batch_size": np.array([batch_size], np.int64),
         }
         try:

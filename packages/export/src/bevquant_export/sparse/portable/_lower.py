@@ -8,42 +8,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
-from bevquant_export.sparse._constants import ConvConstants
 from bevquant_export.sparse._graph import Add, Conv, Graph, Move, Node, Relu, Scatter
 from bevquant_export.sparse._ranges import tensor_ranges
-from bevquant_export.sparse.portable._body import FLOAT, INT8, INT32, INT64
+from bevquant_export.sparse.portable._body import FLOAT, INT32, INT64
 from bevquant_export.sparse.portable._emit import Emitter
 from bevquant_export.sparse.portable._held import Accumulators, Floats, Held, Integers, Sum
+from bevquant_export.sparse.portable._outputs import LayerOutput, Outputs, Shape
 from bevquant_export.sparse.portable._sites import Sites, Surroundings
+from bevquant_export.sparse.portable._weights import float_matrix, integer_matrix
 
 if TYPE_CHECKING:
     from onnx import ModelProto
 
-__all__ = ["LayerOutput", "Lowered", "lowered"]
-
-_LIMIT = 2**31
-Shape = tuple[int | str, ...]
-
-
-@dataclass(frozen=True)
-class LayerOutput:
-    """Where a run shows what a node made.
-
-    Attributes:
-        node: The node.
-        tensor: Output of the model.
-        amax: Range of an int8 tensor; ``None`` for floats.
-        coords: Output with the voxels of its rows; ``""`` for a dense tensor.
-        grid: Their spatial shape.
-    """
-
-    node: Node
-    tensor: str
-    amax: float | None
-    coords: str
-    grid: tuple[int, ...]
+__all__ = ["Lowered", "lowered"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +57,7 @@ class _Lowering:
         self.held: dict[str, Held] = {}
         self.sites: dict[str, Sites] = {}
         self.shapes: dict[str, Shape] = {}
-        self.coords: dict[str, str] = {"input": "coords"}
+        self.outputs = Outputs(self.emitter)
         self.before_relu = {node.x for node in graph.nodes if isinstance(node, Relu)}
 
     def run(self, record: Mapping[str, str], *, all_layers: bool) -> Lowered:
@@ -90,14 +68,22 @@ class _Lowering:
         for node in self.graph.nodes:
             self._step(node)
             if all_layers and isinstance(node, Conv | Add | Relu):
-                shown.append(self._layer(node))
-        results = tuple(self._result(i, name) for i, name in enumerate(self.graph.outputs))
+                held, sites = self.held[node.y], self.sites[node.y]
+                shown.append(self.outputs.layer(node, held, sites, self.shapes[node.y]))
+        results = tuple(self._result(name) for name in self.graph.outputs)
         inputs = [
             helper.make_tensor_value_info("features", FLOAT, self.shapes[self.graph.input]),
             helper.make_tensor_value_info("coords", INT32, ["voxels", 4]),
             helper.make_tensor_value_info("batch_size", INT64, [1]),
         ]
         return Lowered(self.emitter.model(inputs, record), results, tuple(shown))
+
+    def _result(self, tensor: str) -> LayerOutput:
+        names = self.graph.outputs
+        node = next(n for n in self.graph.nodes if n.y == tensor)
+        name = "output" if len(names) == 1 else f"output{names.index(tensor)}"
+        held, sites = self.held[tensor], self.sites.get(tensor)
+        return self.outputs.result(name, node, held, sites, self.shapes[tensor])
 
     def _input(self) -> None:
         graph = self.graph
@@ -143,13 +129,13 @@ class _Lowering:
         sites = self._on_voxels(node, node.x)
         rows, made = self.surroundings.convolved(sites, node)
         self.sites[node.y] = made
-        self.shapes[node.y] = (self._rows(made), node.out_channels)
+        self.shapes[node.y] = (made.rows, node.out_channels)
         name, emitter = node.name, self.emitter
         x = self.held[node.x]
         relu = node.activation == "ReLU"
         bias = emitter.constant(f"{name}.bias", node.bias.numpy())
         if node.precision != "int8" or node.input_range is None:
-            weight = emitter.constant(f"{name}.weight", _matrix(node.weight).numpy())
+            weight = emitter.constant(f"{name}.weight", float_matrix(node))
             inputs = [x.floats(), rows, weight, bias]
             tensor = emitter.call("FloatConvolution", inputs, name, path=node.path)[0]
             if relu:
@@ -157,8 +143,7 @@ class _Lowering:
             return self._stored(self._floats(node, tensor), node.y, node)
         stated = np.asarray(node.weight_ranges, np.float32)
         ranges = emitter.constant(f"{name}.weight_ranges", stated)
-        q = (_matrix(_integers(node)).to(torch.int16) + 128).to(torch.uint8)
-        weight = emitter.constant(f"{name}.weight", q.numpy())
+        weight = emitter.constant(f"{name}.weight", integer_matrix(node))
         inputs = [x.integers(node.input_range), rows, weight, bias, ranges]
         settings = {"input_range": node.input_range}
         summed = Accumulators(
@@ -171,9 +156,6 @@ class _Lowering:
             relu=relu,
         )
         return self._stored(summed, node.y, node)
-
-    def _rows(self, sites: Sites) -> str:
-        return "voxels" if sites.maker == "input" else f"voxels of {sites.maker}"
 
     def _add(self, node: Add) -> Held:
         first, second = (self._on_voxels(node, name) for name in (node.x, node.other))
@@ -236,66 +218,6 @@ class _Lowering:
             tensor = self.emitter.standard("Reshape", [x, sizes], node.name, path=node.path)
             self.shapes[node.y] = ("batch", *made)
         return self._floats(node, tensor)
-
-    def _layer(self, node: Node) -> LayerOutput:
-        held = self.held[node.y]
-        amax = held.amax if isinstance(held, Integers) else None
-        if amax is None:
-            self.emitter.output(held.floats(), node.name, FLOAT, self.shapes[node.y])
-        else:
-            (made,) = self.emitter.call("Int8", [held.integers(amax)], f"{node.name}.signed")
-            self.emitter.output(made, node.name, INT8, self.shapes[node.y])
-        sites = self.sites[node.y]
-        return LayerOutput(node, node.name, amax, self._coords(sites), sites.grid)
-
-    def _coords(self, sites: Sites) -> str:
-        """An output with the voxels of a layer; those of the input are the caller's."""
-        if sites.maker not in self.coords:
-            self.coords[sites.maker] = self._given_away(sites, f"{sites.maker}.coords")
-        return self.coords[sites.maker]
-
-    def _given_away(self, sites: Sites, name: str) -> str:
-        cast = self.emitter.standard("Cast", [sites.voxels], f"{name}.int32", {"to": INT32})
-        self.emitter.output(cast, name, INT32, (self._rows(sites), 4))
-        return name
-
-    def _result(self, number: int, name: str) -> LayerOutput:
-        node = next(n for n in self.graph.nodes if n.y == name)
-        out = "output" if len(self.graph.outputs) == 1 else f"output{number}"
-        self.emitter.output(self.held[name].floats(), out, FLOAT, self.shapes[name])
-        sites = self.sites.get(name)
-        if sites is None:
-            return LayerOutput(node, out, None, "", ())
-        coords = self._given_away(sites, f"{out}.coords")
-        return LayerOutput(node, out, None, coords, sites.grid)
-
-
-def _matrix(weight: torch.Tensor) -> torch.Tensor:
-    """KRSC to ``[kernel · in, out]``."""
-    return weight.reshape(len(weight), -1).t().contiguous()
-
-
-def _integers(node: Conv) -> torch.Tensor:
-    """int8 KRSC, once it is sure that no sum of it leaves int32 and float16 gives it back."""
-    from bevquant_int8sim import quantize
-
-    constants = ConvConstants(node)
-    q = constants.integer_weight
-    largest = q.long().abs().flatten(1).sum(1) * 128 + constants.integer_bias.long().abs()
-    if int(largest.max()) >= _LIMIT:
-        channel = int(largest.argmax())
-        raise ValueError(
-            f"{node.name}: sums of output channel {channel} may reach {int(largest[channel])}, "
-            "beyond int32, mostly by its bias; scale the layers around it, or disable() its "
-            "quantizers"
-        )
-    again = (q.double() * constants.weight_scale.view(-1, 1, 1, 1, 1)).half()
-    if not torch.equal(quantize(again.float(), constants.weight_scale, axis=0), q):
-        raise ValueError(
-            f"{node.name}: float16 does not hold the integers of its weight: a channel's range is "
-            "too small; scale the layers around it, or disable() its quantizers"
-        )
-    return q
 
 
 def _reshaped(node: Move, shape: Shape) -> tuple[int, ...]:

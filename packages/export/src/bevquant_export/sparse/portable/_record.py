@@ -8,11 +8,8 @@ says is believed only where writing it again gives the very same model.
 from __future__ import annotations
 
 import json
-import math
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from bevquant_export.sparse._check_graph import check_graph
@@ -21,6 +18,7 @@ from bevquant_export.sparse._read_node import read_node
 from bevquant_export.sparse._write_proto import node_attributes, operator_of
 from bevquant_export.sparse.portable._body import DOMAIN
 from bevquant_export.sparse.portable._lower import Lowered, lowered
+from bevquant_export.sparse.portable._weights import read_half, read_weight
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -29,7 +27,6 @@ __all__ = ["is_portable", "portable_graph", "recorded"]
 
 _KEY = DOMAIN
 _VERSION = 1
-_ZERO, _STEPS = 128, 127
 
 
 def recorded(graph: Graph, *, all_layers: bool) -> Lowered:
@@ -115,8 +112,8 @@ def _node(entry: dict[str, Any], tensors: dict[str, Any]) -> Node:
     inputs = [str(x) for x in entry["inputs"]]
     if entry["op"] == "SparseConvolution":
         known = {
-            f"{name}.weight": _weight(name, attributes, tensors),
-            f"{name}.bias": _half(tensors.get(f"{name}.bias"), f"{name}.bias"),
+            f"{name}.weight": read_weight(name, attributes, tensors),
+            f"{name}.bias": read_half(f"{name}.bias", tensors),
         }
         inputs += known
     proto = helper.make_node(
@@ -124,42 +121,3 @@ def _node(entry: dict[str, Any], tensors: dict[str, Any]) -> Node:
         **attributes,
     )  # fmt: skip
     return read_node(proto, known, name)
-
-
-def _weight(name: str, attributes: dict[str, Any], tensors: dict[str, Any]) -> Tensor:
-    """float16 KRSC; integers become the values they stand for."""
-    tensor = tensors.get(f"{name}.weight")
-    if tensor is None or len(tensor.dims) != 2:
-        raise ValueError(f"{name}: initializer {name}.weight is missing, or no matrix")
-    shape = (int(attributes["out_channels"]), *attributes["kernel_size"], -1)
-    if attributes["precision"] != "int8":
-        return _krsc(_half(tensor, f"{name}.weight"), shape, name)
-    raw = np.frombuffer(tensor.raw_data, np.uint8)
-    if len(raw) != math.prod(tensor.dims):
-        raise ValueError(f"{name}: initializer {name}.weight is not UINT8 of its shape")
-    q = _krsc(torch.from_numpy(raw.reshape(list(tensor.dims)).astype(np.int16)), shape, name)
-    ranges = torch.tensor(attributes["weight_dynamic_ranges"], dtype=torch.float64)
-    if len(ranges) != len(q):
-        raise ValueError(f"{name}: {len(ranges)} weight ranges for {len(q)} channels")
-    return ((q.double() - _ZERO) * (ranges / _STEPS).view(-1, 1, 1, 1, 1)).half()
-
-
-def _half(tensor: Any, name: str) -> Tensor:
-    if (
-        tensor is None
-        or tensor.data_type != 10
-        or len(tensor.raw_data) != 2 * math.prod(tensor.dims)
-    ):
-        raise ValueError(f"initializer {name} is missing, or not FLOAT16 of its shape")
-    values = np.frombuffer(tensor.raw_data, "<f2").reshape(list(tensor.dims)).astype(np.float16)
-    if not np.isfinite(values).all():
-        raise ValueError(f"initializer {name} holds NaN or infinity")
-    return torch.from_numpy(values)
-
-
-def _krsc(matrix: Tensor, shape: tuple[int, ...], name: str) -> Tensor:
-    """``[kernel · in, out]`` to KRSC."""
-    try:
-        return matrix.t().reshape(shape).contiguous()
-    except RuntimeError as error:
-        raise ValueError(f"{name}: a weight of shape {list(matrix.shape)} for {shape}") from error

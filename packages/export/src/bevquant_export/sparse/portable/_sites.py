@@ -34,6 +34,11 @@ class Sites:
     map: list[str] = field(default_factory=list)
 
     @property
+    def rows(self) -> str:
+        """Name of their number, for shapes."""
+        return "voxels" if self.maker == "input" else f"voxels of {self.maker}"
+
+    @property
     def column(self) -> int:
         """The axis along which pillars run: the shortest, of several the last."""
         return min(range(3), key=lambda axis: (self.grid[axis], -axis))

@@ -1,0 +1,118 @@
+"""Weights of a portable file: matrices ``[kernel · in, out]``, int8 with 128 added, or float16."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bevquant_export.sparse._constants import ConvConstants
+from bevquant_export.sparse._graph import Conv
+from bevquant_int8sim import quantize
+
+if TYPE_CHECKING:
+    from onnx import TensorProto
+
+__all__ = ["float_matrix", "integer_matrix", "read_half", "read_weight"]
+
+_LIMIT = 2**31
+_STEPS = 127
+_ZERO = 128
+
+
+def float_matrix(node: Conv) -> np.ndarray[Any, Any]:
+    """float16."""
+    matrix: np.ndarray[Any, Any] = _matrix(node.weight).numpy()
+    return matrix
+
+
+def integer_matrix(node: Conv) -> np.ndarray[Any, Any]:
+    """uint8 with zero point 128.
+
+    Raises:
+        ValueError: A sum may leave int32, or float16 does not give the integers back.
+    """
+    constants = ConvConstants(node)
+    q = constants.integer_weight
+    largest = q.long().abs().flatten(1).sum(1) * 128 + constants.integer_bias.long().abs()
+    if int(largest.max()) >= _LIMIT:
+        channel = int(largest.argmax())
+        raise ValueError(
+            f"{node.name}: sums of output channel {channel} may reach {int(largest[channel])}, "
+            "beyond int32, mostly by its bias; scale the layers around it, or disable() its "
+            "quantizers"
+        )
+    again = _as_half(q, constants.weight_scale)
+    if not torch.equal(quantize(again.float(), constants.weight_scale, axis=0), q):
+        raise ValueError(
+            f"{node.name}: float16 does not hold the integers of its weight: a channel's range is "
+            "too small; scale the layers around it, or disable() its quantizers"
+        )
+    matrix: np.ndarray[Any, Any] = (_matrix(q).to(torch.int16) + _ZERO).to(torch.uint8).numpy()
+    return matrix
+
+
+def read_weight(
+    name: str, attributes: Mapping[str, Any], tensors: Mapping[str, TensorProto]
+) -> Tensor:
+    """float16 KRSC of a convolution; integers become the values that they stand for.
+
+    Args:
+        name: Node.
+        attributes: Of the node, in the libspconv dialect.
+        tensors: Initializers by name.
+
+    Raises:
+        ValueError: The initializer is missing, of another type, or does not fit the attributes.
+    """
+    key = f"{name}.weight"
+    tensor = tensors.get(key)
+    shape = (int(attributes["out_channels"]), *attributes["kernel_size"], -1)
+    if tensor is None or len(tensor.dims) != 2:
+        raise ValueError(f"initializer {key} is missing, or no matrix")
+    if attributes["precision"] != "int8":
+        return _krsc(read_half(key, tensors), shape, name)
+    raw = np.frombuffer(tensor.raw_data, np.uint8)
+    if tensor.data_type != 2 or len(raw) != math.prod(tensor.dims):
+        raise ValueError(f"initializer {key} is not UINT8 of its shape")
+    q = _krsc(torch.from_numpy(raw.reshape(list(tensor.dims)).astype(np.int16)), shape, name)
+    ranges = torch.tensor(attributes["weight_dynamic_ranges"], dtype=torch.float64)
+    if tuple(ranges.shape) != (len(q),):
+        raise ValueError(f"{name}: {ranges.numel()} weight ranges for {len(q)} channels")
+    return _as_half(q - _ZERO, ranges / _STEPS)
+
+
+def read_half(name: str, tensors: Mapping[str, TensorProto]) -> Tensor:
+    """A float16 initializer.
+
+    Raises:
+        ValueError: It is missing, of another type or size, or not finite.
+    """
+    tensor = tensors.get(name)
+    if tensor is None:
+        raise ValueError(f"initializer {name} is missing")
+    if tensor.data_type != 10 or len(tensor.raw_data) != 2 * math.prod(tensor.dims):
+        raise ValueError(f"initializer {name} is not FLOAT16 of its shape")
+    values = np.frombuffer(tensor.raw_data, "<f2").reshape(list(tensor.dims)).astype(np.float16)
+    if not np.isfinite(values).all():
+        raise ValueError(f"initializer {name} holds NaN or infinity")
+    return torch.from_numpy(values)
+
+
+def _matrix(weight: Tensor) -> Tensor:
+    return weight.reshape(len(weight), -1).t().contiguous()
+
+
+def _krsc(matrix: Tensor, shape: tuple[int, ...], name: str) -> Tensor:
+    try:
+        return matrix.t().reshape(shape).contiguous()
+    except RuntimeError as error:
+        raise ValueError(f"{name}: a weight of shape {list(matrix.shape)} for {shape}") from error
+
+
+def _as_half(q: Tensor, scale: Tensor) -> Tensor:
+    return (q.double() * scale.view(-1, 1, 1, 1, 1)).half()
