@@ -326,6 +326,13 @@ def test_regions_become_detections(seed: int) -> None:
         assert np.allclose(result[image].numpy(), expected, rtol=0, atol=1e-4)
 
 
+def test_of_equal_regions_the_first_stays() -> None:
+    boxes = torch.tensor([[0.0, 0, 8, 8], [0.0, 0, 8, 7], [9.0, 9, 12, 12]])
+    scores = torch.tensor([[0.2, 0.8]]).repeat(3, 1)
+    result = RcnnPostProcess((16, 16), post_nms_top_k=3)([boxes], scores, torch.zeros(3, 8))
+    assert result[0, :, :4].tolist() == [boxes[0].tolist(), boxes[2].tolist(), [-1.0] * 4]
+
+
 def test_quantized_regions_are_dequantized() -> None:
     quantized = QTensor(
         torch.tensor([[4, 4, 40, 24]], dtype=torch.int16), torch.tensor([0.25]), "qint16"

@@ -97,6 +97,16 @@ def test_pillars_are_those_of_a_dictionary(seed: int) -> None:
             assert len(features) == len(coords) == row
 
 
+def test_a_range_that_floats_cut_short_has_all_of_its_cells() -> None:
+    """0.3/0.1 is 2.9999… of three cells in float32's tenths."""
+    extent = torch.tensor([0.0, 0.0, 0.0, 0.3, 0.3, 0.3])
+    cell = torch.tensor([0.1, 0.1, 0.1]).nextafter(torch.tensor(1.0))
+    assert ((extent[3:].double() / cell.double()) < 3).all()
+    points = torch.tensor([[0.25, 0.25, 0.25], [0.35, 0.0, 0.0]])
+    _, coords = point_pillars_preprocess([points], extent, cell, 1, 1)
+    assert coords.tolist() == [[0, 2, 2, 2]]
+
+
 @pytest.mark.parametrize(
     ("change", "what"),
     [

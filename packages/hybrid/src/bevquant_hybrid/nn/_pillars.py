@@ -104,6 +104,8 @@ def _point_pillars_preprocess(
             "point_pillars_preprocess: points_list: expected clouds [points, dimensions] of as "
             f"many dimensions each, x, y and z among them, got {shapes}"
         )
+    device = points_list[0].device
+    pc_range, voxel_size = pc_range.to(device), voxel_size.to(device)
     low, size = pc_range[:3].double(), voxel_size.double()
     if pc_range.shape != (6,) or voxel_size.shape != (3,) or not bool((size > 0).all()):
         raise ValueError(
@@ -166,7 +168,7 @@ def _pillars(
 
 def _normalized(features: Tensor, norm_range: Tensor, norm_dims: Tensor) -> Tensor:
     width = features.shape[2]
-    dims = norm_dims.long()
+    dims = norm_dims.long().to(features.device)
     if norm_range.shape != (2 * width,) or not bool(((dims >= 0) & (dims < width)).all()):
         raise ValueError(
             f"point_pillars_preprocess: expected norm_range [{2 * width}] and norm_dims from 0 to "
