@@ -189,18 +189,19 @@ class _Emitter:
         made = float_join(self.graph, step, self._each, self.sizes)
         made = made or float_operation(self.graph, step, self._read, self.sizes)
         operands = [self.held[name].name for name in step.inputs if name in self.held]
-        if any(self.graph.is_quantized(name) for name in operands):
+        bare = not isinstance(self.source.form(step.outputs[0]), Integers)
+        if bare and any(self.graph.is_quantized(name) for name in operands):
             added = self.graph.nodes[before:]
             self.graph.on_cpu += [node for node in added if node.op_type in _PRODUCTS]
         return made
 
     def _refuse(self, step: Step) -> NoReturn:
         what = step.attributes.get("what", step.op)
-        why = f" ({step.reason})" if step.reason else ""
+        why = ", ".join(filter(None, (f"value {step.outputs[0]}", step.reason)))
         form = self.source.form(step.outputs[0])
         kind = "integers" if isinstance(form, Integers) else "floats"
         raise ValueError(
             f"export_qdq_onnx: {step.path or 'the model'}: {what} of {kind} has no form in profile "
-            f"{self.graph.profile.name!r}{why}; replace it by layers, or export the parts before "
-            "and behind it, each a module of its own"
+            f"{self.graph.profile.name!r} ({why}); replace it by layers, or export the parts "
+            "before and behind it, each a module of its own"
         )

@@ -12,6 +12,7 @@ from bevquant_hybrid._fake_quant._calib import CalibFakeQuantize
 from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
 from bevquant_hybrid._observers._fixed import FixedScaleObserver
 from bevquant_hybrid.nn import qat
+from bevquant_hybrid.nn.qat._parts import Composed
 from bevquant_hybrid.nn.qat._weighted import Weighted
 from bevquant_hybrid.nn.qat._with_bn import WithBatchNorm
 from bevquant_hybrid.quantization.qconfig import get_default_qat_qconfig
@@ -70,7 +71,7 @@ def refuse_uncalibrated(model: nn.Module, graph: Graph) -> None:
     found = {
         f"{path}.{name}".strip("."): None
         for path, module in model.named_modules()
-        if path in called
+        if path in called and not isinstance(module, Composed)  # which no file holds
         for name, part in module.named_modules()
         if isinstance(part, FakeQuantize) and not part.observed
     }

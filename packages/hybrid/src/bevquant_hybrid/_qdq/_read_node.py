@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.ao.nn import quantized as torch_quantized
 from torch.ao.quantization import FakeQuantizeBase
@@ -76,6 +77,11 @@ class NodeReader:
             return type(value)(parts)
         if not isinstance(value, Tensor):
             return value
+        if value.dtype != torch.float32:
+            raise ValueError(
+                f"export_qdq_onnx: input {called} is {value.dtype}; expected float32. Give float32 "
+                "tensors, and compute what depends on others outside of this model"
+            )
         self.inputs[name] = called
         self.values[name] = Value("float", name)
         return Ref(name)
