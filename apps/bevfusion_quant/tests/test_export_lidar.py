@@ -1,0 +1,238 @@
+"""`bevfusion-quant export` on a LiDAR run: both sparse dialects, what is refused, what is left."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+pytest.importorskip("onnxscript", reason="onnxscript is not installed")
+if importlib.util.find_spec("spconv") is None:
+    pytest.skip("spconv is not installed", allow_module_level=True)
+
+import onnx
+import onnxruntime
+
+from bevfusion_quant.cli import main
+from bevfusion_quant.export import _export
+from bevfusion_quant.model import CONFIGS
+from bevfusion_quant.points import read_frames
+from bevfusion_quant.ptq import FrameBatches, load_run
+from bevquant_export import with_half_constants
+from bevquant_int8sim import simulate
+
+NAME = "lidar.backbone.xyz.onnx"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A LiDAR run, its frame, and its files for both engines."""
+    runs = tmp_path_factory.mktemp("runs")
+    rng = np.random.default_rng(0)
+    points = np.zeros((1500, 5), np.float32)
+    points[:, :2] = rng.uniform(-50, 50, (1500, 2))
+    points[:, 2] = rng.uniform(-1.8, 2, 1500)
+    points[:, 3] = rng.integers(0, 256, 1500)
+    np.savez(runs / "frame.npz", points=points)
+    given = f"--points {runs}/frame.npz --runs {runs}"
+    assert main(f"ptq {given} --config tiny --method max --name a".split()) == 0
+    for target in ("tensorrt", "onnxruntime"):
+        assert main(export(runs, f"--target {target} --name {target}")) == 0
+    return runs
+
+
+def export(runs: Path, more: str, run: str = "a") -> list[str]:
+    return f"export --run {runs}/{run} --points {runs}/frame.npz --runs {runs} {more}".split()
+
+
+def manifest(folder: Path) -> dict:
+    return json.loads((folder / "onnx" / "manifest.json").read_text(), parse_constant=pytest.fail)
+
+
+def digest(folder: Path) -> dict[str, str]:
+    return {
+        str(path): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+@pytest.mark.parametrize("target", ["tensorrt", "onnxruntime"])
+def test_the_manifest_says_what_lies_in_the_folder(target: str, runs: Path) -> None:
+    folder = runs / target / "onnx"
+    told = manifest(runs / target)
+    assert (told["format"], told["version"]) == ("bevfusion-quant export", 1)
+    assert (told["target"], told["verified"], told["failures"]) == (target, True, [])
+    assert told["command"].startswith("bevfusion-quant export --run ")
+    assert told["run"] == str(runs / "a")
+    assert {"torch", "onnx", "onnxruntime", "bevquant-export"} <= set(told["versions"])
+    (file,) = told["files"]
+    assert {p.name for p in folder.iterdir()} == {file["name"], "manifest.json"} == {
+        NAME, "manifest.json",
+    }  # fmt: skip
+    content = (folder / NAME).read_bytes()
+    assert file["sha256"] == hashlib.sha256(content).hexdigest()
+    assert file["size"] == len(content)
+    graph = onnx.load(folder / NAME).graph
+    assert [port["name"] for port in file["inputs"]] == [port.name for port in graph.input]
+    assert [port["name"] for port in file["outputs"]] == [port.name for port in graph.output]
+    assert file["findings"] == []
+    assert file["checked"]["tensors"] == 30
+    assert file["checked"]["wrong"] == 0
+    assert file["checked"]["different"] == []
+    assert len(file["ranges"]) > 20
+    assert all(value > 0 for value in file["ranges"].values())
+
+
+def test_libspconv_has_a_bound_of_voxels_and_onnxruntime_none(runs: Path) -> None:
+    spconv, portable = (manifest(runs / t)["files"][0] for t in ("tensorrt", "onnxruntime"))
+    assert spconv["voxel_bound"] >= 1500
+    assert portable["voxel_bound"] is None
+    assert "load_engine_from_onnx" in spconv["build"]
+    assert "Int8" in spconv["build"]
+    assert spconv["inputs"][0]["dtype"] == "float16"
+    assert [port["shape"] for port in portable["inputs"]] == [["voxels", 5], ["voxels", 4], [1]]
+
+
+def test_stock_onnxruntime_gives_the_integer_models_map(runs: Path) -> None:
+    run = load_run(runs / "a")
+    batch = FrameBatches(
+        list(read_frames([runs / "frame.npz"])), CONFIGS["tiny"], run.quantized_model
+    )[0]
+    wanted = simulate(with_half_constants(run.quantized_model), tuple(batch))(*batch)
+    session = onnxruntime.InferenceSession(
+        runs / "onnxruntime" / "onnx" / NAME, providers=["CPUExecutionProvider"]
+    )
+    given = {"features": batch.features.numpy(), "coords": batch.coords.numpy()}
+    (made,) = session.run(None, {**given, "batch_size": np.array([1])})
+    assert made.shape == (1, 128, 40, 40)
+    assert torch.equal(torch.from_numpy(made), wanted)
+
+
+def test_page_and_summary_have_four_executions(runs: Path) -> None:
+    page = (runs / "tensorrt" / "report.html").read_text(encoding="utf-8")
+    assert '<section id="export"' in page
+    assert page.count("<tr", page.index('id="export-layers"')) >= 31
+    summary = json.loads((runs / "tensorrt" / "summary.json").read_text())
+    layers = summary["export"]["files"][0]["layers"]
+    told = [layer for layer in layers if layer["op"] == "sparse_conv"]
+    assert len(told) == 21
+    assert sum(layer["integer_sqnr_db"] is not None for layer in told) >= 20
+    (stage,) = summary["export"]["stages"]
+    assert stage["onnx_sqnr_db"] == pytest.approx(stage["integer_sqnr_db"], abs=0.1)
+
+
+def refused(
+    runs: Path, more: str, capsys: pytest.CaptureFixture[str], run: str = "a", code: int = 2
+) -> str:
+    """An export that must fail: one message, nothing written, the run as it was."""
+    before, names = digest(runs), sorted(p.name for p in runs.iterdir())
+    assert main(export(runs, more, run)) == code
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err
+    assert digest(runs) == before
+    assert sorted(p.name for p in runs.iterdir()) == names
+    return captured.err.splitlines()[-1]
+
+
+def test_what_is_refused(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "cannot be loaded as a run" in refused(runs, "", capsys, "absent")
+    message = refused(runs, "", capsys, "tensorrt")
+    assert f"evaluation of {runs / 'a'}" in message
+    message = refused(runs, "--target bpu", capsys)
+    assert "--target bpu" in message
+    assert "ptq --target bpu" in message
+    message = refused(runs, "--name onnxruntime", capsys)
+    assert "exists already" in message
+    assert "--overwrite" in message
+    assert "is the run that is read" in refused(runs, "--name a --overwrite", capsys)
+
+
+def test_a_damaged_run_is_refused(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(runs / "a", tmp_path / "a")
+    shutil.copy(runs / "frame.npz", tmp_path)
+    path = tmp_path / "a" / "weights.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert "weights.safetensors is not the file" in refused(tmp_path, "", capsys)
+
+
+@pytest.mark.parametrize("library", ["onnxruntime", "onnxscript"])
+def test_a_missing_library_is_named_with_its_extra(
+    library: str, runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        _export.importlib.util, "find_spec", lambda name: None if name == library else found(name)
+    )
+    message = refused(runs, "", capsys)
+    assert f"export needs {library}" in message
+    assert "bevfusion-quant[export]" in message
+
+
+def test_an_unwritable_place(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (runs / "file").write_text("no folder")
+    try:
+        arguments = export(runs, "--runs")
+        assert main([*arguments, str(runs / "file" / "deep")]) == 2
+    finally:
+        (runs / "file").unlink()
+    assert "check that the place is writable" in capsys.readouterr().err
+
+
+def test_an_interrupted_export_leaves_nothing(
+    runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        assert list(runs.glob(".export.*/onnx/*.onnx"))  # a file is there already
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_export, "file_layers", interrupted)
+    assert "interrupted: nothing half-written is left" in refused(runs, "", capsys)
+    assert not list(runs.glob(".*"))
+
+
+@pytest.fixture
+def spoiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every weight of the last layer changes its sign between writing and checking."""
+    write = _export.write_piece
+
+    def spoiled(*args: object, **kwargs: object) -> object:
+        written = write(*args, **kwargs)
+        proto = onnx.load(written.path)
+        last = [c for c in proto.graph.initializer if c.name.endswith(".weight")][-1]
+        last.raw_data = (np.frombuffer(last.raw_data, np.float16) * np.float16(-1)).tobytes()
+        onnx.save(proto, written.path)
+        return written
+
+    monkeypatch.setattr(_export, "write_piece", spoiled)
+
+
+@pytest.mark.usefixtures("spoiling")
+def test_files_that_compute_something_else_end_the_command_with_one(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(export(runs, "--target tensorrt --name bad")) == 1
+    captured = capsys.readouterr()
+    folder = runs / "bad"
+    try:
+        message = captured.err.splitlines()[-1]
+        assert f"{NAME}: encoders.lidar.backbone.conv_out.0" in message
+        assert str(folder / "onnx") in message
+        assert "Not verified" in captured.out
+        told = manifest(folder)
+        assert told["verified"] is False
+        assert any("conv_out" in line for line in told["failures"])
+        assert told["files"][0]["checked"]["wrong"] >= 1
+        page = (folder / "report.html").read_text(encoding="utf-8")
+        assert "wrong: allowed is" in page
+    finally:
+        shutil.rmtree(folder)

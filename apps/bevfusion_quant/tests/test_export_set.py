@@ -1,0 +1,205 @@
+"""The set of files of the whole model: names, shapes, what is quantized, the files in a row."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+pytest.importorskip("onnxscript", reason="onnxscript is not installed")
+if importlib.util.find_spec("spconv") is None:
+    pytest.skip("spconv is not installed", allow_module_level=True)
+
+import onnx
+
+from bevfusion_quant._errors import InputError
+from bevfusion_quant.export import ExportedSet, export_model, export_text
+from bevfusion_quant.export._files import bpu_files, nvidia_files
+from bevfusion_quant.export._pieces import nvidia_pieces
+from bevfusion_quant.export._walk import walk
+from bevfusion_quant.model import CONFIGS, PARTS, BEVFusion, build_model, random_weights
+from bevfusion_quant.ptq import (
+    FrameBatches,
+    calibrate_branch,
+    example_batch,
+    fuse_branch,
+    quantize_branch,
+)
+from bevfusion_quant.ptq._clock import Clock
+from bevquant_export import lint_onnx
+
+sys.path.insert(0, str(Path(__file__).parent))
+from bpu_split import small_frame
+
+TINY = CONFIGS["tiny"]
+Models = tuple[BEVFusion, BEVFusion, FrameBatches]
+
+
+@pytest.fixture(scope="module")
+def models() -> Models:
+    """Folded, quantized, and a frame."""
+    model = build_model(TINY)
+    batches = FrameBatches([small_frame()], TINY, model)
+    random_weights(model, *batches[0], seed=0)
+    example = example_batch(TINY)
+    fused = fuse_branch(model, example).model
+    quantized = quantize_branch(fused, example, "all", method="max").model
+    calibrate_branch(quantized, batches, method="max")
+    return fused, quantized, batches
+
+
+@pytest.fixture(scope="module")
+def made(models: Models, tmp_path_factory: pytest.TempPathFactory) -> ExportedSet:
+    folder = tmp_path_factory.mktemp("set") / "onnx"
+    fused, quantized, batches = models
+    return export_model(fused, quantized, batches, TINY, Clock(), folder, target="tensorrt")
+
+
+def test_the_set_is_cuda_bevfusions(made: ExportedSet) -> None:
+    """Names and shapes of Lidar_AI_Solution's export scripts, in this model's sizes."""
+    height, width = TINY.camera.image_size
+    rows, columns = TINY.camera.feature_size
+    bins, channels = 59, TINY.camera.out_channels
+    x, y = TINY.head.map_size
+    middle, queries = TINY.head.in_channels, TINY.head.num_queries
+    wanted = {
+        "camera.backbone.onnx": (
+            {"img": (1, 6, 3, height, width), "depth": (1, 6, 1, height, width)},
+            {
+                "camera_feature": (6, rows, columns, channels),
+                "camera_depth_weights": (6, bins, rows, columns),
+            },
+        ),
+        "camera.vtransform.onnx": (
+            {"feat_in": (1, channels, 2 * x, 2 * y)},
+            {"feat_out": (1, channels, x, y)},
+        ),
+        "lidar.backbone.xyz.onnx": (None, None),
+        "fuser.onnx": (
+            {"camera": (1, channels, x, y), "lidar": (1, 128, x, y)},
+            {"middle": (1, middle, x, y)},
+        ),
+        "head.bbox.onnx": (
+            {"middle": (1, middle, x, y)},
+            {
+                "score": (1, 10, queries), "rot": (1, 2, queries), "dim": (1, 3, queries),
+                "reg": (1, 2, queries), "height": (1, 1, queries), "vel": (1, 2, queries),
+            },
+        ),
+    }  # fmt: skip
+    assert [file.name for file in made.files] == list(wanted)
+    for file in made.files:
+        inputs, outputs = wanted[file.name]
+        if inputs is None:
+            continue
+        assert {port.name: port.shape for port in file.inputs} == inputs
+        assert {port.name: port.shape for port in file.outputs} == outputs
+        assert {port.dtype for port in (*file.inputs, *file.outputs)} == {"float32"}
+
+
+def test_every_file_is_right_and_keeps_the_rules(made: ExportedSet) -> None:
+    assert made.failures == ()
+    for file in made.files:
+        target = "libspconv" if file.kind == "sparse" else "tensorrt"
+        assert lint_onnx(made.folder / file.name, target) == []
+        assert file.findings == ()
+    quantized = [layer for layer in made.layers if layer.form == "int8"]
+    assert len(quantized) > 70
+    assert max(layer.largest for layer in quantized) <= 1
+    sparse = [layer for layer in made.layers if layer.file.startswith("lidar")]
+    assert {layer.largest for layer in sparse} == {0}
+    for layer in quantized:
+        if layer.op in ("move", "max_pool", "quantize"):
+            assert layer.different == 0, layer
+
+
+def test_layers_stand_beside_the_other_executions(made: ExportedSet) -> None:
+    convs = [layer for layer in made.layers if layer.op in ("conv", "sparse_conv")]
+    told = [layer for layer in convs if layer.integer_sqnr_db is not None]
+    assert len(told) == len(convs)
+    for layer in told:
+        assert layer.fake_sqnr_db == pytest.approx(layer.integer_sqnr_db, abs=1.5)
+    paths = {layer.path for layer in convs}
+    assert "encoders.camera.backbone.layer1.0.conv1" in paths
+    assert "encoders.lidar.backbone.conv_input.0" in paths
+    assert "fuser.0" in paths
+
+
+def test_nodes_carry_the_models_paths(made: ExportedSet) -> None:
+    graph = onnx.load(made.folder / "camera.backbone.onnx").graph
+    names = {node.name for node in graph.node}
+    assert "encoders.camera.vtransform.depthnet.6.Conv" in names
+    graph = onnx.load(made.folder / "head.bbox.onnx").graph
+    assert any(node.name.startswith("heads.object.decoder.0.norm1.") for node in graph.node)
+
+
+def test_the_files_in_a_row_are_as_near_to_float_as_the_integers(made: ExportedSet) -> None:
+    assert [stage.tensor for stage in made.stages] == ["camera", "lidar", "middle"]
+    for stage in made.stages:
+        assert stage.onnx_sqnr_db == pytest.approx(stage.integer_sqnr_db, abs=0.5)
+    assert [row.distance for row in made.agreement] == [0.5, 1.0, 2.0]
+    last = made.agreement[-1]
+    assert last.matched >= 0.5 * last.float_detections
+
+
+def test_the_text_names_files_engines_and_the_verdict(made: ExportedSet) -> None:
+    text = "\n".join(export_text(made))
+    for file in made.files:
+        assert file.name in text
+    assert "Verified: " in text
+    assert "trtexec --onnx=fuser.onnx --fp16 --int8 --inputIOFormats=fp16:chw,fp16:chw " in text
+    assert "trtexec --onnx=head.bbox.onnx --fp16 --inputIOFormats=fp16:chw " in text
+    assert 'load_engine_from_onnx("lidar.backbone.xyz.onnx"' in text
+
+
+def test_the_parts_in_a_row_are_the_model(models: Models) -> None:
+    fused, quantized, batches = models
+    pieces = nvidia_pieces(fused, quantized)
+    known = {piece.file.name: piece for piece in pieces}
+    _, tensors = walk(
+        [piece.file for piece in pieces],
+        lambda file, args: known[file.name].in_float(args),
+        batches[0],
+        fused,
+    )
+    with torch.no_grad():
+        wanted = fused(*batches[0])
+    torch.testing.assert_close(tensors["reg"], wanted["center"], rtol=0, atol=0)
+    labels = wanted["query_labels"][:, None]
+    score = wanted["heatmap"].sigmoid() * wanted["query_heatmap_score"]
+    torch.testing.assert_close(tensors["score"].amax(1), score.gather(1, labels)[:, 0])
+
+
+def test_a_quantized_head_is_refused(models: Models) -> None:
+    fused, _, _ = models
+    example = example_batch(TINY)
+    quantized = quantize_branch(fused, example, "head").model
+    with pytest.raises(InputError, match=r"quantizes the head.*float alone.*--quantize-head"):
+        nvidia_pieces(fused, quantized)
+
+
+def test_what_a_branch_leaves_float_is_a_float_file(models: Models) -> None:
+    fused, _, _ = models
+    quantized = quantize_branch(fused, example_batch(TINY), "fuser").model
+    kinds = {piece.file.name: piece.kind for piece in nvidia_pieces(fused, quantized)}
+    assert kinds == {
+        "camera.backbone": "float", "camera.vtransform": "float", "lidar.backbone.xyz": "sparse",
+        "fuser": "int8", "head.bbox": "float",
+    }  # fmt: skip
+
+
+def test_sets_of_other_branches() -> None:
+    def names(files: object) -> list[str]:
+        return [file.name for file in files]
+
+    assert names(nvidia_files(("camera",))) == ["camera.backbone", "camera.vtransform"]
+    assert names(nvidia_files(("lidar",))) == ["lidar.backbone.xyz"]
+    front = ["camera.backbone", "camera.depth", "camera.vtransform", "lidar.backbone.xyz"]
+    assert names(bpu_files(PARTS, ("fuser", "decoder"))) == [*front, "fuser", "head.bbox"]
+    assert names(bpu_files(PARTS, ("camera", "fuser"))) == [
+        *front, "fuser", "decoder", "head.bbox",
+    ]  # fmt: skip
