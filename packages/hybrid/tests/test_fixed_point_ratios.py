@@ -13,7 +13,15 @@ from bevquant_hybrid import nn as horizon_nn
 from bevquant_hybrid.nn.qat import qat_form
 from bevquant_hybrid.nn.quantized import fixed_point_form
 from bevquant_hybrid.qtensor import QTensor
-from bevquant_hybrid.quantization import get_default_qat_qconfig
+from bevquant_hybrid.quantization import (
+    DeQuantStub,
+    QuantStub,
+    convert,
+    get_default_calib_qconfig,
+    get_default_qat_qconfig,
+    prepare_calibration_fx,
+    prepare_qat_fx,
+)
 
 RANGES = {"qint8": (-128, 127), "qint16": (-32768, 32767)}
 STORAGE = {"qint8": torch.int8, "qint16": torch.int16}
@@ -83,22 +91,73 @@ def test_gates_are_rounded_once(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["qint8", "qint16"])
 @pytest.mark.parametrize("scale", [0.002, 0.031, 0.4])
-def test_softmax_divides_16_bit_exponentials_by_their_exact_sum(dtype: str, scale: float) -> None:
+def test_softmax_is_five_steps_each_rounded_once(dtype: str, scale: float) -> None:
     x = integers(4, 37, 3, scale=scale)
-    top = 1.0 / (127.5 if dtype == "qint8" else 32767.5)
-    made, layer = both_forms(nn.Softmax(1), dtype, top)
+    made = qat_form(nn.Softmax(1), get_default_qat_qconfig(dtype=dtype)).train()
+    made(as_trained(x))
+    for part in made.eval().modules():
+        if hasattr(part, "disable_observer"):
+            part.disable_observer()
+    layer = convert(nn.Sequential(made))[0]
+    steps = {name: exact(part.scale) for name, part in layer.named_children()}
+    assert float(steps["exp"]) == pytest.approx(1 / 32767.5)
     q = x.int_repr().numpy().astype(np.int64)
-    below = (q - q.max(1, keepdims=True)).astype(np.float64) * float(x.scale.double())
-    exponentials = np.floor(32767 * np.exp(below) + 0.5).astype(np.int64)
-    totals = exponentials.sum(1, keepdims=True)
-    step = exact(layer.scale)
-    result, mismatches = layer(x).int_repr().numpy(), 0
-    for place in np.ndindex(*q.shape):
-        share = Fraction(int(exponentials[place]), int(totals[place[0], 0, place[2]]))
-        mismatches += result[place] != half_up(share / step, dtype)
-    assert mismatches == 0
+
+    def rounded(values, factor: Fraction, kind: str = "qint16"):
+        return np.vectorize(lambda v: half_up(int(v) * factor, kind))(values)
+
+    def looked_up(function, values, step: Fraction, result: Fraction):
+        real = function(values * float(step)) / float(result)
+        return np.clip(np.floor(real + 0.5), *RANGES["qint16"]).astype(np.int64)
+
+    below = rounded(q - q.max(1, keepdims=True), exact(x.scale) / steps["sub"])
+    exponentials = looked_up(np.exp, below, steps["sub"], steps["exp"])
+    total = rounded(exponentials.sum(1, keepdims=True), steps["exp"] / steps["sum"])
+    inverse = looked_up(np.reciprocal, total, steps["sum"], steps["reciprocal"])
+    factor = steps["exp"] * steps["reciprocal"] / steps["mul"]
+    expected = rounded(exponentials * inverse, factor, dtype)
+    result = layer(x).int_repr().numpy()
+    assert (result != expected).sum() == 0
     trained = made(as_trained(x)).int_repr().numpy()
-    assert np.abs(trained.astype(int) - result).max() <= (1 if dtype == "qint8" else 2)
+    assert np.abs(trained.astype(int) - result).max() <= (1 if dtype == "qint8" else 5)
+    shares = made(as_trained(x)).dequantize()
+    assert (shares - x.dequantize().softmax(1)).abs().max() <= 2 * float(steps["mul"]) + 1e-3
+
+
+def test_what_a_softmax_excludes_takes_no_part() -> None:
+    x = integers(2, 6, scale=0.05)
+    excluded = torch.zeros(2, 6, dtype=torch.bool)
+    excluded[0, 2:], excluded[1] = True, True
+    made = qat_form(nn.Softmax(-1), get_default_qat_qconfig()).train()
+    trained = made(as_trained(x), excluded).dequantize()
+    layer = convert(nn.Sequential(made.eval()))[0]
+    for result in (trained, layer(x, excluded).dequantize()):
+        assert not result[excluded].any()
+        near = x.dequantize()[0, :2].softmax(0)
+        assert (result[0, :2] - near).abs().max() < 0.01
+
+
+@pytest.mark.parametrize("shape", [(5,), (4, 5), (3, 4, 5), (2, 3, 4, 5)])
+@pytest.mark.filterwarnings("ignore:Implicit dimension choice for softmax")
+def test_a_softmax_without_an_axis_takes_torchs(shape) -> None:
+    x = integers(*shape, scale=0.02)
+    made = qat_form(nn.Softmax(), get_default_qat_qconfig()).train()
+    near = nn.Softmax()(x.dequantize())
+    assert (made(as_trained(x)).dequantize() - near).abs().max() < 0.01
+    assert (convert(nn.Sequential(made.eval()))[0](x).dequantize() - near).abs().max() < 0.01
+
+
+def test_calibration_sets_the_steps_of_a_softmax() -> None:
+    x = torch.linspace(-2, 2, 2000).reshape(2, 10, 100)
+    model = nn.Sequential(QuantStub(), nn.Softmax(1), DeQuantStub())
+    calibrated = prepare_calibration_fx(model, {"": get_default_calib_qconfig()}).eval()
+    torch.testing.assert_close(calibrated(x), model(x))
+    qat = prepare_qat_fx(calibrated, {"": get_default_qat_qconfig()})
+    softmax = qat.get_submodule("1")
+    kinds = {name: part.activation_post_process.dtype for name, part in softmax.named_children()}
+    assert kinds == dict.fromkeys(("sub", "exp", "sum", "reciprocal"), "qint16") | {"mul": "qint8"}
+    assert (qat.eval()(x) - model(x)).abs().max() < 0.01
+    assert type(softmax.to_float()) is nn.Softmax
 
 
 @pytest.mark.parametrize("dtype", ["qint8", "qint16"])

@@ -1,4 +1,4 @@
-"""Quotients of integers: division, gated units, softmax, each rounded once at its end."""
+"""Quotients of integers, rounded once at their end, and the masks of a softmax."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bevquant_hybrid._torch_operator import operator
 
-__all__ = ["divide", "gate", "shares", "split_mask"]
+__all__ = ["divide", "exclude", "filled", "gate", "split_mask"]
 
 
 @operator("(Tensor x, Tensor y, Tensor scale_x, Tensor scale_y) -> Tensor")
@@ -24,20 +24,19 @@ def gate(x: Tensor, scale: Tensor, dim: int) -> Tensor:
     return F.glu(x.double() * scale.double(), dim)
 
 
-@operator("(Tensor x, Tensor scale, Tensor? excluded, int dim) -> Tensor")
-def shares(x: Tensor, scale: Tensor, excluded: Tensor | None, dim: int) -> Tensor:
-    """Shares e / Σe in float64, with e = round(32767·exp((x − max x)·s)) in 16 bits.
+def filled(x: Tensor, excluded: Tensor, lowest: bool, dim: int | None) -> Tensor:
+    """The tensor with its smallest value, or 0, where a mask is True.
 
-    What is excluded takes no part in maximum and sum, and has no share.
+    With `dim`, rows along it that are True alone stay as they are: nothing would be left of them.
     """
-    q = x.long()
-    if excluded is not None:
-        q = q.masked_fill(excluded, torch.iinfo(torch.int16).min)
-    below = q - q.amax(dim, keepdim=True)
-    exponentials = torch.floor(32767 * torch.exp(below.double() * scale.double()) + 0.5)
-    if excluded is not None:
-        exponentials = exponentials.masked_fill(excluded, 0.0)
-    return exponentials / exponentials.sum(dim, keepdim=True).clamp(min=1.0)
+    where = excluded if dim is None else excluded & ~excluded.all(dim, keepdim=True)
+    return x.masked_fill(where, x.detach().amin() if lowest and x.numel() else 0)
+
+
+@operator("(Tensor x, Tensor excluded, bool lowest, int? dim) -> Tensor")
+def exclude(x: Tensor, excluded: Tensor, lowest: bool, dim: int | None) -> Tensor:
+    """`filled` of integers."""
+    return filled(x, excluded, lowest, dim)
 
 
 @operator("(Tensor mask) -> (Tensor, Tensor)")

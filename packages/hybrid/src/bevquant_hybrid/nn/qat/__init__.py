@@ -46,11 +46,12 @@ from bevquant_hybrid.nn.qat.linear import (
     LinearReLU,
     LinearReLU6,
 )
-from bevquant_hybrid.nn.qat.normalization import LayerNorm, Softmax
+from bevquant_hybrid.nn.qat.normalization import LayerNorm
 from bevquant_hybrid.nn.qat.recurrent import LSTMCell
 from bevquant_hybrid.nn.qat.relu import ReLU, ReLU6
 from bevquant_hybrid.nn.qat.segment_lut import SegmentLUT
 from bevquant_hybrid.nn.qat.several_inputs import GLU, Div, MultiScaleRoIAlign
+from bevquant_hybrid.nn.qat.softmax import Softmax
 from bevquant_hybrid.nn.qat.stubs import DeQuantStub, QuantStub
 from bevquant_hybrid.nn.qat.upsampling import (
     Upsample,

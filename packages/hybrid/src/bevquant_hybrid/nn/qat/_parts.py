@@ -42,13 +42,28 @@ class Composed(nn.Module):
         remember_qconfig(self, source, qconfig)
         return self
 
-    def part(self, name: str, kind: Any, source: nn.Module, needed_for: str = "") -> None:
-        """Add the QAT form of a float part; `needed_for`: when a call needs it, if not always."""
+    def part(
+        self,
+        name: str,
+        kind: Any,
+        source: nn.Module,
+        needed_for: str = "",
+        qconfig: Any = None,
+    ) -> None:
+        """Add the QAT form of a float part.
+
+        Args:
+            name: Of the part.
+            kind: Its QAT class.
+            source: The float part.
+            needed_for: When a call needs it, if not always.
+            qconfig: Its own settings; None for those of the whole.
+        """
         if needed_for:
             self.optional[name] = needed_for
         source.train(self.training)
         source.qualified_name = f"{self.qualified_name}.{name}"  # type: ignore[assignment]
-        self.add_module(name, kind.from_float(source, self.qconfig))
+        self.add_module(name, kind.from_float(source, qconfig or self.qconfig))
 
     def drop_unused(self) -> None:
         """Drop optional parts that saw nothing: they have no scale to convert."""

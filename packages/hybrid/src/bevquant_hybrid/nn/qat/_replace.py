@@ -31,6 +31,7 @@ from bevquant_hybrid.nn.qat import (
     recurrent,
     relu,
     several_inputs,
+    softmax,
     stubs,
     upsampling,
 )
@@ -80,7 +81,7 @@ _OTHERS: dict[type[nn.Module], Any] = {
     nn.SyncBatchNorm: batchnorm.SyncBatchNorm,
     nn.LayerNorm: normalization.LayerNorm,
     LayerNorm: normalization.LayerNorm,
-    nn.Softmax: normalization.Softmax,
+    nn.Softmax: softmax.Softmax,
     nn.ReLU: relu.ReLU,
     nn.ReLU6: relu.ReLU6,
     nn.Upsample: upsampling.Upsample,

@@ -15,7 +15,7 @@ from bevquant_hybrid.nn.qat._base import module_path
 from bevquant_hybrid.nn.qat._parts import Composed, linear_of
 from bevquant_hybrid.nn.qat.functional_modules import FloatFunctional
 from bevquant_hybrid.nn.qat.linear import Linear
-from bevquant_hybrid.nn.qat.normalization import Softmax
+from bevquant_hybrid.nn.qat.softmax import Softmax
 from bevquant_hybrid.nn.qat.stubs import QuantStub
 
 __all__ = ["MultiheadAttention"]

@@ -13,7 +13,6 @@ from bevquant_hybrid.nn.quantized._others import (
     LayerNorm,
     MultiScaleRoIAlign,
     SegmentLUT,
-    Softmax,
 )
 from bevquant_hybrid.nn.quantized._replace import fixed_point_form
 from bevquant_hybrid.nn.quantized._weighted import Conv2d, Conv3d, ConvTranspose2d, Linear
@@ -38,6 +37,5 @@ __all__ = [
     "QFunctional",
     "Quantize",
     "SegmentLUT",
-    "Softmax",
     "fixed_point_form",
 ]

@@ -30,7 +30,6 @@ __all__ = [
     "LayerNorm",
     "MultiScaleRoIAlign",
     "SegmentLUT",
-    "Softmax",
 ]
 
 
@@ -188,22 +187,6 @@ def _plain(function: nn.Module) -> nn.Module:
     import copy
 
     return copy.deepcopy(function).double().eval()
-
-
-class Softmax(FixedPoint):
-    """Exponentials of 16 bits, their exact sum, one division.
-
-    e = round(32767·exp((x − max x)·s_x)), y = round(e / (Σe·s_y)).
-    """
-
-    def __init__(self, source: normalization.Softmax, rounding: str) -> None:
-        super().__init__(source, rounding)
-        self.dim = 1 if source.dim is None else source.dim
-
-    def forward(self, x: QTensor, excluded: Tensor | None = None) -> QTensor:
-        """Normalize integers; those that are excluded take no part and become 0."""
-        x = integers(self, x)
-        return self.quantized(ratios.shares(x.int_repr(), x.scale, excluded, self.dim))
 
 
 class LayerNorm(FixedPoint):

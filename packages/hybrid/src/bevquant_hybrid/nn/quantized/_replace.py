@@ -20,7 +20,6 @@ from bevquant_hybrid.nn.quantized._others import (
     LayerNorm,
     MultiScaleRoIAlign,
     SegmentLUT,
-    Softmax,
 )
 from bevquant_hybrid.nn.quantized._weighted import Conv2d, Conv3d, ConvTranspose2d, Linear
 from bevquant_hybrid.nn.quantized.functional_modules import QFunctional
@@ -39,7 +38,6 @@ _FORMS: tuple[tuple[type[nn.Module], Any], ...] = (
     (qat.AdaptiveAvgPool2d, AdaptiveAvgPool2d),
     (qat.BatchNorm2d, BatchNorm2d),
     (qat.SegmentLUT, SegmentLUT),
-    (qat.Softmax, Softmax),
     (qat.LayerNorm, LayerNorm),
     (qat.BatchNorm3d, BatchNorm2d),
     (qat.SyncBatchNorm, BatchNorm2d),

@@ -1,0 +1,136 @@
+"""Softmax that trains quantized: the five steps that a BPU takes."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.ao.quantization import QConfig
+
+from bevquant_hybrid import _integer_ratios as ratios
+from bevquant_hybrid._fake_quant._calib import CalibFakeQuantize
+from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
+from bevquant_hybrid._observers._fixed import FixedScaleObserver
+from bevquant_hybrid.dtype import qint16
+from bevquant_hybrid.nn._float_functional import FloatFunctional as FloatArithmetic
+from bevquant_hybrid.nn._functions import Exp, Reciprocal
+from bevquant_hybrid.nn.qat._base import module_path, quantized_input
+from bevquant_hybrid.nn.qat._parts import Composed
+from bevquant_hybrid.nn.qat.functional_modules import FloatFunctional
+from bevquant_hybrid.nn.qat.segment_lut import SegmentLUT
+from bevquant_hybrid.qtensor import QTensor, payload
+
+__all__ = ["Softmax"]
+
+_EXP_SCALE = 1 / 32767.5  # of values in (0, 1], in 16 bits
+
+
+class Softmax(Composed):
+    r"""`torch.nn.Softmax` in the steps that the documents print, trained and converted alike.
+
+    :math:`y = e \cdot (1/\sum e)` with :math:`e = \exp(x - \max x)`: difference, exponential, sum
+    and reciprocal in 16 bits, the exponential with the scale 1/32767.5; the product has the type
+    and the scale of the module's qconfig.
+    """
+
+    dim: int | None
+    sub: Any
+    exp: Any
+    sum: Any
+    reciprocal: Any
+    mul: Any
+
+    @classmethod
+    def from_float(cls, source: nn.Module, qconfig: Any = None) -> Self:
+        """Take over a float softmax.
+
+        Raises:
+            ValueError: No qconfig with an activation.
+        """
+        assert isinstance(source, nn.Softmax)
+        qconfig = qconfig or getattr(source, "qconfig", None)
+        if qconfig is None or qconfig.activation is None:
+            raise ValueError(
+                f"{module_path(source)} (Softmax): its result needs a scale, but its qconfig has "
+                "no activation; set one (get_default_qat_qconfig), since only layers with a "
+                "weight have a 32-bit output"
+            )
+        self = cls.of(source, qconfig)
+        self.dim = source.dim
+        inner = _of_16_bits(qconfig)
+        self.part("sub", FloatFunctional, FloatArithmetic(), qconfig=inner)
+        self.part("exp", SegmentLUT, Exp(), qconfig=_of_exponential(qconfig))
+        self.part("sum", FloatFunctional, FloatArithmetic(), qconfig=inner)
+        self.part("reciprocal", SegmentLUT, Reciprocal(), qconfig=inner)
+        self.part("mul", FloatFunctional, FloatArithmetic())
+        return self
+
+    def to_float(self) -> nn.Module:
+        """Return the float softmax."""
+        made: nn.Module = self.float_source()
+        return made
+
+    def forward(self, x: Tensor, excluded: Tensor | None = None) -> Tensor:
+        """Normalize.
+
+        Args:
+            x: Quantized.
+            excluded: Where True, a value counts as −∞; a row without others gives zeros.
+        """
+        dim = self.dim
+        if dim is None:  # torch's own choice
+            dim = 0 if x.dim() in (0, 1, 3) else 1
+        drawn = torch.onnx.is_in_onnx_export()  # as one operator of 8 bits
+        if not isinstance(x, QTensor) or (drawn and not x.holds_integers):
+            return self._at_once(quantized_input(self, x), excluded, dim)
+        if excluded is not None:
+            x = _filled(x, excluded, lowest=True, dim=dim)
+        shifted = self.sub.sub(x, x.max(dim, keepdim=True)[0])
+        exponential = self.exp(shifted)
+        if excluded is not None:
+            exponential = _filled(exponential, excluded, lowest=False, dim=dim)
+        inverse = self.reciprocal(self.sum.sum(exponential, dim=dim, keepdim=True))
+        result: QTensor = self.mul.mul(exponential, inverse)
+        return result if excluded is None else _filled(result, excluded, lowest=False)
+
+    def _at_once(self, values: Tensor, excluded: Tensor | None, dim: int) -> Tensor:
+        if excluded is not None:
+            values = values.masked_fill(excluded, -torch.inf)
+        shares = values.softmax(dim)
+        if excluded is not None:
+            shares = shares.masked_fill(excluded, 0.0)
+        quantized: Tensor = self.mul.activation_post_process(shares)
+        return quantized
+
+    def extra_repr(self) -> str:
+        """Print the axis, as torch does."""
+        return f"dim={self.dim}"
+
+
+def _of_16_bits(qconfig: Any) -> QConfig:
+    """Settings of a step within: as those of the result, but in 16 bits and never fixed."""
+    made = qconfig.activation()
+    wide: Any = FakeQuantize.with_args(dtype=qint16)  # type: ignore[no-untyped-call]
+    if not isinstance(made.activation_post_process, FixedScaleObserver):
+
+        def wide() -> nn.Module:
+            step: nn.Module = qconfig.activation(dtype=qint16)
+            return step
+
+    return QConfig(activation=wide, weight=None)  # type: ignore[no-untyped-call]
+
+
+def _of_exponential(qconfig: Any) -> QConfig:
+    kind: Any = FakeQuantize
+    if isinstance(qconfig.activation(), CalibFakeQuantize):
+        kind = CalibFakeQuantize
+    fixed = kind.with_args(observer=FixedScaleObserver, scale=_EXP_SCALE, dtype=qint16)
+    return QConfig(activation=fixed, weight=None)  # type: ignore[no-untyped-call]
+
+
+def _filled(x: QTensor, excluded: Tensor, *, lowest: bool, dim: int | None = None) -> QTensor:
+    """The tensor with its smallest value, or 0, where values are excluded."""
+    if x.holds_integers:
+        return x.like(ratios.exclude(x.int_repr(), excluded, lowest, dim))
+    return x.like(ratios.filled(payload(x), excluded, lowest, dim))
