@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 __all__ = ["TOLERANCE", "file_layers"]
 
 TOLERANCE = 1e-3  # of float outputs, relative to the largest value
-_EXACT = frozenset({"quantize", "max_pool", "move", "relu", "constant"})
-# The engine interpolates in float32 from coordinates of its own.
-_RESIZED = 0.05
-# Sums times a float32 factor: what lies within rounding of half a step may come out a step apart.
+_EXACT = frozenset({"max_pool", "move", "relu", "constant"})
+# Share of values that may be a step off. A float32 product or quotient within its own rounding of
+# half a step may fall to either side; an engine interpolates from coordinates of its own.
+_SHARES = {"quantize": 1e-6, "resize": 0.05}
 _TIES, _FEW_TIES = 1e-4, 4
 _LOST_QUERIES = 0.02
 _SPARSE_OPS = {"conv": "sparse_conv", "relu": "add"}
@@ -46,7 +46,7 @@ def _integers(written: Written, args: tuple[Any, ...]) -> Iterator[FileLayer]:
     from bevquant_export import compare_qdq_onnx
 
     for row in compare_qdq_onnx(written.made, written.piece.fake_module, args):
-        share = 0.0 if row.op in _EXACT else _RESIZED if row.op == "resize" else _TIES
+        share = 0.0 if row.op in _EXACT else _SHARES.get(row.op, _TIES)
         allowed = max(_FEW_TIES, int(share * row.elements)) if share else 0
         said = f"one step on {allowed:,} values" if share else "nothing"
         yield FileLayer(
