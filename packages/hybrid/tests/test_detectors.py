@@ -167,6 +167,16 @@ def test_a_hybrid_detector_is_split_before_its_boxes(name: str, tmp_path) -> Non
     assert len(tree_leaves(convert_fx(hybrid)(*given))[0])
 
 
+def test_files_of_standard_operators_end_before_the_boxes(tmp_path) -> None:
+    pytest.importorskip("onnx")
+    given, path = picture(), str(tmp_path / "net.onnx")
+    made = prepare_qat_fx(Detector(), {"": QAT})
+    made(*given)
+    with pytest.raises(ValueError, match="post computes what ONNX has no operator for"):
+        export_to_onnx(made, given, path, operator_export_type=None)
+    export_to_onnx(made, given, path)
+
+
 def test_a_correlation_is_on_the_cpu_of_a_hybrid_model_and_exported(tmp_path) -> None:
     onnx = pytest.importorskip("onnx")
 

@@ -25,6 +25,7 @@ from bevquant_hybrid.quantization import (
     prepare_qat,
     prepare_qat_fx,
 )
+from bevquant_hybrid.utils.onnx_helper import export_to_onnx
 
 QAT = get_default_qat_qconfig()
 RANGE = [-2.0, -1.0, -3.0, 4.0, 3.5, 1.0]
@@ -221,6 +222,23 @@ def test_a_program_scatters_pillars_and_refuses_what_lies_outside(dtype, tmp_pat
     for model in (converted, compiled):
         with pytest.raises(ValueError, match=r"a pillar at \[0, 0, 7, 12\] lies outside"):
             model(features, (coords + torch.tensor([0, 0, 7, 7])).to(dtype))
+
+
+def test_scattered_pillars_are_scattered_by_onnxruntime(tmp_path) -> None:
+    runner = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnx")
+    features, coords = torch.randn(6, 4), torch.tensor([[0, 0, i, 5 - i] for i in range(6)])
+    coords[3] = -1  # a row to spare
+    made = prepare_qat_fx(Scattered(), {"": QAT}).eval()
+    made(features, coords)
+    path = str(tmp_path / "net.onnx")
+    for opset in (11, 13):
+        export_to_onnx(made, (features, coords), path, opset_version=opset,
+                       operator_export_type=None)  # fmt: skip
+    session = runner.InferenceSession(path, providers=["CPUExecutionProvider"])
+    names = [given.name for given in session.get_inputs()]
+    given = dict(zip(names, (features.numpy(), coords.numpy()), strict=True))
+    assert np.allclose(session.run(None, given)[0], made(features, coords).detach(), atol=1e-6)
 
 
 class Gathered(nn.Module):

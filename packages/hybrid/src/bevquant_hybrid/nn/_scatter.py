@@ -18,7 +18,8 @@ Shape = Sequence[int] | Tensor
 class PointPillarsScatter(nn.Module):
     """Write the features of pillars into a picture of zeros.
 
-    The scale of a quantized input is that of the output.
+    The scale of a quantized input is that of the output. In ONNX files it is a ScatterND, which
+    leaves open what counts of several pillars at one place.
 
     Args:
         output_shape: ``(N, C, H, W)``; None where each call gives it.
@@ -92,6 +93,9 @@ def _scattered(features: Tensor, places: Tensor, shape: Sequence[int]) -> Tensor
     sample, row, column = places[:, 0], places[:, -2], places[:, -1]
     cells = batch * height * width
     cell = torch.where(sample < 0, cells, (sample * height + row) * width + column)
+    if torch.onnx.is_in_onnx_export():  # ScatterND, for which equal places are undefined
+        canvas = features.new_zeros(cells + 1, channels).index_put((cell,), features)
+        return canvas[:cells].reshape(batch, height, width, channels).permute(0, 3, 1, 2)
     order = torch.arange(len(places), device=places.device)
     # One cell more, for pillars that are left out.
     winner = order.new_full((cells + 1,), -1).scatter_reduce(0, cell, order, "amax")[:cells]

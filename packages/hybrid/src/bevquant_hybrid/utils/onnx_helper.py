@@ -13,12 +13,14 @@ import torch
 from torch import nn
 from torch.ao.quantization import FakeQuantizeBase
 from torch.onnx import OperatorExportTypes, TrainingMode
+from torch.onnx.errors import UnsupportedOperatorError
 
 from bevquant_hybrid._fake_quant._onnx_nodes import opset_in_use
 from bevquant_hybrid._forced_marks import take_marks_out
 from bevquant_hybrid._whole_file import write_whole
 from bevquant_hybrid.mapper import write_config
 from bevquant_hybrid.march import March, get_march
+from bevquant_hybrid.nn import DetectionPostProcess, DetectionPostProcessV1, RcnnPostProcess
 from bevquant_hybrid.nn.quantized._base import FixedPoint
 from bevquant_hybrid.nn.quantized.quantize import is_fixed_point
 
@@ -77,7 +79,8 @@ def export_to_onnx(
 
     Raises:
         ImportError: onnx is not installed.
-        ValueError: Another opset, a converted model, or a tensor of 16 bits.
+        ValueError: Another opset, a converted model, a tensor of 16 bits, or, among standard
+            operators alone, detection post-processing or gathering of points.
     """
     onnx = _onnx()
     if opset_version not in _OPSETS:
@@ -86,7 +89,7 @@ def export_to_onnx(
     buffer = io.BytesIO()
     token = opset_in_use.set(opset_version)
     try:
-        with _nothing_observed(model), warnings.catch_warnings():
+        with _nothing_observed(model), warnings.catch_warnings(), _own_operators_named(model):
             warnings.simplefilter("ignore")  # the exporter's own age, and branches on settings
             torch.onnx.export(
                 model,
@@ -249,6 +252,27 @@ def _nothing_observed(model: nn.Module) -> Iterator[None]:
     finally:
         for module, enabled in zip(found, before, strict=True):
             module.enable_observer(enabled)
+
+
+@contextlib.contextmanager
+def _own_operators_named(model: nn.Module) -> Iterator[None]:
+    """Say which module calls an operator of this package, which ONNX does not have.
+
+    Raises:
+        ValueError: One does.
+    """
+    try:
+        yield
+    except UnsupportedOperatorError as error:
+        if "bevquant_hybrid::" not in str(error):
+            raise
+        detectors = DetectionPostProcess, DetectionPostProcessV1, RcnnPostProcess
+        found = [path for path, m in model.named_modules() if isinstance(m, detectors)]
+        raise ValueError(
+            f"export_to_onnx: {', '.join(found) or 'the forward'} computes what ONNX has no "
+            "operator for (detection post-processing, point_pillars_preprocess): leave it to the "
+            "code around the model, or export with ONNX_FALLTHROUGH, for viewers"
+        ) from error
 
 
 def _write(content: bytes, f: str | os.PathLike[str] | IO[bytes]) -> None:
