@@ -149,6 +149,15 @@ def _mean_of_two() -> float:
     return float(np.interp(scores[::-1], [0.4, 0.9], [(0.1 + 0.55) / 2, 0.1]).mean())
 
 
+def test_of_equally_near_labels_the_first_is_taken() -> None:
+    found = detections((0, 5, "car", 0.5))
+    for turns, wanted in (((0.0, 0.7), 0.0), ((0.7, 0.0), 0.7)):
+        there = labels((-1, 5, "car", turns[0]), (1, 5, "car", turns[1]))
+        meter = DetectionMeter(NUSCENES_CLASSES, DetectionRules(min_recall=0.0))
+        meter.add(found, there)
+        assert metrics_of(meter).errors["AOE"] == pytest.approx(wanted, abs=1e-6)
+
+
 def test_far_boxes_and_labels_without_points_do_not_count() -> None:
     there = labels(
         (0, 49.9, "car"), (0, 50, "car"), (39, 0, "pedestrian"), (41, 0, "pedestrian"),

@@ -185,6 +185,11 @@ def _evaluate(options: Evaluate, command: str) -> str:
                 f"--backend {options.backend}: the integers of a run for a BPU take the kernels "
                 "that fit them; leave it out"
             )
+        if bootstrap != Bootstrap():
+            raise InputError(
+                "--resamples, --resample-seed: a run for a BPU is not judged by labels; leave them "
+                "out"
+            )
         return _report_bpu(
             run_bpu_evaluate(
                 options.run,
