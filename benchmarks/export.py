@@ -1,0 +1,203 @@
+"""ONNX files of BEVFusion: time and size of writing them, speed of running them in onnxruntime.
+
+    python benchmarks/export.py [files] [dense] [sparse] [--config tiny] [--rounds N]
+
+Without names all tables are printed, for one street frame and random weights:
+
+- files: seconds to write each file of the set, and its bytes, for TensorRT with libspconv and for
+  onnxruntime.
+- dense: onnxruntime on the quantized files against onnxruntime on the same parts in float32, all
+  optimisations on, at 1 and 2 threads.
+- sparse: the portable sparse file in onnxruntime against the integer simulator and against spconv's
+  own CPU convolutions in float32, batch norms folded in all of them. spconv runs on one thread,
+  where its results are right, and at torch's own number, which is what a user gets.
+
+Runs are interleaved; times are medians, ratios of medians are what to read. Needs the app with its
+`export` extra and spconv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # a peer's threads sleep through others' turns
+import onnxruntime
+import torch
+from _int8_timing import Runs, interleave
+from torch import nn
+
+from bevfusion_quant.export._pieces import Piece, nvidia_pieces
+from bevfusion_quant.export._run_files import named_inputs
+from bevfusion_quant.export._walk import walk
+from bevfusion_quant.export._write import write_piece
+from bevfusion_quant.model import CONFIGS, build_model, random_weights
+from bevfusion_quant.model._encoder import SparseEncoder
+from bevfusion_quant.ptq import (
+    FrameBatches,
+    calibrate_branch,
+    example_batch,
+    fuse_branch,
+    quantize_branch,
+)
+from bevfusion_quant.scenes import street_frame
+from bevquant_int8sim import simulate
+
+LIDAR = "lidar.backbone.xyz"
+Inputs = dict[str, tuple[Any, ...]]
+
+
+def pieces_of(config: str) -> tuple[list[Piece], Inputs]:
+    """The parts of a calibrated model, and what goes into each."""
+    sizes = CONFIGS[config]
+    model = build_model(sizes)
+    batches = FrameBatches([street_frame(0, size=config, cameras=config)], sizes, model)
+    random_weights(model, *batches[0], seed=0)
+    example = example_batch(sizes)
+    fused = fuse_branch(model, example).model
+    quantized = quantize_branch(fused, example, "all", method="max").model
+    calibrate_branch(quantized, batches, method="max")
+    pieces = nvidia_pieces(fused, quantized)
+    known = {piece.file.name: piece for piece in pieces}
+    files = [piece.file for piece in pieces]
+    inputs, _ = walk(files, lambda f, args: known[f.name].fake(args), batches[0], quantized)
+    return pieces, inputs
+
+
+def write(piece: Piece, inputs: Inputs, folder: Path, target: str) -> tuple[Path, float]:
+    """The file, and the seconds that it took."""
+    args = inputs[piece.file.name]
+    start = time.perf_counter()
+    written = write_piece(piece, args, [args] if piece.file.name == LIDAR else [], folder, target)
+    return written.path, time.perf_counter() - start
+
+
+def session(path: Path, threads: int) -> onnxruntime.InferenceSession:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3
+    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+
+def runs_of(path: Path, piece: Piece, args: tuple[Any, ...], threads: int) -> Callable[[], Any]:
+    running = session(path, threads)
+    taken = {port.name for port in running.get_inputs()}
+    given = {name: a for name, a in named_inputs(piece.file, args).items() if name in taken}
+    return lambda: running.run(None, given)
+
+
+def files_table(pieces: list[Piece], inputs: Inputs, folder: Path) -> None:
+    print("| file | TensorRT, libspconv: s | MB | onnxruntime: s | MB |\n|---|---:|---:|---:|---:|")
+    totals = [0.0] * 4
+    for piece in pieces:
+        row = []
+        for target in ("tensorrt", "onnxruntime"):
+            path, seconds = write(piece, inputs, folder, target)
+            row += [seconds, path.stat().st_size / 1e6]
+        totals = [a + b for a, b in zip(totals, row, strict=True)]
+        print(f"| {piece.file.name} | {row[0]:.2f} | {row[1]:.2f} | {row[2]:.2f} | {row[3]:.2f} |")
+    print("| together | " + " | ".join(f"{value:.2f}" for value in totals) + " |\n")
+
+
+def dense_table(pieces: list[Piece], inputs: Inputs, folder: Path, rounds: int) -> None:
+    print("| file | threads | float32, ms | int8, ms | float32 / int8 |\n|---|---:|---:|---:|---:|")
+    for piece in pieces:
+        if piece.kind != "int8":
+            continue
+        args = inputs[piece.file.name]
+        plain = Piece(piece.file, "float", piece.float_module, piece.float_module)
+        paths = {}
+        for name, item in (("float32", plain), ("int8", piece)):
+            (folder / name).mkdir(exist_ok=True)
+            paths[name], _ = write(item, inputs, folder / name, "onnxruntime")
+        for threads in (1, 2):
+            runs: Runs = {n: (1, runs_of(p, piece, args, threads)) for n, p in paths.items()}
+            times = interleave(runs, rounds)
+            slow, fast = times["float32"][0], times["int8"][0]
+            row = f"{threads} | {slow:.1f} | {fast:.1f} | {slow / fast:.2f}"
+            print(f"| {piece.file.name} | {row} |")
+    print()
+
+
+class Shift(nn.Module):
+    """What is left of a folded batch norm; spconv's convolutions take no bias on a CPU."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.shift = norm.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Features with the shift added."""
+        return x + self.shift
+
+
+def spconv_encoder(config: str) -> nn.Module:
+    """The same encoder on spconv's own kernels; random weights take the same time."""
+    encoder = SparseEncoder(CONFIGS[config].lidar).eval()
+    for path, module in list(encoder.named_modules()):
+        if isinstance(module, nn.BatchNorm1d):
+            encoder.set_submodule(path, Shift(module))
+    return encoder
+
+
+def sparse_table(
+    pieces: list[Piece], inputs: Inputs, folder: Path, rounds: int, config: str
+) -> None:
+    piece = next(p for p in pieces if p.file.name == LIDAR)
+    args = inputs[LIDAR]
+    path, _ = write(piece, inputs, folder, "onnxruntime")
+    integers = simulate(piece.fake_module, args)
+    usual = torch.get_num_threads()
+    peer = spconv_encoder(config)
+    runs: Runs = {}
+    for threads in (1, 2):
+        many = f"{threads} thread{'s' * (threads > 1)}"
+        runs[f"portable file in onnxruntime, {many}"] = (1, runs_of(path, piece, args, threads))
+        runs[f"integer simulator, {many}"] = (threads, lambda: integers(*args))
+    runs["spconv float32, 1 thread"] = (1, lambda: peer(*args))
+    runs[f"spconv float32, its default ({usual} threads)"] = (usual, lambda: peer(*args))
+    times = interleave(runs, rounds)
+    base = times["portable file in onnxruntime, 1 thread"][0]
+    print(f"{len(args[0]):,} voxels\n\n| run | ms | against the portable file, 1 thread |")
+    print("|---|---:|---:|")
+    for name, (milliseconds, _) in times.items():
+        print(f"| {name} | {milliseconds:.1f} | {base / milliseconds:.2f}× |")
+    print()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("tables", nargs="*", metavar="table")
+    parser.add_argument("--config", choices=sorted(CONFIGS), default="nuscenes")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    tables = options.tables or ["files", "dense", "sparse"]
+    unknown = set(tables) - {"files", "dense", "sparse"}
+    if unknown:
+        parser.error(f"unknown tables {', '.join(unknown)}: expected files, dense, sparse")
+    warnings.simplefilter("ignore")
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+    print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores; {options.config}\n")
+    pieces, inputs = pieces_of(options.config)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if "files" in tables:
+            files_table(pieces, inputs, folder)
+        if "dense" in tables:
+            dense_table(pieces, inputs, folder, options.rounds)
+        if "sparse" in tables:
+            sparse_table(pieces, inputs, folder, options.rounds, options.config)
+
+
+if __name__ == "__main__":
+    with torch.no_grad():
+        main()
