@@ -120,7 +120,7 @@ def export_pieces(
     files = [piece.file for piece in pieces]
     known = {piece.file.name: piece for piece in pieces}
     with clock.step("write ONNX files"):
-        inputs, _ = walk(files, lambda file, args: known[file.name].fake(args), batch, model)
+        inputs, fake = walk(files, lambda file, args: known[file.name].fake(args), batch, model)
         voxels = _voxels(batches) if LIDAR in known else []
         written = {
             name: write_piece(piece, inputs[name], voxels, folder, target, march)
@@ -132,7 +132,7 @@ def export_pieces(
     with clock.step("run ONNX files"):
         runs = {name: runner(item) for name, item in written.items()}
         stages, integers, onnx = set_stages(
-            pieces, lambda file, args: runs[file.name](args), batch, model
+            pieces, lambda file, args: runs[file.name](args), batch, model, fake
         )
         agreement = box_agreement(model, config, integers, onnx)
     names = [name for _, (name, _) in sorted(batches.names.items())]
