@@ -94,7 +94,7 @@ def pytest(session: nox.Session, *folders: str) -> None:
 def demo(session: nox.Session) -> None:
     """The whole of BEVFusion on a street with six cameras; needs no data and no GPU."""
     fast = {"sparse": "numba,cpu", "quantizers": "numba", "int8sim": "numba"}
-    install(session, {**fast, "bevfusion_quant": "cpu"})
+    install(session, {**fast, "bevfusion_quant": "cpu,export"})
     session.run("bevfusion-quant", "demo", *session.posargs)
 
 
@@ -137,7 +137,9 @@ def wheels(session: nox.Session) -> None:
         )
     built = [str(wheel) for wheel in sorted(dist.glob("*.whl"))]
     # The extras that examples of the READMEs use.
-    session.install("-c", "constraints.txt", *built, "spconv", "onnxruntime", env=environment())
+    session.install(
+        "-c", "constraints.txt", *built, "spconv", "onnxruntime", "onnxscript", env=environment()
+    )
     session.run("pytest", "tests", *session.posargs)
 
 
