@@ -69,10 +69,11 @@ class DetectionMeter:
         >>> boxes = np.array([[5, 9, -1, 4.5, 1.9, 1.6, 0]], np.float32)
         >>> one = np.ones(1, np.float32)
         >>> meter = DetectionMeter(("car", "truck"))
-        >>> meter.add(Detections(boxes, one, np.array([0]), np.zeros((1, 2))), Labels(boxes, ("car",)))
+        >>> found = Detections(boxes, one, np.array([0]), np.zeros((1, 2)))
+        >>> meter.add(found, Labels(boxes, ("car",)))
         >>> meter.frames, meter.labels
         (1, 1)
-    """  # noqa: E501 (an example)
+    """
 
     def __init__(self, classes: Sequence[str], rules: DetectionRules | None = None) -> None:
         if not classes or len(set(classes)) < len(classes):
