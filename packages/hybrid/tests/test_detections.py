@@ -276,6 +276,21 @@ def test_a_margin_lets_close_scores_stand() -> None:
     )
 
 
+def test_quantized_maps_are_brought_to_sixteenths() -> None:
+    """9 saturates at 127/16, 0.28125 lies between two steps and goes up."""
+    values = torch.tensor([0.0, 0.5, 0.28125, -0.28125, 9.0, 0.1]).reshape(1, 6, 1, 1)
+    anchor = torch.tensor([0.0, 0, 16, 16]).reshape(1, 4, 1, 1)
+    detect = DetectionPostProcessV1(2, 0.0, [0], False, None, 0.5, 9, 9)
+    step = torch.tensor([1 / 32])
+    for data in (values, (values * 32).round().to(torch.int16)):
+        [(box, score, kind)] = detect([QTensor(data, step, "qint16")], [anchor])
+        assert (score.item(), kind.item()) == (127 / 16, 0)
+        expected = moved((0.0, 0, 16, 16), (0.0, 0.5, 5 / 16, -4 / 16))
+        assert box[0].tolist() == pytest.approx(expected, abs=1e-4)
+    [(_, score, _)] = detect([values], [anchor])
+    assert score.item() == 9.0
+
+
 def test_settings_of_the_first_version_that_do_not_fit_are_named() -> None:
     good = (2, 0.1, [0], True, None, 0.5, 9, 9)
     data, anchors = torch.zeros(1, 6, 1, 1), torch.zeros(1, 4, 1, 1)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
+from bevquant_hybrid import _integer_ops as ops
 from bevquant_hybrid.nn._detect_v1 import detect_v1
-from bevquant_hybrid.qtensor import as_float
+from bevquant_hybrid.qtensor import QTensor, as_float
 
 __all__ = ["DetectionPostProcessV1"]
 
@@ -33,9 +35,11 @@ class DetectionPostProcessV1(nn.Module):
     and h_a are x2 − x1 and y2 − y1; dw and dh are cut at log(1000/16); among equal scores the first
     by branch, row, column and anchor goes first, so that `use_stable_sort` changes nothing.
 
-    It takes floats, or quantized tensors, which it dequantizes; prepare and convert leave it as it
-    is. The chip's rescaling of its inputs to steps of 1/16 is not imitated. Nothing of it has a
-    gradient.
+    Quantized maps come in 8 bits of scale 1/16, as documented: of another scale they are brought to
+    it, clamp(round(16·x), −128, 127), ties as the model rounds them, so that what is above 7.9375
+    saturates. Then they are dequantized, and all that follows is computed in floats, where the chip
+    may round again. Floats are taken as they are. Prepare and convert leave the module as it is.
+    Nothing of it has a gradient.
 
     Args:
         num_classes: Scores of each anchor.
@@ -56,7 +60,6 @@ class DetectionPostProcessV1(nn.Module):
         ValueError: A setting does not fit; the message names it.
 
     Example:
-        >>> import torch
         >>> detect = DetectionPostProcessV1(2, 0.5, [0], True, (16, 16), 0.5, 100, 10)
         >>> head = torch.tensor([0.0, 0, 0, 0, 0.2, 0.9]).reshape(1, 6, 1, 1)
         >>> anchor = torch.tensor([-4.0, 2, 8, 6]).reshape(1, 4, 1, 1)
@@ -137,7 +140,7 @@ class DetectionPostProcessV1(nn.Module):
         elif image_sizes is not None:
             one = image_sizes
         found = detect_v1(
-            [as_float(x) for x in data],
+            [_in_sixteenths(x) for x in data],
             [as_float(x) for x in anchors],
             each,
             self.num_classes,
@@ -160,3 +163,12 @@ class DetectionPostProcessV1(nn.Module):
             f"num_classes={self.num_classes}, box_filter_threshold={self.box_filter_threshold}, "
             f"nms_threshold={self.nms_threshold}, nms_margin={self.nms_margin}"
         )
+
+
+def _in_sixteenths(x: Tensor) -> Tensor:
+    """A quantized map as the chip takes it, in floats; any other as it is."""
+    if not isinstance(x, QTensor):
+        return x
+    values = x.dequantize()
+    step = torch.full((1,), 1 / 16, device=values.device)
+    return ops.dequantize(ops.quantize(values, step, -1, 8, x.rounding), step, -1)
