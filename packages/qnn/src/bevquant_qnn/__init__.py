@@ -13,7 +13,9 @@ from bevquant_qnn._conv_transpose import (
     QuantConvTranspose2d,
     QuantConvTranspose3d,
 )
+from bevquant_qnn._distillation import distillation_loss
 from bevquant_qnn._freeze import freeze
+from bevquant_qnn._learned_range import LearnedRange, learn_ranges
 from bevquant_qnn._linear import QuantLinear
 from bevquant_qnn._pool import (
     QuantAdaptiveAvgPool1d,
@@ -30,13 +32,16 @@ from bevquant_qnn._precision_groups import PrecisionGroup, precision_groups
 from bevquant_qnn._precision_plan import PlannedGroup, PrecisionPlan
 from bevquant_qnn._quantize_model import quantize_model
 from bevquant_qnn._result import QuantizedModule, QuantizeResult, SharedQuantizer, SkippedModule
+from bevquant_qnn._round_weights import RoundedLayer, RoundingResult, round_weights
 from bevquant_qnn._sensitivity import sensitivity
 from bevquant_qnn._sensitivity_table import SensitivityRow, SensitivityTable
 from bevquant_qnn._sparse_convolution import QuantSparseConvolution
+from bevquant_qnn._track_ranges import RangeTracker, track_ranges
 
 __all__ = [
     "BIT_OPERATIONS",
     "Budget",
+    "LearnedRange",
     "PlannedGroup",
     "PrecisionGroup",
     "PrecisionPlan",
@@ -62,14 +67,21 @@ __all__ = [
     "QuantSparseConvolution",
     "QuantizeResult",
     "QuantizedModule",
+    "RangeTracker",
+    "RoundedLayer",
+    "RoundingResult",
     "SensitivityRow",
     "SensitivityTable",
     "SharedQuantizer",
     "SkippedModule",
     "apply_precision",
     "assign_precision",
+    "distillation_loss",
     "freeze",
+    "learn_ranges",
     "precision_groups",
     "quantize_model",
+    "round_weights",
     "sensitivity",
+    "track_ranges",
 ]

@@ -24,6 +24,7 @@ class QuantConfig:
 
     Attributes:
         num_bits: Bits of every quantizer, 2 to 16.
+        weight_bits: Bits of weights where they are others, such as 4; None for `num_bits`.
         input_calibrator: `"histogram"` (any of mse, entropy, percentile afterwards) or `"max"`,
             for everything that is not a weight.
         weight_calibrator: The same for weights; per-channel weights want `"max"`.
@@ -50,6 +51,7 @@ class QuantConfig:
     """
 
     num_bits: int = 8
+    weight_bits: int | None = None
     input_calibrator: Calibrator = "histogram"
     weight_calibrator: Calibrator = "max"
     weight_per_channel: bool = True
@@ -63,9 +65,13 @@ class QuantConfig:
     quantize_last_layer: bool = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.num_bits, int) or not 2 <= self.num_bits <= 16:
-            msg = f"QuantConfig.num_bits must be a whole number from 2 to 16, got {self.num_bits}."
-            raise ValueError(msg)
+        for name in ("num_bits", "weight_bits"):
+            bits = getattr(self, name)
+            if bits is None and name == "weight_bits":
+                continue
+            if not isinstance(bits, int) or not 2 <= bits <= 16:
+                msg = f"QuantConfig.{name} must be a whole number from 2 to 16, got {bits}."
+                raise ValueError(msg)
         for name in ("input_calibrator", "weight_calibrator"):
             if getattr(self, name) not in get_args(Calibrator):
                 msg = f"QuantConfig.{name} must be 'histogram' or 'max', got {getattr(self, name)}."
@@ -86,7 +92,7 @@ class QuantConfig:
     def weight_descriptor(self, axis: Axis) -> QuantDescriptor:
         """Return the descriptor of a weight quantizer whose output channels lie along `axis`."""
         return QuantDescriptor(
-            num_bits=self.num_bits,
+            num_bits=self.weight_bits or self.num_bits,
             calib_method=self.weight_calibrator,
             axis=axis if self.weight_per_channel else None,
             narrow_range=self.narrow_range,

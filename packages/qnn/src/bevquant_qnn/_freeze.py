@@ -9,7 +9,7 @@ from bevquant_qnn._sparse_convolution import QuantSparseConvolution
 from bevquant_qnn._weighted import QuantWeighted
 from bevquant_quantizers import TensorQuantizer
 
-__all__ = ["freeze"]
+__all__ = ["freeze", "range_in_use", "weights_read"]
 
 
 def freeze(model: nn.Module) -> tuple[str, ...]:
@@ -46,8 +46,8 @@ def freeze(model: nn.Module) -> tuple[str, ...]:
         for path, module in model.named_modules()
         if isinstance(module, TensorQuantizer) and not module._disabled
     }
-    weights = _weights(model)
-    ranges = {path: _range(quantizer, weights) for path, quantizer in active.items()}
+    weights = weights_read(model)
+    ranges = {path: range_in_use(quantizer, weights) for path, quantizer in active.items()}
     problems = [f"{path} ({_problem(amax)})" for path, amax in ranges.items() if _problem(amax)]
     if problems:
         msg = (
@@ -63,7 +63,7 @@ def freeze(model: nn.Module) -> tuple[str, ...]:
     return tuple(active)
 
 
-def _weights(model: nn.Module) -> dict[nn.Module, Tensor]:
+def weights_read(model: nn.Module) -> dict[nn.Module, Tensor]:
     """Return the weight that each weight quantizer reads."""
     found: dict[nn.Module, Tensor] = {}
     for module in model.modules():
@@ -77,7 +77,8 @@ def _weights(model: nn.Module) -> dict[nn.Module, Tensor]:
     return found
 
 
-def _range(quantizer: TensorQuantizer, weights: dict[nn.Module, Tensor]) -> Tensor | None:
+def range_in_use(quantizer: TensorQuantizer, weights: dict[nn.Module, Tensor]) -> Tensor | None:
+    """Return the range that the quantizer quantizes with; of a bare weight quantizer max |w|."""
     if quantizer._learn_amax:
         clip = quantizer.clip
         return torch.maximum(-clip.clip_value_min, clip.clip_value_max).detach().clone()
@@ -105,6 +106,8 @@ def _fix(quantizer: TensorQuantizer, amax: Tensor) -> None:
     if quantizer._learn_amax:
         quantizer.disable_clip()
         quantizer._learn_amax = False
+    # A range learned as a parameter becomes a constant.
+    quantizer._parameters.pop("_amax", None)
     quantizer.register_buffer("_amax", amax)
     quantizer.disable_calib()
     quantizer.enable_quant()

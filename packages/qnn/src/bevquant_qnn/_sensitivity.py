@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from bevquant_qnn._example import evaluation, fresh
+from bevquant_qnn._example import evaluation
+from bevquant_qnn._layer_inputs import Forward, call
 from bevquant_qnn._operations import count_operations
 from bevquant_qnn._precision import Precision, Setting, check_precisions, set_for_now, setting_at
 from bevquant_qnn._precision_groups import PrecisionGroup, precision_groups
@@ -19,7 +20,6 @@ from bevquant_quantizers import TensorQuantizer
 
 __all__ = ["sensitivity"]
 
-Forward = Callable[[nn.Module, Any], Any]
 Settings = dict[TensorQuantizer, Setting]
 
 
@@ -100,11 +100,11 @@ def sensitivity(
     try:
         for i, batch in enumerate(batches):
             if i == 0:
-                run = _runner(forward or _call, batch)
+                run = _runner(forward or call, batch)
                 with evaluation(model):
                     operations = count_operations(model, run)
             if i % world == rank:
-                results.append(trial.measure(batch, _runner(forward or _call, batch)))
+                results.append(trial.measure(batch, _runner(forward or call, batch)))
     except Exception as problem:
         if world == 1:
             raise
@@ -202,14 +202,6 @@ def _active_groups(model: nn.Module) -> list[PrecisionGroup]:
 
 def _runner(forward: Forward, batch: Any) -> Callable[[nn.Module], Any]:
     return lambda model: forward(model, batch)
-
-
-def _call(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, dict):
-        return model(**{name: fresh(value) for name, value in batch.items()})
-    if isinstance(batch, tuple | list):
-        return model(*(fresh(value) for value in batch))
-    return model(fresh(batch))
 
 
 def _operations_of(

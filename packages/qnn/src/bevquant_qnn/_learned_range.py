@@ -1,0 +1,172 @@
+"""Ranges that training learns together with the weights (LSQ)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from bevquant_qnn._freeze import range_in_use, weights_read
+from bevquant_quantizers import TensorQuantizer, fake_quantize
+
+__all__ = ["LearnedRange", "learn_ranges", "lsq"]
+
+_SMALLEST = 2.0**-20
+
+
+class LearnedRange(TensorQuantizer):
+    """A quantizer whose `_amax` is a parameter, trained by the gradient of `lsq`.
+
+    Its output is `TensorQuantizer`'s to the bit, and so is its state-dict key: checkpoints fit a
+    model with fixed ranges, and the other way round. `learn_ranges` makes it, `freeze` ends it.
+    """
+
+    @property
+    def amax(self) -> Tensor | None:
+        """The range as it is now, without gradient; set it as a fixed one's."""
+        learned = self._parameters.get("_amax")
+        return self._buffers.get("_amax") if learned is None else learned.detach()
+
+    @amax.setter
+    def amax(self, value: Any) -> None:
+        TensorQuantizer.amax.fset(self, value)  # type: ignore[attr-defined]
+
+    def _quant_forward(self, inputs: Tensor) -> Tensor:
+        learned = self._parameters.get("_amax")
+        if learned is None or not torch.is_grad_enabled():
+            return super()._quant_forward(inputs)
+        return lsq(inputs, learned, self.num_bits, self.unsigned, self.narrow_range)
+
+    def _get_amax(self, inputs: Tensor) -> Tensor:
+        # An optimizer's step may have gone beyond zero.
+        return super()._get_amax(inputs).clamp(min=_SMALLEST)
+
+    def extra_repr(self) -> str:
+        """Say that the range is learned."""
+        words = super().extra_repr()
+        return words if self._parameters.get("_amax") is None else f"{words} lsq"
+
+
+def lsq(
+    x: Tensor, amax: Tensor, num_bits: int, unsigned: bool = False, narrow_range: bool = False
+) -> Tensor:
+    r"""Fake-quantize with the gradients of learned step size quantization.
+
+    .. math:: \frac{\partial y}{\partial s} = \begin{cases} \operatorname{round}(x/s) - x/s &
+              q_\min \le x/s \le q_\max \\ q_\min \text{ or } q_\max & \text{beyond} \end{cases}
+
+    with s = amax/q_max, times g = 1/√(N·q_max), N the values that share a step (Esser et al. 2020,
+    arXiv 1902.08153, equations 3 to 5 and section 2.2). The gradient that amax gets is
+    q_max·g·Σ ∂L/∂y·∂y/∂s: a plain gradient step on amax moves s as the paper's step on s does. x
+    gets the gradient within the range, zero beyond.
+
+    Args:
+        x: Values, any shape.
+        amax: Range, broadcasts to `x`; a value below 2⁻²⁰ counts as that.
+        num_bits: Bits of the integer.
+        unsigned: Integers from 0.
+        narrow_range: Without the most negative integer.
+
+    Returns:
+        Exactly `bevquant_quantizers.fake_quantize`'s result.
+
+    Example:
+        >>> import torch
+        >>> amax = torch.tensor(7.0, requires_grad=True)
+        >>> lsq(torch.tensor([0.4, 20.0]), amax, 4).sum().backward()
+        >>> round(float(amax.grad / (7 / (2 * 7) ** 0.5)), 2)  # (0 − 0.4) + 7
+        6.6
+    """
+    y: Tensor = _Lsq.apply(x, amax, num_bits, unsigned, narrow_range)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Lsq(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, amax: Tensor, num_bits: int, unsigned: bool, narrow_range: bool
+    ) -> Tensor:
+        amax = amax.detach().clamp(min=_SMALLEST)
+        ctx.save_for_backward(x, amax)
+        ctx.bits = (num_bits, unsigned, narrow_range)
+        return fake_quantize(x, amax, num_bits, unsigned, narrow_range)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, amax = ctx.saved_tensors
+        num_bits, unsigned, narrow_range = ctx.bits
+        high = 2 ** (num_bits - 1 + int(unsigned)) - 1
+        low = 0 if unsigned else -high if narrow_range else -high - 1
+        steps = x * (high / amax)
+        inside = (steps >= low) & (steps <= high)
+        grad_x = torch.where(inside, grads[0], 0.0)
+        slope = torch.where(inside, steps.round() - steps, steps.clamp(low, high))
+        shared = max(1, x.numel() // max(1, amax.numel()))
+        scale = high / math.sqrt(shared * high)
+        grad_amax = (grads[0] * slope).sum_to_size(amax.shape) * scale
+        return grad_x, grad_amax, None, None, None
+
+
+def learn_ranges(
+    model: nn.Module, *, inputs: bool = True, weights: bool = True
+) -> list[nn.Parameter]:
+    """Make the ranges of active quantizers parameters that training learns, in place (LSQ).
+
+    They start from the calibrated ranges (a weight without one from its maximum), and shared
+    quantizers stay shared. Give the returned parameters to the optimizer in a group of their own,
+    without weight decay. `freeze` fixes what was learned.
+
+    Args:
+        model: Calibrated, from `quantize_model`.
+        inputs: Learn the ranges of activations.
+        weights: Learn the ranges of weights.
+
+    Returns:
+        The new parameters, each once.
+
+    Raises:
+        ValueError: Activations without a usable range; they are listed.
+
+    Example:
+        >>> import torch
+        >>> from bevquant_qnn import QuantLinear, freeze
+        >>> layer = QuantLinear(2, 2)
+        >>> layer.input_quantizer.amax = 4.0
+        >>> [tuple(p.shape) for p in learn_ranges(layer)]
+        [(), (2, 1)]
+        >>> layer(torch.randn(3, 2)).sum().backward()
+        >>> layer.input_quantizer._amax.grad is not None
+        True
+        >>> freeze(layer)
+        ('_input_quantizer', '_weight_quantizer')
+    """
+    read = weights_read(model)
+    chosen: dict[str, tuple[TensorQuantizer, Tensor | None]] = {}
+    for path, module in model.named_modules():
+        if not isinstance(module, TensorQuantizer) or module._disabled or module._learn_amax:
+            continue
+        if weights if module in read else inputs:
+            chosen[path] = (module, range_in_use(module, read))
+    bare = [
+        path
+        for path, (_, amax) in chosen.items()
+        if amax is None or not bool((amax.isfinite() & (amax >= 0)).all())
+    ]
+    if bare:
+        raise ValueError(
+            f"learn_ranges: {', '.join(bare)} have no range to start from; calibrate the model "
+            "first (bevquant_quantizers.calibrate)"
+        )
+    parameters = []
+    for quantizer, amax in chosen.values():
+        if not isinstance(quantizer, LearnedRange):
+            quantizer.__class__ = LearnedRange
+        if quantizer._parameters.get("_amax") is None:
+            quantizer._buffers.pop("_amax", None)
+            start = amax.detach().clone()  # type: ignore[union-attr]
+            quantizer._parameters["_amax"] = nn.Parameter(start.float())
+        parameters.append(quantizer._parameters["_amax"])
+    return parameters  # type: ignore[return-value]

@@ -1,0 +1,191 @@
+"""A layer with weights as a matrix product, whatever its kind: y = W·p, p a patch of its input."""
+
+from __future__ import annotations
+
+import copy
+import math
+from itertools import product
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor, nn
+
+from bevquant_qnn._sparse_convolution import QuantSparseConvolution
+from bevquant_qnn._sparse_tensor import with_features
+from bevquant_sparse import WeightLayout, conv_forward, permute_weight, set_weight
+
+__all__ = ["grid_step", "matrix_of", "put_matrix", "sampled_patches"]
+
+
+def matrix_of(module: Any) -> Tensor:
+    """Return the weight as [groups, out/groups, in/groups · kernel], the input channel slowest."""
+    return _as_matrix(module, module.weight_to_quantize().detach())
+
+
+def put_matrix(module: Any, matrix: Tensor) -> None:
+    """Write a weight of the form of `matrix_of` into the layer's parameter, in place."""
+    weight, own = _from_matrix(module, matrix).to(module.weight), module.weight
+    if isinstance(module, QuantSparseConvolution):
+        set_weight(module, weight, module.weight_layout)
+        weight, module.weight = module.weight, own
+    with torch.no_grad():
+        own.copy_(weight)
+
+
+def grid_step(module: Any) -> Tensor:
+    """Return the distance between two weights on the grid, float64 [groups, out/groups, 1].
+
+    Raises:
+        ValueError: Ranges that do not number the output channels.
+    """
+    quantizer, weight = module.weight_quantizer, module.weight_to_quantize().detach()
+    amax = quantizer.amax
+    if amax is None:
+        amax = _largest(weight, quantizer.axis)
+    largest = _as_matrix(module, amax.to(weight).expand_as(weight)).double()
+    step: Tensor = largest / (2 ** (quantizer.num_bits - 1) - 1)
+    if bool((step != step[..., :1]).any()):
+        raise ValueError(
+            f"the weight's ranges, shape {tuple(amax.shape)}, do not run along the output channels"
+        )
+    return step[..., :1]
+
+
+def sampled_patches(module: Any, x: Any, count: int, generator: Generator) -> Tensor:
+    """Return up to `count` patches of the input, [groups, rows, in/groups · kernel].
+
+    They are drawn with the generator: two inputs of one shape and generators of one seed give
+    patches of the same places.
+
+    Args:
+        module: A quantized layer.
+        x: What it is called with, the input quantizer not yet applied.
+        count: Most patches.
+        generator: On the CPU.
+    """
+    if isinstance(module, QuantSparseConvolution):
+        return _sparse_patches(module, x, count, generator)
+    x = module.input_quantizer(x)
+    if isinstance(module, nn.Linear):
+        rows: Tensor = x.reshape(-1, x.shape[-1])
+        return rows[_drawn(len(rows), count, generator).to(x.device)][None]
+    if x.dim() == module.weight.dim() - 1:
+        x = x[None]
+    return _dense_patches(module, x, count, generator)
+
+
+def _largest(weight: Tensor, axis: int | tuple[int, ...] | None) -> Tensor:
+    if axis is None:
+        return weight.abs().amax()
+    kept = {a % weight.dim() for a in ((axis,) if isinstance(axis, int) else axis)}
+    return weight.abs().amax([d for d in range(weight.dim()) if d not in kept], keepdim=True)
+
+
+def _as_matrix(module: Any, weight: Tensor) -> Tensor:
+    if isinstance(module, QuantSparseConvolution):
+        full = permute_weight(
+            weight, module.weight_layout, WeightLayout.KCRS, kernel_size=_kernel_size(module)
+        )
+        return full.reshape(1, len(full), -1)
+    groups = getattr(module, "groups", 1)
+    if isinstance(module, nn.modules.conv._ConvTransposeNd):
+        split = weight.reshape(groups, module.in_channels // groups, -1, *module.kernel_size)
+        return split.transpose(1, 2).flatten(2)
+    return weight.reshape(groups, len(weight) // groups, -1)
+
+
+def _from_matrix(module: Any, matrix: Tensor) -> Tensor:
+    if isinstance(module, QuantSparseConvolution):
+        size = _kernel_size(module)
+        full = matrix[0].reshape(matrix.shape[1], -1, *size)
+        return permute_weight(full, WeightLayout.KCRS, module.weight_layout, kernel_size=size)
+    if isinstance(module, nn.modules.conv._ConvTransposeNd):
+        groups, outputs = matrix.shape[:2]
+        split = matrix.reshape(groups, outputs, -1, *module.kernel_size)
+        return split.transpose(1, 2).reshape(module.weight.shape)
+    return matrix.reshape(module.weight.shape)
+
+
+def _kernel_size(module: Any) -> tuple[int, ...]:
+    return tuple(int(size) for size in module.kernel_size)
+
+
+def _drawn(total: int, count: int, generator: Generator) -> Tensor:
+    if total <= count:
+        return torch.arange(total)
+    return torch.randperm(total, generator=generator)[:count].sort().values
+
+
+def _dense_patches(module: Any, x: Tensor, count: int, generator: Generator) -> Tensor:
+    """Gather the input under the kernel at drawn places of the output."""
+    size, stride, dilation = module.kernel_size, module.stride, module.dilation
+    transposed = isinstance(module, nn.modules.conv._ConvTransposeNd)
+    if transposed:
+        padding = module._output_padding(x, None, stride, module.padding, size, len(size), dilation)
+        shape = [
+            (n - 1) * s - 2 * p + d * (k - 1) + extra + 1
+            for n, s, p, d, k, extra in zip(
+                x.shape[2:], stride, module.padding, dilation, size, padding, strict=True
+            )
+        ]
+    else:
+        mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+        x = F.pad(x, module._reversed_padding_repeated_twice, mode)
+        shape = [
+            (n - d * (k - 1) - 1) // s + 1
+            for n, s, d, k in zip(x.shape[2:], stride, dilation, size, strict=True)
+        ]
+    drawn = _drawn(len(x) * math.prod(shape), count, generator)
+    image, *places = torch.unravel_index(drawn, (len(x), *shape))
+    rank = len(size)
+    index: list[Tensor] = [image.reshape(-1, *[1] * rank)]
+    inside = torch.ones(1, dtype=torch.bool)
+    for axis, place in enumerate(places):
+        taps = torch.arange(size[axis]) * dilation[axis]
+        if transposed:
+            # Output o meets input i through tap k where o = i·stride − padding + k·dilation.
+            at = place[:, None] + module.padding[axis] - taps
+            fits = (at % stride[axis] == 0) & (at >= 0)
+            at = torch.div(at, stride[axis], rounding_mode="floor")
+            fits &= at < x.shape[2 + axis]
+            at = at.clamp(0, x.shape[2 + axis] - 1)
+            inside = inside & fits.reshape(-1, *_along(axis, rank, size[axis]))
+        else:
+            at = place[:, None] * stride[axis] + taps
+        index.append(at.reshape(-1, *_along(axis, rank, size[axis])))
+    patches = x.movedim(1, -1)[tuple(i.to(x.device) for i in index)]
+    patches = patches * inside.to(x.device)[..., None] if transposed else patches
+    groups = module.groups
+    # [rows, *kernel, channels] to [groups, rows, channels of the group · kernel]
+    patches = patches.movedim(-1, 1).reshape(len(drawn), groups, -1)
+    return patches.movedim(1, 0)
+
+
+def _along(axis: int, rank: int, size: int) -> list[int]:
+    return [size if i == axis else 1 for i in range(rank)]
+
+
+def _sparse_patches(module: Any, x: Any, count: int, generator: Generator) -> Tensor:
+    """Fetch the features under each tap by a convolution that is the identity there."""
+    size, channels = _kernel_size(module), int(module.in_channels)
+    features = module.input_quantizer(x.features)
+    same = torch.eye(channels, dtype=features.dtype, device=features.device)
+    plain = copy.copy(module)
+    plain.act_type = None
+    if plain.indice_key is None:
+        plain.indice_key = "patches"  # so that one rulebook serves all taps
+    drawn: Tensor | None = None
+    taps = []
+    for tap in product(*map(range, size)):
+        weight = features.new_zeros(channels, channels, *size)
+        weight[(slice(None), slice(None), *tap)] = same
+        moved = conv_forward(
+            plain, x, features=features, weight=weight, layout=WeightLayout.KCRS, bias=None
+        )
+        if drawn is None:
+            drawn = _drawn(len(moved.features), count, generator).to(features.device)
+            x = with_features(x, x.features)
+            x.indice_dict = dict(moved.indice_dict)
+        taps.append(moved.features[drawn])
+    return torch.stack(taps, -1).flatten(1)[None]

@@ -1,0 +1,246 @@
+"""Rounding by the layer's output: patches are the layer's own, errors fall, nothing else moves."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from bevquant_fusion import fuse_model
+from bevquant_qnn import (
+    QuantConfig,
+    QuantSparseConvolution,
+    quantize_model,
+    round_weights,
+)
+from bevquant_qnn._gptq import gptq
+from bevquant_qnn._linear_form import matrix_of, put_matrix, sampled_patches
+from bevquant_quantizers import calibrate, quantization_disabled
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using a non-tuple sequence:UserWarning")
+
+LAYERS = {
+    "conv1d": (nn.Conv1d(4, 6, 3, 2, 1, dilation=2), (2, 4, 9)),
+    "conv2d groups": (nn.Conv2d(4, 6, (3, 2), (1, 2), (1, 0), groups=2), (2, 4, 7, 6)),
+    "conv2d reflect": (nn.Conv2d(2, 3, 3, padding="same", padding_mode="reflect"), (2, 2, 5, 6)),
+    "conv3d": (nn.Conv3d(2, 3, 2), (1, 2, 4, 4, 3)),
+    "depthwise": (nn.Conv2d(4, 4, 3, groups=4), (1, 4, 5, 5)),
+    "linear": (nn.Linear(5, 3), (2, 7, 5)),
+    "transposed": (nn.ConvTranspose2d(3, 4, 3, 2, 1, output_padding=1), (2, 3, 4, 5)),
+    "transposed groups": (nn.ConvTranspose2d(4, 6, 2, 2, groups=2), (1, 4, 3, 3)),
+    "transposed 1d": (nn.ConvTranspose1d(3, 2, 4, 3, 1, dilation=2), (2, 3, 6)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_is_its_matrix_times_its_patches(name):
+    layer, shape = LAYERS[name]
+    layer, x = copy.deepcopy(layer), torch.randn(shape)
+    module = quantize_model(nn.Sequential(layer)).model[0]
+    with quantization_disabled(module), torch.no_grad():
+        patches = sampled_patches(module, x, 10**6, torch.Generator())
+        product = torch.einsum("goi,gri->rgo", matrix_of(module), patches).flatten(1)
+        expected = layer(x)
+    if not isinstance(layer, nn.Linear):
+        expected = expected.movedim(1, -1)
+    expected = expected.reshape(-1, product.shape[1])
+    torch.testing.assert_close(product + layer.bias, expected)
+    own, before = module.weight, module.weight.detach().clone()
+    put_matrix(module, 2 * matrix_of(module))
+    assert module.weight is own
+    torch.testing.assert_close(own.detach(), 2 * before)
+
+
+@pytest.mark.parametrize("kind", ["SubMConv3d", "SparseConv3d", "1x1"])
+def test_a_sparse_layer_is_its_matrix_times_its_patches(spconv, cloud, kind):
+    options = {"indice_key": "k"} if kind == "SubMConv3d" else {}
+    if kind == "1x1":
+        layer = spconv.SubMConv3d(4, 6, 1, bias=True)
+    else:
+        stride = {"stride": 2} if kind == "SparseConv3d" else {}
+        layer = getattr(spconv, kind)(4, 6, 3, padding=1, bias=True, **options, **stride)
+    module, x = QuantSparseConvolution(layer), cloud(4)
+    with quantization_disabled(module), torch.no_grad():
+        patches = sampled_patches(module, x, 10**6, torch.Generator())
+        product = patches[0] @ matrix_of(module)[0].T + module.bias
+        torch.testing.assert_close(product, module(x).features)
+        own = module.weight
+        twice = copy.deepcopy(module)
+        put_matrix(twice, 2 * matrix_of(twice))
+        assert module.weight is own
+        torch.testing.assert_close(twice.weight, 2 * own)
+    assert x.indice_dict == {}
+
+
+def test_patches_of_one_seed_lie_in_the_same_places():
+    module = quantize_model(nn.Sequential(nn.Conv2d(2, 3, 3))).model[0]
+    x = torch.arange(2 * 2 * 8 * 8.0).reshape(2, 2, 8, 8)
+    with quantization_disabled(module):
+        one, two = (
+            sampled_patches(module, x + i, 20, torch.Generator().manual_seed(3)) for i in (0, 1)
+        )
+    assert one.shape == (1, 20, 18)
+    assert torch.equal(one + 1, two)
+
+
+def test_gptq_comes_near_the_best_of_all_roundings():
+    torch.manual_seed(2)
+    mix = torch.randn(5, 5, dtype=torch.float64)
+    hessian = mix @ mix.T + 0.05 * torch.eye(5, dtype=torch.float64)
+    step = torch.full((1, 1), 0.5, dtype=torch.float64)
+    worse, better, best = 0.0, 0.0, 0.0
+    for _ in range(20):
+        weight = torch.randn(1, 5, dtype=torch.float64)
+
+        def error(q, weight=weight):
+            return float(((q - weight) @ hessian @ (q - weight).T).item())
+
+        floor = (weight / step).floor()
+        choices = (
+            (floor + torch.tensor(bits, dtype=torch.float64)).clamp(-8, 7) * step
+            for bits in itertools.product((-1, 0, 1, 2), repeat=5)
+        )
+        best += min(error(q) for q in choices)
+        found = gptq(weight, hessian, step, -8, 7)
+        assert torch.equal((found / step).round(), found / step)
+        better += error(found)
+        worse += error((weight / step).round().clamp(-8, 7) * step)
+    assert better < 0.5 * worse
+    assert better < 2.5 * best
+
+
+def test_gptq_of_independent_inputs_is_rounding_to_the_nearest():
+    weight = torch.randn(3, 6, dtype=torch.float64)
+    hessian = torch.diag(torch.tensor([1.0, 2.0, 3.0, 0.0, 0.5, 9.0]).double())
+    step = torch.tensor([[0.3], [0.1], [0.0]], dtype=torch.float64)
+    found = gptq(weight, hessian, step, -8, 7)
+    nearest = (weight[:2] / step[:2]).round().clamp(-8, 7) * step[:2]
+    torch.testing.assert_close(found[:2], nearest)
+    assert not found[2].any()  # a channel without range
+
+
+def four_bits(net, inputs, **options):
+    net.eval()
+    model = quantize_model(net, QuantConfig(weight_bits=4, **options), inputs).model
+    calibrate(model, [inputs])
+    return model
+
+
+def noise(model, exact, inputs):
+    call = model if not isinstance(inputs, tuple) else lambda *x: model(*x)
+    batch = inputs if isinstance(inputs, tuple) else (inputs,)
+    with torch.no_grad():
+        return float((call(*batch) - exact(*batch)).double().square().mean())
+
+
+@pytest.mark.parametrize("per_channel", [True, False])
+def test_a_dense_net_loses_less(nets, per_channel):
+    torch.manual_seed(3)
+    images = torch.randn(2, 3, 64, 64)
+    exact = fuse_model(nets.ResNetFPN().eval(), images).model
+    net = copy.deepcopy(exact)
+    model = four_bits(net, images, weight_per_channel=per_channel)
+
+    def error():
+        pairs = zip(model(images), exact(images), strict=True)
+        return sum(float((q - f).square().sum()) for q, f in pairs)
+
+    with torch.no_grad():
+        before = error()
+        parameters = list(model.parameters())
+        result = round_weights(model, [images])
+        assert error() < 0.5 * before
+    assert result.skipped == ()
+    assert all(layer.error <= layer.nearest for layer in result.layers)
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    for module in model.modules():
+        if hasattr(module, "weight_quantizer"):
+            torch.testing.assert_close(
+                module.quantized_weight(), module.weight, rtol=1e-5, atol=1e-7
+            )
+            assert not module.weight_quantizer._disabled
+
+
+def test_a_sparse_net_loses_less(sparse_nets):
+    torch.manual_seed(4)
+    coordinates = (torch.rand(1, 16, 16, 17) < 0.1).nonzero().int()
+    frame = (torch.randn(len(coordinates), 5), coordinates, 1)
+    net = sparse_nets.SparseEncoder().eval()
+    exact = quantize_model(copy.deepcopy(net), example_inputs=frame).model
+    model = quantize_model(net, QuantConfig(weight_bits=4), frame).model
+    calibrate(model, [frame])
+    with quantization_disabled(exact):
+        before = noise(model, exact, frame)
+        result = round_weights(model, [frame])
+        assert noise(model, exact, frame) < 0.6 * before
+    assert len(result.layers) == 21
+
+
+def test_bias_correction_makes_means_equal():
+    images = torch.randn(16, 3, 8, 8) + 0.5
+    exact = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 4, 3))
+    net = copy.deepcopy(exact)
+    model = four_bits(net, images)
+    weights = [module.weight.detach().clone() for module in (model[0], model[2])]
+
+    def shift():
+        with torch.no_grad():
+            return float((model(images) - exact(images)).mean((0, 2, 3)).abs().max())
+
+    before = shift()
+    result = round_weights(model, [images], rounding="nearest", rows=10**6)
+    assert shift() < 1e-5
+    assert before > 1e-3
+    assert all(torch.equal(m.weight, w) for m, w in zip((model[0], model[2]), weights, strict=True))
+    assert [layer.error for layer in result.layers] == [layer.nearest for layer in result.layers]
+    untouched = four_bits(copy.deepcopy(exact), images)
+    round_weights(untouched, [images], correct_bias=False)
+    assert torch.equal(untouched[0].bias, exact[0].bias)
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1, bias=False)
+
+    def forward(self, x):
+        return self.b(self.a(self.a(x)))
+
+
+def test_what_is_left_alone_is_said():
+    images = torch.randn(4, 3, 6, 6)
+    model = four_bits(Twice(), images)
+    result = round_weights(model, [images])
+    assert [layer.path for layer in result.layers] == ["b"]
+    assert result.skipped == (("a", "it is not called exactly once, so it has no one input"),)
+    assert "a: left" in str(result)
+    assert model.b.bias is None
+    model = four_bits(Twice(), images)
+    model.b.weight_quantizer.disable()
+    assert round_weights(model, [images]).layers == ()
+
+
+def test_bad_arguments_are_named():
+    images = torch.randn(4, 3, 6, 6)
+    model = four_bits(nn.Sequential(nn.Conv2d(3, 3, 1)), images)
+    with pytest.raises(ValueError, match="unknown rounding 'up'"):
+        round_weights(model, [images], rounding="up")
+    with pytest.raises(ValueError, match="no batches"):
+        round_weights(model, [])
+    with pytest.raises(ValueError, match="the input of 0 is NaN"):
+        round_weights(model, [images * math.nan])
+
+
+def test_a_trained_net_comes_back_from_4_bit_weights(trained):
+    images, _ = trained.images(24, test=False)
+    held_out, _ = trained.images(32, test=True)
+    exact = fuse_model(trained.resnet20(), images[:2]).model
+    model = quantize_model(copy.deepcopy(exact), QuantConfig(weight_bits=4), images[:2]).model
+    calibrate(model, [images])
+    before = noise(model, exact, held_out)
+    round_weights(model, [images], rows=2048)
+    assert noise(model, exact, held_out) < 0.25 * before
