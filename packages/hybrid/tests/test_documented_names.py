@@ -27,10 +27,17 @@ NAMES = {
         RcnnPostProcess functional intrinsic qat quantized""",
     "nn.quantized": "FloatFunctional",
     "nn.quantized.quantize": "Quantize DeQuantize",
-    "nn.quantized.functional_modules": "QFunctional",
+    "nn.quantized.functional_modules": "QFunctional FloatFunctional",
     "nn.qat": """Conv2d ConvReLU2d ConvAddReLU2d ConvTranspose2d Linear BatchNorm2d AvgPool2d
         SegmentLUT QuantStub DeQuantStub FloatFunctional LayerNorm Softmax MultiheadAttention
-        LSTMCell Div GLU""",
+        LSTMCell Div GLU ReLU ReLU6 Interpolate Upsample UpsamplingBilinear2d
+        UpsamplingNearest2d""",
+    "nn.qat.relu": "ReLU",
+    "nn.qat.batchnorm": "BatchNorm2d",
+    "nn.qat.avg_pool2d": "AvgPool2d",
+    "nn.qat.interpolate": "Interpolate",
+    "nn.qat.upsampling": "Upsample UpsamplingBilinear2d",
+    "nn.qat.segment_lut": "SegmentLUT",
     "nn.qat.conv2d": "Conv2d ConvReLU2d ConvReLU62d ConvAdd2d ConvAddReLU2d ConvAddReLU62d",
     "nn.qat.stubs": "QuantStub",
     "nn.qat.functional_modules": "FloatFunctional",
@@ -38,7 +45,7 @@ NAMES = {
         set_fake_quantize fuse_known_modules fuse_modules fuse_fx prepare_qat prepare_calibration
         prepare_qat_fx prepare_calibration_fx convert convert_fx load_observer_params
         get_default_qat_qconfig get_default_qat_out_qconfig get_default_calib_qconfig
-        get_default_qconfig check_model compile_model perf_model visualize_model
+        get_default_qconfig check_model compile_model perf_model visualize_model export_hbir
         FixedScaleObserver MovingAverageMinMaxObserver
         MovingAveragePerChannelMinMaxObserver PACTFakeQuantize
         default_qat_8bit_fake_quant_qconfig default_calib_8bit_fake_quant_qconfig
@@ -61,6 +68,11 @@ NAMES = {
         default_qat_8bit_lsq_quant_qconfig""",
     "utils.onnx_helper": "export_to_onnx export_quantized_onnx",
     "utils.fx_helper": "wrap",
+    "utils.quant_profiler": """check_deploy_device check_qconfig check_unfused_operations
+        compare_script_models compare_weights featuremap_similarity get_module_called_count
+        get_raw_features model_profiler profile_featuremap script_profile set_preserve_qat_mode
+        show_cuda_memory_consumption""",
+    "jit": "save load to_device",
 }
 
 

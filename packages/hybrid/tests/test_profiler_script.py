@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from bevquant_hybrid import runtime
+from bevquant_hybrid import jit, runtime
 from bevquant_hybrid.nn.quantized import FloatFunctional
 from bevquant_hybrid.quantization import (
     DeQuantStub,
@@ -148,3 +148,11 @@ def test_bits_of_old_scripts(bits, dtype: str) -> None:
 def test_other_bits() -> None:
     with pytest.raises(ValueError, match="get_default_qat_qconfig: bits=4: expected 8 or 16"):
         get_default_qat_qconfig(bits=4)
+
+
+def test_a_traced_model_is_copied_to_a_device() -> None:
+    model = converted()
+    moved = jit.to_device(traced(model), "cpu")
+    assert all(torch.equal(a, b) for a, b in zip(moved(*INPUTS), model(*INPUTS), strict=True))
+    with pytest.raises(TypeError, match=r"jit\.to_device: m is a Net: expected what torch\.jit"):
+        jit.to_device(Net(), "cpu")

@@ -1,7 +1,8 @@
-"""Saving and loading traced models, with the version of this package beside them."""
+"""Traced models: saved and loaded with this package's version beside them, moved to a device."""
 
 from __future__ import annotations
 
+import io
 import os
 import warnings
 from typing import IO, Any
@@ -14,7 +15,7 @@ import bevquant_hybrid
 from bevquant_hybrid import _integer_ops as _integer_ops
 from bevquant_hybrid import _integer_sums as _integer_sums
 
-__all__ = ["load", "save"]
+__all__ = ["load", "save", "to_device"]
 
 _VERSION = "bevquant_hybrid_version"
 
@@ -82,6 +83,37 @@ def load(
         )
     wanted.update(extra)
     return loaded
+
+
+def to_device(m: torch.jit.ScriptModule, device: str | torch.device) -> torch.jit.ScriptModule:
+    """Return a copy of a traced model on a device, with the tensors that its trace made constants.
+
+    Args:
+        m: Result of `torch.jit.trace`; it stays where it is.
+        device: Where the copy goes.
+
+    Raises:
+        TypeError: No traced model.
+
+    Example:
+        >>> import warnings
+        >>> warnings.simplefilter("ignore")  # torch's, of torch.jit itself
+        >>> traced = torch.jit.trace(lambda x: x + torch.ones(1), torch.ones(1))
+        >>> to_device(traced, "cpu")(torch.ones(1))
+        tensor([2.])
+    """
+    if not isinstance(m, torch.jit.ScriptModule | torch.jit.ScriptFunction):
+        raise TypeError(
+            f"jit.to_device: m is a {type(m).__name__}: expected what torch.jit.trace returns"
+        )
+    buffer = io.BytesIO()
+    with _without_deprecation():
+        torch.jit.save(m, buffer)
+        buffer.seek(0)
+        moved: torch.jit.ScriptModule = torch.jit.load(  # type: ignore[no-untyped-call]
+            buffer, map_location=torch.device(device)
+        )
+    return moved
 
 
 def _without_deprecation() -> warnings.catch_warnings[None]:
