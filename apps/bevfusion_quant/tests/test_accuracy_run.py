@@ -175,6 +175,24 @@ def test_frames_without_labels_are_passed_over() -> None:
     assert "No intervals" in text
 
 
+def test_the_data_set_says_where_labels_are_and_what_is_drawn() -> None:
+    there = labels((0, 9, "car"), (9, 9, "car"))
+    found = detections((0, 9, "car", 0.5), (0, -9, "car", 0.9), (9, 9.5, "car", 0.8))
+    results = {}
+    for kind in ("kitti", "nuscenes", None):
+        tally = AccuracyTally(NUSCENES_CLASSES, dataset=kind)
+        for index in range(4):
+            tally.add("float", index, f"scene-{index // 2}_{index}", found, there)
+        results[kind] = tally.result()
+    ahead = results["kitti"]
+    assert (ahead.reference.labels, ahead.reference.classes[0].detections) == (4, 4)
+    assert (ahead.reference.mean_ap, ahead.drawn) == (1.0, "frames")
+    scenes = results["nuscenes"]
+    assert (scenes.drawn, scenes.reference.interval.scenes) == ("scenes", 2)
+    assert scenes.reference.classes[0].detections == 12
+    assert (results[None].drawn, results[None].reference.interval.scenes) == ("frames", 4)
+
+
 def test_mistakes_are_refused(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     evaluate = f"evaluate --run {runs / 'a'} --dataset street --runs {runs} --name never"
     assert main([*evaluate.split(), "--resamples", "-1"]) == 2
