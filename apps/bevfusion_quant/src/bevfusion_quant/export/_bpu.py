@@ -52,6 +52,7 @@ def export_bpu(
     from bevfusion_quant.bpu._compare import compare_forms, node_probes
     from bevfusion_quant.bpu._labels import node_labels
     from bevfusion_quant.bpu._quantize import for_march
+    from bevfusion_quant.bpu._units import PREFIXES
 
     with clock.step("load the run"):
         loaded = load_bpu_run(run)
@@ -68,7 +69,13 @@ def export_bpu(
             compared = compare_forms(
                 loaded.models, node_probes(loaded.forms, labels), batches.head(1), sizes
             )
-    return replace(exported, files=beside_bpu_layers(exported.files, compared.layers)), batches
+    paths = {
+        PREFIXES[unit] + label.place: label.path
+        for unit, found in labels.items()
+        for label in found.values()
+    }
+    files = beside_bpu_layers(exported.files, compared.layers, paths)
+    return replace(exported, files=files), batches
 
 
 def bpu_pieces(loaded: LoadedBpuRun, folded: BEVFusion) -> list[Piece]:

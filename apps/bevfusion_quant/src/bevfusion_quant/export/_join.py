@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -29,13 +29,25 @@ def beside_layers(
 
 
 def beside_bpu_layers(
-    files: Iterable[ExportedFile], rows: Sequence[BpuLayer]
+    files: Iterable[ExportedFile], rows: Sequence[BpuLayer], paths: Mapping[str, str]
 ) -> tuple[ExportedFile, ...]:
-    """The same of a run for a BPU."""
+    """The same of a run for a BPU.
+
+    Args:
+        files: Written for it.
+        rows: What comparing its executions gave.
+        paths: Name of what stands for a function in the unit's graph to its path in the model.
+    """
     known: dict[tuple[str, str], list[_Figures]] = defaultdict(list)
     for row in rows:
-        known[row.layer, ""].append((row.fake_sqnr_db, row.integer_sqnr_db, row.max_steps))
-    return _joined(files, known)
+        scope, _, name = row.layer.rpartition(".")
+        key = (scope, "resize") if name.startswith("interpolate") else (row.layer, "")
+        known[key].append((row.fake_sqnr_db, row.integer_sqnr_db, row.max_steps))
+    named = [
+        replace(file, layers=tuple(replace(v, path=paths.get(v.path, v.path)) for v in file.layers))
+        for file in files
+    ]
+    return _joined(named, known)
 
 
 def _joined(

@@ -19,7 +19,7 @@ HOW_TO_READ = (
     "Each quantized tensor in four executions. Fake and integer dB: SQNR of the fake-quantized and "
     "of the integer model against float, each on its own activations. Integer steps: how far the "
     "integers are from the fake-quantized values, each model on its own. ONNX: values that the "
-    "file makes other than the integer model on the same integers, and by how many steps at most; "
+    "file makes other than the model on the same integers, and by how many steps at most; "
     "of float outputs the largest difference from torch, relative to the largest value. Runtimes "
     "interpolate in coordinates of their own and multiply sums in float32, so that a value on the "
     "border of two steps may fall to either side."
