@@ -1,5 +1,6 @@
 """Portable files: what is in them, what runs them, what they refuse."""
 
+import functools
 import json
 
 import numpy as np
@@ -16,7 +17,7 @@ from bevquant_export import (
     lower_to_portable,
 )
 
-ort = pytest.importorskip("onnxruntime")
+ort = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +34,12 @@ def files(nets, tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def runtime(files):
+    return load_sparse_onnx(files / "portable.onnx", backend="onnxruntime")
+
+
+@functools.cache
 def session(path):
     return ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
 
@@ -137,13 +144,13 @@ def put_nan(features, coords):
         (put_nan, "features_are_numbers", "features contain NaN"),
     ],
 )
-def test_what_the_model_refuses(nets, files, damage, rule, message):
+def test_what_the_model_refuses(nets, files, runtime, damage, rule, message):
     features, coords, batch_size = nets.frame(4)
     damage(features, coords)
     with pytest.raises(Exception, match=rule):
         session(files / "portable.onnx").run(None, feed(features, coords, batch_size))
     with pytest.raises(ValueError, match=message):
-        load_sparse_onnx(files / "portable.onnx", backend="onnxruntime")(features, coords)
+        runtime(features, coords)
     with pytest.raises(ValueError):  # noqa: PT011 - in words of its own
         load_sparse_onnx(files / "portable.onnx")(features, coords)
 

@@ -14,7 +14,7 @@ from bevquant_export import export_sparse_onnx, lint_onnx, load_sparse_onnx, low
 from bevquant_export.sparse._lower_file import portable_bytes
 from bevquant_export.sparse._read_proto import graph_of_bytes
 
-ort = pytest.importorskip("onnxruntime")
+ort = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 
 
 @pytest.fixture(scope="module")
