@@ -329,3 +329,16 @@ def test_a_layer_that_onnx_cannot_hold_is_named(tmp_path: Any) -> None:
     model(images())
     with pytest.raises(ValueError, match=r"^features\.0\.0\.activation_post_process .*qint8"):
         export_to_onnx(model, images(), tmp_path / "net.onnx")
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_qconfigs_stay_where_a_caller_wants_them(kept: bool) -> None:
+    net = trained_net()
+    converted = convert_fx(calibrated(net), _remove_qconfig=not kept)
+    assert hasattr(converted.quant, "qconfig") == kept
+    plain = nn.Sequential(QuantStub(), nn.Conv2d(3, 2, 1))
+    plain.qconfig = get_default_qat_qconfig()
+    qat = prepare_qat(plain)
+    qat(images())
+    eager = convert(qat.eval(), remove_qconfig=not kept)
+    assert hasattr(eager[1], "qconfig") == kept

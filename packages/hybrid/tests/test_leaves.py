@@ -143,3 +143,19 @@ def test_an_attribute_that_no_one_has_is_still_missing() -> None:
 def test_what_is_neither_is_refused() -> None:
     with pytest.raises(TypeError, match=r"wrap: expected a function.*got 3\.14"):
         wrap()(math.pi)
+
+
+def test_a_method_of_a_part_of_a_sequential_model() -> None:
+    class Positive(nn.Module):
+        @wrap()
+        def chosen(self, x):
+            return x if x.sum() > 0 else -x
+
+        def forward(self, x):
+            return self.chosen(x)
+
+    model = nn.Sequential(Positive(), QuantStub(), nn.Conv2d(1, 1, 1), DeQuantStub())
+    made = prepare_qat_fx(model, {"": get_default_qat_qconfig()})
+    x = torch.full((1, 1, 2, 2), -1.0)
+    assert torch.equal(made(x), made(-x))
+    assert [name for name, _ in model.named_children()] == ["0", "1", "2", "3"]

@@ -76,6 +76,8 @@ def _converted(module: nn.Module, path: str, rounding: str, kept: bool) -> nn.Mo
         return preserved
     made = fixed_point_form(module, path, rounding)
     if made is not None:
+        if "qconfig" in module.__dict__:
+            made.qconfig = module.__dict__["qconfig"]
         return made
     done: dict[int, nn.Module] = {}
     for name, child in list(module._modules.items()):

@@ -80,8 +80,8 @@ def _call_of_method(
 ) -> Any:
     path = tracer.path_of_module(owner)
     name = f"{path.replace('.', '_')}_wrapped_{function.__name__}"
-    if name not in tracer.root._modules:
-        tracer.root.add_module(name, MethodCall(function, path))
+    if name not in tracer.methods:
+        tracer.methods[name] = MethodCall(function, path)
     return tracer.create_proxy("call_module", name, args, kwargs)
 
 

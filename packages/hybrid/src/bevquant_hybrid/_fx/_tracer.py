@@ -20,10 +20,16 @@ __all__ = ["HybridTracer", "is_leaf", "scope_of", "trace"]
 
 
 class HybridTracer(Tracer):
-    """Tracer of float, fused and prepared models."""
+    """Tracer of float, fused and prepared models.
+
+    Attributes:
+        methods: Calls of wrapped methods, by the names that they are to have in the model. They
+            are added when it is traced: a Sequential may be iterating over its modules before.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.methods: dict[str, nn.Module] = {}
         self.where: list[str] = []
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -77,7 +83,7 @@ def trace(model: nn.Module, caller: str) -> Graph:
     """
     tracer = HybridTracer()
     try:
-        return tracer.trace(model)
+        graph = tracer.trace(model)
     # What Python and NumPy raise where a proxy is no value: of len(), of asarray(), of iteration.
     except (TraceError, TypeError, RuntimeError, ValueError, AttributeError) as error:
         where = tracer.where[-1] if tracer.where else ""
@@ -87,3 +93,6 @@ def trace(model: nn.Module, caller: str) -> Graph:
             f"traced: {error}. Move what depends on data out of it, or make it one node with "
             "bevquant_hybrid.utils.fx_helper.wrap"
         ) from error
+    for name, call in tracer.methods.items():
+        model.add_module(name, call)
+    return graph
