@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bevquant_export.dense import (
     QdqFile,
+    QdqProgram,
     TensorDifference,
     compare_qdq_onnx,
     export_qdq_onnx,
@@ -34,6 +35,7 @@ __all__ = [
     "FloatFile",
     "LayerDifference",
     "QdqFile",
+    "QdqProgram",
     "SparseExport",
     "SparseLayer",
     "SparseOnnxModel",

@@ -1,4 +1,4 @@
-"""onnxruntime's integers against the simulator's, tensor by tensor."""
+"""onnxruntime's integers against the simulator's or the model's, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TensorDifference:
 
     Attributes:
         path: Module that makes it.
-        op: Operation of the `IntegerModel`.
+        op: Operation, as in an `IntegerModel`.
         tensor: Its name in the file.
         elements: How many it has.
         different: How many are other integers.
@@ -41,8 +41,9 @@ class TensorDifference:
 def compare_qdq_onnx(file: QdqFile, model: nn.Module, args: Any) -> tuple[TensorDifference, ...]:
     """Run every operation of a file by itself and count what it makes other than `simulate`.
 
-    Each operation reads the integers that the simulator has in that place, so a difference is
-    counted where it arises and nowhere behind it. A file for onnxruntime is optimised as it is in
+    A model of `bevquant_hybrid` is held against what it itself rounds to. Each operation reads the
+    integers that the simulator has in that place, so a difference is counted where it arises and
+    nowhere behind it. A file for onnxruntime is optimised as it is in
     use: what is fused runs fused. Files for TensorRT and hb_mapper run as they are written, in
     float, which checks what they say and not what those runtimes make of it.
 

@@ -42,12 +42,15 @@ def export_qdq_onnx(
     .. math:: x_q = \operatorname{clamp}\bigl(\operatorname{round}(x / s) + z\bigr), \quad
               \hat x = (x_q - z) s
 
-    rounded half to even, with s = amax/127 for every activation, and one s per output channel for
-    weights. Which tensor is quantized where follows from `bevquant_int8sim.simulate`: a file holds
-    the very steps that an `IntegerModel` runs, with the same integers and the same scales; a ReLU
-    goes with what makes its input. Nodes and values are named after modules
-    (``layer1.0.conv1.Conv``), constants after parameters (``layer1.0.conv1.weight``). Nothing but
-    operators on a list is written: everything else is refused by name.
+    rounded half to even, one s for every activation, and one per output channel for weights. Which
+    tensor is quantized where follows from `bevquant_int8sim.simulate`: a file holds the very steps
+    that an `IntegerModel` runs, with the same integers and the same scales (s = amax/127); a ReLU
+    goes with what makes its input. Models that `bevquant_hybrid` prepared, for a BPU or for BPU and
+    CPU, are read by it: their files hold one pair for each fake quantizer (s = amax/127.5), batch
+    norms that trained on are folded, and what runs on the CPU stands bare. Nodes and values are
+    named after modules (``layer1.0.conv1.Conv``), constants after parameters
+    (``layer1.0.conv1.weight``). Nothing but operators on a list is written: everything else is
+    refused by name.
 
     Profiles:
 
@@ -56,12 +59,14 @@ def export_qdq_onnx(
       reads. Transposed convolutions have one scale, or float weights.
     * ``"onnxruntime"``: opset 13, uint8 with zero point 128, int32 bias, a ReLU as Clip on the
       integers: convolutions, additions, concatenations and pooling run in integers.
-    * ``"horizon"``: opset 11, int8 with zero point 0, scales ⟨1⟩ or ⟨C⟩ without axis, nodes named
-      ``<operator>_<place>``, hb_mapper's settings next to the file, with the nodes that it must
-      leave in float.
+    * ``"horizon"``: opset 11, int8 with zero point 0, scales ⟨1⟩ or ⟨C⟩ without axis and as nodes
+      of their own, nodes named ``<operator>_<place>``, no pair behind what keeps its input's scale,
+      hb_mapper's settings next to the file, with the nodes that it must leave in float.
 
     Args:
-        model: A `bevquant_qnn` model, calibrated, in evaluation mode. It is not changed.
+        model: A `bevquant_qnn` model, calibrated, in evaluation mode; or one from
+            ``prepare_qat_fx``, ``prepare_calibration_fx`` or ``prepare_qat`` of `bevquant_hybrid`,
+            which is written as it evaluates. It is not changed.
         args: A tuple of positional inputs, a dict of named ones, or one input; float32.
         path: The file. It appears whole or not at all.
         profile: ``"tensorrt"``, ``"onnxruntime"`` or ``"horizon"``.
@@ -82,9 +87,9 @@ def export_qdq_onnx(
 
     Raises:
         TypeError: `model` is no module.
-        ValueError: An unknown profile, a model that is not calibrated or not in evaluation mode,
-            activations of other than eight bits, an operation that is not on the list, or a
-            batch that cannot vary. The module and what to do are named.
+        ValueError: An unknown profile, a model that is not calibrated, not in evaluation mode, not
+            traceable or converted already, activations of other than eight bits, an operation that
+            is not on the list, or a batch that cannot vary. The module and what to do are named.
 
     Example:
         >>> import tempfile, torch

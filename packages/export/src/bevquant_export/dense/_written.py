@@ -18,8 +18,8 @@ class QdqFile:
         opset: Its operator set.
         inputs: Name to shape; a name in the place of a size is free.
         outputs: Likewise.
-        integers: Value of the `IntegerModel`'s program to the tensor that holds its integers, plus
-            the profile's zero point.
+        integers: Value of the model's program to the tensor that holds its integers, plus the
+            profile's zero point.
         floats: Operations that run in float, as ``path: what: why``.
         notes: What is other than one might expect, by module.
         settings: hb_mapper's YAML next to the file; ``None`` for other profiles.

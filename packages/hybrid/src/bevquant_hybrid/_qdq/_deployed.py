@@ -61,6 +61,11 @@ def _quantize_weight(owner: Any) -> None:
         owner.weight_fake_quant.observe(owner.weight)
 
 
+def _is_refused(module: nn.Module) -> bool:
+    """Whether no file holds a module of several steps, some of which may never run."""
+    return isinstance(module, Composed) and not isinstance(module, qat.Softmax)
+
+
 def refuse_uncalibrated(model: nn.Module, graph: Graph) -> None:
     """Refuse a model whose forward rounds to a scale that was never found.
 
@@ -71,7 +76,7 @@ def refuse_uncalibrated(model: nn.Module, graph: Graph) -> None:
     found = {
         f"{path}.{name}".strip("."): None
         for path, module in model.named_modules()
-        if path in called and not isinstance(module, Composed)  # which no file holds
+        if path in called and not _is_refused(module)
         for name, part in module.named_modules()
         if isinstance(part, FakeQuantize) and not part.observed
     }
