@@ -306,3 +306,11 @@ def test_settings(nets, tmp_path):
     file = load_sparse_onnx(tmp_path / "a.onnx", backend="onnxruntime")
     with pytest.raises(ValueError, match="a portable file has one"):
         file(*nets.frame(0), spatial_shape=(20, 20, 20))
+
+
+def test_floats_of_an_integer_file(nets, files, runtime):
+    inputs = nets.frame(4, batch_size=2)
+    wanted = load_sparse_onnx(files / "libspconv.onnx")(*inputs, mode="float")
+    made = runtime(*inputs, mode="float")
+    torch.testing.assert_close(made, wanted, rtol=1e-4, atol=1e-5)
+    assert not torch.equal(made, runtime(*inputs))

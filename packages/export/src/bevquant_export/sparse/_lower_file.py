@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from bevquant_export.sparse._graph import Graph
@@ -59,12 +60,21 @@ def lower_to_portable(
         ValueError: lower_to_portable: missing.onnx: no such file as missing.onnx
     """
     try:
-        graph = numbered(read_graph(Path(source)))
+        graph = _named(read_graph(Path(source)))
         content = portable_bytes(graph, all_layers=all_layers)
     except ValueError as error:
         raise ValueError(f"lower_to_portable: {error}") from error
     write_whole(path, content)
     return SparseExport(Path(path), layers_of(graph))
+
+
+def _named(graph: Graph) -> Graph:
+    """Nodes numbered; one that had another name and no module keeps its name in place of that."""
+    nodes = [
+        replace(new, path=old.name) if not old.path and old.name != new.name else new
+        for old, new in zip(graph.nodes, numbered(graph).nodes, strict=True)
+    ]
+    return replace(numbered(graph), nodes=tuple(nodes))
 
 
 def portable_bytes(graph: Graph, *, all_layers: bool) -> bytes:
