@@ -343,6 +343,19 @@ ATTRIBUTES = [
     *(("dequant_stub", "input"), ("dequant_stub", "output")),
 ]
 
+QUANTIZED = {
+    "quant_stubx": "quantized.quantize.Quantize",
+    "mul_op[mul]": "quantized.functional_modules.QFunctional",
+    "quantized_ops.0": "quantized.relu.ReLU",
+    "quantized_ops.1": "quantized.segment_lut.SegmentLUT",
+    "quantized_ops.2.sub[sub]": "quantized.functional_modules.QFunctional",
+    "quantized_ops.4": "quantized.interpolate.Interpolate",
+    "quantized_ops.6": "quantized.avg_pool2d.AvgPool2d",
+    "quantized_ops.7": "quantized.upsampling.Upsample",
+    "quantized_ops.8": "quantized.upsampling.UpsamplingBilinear2d",
+    "dequant_stub": "quantized.quantize.DeQuantize",
+}
+
 
 def test_statistics_have_the_documented_rows(net_in_two_forms, tmp_path) -> None:
     _, quantized, data = net_in_two_forms
@@ -350,6 +363,8 @@ def test_statistics_have_the_documented_rows(net_in_two_forms, tmp_path) -> None
     first, second = (tmp_path / "statistic.txt").read_text().split("\n\n")
     rows = rows_of(first)
     assert [(row[1], row[3]) for row in rows] == ATTRIBUTES
+    types = {row[1]: row[2].removeprefix("<class 'bevquant_hybrid.nn.")[:-2] for row in rows}
+    assert [types[name] for name in QUANTIZED] == list(QUANTIZED.values())
     assert (rows[0][9], rows[1][9], rows[-1][9]) == ("torch.float32", "qint8", "torch.float32")
     assert second.startswith("Statistics with quant range in descending order...\n")
     reaches = [max(abs(float(row[4])), abs(float(row[5]))) for row in rows_of(second)]

@@ -6,18 +6,24 @@ from bevquant_hybrid.nn._float_functional import FloatFunctional
 from bevquant_hybrid.nn.quantized._correlation import Correlation
 from bevquant_hybrid.nn.quantized._others import (
     GLU,
-    AdaptiveAvgPool2d,
-    AvgPool2d,
     BatchNorm2d,
     Div,
     LayerNorm,
     MultiScaleRoIAlign,
-    SegmentLUT,
 )
 from bevquant_hybrid.nn.quantized._replace import fixed_point_form
 from bevquant_hybrid.nn.quantized._weighted import Conv2d, Conv3d, ConvTranspose2d, Linear
+from bevquant_hybrid.nn.quantized.avg_pool2d import AdaptiveAvgPool2d, AvgPool2d
 from bevquant_hybrid.nn.quantized.functional_modules import QFunctional
+from bevquant_hybrid.nn.quantized.interpolate import Interpolate
 from bevquant_hybrid.nn.quantized.quantize import DeQuantize, Quantize
+from bevquant_hybrid.nn.quantized.relu import ReLU, ReLU6
+from bevquant_hybrid.nn.quantized.segment_lut import SegmentLUT
+from bevquant_hybrid.nn.quantized.upsampling import (
+    Upsample,
+    UpsamplingBilinear2d,
+    UpsamplingNearest2d,
+)
 
 __all__ = [
     "GLU",
@@ -31,11 +37,17 @@ __all__ = [
     "DeQuantize",
     "Div",
     "FloatFunctional",
+    "Interpolate",
     "LayerNorm",
     "Linear",
     "MultiScaleRoIAlign",
     "QFunctional",
     "Quantize",
+    "ReLU",
+    "ReLU6",
     "SegmentLUT",
+    "Upsample",
+    "UpsamplingBilinear2d",
+    "UpsamplingNearest2d",
     "fixed_point_form",
 ]

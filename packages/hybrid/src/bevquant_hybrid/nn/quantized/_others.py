@@ -5,80 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from bevquant_hybrid import _integer_ops as ops
 from bevquant_hybrid import _integer_ratios as ratios
 from bevquant_hybrid import _integer_sums as sums
 from bevquant_hybrid._sampling import roi_align_real
 from bevquant_hybrid.nn._layer_norm import normalized
 from bevquant_hybrid.nn._roi_align import MultiScaleRoIAlign as FloatMultiScaleRoIAlign
-from bevquant_hybrid.nn.qat import avg_pool2d, batchnorm, normalization, several_inputs
-from bevquant_hybrid.nn.qat.segment_lut import SegmentLUT as QATSegmentLUT
+from bevquant_hybrid.nn.qat import batchnorm, normalization, several_inputs
 from bevquant_hybrid.nn.quantized._base import FixedPoint, integers, real
 from bevquant_hybrid.nn.quantized._weighted import depthwise
 from bevquant_hybrid.qtensor import QTensor
 
 __all__ = [
     "GLU",
-    "AdaptiveAvgPool2d",
-    "AvgPool2d",
     "BatchNorm2d",
     "Div",
     "LayerNorm",
     "MultiScaleRoIAlign",
-    "SegmentLUT",
 ]
-
-
-class AvgPool2d(FixedPoint):
-    """round(Σx·s_x / (n·s_y)) over windows."""
-
-    def __init__(self, source: avg_pool2d.AvgPool2d, rounding: str) -> None:
-        super().__init__(source, rounding)
-        if source.divisor_override is not None:
-            raise ValueError(
-                f"{self.qualified_name} (AvgPool2d): divisor_override={source.divisor_override}: a "
-                "BPU divides by the size of the window; multiply with mul_scalar behind it"
-            )
-        stride = source.stride if source.stride is not None else source.kernel_size
-        self.kernel_size = ops.pair(source.kernel_size)
-        self.stride = ops.pair(stride)
-        self.padding = ops.pair(source.padding)
-        self.ceil_mode = source.ceil_mode
-        self.count_include_pad = source.count_include_pad
-
-    def forward(self, x: QTensor) -> QTensor:
-        """Pool integers."""
-        x = integers(self, x)
-        return self.output(
-            ops.avg_pool(
-                x.int_repr(),
-                self.kernel_size,
-                self.stride,
-                self.padding,
-                x.scale.double() / self.scale.double(),
-                self.ceil_mode,
-                self.count_include_pad,
-                self.rounding,
-                self.qualified_name,
-            )
-        )
-
-
-class AdaptiveAvgPool2d(FixedPoint):
-    """Mean over windows that follow from the output's size, quantized."""
-
-    def __init__(self, source: avg_pool2d.AdaptiveAvgPool2d, rounding: str) -> None:
-        super().__init__(source, rounding)
-        self.output_size = source.output_size
-
-    def forward(self, x: QTensor) -> QTensor:
-        """Pool integers."""
-        means = F.adaptive_avg_pool2d(integers(self, x).int_repr().double(), self.output_size)
-        return self.quantized(means * x.scale.double())
 
 
 class BatchNorm2d(FixedPoint):
@@ -155,38 +100,6 @@ class MultiScaleRoIAlign(FixedPoint):
         placed, sample = self.layout.placed(maps, boxes)
         values = roi_align_real(maps, placed.double(), sample, *self.layout.settings())
         return self.quantized(values)
-
-
-class SegmentLUT(FixedPoint):
-    """A table of the function at every integer: 256 entries of 8 bits, 65,536 of 16.
-
-    Where the function has no value (the logarithm of −1) the entry is 0; where it is infinite, the
-    largest.
-    """
-
-    def __init__(self, source: QATSegmentLUT, rounding: str) -> None:
-        super().__init__(source, rounding)
-        self.function = _plain(source.function)
-        self.jumps = bool(getattr(source.function, "jumps", False))
-
-    def forward(self, x: QTensor) -> QTensor:
-        """Look integers up."""
-        x = integers(self, x)
-        half = 2 ** (x.dtype.bits - 1)
-        steps = torch.arange(-half, half, dtype=torch.float64, device=x.device)
-        entries = steps * x.scale.double()
-        if self.jumps:
-            entries = (steps.float() * x.scale).double()
-        values = self.function(entries).nan_to_num(0.0, torch.inf, -torch.inf)
-        table = self.quantized(values).int_repr()
-        return self.output(ops.lookup(x.int_repr(), table, self.qualified_name))
-
-
-def _plain(function: nn.Module) -> nn.Module:
-    """A float64 copy, so that a slope or bound is not rounded once more than the table."""
-    import copy
-
-    return copy.deepcopy(function).double().eval()
 
 
 class LayerNorm(FixedPoint):

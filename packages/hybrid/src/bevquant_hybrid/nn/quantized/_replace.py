@@ -9,21 +9,28 @@ from torch import nn
 from bevquant_hybrid._fake_quant._calib import _WrappedCalibFakeQuantize
 from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
 from bevquant_hybrid.nn import qat
+from bevquant_hybrid.nn.qat._base import take_over
 from bevquant_hybrid.nn.qat._keeps_scale import KeepsScale
 from bevquant_hybrid.nn.quantized._correlation import Correlation
 from bevquant_hybrid.nn.quantized._others import (
     GLU,
-    AdaptiveAvgPool2d,
-    AvgPool2d,
     BatchNorm2d,
     Div,
     LayerNorm,
     MultiScaleRoIAlign,
-    SegmentLUT,
 )
 from bevquant_hybrid.nn.quantized._weighted import Conv2d, Conv3d, ConvTranspose2d, Linear
+from bevquant_hybrid.nn.quantized.avg_pool2d import AdaptiveAvgPool2d, AvgPool2d
 from bevquant_hybrid.nn.quantized.functional_modules import QFunctional
+from bevquant_hybrid.nn.quantized.interpolate import Interpolate
 from bevquant_hybrid.nn.quantized.quantize import DeQuantize, Quantize
+from bevquant_hybrid.nn.quantized.relu import ReLU, ReLU6
+from bevquant_hybrid.nn.quantized.segment_lut import SegmentLUT
+from bevquant_hybrid.nn.quantized.upsampling import (
+    Upsample,
+    UpsamplingBilinear2d,
+    UpsamplingNearest2d,
+)
 
 __all__ = ["fixed_point_form"]
 
@@ -47,6 +54,15 @@ _FORMS: tuple[tuple[type[nn.Module], Any], ...] = (
     (qat.Correlation, Correlation),
 )
 
+_KEEPING: dict[type[nn.Module], type[nn.Module]] = {
+    qat.ReLU: ReLU,
+    qat.ReLU6: ReLU6,
+    qat.Interpolate: Interpolate,
+    qat.Upsample: Upsample,
+    qat.UpsamplingBilinear2d: UpsamplingBilinear2d,
+    qat.UpsamplingNearest2d: UpsamplingNearest2d,
+}
+
 
 class _Boundary(nn.Module):
     """A fake quantizer between CPU and BPU, as the owner of itself."""
@@ -69,8 +85,8 @@ def fixed_point_form(module: nn.Module, path: str, rounding: str) -> nn.Module |
         return Quantize(_Boundary(module, path), rounding)
     if isinstance(module, qat.DeQuantStub) and not isinstance(module, DeQuantize):
         return DeQuantize()
-    if isinstance(module, KeepsScale):  # integers keep theirs in a float module's forward too
-        return module.to_float()
+    if isinstance(module, KeepsScale):
+        return take_over(_KEEPING[type(module)], module.to_float())
     for kind, form in _FORMS:
         if isinstance(module, kind):
             made: nn.Module = form(module, rounding)

@@ -1,0 +1,45 @@
+"""Elementwise functions of integers: tables."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+
+from bevquant_hybrid import _integer_ops as ops
+from bevquant_hybrid.nn.qat.segment_lut import SegmentLUT as QATSegmentLUT
+from bevquant_hybrid.nn.quantized._base import FixedPoint, integers
+from bevquant_hybrid.qtensor import QTensor
+
+__all__ = ["SegmentLUT"]
+
+
+class SegmentLUT(FixedPoint):
+    """A table of the function at every integer: 256 entries of 8 bits, 65,536 of 16.
+
+    Where the function has no value (the logarithm of −1) the entry is 0; where it is infinite, the
+    largest.
+    """
+
+    def __init__(self, source: QATSegmentLUT, rounding: str) -> None:
+        super().__init__(source, rounding)
+        self.function = _plain(source.function)
+        self.jumps = bool(getattr(source.function, "jumps", False))
+
+    def forward(self, x: QTensor) -> QTensor:
+        """Look integers up."""
+        x = integers(self, x)
+        half = 2 ** (x.dtype.bits - 1)
+        steps = torch.arange(-half, half, dtype=torch.float64, device=x.device)
+        entries = steps * x.scale.double()
+        if self.jumps:
+            entries = (steps.float() * x.scale).double()
+        values = self.function(entries).nan_to_num(0.0, torch.inf, -torch.inf)
+        table = self.quantized(values).int_repr()
+        return self.output(ops.lookup(x.int_repr(), table, self.qualified_name))
+
+
+def _plain(function: nn.Module) -> nn.Module:
+    """A float64 copy, so that a slope or bound is not rounded once more than the table."""
+    return copy.deepcopy(function).double().eval()
