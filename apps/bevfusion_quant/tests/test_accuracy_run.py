@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import sys
@@ -9,9 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from bevfusion_quant.cli import main
-from bevfusion_quant.datasets import labelled_region, open_dataset, scene_name
+from bevfusion_quant.datasets import labelled_region, open_dataset, range_origin, scene_name
 from bevfusion_quant.metrics import (
     AccuracyTally,
     DetectionRules,
@@ -20,7 +22,7 @@ from bevfusion_quant.metrics import (
 )
 from bevfusion_quant.model import CONFIGS
 from bevfusion_quant.model.head import NUSCENES_CLASSES, Detections
-from bevfusion_quant.ptq import FrameBatches, load_run
+from bevfusion_quant.ptq import FrameBatches, LoadedRun, load_run
 
 sys.path.insert(0, str(Path(__file__).parent))
 from metric_scenes import detections, labels
@@ -58,7 +60,8 @@ def root(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_mini(tmp_path_factory.mktemp("nuscenes"))
     found = float_detections(runs, folder)
     reach = np.array([DetectionRules().reach(name) for name in NUSCENES_CLASSES])
-    near = [np.hypot(*d.boxes[:, :2].T) < reach[d.labels] - 1e-3 for d in found]
+    origin = range_origin("nuscenes")
+    near = [np.hypot(*(d.boxes[:, :2] - origin).T) < reach[d.labels] - 1e-3 for d in found]
     scores = np.concatenate([d.scores[kept] for d, kept in zip(found, near, strict=True)])
     least = np.sort(scores)[-LABELS]
     samples = json.loads((folder / "v1.0-mini/sample.json").read_text())
@@ -66,8 +69,6 @@ def root(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     annotations, instances = [], []
     for sample, time, seen, kept in zip(samples, TIMES, found, near, strict=True):
         for row in np.flatnonzero(kept & (seen.scores >= least)):
-            x, y, z, length, width, height, yaw = map(float, seen.boxes[row])
-            motion = ego_at(time) @ LIDAR @ about_z(yaw, x, y, z)
             name = NUSCENES_CLASSES[seen.labels[row]]
             token = f"{sample['token']}/{row}"
             instances.append(
@@ -82,8 +83,7 @@ def root(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             annotations.append({
                 "token": token, "sample_token": sample["token"], "instance_token": token,
                 "visibility_token": "4", "attribute_tokens": [], "prev": "", "next": "",
-                "translation": motion[:3, 3].tolist(), "rotation": quaternion(motion[:3, :3]),
-                "size": [width, length, height], "num_lidar_pts": 5, "num_radar_pts": 0,
+                **in_the_world(seen.boxes[row], time), "num_lidar_pts": 5, "num_radar_pts": 0,
             })  # fmt: skip
     for name, rows in (("sample_annotation", annotations), ("instance", instances),
                        ("category", categories)):  # fmt: skip
@@ -91,10 +91,26 @@ def root(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def in_the_world(box: np.ndarray, time: float) -> dict[str, list[float]]:
+    """A box of the scanner's frame as nuScenes writes it."""
+    x, y, z, length, width, height, yaw = map(float, box)
+    motion = ego_at(time) @ LIDAR @ about_z(yaw, x, y, z)
+    return {
+        "translation": motion[:3, 3].tolist(),
+        "rotation": quaternion(motion[:3, :3]),
+        "size": [width, length, height],
+    }
+
+
+def decoded(run: LoadedRun, model: torch.nn.Module, root: Path) -> list[Detections]:
+    batches = FrameBatches(open_dataset("nuscenes", root), TINY, run.float_model)
+    with torch.no_grad():
+        return [run.float_model.head.decode(model(*batch))[0] for batch in batches]
+
+
 def float_detections(runs: Path, root: Path) -> list[Detections]:
     run = load_run(runs / "a")
-    batches = FrameBatches(open_dataset("nuscenes", root), TINY, run.float_model)
-    return [run.float_model.head.decode(run.float_model(*batch))[0] for batch in batches]
+    return decoded(run, run.float_model, root)
 
 
 def summary(folder: Path) -> dict:
@@ -137,10 +153,60 @@ def test_what_is_written_is_what_the_functions_say(runs: Path, root: Path) -> No
     wanted = evaluate_detections(
         float_detections(runs, root),
         [frame.labels for frame in frames],
-        rules=DetectionRules(extent=(low_x, low_y, high_x, high_y)),
+        rules=DetectionRules(
+            extent=(low_x, low_y, high_x, high_y), origin=range_origin("nuscenes")
+        ),
     )
     assert wanted.mean_ap > 0.98
     assert wanted.labels == LABELS
+
+
+@pytest.mark.parametrize(("split", "numbers"), [("mini_train", (0, 1)), ("mini_val", (2, 3))])
+def test_the_devkits_whole_evaluation_says_the_same(
+    runs: Path, root: Path, tmp_path: Path, split: str, numbers: tuple[int, int]
+) -> None:
+    """Boxes of the quantized model, handed in as a result file, in the world's coordinates."""
+    devkit = importlib.import_module("nuscenes.nuscenes")
+    evaluation = importlib.import_module("nuscenes.eval.detection.evaluate")
+    config = importlib.import_module("nuscenes.eval.detection.config")
+    frames = open_dataset("nuscenes", root)
+    run = load_run(runs / "a")
+    found = decoded(run, run.quantized_model, root)
+    samples = json.loads((root / "v1.0-mini/sample.json").read_text())
+    results = {
+        samples[number]["token"]: [
+            {
+                "sample_token": samples[number]["token"],
+                **in_the_world(row[0], TIMES[number]),
+                "velocity": [0.0, 0.0],
+                "detection_name": NUSCENES_CLASSES[row[2]],
+                "detection_score": float(row[1]),
+                "attribute_name": "",
+            }
+            for row in zip(*found[number], strict=True)
+        ]
+        for number in numbers
+    }
+    (tmp_path / "results.json").write_text(json.dumps({"results": results, "meta": {}}))
+    theirs, _ = evaluation.DetectionEval(
+        devkit.NuScenes("v1.0-mini", str(root), verbose=False),
+        config.config_factory("detection_cvpr_2019"),
+        str(tmp_path / "results.json"),
+        split,
+        str(tmp_path / "theirs"),
+        verbose=False,
+    ).evaluate()
+    ours = evaluate_detections(
+        [found[number] for number in numbers],
+        [frames[number].labels for number in numbers],
+        rules=DetectionRules(absent="zero", origin=range_origin("nuscenes")),
+    )
+    assert 0.05 < ours.mean_ap < 0.95
+    assert ours.mean_ap == pytest.approx(theirs.mean_ap, abs=1e-9)
+    # The scanner leans by a degree, and with it the plane in which distances are measured.
+    assert ours.errors["ATE"] == pytest.approx(theirs.tp_errors["trans_err"], abs=1e-3)
+    assert ours.errors["ASE"] == pytest.approx(theirs.tp_errors["scale_err"], abs=1e-4)
+    assert ours.errors["AOE"] == pytest.approx(theirs.tp_errors["orient_err"], abs=1e-3)
 
 
 def test_integers_stand_beside_float_and_quantized(

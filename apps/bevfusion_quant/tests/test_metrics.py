@@ -173,6 +173,20 @@ def test_far_boxes_and_labels_without_points_do_not_count() -> None:
     assert evaluate_detections([NOTHING], [there], rules=narrow).labels == 1
 
 
+def test_ranges_are_measured_from_where_the_rules_say() -> None:
+    there = labels((0, 49.5, "car"), (0, -50.5, "car"))
+    found = detections((0, 49.5, "car", 0.9), (0, -50.5, "car", 0.8))
+    counted = {}
+    for origin in ((0.0, 0.0), (0.0, -0.94)):
+        got = evaluate_detections([found], [there], rules=DetectionRules(origin=origin))
+        counted[origin] = (got.labels, got.classes[0].detections, got.errors["ATE"])
+    assert counted == {(0.0, 0.0): (1, 1, 0.0), (0.0, -0.94): (1, 1, 0.0)}
+    near = DetectionRules(origin=(0.0, 0.94))
+    assert evaluate_detections([found], [there], rules=near).labels == 1
+    middle = DetectionRules(origin=(0.0, -0.5), class_ranges={"car": 50.1})
+    assert evaluate_detections([found], [there], rules=middle).labels == 2
+
+
 def test_what_stands_in_a_bicycle_rack_does_not_count() -> None:
     rack = labels((0, 5, "static_object.bicycle_rack"), (0.5, 5, "bicycle"), (9, 5, "bicycle"))
     found = detections((0.5, 5.2, "bicycle", 0.9), (9, 5, "bicycle", 0.8), (0, 5, "car", 0.5))

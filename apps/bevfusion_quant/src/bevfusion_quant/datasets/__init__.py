@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bevfusion_quant.datasets._frame_folder import write_frame_folder
 from bevfusion_quant.datasets._frame_list import FrameList
-from bevfusion_quant.datasets._labelled import labelled_region, scene_name
+from bevfusion_quant.datasets._labelled import labelled_region, range_origin, scene_name
 from bevfusion_quant.datasets._open import DatasetKind, open_dataset
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "FrameList",
     "labelled_region",
     "open_dataset",
+    "range_origin",
     "scene_name",
     "write_frame_folder",
 ]

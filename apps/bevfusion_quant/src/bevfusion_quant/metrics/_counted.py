@@ -118,7 +118,8 @@ def _in_place(
 ) -> npt.NDArray[np.bool_]:
     reach = np.array([rules.reach(name) for name in classes])
     x, y = rows.boxes[:, 0], rows.boxes[:, 1]
-    kept: npt.NDArray[np.bool_] = np.sqrt(x * x + y * y) < reach[rows.kinds]
+    far = np.sqrt((x - rules.origin[0]) ** 2 + (y - rules.origin[1]) ** 2)
+    kept: npt.NDArray[np.bool_] = far < reach[rows.kinds]
     if rules.extent is not None:
         low_x, low_y, high_x, high_y = rules.extent
         kept &= (low_x <= x) & (x <= high_x) & (low_y <= y) & (y <= high_y)

@@ -28,9 +28,10 @@ class DetectionRules:
     https://www.nuscenes.org/object-detection, configuration `detection_cvpr_2019`.
 
     Attributes:
-        class_ranges: Boxes whose centre is this far from the frame's origin or farther, seen from
-            above, do not count [m]. A class without an entry has 50 m. (The devkit measures from
-            the car's own origin, 0.94 m behind nuScenes' scanner.)
+        class_ranges: Boxes whose centre is this far from `origin` or farther, seen from above, do
+            not count [m]. A class without an entry has 50 m.
+        origin: x and y from where ranges are measured [m]. nuScenes measures from the middle of
+            the car's rear axle, (0, −0.94) in the frame of its scanner.
         distances: A detection is a true positive if its centre lies nearer than this to a label's,
             seen from above [m].
         error_distance: The one of `distances` whose true positives the errors are of [m].
@@ -39,6 +40,7 @@ class DetectionRules:
         overlaps: A detection is a true positive of the BEV AP if its rotated box overlaps a
             label's by more (intersection over union, seen from above).
         min_points: Labels with fewer LiDAR points inside do not count, where their number is known.
+            nuScenes counts a radar's points too.
         extent: Low x and y, high x and y [m]; boxes whose centre lies outside do not count. None
             for no limit but the range.
         absent: What a class without labels counts in the means: "left out", or as average
@@ -55,6 +57,7 @@ class DetectionRules:
     """
 
     class_ranges: Mapping[str, float] = field(default_factory=lambda: dict(_RANGES))
+    origin: tuple[float, float] = (0.0, 0.0)
     distances: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0)
     error_distance: float = 2.0
     min_recall: float = 0.1

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from bevfusion_quant.cameras import CAMERA_NAMES
+from bevfusion_quant.datasets import range_origin
 from bevfusion_quant.metrics import Accuracy, AccuracyTally, Bootstrap, DetectionRules
 from bevfusion_quant.model import CONFIGS
 from bevfusion_quant.ptq._agreement import AgreementRow, FoundRow
@@ -96,7 +97,9 @@ def run_evaluate(
         low_x, low_y, _, high_x, high_y, _ = sizes.lidar.point_cloud_range
         tally = AccuracyTally(
             sizes.head.classes,
-            DetectionRules(extent=(low_x, low_y, high_x, high_y)),
+            DetectionRules(
+                extent=(low_x, low_y, high_x, high_y), origin=range_origin(batches.dataset)
+            ),
             bootstrap,
             batches.dataset,
         )
