@@ -224,3 +224,52 @@ def test_a_layer_with_32_bits_leaves_floats(
     file, _, lint = found(qat, x, "horizon")
     assert onnx.load(file.path).graph.node[-1].op_type == "Conv"
     assert (file.floats, lint) == ((), set())
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("factor", [0.0, 1e-9])
+def test_a_channel_that_is_its_bias_alone(
+    factor: float, profile: str, between: Fixture, prepared: Fixture, found: Fixture
+) -> None:
+    x = torch.randn(2, 3, 8, 8)
+    net = between(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 4, 1))
+    net.get_submodule("net.0").weight.data[1] *= factor
+    net.get_submodule("net.0").bias.data[1] = 50.0
+    file, counted, lint = found(prepared(net, x), x, profile)
+    assert lint == set()
+    # In steps of its sums the bias is more than int32 holds, which onnxruntime's files need.
+    assert any("larger steps" in note for note in file.notes) == (profile == "onnxruntime")
+    assert all(largest <= 1 for _, _, largest in counted.values())
+
+
+class Twice(nn.Module):
+    """A layer and a sum that are called twice, a fixed scale, results returned in several forms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quant, self.dequant = QuantStub(scale=1 / 64), DeQuantStub()
+        self.stem, self.conv = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 3, padding=1)
+        self.sum = FloatFunctional()
+
+    def forward(self, x: Tensor) -> Any:
+        first = self.conv(self.stem(self.quant(x)))
+        second = self.sum.add(first, self.conv(first))
+        third = self.sum.add(second, second)
+        return self.dequant([second, third]), third, x
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_what_is_called_twice_is_in_the_file_once(
+    profile: str, prepared: Fixture, found: Fixture
+) -> None:
+    import onnx
+
+    x = torch.randn(2, 3, 8, 8)
+    file, counted, lint = found(prepared(Twice().eval(), x), x, profile)
+    assert lint <= ({"TRT012"} if profile == "tensorrt" else set())
+    assert list(file.outputs) == ["output_0_0", "output_0_1", "output_1", "output_2"]
+    names = [constant.name for constant in onnx.load(file.path).graph.initializer]
+    assert names.count("conv.weight") == 1
+    assert not any(name.startswith("conv.weight_") and "scale" not in name for name in names)
+    assert counted["quantize"][0] == 0
+    assert all(largest <= 1 for _, _, largest in counted.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,7 @@ def weighted_layer(graph: Graph, step: Step, x: Held, form: Any, sizes: Sizes) -
         axis=1 if step.op == "conv_transpose" else 0,
         groups=attributes.get("groups", 1),
     )
+    weight = _with_room_for_bias(graph, step, x, weight)
     bias = _bias(graph, step, x, weight.scales)
     if step.op == "linear":
         return _linear(graph, step, x, weight, bias, sizes)
@@ -155,29 +156,47 @@ def _float_weight(graph: Graph, path: str, weight: _Weight) -> str:
     return graph.constant(f"{path}.weight", (split * scales).reshape(integers.shape))
 
 
-def _bias(graph: Graph, step: Step, x: Held, scales: Array) -> str:
-    """The bias as the profile wants it; empty where there is none.
+def _with_room_for_bias(graph: Graph, step: Step, x: Held, weight: _Weight) -> _Weight:
+    """The weight in steps so large that int32 holds the bias in steps of the sums.
 
-    Raises:
-        ValueError: It leaves int32 in steps of the sums, where these are integers.
+    A channel without weights, or with tiny ones, has a bias of more than 2³⁰ steps otherwise.
+    Beside such a bias a weight's rounding to larger steps is nothing that eight bits show.
     """
+    bias = step.tensors.get("bias")
+    if bias is None or x.form is None or not _rounds_bias(graph, step):
+        return weight
+    needed = np.abs(bias.double().cpu().numpy()) / (x.form.scale * 2**30)
+    larger = needed > weight.scales
+    if not larger.any():
+        return weight
+    graph.notes.append(
+        f"{step.path}: the weights of {int(larger.sum())} output channels are in larger steps than "
+        "the model's, as int32 would not hold their bias"
+    )
+    scales = np.where(larger, needed, weight.scales)
+    rounded = np.rint(weight.integers * _along(weight.scales / scales, weight))
+    return replace(weight, integers=rounded.astype(np.int8), scales=scales)
+
+
+def _rounds_bias(graph: Graph, step: Step) -> bool:
+    """Whether a bias of floats becomes whole steps of the sums.
+
+    Transposed convolutions run in float everywhere, where that would gain nothing.
+    """
+    floats = step.tensors["bias"].is_floating_point()
+    return floats and graph.profile.integer_bias and step.op != "conv_transpose"
+
+
+def _bias(graph: Graph, step: Step, x: Held, scales: Array) -> str:
+    """The bias as the profile wants it; empty where there is none."""
     if "bias" not in step.tensors:
         return ""
     named, bias = f"{step.path}.bias", step.tensors["bias"].double().cpu().numpy()
-    floats = step.tensors["bias"].is_floating_point()
+    floats, rounds = step.tensors["bias"].is_floating_point(), _rounds_bias(graph, step)
     accumulator = scales * (1.0 if x.form is None else x.form.scale)
-    # Transposed convolutions run in float everywhere, where rounding the bias would gain nothing.
-    exact = floats and step.op == "conv_transpose"
-    if x.form is None or exact or not graph.profile.integer_bias:
+    if x.form is None or not graph.profile.integer_bias or (floats and not rounds):
         return graph.constant(named, bias if floats else bias * accumulator)
-    integers = np.rint(bias / accumulator) if floats else bias
-    if np.abs(integers).max(initial=0) > np.iinfo(np.int32).max:
-        raise ValueError(
-            f"export_qdq_onnx: {step.path}: its bias is {np.abs(integers).max():.3g} steps of the "
-            "sums, which int32 does not hold; its weights or its input are quantized too finely, "
-            "calibrate again, or keep the layer float"
-        )
-    source = graph.constant(named, integers, np.int32)
+    source = graph.constant(named, np.rint(bias / accumulator) if floats else bias, np.int32)
     scale = graph.constant(f"{named}_scale", accumulator)
     zeros = graph.zeros(np.int32, 0, accumulator.shape)
     return graph.node("DequantizeLinear", named, [source, scale, zeros], axis=0)
