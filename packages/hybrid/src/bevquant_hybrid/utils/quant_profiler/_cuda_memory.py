@@ -87,7 +87,7 @@ def show_cuda_memory_consumption(
         f"{type(model).__name__} on {torch.cuda.get_device_name(where)}: at most "
         f"{most.peak / 2**20:.1f} MiB, {most.phase} of {most.name}"
     )
-    names = [f"{reading.name} ({reading.phase})" for reading in readings]
+    names = [r.name if r.name.startswith("(") else f"{r.name} ({r.phase})" for r in readings]
     curves = {
         "allocated (MiB)": [reading.allocated / 2**20 for reading in readings],
         "peak since the operator before (MiB)": [reading.peak / 2**20 for reading in readings],
