@@ -14,7 +14,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bevquant_qnn import (
+    PrecisionPlan,
     SensitivityTable,
+    apply_precision,
     precision_groups,
     quantize_model,
     sensitivity,
@@ -219,6 +221,27 @@ def test_bits_change_what_is_measured_and_nothing_stays_changed():
     assert repr(model) == text
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert not any(type(m).__module__ == __name__ for m in model.modules())
+
+
+def test_a_group_is_measured_at_the_bits_it_has():
+    model, images = small()
+    apply_precision(model, PrecisionPlan.by_hand(model, {"0": "int16", "2": "int4"}))
+    table = sensitivity(model, images)
+    assert [set(row.alone) for row in table] == [{"int16"}, {"int4"}]
+    assert [row.name for row in table.worst_first()] == ["2", "0"]
+    with torch.no_grad():
+        quantized = [model(batch) for batch in images]
+        apply_precision(model, PrecisionPlan.by_hand(model, {}, "float"))
+        exact = [model(batch) for batch in images]
+    noise = sum(
+        float((q - f).double().square().sum()) for q, f in zip(quantized, exact, strict=True)
+    )
+    signal = sum(float(f.double().square().sum()) for f in exact)
+    assert table.quantized_score == pytest.approx(10 * math.log10(signal / noise), abs=1e-3)
+    apply_precision(model, PrecisionPlan.by_hand(model, {}))
+    model[0].weight_quantizer.num_bits = 6
+    with pytest.raises(ValueError, match=r"0: activations of \[8\] and weights of \[6\] bits"):
+        sensitivity(model, images)
 
 
 def test_a_metric_of_ones_own_is_reduced_over_batches_in_order():

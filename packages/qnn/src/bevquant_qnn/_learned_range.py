@@ -90,24 +90,23 @@ class _Lsq(Function):
         ctx: Any, x: Tensor, amax: Tensor, num_bits: int, unsigned: bool, narrow_range: bool
     ) -> Tensor:
         amax = amax.detach().clamp(min=_SMALLEST)
-        ctx.save_for_backward(x, amax)
+        y = fake_quantize(x, amax, num_bits, unsigned, narrow_range)
+        ctx.save_for_backward(x, amax, y)
         ctx.bits = (num_bits, unsigned, narrow_range)
-        return fake_quantize(x, amax, num_bits, unsigned, narrow_range)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, amax = ctx.saved_tensors
+        x, amax, y = ctx.saved_tensors
         num_bits, unsigned, narrow_range = ctx.bits
         high = 2 ** (num_bits - 1 + int(unsigned)) - 1
         low = 0 if unsigned else -high if narrow_range else -high - 1
-        steps = x * (high / amax)
-        inside = (steps >= low) & (steps <= high)
-        grad_x = torch.where(inside, grads[0], 0.0)
-        slope = torch.where(inside, steps.round() - steps, steps.clamp(low, high))
+        step = amax / high
+        grad_x = torch.where(x.clamp(low * step, amax) == x, grads[0], 0.0)
+        # s·∂y/∂s is y − x within the range and y beyond.
+        moment = torch.addcmul(grads[0] * y, grad_x, x, value=-1).sum_to_size(amax.shape)
         shared = max(1, x.numel() // max(1, amax.numel()))
-        scale = high / math.sqrt(shared * high)
-        grad_amax = (grads[0] * slope).sum_to_size(amax.shape) * scale
-        return grad_x, grad_amax, None, None, None
+        return grad_x, moment / step * (high / math.sqrt(shared * high)), None, None, None
 
 
 def learn_ranges(

@@ -18,6 +18,7 @@ __all__ = [
     "Precision",
     "Setting",
     "check_precisions",
+    "own_precision",
     "put",
     "set_for_now",
     "setting_at",
@@ -54,6 +55,25 @@ def check_precisions(names: Iterable[str], where: str) -> None:
             f"{where}: unknown precisions {', '.join(map(repr, unknown))}; expected "
             f"{', '.join(PRECISIONS)}"
         )
+
+
+def own_precision(
+    inputs: Iterable[TensorQuantizer], weights: Iterable[TensorQuantizer], where: str
+) -> str:
+    """Return the precision of quantizers as they are.
+
+    Raises:
+        ValueError: Their bits are those of none.
+    """
+    bits = [{q.num_bits for q in held if not q._disabled} for held in (inputs, weights)]
+    for name in ("int8", "int4", "int16"):
+        expected = _BITS[name]
+        if all(found <= {want} for found, want in zip(bits, expected, strict=True)):
+            return name
+    raise ValueError(
+        f"{where}: activations of {sorted(bits[0])} and weights of {sorted(bits[1])} bits are no "
+        f"precision; name those to measure, of {', '.join(_BITS)}"
+    )
 
 
 def setting_at(quantizer: TensorQuantizer, precision: str, *, weight: bool) -> Setting:

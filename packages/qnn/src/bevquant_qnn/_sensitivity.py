@@ -10,7 +10,14 @@ from torch import nn
 from bevquant_qnn._example import evaluation
 from bevquant_qnn._layer_inputs import Forward, call
 from bevquant_qnn._operations import count_operations
-from bevquant_qnn._precision import Precision, Setting, check_precisions, set_for_now, setting_at
+from bevquant_qnn._precision import (
+    Precision,
+    Setting,
+    check_precisions,
+    own_precision,
+    set_for_now,
+    setting_at,
+)
 from bevquant_qnn._precision_groups import PrecisionGroup, precision_groups
 from bevquant_qnn._ranks import gather_dealt, rank_and_world
 from bevquant_qnn._replay import Replay
@@ -29,7 +36,7 @@ def sensitivity(
     metric: str | Metric = "sqnr",
     *,
     outputs: Sequence[str] = (),
-    precisions: Sequence[Precision] = ("int8",),
+    precisions: Sequence[Precision] | None = None,
     without: bool = True,
     forward: Forward | None = None,
     reduce: Reduce | None = None,
@@ -55,7 +62,8 @@ def sensitivity(
             a metric of your own then gets their tuple. By default the model's own output.
         precisions: At which each group is measured alone: ``"int8"``, ``"int4"`` (weights of 4
             bits, activations of 8), ``"int16"`` (activations of 16 bits, weights of 8). Ranges at
-            other bits than the quantizer's are searched in what its calibrator holds.
+            other bits than the quantizer's are searched in what its calibrator holds. None
+            measures each group at the bits that it has.
         without: Measure each group alone left in float, too.
         forward: Called as ``forward(model, batch)``; by default a tuple or list is spread over
             the arguments, a dict over the keywords, anything else is the only argument.
@@ -87,13 +95,11 @@ def sensitivity(
         >>> [row.name for row in table], table["0"].alone["int8"] > 20
         (['0', '2'], True)
     """
-    check_precisions(precisions, "sensitivity")
-    if not precisions or "float" in precisions:
-        raise ValueError("sensitivity: name precisions to measure, float is what they are held to")
     score = score_of(metric, reduce)
     groups = _active_groups(model)
+    wanted = [_precisions_of(group, precisions) for group in groups]
     rank, world = rank_and_world(distributed)
-    trial = _Trial(model, groups, tuple(precisions), without, score, tuple(outputs))
+    trial = _Trial(model, groups, wanted, without, score, tuple(outputs))
     results: list[dict[Any, Any]] = []
     operations: dict[nn.Module, int] = {}
     error: Exception | None = None
@@ -118,7 +124,7 @@ def sensitivity(
         SensitivityRow(
             group.modules,
             _operations_of(model, group, operations),
-            {name: float(scores[i, name]) for name in precisions},
+            {name: float(scores[i, name]) for name in wanted[i]},
             float(scores[i, "float"]) if without else None,
         )
         for i, group in enumerate(groups)
@@ -134,7 +140,7 @@ class _Trial:
         self,
         model: nn.Module,
         groups: list[PrecisionGroup],
-        precisions: tuple[str, ...],
+        wanted: Sequence[Sequence[str]],
         without: bool,
         score: Score,
         outputs: tuple[str, ...],
@@ -151,7 +157,7 @@ class _Trial:
         self._at: dict[tuple[int, str], Settings] = {
             (i, name): {q: setting_at(q, name, weight=q in groups[i].weights) for q in held}
             for i, held in enumerate(active)
-            for name in precisions
+            for name in wanted[i]
         }
 
     def measure(self, batch: Any, run: Callable[[nn.Module], Any]) -> dict[Any, Any]:
@@ -198,6 +204,22 @@ def _active_groups(model: nn.Module) -> list[PrecisionGroup]:
             "first (bevquant_quantizers.calibrate)"
         )
     return groups
+
+
+def _precisions_of(
+    group: PrecisionGroup, precisions: Sequence[Precision] | None
+) -> tuple[str, ...]:
+    """What to measure: what was asked for, or the group's own bits.
+
+    Raises:
+        ValueError: Nothing, float, an unknown precision, or bits that are none.
+    """
+    if precisions is None:
+        return (own_precision(group.inputs, group.weights, f"sensitivity: {group.name}"),)
+    check_precisions(precisions, "sensitivity")
+    if not precisions or "float" in precisions:
+        raise ValueError("sensitivity: name precisions to measure, float is what they are held to")
+    return tuple(dict.fromkeys(precisions))
 
 
 def _runner(forward: Forward, batch: Any) -> Callable[[nn.Module], Any]:

@@ -90,13 +90,20 @@ class SensitivityTable:
         """The score of a model whose layers lose `loss` in sum, as far as losses add up."""
         return score_after(self.metric, loss, self.float_score)
 
-    def worst_first(self, precision: str = "int8") -> tuple[SensitivityRow, ...]:
-        """The rows by what they lose at `precision`, the largest loss first: the bars of a chart.
+    def worst_first(self, precision: str | None = None) -> tuple[SensitivityRow, ...]:
+        """The rows by what they lose, the largest loss first: the bars of a chart.
+
+        Args:
+            precision: At which; None for the worst that was measured of each row.
 
         Raises:
             KeyError: It was not measured.
         """
-        return tuple(sorted(self.rows, key=lambda row: -self.loss(row, precision)))
+
+        def lost(row: SensitivityRow) -> float:
+            return max(self.loss(row, name) for name in ([precision] if precision else row.alone))
+
+        return tuple(sorted(self.rows, key=lost, reverse=True))
 
     def to_json(self) -> str:
         """Return the table as JSON text, every score to the bit."""
@@ -139,8 +146,8 @@ class SensitivityTable:
                 )
                 for row in data["rows"]
             )
-            if not all(row.modules for row in rows):
-                raise ValueError("a row without modules")
+            if not all(row.modules and row.alone for row in rows):
+                raise ValueError("a row without modules or scores")
             check_precisions((name for row in rows for name in row.alone), "a row")
             whole = data["quantized_score"]
             return cls(
