@@ -369,6 +369,10 @@ def test_a_misspelt_setting_is_named_where_it_is_written(make, which: str) -> No
 def test_settings_are_a_dictionary() -> None:
     with pytest.raises(TypeError, match=r"activation_qkwargs=\['dtype'\]: expected a dictionary"):
         get_default_qat_qconfig(activation_qkwargs=["dtype"])
+    with pytest.raises(
+        TypeError, match=r"weight_qkwargs: observer='mse': expected a class such as"
+    ):
+        get_default_qat_qconfig(weight_qkwargs={"observer": "mse"})
 
 
 @pytest.mark.parametrize("settings", [{"dtipe": "qint8"}, {"averaging_constant": 2}])

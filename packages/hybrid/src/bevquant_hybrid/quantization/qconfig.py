@@ -81,6 +81,11 @@ def _checked(what: str, cls: Any, settings: dict[str, Any], given: Any) -> Calla
             'take, such as {"averaging_constant": 0}'
         )
     merged = {**settings, **(given or {})}
+    if not callable(merged["observer"]):
+        raise TypeError(
+            f"{what}: observer={merged['observer']!r}: expected a class such as MSEObserver; by "
+            "name, observers are chosen in get_default_qconfig(activation_observer=…)"
+        )
     unknown = strangers(merged, cls, merged["observer"])
     if unknown:
         raise TypeError(f"{what}: {unknown}")
