@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ def float_operation(
             return None
         return softmax(graph, path, read(args[0].name), int(axis), len(sizes.of(args[0].name)))
     if what in NAMED:
-        return NAMED[what](graph, step, read, sizes)
+        return NAMED[what](graph, replace(step, args=args, kwargs=kwargs), read, sizes)
     call = grid_call(what, args, kwargs)
     return None if call is None else _averaged(graph, step, call, read, sizes)
 

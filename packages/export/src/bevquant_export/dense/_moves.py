@@ -73,9 +73,9 @@ def moved(
     if what in ("pixel_shuffle", "PixelShuffle"):
         factor = math.isqrt(sizes.of(first.name)[1] // sizes.of(output)[1])
         return graph.node("DepthToSpace", path, [read(first.name)], blocksize=factor, mode="CRD")
-    if what in _SHUFFLES:
+    if what in _SHUFFLES and len(args) == 2:
         return _shuffled(graph, step, read(first.name), int(args[1]), sizes)
-    if what in ("repeat", "tile"):
+    if what in ("repeat", "tile") and len(args) > 1:
         return _repeated(graph, step, read(first.name), args[1:], sizes)
     return None
 

@@ -10,7 +10,7 @@ import numpy as np
 from bevquant_export.dense._graph import Graph
 from bevquant_export.dense._moves import sliced
 from bevquant_export.dense._sizes import Sizes
-from bevquant_export.dense._source import Step
+from bevquant_export.dense._source import Ref, Step
 
 __all__ = ["NAMED", "softmax"]
 
@@ -29,28 +29,44 @@ def softmax(graph: Graph, path: str, x: str, axis: int, rank: int) -> str:
     return graph.node("Transpose", path, [made], perm=order)
 
 
-def _mean(graph: Graph, step: Step, read: Read, sizes: Sizes) -> str:
-    axes, keep = _axes(step, sizes)
-    x = read(step.args[0].name)
+def _mean(graph: Graph, step: Step, read: Read, sizes: Sizes) -> str | None:
+    found = _axes(step, sizes)
+    if found is None:
+        return None
+    x, (axes, keep) = read(step.args[0].name), found
     return graph.node("ReduceMean", step.path, [x], axes=axes, keepdims=keep)
 
 
-def _sum(graph: Graph, step: Step, read: Read, sizes: Sizes) -> str:
-    axes, keep = _axes(step, sizes)
-    x = read(step.args[0].name)
+def _sum(graph: Graph, step: Step, read: Read, sizes: Sizes) -> str | None:
+    found = _axes(step, sizes)
+    if found is None:
+        return None
+    x, (axes, keep) = read(step.args[0].name), found
     if graph.profile.opset < 13:
         return graph.node("ReduceSum", step.path, [x], axes=axes, keepdims=keep)
     return graph.node("ReduceSum", step.path, [x, graph.numbers(axes)], keepdims=keep)
 
 
-def _axes(step: Step, sizes: Sizes) -> tuple[list[int], int]:
-    given = {**dict(zip(("x", "dim", "keepdim"), step.args, strict=False)), **step.kwargs}
+def _axes(step: Step, sizes: Sizes) -> tuple[list[int], int] | None:
+    """Which axes go, and whether a one stays in their place; ``None`` for other arguments."""
+    given = _given(step, "dim", "keepdim")
+    if set(given) - {"dim", "keepdim"}:
+        return None
     rank, dim = len(sizes.of(step.args[0].name)), given.get("dim")
     dims = range(rank) if dim is None or dim == () else [dim] if isinstance(dim, int) else dim
     return sorted(d % rank for d in dims), int(bool(given.get("keepdim", False)))
 
 
-def _matmul(graph: Graph, step: Step, read: Read, sizes: Sizes) -> str:
+def _given(step: Step, *names: str) -> dict[str, Any]:
+    """Arguments behind the first one, by name; those that are too many by their place."""
+    rest = step.args[1:]
+    surplus = {str(place): value for place, value in enumerate(rest[len(names) :])}
+    return {**dict(zip(names, rest, strict=False)), **surplus, **step.kwargs}
+
+
+def _matmul(graph: Graph, step: Step, read: Read, sizes: Sizes) -> str | None:
+    if len(step.args) != 2 or not all(isinstance(ref, Ref) for ref in step.args):
+        return None
     names = []
     for ref, turned in zip(step.args, ("x_trans", "y_trans"), strict=True):
         name, rank = read(ref.name), len(sizes.of(ref.name))
@@ -61,18 +77,19 @@ def _matmul(graph: Graph, step: Step, read: Read, sizes: Sizes) -> str:
     return graph.node("MatMul", step.path, names)
 
 
-def _clamp(graph: Graph, step: Step, read: Read, sizes: Sizes) -> str:
-    limits = [
-        "" if step.kwargs[key] is None else _number(graph, step.kwargs[key])
-        for key in ("min", "max")
-    ]
+def _clamp(graph: Graph, step: Step, read: Read, sizes: Sizes) -> str | None:
+    given = _given(step, "min", "max")
+    low, high = given.get("min"), given.get("max")
+    if set(given) - {"min", "max"} or isinstance(low, Ref) or isinstance(high, Ref):
+        return None
+    limits = ["" if limit is None else _number(graph, limit) for limit in (low, high)]
     inputs = [read(step.args[0].name), *limits]
     return graph.node("Clip", step.path, inputs if limits[1] else inputs[:2])
 
 
 def _glu(graph: Graph, step: Step, read: Read, sizes: Sizes) -> str:
     shape, x = sizes.of(step.args[0].name), read(step.args[0].name)
-    axis = int(step.kwargs["dim"]) % len(shape)
+    axis = int(_given(step, "dim").get("dim", -1)) % len(shape)
     half = shape[axis] // 2
     values = sliced(graph, step.path, x, {axis: (0, half, 1)})
     gates = sliced(graph, step.path, x, {axis: (half, 2 * half, 1)})
@@ -89,11 +106,16 @@ def _guarded_div(graph: Graph, step: Step, read: Read, sizes: Sizes) -> str:
     return graph.node("Where", path, [zero, top, ratio])
 
 
-def _layer_norm(graph: Graph, step: Step, read: Read, sizes: Sizes) -> str:
-    """The operators that it consists of: LayerNormalization is of operator set 17."""
+def _layer_norm(graph: Graph, step: Step, read: Read, sizes: Sizes) -> str | None:
+    """The operators that it consists of: LayerNormalization is of operator set 17.
+
+    Axes are ``dim``; torch's function has a shape instead.
+    """
+    if "dim" not in step.kwargs:
+        return None
     path, x = step.path, read(step.args[0].name)
-    axes, _ = _axes(step, sizes)
-    reduced: dict[str, Any] = {"axes": axes, "keepdims": 1}
+    rank = len(sizes.of(step.args[0].name))
+    reduced: dict[str, Any] = {"axes": sorted(d % rank for d in step.kwargs["dim"]), "keepdims": 1}
     deviation = graph.node("Sub", path, [x, graph.node("ReduceMean", path, [x], **reduced)])
     square = graph.node("Mul", path, [deviation, deviation])
     variance = graph.node("ReduceMean", path, [square], **reduced)
@@ -111,7 +133,7 @@ def _number(graph: Graph, value: float) -> str:
     return graph.constant(f"float_{value:g}", np.float32(value))
 
 
-NAMED: dict[str, Callable[[Graph, Step, Read, Sizes], str]] = {
+NAMED: dict[str, Callable[[Graph, Step, Read, Sizes], str | None]] = {
     "clamp": _clamp,
     "glu": _glu,
     "guarded_div": _guarded_div,
