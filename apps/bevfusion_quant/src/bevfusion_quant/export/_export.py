@@ -126,10 +126,10 @@ def export_pieces(
             name: write_piece(piece, inputs[name], voxels, folder, target, march)
             for name, piece in known.items()
         }
-    with clock.step("check ONNX files"):
+    with clock.step("check ONNX files", blame="the ONNX files cannot be checked"):
         layers = {name: file_layers(item, inputs[name]) for name, item in written.items()}
         rows = tuple(exported_file(item, layers[name]) for name, item in written.items())
-    with clock.step("run ONNX files"):
+    with clock.step("run ONNX files", blame="the ONNX files cannot be run one behind the other"):
         runs = {name: runner(item) for name, item in written.items()}
         stages, integers, onnx = set_stages(
             pieces, lambda file, args: runs[file.name](args), batch, model, fake

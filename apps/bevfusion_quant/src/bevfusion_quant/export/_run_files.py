@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bevfusion_quant._errors import InputError
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -71,7 +73,14 @@ def open_session(path: Path, *, optimised: bool) -> Any:
         level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.graph_optimization_level = level
     content = lift_horizon_onnx(path).SerializeToString()
-    return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    try:
+        return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime's own classes have no common base of their own
+        reason = str(error).strip().splitlines()[0]
+        raise InputError(
+            f"{path.name} was written, but onnxruntime {onnxruntime.__version__} does not load it: "
+            f"{reason}; try another version"
+        ) from error
 
 
 def named_inputs(file: FilePart, args: tuple[Any, ...]) -> dict[str, Any]:
