@@ -41,18 +41,26 @@ def meter_of(
 
 @pytest.mark.parametrize("absent", ["left out", "zero"])
 def test_a_draw_is_the_metric_of_the_frames_written_out(absent: str) -> None:
-    found, there = random_frames(2, 14)
+    """A class that a draw has no labels of keeps its figure."""
+    found, there = random_frames(2, 14, classes=NUSCENES_CLASSES[:8])
+    found[0], there[0] = detections((0, 9.3, "pedestrian", 0.7)), labels((0, 9, "pedestrian"))
     scenes = [f"scene {index // 2}" for index in range(14)]
     rules = DetectionRules(absent=absent)
     meter = meter_of(found, there, scenes, rules)
+    whole = [row.mean_ap for row in metrics_of(meter).classes]
     random = np.random.default_rng(5)
-    times = random.multinomial(7, np.full(7, 1 / 7), size=6)
-    got = mean_aps(meter.records(), times, rules)
+    times = random.multinomial(7, np.full(7, 1 / 7), size=12)
+    got, kept = mean_aps(meter.records(), times, rules), 0
     for draw, value in zip(times, got, strict=True):
         rows = [i for i in range(14) for _ in range(draw[i // 2])]
-        wanted = evaluate_detections([found[i] for i in rows], [there[i] for i in rows],
-                                     rules=rules)  # fmt: skip
-        assert value == pytest.approx(wanted.mean_ap, abs=1e-12)
+        wanted = evaluate_detections(
+            [found[i] for i in rows], [there[i] for i in rows], rules=rules
+        )
+        aps = [row.mean_ap if row.labels else whole[k] for k, row in enumerate(wanted.classes)]
+        kept += sum(not row.labels for row in wanted.classes[:9])
+        assert value == pytest.approx(np.mean([ap for ap in aps if ap is not None]), abs=1e-12)
+    assert kept > 0
+    assert whole[9] == (None if absent == "left out" else 0.0)
 
 
 def test_every_scene_once_is_the_metric_itself() -> None:

@@ -61,7 +61,8 @@ def interval_of_mean_ap(meter: DetectionMeter, bootstrap: Bootstrap) -> Interval
 
     Efron's percentile interval: scenes are drawn with replacement, all of a scene's frames
     together, and the metric is computed on each draw as if a scene drawn twice were two scenes.
-    A class without labels in a draw counts there as `DetectionRules.absent` says.
+    A class that has labels, but none in a draw, keeps there its average precision over all scenes:
+    leaving it out would move the mean by what it is better or worse than the others.
     """
     return _interval(_drawn(meter, bootstrap), len(meter.scenes), bootstrap)
 
@@ -120,22 +121,33 @@ def mean_aps(
         rules: How precision is averaged.
 
     Returns:
-        float64 [draws]; NaN where no class has labels.
+        float64 [draws]; NaN for draws without any label.
     """
-    total, counted = np.zeros(len(times)), np.zeros(len(times))
+    total, classes, labels = np.zeros(len(times)), 0, np.zeros(len(times), np.int64)
     for record in records:
-        labels = times @ record.labels
-        areas = _areas(
-            record.scenes, record.hits, times, labels, RECALLS, first_recall(rules),
-            rules.min_precision,
-        )  # fmt: skip
-        has_labels = (labels > 0) | (rules.absent == "zero")
-        total += np.where(has_labels, areas, 0)
-        counted += has_labels
-    total[~(times @ sum(record.labels for record in records) > 0)] = np.nan
-    counted[counted == 0] = np.nan
-    means: Floats = total / counted
-    return means
+        there = times @ record.labels
+        if record.labels.any():
+            areas = _class_areas(record, times, there, rules)
+            once = np.ones((1, times.shape[1]), np.int64)
+            whole = _class_areas(record, once, once @ record.labels, rules)
+            total += np.where(there > 0, areas, whole)
+        classes += bool(record.labels.any()) or rules.absent == "zero"
+        labels += there
+    total[labels == 0] = np.nan
+    return total / max(classes, 1)
+
+
+def _class_areas(
+    record: ClassRecord,
+    times: npt.NDArray[np.int64],
+    labels: npt.NDArray[np.int64],
+    rules: DetectionRules,
+) -> Floats:
+    areas: Floats = _areas(
+        record.scenes, record.hits, times, labels, RECALLS, first_recall(rules),
+        rules.min_precision,
+    )  # fmt: skip
+    return areas
 
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
