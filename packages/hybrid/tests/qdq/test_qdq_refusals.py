@@ -133,11 +133,26 @@ class Overwriting(nn.Module):
         return F.relu(y, inplace=True) + y
 
 
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.quant, self.dequant = QuantStub(), DeQuantStub()
+        self.conv, self.relu = nn.Conv2d(8, 8, 1), nn.ReLU(inplace=True)
+        self.last = nn.Conv2d(8, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(self.quant(x))
+        return self.dequant(self.last(self.relu(y)) * y)
+
+
 def test_a_tensor_that_is_written_into_is_refused_where_others_read_it(
     prepared: Fixture, refused: Fixture, x: Tensor
 ) -> None:
     message = refused(prepared(Overwriting().eval(), x), x)
     assert "relu writes into dequant, which add_1 reads too" in message
+    on_cpu = {"hybrid": True, "hybrid_dict": {"module_name": ["relu"]}}
+    message = refused(prepared(Residual().eval(), x, **on_cpu), x)
+    assert "relu: relu writes into conv, which mul_1 reads too" in message
 
 
 class Branching(nn.Module):

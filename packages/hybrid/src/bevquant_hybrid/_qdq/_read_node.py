@@ -199,12 +199,15 @@ class NodeReader:
         in_place = getattr(module, "inplace", False) or (
             module is None and changes_its_input(what, node.kwargs)
         )
-        source = node.args[0] if node.args else None
-        if not in_place or not isinstance(source, Node) or isinstance(call.result, QTensor):
-            return
-        if len(source.users) > 1:
-            others = [user.name for user in source.users if user is not node]
-            raise ValueError(
-                f"export_qdq_onnx: {call.path or 'the model'}: {what} writes into {source.name}, "
-                f"which {', '.join(others)} reads too; use the form that makes a new tensor"
-            )
+        reader, source = node, node.args[0] if node.args else None
+        while in_place and isinstance(source, Node) and not isinstance(call.result, QTensor):
+            if len(source.users) > 1:
+                others = [user.name for user in source.users if user is not reader]
+                raise ValueError(
+                    f"export_qdq_onnx: {call.path or 'the model'}: {what} writes into "
+                    f"{source.name}, which {', '.join(others)} reads too; use the form that makes "
+                    "a new tensor"
+                )
+            # What a stub gives lies in the memory of what it takes.
+            stub = isinstance(self._module(source), qat.DeQuantStub)
+            reader, source = source, source.args[0] if stub else None
