@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from bevquant_qnn._kinds import is_library_module
 from bevquant_qnn._snapshots import UnknownValue, copied, kept, same, tensors
-from bevquant_qnn._watch import Forward, watching
+from bevquant_qnn._watch import Forward, Watch
 from bevquant_quantizers import TensorQuantizer
 
 __all__ = ["Replay"]
@@ -61,6 +61,7 @@ class Replay:
 
     def __init__(self, model: nn.Module, run: Run, outputs: tuple[str, ...] = ()) -> None:
         self._model = model
+        self._watch = Watch(model)
         self._run = run
         self._targets: dict[nn.Module, str] = {model.get_submodule(p): p for p in outputs}
         self._outputs = outputs
@@ -92,7 +93,7 @@ class Replay:
         shared: frozenset[int] = frozenset()
         while True:
             self._calls, self._target_outputs, self._shared = [], {}, shared
-            result = self._ended(self._watch)
+            result = self._ended(self._note)
             late = {
                 i
                 for i, call in enumerate(self._calls)
@@ -110,7 +111,7 @@ class Replay:
     def _ended(self, calls: Any) -> Any:
         self._captured, self._count = {}, 0
         try:
-            with watching(self._model, calls):
+            with self._watch.seeing(calls):
                 result = self._run(self._model)
         except _Enough:
             result = None
@@ -124,7 +125,7 @@ class Replay:
             )
         return tuple(self._captured[path] for path in self._outputs)
 
-    def _watch(
+    def _note(
         self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         call = _Call(module, self._is_pure(module))

@@ -8,41 +8,59 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Calls", "watching"]
+__all__ = ["Forward", "Watch"]
 
 Forward = Callable[..., Any]
 Calls = Callable[[nn.Module, Forward, tuple[Any, ...], dict[str, Any]], Any]
 
 
-@contextmanager
-def watching(model: nn.Module, calls: Calls) -> Iterator[None]:
-    """Run a block in which `calls(module, forward, args, kwargs)` stands for every forward.
+class Watch:
+    """The modules of a model, but for the model itself and for what torch scripted.
 
-    `forward` is the module's own. The model itself is left alone, and so is what torch scripted.
-    For the block each module's class is a subclass of its own, under the same name.
+    Args:
+        model: Its modules get classes of their own, under the same names, while `seeing` lasts.
     """
-    own = [(module, type(module)) for module in model.modules() if module is not model]
-    made: dict[type[Any], type[Any]] = {}
-    changed: list[tuple[nn.Module, type[Any]]] = []
-    try:
-        for module, cls in own:
-            try:
-                module.__class__ = made.setdefault(cls, _watched(cls, calls))
-            except TypeError:
+
+    def __init__(self, model: nn.Module) -> None:
+        self._calls: Calls | None = None
+        made: dict[type[Any], type[Any]] = {}
+        self._classes: list[tuple[nn.Module, type[Any], type[Any]]] = []
+        for module in model.modules():
+            cls = type(module)
+            if module is model:
                 continue
-            changed.append((module, cls))
-        yield
-    finally:
-        for module, cls in changed:
-            module.__class__ = cls
+            if cls not in made:
+                made[cls] = self._watched(cls)
+            self._classes.append((module, cls, made[cls]))
 
+    @contextmanager
+    def seeing(self, calls: Calls) -> Iterator[None]:
+        """Run a block in which `calls(module, forward, args, kwargs)` stands for every forward.
 
-def _watched(cls: type[Any], calls: Calls) -> type[Any]:
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        def inner(*inner_args: Any, **inner_kwargs: Any) -> Any:
-            return cls.forward(self, *inner_args, **inner_kwargs)
+        `forward` is the module's own.
+        """
+        changed = []
+        self._calls = calls
+        try:
+            for module, own, watched in self._classes:
+                try:
+                    object.__setattr__(module, "__class__", watched)
+                except TypeError:
+                    continue
+                changed.append((module, own))
+            yield
+        finally:
+            for module, own in changed:
+                object.__setattr__(module, "__class__", own)
 
-        return calls(self, inner, args, kwargs)
+    def _watched(self, cls: type[Any]) -> type[Any]:
+        watch = self
 
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (cls,), {**names, "forward": forward})
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            def own(*inner: Any, **options: Any) -> Any:
+                return cls.forward(self, *inner, **options)
+
+            return watch._calls(self, own, args, kwargs)  # type: ignore[misc]
+
+        names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+        return type(cls.__name__, (cls,), {**names, "forward": forward})
