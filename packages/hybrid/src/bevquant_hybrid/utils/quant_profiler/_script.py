@@ -57,6 +57,26 @@ def script_profile(
 
     Raises:
         TypeError, ValueError: As for `compile_model`; or a `mark_node_func`.
+
+    Example:
+        >>> from bevquant_hybrid.march import March, set_march
+        >>> set_march(March.BAYES)
+        >>> import tempfile
+        >>> from bevquant_hybrid.quantization import QuantStub, get_default_qat_qconfig
+        >>> from bevquant_hybrid.quantization import convert, prepare_qat
+        >>> model = nn.Sequential(QuantStub(scale=1 / 128), nn.ReLU())
+        >>> model.qconfig, x = get_default_qat_qconfig(), torch.tensor([-0.5, 0.5])
+        >>> converted = convert(prepare_qat(model))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     results = script_profile(converted, x, out_dir=folder)
+        name           if equal
+        -------------  ----------
+        arg0           True
+        _0_quantize    True
+        _1_aten_clamp  True
+        Torch run pt output is same with the program of compile_model.
+        >>> results["_1_aten_clamp"]
+        tensor([ 0, 64], dtype=torch.int8)
     """
     caller = "script_profile"
     if mark_node_func is not None:
@@ -96,6 +116,22 @@ def compare_script_models(
 
     Raises:
         TypeError, ValueError: As for `compile_model`.
+
+    Example:
+        >>> from bevquant_hybrid.march import March, set_march
+        >>> set_march(March.BAYES)
+        >>> from bevquant_hybrid.quantization import QuantStub, get_default_qat_qconfig
+        >>> from bevquant_hybrid.quantization import convert, prepare_qat
+        >>> model = nn.Sequential(QuantStub(scale=1 / 128), nn.ReLU())
+        >>> model.qconfig, x = get_default_qat_qconfig(), torch.tensor([-0.5, 0.5])
+        >>> qat = prepare_qat(model)
+        >>> _ = compare_script_models(convert(qat), convert(qat), x)
+        name           if equal
+        -------------  ----------
+        arg0           True
+        _0_quantize    True
+        _1_aten_clamp  True
+        All ops in two ScriptModules are same.
     """
     caller = "compare_script_models"
     arguments = forward_arguments(example_inputs, caller)
