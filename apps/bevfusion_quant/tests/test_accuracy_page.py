@@ -11,12 +11,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bevfusion_quant.metrics import Accuracy, AccuracyTally, Bootstrap, points, span
+from bevfusion_quant.metrics import (
+    Accuracy,
+    AccuracyTally,
+    Bootstrap,
+    accuracy_text,
+    points,
+    span,
+)
 from bevfusion_quant.model.head import NUSCENES_CLASSES
+from bevfusion_quant.points import Labels
 from bevfusion_quant.report import ReportContent, write_report
 
 sys.path.insert(0, str(Path(__file__).parent))
-from metric_scenes import random_frames
+from metric_scenes import detections, labels, random_frames
 
 EVIL = "</svg><script>window.hurt=1</script>"
 NAMES = ("float", "quantized", "integer")
@@ -144,3 +152,17 @@ def test_chromium_draws_it_in_both_schemes_and_on_a_phone(page: Path, tmp_path: 
             assert hurt == 0
         assert browser.get_log("browser") == []
     assert len({stroke for _, stroke in strokes}) == 2
+
+
+@pytest.mark.parametrize("there", [labels(), labels((0, 5, "car"))], ids=["none", "not found"])
+def test_nothing_to_show_is_shown_as_nothing(there: Labels, tmp_path: Path) -> None:
+    tally = AccuracyTally(NUSCENES_CLASSES)
+    for name in NAMES:
+        tally.add(name, 0, "empty", detections(), there)
+    result = tally.result()
+    assert result is not None
+    assert "No intervals" in accuracy_text(result)
+    page = write_report(tmp_path / "report.html", ReportContent("empty", accuracy=result))
+    text = page.read_text(encoding="utf-8")
+    assert text.count('<figure class="chart curve-chart">') == 4 + len(there.names)
+    assert "nan" not in text[text.index('<section id="accuracy"') : text.index("</main>")]
