@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +11,7 @@ from torch import Tensor
 from bevfusion_quant.export._files import HEAD
 from bevfusion_quant.export._outcome import FileLayer
 from bevfusion_quant.export._pieces import outputs_of
-from bevfusion_quant.export._run_files import named_inputs, open_session, runner
+from bevfusion_quant.export._run_files import runner
 
 if TYPE_CHECKING:
     from bevfusion_quant.export._write import Written
@@ -65,46 +63,32 @@ def _integers(written: Written, args: tuple[Any, ...]) -> Iterator[FileLayer]:
 def _sparse(written: Written, args: tuple[Any, ...]) -> Iterator[FileLayer]:
     from bevquant_export import compare_sparse_onnx, load_sparse_onnx
 
-    file = load_sparse_onnx(written.path)
-    apart = {} if written.linted == "libspconv" else _portable_differences(written, file, args)
-    for row in compare_sparse_onnx(file, written.piece.fake_module, args):
-        different, largest = apart.get(row.node, (0, 0.0))
+    backend = "auto" if written.linted == "libspconv" else "onnxruntime"
+    file = load_sparse_onnx(written.path, backend=backend)
+    rows = compare_sparse_onnx(file, written.piece.fake_module, args)
+    sizes = _sizes(file, args) if any(row.form == "float" and row.largest for row in rows) else {}
+    for row in rows:
         is_int8 = row.form == "int8"
-        different, largest = row.different + different, max(float(row.largest), largest)
+        largest = float(row.largest) if is_int8 else row.largest / sizes.get(row.node, 1.0)
         yield FileLayer(
             written.path.name,
             row.path or row.node,
             _SPARSE_OPS.get(row.node.rstrip("0123456789"), row.node),
             row.form,
             row.elements,
-            different if is_int8 else None,
+            row.different if is_int8 else None,
             largest,
             "nothing" if is_int8 else f"{TOLERANCE:g} of the largest value",
             largest == 0 if is_int8 else largest <= TOLERANCE,
         )
 
 
-def _portable_differences(
-    written: Written, file: Any, args: tuple[Any, ...]
-) -> dict[str, tuple[int, float]]:
-    """How many values of each layer onnxruntime makes other than the file's reader, and how far."""
-    from bevquant_export import lower_to_portable
-
-    _, wanted = file.run(*args)
-    found: dict[str, tuple[int, float]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        told = Path(folder) / "layers.onnx"
-        lower_to_portable(written.path, told, all_layers=True)
-        session = open_session(told, optimised=True)
-        names = [port.name for port in session.get_outputs() if port.name in wanted]
-        for name, made in zip(
-            names, session.run(names, named_inputs(written.piece.file, args)), strict=True
-        ):
-            want = wanted[name].value
-            apart = (torch.from_numpy(made).double() - want.double()).abs()
-            scale = 1.0 if wanted[name].scale is not None else float(want.abs().max()) or 1.0
-            found[name] = int(apart.count_nonzero()), float(apart.max()) / scale
-    return found
+def _sizes(file: Any, args: tuple[Any, ...]) -> dict[str, float]:
+    """Largest magnitude of what each node makes in float, and of the output."""
+    output, made = file.run(*args)
+    values = {name: item.value for name, item in made.items() if item.scale is None}
+    values["output"] = output
+    return {name: float(value.abs().max()) or 1.0 for name, value in values.items()}
 
 
 def _floats(written: Written, args: tuple[Any, ...]) -> Iterator[FileLayer]:
