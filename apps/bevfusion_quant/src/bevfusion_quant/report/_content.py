@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from bevfusion_quant.integer import Simulation
     from bevfusion_quant.metrics import Accuracy
     from bevfusion_quant.ptq import LayerRow, QuantizerValues
+    from bevfusion_quant.sensitivity import SensitivityOutcome
 
 __all__ = ["ReportBoxes", "ReportContent", "ReportFigure", "ReportScene", "ReportStage"]
 
@@ -138,6 +139,7 @@ class ReportContent:
         bpu: Of a run for a BPU: plan, comparison, estimate.
         accuracy: How well the models find what is labelled.
         export: The ONNX files that were written, and what checking them gave.
+        sensitivity: What each layer's rounding costs, and the plan made from it.
         low_sqnr_db: Layers below this are counted and marked.
 
     Examples:
@@ -165,4 +167,5 @@ class ReportContent:
     bpu: BpuOutcome | None = None
     accuracy: Accuracy | None = None
     export: ExportedSet | None = None
+    sensitivity: SensitivityOutcome | None = None
     low_sqnr_db: float = 20.0

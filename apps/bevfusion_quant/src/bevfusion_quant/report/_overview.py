@@ -161,7 +161,7 @@ def _command(command: str, name: str) -> Html | None:
 def reproduce(content: ReportContent) -> Section | None:
     """Settings, versions and where the time went."""
     tables = [
-        _pairs("Settings", {k: _plain(v) for k, v in content.settings.items()}),
+        _pairs("Settings", {k.replace("_", " "): _plain(v) for k, v in content.settings.items()}),
         _pairs("Versions", content.versions),
         _times(content),
     ]

@@ -24,6 +24,7 @@ from bevfusion_quant.report._overview import head, reproduce
 from bevfusion_quant.report._quantizers import quantizers_section
 from bevfusion_quant.report._scene import scene_section
 from bevfusion_quant.report._section import Section, heading
+from bevfusion_quant.report._sensitivity import sensitivity_section
 from bevfusion_quant.report._stages import stages_section
 from bevquant_quantizers import write_whole
 
@@ -104,6 +105,8 @@ def _sections(content: ReportContent) -> Iterator[Section]:
         yield layers_section(content.layers, content.low_sqnr_db, cards)
     if content.integers is not None:
         yield integers_section(content.integers)
+    if content.sensitivity is not None:
+        yield sensitivity_section(content.sensitivity)
     if content.bpu is not None:
         yield bpu_section(content.bpu)
     if content.export is not None:
@@ -125,6 +128,8 @@ def _styles(content: ReportContent) -> Iterator[str]:
         yield "bpu.css"
     if content.export is not None:
         yield "export.css"
+    if content.sensitivity is not None:
+        yield "sensitivity.css"
     yield "narrow.css"  # last, so that a small screen has the last word
 
 
