@@ -1,0 +1,70 @@
+"""The weights that come with the package: small, told from where, and of use."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+from bevfusion_quant._errors import InputError
+from bevfusion_quant.model import (
+    CONFIGS,
+    build_model,
+    load_weights,
+    named_weights,
+    trained_weights,
+)
+from bevfusion_quant.ptq import FrameBatches
+from bevfusion_quant.scenes import street_frame
+from bevfusion_quant.train import targets_of
+
+
+def test_weights_go_by_name_or_path() -> None:
+    assert named_weights(None, "tiny") is None
+    assert named_weights("random", "tiny") is None
+    assert named_weights("a/b.pth", "tiny") == Path("a/b.pth")
+    assert trained_weights("nuscenes") is None
+    with pytest.raises(InputError, match="none for config 'nuscenes'"):
+        named_weights("trained", "nuscenes")
+
+
+@pytest.fixture(scope="module")
+def path() -> Path:
+    found = trained_weights("tiny")
+    assert found is not None
+    assert found == named_weights("trained", "tiny")
+    return found
+
+
+def test_the_file_says_where_it_comes_from_and_how_good_it_is(path: Path) -> None:
+    assert path.stat().st_size < 6 * 2**20
+    with safe_open(path, "pt") as file:
+        about = json.loads(file.metadata()["bevfusion-quant"])
+    assert about["command"].startswith("bevfusion-quant train --dataset street")
+    assert "first 1000000" in about["training_frames"]
+    assert about["held_out"]["frames"].startswith("street, seeds 0 to")
+    assert 0 < about["held_out"]["mean_ap"] < 1
+
+
+def test_it_finds_the_cars_of_a_street_it_never_saw(path: Path) -> None:
+    if importlib.util.find_spec("spconv") is None:
+        pytest.skip("spconv is not installed")
+    sizes = CONFIGS["tiny"]
+    model = build_model(sizes)
+    load_weights(model, path)
+    frame = street_frame(7, size="tiny", cameras="tiny")
+    with torch.no_grad():
+        (found,) = model.head.decode(model(*FrameBatches([frame], sizes, model)[0]))
+    targets = targets_of(frame.labels, sizes.head)
+    car = sizes.head.classes.index("car")
+    cars = targets.boxes[(targets.classes == car) & (np.abs(targets.boxes[:, :2]).max(1) < 40)]
+    sure = found.boxes[(found.labels == car) & (found.scores > 0.2)]
+    apart = np.linalg.norm(cars[:, None, :2] - sure[None, :, :2], axis=2)
+    assert len(cars) > 5
+    assert (apart.min(1) < 2).mean() > 0.6  # found
+    assert (apart.min(0) < 4).mean() > 0.5  # not invented
