@@ -225,6 +225,23 @@ def converts(self, x):
     return self.linear(x) * int(x.sum())
 
 
+class TensorQuantizer(nn.Module):
+    def forward(self, x):
+        return x.clone()
+
+
+@pytest.mark.parametrize("module", [nn.Identity(), nn.Dropout(0.1), TensorQuantizer()], ids=repr)
+def test_the_class_is_known_behind_what_hands_its_input_on(module):
+    def forward(self, x):
+        y = self.between(self.linear(x))
+        return y if isinstance(y, torch.Tensor) else x
+
+    net = module_of(forward)
+    net.between = module
+    called = [n.target for n in trace_forward(net).nodes if n.op == "call_module"]
+    assert called == ["linear", "between"]
+
+
 REFUSED = {
     branches_on_data: "branches on the value",
     branches_on_training: "another path in training mode",

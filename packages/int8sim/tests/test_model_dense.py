@@ -327,3 +327,29 @@ def test_channel_of_zeros_keeps_its_bias():
     assert torch.allclose(got, torch.tensor(0.7), atol=recorded["0"].scale)
     expected = quantized(images(1)).detach()
     assert torch.allclose(model(images(1)), expected, atol=0.02 * float(expected.abs().max()))
+
+
+class Inverted(nn.Module):
+    """A residual without an activation behind it, as in MobileNetV2."""
+
+    def __init__(self):
+        super().__init__()
+        self.expand = nn.Sequential(nn.Conv2d(8, 16, 1), nn.ReLU6())
+        self.project = nn.Sequential(nn.Conv2d(16, 8, 1), nn.Identity(), nn.Dropout(0.1))
+        self.add = QuantAdd()
+
+    def forward(self, x):
+        return self.add(x, self.project(self.expand(x)))
+
+
+def test_sums_behind_folded_batch_norms_and_sums_are_integers():
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), Inverted(), Inverted(), nn.Conv2d(8, 2, 1))
+    quantized = calibrated(net.eval())
+    model = simulate(quantized, images(0))
+    assert model.islands == ()
+    adds = [step for step in model.program.steps if step.op == "add"]
+    # The first sum is read by the next block's layer and by its sum.
+    assert {step.path for step in adds} == {"1.add", "2.add"}
+    image = images(3)
+    expected = quantized(image).detach()
+    assert float((model(image) - expected).abs().max() / expected.abs().max()) < 0.05

@@ -9,7 +9,7 @@ from torch import fx, nn
 
 from bevquant_sparse import is_sparse_conv
 
-from ._sparse_names import is_sparse_module, sparse_tensor_class
+from ._sparse_names import has_base, is_sparse_module, sparse_tensor_class
 
 KIND = "bevquant_kind"  # node.meta key where the class is known from outside
 
@@ -40,6 +40,10 @@ _TENSOR_MODULES = (
     nn.modules.pooling._AvgPoolNd,
     nn.modules.pooling._AdaptiveAvgPoolNd,
 )
+# What gives the class of what it takes. Batch norms that were folded leave an Identity behind;
+# quantizers go by name, as no package below this one has them.
+_HAND_ON = (nn.Identity, nn.modules.dropout._DropoutNd)
+_HAND_ON_NAMES = frozenset({"TensorQuantizer"})
 
 
 def kind_of(node: fx.Node, root: nn.Module) -> type | None:
@@ -50,7 +54,10 @@ def kind_of(node: fx.Node, root: nn.Module) -> type | None:
     if node.op == "get_attr":
         return bool if node.target == "training" else torch.Tensor
     if node.op == "call_module":
-        return _of_module(root.get_submodule(str(node.target)))
+        module = root.get_submodule(str(node.target))
+        if _hands_on(module) and node.args and isinstance(node.args[0], fx.Node):
+            return kind_of(node.args[0], root)
+        return _of_module(module)
     if node.op == "call_method":
         if node.target == "replace_feature":
             return sparse_tensor_class()
@@ -58,6 +65,10 @@ def kind_of(node: fx.Node, root: nn.Module) -> type | None:
     if node.op == "call_function":
         return _of_function(node, root)
     return None
+
+
+def _hands_on(module: nn.Module) -> bool:
+    return isinstance(module, _HAND_ON) or has_base(module, _HAND_ON_NAMES)
 
 
 def _of_module(module: nn.Module) -> type | None:
