@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING
 
 from bevfusion_quant._errors import InputError, VerificationError
 from bevfusion_quant._frames import camera_names, frames_of
-from bevfusion_quant._options import Command, Demo, Evaluate, Export, Ptq, Simulate, Train, Tree
+from bevfusion_quant._options import (
+    Command,
+    Demo,
+    Evaluate,
+    Export,
+    Ptq,
+    Sensitivity,
+    Simulate,
+    Train,
+    Tree,
+)
 from bevfusion_quant.model import (
     CONFIGS,
     PART_PATHS,
@@ -120,6 +130,7 @@ def _ptq(options: Ptq, command: str) -> str:
         exclude=options.exclude,
         quantize_head=options.quantize_head,
         cameras=camera_names(options),
+        plan=options.plan,
     )
     return _report(
         run_ptq(
@@ -139,6 +150,11 @@ def _ptq_bpu(options: Ptq, branch: Branch, command: str) -> str:
     bpu_parts(branch)  # refuses before any frame is read
     if options.quantize_head:
         raise InputError("--quantize-head: for a BPU the head stays on the CPU; leave it out")
+    if options.plan is not None:
+        raise InputError(
+            f"--plan {options.plan}: a BPU's layers are int8, or float on its CPU: name the latter "
+            "with --exclude"
+        )
     config = BpuConfig(
         config=options.config,
         branch=branch,
@@ -214,6 +230,41 @@ def _evaluate(options: Evaluate, command: str) -> str:
             bootstrap=bootstrap,
         )
     )
+
+
+@execute.register
+def _sensitivity(options: Sensitivity, command: str) -> str:
+    from bevfusion_quant.ptq import read_run_config
+    from bevfusion_quant.sensitivity import run_sensitivity, sensitivity_text
+
+    config = read_run_config(options.run)
+    result = run_sensitivity(
+        options.run,
+        frames_of(
+            options, with_cameras=config.get("branch", "lidar") != "lidar", size=config["config"]
+        ),
+        metric=options.metric,
+        output=options.output,
+        precisions=options.precisions,
+        without=not options.alone_only,
+        budget=options.budget,
+        cameras=options.cameras or None,
+        runs=options.runs,
+        name=options.name or free_name(options.runs, "sensitivity"),
+        overwrite=options.overwrite,
+        command=command,
+    )
+    parts = (
+        *sensitivity_text(result.outcome),
+        _end((), result.seconds, result.peak_memory_mib),
+        f"Written to {result.folder}: summary.json, config.json, sensitivity.json"
+        + (", plan.json" if result.outcome.plan is not None else ""),
+        f"Page: {(result.folder / 'report.html').absolute()}",
+    )
+    text = "\n" + "\n\n".join(parts)
+    if result.outcome.refusal:
+        raise VerificationError(result.outcome.refusal, text)
+    return text
 
 
 @execute.register
@@ -312,6 +363,7 @@ def _report(result: PtqResult | EvaluateResult) -> str:
         _end(getattr(result, "warnings", ()), result.seconds, result.peak_memory_mib),
         f"Written to {result.folder}: summary.json, config.json, bev.png, layers.png"
         + (", ranges.json, weights.safetensors" if isinstance(result, PtqResult) else "")
+        + (", plan.json" if (result.folder / "plan.json").exists() else "")
         + (", integer/" if result.simulation else "")
         + (", onnx/" if getattr(result, "exported", None) else ""),
         f"Page: {(result.folder / 'report.html').absolute()}",

@@ -13,6 +13,7 @@ __all__ = [
     "Export",
     "FrameOptions",
     "Ptq",
+    "Sensitivity",
     "Simulate",
     "Train",
     "Tree",
@@ -112,6 +113,8 @@ class Ptq(FrameOptions):
         exclude: Paths or globs to leave float, in full or below the part, such as conv_input; for a
             BPU, to run on the CPU.
         quantize_head: With --branch all, the head too.
+        plan: Precisions of the layers, the plan.json of `sensitivity --budget`: int8, 16-bit
+            activations, or float. By default every layer is int8.
         seed: Seed of random weights.
         runs: Folder of all runs.
         name: The run's folder in it; by default ptq, ptq-2, …
@@ -128,6 +131,7 @@ class Ptq(FrameOptions):
     calibration_frames: int = 0
     exclude: tuple[str, ...] = ()
     quantize_head: bool = False
+    plan: Path | None = None
     seed: int = 0
     runs: Path = Path("runs")
     name: str | None = None
@@ -263,4 +267,35 @@ class Export(FrameOptions):
     overwrite: bool = False
 
 
-Command = Demo | Ptq | Evaluate | Simulate | Export | Train | Tree
+@dataclass(frozen=True, kw_only=True)
+class Sensitivity(FrameOptions):
+    """Measure what each layer's rounding costs a saved run's model; with a budget, plan precisions.
+
+    Args:
+        run: The folder of a run that demo or ptq wrote, for NVIDIA.
+        metric: sqnr and kl (of the heat map's classes) compare with the float model and need no
+            labels; mAP judges the boxes by the frames' labels.
+        output: What sqnr looks at: the map before the head, or the head's heat map. By default the
+            map, or where the head is quantized the heat map.
+        precisions: At which each group of layers is measured alone, and which a plan may choose
+            beside float.
+        alone_only: Leave out the second half of the measurement, each group alone left in float.
+        budget: time=1.2 for the best score in 1.2 times the int8 model's estimated time, or
+            score=35 for the fastest plan that keeps a score; writes plan.json for ptq --plan.
+        runs: Folder of all runs; the measurement is a new one.
+        name: Its folder in it; by default sensitivity, sensitivity-2, …
+        overwrite: Replace an earlier run of that name.
+    """
+
+    run: Path
+    metric: Literal["sqnr", "kl", "mAP"] = "sqnr"
+    output: Literal["map", "heatmap"] | None = None
+    precisions: tuple[Literal["int8", "int16"], ...] = ("int8",)
+    alone_only: bool = False
+    budget: str | None = None
+    runs: Path = Path("runs")
+    name: str | None = None
+    overwrite: bool = False
+
+
+Command = Demo | Ptq | Evaluate | Sensitivity | Simulate | Export | Train | Tree

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.model import CONFIGS, build_model
 from bevfusion_quant.ptq._branches import built_parts
+from bevfusion_quant.ptq._plan import PLAN_FILE, apply_plan, read_plan
 from bevfusion_quant.ptq._record import MODEL_FILES, sha256
 from bevfusion_quant.ptq._run_folder import CONFIG_FILE, RUN_FORMAT, RUN_VERSIONS
 from bevfusion_quant.ptq._stages import example_batch, fuse_branch, quantize_branch
@@ -92,7 +93,8 @@ def load_run(folder: str | Path) -> LoadedRun:
     try:
         sizes, branch = CONFIGS[config["config"]], config.get("branch", "lidar")
         example = example_batch(sizes)
-        for name in MODEL_FILES:
+        planned = config.get("plan") is not None  # older runs do not say
+        for name in (*MODEL_FILES, *([PLAN_FILE] if planned else [])):
             found = sha256(folder / name)
             if config.get("sha256", {}).get(name, found) != found:  # older runs do not say
                 raise ValueError(f"{name} is not the file that the run wrote")
@@ -106,6 +108,8 @@ def load_run(folder: str | Path) -> LoadedRun:
             exclude=config["exclude"],
             with_head=config.get("quantize_head", False),
         ).model
+        if planned:
+            apply_plan(model, read_plan(folder / PLAN_FILE))
         load_ranges(model, folder / "ranges.json")
         model.load_state_dict(state)
         fused.load_state_dict(_float_part(state, fused.state_dict()))

@@ -20,6 +20,14 @@ from bevfusion_quant.ptq._clock import Clock
 from bevfusion_quant.ptq._compare import LayerRow
 from bevfusion_quant.ptq._judge import judge
 from bevfusion_quant.ptq._page import write_page, write_pictures
+from bevfusion_quant.ptq._plan import (
+    PLAN_FILE,
+    apply_plan,
+    before_calibration,
+    planned_layers,
+    read_plan,
+    refuse_in_files,
+)
 from bevfusion_quant.ptq._quantizer_values import QuantizerRow
 from bevfusion_quant.ptq._record import (
     calibration_record,
@@ -27,6 +35,7 @@ from bevfusion_quant.ptq._record import (
     fusion_record,
     quantization_record,
     save_model,
+    sha256,
 )
 from bevfusion_quant.ptq._run_folder import CONFIG_FILE, RUN_FORMAT, RUN_VERSIONS, run_folder
 from bevfusion_quant.ptq._stage_maps import StageRow, whole_output
@@ -67,6 +76,7 @@ class PtqConfig:
         exclude: Paths or globs to leave float, in full or below the part.
         quantize_head: With branch "all", the head too.
         cameras: Names of the cameras to use, in this order.
+        plan: Precisions of the layers, from `run_sensitivity`; None for int8 throughout.
     """
 
     config: str = "nuscenes"
@@ -79,6 +89,7 @@ class PtqConfig:
     exclude: tuple[str, ...] = ()
     quantize_head: bool = False
     cameras: tuple[str, ...] = CAMERA_NAMES
+    plan: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -130,6 +141,9 @@ def run_ptq(
 
     clock = Clock()
     count = calibration_count(config, len(frames))
+    plan = None if config.plan is None else read_plan(config.plan)
+    if plan is not None and export is not None:
+        refuse_in_files(plan, f"a run with {config.plan}")
     with run_folder(runs, name, overwrite=overwrite) as folder:
         sizes = CONFIGS[config.config]
         with clock.step("build"):
@@ -150,8 +164,14 @@ def run_ptq(
                 exclude=config.exclude,
                 with_head=config.quantize_head,
             )
+        if plan is not None:
+            apply_plan(quantized.model, before_calibration(plan))
         with clock.step("calibrate", blame="no ranges can be found"):
             report = calibrate_branch(quantized.model, batches.head(count), method=config.method)
+        result = quantized.result
+        if plan is not None:
+            apply_plan(quantized.model, plan)
+            result = replace(result, skipped=(*result.skipped, *planned_layers(plan)))
         judgement = judge(fused.model, quantized.model, batches, sizes, clock)
         with clock.step("check folding"), torch.no_grad():
             unfolded = whole_output(float_model(*first))
@@ -189,6 +209,9 @@ def run_ptq(
             write_pictures(folder, sizes, batches.first_frame, judgement, stage)
         with clock.step("write"):
             digests = save_model(folder, quantized.model)
+            if plan is not None:
+                plan.save(folder / PLAN_FILE)
+                digests[PLAN_FILE] = sha256(folder / PLAN_FILE)
             write_json(
                 folder / CONFIG_FILE,
                 {
@@ -201,7 +224,7 @@ def run_ptq(
             )
         records: dict[str, Any] = {
             "fusion": {**fusion_record(fused.result), "largest_relative_change": folding_error},
-            "quantization": quantization_record(quantized.result),
+            "quantization": quantization_record(result),
             "calibration": calibration_record(report),
         }
         with clock.step("page"):

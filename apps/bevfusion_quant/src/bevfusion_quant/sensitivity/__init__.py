@@ -1,0 +1,23 @@
+"""What each layer's rounding costs a finished run's model, and the precisions to give the layers.
+
+`run_sensitivity` is the command, `measure_sensitivity` its measurement alone, `plan_within` the
+plan for a budget.
+"""
+
+from bevfusion_quant.sensitivity._budget import parse_budget, plan_within
+from bevfusion_quant.sensitivity._measure import Output, measure_sensitivity, sensitivity_output
+from bevfusion_quant.sensitivity._outcome import SensitivityOutcome
+from bevfusion_quant.sensitivity._run import SensitivityResult, run_sensitivity
+from bevfusion_quant.sensitivity._text import sensitivity_text
+
+__all__ = [
+    "Output",
+    "SensitivityOutcome",
+    "SensitivityResult",
+    "measure_sensitivity",
+    "parse_budget",
+    "plan_within",
+    "run_sensitivity",
+    "sensitivity_output",
+    "sensitivity_text",
+]

@@ -1,0 +1,153 @@
+"""Each group of layers alone quantized, and alone in float, on frames."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import nn
+
+from bevfusion_quant._errors import InputError
+from bevfusion_quant.sensitivity._task import MeanAp
+
+if TYPE_CHECKING:
+    from bevfusion_quant.model import Batch, BEVFusion, BEVFusionConfig
+    from bevfusion_quant.ptq import FrameBatches
+    from bevquant_qnn import SensitivityTable
+
+__all__ = ["METRICS", "PRECISIONS", "Output", "measure_sensitivity", "sensitivity_output"]
+
+LOG = logging.getLogger(__name__)
+Output = Literal["map", "heatmap"]
+METRICS = ("sqnr", "kl", "mAP")
+PRECISIONS = ("int8", "int16")
+_HEATMAP = "heads.object.heatmap_head"
+
+
+def sensitivity_output(model: BEVFusion, metric: str = "sqnr", output: str | None = None) -> str:
+    """The path of the module whose output is scored; "" for the model's own.
+
+    Args:
+        model: The quantized model.
+        metric: "sqnr", "kl" or "mAP".
+        output: "map": the last bird's-eye view before the head; "heatmap": the head's. By default
+            the heat map for "kl" and where the head is quantized, else the map.
+
+    Raises:
+        InputError: An unknown metric or output, or one that the model does not have.
+    """
+    if metric not in METRICS:
+        raise InputError(f"--metric {metric}: expected one of {', '.join(METRICS)}")
+    if output not in (None, "map", "heatmap"):
+        raise InputError(f"--output {output}: expected map or heatmap")
+    if metric == "mAP":
+        if output is not None:
+            raise InputError(f"--output {output}: mAP judges the boxes; leave it out")
+        return ""
+    has_head = "head" in model.parts
+    if metric == "kl" and output == "map":
+        raise InputError(
+            "--metric kl compares the classes of the heat map; the map has none: leave --output "
+            "out, or measure with --metric sqnr"
+        )
+    if not has_head and (metric == "kl" or output == "heatmap"):
+        what = "--metric kl" if metric == "kl" else "--output heatmap"
+        raise InputError(
+            f"{what}: the run's model is {' and '.join(model.parts)} alone and has no heat map: "
+            "measure with --metric sqnr on its own map"
+        )
+    if not has_head:
+        return ""
+    if metric == "kl" or output == "heatmap":
+        return _HEATMAP
+    return _HEATMAP if output is None and _is_quantized(model.head) else "decoder.neck"
+
+
+def measure_sensitivity(
+    model: BEVFusion,
+    batches: FrameBatches,
+    config: BEVFusionConfig,
+    *,
+    metric: str = "sqnr",
+    output: str | None = None,
+    precisions: Sequence[str] = ("int8",),
+    without: bool = True,
+) -> SensitivityTable:
+    """Measure what every group of layers loses: `bevquant_qnn.sensitivity` of the detector.
+
+    Frames are run one by one; of each, the activations of one run are held. With "int16" the
+    frames are run once before, for the largest values of 16-bit ranges.
+
+    Args:
+        model: Calibrated; it is left as it was.
+        batches: At least one frame.
+        config: Sizes.
+        metric: "sqnr", 10·log₁₀(Σf²/Σ(f − q)²) in dB; "kl", minus the divergence of the classes'
+            softmax in nats, per cell of the heat map; neither reads labels. "mAP", nuScenes' in
+            points of 100, over the frames that have labels.
+        output: What "sqnr" and "kl" look at; see `sensitivity_output`.
+        precisions: At which each group is measured alone: "int8", "int16".
+        without: Measure each group alone in float, too: half of the time.
+
+    Raises:
+        InputError: A metric, an output or precisions that cannot be measured, or no labels.
+    """
+    from bevquant_qnn import sensitivity
+
+    path = sensitivity_output(model, metric, output)
+    check_precisions(precisions)
+    task = MeanAp(model, batches, config) if metric == "mAP" else None
+    if "int16" in precisions:
+        _collect(model, batches)
+    return sensitivity(
+        model,
+        _told(batches),
+        metric if task is None else task,
+        outputs=(path,) if path else (),
+        precisions=tuple(dict.fromkeys(precisions)),  # type: ignore[arg-type]
+        without=without,
+        forward=_run,
+        reduce=None if task is None else task.reduce,
+    )
+
+
+def check_precisions(precisions: Sequence[str]) -> None:
+    """Refuse what is not measured here.
+
+    Raises:
+        InputError: Nothing, or something unknown.
+    """
+    unknown = [name for name in precisions if name not in PRECISIONS]
+    if unknown or not precisions:
+        raise InputError(
+            f"--precisions {' '.join(unknown)}: name one or more of {', '.join(PRECISIONS)}; float "
+            "is what they are compared with"
+        )
+
+
+def _told(batches: FrameBatches) -> Iterator[Batch]:
+    for index, batch in enumerate(batches):
+        LOG.info("frame %d of %d", index + 1, len(batches))
+        yield batch
+
+
+def _run(model: nn.Module, batch: Any) -> Any:
+    return model(*batch)
+
+
+def _collect(model: BEVFusion, batches: FrameBatches) -> None:
+    """Let the calibrators see the frames; ranges stay what they are."""
+    from bevquant_quantizers import TensorQuantizer, calibrate
+
+    quantizers = [m for m in model.modules() if isinstance(m, TensorQuantizer)]
+    ranges = {q: q.amax.clone() for q in quantizers if q.amax is not None}
+    calibrate(model, batches, forward=_run, method="max")
+    for quantizer, amax in ranges.items():
+        quantizer.amax = amax
+
+
+def _is_quantized(part: nn.Module) -> bool:
+    from bevquant_quantizers import TensorQuantizer
+
+    return any(isinstance(m, TensorQuantizer) and not m._disabled for m in part.modules())

@@ -1,0 +1,83 @@
+"""What a sensitivity run found, for the terminal, the page and summary.json."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bevquant_qnn import PrecisionPlan, SensitivityRow, SensitivityTable
+
+__all__ = ["SensitivityOutcome"]
+
+_UNITS = {"sqnr": "dB", "kl": "nats", "mAP": "points"}
+_SCORED = {
+    "": "the model's own output",
+    "decoder.neck": "the decoder's map",
+    "heads.object.heatmap_head": "the head's heat map",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class SensitivityOutcome:
+    """The table, what was scored, and the plan where a budget was given.
+
+    Attributes:
+        table: What every group of layers loses.
+        output: Path of the module whose output was scored; "" for the model's own.
+        precisions: At which groups were measured alone, in that order.
+        plan: Within the budget; None without one.
+        budget: As it was written, such as "time=1.2"; "" without one.
+        refusal: Why there is no plan although a budget was given; else "".
+    """
+
+    table: SensitivityTable
+    output: str
+    precisions: tuple[str, ...]
+    plan: PrecisionPlan | None = None
+    budget: str = ""
+    refusal: str = ""
+
+    @property
+    def unit(self) -> str:
+        """The unit of scores."""
+        return _UNITS[self.table.metric]
+
+    @property
+    def scored(self) -> str:
+        """What was scored, in words."""
+        return "the boxes" if self.table.metric == "mAP" else _SCORED[self.output]
+
+    @property
+    def operations(self) -> int:
+        """Operations of all groups on the first frame."""
+        return sum(row.operations for row in self.table)
+
+    def share(self, row: SensitivityRow, precision: str) -> float:
+        """A group's part of what all groups lose at that precision; 0 where nothing is lost."""
+        whole = sum(self.table.loss(other, precision) for other in self.table)
+        return self.table.loss(row, precision) / whole if whole else 0.0
+
+    def gain(self, row: SensitivityRow) -> float | None:
+        """What the score wins where this group alone is left in float."""
+        if row.without is None or self.table.quantized_score is None:
+            return None
+        return row.without - self.table.quantized_score
+
+    def chosen(self, row: SensitivityRow) -> str | None:
+        """The plan's precision for a group."""
+        return None if self.plan is None else self.plan[row.name]
+
+    def summary(self) -> dict[str, Any]:
+        """Everything, for summary.json."""
+        return {
+            "scored": self.scored,
+            "output": self.output,
+            "unit": self.unit,
+            "precisions": self.precisions,
+            "budget": self.budget or None,
+            "refusal": self.refusal or None,
+            "table": json.loads(self.table.to_json()),
+            "plan": None if self.plan is None else json.loads(self.plan.to_json()),
+        }

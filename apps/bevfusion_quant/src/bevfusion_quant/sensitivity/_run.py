@@ -1,0 +1,174 @@
+"""Sensitivity of a finished run's model, in a run folder of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from bevfusion_quant._errors import InputError
+from bevfusion_quant.cameras import CAMERA_NAMES
+from bevfusion_quant.model import CONFIGS
+from bevfusion_quant.ptq import FrameBatches, load_run, read_run_config, run_folder
+from bevfusion_quant.ptq._clock import Clock
+from bevfusion_quant.ptq._run_folder import CONFIG_FILE, RUN_FORMAT, RUN_VERSIONS
+from bevfusion_quant.ptq._summary import peak_memory_mib, versions, write_json
+from bevfusion_quant.sensitivity._budget import check_reachable, parse_budget, plan_within
+from bevfusion_quant.sensitivity._measure import (
+    check_precisions,
+    measure_sensitivity,
+    sensitivity_output,
+)
+from bevfusion_quant.sensitivity._outcome import SensitivityOutcome
+
+if TYPE_CHECKING:
+    from bevfusion_quant.points import Frame
+
+__all__ = ["SensitivityResult", "run_sensitivity"]
+
+
+@dataclass(frozen=True, eq=False)
+class SensitivityResult:
+    """Where the run lies, what it found, seconds by step, peak memory in MiB."""
+
+    folder: Path
+    outcome: SensitivityOutcome
+    seconds: dict[str, float]
+    peak_memory_mib: float
+
+
+def run_sensitivity(
+    run: str | Path,
+    frames: Sequence[Frame],
+    *,
+    metric: str = "sqnr",
+    output: str | None = None,
+    precisions: Sequence[str] = ("int8",),
+    without: bool = True,
+    budget: str | None = None,
+    cameras: Sequence[str] | None = None,
+    runs: Path = Path("runs"),
+    name: str = "sensitivity",
+    overwrite: bool = False,
+    command: str = "",
+) -> SensitivityResult:
+    """Measure what each group of layers of a run's model loses, and write `runs/name`.
+
+    The run is read and left as it is. The folder holds sensitivity.json, plan.json where a budget
+    is given, summary.json and the page. A score that even the float model does not reach on these
+    frames is known when they are measured: then there is no plan, and `outcome.refusal` says so.
+
+    Args:
+        run: A folder that `run_ptq` wrote.
+        frames: At least one.
+        metric: "sqnr", "kl" or "mAP"; see `measure_sensitivity`.
+        output: "map" or "heatmap"; see `sensitivity_output`.
+        precisions: At which each group is measured alone: "int8", "int16".
+        without: Measure each group alone in float, too.
+        budget: "time=1.2" or "score=35": choose precisions within it.
+        cameras: Names of the cameras to use; those of the run by default.
+        runs: Folder of all runs.
+        name: This run's folder in it.
+        overwrite: Replace an earlier run of that name.
+        command: The command line that repeats it, for the summary.
+
+    Raises:
+        InputError: Whatever is wrong with the run, the options or the input; nothing is written
+            then.
+    """
+    check_precisions(precisions)
+    limit = None if budget is None else parse_budget(budget)
+    config = read_run_config(run)
+    if config.get("target") == "bpu":
+        raise InputError(
+            f"{run} is a run for a BPU: its layers have one precision, int8, or run on the CPU; "
+            "sensitivity takes runs of ptq without --target bpu"
+        )
+    clock = Clock()
+    settings = {
+        "measures": str(run),
+        "config": config["config"],
+        "metric": metric,
+        "precisions": list(precisions),
+        "budget": budget,
+        "weights": config.get("weights"),
+        "cameras": cameras,
+    }
+    with run_folder(runs, name, overwrite=overwrite, keep=Path(run)) as folder:
+        with clock.step("load the run"):
+            model = load_run(run).quantized_model
+        path = sensitivity_output(model, metric, output)
+        if limit is not None:
+            check_reachable(limit, metric, precisions)
+        sizes = CONFIGS[config["config"]]
+        batches = FrameBatches(
+            frames, sizes, model, cameras or config.get("cameras") or CAMERA_NAMES
+        )
+        with clock.step("measure", blame="the sensitivity cannot be measured"):
+            table = measure_sensitivity(
+                model,
+                batches,
+                sizes,
+                metric=metric,
+                output=output,
+                precisions=precisions,
+                without=without,
+            )
+        table.save(folder / "sensitivity.json")
+        plan, refusal = None, ""
+        if limit is not None:
+            try:
+                plan = plan_within(model, table, limit)
+                plan.save(folder / "plan.json")
+            except InputError as error:  # what was measured is kept all the same
+                refusal = f"--budget {budget}: {error}"
+        outcome = SensitivityOutcome(table, path, tuple(precisions), plan, budget or "", refusal)
+        names = [frame for _, (frame, _) in sorted(batches.names.items())]
+        head = {"format": RUN_FORMAT, "version": RUN_VERSIONS[-1]}
+        write_json(folder / CONFIG_FILE, {**head, "evaluates": str(run), **settings})
+        with clock.step("page"):
+            _page(folder / "report.html", name, command, settings, names, clock, outcome)
+        seconds, peak = clock.seconds(), round(peak_memory_mib(), 1)
+        content = {
+            **head,
+            "command": command,
+            **settings,
+            "versions": versions(),
+            "threads": torch.get_num_threads(),
+            "frames": names,
+            "sensitivity": outcome.summary(),
+            "seconds": seconds,
+            "peak_memory_mib": peak,
+        }
+        write_json(folder / "summary.json", content)
+    return SensitivityResult(runs / name, outcome, seconds, peak)
+
+
+def _page(
+    path: Path,
+    title: str,
+    command: str,
+    settings: dict[str, object],
+    names: Sequence[str],
+    clock: Clock,
+    outcome: SensitivityOutcome,
+) -> None:
+    from bevfusion_quant.report import ReportContent, write_report
+
+    write_report(
+        path,
+        ReportContent(
+            title=title,
+            config=str(settings["config"]),
+            command=command,
+            versions=versions(),
+            settings={**settings, "threads": torch.get_num_threads()},
+            frames=tuple(names),
+            seconds=clock.seconds(),
+            peak_memory_mib=peak_memory_mib(),
+            sensitivity=outcome,
+        ),
+    )
