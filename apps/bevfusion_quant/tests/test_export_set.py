@@ -129,6 +129,15 @@ def test_layers_stand_beside_the_other_executions(made: ExportedSet) -> None:
     assert "fuser.0" in paths
 
 
+def test_the_sparse_file_bounds_its_voxels(made: ExportedSet, models: Models) -> None:
+    (file,) = (file for file in made.files if file.kind == "sparse")
+    voxels = len(models[2][0].features)
+    assert file.voxel_bound is not None
+    assert voxels * 1.5 <= file.voxel_bound
+    assert file.inputs[0].dtype == "float16"
+    assert "spconv::Precision::Int8" in file.build
+
+
 def test_nodes_carry_the_models_paths(made: ExportedSet) -> None:
     graph = onnx.load(made.folder / "camera.backbone.onnx").graph
     names = {node.name for node in graph.node}
