@@ -5,8 +5,8 @@
 ResNet-20 on CIFAR-10 images and the MNIST net, public weights (`_trained_nets.py`). Differences
 are points of accuracy against float in the same run on the same images; noise is that of the
 outputs against the float ones. The standard error of a difference of d points on n images is at
-most √(d/100/n)·100 (0.4 points for d = 3, n = 2,000). Ranges come from
-the first 256 training images, which for CIFAR-10 are of three classes.
+least √(d/100/n)·100 (0.4 points for d = 3, n = 2,000). Ranges come from the first 256 training
+images, which for CIFAR-10 are of three classes.
 """
 
 from __future__ import annotations
