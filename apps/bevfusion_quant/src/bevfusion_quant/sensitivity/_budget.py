@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from bevfusion_quant._errors import InputError
@@ -52,8 +52,7 @@ def check_reachable(budget: Budget, metric: str, precisions: Sequence[str]) -> N
     from bevquant_qnn import BIT_OPERATIONS
 
     if budget.time is not None:
-        costs: Mapping[str, float] = dict(BIT_OPERATIONS)
-        fastest = min(costs[name] for name in precisions)
+        fastest = min(cost for name, cost in BIT_OPERATIONS.items() if name in precisions)
         if budget.time < fastest:
             raise InputError(
                 f"--budget time={budget.time:g}: with --precisions {' '.join(precisions)} the "
