@@ -22,7 +22,7 @@ def one_cycle(step: int, steps: int, highest: float) -> float:
         highest: The largest learning rate.
 
     Example:
-        >>> [round(one_cycle(step, 11, 1.0), 3) for step in (0, 2, 10)]
+        >>> [round(one_cycle(step, 100, 1.0), 3) for step in (0, 29, 99)]
         [0.04, 1.0, 0.0]
     """
     first = highest / FIRST
