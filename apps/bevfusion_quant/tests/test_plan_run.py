@@ -1,0 +1,178 @@
+"""One plan of precisions: calibration, simulation and files agree on what each layer is."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bevfusion_quant._errors import InputError
+from bevfusion_quant.cli import main
+from bevfusion_quant.export._pieces import nvidia_pieces
+from bevfusion_quant.export._plain import plain_layers
+from bevfusion_quant.export._write import write_piece
+from bevfusion_quant.integer._simulation import lowered
+from bevfusion_quant.ptq import (
+    FrameBatches,
+    LoadedRun,
+    PtqConfig,
+    load_quantized,
+    load_run,
+    run_ptq,
+)
+from bevfusion_quant.ptq._plan import apply_plan, before_calibration, read_plan
+from bevquant_qnn import PrecisionPlan, precision_groups
+
+sys.path.insert(0, str(Path(__file__).parent))
+from bpu_split import TINY, small_frame
+
+if importlib.util.find_spec("spconv") is None:
+    pytest.skip("spconv is not installed", allow_module_level=True)
+
+FLOAT = ("decoder.backbone.blocks.0.3", "decoder.neck.deblocks.1.0")
+WIDE = "decoder.backbone.blocks.1.3"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The decoder as it is, and by a plan made from it."""
+    folder = tmp_path_factory.mktemp("runs")
+    frames = [small_frame()]
+    with pytest.MonkeyPatch.context() as patch:  # pictures are not what this is about
+        patch.setattr("bevfusion_quant.ptq._run.write_pictures", lambda *given: [])
+        run_ptq(frames, PtqConfig("tiny", "decoder"), runs=folder, name="a")
+        model = load_quantized(folder / "a")
+        chosen = {**dict.fromkeys(FLOAT, "float"), WIDE: "int16"}
+        PrecisionPlan.by_hand(model, chosen).save(folder / "wide.json")
+        config = PtqConfig("tiny", "decoder", plan=folder / "wide.json")
+        run_ptq(frames, config, runs=folder, name="wide")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wide(runs: Path) -> LoadedRun:
+    (runs / "wide.json").unlink()  # the run has its own copy
+    return load_run(runs / "wide")
+
+
+def ranges(folder: Path) -> dict[str, dict]:
+    entries = json.loads((folder / "ranges.json").read_text())["quantizers"]
+    return {name: entry for entry in entries for name in entry["names"]}
+
+
+def test_the_run_holds_the_plan_and_its_bits(runs: Path, wide: LoadedRun) -> None:
+    plan = PrecisionPlan.load(runs / "wide/plan.json")
+    for group in precision_groups(wide.quantized_model):
+        precision = plan[group.name]
+        assert all(q._disabled == (precision == "float") for q in group.quantizers)
+        assert {q.num_bits for q in group.inputs} == {16 if precision == "int16" else 8}
+        assert {q.num_bits for q in group.weights} <= {8}
+    found, whole = ranges(runs / "wide"), ranges(runs / "a")
+    for name, entry in found.items():
+        layer = name.rpartition(".")[0]
+        if layer in FLOAT:
+            assert entry["amax"] is None
+        elif layer == WIDE and "input" in name:
+            assert entry["amax"] >= whole[name]["amax"]
+        else:
+            assert entry["amax"] == whole[name]["amax"]
+    summary = json.loads((runs / "wide/summary.json").read_text())
+    left = {row["path"]: row["reason"] for row in summary["quantization"]["skipped"]}
+    assert all(left[path] == "the plan leaves it in float" for path in FLOAT)
+    assert "16 bits" in left[WIDE]
+
+
+def test_the_simulation_computes_as_planned(wide: LoadedRun) -> None:
+    batches = FrameBatches([small_frame()], TINY, wide.quantized_model)
+    model = lowered(wide.quantized_model, batches[0], "auto")
+    steps = {step.path: step for step in model.steps if step.path.startswith("decoder")}
+    islands = {island.path for island in model.islands}
+    assert set(FLOAT) <= islands
+    integer = {path for path, step in steps.items() if step.op.startswith("conv")}
+    assert integer & set(FLOAT) == set()
+    assert WIDE in integer
+    assert "decoder.backbone.blocks.0.0" in integer
+    with torch.no_grad():
+        fake = wide.quantized_model(*batches[0])["dense_heatmap"]
+        got = model(*batches[0])["dense_heatmap"]
+        real = wide.float_model(*batches[0])["dense_heatmap"]
+    assert float((got - fake).square().sum()) < 0.05 * float((real - fake).square().sum())
+
+
+def test_files_hold_int8_and_float_as_planned(runs: Path, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+    onnx = pytest.importorskip("onnx", reason="onnx is not installed")
+    run = load_run(runs / "a")
+    apply_plan(run.quantized_model, before_calibration(read_plan(runs / "wide/plan.json")))
+    model = plain_layers(run.quantized_model)
+    assert type(model.get_submodule(FLOAT[0])) is torch.nn.Conv2d
+    assert hasattr(run.quantized_model.get_submodule(FLOAT[0]), "_input_quantizer")
+    batch = FrameBatches([small_frame()], TINY, model)[0]
+    with torch.no_grad():
+        for wanted, got in zip(run.quantized_model(*batch).values(), model(*batch).values(),
+                               strict=True):  # fmt: skip
+            assert torch.equal(wanted, got)
+    (piece,) = (p for p in nvidia_pieces(run.float_model, model) if p.file.name == "fuser")
+    seen = []
+    hook = model.fuser.register_forward_pre_hook(lambda module, args: seen.append(args))
+    with torch.no_grad():
+        model(*batch)
+    hook.remove()
+    written = write_piece(piece, seen[0], [], tmp_path, "onnxruntime")
+    graph = onnx.load(written.path).graph
+    made_by = {node.output[0]: node.op_type for node in graph.node}
+    integer = {
+        node.name: made_by.get(node.input[1]) == "DequantizeLinear"
+        for node in graph.node
+        if node.op_type in ("Conv", "ConvTranspose")
+    }
+    in_float = {name for name, is_integer in integer.items() if not is_integer}
+    assert len(integer) == 7
+    assert len(in_float) == 3  # the fuser, and two layers of the decoder
+    for path in FLOAT:
+        assert any(path in name for name in in_float)
+
+
+def test_files_refuse_sixteen_bits_by_name_before_anything_runs(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(f"export --run {runs / 'wide'} --runs {runs} --name never".split()) == 2
+    told = capsys.readouterr().err
+    assert f"{WIDE} (int16)" in told
+    assert "load the run" not in told
+    assert not (runs / "never").exists()
+    with pytest.raises(InputError, match="int16"):
+        run_ptq(
+            [small_frame()], PtqConfig("tiny", "decoder", plan=runs / "wide/plan.json"),
+            runs=runs, name="never", export="tensorrt",
+        )  # fmt: skip
+
+
+def test_a_plan_that_does_not_fit_or_is_none_is_refused(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ptq = f"ptq --dataset street --config tiny --runs {runs} --name never"
+    plan = f"--plan {runs / 'wide/plan.json'}"
+    assert main(f"{ptq} --branch fuser {plan}".split()) == 2
+    told = capsys.readouterr().err
+    assert "decoder.backbone.blocks.0.0: not in the model" in told
+    assert main(f"{ptq} --branch decoder --target bpu {plan}".split()) == 2
+    assert "a BPU's layers are int8" in capsys.readouterr().err
+    (tmp_path / "plan.json").write_text("{}")
+    assert main(f"{ptq} --branch decoder --plan {tmp_path / 'plan.json'}".split()) == 2
+    assert "is no plan of precisions" in capsys.readouterr().err
+    assert not (runs / "never").exists()
+
+
+def test_a_changed_plan_is_no_plan_of_the_run(runs: Path, tmp_path: Path) -> None:
+    for file in (runs / "wide").iterdir():
+        if file.is_file():
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    text = (tmp_path / "plan.json").read_text()
+    (tmp_path / "plan.json").write_text(text.replace('"float"', '"int8"', 1))
+    with pytest.raises(InputError, match=r"plan\.json is not the file that the run wrote"):
+        load_run(tmp_path)
