@@ -9,9 +9,10 @@ import numpy as np
 from torch import Tensor, nn
 
 from bevquant_export.dense._profile import profile_of
-from bevquant_export.dense._program_of import program_of
+from bevquant_export.dense._program_of import QdqProgram, inputs_of, program_of
 from bevquant_export.dense._runnable import forced, session
-from bevquant_export.dense._source import Step
+from bevquant_export.dense._source import Integers, Step
+from bevquant_export.dense._ties import Ties
 from bevquant_export.dense._written import QdqFile
 
 __all__ = ["TensorDifference", "compare_qdq_onnx"]
@@ -28,6 +29,9 @@ class TensorDifference:
         elements: How many it has.
         different: How many are other integers.
         largest: Largest difference in steps.
+        ties: How many of the different are one step off because the real value lies between the
+            two steps, as near to the middle as float32's rounding reaches: computed again, in
+            integers and float64, by neither of the two that are compared.
     """
 
     path: str
@@ -36,16 +40,33 @@ class TensorDifference:
     elements: int
     different: int
     largest: int
+    ties: int = 0
+
+    @property
+    def unexplained(self) -> int:
+        """How many of the different are no ties."""
+        return self.different - self.ties
 
 
 def compare_qdq_onnx(file: QdqFile, model: nn.Module, args: Any) -> tuple[TensorDifference, ...]:
-    """Run every operation of a file by itself and count what it makes other than `simulate`.
+    r"""Run every operation of a file by itself and count what it makes other than `simulate`.
 
     A model of `bevquant_hybrid` is held against what it itself rounds to. Each operation reads the
     integers that the simulator has in that place, so a difference is counted where it arises and
-    nowhere behind it. A file for onnxruntime is optimised as it is in
-    use: what is fused runs fused. Files for TensorRT and hb_mapper run as they are written, in
-    float, which checks what they say and not what those runtimes make of it.
+    nowhere behind it. A file for onnxruntime is optimised as it is in use: what is fused runs
+    fused. Files for TensorRT and hb_mapper run as they are written, in float, which checks what
+    they say and not what those runtimes make of it.
+
+    The simulator rounds a product in float64, onnxruntime one in float32: where the exact value is
+    within
+
+    .. math:: |v - (k + \tfrac12)| \le 8 \cdot 2^{-24} |v|
+
+    of the border of two steps they may differ by one. Such values are counted as `ties`, and
+    everything else that differs is `unexplained`. Sums that run in float are given the error that
+    n float32 additions spread to, 4·√n·2⁻²⁴ of the sum of their terms' magnitudes. Layers, sums,
+    bilinear resizing and requantization are computed again for that, averages and float functions
+    are not: of these every difference counts as unexplained.
 
     Args:
         file: From `export_qdq_onnx`.
@@ -70,19 +91,24 @@ def compare_qdq_onnx(file: QdqFile, model: nn.Module, args: Any) -> tuple[Tensor
         >>> quantized = quantize_model(net, example_inputs=x).model
         >>> _ = calibrate(quantized, [x])
         >>> file = export_qdq_onnx(quantized, x, f"{tempfile.mkdtemp()}/net.onnx", "onnxruntime")
-        >>> [(t.op, t.different) for t in compare_qdq_onnx(file, quantized, x)]
-        [('quantize', 0), ('conv', 0)]
+        >>> [(t.op, t.different, t.unexplained) for t in compare_qdq_onnx(file, quantized, x)]
+        [('quantize', 0, 0), ('conv', 0, 0)]
     """
-    found: dict[str, tuple[Step, Any]] = {}
+    found: dict[str, tuple[Step, str, Any]] = {}
     inputs: dict[str, Any] = {}
+    integer = program_of(model, args)
+    read = _read_by_rounding(integer)
+    held = {n: v.cpu().numpy() for n, v in inputs_of(integer.program, args) if n in read}
 
     def see(step: Step, given: tuple[Any, ...], made: tuple[Any, ...]) -> None:
         for name, value in _named(step.outputs[0], made[0]):
+            if name in read:
+                held[name] = value.cpu().numpy()
             if name in file.integers:
                 # Two values may be one tensor, as a ReLU of what is positive already.
-                found.setdefault(file.integers[name], (step, value.cpu().numpy()))
+                found.setdefault(file.integers[name], (step, name, value.cpu().numpy()))
 
-    program_of(model, args).run(args, observe=see)
+    integer.run(args, observe=see)
     missing = set(file.integers.values()) - set(found)
     if missing:
         raise ValueError(
@@ -92,25 +118,36 @@ def compare_qdq_onnx(file: QdqFile, model: nn.Module, args: Any) -> tuple[Tensor
     profile = profile_of(file.profile)
     for name, value in zip(file.inputs, _tensors(args), strict=True):
         inputs[name] = value.detach().cpu().numpy()
-    for tensor, (_, value) in found.items():
+    for tensor, (_, _, value) in found.items():
         inputs[tensor] = (value.astype(np.int32) + profile.zero).astype(profile.dtype)
     proto, made = forced(file.path, tuple(found))
     running = session(proto, optimised=file.profile == "onnxruntime")
     taken = {port.name for port in running.get_inputs()}
     given = {name: value for name, value in inputs.items() if name in taken}
     results = dict(zip(made, running.run(list(made.values()), given), strict=True))
-    return tuple(
-        _difference(step, tensor, inputs[tensor], results[tensor])
-        for tensor, (step, _) in found.items()
-    )
+    ties = Ties(integer.program, held, profile)
+    rows = []
+    for tensor, (step, name, value) in found.items():
+        want, got = value.astype(np.int32), results[tensor].astype(np.int32) - profile.zero
+        apart = np.abs(want - got)
+        different = int(np.count_nonzero(apart))
+        rows.append(
+            TensorDifference(
+                step.path, step.op, tensor, int(apart.size), different,
+                int(apart.max()) if different else 0,
+                ties.count(name, want, got) if different else 0,
+            )
+        )  # fmt: skip
+    return tuple(rows)
 
 
-def _difference(step: Step, tensor: str, want: Any, got: Any) -> TensorDifference:
-    apart = np.abs(want.astype(np.int32) - got.astype(np.int32))
-    largest = int(apart.max()) if apart.size else 0
-    return TensorDifference(
-        step.path, step.op, tensor, int(apart.size), int(np.count_nonzero(apart)), largest
-    )
+def _read_by_rounding(integer: QdqProgram) -> set[str]:
+    """Values that the operations read whose results are rounded: integers, and quantized floats."""
+    program = integer.program
+    quantized = {n for step in program.steps if step.op == "quantize" for n in step.inputs}
+    return quantized | {
+        name for name, value in program.values.items() if isinstance(value.form, Integers)
+    }
 
 
 def _named(name: str, value: Any) -> list[tuple[str, Any]]:

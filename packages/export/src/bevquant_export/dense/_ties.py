@@ -1,0 +1,190 @@
+"""Which differences are ties: a step apart, where float32 cannot tell which step is the nearer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from bevquant_export.dense._graph import Array
+from bevquant_export.dense._products import products_at
+from bevquant_export.dense._profile import Profile
+from bevquant_export.dense._source import Integers, Program, Ref, Step
+
+__all__ = ["Ties"]
+
+_UNIT = 2.0**-24  # largest relative error of one rounding to float32
+_ROUNDINGS = 8  # of a rescaled value: sum, three scales, their product and quotient, the result
+_SPREAD = 4.0  # standard deviations of a float32 sum's error
+_LAYERS = ("conv", "conv_transpose", "linear")
+_MOST, _AT_ONCE = 100_000, 2048
+
+
+@dataclass(frozen=True)
+class _Real:
+    """Values in their own unit, float64, and how far float32 arithmetic may be from them."""
+
+    value: Array
+    error: Array
+
+
+class Ties:
+    r"""Computes the real values behind integers again, by sums of its own.
+
+    Of an integer model the result is the integer nearest to a real number v, taken in float64. A
+    runtime has v in float32: onnxruntime's QLinearConv takes
+    float32(Σ q_x q_w) · float32(s_x s_w / s_y). Two such integers may differ where v lies between
+    them,
+
+    .. math:: |v - (k + \tfrac12)| \le 8 \cdot 2^{-24} |v|
+
+    and nowhere else. Where a file runs in float, a sum of n products rounds each of them too, by
+    4·√n·2⁻²⁴ of the sum of their magnitudes (N. Higham and T. Mary, A new approach to probabilistic
+    rounding error analysis, 2019). With a zero point z, sums are made of numbers up to |q| + z.
+
+    Args:
+        program: Its steps and forms.
+        values: Integers by name, and floats that are quantized.
+        profile: The file's.
+    """
+
+    def __init__(self, program: Program, values: Mapping[str, Array], profile: Profile) -> None:
+        self._forms = {name: value.form for name, value in program.values.items()}
+        self._makers = {name: step for step in program.steps for name in step.outputs}
+        self._values = values
+        self._profile = profile
+
+    def count(self, name: str, want: Array, got: Array) -> int:
+        """How many values differ by one step because they lie on the border of the two.
+
+        No more than 100,000 values of a tensor are looked at, but for resized ones.
+
+        Args:
+            name: Value of the program.
+            want: Its integers, without zero point.
+            got: The runtime's.
+        """
+        form, step = self._forms.get(name), self._makers.get(name)
+        if not isinstance(form, Integers) or step is None:
+            return 0
+        found = 0
+        places = np.argwhere(np.abs(want - got) == 1)
+        sums = step.op != "resize"  # which is computed as a whole
+        places, at_once = (places[:_MOST], _AT_ONCE) if sums else (places, len(places) or 1)
+        for start in range(0, len(places), at_once):
+            at = places[start : start + at_once]
+            real = self._made(step, form, at, want.shape)
+            if real is None:
+                return 0
+            index = tuple(at.T)
+            border = (want[index] + got[index]) * 0.5
+            value = real.value / form.scale
+            slack = real.error / form.scale + _ROUNDINGS * _UNIT * np.abs(value)
+            found += int(np.count_nonzero(np.abs(value - border) <= slack))
+        return found
+
+    def _made(
+        self, step: Step, form: Integers, places: Array, shape: tuple[int, ...]
+    ) -> _Real | None:
+        """What a step rounds to integers; `None` where that is not known here."""
+        refs = [arg for arg in step.args if isinstance(arg, Ref)]
+        if len(refs) != len(step.args) or not refs:
+            return None
+        if step.op in _LAYERS and len(refs) == 1:
+            return self._layer(step, places)
+        if step.op in ("quantize", "requantize") and len(refs) == 1:
+            return self._read(refs[0].name, places, shape)
+        if step.op == "resize" and len(refs) == 1:
+            return self._resized(step, places, shape)
+        if step.op != "add":
+            return None
+        parts = [self._read(ref.name, places, shape) for ref in refs]
+        known = [part for part in parts if part is not None]
+        if len(known) < len(parts):
+            return None
+        scales = [form.scale, *(self._scale(ref.name) for ref in refs)]
+        size = np.sum([np.abs(part.value) for part in known], axis=0)
+        size = size + self._profile.zero * sum(scales)
+        error = np.sum([part.error for part in known], axis=0) + _ROUNDINGS * _UNIT * size
+        return _Real(np.sum([part.value for part in known], axis=0), error)
+
+    def _read(self, name: str, places: Array, shape: tuple[int, ...]) -> _Real | None:
+        """A value that a step reads."""
+        maker = self._makers.get(name)
+        if self._forms[name] == "int32":
+            layer = maker is not None and maker.op in _LAYERS and len(maker.args) == 1
+            return self._layer(maker, places) if layer and maker is not None else None
+        if name not in self._values:
+            return None
+        try:
+            values = np.broadcast_to(self._values[name], shape)
+        except ValueError:
+            return None
+        read = values[tuple(places.T)] * self._scale(name)
+        return _Real(read, 2 * _UNIT * np.abs(read))
+
+    def _resized(self, step: Step, places: Array, shape: tuple[int, ...]) -> _Real | None:
+        """Bilinear resizing by torch, in float64. Coordinates are float32 elsewhere."""
+        name, factor = step.args[0].name, step.kwargs.get("scale_factor")
+        if step.kwargs.get("mode") != "bilinear" or name not in self._values:
+            return None
+        factor = None if isinstance(factor, Ref) else factor
+        if any(isinstance(f, Ref) for f in (factor if isinstance(factor, list | tuple) else ())):
+            return None
+        x = self._values[name]
+        resized = functional.interpolate(
+            torch.from_numpy(x).double(),
+            None if factor else shape[2:],
+            factor,
+            "bilinear",
+            align_corners=bool(step.kwargs.get("align_corners")),
+        ).numpy()
+        if resized.shape != shape:
+            return None
+        read = resized[tuple(places.T)] * self._scale(name)
+        farthest = max(shape[2:]) + max(x.shape[2:])
+        most = float(np.abs(x.astype(np.int32)).max(initial=0)) + self._profile.zero
+        error = _ROUNDINGS * _UNIT * (1 + farthest) * most * self._scale(name)
+        return _Real(read, np.full(len(read), error))
+
+    def _scale(self, name: str) -> float:
+        form = self._forms[name]
+        return form.scale if isinstance(form, Integers) else 1.0
+
+    def _layer(self, step: Step, places: Array) -> _Real | None:
+        x = step.args[0].name
+        form, made = self._forms[x], self._forms[step.outputs[0]]
+        if not isinstance(form, Integers) or x not in self._values:
+            return None
+        total, size, terms = products_at(step, self._values[x], places)
+        channels = places[:, -1 if step.op == "linear" else 1]
+        unit = _per_channel(step, form, made)[channels]
+        value, largest = total * unit, size * unit
+        if "bias" in step.tensors:
+            bias = step.tensors["bias"].double().cpu().numpy()[channels]
+            bias = bias if step.tensors["bias"].is_floating_point() else bias * unit
+            value, largest = value + bias, largest + np.abs(bias)
+        integer = self._profile.integer_bias and step.op != "conv_transpose"
+        if integer and isinstance(made, Integers):
+            return _Real(value, np.zeros_like(value))
+        return _Real(value, _SPREAD * math.sqrt(terms) * _UNIT * largest)
+
+
+def _per_channel(step: Step, form: Integers, made: object) -> Array:
+    """Value of one step of each output channel's sum, float64."""
+    tensors = step.tensors
+    if "weight_scale" in tensors:
+        unit: Array = tensors["weight_scale"].double().cpu().numpy() * form.scale
+    elif "scale" in tensors:
+        unit = tensors["scale"].double().cpu().numpy()
+    else:
+        unit = tensors["multiplier"].double().cpu().numpy()
+        unit = unit * (made.scale if isinstance(made, Integers) else 1.0)
+    channels = tensors["weight"].shape[1 if step.op == "conv_transpose" else 0]
+    if step.op == "conv_transpose":
+        channels *= step.attributes["groups"]
+    return np.broadcast_to(unit.reshape(-1), (channels,))
