@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 import sys
@@ -20,12 +21,11 @@ from bevfusion_quant.ptq import (
     FrameBatches,
     LoadedRun,
     PtqConfig,
-    load_quantized,
     load_run,
     run_ptq,
 )
 from bevfusion_quant.ptq._plan import apply_plan, before_calibration, read_plan
-from bevquant_qnn import PrecisionPlan, precision_groups
+from bevquant_qnn import PlannedGroup, PrecisionPlan, precision_groups
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bpu_split import TINY, small_frame
@@ -33,6 +33,14 @@ from bpu_split import TINY, small_frame
 if importlib.util.find_spec("spconv") is None:
     pytest.skip("spconv is not installed", allow_module_level=True)
 
+GROUPS = (
+    ("decoder.backbone.blocks.0.0",),
+    ("decoder.backbone.blocks.0.3",),
+    ("decoder.backbone.blocks.1.0", "decoder.neck.deblocks.0.0"),
+    ("decoder.backbone.blocks.1.3",),
+    ("decoder.neck.deblocks.1.0",),
+    ("decoder.neck.quant_concat",),
+)
 FLOAT = ("decoder.backbone.blocks.0.3", "decoder.neck.deblocks.1.0")
 WIDE = "decoder.backbone.blocks.1.3"
 
@@ -45,9 +53,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:  # pictures are not what this is about
         patch.setattr("bevfusion_quant.ptq._run.write_pictures", lambda *given: [])
         run_ptq(frames, PtqConfig("tiny", "decoder"), runs=folder, name="a")
-        model = load_quantized(folder / "a")
         chosen = {**dict.fromkeys(FLOAT, "float"), WIDE: "int16"}
-        PrecisionPlan.by_hand(model, chosen).save(folder / "wide.json")
+        plan = PrecisionPlan(
+            tuple(PlannedGroup(paths, chosen.get(paths[0], "int8")) for paths in GROUPS)
+        )
+        plan.save(folder / "wide.json")
         config = PtqConfig("tiny", "decoder", plan=folder / "wide.json")
         run_ptq(frames, config, runs=folder, name="wide")
     return folder
@@ -103,20 +113,20 @@ def test_the_simulation_computes_as_planned(wide: LoadedRun) -> None:
     assert float((got - fake).square().sum()) < 0.05 * float((real - fake).square().sum())
 
 
-def test_files_hold_int8_and_float_as_planned(runs: Path, tmp_path: Path) -> None:
+def test_files_hold_int8_and_float_as_planned(runs: Path, wide: LoadedRun, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
     onnx = pytest.importorskip("onnx", reason="onnx is not installed")
-    run = load_run(runs / "a")
-    apply_plan(run.quantized_model, before_calibration(read_plan(runs / "wide/plan.json")))
-    model = plain_layers(run.quantized_model)
+    mixed = copy.deepcopy(wide.quantized_model)
+    apply_plan(mixed, before_calibration(read_plan(runs / "wide/plan.json")))
+    model = plain_layers(mixed)
     assert type(model.get_submodule(FLOAT[0])) is torch.nn.Conv2d
-    assert hasattr(run.quantized_model.get_submodule(FLOAT[0]), "_input_quantizer")
+    assert hasattr(mixed.get_submodule(FLOAT[0]), "_input_quantizer")
     batch = FrameBatches([small_frame()], TINY, model)[0]
     with torch.no_grad():
-        for wanted, got in zip(run.quantized_model(*batch).values(), model(*batch).values(),
+        for wanted, got in zip(mixed(*batch).values(), model(*batch).values(),
                                strict=True):  # fmt: skip
             assert torch.equal(wanted, got)
-    (piece,) = (p for p in nvidia_pieces(run.float_model, model) if p.file.name == "fuser")
+    (piece,) = (p for p in nvidia_pieces(wide.float_model, model) if p.file.name == "fuser")
     seen = []
     hook = model.fuser.register_forward_pre_hook(lambda module, args: seen.append(args))
     with torch.no_grad():

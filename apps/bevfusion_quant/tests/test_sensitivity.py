@@ -186,7 +186,7 @@ def test_the_command_prints_the_table_and_the_plan(
     arguments = f"sensitivity --run {runs / 'a'} --dataset street --metric kl --runs {runs}"
     assert main([*arguments.split(), "--alone-only", "--budget", "score=-1"]) == 0
     printed = capsys.readouterr().out
-    assert "kl of the head's heat map, 1 frame, 6 groups of layers" in printed
+    assert "KL divergence, negative, of the head's heat map, 1 frame, 6 groups of layers" in printed
     assert "decoder.neck.quant_concat" in printed
     assert "Plan for score=-1: 6 int8; estimated time 1 of int8" in printed
     assert (runs / "sensitivity/plan.json").exists()

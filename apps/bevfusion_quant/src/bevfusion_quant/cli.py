@@ -27,7 +27,8 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
-    0: done. 1: done, but files that were written do not compute what the model computes. 2: the
+    0: done. 1: done, but files that were written do not compute what the model computes, or no
+    plan of precisions reaches the score asked for. 2: the
     input, the options or the surroundings are at fault, or the run was interrupted; nothing
     half-written is left. The last line on stderr says what is wrong and what to do.
 

@@ -19,8 +19,8 @@ __all__ = ["sensitivity_section"]
 HOW_TO_READ = (
     "Each line is a group of layers that share a quantizer and so have one precision, the largest "
     "loss first. Alone: the score of the float model with this group alone quantized; the bar is "
-    "its part of what all groups lose, the longest bar the largest. Gain in float: what the "
-    "quantized model wins where this group alone stays float. Losses of groups are added up for a "
+    "what it loses, as a power of noise where scores are decibels, the longest the largest. Gain "
+    "in float: what the quantized model wins where this group alone stays float. Losses of groups are added up for a "
     "plan, which makes its score an estimate, as its time is: operations times bits."
 )
 WIDE, HIGH, GAP = 100.0, 7.0, 2.0  # of a bar, in its own units
@@ -29,7 +29,7 @@ WIDE, HIGH, GAP = 100.0, 7.0, 2.0  # of a bar, in its own units
 def sensitivity_section(outcome: SensitivityOutcome) -> Section:
     """Headline, bars, the plan."""
     planned = outcome.plan is not None
-    heads = ["Layers", "Share of loss", *(f"{name} alone" for name in outcome.precisions)]
+    heads = ["Layers", "Loss", *(f"{name} alone" for name in outcome.precisions)]
     kinds = [None, "bars", *(None for _ in outcome.precisions)]
     heads += ["Gain in float", "Operations", *(["Plan"] if planned else [])]
     kinds += ["minor", "minor", *([None] if planned else [])]
@@ -66,11 +66,11 @@ def _legend(outcome: SensitivityOutcome) -> Iterator[Html]:
 
 def _row(outcome: SensitivityOutcome, row: SensitivityRow) -> Html:
     others = row.modules[1:]
-    more = tag("small", f"and {', '.join(others)}", class_="note") if others else None
+    more = [tag("small", "and ", path_name(path), class_="note") for path in others]
     chosen = outcome.chosen(row)
     return tag(
         "tr",
-        tag("th", path_name(row.name), more, scope="row"),
+        tag("th", path_name(row.name), *more, scope="row"),
         tag("td", _bars(outcome, row), class_="bars"),
         *(tag("td", _score(outcome, row.alone[name])) for name in outcome.precisions),
         tag("td", _gain(outcome, row), class_="minor"),

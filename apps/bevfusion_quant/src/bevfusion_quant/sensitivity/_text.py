@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["group_name", "headline", "plan_line", "sensitivity_text"]
 
 _DIGITS = {"sqnr": ".1f", "kl": ".2e", "mAP": ".2f"}
+_TITLES = {"sqnr": "SQNR", "kl": "KL divergence, negative,", "mAP": "mAP"}
 
 
 def sensitivity_text(outcome: SensitivityOutcome) -> tuple[str, ...]:
@@ -41,7 +42,8 @@ def headline(outcome: SensitivityOutcome) -> str:
     table, form = outcome.table, _DIGITS[outcome.table.metric]
     frames = f"{table.batches} frame{'s' * (table.batches != 1)}"
     groups = len(table.rows)
-    text = f"{table.metric} of {outcome.scored}, {frames}, {groups} group{'s' * (groups != 1)}"
+    title = _TITLES[table.metric]
+    text = f"{title} of {outcome.scored}, {frames}, {groups} group{'s' * (groups != 1)}"
     text += f" of layers: float {format(table.float_score, form)}"
     if table.quantized_score is not None:
         text += f", quantized {format(table.quantized_score, form)} {outcome.unit}"
@@ -60,7 +62,7 @@ def plan_line(outcome: SensitivityOutcome) -> str:
     score = or_dash(plan.score, _DIGITS[outcome.table.metric])
     return (
         f"Plan for {outcome.budget}: {chosen}; estimated time {or_dash(plan.time, '.3g')} of "
-        f"int8, estimated {outcome.table.metric} {score} {outcome.unit}"
+        f"int8, estimated score {score} {outcome.unit}"
     )
 
 
