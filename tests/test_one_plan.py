@@ -114,12 +114,7 @@ def test_a_float_layer_is_never_written_as_integers(profile: str, tmp_path: Path
     model, images = dense()
     through_a_file(model, PrecisionPlan.by_hand(model, {"4": "float"}), tmp_path)
     path = tmp_path / "model.onnx"
-    try:
-        export_qdq_onnx(model, (images,), path, profile=profile)
-    except ValueError as error:
-        assert "4: QuantConv2d of floats" in str(error)  # noqa: PT017
-        assert not path.exists()
-        return
+    export_qdq_onnx(model, (images,), path, profile=profile)
     graph = onnx.load(path).graph
     made = {output: node.op_type for node in graph.node for output in node.output}
     convs = [node for node in graph.node if node.op_type == "Conv"]

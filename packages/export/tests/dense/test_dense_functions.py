@@ -73,3 +73,43 @@ def test_functions_with_other_arguments_are_refused(
     x = torch.randn(2, 4, 6, 6)
     with pytest.raises(ValueError, match=r"of floats has no form in profile 'tensorrt' \(value"):
         export_qdq_onnx(calibrated(Behind(function), x), x, tmp_path / "net.onnx")
+
+
+OFF = {
+    "conv": ["0._input_quantizer", "0._weight_quantizer"],
+    "conv with quantized weights": ["0._input_quantizer"],
+    "pool": ["2._input_quantizer"],
+    "transposed": ["3._input_quantizer", "3._weight_quantizer"],
+    "linear": ["5._input_quantizer", "5._weight_quantizer"],
+}
+
+
+@pytest.mark.parametrize("profile", ["tensorrt", "onnxruntime"])
+@pytest.mark.parametrize("name", OFF)
+def test_layers_whose_quantizers_are_off_stay_float(
+    name: str, profile: str, calibrated: Fixture, run: Fixture, tmp_path: Path
+) -> None:
+    net = nn.Sequential(
+        nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=2), nn.ReLU(), nn.MaxPool2d(2),
+        nn.ConvTranspose2d(6, 4, 2, stride=2), nn.Flatten(), nn.Linear(64, 3),
+    )  # fmt: skip
+    x = torch.randn(2, 4, 8, 8)
+    model = calibrated(net, x)
+    for path in OFF[name]:
+        model.get_submodule(path).disable()
+    file = export_qdq_onnx(model, x, tmp_path / "net.onnx", profile)
+    assert (name == "pool") or any("input quantizer is off" in line for line in file.floats)
+    # Optimised, a file for TensorRT is fused into other roundings.
+    (made,), _ = run(file, x, optimised=profile == "onnxruntime")
+    want = simulate(model, x)(x)
+    torch.testing.assert_close(made, want, rtol=0, atol=2e-6)
+
+
+def test_a_layer_that_quantizes_its_input_alone_is_refused(
+    calibrated: Fixture, tmp_path: Path
+) -> None:
+    x = torch.randn(1, 4, 8, 8)
+    model = calibrated(nn.Sequential(nn.Conv2d(4, 4, 1)), x)
+    model.get_submodule("0._weight_quantizer").disable()
+    with pytest.raises(ValueError, match=r"0: QuantConv2d of floats .*weight quantizer is off"):
+        export_qdq_onnx(model, x, tmp_path / "net.onnx")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,8 @@ from bevquant_export.dense._graph import Graph
 from bevquant_export.dense._grid import average_pool
 from bevquant_export.dense._reductions import NAMED, softmax
 from bevquant_export.dense._sizes import Sizes
-from bevquant_export.dense._source import Ref, Step, grid_call, module_call
+from bevquant_export.dense._source import Ref, Step, grid_call, is_active, module_call
+from bevquant_quantizers import TensorQuantizer
 
 __all__ = ["float_operation"]
 
@@ -62,9 +64,9 @@ def float_operation(
 
 
 def _module(graph: Graph, step: Step, read: Callable[[str], str], sizes: Sizes) -> str | None:
-    module: Any = step.module
+    module: Any = _plain(step.module)
     path = step.path
-    if len(step.args) != 1 or step.kwargs or not isinstance(step.args[0], Ref):
+    if module is None or len(step.args) != 1 or step.kwargs or not isinstance(step.args[0], Ref):
         return None
     name = step.args[0].name
     x = read(name)
@@ -84,6 +86,23 @@ def _module(graph: Graph, step: Step, read: Callable[[str], str], sizes: Sizes) 
         return _linear(graph, path, x, module, rank)
     call = module_call(module)
     return None if call is None else _averaged(graph, step, call, read, sizes)
+
+
+def _plain(module: Any) -> Any:
+    """A quantized layer whose input stays float as torch's own, with the weight it multiplies by.
+
+    ``None`` where it quantizes its input. Other modules are what they are.
+    """
+    if not any(isinstance(child, TensorQuantizer) for child in module.children()):
+        return module
+    if is_active(getattr(module, "_input_quantizer", None)) or not hasattr(module, "float_class"):
+        return None
+    plain = copy.copy(module)
+    plain.__class__ = module.float_class
+    plain._modules, plain._parameters = {}, dict(module._parameters)
+    if hasattr(module, "_weight_quantizer"):
+        plain.weight = nn.Parameter(module._weight_quantizer(module.weight).detach())
+    return plain
 
 
 def _averaged(
