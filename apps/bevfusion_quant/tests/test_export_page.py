@@ -46,6 +46,19 @@ def exported(name: str = "fuser.0", *, different: int = 3, right: bool = True) -
     return ExportedSet("tensorrt", Path("onnx"), (file, boxes), stages, agreement, "street_0")
 
 
+def test_ties_are_told_apart_from_what_is_wrong(tmp_path: Path) -> None:
+    made = exported()
+    assert "all but 3 on the border" in set_verdict(made)
+    first, resized = made.files[0].layers
+    file = replace(made.files[0], layers=(first, replace(resized, ties=3)))
+    told = replace(made, files=(file, *made.files[1:]))
+    assert file.unexplained == 0
+    assert "each on the border of two steps" in set_verdict(told)
+    text = page(tmp_path, told)
+    assert "3 values differ, 0 of them no ties" in text
+    assert '<td>3</td><td class="minor">3</td><td>1</td>' in text
+
+
 def page(tmp_path: Path, made: ExportedSet | None) -> str:
     path = write_report(tmp_path / "report.html", ReportContent("run", export=made))
     return path.read_text(encoding="utf-8")

@@ -115,6 +115,8 @@ def test_every_file_is_right_and_keeps_the_rules(made: ExportedSet) -> None:
     for layer in quantized:
         if layer.op in ("move", "max_pool"):
             assert layer.different == 0, layer
+        assert layer.different == layer.ties, layer
+    assert [file.unexplained for file in made.files] == [0] * len(made.files)
 
 
 def test_layers_stand_beside_the_other_executions(made: ExportedSet) -> None:

@@ -91,7 +91,7 @@ def _entry(file: ExportedFile) -> dict[str, Any]:
         "tensors": len(layers),
         "wrong": sum(not layer["is_right"] for layer in layers),
         "different": [
-            {key: layer[key] for key in ("path", "op", "elements", "different", "largest")}
+            {key: layer[key] for key in ("path", "op", "elements", "different", "ties", "largest")}
             for layer in layers
             if layer["largest"]
         ],

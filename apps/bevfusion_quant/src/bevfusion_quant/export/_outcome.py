@@ -41,6 +41,7 @@ class FileLayer:
         integer_sqnr_db: Of the integer model's.
         integer_steps: Largest difference of the integer model from the fake-quantized one, in steps
             of the output.
+        ties: How many of the different lie on the border of two steps, as near as float32 can tell.
     """
 
     file: str
@@ -55,6 +56,7 @@ class FileLayer:
     fake_sqnr_db: float | None = None
     integer_sqnr_db: float | None = None
     integer_steps: int | None = None
+    ties: int = 0
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,11 @@ class ExportedFile:
     def different(self) -> int:
         """Integers that differ, all tensors together."""
         return sum(layer.different or 0 for layer in self.layers if layer.form == "int8")
+
+    @property
+    def unexplained(self) -> int:
+        """Those of them that do not lie on the border of two steps."""
+        return self.different - sum(layer.ties for layer in self.layers if layer.form == "int8")
 
     @property
     def largest_steps(self) -> int:
@@ -194,9 +201,10 @@ def difference(layer: FileLayer) -> str:
     if layer.form == "places":
         return f"{layer.different} of {layer.elements} are others; allowed: {layer.allowed}"
     steps = f"{layer.largest:g} step{'s' * (layer.largest != 1)}"
+    ties = f", {layer.ties:,} of them on the border of two steps" if layer.ties else ""
     return (
-        f"{layer.different:,} of {layer.elements:,} values differ, by up to {steps}; allowed: "
-        f"{layer.allowed}"
+        f"{layer.different:,} of {layer.elements:,} values differ, by up to {steps}{ties}; "
+        f"allowed: {layer.allowed}"
     )
 
 

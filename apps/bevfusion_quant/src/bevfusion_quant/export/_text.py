@@ -43,9 +43,11 @@ def set_verdict(made: ExportedSet) -> str:
     if equal < len(quantized):
         values = sum(layer.different or 0 for layer in quantized)
         many = sum(layer.elements for layer in quantized)
+        unexplained = sum(file.unexplained for file in made.files)
+        where = "each" if not unexplained else f"all but {unexplained:,}"
         more = (
-            f"; in the others {values:,} of all {many:,} values are one step off, where the "
-            "runtime rounds otherwise"
+            f"; in the others {values:,} of all {many:,} values are one step off, {where} on the "
+            "border of two steps, where float32 falls to either side"
         )
     model = "fake-quantized" if made.target == "bpu" else "integer"
     return (
@@ -73,7 +75,10 @@ def _departures(made: ExportedSet) -> list[str]:
 
 
 def _file_table(files: Sequence[ExportedFile]) -> str:
-    head = ("file", "size", "opset", "int8 tensors", "differ", "steps", "lint", "inputs → outputs")
+    head = (
+        "file", "size", "opset", "int8 tensors", "differ", "but for ties", "steps", "lint",
+        "inputs → outputs",
+    )  # fmt: skip
     return aligned_table(
         head,
         [
@@ -83,6 +88,7 @@ def _file_table(files: Sequence[ExportedFile]) -> str:
                 str(file.opset),
                 str(sum(layer.form == "int8" for layer in file.layers)),
                 f"{file.different:,}",
+                f"{file.unexplained:,}",
                 str(file.largest_steps),
                 str(len(file.findings)) if file.findings else "–",
                 f"{_ports(file.inputs)} → {_ports(file.outputs)}",

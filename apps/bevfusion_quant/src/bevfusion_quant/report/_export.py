@@ -21,8 +21,8 @@ HOW_TO_READ = (
     "integers are from the fake-quantized values, each model on its own. ONNX: values that the "
     "file makes other than the model on the same integers, and by how many steps at most; "
     "of float outputs the largest difference from torch, relative to the largest value. Runtimes "
-    "interpolate in coordinates of their own and multiply sums in float32, so that a value on the "
-    "border of two steps may fall to either side."
+    "multiply and interpolate in float32, so that a value on the border of two steps may fall to "
+    "either side: those are ties, found by computing each differing value again."
 )
 ENGINES = {
     "tensorrt": "TensorRT and libspconv were not run: files for them run node by node as they are "
@@ -52,6 +52,8 @@ def export_section(made: ExportedSet) -> Section:
 def _file(file: ExportedFile) -> Html:
     int8 = [layer for layer in file.layers if layer.form == "int8"]
     checks = f"{count(len(int8))} quantized tensors, {count(file.different)} values differ"
+    if file.different:
+        checks += f", {count(file.unexplained)} of them no ties"
     if not int8:
         checks = f"float, within {number(_largest(file), 2)} of torch"
     return tag(
@@ -141,7 +143,7 @@ def _pairs(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> H
 _HEADS = (
     ("Layer", ""), ("Operation", "minor text"), ("File", "minor text"), ("Fake dB", ""),
     ("Integer dB", ""), ("Integer steps", "minor"), ("Values", "minor"), ("ONNX differs", ""),
-    ("ONNX steps", ""),
+    ("Ties", "minor"), ("ONNX steps", ""),
 )  # fmt: skip
 
 
@@ -173,6 +175,7 @@ def _row(layer: FileLayer) -> Html:
             class_="minor"),
         tag("td", count(layer.elements), class_="minor"),
         tag("td", "–" if layer.different is None else count(layer.different)),
+        tag("td", "–" if layer.different is None else count(layer.ties), class_="minor"),
         tag("td", largest),
         class_=None if layer.is_right else "low wrong",
     )  # fmt: skip
