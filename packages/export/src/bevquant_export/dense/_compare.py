@@ -64,9 +64,10 @@ def compare_qdq_onnx(file: QdqFile, model: nn.Module, args: Any) -> tuple[Tensor
 
     of the border of two steps they may differ by one. Such values are counted as `ties`, and
     everything else that differs is `unexplained`. Sums that run in float are given the error that
-    n float32 additions spread to, 4·√n·2⁻²⁴ of the sum of their terms' magnitudes. Layers, sums,
-    bilinear resizing and requantization are computed again for that, averages and float functions
-    are not: of these every difference counts as unexplained.
+    n float32 additions spread to, 4·√n·2⁻²⁴ of the sum of their terms' magnitudes; layers of
+    `bevquant_hybrid`, whose biases onnxruntime rounds to int32, half a step of the accumulators.
+    Layers, sums, bilinear resizing and requantization are computed again for that, averages and
+    float functions are not: of these every difference counts as unexplained.
 
     Args:
         file: From `export_qdq_onnx`.

@@ -44,7 +44,9 @@ class Ties:
 
     and nowhere else. Where a file runs in float, a sum of n products rounds each of them too, by
     4·√n·2⁻²⁴ of the sum of their magnitudes (N. Higham and T. Mary, A new approach to probabilistic
-    rounding error analysis, 2019). With a zero point z, sums are made of numbers up to |q| + z.
+    rounding error analysis, 2019). With a zero point z, sums are made of numbers up to |q| + z. A
+    bias in floats, as `bevquant_hybrid`'s models have it, is rounded to int32 for onnxruntime, by
+    half a step of the sums.
 
     Args:
         program: Its steps and forms.
@@ -164,14 +166,18 @@ class Ties:
         channels = places[:, -1 if step.op == "linear" else 1]
         unit = _per_channel(step, form, made)[channels]
         value, largest = total * unit, size * unit
+        rounded = np.zeros_like(value)
         if "bias" in step.tensors:
             bias = step.tensors["bias"].double().cpu().numpy()[channels]
-            bias = bias if step.tensors["bias"].is_floating_point() else bias * unit
+            if not step.tensors["bias"].is_floating_point():
+                bias = bias * unit
+            elif self._profile.integer_bias:
+                rounded = unit / 2  # to int32, by the file or by onnxruntime itself
             value, largest = value + bias, largest + np.abs(bias)
         integer = self._profile.integer_bias and step.op != "conv_transpose"
         if integer and isinstance(made, Integers):
-            return _Real(value, np.zeros_like(value))
-        return _Real(value, _SPREAD * math.sqrt(terms) * _UNIT * largest)
+            return _Real(value, rounded)
+        return _Real(value, rounded + _SPREAD * math.sqrt(terms) * _UNIT * largest)
 
 
 def _per_channel(step: Step, form: Integers, made: object) -> Array:
