@@ -55,7 +55,8 @@ def test_ties_are_told_apart_from_what_is_wrong(tmp_path: Path) -> None:
     assert file.unexplained == 0
     assert "each on the border of two steps" in set_verdict(told)
     text = page(tmp_path, told)
-    assert "3 values differ, 0 of them no ties" in text
+    assert "3 values differ, none but for ties" in text
+    assert "3 values differ, 3 but for ties" in page(tmp_path, made)
     assert '<td>3</td><td class="minor">3</td><td>1</td>' in text
 
 

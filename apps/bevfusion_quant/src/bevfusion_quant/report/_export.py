@@ -53,7 +53,7 @@ def _file(file: ExportedFile) -> Html:
     int8 = [layer for layer in file.layers if layer.form == "int8"]
     checks = f"{count(len(int8))} quantized tensors, {count(file.different)} values differ"
     if file.different:
-        checks += f", {count(file.unexplained)} of them no ties"
+        checks += f", {count(file.unexplained) if file.unexplained else 'none'} but for ties"
     if not int8:
         checks = f"float, within {number(_largest(file), 2)} of torch"
     return tag(
