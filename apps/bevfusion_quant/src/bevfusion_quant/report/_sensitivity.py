@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from bevfusion_quant.report._format import DASH, fixed, number, percent
+from bevfusion_quant.report._format import fixed, number, percent
 from bevfusion_quant.report._html import Html, path_name, tag
 from bevfusion_quant.report._section import Section
 from bevfusion_quant.sensitivity._text import headline, plan_line
@@ -29,11 +29,11 @@ WIDE, HIGH, GAP = 100.0, 7.0, 2.0  # of a bar, in its own units
 
 def sensitivity_section(outcome: SensitivityOutcome) -> Section:
     """Headline, bars, the plan."""
-    planned = outcome.plan is not None
+    planned, both = outcome.plan is not None, outcome.table.quantized_score is not None
     heads = ["Layers", "Loss", *(f"{name} alone" for name in outcome.precisions)]
     kinds = [None, "bars", *(None for _ in outcome.precisions)]
-    heads += ["Gain in float", "Operations", *(["Plan"] if planned else [])]
-    kinds += ["minor", "minor", *([None] if planned else [])]
+    heads += [*["Gain in float"] * both, "Operations", *["Plan"] * planned]
+    kinds += [*["minor"] * both, "minor", *[None] * planned]
     head = [
         tag("th", text, scope="col", class_=kind) for text, kind in zip(heads, kinds, strict=True)
     ]
@@ -74,7 +74,7 @@ def _row(outcome: SensitivityOutcome, row: SensitivityRow) -> Html:
         tag("th", path_name(row.name), *more, scope="row"),
         tag("td", _bars(outcome, row), class_="bars"),
         *(tag("td", _score(outcome, row.alone[name])) for name in outcome.precisions),
-        tag("td", _gain(outcome, row), class_="minor"),
+        _gain(outcome, row),
         tag("td", percent(row.operations / max(1, outcome.operations)), class_="minor"),
         tag("td", tag("span", chosen, class_=f"precision {chosen}")) if chosen else None,
     )
@@ -110,6 +110,7 @@ def _score(outcome: SensitivityOutcome, value: float) -> str:
     return f"{shown} {outcome.unit}"
 
 
-def _gain(outcome: SensitivityOutcome, row: SensitivityRow) -> str:
+def _gain(outcome: SensitivityOutcome, row: SensitivityRow) -> Html | None:
+    """No cell where that half was left out."""
     gain = outcome.gain(row)
-    return DASH if gain is None else f"{gain:+.2g} {outcome.unit}"
+    return None if gain is None else tag("td", f"{gain:+.2g} {outcome.unit}", class_="minor")

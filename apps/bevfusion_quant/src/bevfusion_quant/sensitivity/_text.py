@@ -24,17 +24,16 @@ def sensitivity_text(outcome: SensitivityOutcome) -> tuple[str, ...]:
     head = ["layers", "operations"]
     for name in measured:
         head += [f"{name} alone{unit}", "share of loss"]
-    head += ["gain in float", *(["plan"] if outcome.plan is not None else [])]
+    both, planned = table.quantized_score is not None, outcome.plan is not None
+    head += [*["gain in float"] * both, *["plan"] * planned]
     rows = []
     for row in table.worst_first(measured[0]):
         cells = [group_name(row), f"{row.operations / max(1, outcome.operations):.1%}"]
         for name in measured:
             cells += [format(row.alone[name], form), f"{outcome.share(row, name):.1%}"]
-        gain = outcome.gain(row)
-        cells.append(or_dash(gain, f"+{form}"))
-        rows.append([*cells, *([outcome.chosen(row) or ""] if outcome.plan is not None else [])])
-    parts = [headline(outcome), aligned_table(head, rows)]
-    return (*parts, *([plan_line(outcome)] if outcome.plan is not None else []))
+        gains = [or_dash(outcome.gain(row), f"+{form}")] * both
+        rows.append([*cells, *gains, *[outcome.chosen(row) or ""] * planned])
+    return (headline(outcome), aligned_table(head, rows), *[plan_line(outcome)] * planned)
 
 
 def headline(outcome: SensitivityOutcome) -> str:
