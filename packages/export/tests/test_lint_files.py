@@ -57,6 +57,11 @@ def external(model: onnx.ModelProto, **entries: str) -> None:
         tensor.external_data.add(key=key, value=value)
 
 
+def _conv(model: onnx.ModelProto, **settings: object) -> None:
+    node = model.graph.node[0]
+    node.attribute.extend(helper.make_attribute(name, value) for name, value in settings.items())
+
+
 def _cycle(model: onnx.ModelProto) -> None:
     model.graph.node[0].input[0] = "y"
 
@@ -140,6 +145,13 @@ BREAK: list[tuple[str, Callable[[onnx.ModelProto], object]]] = [
     ("ONX015", lambda m: setattr(m.graph.node[1], "op_type", "SparseConvolution")),
     ("ONX016", _double),
     ("ONX017", _unread),
+    ("ONX018", lambda m: _conv(m, strides=[0, 1])),
+    ("ONX018", lambda m: _conv(m, dilations=[1, -1])),
+    ("ONX018", lambda m: _conv(m, pads=[0, 0, -1, 0])),
+    ("ONX018", lambda m: _conv(m, kernel_shape=[2**62, 1])),
+    ("ONX018", lambda m: _conv(m, kernel_shape=[3, 3])),
+    ("ONX018", lambda m: _conv(m, group=0)),
+    ("ONX018", lambda m: _conv(m, group=3)),
 ]
 
 

@@ -22,6 +22,7 @@ from bevquant_export.lint import (
     _structure,
     _tensorrt,
     _tensors,
+    _windows,
 )
 from bevquant_export.lint._graph import Graph, graphs_of
 from bevquant_export.lint._rule import TARGETS, Finding, Rule
@@ -37,6 +38,7 @@ RULES: tuple[Rule, ...] = (
     *(_tensors.ESCAPES, _tensors.MISSING_DATA, _tensors.SIZES),
     *(_structure.DEEP, _structure.REPEATED_ATTRIBUTE),
     *(_model.VERSIONS, _model.UNKNOWN_OP, _model.LEAKED, _model.UNREAD),
+    _windows.WINDOWS,
     *sorted(
         (
             *_spconv_convs.RULES,
@@ -118,6 +120,7 @@ def _findings(model: onnx.ModelProto, path: Path, target: str) -> Iterator[Findi
     if target == "horizon":
         yield from _horizon.check_opset(graphs[0].opsets)
     for graph in graphs:
+        yield from _windows.check_windows(graph)
         pairs = _qdq.Pairs(graph, folder)
         yield from _qdq.check_pairs(pairs)
         if target == "horizon":
