@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import logging
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -130,6 +132,20 @@ def _told(batches: FrameBatches) -> Iterator[Batch]:
     for index, batch in enumerate(batches):
         LOG.info("frame %d of %d", index + 1, len(batches))
         yield batch
+        _return_freed_memory()
+
+
+def _return_freed_memory() -> None:
+    """Give back what a frame's recorded run held: in pieces of other sizes it is of no use.
+
+    glibc keeps freed blocks, and frames with other numbers of voxels do not fit into them: memory
+    would grow from frame to frame.
+    """
+    gc.collect()
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError, TypeError):  # another C library, or none that can be asked
+        return
 
 
 def _run(model: nn.Module, batch: Any) -> Any:
