@@ -7,6 +7,8 @@ import importlib.util
 import json
 import re
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -37,11 +39,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A run of the whole model, beside its frame, and what it printed."""
     runs = tmp_path_factory.mktemp("runs")
     write_frame_folder(runs / "street", small_frame())
-    with pytest.MonkeyPatch.context() as patch:
-        printed: list[str] = []
-        patch.setattr("builtins.print", lambda text, **_: printed.append(text))
+    with redirect_stdout(StringIO()) as printed:
         assert main(["ptq", "--target", "bpu", *given(runs), "--name", "a"]) == 0
-    return runs, printed[0]
+    return runs, printed.getvalue()
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ import torch
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.cli import main
 from bevfusion_quant.export._pieces import nvidia_pieces
-from bevfusion_quant.export._plain import plain_layers
 from bevfusion_quant.export._write import write_piece
 from bevfusion_quant.integer._simulation import lowered
 from bevfusion_quant.ptq import (
@@ -116,16 +115,9 @@ def test_the_simulation_computes_as_planned(wide: LoadedRun) -> None:
 def test_files_hold_int8_and_float_as_planned(runs: Path, wide: LoadedRun, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
     onnx = pytest.importorskip("onnx", reason="onnx is not installed")
-    mixed = copy.deepcopy(wide.quantized_model)
-    apply_plan(mixed, before_calibration(read_plan(runs / "wide/plan.json")))
-    model = plain_layers(mixed)
-    assert type(model.get_submodule(FLOAT[0])) is torch.nn.Conv2d
-    assert hasattr(mixed.get_submodule(FLOAT[0]), "_input_quantizer")
+    model = copy.deepcopy(wide.quantized_model)
+    apply_plan(model, before_calibration(read_plan(runs / "wide/plan.json")))
     batch = FrameBatches([small_frame()], TINY, model)[0]
-    with torch.no_grad():
-        for wanted, got in zip(mixed(*batch).values(), model(*batch).values(),
-                               strict=True):  # fmt: skip
-            assert torch.equal(wanted, got)
     (piece,) = (p for p in nvidia_pieces(wide.float_model, model) if p.file.name == "fuser")
     seen = []
     hook = model.fuser.register_forward_pre_hook(lambda module, args: seen.append(args))

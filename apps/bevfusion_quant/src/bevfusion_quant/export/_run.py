@@ -13,7 +13,6 @@ from bevfusion_quant._errors import InputError
 from bevfusion_quant.cameras import CAMERA_NAMES
 from bevfusion_quant.export._bpu import export_bpu
 from bevfusion_quant.export._export import ONNX_FOLDER, check_libraries, export_model
-from bevfusion_quant.export._plain import plain_layers
 from bevfusion_quant.model import CONFIGS
 from bevfusion_quant.ptq import FrameBatches, load_run, read_run_config, run_folder
 from bevfusion_quant.ptq._clock import Clock
@@ -139,7 +138,7 @@ def _export(
 ) -> tuple[ExportedSet, FrameBatches]:
     with clock.step("load the run"):
         loaded = load_run(run)
-    config, model = loaded.config, plain_layers(loaded.quantized_model)
+    config, model = loaded.config, loaded.quantized_model
     sizes = CONFIGS[config["config"]]
     batches = FrameBatches(frames, sizes, model, cameras or config.get("cameras") or CAMERA_NAMES)
     with clock.step("read and voxelize"):

@@ -137,7 +137,6 @@ def run_ptq(
         InputError: Whatever is wrong with the input; nothing is written then.
     """
     from bevfusion_quant.export import ONNX_FOLDER, export_model
-    from bevfusion_quant.export._plain import plain_layers
     from bevfusion_quant.integer import simulate_model
 
     clock = Clock()
@@ -194,7 +193,7 @@ def run_ptq(
         if export is not None:
             exported = export_model(
                 fused.model,
-                plain_layers(quantized.model),
+                quantized.model,
                 batches,
                 sizes,
                 clock,
