@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 from torch import nn
 
 from bevquant_qnn._precision import Precision, check_precisions
 from bevquant_qnn._precision_groups import precision_groups
-from bevquant_quantizers import write_whole
+from bevquant_quantizers import JsonDocument
 
 __all__ = ["PlannedGroup", "PrecisionPlan"]
 
@@ -30,7 +28,7 @@ class PlannedGroup:
 
 
 @dataclass(frozen=True)
-class PrecisionPlan:
+class PrecisionPlan(JsonDocument):
     """A precision for each group of a model's layers.
 
     Attributes:
@@ -153,19 +151,6 @@ class PrecisionPlan:
                 f"PrecisionPlan.from_json expects what to_json wrote ({_SCHEMA}): "
                 f"{type(error).__name__}: {error}"
             ) from error
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write `to_json`, whole or not at all."""
-        write_whole(path, self.to_json() + "\n")
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read a file that `save` wrote.
-
-        Raises:
-            ValueError: It is no such file.
-        """
-        return cls.from_json(Path(path).read_text(encoding="utf-8"))
 
     def __str__(self) -> str:
         lines = [f"{len(self.groups)} groups of layers"]

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 from bevquant_qnn._precision import check_precisions
 from bevquant_qnn._scores import loss_of, score_after
-from bevquant_quantizers import write_whole
+from bevquant_quantizers import JsonDocument
 
 __all__ = ["SensitivityRow", "SensitivityTable"]
 
@@ -44,7 +42,7 @@ class SensitivityRow:
 
 
 @dataclass(frozen=True)
-class SensitivityTable:
+class SensitivityTable(JsonDocument):
     """The rows in model order, and the scores between which they lie.
 
     Larger scores are better: ``"sqnr"`` in dB, ``"kl"`` as minus the divergence in nats.
@@ -162,19 +160,6 @@ class SensitivityTable:
                 f"SensitivityTable.from_json expects what to_json wrote ({_SCHEMA}): "
                 f"{type(error).__name__}: {error}"
             ) from error
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write `to_json`, whole or not at all."""
-        write_whole(path, self.to_json() + "\n")
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read a file that `save` wrote.
-
-        Raises:
-            ValueError: It is no such file.
-        """
-        return cls.from_json(Path(path).read_text(encoding="utf-8"))
 
     def __str__(self) -> str:
         names = list(dict.fromkeys(name for row in self.rows for name in row.alone))

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, fields
 from math import prod
 from typing import Any
 
-from bevquant_hybrid._whole_file import JsonDocument
 from bevquant_hybrid.drawing import DrawnNode, draw_partition
+from bevquant_quantizers import JsonDocument
 
 __all__ = ["Boundary", "Plan", "PlanNode", "Segment"]
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from bevquant_hybrid._whole_file import JsonDocument
+from bevquant_quantizers import JsonDocument
 
 __all__ = ["CpuMove", "CpuSuggestion"]
 
