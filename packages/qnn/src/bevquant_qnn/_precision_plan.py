@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
 from torch import nn
 
+from bevquant_qnn._json_number import optional_number
 from bevquant_qnn._precision import Precision, check_precisions
 from bevquant_qnn._precision_groups import precision_groups
 from bevquant_quantizers import JsonDocument
@@ -142,8 +142,8 @@ class PrecisionPlan(JsonDocument):
             metric = data["metric"]
             return cls(
                 groups,
-                _number(data["time"]),
-                _number(data["score"]),
+                optional_number(data["time"]),
+                optional_number(data["score"]),
                 None if metric is None else str(metric),
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -167,11 +167,3 @@ def _paths(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not value or not all(isinstance(p, str) for p in value):
         raise ValueError(f"{value!r} is no list of paths")
     return tuple(value)
-
-
-def _number(value: Any) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{value!r} is no finite number")
-    return float(value)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+from bevquant_qnn._json_number import number, optional_number
 from bevquant_qnn._precision import check_precisions
 from bevquant_qnn._scores import loss_of, score_after
 from bevquant_quantizers import JsonDocument
@@ -139,19 +139,18 @@ class SensitivityTable(JsonDocument):
                 SensitivityRow(
                     tuple(str(path) for path in row["modules"]),
                     int(row["operations"]),
-                    {name: _number(score) for name, score in row["alone"].items()},
-                    None if row["without"] is None else _number(row["without"]),
+                    {name: number(score) for name, score in row["alone"].items()},
+                    optional_number(row["without"]),
                 )
                 for row in data["rows"]
             )
             if not all(row.modules and row.alone for row in rows):
                 raise ValueError("a row without modules or scores")
             check_precisions((name for row in rows for name in row.alone), "a row")
-            whole = data["quantized_score"]
             return cls(
                 str(data["metric"]),
-                _number(data["float_score"]),
-                None if whole is None else _number(whole),
+                number(data["float_score"]),
+                optional_number(data["quantized_score"]),
                 rows,
                 int(data["batches"]),
             )
@@ -180,9 +179,3 @@ class SensitivityTable(JsonDocument):
             rest = (cell.rjust(w) for cell, w in zip(line[1:], widths[1:], strict=True))
             lines.append("  ".join([line[0].ljust(widths[0]), *rest]))
         return "\n".join(lines)
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{value!r} is no finite number")
-    return float(value)

@@ -9,9 +9,7 @@ import torch
 from tqdm import tqdm
 
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.metrics import Bootstrap, DetectionMeter
-from bevfusion_quant.metrics._bootstrap import interval_of_mean_ap
-from bevfusion_quant.metrics._result import metrics_of
+from bevfusion_quant.metrics import Bootstrap, DetectionMeter, interval_of_mean_ap, metrics_of
 from bevfusion_quant.model import CONFIGS
 from bevfusion_quant.ptq import FrameBatches
 
