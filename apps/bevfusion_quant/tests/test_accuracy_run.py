@@ -266,16 +266,6 @@ def test_mistakes_are_refused(runs: Path, capsys: pytest.CaptureFixture[str]) ->
     assert not (runs / "never").exists()
 
 
-def test_a_run_for_a_bpu_has_no_resamples(
-    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = json.loads((runs / "a/config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "target": "bpu"}))
-    evaluate = f"evaluate --run {tmp_path} --dataset street --runs {runs} --resamples 5"
-    assert main(evaluate.split()) == 2
-    assert "a run for a BPU is not judged by labels" in capsys.readouterr().err
-
-
 def test_kitti_is_labelled_ahead_and_frames_of_nuscenes_belong_to_scenes() -> None:
     boxes = np.array([[0.0, 5, 0], [0, -5, 0], [4.2, 5, 0], [-4.4, 5, 0]])
     assert labelled_region("kitti")(boxes).tolist() == [True, False, True, False]

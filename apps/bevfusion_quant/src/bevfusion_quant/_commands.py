@@ -131,6 +131,7 @@ def _ptq(options: Ptq, command: str) -> str:
         quantize_head=options.quantize_head,
         cameras=camera_names(options),
         plan=options.plan,
+        weight_bits=options.weight_bits,
     )
     return _report(
         run_ptq(
@@ -154,6 +155,10 @@ def _ptq_bpu(options: Ptq, branch: Branch, command: str) -> str:
         raise InputError(
             f"--plan {options.plan}: a BPU's layers are int8, or float on its CPU: name the latter "
             "with --exclude"
+        )
+    if options.weight_bits != 8:
+        raise InputError(
+            f"--weight-bits {options.weight_bits}: a BPU's weights have 8 bits; leave it out"
         )
     config = BpuConfig(
         config=options.config,
@@ -201,11 +206,6 @@ def _evaluate(options: Evaluate, command: str) -> str:
                 f"--backend {options.backend}: the integers of a run for a BPU take the kernels "
                 "that fit them; leave it out"
             )
-        if bootstrap != Bootstrap():
-            raise InputError(
-                "--resamples, --resample-seed: a run for a BPU is not judged by labels; leave them "
-                "out"
-            )
         return _report_bpu(
             run_bpu_evaluate(
                 options.run,
@@ -215,6 +215,7 @@ def _evaluate(options: Evaluate, command: str) -> str:
                 name=options.name or free_name(options.runs, type(options).__name__.lower()),
                 overwrite=options.overwrite,
                 command=command,
+                bootstrap=bootstrap,
             )
         )
     return _report(

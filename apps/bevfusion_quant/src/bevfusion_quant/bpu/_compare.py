@@ -19,6 +19,7 @@ from bevfusion_quant.ptq._sums import PairSums
 if TYPE_CHECKING:
     from bevfusion_quant.bpu._labels import Label
     from bevfusion_quant.bpu._quantize import Forms
+    from bevfusion_quant.metrics import AccuracyTally
     from bevfusion_quant.model import BEVFusionConfig
     from bevfusion_quant.ptq import FrameBatches
 
@@ -47,6 +48,7 @@ def compare_forms(
     probes: Mapping[str, NodeProbe],
     batches: FrameBatches,
     config: BEVFusionConfig,
+    accuracy: AccuracyTally | None = None,
 ) -> BpuComparison:
     """Run the three models side by side on every batch.
 
@@ -55,15 +57,17 @@ def compare_forms(
         probes: From `node_probes`.
         batches: At least one.
         config: Sizes.
+        accuracy: Is handed the models' detections, as "float", "quantized" and "integer".
     """
-    follower, tallies = Follower(probes), Tallies(config, models.real.model)
+    follower, tallies = Follower(probes), Tallies(config, models.real.model, accuracy)
     whole, first, shape = PairSums(), None, torch.Size()
     for index, batch in enumerate(batches):
         with torch.no_grad():
             wanted, fake, got = follower.follow(models, batch)
         whole.add(whole_output(wanted), whole_output(fake))
         shape = whole_output(wanted).shape
-        tallies.add(wanted, fake, got, batches.frame_labels(index))
+        frame = index, batches.names[index][0]
+        tallies.add(frame, wanted, fake, got, batches.frame_labels(index))
         first = wanted if first is None else first
     layers = follower.layers()
     table = [

@@ -11,6 +11,7 @@ from bevquant_hybrid.operators import load_support_table
 if TYPE_CHECKING:
     from bevfusion_quant.bpu._estimate import BpuEstimate
     from bevfusion_quant.bpu._rows import BpuComparison
+    from bevfusion_quant.metrics import Accuracy
     from bevquant_hybrid.partition import Plan, PlanNode
 
 __all__ = ["BpuOutcome"]
@@ -24,11 +25,14 @@ class BpuOutcome:
         plan: Of the whole model.
         comparison: Float, fake-quantized and integers on the run's frames.
         estimates: What the units cost on the BPU, by unit.
+        accuracy: All three models judged by labels; None where a run does not, without a head or
+            without labels.
     """
 
     plan: Plan
     comparison: BpuComparison
     estimates: Mapping[str, BpuEstimate]
+    accuracy: Accuracy | None = None
 
     @property
     def march(self) -> str:

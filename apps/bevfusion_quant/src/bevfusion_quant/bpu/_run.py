@@ -20,6 +20,7 @@ from bevfusion_quant.bpu._save import save_weights
 from bevfusion_quant.bpu._write import BpuResult, RunWriter
 from bevfusion_quant.model import CONFIGS, build_model
 from bevfusion_quant.ptq import FrameBatches, built_parts, quantized_parts, run_folder
+from bevfusion_quant.ptq._accuracy_tally import accuracy_tally
 from bevfusion_quant.ptq._clock import Clock
 from bevfusion_quant.ptq._run import calibration_count, fill_weights
 from bevfusion_quant.ptq._stage_maps import whole_output
@@ -28,6 +29,7 @@ from bevfusion_quant.ptq._sums import relative_change
 if TYPE_CHECKING:
     from bevfusion_quant.bpu._config import BpuConfig
     from bevfusion_quant.bpu._quantize import Forms
+    from bevfusion_quant.metrics import AccuracyTally, Bootstrap
     from bevfusion_quant.points import Frame
 
 __all__ = ["run_bpu", "run_bpu_evaluate"]
@@ -108,8 +110,11 @@ def run_bpu_evaluate(
     name: str = "evaluate",
     overwrite: bool = False,
     command: str = "",
+    bootstrap: Bootstrap | None = None,
 ) -> BpuResult:
     """Compare a run's three models on other frames and write `runs/name`; the run stays as it is.
+
+    Where frames have labels and the model a head, every model's detections are judged by them.
 
     Args:
         run: A folder that `run_bpu` wrote.
@@ -119,6 +124,8 @@ def run_bpu_evaluate(
         name: The evaluation's folder in it.
         overwrite: Replace an earlier run of that name.
         command: The command line that repeats this evaluation, for the summary.
+        bootstrap: How the intervals of the mean average precision are found; `Bootstrap()` by
+            default.
 
     Raises:
         InputError: Whatever is wrong with the run or the input; nothing is written then.
@@ -133,7 +140,8 @@ def run_bpu_evaluate(
             batches = FrameBatches(frames, sizes, units.model, cameras or config.cameras)
             with clock.step("read and voxelize"):
                 units.run(units.fused, batches.head(1))
-            outcome = _outcome(units, loaded.forms, batches, clock)
+            tally = accuracy_tally(sizes, batches, bootstrap)
+            outcome = _outcome(units, loaded.forms, batches, clock, tally)
         writer = RunWriter(
             folder,
             outcome,
@@ -152,14 +160,19 @@ def run_bpu_evaluate(
         writer.plan()
         writer.config({})
         writer.page(name)
-        seconds, peak = writer.summary({"evaluates": str(run)})
+        accuracy = None if outcome.accuracy is None else outcome.accuracy.summary()
+        seconds, peak = writer.summary({"evaluates": str(run), "accuracy": accuracy})
     return BpuResult(runs / name, outcome, (), seconds, peak, holds_model=False)
 
 
 def _outcome(
-    units: SplitUnits, forms: Mapping[str, Forms], batches: FrameBatches, clock: Clock
+    units: SplitUnits,
+    forms: Mapping[str, Forms],
+    batches: FrameBatches,
+    clock: Clock,
+    tally: AccuracyTally | None = None,
 ) -> BpuOutcome:
-    """Plan, estimate and comparison."""
+    """Plan, estimate and comparison; with a tally, accuracy by labels."""
     with clock.step("partition"):
         plan = units.plan(forms)
     with clock.step("estimate"):
@@ -171,5 +184,10 @@ def _outcome(
             node_probes(forms, labels),
             batches,
             CONFIGS[units.config.config],
+            tally,
         )
-    return BpuOutcome(plan, comparison, estimates)
+    if tally is None:
+        return BpuOutcome(plan, comparison, estimates)
+    with clock.step("judge by labels"):
+        accuracy = tally.result()
+    return BpuOutcome(plan, comparison, estimates, accuracy)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from bevfusion_quant.metrics import accuracy_text
 from bevfusion_quant.ptq import agreement_text, layer_table
 from bevfusion_quant.ptq._summary import aligned_table, or_dash
 
@@ -18,7 +19,7 @@ _UNITS = {"camera": "camera", "bev": "bird's-eye view"}
 
 
 def bpu_text(outcome: BpuOutcome) -> Iterator[str]:
-    """Titles and tables: layers, stages, detections, what runs where, boundaries, estimate."""
+    """Titles and tables: layers, stages, detections, accuracy, what runs where, estimate."""
     comparison = outcome.comparison
     judgement = comparison.judgement
     yield "Float against fake-quantized, output of each layer on the BPU"
@@ -30,6 +31,9 @@ def bpu_text(outcome: BpuOutcome) -> Iterator[str]:
         yield agreement_text(judgement.agreement, judgement.found)
         yield "Detections, float against integers, same class"
         yield agreement_text(comparison.agreement, comparison.found, "integer")
+    if outcome.accuracy is not None:
+        yield "Against labels"
+        yield accuracy_text(outcome.accuracy)
     yield f"BPU and CPU, march {outcome.march}"
     yield _segments(outcome.plan)
     yield _boundaries(outcome.plan)

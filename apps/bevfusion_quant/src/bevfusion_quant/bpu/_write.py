@@ -97,6 +97,7 @@ class RunWriter:
                 seconds=self.clock.seconds(),
                 peak_memory_mib=peak_memory_mib(),
                 bpu=self.outcome,
+                accuracy=self.outcome.accuracy,
             )
 
     def summary(self, more: Mapping[str, Any]) -> tuple[dict[str, float], float]:

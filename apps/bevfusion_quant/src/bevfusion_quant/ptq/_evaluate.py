@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from bevfusion_quant.cameras import CAMERA_NAMES
-from bevfusion_quant.datasets import range_origin
-from bevfusion_quant.metrics import Accuracy, AccuracyTally, Bootstrap, DetectionRules
+from bevfusion_quant.metrics import Accuracy, Bootstrap
 from bevfusion_quant.model import CONFIGS
+from bevfusion_quant.ptq._accuracy_tally import accuracy_tally
 from bevfusion_quant.ptq._agreement import AgreementRow, FoundRow
 from bevfusion_quant.ptq._batches import FrameBatches
 from bevfusion_quant.ptq._branches import quantized_parts
@@ -94,15 +94,7 @@ def run_evaluate(
         config, model = loaded.config, loaded.quantized_model
         sizes = CONFIGS[config["config"]]
         batches = FrameBatches(frames, sizes, model, cameras or config.get("cameras", CAMERA_NAMES))
-        low_x, low_y, _, high_x, high_y, _ = sizes.lidar.point_cloud_range
-        tally = AccuracyTally(
-            sizes.head.classes,
-            DetectionRules(
-                extent=(low_x, low_y, high_x, high_y), origin=range_origin(batches.dataset)
-            ),
-            bootstrap,
-            batches.dataset,
-        )
+        tally = accuracy_tally(sizes, batches, bootstrap)
         judgement = judge(loaded.float_model, model, batches, sizes, clock, tally)
         branch = config.get("branch", "lidar")
         simulation = None
