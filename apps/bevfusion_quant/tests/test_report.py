@@ -22,8 +22,11 @@ from bevfusion_quant.report import (
     ReportFigure,
     ReportScene,
     ReportStage,
+    read_sections,
+    write_page,
     write_report,
 )
+from bevfusion_quant.report._html import Html
 
 EVIL = '</script><script>alert("x")</script>&amp;'
 EXTENT = (-10.0, -10.0, 10.0, 10.0)
@@ -364,3 +367,24 @@ def test_quantizers_that_saw_nothing_or_zeros(tmp_path: Path) -> None:
     page = written(tmp_path, ReportContent("x", quantizers=(unseen, dead, weights)))
     assert [q["range"] for q in page.data["quantizers"]] == [[1, 1], [0, 0], [0, 2]]
     assert len([a for a in page.all("li") if a.get("class") == "card"]) == 3
+
+
+def test_sections_read_back_make_the_same_page(tmp_path: Path) -> None:
+    written_page = write_report(tmp_path / "a.html", replace(full(), title=EVIL))
+    text = written_page.read_text(encoding="utf-8")
+    sections = read_sections(text)
+    assert list(sections) == [
+        "scene", "stages", "layers", "decisions", "quantizers", "reproduce",
+    ]  # fmt: skip
+    assert sections["layers"].title == "Layers"
+    top = text[text.index('<header class="head">') + 21 : text.index("</header>\n<noscript>")]
+    again = write_page(tmp_path / "b.html", EVIL, Html(top), list(sections.values()))
+    assert again.read_bytes() == written_page.read_bytes()
+
+
+@pytest.mark.parametrize("came", ["<p>another page</p>", "form"])
+def test_pages_of_another_form_are_not_read(tmp_path: Path, came: str) -> None:
+    text = write_report(tmp_path / "a.html", full()).read_text(encoding="utf-8")
+    newer = text.replace('quant-page" content="1"', 'quant-page" content="99"')
+    with pytest.raises(ValueError, match="no page of bevfusion-quant|has form 99"):
+        read_sections(newer if came == "form" else came)

@@ -7,7 +7,8 @@ from bevfusion_quant.report._content import (
     ReportScene,
     ReportStage,
 )
-from bevfusion_quant.report._write import write_report
+from bevfusion_quant.report._section import Section, read_sections
+from bevfusion_quant.report._write import write_page, write_report
 
 __all__ = [
     "ReportBoxes",
@@ -15,5 +16,8 @@ __all__ = [
     "ReportFigure",
     "ReportScene",
     "ReportStage",
+    "Section",
+    "read_sections",
+    "write_page",
     "write_report",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -17,13 +17,13 @@ from bevfusion_quant.report._check import check
 from bevfusion_quant.report._decisions import decisions_section
 from bevfusion_quant.report._encode import script_json
 from bevfusion_quant.report._export import export_section
-from bevfusion_quant.report._html import join, tag
+from bevfusion_quant.report._html import Html, join, tag
 from bevfusion_quant.report._integers import integers_section
 from bevfusion_quant.report._layers import finite_rows, layers_section
 from bevfusion_quant.report._overview import head, reproduce
 from bevfusion_quant.report._quantizers import quantizers_section
 from bevfusion_quant.report._scene import scene_section
-from bevfusion_quant.report._section import Section, heading
+from bevfusion_quant.report._section import PAGE_FORM, Section, heading
 from bevfusion_quant.report._sensitivity import sensitivity_section
 from bevfusion_quant.report._stages import stages_section
 from bevquant_quantizers import write_whole
@@ -31,7 +31,7 @@ from bevquant_quantizers import write_whole
 if TYPE_CHECKING:
     from bevfusion_quant.report._content import ReportContent
 
-__all__ = ["write_report"]
+__all__ = ["write_page", "write_report"]
 
 PAGE = files("bevfusion_quant.report") / "page"
 STYLES = ("base.css", "parts.css")
@@ -39,6 +39,14 @@ SCRIPTS = (
     "decode.js", "colour.js", "theme.js", "scene.js", "maps.js", "tabs.js", "chart.js", "table.js",
     "histograms.js", "lists.js", "start.js",
 )  # fmt: skip
+# Of single sections, by key.
+STYLE_OF = {
+    "accuracy": "accuracy.css",
+    "bpu": "bpu.css",
+    "export": "export.css",
+    "sensitivity": "sensitivity.css",
+}
+SCRIPT_OF = {"bpu": "bpu.js"}
 
 
 def write_report(path: Path | str, content: ReportContent) -> Path:
@@ -67,29 +75,42 @@ def write_report(path: Path | str, content: ReportContent) -> Path:
         '<!doctype html>'
     """
     check(content)
-    return write_whole(path, _page(content))
-
-
-def _page(content: ReportContent) -> str:
     content = replace(content, layers=finite_rows(content.layers))
-    sections = list(_sections(content))
+    return write_page(path, content.title, head(content), list(_sections(content)))
+
+
+def write_page(path: Path | str, title: str, top: Html, sections: Sequence[Section]) -> Path:
+    """Write a page of these sections, as `write_report` does of a run's.
+
+    Args:
+        path: The file to write; a file already there is replaced.
+        title: Of the browser's window.
+        top: What stands above the sections.
+        sections: In the order of the page, each key once.
+
+    Returns:
+        `path`.
+    """
     links = [tag("li", tag("a", s.title, href=f"#{s.key}")) for s in sections]
     data = {s.key: s.data for s in sections if s.data is not None}
-    style = "\n".join(_read(name) for name in _styles(content))
-    scripts = SCRIPTS if content.bpu is None else (*SCRIPTS, "bpu.js")
-    script = '"use strict";\n(() => {\n' + "\n".join(_read(name) for name in scripts) + "})();\n"
+    style = "\n".join(_read(name) for name in _styles([s.key for s in sections]))
+    more = [SCRIPT_OF[s.key] for s in sections if s.key in SCRIPT_OF]
+    scripts = "\n".join(_read(name) for name in (*SCRIPTS, *more))
+    script = '"use strict";\n(() => {\n' + scripts + "})();\n"
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
-    return Template(_read("page.html")).substitute(
-        title=join(content.title),
+    page = Template(_read("page.html")).substitute(
+        title=join(title),
+        form=PAGE_FORM,
         policy=f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
         f"script-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'",
         links=join(*links),
-        head=head(content),
+        head=top,
         sections=join(*(heading(s) for s in sections)),
         style=style,
         data=script_json(data),
         script=script,
     )
+    return write_whole(path, page)
 
 
 def _sections(content: ReportContent) -> Iterator[Section]:
@@ -120,16 +141,9 @@ def _sections(content: ReportContent) -> Iterator[Section]:
         yield again
 
 
-def _styles(content: ReportContent) -> Iterator[str]:
+def _styles(keys: Sequence[str]) -> Iterator[str]:
     yield from STYLES
-    if content.accuracy is not None:
-        yield "accuracy.css"
-    if content.bpu is not None:
-        yield "bpu.css"
-    if content.export is not None:
-        yield "export.css"
-    if content.sensitivity is not None:
-        yield "sensitivity.css"
+    yield from (style for key, style in STYLE_OF.items() if key in keys)
     yield "narrow.css"  # last, so that a small screen has the last word
 
 
