@@ -386,5 +386,5 @@ def test_sections_read_back_make_the_same_page(tmp_path: Path) -> None:
 def test_pages_of_another_form_are_not_read(tmp_path: Path, came: str) -> None:
     text = write_report(tmp_path / "a.html", full()).read_text(encoding="utf-8")
     newer = text.replace('quant-page" content="1"', 'quant-page" content="99"')
-    with pytest.raises(ValueError, match="no page of bevfusion-quant|has form 99"):
+    with pytest.raises(ValueError, match=r"no page of bevfusion-quant|has form 99"):
         read_sections(newer if came == "form" else came)

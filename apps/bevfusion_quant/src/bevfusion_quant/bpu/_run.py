@@ -19,7 +19,13 @@ from bevfusion_quant.bpu._record import folding_record, placement_record
 from bevfusion_quant.bpu._save import save_weights
 from bevfusion_quant.bpu._write import BpuResult, RunWriter
 from bevfusion_quant.model import CONFIGS, build_model
-from bevfusion_quant.ptq import FrameBatches, built_parts, quantized_parts, run_folder
+from bevfusion_quant.ptq import (
+    FrameBatches,
+    built_parts,
+    quantized_parts,
+    read_run_config,
+    run_folder,
+)
 from bevfusion_quant.ptq._accuracy_tally import accuracy_tally
 from bevfusion_quant.ptq._clock import Clock
 from bevfusion_quant.ptq._run import calibration_count, fill_weights
@@ -158,7 +164,7 @@ def run_bpu_evaluate(
         )
         writer.draw(quantized_parts(config.branch)[-1])
         writer.plan()
-        writer.config({})
+        writer.config({"run_sha256": read_run_config(run).get("sha256")})
         writer.page(name)
         accuracy = None if outcome.accuracy is None else outcome.accuracy.summary()
         seconds, peak = writer.summary({"evaluates": str(run), "accuracy": accuracy})

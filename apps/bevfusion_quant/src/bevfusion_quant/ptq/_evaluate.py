@@ -122,9 +122,8 @@ def run_evaluate(
             "weights": config.get("weights"),
             "cameras": cameras,
         }
-        write_json(
-            folder / CONFIG_FILE, {"format": RUN_FORMAT, "version": RUN_VERSIONS[-1], **settings}
-        )
+        head = {"format": RUN_FORMAT, "version": RUN_VERSIONS[-1]}
+        write_json(folder / CONFIG_FILE, {**head, "run_sha256": config.get("sha256"), **settings})
         with clock.step("page"):
             write_page(
                 folder / "report.html",

@@ -128,7 +128,8 @@ def run_sensitivity(
         outcome = SensitivityOutcome(table, path, tuple(precisions), plan, budget or "", refusal)
         names = [frame for _, (frame, _) in sorted(batches.names.items())]
         head = {"format": RUN_FORMAT, "version": RUN_VERSIONS[-1]}
-        write_json(folder / CONFIG_FILE, {**head, "evaluates": str(run), **settings})
+        read = {"evaluates": str(run), "run_sha256": config.get("sha256")}
+        write_json(folder / CONFIG_FILE, {**head, **read, **settings})
         with clock.step("page"):
             _page(folder / "report.html", name, command, settings, names, clock, outcome)
         seconds, peak = clock.seconds(), round(peak_memory_mib(), 1)
