@@ -115,6 +115,7 @@ class Ptq(FrameOptions):
         quantize_head: With --branch all, the head too.
         plan: Precisions of the layers, the plan.json of `sensitivity --budget`: int8, 16-bit
             activations, or float. By default every layer is int8.
+        weight_bits: Bits of every quantized weight, 4 to 8; activations have 8.
         seed: Seed of random weights.
         runs: Folder of all runs.
         name: The run's folder in it; by default ptq, ptq-2, …
@@ -132,6 +133,7 @@ class Ptq(FrameOptions):
     exclude: tuple[str, ...] = ()
     quantize_head: bool = False
     plan: Path | None = None
+    weight_bits: int = 8
     seed: int = 0
     runs: Path = Path("runs")
     name: str | None = None

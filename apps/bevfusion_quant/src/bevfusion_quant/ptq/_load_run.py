@@ -107,6 +107,7 @@ def load_run(folder: str | Path) -> LoadedRun:
             method=config["method"],
             exclude=config["exclude"],
             with_head=config.get("quantize_head", False),
+            weight_bits=config.get("weight_bits", 8),
         ).model
         if planned:
             apply_plan(model, read_plan(folder / PLAN_FILE))

@@ -77,6 +77,8 @@ class PtqConfig:
         quantize_head: With branch "all", the head too.
         cameras: Names of the cameras to use, in this order.
         plan: Precisions of the layers, from `run_sensitivity`; None for int8 throughout.
+        weight_bits: Bits of every quantized weight, 4 to 8; activations have 8. Not with a plan,
+            which says the bits of each layer.
     """
 
     config: str = "nuscenes"
@@ -90,6 +92,7 @@ class PtqConfig:
     quantize_head: bool = False
     cameras: tuple[str, ...] = CAMERA_NAMES
     plan: Path | None = None
+    weight_bits: int = 8
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,7 @@ def run_ptq(
 
     clock = Clock()
     count = calibration_count(config, len(frames))
+    _check_weight_bits(config)
     plan = None if config.plan is None else read_plan(config.plan)
     if plan is not None and export is not None:
         refuse_in_files(plan, f"a run with {config.plan}")
@@ -163,6 +167,7 @@ def run_ptq(
                 method=config.method,
                 exclude=config.exclude,
                 with_head=config.quantize_head,
+                weight_bits=config.weight_bits,
             )
         if plan is not None:
             apply_plan(quantized.model, before_calibration(plan))
@@ -295,6 +300,16 @@ def calibration_count(config: PtqConfig, frames: int) -> int:
     if config.seed < 0:
         raise InputError(f"--seed {config.seed}: it must not be negative")
     return count
+
+
+def _check_weight_bits(config: PtqConfig) -> None:
+    if not 4 <= config.weight_bits <= 8:
+        raise InputError(f"--weight-bits {config.weight_bits}: weights have 4 to 8 bits")
+    if config.plan is not None and config.weight_bits != 8:
+        raise InputError(
+            f"--weight-bits {config.weight_bits} with --plan {config.plan}: the plan says the bits "
+            "of each layer; leave one of the two out"
+        )
 
 
 def fill_weights(

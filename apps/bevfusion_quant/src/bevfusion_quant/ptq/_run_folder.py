@@ -19,7 +19,7 @@ __all__ = ["CONFIG_FILE", "RUN_FORMAT", "RUN_VERSIONS", "free_name", "run_folder
 
 CONFIG_FILE = "config.json"
 RUN_FORMAT = "bevfusion-quant run"
-RUN_VERSIONS = (1, 2)
+RUN_VERSIONS = (1, 2, 3)
 """Schemas of runs that can be read; the last one is written."""
 
 

@@ -103,6 +103,7 @@ def quantize_branch(
     method: Method = "mse",
     exclude: Iterable[str] = (),
     with_head: bool = False,
+    weight_bits: int = 8,
 ) -> Stage[QuantizeResult]:
     """A copy of the folded model with quantizers in place, not calibrated yet.
 
@@ -113,6 +114,7 @@ def quantize_branch(
         method: "max" puts running-maximum calibrators on activations, the others histograms.
         exclude: Paths or globs to leave float, in full or below the part, such as `conv_input.*`.
         with_head: Quantize the head too; says nothing for other branches than `all`.
+        weight_bits: Of every quantized weight; activations have 8.
     """
     from bevquant_qnn import QuantConfig, SkippedModule, quantize_model
 
@@ -120,6 +122,7 @@ def quantize_branch(
     parts = quantized_parts(branch, with_head=with_head)
     apart = exclude_all_but(parts, model.parts)
     config = QuantConfig(
+        weight_bits=weight_bits,
         input_calibrator="max" if method == "max" else "histogram",
         exclude=(*expand_patterns(model, exclude), *apart),
     )
