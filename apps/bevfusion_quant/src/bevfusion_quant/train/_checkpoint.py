@@ -19,7 +19,7 @@ __all__ = ["CHECKPOINT", "Checkpoint", "read_checkpoint", "restore", "write_chec
 
 CHECKPOINT = "checkpoint.safetensors"
 _FORMAT, _VERSION, _KEY = "bevfusion-quant training checkpoint", 1, "bevfusion-quant"
-_MODEL, _OPTIMIZER, _LOSSES = "model.", "optimizer.", "losses"
+_MODEL, _OPTIMIZER, _OWN, _LOSSES = "model.", "optimizer.", "own.", "losses"
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Checkpoint:
     Attributes:
         step: Steps that are done.
         identity: What decides the result, as JSON has it.
-        tensors: The model's, the optimizer's and the losses so far.
+        tensors: The model's, the optimizer's, the run's own and the losses so far.
     """
 
     step: int
@@ -38,8 +38,13 @@ class Checkpoint:
 
     @property
     def losses(self) -> Tensor:
-        """float32 [steps done, 3]: heatmap, classes, boxes."""
+        """float32 [steps done, terms], such as heatmap, classes, boxes."""
         return self.tensors[_LOSSES]
+
+    @property
+    def own(self) -> dict[str, Tensor]:
+        """What the run keeps beside model and optimizer."""
+        return _part(self.tensors, _OWN)
 
 
 def write_checkpoint(
@@ -49,14 +54,27 @@ def write_checkpoint(
     step: int,
     losses: list[list[float]],
     identity: dict[str, Any],
+    own: dict[str, Tensor] | None = None,
 ) -> None:
-    """Write the state, whole or not at all: a kill leaves the checkpoint before."""
+    """Write the state, whole or not at all: a kill leaves the checkpoint before.
+
+    Args:
+        path: The file.
+        model: Whose state dict is kept.
+        optimizer: Of the model's parameters.
+        step: Steps that are done.
+        losses: Of each of them.
+        identity: What decides the result.
+        own: What the run keeps besides.
+    """
     tensors = {f"{_MODEL}{name}": value for name, value in model.state_dict().items()}
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             tensors[f"{_OPTIMIZER}{key}.{name}"] = value
-    tensors[_LOSSES] = torch.tensor(losses, dtype=torch.float32).reshape(-1, 3)
-    tensors = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    tensors |= {f"{_OWN}{name}": value for name, value in (own or {}).items()}
+    tensors[_LOSSES] = torch.tensor(losses, dtype=torch.float32).reshape(len(losses), -1)
+    # A quantizer that several layers share is one tensor under several names: each gets its copy.
+    tensors = {name: value.detach().cpu().clone().contiguous() for name, value in tensors.items()}
     about = {"format": _FORMAT, "version": _VERSION, "step": step, "identity": identity}
     write_whole(path, save(tensors, {_KEY: json.dumps(about)}))
 
@@ -75,8 +93,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
         raise InputError(f"{path} cannot be read ({error}): it is damaged") from error
     if about.get("format") != _FORMAT or about.get("version") != _VERSION:
         raise InputError(
-            f"{path} is no checkpoint of `bevfusion-quant train` that this version reads; use the "
-            "version that wrote it, or another --out"
+            f"{path} is no checkpoint that this version of bevfusion-quant reads; use the version "
+            "that wrote it, or begin a new run elsewhere"
         )
     return Checkpoint(int(about["step"]), about["identity"], tensors)
 

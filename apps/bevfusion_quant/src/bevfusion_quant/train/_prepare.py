@@ -10,7 +10,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import connection
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from tqdm import tqdm
 
@@ -22,14 +22,29 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from bevfusion_quant.points import Frame
-    from bevfusion_quant.train._config import TrainConfig
     from bevfusion_quant.train._split import FrameSource
 
-__all__ = ["PreparedFrames", "prepare_frames"]
+__all__ = ["FrameForm", "PreparedFrames", "prepare_frames"]
 
 _INDEX = "frames.json"
 _VERSION = 1
 _CHUNK = 8
+
+
+class FrameForm(Protocol):
+    """What frames are prepared for; `TrainConfig` says it."""
+
+    @property
+    def config(self) -> str:
+        """Sizes of the model."""
+
+    @property
+    def image_size(self) -> tuple[int, int] | None:
+        """Height and width of the network's images; None where it reads none."""
+
+    @property
+    def cameras(self) -> tuple[str, ...]:
+        """Names of the cameras, in this order."""
 
 
 class PreparedFrames:
@@ -51,7 +66,7 @@ class PreparedFrames:
 
 
 def prepare_frames(
-    source: FrameSource, config: TrainConfig, folder: Path, *, workers: int = 1
+    source: FrameSource, config: FrameForm, folder: Path, *, workers: int = 1
 ) -> PreparedFrames:
     """Make every frame of `source` once, unless it lies in `folder` already.
 
@@ -115,7 +130,7 @@ def _make_in_processes(
     source: FrameSource,
     missing: list[int],
     folder: Path,
-    config: TrainConfig,
+    config: FrameForm,
     workers: int,
     bar: tqdm[None],
 ) -> None:
@@ -153,7 +168,7 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _make_chunk(source: FrameSource, chunk: list[int], folder: Path, config: TrainConfig) -> int:
+def _make_chunk(source: FrameSource, chunk: list[int], folder: Path, config: FrameForm) -> int:
     import torch
 
     torch.set_num_threads(1)
@@ -163,7 +178,7 @@ def _make_chunk(source: FrameSource, chunk: list[int], folder: Path, config: Tra
     return len(chunk)
 
 
-def _make(frames: Sequence[Frame], index: int, folder: Path, config: TrainConfig) -> None:
+def _make(frames: Sequence[Frame], index: int, folder: Path, config: FrameForm) -> None:
     prepared = compact(frames[index], config.image_size, config.cameras)
     prepared.save(_file(folder, index))
 

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.model import Batch
 from bevfusion_quant.train._checkpoint import (
     CHECKPOINT,
     read_checkpoint,
     restore,
     write_checkpoint,
 )
+from bevfusion_quant.train._device import moved, usable_device
 from bevfusion_quant.train._head_loss import head_loss
+from bevfusion_quant.train._identity import check_identity, identity_of
+from bevfusion_quant.train._loop import in_parts, run_steps
 from bevfusion_quant.train._prepare import prepare_frames
 from bevfusion_quant.train._samples import make_batch, order_of
 from bevfusion_quant.train._schedule import one_cycle
 from bevfusion_quant.train._start import first_model
-from bevfusion_quant.train._stop import stop_on_signals
 from bevfusion_quant.train._weights import WEIGHTS, stored_weights, write_weights
 
 if TYPE_CHECKING:
@@ -39,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["TrainResult", "run_train"]
 
 LOG = logging.getLogger(__name__)
+TERMS = ("heatmap", "class", "box")
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class TrainResult:
     """
 
     folder: Path
-    losses: list[tuple[float, float, float]]
+    losses: list[tuple[float, ...]]
     seconds: float
     steps: int
     held_out: dict[str, Any] | None
@@ -98,13 +97,13 @@ def run_train(
     """
     if checkpoint_every < 1:
         raise InputError(f"--checkpoint-every {checkpoint_every}: it must be at least 1")
-    target = _device(device)
-    identity = _identity(source, config)
+    target = usable_device(device)
+    identity = identity_of(source, config)
     checkpoint = out / CHECKPOINT
     _refuse_other_runs(out, resume)
     begun = read_checkpoint(checkpoint) if resume and checkpoint.is_file() else None
-    if begun is not None and begun.identity != identity:
-        raise InputError(f"{checkpoint} is of another run: {_difference(begun.identity, identity)}")
+    if begun is not None:
+        check_identity(checkpoint, begun, identity, "--out")
     out.mkdir(parents=True, exist_ok=True)
     frames = prepare_frames(source, config, cache or out / "frames", workers=workers)
     model = first_model(config).to(target)
@@ -118,24 +117,16 @@ def run_train(
     def save(step: int) -> None:
         write_checkpoint(checkpoint, model, optimizer, step, losses, identity)
 
-    first, started = len(losses), time.perf_counter()
-    # No generator's state is kept between steps; the caller gets back the one that was.
-    with torch.random.fork_rng(), stop_on_signals() as stop, _bar(config, first) as bar:
-        model.train()
-        for step in range(first, config.steps):
-            losses.append(_step(step, frames, model, optimizer, config, target))
-            bar.set_postfix_str(_told(losses), refresh=False)
-            bar.update()
-            if stop.asked:
-                save(step + 1)
-                raise InputError(
-                    f"stopped after step {step + 1} of {config.steps}; the same command with "
-                    "--resume goes on from there"
-                )
-            if (step + 1) % checkpoint_every == 0 and step + 1 < config.steps:
-                save(step + 1)
-    seconds = time.perf_counter() - started
-    save(config.steps)
+    first = len(losses)
+    model.train()
+    seconds = run_steps(
+        lambda step: _step(step, frames, model, optimizer, config, target),
+        save,
+        losses,
+        steps=config.steps,
+        every=checkpoint_every,
+        terms=TERMS,
+    )
     model = model.cpu().eval()
     tensors = stored_weights(model, half=config.half)
     model.load_state_dict(tensors)
@@ -146,7 +137,7 @@ def run_train(
         held_out = {"frames": judge_by.describe, **judge_detector(model, judge_by.open(), config)}
     about = {"command": command, **identity, "held_out": held_out}
     write_weights(out / WEIGHTS, tensors, about)
-    return TrainResult(out, _in_parts(losses), seconds, config.steps - first, held_out)
+    return TrainResult(out, in_parts(losses), seconds, config.steps - first, held_out)
 
 
 def _step(
@@ -166,7 +157,7 @@ def _step(
     for group in optimizer.param_groups:
         group["lr"] = one_cycle(step, config.steps, config.lr)
     optimizer.zero_grad()
-    outputs = model(*_moved(batch, device))
+    outputs = model(*moved(batch, device))
     loss = head_loss(outputs, targets, model.head.config)
     loss.total.backward()  # type: ignore[no-untyped-call]
     norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip)
@@ -190,57 +181,8 @@ def _optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=config.lr)
 
 
-def _moved(batch: Batch, device: torch.device) -> Batch:
-    moved: dict[str, Any] = {
-        n: v.to(device) for n, v in batch._asdict().items() if isinstance(v, torch.Tensor)
-    }
-    return batch._replace(**moved)
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise InputError(
-            f"--device {name} cannot be used here ({str(error).splitlines()[0]}): use cpu, or "
-            "install a torch that drives the device"
-        ) from error
-    return device
-
-
-def _identity(source: FrameSource, config: TrainConfig) -> dict[str, Any]:
-    """What decides the result, as it comes back from JSON."""
-    about = {"training_frames": source.describe, "settings": asdict(config)}
-    identity: dict[str, Any] = json.loads(json.dumps(about, default=str))
-    return identity
-
-
-def _difference(was: dict[str, Any], now: dict[str, Any]) -> str:
-    old, new = ({"training_frames": d["training_frames"], **d["settings"]} for d in (was, now))
-    keys = [key for key in new if old.get(key) != new[key]]
-    told = "; ".join(f"{key} was {old.get(key)!r}, now {new[key]!r}" for key in keys)
-    return f"{told}: give the same settings, or another --out"
-
-
 def _refuse_other_runs(out: Path, resume: bool) -> None:
     if resume or not out.is_dir():
         return
     if (out / CHECKPOINT).exists() or (out / WEIGHTS).exists():
         raise InputError(f"{out} holds a run already: go on with --resume, or choose another --out")
-
-
-def _bar(config: TrainConfig, first: int) -> tqdm[None]:
-    return tqdm(total=config.steps, initial=first, desc="train", unit="step", mininterval=1.0)
-
-
-def _told(losses: list[list[float]]) -> str:
-    """The loss of the last steps, in all and by term."""
-    terms = np.mean(losses[-20:], axis=0)
-    heatmap, classes, boxes = terms
-    return f"loss {terms.sum():.3f} (heatmap {heatmap:.3f}, class {classes:.3f}, box {boxes:.3f})"
-
-
-def _in_parts(losses: list[list[float]]) -> list[tuple[float, float, float]]:
-    means = [part.mean(0) for part in np.array_split(np.array(losses), min(10, len(losses)))]
-    return [(float(h), float(c), float(b)) for h, c, b in means]

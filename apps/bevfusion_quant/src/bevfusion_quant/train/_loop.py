@@ -1,0 +1,79 @@
+"""Steps one after the other, with progress, checkpoints, and an end when somebody asks for one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from bevfusion_quant._errors import InputError
+from bevfusion_quant.train._stop import stop_on_signals
+
+__all__ = ["in_parts", "run_steps"]
+
+SHOWN = 20  # steps whose mean loss the progress shows
+
+
+def run_steps(
+    step: Callable[[int], list[float]],
+    save: Callable[[int], None],
+    losses: list[list[float]],
+    *,
+    steps: int,
+    every: int,
+    terms: Sequence[str],
+    title: str = "train",
+) -> float:
+    """Take the steps from `len(losses)` to `steps` − 1, and save every now and then and at the end.
+
+    torch's random state is the caller's again afterwards: no step may lean on another's.
+
+    Args:
+        step: Takes one step and answers its losses.
+        save: Writes a checkpoint, given how many steps are done.
+        losses: Of the steps that are done; each step's are appended.
+        steps: Of the whole run.
+        every: Steps between two checkpoints.
+        terms: What each loss is called.
+        title: Of the progress bar.
+
+    Returns:
+        Seconds.
+
+    Raises:
+        InputError: SIGTERM or Ctrl-C came; the checkpoint is written.
+    """
+    started = time.perf_counter()
+    bar = tqdm(total=steps, initial=len(losses), desc=title, unit="step", mininterval=1.0)
+    with torch.random.fork_rng(), stop_on_signals() as stop, bar:
+        for number in range(len(losses), steps):
+            losses.append(step(number))
+            bar.set_postfix_str(_told(losses, terms), refresh=False)
+            bar.update()
+            if stop.asked:
+                save(number + 1)
+                raise InputError(
+                    f"stopped after step {number + 1} of {steps}; the same command with "
+                    "--resume goes on from there"
+                )
+            if (number + 1) % every == 0 and number + 1 < steps:
+                save(number + 1)
+    seconds = time.perf_counter() - started
+    save(steps)
+    return seconds
+
+
+def in_parts(losses: list[list[float]]) -> list[tuple[float, ...]]:
+    """The mean of each loss in up to ten equal parts of a run."""
+    parts = np.array_split(np.array(losses), min(10, len(losses)))
+    return [tuple(float(value) for value in part.mean(0)) for part in parts]
+
+
+def _told(losses: list[list[float]], terms: Sequence[str]) -> str:
+    """The loss of the last steps, in all and by term."""
+    means = np.mean(losses[-SHOWN:], axis=0)
+    each = ", ".join(f"{name} {value:.3f}" for name, value in zip(terms, means, strict=True))
+    return f"loss {means.sum():.3f} ({each})"
