@@ -1,0 +1,125 @@
+"""What is finished of a run is kept on disk, frame by frame, and comes back in order of frames."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from bevfusion_quant._errors import InputError
+from bevfusion_quant.ranks._ranks import Ranks, current_ranks
+from bevfusion_quant.ranks._records import Record, pack, unpack
+
+__all__ = ["Shards", "in_order"]
+
+LOG = logging.getLogger(__name__)
+# Frames of a rank between two exchanges: what waits for its turn is no more than that.
+_ROUND = 16
+
+
+class Shards:
+    """A folder beside the run that holds what finished frames gave, until the run is written.
+
+    Its name has a digest of everything that decides these figures, so that those of other settings
+    are never mixed in. A process alone keeps nothing.
+
+    Args:
+        runs: Folder of all runs.
+        name: The run.
+        settings: What decides the figures; values that JSON holds.
+        ranks: The processes; those of the launcher by default.
+    """
+
+    def __init__(
+        self, runs: Path, name: str, settings: Mapping[str, Any], ranks: Ranks | None = None
+    ) -> None:
+        self.ranks = current_ranks() if ranks is None else ranks
+        self.folder: Path | None = None
+        if self.ranks.alone:
+            return
+        text = json.dumps(settings, sort_keys=True, default=str)
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        self.ranks.agree("the settings of the run", f"{name} {digest}")
+        self.folder = runs / f".{name}.{digest[:12]}.shards"
+        if self.ranks.line is not None:
+            self.ranks.line.kept = str(self.folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if self.ranks.first:
+            (self.folder / "settings.json").write_text(text + "\n", encoding="utf-8")
+            for other in runs.glob(f".{name}.*.shards"):
+                if other != self.folder:
+                    LOG.warning("%s holds finished frames of other settings: delete it", other)
+
+    def file(self, name: str) -> Path | None:
+        """A file of that name in the folder, for a step that keeps its own; None alone."""
+        return None if self.folder is None else self.folder / name
+
+    def load(self, step: str, index: int) -> Record | None:
+        """What a frame gave, if it was finished before."""
+        path = self._path(step, index)
+        if path is None or not path.exists():
+            return None
+        try:
+            return unpack(path.read_bytes())
+        except ValueError as error:
+            raise InputError(f"{path}: {error}: delete it, and the frame is run again") from error
+
+    def save(self, step: str, index: int, record: Record) -> None:
+        """Keep what a frame gave, whole or not at all."""
+        from bevquant_quantizers import write_whole
+
+        path = self._path(step, index)
+        if path is not None:
+            write_whole(path, pack(record))
+
+    def remove(self) -> None:
+        """The run is written: nothing of this is needed any more. The first rank calls it."""
+        if self.folder is not None and self.ranks.first:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _path(self, step: str, index: int) -> Path | None:
+        return None if self.folder is None else self.folder / f"{step}-{index:06d}.npz"
+
+
+def in_order(
+    step: str, count: int, work: Callable[[int], Record], shards: Shards, *, anew: int = 0
+) -> Iterator[tuple[int, Record]]:
+    """What each of `count` frames gave, in order of frames, whichever rank ran it.
+
+    A process alone runs a frame when it is asked for. Several run `mine(count)`, keep what is
+    finished and exchange it every few frames.
+
+    Args:
+        step: Names the records on disk.
+        count: How many frames.
+        work: Answers the record of one frame.
+        shards: What is finished, and the ranks.
+        anew: So many frames, from the first, are run whatever is kept of them.
+
+    Yields:
+        Index and record.
+    """
+    ranks = shards.ranks
+
+    def done(index: int) -> Record:
+        ranks.check()
+        kept = None if index < anew else shards.load(step, index)
+        if kept is None:
+            kept = work(index)
+            shards.save(step, index, kept)
+        return kept
+
+    if ranks.alone:
+        for index in range(count):
+            yield index, done(index)
+        return
+    width = _ROUND * ranks.world
+    for start in range(0, count, width):
+        size = min(width, count - start)
+        own = {start + i: pack(done(start + i)) for i in ranks.mine(size)}
+        for index, data in ranks.gather(own).items():
+            yield index, unpack(data)
