@@ -45,6 +45,7 @@ STYLE_OF = {
     "bpu": "bpu.css",
     "export": "export.css",
     "sensitivity": "sensitivity.css",
+    "verdict": "review.css",
 }
 SCRIPT_OF = {"bpu": "bpu.js"}
 

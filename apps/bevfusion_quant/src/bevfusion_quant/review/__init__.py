@@ -1,0 +1,21 @@
+"""One page to sign: a run, what was measured of it, what is missing, where each figure is from."""
+
+from bevfusion_quant.review._checks import Check
+from bevfusion_quant.review._evidence import Evidence
+from bevfusion_quant.review._gather import Gathered, Measured, gather
+from bevfusion_quant.review._headline import HeadlineGroup, HeadlineRow
+from bevfusion_quant.review._run import ReviewResult, run_review
+from bevfusion_quant.review._text import review_text
+
+__all__ = [
+    "Check",
+    "Evidence",
+    "Gathered",
+    "HeadlineGroup",
+    "HeadlineRow",
+    "Measured",
+    "ReviewResult",
+    "gather",
+    "review_text",
+    "run_review",
+]

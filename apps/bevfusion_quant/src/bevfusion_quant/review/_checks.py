@@ -1,0 +1,225 @@
+"""What a reviewer asks of a run, and what its folders answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from bevfusion_quant.export import ONNX_FOLDER
+from bevfusion_quant.metrics import points, span
+from bevfusion_quant.ptq._record import sha256
+from bevfusion_quant.review._headline import headline
+from bevfusion_quant.review._missing import command_for
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from bevfusion_quant.review._evidence import Evidence
+    from bevfusion_quant.review._gather import Gathered, Measured
+    from bevfusion_quant.review._headline import HeadlineGroup, HeadlineRow
+
+__all__ = ["Check", "checks", "exported_files"]
+
+LOW_SQNR_DB = 20.0
+
+
+@dataclass(frozen=True)
+class Check:
+    """One question.
+
+    Attributes:
+        question: What is asked.
+        answer: What was found.
+        state: "good", "look" where a reviewer should look closer, "missing" where nobody measured.
+        command: Of what is missing, the command that measures it.
+    """
+
+    question: str
+    answer: str
+    state: str = "good"
+    command: str = ""
+
+
+def checks(gathered: Gathered) -> tuple[Check, ...]:
+    """The questions of a run, in the order of the page."""
+    return tuple(_checks(gathered))
+
+
+def _checks(gathered: Gathered) -> Iterator[Check]:
+    main = gathered.main
+    groups = {group.source: group for group in headline(gathered)}
+    yield _accuracy(main, groups)
+    yield _held_out(main)
+    yield _integers(main)
+    yield from _layers(main)
+    yield from _calibration(main.run)
+    if main.run.kind != "bpu":
+        yield _sensitivity(main)
+    yield _files(main)
+    yield _trained(gathered, groups)
+    yield _partition(gathered)
+
+
+def _accuracy(main: Measured, groups: Mapping[str, HeadlineGroup]) -> Check:
+    question = "What does it lose against float?"
+    evaluation = main.evaluation
+    if evaluation is None:
+        told = "nobody judged it by labelled frames"
+        return Check(question, told, "missing", command_for("simulate", main))
+    group = groups.get(str(evaluation.folder))
+    if group is None or group.last.mean_ap is None:
+        told = "its frames have no labels, or the model no head"
+        return Check(question, told, "missing", command_for("simulate", main))
+    return Check(question, *_loss(group.last))
+
+
+def _loss(row: HeadlineRow) -> tuple[str, str]:
+    """The difference in words; "look" where even its better end is a loss, or nobody can tell."""
+    if row.difference is None:
+        return f"{row.model}: mAP {points(row.mean_ap)}, float's is not known", "look"
+    told = f"{row.model}: mAP {points(row.mean_ap)}, {100 * row.difference:+.2f} against float"
+    interval = row.difference_interval
+    if interval is None:
+        return f"{told}, without an interval", "look"
+    told += f" ({interval.level:.0%}: {span(interval, signed=True)})"
+    return told, "look" if interval.high < 0 else "good"
+
+
+def _held_out(main: Measured) -> Check:
+    question = "Was it judged on frames that did not set its ranges?"
+    if main.evaluation is None:
+        return Check(question, "it was not judged", "missing", command_for("simulate", main))
+    seen = set(main.run.frames) & set(main.evaluation.frames)
+    many = len(main.evaluation.frames)
+    if seen:
+        return Check(question, f"{len(seen)} of {many} frames are the run's own", "look")
+    return Check(question, f"none of the {many} frames is one of the run's")
+
+
+def _integers(main: Measured) -> Check:
+    question = "Do integers compute what the quantized model says?"
+    for evidence in (main.evaluation, main.run):
+        found = None if evidence is None else evidence.summary.get("integers")
+        if found:
+            return _simulated(question, found)
+        if evidence is not None and evidence.summary.get("bpu"):
+            return _on_chip(question, evidence.summary["bpu"])
+    told = "it was not run in integers"
+    return Check(question, told, "missing", command_for("simulate", main))
+
+
+def _simulated(question: str, found: Mapping[str, Any]) -> Check:
+    if found["wrong"]:
+        told = f"more than a step off on the same input: {', '.join(found['wrong'])}"
+        return Check(question, told, "look")
+    many = len(found["layers"])
+    known = f", but for {len(found['explained'])} with a known reason" * bool(found["explained"])
+    return Check(question, f"within one step on the same input, {many} steps of the model{known}")
+
+
+def _on_chip(question: str, found: Mapping[str, Any]) -> Check:
+    most = max((row["max_steps"] or 0 for row in found["layers"]), default=0)
+    told = f"up to {most:.0f} steps apart, each model on its own activations"
+    return Check(question, told)
+
+
+def _layers(main: Measured) -> Iterator[Check]:
+    evidence = main.evaluation or main.run
+    rows = [r for r in evidence.summary.get("layers", ()) if r["sqnr_db"] is not None]
+    if not rows:
+        return
+    low = [row for row in rows if row["sqnr_db"] < LOW_SQNR_DB]
+    worst = min(rows, key=lambda row: row["sqnr_db"])
+    told = f"{len(low)} of {len(rows)} layers, worst {worst['sqnr_db']:.1f} dB at {worst['layer']}"
+    yield Check(f"Which layers are below {LOW_SQNR_DB:g} dB?", told, "look" if low else "good")
+
+
+def _calibration(run: Evidence) -> Iterator[Check]:
+    if "calibration" in run.summary:
+        found = run.summary["calibration"]
+        warnings = len(found["warnings"]) + sum(len(q["warnings"]) for q in found["quantizers"])
+    elif "warnings" in run.summary:
+        warnings = len(run.summary["warnings"])
+    else:
+        return
+    told = f"{warnings} warning{'s' * (warnings != 1)}" if warnings else "no"
+    yield Check("Did the calibration warn?", told, "look" if warnings else "good")
+
+
+def _sensitivity(main: Measured) -> Check:
+    question = "Which layers cost most?"
+    if main.sensitivity is None:
+        told = "nobody measured what single layers cost"
+        return Check(question, told, "missing", command_for("sensitivity", main))
+    found = main.sensitivity.summary["sensitivity"]
+    precision = found["precisions"][0]
+    worst = min(found["table"]["rows"], key=lambda row: row["alone"][precision])
+    more = f" and {len(worst['modules']) - 1} more" * (len(worst["modules"]) > 1)
+    score = f"{worst['alone'][precision]:.4g} {found['unit']}".strip()
+    told = f"{worst['modules'][0]}{more}: {score} of {found['scored']}, alone in {precision}"
+    return Check(question, told)
+
+
+def _files(main: Measured) -> Check:
+    question = "Are the files verified, and still the ones that were?"
+    evidence = main.export
+    if evidence is None and "export" in main.run.summary:
+        evidence = main.run
+    if evidence is None:
+        return Check(question, "no files were written", "missing", command_for("export", main))
+    found = evidence.summary["export"]
+    if not found["verified"]:
+        return Check(question, f"not verified: {found['failures'][0]}", "look")
+    files = exported_files(evidence)
+    changed = [name for name, _, same in files if not same]
+    if changed:
+        told = f"changed or gone since they were verified: {', '.join(changed)}"
+        return Check(question, told, "look")
+    return Check(question, f"{len(files)} files for {found['target']}, verified and unchanged")
+
+
+def exported_files(evidence: Evidence) -> list[tuple[str, str, bool]]:
+    """Each file's name, the sha256 it was verified with, and whether it still has it."""
+    folder = evidence.folder / ONNX_FOLDER
+    files = []
+    for file in evidence.summary["export"]["files"]:
+        for name, digest in {file["name"]: file["sha256"], **file["companions"]}.items():
+            path = folder / name
+            files.append((name, digest, path.is_file() and sha256(path) == digest))
+    return files
+
+
+def _trained(gathered: Gathered, groups: Mapping[str, HeadlineGroup]) -> Check:
+    question = "What does training it on bring?"
+    if gathered.main.run.kind == "qat":
+        return Check(question, "this run was trained on")
+    qat = gathered.qat
+    if qat is None:
+        told = "no run of qat stands beside (--qat)"
+        return Check(question, told, "missing", command_for("qat", gathered.main))
+    if qat.evaluation is None:
+        told = f"nobody judged {qat.run.folder} by labelled frames"
+        return Check(question, told, "missing", command_for("simulate", qat))
+    group = groups.get(str(qat.evaluation.folder))
+    if group is None or group.last.mean_ap is None:
+        return Check(question, "its frames have no labels", "missing", command_for("simulate", qat))
+    return Check(question, *_loss(group.last))
+
+
+def _partition(gathered: Gathered) -> Check:
+    question = "What runs where on a BPU?"
+    chip = gathered.main if gathered.main.run.kind == "bpu" else gathered.bpu
+    if chip is None:
+        told = "no run for a BPU stands beside (--bpu)"
+        return Check(question, told, "missing", command_for("bpu", gathered.main))
+    found = chip.run.summary["bpu"]
+    on_bpu = sum(len(s["nodes"]) for s in found["segments"] if s["place"] == "BPU")
+    broken: Sequence[str] = [t for e in found["estimates"].values() for t in e["violations"]]
+    told = (
+        f"{on_bpu} operators on {found['march']}, {len(found['on_cpu'])} on its CPU, "
+        f"{found['transfer_bytes']:,} bytes between them in a frame"
+    )
+    if broken:
+        return Check(question, f"{told}; not allowed: {broken[0]}", "look")
+    return Check(question, told)

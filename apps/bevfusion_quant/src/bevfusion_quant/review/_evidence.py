@@ -1,0 +1,126 @@
+"""One finished folder: what it is, what it says, and its digests."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bevfusion_quant._errors import InputError
+from bevfusion_quant.ptq._record import sha256
+from bevfusion_quant.ptq._run_folder import CONFIG_FILE, RUN_FORMAT, RUN_VERSIONS
+from bevfusion_quant.report import read_sections
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from bevfusion_quant.report import Section
+
+__all__ = ["PAGE_FILE", "SUMMARY_FILE", "Evidence", "kind_of", "read_config", "read_evidence"]
+
+SUMMARY_FILE, PAGE_FILE = "summary.json", "report.html"
+# What the settings of a folder name, and what the folder is then; the first that fits.
+_KINDS = {
+    "reviews": "report",
+    "compares": "comparison",
+    "measures": "sensitivity",
+    "exports": "export",
+    "evaluates": "evaluation",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Evidence:
+    """One finished folder.
+
+    Attributes:
+        folder: Where it lies.
+        kind: "ptq", "qat", "bpu" of runs that hold a model; "evaluation", "simulation",
+            "sensitivity", "export", "comparison" of what was measured of one.
+        config: Its settings.
+        summary: What it found.
+        sections: Those of its page, by key.
+        digests: sha256 of summary.json and report.html, as they were read.
+    """
+
+    folder: Path
+    kind: str
+    config: Mapping[str, Any]
+    summary: Mapping[str, Any]
+    sections: Mapping[str, Section]
+    digests: Mapping[str, str]
+
+    @property
+    def command(self) -> str:
+        """The command line that repeats it."""
+        return str(self.summary.get("command", ""))
+
+    @property
+    def frames(self) -> tuple[str, ...]:
+        """Names of the frames it was made with."""
+        frames = self.summary.get("frames", ())
+        return tuple(str(f["name"] if isinstance(f, dict) else f) for f in frames)
+
+    @property
+    def model_digests(self) -> Mapping[str, str]:
+        """sha256 of the model's files, of a run that holds one."""
+        found: Mapping[str, str] = self.config.get("sha256") or {}
+        return found
+
+
+def read_config(folder: Path) -> dict[str, Any] | None:
+    """The settings of a folder that this program wrote; None for any other folder."""
+    try:
+        config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return config if isinstance(config, dict) and config.get("format") == RUN_FORMAT else None
+
+
+def kind_of(config: Mapping[str, Any]) -> str:
+    """What a folder is by its settings; "evaluation" also of what `simulate` wrote."""
+    for key, kind in _KINDS.items():
+        if key in config:
+            return kind
+    return "bpu" if config.get("target") == "bpu" else "qat" if "qat" in config else "ptq"
+
+
+def read_evidence(folder: Path) -> Evidence:
+    """Read a finished folder's settings, summary and page.
+
+    Raises:
+        InputError: It is no such folder, damaged, or of another version.
+    """
+    config = read_config(folder)
+    if config is None:
+        raise InputError(
+            f"{folder} is no run of bevfusion-quant (no {CONFIG_FILE} of ours in it): give a "
+            "folder that one of its commands has written"
+        )
+    kind = kind_of(config)
+    try:
+        for name, content in (CONFIG_FILE, config), (SUMMARY_FILE, _summary(folder)):
+            if content.get("version", 1) not in RUN_VERSIONS:
+                raise ValueError(
+                    f"{name} is of version {content['version']!r}, this program reads "
+                    f"{RUN_VERSIONS[0]} to {RUN_VERSIONS[-1]}"
+                )
+        summary = _summary(folder)
+        sections = read_sections((folder / PAGE_FILE).read_text(encoding="utf-8"))
+        digests = {name: sha256(folder / name) for name in (SUMMARY_FILE, PAGE_FILE)}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"{folder} cannot be put on a page: {error}: run its command again, or take the folder "
+            "out of --runs"
+        ) from error
+    if kind == "evaluation" and ("integers" in summary or config.get("target") == "bpu"):
+        kind = "simulation"
+    return Evidence(folder, kind, config, summary, sections, digests)
+
+
+def _summary(folder: Path) -> dict[str, Any]:
+    content = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
+    if not isinstance(content, dict) or content.get("format") != RUN_FORMAT:
+        raise ValueError(f"{SUMMARY_FILE} is not one that this program wrote")
+    return content

@@ -1,0 +1,244 @@
+"""What was measured of a run: found among the finished folders by the digests of its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bevfusion_quant._errors import InputError
+from bevfusion_quant.ptq._record import sha256
+from bevfusion_quant.review._evidence import (
+    SUMMARY_FILE,
+    Evidence,
+    kind_of,
+    read_config,
+    read_evidence,
+)
+
+__all__ = ["Gathered", "Measured", "gather"]
+
+# Of two kinds that answer the same question, the first is taken where there is one.
+_SLOTS = {
+    "evaluation": ("simulation", "evaluation"),
+    "sensitivity": ("sensitivity",),
+    "export": ("export",),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """A run and what was measured of it: one folder of each kind.
+
+    Attributes:
+        run: The run, which holds the model.
+        evaluation: What `simulate` wrote, else `evaluate`.
+        sensitivity: What `sensitivity` wrote.
+        export: What `export` wrote.
+    """
+
+    run: Evidence
+    evaluation: Evidence | None = None
+    sensitivity: Evidence | None = None
+    export: Evidence | None = None
+
+    @property
+    def all(self) -> tuple[Evidence, ...]:
+        """Every folder there is, the run first."""
+        found = (self.run, self.evaluation, self.sensitivity, self.export)
+        return tuple(evidence for evidence in found if evidence is not None)
+
+
+@dataclass(frozen=True, eq=False)
+class Gathered:
+    """Everything that a page is made of.
+
+    Attributes:
+        main: The run to be signed.
+        qat: The run trained on, if one was named.
+        bpu: The run for a BPU, if one was named.
+        comparison: What `compare` wrote of the run to be signed, beside others.
+        notes: Folders that would have belonged here and were not taken, and why.
+    """
+
+    main: Measured
+    qat: Measured | None = None
+    bpu: Measured | None = None
+    comparison: Evidence | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def measured(self) -> tuple[Measured, ...]:
+        """The runs that hold a model, with what was measured of each."""
+        return tuple(one for one in (self.main, self.qat, self.bpu) if one is not None)
+
+    @property
+    def all(self) -> tuple[Evidence, ...]:
+        """Every folder, each once."""
+        found = [evidence for one in self.measured for evidence in one.all]
+        return tuple(found if self.comparison is None else [*found, self.comparison])
+
+
+@dataclass
+class _Finder:
+    """Picks folders and remembers what was passed over."""
+
+    folders: Sequence[Path]
+    taken: Sequence[Evidence]
+    notes: list[str] = field(default_factory=list)
+
+    def measured(self, run: Evidence) -> Measured:
+        """The newest folder of each kind that was made with the weights of this run."""
+        candidates = [read_evidence(f) for f in self._of(run)]
+        found: dict[str, Evidence] = {}
+        for slot, kinds in _SLOTS.items():
+            named = [e for e in self.taken if e.kind in kinds and _is_of(e.config, run)]
+            if len(named) > 1:
+                raise InputError(
+                    f"--take names two of a kind, {named[0].folder} and {named[1].folder}: name one"
+                )
+            there = named or next(
+                (alike for kind in kinds if (alike := [e for e in candidates if e.kind == kind])),
+                [],
+            )
+            if not there:
+                continue
+            found[slot] = max(there, key=lambda e: _written(e.folder))
+            others = [str(e.folder) for e in candidates if e.kind in kinds and e not in there]
+            others += [str(e.folder) for e in there if e is not found[slot]]
+            others = [name for name in others if name != str(found[slot].folder)]
+            if others:
+                self.notes.append(f"{found[slot].folder} was taken, not {', '.join(others)}")
+        return Measured(run, **found)
+
+    def comparison(self, run: Evidence) -> Evidence | None:
+        named = [e for e in self.taken if e.kind == "comparison"]
+        for one in named:
+            if not _compares(one.config, run):
+                raise InputError(
+                    f"--take {one.folder}: it compares other runs than {run.folder}: compare "
+                    "again with it, or leave it out"
+                )
+        there = named or [
+            read_evidence(folder)
+            for folder in self.folders
+            if _compares(read_config(folder) or {}, run)
+        ]
+        return max(there, key=lambda e: _written(e.folder), default=None)
+
+    def _of(self, run: Evidence) -> Iterable[Path]:
+        for folder in self.folders:
+            config = read_config(folder)
+            if config is None or kind_of(config) not in {k for ks in _SLOTS.values() for k in ks}:
+                continue
+            if _is_of(config, run):
+                yield folder
+            elif _same(Path(str(config.get("evaluates"))), run.folder):
+                self.notes.append(
+                    f"{folder} was made of other weights than those that {run.folder} holds now: "
+                    "not taken"
+                )
+
+
+def gather(
+    run: Path,
+    runs: Path,
+    *,
+    qat: Path | None = None,
+    bpu: Path | None = None,
+    take: Sequence[Path] = (),
+) -> Gathered:
+    """Find what was measured of a run.
+
+    A folder belongs to a run if it was made with its weights: the digests that the folder's
+    config.json names are those of the run's. Of several, the one written last is taken, and one of
+    `simulate` before one of `evaluate`.
+
+    Args:
+        run: The run to be signed: a folder that holds a model.
+        runs: Folder of all runs, where evaluations and the like are looked for.
+        qat: A run of `qat`, to stand beside.
+        bpu: A run of `ptq --target bpu`, to stand beside.
+        take: Folders to take instead of the newest of their kind.
+
+    Raises:
+        InputError: A folder that is no run, of another kind, damaged, or of another model.
+    """
+    main = _model(run, "--run", ("ptq", "qat", "bpu"))
+    trained = None if qat is None else _model(qat, "--qat", ("qat",))
+    chip = None if bpu is None else _model(bpu, "--bpu", ("bpu",))
+    models = [one for one in (main, trained, chip) if one is not None]
+    for other, option in (trained, "--qat"), (chip, "--bpu"):
+        if other is not None:
+            _check_alike(main, other, option)
+    given = [read_evidence(folder) for folder in take]
+    for evidence in given:
+        if evidence.kind == "comparison" or any(_is_of(evidence.config, m) for m in models):
+            continue
+        of = evidence.config.get("evaluates", "no run")
+        raise InputError(
+            f"--take {evidence.folder}: it is of {of} with other weights than those of "
+            f"{', '.join(str(m.folder) for m in models)}: leave it out, or make it again"
+        )
+    folders = sorted(p for p in runs.iterdir() if p.is_dir()) if runs.is_dir() else []
+    finder = _Finder([f for f in folders if not f.name.startswith(".")], given)
+    return Gathered(
+        finder.measured(main),
+        None if trained is None else finder.measured(trained),
+        None if chip is None else finder.measured(chip),
+        finder.comparison(main),
+        tuple(finder.notes),
+    )
+
+
+def _model(folder: Path, option: str, kinds: tuple[str, ...]) -> Evidence:
+    """A run that holds a model, its files as they were written."""
+    evidence = read_evidence(folder)
+    if evidence.kind not in kinds:
+        of = evidence.config.get("evaluates")
+        told = f"{evidence.kind} of {of}" if of else f"run of kind {evidence.kind}"
+        hint = f"give {option} {of}" if of else f"give one of {', '.join(kinds)}"
+        raise InputError(f"{option} {folder} is a {told}: {hint}")
+    if not evidence.model_digests:
+        raise InputError(
+            f"{option} {folder} does not say the digests of its files, so nothing can be told to "
+            "belong to it: quantize again with this version"
+        )
+    for name, digest in evidence.model_digests.items():
+        path = folder / name
+        if not path.is_file() or sha256(path) != digest:
+            raise InputError(
+                f"{path} is missing or not the file that the run wrote: nothing that was measured "
+                "of the run tells of it; quantize again"
+            )
+    return evidence
+
+
+def _check_alike(main: Evidence, other: Evidence, option: str) -> None:
+    """Both began with the same float model."""
+    for key in ("config", "weights", "seed"):
+        one, two = main.config.get(key), other.config.get(key)
+        if one != two and not (key == "seed" and main.config.get("weights")):
+            raise InputError(
+                f"{option} {other.folder}: its {key} is {two!r}, that of {main.folder} is {one!r}: "
+                "the two are not of one float model; name runs of the same weights"
+            )
+
+
+def _is_of(config: Mapping[str, Any], run: Evidence) -> bool:
+    return bool(run.model_digests) and config.get("run_sha256") == run.model_digests
+
+
+def _compares(config: Mapping[str, Any], run: Evidence) -> bool:
+    there = config.get("compares") or ()
+    return any(isinstance(one, dict) and one.get("sha256") == run.model_digests for one in there)
+
+
+def _same(one: Path, other: Path) -> bool:
+    return one.exists() and other.exists() and one.samefile(other)
+
+
+def _written(folder: Path) -> tuple[int, str]:
+    """When, and for folders of one instant the name, so that the choice is always the same."""
+    return (folder / SUMMARY_FILE).stat().st_mtime_ns, folder.name

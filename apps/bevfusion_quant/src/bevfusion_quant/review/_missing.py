@@ -1,0 +1,61 @@
+"""The command that would measure what is missing."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bevfusion_quant.review._evidence import Evidence
+    from bevfusion_quant.review._gather import Measured
+
+__all__ = ["command_for"]
+
+# Options that say where frames come from, with how many values each takes; 0 for any number.
+_SOURCE = {"--points": 0, "--dataset": 1, "--data": 0, "--split": 1, "--data-version": 1}
+_MODEL = {"--config": 1, "--weights": 1, "--weight-layout": 1}
+_NAMES = {"evaluation", "simulation", "sensitivity", "export", "comparison"}
+
+
+def command_for(what: str, measured: Measured) -> str:
+    """The command that measures it, with the frames' source as the run's own command names it.
+
+    Args:
+        what: A sub-command, or "bpu" for `ptq --target bpu`.
+        measured: The run, and what is there.
+
+    Examples:
+        `bevfusion-quant simulate --run runs/ptq --dataset street --first 100 --count 200`
+    """
+    run = measured.run
+    source = _options(run, _SOURCE)
+    if what == "bpu":
+        model = [*_options(run, _MODEL), *source]
+        return shlex.join(["bevfusion-quant", "ptq", "--target", "bpu", *model])
+    words = ["bevfusion-quant", what, "--run", str(run.folder)]
+    if what in ("simulate", "sensitivity"):
+        words += source
+        if "street" in source:
+            # Streets that no run's ranges come from, unless somebody asks for them.
+            words += ["--first", "100", "--count", "200" if what == "simulate" else "8"]
+    if what == "qat":
+        words += source
+    return shlex.join(words)
+
+
+def _options(run: Evidence, wanted: dict[str, int]) -> list[str]:
+    """Those of the run's command, each with its values."""
+    found: list[str] = []
+    words = iter(shlex.split(run.command))
+    taking, left = False, 0
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if word.startswith("--"):
+            taking = name in wanted and not equals
+            left = wanted.get(name, 0) or -1
+            if name in wanted:
+                found.append(word)
+        elif taking and left:
+            found.append(word)
+            left -= 1
+    return found
