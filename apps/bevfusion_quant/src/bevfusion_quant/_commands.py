@@ -15,6 +15,7 @@ from bevfusion_quant._options import (
     Evaluate,
     Export,
     Ptq,
+    Report,
     Sensitivity,
     Simulate,
     Train,
@@ -300,6 +301,31 @@ def _export(options: Export, command: str) -> str:
         f"Page: {(result.folder / 'report.html').absolute()}",
     )
     return _verified("\n" + "\n\n".join(parts), result.exported)
+
+
+@execute.register
+def _report_page(options: Report, command: str) -> str:
+    from bevfusion_quant.review import review_text, run_review
+
+    result = run_review(
+        options.run,
+        qat=options.qat,
+        bpu=options.bpu,
+        take=options.take,
+        pdf=options.pdf,
+        browser=options.browser,
+        runs=options.runs,
+        name=options.name or free_name(options.runs, "report"),
+        overwrite=options.overwrite,
+        command=command,
+    )
+    printed = ", report.pdf" if options.pdf else ""
+    parts = (
+        *review_text(result),
+        f"Written to {result.folder}: summary.json, config.json{printed}",
+        f"Page: {(result.folder / 'report.html').absolute()}",
+    )
+    return "\n" + "\n\n".join(parts)
 
 
 def _verified(text: str, made: ExportedSet | None) -> str:

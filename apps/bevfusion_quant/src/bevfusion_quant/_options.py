@@ -13,6 +13,7 @@ __all__ = [
     "Export",
     "FrameOptions",
     "Ptq",
+    "Report",
     "Sensitivity",
     "Simulate",
     "Train",
@@ -300,4 +301,35 @@ class Sensitivity(FrameOptions):
     overwrite: bool = False
 
 
-Command = Demo | Ptq | Evaluate | Sensitivity | Simulate | Export | Train | Tree
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Put a run and what was measured of it on one page to sign; nothing is measured anew.
+
+    Of the finished folders in --runs those are taken that were made with the run's weights, of each
+    kind the newest. What nobody measured is named, with the command that would.
+
+    Args:
+        run: The folder of a run that demo, ptq or qat wrote.
+        qat: A run of qat from the same float model, to stand beside.
+        bpu: A run of ptq --target bpu of the same float model, to stand beside.
+        take: Folders of evaluate, simulate, sensitivity, export or compare to take instead of the
+            newest.
+        pdf: Print the page to report.pdf, with Chromium or Chrome.
+        browser: The browser to print with; by default the first on the path.
+        runs: Folder of all runs; the page gets one of its own.
+        name: Its folder in it; by default report, report-2, …
+        overwrite: Replace an earlier page of that name.
+    """
+
+    run: Path
+    qat: Path | None = None
+    bpu: Path | None = None
+    take: tuple[Path, ...] = ()
+    pdf: bool = False
+    browser: Path | None = None
+    runs: Path = Path("runs")
+    name: str | None = None
+    overwrite: bool = False
+
+
+Command = Demo | Ptq | Evaluate | Sensitivity | Simulate | Export | Report | Train | Tree
