@@ -15,6 +15,7 @@ from bevfusion_quant._options import (
     Evaluate,
     Export,
     Ptq,
+    Qat,
     Report,
     Sensitivity,
     Simulate,
@@ -274,6 +275,13 @@ def _train(options: Train, command: str) -> str:
     from bevfusion_quant.train import train_from_options
 
     return train_from_options(options, command)
+
+
+@execute.register
+def _qat(options: Qat, command: str) -> str:
+    from bevfusion_quant.qat import qat_from_options
+
+    return qat_from_options(options, command)
 
 
 @execute.register

@@ -13,6 +13,7 @@ __all__ = [
     "Export",
     "FrameOptions",
     "Ptq",
+    "Qat",
     "Report",
     "Sensitivity",
     "Simulate",
@@ -248,6 +249,66 @@ class Train(FrameOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Qat(FrameOptions):
+    """Train a saved run's quantized model on labelled frames; the run stays as it is.
+
+    Frames to train on are those of `train`: of street, the seeds from 1,000,000 + --first on, 1,000
+    of them unless --count says otherwise; of pandaset, the frames numbered below 28.
+
+    Args:
+        run: The folder of a run that ptq, demo or qat wrote, with a head, for NVIDIA.
+        steps: Steps of the optimizer.
+        batch: Frames in each step; each is run by itself.
+        lr: Largest learning rate of the one-cycle schedule.
+        freeze_after: Steps after which all ranges stand still; 0 leaves them as calibrated. By
+            default half of the steps.
+        learn_ranges: Learn the ranges by gradient (LSQ) instead of following the largest values.
+        distill: Weight in the loss of the distance to the float model's decoder map and heat map; 0
+            for none.
+        weight_decay: AdamW's.
+        clip: Gradients are scaled down to this norm.
+        flip: Mirror frames along x and y, each in half of the draws.
+        rotation: Turn frames by up to this angle [rad].
+        scale: Scale frames by up to this share.
+        seed: Of order, augmentation and dropout.
+        held_out: Streets, from seed 0, to judge float and trained model by; of pandaset, 0 for none
+            of the frames from 28 on, anything else for all.
+        resume: Go on from the checkpoint of a run that was stopped, or begin where there is none.
+        device: Where to train, such as cpu or cuda.
+        workers: Processes that prepare frames ahead.
+        cache: Folder of prepared frames, which runs on the same frames may share, those of `train`
+            with cameras too; by default in --runs, in the new run's name with .training.
+        checkpoint_every: Steps between checkpoints.
+        runs: Folder of all runs; the trained run is a new one.
+        name: Its folder in it; by default qat, qat-2, …
+        overwrite: Replace an earlier run of that name, or forget its checkpoint.
+    """
+
+    run: Path
+    steps: int = 400
+    batch: int = 2
+    lr: float = 3e-4
+    freeze_after: int | None = None
+    learn_ranges: bool = False
+    distill: float = 0.0
+    weight_decay: float = 0.01
+    clip: float = 10.0
+    flip: bool = True
+    rotation: float = 0.2
+    scale: float = 0.05
+    seed: int = 0
+    held_out: int = 100
+    resume: bool = False
+    device: str = "cpu"
+    workers: int = 1
+    cache: Path | None = None
+    checkpoint_every: int = 100
+    runs: Path = Path("runs")
+    name: str | None = None
+    overwrite: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Export(FrameOptions):
     """Write a saved run's model as ONNX files for an engine, and prove them on a frame.
 
@@ -332,4 +393,4 @@ class Report:
     overwrite: bool = False
 
 
-Command = Demo | Ptq | Evaluate | Sensitivity | Simulate | Export | Report | Train | Tree
+Command = Demo | Ptq | Evaluate | Sensitivity | Simulate | Export | Report | Train | Qat | Tree

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -86,14 +87,25 @@ def nvidia_pieces(float_model: BEVFusion, quantized_model: BEVFusion) -> list[Pi
                 "and its choice of queries have no integer form; export a run of ptq without "
                 "--quantize-head and of another --branch than head"
             )
+        if not quantized:
+            plain = fake = _with_weights_of(fake, plain)
         if file.name == LIDAR:
-            kept = fake if quantized else plain
-            pieces.append(Piece(file, "sparse", plain, kept, _sparse_integers))
+            pieces.append(Piece(file, "sparse", plain, fake, _sparse_integers))
         elif quantized:
             pieces.append(Piece(file, "int8", plain, fake, _integers))
         else:
             pieces.append(Piece(file, "float", plain, plain))
     return pieces
+
+
+def _with_weights_of(fake: nn.Module, plain: nn.Module) -> nn.Module:
+    """A part that is float in both models, with the weights that training may have given it."""
+    own, held = plain.state_dict(), fake.state_dict()
+    if all(torch.equal(value, held[name]) for name, value in own.items()):
+        return plain
+    trained = copy.deepcopy(plain)
+    trained.load_state_dict({name: held[name] for name in own})
+    return trained
 
 
 def _integers(module: nn.Module, args: tuple[Any, ...]) -> Callable[..., Any]:

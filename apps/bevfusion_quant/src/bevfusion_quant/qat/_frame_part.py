@@ -1,0 +1,67 @@
+"""What one frame adds to a step, and the sum over a step's frames."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+__all__ = ["FramePart", "StepSum", "add_up"]
+
+
+@dataclass(frozen=True, eq=False)
+class FramePart:
+    """One frame, one forward, one backward; on the CPU.
+
+    Attributes:
+        losses: float64 [terms].
+        gradient: float32 [parameters], of all of them one behind the other.
+        maxima: float32 [quantizers], the largest |value| that each quantizer of an activation
+            saw; 0 where it saw none. Empty where ranges do not follow.
+    """
+
+    losses: Tensor
+    gradient: Tensor
+    maxima: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class StepSum:
+    """Of a step's frames.
+
+    Attributes:
+        losses: float64 [terms], the mean.
+        gradient: float32 [parameters], the mean.
+        maxima: Each frame's.
+    """
+
+    losses: Tensor
+    gradient: Tensor
+    maxima: tuple[Tensor, ...]
+
+
+def add_up(parts: Iterable[FramePart]) -> StepSum:
+    """The mean gradient (g₀ + g₁ + …)/n, added in float32 from the first frame to the last.
+
+    The order alone decides the bits: whoever made a frame's part, and wherever, the sum is the
+    same. Frames are taken one by one, so that a generator holds one gradient and the sum.
+
+    Raises:
+        ValueError: No frames.
+
+    Example:
+        >>> one = FramePart(torch.tensor([2.0]), torch.tensor([1.0, 4.0]), torch.tensor([]))
+        >>> two = FramePart(torch.tensor([4.0]), torch.tensor([3.0, 0.0]), torch.tensor([]))
+        >>> add_up([one, two]).gradient
+        tensor([2., 2.])
+    """
+    losses = gradient = None
+    maxima = []
+    for part in parts:
+        losses = part.losses.clone() if losses is None else losses.add_(part.losses)
+        gradient = part.gradient.clone() if gradient is None else gradient.add_(part.gradient)
+        maxima.append(part.maxima)
+    if losses is None or gradient is None:
+        raise ValueError("add_up: there are no frames to add up")
+    return StepSum(losses / len(maxima), gradient / len(maxima), tuple(maxima))

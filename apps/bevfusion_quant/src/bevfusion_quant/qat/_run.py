@@ -1,0 +1,206 @@
+"""A run of quantization-aware training: a quantized run in, a better one out."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bevfusion_quant._errors import InputError
+from bevfusion_quant.ptq import load_run, run_folder
+from bevfusion_quant.ptq._clock import Clock
+from bevfusion_quant.qat._start import read_trainable
+from bevfusion_quant.qat._trainer import Trainer
+from bevfusion_quant.qat._write import write_run
+from bevfusion_quant.train import TrainConfig
+from bevfusion_quant.train._checkpoint import CHECKPOINT, read_checkpoint, restore, write_checkpoint
+from bevfusion_quant.train._device import usable_device
+from bevfusion_quant.train._identity import check_identity, identity_of
+from bevfusion_quant.train._loop import in_parts, run_steps
+from bevfusion_quant.train._prepare import prepare_frames
+from bevquant_qnn import freeze
+
+if TYPE_CHECKING:
+    from bevfusion_quant.metrics import Accuracy
+    from bevfusion_quant.qat._config import QatConfig
+    from bevfusion_quant.train import FrameSource
+    from bevfusion_quant.train._checkpoint import Checkpoint
+
+__all__ = ["QatResult", "run_qat"]
+
+LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class QatResult:
+    """Where the run lies, and how it went.
+
+    Attributes:
+        folder: A run like that of `run_ptq`.
+        work: Prepared frames, unless they are kept elsewhere.
+        terms: What each loss is called.
+        losses: The mean of each in up to ten equal parts of the run.
+        steps: That this process took.
+        seconds: By step.
+        accuracy: On held-out frames, "float" the model that the quantized run was made from,
+            "quantized" the trained one; None without such frames.
+    """
+
+    folder: Path
+    work: Path
+    terms: tuple[str, ...]
+    losses: list[tuple[float, ...]]
+    steps: int
+    seconds: dict[str, float]
+    accuracy: Accuracy | None
+
+
+def run_qat(
+    run: str | Path,
+    source: FrameSource,
+    config: QatConfig,
+    *,
+    runs: Path = Path("runs"),
+    name: str = "qat",
+    overwrite: bool = False,
+    resume: bool = False,
+    device: str = "cpu",
+    workers: int = 1,
+    cache: Path | None = None,
+    checkpoint_every: int = 100,
+    judge_by: FrameSource | None = None,
+    cameras: Sequence[str] | None = None,
+    command: str = "",
+) -> QatResult:
+    """Train a run's quantized model with its fake quantizers on, and write it as `runs/name`.
+
+    The model's batch norms are folded, its weights' bits and its plan of precisions are the run's.
+    At the end every range is a constant, so that the new run is like one of `run_ptq` to every
+    other command. The old one is read and left as it is.
+
+    Until then `runs/name.training` holds the checkpoint. SIGTERM and Ctrl-C end the run between
+    two steps; it then goes on with `resume`, and ends with the bits of one that nobody stopped, on
+    the same machine with the same number of threads.
+
+    Args:
+        run: A folder that `run_ptq` or `run_qat` wrote, with a head.
+        source: Labelled frames to train on.
+        config: How.
+        runs: Folder of all runs.
+        name: The new run's folder in it.
+        overwrite: Replace an earlier run of that name, or forget its checkpoint.
+        resume: Go on from the checkpoint, or begin where there is none.
+        device: torch's name, such as "cpu" or "cuda".
+        workers: Processes that prepare frames ahead; 0 prepares them in this one.
+        cache: Folder of the prepared frames; `runs/name.training/frames` by default.
+        checkpoint_every: Steps between checkpoints.
+        judge_by: Labelled frames to judge by at the end; the first is the page's. Without, the
+            page shows the first training frame, and nothing is judged.
+        cameras: Names of the cameras to use; those of the run by default.
+        command: The command line that repeats this run, for the summary.
+
+    Raises:
+        InputError: Whatever is wrong with the run or the input, a loss that is no number, or a
+            request to stop, which names the step reached.
+    """
+    if checkpoint_every < 1:
+        raise InputError(f"--checkpoint-every {checkpoint_every}: it must be at least 1")
+    start = read_trainable(run)
+    target = usable_device(device)
+    clock = Clock()
+    work = runs / f"{name}.training"
+    checkpoint = work / CHECKPOINT
+    with run_folder(runs, name, overwrite=overwrite, keep=Path(run)) as folder:
+        used = tuple(cameras or start.cameras)
+        identity = identity_of(source, config, run=_digest(start.config), cameras=", ".join(used))
+        begun = _open_checkpoint(checkpoint, identity, resume=resume, overwrite=overwrite)
+        with clock.step("load the run"):
+            loaded = load_run(run)
+        # As `train` prepares them: both can share a cache.
+        form = TrainConfig(config=start.config["config"], branch=start.sensors, cameras=used)
+        with clock.step("prepare frames"):
+            frames = prepare_frames(source, form, cache or work / "frames", workers=workers)
+        teacher = copy.deepcopy(loaded.float_model).to(target) if config.distill else None
+        trainer = Trainer(loaded.quantized_model.to(target), teacher, frames, config, target)
+        losses: list[list[float]] = []
+        if begun is not None:
+            restore(begun, trainer.model, trainer.optimizer)
+            losses = begun.losses.tolist()
+            LOG.info("going on after step %d of %d", begun.step, config.steps)
+        trainer.begin(None if begun is None else begun.own)
+        work.mkdir(parents=True, exist_ok=True)
+
+        def save(step: int) -> None:
+            write_checkpoint(
+                checkpoint, trainer.model, trainer.optimizer, step, losses, identity, trainer.own()
+            )
+
+        first = len(losses)
+        with clock.step("train"):
+            run_steps(
+                trainer.step,
+                save,
+                losses,
+                steps=config.steps,
+                every=checkpoint_every,
+                terms=trainer.terms,
+                title="qat",
+            )
+        model = trainer.finish()
+        freeze(model)
+        told = {
+            "run": str(run),
+            "run_sha256": start.config.get("sha256"),
+            **identity,
+            "device": device,
+            "losses": [dict(zip(trainer.terms, part, strict=True)) for part in in_parts(losses)],
+        }
+        accuracy = write_run(
+            folder, name, loaded, model, told, clock, run=Path(run), command=command,
+            cameras=used,
+            shown=source.open()[:1] if judge_by is None else judge_by.open(),
+            judged=judge_by is not None,
+        )  # fmt: skip
+    checkpoint.unlink(missing_ok=True)
+    if not any(work.iterdir()):
+        work.rmdir()
+    return QatResult(
+        runs / name,
+        work,
+        trainer.terms,
+        in_parts(losses),
+        config.steps - first,
+        clock.seconds(),
+        accuracy,
+    )
+
+
+def _digest(config: dict[str, Any]) -> str:
+    """What tells the run's model from another's."""
+    return ", ".join(f"{name} {digest[:16]}" for name, digest in config.get("sha256", {}).items())
+
+
+def _open_checkpoint(
+    checkpoint: Path, identity: dict[str, Any], *, resume: bool, overwrite: bool
+) -> Checkpoint | None:
+    """What to go on from, if anything.
+
+    Raises:
+        InputError: There is a checkpoint, and nobody said what to do with it; or it is of another
+            run.
+    """
+    if not checkpoint.is_file():
+        return None
+    if resume:
+        begun = read_checkpoint(checkpoint)
+        check_identity(checkpoint, begun, identity, "--name")
+        return begun
+    if not overwrite:
+        raise InputError(
+            f"{checkpoint} is of a run that was stopped: go on with --resume, begin anew with "
+            "--overwrite, or choose another --name"
+        )
+    return None

@@ -1,0 +1,199 @@
+"""Steps of quantization-aware training: one frame, one forward, one backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from bevfusion_quant._errors import InputError
+from bevfusion_quant.qat._distill import Distiller
+from bevfusion_quant.qat._frame_part import FramePart, StepSum, add_up
+from bevfusion_quant.qat._ranges import RangeFollower
+from bevfusion_quant.train._augment import Motion
+from bevfusion_quant.train._device import moved
+from bevfusion_quant.train._head_loss import head_loss
+from bevfusion_quant.train._samples import make_batch, order_of
+from bevfusion_quant.train._schedule import one_cycle
+from bevquant_qnn import learn_ranges
+
+if TYPE_CHECKING:
+    from bevfusion_quant.model import BEVFusion
+    from bevfusion_quant.qat._config import QatConfig
+    from bevfusion_quant.train._prepare import PreparedFrames
+
+__all__ = ["Trainer"]
+
+SURVEYED = 16  # frames whose maxima ranges are followed from
+RANGE_RATE = 10.0  # a learned range moves by this times the learning rate, relative to itself
+SMALLEST = 2.0**-20  # what learned ranges are kept above, as their quantizer does
+
+
+class Trainer:
+    """The model, its optimizer and its ranges, moved on step by step.
+
+    Every random choice comes from the seed and the number of the frame in the run, so that neither
+    a stop between two steps nor the process that runs a frame shows in the result.
+
+    Args:
+        model: Calibrated; changed in place.
+        teacher: The float model to stay near, or None.
+        frames: To train on.
+        config: How.
+        device: Where both models are.
+    """
+
+    def __init__(
+        self,
+        model: BEVFusion,
+        teacher: BEVFusion | None,
+        frames: PreparedFrames,
+        config: QatConfig,
+        device: torch.device,
+    ) -> None:
+        self.model, self._frames, self._config, self._device = model, frames, config, device
+        self._distiller = None if teacher is None else Distiller(model, teacher, config.distill)
+        self._learned = learn_ranges(model) if config.learn_ranges else []
+        follows = not config.learn_ranges and config.frozen_after > 0
+        self._follower = RangeFollower(model) if follows else None
+        ranges = {id(p) for p in self._learned}
+        self._weights = [
+            p for p in model.parameters() if p.requires_grad and id(p) not in ranges
+        ]  # fmt: skip
+        self.optimizer = self._make_optimizer()
+        model.train()
+
+    @property
+    def terms(self) -> tuple[str, ...]:
+        """What the losses of a step are."""
+        return ("heatmap", "class", "box", *(["distillation"] if self._distiller else []))
+
+    def own(self) -> dict[str, Tensor]:
+        """What must be kept beside model and optimizer to go on."""
+        follower = self._follower
+        return {} if follower is None else {"first": follower.first, "mean": follower.mean}
+
+    def begin(self, own: dict[str, Tensor] | None) -> None:
+        """Set what ranges are followed from: as it was kept, or from the first frames."""
+        follower = self._follower
+        if follower is None:
+            return
+        if own is not None:
+            follower.first, follower.mean = own["first"], own["mean"]
+            return
+        count = min(SURVEYED, len(self._frames))
+        self.model.eval()
+        with torch.no_grad():
+            maxima = []
+            for index in order_of(self._config.seed, 0, count, len(self._frames)):
+                batch, _ = make_batch([self._frames[index]], [Motion()], self.model)
+                self.model(*moved(batch, self._device))
+                maxima.append(follower.take())
+        follower.start(maxima)
+        self.model.train()
+
+    def step(self, number: int) -> list[float]:
+        """Take one step.
+
+        Args:
+            number: From 0.
+
+        Returns:
+            The mean over the frames of each of the losses.
+
+        Raises:
+            InputError: A loss that is no number, or a frame that cannot be trained on.
+        """
+        config = self._config
+        total = add_up(self._parts(number))
+        norm = self._put(total)
+        losses = [float(value) for value in total.losses]
+        if not np.isfinite([*losses, norm]).all():
+            raise InputError(
+                f"step {number + 1}: the loss is {sum(losses)} and its gradient's norm {norm}: "
+                "lower --lr or --clip and begin anew; the last checkpoint is kept"
+            )
+        rate = one_cycle(number, config.steps, config.lr)
+        still = number >= config.frozen_after
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * group["pace"] * (not (still and group["range"]))
+        self.optimizer.step()
+        with torch.no_grad():
+            for amax in self._learned:
+                amax.clamp_(min=SMALLEST)
+        if self._follower is not None and not still:
+            self._follower.follow(total.maxima)
+        return losses
+
+    def finish(self) -> BEVFusion:
+        """The model, on the CPU in eval mode; nothing watches it any more."""
+        if self._follower is not None:
+            self._follower.stop()
+        return self.model.cpu().eval()
+
+    def _parts(self, number: int) -> Iterator[FramePart]:
+        config = self._config
+        first = number * config.batch
+        chosen = order_of(config.seed, first, config.batch, len(self._frames))
+        for place, index in enumerate(chosen):
+            yield self._part(first + place, index)
+
+    def _part(self, sample: int, index: int) -> FramePart:
+        """Forward and backward of one frame.
+
+        Args:
+            sample: How many frames the run has seen before.
+            index: Of the frame.
+        """
+        generator = np.random.default_rng((self._config.seed, 2, sample))
+        motion = self._config.augmentation.draw(generator)
+        batch, targets = make_batch([self._frames[index]], [motion], self.model)
+        batch = moved(batch, self._device)
+        torch.manual_seed(int(generator.integers(2**63)))  # of dropout
+        self.optimizer.zero_grad()
+        outputs = self.model(*batch)
+        losses = list(head_loss(outputs, targets, self.model.head.config))
+        if self._distiller is not None:
+            losses.append(self._distiller.loss(batch, outputs))
+        torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
+        return FramePart(
+            torch.stack([term.detach().double().cpu() for term in losses]),
+            torch.cat([_flat_gradient(p) for p in self._parameters()]),
+            torch.zeros(0) if self._follower is None else self._follower.take(),
+        )
+
+    def _put(self, total: StepSum) -> float:
+        """Give each parameter its gradient; the norm of the weights' before it is clipped."""
+        parameters = self._parameters()
+        sizes = [p.numel() for p in parameters]
+        for p, gradient in zip(parameters, torch.split(total.gradient, sizes), strict=True):
+            p.grad = gradient.view_as(p).to(p.device)
+        return float(nn.utils.clip_grad_norm_(self._weights, self._config.clip))
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [*self._weights, *self._learned]
+
+    def _make_optimizer(self) -> torch.optim.Optimizer:
+        """AdamW (Loshchilov and Hutter 2019) without decay of biases and ranges.
+
+        Adam's steps are as long as its rate, whatever the gradient, and ranges are from hundredths
+        (weights) to hundreds (intensity): each gets a rate in proportion to itself.
+        """
+        decay = self._config.weight_decay
+        common = {"pace": 1.0, "range": False}
+        groups = [
+            {"params": [p for p in self._weights if p.ndim > 1], "weight_decay": decay, **common},
+            {"params": [p for p in self._weights if p.ndim <= 1], "weight_decay": 0.0, **common},
+        ]
+        for amax in self._learned:
+            pace = RANGE_RATE * float(amax.detach().mean())
+            groups.append({"params": [amax], "weight_decay": 0.0, "pace": pace, "range": True})
+        return torch.optim.AdamW(groups, lr=self._config.lr)
+
+
+def _flat_gradient(parameter: nn.Parameter) -> Tensor:
+    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    return gradient.detach().flatten().float().cpu()

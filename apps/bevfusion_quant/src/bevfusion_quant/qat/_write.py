@@ -1,0 +1,143 @@
+"""The trained model as a run folder like that of `ptq`, judged and drawn."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tqdm import tqdm
+
+from bevfusion_quant.model import CONFIGS
+from bevfusion_quant.ptq import FrameBatches, quantized_parts
+from bevfusion_quant.ptq._accuracy_tally import accuracy_tally
+from bevfusion_quant.ptq._judge import judge
+from bevfusion_quant.ptq._page import write_page, write_pictures
+from bevfusion_quant.ptq._plan import PLAN_FILE
+from bevfusion_quant.ptq._record import save_model, sha256
+from bevfusion_quant.ptq._run_folder import CONFIG_FILE, RUN_FORMAT, RUN_VERSIONS
+from bevfusion_quant.ptq._summary import peak_memory_mib, versions, write_json
+
+if TYPE_CHECKING:
+    from bevfusion_quant.metrics import Accuracy
+    from bevfusion_quant.model import BEVFusion
+    from bevfusion_quant.points import Frame
+    from bevfusion_quant.ptq import LoadedRun
+    from bevfusion_quant.ptq._clock import Clock
+
+__all__ = ["write_run"]
+
+
+def write_run(
+    folder: Path,
+    name: str,
+    start: LoadedRun,
+    model: BEVFusion,
+    told: dict[str, Any],
+    clock: Clock,
+    *,
+    run: Path,
+    command: str,
+    cameras: Sequence[str],
+    shown: Sequence[Frame],
+    judged: bool,
+) -> Accuracy | None:
+    """Write what `ptq` writes: model, settings, summary, page, pictures.
+
+    The float model beside the trained one, in the page and in the folder, is that of the run that
+    training began from.
+
+    Args:
+        folder: Empty.
+        name: Of the run.
+        start: The run that training began from.
+        model: Trained, ranges constant, on the CPU in eval mode.
+        told: What was done, kept under `qat`.
+        clock: Times the steps.
+        run: Folder of the run that training began from, for its plan.
+        command: The command line that repeats this run.
+        cameras: Names of the cameras that were used.
+        shown: Frames; the first is drawn.
+        judged: Whether all of them are judged by their labels.
+
+    Returns:
+        How well the models find what is labelled, if they were judged.
+    """
+    config = start.config
+    sizes, branch = CONFIGS[config["config"]], config["branch"]
+    batches = FrameBatches(shown, sizes, model, cameras)
+    accuracy = None
+    if judged:
+        with clock.step("judge by labels"):
+            accuracy = _accuracy(start.float_model, model, batches, sizes)
+    judgement = judge(start.float_model, model, batches.head(1), sizes, clock)
+    with clock.step("draw"):
+        write_pictures(folder, sizes, batches.first_frame, judgement, quantized_parts(branch)[-1])
+    with clock.step("write"):
+        digests = save_model(folder, model, start.float_model)
+        if config.get("plan") is not None:
+            shutil.copyfile(run / PLAN_FILE, folder / PLAN_FILE)
+            digests[PLAN_FILE] = sha256(folder / PLAN_FILE)
+        head = {"format": RUN_FORMAT, "version": RUN_VERSIONS[-1]}
+        write_json(
+            folder / CONFIG_FILE,
+            {**config, **head, "cameras": cameras, "sha256": digests, "qat": told},
+        )
+    settings = {
+        key: value for key, value in told["settings"].items() if key not in ("run", "cameras")
+    }
+    with clock.step("page"):
+        write_page(
+            folder / "report.html",
+            title=name,
+            command=command,
+            config=sizes,
+            settings={
+                "trained from": told["run"],
+                "weights": config.get("weights"),
+                **settings,
+                "threads": torch.get_num_threads(),
+            },
+            frame=batches.first_frame,
+            cameras=batches.used_cameras(batches.first_frame),
+            frames=[frame for _, (frame, _) in sorted(batches.names.items())],
+            judgement=judgement,
+            records={},
+            seconds=clock.seconds(),
+            peak_memory_mib=peak_memory_mib(),
+            accuracy=accuracy,
+        )
+    summary = {
+        **head,
+        "command": command,
+        "versions": versions(),
+        "threads": torch.get_num_threads(),
+        "branch": branch,
+        "frames": [
+            {"name": frame, "size": size} for _, (frame, size) in sorted(batches.names.items())
+        ],
+        "qat": told,
+        **judgement.summary(),
+        "accuracy": None if accuracy is None else accuracy.summary(),
+        "seconds": clock.seconds(),
+        "peak_memory_mib": round(peak_memory_mib(), 1),
+    }
+    write_json(folder / "summary.json", summary)
+    return accuracy
+
+
+def _accuracy(
+    float_model: BEVFusion, model: BEVFusion, batches: FrameBatches, sizes: Any
+) -> Accuracy | None:
+    """Both models' detections by the labels, frame by frame."""
+    tally = accuracy_tally(sizes, batches)
+    with torch.no_grad():
+        for index in tqdm(range(len(batches)), desc="held out"):
+            batch = batches[index]
+            name, labels = batches.names[index][0], batches.frame_labels(index)
+            for title, judged in (("float", float_model), ("quantized", model)):
+                found = judged.head.decode(judged(*batch))[0]
+                tally.add(title, index, name, found, labels)
+    return tally.result()
