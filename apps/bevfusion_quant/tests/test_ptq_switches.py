@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
+import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.cli import main
+from bevfusion_quant.export import export_run
 from bevfusion_quant.integer._simulation import lowered
-from bevfusion_quant.ptq import FrameBatches, PtqConfig, load_run, run_ptq
+from bevfusion_quant.model import Batch
+from bevfusion_quant.ptq import (
+    FrameBatches,
+    LoadedRun,
+    PtqConfig,
+    load_run,
+    run_evaluate,
+    run_ptq,
+)
 from bevquant_quantizers import TensorQuantizer
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -23,50 +39,195 @@ if importlib.util.find_spec("spconv") is None:
     pytest.skip("spconv is not installed", allow_module_level=True)
 
 
+SETTINGS = {
+    "four": {"weight_bits": 4},
+    "rounded": {"weight_bits": 4, "rounding": "gptq", "bias_correction": True},
+    "apart": {"fold": False},
+}
+
+
+@cache
+def frame() -> Any:
+    return small_frame()
+
+
+@contextmanager
+def without_pictures() -> Iterator[None]:
+    """Pictures and pages are not what this is about."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("write_pictures", "write_page"):
+            patch.setattr(f"bevfusion_quant.ptq._run.{name}", lambda *given, **more: None)
+        yield
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The decoder with weights of 4 bits."""
+    """The decoder with each of the switches."""
     folder = tmp_path_factory.mktemp("runs")
-    with pytest.MonkeyPatch.context() as patch:  # pictures are not what this is about
-        patch.setattr("bevfusion_quant.ptq._run.write_pictures", lambda *given: [])
-        run_ptq(
-            [small_frame()], PtqConfig("tiny", "decoder", weight_bits=4), runs=folder, name="four"
-        )
+    with without_pictures():
+        for name, settings in SETTINGS.items():
+            config = PtqConfig("tiny", "decoder", **settings)
+            run_ptq([frame()], config, runs=folder, name=name)
     return folder
 
 
-def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Weights as the quantized layers of a model multiply them."""
+@pytest.fixture(scope="module")
+def loaded(runs: Path) -> dict[str, LoadedRun]:
+    return {name: load_run(runs / name) for name in SETTINGS}
+
+
+@pytest.fixture(scope="module")
+def batch(loaded: dict[str, LoadedRun]) -> Batch:
+    return FrameBatches([frame()], TINY, loaded["four"].quantized_model)[0]
+
+
+def keep(kept: list[Tensor], module: nn.Module, inputs: Any, output: Tensor) -> None:
+    kept.append(output)
+
+
+def layers_of(model: nn.Module) -> dict[str, Any]:
+    """The layers whose weights are quantized."""
     return {
-        path: module.weight_quantizer(module.weight).detach()
+        path: module
         for path, module in model.named_modules()
         if isinstance(getattr(module, "_weight_quantizer", None), TensorQuantizer)
     }
 
 
-def test_weights_have_the_bits_that_the_run_says(runs: Path) -> None:
-    assert json.loads((runs / "four/config.json").read_text())["weight_bits"] == 4
-    run = load_run(runs / "four")
-    for path, weight in weights_of(run.quantized_model).items():
-        out_axis = 1 if "deblocks.1" in path else 0
-        for channel in weight.movedim(out_axis, 0).flatten(1):
-            assert len(channel.unique()) <= 15, path
-    batch = FrameBatches([small_frame()], TINY, run.quantized_model)[0]
-    model = lowered(run.quantized_model, batch, "auto")
-    integers = [step.tensors["weight"] for step in model.steps if step.op.startswith("conv")]
-    assert integers
-    assert {int(weight.abs().max()) for weight in integers} == {7}
-
-
-def test_bits_that_are_none_are_refused(
-    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_weights_have_the_bits_that_the_run_says(
+    runs: Path, loaded: dict[str, LoadedRun], batch: Batch
 ) -> None:
-    for bits in (3, 9):
-        with pytest.raises(InputError, match=f"--weight-bits {bits}: weights have 4 to 8 bits"):
-            run_ptq([small_frame()], PtqConfig("tiny", weight_bits=bits), runs=tmp_path)
-    config = PtqConfig("tiny", weight_bits=4, plan=tmp_path / "plan.json")
-    with pytest.raises(InputError, match="leave one of the two out"):
-        run_ptq([small_frame()], config, runs=tmp_path)
-    assert main("ptq --target bpu --dataset street --config tiny --weight-bits 4".split()) == 2
-    assert "a BPU's weights have 8 bits" in capsys.readouterr().err
+    assert json.loads((runs / "four/config.json").read_text())["weight_bits"] == 4
+    for name in ("four", "rounded"):
+        model = loaded[name].quantized_model
+        for path, layer in layers_of(model).items():
+            out_axis = 1 if "deblocks.1" in path else 0
+            weight = layer.weight_quantizer(layer.weight).detach()
+            for channel in weight.movedim(out_axis, 0).flatten(1):
+                assert len(channel.unique()) <= 16, path
+        steps = lowered(model, batch, "auto").steps
+        integers = [step.tensors["weight"] for step in steps if step.op.startswith("conv")]
+        assert integers
+        assert {int(weight.abs().max()) for weight in integers} <= {7, 8}
+
+
+def test_rounded_weights_are_the_runs_own_and_float_keeps_its(
+    runs: Path, loaded: dict[str, LoadedRun]
+) -> None:
+    plain, rounded = loaded["four"], loaded["rounded"]
+    exact = plain.float_model.state_dict()
+    assert not (runs / "four/float_weights.safetensors").exists()
+    for name, value in rounded.float_model.state_dict().items():
+        assert torch.equal(value, exact[name]), name
+    for path, layer in layers_of(rounded.quantized_model).items():
+        # on the grid already: its quantizer changes nothing
+        got = layer.weight_quantizer(layer.weight)
+        torch.testing.assert_close(got, layer.weight, rtol=1e-6, atol=0)
+        assert not torch.equal(layer.weight, exact[f"{path}.weight"])
+        assert not torch.equal(layer.bias, exact[f"{path}.bias"])
+    told = json.loads((runs / "rounded/summary.json").read_text())["rounding"]
+    assert {row["path"] for row in told["layers"]} == set(layers_of(rounded.quantized_model))
+    assert all(row["error"] <= row["nearest"] for row in told["layers"])
+
+
+def test_rounding_brings_the_decoder_nearer_to_float(
+    loaded: dict[str, LoadedRun], batch: Batch
+) -> None:
+    errors = {}
+    for name in ("four", "rounded"):
+        run, maps = loaded[name], []
+        for model in (run.float_model, run.quantized_model):
+            hook = model.decoder["neck"].register_forward_hook(partial(keep, maps))
+            with torch.no_grad():
+                model(*batch)
+            hook.remove()
+        errors[name] = float((maps[1] - maps[0]).norm() / maps[0].norm())
+    assert errors["rounded"] < 0.8 * errors["four"]
+
+
+def test_without_folding_batch_norms_stay_and_stay_float(
+    runs: Path, loaded: dict[str, LoadedRun], batch: Batch
+) -> None:
+    run, folded = loaded["apart"], loaded["four"]
+    for model, count in ((run.quantized_model, True), (folded.quantized_model, False)):
+        norms = [m for m in model.decoder.modules() if isinstance(m, nn.BatchNorm2d)]
+        assert bool(norms) == count
+    with torch.no_grad():
+        apart, together = (model.float_model(*batch) for model in (run, folded))
+    torch.testing.assert_close(
+        apart["dense_heatmap"], together["dense_heatmap"], rtol=1e-3, atol=1e-3
+    )
+    told = json.loads((runs / "apart/summary.json").read_text())
+    assert not told["fusion"]["fused"]
+    assert {row["reason"] for row in told["fusion"]["skipped"]} == {
+        "--no-fold leaves batch norms as they are"
+    }
+
+
+def test_a_changed_float_file_is_refused(runs: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "rounded"
+    shutil.copytree(runs / "rounded", copy)
+    shutil.copy(copy / "weights.safetensors", copy / "float_weights.safetensors")
+    with pytest.raises(InputError, match=r"float_weights\.safetensors is not the file that"):
+        load_run(copy)
+
+
+def test_integers_and_files_need_folding(runs: Path, tmp_path: Path) -> None:
+    frames = [frame()]
+    with pytest.raises(InputError, match="cannot be run in integers: ptq --no-fold left"):
+        run_evaluate(runs / "apart", frames, runs=tmp_path, integers="auto")
+    with pytest.raises(InputError, match="cannot be written as files: ptq --no-fold left"):
+        export_run(runs / "apart", frames, runs=tmp_path)
+    config = PtqConfig("tiny", "decoder", fold=False)
+    for wanted in ({"integers": "auto"}, {"export": "tensorrt"}):
+        with pytest.raises(InputError, match="need batch norms folded"):
+            run_ptq(frames, config, runs=tmp_path, **wanted)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_detector_of_the_lidar_alone(tmp_path: Path) -> None:
+    seen = dataclasses.replace(frame(), cameras=())
+    with without_pictures():
+        run_ptq([seen], PtqConfig("tiny", "lidar-detector", "max"), runs=tmp_path, name="l")
+    run = load_run(tmp_path / "l")
+    assert run.float_model.parts == ("lidar", "decoder", "head")
+    paths = layers_of(run.quantized_model)
+    assert {path.split(".")[0] for path in paths} == {"encoders", "decoder"}
+    told = json.loads((tmp_path / "l/summary.json").read_text())
+    left = {row["path"]: row["reason"] for row in told["quantization"]["skipped"]}
+    assert left["heads.object"].startswith("the head stays float")
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"weight_bits": 3}, "--weight-bits 3: weights have 4 to 8 bits"),
+        ({"weight_bits": 9}, "--weight-bits 9: weights have 4 to 8 bits"),
+        ({"weight_bits": 4, "plan": Path("plan.json")}, "leave one of the two out"),
+        ({"rounding": "up"}, "--rounding up: expected one of nearest, gptq"),
+        ({"fold": False, "rounding": "gptq"}, "leave --no-fold out"),
+        ({"fold": False, "bias_correction": True}, "have no bias to correct"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(
+    settings: dict[str, Any], match: str, tmp_path: Path
+) -> None:
+    config = PtqConfig("tiny", **settings)
+    with pytest.raises(InputError, match=match):
+        run_ptq([frame()], config, runs=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("option", "match"),
+    [
+        ("--weight-bits 4", "--weight-bits: for a BPU batch norms are folded"),
+        ("--rounding gptq --no-fold", "--rounding, --no-fold: for a BPU"),
+        ("--branch lidar-detector", "for a BPU the detector is the whole one"),
+    ],
+)
+def test_a_bpu_takes_none_of_the_switches(
+    option: str, match: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(f"ptq --target bpu --dataset street --config tiny {option}".split()) == 2
+    assert match in capsys.readouterr().err

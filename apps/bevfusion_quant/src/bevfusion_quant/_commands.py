@@ -30,6 +30,7 @@ from bevfusion_quant.model import (
     trained_weights,
 )
 from bevfusion_quant.ptq import (
+    FLOAT_FILE,
     EvaluateResult,
     PtqConfig,
     PtqResult,
@@ -38,8 +39,10 @@ from bevfusion_quant.ptq import (
     example_batch,
     free_name,
     fuse_branch,
+    is_detector,
     layer_table,
     quantize_branch,
+    reads_images,
     run_evaluate,
     run_ptq,
     stage_table,
@@ -112,15 +115,15 @@ def _demo_target(branch: Branch) -> str | None:
 @execute.register
 def _ptq(options: Ptq, command: str) -> str:
     branch = options.branch or ("lidar" if options.dataset is None else "all")
-    if options.quantize_head and branch != "all":
-        raise InputError(f"--quantize-head goes with --branch all, not with {branch}")
+    if options.quantize_head and not is_detector(branch):
+        raise InputError(f"--quantize-head goes with --branch all or a detector, not with {branch}")
     if options.target == "bpu":
         return _ptq_bpu(options, branch, command)
     if options.march is not None:
         raise InputError(
             f"--march {options.march} goes with --target bpu: add that, or leave it out"
         )
-    frames = frames_of(options, with_cameras=branch != "lidar", size=options.config)
+    frames = frames_of(options, with_cameras=reads_images(branch), size=options.config)
     config = PtqConfig(
         config=options.config,
         branch=branch,
@@ -134,6 +137,9 @@ def _ptq(options: Ptq, command: str) -> str:
         cameras=camera_names(options),
         plan=options.plan,
         weight_bits=options.weight_bits,
+        rounding=options.rounding,
+        bias_correction=options.bias_correction,
+        fold=options.fold,
     )
     return _report(
         run_ptq(
@@ -150,6 +156,11 @@ def _ptq(options: Ptq, command: str) -> str:
 def _ptq_bpu(options: Ptq, branch: Branch, command: str) -> str:
     from bevfusion_quant.bpu import BpuConfig, bpu_parts, run_bpu
 
+    if branch != "all" and is_detector(branch):
+        raise InputError(
+            f"--branch {branch}: for a BPU the detector is the whole one, of cameras and LiDAR; "
+            "choose --branch camera, fuser, decoder or all"
+        )
     bpu_parts(branch)  # refuses before any frame is read
     if options.quantize_head:
         raise InputError("--quantize-head: for a BPU the head stays on the CPU; leave it out")
@@ -158,9 +169,16 @@ def _ptq_bpu(options: Ptq, branch: Branch, command: str) -> str:
             f"--plan {options.plan}: a BPU's layers are int8, or float on its CPU: name the latter "
             "with --exclude"
         )
-    if options.weight_bits != 8:
+    given = {
+        "--weight-bits": options.weight_bits != 8,
+        "--rounding": options.rounding != "nearest",
+        "--bias-correction": options.bias_correction,
+        "--no-fold": not options.fold,
+    }
+    if any(given.values()):
         raise InputError(
-            f"--weight-bits {options.weight_bits}: a BPU's weights have 8 bits; leave it out"
+            f"{', '.join(name for name, on in given.items() if on)}: for a BPU batch norms are "
+            "folded and weights rounded to the nearest of 8 bits; leave it out"
         )
     config = BpuConfig(
         config=options.config,
@@ -199,7 +217,7 @@ def _evaluate(options: Evaluate, command: str) -> str:
     bootstrap = Bootstrap(options.resamples, options.resample_seed)
     config = read_run_config(options.run)
     branch: Branch = config.get("branch", "lidar")
-    frames = frames_of(options, with_cameras=branch != "lidar", size=config["config"])
+    frames = frames_of(options, with_cameras=reads_images(branch), size=config["config"])
     if config.get("target") == "bpu":
         from bevfusion_quant.bpu import run_bpu_evaluate
 
@@ -244,7 +262,9 @@ def _sensitivity(options: Sensitivity, command: str) -> str:
     result = run_sensitivity(
         options.run,
         frames_of(
-            options, with_cameras=config.get("branch", "lidar") != "lidar", size=config["config"]
+            options,
+            with_cameras=reads_images(config.get("branch", "lidar")),
+            size=config["config"],
         ),
         metric=options.metric,
         output=options.output,
@@ -294,7 +314,11 @@ def _export(options: Export, command: str) -> str:
         options = replace(options, dataset="street")
     result = export_run(
         options.run,
-        frames_of(options, with_cameras=config.get("branch") != "lidar", size=config["config"]),
+        frames_of(
+            options,
+            with_cameras=reads_images(config.get("branch", "lidar")),
+            size=config["config"],
+        ),
         target=options.target,
         cameras=options.cameras or None,
         runs=options.runs,
@@ -398,6 +422,7 @@ def _report(result: PtqResult | EvaluateResult) -> str:
         _end(getattr(result, "warnings", ()), result.seconds, result.peak_memory_mib),
         f"Written to {result.folder}: summary.json, config.json, bev.png, layers.png"
         + (", ranges.json, weights.safetensors" if isinstance(result, PtqResult) else "")
+        + (f", {FLOAT_FILE}" if (result.folder / FLOAT_FILE).exists() else "")
         + (", plan.json" if (result.folder / "plan.json").exists() else "")
         + (", integer/" if result.simulation else "")
         + (", onnx/" if getattr(result, "exported", None) else ""),

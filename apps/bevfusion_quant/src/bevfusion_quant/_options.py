@@ -24,6 +24,7 @@ __all__ = [
 ConfigName = Literal["nuscenes", "tiny"]
 Method = Literal["mse", "max", "entropy", "percentile"]
 Branch = Literal["camera", "lidar", "fuser", "decoder", "head", "all"]
+AnyBranch = Literal[Branch, "lidar-detector", "camera-detector"]
 Backend = Literal["auto", "vnni", "portable", "torch"]
 Target = Literal["nvidia", "bpu"]
 ExportTarget = Literal["tensorrt", "onnxruntime", "bpu"]
@@ -99,8 +100,9 @@ class Ptq(FrameOptions):
     Args:
         config: Sizes of the model.
         branch: What to quantize: camera or lidar, that encoder built alone; fuser, decoder or
-            head, that part in the whole model; all, the whole model but its head. By default lidar
-            for --points, all for --dataset.
+            head, that part in the whole model; all, the whole model but its head; lidar-detector
+            and camera-detector, all but the head of a detector of one sensor, as `train` makes
+            them. By default lidar for --points, all for --dataset.
         weights: mit-bevfusion state dict (.pth or .safetensors), or trained for the weights that
             come with the package; random weights without it.
         weight_layout: How that file stores sparse weights; auto takes it from the shapes where they
@@ -114,10 +116,15 @@ class Ptq(FrameOptions):
         calibration_frames: How many frames, from the first, set the ranges; 0 for all.
         exclude: Paths or globs to leave float, in full or below the part, such as conv_input; for a
             BPU, to run on the CPU.
-        quantize_head: With --branch all, the head too.
+        quantize_head: With --branch all or a detector, the head too.
         plan: Precisions of the layers, the plan.json of `sensitivity --budget`: int8, 16-bit
             activations, or float. By default every layer is int8.
         weight_bits: Bits of every quantized weight, 4 to 8; activations have 8.
+        rounding: How weights are rounded: each to the nearest, or (gptq) so that every layer's
+            output comes out right on the calibration frames.
+        bias_correction: Add to biases what rounding shifts the layers' outputs by on average.
+        fold: Fold batch norms into convolutions first; a run without has no form in integers and
+            in files.
         seed: Seed of random weights.
         runs: Folder of all runs.
         name: The run's folder in it; by default ptq, ptq-2, …
@@ -125,7 +132,7 @@ class Ptq(FrameOptions):
     """
 
     config: ConfigName = "nuscenes"
-    branch: Branch | None = None
+    branch: AnyBranch | None = None
     weights: Path | None = None
     weight_layout: Literal["auto", "RSCK", "KRSC", "KCRS"] = "auto"
     target: Target = "nvidia"
@@ -136,6 +143,9 @@ class Ptq(FrameOptions):
     quantize_head: bool = False
     plan: Path | None = None
     weight_bits: int = 8
+    rounding: Literal["nearest", "gptq"] = "nearest"
+    bias_correction: bool = False
+    fold: bool = True
     seed: int = 0
     runs: Path = Path("runs")
     name: str | None = None

@@ -28,7 +28,8 @@ from bevfusion_quant.ptq import (
 )
 from bevfusion_quant.ptq._accuracy_tally import accuracy_tally
 from bevfusion_quant.ptq._clock import Clock
-from bevfusion_quant.ptq._run import calibration_count, fill_weights
+from bevfusion_quant.ptq._config import calibration_count
+from bevfusion_quant.ptq._run import fill_weights
 from bevfusion_quant.ptq._stage_maps import whole_output
 from bevfusion_quant.ptq._sums import relative_change
 

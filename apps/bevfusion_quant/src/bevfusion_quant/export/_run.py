@@ -16,6 +16,7 @@ from bevfusion_quant.export._export import ONNX_FOLDER, check_libraries, export_
 from bevfusion_quant.model import CONFIGS
 from bevfusion_quant.ptq import FrameBatches, load_run, read_run_config, run_folder
 from bevfusion_quant.ptq._clock import Clock
+from bevfusion_quant.ptq._load_run import refuse_unfolded
 from bevfusion_quant.ptq._plan import PLAN_FILE, read_plan, refuse_in_files
 from bevfusion_quant.ptq._run_folder import CONFIG_FILE, RUN_FORMAT, RUN_VERSIONS
 from bevfusion_quant.ptq._summary import peak_memory_mib, versions, write_json
@@ -75,6 +76,7 @@ def export_run(
     check_libraries()
     config = read_run_config(run)
     chosen = _target(target, config, run)
+    refuse_unfolded(config, run, "written as files")
     if config.get("plan") is not None:
         refuse_in_files(read_plan(Path(run) / PLAN_FILE), run)
     clock = Clock()

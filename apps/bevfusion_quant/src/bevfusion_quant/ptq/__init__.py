@@ -2,8 +2,15 @@
 
 from bevfusion_quant.ptq._agreement import AgreementRow, DetectionTally, FoundRow, match
 from bevfusion_quant.ptq._batches import FrameBatches
-from bevfusion_quant.ptq._branches import Branch, built_parts, quantized_parts
+from bevfusion_quant.ptq._branches import (
+    Branch,
+    built_parts,
+    is_detector,
+    quantized_parts,
+    reads_images,
+)
 from bevfusion_quant.ptq._compare import Comparison, LayerRow, compare_layers
+from bevfusion_quant.ptq._config import PtqConfig
 from bevfusion_quant.ptq._evaluate import EvaluateResult, run_evaluate
 from bevfusion_quant.ptq._load_run import (
     LoadedRun,
@@ -16,7 +23,8 @@ from bevfusion_quant.ptq._quantizer_values import (
     QuantizerValues,
     watch_quantizers,
 )
-from bevfusion_quant.ptq._run import PtqConfig, PtqResult, run_ptq
+from bevfusion_quant.ptq._record import FLOAT_FILE
+from bevfusion_quant.ptq._run import PtqResult, run_ptq
 from bevfusion_quant.ptq._run_folder import free_name, run_folder
 from bevfusion_quant.ptq._stage_maps import StageMaps, StageRow
 from bevfusion_quant.ptq._stages import (
@@ -30,6 +38,7 @@ from bevfusion_quant.ptq._stages import (
 from bevfusion_quant.ptq._summary import agreement_text, layer_table, stage_table
 
 __all__ = [
+    "FLOAT_FILE",
     "AgreementRow",
     "Branch",
     "Comparison",
@@ -54,6 +63,7 @@ __all__ = [
     "example_batch",
     "free_name",
     "fuse_branch",
+    "is_detector",
     "layer_table",
     "load_quantized",
     "load_run",
@@ -61,6 +71,7 @@ __all__ = [
     "quantize_branch",
     "quantized_parts",
     "read_run_config",
+    "reads_images",
     "run_evaluate",
     "run_folder",
     "run_ptq",

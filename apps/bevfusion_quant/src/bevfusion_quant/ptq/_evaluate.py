@@ -19,7 +19,7 @@ from bevfusion_quant.ptq._branches import quantized_parts
 from bevfusion_quant.ptq._clock import Clock
 from bevfusion_quant.ptq._compare import LayerRow
 from bevfusion_quant.ptq._judge import judge
-from bevfusion_quant.ptq._load_run import load_run
+from bevfusion_quant.ptq._load_run import load_run, read_run_config, refuse_unfolded
 from bevfusion_quant.ptq._page import write_page, write_pictures
 from bevfusion_quant.ptq._run_folder import CONFIG_FILE, RUN_FORMAT, RUN_VERSIONS, run_folder
 from bevfusion_quant.ptq._stage_maps import StageRow
@@ -64,8 +64,9 @@ def run_evaluate(
 ) -> EvaluateResult:
     """Compare a run's models on the given frames and write `runs/name`.
 
-    The float model is the run's own, batch norms folded. The run is read and left as it is. Where
-    frames have labels and the model a head, every model's detections are judged by them.
+    The float model is the run's own, its batch norms folded if the run folded them. The run is
+    read and left as it is. Where frames have labels and the model a head, every model's detections
+    are judged by them.
 
     Args:
         run: A folder that `run_ptq` wrote.
@@ -87,6 +88,7 @@ def run_evaluate(
 
     if integers is not None:
         check_backend(integers)
+        refuse_unfolded(read_run_config(run), run, "run in integers")
     clock = Clock()
     with run_folder(runs, name, overwrite=overwrite, keep=Path(run)) as folder:
         with clock.step("load the run"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,21 +12,29 @@ from bevfusion_quant._errors import InputError
 from bevfusion_quant.model import CONFIGS, build_model
 from bevfusion_quant.ptq._branches import built_parts
 from bevfusion_quant.ptq._plan import PLAN_FILE, apply_plan, read_plan
-from bevfusion_quant.ptq._record import MODEL_FILES, sha256
+from bevfusion_quant.ptq._record import FLOAT_FILE, MODEL_FILES, sha256
 from bevfusion_quant.ptq._run_folder import CONFIG_FILE, RUN_FORMAT, RUN_VERSIONS
-from bevfusion_quant.ptq._stages import example_batch, fuse_branch, quantize_branch
+from bevfusion_quant.ptq._stages import (
+    example_batch,
+    fuse_branch,
+    keep_batch_norms,
+    quantize_branch,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from bevfusion_quant.model import BEVFusion
 
-__all__ = ["LoadedRun", "load_quantized", "load_run", "read_run_config"]
+__all__ = ["LoadedRun", "load_quantized", "load_run", "read_run_config", "refuse_unfolded"]
 
 
 @dataclass(frozen=True, eq=False)
 class LoadedRun:
-    """A run's settings, its folded float model and its calibrated quantized one, in eval mode."""
+    """A run's settings, its float model and its calibrated quantized one, in eval mode.
+
+    The float model's batch norms are folded, unless the run left them as they are.
+    """
 
     config: dict[str, Any]
     float_model: BEVFusion
@@ -75,6 +84,9 @@ def read_run_config(folder: str | Path) -> dict[str, Any]:
 def load_run(folder: str | Path) -> LoadedRun:
     """Both models of a run: the file of folded weights and ranges holds either.
 
+    Where rounding or training gave the quantized model other weights, the float model's lie beside
+    it.
+
     Raises:
         InputError: As `load_quantized`.
     """
@@ -94,12 +106,19 @@ def load_run(folder: str | Path) -> LoadedRun:
         sizes, branch = CONFIGS[config["config"]], config.get("branch", "lidar")
         example = example_batch(sizes)
         planned = config.get("plan") is not None  # older runs do not say
-        for name in (*MODEL_FILES, *([PLAN_FILE] if planned else [])):
+        digests = config.get("sha256", {})  # older runs have none
+        apart = FLOAT_FILE in digests
+        for name in (
+            *MODEL_FILES,
+            *([PLAN_FILE] if planned else []),
+            *([FLOAT_FILE] if apart else []),
+        ):
             found = sha256(folder / name)
-            if config.get("sha256", {}).get(name, found) != found:  # older runs do not say
+            if digests.get(name, found) != found:
                 raise ValueError(f"{name} is not the file that the run wrote")
         state = load_file(folder / "weights.safetensors")
-        fused = fuse_branch(build_model(sizes, built_parts(branch)), example).model
+        prepare = fuse_branch if config.get("fold", True) else keep_batch_norms
+        fused = prepare(build_model(sizes, built_parts(branch)), example).model
         model = quantize_branch(
             fused,
             example,
@@ -113,10 +132,29 @@ def load_run(folder: str | Path) -> LoadedRun:
             apply_plan(model, read_plan(folder / PLAN_FILE))
         load_ranges(model, folder / "ranges.json")
         model.load_state_dict(state)
-        fused.load_state_dict(_float_part(state, fused.state_dict()))
+        own = load_file(folder / FLOAT_FILE) if apart else {}
+        fused.load_state_dict({**_float_part(state, fused.state_dict()), **own})
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         raise _refusal(folder, error) from error
     return LoadedRun(config, fused, model)
+
+
+def refuse_unfolded(config: Mapping[str, Any], run: str | Path, what: str) -> None:
+    """Refuse what a run with batch norms in place cannot give.
+
+    Args:
+        config: The run's settings.
+        run: Where it lies, for the message.
+        what: What was asked for, such as "run in integers".
+
+    Raises:
+        InputError: The run has them.
+    """
+    if not config.get("fold", True):
+        raise InputError(
+            f"{run} cannot be {what}: ptq --no-fold left its batch norms between the convolutions, "
+            "where no INT8 engine has them: quantize again without --no-fold"
+        )
 
 
 def _float_part(state: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -7,6 +7,8 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 if TYPE_CHECKING:
     from bevfusion_quant.model import BEVFusion
     from bevquant_fusion import FusionResult
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from bevquant_quantizers import CalibrationReport
 
 __all__ = [
+    "FLOAT_FILE",
     "MODEL_FILES",
     "calibration_record",
     "calibration_warnings",
@@ -24,7 +27,10 @@ __all__ = [
 ]
 
 MODEL_FILES = ("weights.safetensors", "ranges.json")
-"""What `save_model` writes."""
+"""What `save_model` writes in any case."""
+
+FLOAT_FILE = "float_weights.safetensors"
+"""The float model's own weights, where the quantized model has others."""
 
 
 def fusion_record(result: FusionResult) -> dict[str, Any]:
@@ -69,8 +75,16 @@ def plain(value: Any) -> Any:
     return str(value)
 
 
-def save_model(folder: Path, model: BEVFusion) -> dict[str, str]:
+def save_model(
+    folder: Path, model: BEVFusion, float_model: BEVFusion | None = None
+) -> dict[str, str]:
     """Write weights.safetensors (folded weights and ranges) and ranges.json (ranges alone).
+
+    Args:
+        folder: Where to.
+        model: The quantized model.
+        float_model: What it was made from. Where its weights are others than the quantized
+            model's, which rounding or training changed, they go to float_weights.safetensors.
 
     Returns:
         The sha256 of each, by name: what `load_run` knows them by.
@@ -80,13 +94,19 @@ def save_model(folder: Path, model: BEVFusion) -> dict[str, str]:
     from bevquant_quantizers import save_ranges
 
     save_ranges(model, folder / "ranges.json")
-    # A quantizer that several layers share is one buffer under several names: each gets its copy.
-    tensors = {name: t.detach().clone().contiguous() for name, t in model.state_dict().items()}
-    path = folder / "weights.safetensors"
-    save_file(tensors, path, metadata={"format": "pt"})
-    # safetensors writes for the owner alone; the run's other files are readable as the umask says.
-    path.chmod((folder / "ranges.json").stat().st_mode)
-    return {name: sha256(folder / name) for name in MODEL_FILES}
+    held = model.state_dict()
+    contents = {"weights.safetensors": held}
+    own = {} if float_model is None else float_model.state_dict()
+    changed = {name: t for name, t in own.items() if not torch.equal(t, held[name])}
+    if changed:
+        contents[FLOAT_FILE] = changed
+    for name, state in contents.items():
+        # A quantizer that layers share is one buffer under several names: each gets its copy.
+        tensors = {key: t.detach().clone().contiguous() for key, t in state.items()}
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+        # safetensors writes for the owner alone; other files are readable as the umask says.
+        (folder / name).chmod((folder / "ranges.json").stat().st_mode)
+    return {name: sha256(folder / name) for name in ("ranges.json", *contents)}
 
 
 def sha256(path: Path) -> str:

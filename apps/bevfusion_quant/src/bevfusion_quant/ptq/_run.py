@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bevfusion_quant._errors import InputError
-from bevfusion_quant.cameras import CAMERA_NAMES
 from bevfusion_quant.model import CONFIGS, build_model, load_weights, random_weights
 from bevfusion_quant.ptq._agreement import AgreementRow, FoundRow
 from bevfusion_quant.ptq._batches import FrameBatches
-from bevfusion_quant.ptq._branches import Branch, built_parts, quantized_parts
+from bevfusion_quant.ptq._branches import built_parts, quantized_parts
 from bevfusion_quant.ptq._clock import Clock
 from bevfusion_quant.ptq._compare import LayerRow
+from bevfusion_quant.ptq._config import PtqConfig, calibration_count, check_weights
 from bevfusion_quant.ptq._judge import judge
 from bevfusion_quant.ptq._page import write_page, write_pictures
 from bevfusion_quant.ptq._plan import (
@@ -37,13 +36,14 @@ from bevfusion_quant.ptq._record import (
     save_model,
     sha256,
 )
+from bevfusion_quant.ptq._rounding import round_branch, rounding_record
 from bevfusion_quant.ptq._run_folder import CONFIG_FILE, RUN_FORMAT, RUN_VERSIONS, run_folder
 from bevfusion_quant.ptq._stage_maps import StageRow, whole_output
 from bevfusion_quant.ptq._stages import (
-    Method,
     calibrate_branch,
     example_batch,
     fuse_branch,
+    keep_batch_norms,
     quantize_branch,
 )
 from bevfusion_quant.ptq._summary import peak_memory_mib, versions, write_json
@@ -55,44 +55,9 @@ if TYPE_CHECKING:
     from bevfusion_quant.model import Batch, BEVFusion
     from bevfusion_quant.points import Frame
 
-__all__ = ["PtqConfig", "PtqResult", "calibration_count", "fill_weights", "run_ptq"]
+__all__ = ["PtqResult", "fill_weights", "run_ptq"]
 
 LOG = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class PtqConfig:
-    """Everything that decides the result of a run, its frames apart.
-
-    Args:
-        config: Sizes of the model: "nuscenes" or "tiny".
-        branch: What to quantize: "camera" or "lidar", that encoder built alone; "fuser", "decoder"
-            or "head", that part in the whole model; "all", the whole model but its head.
-        method: How activation ranges are chosen.
-        weights: State dict to load; None for random weights.
-        weight_layout: How that file stores sparse weights, or "auto".
-        seed: Seed of random weights.
-        calibration_frames: How many frames, from the first, set the ranges; 0 for all.
-        exclude: Paths or globs to leave float, in full or below the part.
-        quantize_head: With branch "all", the head too.
-        cameras: Names of the cameras to use, in this order.
-        plan: Precisions of the layers, from `run_sensitivity`; None for int8 throughout.
-        weight_bits: Bits of every quantized weight, 4 to 8; activations have 8. Not with a plan,
-            which says the bits of each layer.
-    """
-
-    config: str = "nuscenes"
-    branch: Branch = "lidar"
-    method: Method = "mse"
-    weights: Path | None = None
-    weight_layout: str = "auto"
-    seed: int = 0
-    calibration_frames: int = 0
-    exclude: tuple[str, ...] = ()
-    quantize_head: bool = False
-    cameras: tuple[str, ...] = CAMERA_NAMES
-    plan: Path | None = None
-    weight_bits: int = 8
 
 
 @dataclass(frozen=True)
@@ -144,7 +109,8 @@ def run_ptq(
 
     clock = Clock()
     count = calibration_count(config, len(frames))
-    _check_weight_bits(config)
+    needs = "integers" if integers is not None else "files" if export is not None else ""
+    check_weights(config, needs_folding=needs)
     plan = None if config.plan is None else read_plan(config.plan)
     if plan is not None and export is not None:
         refuse_in_files(plan, f"a run with {config.plan}")
@@ -158,7 +124,7 @@ def run_ptq(
         weights = fill_weights(float_model, config, first, clock)
         example = example_batch(sizes)
         with clock.step("fuse", blame="the weights cannot be folded"):
-            fused = fuse_branch(float_model, example)
+            fused = (fuse_branch if config.fold else keep_batch_norms)(float_model, example)
         with clock.step("quantize", blame="the branch cannot be quantized this way"):
             quantized = quantize_branch(
                 fused.model,
@@ -177,6 +143,10 @@ def run_ptq(
         if plan is not None:
             apply_plan(quantized.model, plan)
             result = replace(result, skipped=(*result.skipped, *planned_layers(plan)))
+        rounded = None
+        if config.changes_weights:
+            with clock.step("round weights", blame="the weights cannot be rounded"):
+                rounded = round_branch(quantized.model, batches.head(count), config)
         judgement = judge(fused.model, quantized.model, batches, sizes, clock)
         with clock.step("check folding"), torch.no_grad():
             unfolded = whole_output(float_model(*first))
@@ -213,7 +183,7 @@ def run_ptq(
         with clock.step("draw"):
             write_pictures(folder, sizes, batches.first_frame, judgement, stage)
         with clock.step("write"):
-            digests = save_model(folder, quantized.model)
+            digests = save_model(folder, quantized.model, fused.model)
             if plan is not None:
                 plan.save(folder / PLAN_FILE)
                 digests[PLAN_FILE] = sha256(folder / PLAN_FILE)
@@ -263,6 +233,7 @@ def run_ptq(
             ],
             "weights": weights,
             **records,
+            **({} if rounded is None else {"rounding": rounding_record(rounded)}),
             **judgement.summary(),
             **({} if simulation is None else {"integers": simulation.summary()}),
             **({} if exported is None else {"export": exported.summary()}),
@@ -283,33 +254,6 @@ def run_ptq(
         simulation,
         None if exported is None else replace(exported, folder=runs / name / ONNX_FOLDER),
     )
-
-
-def calibration_count(config: PtqConfig, frames: int) -> int:
-    """How many frames set the ranges.
-
-    Raises:
-        InputError: More than there are, or a negative number of them or as the seed.
-    """
-    count = config.calibration_frames or frames
-    if not 1 <= count <= frames:
-        raise InputError(
-            f"--calibration-frames {count} of {frames} frames: it must be from 1 to the number of "
-            "frames given, or 0 for all of them"
-        )
-    if config.seed < 0:
-        raise InputError(f"--seed {config.seed}: it must not be negative")
-    return count
-
-
-def _check_weight_bits(config: PtqConfig) -> None:
-    if not 4 <= config.weight_bits <= 8:
-        raise InputError(f"--weight-bits {config.weight_bits}: weights have 4 to 8 bits")
-    if config.plan is not None and config.weight_bits != 8:
-        raise InputError(
-            f"--weight-bits {config.weight_bits} with --plan {config.plan}: the plan says the bits "
-            "of each layer; leave one of the two out"
-        )
 
 
 def fill_weights(

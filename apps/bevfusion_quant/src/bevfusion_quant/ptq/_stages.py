@@ -26,7 +26,16 @@ if TYPE_CHECKING:
     from bevquant_qnn import QuantizeResult
     from bevquant_quantizers import CalibrationReport
 
-__all__ = ["Method", "Stage", "calibrate_branch", "example_batch", "fuse_branch", "quantize_branch"]
+__all__ = [
+    "Method",
+    "Stage",
+    "calibrate_branch",
+    "example_batch",
+    "fuse_branch",
+    "keep_batch_norms",
+    "quantize_branch",
+    "run_batch",
+]
 
 Method = Literal["mse", "max", "entropy", "percentile"]
 
@@ -95,6 +104,19 @@ def fuse_branch(model: BEVFusion, example: Batch) -> Stage[FusionResult]:
     return Stage(model.eval(), whole)
 
 
+def keep_batch_norms(model: BEVFusion, example: Batch) -> Stage[FusionResult]:
+    """A copy of the float model as it is, with an account of the batch norms that stay."""
+    from bevquant_fusion import FusionResult, Skipped
+
+    model = copy.deepcopy(model).eval()
+    left = tuple(
+        Skipped(path, "--no-fold leaves batch norms as they are")
+        for path, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+    )
+    return Stage(model, FusionResult(model, fused=(), skipped=left))
+
+
 def quantize_branch(
     fused: BEVFusion,
     example: Batch,
@@ -110,10 +132,11 @@ def quantize_branch(
     Args:
         fused: From `fuse_branch`; stays as it is.
         example: Anything the model can run on.
-        branch: Which part gets quantizers; `all`: every part, the head only `with_head`.
+        branch: Which part gets quantizers; of `all` and of detectors every part, the head only
+            `with_head`.
         method: "max" puts running-maximum calibrators on activations, the others histograms.
         exclude: Paths or globs to leave float, in full or below the part, such as `conv_input.*`.
-        with_head: Quantize the head too; says nothing for other branches than `all`.
+        with_head: Quantize the head too; says nothing for a single part.
         weight_bits: Of every quantized weight; activations have 8.
     """
     from bevquant_qnn import QuantConfig, SkippedModule, quantize_model
@@ -144,10 +167,11 @@ def calibrate_branch(
     """Find every quantizer's range from the batches, in place."""
     from bevquant_quantizers import calibrate
 
-    return calibrate(model, batches, forward=_run, method=method)
+    return calibrate(model, batches, forward=run_batch, method=method)
 
 
-def _run(model: nn.Module, batch: Any) -> Any:
+def run_batch(model: nn.Module, batch: Any) -> Any:
+    """What the model makes of a `Batch`."""
     return model(*batch)
 
 
