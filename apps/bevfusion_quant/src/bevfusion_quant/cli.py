@@ -9,7 +9,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -30,7 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0: done. 1: done, but files that were written do not compute what the model computes, or no
     plan of precisions reaches the score asked for. 2: the
     input, the options or the surroundings are at fault, or the run was interrupted; nothing
-    half-written is left. The last line on stderr says what is wrong and what to do.
+    half-written is left. The last line on stderr says what is wrong and what to do. Of several
+    processes that torchrun, Slurm or Kubernetes started, the first prints and speaks for all.
 
     Args:
         arguments: Without the program's name; those of the process by default.
@@ -60,23 +61,31 @@ def _run(arguments: list[str]) -> int:
 
     from bevfusion_quant._options import Command
 
-    command: Command = tyro.cli(
-        Command,
-        prog="bevfusion-quant",
-        description="BEVFusion from float PyTorch to INT8: fold, quantize, calibrate, compare.",
-        args=arguments,
-        config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes),
-    )
-    _set_up_logging()
+    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+    with _silent() if rank != "0" else nullcontext():
+        command: Command = tyro.cli(
+            Command,
+            prog="bevfusion-quant",
+            description="BEVFusion from float PyTorch to INT8: fold, quantize, calibrate, compare.",
+            args=arguments,
+            config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes),
+        )
+    _set_up_logging(rank)
     _let_waiting_threads_sleep()
     _reuse_freed_memory()
     from bevfusion_quant._commands import execute
     from bevfusion_quant._errors import InputError, VerificationError
     from bevfusion_quant.points import PointsError
+    from bevfusion_quant.ranks import RankError, launched
     from bevfusion_quant.voxelize import VoxelizeError
 
     try:
-        print(execute(command, shlex.join(["bevfusion-quant", *arguments])), flush=True)
+        with launched() as ranks:
+            text = execute(command, shlex.join(["bevfusion-quant", *arguments]))
+            if ranks.first:
+                print(text, flush=True)
+    except RankError as error:
+        return _fail(str(error)) if error.speaks else USAGE_ERROR
     except VerificationError as error:
         print(error.told, flush=True)
         return _fail(str(error), NOT_VERIFIED)
@@ -90,9 +99,20 @@ def _fail(message: str, code: int = USAGE_ERROR) -> int:
     return code
 
 
-def _set_up_logging() -> None:
-    logging.basicConfig(format="%(message)s", stream=sys.stderr)
-    logging.getLogger("bevfusion_quant").setLevel(logging.INFO)
+@contextmanager
+def _silent() -> Iterator[None]:
+    """What every process would say of its options, the first one says."""
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        yield
+
+
+def _set_up_logging(rank: str) -> None:
+    """Progress of the first process; of the others warnings alone, under their number."""
+    first = rank == "0"
+    logging.basicConfig(
+        format="%(message)s" if first else f"rank {rank}: %(message)s", stream=sys.stderr
+    )
+    logging.getLogger("bevfusion_quant").setLevel(logging.INFO if first else logging.WARNING)
     # torch.fx notes once that spconv's tensor class asks about tracing; no user can act on it.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 

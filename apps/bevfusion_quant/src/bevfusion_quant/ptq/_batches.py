@@ -17,6 +17,8 @@ from bevfusion_quant.cameras import (
     prepare_cameras,
 )
 from bevfusion_quant.model import Batch
+from bevfusion_quant.ptq._frame_record import FrameNote
+from bevfusion_quant.ranks import current_ranks
 from bevfusion_quant.voxelize import VoxelizeError
 
 if TYPE_CHECKING:
@@ -83,6 +85,15 @@ class FrameBatches(Sequence[Batch]):
             self._labels[index] = self._frames[index].labels
         return self._labels[index]
 
+    def note(self, index: int) -> FrameNote:
+        """Name, size and labels of a frame whose batch was made."""
+        return FrameNote(*self.names[index], self._labels[index])
+
+    def learn(self, index: int, note: FrameNote) -> None:
+        """Take another process's word for a frame, which is then not read here."""
+        self.names[index] = note.name, note.size
+        self._labels[index] = note.labels
+
     def used_cameras(self, frame: Frame) -> tuple[Camera, ...]:
         """The frame's cameras that the model reads, in its order.
 
@@ -110,6 +121,7 @@ class FrameBatches(Sequence[Batch]):
     def __getitem__(self, index: int) -> Batch:  # type: ignore[override]
         if not 0 <= index < self._count:
             raise IndexError(index)
+        current_ranks().check()  # where another process has ended, so does this one
         if index in self._kept:
             return self._kept[index]
         frame = self.first_frame if index == 0 else self._frames[index]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -16,7 +17,10 @@ from bevfusion_quant.ptq._quantizer_values import QuantizerWatch
 from bevfusion_quant.ptq._stage_maps import StageMaps, stage_probes, whole_output
 from bevfusion_quant.ptq._sums import PairSums
 
-__all__ = ["Comparison", "LayerRow", "compare_layers"]
+if TYPE_CHECKING:
+    from bevfusion_quant.ranks import Record
+
+__all__ = ["Comparison", "LayerComparison", "LayerRow", "compare_layers"]
 
 Pair = Callable[[int, Any, Any], None]
 
@@ -42,7 +46,10 @@ class LayerRow:
 
 
 class Comparison(NamedTuple):
-    """Rows of the layer table, the stages, and both models' output for the first batch."""
+    """Rows of the layer table, the stages, and both models' output for the first batch.
+
+    The outputs are None in a process that another one spared the first batch.
+    """
 
     rows: list[LayerRow]
     stages: list[StageMaps]
@@ -63,6 +70,28 @@ class _Probe:
     frames: int = 0
     beyond: int = 0
     inputs: int = 0
+
+    def take(self) -> tuple[tuple[float, ...], tuple[int, ...]]:
+        """What one frame has added, and forget it."""
+        taken = self.sums.as_sums(), (
+            self.channels, self.rows, self.frames, self.beyond, self.inputs,
+        )  # fmt: skip
+        self.clear()
+        return taken
+
+    def clear(self) -> None:
+        self.sums = PairSums()
+        self.channels = self.rows = self.frames = self.beyond = self.inputs = 0
+
+    def add(self, sums: Any, counts: Any) -> None:
+        """Add what `take` gave."""
+        self.sums.add_sums(sums)
+        channels, rows, frames, beyond, inputs = (int(count) for count in counts)
+        self.channels = channels
+        self.rows += rows
+        self.frames += frames
+        self.beyond += beyond
+        self.inputs += inputs
 
     def judge(self, wanted: Tensor, got: Tensor, *, channels_last: bool = False) -> None:
         self.sums.add(wanted, got)
@@ -123,26 +152,102 @@ def compare_layers(
         Rows pooled over all batches (sums of squares, not means of decibels). The row `output` is
         the bird's-eye view that the model answers, or the head's heatmap.
     """
-    hooks = _Hooks(float_model, quantized_model)
-    whole = _Probe("output", "", None)
-    first: tuple[Any, Any] | None = None
-    with ExitStack() as stack, torch.no_grad():
-        hooks.attach(stack)
+    comparison = LayerComparison(float_model, quantized_model, watch)
+    with comparison.watching():
         for index, batch in enumerate(batches):
-            with lead(lambda batch=batch: float_model(*batch)) as leader:  # type: ignore[misc]
-                hooks.leader = leader
-                with watch.measuring() if watch and not index else nullcontext():
-                    got = quantized_model(*batch)
-                wanted = leader.result()
-            whole.judge(whole_output(wanted), whole_output(got))
+            record, wanted, got = comparison.run(index, batch)
+            comparison.add(record)
             if each is not None:
                 each(index, wanted, got)
-            first = first or (wanted, got)
-    if first is None:
-        raise ValueError("there are no batches to compare on: give at least one")
-    whole.kind = "heatmap" if isinstance(first[0], dict) else "bird's-eye view"
-    rows = [probe.row() for probe in (*hooks.order, whole)]
-    return Comparison(rows, [stage.result() for stage in hooks.stages], *first)
+    return comparison.result()
+
+
+class LayerComparison:
+    """`compare_layers` frame by frame: what one frame gave is a record, and records are added up.
+
+    Sums are taken over each frame, and these added in the order of `add`: whoever ran a frame, the
+    result has the same bits.
+
+    Args:
+        float_model: The folded float model.
+        quantized_model: The calibrated model made from it.
+        watch: Of the quantized model: measures while the first batch is run.
+    """
+
+    def __init__(
+        self,
+        float_model: nn.Module,
+        quantized_model: nn.Module,
+        watch: QuantizerWatch | None = None,
+    ) -> None:
+        self._models = float_model, quantized_model
+        self._watch = watch
+        self._hooks = _Hooks(float_model, quantized_model)
+        self._whole = _Probe("output", "", None)
+        self._rows: dict[int, _Probe] = {}
+        self._total = _Probe("output", "", None)
+        self._first: tuple[Any, Any] = (None, None)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """For the length of the block the models are hooked, and run without gradients."""
+        with ExitStack() as stack, torch.no_grad():
+            self._hooks.attach(stack)
+            yield
+
+    def run(self, index: int, batch: Batch) -> tuple[dict[str, Any], Any, Any]:
+        """Run both models on a batch; a record of arrays, and the two outputs."""
+        float_model, quantized_model = self._models
+        hooks = self._hooks
+        hooks.start(draws=index == 0)
+        with lead(lambda: float_model(*batch)) as leader:
+            hooks.leader = leader
+            with self._watch.measuring() if self._watch and not index else nullcontext():
+                got = quantized_model(*batch)
+            wanted = leader.result()
+        self._whole.judge(whole_output(wanted), whole_output(got))
+        if index == 0:
+            self._first = wanted, got
+        layers = [hooks.probes[place].take() for place in hooks.order]
+        output = self._whole.take()
+        record = {
+            "layers.order": np.array(hooks.order, np.int64),
+            "layers.sums": np.array([sums for sums, _ in (*layers, output)], np.float64),
+            "layers.counts": np.array([counts for _, counts in (*layers, output)], np.int64),
+            "stages.sums": np.array([s.frame_sums.as_sums() for s in hooks.stages], np.float64),
+            "stages.channels": np.array([s.channels for s in hooks.stages], np.int64),
+            "heatmap": np.array(isinstance(wanted, dict)),
+        }
+        return record, wanted, got
+
+    def add(self, record: Record) -> None:
+        """Add a frame's record; frames come in their order."""
+        places = [int(place) for place in record["layers.order"]]
+        for place in places:
+            if place not in self._rows:
+                probe = self._hooks.probes[place]
+                self._rows[place] = _Probe(probe.layer, probe.kind, probe.reader)
+        probes = [*(self._rows[place] for place in places), self._total]
+        for probe, sums, counts in zip(
+            probes, record["layers.sums"], record["layers.counts"], strict=True
+        ):
+            probe.add(sums, counts)
+        for stage, sums, channels in zip(
+            self._hooks.stages, record["stages.sums"], record["stages.channels"], strict=True
+        ):
+            stage.add_sums(sums, int(channels))
+        self._total.kind = "heatmap" if record["heatmap"] else "bird's-eye view"
+
+    def result(self) -> Comparison:
+        """Rows and stages over the frames added.
+
+        Raises:
+            ValueError: None were.
+        """
+        if not self._total.frames:
+            raise ValueError("there are no batches to compare on: give at least one")
+        rows = [probe.row() for probe in (*self._rows.values(), self._total)]
+        return Comparison(rows, [stage.result() for stage in self._hooks.stages], *self._first)
 
 
 class _Hooks:
@@ -154,7 +259,15 @@ class _Hooks:
         self.models = float_model, quantized_model
         self.probes = _probes(float_model, quantized_model)
         self.stages = stage_probes(quantized_model)
-        self.order: list[_Probe] = []
+        self.order: list[int] = []
+
+    def start(self, *, draws: bool) -> None:
+        """Forget the frame before."""
+        self.order = []
+        for probe in self.probes:
+            probe.clear()
+        for stage in self.stages:
+            stage.frame_sums, stage.draws = PairSums(), draws
 
     def attach(self, stack: ExitStack) -> None:
         float_model, quantized_model = self.models
@@ -174,17 +287,17 @@ class _Hooks:
         return hook
 
     def _judge(self, path: str) -> Callable[..., None]:
-        probes = [probe for probe in self.probes if probe.layer == path]
+        probes = [(i, probe) for i, probe in enumerate(self.probes) if probe.layer == path]
         stages = [stage for stage in self.stages if stage.path == path]
 
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             wanted, got = self.leader.take(path), whole_output(output)
-            for probe in probes:
-                if probe not in self.order:
-                    self.order.append(probe)
+            for place, probe in probes:
+                if place not in self.order:
+                    self.order.append(place)
                 probe.judge(wanted, got, channels_last=isinstance(module, nn.Linear))
             for stage in stages:
-                stage.add(wanted, got)
+                stage.judge(wanted, got)
 
         return hook
 

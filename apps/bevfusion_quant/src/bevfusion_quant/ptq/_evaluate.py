@@ -22,6 +22,7 @@ from bevfusion_quant.ptq._judge import judge
 from bevfusion_quant.ptq._load_run import load_run, read_run_config, refuse_unfolded
 from bevfusion_quant.ptq._page import write_page, write_pictures
 from bevfusion_quant.ptq._run_folder import CONFIG_FILE, RUN_FORMAT, RUN_VERSIONS, run_folder
+from bevfusion_quant.ptq._run_shards import run_shards
 from bevfusion_quant.ptq._stage_maps import StageRow
 from bevfusion_quant.ptq._summary import peak_memory_mib, versions, write_json
 
@@ -97,7 +98,15 @@ def run_evaluate(
         sizes = CONFIGS[config["config"]]
         batches = FrameBatches(frames, sizes, model, cameras or config.get("cameras", CAMERA_NAMES))
         tally = accuracy_tally(sizes, batches, bootstrap)
-        judgement = judge(loaded.float_model, model, batches, sizes, clock, tally)
+        shards = run_shards(
+            runs,
+            name,
+            frames,
+            {"evaluates": str(run), "cameras": cameras, "integers": integers, "command": command},
+            loaded.float_model,
+            model,
+        )
+        judgement = judge(loaded.float_model, model, batches, sizes, clock, tally, shards)
         branch = config.get("branch", "lidar")
         simulation = None
         if integers is not None:
@@ -115,6 +124,18 @@ def run_evaluate(
             )
         with clock.step("judge by labels"):
             accuracy = tally.result()
+        if not shards.ranks.first:  # the first one writes
+            return EvaluateResult(
+                runs / name,
+                judgement.layers,
+                judgement.stage_rows,
+                judgement.agreement,
+                judgement.found,
+                clock.seconds(),
+                round(peak_memory_mib(), 1),
+                simulation,
+                accuracy,
+            )
         stage = quantized_parts(branch)[-1]
         with clock.step("draw"):
             write_pictures(folder, sizes, batches.first_frame, judgement, stage)
@@ -164,6 +185,7 @@ def run_evaluate(
                 "peak_memory_mib": peak,
             },
         )
+    shards.remove()
     return EvaluateResult(
         runs / name,
         judgement.layers,

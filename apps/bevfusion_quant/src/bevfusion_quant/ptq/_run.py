@@ -38,6 +38,7 @@ from bevfusion_quant.ptq._record import (
 )
 from bevfusion_quant.ptq._rounding import round_branch, rounding_record
 from bevfusion_quant.ptq._run_folder import CONFIG_FILE, RUN_FORMAT, RUN_VERSIONS, run_folder
+from bevfusion_quant.ptq._run_shards import run_shards
 from bevfusion_quant.ptq._stage_maps import StageRow, whole_output
 from bevfusion_quant.ptq._stages import (
     calibrate_branch,
@@ -90,6 +91,9 @@ def run_ptq(
 ) -> PtqResult:
     """Quantize the model or a part of it on the given frames and write `runs/name`.
 
+    Several ranks share the frames. The first one writes; the others answer the same figures,
+    without what the quantizers saw, which is of the first frame alone.
+
     Args:
         frames: At least one; ranges come from the first `calibration_frames`, the comparison from
             all of them.
@@ -137,8 +141,15 @@ def run_ptq(
             )
         if plan is not None:
             apply_plan(quantized.model, before_calibration(plan))
+        settings = {"ptq": asdict(config), "command": command}
+        shards = run_shards(runs, name, frames, settings, fused.model)
         with clock.step("calibrate", blame="no ranges can be found"):
-            report = calibrate_branch(quantized.model, batches.head(count), method=config.method)
+            report = calibrate_branch(
+                quantized.model,
+                batches.head(count),
+                method=config.method,
+                resume=shards.file("calibration"),
+            )
         result = quantized.result
         if plan is not None:
             apply_plan(quantized.model, plan)
@@ -147,10 +158,7 @@ def run_ptq(
         if config.changes_weights:
             with clock.step("round weights", blame="the weights cannot be rounded"):
                 rounded = round_branch(quantized.model, batches.head(count), config)
-        judgement = judge(fused.model, quantized.model, batches, sizes, clock)
-        with clock.step("check folding"), torch.no_grad():
-            unfolded = whole_output(float_model(*first))
-            folding_error = relative_change(unfolded, whole_output(judgement.wanted))
+        judgement = judge(fused.model, quantized.model, batches, sizes, clock, shards=shards)
         simulation = None
         if integers is not None:
             simulation = simulate_model(
@@ -164,6 +172,22 @@ def run_ptq(
                 branch=config.branch,
                 backend=integers,
             )
+        if not shards.ranks.first:  # the first one writes
+            return PtqResult(
+                runs / name,
+                judgement.layers,
+                judgement.stage_rows,
+                judgement.agreement,
+                judgement.found,
+                judgement.quantizers,
+                calibration_warnings(report),
+                clock.seconds(),
+                round(peak_memory_mib(), 1),
+                simulation,
+            )
+        with clock.step("check folding"), torch.no_grad():
+            unfolded = whole_output(float_model(*first))
+            folding_error = relative_change(unfolded, whole_output(judgement.wanted))
         exported = None
         if export is not None:
             exported = export_model(
@@ -241,6 +265,7 @@ def run_ptq(
             "peak_memory_mib": peak,
         }
         write_json(folder / "summary.json", summary)
+    shards.remove()
     return PtqResult(
         runs / name,
         judgement.layers,

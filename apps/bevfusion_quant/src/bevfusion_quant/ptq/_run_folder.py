@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from bevfusion_quant._errors import InputError
+from bevfusion_quant.ranks import current_ranks
 
 __all__ = ["CONFIG_FILE", "RUN_FORMAT", "RUN_VERSIONS", "free_name", "run_folder"]
 
@@ -38,7 +39,8 @@ def run_folder(
     """Give an empty folder to write into; at the end it becomes `runs/name` in one step.
 
     Whatever ends the block early, Ctrl-C included, leaves no trace of it, and an older run that was
-    to be replaced stays as it was.
+    to be replaced stays as it was. Of several ranks the first alone gets one; the path that the
+    others get is no folder, and nothing becomes of it.
 
     Args:
         runs: Folder of all runs; made when missing, and removed again if the run fails.
@@ -60,6 +62,9 @@ def run_folder(
             f"{target} is the run that is read, and would be replaced: choose another --name"
         )
     _refuse(target, overwrite)
+    if not current_ranks().first:
+        yield runs / f".{name}.not-here"
+        return
     made = _missing_parents(runs)
     try:
         runs.mkdir(parents=True, exist_ok=True)

@@ -17,6 +17,7 @@ from bevfusion_quant.ptq._sums import PairSums
 __all__ = ["StageMaps", "StageRow", "stage_probes", "whole_output"]
 
 Map = npt.NDArray[np.float32]
+_NOTHING: Map = np.zeros((0, 0), np.float32)
 NORM, ERROR = "L2 norm over channels", "L2 norm of quantized − float"
 
 TITLES = {
@@ -47,7 +48,8 @@ class StageMaps:
 
     Bird's-eye maps are float32 [x, y]; camera features [cameras, rows, columns]. Feature maps are
     shown as their norm over the channels, the difference as the norm of the difference vector; the
-    heatmap as the highest class probability, the difference as quantized − float.
+    heatmap as the highest class probability, the difference as quantized − float. Empty in a
+    process that another one spared the first frame.
     """
 
     row: StageRow
@@ -64,27 +66,44 @@ class StageMaps:
 
 
 class StageProbe:
-    """Collects one stage from both models: sums over all frames, pictures of the first."""
+    """Collects one stage from both models: sums over all frames, pictures of the first.
+
+    Attributes:
+        frame_sums: Of the frame that is run.
+        draws: Whether that one is pictured.
+    """
 
     def __init__(self, stage: str, path: str) -> None:
         self.stage, self.path = stage, path
-        self.sums = PairSums()
-        self._channels = 0
-        self._maps: tuple[Map, Map, Map] | None = None
+        self.frame_sums = PairSums()
+        self.channels = 0
+        self.draws = True
+        self._sums = PairSums()
+        self._maps: tuple[Map, Map, Map] = (_NOTHING, _NOTHING, _NOTHING)
 
-    def add(self, wanted: Tensor, got: Tensor) -> None:
-        """One batch, of which the first frame is pictured."""
-        self.sums.add(wanted, got)
-        self._channels = wanted.shape[1]
-        if self._maps is None:
+    def judge(self, wanted: Tensor, got: Tensor) -> None:
+        """One batch, whose sums stand apart."""
+        self.frame_sums.add(wanted, got)
+        self.channels = wanted.shape[1]
+        if self.draws:
             draw = _probabilities if self.stage == "head" else _norms
             self._maps = draw(wanted, got, image=self.stage == "neck")
 
+    def add(self, wanted: Tensor, got: Tensor) -> None:
+        """One batch, where this process runs all of them."""
+        self.judge(wanted, got)
+        self.add_sums(self.frame_sums.as_sums(), self.channels)
+        self.frame_sums, self.draws = PairSums(), False
+
+    def add_sums(self, sums: Sequence[float], channels: int) -> None:
+        """A frame's sums, in order of frames."""
+        self._sums.add_sums(sums)
+        self.channels = channels
+
     def result(self) -> StageMaps:
         """What was collected."""
-        assert self._maps is not None
         row = StageRow(
-            self.stage, TITLES[self.stage], self._channels, self.sums.sqnr_db, self.sums.cosine
+            self.stage, TITLES[self.stage], self.channels, self._sums.sqnr_db, self._sums.cosine
         )
         head = self.stage == "head"
         quantity = "highest class probability" if head else NORM

@@ -21,6 +21,8 @@ from bevfusion_quant.ptq._branches import (
 )
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from bevfusion_quant.model import BEVFusion, BEVFusionConfig
     from bevquant_fusion import FusionResult
     from bevquant_qnn import QuantizeResult
@@ -162,12 +164,25 @@ def quantize_branch(
 
 
 def calibrate_branch(
-    model: BEVFusion, batches: Iterable[Batch], *, method: Method = "mse"
+    model: BEVFusion,
+    batches: Iterable[Batch],
+    *,
+    method: Method = "mse",
+    resume: Path | None = None,
 ) -> CalibrationReport:
-    """Find every quantizer's range from the batches, in place."""
+    """Find every quantizer's range from the batches, in place.
+
+    Several ranks share the batches, and each gets the ranges of one process, bit for bit.
+
+    Args:
+        model: The quantized model.
+        batches: At least one.
+        method: How ranges are chosen.
+        resume: File that takes what was collected, and that an interrupted run goes on from.
+    """
     from bevquant_quantizers import calibrate
 
-    return calibrate(model, batches, forward=run_batch, method=method)
+    return calibrate(model, batches, forward=run_batch, method=method, resume=resume)
 
 
 def run_batch(model: nn.Module, batch: Any) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
@@ -33,6 +34,18 @@ class PairSums:
             self.dot += float(torch.dot(f, q))
             q -= f
             self.noise += float(torch.dot(q, q))
+
+    def add_sums(self, sums: Sequence[float]) -> None:
+        """Add what `as_sums` of others gave."""
+        signal, energy, dot, noise = (float(value) for value in sums)
+        self.signal += signal
+        self.energy += energy
+        self.dot += dot
+        self.noise += noise
+
+    def as_sums(self) -> tuple[float, ...]:
+        """The four sums."""
+        return astuple(self)
 
     @property
     def sqnr_db(self) -> float | None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
-from bevfusion_quant._errors import InputError
+from bevfusion_quant._errors import InputError, VerificationError
 from bevfusion_quant.ranks._launcher import Place, launched_place
 from bevfusion_quant.ranks._line import Line
 from bevfusion_quant.ranks._ranks import RankError, Ranks, current_ranks, use_line
@@ -94,5 +94,5 @@ def _ending(error: BaseException, ranks: Ranks, line: Line) -> BaseException:
             line.close(f"ended with rank {ending.rank}")
             return ranks.told(ending)
     line.close(str(error) or type(error).__name__)
-    is_expected = isinstance(error, (ValueError, OSError, KeyboardInterrupt))
+    is_expected = isinstance(error, ValueError | OSError | KeyboardInterrupt | VerificationError)
     return error if ranks.first or not is_expected else RankError(str(error), speaks=False)

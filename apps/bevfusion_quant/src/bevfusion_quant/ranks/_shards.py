@@ -86,7 +86,12 @@ class Shards:
 
 
 def in_order(
-    step: str, count: int, work: Callable[[int], Record], shards: Shards, *, anew: int = 0
+    step: str,
+    count: int,
+    work: Callable[[int], Record],
+    shards: Shards | None = None,
+    *,
+    anew: int = 0,
 ) -> Iterator[tuple[int, Record]]:
     """What each of `count` frames gave, in order of frames, whichever rank ran it.
 
@@ -97,20 +102,21 @@ def in_order(
         step: Names the records on disk.
         count: How many frames.
         work: Answers the record of one frame.
-        shards: What is finished, and the ranks.
+        shards: Keeps what is finished; None keeps nothing.
         anew: So many frames, from the first, are run whatever is kept of them.
 
     Yields:
         Index and record.
     """
-    ranks = shards.ranks
+    ranks = current_ranks() if shards is None else shards.ranks
 
     def done(index: int) -> Record:
         ranks.check()
-        kept = None if index < anew else shards.load(step, index)
+        kept = None if shards is None or index < anew else shards.load(step, index)
         if kept is None:
             kept = work(index)
-            shards.save(step, index, kept)
+            if shards is not None:
+                shards.save(step, index, kept)
         return kept
 
     if ranks.alone:

@@ -1,0 +1,56 @@
+"""A frame's name, labels and detections as arrays, so that they can travel and be kept."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from bevfusion_quant.model.head import Detections
+from bevfusion_quant.points import Labels
+
+if TYPE_CHECKING:
+    from bevfusion_quant.ranks import Record
+
+__all__ = ["FrameNote", "detections_of", "detections_record", "note_of", "note_record"]
+
+_OPTIONAL = ("velocities", "visibility", "num_points")
+
+
+class FrameNote(NamedTuple):
+    """What is kept of a frame: its name, its number of points or voxels, its labels."""
+
+    name: str
+    size: int
+    labels: Labels | None
+
+
+def note_record(note: FrameNote) -> dict[str, np.ndarray[Any, Any]]:
+    """The note as named arrays."""
+    record = {"frame.name": np.array(note.name), "frame.size": np.array(note.size)}
+    if note.labels is not None:
+        record["labels.boxes"] = note.labels.boxes
+        record["labels.names"] = np.array(note.labels.names, np.str_)
+        given = {name: getattr(note.labels, name) for name in _OPTIONAL}
+        record |= {f"labels.{name}": array for name, array in given.items() if array is not None}
+    return record
+
+
+def note_of(record: Record) -> FrameNote:
+    """The note that `note_record` wrote."""
+    labels = None
+    if "labels.boxes" in record:
+        names = tuple(str(name) for name in record["labels.names"])
+        rest = (record.get(f"labels.{name}") for name in _OPTIONAL)
+        labels = Labels(record["labels.boxes"], names, *rest)
+    return FrameNote(str(record["frame.name"]), int(record["frame.size"]), labels)
+
+
+def detections_record(who: str, found: Detections) -> dict[str, np.ndarray[Any, Any]]:
+    """One model's detections as named arrays."""
+    return {f"{who}.{name}": array for name, array in found._asdict().items()}
+
+
+def detections_of(who: str, record: Record) -> Detections:
+    """The detections that `detections_record` wrote."""
+    return Detections(*(record[f"{who}.{name}"] for name in Detections._fields))
