@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import math
-import threading
-from concurrent.futures import ThreadPoolExecutor
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +22,9 @@ from bevquant_qnn import (
     sensitivity,
 )
 from bevquant_quantizers import calibrate
+
+sys.path.insert(0, str(Path(__file__).parent))
+from two_ranks import on_two_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using a non-tuple sequence:UserWarning")
 
@@ -326,53 +329,16 @@ def test_models_that_cannot_be_measured_are_refused():
         sensitivity(bare, images)
 
 
-class Together:
-    """torch.distributed for two threads, which each are a process."""
-
-    def __init__(self):
-        self.rank = threading.local()
-        self.barrier = threading.Barrier(2, timeout=30)
-        self.posted = [None, None]
-
-    def is_available(self):
-        return True
-
-    is_initialized = is_available
-
-    def get_rank(self):
-        return self.rank.value
-
-    def get_world_size(self):
-        return 2
-
-    def all_gather_object(self, replies, own):
-        self.posted[self.rank.value] = own
-        self.barrier.wait()
-        replies[:] = self.posted
-        self.barrier.wait()
-
-
-def on_two_ranks(model, images):
-    together = Together()
-
-    def work(rank):
-        together.rank.value = rank
-        try:
-            return sensitivity(copies[rank], images)
-        except (ValueError, RuntimeError) as error:
-            return error
-
+def on_both(model, images):
     copies = [copy.deepcopy(model) for _ in range(2)]
-    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as pool:
-        patch.setattr("bevquant_qnn._ranks.dist", together)
-        return list(pool.map(work, (0, 1)))
+    return on_two_ranks(lambda rank: sensitivity(copies[rank], images))
 
 
 def test_two_processes_give_the_table_of_one_and_end_together():
     model, images = small()
     images = [*images, *(torch.randn(2, 3, 8, 8) for _ in range(3))]
-    assert on_two_ranks(model, images) == [sensitivity(model, images)] * 2
+    assert on_both(model, images) == [sensitivity(model, images)] * 2
     images[3] = images[3] * math.nan  # dealt to rank 1
-    first, second = on_two_ranks(model, images)
+    first, second = on_both(model, images)
     assert str(first).startswith("stopped, because another process failed; process 1: ValueError")
     assert "NaN or infinite" in str(second)

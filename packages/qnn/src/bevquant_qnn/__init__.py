@@ -31,6 +31,7 @@ from bevquant_qnn._pool import (
 from bevquant_qnn._precision_groups import PrecisionGroup, precision_groups
 from bevquant_qnn._precision_plan import PlannedGroup, PrecisionPlan
 from bevquant_qnn._quantize_model import quantize_model
+from bevquant_qnn._refine_plan import RefinedPlan, refine_plan
 from bevquant_qnn._result import QuantizedModule, QuantizeResult, SharedQuantizer, SkippedModule
 from bevquant_qnn._round_weights import RoundedLayer, RoundingResult, round_weights
 from bevquant_qnn._sensitivity import sensitivity
@@ -68,6 +69,7 @@ __all__ = [
     "QuantizeResult",
     "QuantizedModule",
     "RangeTracker",
+    "RefinedPlan",
     "RoundedLayer",
     "RoundingResult",
     "SensitivityRow",
@@ -81,6 +83,7 @@ __all__ = [
     "learn_ranges",
     "precision_groups",
     "quantize_model",
+    "refine_plan",
     "round_weights",
     "sensitivity",
     "track_ranges",

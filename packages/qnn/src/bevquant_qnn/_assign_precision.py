@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from torch import nn
 
-from bevquant_qnn._precision import Precision, check_precisions
-from bevquant_qnn._precision_groups import precision_groups
-from bevquant_qnn._precision_plan import PlannedGroup, PrecisionPlan
+from bevquant_qnn._plan_front import Point, front
+from bevquant_qnn._plan_space import plan_space
+from bevquant_qnn._precision import Precision
+from bevquant_qnn._precision_plan import PrecisionPlan
 from bevquant_qnn._sensitivity_table import SensitivityTable
 
 __all__ = ["BIT_OPERATIONS", "Budget", "assign_precision"]
@@ -21,9 +22,6 @@ BIT_OPERATIONS: Mapping[Precision, float] = MappingProxyType(
 )
 """Time of one multiplication, relative to int8: bits of the activation times bits of the weight,
 over 64; float as float16. Measure your chip's and give those where you can."""
-
-# Points of the front that are kept: the plan's cost is exact, its loss within a hair of the least.
-_POINTS = 4096
 
 
 @dataclass(frozen=True)
@@ -51,16 +49,6 @@ class Budget:
             )
 
 
-@dataclass(frozen=True)
-class _Point:
-    """A choice for the first groups."""
-
-    cost: float
-    loss: float
-    before: _Point | None
-    precision: Precision
-
-
 def assign_precision(
     model: nn.Module,
     sensitivity: SensitivityTable,
@@ -72,8 +60,8 @@ def assign_precision(
 
     Losses of groups add up (noise powers for ``"sqnr"``, differences of scores otherwise), and so
     do times, operations · cost. Of all choices the best is found by merging fronts: after each
-    group only those partial plans stay that no other beats in both. An estimate: check the plan's
-    model on held-out data.
+    group only those partial plans stay that no other beats in both. An estimate: `refine_plan`
+    measures.
 
     Args:
         model: The model that was measured.
@@ -102,65 +90,13 @@ def assign_precision(
         >>> plan["0"], plan["2"]  # the first has seven times as many multiplications
         ('int8', 'float')
     """
-    groups = precision_groups(model)
-    rows = {frozenset(row.modules): row for row in sensitivity}
-    _check(rows, (frozenset(group.modules) for group in groups), costs)
-    whole = math.fsum(row.operations for row in sensitivity) * costs["int8"] or 1.0
-    # Without weights, int4 is int8 by another name.
-    weighted = {frozenset(group.modules) for group in groups if group.weights}
-    front: Sequence[_Point | None] = [None]
-    for row in sensitivity:
-        choices = [
-            (name, row.operations * costs[name] / whole, sensitivity.loss(row, name))
-            for name in costs
-            if name == "float" or name in row.alone
-            if name != "int4" or frozenset(row.modules) in weighted
-        ]
-        front = _front(front, choices)
-    found = [point for point in front if point is not None]
-    best = _within(found, sensitivity, budget)
-    chosen: list[Precision] = []
-    point: _Point | None = best
-    while point is not None:
-        chosen.append(point.precision)
-        point = point.before
-    by_modules = dict(zip(rows, reversed(chosen), strict=True))
-    planned = (
-        # Groups that were switched off when the table was made stay off.
-        PlannedGroup(group.modules, by_modules.get(frozenset(group.modules), "float"))
-        for group in groups
-    )
-    return PrecisionPlan(
-        tuple(planned), best.cost, sensitivity.score(best.loss), sensitivity.metric
-    )
+    space = plan_space(model, sensitivity, costs, "assign_precision")
+    best = _within(front(space.choices), sensitivity, budget)
+    score = sensitivity.score(best.loss)
+    return space.plan(best.precisions(), best.cost, score, measured=False)
 
 
-def _front(
-    points: Sequence[_Point | None], choices: list[tuple[Precision, float, float]]
-) -> list[_Point]:
-    """Every point with every choice, but for those that another beats in cost and in loss."""
-    every = [
-        _Point(
-            (point.cost if point else 0.0) + cost,
-            (point.loss if point else 0.0) + loss,
-            point,
-            name,
-        )
-        for point in points
-        for name, cost, loss in choices
-    ]
-    every.sort(key=lambda point: (point.cost, point.loss))
-    best: list[_Point] = []
-    for point in every:
-        if not best or point.loss < best[-1].loss:
-            best.append(point)
-    if len(best) <= _POINTS:
-        return best
-    step = (len(best) - 1) / (_POINTS - 1)
-    return [best[round(i * step)] for i in range(_POINTS)]
-
-
-def _within(front: list[_Point], table: SensitivityTable, budget: Budget) -> _Point:
+def _within(front: list[Point], table: SensitivityTable, budget: Budget) -> Point:
     """The best point in the budget; the front runs from cheap and bad to dear and good."""
     if budget.time is not None:
         # Times are sums of floats: the model with every group in int8 must fit in 1.0.
@@ -178,23 +114,3 @@ def _within(front: list[_Point], table: SensitivityTable, budget: Budget) -> _Po
         f"assign_precision: no plan reaches {table.metric} {budget.score:g}; float has "
         f"{table.float_score:.4g}"
     )
-
-
-def _check(
-    measured: Iterable[frozenset[str]],
-    own: Iterable[frozenset[str]],
-    costs: Mapping[Precision, float],
-) -> None:
-    check_precisions(costs, "assign_precision: costs")
-    bad = [f"{name}={cost}" for name, cost in costs.items() if not 0 < cost < math.inf]
-    if bad or "int8" not in costs:
-        raise ValueError(
-            "assign_precision: costs must be positive numbers, with one for 'int8', got "
-            f"{', '.join(bad) or dict(costs)}"
-        )
-    others = [", ".join(sorted(modules)) for modules in set(measured) - set(own)]
-    if others:
-        raise ValueError(
-            f"assign_precision: the table is another model's: no group of this one holds "
-            f"{'; '.join(sorted(others))}. Measure this model"
-        )

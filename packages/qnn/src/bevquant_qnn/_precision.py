@@ -59,7 +59,7 @@ def check_precisions(names: Iterable[str], where: str) -> None:
 
 def own_precision(
     inputs: Iterable[TensorQuantizer], weights: Iterable[TensorQuantizer], where: str
-) -> str:
+) -> Precision:
     """Return the precision of quantizers as they are.
 
     Raises:

@@ -35,8 +35,9 @@ class PrecisionPlan(JsonDocument):
         groups: In model order; every group of the model is in it.
         time: Estimated time as a multiple of the model's with every group in int8; None where
             nobody estimated it.
-        score: Estimated score, by the metric of the table that the plan was made from.
+        score: Score by the metric of the table that the plan was made from.
         metric: That metric's name.
+        measured: Whether the score was measured with the whole plan set, or is an estimate.
 
     Example:
         >>> from torch import nn
@@ -53,6 +54,7 @@ class PrecisionPlan(JsonDocument):
     time: float | None = None
     score: float | None = None
     metric: str | None = None
+    measured: bool = False
 
     @classmethod
     def by_hand(
@@ -113,6 +115,7 @@ class PrecisionPlan(JsonDocument):
             "time": self.time,
             "score": self.score,
             "metric": self.metric,
+            "measured": self.measured,
             "groups": [
                 {"precision": group.precision, "modules": list(group.modules)}
                 for group in self.groups
@@ -145,6 +148,7 @@ class PrecisionPlan(JsonDocument):
                 optional_number(data["time"]),
                 optional_number(data["score"]),
                 None if metric is None else str(metric),
+                data.get("measured") is True,  # older files have no such key
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(
@@ -157,7 +161,8 @@ class PrecisionPlan(JsonDocument):
         if self.time is not None:
             lines[0] += f", time {self.time:.3g} of int8"
         if self.score is not None:
-            lines[0] += f", {self.metric} {self.score:.4g} estimated"
+            how = "measured" if self.measured else "estimated"
+            lines[0] += f", {self.metric} {self.score:.4g} {how}"
         width = max((len(group.precision) for group in self.groups), default=0)
         lines += [f"  {g.precision:<{width}}  {', '.join(g.modules)}" for g in self.groups]
         return "\n".join(lines)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["gather_dealt", "rank_and_world"]
+__all__ = ["deal_out", "gather_dealt", "rank_and_world"]
 
 
 def rank_and_world(distributed: bool | None) -> tuple[int, int]:
@@ -28,6 +28,39 @@ def rank_and_world(distributed: bool | None) -> tuple[int, int]:
     return (
         (dist.get_rank(), dist.get_world_size()) if ready and distributed is not False else (0, 1)
     )
+
+
+def deal_out(
+    items: Iterable[Any],
+    work: Callable[[Any], Any],
+    distributed: bool | None,
+    first: Callable[[Any], None] | None = None,
+) -> list[Any]:
+    """What `work` makes of each item, in their order; processes share them out.
+
+    Args:
+        items: The same ones in every process.
+        work: Called with the process's own items.
+        distributed: As for `rank_and_world`.
+        first: Called in every process with the first item, before `work`.
+
+    Raises:
+        RuntimeError: Another process failed.
+    """
+    rank, world = rank_and_world(distributed)
+    own: list[Any] = []
+    error: Exception | None = None
+    try:
+        for i, item in enumerate(items):
+            if i == 0 and first is not None:
+                first(item)
+            if i % world == rank:
+                own.append(work(item))
+    except Exception as problem:
+        if world == 1:
+            raise
+        error = problem
+    return gather_dealt(own, world, error) if world > 1 else own
 
 
 def gather_dealt(own: Sequence[Any], world: int, error: Exception | None = None) -> list[Any]:

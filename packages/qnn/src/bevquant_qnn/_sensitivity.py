@@ -19,7 +19,7 @@ from bevquant_qnn._precision import (
     setting_at,
 )
 from bevquant_qnn._precision_groups import PrecisionGroup, precision_groups
-from bevquant_qnn._ranks import gather_dealt, rank_and_world
+from bevquant_qnn._ranks import deal_out
 from bevquant_qnn._replay import Replay
 from bevquant_qnn._scores import Metric, Reduce, Score, score_of
 from bevquant_qnn._sensitivity_table import SensitivityRow, SensitivityTable
@@ -98,25 +98,17 @@ def sensitivity(
     score = score_of(metric, reduce)
     groups = _active_groups(model)
     wanted = [_precisions_of(group, precisions) for group in groups]
-    rank, world = rank_and_world(distributed)
     trial = _Trial(model, groups, wanted, without, score, tuple(outputs))
-    results: list[dict[Any, Any]] = []
     operations: dict[nn.Module, int] = {}
-    error: Exception | None = None
-    try:
-        for i, batch in enumerate(batches):
-            if i == 0:
-                run = _runner(forward or call, batch)
-                with evaluation(model):
-                    operations = count_operations(model, run)
-            if i % world == rank:
-                results.append(trial.measure(batch, _runner(forward or call, batch)))
-    except Exception as problem:
-        if world == 1:
-            raise
-        error = problem
-    if world > 1:
-        results = gather_dealt(results, world, error)
+
+    def count(batch: Any) -> None:
+        with evaluation(model):
+            operations.update(count_operations(model, _runner(forward or call, batch)))
+
+    def measure(batch: Any) -> dict[Any, Any]:
+        return trial.measure(batch, _runner(forward or call, batch))
+
+    results = deal_out(batches, measure, distributed, first=count)
     if not results:
         raise ValueError("sensitivity: there were no batches; give at least one")
     scores = {key: score.reduce([result[key] for result in results]) for key in results[0]}

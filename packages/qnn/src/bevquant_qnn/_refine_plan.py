@@ -1,0 +1,300 @@
+"""From an estimated plan to the best of many measured ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import nn
+
+from bevquant_qnn._assign_precision import BIT_OPERATIONS, Budget
+from bevquant_qnn._layer_inputs import Forward, call
+from bevquant_qnn._plan_front import Choice, Point, front
+from bevquant_qnn._plan_space import PlanSpace, Precisions, plan_space
+from bevquant_qnn._plan_trials import PlanTrials
+from bevquant_qnn._precision import Precision, own_precision
+from bevquant_qnn._precision_plan import PrecisionPlan
+from bevquant_qnn._scores import Metric, Reduce, loss_of, score_of
+from bevquant_qnn._sensitivity_table import SensitivityTable
+
+__all__ = ["RefinedPlan", "refine_plan"]
+
+_POINTS = 512  # of each front: what is chosen is measured, so a hair's breadth does not matter
+_SHARES_IN_COMPANY = (0.0, 0.25, 0.5, 0.75, 1.0)
+# A change that gains less than this part of the largest gain is not made.
+_LEAST_GAINS = (0.5, 0.25, 0.12, 0.06, 0.03, 0.015, 0.0)
+# Of the loss that a budget of score allows: an estimate may be too low, or too high.
+_PARTS_AT_FIRST = (1.25, 1.1, 1.0, 0.9, 0.8, 0.65, 0.5)
+_PARTS_IN_ROUNDS = (1.25, 1.1, 1.0, 0.9)
+_SLACK = 1 + 1e-9  # times are sums of floats
+
+
+@dataclass(frozen=True)
+class RefinedPlan:
+    """The best plan that was run, and where it came from.
+
+    Attributes:
+        plan: Within the budget; its score is measured.
+        start: The plan that was given, its score measured on the same batches.
+        tried: How many plans were run.
+    """
+
+    plan: PrecisionPlan
+    start: PrecisionPlan
+    tried: int
+
+
+def refine_plan(
+    model: nn.Module,
+    plan: PrecisionPlan,
+    batches: Iterable[Any],
+    table: SensitivityTable,
+    budget: Budget,
+    *,
+    metric: str | Metric | None = None,
+    outputs: Sequence[str] = (),
+    rounds: int = 2,
+    costs: Mapping[Precision, float] = BIT_OPERATIONS,
+    forward: Forward | None = None,
+    reduce: Reduce | None = None,
+    distributed: bool | None = None,
+) -> RefinedPlan:
+    """Run plans near the best that is known, and keep the best that was measured.
+
+    `assign_precision` adds up what groups lose each by itself. In company they lose more or less:
+    errors meet, and cancel or add. So whole plans are run: first those that are best when a group's
+    loss is what it loses alone, what the quantized model gains where it is left in float, or a
+    weighted mean of both; then, in each round, the best plan so far with every group changed by
+    itself. These losses hold in the company of that very plan; what changes are best by them
+    together is run too. Every plan is scored on all batches, with the bits of a full run; only
+    what its changes reach is run again.
+
+    Cost: a round runs about as many plans as the model has groups, for each further precision as
+    many again. Two rounds take about one and a half times as long as `sensitivity` with both
+    halves.
+
+    Args:
+        model: The model that was measured. It is left as it was.
+        plan: To start from, of `assign_precision` or by hand. With a budget of time, within it.
+        batches: Those of the measurement, best; gone through several times, so a list, no iterator.
+        table: What each group loses alone.
+        budget: Limit on the score, as measured here, or on the time.
+        metric: A function for a table that was measured with one; else the table's own.
+        outputs: As for `sensitivity`.
+        rounds: At most; it ends where one finds nothing better. 0 runs the weighted means alone.
+        costs: As for `assign_precision`.
+        forward: As for `sensitivity`.
+        reduce: As for `sensitivity`.
+        distributed: As for `sensitivity`.
+
+    Returns:
+        The best plan of all that were run; with a budget of time never worse than `plan` on these
+        batches. With a budget of score the fastest that reaches it.
+
+    Raises:
+        ValueError: `plan` or the table is another model's, the plan takes more than the budget's
+            time, the table's metric is missing, the score is beyond the float model's, or there are
+            no batches, or only an iterator.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from bevquant_quantizers import calibrate
+        >>> from bevquant_qnn import assign_precision, quantize_model, sensitivity
+        >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1))
+        >>> images = [torch.randn(2, 3, 8, 8)]
+        >>> net = quantize_model(net, example_inputs=images[0]).model
+        >>> report = calibrate(net, images)
+        >>> table, budget = sensitivity(net, images), Budget(time=1.6)
+        >>> plan = assign_precision(net, table, budget)
+        >>> found = refine_plan(net, plan, images, table, budget)
+        >>> found.plan.measured, found.plan.score >= found.start.score, found.plan.time <= 1.6
+        (True, True, True)
+    """
+    space = plan_space(model, table, costs, "refine_plan")
+    start = _start(space, plan)
+    _check(space, start, table, budget, metric, batches)
+    score = score_of(table.metric if metric is None else metric, reduce)
+    trials = PlanTrials(model, space, batches, score, tuple(outputs), forward or call, distributed)
+    search = _Search(space, trials, budget)
+    trials.measure(start, search.weighted(_own_precisions(space)))
+    for _ in range(rounds):
+        before = search.best(start)
+        trials.measure(before, search.changed_alone(before))
+        trials.measure(before, search.changed_together(before))
+        if search.best(start) == before:
+            break
+    best = search.best(start)
+    if budget.score is not None and trials.scores[best] < budget.score and "float" in costs:
+        best = cast(Precisions, ("float",) * len(best))  # which reaches it, as was checked
+        trials.measure(best)
+
+    def told(chosen: Precisions) -> PrecisionPlan:
+        return space.plan(chosen, space.time(chosen), trials.scores[chosen], measured=True)
+
+    return RefinedPlan(told(best), told(start), len(trials.scores))
+
+
+class _Search:
+    """What to run next, from what is known.
+
+    Args:
+        space: All plans.
+        trials: What was run.
+        budget: What a plan may cost.
+    """
+
+    def __init__(self, space: PlanSpace, trials: PlanTrials, budget: Budget) -> None:
+        self._space, self._trials, self._budget = space, trials, budget
+        self._loss_of = loss_of(space.table.metric)
+
+    def best(self, start: Precisions) -> Precisions:
+        """The best plan that was run within the budget; the earliest of equals."""
+        scores = self._trials.scores
+        if self._budget.time is not None:
+            limit = self._budget.time * _SLACK
+            fitting = [p for p in scores if p == start or self._space.time(p) <= limit]
+            return max(fitting, key=lambda p: (scores[p], -self._space.time(p)))
+        least = self._budget.score or 0.0
+        reached = [p for p in scores if scores[p] >= least]
+        if reached:
+            return min(reached, key=lambda p: (self._space.time(p), -scores[p]))
+        return max(scores, key=lambda p: scores[p])
+
+    def weighted(self, own: Sequence[Precision | None]) -> Iterator[Precisions]:
+        """The best by losses alone, by losses in company, and by means of both."""
+        table = self._space.table
+        for share in _SHARES_IN_COMPANY:
+            groups = []
+            for row, choices, name in zip(table, self._space.choices, own, strict=True):
+                alone = {choice.precision: choice.loss for choice in choices}
+                factor = 1.0
+                if row.without is not None and table.quantized_score is not None:
+                    factor = self._in_company(row.without, alone.get(name or "float", 0.0))
+                mixed = 1 - share + share * factor
+                groups.append([c._replace(loss=c.loss * mixed) for c in choices])
+            yield from self._fitting(front(groups, _POINTS), 0.0, _PARTS_AT_FIRST)
+
+    def _in_company(self, without: float, alone: float) -> float:
+        """What a group loses among quantized ones, as a multiple of what it loses alone."""
+        quantized = self._space.table.quantized_score
+        assert quantized is not None
+        gained = self._loss(quantized) - self._loss(without)
+        return max(0.0, gained / alone) if alone > 0 else 1.0
+
+    def changed_alone(self, base: Precisions) -> Iterator[Precisions]:
+        """`base` with one group at another precision, whatever the budget says."""
+        for i, choices in enumerate(self._space.choices):
+            for choice in choices:
+                if choice.precision != base[i]:
+                    yield (*base[:i], choice.precision, *base[i + 1 :])
+
+    def changed_together(self, base: Precisions) -> Iterator[Precisions]:
+        """The best by what each change of `base` gave, from few changes to many."""
+        scores = self._trials.scores
+        here = self._loss(scores[base])
+        groups: list[list[Choice]] = []
+        for i, choices in enumerate(self._space.choices):
+            losses = (
+                self._loss(scores[(*base[:i], choice.precision, *base[i + 1 :])]) - here
+                for choice in choices
+            )
+            groups.append([c._replace(loss=loss) for c, loss in zip(choices, losses, strict=True)])
+        largest = max(abs(choice.loss) for choices in groups for choice in choices)
+        for part in _LEAST_GAINS:
+            charged = [
+                [
+                    choice._replace(loss=choice.loss + part * largest * (choice.precision != name))
+                    for choice in choices
+                ]
+                for choices, name in zip(groups, base, strict=True)
+            ]
+            yield from self._fitting(front(charged, _POINTS), here, _PARTS_IN_ROUNDS)
+
+    def _fitting(
+        self, points: Sequence[Point], known: float, parts: Sequence[float]
+    ) -> Iterator[Precisions]:
+        """The best of a front within the budget; of a score, around it.
+
+        Args:
+            points: From cheap and bad to dear and good.
+            known: What the front's losses are added to.
+            parts: Of the loss that a score allows.
+        """
+        if self._budget.time is not None:
+            limit = self._budget.time * _SLACK
+            fitting = [point for point in points if point.cost <= limit]
+            if fitting:
+                yield fitting[-1].precisions()
+            return
+        most = self._loss(self._budget.score or 0.0)
+        for part in parts:
+            reached = (point for point in points if known + point.loss <= part * most)
+            point = next(reached, points[-1])
+            yield point.precisions()
+
+    def _loss(self, score: float) -> float:
+        return self._loss_of(score, self._space.table.float_score)
+
+
+def _start(space: PlanSpace, plan: PrecisionPlan) -> Precisions:
+    """The plan's precision for each row of the table.
+
+    Raises:
+        ValueError: The plan is another model's.
+    """
+    planned = {frozenset(group.modules): group.precision for group in plan}
+    if {frozenset(group.modules) for group in space.groups} != planned.keys():
+        raise ValueError(
+            "refine_plan: the plan is another model's: its groups of layers are not this one's. "
+            "Make it from this model"
+        )
+    start = tuple(planned[frozenset(row.modules)] for row in space.table)
+    for row, choices, name in zip(space.table, space.choices, start, strict=True):
+        if name not in {choice.precision for choice in choices}:
+            raise ValueError(
+                f"refine_plan: the plan has {row.name} in {name}, which was not measured or has no "
+                f"cost; possible are {', '.join(choice.precision for choice in choices)}"
+            )
+    return start
+
+
+def _check(
+    space: PlanSpace,
+    start: Precisions,
+    table: SensitivityTable,
+    budget: Budget,
+    metric: str | Metric | None,
+    batches: Iterable[Any],
+) -> None:
+    if isinstance(batches, Iterator):
+        raise ValueError("refine_plan: batches are gone through several times; give a list of them")
+    if budget.time is not None and space.time(start) > budget.time * _SLACK:
+        raise ValueError(
+            f"refine_plan: the plan takes {space.time(start):.4g} of the int8 model's time, more "
+            f"than the budget's {budget.time:g}; give assign_precision's for that budget"
+        )
+    if budget.score is not None and budget.score > table.float_score:
+        raise ValueError(
+            f"refine_plan: no plan reaches {table.metric} {budget.score:g}; float has "
+            f"{table.float_score:.4g}"
+        )
+    if metric is None and table.metric not in ("sqnr", "kl"):
+        raise ValueError(
+            f"refine_plan: the table was measured with a function, {table.metric}; give it as "
+            "metric, and its reduce"
+        )
+
+
+def _own_precisions(space: PlanSpace) -> list[Precision | None]:
+    """At what each row of the table ran in the quantized model; None where the bits are none."""
+    groups = {frozenset(group.modules): group for group in space.groups}
+    own: list[Precision | None] = []
+    for row in space.table:
+        group = groups[frozenset(row.modules)]
+        try:
+            own.append(own_precision(group.inputs, group.weights, "refine_plan"))
+        except ValueError:
+            own.append(None)
+    return own
