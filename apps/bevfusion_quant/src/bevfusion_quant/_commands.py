@@ -11,6 +11,7 @@ from bevfusion_quant._errors import InputError, VerificationError
 from bevfusion_quant._frames import camera_names, frames_of
 from bevfusion_quant._options import (
     Command,
+    Compare,
     Demo,
     Evaluate,
     Export,
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 
     from bevfusion_quant.bpu import BpuResult
     from bevfusion_quant.export import ExportedSet
+    from bevfusion_quant.metrics import Bootstrap
     from bevfusion_quant.ptq import Branch
 
 __all__ = ["execute", "tree"]
@@ -206,15 +208,9 @@ def _ptq_bpu(options: Ptq, branch: Branch, command: str) -> str:
 
 @execute.register
 def _evaluate(options: Evaluate, command: str) -> str:
-    from bevfusion_quant.metrics import Bootstrap
     from bevfusion_quant.ptq import read_run_config
 
-    if options.resamples < 0 or options.resample_seed < 0:
-        raise InputError(
-            f"--resamples {options.resamples} --resample-seed {options.resample_seed}: neither may "
-            "be negative"
-        )
-    bootstrap = Bootstrap(options.resamples, options.resample_seed)
+    bootstrap = _bootstrap(options)
     config = read_run_config(options.run)
     branch: Branch = config.get("branch", "lidar")
     frames = frames_of(options, with_cameras=reads_images(branch), size=config["config"])
@@ -254,6 +250,52 @@ def _evaluate(options: Evaluate, command: str) -> str:
 
 
 @execute.register
+def _compare(options: Compare, command: str) -> str:
+    from bevfusion_quant.compare import comparison_text, run_compare
+    from bevfusion_quant.ptq import read_run_config
+
+    bootstrap = _bootstrap(options)
+    if options.backend != "auto" and not options.integers:
+        raise InputError(f"--backend {options.backend} goes with --integers: add that")
+    if not options.run:
+        raise InputError("no runs to compare: name finished runs with --run")
+    config = read_run_config(options.run[0])
+    result = run_compare(
+        options.run,
+        frames_of(
+            options,
+            with_cameras=reads_images(config.get("branch", "lidar")),
+            size=config["config"],
+        ),
+        integers=options.backend if options.integers else None,
+        cameras=options.cameras or None,
+        bootstrap=bootstrap,
+        runs=options.runs,
+        name=options.name or free_name(options.runs, "compare"),
+        overwrite=options.overwrite,
+        command=command,
+    )
+    parts = (
+        *comparison_text(result.comparison),
+        _end((), result.seconds, result.peak_memory_mib),
+        f"Written to {result.folder}: summary.json, config.json",
+        f"Page: {(result.folder / 'report.html').absolute()}",
+    )
+    return "\n" + "\n\n".join(parts)
+
+
+def _bootstrap(options: Evaluate | Compare) -> Bootstrap:
+    from bevfusion_quant.metrics import Bootstrap
+
+    if options.resamples < 0 or options.resample_seed < 0:
+        raise InputError(
+            f"--resamples {options.resamples} --resample-seed {options.resample_seed}: neither may "
+            "be negative"
+        )
+    return Bootstrap(options.resamples, options.resample_seed)
+
+
+@execute.register
 def _sensitivity(options: Sensitivity, command: str) -> str:
     from bevfusion_quant.ptq import read_run_config
     from bevfusion_quant.sensitivity import run_sensitivity, sensitivity_text
@@ -271,6 +313,7 @@ def _sensitivity(options: Sensitivity, command: str) -> str:
         precisions=options.precisions,
         without=not options.alone_only,
         budget=options.budget,
+        plan_rounds=options.plan_rounds,
         cameras=options.cameras or None,
         runs=options.runs,
         name=options.name or free_name(options.runs, "sensitivity"),

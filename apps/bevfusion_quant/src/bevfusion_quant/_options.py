@@ -8,6 +8,7 @@ from typing import Literal
 
 __all__ = [
     "Command",
+    "Compare",
     "Demo",
     "Evaluate",
     "Export",
@@ -186,6 +187,31 @@ class Simulate(Evaluate):
     backend: Backend = "auto"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Compare(FrameOptions):
+    """Judge several runs of one float model by the labels of the same frames, in one pass.
+
+    Args:
+        run: Folders of runs that demo, ptq or qat wrote from the same float weights, for NVIDIA.
+        integers: Run every run's model in integers, too.
+        backend: Kernels for --integers; auto takes the fastest that is exact here.
+        resamples: Bootstrap resamples for the intervals; 0 for none.
+        resample_seed: Seed of the resamples.
+        runs: Folder of all runs; the comparison is a new one.
+        name: Its folder in it; by default compare, compare-2, …
+        overwrite: Replace an earlier run of that name.
+    """
+
+    run: tuple[Path, ...]
+    integers: bool = False
+    backend: Backend = "auto"
+    resamples: int = 1000
+    resample_seed: int = 0
+    runs: Path = Path("runs")
+    name: str | None = None
+    overwrite: bool = False
+
+
 @dataclass(frozen=True)
 class Tree:
     """Print the module tree at one stage.
@@ -356,6 +382,8 @@ class Sensitivity(FrameOptions):
         alone_only: Leave out the second half of the measurement, each group alone left in float.
         budget: time=1.2 for the best score in 1.2 times the int8 model's estimated time, or
             score=35 for the fastest plan that keeps a score; writes plan.json for ptq --plan.
+        plan_rounds: Rounds of measuring plans around the estimated one, each with about as many as
+            there are groups of layers; 0 for a few plans alone.
         runs: Folder of all runs; the measurement is a new one.
         name: Its folder in it; by default sensitivity, sensitivity-2, …
         overwrite: Replace an earlier run of that name.
@@ -367,6 +395,7 @@ class Sensitivity(FrameOptions):
     precisions: tuple[Literal["int8", "int16"], ...] = ("int8",)
     alone_only: bool = False
     budget: str | None = None
+    plan_rounds: int = 2
     runs: Path = Path("runs")
     name: str | None = None
     overwrite: bool = False
@@ -403,4 +432,6 @@ class Report:
     overwrite: bool = False
 
 
-Command = Demo | Ptq | Evaluate | Sensitivity | Simulate | Export | Report | Train | Qat | Tree
+Command = (
+    Demo | Ptq | Evaluate | Compare | Sensitivity | Simulate | Export | Report | Train | Qat | Tree
+)

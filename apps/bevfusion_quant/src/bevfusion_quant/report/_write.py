@@ -43,6 +43,7 @@ SCRIPTS = (
 STYLE_OF = {
     "accuracy": "accuracy.css",
     "bpu": "bpu.css",
+    "comparison": "comparison.css",
     "export": "export.css",
     "sensitivity": "sensitivity.css",
     "verdict": "review.css",

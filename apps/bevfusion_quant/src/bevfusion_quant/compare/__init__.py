@@ -1,0 +1,13 @@
+"""Several finished runs of one float model, judged by the same labels in one pass."""
+
+from bevfusion_quant.compare._outcome import ComparedRun, Comparison
+from bevfusion_quant.compare._run import CompareResult, run_compare
+from bevfusion_quant.compare._text import comparison_text
+
+__all__ = [
+    "CompareResult",
+    "ComparedRun",
+    "Comparison",
+    "comparison_text",
+    "run_compare",
+]

@@ -1,0 +1,84 @@
+"""What comparing runs gave."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bevfusion_quant.metrics import Accuracy
+
+__all__ = ["ComparedRun", "Comparison"]
+
+# Of a run's settings, what tells it from another run of the same float model.
+_TOLD = {
+    "method": ("ranges", "mse"),
+    "weight_bits": ("weight bits", 8),
+    "rounding": ("weights rounded", "nearest"),
+    "bias_correction": ("biases corrected", False),
+    "fold": ("batch norms folded", True),
+    "branch": ("branch", "lidar"),
+    "quantize_head": ("head", False),
+    "exclude": ("left float", ()),
+    "plan": ("plan", None),
+}
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """One of the runs.
+
+    Attributes:
+        name: Its name in the tables.
+        folder: Where it lies.
+        settings: All that its config.json says.
+        integers: Whether it was run in integers too.
+        why_not: Why it was not, where that was asked for.
+    """
+
+    name: str
+    folder: str
+    settings: Mapping[str, Any]
+    integers: bool
+    why_not: str = ""
+
+    @property
+    def models(self) -> dict[str, str]:
+        """Names of its models in the tables, by form: "quantized", "integers"."""
+        forms = ("quantized", "integers") if self.integers else ("quantized",)
+        return {form: f"{self.name} {form}" for form in forms}
+
+    def told(self) -> dict[str, Any]:
+        """The settings that runs of one model can differ in, under the names of tables."""
+        return {title: self.settings.get(key, usual) for key, (title, usual) in _TOLD.items()}
+
+    def summary(self) -> dict[str, Any]:
+        """For summary.json and config.json: where it lies, digests, settings."""
+        apart = ("format", "version", "sizes")
+        settings = {key: value for key, value in self.settings.items() if key not in apart}
+        return {"run": self.folder, "name": self.name, **settings}
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """Runs side by side.
+
+    Attributes:
+        runs: In the order given.
+        accuracy: Of float, then of each run's models.
+    """
+
+    runs: tuple[ComparedRun, ...]
+    accuracy: Accuracy
+
+    def differing(self) -> list[str]:
+        """Titles of the settings in which the runs differ; of a single run "ranges"."""
+        told = [run.told() for run in self.runs]
+        differ = [title for title in told[0] if any(t[title] != told[0][title] for t in told)]
+        return differ or ["ranges"]
+
+    def left_out(self) -> list[str]:
+        """A sentence for each run that was not run in integers though that was asked for."""
+        return [f"{run.name} is not among the integers: {run.why_not}." for run in self.runs
+                if run.why_not]  # fmt: skip

@@ -1,0 +1,222 @@
+"""Judge the runs' models frame by frame, and write what was found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bevfusion_quant._errors import InputError
+from bevfusion_quant.cameras import CAMERA_NAMES
+from bevfusion_quant.compare._alike import AlikeRuns, check_settings, load_alike, names_of
+from bevfusion_quant.compare._outcome import ComparedRun, Comparison
+from bevfusion_quant.compare._page import write_comparison_page
+from bevfusion_quant.model import CONFIGS
+from bevfusion_quant.ptq import FrameBatches, run_folder
+from bevfusion_quant.ptq._accuracy_tally import accuracy_tally
+from bevfusion_quant.ptq._clock import Clock
+from bevfusion_quant.ptq._frame_record import (
+    detections_of,
+    detections_record,
+    note_of,
+    note_record,
+)
+from bevfusion_quant.ptq._run_folder import CONFIG_FILE, RUN_FORMAT, RUN_VERSIONS
+from bevfusion_quant.ptq._run_shards import run_shards
+from bevfusion_quant.ptq._summary import peak_memory_mib, versions, write_json
+from bevfusion_quant.ranks import in_order
+
+if TYPE_CHECKING:
+    from bevfusion_quant.metrics import Accuracy, AccuracyTally, Bootstrap
+    from bevfusion_quant.points import Frame
+    from bevfusion_quant.ranks import Shards
+
+__all__ = ["CompareResult", "run_compare"]
+
+Model = Callable[..., Any]
+_UNFOLDED = "ptq --no-fold left its batch norms in place"
+
+
+@dataclass(frozen=True, eq=False)
+class CompareResult:
+    """Where the comparison lies, what it found, seconds by step, peak memory in MiB."""
+
+    folder: Path
+    comparison: Comparison
+    seconds: dict[str, float]
+    peak_memory_mib: float
+
+
+def run_compare(
+    compared: Sequence[str | Path],
+    frames: Sequence[Frame],
+    *,
+    integers: str | None = None,
+    cameras: Sequence[str] | None = None,
+    bootstrap: Bootstrap | None = None,
+    runs: Path = Path("runs"),
+    name: str = "compare",
+    overwrite: bool = False,
+    command: str = "",
+) -> CompareResult:
+    """Judge several runs of one float model by the labels of the same frames; write `runs/name`.
+
+    Every frame is made once and run through the float model, each run's fake-quantized model and,
+    where asked for, its integers; detections alone are kept of it. Intervals of the differences to
+    float draw the same scenes for both. All runs' models are held at once, the float model once.
+    Of several ranks each runs its share of the frames.
+
+    Args:
+        compared: Folders that `run_ptq` wrote, or QAT, all from the same float weights.
+        frames: At least one with labels.
+        integers: Kernels to run the models in integers on, such as "auto"; None for no integers.
+            Runs whose batch norms are not folded have none, which is said.
+        cameras: Names of the cameras to use; those of the runs by default.
+        bootstrap: How intervals are found; `Bootstrap()` by default.
+        runs: Folder of all runs.
+        name: The comparison's folder in it.
+        overwrite: Replace an earlier run of that name.
+        command: The command line that repeats it, for the summary.
+
+    Raises:
+        InputError: Runs that cannot be compared, or whatever is wrong with the frames; nothing is
+            written then.
+    """
+    from bevfusion_quant.integer import check_backend
+
+    if integers is not None:
+        check_backend(integers)
+    folders = [Path(folder) for folder in compared]
+    configs = check_settings(folders)
+    _keep(folders, runs / name)
+    clock = Clock()
+    told = tuple(
+        _compared(run, str(folder), config, integers)
+        for run, folder, config in zip(names_of(folders), folders, configs, strict=True)
+    )
+    with run_folder(runs, name, overwrite=overwrite) as folder:
+        sizes = CONFIGS[configs[0]["config"]]
+        with clock.step("load the runs"):
+            batches = _batches(frames, configs[0], cameras)
+            alike = load_alike(folders, batches[0])
+        with clock.step("lower to integers"):
+            models = _models(alike, told, batches, integers)
+        digests = [run.settings.get("sha256") for run in told]
+        decides = {"compares": digests, "integers": integers, "cameras": cameras}
+        shards = run_shards(runs, name, frames, {**decides, "command": command}, alike.float_model)
+        tally = accuracy_tally(sizes, batches, bootstrap)
+        with clock.step("run all models"):
+            _judge(models, alike.float_model.head.decode, batches, tally, shards)
+        with clock.step("judge by labels"):
+            comparison = Comparison(told, _accuracy(tally))
+        seconds, peak = clock.seconds(), round(peak_memory_mib(), 1)
+        if not shards.ranks.first:  # the first one writes
+            return CompareResult(runs / name, comparison, seconds, peak)
+        names = [frame for _, (frame, _) in sorted(batches.names.items())]
+        entries = [run.summary() for run in told]
+        head = {"format": RUN_FORMAT, "version": RUN_VERSIONS[-1]}
+        settings = {"compares": entries, "config": sizes.name, "cameras": cameras}
+        write_json(
+            folder / CONFIG_FILE, {**head, "evaluates": [run.folder for run in told], **settings}
+        )
+        with clock.step("page"):
+            write_comparison_page(
+                folder / "report.html", name, command, comparison, names, clock.seconds()
+            )
+        seconds, peak = clock.seconds(), round(peak_memory_mib(), 1)
+        content = {
+            **head,
+            "command": command,
+            **settings,
+            "versions": versions(),
+            "threads": torch.get_num_threads(),
+            "frames": names,
+            "accuracy": comparison.accuracy.summary(),
+            "notes": comparison.left_out(),
+            "seconds": seconds,
+            "peak_memory_mib": peak,
+        }
+        write_json(folder / "summary.json", content)
+    shards.remove()
+    return CompareResult(runs / name, comparison, seconds, peak)
+
+
+def _keep(folders: Sequence[Path], target: Path) -> None:
+    for folder in folders:
+        if target.exists() and target.samefile(folder):
+            raise InputError(
+                f"{target} is one of the runs that are compared, and would be replaced: choose "
+                "another --name"
+            )
+
+
+def _compared(
+    name: str, folder: str, config: Mapping[str, Any], integers: str | None
+) -> ComparedRun:
+    folded = config.get("fold", True)
+    why_not = "" if integers is None or folded else _UNFOLDED
+    return ComparedRun(name, folder, config, integers is not None and folded, why_not)
+
+
+def _batches(
+    frames: Sequence[Frame], config: Mapping[str, Any], cameras: Sequence[str] | None
+) -> FrameBatches:
+    """The frames as batches, made by a model of the right parts, which is not run."""
+    from bevfusion_quant.model import build_model
+    from bevfusion_quant.ptq import built_parts
+
+    sizes = CONFIGS[config["config"]]
+    model = build_model(sizes, built_parts(config.get("branch", "lidar")))
+    return FrameBatches(frames, sizes, model, cameras or config.get("cameras") or CAMERA_NAMES)
+
+
+def _models(
+    alike: AlikeRuns, told: Sequence[ComparedRun], batches: FrameBatches, backend: str | None
+) -> dict[str, Model]:
+    """What is run on each frame, by its name in the tables."""
+    from bevfusion_quant.integer._simulation import lowered
+
+    models: dict[str, Model] = {"float": alike.float_model}
+    for run, model in zip(told, alike.quantized, strict=True):
+        names = run.models
+        models[names["quantized"]] = model
+        if "integers" in names:
+            models[names["integers"]] = lowered(model, batches[0], backend or "auto")
+    return models
+
+
+def _judge(
+    models: Mapping[str, Model],
+    decode: Callable[[Any], Any],
+    batches: FrameBatches,
+    tally: AccuracyTally,
+    shards: Shards,
+) -> None:
+    """Hand every model's detections to the tally, in order of frames."""
+
+    def run(index: int) -> dict[str, Any]:
+        batch = batches[index]
+        record = note_record(batches.note(index))
+        with torch.no_grad():
+            for who, model in models.items():
+                record |= detections_record(who, decode(model(*batch))[0])
+        return record
+
+    for index, record in in_order("compare", len(batches), run, shards):
+        note = note_of(record)
+        batches.learn(index, note)
+        for who in models:
+            tally.add(who, index, note.name, detections_of(who, record), note.labels)
+
+
+def _accuracy(tally: AccuracyTally) -> Accuracy:
+    found = tally.result()
+    if found is None:
+        raise InputError(
+            "none of the frames has labels, which runs are compared by: give frames of a labelled "
+            "data set (--dataset), or compare layers with bevfusion-quant evaluate"
+        )
+    return found

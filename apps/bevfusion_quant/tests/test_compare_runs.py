@@ -1,0 +1,170 @@
+"""Several runs judged in one pass: the figures that each gets alone, and what is no comparison."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from bevfusion_quant._errors import InputError
+from bevfusion_quant.cli import main
+from bevfusion_quant.compare import CompareResult, comparison_text, run_compare
+from bevfusion_quant.compare._alike import names_of
+from bevfusion_quant.metrics import Bootstrap
+from bevfusion_quant.model import trained_weights
+from bevfusion_quant.ptq import PtqConfig, run_evaluate, run_ptq
+from bevfusion_quant.report import read_sections
+
+sys.path.insert(0, str(Path(__file__).parent))
+from bpu_split import small_frame
+
+if importlib.util.find_spec("spconv") is None:
+    pytest.skip("spconv is not installed", allow_module_level=True)
+
+BOOTSTRAP = Bootstrap(resamples=20)
+SETTINGS = {"eight": {}, "four": {"weight_bits": 4}, "apart": {"fold": False}}
+
+
+@cache
+def frames() -> list[Any]:
+    return [small_frame(seed) for seed in (0, 1)]
+
+
+@contextmanager
+def without_pictures() -> Iterator[None]:
+    """Pictures and pages of runs are not what this is about."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("_run", "_evaluate"):
+            for name in ("write_pictures", "write_page"):
+                patch.setattr(f"bevfusion_quant.ptq.{module}.{name}", lambda *given, **more: None)
+        yield
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    with without_pictures():
+        for name, settings in SETTINGS.items():
+            config = PtqConfig("tiny", "decoder", weights=trained_weights("tiny"), **settings)
+            run_ptq(frames()[:1], config, runs=folder, name=name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def result(runs: Path) -> CompareResult:
+    return run_compare(
+        [runs / name for name in SETTINGS], frames(), integers="auto", bootstrap=BOOTSTRAP,
+        runs=runs, name="beside", command="bevfusion-quant compare …",
+    )  # fmt: skip
+
+
+def read(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "summary.json").read_text(), parse_constant=pytest.fail)
+
+
+def test_each_run_gets_the_figures_that_it_gets_alone(runs: Path, result: CompareResult) -> None:
+    found = read(result.folder)["accuracy"]["models"]
+    assert list(found) == [
+        "float", "eight quantized", "eight integers", "four quantized", "four integers",
+        "apart quantized",
+    ]  # fmt: skip
+    with without_pictures():
+        run_evaluate(
+            runs / "four", frames(), integers="auto", bootstrap=BOOTSTRAP, runs=runs, name="alone"
+        )
+    alone = read(runs / "alone")["accuracy"]["models"]
+    assert alone["float"]["mean_ap"] > 0.05
+    assert alone["float"]["mean_ap"] != alone["quantized"]["mean_ap"]
+    for name, key in (("float", "float"), ("quantized", "four quantized"),
+                      ("integer", "four integers")):  # fmt: skip
+        assert found[key] == alone[name], key
+    assert found["eight quantized"] != found["four quantized"]
+
+
+def test_what_is_written_says_which_runs_and_how_they_differ(
+    runs: Path, result: CompareResult
+) -> None:
+    config = json.loads((result.folder / "config.json").read_text())
+    for entry, name in zip(config["compares"], SETTINGS, strict=True):
+        own = json.loads((runs / name / "config.json").read_text())
+        assert Path(entry["run"]) == runs / name
+        assert entry["sha256"] == own["sha256"]
+        assert entry["weight_bits"] == own["weight_bits"]
+    summary = read(result.folder)
+    assert summary["compares"] == config["compares"]
+    assert summary["notes"] == [
+        "apart is not among the integers: ptq --no-fold left its batch norms in place."
+    ]
+    sections = read_sections((result.folder / "report.html").read_text())
+    html = sections["comparison"].html
+    for text in ("four integers", "Weight bits", "Batch norms folded"):
+        assert text in html
+    headline, _, settings, notes = comparison_text(result.comparison)
+    assert [line.split("  ")[0] for line in headline.splitlines()[2:]] == list(
+        summary["accuracy"]["models"]
+    )
+    assert settings.splitlines()[0].split() == [
+        "run", "weight", "bits", "batch", "norms", "folded"
+    ]  # fmt: skip
+    assert "apart is not among the integers" in notes
+
+
+def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path: Path) -> None:
+    folders = [tmp_path / part for part in ("a/eight", "b/eight", "b/four")]
+    assert names_of(folders) == [str(folders[0]), str(folders[1]), "four"]
+
+
+def test_what_is_no_comparison_is_refused(runs: Path, tmp_path: Path) -> None:
+    bpu, part, other = (tmp_path / name for name in ("bpu", "part", "other"))
+    for folder, change in (
+        (bpu, {"target": "bpu"}),
+        (part, {"branch": "camera"}),
+        (other, {"sha256": {}}),
+    ):
+        shutil.copytree(runs / "eight", folder)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **change}))
+    state = load_file(other / "weights.safetensors")
+    state["decoder.backbone.blocks.0.0.weight"] *= 1.5
+    save_file(state, other / "weights.safetensors")
+    eight, target = runs / "eight", tmp_path / "runs"
+    for given, match in (
+        ([], "no runs to compare"),
+        ([eight, eight], "is given twice"),
+        ([eight, bpu], "is a run for a BPU"),
+        ([eight, part], "holds the camera branch alone, without a head"),
+        ([eight, other], "began with other weights than"),
+        ([eight, tmp_path], "cannot be loaded as a run"),
+    ):
+        with pytest.raises(InputError, match=match):
+            run_compare(given, frames()[:1], runs=target)
+    unlabelled = [dataclasses.replace(frames()[0], labels=None)]
+    with pytest.raises(InputError, match="none of the frames has labels"):
+        run_compare([eight], unlabelled, runs=target)
+    with pytest.raises(InputError, match="would be replaced"):
+        run_compare([eight], frames()[:1], runs=runs, name="eight", overwrite=True)
+    assert not target.exists()
+    assert (eight / "weights.safetensors").exists()
+
+
+def test_the_command_refuses_before_frames_are_made(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start = f"compare --run {runs / 'eight'} --runs {tmp_path / 'runs'} --dataset street"
+    for options, match in (
+        ("--backend torch", "--backend torch goes with --integers"),
+        ("--resamples -1", "neither may be negative"),
+    ):
+        assert main([*start.split(), *options.split()]) == 2
+        assert match in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
