@@ -1,11 +1,14 @@
-"""Real data, where it is at hand."""
+"""Real data and a browser, where they are at hand."""
 
 from __future__ import annotations
 
 import _codecs
 import os
 import pickle
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,3 +45,48 @@ def keyframe_info(real_data: Path) -> dict:
         content = _NumbersOnly(file).load()
     (info,) = content["data_list"]
     return {**info, "folder": found[0].parent, "classes": list(content["metainfo"]["categories"])}
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Headless Chromium, which is asked for nothing on the network and keeps its logs."""
+    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    driver_path = shutil.which("chromedriver")
+    if chromium is None or driver_path is None:
+        pytest.skip("Chromium and chromedriver are not both installed")
+    os.environ["SE_OFFLINE"] = "true"  # selenium finds nothing on the network, and asks nothing
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    profile = tmp_path_factory.mktemp("profile")
+    for flag in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage",
+                 "disable-background-networking", f"user-data-dir={profile}"):  # fmt: skip
+        options.add_argument(f"--{flag}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    with webdriver.Chrome(options=options, service=Service(driver_path)) as driver:
+        driver.set_script_timeout(30)
+        yield driver
+
+
+@pytest.fixture
+def show(browser: Any) -> Callable[..., Any]:
+    """`show(page, width=1280, scheme="light")` opens a page as if for the first time."""
+
+    def opened(page: Path, width: int = 1280, scheme: str = "light") -> Any:
+        metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+        features = [
+            {"name": "prefers-color-scheme", "value": scheme},
+            {"name": "prefers-reduced-motion", "value": "reduce"},  # a scroll is over at once
+        ]
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+        for kind in ("browser", "performance"):
+            browser.get_log(kind)
+        browser.get("about:blank")
+        browser.get(page.as_uri())
+        browser.execute_script("localStorage.clear()")
+        return browser
+
+    return opened

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -111,21 +111,9 @@ def test_names_are_escaped_and_the_same_content_gives_the_same_bytes(
     assert "curve-chart" not in without.read_text(encoding="utf-8")
 
 
-def test_chromium_draws_it_in_both_schemes_and_on_a_phone(page: Path, tmp_path: Path) -> None:
-    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    driver_path = shutil.which("chromedriver")
-    if chromium is None or driver_path is None:
-        pytest.skip("Chromium and chromedriver are not both installed")
-    os.environ["SE_OFFLINE"] = "true"  # selenium finds nothing on the network, and asks nothing
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for flag in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage",
-                 "disable-background-networking", f"user-data-dir={tmp_path}"):  # fmt: skip
-        options.add_argument(f"--{flag}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+def test_chromium_draws_it_in_both_schemes_and_on_a_phone(
+    page: Path, show: Callable[..., Any]
+) -> None:
     look = (
         "const c = document.querySelector('.curve-chart .curve.float');"
         "const b = c.getBoundingClientRect();"
@@ -133,23 +121,14 @@ def test_chromium_draws_it_in_both_schemes_and_on_a_phone(page: Path, tmp_path: 
         " document.documentElement.scrollWidth, window.hurt ?? 0]"
     )
     strokes = set()
-    with webdriver.Chrome(options=options, service=Service(driver_path)) as browser:
-        for width, scheme in ((1280, "light"), (1280, "dark"), (400, "light")):
-            browser.execute_cdp_cmd(
-                "Emulation.setDeviceMetricsOverride",
-                {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False},
-            )
-            browser.execute_cdp_cmd(
-                "Emulation.setEmulatedMedia",
-                {"features": [{"name": "prefers-color-scheme", "value": scheme}]},
-            )
-            browser.get(page.as_uri())
-            stroke, wide, high, whole, hurt = browser.execute_script(look)
-            strokes.add((scheme, stroke))
-            assert wide > 20
-            assert high > 20
-            assert whole <= width
-            assert hurt == 0
+    for width, scheme in ((1280, "light"), (1280, "dark"), (400, "light")):
+        browser = show(page, width, scheme)
+        stroke, wide, high, whole, hurt = browser.execute_script(look)
+        strokes.add((scheme, stroke))
+        assert wide > 20
+        assert high > 20
+        assert whole <= width
+        assert hurt == 0
         assert browser.get_log("browser") == []
     assert len({stroke for _, stroke in strokes}) == 2
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +13,6 @@ from bevfusion_quant.report import ReportContent, write_report
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bpu_outcome import LAYERS, outcome
-
-webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-DRIVER = shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None or DRIVER is None, reason="Chromium and chromedriver are not both installed"
-)
 
 EVIL = '<img src=x onerror="window.hurt=1">'
 PICTURE = "document.querySelector('.partition > div').shadowRoot.querySelector('svg')"
@@ -33,46 +24,14 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_report(tmp_path_factory.mktemp("report") / "report.html", content)
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    os.environ["SE_OFFLINE"] = "true"  # selenium finds nothing on the network, and asks nothing
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    profile = tmp_path_factory.mktemp("profile")
-    for flag in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage",
-                 "disable-background-networking", f"user-data-dir={profile}"):  # fmt: skip
-        options.add_argument(f"--{flag}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    with webdriver.Chrome(options=options, service=Service(DRIVER)) as driver:
-        driver.set_script_timeout(30)
-        yield driver
-
-
-def show(browser: Any, page: Path, width: int, scheme: str = "light") -> None:
-    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-    features = [
-        {"name": "prefers-color-scheme", "value": scheme},
-        {"name": "prefers-reduced-motion", "value": "reduce"},  # a scroll is over at once
-    ]
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
-    browser.get_log("browser")
-    browser.get("about:blank")
-    browser.get(page.as_uri())
-    browser.execute_script("localStorage.clear()")
-
-
 def values(browser: Any, expression: str) -> Any:
     return browser.execute_script(f"return {expression}")
 
 
 @pytest.fixture
-def tab(browser: Any, page: Path) -> Any:
+def tab(show: Callable[..., Any], page: Path) -> Any:
     """The page, freshly opened, 1280 pixels wide."""
-    show(browser, page, 1280)
-    return browser
+    return show(page)
 
 
 def test_the_picture_is_drawn_and_the_console_silent(tab: Any) -> None:
@@ -92,9 +51,9 @@ def test_the_pages_styles_and_the_pictures_keep_apart(tab: Any) -> None:
 
 @pytest.mark.parametrize(("scheme", "other"), [("light", "dark"), ("dark", "light")])
 def test_colours_follow_the_system_and_then_the_reader(
-    browser: Any, page: Path, scheme: str, other: str
+    show: Callable[..., Any], page: Path, scheme: str, other: str
 ) -> None:
-    show(browser, page, 1280, scheme)
+    browser = show(page, scheme=scheme)
     ink = f"getComputedStyle({PICTURE}.querySelector('.name')).fill"
     area = f"getComputedStyle({PICTURE}.querySelector('.area.BPU')).fill"
     inks = {"light": "rgb(29, 39, 51)", "dark": "rgb(232, 237, 242)"}
@@ -104,8 +63,8 @@ def test_colours_follow_the_system_and_then_the_reader(
     assert (values(browser, ink), values(browser, area)) == (inks[other], areas[other])
 
 
-def test_on_a_phone_the_page_stays_within_its_width(browser: Any, page: Path) -> None:
-    show(browser, page, 400)
+def test_on_a_phone_the_page_stays_within_its_width(show: Callable[..., Any], page: Path) -> None:
+    browser = show(page, 400)
     assert values(browser, "document.documentElement.scrollWidth") == 400
     # The first node has come into view, though the picture is wider than the page.
     box = values(browser, "document.querySelector('.partition').getBoundingClientRect().toJSON()")
@@ -120,8 +79,8 @@ def test_on_a_phone_the_page_stays_within_its_width(browser: Any, page: Path) ->
     assert values(browser, f"{kinds}.every(e => e.getClientRects().length === 1)")
 
 
-def test_the_picture_fits_the_width_on_request(browser: Any, page: Path) -> None:
-    show(browser, page, 400)
+def test_the_picture_fits_the_width_on_request(show: Callable[..., Any], page: Path) -> None:
+    browser = show(page, 400)
     full = values(browser, f"{PICTURE}.getBoundingClientRect().width")
     button = browser.find_element("id", "partition-fit")
     browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", button)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
-import os
-import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +24,6 @@ from bevfusion_quant.report import (
 
 sys.path.insert(0, str(Path(__file__).parent))
 from integer_rows import float_row, layer_row, simulation
-
-webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-DRIVER = shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None or DRIVER is None, reason="Chromium and chromedriver are not both installed"
-)
 
 LAYERS = 80
 EXTENT = (-20.0, -20.0, 20.0, 20.0)
@@ -97,46 +88,24 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_report(tmp_path_factory.mktemp("report") / "report.html", content())
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    os.environ["SE_OFFLINE"] = "true"  # selenium finds nothing on the network, and asks nothing
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    profile = tmp_path_factory.mktemp("profile")
-    for flag in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage",
-                 "disable-background-networking", f"user-data-dir={profile}"):  # fmt: skip
-        options.add_argument(f"--{flag}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    with webdriver.Chrome(options=options, service=Service(DRIVER)) as driver:
-        driver.set_script_timeout(30)
-        yield driver
+@pytest.fixture
+def tab(drawn: Callable[..., Any]) -> Any:
+    """The page, freshly opened and drawn, 1280 pixels wide."""
+    return drawn()
 
 
 @pytest.fixture
-def tab(browser: Any, page: Path) -> Any:
-    """The page, freshly opened and drawn, 1280 pixels wide."""
-    show(browser, page, 1280)
-    return browser
+def drawn(show: Callable[..., Any], page: Path) -> Callable[..., Any]:
+    """Opens the page and waits for its charts."""
 
+    def opened(width: int = 1280, scheme: str = "light") -> Any:
+        browser = show(page, width, scheme)
+        wait(browser, "document.querySelector('#stage-0 canvas').width > 1")
+        wait(browser, "document.getElementById('scene-canvas').width > 1")
+        wait(browser, "document.querySelectorAll('#layer-chart .dot').length")
+        return browser
 
-def show(browser: Any, page: Path, width: int, scheme: str = "light") -> None:
-    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-    features = [
-        {"name": "prefers-color-scheme", "value": scheme},
-        {"name": "prefers-reduced-motion", "value": "reduce"},  # a scroll is over at once
-    ]
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
-    for kind in ("browser", "performance"):
-        browser.get_log(kind)
-    browser.get("about:blank")
-    browser.get(page.as_uri())
-    browser.execute_script("localStorage.clear()")
-    wait(browser, "document.querySelector('#stage-0 canvas').width > 1")
-    wait(browser, "document.getElementById('scene-canvas').width > 1")
-    wait(browser, "document.querySelectorAll('#layer-chart .dot').length")
+    return opened
 
 
 def wait(browser: Any, condition: str) -> None:
@@ -373,9 +342,9 @@ def test_decisions_open_where_the_search_finds_something(tab: Any) -> None:
     assert "list-fused" not in values(tab, opened)
 
 
-def test_dark_by_system_and_by_hand(browser: Any, page: Path) -> None:
+def test_dark_by_system_and_by_hand(drawn: Callable[..., Any]) -> None:
     background = "getComputedStyle(document.body).backgroundColor"
-    show(browser, page, 1280, "dark")
+    browser = drawn(scheme="dark")
     assert values(browser, background) == "rgb(16, 20, 26)"
     pixel = f"({COLOURS.replace('.size', '')})(document.querySelector('#stage-0 canvas'))"
     dark = values(browser, f"[...{pixel}].slice(0, 3)")
@@ -386,8 +355,8 @@ def test_dark_by_system_and_by_hand(browser: Any, page: Path) -> None:
     wait(browser, "document.querySelector('#theme [value=light]:checked')")
 
 
-def test_a_phone_needs_no_sideways_scrolling(browser: Any, page: Path) -> None:
-    show(browser, page, 360)
+def test_a_phone_needs_no_sideways_scrolling(drawn: Callable[..., Any]) -> None:
+    browser = drawn(360)
     assert values(browser, "document.documentElement.scrollWidth") == 360
     for tab_id in ("tab-0", "tab-1"):
         values(browser, f"document.getElementById('{tab_id}').click()")
@@ -434,8 +403,8 @@ def test_every_control_and_picture_has_a_name(tab: Any) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_stands_out_from_its_ground(browser: Any, page: Path, scheme: str) -> None:
-    show(browser, page, 1280, scheme)
+def test_text_stands_out_from_its_ground(drawn: Callable[..., Any], scheme: str) -> None:
+    browser = drawn(scheme=scheme)
     ratios = values(browser, CONTRAST)
     assert ratios
     assert [(text, ratio) for text, ratio in ratios if ratio < 4.5] == []

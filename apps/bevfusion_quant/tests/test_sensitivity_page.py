@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,45 +57,24 @@ def test_the_terminal_has_the_worst_first(outcome: SensitivityOutcome) -> None:
     assert plan.startswith("Plan for time=1.2: 3 float, 37 int8; estimated time 1.2")
 
 
-def test_chromium_draws_it_in_both_schemes_and_on_a_phone(page: Path, tmp_path: Path) -> None:
-    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    driver_path = shutil.which("chromedriver")
-    if chromium is None or driver_path is None:
-        pytest.skip("Chromium and chromedriver are not both installed")
-    os.environ["SE_OFFLINE"] = "true"  # selenium finds nothing on the network, and asks nothing
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for flag in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage",
-                 "disable-background-networking", f"user-data-dir={tmp_path}"):  # fmt: skip
-        options.add_argument(f"--{flag}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+def test_chromium_draws_it_in_both_schemes_and_on_a_phone(
+    page: Path, show: Callable[..., Any]
+) -> None:
     look = (
         "const bars = [...document.querySelectorAll('#sensitivity rect.int8')];"
         "return [getComputedStyle(bars[0]).fill, bars.map(b => b.getBoundingClientRect().width),"
         " document.documentElement.scrollWidth, window.hurt ?? 0]"
     )
     fills = {}
-    with webdriver.Chrome(options=options, service=Service(driver_path)) as browser:
-        for width, scheme in ((1280, "light"), (1280, "dark"), (400, "light")):
-            browser.execute_cdp_cmd(
-                "Emulation.setDeviceMetricsOverride",
-                {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False},
-            )
-            browser.execute_cdp_cmd(
-                "Emulation.setEmulatedMedia",
-                {"features": [{"name": "prefers-color-scheme", "value": scheme}]},
-            )
-            browser.get(page.as_uri())
-            fill, widths, whole, hurt = browser.execute_script(look)
-            fills[scheme] = fill
-            assert len(widths) == LAYERS
-            assert widths[0] > 25
-            assert widths == sorted(widths, reverse=True)
-            assert widths[20] == pytest.approx(widths[0] / 10, rel=0.02)  # 10 dB better
-            assert whole <= width
-            assert hurt == 0
+    for width, scheme in ((1280, "light"), (1280, "dark"), (400, "light")):
+        browser = show(page, width, scheme)
+        fill, widths, whole, hurt = browser.execute_script(look)
+        fills[scheme] = fill
+        assert len(widths) == LAYERS
+        assert widths[0] > 25
+        assert widths == sorted(widths, reverse=True)
+        assert widths[20] == pytest.approx(widths[0] / 10, rel=0.02)  # 10 dB better
+        assert whole <= width
+        assert hurt == 0
         assert browser.get_log("browser") == []
     assert len(set(fills.values())) == 2

@@ -103,10 +103,12 @@ def _legend(kinds: Sequence[str]) -> Html:
 
 
 def _table(title: str, heads: Sequence[str], rows: Sequence[Html]) -> Html:
-    return tag(
+    """A box that scrolls where the table is wider than the page, as that of many models is."""
+    table = tag(
         "table",
         tag("caption", title),
         tag("thead", tag("tr", *(tag("th", head, scope="col") for head in heads))),
         tag("tbody", *rows),
         class_="pairs classes",
     )
+    return tag("div", table, class_="wide-table", tabindex=0, role="region", aria_label=title)

@@ -13,7 +13,7 @@ _COLOUR = re.compile(r"(--[\w-]+):(#[0-9a-fA-F]+)")
 # Names and ids of the picture are those of the page too: a shadow tree keeps the two apart.
 _STYLE = (
     "<style>:host{display:block}svg{display:block;margin:auto;"
-    "width:var(--picture-width);height:auto}</style>"
+    "width:var(--picture-width);height:auto;max-height:var(--picture-height)}</style>"
 )
 
 

@@ -20,9 +20,9 @@ HOW_TO_READ = (
     "Each line is a group of layers that share a quantizer and so have one precision, the largest "
     "loss first. Alone: the score of the float model with this group alone quantized; the bar is "
     "what it loses, as a power of noise where scores are decibels, the longest the largest. Gain "
-    "in float: what the quantized model wins where this group alone stays float. Losses of groups "
-    "are added up for a plan, which makes its score an estimate, as its time is: operations times "
-    "bits."
+    "in float: what the quantized model wins where this group alone stays float. A plan's time is "
+    "an estimate: operations times bits; its score was measured on these frames where it says so, "
+    "else it is estimated from the losses added up."
 )
 WIDE, HIGH, GAP = 100.0, 7.0, 2.0  # of a bar, in its own units
 

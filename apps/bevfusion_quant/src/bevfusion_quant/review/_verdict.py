@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = ["frames_text", "verdict_section"]
 
-MARKS = {"good": "✓", "look": "▲ look closer", "missing": "– missing"}
+MARKS = {"good": "✓ fine", "look": "▲ look closer", "missing": "– missing"}
 DASH = "–"
-HEADS = ("Model", "mAP, of 100", "less float", "NDS", "SQNR, dB")
+HEADS = {"Model": None, "mAP, of 100": None, "less float": None, "NDS": "minor", "SQNR, dB": None}
 HOW_TO_READ = (
     "mAP: nuScenes' mean average precision on labelled frames, in points of 100, with the "
     "bootstrap's interval below it. Less float: the difference on the same frames, paired, from "
@@ -60,7 +60,8 @@ def frames_text(frames: Sequence[str]) -> str:
 
 
 def _headline(groups: Sequence[HeadlineGroup]) -> Html:
-    head = tag("thead", tag("tr", *(tag("th", text, scope="col") for text in HEADS)))
+    heads = [tag("th", text, scope="col", class_=kind) for text, kind in HEADS.items()]
+    head = tag("thead", tag("tr", *heads))
     table = tag(
         "table",
         tag("caption", "Every model beside float", class_="hidden"),
@@ -91,7 +92,7 @@ def _row(row: HeadlineRow) -> Html:
         tag("th", row.model, scope="row"),
         tag("td", _with_interval(points(row.mean_ap), row.interval)),
         tag("td", _with_interval(apart, row.difference_interval, signed=True)),
-        tag("td", points(row.nds)),
+        tag("td", points(row.nds), class_="minor"),
         tag("td", fixed(row.sqnr_db, 1)),
     )
 
