@@ -20,6 +20,8 @@ from bevfusion_quant.sensitivity import (
     SensitivityResult,
     measure_sensitivity,
     parse_budget,
+    plan_within,
+    refine_within,
     run_sensitivity,
     sensitivity_output,
 )
@@ -64,7 +66,8 @@ def batches(frames: list, loaded: LoadedRun) -> FrameBatches:
 def result(runs: Path, frames: list) -> SensitivityResult:
     """Of both precisions, with a plan."""
     return run_sensitivity(
-        runs / "a", frames, precisions=("int8", "int16"), budget="time=1.6", runs=runs,
+        runs / "a", frames, precisions=("int8", "int16"), budget="time=1.6", plan_rounds=1,
+        runs=runs,
         name="s", command=EVIL,
     )  # fmt: skip
 
@@ -144,6 +147,33 @@ def test_sixteen_bits_lose_less_and_ranges_stay(
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+def test_the_plans_score_is_that_of_its_model(
+    result: SensitivityResult, loaded: LoadedRun, batches: FrameBatches
+) -> None:
+    """Set as `ptq --plan` sets it, and run whole."""
+    batches = batches.head(1)
+    table = measure_sensitivity(loaded.quantized_model, batches, TINY, without=False)
+    budget = parse_budget("time=1.6")
+    estimated = plan_within(loaded.quantized_model, table, budget)
+    found = refine_within(loaded.quantized_model, batches, TINY, estimated, table, budget, rounds=1)
+    groups = precision_groups(loaded.quantized_model)
+    on = {number for number, group in enumerate(groups) if found.plan[group.name] == "int8"}
+    assert 0 < len(on) < len(groups)
+    maps: list[torch.Tensor] = []
+    keep = loaded.quantized_model.decoder["neck"].register_forward_hook(
+        lambda module, args, output: maps.append(output.double())
+    )
+    outputs(loaded, batches, set())
+    outputs(loaded, batches, on)
+    keep.remove()
+    exact, got = maps
+    wanted = 10 * (exact.square().sum() / (got - exact).square().sum()).log10()
+    assert found.plan.score == pytest.approx(float(wanted), abs=1e-9)
+    assert found.plan.score >= found.start.score
+    assert found.plan.time <= 1.6
+    assert found.tried > len(groups)
+
+
 def test_what_is_written_is_what_was_found(runs: Path, result: SensitivityResult) -> None:
     folder, outcome = runs / "s", result.outcome
     assert SensitivityTable.from_json((folder / "sensitivity.json").read_text()) == outcome.table
@@ -154,6 +184,12 @@ def test_what_is_written_is_what_was_found(runs: Path, result: SensitivityResult
     told = summary["sensitivity"]
     assert told["table"] == json.loads((folder / "sensitivity.json").read_text())
     assert told["plan"] == json.loads((folder / "plan.json").read_text())
+    first, refined = told["plan_from"]["first"], outcome.refined
+    assert told["plan_from"]["plans_measured"] == refined.tried > 6
+    assert outcome.plan.measured
+    assert outcome.plan.score >= first["measured_score"] == refined.start.score
+    assert first["estimated_score"] == outcome.estimated.score
+    assert f"the best of {refined.tried} measured" in (folder / "report.html").read_text()
     assert (told["scored"], told["unit"]) == ("the decoder's map", "dB")
     assert len(summary["frames"]) == 2
     assert json.loads((runs / "a/config.json").read_text())["plan"] is None
@@ -184,7 +220,10 @@ def test_the_command_prints_the_table_and_the_plan(
     runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = f"sensitivity --run {runs / 'a'} --dataset street --metric kl --runs {runs}"
-    assert main([*arguments.split(), "--alone-only", "--budget", "score=-1"]) == 0
+    assert (
+        main([*arguments.split(), "--alone-only", "--budget", "score=-1", "--plan-rounds", "0"])
+        == 0
+    )
     printed = capsys.readouterr().out
     assert "KL divergence, negative, of the head's heat map, 1 frame, 6 groups of layers" in printed
     assert "decoder.neck.quant_concat" in printed
@@ -213,6 +252,7 @@ def test_a_score_that_float_does_not_reach_leaves_the_table(
         ("--budget time=nan", "write time=1.2"),
         ("--budget time=0.9", "the fastest plan takes 1 of"),
         ("--budget score=200", "the largest sqnr that a model can have is 144.5"),
+        ("--budget time=1.2 --plan-rounds -1", "must not be negative"),
         ("--metric kl --output map", "the map has none"),
         ("--metric mAP --output map", "mAP judges the boxes"),
     ],

@@ -1,12 +1,13 @@
 """What each layer's rounding costs a finished run's model, and the precisions to give the layers.
 
 `run_sensitivity` is the command, `measure_sensitivity` its measurement alone, `plan_within` the
-plan for a budget.
+estimated plan for a budget, `refine_within` the best measured one.
 """
 
 from bevfusion_quant.sensitivity._budget import parse_budget, plan_within
 from bevfusion_quant.sensitivity._measure import Output, measure_sensitivity, sensitivity_output
 from bevfusion_quant.sensitivity._outcome import SensitivityOutcome
+from bevfusion_quant.sensitivity._refine import refine_within
 from bevfusion_quant.sensitivity._run import SensitivityResult, run_sensitivity
 from bevfusion_quant.sensitivity._text import sensitivity_text
 
@@ -17,6 +18,7 @@ __all__ = [
     "measure_sensitivity",
     "parse_budget",
     "plan_within",
+    "refine_within",
     "run_sensitivity",
     "sensitivity_output",
     "sensitivity_text",

@@ -109,7 +109,7 @@ def measure_sensitivity(
         outputs=(path,) if path else (),
         precisions=tuple(dict.fromkeys(precisions)),  # type: ignore[arg-type]
         without=without,
-        forward=_run,
+        forward=run_batch,
         reduce=None if task is None else task.reduce,
     )
 
@@ -132,10 +132,10 @@ def _told(batches: FrameBatches) -> Iterator[Batch]:
     for index, batch in enumerate(batches):
         LOG.info("frame %d of %d", index + 1, len(batches))
         yield batch
-        _return_freed_memory()
+        return_freed_memory()
 
 
-def _return_freed_memory() -> None:
+def return_freed_memory() -> None:
     """Give back what a frame's recorded run held: in pieces of other sizes it is of no use.
 
     glibc keeps freed blocks, and frames with other numbers of voxels do not fit into them: memory
@@ -148,7 +148,7 @@ def _return_freed_memory() -> None:
         return
 
 
-def _run(model: nn.Module, batch: Any) -> Any:
+def run_batch(model: nn.Module, batch: Any) -> Any:
     return model(*batch)
 
 
@@ -158,7 +158,7 @@ def _collect(model: BEVFusion, batches: FrameBatches) -> None:
 
     quantizers = [m for m in model.modules() if isinstance(m, TensorQuantizer)]
     ranges = {q: q.amax.clone() for q in quantizers if q.amax is not None}
-    calibrate(model, batches, forward=_run, method="max")
+    calibrate(model, batches, forward=run_batch, method="max")
     for quantizer, amax in ranges.items():
         quantizer.amax = amax
 

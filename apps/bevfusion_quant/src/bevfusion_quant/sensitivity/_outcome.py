@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bevquant_qnn import PrecisionPlan, SensitivityRow, SensitivityTable
+    from bevquant_qnn import PrecisionPlan, RefinedPlan, SensitivityRow, SensitivityTable
 
 __all__ = ["SensitivityOutcome"]
 
@@ -30,6 +30,8 @@ class SensitivityOutcome:
         plan: Within the budget; None without one.
         budget: As it was written, such as "time=1.2"; "" without one.
         refusal: Why there is no plan although a budget was given; else "".
+        estimated: The plan by losses added up, from which the measured one was found.
+        refined: The measured plan, that first one measured, and how many were run.
     """
 
     table: SensitivityTable
@@ -38,6 +40,8 @@ class SensitivityOutcome:
     plan: PrecisionPlan | None = None
     budget: str = ""
     refusal: str = ""
+    estimated: PrecisionPlan | None = None
+    refined: RefinedPlan | None = None
 
     @property
     def unit(self) -> str:
@@ -80,4 +84,19 @@ class SensitivityOutcome:
             "refusal": self.refusal or None,
             "table": json.loads(self.table.to_json()),
             "plan": None if self.plan is None else json.loads(self.plan.to_json()),
+            "plan_from": self._plan_from(),
+        }
+
+    def _plan_from(self) -> dict[str, Any] | None:
+        """How the measured plan was found."""
+        if self.refined is None or self.estimated is None:
+            return None
+        start = self.refined.start
+        return {
+            "plans_measured": self.refined.tried,
+            "first": {
+                "time": start.time,
+                "estimated_score": self.estimated.score,
+                "measured_score": start.score,
+            },
         }

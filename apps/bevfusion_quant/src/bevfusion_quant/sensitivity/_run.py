@@ -23,6 +23,7 @@ from bevfusion_quant.sensitivity._measure import (
     sensitivity_output,
 )
 from bevfusion_quant.sensitivity._outcome import SensitivityOutcome
+from bevfusion_quant.sensitivity._refine import ROUNDS, refine_within
 
 if TYPE_CHECKING:
     from bevfusion_quant.points import Frame
@@ -49,6 +50,7 @@ def run_sensitivity(
     precisions: Sequence[str] = ("int8",),
     without: bool = True,
     budget: str | None = None,
+    plan_rounds: int = ROUNDS,
     cameras: Sequence[str] | None = None,
     runs: Path = Path("runs"),
     name: str = "sensitivity",
@@ -69,6 +71,7 @@ def run_sensitivity(
         precisions: At which each group is measured alone: "int8", "int16".
         without: Measure each group alone in float, too.
         budget: "time=1.2" or "score=35": choose precisions within it.
+        plan_rounds: Of measuring plans around the estimated one; see `bevquant_qnn.refine_plan`.
         cameras: Names of the cameras to use; those of the run by default.
         runs: Folder of all runs.
         name: This run's folder in it.
@@ -80,6 +83,8 @@ def run_sensitivity(
             then.
     """
     check_precisions(precisions)
+    if plan_rounds < 0:
+        raise InputError(f"--plan-rounds {plan_rounds}: it must not be negative")
     limit = None if budget is None else parse_budget(budget)
     config = read_run_config(run)
     if config.get("target") == "bpu":
@@ -94,6 +99,7 @@ def run_sensitivity(
         "metric": metric,
         "precisions": list(precisions),
         "budget": budget,
+        "plan_rounds": plan_rounds if budget is not None else None,
         "weights": config.get("weights"),
         "cameras": cameras,
     }
@@ -118,14 +124,34 @@ def run_sensitivity(
                 without=without,
             )
         table.save(folder / "sensitivity.json")
-        plan, refusal = None, ""
+        estimated, refined, refusal = None, None, ""
         if limit is not None:
             try:
-                plan = plan_within(model, table, limit)
-                plan.save(folder / "plan.json")
+                estimated = plan_within(model, table, limit)
+                with clock.step("measure plans", blame="plans cannot be measured"):
+                    refined = refine_within(
+                        model,
+                        batches,
+                        sizes,
+                        estimated,
+                        table,
+                        limit,
+                        output=output,
+                        rounds=plan_rounds,
+                    )
+                refined.plan.save(folder / "plan.json")
             except InputError as error:  # what was measured is kept all the same
                 refusal = f"--budget {budget}: {error}"
-        outcome = SensitivityOutcome(table, path, tuple(precisions), plan, budget or "", refusal)
+        outcome = SensitivityOutcome(
+            table,
+            path,
+            tuple(precisions),
+            None if refined is None else refined.plan,
+            budget or "",
+            refusal,
+            estimated,
+            refined,
+        )
         names = [frame for _, (frame, _) in sorted(batches.names.items())]
         head = {"format": RUN_FORMAT, "version": RUN_VERSIONS[-1]}
         read = {"evaluates": str(run), "run_sha256": config.get("sha256")}

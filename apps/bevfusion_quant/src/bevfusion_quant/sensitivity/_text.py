@@ -59,10 +59,15 @@ def plan_line(outcome: SensitivityOutcome) -> str:
         counts[group.precision] = counts.get(group.precision, 0) + 1
     chosen = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
     score = or_dash(plan.score, _DIGITS[outcome.table.metric])
-    return (
+    how = "measured" if plan.measured else "estimated"
+    text = (
         f"Plan for {outcome.budget}: {chosen}; estimated time {or_dash(plan.time, '.3g')} of "
-        f"int8, estimated score {score} {outcome.unit}"
+        f"int8, {how} score {score} {outcome.unit}"
     )
+    if outcome.refined is not None:
+        first = or_dash(outcome.refined.start.score, _DIGITS[outcome.table.metric])
+        text += f", the best of {outcome.refined.tried} measured; the first had {first}"
+    return text
 
 
 def group_name(row: SensitivityRow) -> str:
