@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bevfusion_quant.metrics import Interval
-from bevfusion_quant.ptq._branches import quantized_parts
+from bevfusion_quant.ptq import quantized_parts
+from bevfusion_quant.review._evidence import kind_of
 
 if TYPE_CHECKING:
     from bevfusion_quant.review._evidence import Evidence
     from bevfusion_quant.review._gather import Gathered
 
-__all__ = ["HeadlineGroup", "HeadlineRow", "headline", "run_title"]
+__all__ = ["HeadlineGroup", "HeadlineRow", "headline", "judged", "run_title"]
 
 TITLES = {"ptq": "PTQ", "qat": "QAT", "bpu": "BPU"}
 
@@ -24,6 +25,7 @@ class HeadlineRow:
 
     Attributes:
         model: Its name.
+        run: The run that holds it, as `Evidence.folder` says it; empty for the float model.
         mean_ap: Mean average precision, 0 to 1; None without labels or a head.
         interval: Of `mean_ap`.
         difference: `mean_ap` less that of the group's float model, on the same frames.
@@ -34,6 +36,7 @@ class HeadlineRow:
     """
 
     model: str
+    run: str = ""
     mean_ap: float | None = None
     interval: Interval | None = None
     difference: float | None = None
@@ -62,16 +65,10 @@ class HeadlineGroup:
     rows: tuple[HeadlineRow, ...]
     missing: tuple[str, ...]
 
-    @property
-    def last(self) -> HeadlineRow:
-        """The model nearest to what will be deployed: integers, where they ran."""
-        return self.rows[-1]
 
-
-def run_title(run: Evidence) -> str:
-    """How a run's models are called."""
-    bits = run.config.get("weight_bits", 8)
-    title = TITLES[run.kind]
+def run_title(config: Mapping[str, Any]) -> str:
+    """How a run's models are called, by its settings."""
+    bits, title = config.get("weight_bits", 8), TITLES[kind_of(config)]
     return title if bits == 8 else f"{title} W{bits}A8"
 
 
@@ -88,33 +85,66 @@ def headline(gathered: Gathered) -> tuple[HeadlineGroup, ...]:
     return tuple(groups)
 
 
+def judged(
+    groups: Sequence[HeadlineGroup], run: Evidence
+) -> tuple[HeadlineGroup, HeadlineRow] | None:
+    """A run's mean average precision on the most frames: of its integers, where they ran.
+
+    Args:
+        groups: The headline table.
+        run: A run that holds a model.
+
+    Returns:
+        The line and its group; None where no labels told anything of the run.
+    """
+    found = [
+        (group, row)
+        for group in groups
+        for row in group.rows
+        if row.run == str(run.folder) and row.mean_ap is not None
+    ]
+    if not found:
+        return None
+    most = max(len(group.frames) for group, _ in found)
+    largest = next(group for group, _ in found if len(group.frames) == most)
+    return [(group, row) for group, row in found if group is largest][-1]
+
+
 def _of_evaluation(run: Evidence, evidence: Evidence) -> HeadlineGroup:
     summary = evidence.summary
     accuracy = summary.get("accuracy") or {}
     stage, decibels = _sqnr(run, summary)
-    title = run_title(run)
+    title = run_title(run.config)
     names = {"float": "Float", "quantized": title, "integer": f"{title}, integers"}
-    models = accuracy.get("models") or dict.fromkeys(("float", *decibels), None)
+    models = accuracy.get("models") or dict.fromkeys(("float", *decibels))
     rows = tuple(
-        _row(names.get(name, name), found, decibels.get(name)) for name, found in models.items()
+        _row(
+            names.get(name, name),
+            "" if name == "float" else str(run.folder),
+            found,
+            decibels.get(name),
+        )
+        for name, found in models.items()
     )
     return _group(evidence, accuracy, stage, rows)
 
 
 def _of_comparison(gathered: Gathered, evidence: Evidence) -> HeadlineGroup:
+    """Of models called float, "<run> quantized" and "<run> integers"."""
     accuracy = evidence.summary.get("accuracy") or {}
-    titles = {m.run.folder.name: run_title(m.run) for m in gathered.measured}
-    rows = tuple(_row(_compared(name, titles), found) for name, found in accuracy["models"].items())
-    return _group(evidence, accuracy, "", rows)
-
-
-def _compared(name: str, titles: Mapping[str, str]) -> str:
-    """The name of a model of `compare`: the run's, then "quantized" or "integers"."""
-    if name == "float":
-        return "Float"
-    run, _, form = name.rpartition(" ")
-    told = f"{titles[run]} ({run})" if run in titles else run
-    return told if form == "quantized" else f"{told}, {form}"
+    there = {entry["name"]: entry for entry in evidence.config["compares"]}
+    known = [m.run for m in gathered.measured]
+    rows = []
+    for name, found in accuracy.get("models", {}).items():
+        run, _, form = name.rpartition(" ")
+        if run not in there:
+            rows.append(_row(name.capitalize(), "", found))
+            continue
+        digests = there[run].get("sha256")
+        folder = next((str(e.folder) for e in known if e.model_digests == digests), "")
+        told = f"{run_title(there[run])}, integers" if form == "integers" else run_title(there[run])
+        rows.append(_row(f"{told} ({run})", folder, found))
+    return _group(evidence, accuracy, "", tuple(rows))
 
 
 def _group(
@@ -132,11 +162,14 @@ def _group(
     )
 
 
-def _row(model: str, found: Mapping[str, Any] | None, sqnr_db: float | None = None) -> HeadlineRow:
+def _row(
+    model: str, run: str, found: Mapping[str, Any] | None, sqnr_db: float | None = None
+) -> HeadlineRow:
     found = found or {}
     apart = found.get("difference") or {}
     return HeadlineRow(
         model,
+        run,
         found.get("mean_ap"),
         _interval(found.get("interval")),
         apart.get("mean_ap"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING
 
+from bevfusion_quant.model import trained_weights
+
 if TYPE_CHECKING:
     from bevfusion_quant.review._evidence import Evidence
     from bevfusion_quant.review._gather import Measured
@@ -13,8 +15,6 @@ __all__ = ["command_for"]
 
 # Options that say where frames come from, with how many values each takes; 0 for any number.
 _SOURCE = {"--points": 0, "--dataset": 1, "--data": 0, "--split": 1, "--data-version": 1}
-_MODEL = {"--config": 1, "--weights": 1, "--weight-layout": 1}
-_NAMES = {"evaluation", "simulation", "sensitivity", "export", "comparison"}
 
 
 def command_for(what: str, measured: Measured) -> str:
@@ -30,8 +30,8 @@ def command_for(what: str, measured: Measured) -> str:
     run = measured.run
     source = _options(run, _SOURCE)
     if what == "bpu":
-        model = [*_options(run, _MODEL), *source]
-        return shlex.join(["bevfusion-quant", "ptq", "--target", "bpu", *model])
+        words = ["bevfusion-quant", "ptq", "--target", "bpu", "--config", run.config["config"]]
+        return shlex.join([*words, *_weights(run), *source])
     words = ["bevfusion-quant", what, "--run", str(run.folder)]
     if what in ("simulate", "sensitivity"):
         words += source
@@ -41,6 +41,14 @@ def command_for(what: str, measured: Measured) -> str:
     if what == "qat":
         words += source
     return shlex.join(words)
+
+
+def _weights(run: Evidence) -> list[str]:
+    weights = run.config.get("weights")
+    if weights is None:
+        return []
+    known = trained_weights(run.config["config"])
+    return ["--weights", "trained" if str(weights) == str(known) else str(weights)]
 
 
 def _options(run: Evidence, wanted: dict[str, int]) -> list[str]:

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 from bevfusion_quant.report import Section, write_page
 from bevfusion_quant.report._html import Html, join, tag
+from bevfusion_quant.review._frames_text import frames_text
+from bevfusion_quant.review._headline import run_title
 from bevfusion_quant.review._trail import sign_section, trail_section
-from bevfusion_quant.review._verdict import frames_text, verdict_section
+from bevfusion_quant.review._verdict import verdict_section
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -59,14 +61,21 @@ def _head(gathered: Gathered, title: str, checks: Sequence[Check]) -> Html:
         f"{len(checks)} questions: {states.count('good')} answered, {states.count('look')} to look "
         f"at closely, {states.count('missing')} unanswered"
     )
-    branch = run.config.get("branch", "lidar")
-    about = f"config {run.config['config']} · {branch} · ranges from {frames_text(run.frames)}"
+    words = [run_title(run.config), f"config {run.config['config']}"]
+    words += [f"branch {run.config.get('branch', 'lidar')}", _made_from(run)]
     return join(
         tag("p", "A quantized model, to be reviewed and signed", class_="kicker"),
         tag("h1", title),
-        tag("p", "Run ", tag("code", str(run.folder)), f" · {about}", class_="lead"),
+        tag("p", "Run ", tag("code", str(run.folder)), " · ", " · ".join(words), class_="lead"),
         tag("p", told, class_="lead strong"),
     )  # fmt: skip
+
+
+def _made_from(run: Evidence) -> str:
+    if run.kind == "qat":
+        told = run.summary["qat"]
+        return f"from {told['run']}, trained on {told['training_frames']}"
+    return f"quantized on {frames_text(run.frames)}"
 
 
 def _borrowed(gathered: Gathered) -> Iterator[Section]:
@@ -83,7 +92,6 @@ def _borrowed(gathered: Gathered) -> Iterator[Section]:
         "integers": judged,
         "export": (main.export, main.run),
         "bpu": (*judged, *((chip.evaluation, chip.run) if chip is not None else ())),
-        "qat": (main.run, gathered.qat.run if gathered.qat is not None else None),
         "decisions": (main.run,),
     }
     for key, evidences in sources.items():

@@ -69,7 +69,8 @@ def run_review(
     printer = find_browser(browser) if pdf else None
     with run_folder(runs, name, overwrite=overwrite, keep=Path(run)) as folder:
         gathered = gather(Path(run), runs, qat=qat, bpu=bpu, take=take)
-        groups, found = headline(gathered), checks(gathered)
+        groups = headline(gathered)
+        found = checks(gathered, groups)
         own = versions("bevquant-export", "bevquant-hybrid")
         page = write_review(
             folder / PAGE_FILE,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from bevfusion_quant.metrics import points, span
 from bevfusion_quant.ptq._summary import aligned_table, or_dash
-from bevfusion_quant.review._verdict import frames_text
+from bevfusion_quant.review._frames_text import frames_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

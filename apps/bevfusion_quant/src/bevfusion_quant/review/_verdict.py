@@ -9,6 +9,7 @@ from bevfusion_quant.metrics import points, span
 from bevfusion_quant.report import Section
 from bevfusion_quant.report._format import count, fixed
 from bevfusion_quant.report._html import Html, join, tag
+from bevfusion_quant.review._frames_text import frames_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from bevfusion_quant.review._checks import Check
     from bevfusion_quant.review._headline import HeadlineGroup, HeadlineRow
 
-__all__ = ["frames_text", "verdict_section"]
+__all__ = ["verdict_section"]
 
 MARKS = {"good": "✓ fine", "look": "▲ look closer", "missing": "– missing"}
 DASH = "–"
@@ -42,21 +43,6 @@ def verdict_section(groups: Sequence[HeadlineGroup], checks: Sequence[Check]) ->
         class_="verdict",
     )  # fmt: skip
     return Section("verdict", "Verdict", html)
-
-
-def frames_text(frames: Sequence[str]) -> str:
-    """How many frames, and which.
-
-    Examples:
-        >>> frames_text(["street_100", "street_101", "street_102"])
-        '3 frames, street_100 … street_102'
-        >>> frames_text(["a"])
-        '1 frame, a'
-    """
-    if not frames:
-        return "no frames"
-    ends = frames[0] if len(frames) == 1 else f"{frames[0]} … {frames[-1]}"
-    return f"{count(len(frames))} frame{'s' * (len(frames) != 1)}, {ends}"
 
 
 def _headline(groups: Sequence[HeadlineGroup]) -> Html:
