@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from bevquant_int8sim import IntegerModel, compare, simulate
+from bevquant_int8sim import IntegerModel, LayerComparison, compare, simulate
 from bevquant_qnn import quantize_model
 from bevquant_quantizers import calibrate
 
@@ -49,6 +49,19 @@ def test_layers_agree_within_one_step_on_the_same_inputs(models):
     assert all(s is None or s <= 1 for s in steps)
     assert table.wrong == ()
     assert all(row.values == 3 * table.rows[0].values // 3 for row in table.rows[:1])
+
+
+def test_batches_measured_apart_give_the_table_of_one_process(models):
+    net, quantized = models
+    model = simulate(quantized, images(0))
+    here, there = LayerComparison(net, model), LayerComparison(net, model)
+    shared = {s: (here if s % 2 else there).measure(images(s)) for s in (1, 3, 0, 2)}
+    for s in range(4):
+        here.add(shared[s])
+    assert here.table() == compare(net, model, [images(s) for s in range(4)])
+    assert here.table().rows[0].values == 4 * images(0).numel()
+    with pytest.raises(ValueError, match="same model"):
+        here.add({name: values[1:] for name, values in shared[0].items()})
 
 
 def test_numbers_equal_their_definitions(models):

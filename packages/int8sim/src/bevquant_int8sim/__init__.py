@@ -25,6 +25,7 @@ from bevquant_int8sim._to_dense import int8_to_dense
 from bevquant_int8sim.model import (
     IntegerModel,
     Island,
+    LayerComparison,
     LayerRow,
     LayerTable,
     Recorded,
@@ -38,6 +39,7 @@ __all__ = [
     "BackendStatus",
     "IntegerModel",
     "Island",
+    "LayerComparison",
     "LayerRow",
     "LayerTable",
     "Recorded",

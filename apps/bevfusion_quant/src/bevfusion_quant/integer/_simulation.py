@@ -6,10 +6,13 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.integer._islands import FloatIsland, float_islands
 from bevfusion_quant.integer._save import SavedPart, save_parts
 from bevfusion_quant.integer._stages import IntegerStage, integer_stages
+from bevfusion_quant.ranks import current_ranks, in_order
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from bevfusion_quant.ptq._batches import FrameBatches
     from bevfusion_quant.ptq._clock import Clock
     from bevfusion_quant.ptq._judge import Judgement
+    from bevfusion_quant.ranks import Shards
     from bevquant_int8sim import IntegerModel, LayerRow
 
 __all__ = ["Backend", "Simulation", "check_backend", "simulate_model"]
@@ -116,8 +120,11 @@ def simulate_model(
     branch: str,
     backend: str = "auto",
     accuracy: AccuracyTally | None = None,
+    shards: Shards | None = None,
 ) -> Simulation:
     """Lower, run, compare, and save the integer model below `folder`.
+
+    Several ranks share the frames, and the first one saves.
 
     Args:
         float_model: The folded model that was quantized.
@@ -130,24 +137,25 @@ def simulate_model(
         branch: What the run quantized; says why the rest is float.
         backend: Kernels to run on.
         accuracy: Is handed the integer model's detections, as "integer".
+        shards: Keeps what is finished while several ranks work.
 
     Raises:
         InputError: No layer of the model is quantized, one has no range, or the backend is not
             there.
     """
-    from bevquant_int8sim import compare
-
     used = check_backend(backend)
     with clock.step("lower to integers"):
         model = lowered(quantized_model, batches[0], backend)
     with clock.step("run in integers", blame="the integer model cannot run on these frames"):
         agreement, found, detections, seconds = _run(
-            model, float_model, batches, config, judgement, accuracy
+            model, float_model, batches, config, judgement, accuracy, shards
         )
     with clock.step("compare integers", blame="float and integer model cannot be compared"):
-        layers = compare(float_model, model, map(tuple, batches)).rows
-    with clock.step("save integers"):
-        saved = save_parts(folder / "integer", model, quantized_model, backend)
+        layers = _compared(model, float_model, batches, shards)
+    saved: tuple[SavedPart, ...] = ()
+    if current_ranks().first:
+        with clock.step("save integers"):
+            saved = save_parts(folder / "integer", model, quantized_model, backend)
     return Simulation(
         layers,
         integer_stages(layers, quantized_model.parts),
@@ -194,6 +202,7 @@ def _run(
     config: BEVFusionConfig,
     judgement: Judgement,
     accuracy: AccuracyTally | None,
+    shards: Shards | None,
 ) -> tuple[
     tuple[AgreementRow, ...], tuple[FoundRow, ...], Detections | None, tuple[float, ...]
 ]:  # fmt: skip
@@ -204,17 +213,26 @@ def _run(
         empty without a head. Detections of the first frame, seconds of each.
     """
     from bevfusion_quant.ptq._agreement import DetectionTally
+    from bevfusion_quant.ptq._frame_record import detections_of, detections_record
 
     low_x, low_y, _, high_x, high_y, _ = config.lidar.point_cloud_range
     tally = DetectionTally(config.head.classes, (low_x, low_y, high_x, high_y))
     first, seconds = None, []
-    for index, batch in enumerate(batches):
+
+    def run(index: int) -> dict[str, Any]:
+        batch = batches[index]
         start = time.perf_counter()
         output = model(*batch)
-        seconds.append(round(time.perf_counter() - start, 3))
+        record = {"seconds": np.array(time.perf_counter() - start)}
+        if judgement.float_detections:
+            record |= detections_record("integer", float_model.head.decode(output)[0])
+        return record
+
+    for index, record in in_order("integers", len(batches), run, shards):
+        seconds.append(round(float(record["seconds"]), 3))
         if not judgement.float_detections:
             continue
-        found, labels = float_model.head.decode(output)[0], batches.frame_labels(index)
+        found, labels = detections_of("integer", record), batches.frame_labels(index)
         tally.add(judgement.float_detections[index], found, labels)
         if accuracy is not None:
             accuracy.add("integer", index, batches.names[index][0], found, labels)
@@ -222,3 +240,19 @@ def _run(
     if first is None:
         return (), (), None, tuple(seconds)
     return tuple(tally.agreement()), tuple(tally.found()), first, tuple(seconds)
+
+
+def _compared(
+    model: IntegerModel, float_model: BEVFusion, batches: FrameBatches, shards: Shards | None
+) -> tuple[LayerRow, ...]:
+    """`bevquant_int8sim.compare`, the frames shared."""
+    from bevquant_int8sim import LayerComparison
+
+    comparison = LayerComparison(float_model, model)
+
+    def run(index: int) -> dict[str, Any]:
+        return comparison.measure(tuple(batches[index]))
+
+    for _, record in in_order("compare-integers", len(batches), run, shards):
+        comparison.add(record)
+    return comparison.table().rows

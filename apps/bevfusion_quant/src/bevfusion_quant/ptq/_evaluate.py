@@ -121,6 +121,7 @@ def run_evaluate(
                 branch=branch,
                 backend=integers,
                 accuracy=tally,
+                shards=shards,
             )
         with clock.step("judge by labels"):
             accuracy = tally.result()

@@ -171,6 +171,7 @@ def run_ptq(
                 folder,
                 branch=config.branch,
                 backend=integers,
+                shards=shards,
             )
         if not shards.ranks.first:  # the first one writes
             return PtqResult(

@@ -55,7 +55,7 @@ def launched_place(environment: Mapping[str, str]) -> Place | None:
     """
     if "RANK" in environment or "WORLD_SIZE" in environment:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-        launcher = "torchrun --nproc-per-node 2 -m bevfusion_quant …"
+        launcher = "torchrun --nproc-per-node 2 -m -- bevfusion_quant …"
     elif "SLURM_PROCID" in environment and "SLURM_STEP_NUM_TASKS" in environment:
         names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
         launcher = "srun bevfusion-quant …"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bevquant_int8sim.model._compare import compare
+from bevquant_int8sim.model._compare import LayerComparison, compare
 from bevquant_int8sim.model._integer_model import IntegerModel, Recorded
 from bevquant_int8sim.model._layer_table import LayerRow, LayerTable
 from bevquant_int8sim.model._program import Island, Step
@@ -12,6 +12,7 @@ from bevquant_int8sim.model._sites import SparseOutput
 __all__ = [
     "IntegerModel",
     "Island",
+    "LayerComparison",
     "LayerRow",
     "LayerTable",
     "Recorded",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
@@ -21,7 +22,7 @@ from bevquant_int8sim.model._signature import arguments, leaves
 from bevquant_int8sim.model._simulate import simulate
 from bevquant_int8sim.model._traced_source import Source
 
-__all__ = ["compare"]
+__all__ = ["LayerComparison", "compare"]
 
 _COMPUTES = frozenset(
     "quantize requantize sparse_conv conv conv_transpose linear add max_pool avg_pool resize "
@@ -59,24 +60,52 @@ def compare(
         raise ValueError("compare: there are no batches; give at least one")
     if isinstance(model, nn.Module):
         model = simulate(model, first)
-    if model.source is None:
-        raise ValueError(
-            "compare: an integer model that was loaded from a file has no fake-quantized model "
-            "beside it; give the calibrated model instead"
-        )
-    comparison = _Comparison(float_model, model, model.source)
-    with torch.no_grad():
-        for batch in chain([first], all_batches):
-            comparison.add(batch)
-    return LayerTable(tuple(sums.row() for sums in comparison.sums.values()))
+    comparison = LayerComparison(float_model, model)
+    for batch in chain([first], all_batches):
+        comparison.add(comparison.measure(batch))
+    return comparison.table()
 
 
-class _Comparison:
-    def __init__(self, float_model: nn.Module, model: IntegerModel, source: Source) -> None:
+class LayerComparison:
+    """`compare` batch by batch, for batches that several processes share.
+
+    What one batch gives is a record: named arrays, which can be sent and kept. Records that are
+    added in the order of their batches give the table of one process, bit for bit.
+
+    Args:
+        float_model: The folded float model that was quantized, in evaluation mode.
+        model: The integer model that `simulate` made of the calibrated one.
+
+    Raises:
+        ValueError: An integer model that was loaded from a file, or a float model that lacks a
+            layer of the calibrated one.
+
+    Example:
+        >>> import copy
+        >>> from bevquant_qnn import quantize_model
+        >>> from bevquant_quantizers import calibrate
+        >>> image = torch.randn(1, 3, 8, 8)
+        >>> net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval()
+        >>> quantized = quantize_model(copy.deepcopy(net), example_inputs=image).model
+        >>> _ = calibrate(quantized, [image])
+        >>> comparison = LayerComparison(net, simulate(quantized, image))
+        >>> comparison.add(comparison.measure(image))
+        >>> comparison.table().wrong
+        ()
+    """
+
+    def __init__(self, float_model: nn.Module, model: IntegerModel) -> None:
+        if model.source is None:
+            raise ValueError(
+                "compare: an integer model that was loaded from a file has no fake-quantized model "
+                "beside it; give the calibrated model instead"
+            )
+        source: Source = model.source
         self.float_model, self.model, self.source = float_model, model, source
         self.graph = source.traced.graph
         self.spent = spent_nodes(self.graph)
-        self.sums: dict[str, LayerSums] = {}
+        self.sums: dict[str, LayerSums] = {}  # of the batch that is run
+        self._totals: dict[str, LayerSums] = {}
         known = {step.outputs[0]: step for step in model.steps if step.op in _COMPUTES}
         self._makers = {step.outputs[0]: step for step in model.steps}
         self.values: dict[str, list[str]] = {}
@@ -98,9 +127,43 @@ class _Comparison:
             if value in placed:
                 form = model.program.values[value].form
                 kind = f"int{form.bits}" if isinstance(form, Integers) else str(form)
-                self.sums[value] = LayerSums(_place(step), _op(step), kind, _why(step))
+                self._totals[value] = LayerSums(_place(step), _op(step), kind, _why(step))
 
-    def add(self, batch: Any) -> None:
+    @torch.no_grad()
+    def measure(self, batch: Any) -> dict[str, np.ndarray[Any, Any]]:
+        """Run one batch; its record."""
+        self.sums = {
+            value: LayerSums(sums.path, sums.op, sums.form, sums.why)
+            for value, sums in self._totals.items()
+        }
+        self._run(batch)
+        numbers = [sums.numbers() for sums in self.sums.values()]
+        return {
+            "sums": np.array([sums for sums, _ in numbers], np.float64),
+            "counts": np.array([counts for _, counts in numbers], np.int64),
+        }
+
+    def add(self, record: Mapping[str, np.ndarray[Any, Any]]) -> None:
+        """Add the record of a batch.
+
+        Raises:
+            ValueError: It is of another model.
+        """
+        if len(record["sums"]) != len(self._totals):
+            raise ValueError(
+                f"compare: a record of {len(record['sums'])} steps, where this model has "
+                f"{len(self._totals)}: add records of the same model"
+            )
+        for total, *numbers in zip(
+            self._totals.values(), record["sums"], record["counts"], strict=True
+        ):
+            total.merge(*numbers)
+
+    def table(self) -> LayerTable:
+        """A row per layer, over the records added."""
+        return LayerTable(tuple(sums.row() for sums in self._totals.values()))
+
+    def _run(self, batch: Any) -> None:
         made: dict[str, Tensor] = {}
 
         def keep(step: Step, given: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:

@@ -102,6 +102,20 @@ class LayerSums:
             bits = 1 + max(high, -low - 1, 0).bit_length()
             self.peak = max(self.peak or 0, bits)
 
+    def numbers(self) -> tuple[list[float], list[int]]:
+        """Everything added so far: the sums in the order of FIELDS, and three counts."""
+        peak = -1 if self.peak is None else self.peak
+        return [self.sums[name] for name in FIELDS], [self.values, peak, int(self.holds_integers)]
+
+    def merge(self, sums: Any, counts: Any) -> None:
+        """Add what `numbers` of other batches gave."""
+        values, peak, holds_integers = (int(count) for count in counts)
+        self.values += values
+        if peak >= 0:
+            self.peak = max(self.peak or 0, peak)
+        self.holds_integers |= bool(holds_integers)
+        self._add([sums])
+
     def row(self) -> LayerRow:
         """The row over everything added so far."""
         exact, count = self.holds_integers, max(self.values, 1)
