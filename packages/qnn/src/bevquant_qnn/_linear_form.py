@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from itertools import product
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from bevquant_qnn._sparse_convolution import QuantSparseConvolution
-from bevquant_qnn._sparse_tensor import with_features
 from bevquant_sparse import WeightLayout, conv_forward, permute_weight, set_weight
 
 __all__ = ["grid_step", "matrix_of", "put_matrix", "sampled_patches"]
@@ -167,25 +165,26 @@ def _along(axis: int, rank: int, size: int) -> list[int]:
 
 
 def _sparse_patches(module: Any, x: Any, count: int, generator: Generator) -> Tensor:
-    """Fetch the features under each tap by a convolution that is the identity there."""
-    size, channels = _kernel_size(module), int(module.in_channels)
-    features = module.input_quantizer(x.features)
-    same = torch.eye(channels, dtype=features.dtype, device=features.device)
+    """Find the rows under each tap by a convolution of their numbers, then fetch those drawn.
+
+    A tap meets one row of an output or none, so the number comes out as it went in, or 0.
+    """
+    size = _kernel_size(module)
+    taps = math.prod(size)
+    features: Tensor = module.input_quantizer(x.features)
+    # float64 holds every number; one channel in, one out for each tap.
+    numbers = torch.arange(1, len(features) + 1, dtype=torch.float64, device=features.device)
     plain = copy.copy(module)
-    plain.act_type = None
-    if plain.indice_key is None:
-        plain.indice_key = "patches"  # so that one rulebook serves all taps
-    drawn: Tensor | None = None
-    taps = []
-    for tap in product(*map(range, size)):
-        weight = features.new_zeros(channels, channels, *size)
-        weight[(slice(None), slice(None), *tap)] = same
-        moved = conv_forward(
-            plain, x, features=features, weight=weight, layout=WeightLayout.KCRS, bias=None
-        )
-        if drawn is None:
-            drawn = _drawn(len(moved.features), count, generator).to(features.device)
-            x = with_features(x, x.features)
-            x.indice_dict = dict(moved.indice_dict)
-        taps.append(moved.features[drawn])
-    return torch.stack(taps, -1).flatten(1)[None]
+    plain.act_type, plain.in_channels, plain.out_channels = None, 1, taps
+    moved = conv_forward(
+        plain,
+        x,
+        features=numbers[:, None],
+        weight=torch.eye(taps, dtype=torch.float64, device=features.device).view(taps, 1, *size),
+        layout=WeightLayout.KCRS,
+        bias=None,
+    )
+    drawn = _drawn(len(moved.features), count, generator).to(features.device)
+    padded = torch.cat([features.new_zeros(1, features.shape[1]), features])
+    fetched = padded[moved.features[drawn].long()]
+    return fetched.transpose(1, 2).flatten(1)[None]
