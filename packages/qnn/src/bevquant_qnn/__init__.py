@@ -31,6 +31,7 @@ from bevquant_qnn._pool import (
 from bevquant_qnn._precision_groups import PrecisionGroup, precision_groups
 from bevquant_qnn._precision_plan import PlannedGroup, PrecisionPlan
 from bevquant_qnn._quantize_model import quantize_model
+from bevquant_qnn._ranks import Kept
 from bevquant_qnn._refine_plan import RefinedPlan, refine_plan
 from bevquant_qnn._result import QuantizedModule, QuantizeResult, SharedQuantizer, SkippedModule
 from bevquant_qnn._round_weights import RoundedLayer, RoundingResult, round_weights
@@ -42,6 +43,7 @@ from bevquant_qnn._track_ranges import RangeTracker, track_ranges
 __all__ = [
     "BIT_OPERATIONS",
     "Budget",
+    "Kept",
     "LearnedRange",
     "PlannedGroup",
     "PrecisionGroup",

@@ -11,7 +11,7 @@ from torch import nn
 from bevquant_qnn._example import evaluation
 from bevquant_qnn._plan_space import PlanSpace, Precisions
 from bevquant_qnn._precision import Setting, set_for_now, setting_at
-from bevquant_qnn._ranks import deal_out
+from bevquant_qnn._ranks import Kept, deal_out
 from bevquant_qnn._replay import Replay
 from bevquant_qnn._scores import Score
 from bevquant_quantizers import TensorQuantizer
@@ -37,6 +37,7 @@ class PlanTrials:
         outputs: Paths of modules whose outputs count; none for the model's own.
         run: ``run(model, batch)``.
         distributed: Whether processes share the batches; see `sensitivity`.
+        kept: Has results from before an interruption, and takes new ones.
 
     Attributes:
         scores: Of every plan that was measured, by the precisions of the table's rows.
@@ -51,9 +52,11 @@ class PlanTrials:
         outputs: tuple[str, ...],
         run: Run,
         distributed: bool | None,
+        kept: Kept | None = None,
     ) -> None:
         self._model, self._batches, self._score = model, batches, score
         self._outputs, self._run, self._distributed = outputs, run, distributed
+        self._kept, self._times = kept, 0
         groups = {frozenset(group.modules): group for group in space.groups}
         self._at: list[dict[str, Settings]] = []
         for row, choices in zip(space.table, space.choices, strict=True):
@@ -76,8 +79,13 @@ class PlanTrials:
         if not wanted:
             return
         results = deal_out(
-            self._batches, lambda batch: self._of_batch(batch, base, wanted), self._distributed
+            self._batches,
+            lambda batch: self._of_batch(batch, base, wanted),
+            self._distributed,
+            step=f"plans-{self._times}",
+            kept=self._kept,
         )
+        self._times += 1
         if not results:
             raise ValueError("refine_plan: there were no batches; give at least one")
         for precisions, of_batches in zip(wanted, zip(*results, strict=True), strict=True):

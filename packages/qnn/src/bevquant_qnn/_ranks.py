@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
-__all__ = ["deal_out", "gather_dealt", "rank_and_world"]
+__all__ = ["Kept", "deal_out", "gather_dealt", "rank_and_world"]
+
+
+class Kept(Protocol):
+    """Keeps what was measured on each batch, so that a run that ended early can go on."""
+
+    def load(self, step: str, index: int) -> list[Any] | None:
+        """What `save` was given for a batch; None where there is nothing."""
+
+    def save(self, step: str, index: int, results: list[Any]) -> None:
+        """Keep what the score gave for each variant of one batch."""
 
 
 def rank_and_world(distributed: bool | None) -> tuple[int, int]:
@@ -35,14 +45,19 @@ def deal_out(
     work: Callable[[Any], Any],
     distributed: bool | None,
     first: Callable[[Any], None] | None = None,
+    *,
+    step: str = "",
+    kept: Kept | None = None,
 ) -> list[Any]:
     """What `work` makes of each item, in their order; processes share them out.
 
     Args:
         items: The same ones in every process.
-        work: Called with the process's own items.
+        work: Called with the process's own items; answers a list.
         distributed: As for `rank_and_world`.
         first: Called in every process with the first item, before `work`.
+        step: Names the results for `kept`.
+        kept: Has results from before, and takes new ones.
 
     Raises:
         RuntimeError: Another process failed.
@@ -54,8 +69,14 @@ def deal_out(
         for i, item in enumerate(items):
             if i == 0 and first is not None:
                 first(item)
-            if i % world == rank:
-                own.append(work(item))
+            if i % world != rank:
+                continue
+            results = None if kept is None else kept.load(step, i)
+            if results is None:
+                results = work(item)
+                if kept is not None:
+                    kept.save(step, i, results)
+            own.append(results)
     except Exception as problem:
         if world == 1:
             raise

@@ -15,6 +15,7 @@ from bevquant_qnn._plan_space import PlanSpace, Precisions, plan_space
 from bevquant_qnn._plan_trials import PlanTrials
 from bevquant_qnn._precision import Precision, own_precision
 from bevquant_qnn._precision_plan import PrecisionPlan
+from bevquant_qnn._ranks import Kept
 from bevquant_qnn._scores import Metric, Reduce, loss_of, score_of
 from bevquant_qnn._sensitivity_table import SensitivityTable
 
@@ -59,6 +60,7 @@ def refine_plan(
     forward: Forward | None = None,
     reduce: Reduce | None = None,
     distributed: bool | None = None,
+    kept: Kept | None = None,
 ) -> RefinedPlan:
     """Run plans near the best that is known, and keep the best that was measured.
 
@@ -87,6 +89,7 @@ def refine_plan(
         forward: As for `sensitivity`.
         reduce: As for `sensitivity`.
         distributed: As for `sensitivity`.
+        kept: As for `sensitivity`.
 
     Returns:
         The best plan of all that were run; with a budget of time never worse than `plan` on these
@@ -116,7 +119,9 @@ def refine_plan(
     start = _start(space, plan)
     _check(space, start, table, budget, metric, batches)
     score = score_of(table.metric if metric is None else metric, reduce)
-    trials = PlanTrials(model, space, batches, score, tuple(outputs), forward or call, distributed)
+    trials = PlanTrials(
+        model, space, batches, score, tuple(outputs), forward or call, distributed, kept
+    )
     search = _Search(space, trials, budget)
     trials.measure(start, search.weighted(_own_precisions(space)))
     for _ in range(rounds):

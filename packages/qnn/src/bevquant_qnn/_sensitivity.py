@@ -19,7 +19,7 @@ from bevquant_qnn._precision import (
     setting_at,
 )
 from bevquant_qnn._precision_groups import PrecisionGroup, precision_groups
-from bevquant_qnn._ranks import deal_out
+from bevquant_qnn._ranks import Kept, deal_out
 from bevquant_qnn._replay import Replay
 from bevquant_qnn._scores import Metric, Reduce, Score, score_of
 from bevquant_qnn._sensitivity_table import SensitivityRow, SensitivityTable
@@ -41,6 +41,7 @@ def sensitivity(
     forward: Forward | None = None,
     reduce: Reduce | None = None,
     distributed: bool | None = None,
+    kept: Kept | None = None,
 ) -> SensitivityTable:
     """Measure what each group of layers loses, alone quantized and alone left in float.
 
@@ -72,6 +73,8 @@ def sensitivity(
         distributed: None uses torch.distributed where it is initialised: each process is given
             the same batches and runs its share; every process returns the one table, the bits of
             a single process's. False does not; True insists on it.
+        kept: Has what was measured on batches before an interruption, and takes each batch's
+            results as soon as they are there.
 
     Returns:
         The table, rows in model order.
@@ -105,12 +108,13 @@ def sensitivity(
         with evaluation(model):
             operations.update(count_operations(model, _runner(forward or call, batch)))
 
-    def measure(batch: Any) -> dict[Any, Any]:
-        return trial.measure(batch, _runner(forward or call, batch))
+    def measure(batch: Any) -> list[Any]:
+        return list(trial.measure(batch, _runner(forward or call, batch)).values())
 
-    results = deal_out(batches, measure, distributed, first=count)
-    if not results:
+    measured = deal_out(batches, measure, distributed, first=count, step="sensitivity", kept=kept)
+    if not measured:
         raise ValueError("sensitivity: there were no batches; give at least one")
+    results = [dict(zip(trial.variants, values, strict=True)) for values in measured]
     scores = {key: score.reduce([result[key] for result in results]) for key in results[0]}
     rows = [
         SensitivityRow(
@@ -151,6 +155,15 @@ class _Trial:
             for i, held in enumerate(active)
             for name in wanted[i]
         }
+
+    @property
+    def variants(self) -> list[Any]:
+        """What `measure` answers for, in its order."""
+        alone = range(len(self._active)) if self._without else ()
+        return [
+            "float", *self._at, *(["quantized"] if self._without else []),
+            *((i, "float") for i in alone),
+        ]  # fmt: skip
 
     def measure(self, batch: Any, run: Callable[[nn.Module], Any]) -> dict[Any, Any]:
         """Return what the score makes of this batch, by variant."""

@@ -17,13 +17,14 @@ from bevfusion_quant.cameras import (
     prepare_cameras,
 )
 from bevfusion_quant.model import Batch
-from bevfusion_quant.ptq._frame_record import FrameNote
-from bevfusion_quant.ranks import current_ranks
+from bevfusion_quant.ptq._frame_record import FrameNote, note_of, note_record
+from bevfusion_quant.ranks import current_ranks, in_order
 from bevfusion_quant.voxelize import VoxelizeError
 
 if TYPE_CHECKING:
     from bevfusion_quant.model import BEVFusion, BEVFusionConfig, LidarConfig
     from bevfusion_quant.points import Frame, Labels
+    from bevfusion_quant.ranks import Record, Shards
 
 __all__ = ["FrameBatches"]
 
@@ -57,6 +58,7 @@ class FrameBatches(Sequence[Batch]):
         self._kept: dict[int, Batch] = {}
         self._labels: dict[int, Labels | None] = {}
         self._first: Frame | None = None
+        self._notes_shared = False
         parts = model.parts
         self._voxelize = model.lidar["voxelize"] if "lidar" in parts else None
         self._view: Any = model.camera["vtransform"] if "camera" in parts else None
@@ -88,6 +90,24 @@ class FrameBatches(Sequence[Batch]):
     def note(self, index: int) -> FrameNote:
         """Name, size and labels of a frame whose batch was made."""
         return FrameNote(*self.names[index], self._labels[index])
+
+    def share_notes(self, shards: Shards | None = None) -> None:
+        """Let all ranks know every frame's name, size and labels; a process alone knows them.
+
+        Args:
+            shards: Keeps what is finished.
+        """
+        if current_ranks().alone or self._notes_shared:
+            return
+
+        def note(index: int) -> Record:
+            if index not in self.names:
+                self[index]
+            return note_record(self.note(index))
+
+        for index, record in in_order("frame", len(self), note, shards):
+            self.learn(index, note_of(record))
+        self._notes_shared = True
 
     def learn(self, index: int, note: FrameNote) -> None:
         """Take another process's word for a frame, which is then not read here."""

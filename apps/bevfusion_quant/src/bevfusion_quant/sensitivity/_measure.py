@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
 from bevfusion_quant._errors import InputError
+from bevfusion_quant.sensitivity._kept_scores import KeptScores
+from bevfusion_quant.sensitivity._late import TakenLate, run_late
 from bevfusion_quant.sensitivity._task import MeanAp
 
 if TYPE_CHECKING:
-    from bevfusion_quant.model import Batch, BEVFusion, BEVFusionConfig
+    from bevfusion_quant.model import BEVFusion, BEVFusionConfig
     from bevfusion_quant.ptq import FrameBatches
+    from bevfusion_quant.ranks import Shards
     from bevquant_qnn import SensitivityTable
 
 __all__ = ["METRICS", "PRECISIONS", "Output", "measure_sensitivity", "sensitivity_output"]
 
-LOG = logging.getLogger(__name__)
 Output = Literal["map", "heatmap"]
 METRICS = ("sqnr", "kl", "mAP")
 PRECISIONS = ("int8", "int16")
@@ -75,6 +74,7 @@ def measure_sensitivity(
     output: str | None = None,
     precisions: Sequence[str] = ("int8",),
     without: bool = True,
+    shards: Shards | None = None,
 ) -> SensitivityTable:
     """Measure what every group of layers loses: `bevquant_qnn.sensitivity` of the detector.
 
@@ -91,6 +91,7 @@ def measure_sensitivity(
         output: What "sqnr" and "kl" look at; see `sensitivity_output`.
         precisions: At which each group is measured alone: "int8", "int16".
         without: Measure each group alone in float, too: half of the time.
+        shards: Keeps what is finished while several ranks share the frames.
 
     Raises:
         InputError: A metric, an output or precisions that cannot be measured, or no labels.
@@ -99,18 +100,19 @@ def measure_sensitivity(
 
     path = sensitivity_output(model, metric, output)
     check_precisions(precisions)
-    task = MeanAp(model, batches, config) if metric == "mAP" else None
+    task = MeanAp(model, batches, config, shards) if metric == "mAP" else None
     if "int16" in precisions:
         _collect(model, batches)
     return sensitivity(
         model,
-        _told(batches),
+        TakenLate(batches),
         metric if task is None else task,
         outputs=(path,) if path else (),
         precisions=tuple(dict.fromkeys(precisions)),  # type: ignore[arg-type]
         without=without,
-        forward=run_batch,
+        forward=run_late,
         reduce=None if task is None else task.reduce,
+        kept=None if shards is None else KeptScores(shards),
     )
 
 
@@ -128,27 +130,7 @@ def check_precisions(precisions: Sequence[str]) -> None:
         )
 
 
-def _told(batches: FrameBatches) -> Iterator[Batch]:
-    for index, batch in enumerate(batches):
-        LOG.info("frame %d of %d", index + 1, len(batches))
-        yield batch
-        return_freed_memory()
-
-
-def return_freed_memory() -> None:
-    """Give back what a frame's recorded run held: in pieces of other sizes it is of no use.
-
-    glibc keeps freed blocks, and frames with other numbers of voxels do not fit into them: memory
-    would grow from frame to frame.
-    """
-    gc.collect()
-    try:
-        ctypes.CDLL(None).malloc_trim(0)
-    except (OSError, AttributeError, TypeError):  # another C library, or none that can be asked
-        return
-
-
-def run_batch(model: nn.Module, batch: Any) -> Any:
+def _run(model: nn.Module, batch: Any) -> Any:
     return model(*batch)
 
 
@@ -158,7 +140,7 @@ def _collect(model: BEVFusion, batches: FrameBatches) -> None:
 
     quantizers = [m for m in model.modules() if isinstance(m, TensorQuantizer)]
     ranges = {q: q.amax.clone() for q in quantizers if q.amax is not None}
-    calibrate(model, batches, forward=run_batch, method="max")
+    calibrate(model, batches, forward=_run, method="max")
     for quantizer, amax in ranges.items():
         quantizer.amax = amax
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.sensitivity._measure import (
-    return_freed_memory,
-    run_batch,
-    sensitivity_output,
-)
+from bevfusion_quant.sensitivity._kept_scores import KeptScores
+from bevfusion_quant.sensitivity._late import TakenLate, run_late
+from bevfusion_quant.sensitivity._measure import sensitivity_output
 from bevfusion_quant.sensitivity._task import MeanAp
 
 if TYPE_CHECKING:
-    from bevfusion_quant.model import Batch, BEVFusion, BEVFusionConfig
+    from bevfusion_quant.model import BEVFusion, BEVFusionConfig
     from bevfusion_quant.ptq import FrameBatches
+    from bevfusion_quant.ranks import Shards
     from bevquant_qnn import Budget, PrecisionPlan, RefinedPlan, SensitivityTable
 
 __all__ = ["ROUNDS", "refine_within"]
@@ -33,6 +31,7 @@ def refine_within(
     *,
     output: str | None = None,
     rounds: int = ROUNDS,
+    shards: Shards | None = None,
 ) -> RefinedPlan:
     """The best measured plan in the budget: `bevquant_qnn.refine_plan` of the detector.
 
@@ -45,6 +44,7 @@ def refine_within(
         budget: A limit on the estimated time or on the score.
         output: As it was measured; see `sensitivity_output`.
         rounds: Of as many plans as there are groups, for each precision beside int8.
+        shards: Keeps what is finished while several ranks share the frames.
 
     Raises:
         InputError: The plan or the table is another model's, or the budget cannot be kept.
@@ -52,31 +52,20 @@ def refine_within(
     from bevquant_qnn import refine_plan
 
     path = sensitivity_output(model, table.metric, output)
-    task = MeanAp(model, batches, config) if table.metric == "mAP" else None
+    task = MeanAp(model, batches, config, shards) if table.metric == "mAP" else None
     try:
         return refine_plan(
             model,
             plan,
-            _Cleared(batches),
+            TakenLate(batches, told=False),
             table,
             budget,
             metric=task,
             outputs=(path,) if path else (),
             rounds=rounds,
-            forward=run_batch,
+            forward=run_late,
             reduce=None if task is None else task.reduce,
+            kept=None if shards is None else KeptScores(shards),
         )
     except ValueError as error:
         raise InputError(f"no plan: {error}") from error
-
-
-class _Cleared:
-    """The frames' batches, any number of times, with memory given back after each."""
-
-    def __init__(self, batches: FrameBatches) -> None:
-        self._batches = batches
-
-    def __iter__(self) -> Iterator[Batch]:
-        for batch in self._batches:
-            yield batch
-            return_freed_memory()

@@ -15,6 +15,7 @@ from bevfusion_quant.model import CONFIGS
 from bevfusion_quant.ptq import FrameBatches, load_run, read_run_config, run_folder
 from bevfusion_quant.ptq._clock import Clock
 from bevfusion_quant.ptq._run_folder import CONFIG_FILE, RUN_FORMAT, RUN_VERSIONS
+from bevfusion_quant.ptq._run_shards import run_shards
 from bevfusion_quant.ptq._summary import peak_memory_mib, versions, write_json
 from bevfusion_quant.sensitivity._budget import check_reachable, parse_budget, plan_within
 from bevfusion_quant.sensitivity._measure import (
@@ -113,6 +114,7 @@ def run_sensitivity(
         batches = FrameBatches(
             frames, sizes, model, cameras or config.get("cameras") or CAMERA_NAMES
         )
+        shards = run_shards(runs, name, frames, {**settings, "without": without}, model)
         with clock.step("measure", blame="the sensitivity cannot be measured"):
             table = measure_sensitivity(
                 model,
@@ -122,8 +124,9 @@ def run_sensitivity(
                 output=output,
                 precisions=precisions,
                 without=without,
+                shards=shards,
             )
-        table.save(folder / "sensitivity.json")
+        batches.share_notes(shards)
         estimated, refined, refusal = None, None, ""
         if limit is not None:
             try:
@@ -138,8 +141,8 @@ def run_sensitivity(
                         limit,
                         output=output,
                         rounds=plan_rounds,
+                        shards=shards,
                     )
-                refined.plan.save(folder / "plan.json")
             except InputError as error:  # what was measured is kept all the same
                 refusal = f"--budget {budget}: {error}"
         outcome = SensitivityOutcome(
@@ -152,6 +155,13 @@ def run_sensitivity(
             estimated,
             refined,
         )
+        if not shards.ranks.first:  # the first one writes
+            return SensitivityResult(
+                runs / name, outcome, clock.seconds(), round(peak_memory_mib(), 1)
+            )
+        table.save(folder / "sensitivity.json")
+        if refined is not None:
+            refined.plan.save(folder / "plan.json")
         names = [frame for _, (frame, _) in sorted(batches.names.items())]
         head = {"format": RUN_FORMAT, "version": RUN_VERSIONS[-1]}
         read = {"evaluates": str(run), "run_sha256": config.get("sha256")}
@@ -171,6 +181,7 @@ def run_sensitivity(
             "peak_memory_mib": peak,
         }
         write_json(folder / "summary.json", content)
+    shards.remove()
     return SensitivityResult(runs / name, outcome, seconds, peak)
 
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from bevfusion_quant.model import BEVFusion, BEVFusionConfig
     from bevfusion_quant.model.head import Detections
     from bevfusion_quant.ptq import FrameBatches
+    from bevfusion_quant.ranks import Shards
 
 __all__ = ["MeanAp"]
 
@@ -27,6 +28,7 @@ class MeanAp:
         model: Whose head decodes.
         batches: The frames, for their labels.
         config: Sizes.
+        shards: Keeps what is finished while several ranks share the frames.
 
     Raises:
         InputError: The model has no head, or no frame has labels.
@@ -34,7 +36,13 @@ class MeanAp:
 
     __name__ = "mAP"  # what the table calls it
 
-    def __init__(self, model: BEVFusion, batches: FrameBatches, config: BEVFusionConfig) -> None:
+    def __init__(
+        self,
+        model: BEVFusion,
+        batches: FrameBatches,
+        config: BEVFusionConfig,
+        shards: Shards | None = None,
+    ) -> None:
         if "head" not in model.parts:
             raise InputError(
                 f"--metric mAP: the run's model is {' and '.join(model.parts)} alone and finds no "
@@ -46,7 +54,7 @@ class MeanAp:
                 "pandaset, kitti, nuscenes), or measure with --metric sqnr"
             )
         self._head: Any = model.head
-        self._batches = batches
+        self._batches, self._shards = batches, shards
         self._classes = config.head.classes
         low_x, low_y, _, high_x, high_y, _ = config.lidar.point_cloud_range
         self._rules = DetectionRules(
@@ -66,6 +74,7 @@ class MeanAp:
         Raises:
             InputError: No label counts.
         """
+        self._batches.share_notes(self._shards)
         meter = DetectionMeter(self._classes, self._rules)
         for index, detections in enumerate(found):
             labels = self._batches.frame_labels(index)
