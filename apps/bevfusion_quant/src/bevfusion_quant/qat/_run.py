@@ -6,6 +6,7 @@ import copy
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from bevfusion_quant.ptq._clock import Clock
 from bevfusion_quant.qat._start import read_trainable
 from bevfusion_quant.qat._trainer import Trainer
 from bevfusion_quant.qat._write import write_run
+from bevfusion_quant.ranks import current_ranks
 from bevfusion_quant.train import TrainConfig
 from bevfusion_quant.train._checkpoint import CHECKPOINT, read_checkpoint, restore, write_checkpoint
 from bevfusion_quant.train._device import usable_device
@@ -85,6 +87,9 @@ def run_qat(
     two steps; it then goes on with `resume`, and ends with the bits of one that nobody stopped, on
     the same machine with the same number of threads.
 
+    Several ranks share the frames of each step, and `runs` must be one folder to all of them; the
+    weights are those of one process, bit for bit. The first rank writes.
+
     Args:
         run: A folder that `run_ptq` or `run_qat` wrote, with a head.
         source: Labelled frames to train on.
@@ -121,8 +126,18 @@ def run_qat(
             loaded = load_run(run)
         # As `train` prepares them: both can share a cache.
         form = TrainConfig(config=start.config["config"], branch=start.sensors, cameras=used)
+        ranks = current_ranks()
+        ranks.goes_on(
+            f"run the same command with --resume, and it goes on from the last checkpoint, in {work}"
+        )
         with clock.step("prepare frames"):
-            frames = prepare_frames(source, form, cache or work / "frames", workers=workers)
+            prepare = partial(
+                prepare_frames, source, form, cache or work / "frames", workers=workers
+            )
+            frames = prepare() if ranks.first else None
+            step = 0 if begun is None else begun.step
+            ranks.agree("what is trained", f"{identity}, after step {step}")
+            frames = prepare() if frames is None else frames
         teacher = copy.deepcopy(loaded.float_model).to(target) if config.distill else None
         trainer = Trainer(loaded.quantized_model.to(target), teacher, frames, config, target)
         losses: list[list[float]] = []
@@ -134,9 +149,11 @@ def run_qat(
         work.mkdir(parents=True, exist_ok=True)
 
         def save(step: int) -> None:
-            write_checkpoint(
-                checkpoint, trainer.model, trainer.optimizer, step, losses, identity, trainer.own()
-            )
+            if ranks.first:
+                write_checkpoint(
+                    checkpoint, trainer.model, trainer.optimizer, step, losses, identity,
+                    trainer.own(),
+                )  # fmt: skip
 
         first = len(losses)
         with clock.step("train"):
@@ -164,9 +181,10 @@ def run_qat(
             shown=source.open()[:1] if judge_by is None else judge_by.open(),
             judged=judge_by is not None,
         )  # fmt: skip
-    checkpoint.unlink(missing_ok=True)
-    if not any(work.iterdir()):
-        work.rmdir()
+    if ranks.first:
+        checkpoint.unlink(missing_ok=True)
+        if not any(work.iterdir()):
+            work.rmdir()
     return QatResult(
         runs / name,
         work,

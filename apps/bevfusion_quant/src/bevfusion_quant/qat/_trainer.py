@@ -13,6 +13,7 @@ from bevfusion_quant._errors import InputError
 from bevfusion_quant.qat._distill import Distiller
 from bevfusion_quant.qat._frame_part import FramePart, StepSum, add_up
 from bevfusion_quant.qat._ranges import RangeFollower
+from bevfusion_quant.qat._share import parts_in_order
 from bevfusion_quant.train._augment import Motion
 from bevfusion_quant.train._device import moved
 from bevfusion_quant.train._head_loss import head_loss
@@ -138,8 +139,9 @@ class Trainer:
         config = self._config
         first = number * config.batch
         chosen = order_of(config.seed, first, config.batch, len(self._frames))
-        for place, index in enumerate(chosen):
-            yield self._part(first + place, index)
+        yield from parts_in_order(
+            len(chosen), lambda place: self._part(first + place, chosen[place])
+        )
 
     def _part(self, sample: int, index: int) -> FramePart:
         """Forward and backward of one frame.

@@ -13,12 +13,19 @@ from tqdm import tqdm
 from bevfusion_quant.model import CONFIGS
 from bevfusion_quant.ptq import FrameBatches, quantized_parts
 from bevfusion_quant.ptq._accuracy_tally import accuracy_tally
+from bevfusion_quant.ptq._frame_record import (
+    detections_of,
+    detections_record,
+    note_of,
+    note_record,
+)
 from bevfusion_quant.ptq._judge import judge
 from bevfusion_quant.ptq._page import write_page, write_pictures
 from bevfusion_quant.ptq._plan import PLAN_FILE
 from bevfusion_quant.ptq._record import save_model, sha256
 from bevfusion_quant.ptq._run_folder import CONFIG_FILE, RUN_FORMAT, RUN_VERSIONS
 from bevfusion_quant.ptq._summary import peak_memory_mib, versions, write_json
+from bevfusion_quant.ranks import current_ranks, in_order
 
 if TYPE_CHECKING:
     from bevfusion_quant.metrics import Accuracy
@@ -73,6 +80,8 @@ def write_run(
         with clock.step("judge by labels"):
             accuracy = _accuracy(start.float_model, model, batches, sizes)
     judgement = judge(start.float_model, model, batches.head(1), sizes, clock)
+    if not current_ranks().first:
+        return accuracy
     with clock.step("draw"):
         write_pictures(folder, sizes, batches.first_frame, judgement, quantized_parts(branch)[-1])
     with clock.step("write"):
@@ -133,11 +142,21 @@ def _accuracy(
 ) -> Accuracy | None:
     """Both models' detections by the labels, frame by frame."""
     tally = accuracy_tally(sizes, batches)
+    models = {"float": float_model, "quantized": model}
+
+    def run(index: int) -> dict[str, Any]:
+        batch = batches[index]
+        record = note_record(batches.note(index))
+        for title, judged in models.items():
+            record |= detections_record(title, judged.head.decode(judged(*batch))[0])
+        return record
+
     with torch.no_grad():
-        for index in tqdm(range(len(batches)), desc="held out"):
-            batch = batches[index]
-            name, labels = batches.names[index][0], batches.frame_labels(index)
-            for title, judged in (("float", float_model), ("quantized", model)):
-                found = judged.head.decode(judged(*batch))[0]
-                tally.add(title, index, name, found, labels)
+        found = in_order("held out", len(batches), run)
+        quiet = not current_ranks().first
+        for index, record in tqdm(found, desc="held out", total=len(batches), disable=quiet):
+            note = note_of(record)
+            batches.learn(index, note)
+            for title in models:
+                tally.add(title, index, note.name, detections_of(title, record), note.labels)
     return tally.result()

@@ -34,13 +34,11 @@ class Ending(NamedTuple):
     rank: int
     text: str | None
 
-    def message(self, world: int, kept: str = "") -> str:
-        """What to tell the user; `kept` says where finished work lies."""
+    def message(self, world: int, goes_on: str) -> str:
+        """What to tell the user; `goes_on` says how."""
         who = f"rank {self.rank} of {world}"
         if self.text is not None:
             return f"{who}: {self.text}"
-        goes_on = "run the same command again"
-        goes_on += f", and it goes on from what is finished, in {kept}" if kept else ""
         return (
             f"{who} has died, killed or out of memory or with its machine: nothing was written to "
             f"the run; {goes_on}"
@@ -64,12 +62,12 @@ class Line:
 
     Attributes:
         ending: The first early end of another rank that this one has heard of.
-        kept: Where finished work lies.
+        goes_on: What to do after a death.
     """
 
     def __init__(self, rank: int, world: int, store: Any, address: str) -> None:
         self.ending: Ending | None = None
-        self.kept = ""
+        self.goes_on = "run the same command again"
         self._rank, self._world = rank, world
         self._heard, self._closed = threading.Event(), False
         self._lock = threading.Lock()
@@ -157,7 +155,7 @@ class Line:
         if self._closed or self.ending is None:
             return
         if self._rank == self.ending.spoken_by(self._world):
-            text = self.ending.message(self._world, self.kept)
+            text = self.ending.message(self._world, self.goes_on)
             print(f"bevfusion-quant: {text}", file=sys.stderr, flush=True)
         os._exit(_EXIT_CODE)
 

@@ -82,10 +82,15 @@ class Ranks:
 
     def told(self, ending: Ending) -> RankError:
         """The message of the one rank that speaks: the first, or the next where it has died."""
-        kept = "" if self.line is None else self.line.kept
+        goes_on = "" if self.line is None else self.line.goes_on
         return RankError(
-            ending.message(self.world, kept), speaks=self.rank == ending.spoken_by(self.world)
+            ending.message(self.world, goes_on), speaks=self.rank == ending.spoken_by(self.world)
         )
+
+    def goes_on(self, how: str) -> None:
+        """What the user should do if a rank dies from now on, for the message."""
+        if self.line is not None:
+            self.line.goes_on = how
 
     def gather(self, own: Mapping[int, Value]) -> dict[int, Value]:
         """Everybody's items, on every rank, in order of index, bit for bit.

@@ -45,10 +45,14 @@ class Shards:
         digest = hashlib.sha256(text.encode()).hexdigest()
         self.ranks.agree("the settings of the run", f"{name} {digest}")
         self.folder = runs / f".{name}.{digest[:12]}.shards"
-        if self.ranks.line is not None:
-            self.ranks.line.kept = str(self.folder)
+        self.ranks.goes_on(
+            f"run the same command again, and it goes on from what is finished, in {self.folder}"
+        )
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.ranks.first:
+            finished = len(list(self.folder.glob("*.npz")))
+            if finished:
+                LOG.info("going on from %d finished records in %s", finished, self.folder)
             (self.folder / "settings.json").write_text(text + "\n", encoding="utf-8")
             for other in runs.glob(f".{name}.*.shards"):
                 if other != self.folder:

@@ -10,6 +10,7 @@ import torch
 from tqdm import tqdm
 
 from bevfusion_quant._errors import InputError
+from bevfusion_quant.ranks import current_ranks
 from bevfusion_quant.train._stop import stop_on_signals
 
 __all__ = ["in_parts", "run_steps"]
@@ -47,13 +48,16 @@ def run_steps(
         InputError: SIGTERM or Ctrl-C came; the checkpoint is written.
     """
     started = time.perf_counter()
-    bar = tqdm(total=steps, initial=len(losses), desc=title, unit="step", mininterval=1.0)
+    first = current_ranks().first
+    bar = tqdm(
+        total=steps, initial=len(losses), desc=title, unit="step", mininterval=1.0, disable=not first
+    )
     with torch.random.fork_rng(), stop_on_signals() as stop, bar:
         for number in range(len(losses), steps):
             losses.append(step(number))
             bar.set_postfix_str(_told(losses, terms), refresh=False)
             bar.update()
-            if stop.asked:
+            if stop.asked and first:  # the others end with it
                 save(number + 1)
                 raise InputError(
                     f"stopped after step {number + 1} of {steps}; the same command with "
