@@ -29,6 +29,8 @@ def command_for(what: str, measured: Measured) -> str:
     """
     run = measured.run
     source = _options(run, _SOURCE)
+    if not source and run.frames and all(name.startswith("street_") for name in run.frames):
+        source = ["--dataset", "street"]  # of a demo, which makes its own
     if what == "bpu":
         words = ["bevfusion-quant", "ptq", "--target", "bpu", "--config", run.config["config"]]
         return shlex.join([*words, *_weights(run), *source])

@@ -13,7 +13,7 @@ from bevfusion_quant._errors import InputError
 __all__ = ["find_browser", "print_pdf"]
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-SECONDS = 180
+SECONDS = 300
 # Time of the page's own clock that may pass until every chart is drawn; it does not wait for it.
 DRAWN_MS = 20_000
 
