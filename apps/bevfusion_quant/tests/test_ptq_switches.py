@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.cli import main
 from bevfusion_quant.export import export_run
+from bevfusion_quant.export._pieces import nvidia_pieces
+from bevfusion_quant.export._write import write_piece
 from bevfusion_quant.integer._simulation import lowered
 from bevfusion_quant.model import Batch
 from bevfusion_quant.ptq import (
@@ -30,6 +32,8 @@ from bevfusion_quant.ptq import (
     run_evaluate,
     run_ptq,
 )
+from bevfusion_quant.sensitivity import run_sensitivity
+from bevfusion_quant.sensitivity._precisions import precisions_of
 from bevquant_quantizers import TensorQuantizer
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -231,3 +235,45 @@ def test_a_bpu_takes_none_of_the_switches(
 ) -> None:
     assert main(f"ptq --target bpu --dataset street --config tiny {option}".split()) == 2
     assert match in capsys.readouterr().err
+
+
+def test_sensitivity_measures_at_the_bits_of_the_run(runs: Path, tmp_path: Path) -> None:
+    measured = run_sensitivity(runs / "four", [frame()], without=False, runs=tmp_path)
+    assert measured.outcome.precisions == ("int4",)
+    # what all groups lose together, each alone, is about what the run loses at 4 bits
+    alone = [row.alone["int4"] for row in measured.outcome.table]
+    assert min(alone) < 40
+    with pytest.raises(InputError, match="no layer can be put back into float"):
+        run_sensitivity(runs / "rounded", [frame()], runs=tmp_path)
+
+
+def test_a_plan_knows_no_weights_of_five_bits() -> None:
+    with pytest.raises(InputError, match="weights of 5 bits are none of the precisions"):
+        precisions_of({"weight_bits": 5}, (), "runs/five")
+    assert precisions_of({}, (), "runs/old") == ("int8",)
+    assert precisions_of({"weight_bits": 4}, ("int16",), "runs/four") == ("int16",)
+
+
+def test_files_of_four_bits_hold_the_integers_of_the_run(
+    loaded: dict[str, LoadedRun], tmp_path: Path
+) -> None:
+    onnx = pytest.importorskip("onnx", reason="onnx is not installed")
+    pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+    run = loaded["four"]
+    pieces = nvidia_pieces(run.float_model, run.quantized_model)
+    (piece,) = (p for p in pieces if p.file.name == "fuser")
+    maps = tuple(torch.rand(1, n, 8, 8) for n in TINY.fuser.in_channels)
+    graph = onnx.load(write_piece(piece, maps, [], tmp_path, "tensorrt").path).graph
+    held = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    quantized = {
+        node.input[0]: (held[node.input[1]], next((a.i for a in node.attribute), 1))
+        for node in graph.node
+        if node.op_type == "QuantizeLinear" and node.input[0] in held
+    }
+    convolutions = [p for p in layers_of(run.quantized_model) if p != "decoder.neck.deblocks.1.0"]
+    assert set(quantized) == {f"{path}.weight" for path in convolutions}
+    for name, (scale, axis) in quantized.items():
+        along = [-1 if i == axis else 1 for i in range(held[name].ndim)]
+        integers = held[name] / scale.reshape(along)
+        assert abs(integers - integers.round()).max() < 1e-3, name
+        assert abs(integers).max().round() == 7, name

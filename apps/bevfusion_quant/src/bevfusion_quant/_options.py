@@ -378,7 +378,8 @@ class Sensitivity(FrameOptions):
         output: What sqnr looks at: the map before the head, or the head's heat map. By default the
             map, or where the head is quantized the heat map.
         precisions: At which each group of layers is measured alone, and which a plan may choose
-            beside float.
+            beside float: int8, int16 (activations of 16 bits), int4 (weights of 4). By default
+            int8, of a run with --weight-bits 4 int4.
         alone_only: Leave out the second half of the measurement, each group alone left in float.
         budget: time=1.2 for the best score in 1.2 times the int8 model's estimated time, or
             score=35 for the fastest plan that keeps a score; writes plan.json for ptq --plan.
@@ -392,7 +393,7 @@ class Sensitivity(FrameOptions):
     run: Path
     metric: Literal["sqnr", "kl", "mAP"] = "sqnr"
     output: Literal["map", "heatmap"] | None = None
-    precisions: tuple[Literal["int8", "int16"], ...] = ("int8",)
+    precisions: tuple[Literal["int4", "int8", "int16"], ...] = ()
     alone_only: bool = False
     budget: str | None = None
     plan_rounds: int = 2

@@ -22,7 +22,7 @@ __all__ = ["METRICS", "PRECISIONS", "Output", "measure_sensitivity", "sensitivit
 
 Output = Literal["map", "heatmap"]
 METRICS = ("sqnr", "kl", "mAP")
-PRECISIONS = ("int8", "int16")
+PRECISIONS = ("int4", "int8", "int16")
 _HEATMAP = "heads.object.heatmap_head"
 
 
@@ -89,7 +89,7 @@ def measure_sensitivity(
             softmax in nats, per cell of the heat map; neither reads labels. "mAP", nuScenes' in
             points of 100, over the frames that have labels.
         output: What "sqnr" and "kl" look at; see `sensitivity_output`.
-        precisions: At which each group is measured alone: "int8", "int16".
+        precisions: At which each group is measured alone: "int4", "int8", "int16".
         without: Measure each group alone in float, too: half of the time.
         shards: Keeps what is finished while several ranks share the frames.
 

@@ -25,6 +25,7 @@ from bevfusion_quant.sensitivity._measure import (
 )
 from bevfusion_quant.sensitivity._outcome import SensitivityOutcome
 from bevfusion_quant.sensitivity._refine import ROUNDS, refine_within
+from bevfusion_quant.sensitivity._precisions import precisions_of
 
 if TYPE_CHECKING:
     from bevfusion_quant.points import Frame
@@ -48,7 +49,7 @@ def run_sensitivity(
     *,
     metric: str = "sqnr",
     output: str | None = None,
-    precisions: Sequence[str] = ("int8",),
+    precisions: Sequence[str] = (),
     without: bool = True,
     budget: str | None = None,
     plan_rounds: int = ROUNDS,
@@ -69,7 +70,8 @@ def run_sensitivity(
         frames: At least one.
         metric: "sqnr", "kl" or "mAP"; see `measure_sensitivity`.
         output: "map" or "heatmap"; see `sensitivity_output`.
-        precisions: At which each group is measured alone: "int8", "int16".
+        precisions: At which each group is measured alone: "int4", "int8", "int16"; by default the
+            run's own, "int8", or "int4" where its weights have 4 bits.
         without: Measure each group alone in float, too.
         budget: "time=1.2" or "score=35": choose precisions within it.
         plan_rounds: Of measuring plans around the estimated one; see `bevquant_qnn.refine_plan`.
@@ -83,7 +85,8 @@ def run_sensitivity(
         InputError: Whatever is wrong with the run, the options or the input; nothing is written
             then.
     """
-    check_precisions(precisions)
+    if precisions:
+        check_precisions(precisions)
     if plan_rounds < 0:
         raise InputError(f"--plan-rounds {plan_rounds}: it must not be negative")
     limit = None if budget is None else parse_budget(budget)
@@ -94,6 +97,7 @@ def run_sensitivity(
             "sensitivity takes runs of ptq without --target bpu"
         )
     clock = Clock()
+    precisions = precisions_of(config, precisions, run)
     settings = {
         "measures": str(run),
         "config": config["config"],

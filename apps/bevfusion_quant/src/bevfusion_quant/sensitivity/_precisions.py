@@ -1,0 +1,43 @@
+"""At which precisions the groups of a run are measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bevfusion_quant._errors import InputError
+
+__all__ = ["precisions_of"]
+
+# Of activations of 8 bits, by the bits of weights.
+_OWN = {8: "int8", 4: "int4"}
+
+
+def precisions_of(
+    config: Mapping[str, Any], asked: Sequence[str], run: str | Path
+) -> tuple[str, ...]:
+    """Those asked for, or the run's own: "int8", or of a run with weights of 4 bits "int4".
+
+    Args:
+        config: The run's settings.
+        asked: At which to measure; empty for the run's own.
+        run: Where it lies, for the message.
+
+    Raises:
+        InputError: The run's weights have bits that are no precision of a plan, or were rounded so
+            that its layers cannot be put back into float.
+    """
+    if config.get("rounding", "nearest") != "nearest" or config.get("bias_correction"):
+        raise InputError(
+            f"{run}: its weights were rounded or its biases corrected (ptq --rounding gptq, "
+            "--bias-correction), so no layer can be put back into float: measure a run without, "
+            "and give its plan to ptq --plan together with these options"
+        )
+    bits = config.get("weight_bits", 8)
+    if bits not in _OWN:
+        raise InputError(
+            f"{run}: weights of {bits} bits are none of the precisions of a plan, which are int4, "
+            "int8 and int16: measure a run of 8 or 4 bits"
+        )
+    return tuple(asked) or (_OWN[bits],)
