@@ -28,6 +28,7 @@ from bevfusion_quant.ptq import FrameBatches, LoadedRun, PtqConfig, load_run, ru
 from bevfusion_quant.ptq._record import save_model, sha256
 from bevfusion_quant.qat import QatConfig, QatResult, add_up, run_qat
 from bevfusion_quant.qat._trainer import Trainer
+from bevfusion_quant.qat._weighted import weighted_layers
 from bevfusion_quant.scenes import street_frame
 from bevfusion_quant.train import Augmentation, FrameSource, Motion, TrainConfig, head_loss
 from bevfusion_quant.train._checkpoint import CHECKPOINT, read_checkpoint
@@ -159,6 +160,24 @@ def test_ranges_stand_still_after_the_step_that_was_set(
     assert all(map(torch.equal, seen[1], seen[2]))
     assert all(map(torch.equal, seen[1], seen[3]))
     assert not torch.equal(weights[2], weights[3])  # the weights go on
+
+
+def test_weights_stay_within_ranges_that_stand_still(runs: Path, start: LoadedRun) -> None:
+    learning = trainer(runs, start, batch=1, freeze_after=0, lr=2e-2)
+    with torch.random.fork_rng():
+        for step in range(2):
+            learning.step(step)
+    layers = weighted_layers(learning.model)
+    beyond = [bool((w.weight_to_quantize().abs() > w.weight_quantizer.amax).any()) for w in layers]
+    assert sum(beyond) > 5  # training pushed them out
+    before = [layer.quantized_weight().detach() for layer in layers]
+    after = weighted_layers(learning.finish())
+    for layer, old in zip(after, before, strict=True):
+        assert torch.equal(layer.quantized_weight(), old)
+        amax = layer.weight_quantizer.amax
+        assert bool((layer.weight_to_quantize().abs() <= amax).all())
+        assert float((old / amax.clamp(min=1e-9) * 7).min()) >= -7.001  # of 4 bits −8 is left out
+        assert not layer.weight_quantizer.narrow_range
 
 
 def test_ranges_stay_as_calibrated_where_that_is_asked(runs: Path, start: LoadedRun) -> None:

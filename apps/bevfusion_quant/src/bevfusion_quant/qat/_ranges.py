@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bevfusion_quant.qat._weighted import weighted_layers
 from bevquant_quantizers import TensorQuantizer, named_quantizers
 
 __all__ = ["RangeFollower"]
@@ -42,8 +43,7 @@ class RangeFollower:
             for entry in named_quantizers(model)
             if not entry.quantizer._disabled and entry.quantizer.amax is not None
         ]
-        modules: list[Any] = [m for m in model.modules() if hasattr(m, "weight_to_quantize")]
-        layers = {module.weight_quantizer: module for module in modules}
+        layers = {layer.weight_quantizer: layer for layer in weighted_layers(model)}
         self._activations = [q for q in ranged if q not in layers and q.axis is None]
         self._calibrated = torch.tensor([float(_amax(q)) for q in self._activations])
         self._weights = [

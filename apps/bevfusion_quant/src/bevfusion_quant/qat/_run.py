@@ -23,7 +23,6 @@ from bevfusion_quant.train._device import usable_device
 from bevfusion_quant.train._identity import check_identity, identity_of
 from bevfusion_quant.train._loop import in_parts, run_steps
 from bevfusion_quant.train._prepare import prepare_frames
-from bevquant_qnn import freeze
 
 if TYPE_CHECKING:
     from bevfusion_quant.metrics import Accuracy
@@ -167,7 +166,6 @@ def run_qat(
                 title="qat",
             )
         model = trainer.finish()
-        freeze(model)
         told = {
             "run": str(run),
             "run_sha256": start.config.get("sha256"),

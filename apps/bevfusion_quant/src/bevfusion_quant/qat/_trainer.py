@@ -14,12 +14,13 @@ from bevfusion_quant.qat._distill import Distiller
 from bevfusion_quant.qat._frame_part import FramePart, StepSum, add_up
 from bevfusion_quant.qat._ranges import RangeFollower
 from bevfusion_quant.qat._share import parts_in_order
+from bevfusion_quant.qat._weighted import keep_within_ranges, narrow_weights
 from bevfusion_quant.train._augment import Motion
 from bevfusion_quant.train._device import moved
 from bevfusion_quant.train._head_loss import head_loss
 from bevfusion_quant.train._samples import make_batch, order_of
 from bevfusion_quant.train._schedule import one_cycle
-from bevquant_qnn import learn_ranges
+from bevquant_qnn import freeze, learn_ranges
 
 if TYPE_CHECKING:
     from bevfusion_quant.model import BEVFusion
@@ -57,6 +58,7 @@ class Trainer:
     ) -> None:
         self.model, self._frames, self._config, self._device = model, frames, config, device
         self._distiller = None if teacher is None else Distiller(model, teacher, config.distill)
+        narrow_weights(model, True)
         self._learned = learn_ranges(model) if config.learn_ranges else []
         follows = not config.learn_ranges and config.frozen_after > 0
         self._follower = RangeFollower(model) if follows else None
@@ -130,10 +132,14 @@ class Trainer:
         return losses
 
     def finish(self) -> BEVFusion:
-        """The model, on the CPU in eval mode; nothing watches it any more."""
+        """The model as it is written: ranges constant, on the CPU in eval mode."""
         if self._follower is not None:
             self._follower.stop()
-        return self.model.cpu().eval()
+        model = self.model.cpu().eval()
+        freeze(model)
+        keep_within_ranges(model)
+        narrow_weights(model, False)
+        return model
 
     def _parts(self, number: int) -> Iterator[FramePart]:
         config = self._config
