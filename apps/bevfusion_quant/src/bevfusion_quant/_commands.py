@@ -49,6 +49,8 @@ from bevfusion_quant.ptq import (
     stage_table,
 )
 
+from bevfusion_quant.ranks import current_ranks
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -59,9 +61,27 @@ if TYPE_CHECKING:
     from bevfusion_quant.metrics import Bootstrap
     from bevfusion_quant.ptq import Branch
 
-__all__ = ["execute", "tree"]
+__all__ = ["check_processes", "execute", "tree"]
 
 LOG = logging.getLogger(__name__)
+
+
+_SHARED = (Ptq, Evaluate, Sensitivity, Qat)
+
+
+def check_processes(options: Command, world: int) -> None:
+    """Refuse several processes for what runs in one.
+
+    Raises:
+        InputError: There are several, and they would all do the same.
+    """
+    for_bpu = getattr(options, "target", None) == "bpu"
+    if world > 1 and (for_bpu or not isinstance(options, _SHARED)):
+        name = type(options).__name__.lower() + (" --target bpu" if for_bpu else "")
+        raise InputError(
+            f"{name} runs in one process, and {world} were started: start it without torchrun or "
+            "srun; ptq, evaluate, simulate, sensitivity and qat share their frames"
+        )
 
 
 @singledispatch
@@ -217,6 +237,11 @@ def _evaluate(options: Evaluate, command: str) -> str:
     if config.get("target") == "bpu":
         from bevfusion_quant.bpu import run_bpu_evaluate
 
+        if not current_ranks().alone:
+            raise InputError(
+                f"{options.run} is a run for a BPU, which is judged in one process: start it "
+                "without torchrun or srun"
+            )
         if isinstance(options, Simulate) and options.backend != "auto":
             raise InputError(
                 f"--backend {options.backend}: the integers of a run for a BPU take the kernels "

@@ -73,7 +73,7 @@ def _run(arguments: list[str]) -> int:
     _set_up_logging(rank)
     _let_waiting_threads_sleep()
     _reuse_freed_memory()
-    from bevfusion_quant._commands import execute
+    from bevfusion_quant._commands import check_processes, execute
     from bevfusion_quant._errors import InputError, VerificationError
     from bevfusion_quant.points import PointsError
     from bevfusion_quant.ranks import RankError, launched
@@ -81,6 +81,7 @@ def _run(arguments: list[str]) -> int:
 
     try:
         with launched() as ranks:
+            check_processes(command, ranks.world)
             text = execute(command, shlex.join(["bevfusion-quant", *arguments]))
             if ranks.first:
                 print(text, flush=True)

@@ -127,7 +127,8 @@ def run_qat(
         form = TrainConfig(config=start.config["config"], branch=start.sensors, cameras=used)
         ranks = current_ranks()
         ranks.goes_on(
-            f"run the same command with --resume, and it goes on from the last checkpoint, in {work}"
+            "run the same command with --resume, and it goes on from the last checkpoint, in "
+            f"{work}"
         )
         with clock.step("prepare frames"):
             prepare = partial(

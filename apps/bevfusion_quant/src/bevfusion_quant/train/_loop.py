@@ -50,7 +50,12 @@ def run_steps(
     started = time.perf_counter()
     first = current_ranks().first
     bar = tqdm(
-        total=steps, initial=len(losses), desc=title, unit="step", mininterval=1.0, disable=not first
+        total=steps,
+        initial=len(losses),
+        desc=title,
+        unit="step",
+        mininterval=1.0,
+        disable=not first,
     )
     with torch.random.fork_rng(), stop_on_signals() as stop, bar:
         for number in range(len(losses), steps):
