@@ -24,8 +24,8 @@ from bevfusion_quant.sensitivity._measure import (
     sensitivity_output,
 )
 from bevfusion_quant.sensitivity._outcome import SensitivityOutcome
-from bevfusion_quant.sensitivity._refine import ROUNDS, refine_within
 from bevfusion_quant.sensitivity._precisions import precisions_of
+from bevfusion_quant.sensitivity._refine import ROUNDS, refine_within
 
 if TYPE_CHECKING:
     from bevfusion_quant.points import Frame
