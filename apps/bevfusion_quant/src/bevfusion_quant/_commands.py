@@ -48,7 +48,6 @@ from bevfusion_quant.ptq import (
     run_ptq,
     stage_table,
 )
-
 from bevfusion_quant.ranks import current_ranks
 
 if TYPE_CHECKING:
