@@ -200,6 +200,8 @@ def test_a_detector_of_the_lidar_alone(tmp_path: Path) -> None:
     told = json.loads((tmp_path / "l/summary.json").read_text())
     left = {row["path"]: row["reason"] for row in told["quantization"]["skipped"]}
     assert left["heads.object"].startswith("the head stays float")
+    with pytest.raises(InputError, match="a detector of one sensor has no set of files"):
+        nvidia_pieces(run.float_model, run.quantized_model)
 
 
 @pytest.mark.parametrize(

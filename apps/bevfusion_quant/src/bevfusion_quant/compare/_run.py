@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +37,9 @@ if TYPE_CHECKING:
 
 __all__ = ["CompareResult", "run_compare"]
 
+LOG = logging.getLogger(__name__)
 Model = Callable[..., Any]
+_TOLD = 10  # frames between two lines of progress
 _UNFOLDED = "ptq --no-fold left its batch norms in place"
 
 
@@ -205,7 +208,10 @@ def _judge(
                 record |= detections_record(who, decode(model(*batch))[0])
         return record
 
-    for index, record in in_order("compare", len(batches), run, shards):
+    count = len(batches)
+    for index, record in in_order("compare", count, run, shards):
+        if (index + 1) % _TOLD == 0:
+            LOG.info("frame %d of %d", index + 1, count)
         note = note_of(record)
         batches.learn(index, note)
         for who in models:

@@ -75,8 +75,13 @@ def nvidia_pieces(float_model: BEVFusion, quantized_model: BEVFusion) -> list[Pi
     """The files for TensorRT, libspconv and ONNX Runtime, in the order of execution.
 
     Raises:
-        InputError: The head is quantized.
+        InputError: The head is quantized, or the model is a detector of one sensor.
     """
+    if "decoder" in quantized_model.parts and "fuser" not in quantized_model.parts:
+        raise InputError(
+            "a detector of one sensor has no set of files: CUDA-BEVFusion's decoder reads the "
+            "fused map; export the encoder, quantized with ptq --branch lidar or camera"
+        )
     pieces = []
     for file in nvidia_files(quantized_model.parts):
         fake, plain = file.module(quantized_model), file.module(float_model)
