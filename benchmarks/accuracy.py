@@ -39,6 +39,7 @@ from bevquant_qnn import (
     learn_ranges,
     precision_groups,
     quantize_model,
+    refine_plan,
     round_weights,
     sensitivity,
 )
@@ -182,7 +183,8 @@ def mixed(task: Task) -> None:
     exact, images = folded(task), task.calibration[0]
     base = quantized(exact, images)
     kinds = ("int4", "int8", "int16")
-    measured = sensitivity(base, images[:128].split(64), precisions=kinds, without=False)
+    batches = images[:128].split(64)
+    measured = sensitivity(base, batches, precisions=kinds)
     whole = sum(row.operations for row in measured)
     table = Table(task, exact)
     last = precision_groups(base)[-1].name
@@ -198,11 +200,23 @@ def mixed(task: Task) -> None:
         by_hand = PrecisionPlan.by_hand(base, hand, default)
         cost = [measured[g.modules[0]].operations * BIT_OPERATIONS[g.precision] for g in by_hand]
         time_of = sum(cost) / whole
-        plan = assign_precision(base, measured, Budget(time=time_of))
-        for label, chosen in ((name, by_hand), (f"  plan in time {plan.time:.3f}", plan)):
+        budget = Budget(time=time_of)
+        plan = assign_precision(base, measured, budget)
+        start = time.process_time()
+        refined = refine_plan(base, plan, batches, measured, budget)
+        spent = time.process_time() - start
+        for label, chosen in (
+            (name, by_hand),
+            (f"  estimated plan, time {plan.time:.3f}", plan),
+            (f"  the best of {refined.tried} measured", refined.plan),
+        ):
             model = copy.deepcopy(base)
             apply_precision(model, chosen)
             table.row(label, lambda m=model: m)
+        print(
+            f"{'':38} on the images it was measured on: estimated {plan.score:.1f} dB, that plan "
+            f"{refined.start.score:.1f}, the best {refined.plan.score:.1f}; {spent:.0f} CPU seconds"
+        )
 
 
 def qat(task: Task, epochs: int = 6) -> None:
