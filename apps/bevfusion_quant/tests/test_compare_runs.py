@@ -18,7 +18,13 @@ from safetensors.torch import load_file, save_file
 
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.cli import main
-from bevfusion_quant.compare import CompareResult, comparison_text, run_compare
+from bevfusion_quant.compare import (
+    ComparedRun,
+    CompareResult,
+    Comparison,
+    comparison_text,
+    run_compare,
+)
 from bevfusion_quant.compare._alike import names_of
 from bevfusion_quant.metrics import Bootstrap
 from bevfusion_quant.model import trained_weights
@@ -117,6 +123,17 @@ def test_what_is_written_says_which_runs_and_how_they_differ(
         "run", "weight", "bits", "batch", "norms", "folded"
     ]  # fmt: skip
     assert "apart is not among the integers" in notes
+
+
+def test_a_trained_run_is_told_from_the_one_it_began_with() -> None:
+    settings = {"method": "mse", "weight_bits": 4}
+    runs = tuple(
+        ComparedRun(name, name, more, integers=False)
+        for name, more in (("ptq", settings), ("qat", {**settings, "qat": {"steps": 1}}))
+    )
+    none: Any = None
+    assert Comparison(runs, none).differing() == ["trained by qat"]
+    assert [run.told()["trained by qat"] for run in runs] == [False, True]
 
 
 def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path: Path) -> None:

@@ -51,7 +51,8 @@ class ComparedRun:
 
     def told(self) -> dict[str, Any]:
         """The settings that runs of one model can differ in, under the names of tables."""
-        return {title: self.settings.get(key, usual) for key, (title, usual) in _TOLD.items()}
+        told = {title: self.settings.get(key, usual) for key, (title, usual) in _TOLD.items()}
+        return {**told, "trained by qat": "qat" in self.settings}
 
     def summary(self) -> dict[str, Any]:
         """For summary.json and config.json: where it lies, digests, settings."""
