@@ -177,8 +177,9 @@ def test_what_is_no_comparison_is_refused(runs: Path, tmp_path: Path) -> None:
 def test_the_command_refuses_before_frames_are_made(
     runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    start = f"compare --run {runs / 'eight'} --runs {tmp_path / 'runs'} --dataset street"
+    start = f"compare --run {runs / 'eight'} --runs {tmp_path / 'runs'}"
     for options, match in (
+        ("--points a.bin", "files of points have no labels"),
         ("--backend torch", "--backend torch goes with --integers"),
         ("--resamples -1", "neither may be negative"),
     ):

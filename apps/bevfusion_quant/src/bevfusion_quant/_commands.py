@@ -283,6 +283,11 @@ def _compare(options: Compare, command: str) -> str:
         raise InputError(f"--backend {options.backend} goes with --integers: add that")
     if not options.run:
         raise InputError("no runs to compare: name finished runs with --run")
+    if options.points:
+        raise InputError(
+            "--points: files of points have no labels, which runs are compared by; give frames of "
+            "a labelled data set with --dataset"
+        )
     config = read_run_config(options.run[0])
     result = run_compare(
         options.run,
