@@ -30,10 +30,11 @@ class Distiller:
     def __init__(self, student: BEVFusion, teacher: BEVFusion, weight: float) -> None:
         self._teacher, self._weight = teacher.eval(), weight
         self._maps: dict[str, Any] = {}
+        self._handles = []
         for name, model in (("student", student), ("teacher", teacher)):
             decoder = model.decoder
             assert decoder is not None
-            decoder["neck"].register_forward_hook(self._keeper(name))
+            self._handles.append(decoder["neck"].register_forward_hook(self._keeper(name)))
 
     def loss(self, batch: Batch, outputs: dict[str, Tensor]) -> Tensor:
         """Weight · mean of Σ(q − f)²/Σf² of both maps, for what the student just answered.
@@ -48,6 +49,11 @@ class Distiller:
                  for name, found in (("student", outputs), ("teacher", wanted))]  # fmt: skip
         self._maps.clear()
         return self._weight * distillation_loss(*pairs)
+
+    def stop(self) -> None:
+        """Keep no more maps."""
+        for handle in self._handles:
+            handle.remove()
 
     def _keeper(self, name: str) -> Any:
         def keep(module: nn.Module, args: Any, output: Any) -> None:

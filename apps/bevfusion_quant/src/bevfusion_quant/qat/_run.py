@@ -138,6 +138,7 @@ def run_qat(
             step = 0 if begun is None else begun.step
             ranks.agree("what is trained", f"{identity}, after step {step}")
             frames = prepare() if frames is None else frames
+        shown = source.open()[:1] if judge_by is None else judge_by.open()
         teacher = copy.deepcopy(loaded.float_model).to(target) if config.distill else None
         trainer = Trainer(loaded.quantized_model.to(target), teacher, frames, config, target)
         losses: list[list[float]] = []
@@ -177,7 +178,7 @@ def run_qat(
         accuracy = write_run(
             folder, name, loaded, model, told, clock, run=Path(run), command=command,
             cameras=used,
-            shown=source.open()[:1] if judge_by is None else judge_by.open(),
+            shown=shown,
             judged=judge_by is not None,
         )  # fmt: skip
     if ranks.first:

@@ -63,9 +63,8 @@ class Trainer:
         follows = not config.learn_ranges and config.frozen_after > 0
         self._follower = RangeFollower(model) if follows else None
         ranges = {id(p) for p in self._learned}
-        self._weights = [
-            p for p in model.parameters() if p.requires_grad and id(p) not in ranges
-        ]  # fmt: skip
+        learning = (p for p in model.parameters() if p.requires_grad)  # geometry does not
+        self._weights = [p for p in learning if id(p) not in ranges]
         self.optimizer = self._make_optimizer()
         model.train()
 
@@ -133,8 +132,9 @@ class Trainer:
 
     def finish(self) -> BEVFusion:
         """The model as it is written: ranges constant, on the CPU in eval mode."""
-        if self._follower is not None:
-            self._follower.stop()
+        for watcher in (self._follower, self._distiller):
+            if watcher is not None:
+                watcher.stop()
         model = self.model.cpu().eval()
         freeze(model)
         keep_within_ranges(model)
