@@ -18,6 +18,8 @@ from bevfusion_quant.integer._simulation import lowered
 from bevfusion_quant.model import CONFIGS
 from bevfusion_quant.points import read_frames
 from bevfusion_quant.ptq import FrameBatches, load_run
+from bevfusion_quant.report import read_sections
+from bevfusion_quant.review import run_review
 from bevquant_int8sim import IntegerModel, backend_report
 
 if importlib.util.find_spec("spconv") is None:
@@ -221,3 +223,17 @@ def test_a_simulation_that_is_replaced_stays_when_the_new_one_fails(
     monkeypatch.setattr("bevfusion_quant.integer._simulation.save_parts", full)
     assert "No space left" in refused(runs, runs / "a", capsys, "--name one --overwrite")
     assert digest(runs / "one") == before
+
+
+def test_the_page_to_sign_reads_what_the_commands_wrote(runs: Path, tmp_path: Path) -> None:
+    result = run_review(runs / "a", take=[runs / "one"], runs=tmp_path)
+    assert [evidence.kind for evidence in result.gathered.all] == ["ptq", "simulation"]
+    (group,) = result.headline
+    assert [row.model for row in group.rows] == ["Float", "PTQ", "PTQ, integers"]
+    stage = summary(runs / "one")["integers"]["stages"][0]
+    assert group.rows[-1].sqnr_db == stage["integer_sqnr_db"]
+    states = {check.question: check.state for check in result.checks}
+    assert states["Do integers compute what the quantized model says?"] == "good"
+    assert states["What does it lose against float?"] == "missing"  # no head finds boxes
+    sections = read_sections((result.folder / "report.html").read_text(encoding="utf-8"))
+    assert {"verdict", "layers", "quantizers", "integers", "decisions"} <= set(sections)
