@@ -81,7 +81,7 @@ class Line:
             self._peers[0] = peer
             _keep_alive(peer)
             _send(peer, {"token": token, "rank": rank})
-            self._start(self._read, 0, peer.makefile("rb"))
+            self._start(self._read, 0, peer, peer.makefile("rb"))
 
     def wait(self, seconds: float) -> Ending | None:
         """Another rank's end, as soon as it is heard of."""
@@ -119,13 +119,14 @@ class Line:
                         _keep_alive(peer)
                         with self._lock:
                             self._peers[int(hello["rank"])] = peer
-                        self._start(self._read, int(hello["rank"]), reader)
+                        self._start(self._read, int(hello["rank"]), peer, reader)
                         continue
+                reader.close()
                 peer.close()
 
-    def _read(self, rank: int, reader: Any) -> None:
+    def _read(self, rank: int, peer: socket.socket, reader: Any) -> None:
         ended = False
-        with suppress(OSError, ValueError):
+        with peer, reader, suppress(OSError, ValueError):
             for line in reader:
                 said = json.loads(line)
                 if said["done"]:
