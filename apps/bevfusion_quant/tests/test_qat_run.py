@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.cli import main
-from bevfusion_quant.export._pieces import nvidia_pieces
+from bevfusion_quant.export._pieces import _with_weights_of
 from bevfusion_quant.integer._simulation import lowered
 from bevfusion_quant.model import CONFIGS
 from bevfusion_quant.points import Frame
@@ -318,12 +318,14 @@ def test_learned_ranges_end_as_constants(runs: Path, trained: Path, reloaded: Lo
 
 
 def test_files_hold_the_head_as_trained(start: LoadedRun, reloaded: LoadedRun) -> None:
-    piece = nvidia_pieces(reloaded.float_model, reloaded.quantized_model)[-1]
-    name = "heads.object.shared_conv.weight"
-    written = dict(piece.float_module.named_parameters())
-    shared = next(value for key, value in written.items() if key.endswith("shared_conv.weight"))
-    assert torch.equal(shared, reloaded.quantized_model.state_dict()[name])
-    assert not torch.equal(shared, start.quantized_model.state_dict()[name])
+    head = _with_weights_of(reloaded.quantized_model.head, reloaded.float_model.head)
+    name = "shared_conv.weight"
+    held = head.state_dict()
+    assert torch.equal(held[name], reloaded.quantized_model.head.state_dict()[name])
+    assert not torch.equal(held[name], reloaded.float_model.head.state_dict()[name])
+    assert held.keys() == start.float_model.head.state_dict().keys()
+    same = _with_weights_of(start.quantized_model.head, start.float_model.head)
+    assert same is start.float_model.head
 
 
 def test_config_and_summary_say_what_was_done(runs: Path, trained: Path) -> None:
