@@ -109,7 +109,7 @@ def test_what_is_written_says_which_runs_and_how_they_differ(
     summary = read(result.folder)
     assert summary["compares"] == config["compares"]
     assert summary["notes"] == [
-        "apart is not among the integers: ptq --no-fold left its batch norms in place."
+        "apart is not among the integers: ptq --no-fold left batch norms in place."
     ]
     sections = read_sections((result.folder / "report.html").read_text())
     html = sections["comparison"].html
@@ -132,6 +132,8 @@ def test_a_trained_run_is_told_from_the_one_it_began_with() -> None:
         for name, more in (("ptq", settings), ("qat", {**settings, "qat": {"steps": 1}}))
     )
     none: Any = None
+    asked = tuple(dataclasses.replace(run, why_not="of this") for run in runs)
+    assert Comparison(asked, none).left_out() == ["ptq, qat are not among the integers: of this."]
     assert Comparison(runs, none).differing() == ["trained by qat"]
     assert [run.told()["trained by qat"] for run in runs] == [False, True]
 

@@ -80,6 +80,11 @@ class Comparison:
         return differ or ["ranges"]
 
     def left_out(self) -> list[str]:
-        """A sentence for each run that was not run in integers though that was asked for."""
-        return [f"{run.name} is not among the integers: {run.why_not}." for run in self.runs
-                if run.why_not]  # fmt: skip
+        """Which runs were not run in integers though that was asked for; a sentence a reason."""
+        reasons = dict.fromkeys(run.why_not for run in self.runs if run.why_not)
+        return [self._left_for(reason) for reason in reasons]
+
+    def _left_for(self, reason: str) -> str:
+        names = [run.name for run in self.runs if run.why_not == reason]
+        are = "is" if len(names) == 1 else "are"
+        return f"{', '.join(names)} {are} not among the integers: {reason}."

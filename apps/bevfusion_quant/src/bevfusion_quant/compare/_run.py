@@ -40,7 +40,7 @@ __all__ = ["CompareResult", "run_compare"]
 LOG = logging.getLogger(__name__)
 Model = Callable[..., Any]
 _TOLD = 10  # frames between two lines of progress
-_UNFOLDED = "ptq --no-fold left its batch norms in place"
+_UNFOLDED = "ptq --no-fold left batch norms in place"
 
 
 @dataclass(frozen=True, eq=False)
