@@ -96,8 +96,8 @@ def test_the_keyboard_reaches_questions_tables_charts_and_lines(
     wait(browser, "document.querySelector('#layer-chart svg')")
     # What is reached on other pages too, and what is alike: each would take a press.
     alike = (
-        "#accuracy, #integers, #export, #decisions, #quantizers, main td a, th + th > button, "
-        ".folder + .folder"
+        "#accuracy, #integers, #export, #decisions, #quantizers, .bpu-part, main td a, "
+        "th + th > button, .folder + .folder"
     )
     values(browser, f"document.querySelectorAll('{alike}').forEach(e => e.remove())")
     look = """((e, s) => [e === document.body ? 'body' : e.id || e.getAttribute('aria-label') ||
@@ -118,7 +118,10 @@ def test_the_keyboard_reaches_questions_tables_charts_and_lines(
 
 
 def test_every_control_and_picture_has_a_name(page: Path, show: Callable[..., Any]) -> None:
-    tree = show(page).execute_cdp_cmd("Accessibility.getFullAXTree", {})["nodes"]
+    browser = show(page)
+    others = "main > section:not(#verdict, #scene, #sensitivity, #trail, #sign)"
+    values(browser, f"document.querySelectorAll('{others}').forEach(e => e.remove())")
+    tree = browser.execute_cdp_cmd("Accessibility.getFullAXTree", {})["nodes"]
     named = {"button", "checkbox", "radio", "textbox", "slider", "combobox", "link", "image",
              "img", "region", "columnheader", "rowheader"}  # fmt: skip
     roles = [(n["role"]["value"], n.get("name", {}).get("value", "")) for n in tree if "role" in n]

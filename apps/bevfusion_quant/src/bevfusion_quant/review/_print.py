@@ -15,7 +15,7 @@ __all__ = ["find_browser", "print_pdf"]
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 SECONDS = 300
 # Time of the page's own clock that may pass until every chart is drawn; it does not wait for it.
-DRAWN_MS = 20_000
+DRAWN_MS = 10_000
 
 
 def find_browser(named: Path | None = None) -> Path:
