@@ -321,7 +321,7 @@ class Qat(FrameOptions):
     """
 
     run: Path
-    steps: int = 400
+    steps: int = 200
     batch: int = 2
     lr: float = 3e-4
     freeze_after: int | None = None

@@ -35,7 +35,7 @@ class QatConfig:
         150
     """
 
-    steps: int = 400
+    steps: int = 200
     batch: int = 2
     lr: float = 3e-4
     weight_decay: float = 0.01
