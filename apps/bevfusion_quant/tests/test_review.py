@@ -225,6 +225,20 @@ def test_wrong_steps_and_changed_files_ask_for_a_look(made: MadeUpRuns) -> None:
     assert changed.answer == "changed or gone since they were verified: fuser.onnx"
 
 
+@pytest.mark.parametrize(("integer", "state"), [(26.9, "good"), (25.0, "look")])
+def test_integers_of_a_bpu_are_judged_by_what_they_lose(
+    made: MadeUpRuns, integer: float, state: str
+) -> None:
+    run = made.model("bpu", target="bpu")
+    content = json.loads((run / "summary.json").read_text())
+    content["bpu"]["stages"][0]["integer_sqnr_db"] = integer
+    (run / "summary.json").write_text(json.dumps(content))
+    result = run_review(run, runs=made.root)
+    assert answer(result, "integers compute").state == state
+    missing = [check.command.split()[1] for check in result.checks if check.state == "missing"]
+    assert "sensitivity" not in missing  # which such a run has none of
+
+
 @pytest.mark.parametrize(
     ("low", "high", "state"),
     [(-0.002, 0.004, "good"), (-0.02, -0.001, "look"), (-0.02, 0.02, "look")],

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["Check", "checks", "exported_files"]
 
 LOW_SQNR_DB = 20.0
+LOST_DB = 0.5  # as the files of an export may lose beside the integer model
 TOLERATED = 0.01  # of mean average precision: what an interval must rule out losing
 
 
@@ -143,9 +144,18 @@ def _simulated(question: str, found: Mapping[str, Any]) -> Check:
 
 
 def _on_chip(question: str, found: Mapping[str, Any]) -> Check:
+    """Nothing there is given the same input, so the two are compared by what they lose to float."""
     most = max((row["max_steps"] or 0 for row in found["layers"]), default=0)
+    lost = [
+        (row["fake_sqnr_db"] - row["integer_sqnr_db"], row["title"])
+        for row in found["stages"]
+        if row["fake_sqnr_db"] is not None and row["integer_sqnr_db"] is not None
+    ]
+    largest, where = max(lost, default=(0.0, ""))
     told = f"up to {most:.0f} steps apart, each model on its own activations"
-    return Check(question, told)
+    if largest > LOST_DB:
+        told += f"; {where}: {largest:.1f} dB less than the quantized model against float"
+    return Check(question, told, "look" if largest > LOST_DB else "good")
 
 
 def _layers(main: Measured) -> Iterator[Check]:
