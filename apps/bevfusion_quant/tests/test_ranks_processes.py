@@ -37,14 +37,17 @@ NOT_AGAIN = WATCHED % "raise SystemExit('frame 1 was run again')"
 
 
 def start(program: str, runs: Path, name: str, **place: str) -> subprocess.Popen[str]:
-    options = "ptq --dataset street --count 4 --calibration-frames 3 --config tiny --branch lidar-detector"
+    options = "ptq --dataset street --count 4 --calibration-frames 3 --config tiny"
     return subprocess.Popen(
-        [sys.executable, "-c", program, *options.split(), "--runs", str(runs), "--name", name],
+        [
+            sys.executable, "-c", program, *options.split(), "--branch", "lidar-detector",
+            "--runs", str(runs), "--name", name,
+        ],
         env=os.environ | {"OMP_NUM_THREADS": "1"} | place,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-    )
+    )  # fmt: skip
 
 
 def two_ranks(programs: tuple[str, str], runs: Path) -> list[tuple[int, str, str]]:
