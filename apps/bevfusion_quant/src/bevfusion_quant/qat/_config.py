@@ -31,6 +31,7 @@ class QatConfig:
         InputError: A setting outside its range, named as the option of the command.
 
     Example:
+        >>> from bevfusion_quant.qat import QatConfig
         >>> QatConfig(steps=300).frozen_after
         150
     """

@@ -51,6 +51,8 @@ def add_up(parts: Iterable[FramePart]) -> StepSum:
         ValueError: No frames.
 
     Example:
+        >>> import torch
+        >>> from bevfusion_quant.qat import FramePart, add_up
         >>> one = FramePart(torch.tensor([2.0]), torch.tensor([1.0, 4.0]), torch.tensor([]))
         >>> two = FramePart(torch.tensor([4.0]), torch.tensor([3.0, 0.0]), torch.tensor([]))
         >>> add_up([one, two]).gradient
