@@ -73,8 +73,8 @@ def refine_plan(
     what its changes reach is run again.
 
     Cost: a round runs about as many plans as the model has groups, for each further precision as
-    many again. Two rounds take about one and a half times as long as `sensitivity` with both
-    halves.
+    many again. Two rounds take up to about one and a half times as long as `sensitivity` with
+    both halves.
 
     Args:
         model: The model that was measured. It is left as it was.
