@@ -65,7 +65,7 @@ __all__ = ["check_processes", "execute", "tree"]
 LOG = logging.getLogger(__name__)
 
 
-_SHARED = (Ptq, Evaluate, Sensitivity, Qat)
+_SHARED = (Ptq, Evaluate, Compare, Sensitivity, Qat)
 
 
 def check_processes(options: Command, world: int) -> None:
@@ -79,7 +79,7 @@ def check_processes(options: Command, world: int) -> None:
         name = type(options).__name__.lower() + (" --target bpu" if for_bpu else "")
         raise InputError(
             f"{name} runs in one process, and {world} were started: start it without torchrun or "
-            "srun; ptq, evaluate, simulate, sensitivity and qat share their frames"
+            "srun; ptq, evaluate, simulate, compare, sensitivity and qat share their frames"
         )
 
 
