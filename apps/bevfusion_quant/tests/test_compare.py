@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from bevfusion_quant.model import Batch
 from bevfusion_quant.ptq import QuantizerRow, compare_layers, layer_table, watch_quantizers
+from bevfusion_quant.ptq._compare import LayerComparison
+from bevfusion_quant.ranks import pack, unpack
 
 
 class Range(nn.Module):
@@ -93,6 +95,22 @@ def test_equal_and_dead_layers_have_no_decibels() -> None:
     dead = compare_layers(Model(Layer(0), Layer(1)), Model(Layer(0, 1.0), Layer(1)), x).rows
     assert (equal[0].sqnr_db, dead[0].sqnr_db, dead[0].cosine) == (None, None, None)
     assert "–" in layer_table(dead)
+
+
+def test_frames_that_others_ran_give_the_bits_of_one_process() -> None:
+    models = Model(Layer(0.3), Layer(0.7)), Model(Layer(0.31, 2.0), Layer(0.69, 1.0))
+    batches = [batch([0.1 * i, 1e4 / (i + 1), -3.3]) for i in range(6)]
+    here, there = LayerComparison(*models), LayerComparison(*models)
+    records = {}
+    for index in (1, 3, 5, 0, 2, 4):
+        comparison = there if index % 2 else here
+        with comparison.watching():
+            records[index] = unpack(pack(comparison.run(index, batches[index])[0]))
+    for index in range(6):
+        there.add(records[index])
+    whole = compare_layers(*models, batches)
+    assert there.result().rows == whole.rows
+    assert there.result().wanted is None  # the first frame was run elsewhere
 
 
 def test_no_batches_are_refused() -> None:

@@ -201,6 +201,33 @@ def test_two_processes_find_what_one_does(small):
     assert on_two_ranks(work) == [work(2)] * 2
 
 
+class Kept(dict):
+    """What each batch gave, by the number of the measurement."""
+
+    def load(self, step, index):
+        return self.get((step, index))
+
+    def save(self, step, index, results):
+        self[step, index] = results
+
+
+def test_what_is_kept_is_not_run_again(small):
+    runs, kept = [], Kept()
+
+    def forward(model, batch):
+        runs.append(batch)
+        return model(batch)
+
+    found = refined(small, Budget(time=TIMES[0]), forward=forward, kept=kept)
+    assert found == refined(small, Budget(time=TIMES[0]))
+    assert len({step for step, _ in kept}) * len(small.batches) == len(kept)
+    last = max(kept)
+    del kept[last]  # as if the run had ended there
+    runs.clear()
+    assert refined(small, Budget(time=TIMES[0]), forward=forward, kept=kept) == found
+    assert {id(batch) for batch in runs} == {id(small.batches[last[1]])}
+
+
 def test_mistakes_are_refused(small):
     model, table, batches = small.model, small.table, small.batches
     time = Budget(time=1.3)

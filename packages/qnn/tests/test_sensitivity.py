@@ -342,3 +342,34 @@ def test_two_processes_give_the_table_of_one_and_end_together():
     first, second = on_both(model, images)
     assert str(first).startswith("stopped, because another process failed; process 1: ValueError")
     assert "NaN or infinite" in str(second)
+
+
+class Memory:
+    """Keeps results, as text, and counts what is asked of it."""
+
+    def __init__(self):
+        self.kept = {}
+        self.found = []
+
+    def load(self, step, index):
+        known = self.kept.get((step, index))
+        if known is not None:
+            self.found.append(index)
+        return None if known is None else [tuple(pair) for pair in json.loads(known)]
+
+    def save(self, step, index, results):
+        self.kept[step, index] = json.dumps(results)
+
+
+@pytest.mark.parametrize("without", [False, True])
+def test_an_interrupted_measurement_goes_on(without):
+    model, images = small()
+    wanted = sensitivity(model, images, precisions=("int8", "int16"), without=without)
+    memory = Memory()
+    spoilt = [images[0], images[1] * math.nan]
+    options = {"precisions": ("int8", "int16"), "without": without, "kept": memory}
+    with pytest.raises(ValueError, match="NaN"):
+        sensitivity(model, spoilt, **options)
+    assert list(memory.kept) == [("sensitivity", 0)]
+    assert sensitivity(model, images, **options) == wanted
+    assert memory.found == [0]
