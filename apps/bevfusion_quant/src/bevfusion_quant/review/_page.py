@@ -84,7 +84,7 @@ def _borrowed(gathered: Gathered) -> Iterator[Section]:
     judged = (main.evaluation, main.run)
     sources: dict[str, tuple[Evidence | None, ...]] = {
         "comparison": (gathered.comparison,),
-        "accuracy": (main.evaluation, gathered.comparison),
+        "accuracy": judged,
         "scene": judged,
         "layers": judged,
         "sensitivity": (main.sensitivity,),
