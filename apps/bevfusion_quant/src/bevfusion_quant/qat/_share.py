@@ -11,7 +11,11 @@ __all__ = ["parts_in_order"]
 
 
 def parts_in_order(
-    count: int, part: Callable[[int], FramePart], ranks: Ranks | None = None
+    count: int,
+    part: Callable[[int], FramePart],
+    ranks: Ranks | None = None,
+    *,
+    by_gpu: bool = False,
 ) -> Iterator[FramePart]:
     """The parts of a step's frames, from the first to the last, whoever runs them.
 
@@ -23,6 +27,7 @@ def parts_in_order(
         count: Frames of the step.
         part: Runs one, given its place in the step.
         ranks: The processes; those of the launcher by default.
+        by_gpu: Send parts from GPU to GPU, where each process has one.
 
     Example:
         >>> import torch
@@ -40,6 +45,6 @@ def parts_in_order(
         for i in ranks.mine(min(ranks.world, count - start)):
             found = part(start + i)
             own = {3 * i: found.losses, 3 * i + 1: found.gradient, 3 * i + 2: found.maxima}
-        tensors = list(ranks.gather(own).values())
+        tensors = list(ranks.gather(own, by_gpu=by_gpu).values())
         for i in range(0, len(tensors), 3):
             yield FramePart(*tensors[i : i + 3])

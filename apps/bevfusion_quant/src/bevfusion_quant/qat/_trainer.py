@@ -146,7 +146,9 @@ class Trainer:
         first = number * config.batch
         chosen = order_of(config.seed, first, config.batch, len(self._frames))
         yield from parts_in_order(
-            len(chosen), lambda place: self._part(first + place, chosen[place])
+            len(chosen),
+            lambda place: self._part(first + place, chosen[place]),
+            by_gpu=self._device.type == "cuda",
         )
 
     def _part(self, sample: int, index: int) -> FramePart:

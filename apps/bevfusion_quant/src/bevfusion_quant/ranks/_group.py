@@ -60,13 +60,15 @@ def _join(place: Place) -> Line:
     from torch.distributed.distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
-    own_gpu = torch.cuda.device_count() > place.local_rank and dist.is_nccl_available()
+    has_gpu = torch.cuda.device_count() > place.local_rank and dist.is_nccl_available()
     where = f"tcp://{place.address}:{place.port}?rank={place.rank}&world_size={place.world}"
     try:
         store, rank, world = next(rendezvous(where, timeout=_START))
         store.set_timeout(_START)
+        store.set(f"bevfusion-quant/gpu/{rank}", str(int(has_gpu)))
+        have = [store.get(f"bevfusion-quant/gpu/{other}") == b"1" for other in range(world)]
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if own_gpu else "gloo",
+            "cpu:gloo,cuda:nccl" if all(have) else "gloo",
             store=PrefixStore("bevfusion-quant", store),
             rank=rank,
             world_size=world,
@@ -79,7 +81,7 @@ def _join(place: Place) -> Line:
             f"{place.port}: {str(error).splitlines()[0]}: start all ranks, within "
             f"{_START.seconds // 60} minutes, where they reach that host and port"
         ) from error
-    use_line(line)
+    use_line(line, place.local_rank if all(have) else None)
     return line
 
 

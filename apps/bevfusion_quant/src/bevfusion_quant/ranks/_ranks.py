@@ -44,6 +44,7 @@ class Ranks:
         rank: This process, from 0.
         world: How many there are.
         line: Tells when another one ends; None where nobody does.
+        gpu: This process's own GPU, where all processes have one and nccl joins these.
 
     Example:
         >>> Ranks(rank=1, world=3).mine(8)
@@ -55,6 +56,7 @@ class Ranks:
     rank: int = 0
     world: int = 1
     line: Line | None = None
+    gpu: int | None = None
 
     @property
     def first(self) -> bool:
@@ -92,14 +94,15 @@ class Ranks:
         if self.line is not None:
             self.line.goes_on = how
 
-    def gather(self, own: Mapping[int, Value]) -> dict[int, Value]:
+    def gather(self, own: Mapping[int, Value], *, by_gpu: bool = False) -> dict[int, Value]:
         """Everybody's items, on every rank, in order of index, bit for bit.
 
-        Nothing is pickled: bytes and numbers travel. Arrays and tensors keep type and shape, and a
-        tensor comes back on the device of this process's own.
+        Nothing is pickled: bytes and numbers travel. Arrays and tensors keep type and shape;
+        tensors come back on the CPU.
 
         Args:
             own: This process's items by index, such as those of `mine`; it may have none.
+            by_gpu: Send them from GPU to GPU, where each process has one.
 
         Raises:
             RankError: Another process has ended.
@@ -108,7 +111,8 @@ class Ranks:
         self.check()
         everything: dict[int, Value] = dict(own)
         if not self.alone:
-            for rank, message in enumerate(_exchange(_packed(own), self.world)):
+            device = "cpu" if self.gpu is None or not by_gpu else f"cuda:{self.gpu}"
+            for rank, message in enumerate(_exchange(_packed(own), self.world, device)):
                 if rank != self.rank:
                     everything.update(_unpacked(message))
         return {index: everything[index] for index in sorted(everything)}
@@ -133,12 +137,13 @@ class Ranks:
 
 
 _LINE: Line | None = None
+_GPU: int | None = None
 
 
-def use_line(line: Line | None) -> None:
-    """Let `current_ranks` know the line of this process's group."""
-    global _LINE
-    _LINE = line
+def use_line(line: Line | None, gpu: int | None = None) -> None:
+    """Let `current_ranks` know the line of this process's group, and its GPU."""
+    global _LINE, _GPU
+    _LINE, _GPU = line, gpu
 
 
 def current_ranks() -> Ranks:
@@ -147,7 +152,7 @@ def current_ranks() -> Ranks:
 
     if not (dist.is_available() and dist.is_initialized()):
         return Ranks()
-    return Ranks(dist.get_rank(), dist.get_world_size(), _LINE)
+    return Ranks(dist.get_rank(), dist.get_world_size(), _LINE, _GPU)
 
 
 def _packed(own: Mapping[int, Any]) -> bytes:
@@ -181,15 +186,21 @@ def _unpacked(message: bytes) -> dict[int, Any]:
     return found
 
 
-def _exchange(message: bytes, world: int) -> list[bytes]:
-    """Every rank's message, in order of ranks; messages of any length."""
+def _exchange(message: bytes, world: int, device: str) -> list[bytes]:
+    """Every rank's message, in order of ranks; messages of any length.
+
+    The device decides what carries them: gloo, or nccl on a GPU.
+    """
     import torch
     import torch.distributed as dist
 
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
-    dist.all_gather(sizes, torch.tensor([len(message)]))
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world)]
+    dist.all_gather(sizes, torch.tensor([len(message)], device=device))
     longest = max(int(size) for size in sizes)
     padded = torch.frombuffer(bytearray(message.ljust(longest, b"\0")), dtype=torch.uint8)
-    received = [torch.empty(longest, dtype=torch.uint8) for _ in range(world)]
-    dist.all_gather(received, padded)
-    return [data[: int(size)].numpy().tobytes() for data, size in zip(received, sizes, strict=True)]
+    received = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in range(world)]
+    dist.all_gather(received, padded.to(device))
+    return [
+        data[: int(size)].cpu().numpy().tobytes()
+        for data, size in zip(received, sizes, strict=True)
+    ]

@@ -8,18 +8,21 @@ import torch
 
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.model import Batch
+from bevfusion_quant.ranks import current_ranks
 
 __all__ = ["moved", "usable_device"]
 
 
 def usable_device(name: str) -> torch.device:
-    """The device, tried.
+    """The device, tried; "cuda" is each rank's own GPU, where it has one.
 
     Raises:
         InputError: torch does not know it, or cannot use it here.
     """
     try:
         device = torch.device(name)
+        if device.type == "cuda" and device.index is None and current_ranks().gpu is not None:
+            device = torch.device("cuda", current_ranks().gpu)
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise InputError(
