@@ -211,6 +211,23 @@ def test_a_trained_run_is_judged_on_streets_it_was_not_trained_on(made: MadeUpRu
     assert answer(again, "not made with").state == "look"
 
 
+def test_a_demo_answers_by_itself(made: MadeUpRuns) -> None:
+    run = made.model("demo")
+    content = json.loads((run / "summary.json").read_text())
+    simulated, exported = made.simulate(run), made.export(run)
+    for folder, key in (simulated, "integers"), (exported, "export"):
+        content[key] = json.loads((folder / "summary.json").read_text())[key]
+    (exported / "onnx").rename(run / "onnx")
+    shutil.rmtree(simulated)
+    shutil.rmtree(exported)
+    (run / "summary.json").write_text(json.dumps(content))
+    result = run_review(run, runs=made.root)
+    assert answer(result, "integers compute").state == "good"
+    assert answer(result, "verified").answer == "1 file for tensorrt, verified and unchanged"
+    page = (result.folder / "report.html").read_text(encoding="utf-8")
+    assert sha256(run / "onnx" / "fuser.onnx") in page
+
+
 def test_wrong_steps_and_changed_files_ask_for_a_look(made: MadeUpRuns) -> None:
     run = made.model()
     made.simulate(run, wrong=True)

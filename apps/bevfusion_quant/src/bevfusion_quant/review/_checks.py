@@ -210,7 +210,8 @@ def _files(main: Measured) -> Check:
     if changed:
         told = f"changed or gone since they were verified: {', '.join(changed)}"
         return Check(question, told, "look")
-    return Check(question, f"{len(files)} files for {found['target']}, verified and unchanged")
+    many = f"{len(files)} file{'s' * (len(files) != 1)}"
+    return Check(question, f"{many} for {found['target']}, verified and unchanged")
 
 
 def exported_files(evidence: Evidence) -> list[tuple[str, str, bool]]:
