@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from bevfusion_quant import InputError
 from bevfusion_quant._commands import check_processes
@@ -22,8 +23,17 @@ from bevfusion_quant.points import Labels
 from bevfusion_quant.ptq._frame_record import FrameNote, note_of, note_record
 from bevfusion_quant.qat import FramePart, add_up
 from bevfusion_quant.qat._share import parts_in_order
-from bevfusion_quant.ranks import Ranks, Shards, in_order, launched_place, pack, unpack
+from bevfusion_quant.ranks import (
+    Ranks,
+    Shards,
+    current_ranks,
+    in_order,
+    launched_place,
+    pack,
+    unpack,
+)
 from bevfusion_quant.ranks._line import Line
+from bevfusion_quant.ranks._ranks import _exchange
 from bevfusion_quant.sensitivity._kept_scores import KeptScores
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -84,6 +94,29 @@ def test_everything_arrives_bit_for_bit_in_order(together: Together) -> None:
                 here, there = np.asarray(value), np.asarray(found[i])
                 assert (here.dtype, here.shape) == (there.dtype, there.shape)
                 assert here.tobytes() == there.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("device", "backend"),
+    [
+        ("cpu", "gloo"),
+        pytest.param(
+            "cuda:0",
+            "cpu:gloo,cuda:nccl",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+            ],
+        ),
+    ],
+)
+def test_messages_travel_by_gloo_and_by_nccl(device: str, backend: str) -> None:
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert current_ranks() == Ranks(0, 1)
+        assert _exchange(b"three\0\n", 1, device) == [b"three\0\n"]
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_rank_with_other_settings_is_named(together: Together) -> None:
