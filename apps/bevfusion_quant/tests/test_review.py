@@ -354,6 +354,8 @@ def test_without_a_browser_nothing_is_written_and_the_way_out_told(
         run_review(run, runs=made.root, pdf=True)
     with pytest.raises(InputError, match=r"--browser .*nothing is no program"):
         run_review(run, runs=made.root, pdf=True, browser=tmp_path / "nothing")
+    with pytest.raises(InputError, match=r"--browser .* goes with --pdf"):
+        run_review(run, runs=made.root, browser=tmp_path / "nothing")
     fake = tmp_path / "chromium"
     fake.write_text("#!/bin/sh\necho it broke >&2\nexit 3\n")
     fake.chmod(0o755)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from bevfusion_quant._errors import InputError
 from bevfusion_quant.ptq import run_folder
 from bevfusion_quant.ptq._run_folder import CONFIG_FILE, RUN_FORMAT, RUN_VERSIONS
 from bevfusion_quant.ptq._summary import versions, write_json
@@ -66,6 +67,8 @@ def run_review(
         InputError: A folder that is no run, damaged, of another version or of other weights; no
             browser to print with. Nothing is written then.
     """
+    if browser is not None and not pdf:
+        raise InputError(f"--browser {browser} goes with --pdf: add that, or leave it out")
     printer = find_browser(browser) if pdf else None
     with run_folder(runs, name, overwrite=overwrite, keep=Path(run)) as folder:
         gathered = gather(Path(run), runs, qat=qat, bpu=bpu, take=take)
