@@ -273,7 +273,7 @@ def test_runs_for_a_bpu_and_bare_branches_are_named(
     (tmp_path / "config.json").write_text(json.dumps({**config, "target": "bpu"}))
     with pytest.raises(InputError, match="is a run for a BPU"):
         run_sensitivity(tmp_path, frames, runs=tmp_path)
-    with pytest.raises(InputError, match="name one or more of int8, int16"):
+    with pytest.raises(InputError, match="name one or more of int4, int8, int16"):
         run_sensitivity(runs / "a", frames, precisions=("int3",), runs=tmp_path)
     with pytest.raises(InputError, match="--metric psnr: expected one of"):
         sensitivity_output(loaded.quantized_model, "psnr")
