@@ -208,7 +208,7 @@ def test_an_interrupt_leaves_run_and_folder_as_they_were(
         assert list(runs.glob(".simulate.*"))  # the folder to be is there
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("bevquant_int8sim.compare", interrupted)
+    monkeypatch.setattr("bevquant_int8sim.LayerComparison", interrupted)
     assert "interrupted: nothing half-written is left" in refused(runs, runs / "a", capsys)
     assert not list(runs.glob(".*"))
 
