@@ -192,6 +192,21 @@ def test_a_comparison_of_several_runs_leads_the_headline(made: MadeUpRuns) -> No
         run_review(made.model("third"), runs=made.root, take=[compared], name="b")
 
 
+def test_float_weights_are_the_same_by_content_not_by_name(
+    made: MadeUpRuns, tmp_path: Path
+) -> None:
+    names = [tmp_path / name for name in ("a.pth", "b.pth")]
+    for name in names:
+        name.write_bytes(b"float weights")
+    run = made.model(weights=str(names[0]))
+    chip = made.model("bpu", target="bpu", weights=str(names[1]))
+    result = run_review(run, bpu=chip, runs=made.root)
+    assert answer(result, "on a BPU").state == "good"
+    names[1].write_bytes(b"others")
+    with pytest.raises(InputError, match="the two are not of one float model"):
+        run_review(run, bpu=chip, runs=made.root, name="b")
+
+
 def test_frames_that_set_the_ranges_are_told(made: MadeUpRuns) -> None:
     run = made.model()
     made.simulate(run, first=4996)

@@ -125,7 +125,11 @@ class _Finder:
             for folder in self.folders
             if _compares(read_config(folder) or {}, run)
         ]
-        return max(there, key=lambda e: _written(e.folder), default=None)
+        newest = max(there, key=lambda e: _written(e.folder), default=None)
+        others = [str(e.folder) for e in there if e is not newest]
+        if newest is not None and others:
+            self.notes.append(f"{newest.folder} was taken, not {', '.join(others)}")
+        return newest
 
     def _of(self, run: Evidence) -> Iterable[Path]:
         for folder in self.folders:
@@ -219,11 +223,18 @@ def _check_alike(main: Evidence, other: Evidence, option: str) -> None:
     """Both began with the same float model."""
     for key in ("config", "weights", "seed"):
         one, two = main.config.get(key), other.config.get(key)
-        if one != two and not (key == "seed" and main.config.get("weights")):
+        alike = one == two or (key == "weights" and _same_bytes(one, two))
+        if not alike and not (key == "seed" and main.config.get("weights")):
             raise InputError(
                 f"{option} {other.folder}: its {key} is {two!r}, that of {main.folder} is {one!r}: "
                 "the two are not of one float model; name runs of the same weights"
             )
+
+
+def _same_bytes(one: str | None, two: str | None) -> bool:
+    """Whether two names of weights are of one content; not where a file is gone since."""
+    paths = [Path(str(name)) for name in (one, two)]
+    return all(path.is_file() for path in paths) and len({sha256(path) for path in paths}) == 1
 
 
 def _is_of(config: Mapping[str, Any], run: Evidence) -> bool:
