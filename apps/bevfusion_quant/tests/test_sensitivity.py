@@ -66,7 +66,7 @@ def batches(frames: list, loaded: LoadedRun) -> FrameBatches:
 def result(runs: Path, frames: list) -> SensitivityResult:
     """Of both precisions, with a plan."""
     return run_sensitivity(
-        runs / "a", frames, precisions=("int8", "int16"), budget="time=1.6", plan_rounds=1,
+        runs / "a", frames, precisions=("int8", "int16"), budget="time=1.6", plan_rounds=0,
         runs=runs,
         name="s", command=EVIL,
     )  # fmt: skip
@@ -185,7 +185,7 @@ def test_what_is_written_is_what_was_found(runs: Path, result: SensitivityResult
     assert told["table"] == json.loads((folder / "sensitivity.json").read_text())
     assert told["plan"] == json.loads((folder / "plan.json").read_text())
     first, refined = told["plan_from"]["first"], outcome.refined
-    assert told["plan_from"]["plans_measured"] == refined.tried > 6
+    assert told["plan_from"]["plans_measured"] == refined.tried > 0
     assert outcome.plan.measured
     assert outcome.plan.score >= first["measured_score"] == refined.start.score
     assert first["estimated_score"] == outcome.estimated.score
