@@ -312,6 +312,9 @@ def _break(made: MadeUpRuns, run: Path, what: str) -> dict[str, Any]:
     if what == "digests":
         content = json.loads((run / "config.json").read_text())
         (run / "config.json").write_text(json.dumps({**content, "sha256": None}))
+    if what == "another page":
+        run_review(run, runs=made.root)
+        return {"take": [made.root / "report"], "name": "again"}
     if what == "twice":
         return {"take": [evaluation, made.simulate(run, "simulate-2")]}
     return {}
@@ -330,6 +333,7 @@ def _break(made: MadeUpRuns, run: Path, what: str) -> dict[str, Any]:
         ("bpu", "--bpu .*second is a run of kind ptq: give one of bpu"),
         ("float weights", "its weights is 'v.pth', that of .* is 'w.pth'"),
         ("digests", "does not say the digests of its files"),
+        ("another page", "--take .*report is a report: name folders of evaluate, simulate"),
         ("twice", "--take names two of a kind"),
     ],
 )

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.ptq._record import sha256
 from bevfusion_quant.review._evidence import (
     SUMMARY_FILE,
     Evidence,
@@ -16,6 +15,7 @@ from bevfusion_quant.review._evidence import (
     read_config,
     read_evidence,
 )
+from bevfusion_quant.review._model import check_alike, read_model
 
 __all__ = ["Gathered", "Measured", "gather"]
 
@@ -25,6 +25,7 @@ _SLOTS = {
     "sensitivity": ("sensitivity",),
     "export": ("export",),
 }
+_TAKEN = {"comparison", *(kind for kinds in _SLOTS.values() for kind in kinds)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +135,7 @@ class _Finder:
     def _of(self, run: Evidence) -> Iterable[Path]:
         for folder in self.folders:
             config = read_config(folder)
-            if config is None or kind_of(config) not in {k for ks in _SLOTS.values() for k in ks}:
+            if config is None or kind_of(config) not in _SLOTS:
                 continue
             if _is_of(config, run):
                 yield folder
@@ -169,15 +170,20 @@ def gather(
     Raises:
         InputError: A folder that is no run, of another kind, damaged, or of another model.
     """
-    main = _model(run, "--run", ("ptq", "qat", "bpu"))
-    trained = None if qat is None else _model(qat, "--qat", ("qat",))
-    chip = None if bpu is None else _model(bpu, "--bpu", ("bpu",))
+    main = read_model(run, "--run", ("ptq", "qat", "bpu"))
+    trained = None if qat is None else read_model(qat, "--qat", ("qat",))
+    chip = None if bpu is None else read_model(bpu, "--bpu", ("bpu",))
     models = [one for one in (main, trained, chip) if one is not None]
     for other, option in (trained, "--qat"), (chip, "--bpu"):
         if other is not None:
-            _check_alike(main, other, option)
+            check_alike(main, other, option)
     given = [read_evidence(folder) for folder in take]
     for evidence in given:
+        if evidence.kind not in _TAKEN:
+            raise InputError(
+                f"--take {evidence.folder} is a {evidence.kind}: name folders of evaluate, "
+                "simulate, sensitivity, export or compare"
+            )
         if evidence.kind == "comparison" or any(_is_of(evidence.config, m) for m in models):
             continue
         of = evidence.config.get("evaluates", "no run")
@@ -194,47 +200,6 @@ def gather(
         finder.comparison(main),
         tuple(finder.notes),
     )
-
-
-def _model(folder: Path, option: str, kinds: tuple[str, ...]) -> Evidence:
-    """A run that holds a model, its files as they were written."""
-    evidence = read_evidence(folder)
-    if evidence.kind not in kinds:
-        of = evidence.config.get("evaluates")
-        told = f"{evidence.kind} of {of}" if of else f"run of kind {evidence.kind}"
-        hint = f"give {option} {of}" if of else f"give one of {', '.join(kinds)}"
-        raise InputError(f"{option} {folder} is a {told}: {hint}")
-    if not evidence.model_digests:
-        raise InputError(
-            f"{option} {folder} does not say the digests of its files, so nothing can be told to "
-            "belong to it: quantize again with this version"
-        )
-    for name, digest in evidence.model_digests.items():
-        path = folder / name
-        if not path.is_file() or sha256(path) != digest:
-            raise InputError(
-                f"{path} is missing or not the file that the run wrote: nothing that was measured "
-                "of the run tells of it; quantize again"
-            )
-    return evidence
-
-
-def _check_alike(main: Evidence, other: Evidence, option: str) -> None:
-    """Both began with the same float model."""
-    for key in ("config", "weights", "seed"):
-        one, two = main.config.get(key), other.config.get(key)
-        alike = one == two or (key == "weights" and _same_bytes(one, two))
-        if not alike and not (key == "seed" and main.config.get("weights")):
-            raise InputError(
-                f"{option} {other.folder}: its {key} is {two!r}, that of {main.folder} is {one!r}: "
-                "the two are not of one float model; name runs of the same weights"
-            )
-
-
-def _same_bytes(one: str | None, two: str | None) -> bool:
-    """Whether two names of weights are of one content; not where a file is gone since."""
-    paths = [Path(str(name)) for name in (one, two)]
-    return all(path.is_file() for path in paths) and len({sha256(path) for path in paths}) == 1
 
 
 def _is_of(config: Mapping[str, Any], run: Evidence) -> bool:
