@@ -14,7 +14,10 @@ def _seed():
 
 @pytest.fixture(autouse=True)
 def _no_shown_value():
-    """A doctest leaves what it showed last in ``builtins._``, and tyro, when it is imported,
-    hashes every value of ``builtins``: a list there would fail the next test that parses."""
+    """No test meets, in ``builtins._``, what a doctest showed last.
+
+    tyro hashes every value of ``builtins`` when it is imported, and a list there would fail the
+    next test that parses a command line.
+    """
     yield
     vars(builtins).pop("_", None)
