@@ -19,8 +19,9 @@ __all__ = ["launched"]
 # Until all have started. Later a rank may wait as long as another computes: the line tells of one
 # that has died, and no clock is needed.
 _START, _WAIT = timedelta(minutes=10), timedelta(days=7)
-# A broken connection is noticed at once, and its reason a moment later.
-_NEWS = 5.0
+# A broken connection is noticed at once, and its reason a moment later. The launcher's signal comes
+# after the death that it answers; Ctrl-C comes to all, and there is no news.
+_NEWS, _NEWS_OF_ALL = 5.0, 1.0
 
 
 @contextmanager
@@ -45,7 +46,10 @@ def launched() -> Iterator[Ranks]:
     try:
         yield current_ranks()
     except BaseException as error:
-        raise _ending(error, current_ranks(), line) from error
+        told = _ending(error, current_ranks(), line)
+        if told is error:
+            raise
+        raise told from error
     else:
         line.close()
     finally:
@@ -90,11 +94,12 @@ def _ending(error: BaseException, ranks: Ranks, line: Line) -> BaseException:
     if threading.current_thread() is threading.main_thread():
         # The launcher ends all ranks as soon as one has ended: not while we find out which.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if isinstance(error, (RuntimeError, KeyboardInterrupt, RankError)):
-        ending = line.ending or line.wait(_NEWS)
+    interrupted = isinstance(error, KeyboardInterrupt)
+    if interrupted or isinstance(error, RuntimeError | RankError):
+        ending = line.ending or line.wait(_NEWS_OF_ALL if interrupted else _NEWS)
         if ending is not None:
             line.close(f"ended with rank {ending.rank}")
             return ranks.told(ending)
-    line.close(str(error) or type(error).__name__)
-    is_expected = isinstance(error, ValueError | OSError | KeyboardInterrupt | VerificationError)
-    return error if ranks.first or not is_expected else RankError(str(error), speaks=False)
+    line.close("interrupted" if interrupted else str(error) or type(error).__name__)
+    expected = interrupted or isinstance(error, ValueError | OSError | VerificationError)
+    return error if ranks.first or not expected else RankError(str(error), speaks=False)
