@@ -10,7 +10,7 @@ from torch import nn
 
 from ._checkpoint import Checkpoint
 from ._collect import Collection, Forward
-from ._distributed import PeerError, default_peers, merge_all
+from ._distributed import PeerError, default_peers, merge_all, search_all
 from ._ranges import set_range
 from ._report import CalibrationReport, describe
 from ._select import NamedQuantizer, named_quantizers
@@ -45,8 +45,9 @@ def calibrate(
     had, and the report says so. One that learns its range starts from the range found.
 
     Under torch.distributed each process is given the same batches and runs those whose index is
-    its rank modulo the number of processes; bins are agreed on and integer counts added, so that
-    ranges and report are those of one process, bit for bit, as far as the model computes the same.
+    its rank modulo the number of processes; bins are agreed on and integer counts added, and each
+    process searches the ranges of its share of the histograms, so that ranges and report are those
+    of one process, bit for bit, as far as the model computes the same.
 
     Args:
         model: The model, quantizers in it.
@@ -101,6 +102,8 @@ def calibrate(
         count = run.collect(batches, save_every, progress)
         if peers is not None:
             merge_all(calibrators, peers, count)
+        options = {"stride": stride, "start_bin": start_bin, "percentile": percentile}
+        found = search_all(calibrators, peers, method, options)
     except PeerError:
         raise
     except Exception as error:
@@ -108,8 +111,6 @@ def calibrate(
             peers.tell(error)
         raise
 
-    options = {"stride": stride, "start_bin": start_bin, "percentile": percentile}
-    found = [calibrator.compute_amax(method, **options) for calibrator in calibrators]
     reports = []
     for entry, calibrator, amax in zip(entries, calibrators, found, strict=True):
         if amax is not None and bool(amax.any()):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ._calibrator_state import calibrator_state, load_calibrator_state
@@ -26,6 +27,7 @@ __all__ = [
     "default_peers",
     "lacks_width",
     "merge_all",
+    "search_all",
     "widths",
 ]
 
@@ -100,6 +102,39 @@ def merge_all(calibrators: Sequence[Calibrator], peers: Peers, batches: int) -> 
     for i, calibrator in enumerate(calibrators):
         merged = _merged(calibrator, [reply[1][i] for reply in replies])
         load_calibrator_state(calibrator, *calibrator_state(merged))
+
+
+def search_all(
+    calibrators: Sequence[Calibrator], peers: Peers | None, method: str, options: dict[str, Any]
+) -> list[Tensor | None]:
+    """Find every calibrator's range, in turns with the peers.
+
+    Histograms alone are dealt out: what a MaxCalibrator found needs no search.
+
+    Args:
+        calibrators: The same in every process.
+        peers: The processes; None searches all of them here.
+        method: As `compute_amax` takes it.
+        options: Its others.
+    """
+    histograms = [i for i, c in enumerate(calibrators) if isinstance(c, HistogramCalibrator)]
+    others = {i for turn, i in enumerate(histograms) if peers and turn % peers.world != peers.rank}
+    found = [
+        None if i in others else calibrator.compute_amax(method, **options)
+        for i, calibrator in enumerate(calibrators)
+    ]
+    if peers is None:
+        return found
+    # On the CPU: another process's device is not this one's.
+    own = {i: _on(found[i], "cpu") for i in {*histograms} - others}
+    for searched in peers.exchange("searched", own):
+        for i in others & searched.keys():
+            found[i] = _on(searched[i], calibrators[i]._device)
+    return found
+
+
+def _on(amax: Tensor | None, device: torch.device | str) -> Tensor | None:
+    return None if amax is None else amax.to(device)
 
 
 def _merged(calibrator: Calibrator, states: Sequence[tuple[Any, Any]]) -> Calibrator:
