@@ -72,7 +72,7 @@ def write_checkpoint(
         for key, value in optimizer.state.get(parameter, {}).items():
             tensors[f"{_OPTIMIZER}{key}.{name}"] = value
     tensors |= {f"{_OWN}{name}": value for name, value in (own or {}).items()}
-    tensors[_LOSSES] = torch.tensor(losses, dtype=torch.float32).reshape(len(losses), -1)
+    tensors[_LOSSES] = torch.tensor(losses, dtype=torch.float64).reshape(len(losses), -1)
     # A quantizer that several layers share is one tensor under several names: each gets its copy.
     tensors = {name: value.detach().cpu().clone().contiguous() for name, value in tensors.items()}
     about = {"format": _FORMAT, "version": _VERSION, "step": step, "identity": identity}
