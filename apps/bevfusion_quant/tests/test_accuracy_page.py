@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from metric_scenes import detections, labels, random_frames
 
 from bevfusion_quant.metrics import (
     Accuracy,
@@ -22,9 +22,6 @@ from bevfusion_quant.metrics import (
 from bevfusion_quant.model.head import NUSCENES_CLASSES
 from bevfusion_quant.points import Labels
 from bevfusion_quant.report import ReportContent, write_report
-
-sys.path.insert(0, str(Path(__file__).parent))
-from metric_scenes import detections, labels, random_frames
 
 EVIL = "</svg><script>window.hurt=1</script>"
 NAMES = ("float", "quantized", "integer")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from metric_scenes import detections, labels
+from nuscenes_mini import LIDAR, about_z, ego_at, quaternion, write_mini
 
 from bevfusion_quant.cli import main
 from bevfusion_quant.datasets import labelled_region, open_dataset, range_origin, scene_name
@@ -23,10 +24,6 @@ from bevfusion_quant.metrics import (
 from bevfusion_quant.model import CONFIGS
 from bevfusion_quant.model.head import NUSCENES_CLASSES, Detections
 from bevfusion_quant.ptq import FrameBatches, LoadedRun, load_run
-
-sys.path.insert(0, str(Path(__file__).parent))
-from metric_scenes import detections, labels
-from nuscenes_mini import LIDAR, about_z, ego_at, quaternion, write_mini
 
 if importlib.util.find_spec("spconv") is None:
     pytest.skip("spconv is not installed", allow_module_level=True)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from bpu_outcome import LAYERS, outcome
 
 from bevfusion_quant.report import ReportContent, write_report
-
-sys.path.insert(0, str(Path(__file__).parent))
-from bpu_outcome import LAYERS, outcome
 
 EVIL = '<img src=x onerror="window.hurt=1">'
 PICTURE = "document.querySelector('.partition > div').shadowRoot.querySelector('svg')"

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from bpu_split import TINY, Split, split
 
 from bevfusion_quant.bpu._compare import compare_forms, node_probes
 from bevfusion_quant.bpu._labels import node_labels
 from bevfusion_quant.bpu._rows import BpuComparison
 from bevquant_hybrid.qtensor import QTensor, as_float
-
-sys.path.insert(0, str(Path(__file__).parent))
-from bpu_split import TINY, Split, split
 
 if importlib.util.find_spec("spconv") is None:
     pytest.skip("spconv is not installed", allow_module_level=True)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from bpu_split import split
 
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.bpu import BpuConfig, bpu_parts
@@ -17,9 +17,6 @@ from bevfusion_quant.bpu._quantize import for_march
 from bevfusion_quant.cli import main
 from bevquant_hybrid.march import get_march, set_march
 from bevquant_hybrid.qtensor import as_float
-
-sys.path.insert(0, str(Path(__file__).parent))
-from bpu_split import split
 
 if importlib.util.find_spec("spconv") is None:
     pytest.skip("spconv is not installed", allow_module_level=True)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
+
+from bpu_outcome import LAYERS, outcome
 
 from bevfusion_quant.report import ReportContent, write_report
 from bevfusion_quant.report._bpu_picture import partition_picture
-
-sys.path.insert(0, str(Path(__file__).parent))
-from bpu_outcome import LAYERS, outcome
 
 EVIL = '</script><script>hurt()</script><b title="x">'
 

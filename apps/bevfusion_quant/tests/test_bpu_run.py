@@ -6,7 +6,6 @@ import hashlib
 import importlib.util
 import json
 import re
-import sys
 from contextlib import redirect_stdout
 from dataclasses import replace
 from io import StringIO
@@ -15,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from bpu_split import TINY, small_frame
 
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.bpu import load_bpu_run
@@ -25,9 +25,6 @@ from bevfusion_quant.model import build_model
 from bevfusion_quant.points import Labels
 from bevfusion_quant.ptq import FrameBatches, load_run, read_run_config
 from bevquant_hybrid.partition import Plan
-
-sys.path.insert(0, str(Path(__file__).parent))
-from bpu_split import TINY, small_frame
 
 if importlib.util.find_spec("spconv") is None:
     pytest.skip("spconv is not installed", allow_module_level=True)

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from mit_state_dict import mit_shapes, mit_state_dict
 from torch import Tensor
 
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.model import CONFIGS, BEVFusion, build_model, load_state_dict
-
-sys.path.insert(0, str(Path(__file__).parent))
-from mit_state_dict import mit_shapes, mit_state_dict
 
 if importlib.util.find_spec("spconv") is None:
     pytest.skip("spconv is not installed", allow_module_level=True)

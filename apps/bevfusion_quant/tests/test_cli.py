@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -255,6 +256,8 @@ def test_signal_in_the_middle(here: Path, number: signal.Signals) -> None:
     run = subprocess.Popen(
         [*COMMAND, "ptq", "--points", "good.npz", "--config", "tiny"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        # What a shell started behind & ignores Ctrl-C, and so would its children.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
     try:
         assert run.stderr is not None

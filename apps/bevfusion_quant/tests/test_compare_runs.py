@@ -6,7 +6,6 @@ import dataclasses
 import importlib.util
 import json
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bpu_split import small_frame
 from safetensors.torch import load_file, save_file
 
 from bevfusion_quant._errors import InputError
@@ -30,9 +30,6 @@ from bevfusion_quant.metrics import Bootstrap
 from bevfusion_quant.model import trained_weights
 from bevfusion_quant.ptq import PtqConfig, run_evaluate, run_ptq
 from bevfusion_quant.report import read_sections
-
-sys.path.insert(0, str(Path(__file__).parent))
-from bpu_split import small_frame
 
 if importlib.util.find_spec("spconv") is None:
     pytest.skip("spconv is not installed", allow_module_level=True)

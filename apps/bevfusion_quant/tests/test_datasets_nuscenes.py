@@ -9,14 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from nuscenes_mini import LIDAR, MOUNTS, PILLARS, Tables, camera_mount, ego_at, write_mini
 from PIL import Image
 
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.cameras import CAMERA_NAMES, project
 from bevfusion_quant.datasets import open_dataset
-
-sys.path.insert(0, str(Path(__file__).parent))
-from nuscenes_mini import LIDAR, MOUNTS, PILLARS, Tables, camera_mount, ego_at, write_mini
 
 WITHOUT_DEVKIT = "nuscenes-devkit is not installed: pip install 'bevfusion-quant[nuscenes]'"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,14 +15,12 @@ if importlib.util.find_spec("spconv") is None:
     pytest.skip("spconv is not installed", allow_module_level=True)
 
 import onnx
+from bpu_split import TINY, small_frame
 
 from bevfusion_quant.bpu import BpuConfig, run_bpu
 from bevfusion_quant.cli import main
 from bevfusion_quant.datasets import write_frame_folder
 from bevquant_export import lint_onnx
-
-sys.path.insert(0, str(Path(__file__).parent))
-from bpu_split import TINY, small_frame
 
 FILES = ["camera.backbone.onnx", "camera.depth.onnx", "camera.vtransform.onnx"]
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +13,7 @@ if importlib.util.find_spec("spconv") is None:
     pytest.skip("spconv is not installed", allow_module_level=True)
 
 import onnx
+from bpu_split import small_frame
 
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.export import ExportedSet, export_model, export_text
@@ -31,9 +30,6 @@ from bevfusion_quant.ptq import (
 )
 from bevfusion_quant.ptq._clock import Clock
 from bevquant_export import lint_onnx
-
-sys.path.insert(0, str(Path(__file__).parent))
-from bpu_split import small_frame
 
 TINY = CONFIGS["tiny"]
 Models = tuple[BEVFusion, BEVFusion, FrameBatches]

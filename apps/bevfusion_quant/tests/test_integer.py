@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
+from integer_rows import float_row, layer_row, simulation
 
 from bevfusion_quant import InputError
 from bevfusion_quant.integer import FloatIsland, SavedPart, check_backend, simulation_text
@@ -16,9 +16,6 @@ from bevfusion_quant.integer._text import verdict
 from bevfusion_quant.ptq._summary import write_json
 from bevfusion_quant.report import ReportContent, write_report
 from bevquant_int8sim import BackendStatus
-
-sys.path.insert(0, str(Path(__file__).parent))
-from integer_rows import float_row, layer_row, simulation
 
 EVIL = 'heads.</script><script>alert("x")</script>'
 

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
+from metric_scenes import detections, labels, random_frames
 
 from bevfusion_quant import InputError
 from bevfusion_quant.metrics import DetectionMeter, DetectionRules, evaluate_detections, metrics_of
 from bevfusion_quant.model.head import NUSCENES_CLASSES, Detections
 from bevfusion_quant.points import Labels
-
-sys.path.insert(0, str(Path(__file__).parent))
-from metric_scenes import detections, labels, random_frames
 
 NOTHING = detections()
 EMPTY = labels()

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
+from metric_scenes import detections, labels, random_frames
 
 from bevfusion_quant.metrics import DetectionRules, evaluate_detections
 from bevfusion_quant.model.head import NUSCENES_CLASSES, Detections
 from bevfusion_quant.points import Labels
-
-sys.path.insert(0, str(Path(__file__).parent))
-from metric_scenes import detections, labels, random_frames
 
 geometry = pytest.importorskip("shapely.geometry", reason="shapely is not installed")
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
+from metric_scenes import detections, labels, random_frames
 
 from bevfusion_quant import InputError
 from bevfusion_quant.metrics import (
@@ -22,9 +20,6 @@ from bevfusion_quant.metrics import (
 from bevfusion_quant.metrics._bootstrap import mean_aps
 from bevfusion_quant.model.head import NUSCENES_CLASSES, Detections
 from bevfusion_quant.points import Labels
-
-sys.path.insert(0, str(Path(__file__).parent))
-from metric_scenes import detections, labels, random_frames
 
 FEW = Bootstrap(resamples=200)
 

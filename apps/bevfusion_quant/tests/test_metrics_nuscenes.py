@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from metric_scenes import random_frames
 
 from bevfusion_quant.metrics import ERRORS, DetectionRules, evaluate_detections
 from bevfusion_quant.model.head import NUSCENES_CLASSES, Detections
 from bevfusion_quant.points import Labels
-
-sys.path.insert(0, str(Path(__file__).parent))
-from metric_scenes import random_frames
 
 WHY = "nuscenes-devkit is not installed: pip install 'bevfusion-quant[nuscenes]'"
 algo = pytest.importorskip("nuscenes.eval.detection.algo", reason=WHY, exc_type=ImportError)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from model_batches import model_batch
 from torch import Tensor, nn
 
 from bevfusion_quant._errors import InputError
@@ -28,9 +27,6 @@ from bevfusion_quant.model import (
     random_weights,
 )
 from bevquant_fusion import fuse_model
-
-sys.path.insert(0, str(Path(__file__).parent))
-from model_batches import model_batch
 
 if importlib.util.find_spec("spconv") is None:
     pytest.skip("spconv is not installed", allow_module_level=True)

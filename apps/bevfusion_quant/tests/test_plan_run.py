@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from bpu_split import TINY, small_frame
 
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.cli import main
@@ -25,9 +25,6 @@ from bevfusion_quant.ptq import (
 )
 from bevfusion_quant.ptq._plan import apply_plan, before_calibration, read_plan
 from bevquant_qnn import PlannedGroup, PrecisionPlan, precision_groups
-
-sys.path.insert(0, str(Path(__file__).parent))
-from bpu_split import TINY, small_frame
 
 if importlib.util.find_spec("spconv") is None:
     pytest.skip("spconv is not installed", allow_module_level=True)

@@ -6,7 +6,6 @@ import dataclasses
 import importlib.util
 import json
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from bpu_split import TINY, small_frame
 from torch import Tensor, nn
 
 from bevfusion_quant._errors import InputError
@@ -35,9 +35,6 @@ from bevfusion_quant.ptq import (
 from bevfusion_quant.sensitivity import run_sensitivity
 from bevfusion_quant.sensitivity._precisions import precisions_of
 from bevquant_quantizers import TensorQuantizer
-
-sys.path.insert(0, str(Path(__file__).parent))
-from bpu_split import TINY, small_frame
 
 if importlib.util.find_spec("spconv") is None:
     pytest.skip("spconv is not installed", allow_module_level=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import queue
 import socket
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from rank_threads import Together
 
 from bevfusion_quant import InputError
 from bevfusion_quant._commands import check_processes
@@ -35,9 +35,6 @@ from bevfusion_quant.ranks import (
 from bevfusion_quant.ranks._line import Line
 from bevfusion_quant.ranks._ranks import _exchange
 from bevfusion_quant.sensitivity._kept_scores import KeptScores
-
-sys.path.insert(0, str(Path(__file__).parent))
-from rank_threads import Together
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 SRUN = {

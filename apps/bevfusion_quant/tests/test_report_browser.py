@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import base64
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from integer_rows import float_row, layer_row, simulation
 
 from bevfusion_quant.cameras import CAMERA_NAMES, Camera
 from bevfusion_quant.ptq import LayerRow, QuantizerValues
@@ -21,9 +21,6 @@ from bevfusion_quant.report import (
     ReportStage,
     write_report,
 )
-
-sys.path.insert(0, str(Path(__file__).parent))
-from integer_rows import float_row, layer_row, simulation
 
 LAYERS = 80
 EXTENT = (-20.0, -20.0, 20.0, 20.0)

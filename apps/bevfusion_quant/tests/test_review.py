@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from review_runs import MadeUpRuns, accuracy
 
 from bevfusion_quant import InputError
 from bevfusion_quant.cli import main
@@ -18,9 +18,6 @@ from bevfusion_quant.ptq._record import sha256
 from bevfusion_quant.report import read_sections
 from bevfusion_quant.review import HeadlineRow, ReviewResult, review_text, run_review
 from bevfusion_quant.review._checks import _loss
-
-sys.path.insert(0, str(Path(__file__).parent))
-from review_runs import MadeUpRuns, accuracy
 
 EVIL = "fuser.</script><script>window.hurt=1</script>"
 KEYS = [

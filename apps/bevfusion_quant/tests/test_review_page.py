@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from review_runs import LAYERS, MadeUpRuns
 
 from bevfusion_quant.review import run_review
 from bevfusion_quant.review._print import find_browser, print_pdf
-
-sys.path.insert(0, str(Path(__file__).parent))
-from review_runs import LAYERS, MadeUpRuns
 
 EVIL = "fuser.</script><script>window.hurt=1</script><img src=x onerror=window.hurt=2>"
 SIGNED = ["sign-remarks", "sign-name", "sign-role", "sign-date", "sign-signature"]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from bpu_split import small_frame
 
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.cli import main
@@ -26,9 +26,6 @@ from bevfusion_quant.sensitivity import (
     sensitivity_output,
 )
 from bevquant_qnn import PrecisionPlan, SensitivityTable, precision_groups
-
-sys.path.insert(0, str(Path(__file__).parent))
-from bpu_split import small_frame
 
 if importlib.util.find_spec("spconv") is None:
     pytest.skip("spconv is not installed", allow_module_level=True)

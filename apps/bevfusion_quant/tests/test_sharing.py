@@ -10,11 +10,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib.util
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from model_batches import model_batch
 from torch import nn
 
 from bevfusion_quant.model import (
@@ -30,9 +29,6 @@ from bevfusion_quant.model import (
 from bevquant_fusion import fuse_model
 from bevquant_qnn import QuantConfig, QuantizeResult, quantize_model
 from bevquant_quantizers import TensorQuantizer, calibrate
-
-sys.path.insert(0, str(Path(__file__).parent))
-from model_batches import model_batch
 
 if importlib.util.find_spec("spconv") is None:
     pytest.skip("spconv is not installed", allow_module_level=True)

@@ -6,12 +6,11 @@ Neither has an attribute that a hand-written list would look for.
 from __future__ import annotations
 
 import dataclasses
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from model_batches import model_batch
 from torch import Tensor, nn
 
 from bevfusion_quant.model import CONFIGS, Batch, BEVFusion, DecoderConfig, random_weights
@@ -20,9 +19,6 @@ from bevfusion_quant.model.camera import DepthLSSTransform, GeneralizedLSSFPN
 from bevquant_fusion import FusionResult, fuse_model
 from bevquant_qnn import QuantizeResult, quantize_model
 from bevquant_quantizers import TensorQuantizer, calibrate
-
-sys.path.insert(0, str(Path(__file__).parent))
-from model_batches import model_batch
 
 # Images whose coarsest map divides into windows.
 TINY = CONFIGS["tiny"]
