@@ -173,8 +173,8 @@ def test_records_of_other_settings_are_set_apart(
     def saved(seed: int) -> Any:
         def work(ranks: Ranks) -> Any:
             shards = Shards(tmp_path, "run", {"seed": seed}, ranks)
-            known = shards.load("a", 0)
-            shards.save("a", 0, {"seed": np.array(seed)})
+            known = shards.load("a", ranks.rank)
+            shards.save("a", ranks.rank, {"seed": np.array(seed)})
             return known, shards.folder
 
         return together(2, work)
