@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,28 +17,19 @@ from bevfusion_quant.compare._outcome import ComparedRun, Comparison
 from bevfusion_quant.compare._page import write_comparison_page
 from bevfusion_quant.model import CONFIGS
 from bevfusion_quant.ptq import FrameBatches, run_folder
-from bevfusion_quant.ptq._accuracy_tally import accuracy_tally
+from bevfusion_quant.ptq._accuracy_tally import Model, accuracy_tally, tally_models
 from bevfusion_quant.ptq._clock import Clock
-from bevfusion_quant.ptq._frame_record import (
-    detections_of,
-    detections_record,
-    note_of,
-    note_record,
-)
 from bevfusion_quant.ptq._run_folder import CONFIG_FILE, RUN_FORMAT, RUN_VERSIONS
 from bevfusion_quant.ptq._run_shards import run_shards
 from bevfusion_quant.ptq._summary import peak_memory_mib, versions, write_json
-from bevfusion_quant.ranks import in_order
 
 if TYPE_CHECKING:
     from bevfusion_quant.metrics import Accuracy, AccuracyTally, Bootstrap
     from bevfusion_quant.points import Frame
-    from bevfusion_quant.ranks import Shards
 
 __all__ = ["CompareResult", "run_compare"]
 
 LOG = logging.getLogger(__name__)
-Model = Callable[..., Any]
 _TOLD = 10  # frames between two lines of progress
 _UNFOLDED = "ptq --no-fold left batch norms in place"
 
@@ -112,7 +103,10 @@ def run_compare(
         shards = run_shards(runs, name, frames, {**decides, "command": command}, alike.float_model)
         tally = accuracy_tally(sizes, batches, bootstrap)
         with clock.step("run all models"):
-            _judge(models, alike.float_model.head.decode, batches, tally, shards)
+            decode = alike.float_model.head.decode
+            for index in tally_models("compare", models, decode, batches, tally, shards):
+                if (index + 1) % _TOLD == 0:
+                    LOG.info("frame %d of %d", index + 1, len(batches))
         with clock.step("judge by labels"):
             comparison = Comparison(told, _accuracy(tally))
         seconds, peak = clock.seconds(), round(peak_memory_mib(), 1)
@@ -189,33 +183,6 @@ def _models(
         if "integers" in names:
             models[names["integers"]] = lowered(model, batches[0], backend or "auto")
     return models
-
-
-def _judge(
-    models: Mapping[str, Model],
-    decode: Callable[[Any], Any],
-    batches: FrameBatches,
-    tally: AccuracyTally,
-    shards: Shards,
-) -> None:
-    """Hand every model's detections to the tally, in order of frames."""
-
-    def run(index: int) -> dict[str, Any]:
-        batch = batches[index]
-        record = note_record(batches.note(index))
-        with torch.no_grad():
-            for who, model in models.items():
-                record |= detections_record(who, decode(model(*batch))[0])
-        return record
-
-    count = len(batches)
-    for index, record in in_order("compare", count, run, shards):
-        if (index + 1) % _TOLD == 0:
-            LOG.info("frame %d of %d", index + 1, count)
-        note = note_of(record)
-        batches.learn(index, note)
-        for who in models:
-            tally.add(who, index, note.name, detections_of(who, record), note.labels)
 
 
 def _accuracy(tally: AccuracyTally) -> Accuracy:

@@ -1,17 +1,30 @@
-"""Judging detections by the labels of a run's frames: what counts there."""
+"""Judging detections by the labels of a run's frames: what counts there, and whose they are."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from bevfusion_quant.datasets import range_origin
 from bevfusion_quant.metrics import AccuracyTally, Bootstrap, DetectionRules
+from bevfusion_quant.ptq._frame_record import (
+    detections_of,
+    detections_record,
+    note_of,
+    note_record,
+)
+from bevfusion_quant.ranks import in_order
 
 if TYPE_CHECKING:
     from bevfusion_quant.model import BEVFusionConfig
     from bevfusion_quant.ptq._batches import FrameBatches
+    from bevfusion_quant.ranks import Shards
 
-__all__ = ["accuracy_tally"]
+__all__ = ["Model", "accuracy_tally", "tally_models"]
+
+Model = Callable[..., Any]
 
 
 def accuracy_tally(
@@ -29,3 +42,43 @@ def accuracy_tally(
         extent=(low_x, low_y, high_x, high_y), origin=range_origin(batches.dataset)
     )
     return AccuracyTally(config.head.classes, rules, bootstrap, batches.dataset)
+
+
+def tally_models(
+    step: str,
+    models: Mapping[str, Model],
+    decode: Callable[[Any], Any],
+    batches: FrameBatches,
+    tally: AccuracyTally,
+    shards: Shards | None = None,
+) -> Iterator[int]:
+    """Hand every model's detections to the tally, in order of frames.
+
+    Of several ranks each runs its share of the frames.
+
+    Args:
+        step: Names the records in `shards`.
+        models: What is run on each frame, by its name in the tally.
+        decode: Boxes from an output, of the head that all of them have.
+        batches: The frames.
+        tally: Takes the detections.
+        shards: Keeps finished frames; None keeps nothing.
+
+    Yields:
+        The index of each frame that is counted.
+    """
+
+    def run(index: int) -> dict[str, Any]:
+        batch = batches[index]
+        record = note_record(batches.note(index))
+        with torch.no_grad():
+            for who, model in models.items():
+                record |= detections_record(who, decode(model(*batch))[0])
+        return record
+
+    for index, record in in_order(step, len(batches), run, shards):
+        note = note_of(record)
+        batches.learn(index, note)
+        for who in models:
+            tally.add(who, index, note.name, detections_of(who, record), note.labels)
+        yield index

@@ -12,20 +12,14 @@ from tqdm import tqdm
 
 from bevfusion_quant.model import CONFIGS
 from bevfusion_quant.ptq import FrameBatches, quantized_parts
-from bevfusion_quant.ptq._accuracy_tally import accuracy_tally
-from bevfusion_quant.ptq._frame_record import (
-    detections_of,
-    detections_record,
-    note_of,
-    note_record,
-)
+from bevfusion_quant.ptq._accuracy_tally import accuracy_tally, tally_models
 from bevfusion_quant.ptq._judge import judge
 from bevfusion_quant.ptq._page import write_page, write_pictures
 from bevfusion_quant.ptq._plan import PLAN_FILE
 from bevfusion_quant.ptq._record import save_model, sha256
 from bevfusion_quant.ptq._run_folder import CONFIG_FILE, RUN_FORMAT, RUN_VERSIONS
 from bevfusion_quant.ptq._summary import peak_memory_mib, versions, write_json
-from bevfusion_quant.ranks import current_ranks, in_order
+from bevfusion_quant.ranks import current_ranks
 
 if TYPE_CHECKING:
     from bevfusion_quant.metrics import Accuracy
@@ -143,20 +137,8 @@ def _accuracy(
     """Both models' detections by the labels, frame by frame."""
     tally = accuracy_tally(sizes, batches)
     models = {"float": float_model, "quantized": model}
-
-    def run(index: int) -> dict[str, Any]:
-        batch = batches[index]
-        record = note_record(batches.note(index))
-        for title, judged in models.items():
-            record |= detections_record(title, judged.head.decode(judged(*batch))[0])
-        return record
-
-    with torch.no_grad():
-        found = in_order("held out", len(batches), run)
-        quiet = not current_ranks().first
-        for index, record in tqdm(found, desc="held out", total=len(batches), disable=quiet):
-            note = note_of(record)
-            batches.learn(index, note)
-            for title in models:
-                tally.add(title, index, note.name, detections_of(title, record), note.labels)
+    judged = tally_models("held out", models, model.head.decode, batches, tally)
+    quiet = not current_ranks().first
+    for _ in tqdm(judged, desc="held out", total=len(batches), disable=quiet):
+        pass
     return tally.result()
