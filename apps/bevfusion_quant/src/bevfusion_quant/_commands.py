@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from functools import singledispatch
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bevfusion_quant._errors import InputError, VerificationError
 from bevfusion_quant._frames import camera_names, frames_of
@@ -15,6 +15,7 @@ from bevfusion_quant._options import (
     Demo,
     Evaluate,
     Export,
+    FrameOptions,
     Ptq,
     Qat,
     Report,
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from bevfusion_quant.bpu import BpuResult
     from bevfusion_quant.export import ExportedSet
     from bevfusion_quant.metrics import Bootstrap
+    from bevfusion_quant.points import Frame
     from bevfusion_quant.ptq import Branch
 
 __all__ = ["check_processes", "execute", "tree"]
@@ -231,8 +233,7 @@ def _evaluate(options: Evaluate, command: str) -> str:
 
     bootstrap = _bootstrap(options)
     config = read_run_config(options.run)
-    branch: Branch = config.get("branch", "lidar")
-    frames = frames_of(options, with_cameras=reads_images(branch), size=config["config"])
+    frames = _frames_for(config, options)
     if config.get("target") == "bpu":
         from bevfusion_quant.bpu import run_bpu_evaluate
 
@@ -291,11 +292,7 @@ def _compare(options: Compare, command: str) -> str:
     config = read_run_config(options.run[0])
     result = run_compare(
         options.run,
-        frames_of(
-            options,
-            with_cameras=reads_images(config.get("branch", "lidar")),
-            size=config["config"],
-        ),
+        _frames_for(config, options),
         integers=options.backend if options.integers else None,
         cameras=options.cameras or None,
         bootstrap=bootstrap,
@@ -311,6 +308,12 @@ def _compare(options: Compare, command: str) -> str:
         f"Page: {(result.folder / 'report.html').absolute()}",
     )
     return "\n" + "\n\n".join(parts)
+
+
+def _frames_for(config: Mapping[str, Any], options: FrameOptions) -> Sequence[Frame]:
+    """The frames of the options, as the model of a finished run takes them."""
+    images = reads_images(config.get("branch", "lidar"))
+    return frames_of(options, with_cameras=images, size=config["config"])
 
 
 def _bootstrap(options: Evaluate | Compare) -> Bootstrap:
@@ -332,11 +335,7 @@ def _sensitivity(options: Sensitivity, command: str) -> str:
     config = read_run_config(options.run)
     result = run_sensitivity(
         options.run,
-        frames_of(
-            options,
-            with_cameras=reads_images(config.get("branch", "lidar")),
-            size=config["config"],
-        ),
+        _frames_for(config, options),
         metric=options.metric,
         output=options.output,
         precisions=options.precisions,
@@ -386,11 +385,7 @@ def _export(options: Export, command: str) -> str:
         options = replace(options, dataset="street")
     result = export_run(
         options.run,
-        frames_of(
-            options,
-            with_cameras=reads_images(config.get("branch", "lidar")),
-            size=config["config"],
-        ),
+        _frames_for(config, options),
         target=options.target,
         cameras=options.cameras or None,
         runs=options.runs,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bevfusion_quant.ptq import free_name
-from bevfusion_quant.ptq._summary import aligned_table
 from bevfusion_quant.qat._config import QatConfig
 from bevfusion_quant.qat._run import QatResult, run_qat
 from bevfusion_quant.qat._start import read_trainable
 from bevfusion_quant.train import Augmentation, held_out, training_frames
+from bevfusion_quant.train._loop import losses_table
 
 if TYPE_CHECKING:
     from bevfusion_quant._options import Qat
@@ -64,15 +64,7 @@ def qat_text(result: QatResult) -> str:
     """The losses along the run, and how good the model is where that was asked."""
     from bevfusion_quant.metrics import accuracy_text
 
-    count = len(result.losses)
-    rows = [
-        (
-            f"{100 * part // count} to {100 * (part + 1) // count} %",
-            *(f"{value:.3f}" for value in (*terms, sum(terms))),
-        )
-        for part, terms in enumerate(result.losses)
-    ]
-    table = aligned_table(("part of the run", *result.terms, "loss"), rows)
+    table = losses_table(result.terms, result.losses)
     judged = [] if result.accuracy is None else [accuracy_text(result.accuracy)]
     parts = [
         table,

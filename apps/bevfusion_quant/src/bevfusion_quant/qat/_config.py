@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.train import Augmentation
+from bevfusion_quant.train._config import check_optimization
 
 __all__ = ["QatConfig"]
 
@@ -48,18 +49,9 @@ class QatConfig:
     distill: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch"):
-            if getattr(self, name) < 1:
-                raise InputError(f"--{name} {getattr(self, name)}: it must be at least 1")
-        for name in ("lr", "clip"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise InputError(f"--{name} {getattr(self, name)}: it must be above 0")
-        if not 0 <= self.weight_decay < 1:
-            raise InputError(f"--weight-decay {self.weight_decay}: it must be from 0 to 1")
+        check_optimization(self)
         if not 0 <= self.distill < float("inf"):
             raise InputError(f"--distill {self.distill}: it must be a weight from 0 up")
-        if self.seed < 0:
-            raise InputError(f"--seed {self.seed}: it must not be negative")
         if self.freeze_after is not None and self.freeze_after < 0:
             raise InputError(
                 f"--freeze-after {self.freeze_after}: it must be a number of steps from 0 up"

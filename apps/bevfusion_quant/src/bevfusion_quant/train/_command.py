@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from bevfusion_quant._frames import camera_names
-from bevfusion_quant.ptq._summary import aligned_table
 from bevfusion_quant.train._augment import Augmentation
 from bevfusion_quant.train._config import TrainConfig
+from bevfusion_quant.train._loop import losses_table
 from bevfusion_quant.train._run import TrainResult, run_train
 from bevfusion_quant.train._split import held_out, training_frames
 from bevfusion_quant.train._weights import WEIGHTS
@@ -62,15 +62,7 @@ def train_from_options(options: Train, command: str) -> str:
 
 def train_text(result: TrainResult) -> str:
     """The losses along the run, and how good the weights are where that was asked."""
-    count = len(result.losses)
-    rows = [
-        (
-            f"{100 * part // count} to {100 * (part + 1) // count} %",
-            *(f"{value:.3f}" for value in (*terms, sum(terms))),
-        )
-        for part, terms in enumerate(result.losses)
-    ]
-    table = aligned_table(("part of the run", "heatmap", "class", "box", "loss"), rows)
+    table = losses_table(("heatmap", "class", "box"), result.losses)
     judged = [] if result.held_out is None else [_judged(result.held_out)]
     took = f"{result.steps} steps in {result.seconds:,.0f} s"
     return "\n" + "\n\n".join([table, *judged, took, f"Weights: {result.folder / WEIGHTS}"])

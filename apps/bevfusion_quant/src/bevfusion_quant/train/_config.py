@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.cameras import CAMERA_NAMES
 from bevfusion_quant.model import CONFIGS
 from bevfusion_quant.train._augment import Augmentation
 
-__all__ = ["TRAINED_BRANCHES", "TrainConfig"]
+if TYPE_CHECKING:
+    from bevfusion_quant.qat import QatConfig
+
+__all__ = ["TRAINED_BRANCHES", "TrainConfig", "check_optimization"]
 
 TRAINED_BRANCHES: dict[str, tuple[str, ...]] = {
     "lidar": ("lidar", "decoder", "head"),
@@ -58,16 +61,7 @@ class TrainConfig:
     half: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch"):
-            if getattr(self, name) < 1:
-                raise InputError(f"--{name} {getattr(self, name)}: it must be at least 1")
-        for name in ("lr", "clip"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise InputError(f"--{name} {getattr(self, name)}: it must be above 0")
-        if not 0 <= self.weight_decay < 1:
-            raise InputError(f"--weight-decay {self.weight_decay}: it must be from 0 to 1")
-        if self.seed < 0:
-            raise InputError(f"--seed {self.seed}: it must not be negative")
+        check_optimization(self)
         for name, known in (("config", CONFIGS), ("branch", TRAINED_BRANCHES)):
             if getattr(self, name) not in known:
                 raise InputError(f"--{name} {getattr(self, name)}: one of {', '.join(known)}")
@@ -81,3 +75,21 @@ class TrainConfig:
     def image_size(self) -> tuple[int, int] | None:
         """Height and width of the network's images; None where it reads none."""
         return CONFIGS[self.config].camera.image_size if "camera" in self.parts else None
+
+
+def check_optimization(config: TrainConfig | QatConfig) -> None:
+    """Check what training and quantization-aware training both are set by.
+
+    Raises:
+        InputError: A setting outside its range, named as the option of the command.
+    """
+    for name in ("steps", "batch"):
+        if getattr(config, name) < 1:
+            raise InputError(f"--{name} {getattr(config, name)}: it must be at least 1")
+    for name in ("lr", "clip"):
+        if not 0 < getattr(config, name) < float("inf"):
+            raise InputError(f"--{name} {getattr(config, name)}: it must be above 0")
+    if not 0 <= config.weight_decay < 1:
+        raise InputError(f"--weight-decay {config.weight_decay}: it must be from 0 to 1")
+    if config.seed < 0:
+        raise InputError(f"--seed {config.seed}: it must not be negative")

@@ -10,10 +10,11 @@ import torch
 from tqdm import tqdm
 
 from bevfusion_quant._errors import InputError
+from bevfusion_quant.ptq._summary import aligned_table
 from bevfusion_quant.ranks import current_ranks
 from bevfusion_quant.train._stop import stop_on_signals
 
-__all__ = ["in_parts", "run_steps"]
+__all__ = ["in_parts", "losses_table", "run_steps"]
 
 SHOWN = 20  # steps whose mean loss the progress shows
 
@@ -79,6 +80,19 @@ def in_parts(losses: list[list[float]]) -> list[tuple[float, ...]]:
     """The mean of each loss in up to ten equal parts of a run."""
     parts = np.array_split(np.array(losses), min(10, len(losses)))
     return [tuple(float(value) for value in part.mean(0)) for part in parts]
+
+
+def losses_table(terms: Sequence[str], parts: Sequence[tuple[float, ...]]) -> str:
+    """What `in_parts` answers, with the sum of the losses, as a table to print."""
+    count = len(parts)
+    rows = [
+        (
+            f"{100 * part // count} to {100 * (part + 1) // count} %",
+            *(f"{value:.3f}" for value in (*means, sum(means))),
+        )
+        for part, means in enumerate(parts)
+    ]
+    return aligned_table(("part of the run", *terms, "loss"), rows)
 
 
 def _told(losses: list[list[float]], terms: Sequence[str]) -> str:
