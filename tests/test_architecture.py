@@ -15,17 +15,20 @@ ROOT = Path(__file__).parent.parent
 MEMBERS = sorted(p.parent for p in ROOT.glob("*/*/pyproject.toml"))
 MAY_IMPORT = {
     "bevquant_sparse": set(),
-    "bevquant_fusion": {"bevquant_sparse"},
+    "bevquant_graph": {"bevquant_sparse"},
+    "bevquant_fusion": {"bevquant_sparse", "bevquant_graph"},
     "bevquant_quantizers": set(),
-    "bevquant_qnn": {"bevquant_sparse", "bevquant_fusion", "bevquant_quantizers"},
+    "bevquant_qnn": {"bevquant_sparse", "bevquant_graph", "bevquant_fusion", "bevquant_quantizers"},
     "bevquant_int8sim": {
         "bevquant_sparse",
+        "bevquant_graph",
         "bevquant_fusion",
         "bevquant_quantizers",
         "bevquant_qnn",
     },
     "bevquant_export": {
         "bevquant_sparse",
+        "bevquant_graph",
         "bevquant_fusion",
         "bevquant_quantizers",
         "bevquant_qnn",
@@ -33,6 +36,7 @@ MAY_IMPORT = {
     },
     "bevquant_hybrid": {
         "bevquant_sparse",
+        "bevquant_graph",
         "bevquant_fusion",
         "bevquant_quantizers",
         "bevquant_qnn",
@@ -40,6 +44,7 @@ MAY_IMPORT = {
     },
     "bevfusion_quant": {
         "bevquant_sparse",
+        "bevquant_graph",
         "bevquant_fusion",
         "bevquant_quantizers",
         "bevquant_qnn",

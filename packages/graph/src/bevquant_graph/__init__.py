@@ -1,0 +1,1 @@
+"""One graph of a model and one table of operators."""
