@@ -1,1 +1,27 @@
-"""One graph of a model and one table of operators."""
+"""One graph of a model, captured by `torch.export` and proved by replay; one table of operators.
+
+>>> import torch
+>>> from torch import nn
+>>> from bevquant_graph import capture
+>>> capture(nn.Sequential(nn.Linear(4, 2), nn.ReLU()), torch.ones(3, 4))
+Graph of Sequential: 2 operations
+"""
+
+from ._capture import CaptureError, capture, evaluation
+from ._graph import Graph
+from ._opaque import OPAQUE, Opaque
+from ._signature import arguments, flatten, is_sparse_tensor, leaf_names, rebuild
+
+__all__ = [
+    "OPAQUE",
+    "CaptureError",
+    "Graph",
+    "Opaque",
+    "arguments",
+    "capture",
+    "evaluation",
+    "flatten",
+    "is_sparse_tensor",
+    "leaf_names",
+    "rebuild",
+]

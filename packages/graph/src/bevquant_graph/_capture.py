@@ -1,0 +1,198 @@
+"""From a model and example inputs to its `Graph`.
+
+The forward runs once under `torch.export` (not strict: Python itself runs it, so whatever Python
+can do a forward may do), its in-place writes are then resolved by functionalization, and the result
+is replayed on the example against the model before anybody sees it.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.fx.experimental._config as symbolic_shapes_config
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+from ._functional import functional
+from ._graph import Graph
+from ._opaque import Opaque, opaque_modules, recorded
+from ._signature import Arguments, Tree, arguments, flatten, rebuild
+
+__all__ = ["CaptureError", "capture", "evaluation"]
+
+
+class CaptureError(ValueError):
+    """A forward that cannot be captured: where, what was met, and what to do."""
+
+
+def capture(model: nn.Module, example_inputs: Any, *, check: bool = True) -> Graph:
+    """Follow `model` on example inputs and return its graph.
+
+    Sizes of the inputs stay open where the forward allows it (batch, height, voxels), so one graph
+    serves frames of any size; sizes that the forward fixes are constants, see `Graph.fixed`. A
+    module that cannot be followed is one opaque node (`Graph.opaque`), with its reason, file and
+    line. The model is not changed; it runs in evaluation mode and without gradients.
+
+    Args:
+        model: Any module. Sparse convolutions must run on bevquant's kernels
+            (`bevquant_sparse.use_bevquant_kernels`, or a quantized model).
+        example_inputs: A tuple of positional inputs, a dict of named ones, or a single input:
+            tensors, sparse tensors, dicts, numpy arrays, numbers, nested as the forward takes them.
+        check: Replay the graph on the example and demand the model's own bits.
+
+    Raises:
+        TypeError: `model` is no module.
+        CaptureError: The forward of the model itself cannot be followed, or the graph does not
+            give what the model gives; module, file, line and remedy are named.
+
+    Example:
+        >>> import torch
+        >>> from torch import Tensor, nn
+        >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
+        >>> graph = capture(net, torch.ones(1, 3, 8, 8))
+        >>> [(graph.path(n), str(n.target)) for n in graph.operations]
+        [('0', 'aten.conv2d.default'), ('1', 'aten.relu.default')]
+        >>> graph.replay(torch.ones(2, 3, 5, 5)).shape
+        torch.Size([2, 8, 3, 3])
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"capture: expected a torch module, got {type(model).__name__}")
+    given = arguments(example_inputs)
+    if not flatten(given)[0]:
+        raise CaptureError(
+            "capture: example_inputs hold no tensor; give what one call of the model takes"
+        )
+    opaque: dict[str, Opaque] = {}
+    numbers = True  # such as a batch size: open, unless the forward counts with them
+    with evaluation(model), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        while True:
+            leaves, inputs = flatten(given, numbers=numbers)
+            try:
+                with opaque_modules(model, opaque):
+                    program, result = _exported(model, inputs, leaves)
+                break
+            except Exception as error:
+                if any(isinstance(leaf, int) for leaf in leaves):
+                    numbers = False
+                else:
+                    _close(model, error, opaque, given)
+    graph = Graph(model, program, inputs, result, opaque)
+    if check:
+        graph.check(example_inputs)
+    return graph
+
+
+class _Shell(nn.Module):
+    """The model as a function from tensors to tensors."""
+
+    def __init__(self, model: nn.Module, inputs: Tree, note: Callable[[Tree], None]) -> None:
+        super().__init__()
+        self.model = model
+        self.__dict__["inputs"] = inputs
+        # torch.export puts attributes back as they were; what is noted elsewhere stays.
+        self.__dict__["note"] = note
+
+    def forward(self, *leaves: Any) -> tuple[Any, ...]:
+        args, kwargs = rebuild(self.inputs, leaves)
+        made, result = flatten(self.model(*args, **kwargs))
+        self.note(result)
+        return tuple(made)
+
+
+def _exported(model: nn.Module, inputs: Tree, leaves: list[Any]) -> tuple[ExportedProgram, Tree]:
+    results: list[Tree] = []
+    shell = _Shell(model, inputs, results.append)
+    shell.training = model.training
+    values = tuple(copy.deepcopy(leaf) for leaf in leaves)
+    dims = (tuple(_open(value) for value in values),)
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(_quiet())
+        # A size of 1 in the example stays open as any other.
+        stack.enter_context(symbolic_shapes_config.patch(backed_size_oblivious=True))
+        program = torch.export.export(shell, values, dynamic_shapes=dims, strict=False)
+        result = results[-1]
+        program = functional(program)
+    return program, result
+
+
+def _open(value: Any) -> Any:
+    return dict.fromkeys(range(value.dim()), Dim.AUTO) if isinstance(value, Tensor) else Dim.AUTO
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's remarks about sizes that turn out to be fixed: `Graph.fixed` says which."""
+    loggers = [
+        logging.getLogger(name) for name in ("torch.export", "torch._export", "torch.fx", "torch")
+    ]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+@contextmanager
+def evaluation(model: nn.Module) -> Iterator[None]:
+    """Every module in evaluation mode, and each back in its own mode afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _close(model: nn.Module, error: Exception, opaque: dict[str, Opaque], given: Arguments) -> None:
+    """Make the module that the error comes from one node, or say that nothing can be done."""
+    paths = {module: path for path, module in model.named_modules()}
+    where, place = "", ""
+    known: set[str] = {f"{path}." for path in opaque} | set(opaque)
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        file = frame.f_code.co_filename
+        if not place and _is_authors(file):
+            place = f"{file}:{line}"
+        owner = frame.f_locals.get("self")
+        path = paths.get(owner, "") if isinstance(owner, nn.Module) else ""
+        if path and not where and not any(path == k or path.startswith(k) for k in known):
+            where = path
+    reason = f"{_met(error)}" + (f" ({place})" if place else "")
+    if not where:
+        raise CaptureError(
+            f"capture: {type(model).__name__} cannot be followed: {reason}. Capture the parts of "
+            "it that can, each with its own example inputs, or keep decisions on the values of "
+            "tensors out of its forward"
+        ) from error
+    args, kwargs = copy.deepcopy(given)
+    opaque[where] = recorded(model, where, reason, lambda: model(*args, **kwargs))
+    for path in [p for p in opaque if p.startswith(f"{where}.")]:
+        del opaque[path]
+
+
+def _is_authors(file: str) -> bool:
+    """Whether a source file is neither torch's nor this project's, nor part of Python."""
+    parts = file.replace("\\", "/").split("/")
+    ours = any(part.startswith("bevquant_") for part in parts)
+    return not (ours or "torch" in parts or "lib" in parts and "python3" in file or "<" in file)
+
+
+def _met(error: Exception) -> str:
+    """What went wrong, in a line."""
+    name = type(error).__name__
+    if "DataDependent" in name or "UserError" in name:
+        return "it decides by the values of a tensor, or needs them as a number"
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{name}: {first[:200]}"

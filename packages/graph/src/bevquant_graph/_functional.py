@@ -1,0 +1,119 @@
+"""In-place writes resolved: every operation makes a new value, and readers read the right one.
+
+``y = relu_(x)`` becomes ``y = relu(x)`` and whoever reads x afterwards reads y. That is all where
+no other tensor shares x's memory, which the traced storages tell exactly. Writes through views, to
+slices, to inputs or buffers take torch's functionalization, which traces the graph once more.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.export import ExportedProgram
+
+__all__ = ["functional"]
+
+
+def functional(program: ExportedProgram) -> ExportedProgram:
+    """The same program without in-place operations."""
+    writes = [node for node in program.graph.nodes if _written(node)]
+    if not writes:
+        return program
+    if any(not _is_plain(node) for node in writes) or not _alone(program.graph, writes):
+        return program.run_decompositions({})
+    for node in writes:
+        (old,) = _written(node)
+        node.target = _out_of_place(node.target)
+        order = {other: index for index, other in enumerate(program.graph.nodes)}
+        for user in list(old.users):
+            if order[user] > order[node]:
+                user.replace_input_with(old, node)
+    program.graph_module.recompile()
+    _rename_outputs(program)
+    return program
+
+
+def _written(node: fx.Node) -> tuple[fx.Node, ...]:
+    """Arguments that the node writes to."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return ()
+    found = []
+    for index, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = node.kwargs.get(
+                argument.name, node.args[index] if index < len(node.args) else None
+            )
+            found += [v for v in _flat(value) if isinstance(v, fx.Node)]
+    return tuple(found)
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _flat(item)
+    else:
+        yield value
+
+
+def _out_of_place(target: Any) -> Any:
+    """``relu_`` → ``relu``; None where there is no such operator."""
+    name = target._schema.name.split("::")[1]
+    if not name.endswith("_") or name.endswith("__"):
+        return None
+    packet = getattr(getattr(torch.ops, target.namespace), name[:-1], None)
+    return getattr(packet, target._overloadname, None)
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """An in-place operation on one tensor with a form that makes a new one of the same type."""
+    written = _written(node)
+    if len(written) != 1 or node.args[:1] != written or _out_of_place(node.target) is None:
+        return False
+    own = written[0].meta["val"]
+    others = [a.meta.get("val") for a in node.all_input_nodes]
+    return all(
+        not isinstance(o, Tensor) or o.dtype == own.dtype or o.dtype == torch.bool for o in others
+    )
+
+
+def _storage(node: fx.Node) -> int | None:
+    value = node.meta.get("val")
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
+
+
+def _alone(graph: fx.Graph, writes: list[fx.Node]) -> bool:
+    """Whether no view of what is written is read after the write, and no input is written."""
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    sharing: dict[int, list[fx.Node]] = defaultdict(list)
+    for node in graph.nodes:
+        storage = _storage(node)
+        if storage is not None:
+            sharing[storage].append(node)
+    chains = set(writes)
+    for node in writes:
+        (old,) = _written(node)
+        storage = _storage(old)
+        if storage is None or old.op == "placeholder":
+            return False
+        for other in sharing[storage]:
+            base = other is sharing[storage][0] and other.op == "call_function"
+            if other in chains or base:
+                continue
+            # A view: harmless if it is neither written nor read from here on.
+            if other is old or any(order[user] >= order[node] for user in other.users):
+                return False
+        if sharing[storage][0].op != "call_function":
+            return False
+    return True
+
+
+def _rename_outputs(program: ExportedProgram) -> None:
+    """The signature's names follow the values that are returned."""
+    (made,) = program.graph.output_node().args
+    for spec, value in zip(program.graph_signature.output_specs, made, strict=True):  # type: ignore[arg-type]
+        if isinstance(value, fx.Node) and hasattr(spec.arg, "name"):
+            spec.arg.name = value.name

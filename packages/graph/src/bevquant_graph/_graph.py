@@ -1,0 +1,328 @@
+"""A captured model: what is computed, by which module, on which line, and who reads it."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+
+from ._opaque import OPAQUE, Opaque, opaque_call
+from ._signature import Tree, arguments, flatten, leaf_names, rebuild
+
+__all__ = ["Graph"]
+
+_SHELL = "model"  # what holds the model inside of an exported program
+_NO_VALUE = (
+    "_assert_scalar",
+    "_assert_tensor_metadata",
+    "sym_constrain_range",
+    "sym_constrain_range_for_size",
+    "_assert_async",
+)
+
+
+class Graph:
+    """The operations of a model, functional: no operation changes a value that another made.
+
+    Nodes are `torch.fx` nodes over ATen operators and bevquant's (`bevquant_sparse::…`,
+    `bevquant_quantizers::fake_quantize`, `bevquant_graph::opaque`). Made by `capture`.
+
+    Attributes:
+        model: The model; paths of nodes and constants are paths in it.
+        program: The exported program that holds `graph`.
+        inputs: How the arguments of a call are put together of `placeholders`.
+        result: How what a call returns is put together of `outputs`.
+        opaque: Path to the module that is one node, with the reason.
+        placeholders: Nodes of the inputs, in the order of their leaves.
+        outputs: Nodes (or numbers) that are returned, in the order of their leaves.
+        writes: Buffers (by path) and inputs (by name) that the forward writes to.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        program: ExportedProgram,
+        inputs: Tree,
+        result: Tree,
+        opaque: Mapping[str, Opaque],
+    ) -> None:
+        self.model, self.program = model, program
+        self.inputs, self.result, self.opaque = inputs, result, dict(opaque)
+        _tidy(program.graph_module)
+        self._constants: dict[fx.Node, str] = {}
+        self.placeholders: list[fx.Node] = []
+        nodes = [node for node in self.graph.nodes if node.op == "placeholder"]
+        for node, spec in zip(nodes, program.graph_signature.input_specs, strict=True):
+            if spec.kind is InputKind.USER_INPUT:
+                self.placeholders.append(node)
+            else:
+                self._constants[node] = str(spec.target)
+        specs = program.graph_signature.output_specs
+        made = self.graph.output_node().args[0]
+        self.outputs: list[Any] = [
+            value
+            for value, spec in zip(made, specs, strict=True)  # type: ignore[arg-type]
+            if spec.kind is OutputKind.USER_OUTPUT
+        ]
+        names = dict(zip((n.name for n in self.placeholders), self.input_names, strict=True))
+        self.writes = tuple(
+            _inside(str(spec.target))
+            if spec.kind is OutputKind.BUFFER_MUTATION
+            else names.get(str(spec.target), str(spec.target))
+            for spec in specs
+            if spec.kind in (OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION)
+        )
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The nodes, in order of execution."""
+        return self.program.graph_module.graph
+
+    @property
+    def operations(self) -> Iterator[fx.Node]:
+        """Nodes that compute something, in order."""
+        return (node for node in self.graph.nodes if node.op == "call_function")
+
+    @cached_property
+    def input_names(self) -> list[str]:
+        """A name for each leaf of the arguments: parameter of the forward, and key."""
+        return leaf_names(self.model, self.inputs)
+
+    @cached_property
+    def fixed(self) -> dict[str, dict[int, int]]:
+        """Sizes of the inputs that the forward fixes: name to axis to size."""
+        found: dict[str, dict[int, int]] = {}
+        for name, node in zip(self.input_names, self.placeholders, strict=True):
+            value = node.meta.get("val")
+            if isinstance(value, Tensor):
+                sizes = {i: s for i, s in enumerate(value.shape) if isinstance(s, int)}
+                found[name] = sizes
+        return found
+
+    # Where a node comes from
+
+    def stack(self, node: fx.Node) -> tuple[str, ...]:
+        """Paths of the modules whose forwards were running, outermost (the model, "") first."""
+        entries = node.meta.get("nn_module_stack") or {}
+        paths = [_inside(path) for path, _ in entries.values() if path.split(".")[0] == _SHELL]
+        return tuple(paths) or ("",)
+
+    def path(self, node: fx.Node) -> str:
+        """Path of the module whose forward computes the node."""
+        return self.stack(node)[-1]
+
+    def call(self, node: fx.Node) -> tuple[str, int]:
+        """Path of that module, and which of its calls it was, from 0."""
+        keys = [key for key in (node.meta.get("nn_module_stack") or {}) if _SHELL in key]
+        count = re.search(r"@(\d+)$", keys[-1]) if keys else None
+        return self.path(node), int(count.group(1)) if count else 0
+
+    def module(self, node: fx.Node) -> nn.Module:
+        """The module whose forward computes the node."""
+        return self.model.get_submodule(self.path(node))
+
+    def location(self, node: fx.Node) -> str:
+        """``file:line`` of the author's code that computes the node; "" where it is not known."""
+        from ._capture import _is_authors
+
+        places = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+        own = [(file, line) for file, line in places if _is_authors(file)]
+        return ":".join(own[-1]) if own else ""
+
+    def describe(self, node: fx.Node) -> str:
+        """A node in words: operator, module, file and line."""
+        name = getattr(node.target, "__name__", str(node.target)).removesuffix(".default")
+        place = self.location(node)
+        return f"{name} in {self.path(node) or 'the model'}" + (f" ({place})" if place else "")
+
+    # Values
+
+    def constant_path(self, node: object) -> str | None:
+        """Path of the parameter or buffer, or name of the constant; None for other values."""
+        name = self._constants.get(node)  # type: ignore[call-overload]
+        return None if name is None else _inside(str(name))
+
+    def constant(self, node: object) -> Tensor | None:
+        """The parameter, buffer or constant tensor itself; None for other values."""
+        if node not in self._constants:
+            return None
+        name = self._constants[node]  # type: ignore[index]
+        found: Any = self.program.state_dict.get(name, self.program.constants.get(name))
+        value: Tensor = found
+        return value
+
+    def opaque_of(self, node: fx.Node) -> tuple[Opaque, Any]:
+        """What an opaque node calls: its entry, and the call with trees of inputs and result."""
+        call = opaque_call(str(node.args[1]))
+        return self.opaque[call.key.rpartition(":")[0]], call
+
+    # Running
+
+    def replay(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the graph on other inputs of the example's structure.
+
+        Raises:
+            TypeError: The arguments have another structure than the example inputs.
+            ValueError: A size that the forward fixes is another one.
+        """
+        return rebuild(self.result, self._run(self._leaves((args, kwargs))))
+
+    def check(self, example_inputs: Any) -> None:
+        """Demand that the graph gives the model's own bits.
+
+        Raises:
+            CaptureError: It does not; the first module that departs is named.
+        """
+        from ._capture import CaptureError, evaluation
+
+        args, kwargs = arguments(example_inputs)
+        leaves = [_copied(leaf) for leaf in self._leaves((args, kwargs))]
+        given, named = rebuild(self.inputs, [_copied(leaf) for leaf in leaves])
+        with evaluation(self.model), torch.no_grad():
+            wanted, tree = flatten(self.model(*given, **named))
+            made = self._run(leaves)
+        values = [v for v in made if isinstance(v, Tensor)]
+        tensors = [v for v in wanted if isinstance(v, Tensor)]
+        if len(values) != len(tensors):
+            raise CaptureError(
+                f"capture: the graph of {type(self.model).__name__} returns {len(values)} tensors, "
+                f"the model {len(tensors)}"
+            )
+        for index, (one, other) in enumerate(zip(tensors, values, strict=True)):
+            if not _same_bits(one, other):
+                raise CaptureError(
+                    f"capture: output {index} of the graph of {type(self.model).__name__} is not "
+                    f"the model's: {self._departure(leaves) or 'no module departs alone'}; its "
+                    "forward decides by something that is no input, such as a counter or a random "
+                    "number"
+                )
+
+    def _leaves(self, given: Any) -> list[Any]:
+        numbers = any(not isinstance(n.meta.get("val"), Tensor) for n in self.placeholders)
+        leaves, tree = flatten(given, numbers=numbers)
+        if len(leaves) != len(self.placeholders):
+            raise TypeError(
+                f"expected inputs like the example's with {len(self.placeholders)} tensors "
+                f"({', '.join(self.input_names)}), got {len(leaves)}"
+            )
+        for name, leaf in zip(self.input_names, leaves, strict=True):
+            for axis, size in self.fixed.get(name, {}).items():
+                if leaf.dim() <= axis or leaf.shape[axis] != size:
+                    raise ValueError(
+                        f"input {name}: expected size {size} in axis {axis}, which the forward "
+                        f"fixes, got shape {tuple(leaf.shape)}; capture again with such inputs"
+                    )
+        return leaves
+
+    def _run(self, leaves: list[Any], watch: Any = None) -> list[Any]:
+        given = dict(zip(self.placeholders, leaves, strict=True))
+        values = [
+            given[node] if node in given else self.constant(node)
+            for node in self.graph.nodes
+            if node.op == "placeholder"
+        ]
+        runner = _Runner(self.program.graph_module, watch)
+        with torch.no_grad():
+            made = runner.run(*values)
+        return list(made[len(made) - len(self.outputs) :])
+
+    def _departure(self, leaves: list[Any]) -> str:
+        """The first module of the model whose output the graph never makes."""
+        seen: set[tuple[Any, ...]] = set()
+
+        def print_of(value: Tensor) -> tuple[Any, ...]:
+            flat = value.detach().double().flatten()
+            return tuple(value.shape), float(flat.sum()), float(flat.abs().sum())
+
+        self._run([_copied(leaf) for leaf in leaves], lambda v: seen.add(print_of(v)))
+        missing: list[str] = []
+        handles = []
+        for path, module in self.model.named_modules():
+            if next(module.children(), None) is None:
+
+                def look(_: Any, __: Any, out: Any, path: str = path) -> None:
+                    if isinstance(out, Tensor) and print_of(out) not in seen:
+                        missing.append(path)
+
+                handles.append(module.register_forward_hook(look))
+        try:
+            args, kwargs = rebuild(self.inputs, [_copied(leaf) for leaf in leaves])
+            with torch.no_grad():
+                self.model(*args, **kwargs)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return f"{missing[0]} departs first" if missing else ""
+
+    def __repr__(self) -> str:
+        count = sum(1 for _ in self.operations)
+        opaque = f", {len(self.opaque)} modules not followed" if self.opaque else ""
+        return f"Graph of {type(self.model).__name__}: {count} operations{opaque}"
+
+
+class _Runner(fx.Interpreter):
+    def __init__(self, module: fx.GraphModule, watch: Any) -> None:
+        super().__init__(module)
+        self._watch = watch
+
+    def run_node(self, n: fx.Node) -> Any:
+        made = super().run_node(n)
+        if self._watch is not None and isinstance(made, Tensor):
+            self._watch(made)
+        return made
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    same = (
+        (one == other) | (one.isnan() & other.isnan()) if one.is_floating_point() else one == other
+    )
+    return bool(same.all())
+
+
+def _inside(path: str) -> str:
+    """A path in the shell as one in the model."""
+    return path.removeprefix(_SHELL).removeprefix(".")
+
+
+def _tidy(module: fx.GraphModule) -> None:
+    """Assertions about sizes go, and batch norm has one form."""
+    graph = module.graph
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target is torch.ops.aten._native_batch_norm_legit_no_training.default:
+            x, weight, bias, mean, var, momentum, eps = node.args
+            with graph.inserting_before(node):
+                made = graph.call_function(
+                    torch.ops.aten.batch_norm.default,
+                    (x, weight, bias, mean, var, False, momentum, eps, False),
+                )
+            made.meta = {**node.meta, "val": node.meta["val"][0]}
+            for user in list(node.users):
+                if user.target is operator.getitem and user.args[1] == 0:
+                    user.replace_all_uses_with(made)
+                    graph.erase_node(user)
+            if node.users:
+                graph.erase_node(made)
+            else:
+                graph.erase_node(node)
+        elif getattr(node.target, "_opname", "") in _NO_VALUE or any(
+            name in str(node.target) for name in _NO_VALUE
+        ):
+            if not node.users:
+                graph.erase_node(node)
+    graph.eliminate_dead_code()
+    module.recompile()

@@ -1,0 +1,213 @@
+"""What goes into a model and what comes out, as flat lists of tensors.
+
+Forwards take and return whatever their authors liked: sparse tensors, `batch_dict`s, numpy arrays,
+numbers, named tuples, a library's output classes. A `Tree` remembers how such a value is put
+together, so that a graph has tensors alone at its ends and a call looks as it always did.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = [
+    "Arguments",
+    "Constant",
+    "Leaf",
+    "Nested",
+    "Sparse",
+    "Tree",
+    "arguments",
+    "flatten",
+    "is_sparse_tensor",
+    "leaf_names",
+    "rebuild",
+]
+
+Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A tensor, or a number that may be another one in the next call, by its place in the list."""
+
+    index: int
+
+
+@dataclass(frozen=True, eq=False)
+class Constant:
+    """A value that is part of the graph: a string, a numpy array, an object, `None`."""
+
+    value: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Nested:
+    """A container: its class, its keys where it has keys, and its members."""
+
+    kind: type
+    keys: tuple[Any, ...] | None
+    members: tuple[Tree, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Sparse:
+    """An spconv-style sparse tensor: features and indices are leaves, the sizes as they come."""
+
+    kind: type
+    features: Tree
+    indices: Tree
+    spatial_shape: Tree
+    batch_size: Tree
+
+
+Tree = Leaf | Constant | Nested | Sparse
+
+
+def arguments(example_inputs: Any) -> Arguments:
+    """Positional and keyword arguments: of a tuple, a dict of named inputs, or a single input.
+
+    A dict whose keys are the model's parameters names its inputs; wrap a dict that *is* the one
+    input (a `batch_dict`) in a tuple.
+    """
+    if isinstance(example_inputs, dict):
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, tuple) and not hasattr(example_inputs, "_fields"):
+        return tuple(example_inputs), {}
+    return (example_inputs,), {}
+
+
+def is_sparse_tensor(value: object) -> bool:
+    """Whether `value` is an spconv-style sparse tensor, told by what it has."""
+    return not isinstance(value, Tensor | nn.Module) and all(
+        hasattr(value, name) for name in ("features", "indices", "spatial_shape", "batch_size")
+    )
+
+
+def flatten(value: Any, *, numbers: bool = False) -> tuple[list[Any], Tree]:
+    """Tensors of `value` in order, and how it is put together.
+
+    Args:
+        value: Nested dicts, lists, tuples, dataclasses, sparse tensors, anything.
+        numbers: Whether integers are leaves too; floats and booleans never are.
+    """
+    leaves: list[Any] = []
+
+    def leaf(item: Any) -> Leaf:
+        leaves.append(item)
+        return Leaf(len(leaves) - 1)
+
+    def visit(item: Any) -> Tree:
+        if isinstance(item, Tensor | torch.SymInt | torch.SymFloat):
+            return leaf(item)
+        if isinstance(item, int) and not isinstance(item, bool) and numbers:
+            return leaf(item)
+        if is_sparse_tensor(item):
+            sizes = [s if isinstance(s, torch.SymInt) else int(s) for s in item.spatial_shape]
+            return Sparse(
+                type(item),
+                visit(item.features),
+                visit(item.indices),
+                Nested(list, None, tuple(map(Constant, sizes))),
+                visit(item.batch_size),
+            )
+        members = _members(item)
+        if members is None:
+            return Constant(item)
+        keys, values = members
+        return Nested(type(item), keys, tuple(visit(v) for v in values))
+
+    return leaves, visit(value)
+
+
+def _members(value: Any) -> tuple[tuple[Any, ...] | None, tuple[Any, ...]] | None:
+    """Keys (or None) and members of a container; None for what is no container."""
+    if isinstance(value, Mapping):
+        return tuple(value.keys()), tuple(value.values())
+    if isinstance(value, list | tuple):
+        return None, tuple(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        names = tuple(f.name for f in fields(value))
+        return names, tuple(getattr(value, n) for n in names)
+    return None
+
+
+def rebuild(tree: Tree, leaves: Any, *, sparse: Callable[..., Any] | None = None) -> Any:
+    """The value that `tree` describes, with these leaves; containers are new at every call.
+
+    Args:
+        tree: From `flatten`.
+        leaves: What stands at each `Leaf`.
+        sparse: Makes a sparse tensor of ``(features, indices, spatial_shape, batch_size)``; by
+            default an object of the class that was seen.
+    """
+    if isinstance(tree, Leaf):
+        return leaves[tree.index]
+    if isinstance(tree, Constant):
+        return tree.value
+    if isinstance(tree, Sparse):
+        parts = (tree.features, tree.indices, tree.spatial_shape, tree.batch_size)
+        made = [rebuild(part, leaves, sparse=sparse) for part in parts]
+        return (sparse or tree.kind)(*made)
+    members = [rebuild(member, leaves, sparse=sparse) for member in tree.members]
+    return _container(tree, members)
+
+
+def _container(tree: Nested, members: list[Any]) -> Any:
+    kind = tree.kind
+    if tree.keys is None:
+        if hasattr(kind, "_fields"):
+            return kind(*members)
+        return members if kind is list else kind(members)
+    items = dict(zip(tree.keys, members, strict=True))
+    if kind is dict or issubclass(kind, defaultdict):
+        return items
+    if issubclass(kind, OrderedDict) and kind is not OrderedDict:
+        return kind(**items)  # transformers' ModelOutput and its like
+    return kind(items) if issubclass(kind, Mapping) else kind(**items)
+
+
+def leaf_names(module: nn.Module, inputs: Tree) -> list[str]:
+    """A name for each leaf of ``(args, kwargs)``: the parameter that it goes to, and its key.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> tree = flatten(((torch.ones(1), [torch.ones(1)]), {}))[1]
+        >>> class Net(nn.Module):
+        ...     def forward(self, image, maps):
+        ...         return image + maps[0]
+        >>> leaf_names(Net(), tree)
+        ['image', 'maps[0]']
+    """
+    assert isinstance(inputs, Nested)
+    positional, named = inputs.members
+    assert isinstance(positional, Nested) and isinstance(named, Nested)
+    parameters = list(inspect.signature(module.forward).parameters.values())
+    plain = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    names: dict[int, str] = {}
+    for index, member in enumerate(positional.members):
+        name = plain[index] if index < len(plain) else f"inputs[{index}]"
+        names |= dict(_named(member, name))
+    for key, member in zip(named.keys or (), named.members, strict=True):
+        names |= dict(_named(member, str(key)))
+    return [names[i] for i in range(len(names))]
+
+
+def _named(tree: Tree, name: str) -> Iterator[tuple[int, str]]:
+    if isinstance(tree, Leaf):
+        yield tree.index, name
+    elif isinstance(tree, Sparse):
+        yield from _named(tree.features, f"{name}.features")
+        yield from _named(tree.indices, f"{name}.indices")
+        yield from _named(tree.batch_size, f"{name}.batch_size")
+    elif isinstance(tree, Nested):
+        keys = range(len(tree.members)) if tree.keys is None else tree.keys
+        for key, member in zip(keys, tree.members, strict=True):
+            yield from _named(member, f"{name}[{key!r}]")
