@@ -78,6 +78,9 @@ def fake_quantize(
         amax = torch.tensor(amax, dtype=torch.float32, device=x.device)
     if axis is not None:
         amax = _along(amax, x, axis)
+    if torch.compiler.is_compiling():  # torch.export too: one operator, whatever computes it
+        traced: Tensor = _operator(x, amax, num_bits, unsigned, narrow_range)
+        return traced
     step: _Step = _torch_step
     if use_numba(backend, _worth_a_kernel(x)):
         from ._fake_quant_numba import one_pass
@@ -88,6 +91,36 @@ def fake_quantize(
         y: Tensor = _FakeQuantize.apply(x, amax, options, step)[0]  # type: ignore[no-untyped-call]
         return y
     return step(x, amax, options, False)[0]
+
+
+@torch.library.custom_op("bevquant_quantizers::fake_quantize", mutates_args=())
+def _operator(
+    x: Tensor, amax: Tensor, num_bits: int, unsigned: bool, narrow_range: bool
+) -> Tensor:
+    """`fake_quantize` as one operator of a traced graph."""
+    return fake_quantize(x, amax, num_bits, unsigned, narrow_range)
+
+
+@_operator.register_fake
+def _(x: Tensor, amax: Tensor, num_bits: int, unsigned: bool, narrow_range: bool) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:2])
+
+
+def _straight_through(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, amax = ctx.saved_tensors
+    inside = x.abs() <= amax
+    grad_x = torch.where(inside, grad, 0.0) if ctx.needs_input_grad[0] else None
+    grad_amax = None
+    if ctx.needs_input_grad[1]:
+        grad_amax = torch.where(inside, 0.0, grad * x.sign()).sum_to_size(amax.shape)
+    return grad_x, grad_amax, None, None, None
+
+
+_operator.register_autograd(_straight_through, setup_context=_save)
 
 
 def _worth_a_kernel(x: Tensor) -> bool:
