@@ -76,7 +76,7 @@ def sparse_conv(
         tensor([ 32.,  21., 200.])
     """
     _check(features, weight, bias, rulebook, layout)
-    _choose(backend, features)
+    _check_backend(backend, features)
     chosen = () if backend == "auto" else (backend,)
     out: Tensor = _conv(
         features,
@@ -222,17 +222,25 @@ def wide(values: Tensor) -> Tensor:
     return values.float() if values.dtype in _HALF else values
 
 
-def _choose(backend: str, features: Tensor) -> ModuleType:
+def _check_backend(backend: str, features: Tensor) -> None:
     if backend not in _BACKENDS:
         raise ValueError(f"backend={backend!r}: expected one of {', '.join(_BACKENDS)}")
-    fits = features.device.type == "cpu" and features.dtype in (torch.float32, *_HALF)
-    if backend == "torch" or (backend == "auto" and not fits):
-        return _conv_torch
-    if not fits:
+    if backend == "numba" and not _fits_numba(features):
         raise ValueError(
             f"backend='numba' runs float32, float16 and bfloat16 on a CPU, got {features.dtype} "
             f"on {features.device}; use backend='auto' or 'torch'"
         )
+
+
+def _fits_numba(features: Tensor) -> bool:
+    return features.device.type == "cpu" and features.dtype in (torch.float32, *_HALF)
+
+
+def _choose(backend: str, features: Tensor) -> ModuleType:
+    """The module that runs ``backend``; only operators ask, as tracers break numba's import."""
+    _check_backend(backend, features)
+    if backend == "torch" or not _fits_numba(features):
+        return _conv_torch
     try:
         return importlib.import_module("bevquant_sparse._conv_numba")
     except ImportError as error:
