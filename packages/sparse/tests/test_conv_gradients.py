@@ -109,7 +109,7 @@ def test_no_second_derivative():
     features, weight, bias = operands(rulebook, 2, 3, WeightLayout.RSCK)
     out = sparse_conv(features, weight, bias, rulebook, layout=WeightLayout.RSCK)
     (grad,) = torch.autograd.grad(out.square().sum(), features, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(RuntimeError, match=r"conv_grad_features.* no autograd formula"):
         grad.sum().backward()
 
 

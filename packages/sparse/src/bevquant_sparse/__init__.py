@@ -13,6 +13,7 @@ from bevquant_sparse._modules import (
 )
 from bevquant_sparse._pool import sparse_avg_pool, sparse_max_pool
 from bevquant_sparse._rulebook import Rulebook, build_rulebook
+from bevquant_sparse._sparse_tensor import register_sparse_tensor
 from bevquant_sparse._spconv import conv_forward
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "layout_of",
     "permute_weight",
     "register_layout",
+    "register_sparse_tensor",
     "set_weight",
     "sparse_avg_pool",
     "sparse_conv",

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from bevquant_sparse import _conv_torch
 from bevquant_sparse._conv_matmul import column_sum
 from bevquant_sparse._layout import WeightLayout, permute_weight
+from bevquant_sparse._operator import operator
 from bevquant_sparse._rulebook import Rulebook
+from bevquant_sparse._table import Table
 
 _BACKENDS = ("auto", "numba", "torch")
 _HALF = (torch.float16, torch.bfloat16)
@@ -74,64 +76,171 @@ def sparse_conv(
         tensor([ 32.,  21., 200.])
     """
     _check(features, weight, bias, rulebook, layout)
-    chosen = _choose(backend, features)
-    dtype = features.dtype
-    kernel_size = rulebook.kernel_size if layout is WeightLayout.VCK else None
-    weight = permute_weight(weight, layout, WeightLayout.VCK, kernel_size=kernel_size)
-    if dtype in _HALF:
-        features, weight = features.float(), weight.float()
-        bias = None if bias is None else bias.float()
-    out: Tensor = _SparseConv.apply(  # type: ignore[no-untyped-call]
-        features, weight, bias, rulebook, chosen
+    _check_backend(backend, features)
+    chosen = () if backend == "auto" else (backend,)
+    out: Tensor = _conv(
+        features,
+        weight,
+        bias,
+        rulebook.neighbours,
+        list(rulebook.kernel_size),
+        layout.name,
+        rulebook.subm,
+        *chosen,
     )
-    return out.to(dtype)
+    return out
 
 
-class _SparseConv(torch.autograd.Function):
-    """Sparse convolution with the weight in ``VCK``; the backend is a module of three functions."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        features: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        rulebook: Rulebook,
-        backend: ModuleType,
-    ) -> Tensor:
-        ctx.save_for_backward(features, weight)
-        ctx.rulebook, ctx.backend = rulebook, backend
-        # Autocast would lower the products; the sum's dtype is the operands'.
-        with torch.autocast(features.device.type, enabled=False):
-            out: Tensor = backend.forward(features, weight, bias, rulebook)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        features, weight = ctx.saved_tensors
-        grads: list[Tensor | None] = [None, None, None]
-        with torch.autocast(features.device.type, enabled=False):
-            if ctx.needs_input_grad[0]:
-                grads[0] = ctx.backend.grad_features(grad_out, weight, ctx.rulebook)
-            if ctx.needs_input_grad[1]:
-                grads[1] = ctx.backend.grad_weight(features, grad_out, ctx.rulebook)
-            if ctx.needs_input_grad[2]:
-                grads[2] = column_sum(grad_out)
-        return *grads, None, None
+@operator(
+    "conv(Tensor features, Tensor weight, Tensor? bias, Tensor neighbours, int[] kernel_size,"
+    " str layout, bool subm, str backend='auto') -> Tensor"
+)
+def _conv(
+    features: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    neighbours: Tensor,
+    kernel_size: Sequence[int],
+    layout: str,
+    subm: bool,
+    backend: str = "auto",
+) -> Tensor:
+    """``sparse_conv`` of operands that fit each other."""
+    table = Table(neighbours, features.shape[0], subm)
+    vck = permute_weight(weight, WeightLayout[layout], WeightLayout.VCK, kernel_size=kernel_size)
+    run = _choose(backend, features).forward
+    # Autocast would lower the products; the sum's dtype is the operands'.
+    with torch.autocast(features.device.type, enabled=False):
+        out: Tensor = run(wide(features), wide(vck), None if bias is None else wide(bias), table)
+    return out.to(features.dtype)
 
 
-def _choose(backend: str, features: Tensor) -> ModuleType:
+@_conv.register_fake
+def _(
+    features: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    neighbours: Tensor,
+    kernel_size: Sequence[int],
+    layout: str,
+    subm: bool,
+    backend: str = "auto",
+) -> Tensor:
+    return features.new_empty(neighbours.shape[0], WeightLayout[layout].channels(weight)[1])
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    features, weight, _, neighbours, *ctx.how = inputs
+    ctx.save_for_backward(features, weight, neighbours)
+
+
+def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+    features, weight, neighbours = ctx.saved_tensors
+    grads: list[Tensor | None] = [None, None, None]
+    if ctx.needs_input_grad[0]:
+        grads[0] = _grad_features(grad_out, features, weight, neighbours, *ctx.how)
+    if ctx.needs_input_grad[1]:
+        grads[1] = _grad_weight(grad_out, features, weight, neighbours, *ctx.how)
+    if ctx.needs_input_grad[2]:
+        grads[2] = _grad_bias(grad_out)
+    return *grads, None, None, None, None, None
+
+
+_conv.register_autograd(_backward, setup_context=_keep_for_backward)
+
+
+@operator(
+    "conv_grad_features(Tensor grad_out, Tensor features, Tensor weight, Tensor neighbours,"
+    " int[] kernel_size, str layout, bool subm, str backend='auto') -> Tensor"
+)
+def _grad_features(
+    grad_out: Tensor,
+    features: Tensor,
+    weight: Tensor,
+    neighbours: Tensor,
+    kernel_size: Sequence[int],
+    layout: str,
+    subm: bool,
+    backend: str = "auto",
+) -> Tensor:
+    """Gradient of ``conv`` in its features."""
+    table = Table(neighbours, features.shape[0], subm)
+    vck = permute_weight(weight, WeightLayout[layout], WeightLayout.VCK, kernel_size=kernel_size)
+    run = _choose(backend, features).grad_features
+    with torch.autocast(features.device.type, enabled=False):
+        grad: Tensor = run(wide(grad_out), wide(vck), table)
+    return grad.to(features.dtype)
+
+
+@operator(
+    "conv_grad_weight(Tensor grad_out, Tensor features, Tensor weight, Tensor neighbours,"
+    " int[] kernel_size, str layout, bool subm, str backend='auto') -> Tensor"
+)
+def _grad_weight(
+    grad_out: Tensor,
+    features: Tensor,
+    weight: Tensor,
+    neighbours: Tensor,
+    kernel_size: Sequence[int],
+    layout: str,
+    subm: bool,
+    backend: str = "auto",
+) -> Tensor:
+    """Gradient of ``conv`` in its weight, in the weight's layout."""
+    table = Table(neighbours, features.shape[0], subm)
+    run = _choose(backend, features).grad_weight
+    with torch.autocast(features.device.type, enabled=False):
+        grad: Tensor = run(wide(features), wide(grad_out), table)
+    grad = permute_weight(grad, WeightLayout.VCK, WeightLayout[layout], kernel_size=kernel_size)
+    return grad.to(weight.dtype)
+
+
+@operator("conv_grad_bias(Tensor grad_out) -> Tensor")
+def _grad_bias(grad_out: Tensor) -> Tensor:
+    """Gradient of ``conv`` in its bias."""
+    with torch.autocast(grad_out.device.type, enabled=False):
+        return column_sum(wide(grad_out)).to(grad_out.dtype)
+
+
+@_grad_features.register_fake
+def _(grad_out: Tensor, features: Tensor, *how: Any) -> Tensor:
+    return features.new_empty(features.shape)
+
+
+@_grad_weight.register_fake
+def _(grad_out: Tensor, features: Tensor, weight: Tensor, *how: Any) -> Tensor:
+    return weight.new_empty(weight.shape)
+
+
+@_grad_bias.register_fake
+def _(grad_out: Tensor) -> Tensor:
+    return grad_out.new_empty(grad_out.shape[1])
+
+
+def wide(values: Tensor) -> Tensor:
+    """Half types in float32, the others as they are."""
+    return values.float() if values.dtype in _HALF else values
+
+
+def _check_backend(backend: str, features: Tensor) -> None:
     if backend not in _BACKENDS:
         raise ValueError(f"backend={backend!r}: expected one of {', '.join(_BACKENDS)}")
-    fits = features.device.type == "cpu" and features.dtype in (torch.float32, *_HALF)
-    if backend == "torch" or (backend == "auto" and not fits):
-        return _conv_torch
-    if not fits:
+    if backend == "numba" and not _fits_numba(features):
         raise ValueError(
             f"backend='numba' runs float32, float16 and bfloat16 on a CPU, got {features.dtype} "
             f"on {features.device}; use backend='auto' or 'torch'"
         )
+
+
+def _fits_numba(features: Tensor) -> bool:
+    return features.device.type == "cpu" and features.dtype in (torch.float32, *_HALF)
+
+
+def _choose(backend: str, features: Tensor) -> ModuleType:
+    """The module that runs ``backend``; only operators ask, as tracers break numba's import."""
+    _check_backend(backend, features)
+    if backend == "torch" or not _fits_numba(features):
+        return _conv_torch
     try:
         return importlib.import_module("bevquant_sparse._conv_numba")
     except ImportError as error:

@@ -20,8 +20,8 @@ from bevquant_sparse._conv_kernels import (
     outer_products_v1,
 )
 from bevquant_sparse._conv_plan import Plan, plan_for
-from bevquant_sparse._rulebook import Rulebook
 from bevquant_sparse._shapes import Float
+from bevquant_sparse._table import Table
 from bevquant_sparse._threads import share
 
 _LANES = 16
@@ -32,37 +32,37 @@ def forward(
     features: Float[Tensor, "num_in in_channels"],
     weight: Float[Tensor, "volume in_channels out_channels"],
     bias: Float[Tensor, " out_channels"] | None,
-    rulebook: Rulebook,
+    table: Table,
 ) -> Float[Tensor, "num_out out_channels"]:
     """Sparse convolution with the weight in ``VCK``."""
-    if 0 in (rulebook.num_in, rulebook.num_out, *weight.shape):
-        return _conv_torch.forward(features, weight, bias, rulebook)
-    plan = plan_for(rulebook, _block_rows(weight.shape[2]), backwards=False)
-    return _convolve(features, weight, bias, plan, rulebook.num_out)
+    if 0 in (table.num_in, table.num_out, *weight.shape):
+        return _conv_torch.forward(features, weight, bias, table)
+    plan = plan_for(table, _block_rows(weight.shape[2]), backwards=False)
+    return _convolve(features, weight, bias, plan, table.num_out)
 
 
 def grad_features(
     grad_out: Float[Tensor, "num_out out_channels"],
     weight: Float[Tensor, "volume in_channels out_channels"],
-    rulebook: Rulebook,
+    table: Table,
 ) -> Float[Tensor, "num_in in_channels"]:
     """Gradient of the features: the inverse rulebook's convolution with transposed weights."""
-    if 0 in (rulebook.num_in, rulebook.num_out, *weight.shape):
-        return _conv_torch.grad_features(grad_out, weight, rulebook)
-    plan = plan_for(rulebook, _block_rows(weight.shape[1]), backwards=True)
-    return _convolve(grad_out, weight.transpose(1, 2), None, plan, rulebook.num_in)
+    if 0 in (table.num_in, table.num_out, *weight.shape):
+        return _conv_torch.grad_features(grad_out, weight, table)
+    plan = plan_for(table, _block_rows(weight.shape[1]), backwards=True)
+    return _convolve(grad_out, weight.transpose(1, 2), None, plan, table.num_in)
 
 
 def grad_weight(
     features: Float[Tensor, "num_in in_channels"],
     grad_out: Float[Tensor, "num_out out_channels"],
-    rulebook: Rulebook,
+    table: Table,
 ) -> Float[Tensor, "volume in_channels out_channels"]:
     """Gradient of the weight in ``VCK``: per offset, the outer products of its pairs."""
     in_channels, out_channels = features.shape[1], grad_out.shape[1]
-    if 0 in (rulebook.num_in, rulebook.num_out, in_channels, out_channels):
-        return _conv_torch.grad_weight(features, grad_out, rulebook)
-    plan = plan_for(rulebook, _block_rows(out_channels), backwards=False)
+    if 0 in (table.num_in, table.num_out, in_channels, out_channels):
+        return _conv_torch.grad_weight(features, grad_out, table)
+    plan = plan_for(table, _block_rows(out_channels), backwards=False)
     x = _padded(features, CHANNELS)
     g = _padded(grad_out, _LANES)
     grad = x.new_zeros(plan.volume, x.shape[1], g.shape[1])

@@ -6,16 +6,14 @@ grouped by kernel offset. No pair is padded or masked, so that every multiplicat
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
-from threading import Lock
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
 from bevquant_sparse._jit import compiled
-from bevquant_sparse._rulebook import Rulebook
+from bevquant_sparse._table import Table
 from bevquant_sparse._threads import share
 
 AHEAD = 128  # entries behind the last pair that a prefetch may read
@@ -37,21 +35,13 @@ class Plan:
     out_rows: npt.NDArray[np.int32]
 
 
-_plans: weakref.WeakKeyDictionary[Rulebook, dict[tuple[bool, int], Plan]] = (
-    weakref.WeakKeyDictionary()
-)
-_lock = Lock()
+def plan_for(table: Table, block_rows: int, *, backwards: bool) -> Plan:
+    """The plan of ``table``, or of its gradient's convolution; kept as long as the table."""
 
+    def make() -> Plan:
+        return _make(table.inverse if backwards else table.neighbours, block_rows)
 
-def plan_for(rulebook: Rulebook, block_rows: int, *, backwards: bool) -> Plan:
-    """The plan of ``rulebook``, or of its gradient's convolution; kept as long as the rulebook."""
-    key = (backwards, block_rows)
-    with _lock:
-        kept = _plans.setdefault(rulebook, {})
-    if key not in kept:
-        table = rulebook.inverse_neighbours if backwards else rulebook.neighbours
-        kept[key] = _make(table, block_rows)
-    return kept[key]
+    return table.derive(("plan", backwards, block_rows), make)
 
 
 def _make(table: Tensor, block_rows: int) -> Plan:

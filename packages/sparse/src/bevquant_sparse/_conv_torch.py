@@ -15,8 +15,8 @@ from itertools import pairwise
 from torch import Tensor
 
 from bevquant_sparse._conv_matmul import matmul, matmul_transposed
-from bevquant_sparse._rulebook import Rulebook
 from bevquant_sparse._shapes import Float
+from bevquant_sparse._table import Table
 
 # An offset under which every row meets itself (the centre of SubM) needs no gather.
 _Pairs = tuple[int, Tensor | None, Tensor | None]
@@ -26,13 +26,13 @@ def forward(
     features: Float[Tensor, "num_in in_channels"],
     weight: Float[Tensor, "volume in_channels out_channels"],
     bias: Float[Tensor, " out_channels"] | None,
-    rulebook: Rulebook,
+    table: Table,
 ) -> Float[Tensor, "num_out out_channels"]:
     """Sparse convolution with the weight in ``VCK``."""
-    out = features.new_zeros(rulebook.num_out, weight.shape[2])
+    out = features.new_zeros(table.num_out, weight.shape[2])
     if bias is not None:
         out += bias
-    for offset, in_rows, out_rows in _offsets(rulebook):
+    for offset, in_rows, out_rows in _offsets(table):
         _scatter_add(out, out_rows, matmul(_gather(features, in_rows), weight[offset]))
     return out
 
@@ -40,11 +40,11 @@ def forward(
 def grad_features(
     grad_out: Float[Tensor, "num_out out_channels"],
     weight: Float[Tensor, "volume in_channels out_channels"],
-    rulebook: Rulebook,
+    table: Table,
 ) -> Float[Tensor, "num_in in_channels"]:
     """Gradient of the features: the pairs walked backwards with transposed weights."""
-    grad = grad_out.new_zeros(rulebook.num_in, weight.shape[1])
-    for offset, in_rows, out_rows in _offsets(rulebook):
+    grad = grad_out.new_zeros(table.num_in, weight.shape[1])
+    for offset, in_rows, out_rows in _offsets(table):
         _scatter_add(grad, in_rows, matmul(_gather(grad_out, out_rows), weight[offset].t()))
     return grad
 
@@ -52,21 +52,21 @@ def grad_features(
 def grad_weight(
     features: Float[Tensor, "num_in in_channels"],
     grad_out: Float[Tensor, "num_out out_channels"],
-    rulebook: Rulebook,
+    table: Table,
 ) -> Float[Tensor, "volume in_channels out_channels"]:
     """Gradient of the weight in ``VCK``: per offset, gathered features times gathered gradient."""
-    grad = features.new_zeros(rulebook.kernel_volume, features.shape[1], grad_out.shape[1])
-    for offset, in_rows, out_rows in _offsets(rulebook):
+    grad = features.new_zeros(table.kernel_volume, features.shape[1], grad_out.shape[1])
+    for offset, in_rows, out_rows in _offsets(table):
         grad[offset] = matmul_transposed(_gather(features, in_rows), _gather(grad_out, out_rows))
     return grad
 
 
-def _offsets(rulebook: Rulebook) -> Iterator[_Pairs]:
-    in_rows, out_rows, bounds = rulebook.pairs
+def _offsets(table: Table) -> Iterator[_Pairs]:
+    in_rows, out_rows, bounds = table.pairs
     for offset, (start, stop) in enumerate(pairwise(bounds)):
         if start == stop:
             continue
-        if rulebook.subm and 2 * offset + 1 == rulebook.kernel_volume:
+        if table.subm and 2 * offset + 1 == table.kernel_volume:
             yield offset, None, None
         else:
             yield offset, in_rows[start:stop], out_rows[start:stop]

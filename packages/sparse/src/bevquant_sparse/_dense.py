@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 from bevquant_sparse._geometry import make_geometry
 from bevquant_sparse._indices import check_range, require_indices
+from bevquant_sparse._operator import operator
 
 
 def to_dense(
@@ -47,7 +49,38 @@ def to_dense(
     geometry = make_geometry(
         shape, 1, 1, 0, 1, 0, subm=True, transposed=False, batch_size=int(batch_size)
     )
-    check_range(rows, geometry)
-    dense = features.new_zeros(geometry.batch_size, *geometry.in_shape, features.shape[1])
-    dense = dense.index_put(tuple(rows.long().unbind(1)), features)
+    out: Tensor = _to_dense(features, rows, list(geometry.in_shape), geometry.batch_size)
+    return out
+
+
+@operator(
+    "to_dense(Tensor features, Tensor indices, int[] spatial_shape, int batch_size) -> Tensor"
+)
+def _to_dense(
+    features: Tensor, indices: Tensor, spatial_shape: Sequence[int], batch_size: int
+) -> Tensor:
+    """``to_dense`` of operands that fit each other; the range of the indices is checked here."""
+    geometry = make_geometry(
+        spatial_shape, 1, 1, 0, 1, 0, subm=True, transposed=False, batch_size=batch_size
+    )
+    check_range(indices, geometry)
+    dense = features.new_zeros(batch_size, *spatial_shape, features.shape[1])
+    dense.index_put_(tuple(indices.long().unbind(1)), features)
     return dense.movedim(-1, 1).contiguous()
+
+
+@_to_dense.register_fake
+def _(features: Tensor, indices: Tensor, spatial_shape: Sequence[int], batch_size: int) -> Tensor:
+    return features.new_empty(batch_size, features.shape[1], *spatial_shape)
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[1])
+
+
+def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+    (indices,) = ctx.saved_tensors
+    return grad_out.movedim(1, -1)[tuple(indices.long().unbind(1))], None, None, None
+
+
+_to_dense.register_autograd(_backward, setup_context=_keep_for_backward)

@@ -28,7 +28,13 @@ def require_indices(indices: Tensor, ndim: int) -> Tensor:
             f"indices have shape {tuple(indices.shape)}; expected [rows, {ndim + 1}]: the batch "
             f"index, then {ndim} coordinates for a spatial_shape of {ndim} axes"
         )
-    return indices.contiguous()
+    # No call without need: it would be a node of an exported graph, and another tensor there.
+    return indices if indices.is_contiguous() else indices.contiguous()
+
+
+def to_int32(indices: Tensor) -> Tensor:
+    """``indices`` as int32: the very tensor where it is."""
+    return indices if indices.dtype is torch.int32 else indices.to(torch.int32)
 
 
 def infer_batch_size(indices: Tensor) -> int:

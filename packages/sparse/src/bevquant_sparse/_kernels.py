@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from bevquant_sparse._modules import is_sparse_conv, known_layout, qualified_class_names
 from bevquant_sparse._pooling import pool_forward
+from bevquant_sparse._sparse_tensor import register_tensor_of
 from bevquant_sparse._spconv import conv_forward, run_conv
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ def use_bevquant_kernels(model: nn.Module) -> list[str]:
         elif _pool_kind(cls) is None:
             continue
         module.__class__ = _kernel_class(cls)
+        register_tensor_of(cls)
         changed.append(path)
     return changed
 

@@ -162,17 +162,17 @@ def _kernel_size(module: Any, weight: Tensor, own: WeightLayout) -> tuple[int, .
     return tuple(int(k) for k in size)
 
 
-def read_weight(module: Any, weight: Tensor, layout: WeightLayout) -> Tensor:
-    """``weight``, shaped and ordered as ``module``'s own, in ``layout``."""
+def as_multiplied(module: Any, weight: Tensor) -> tuple[Tensor, WeightLayout]:
+    """``weight``, shaped and ordered as ``module``'s own, as it is multiplied, and its layout."""
     own = layout_of(module)
-    kernel_size = _kernel_size(module, weight, own)
-    if own is WeightLayout.VCK and weight.ndim == 2 and math.prod(kernel_size) == 1:
-        weight = weight.unsqueeze(0)
-    if _reads_as_matrix(module):
+    if own is WeightLayout.VCK and weight.ndim == 2:
+        if math.prod(_kernel_size(module, weight, own)) == 1:
+            weight = weight.unsqueeze(0)
+    elif _reads_as_matrix(module):
         in_channels, out_channels = own.channels(weight)
-        ones = (1,) * len(kernel_size)
-        weight, own = weight.reshape(*ones, in_channels, out_channels), WeightLayout.RSCK
-    return permute_weight(weight, own, layout, kernel_size=kernel_size)
+        ones = (1,) * len(_kernel_size(module, weight, own))
+        return weight.reshape(*ones, in_channels, out_channels), WeightLayout.RSCK
+    return weight, own
 
 
 def get_weight(module: Any, layout: WeightLayout) -> Tensor:
@@ -190,7 +190,10 @@ def get_weight(module: Any, layout: WeightLayout) -> Tensor:
         >>> tuple(get_weight(conv, WeightLayout.KRSC).shape)
         (8, 3, 3, 4)
     """
-    return read_weight(module, getattr(module, weight_name(module)), layout)
+    value = getattr(module, weight_name(module))
+    kernel_size = _kernel_size(module, value, layout_of(module))
+    weight, own = as_multiplied(module, value)
+    return permute_weight(weight, own, layout, kernel_size=kernel_size)
 
 
 def set_weight(module: Any, weight: Tensor, layout: WeightLayout) -> None:

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from bevquant_sparse._conv import check_features
+from bevquant_sparse._conv import check_features, wide
+from bevquant_sparse._operator import operator
 from bevquant_sparse._rulebook import Rulebook
+from bevquant_sparse._table import Table
 
 
 def sparse_max_pool(features: Tensor, rulebook: Rulebook) -> Tensor:
@@ -46,7 +47,7 @@ def sparse_max_pool(features: Tensor, rulebook: Rulebook) -> Tensor:
         tensor([ 1., -3.])
     """
     check_features("sparse_max_pool", features, rulebook)
-    out: Tensor = _MaxPool.apply(features, rulebook)  # type: ignore[no-untyped-call]
+    out: Tensor = _max_pool(features, rulebook.neighbours)
     return out
 
 
@@ -81,66 +82,94 @@ def sparse_avg_pool(features: Tensor, rulebook: Rulebook) -> Tensor:
         tensor([-0.5000, -3.0000])
     """
     check_features("sparse_avg_pool", features, rulebook)
-    half = features.dtype in (torch.float16, torch.bfloat16)
-    values = features.float() if half else features
-    out: Tensor = _AvgPool.apply(values, rulebook)  # type: ignore[no-untyped-call]
-    return out.to(features.dtype)
+    out: Tensor = _avg_pool(features, rulebook.neighbours)
+    return out
 
 
-class _MaxPool(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, features: Tensor, rulebook: Rulebook) -> Tensor:
-        out = features.new_zeros(rulebook.num_out, features.shape[1])
-        winner = torch.full_like(out, -1, dtype=torch.int64)
-        for in_rows, out_rows in _pairs(rulebook):
-            value, best = features[in_rows], out[out_rows]
-            held = winner[out_rows]
-            # A later row wins only where strictly greater, or as the window's first NaN.
-            wins = (held < 0) | (value > best) | (value.isnan() & ~best.isnan())
-            out[out_rows] = torch.where(wins, value, best)
-            winner[out_rows] = torch.where(wins, in_rows[:, None], held)
-        ctx.save_for_backward(winner)
-        ctx.rulebook = rulebook
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None]:
-        (winner,) = ctx.saved_tensors
-        rulebook = ctx.rulebook
-        grad = grad_out.new_zeros(rulebook.num_in, grad_out.shape[1])
-        # Per offset an input row occurs once, so that the additions have one order.
-        for in_rows, out_rows in _pairs(rulebook):
-            won = winner[out_rows] == in_rows[:, None]
-            grad[in_rows] += grad_out[out_rows].where(won, 0.0)
-        return grad, None
+@operator("max_pool(Tensor features, Tensor neighbours) -> Tensor")
+def _max_pool(features: Tensor, neighbours: Tensor) -> Tensor:
+    """``sparse_max_pool`` of operands that fit each other."""
+    return _maxima(features, neighbours)[0]
 
 
-class _AvgPool(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, features: Tensor, rulebook: Rulebook) -> Tensor:
-        ctx.rulebook = rulebook
-        out = features.new_zeros(rulebook.num_out, features.shape[1])
-        for in_rows, out_rows in _pairs(rulebook):
-            out[out_rows] += features[in_rows]
-        return out / _counts(rulebook, out)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None]:
-        rulebook = ctx.rulebook
-        share = grad_out / _counts(rulebook, grad_out)
-        grad = grad_out.new_zeros(rulebook.num_in, grad_out.shape[1])
-        for in_rows, out_rows in _pairs(rulebook):
-            grad[in_rows] += share[out_rows]
-        return grad, None
+@operator("avg_pool(Tensor features, Tensor neighbours) -> Tensor")
+def _avg_pool(features: Tensor, neighbours: Tensor) -> Tensor:
+    """``sparse_avg_pool`` of operands that fit each other."""
+    values = wide(features)
+    out = values.new_zeros(neighbours.shape[0], features.shape[1])
+    for in_rows, out_rows in _pairs(features, neighbours):
+        out[out_rows] += values[in_rows]
+    return (out / _counts(neighbours, out)).to(features.dtype)
 
 
-def _pairs(rulebook: Rulebook) -> Iterator[tuple[Tensor, Tensor]]:
-    in_rows, out_rows, bounds = rulebook.pairs
+@operator("max_pool_grad(Tensor grad_out, Tensor features, Tensor neighbours) -> Tensor")
+def _max_pool_grad(grad_out: Tensor, features: Tensor, neighbours: Tensor) -> Tensor:
+    """Gradient of ``max_pool``: the winners are found anew, so the forward returns no more."""
+    winner = _maxima(features, neighbours)[1]
+    grad = torch.zeros_like(features)
+    # Per offset an input row occurs once, so that the additions have one order.
+    for in_rows, out_rows in _pairs(features, neighbours):
+        won = winner[out_rows] == in_rows[:, None]
+        grad[in_rows] += grad_out[out_rows].where(won, 0.0)
+    return grad
+
+
+@operator("avg_pool_grad(Tensor grad_out, Tensor features, Tensor neighbours) -> Tensor")
+def _avg_pool_grad(grad_out: Tensor, features: Tensor, neighbours: Tensor) -> Tensor:
+    """Gradient of ``avg_pool``; of ``features`` the shape alone counts."""
+    values = wide(grad_out)
+    share = values / _counts(neighbours, values)
+    grad = values.new_zeros(features.shape)
+    for in_rows, out_rows in _pairs(features, neighbours):
+        grad[in_rows] += share[out_rows]
+    return grad.to(features.dtype)
+
+
+@_max_pool.register_fake
+@_avg_pool.register_fake
+def _(features: Tensor, neighbours: Tensor) -> Tensor:
+    return features.new_empty(neighbours.shape[0], features.shape[1])
+
+
+@_max_pool_grad.register_fake
+@_avg_pool_grad.register_fake
+def _(grad_out: Tensor, features: Tensor, neighbours: Tensor) -> Tensor:
+    return features.new_empty(features.shape)
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+_max_pool.register_autograd(
+    lambda ctx, grad_out: (_max_pool_grad(grad_out, *ctx.saved_tensors), None),
+    setup_context=_keep_for_backward,
+)
+_avg_pool.register_autograd(
+    lambda ctx, grad_out: (_avg_pool_grad(grad_out, *ctx.saved_tensors), None),
+    setup_context=_keep_for_backward,
+)
+
+
+def _maxima(features: Tensor, neighbours: Tensor) -> tuple[Tensor, Tensor]:
+    """Maximum of each window and the input row that it comes from."""
+    out = features.new_zeros(neighbours.shape[0], features.shape[1])
+    winner = torch.full_like(out, -1, dtype=torch.int64)
+    for in_rows, out_rows in _pairs(features, neighbours):
+        value, best = features[in_rows], out[out_rows]
+        held = winner[out_rows]
+        # A later row wins only where strictly greater, or as the window's first NaN.
+        wins = (held < 0) | (value > best) | (value.isnan() & ~best.isnan())
+        out[out_rows] = torch.where(wins, value, best)
+        winner[out_rows] = torch.where(wins, in_rows[:, None], held)
+    return out, winner
+
+
+def _pairs(features: Tensor, neighbours: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    in_rows, out_rows, bounds = Table(neighbours, features.shape[0], subm=False).pairs
     for start, stop in pairwise(bounds):
         yield in_rows[start:stop], out_rows[start:stop]
 
 
-def _counts(rulebook: Rulebook, like: Tensor) -> Tensor:
-    return (rulebook.neighbours >= 0).sum(1, keepdim=True).clamp(min=1).to(like.dtype)
+def _counts(neighbours: Tensor, like: Tensor) -> Tensor:
+    return (neighbours >= 0).sum(1, keepdim=True).clamp(min=1).to(like.dtype)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from bevquant_sparse._geometry import Geometry, make_geometry
-from bevquant_sparse._indices import infer_batch_size, require_indices
+from bevquant_sparse._indices import infer_batch_size, require_indices, to_int32
+from bevquant_sparse._operator import operator
 from bevquant_sparse._rulebook_torch import build_torch
+from bevquant_sparse._table import Table
 
 _BACKENDS = ("auto", "numba", "torch")
 
@@ -72,47 +74,49 @@ class Rulebook:
         """Number of kernel offsets."""
         return self.neighbours.shape[1]
 
-    @cached_property
+    @property
     def inverse_neighbours(self) -> Tensor:
         """int32 ``[num_in, kernel_volume]``: the output row each input reaches, −1 where none."""
-        if self.subm:
-            # Row i sees j under offset k exactly where j sees i under the mirrored offset.
-            return self.neighbours.flip(1)
-        out_rows, offsets, in_rows = self._present()
-        table = self.neighbours.new_full((self.num_in * self.kernel_volume,), -1)
-        table.scatter_(0, in_rows * self.kernel_volume + offsets, out_rows.to(torch.int32))
-        return table.view(self.num_in, self.kernel_volume)
+        return self.table.inverse
 
-    def _present(self) -> tuple[Tensor, Tensor, Tensor]:
-        """``(out_rows, offsets, in_rows)`` of the table's entries, in its order."""
-        flat = self.neighbours.reshape(-1)
-        places = (flat >= 0).nonzero().view(-1)
-        out_rows = torch.div(places, self.kernel_volume, rounding_mode="floor")
-        in_rows = flat.index_select(0, places).long()
-        return out_rows, places - out_rows * self.kernel_volume, in_rows
-
-    @cached_property
+    @property
     def pairs(self) -> tuple[Tensor, Tensor, list[int]]:
         """All pairs grouped by kernel offset: ``(in_rows, out_rows, bounds)``.
 
         Both int64 ``[num_pairs]``; pairs ``bounds[k] … bounds[k + 1]`` belong to offset ``k``,
         ascending in the output row.
         """
-        by_offset = self.neighbours.t().contiguous()
-        flat = by_offset.view(-1)
-        places = (flat >= 0).nonzero().view(-1)
-        in_rows = flat.index_select(0, places).long()
-        out_rows = places % max(self.num_out, 1)
-        return in_rows, out_rows, [0, *(by_offset >= 0).sum(1).cumsum(0).tolist()]
+        return self.table.pairs
 
-    @cached_property
+    @property
     def num_pairs(self) -> int:
         """Number of (input, output, offset) triples: multiply-accumulates per channel pair.
 
         SubM counts both halves of the kernel and its centre, which spconv's ``indice_pair_num``
         does not.
         """
-        return int((self.neighbours >= 0).sum())
+        return self.table.derive("num_pairs", lambda: int((self.neighbours >= 0).sum()))
+
+    @property
+    def geometry(self) -> Geometry:
+        """The parameters alone."""
+        return Geometry(
+            self.batch_size,
+            self.in_shape,
+            self.out_shape,
+            self.kernel_size,
+            self.stride,
+            self.padding,
+            self.dilation,
+            self.output_padding,
+            self.subm,
+            self.transposed,
+        )
+
+    @property
+    def table(self) -> Table:
+        """The part that kernels read."""
+        return Table(self.neighbours, self.num_in, self.subm)
 
     def inverse(self) -> Rulebook:
         """The rulebook of the inverse convolution: in and out exchanged, the same offsets.
@@ -123,7 +127,7 @@ class Rulebook:
         return Rulebook(
             in_indices=self.out_indices,
             out_indices=self.in_indices,
-            neighbours=self.inverse_neighbours,
+            neighbours=_inverse_rulebook(self.neighbours, self.in_indices),
             batch_size=self.batch_size,
             in_shape=self.out_shape,
             out_shape=self.in_shape,
@@ -200,9 +204,10 @@ def build_rulebook(
     """
     if backend not in _BACKENDS:
         raise ValueError(f"backend={backend!r}: expected one of {', '.join(_BACKENDS)}")
-    rows = require_indices(indices, len(tuple(spatial_shape)))
+    shape = tuple(spatial_shape)
+    rows = require_indices(indices, len(shape))
     geometry = make_geometry(
-        spatial_shape,
+        shape,
         kernel_size,
         stride,
         padding,
@@ -212,9 +217,137 @@ def build_rulebook(
         transposed=transposed,
         batch_size=infer_batch_size(rows) if batch_size is None else int(batch_size),
     )
-    out_indices, neighbours = _choose_builder(backend, rows, geometry)(rows, geometry)
-    in_indices = out_indices if subm else rows.to(torch.int32)
+    return build_from_geometry(rows, geometry, backend)
+
+
+def build_from_geometry(indices: Tensor, geometry: Geometry, backend: str) -> Rulebook:
+    """The rulebook of checked parameters, by the operators: they are what an export records."""
+    rows = require_indices(indices, geometry.ndim)
+    chosen = () if backend == "auto" else (backend,)
+    where = (list(geometry.in_shape), geometry.batch_size)
+    kernel, dilation = list(geometry.kernel_size), list(geometry.dilation)
+    if geometry.subm:
+        neighbours = _subm_rulebook(rows, *where, kernel, dilation, *chosen)
+        # Narrowed after the operator has checked the range.
+        out_indices = in_indices = to_int32(rows)
+    else:
+        out_indices, neighbours = _rulebook(
+            rows,
+            *where,
+            kernel,
+            list(geometry.stride),
+            list(geometry.padding),
+            dilation,
+            list(geometry.output_padding),
+            geometry.transposed,
+            *chosen,
+        )
+        in_indices = to_int32(rows)
     return _assemble(in_indices, out_indices, neighbours, geometry)
+
+
+@operator(
+    "subm_rulebook(Tensor indices, int[] spatial_shape, int batch_size, int[] kernel_size,"
+    " int[] dilation, str backend='auto') -> Tensor"
+)
+def _subm_rulebook(
+    indices: Tensor,
+    spatial_shape: Sequence[int],
+    batch_size: int,
+    kernel_size: Sequence[int],
+    dilation: Sequence[int],
+    backend: str = "auto",
+) -> Tensor:
+    """Neighbours of a SubM convolution, whose output rows are ``indices``."""
+    geometry = make_geometry(
+        spatial_shape, kernel_size, 1, 0, dilation, 0,
+        subm=True, transposed=False, batch_size=batch_size,
+    )  # fmt: skip
+    return _choose_builder(backend, indices, geometry)(indices, geometry)[1]
+
+
+@_subm_rulebook.register_fake
+def _(
+    indices: Tensor,
+    spatial_shape: Sequence[int],
+    batch_size: int,
+    kernel_size: Sequence[int],
+    dilation: Sequence[int],
+    backend: str = "auto",
+) -> Tensor:
+    return indices.new_empty((indices.shape[0], math.prod(kernel_size)), dtype=torch.int32)
+
+
+@operator(
+    "rulebook(Tensor indices, int[] spatial_shape, int batch_size, int[] kernel_size, int[] stride,"
+    " int[] padding, int[] dilation, int[] output_padding, bool transposed, str backend='auto')"
+    " -> (Tensor, Tensor)"
+)
+def _rulebook(
+    indices: Tensor,
+    spatial_shape: Sequence[int],
+    batch_size: int,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    output_padding: Sequence[int],
+    transposed: bool,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """``(out_indices, neighbours)`` of every other convolution and of pooling."""
+    geometry = make_geometry(
+        spatial_shape, kernel_size, stride, padding, dilation, output_padding,
+        subm=False, transposed=transposed, batch_size=batch_size,
+    )  # fmt: skip
+    out_indices, neighbours = _choose_builder(backend, indices, geometry)(indices, geometry)
+    # An operator may not return its input, as builders do where there are no rows.
+    return (out_indices.clone() if out_indices is indices else out_indices), neighbours
+
+
+@_rulebook.register_fake
+def _(
+    indices: Tensor,
+    spatial_shape: Sequence[int],
+    batch_size: int,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    output_padding: Sequence[int],
+    transposed: bool,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    rows = torch.library.get_ctx().new_dynamic_size()
+    # A graph is for frames with voxels in them: forwards ask whether there are any.
+    torch._check(rows >= 1)
+    return (
+        indices.new_empty((rows, indices.shape[1]), dtype=torch.int32),
+        indices.new_empty((rows, math.prod(kernel_size)), dtype=torch.int32),
+    )
+
+
+@operator("inverse_rulebook(Tensor neighbours, Tensor in_indices) -> Tensor")
+def _inverse_rulebook(neighbours: Tensor, in_indices: Tensor) -> Tensor:
+    """Neighbours of the inverse convolution, whose output rows are ``in_indices``."""
+    return Table(neighbours, in_indices.shape[0], subm=False).inverse
+
+
+@_inverse_rulebook.register_fake
+def _(neighbours: Tensor, in_indices: Tensor) -> Tensor:
+    return neighbours.new_empty((in_indices.shape[0], neighbours.shape[1]))
+
+
+@operator("identity_rulebook(Tensor indices) -> Tensor")
+def identity_rulebook(indices: Tensor) -> Tensor:
+    """Neighbours of a 1×…×1 kernel that moves nothing: every row meets itself, unchecked."""
+    rows = torch.arange(indices.shape[0], dtype=torch.int32, device=indices.device)
+    return rows.unsqueeze(1)
+
+
+@identity_rulebook.register_fake
+def _(indices: Tensor) -> Tensor:
+    return indices.new_empty((indices.shape[0], 1), dtype=torch.int32)
 
 
 def _choose_builder(

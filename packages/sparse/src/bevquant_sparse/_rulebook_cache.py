@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+from torch import Tensor
 
-from bevquant_sparse._rulebook import Rulebook, build_rulebook
+from bevquant_sparse._geometry import Geometry, make_geometry
+from bevquant_sparse._rulebook import Rulebook, build_from_geometry, identity_rulebook
 
 
 def describe(module: Any) -> str:
@@ -29,10 +30,40 @@ def rulebook_for(module: Any, x: Any, backend: str) -> tuple[Rulebook, dict[Any,
     if kept is not None:
         _check_reuse(module, x, kept)
         return kept, indice_dict
-    rulebook = _build(module, x, backend)
-    if key is not None:
-        indice_dict[key] = rulebook
+    try:
+        geometry = _geometry(module, x)
+        rulebook = _same_geometry(indice_dict, x.indices, geometry)
+        if rulebook is None:
+            rulebook = build_from_geometry(x.indices, geometry, backend)
+            rulebook.table.derive("version of the coordinates", lambda: _version(x.indices))
+    except ValueError as error:
+        raise ValueError(f"{describe(module)}: {error}") from error
+    indice_dict[geometry if key is None else key] = rulebook
     return rulebook, indice_dict
+
+
+def _same_geometry(
+    indice_dict: dict[Any, Any], indices: Tensor, geometry: Geometry
+) -> Rulebook | None:
+    """A rulebook of this geometry on these very coordinates, whatever it is called.
+
+    Layers without an ``indice_key``, as residual blocks have them, share theirs so: in memory,
+    in time, and in an exported graph, where equal sets of coordinates are then one value.
+    """
+    for kept in indice_dict.values():
+        if (
+            isinstance(kept, Rulebook)
+            and kept.in_indices is indices
+            and kept.geometry == geometry
+            and kept.table.derive("version of the coordinates", lambda: None) == _version(indices)
+        ):
+            return kept
+    return None
+
+
+def _version(indices: Tensor) -> int | None:
+    """Counts in-place writes; a tensor of inference mode does not."""
+    return None if indices.is_inference() else indices._version
 
 
 def _sizes(module: Any, name: str, ndim: int, default: int) -> tuple[int, ...]:
@@ -58,12 +89,11 @@ def _keeps_grid(module: Any, x: Any) -> bool:
 
 def _identity(x: Any, ndim: int) -> Rulebook:
     shape = tuple(int(size) for size in x.spatial_shape)
-    rows = torch.arange(x.indices.shape[0], dtype=torch.int32, device=x.indices.device)
     ones, zeros = (1,) * ndim, (0,) * ndim
     return Rulebook(
         in_indices=x.indices,
         out_indices=x.indices,
-        neighbours=rows.unsqueeze(1),
+        neighbours=identity_rulebook(x.indices),
         batch_size=int(x.batch_size),
         in_shape=shape,
         out_shape=shape,
@@ -77,29 +107,24 @@ def _identity(x: Any, ndim: int) -> Rulebook:
     )
 
 
-def _build(module: Any, x: Any, backend: str) -> Rulebook:
+def _geometry(module: Any, x: Any) -> Geometry:
     ndim = len(x.spatial_shape)
     settings = _settings(module, ndim)
     transposed = bool(getattr(module, "transposed", False))
     if not transposed:
         # spconv ignores it there, so modules may carry one.
         settings["output_padding"] = (0,) * ndim
-    try:
-        return build_rulebook(
-            x.indices,
-            [int(size) for size in x.spatial_shape],
-            settings["kernel_size"],
-            settings["stride"],
-            settings["padding"],
-            settings["dilation"],
-            output_padding=settings["output_padding"],
-            subm=bool(getattr(module, "subm", False)),
-            transposed=transposed,
-            batch_size=int(x.batch_size),
-            backend=backend,
-        )
-    except ValueError as error:
-        raise ValueError(f"{describe(module)}: {error}") from error
+    return make_geometry(
+        [int(size) for size in x.spatial_shape],
+        settings["kernel_size"],
+        settings["stride"],
+        settings["padding"],
+        settings["dilation"],
+        settings["output_padding"],
+        subm=bool(getattr(module, "subm", False)),
+        transposed=transposed,
+        batch_size=int(x.batch_size),
+    )
 
 
 def _inverse(module: Any, x: Any, kept: Rulebook | None) -> Rulebook:

@@ -11,9 +11,10 @@ from torch.nn import functional
 
 from bevquant_sparse._conv import sparse_conv
 from bevquant_sparse._layout import WeightLayout
-from bevquant_sparse._modules import read_weight, weight_name
+from bevquant_sparse._modules import as_multiplied, weight_name
 from bevquant_sparse._rulebook import Rulebook
 from bevquant_sparse._rulebook_cache import describe, rulebook_for
+from bevquant_sparse._sparse_tensor import as_traced
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -92,13 +93,13 @@ def run_conv(
     _check_module(module, features)
     rulebook, indice_dict = rulebook_for(module, x, backend)
     if layout is None:
-        weight, layout = read_weight(module, weight, WeightLayout.RSCK), WeightLayout.RSCK
+        weight, layout = as_multiplied(module, weight)
     returned, computed = _dtypes(features, weight)
     try:
         out = sparse_conv(
-            features.to(computed),
-            weight.to(computed),
-            None if bias is None else bias.to(computed),
+            _cast(features, computed),
+            _cast(weight, computed),
+            None if bias is None else _cast(bias, computed),
             rulebook,
             layout=layout,
             backend=backend,
@@ -106,10 +107,10 @@ def run_conv(
     except ValueError as error:
         raise ValueError(f"{describe(module)}: {error}") from error
     if add_input is not None:
-        out = out + add_input.features.to(computed)
+        out = out + _cast(add_input.features, computed)
     _record_voxel_count(module, rulebook)
     out = _activate(module, out, act_type, act_alpha)
-    return with_rulebook(x, out.to(returned), rulebook, indice_dict)
+    return with_rulebook(x, _cast(out, returned), rulebook, indice_dict)
 
 
 def _check_module(module: Any, features: Tensor) -> None:
@@ -132,9 +133,16 @@ def _check_module(module: Any, features: Tensor) -> None:
 
 def _dtypes(features: Tensor, weight: Tensor) -> tuple[torch.dtype, torch.dtype]:
     """The dtype to return and the dtype to compute in."""
-    computed = torch.promote_types(features.dtype, weight.dtype)
+    computed = features.dtype
+    if weight.dtype is not computed:  # promote_types would be a node of an exported graph
+        computed = torch.promote_types(computed, weight.dtype)
     computed = torch.float32 if computed in _HALF else computed
     return (features.dtype if features.dtype in _HALF else computed), computed
+
+
+def _cast(values: Tensor, dtype: torch.dtype) -> Tensor:
+    # No call without need: an exported graph would show it.
+    return values if values.dtype is dtype else values.to(dtype)
 
 
 def _activate(module: Any, out: Tensor, act_type: Any, act_alpha: float | int) -> Tensor:
@@ -174,4 +182,4 @@ def with_rulebook(x: Any, features: Tensor, rulebook: Rulebook, indice_dict: dic
     out.indices = rulebook.out_indices
     out.spatial_shape = list(rulebook.out_shape)
     out.indice_dict = indice_dict
-    return out
+    return as_traced(out)

@@ -1,0 +1,25 @@
+"""Declares the package's operators, `torch.ops.bevquant_sparse.*`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.library import CustomOpDef
+
+
+def operator(schema: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
+    """Decorator: a function as the operator ``"name(arguments) -> results"`` on every device.
+
+    Operators change no argument and return none. What reads values (range checks, counts) is done
+    inside them: tracing records the call, and the check runs whenever the graph does.
+    """
+    name = schema.partition("(")[0]
+
+    def decorate(function: Callable[..., Any]) -> CustomOpDef:
+        return torch.library.custom_op(
+            f"bevquant_sparse::{name}", function, mutates_args=(), schema=schema[len(name) :]
+        )
+
+    return decorate

@@ -1,0 +1,134 @@
+"""spconv-style sparse tensors as arguments and results of exported and compiled models."""
+
+from __future__ import annotations
+
+import json
+import sys
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from bevquant_sparse._dense import to_dense
+
+# What a tensor is made of; the rest (rulebooks, timers, scratch) is not part of its value.
+_FIELDS = ("features", "indices")
+_lock = Lock()
+_traced: dict[type, type] = {}
+
+
+def register_sparse_tensor(cls: type) -> None:
+    """Make an spconv-style tensor class a pytree node: its features and indices are the leaves.
+
+    Then ``torch.export`` and ``torch.compile`` take and return such tensors. The grid and the
+    batch size are part of the structure: a graph is for one of each. Rulebooks
+    (``indice_dict``) do not go along; they are built anew where they are needed, and an inverse
+    convolution needs its strided one in the same graph. ``use_bevquant_kernels`` registers the
+    classes that go with the model's modules. A class that is registered already stays as it is.
+
+    Args:
+        cls: Made by ``cls(features, indices, spatial_shape, batch_size)``, with attributes of
+            these names: spconv 1's and 2's ``SparseConvTensor``.
+
+    Raises:
+        TypeError: ``cls`` is no class.
+
+    Example:
+        >>> class Tensor:
+        ...     def __init__(self, features, indices, spatial_shape, batch_size):
+        ...         self.features, self.indices = features, indices
+        ...         self.spatial_shape, self.batch_size = spatial_shape, batch_size
+        >>> register_sparse_tensor(Tensor)
+        >>> from torch.utils import _pytree as pytree
+        >>> pytree.tree_map(str, Tensor(1, 2, [4, 4], 1)).features
+        '1'
+    """
+    if not isinstance(cls, type):
+        raise TypeError(f"register_sparse_tensor: expected a class, got {cls!r}; pass type(x)")
+    with _lock:
+        _register(cls, cls)
+
+
+def register_tensor_of(module_class: type) -> None:
+    """Register the tensor class that goes with an spconv-style module's class."""
+    for base in module_class.__mro__:
+        home = sys.modules.get(base.__module__)
+        for scope in (home, getattr(home, "spconv", None)):
+            found = getattr(scope, "SparseConvTensor", None)
+            if isinstance(found, type):
+                register_sparse_tensor(found)
+                return
+
+
+def _register(cls: type, made: type) -> None:
+    """``cls`` as a node that is put together again as ``made``."""
+    if cls in pytree.SUPPORTED_NODES:
+        return
+
+    def flatten(x: Any) -> tuple[list[Any], tuple[tuple[int, ...], int]]:
+        return [x.features, x.indices], (tuple(int(n) for n in x.spatial_shape), int(x.batch_size))
+
+    def flatten_with_keys(x: Any) -> tuple[list[tuple[Any, Any]], Any]:
+        leaves, context = flatten(x)
+        keys = (pytree.GetAttrKey(name) for name in _FIELDS)
+        return list(zip(keys, leaves, strict=True)), context
+
+    def unflatten(leaves: Any, context: Any) -> Any:
+        features, indices = leaves
+        shape, batch_size = context
+        if isinstance(features, Tensor) and isinstance(indices, Tensor):
+            return made(features, indices, list(shape), batch_size)
+        # Trees of specs and names have the structure of a tensor without its constructor's rules.
+        x = object.__new__(made)
+        x.__dict__.update(
+            features=features, _features=features, indices=indices, spatial_shape=list(shape),
+            batch_size=batch_size, indice_dict={},
+        )  # fmt: skip
+        return x
+
+    pytree.register_pytree_node(
+        cls,
+        flatten,
+        unflatten,
+        serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
+        to_dumpable_context=json.dumps,
+        from_dumpable_context=lambda text: (tuple((read := json.loads(text))[0]), read[1]),
+        flatten_with_keys_fn=flatten_with_keys,
+    )
+
+
+class _Traced:
+    """What a convolution hands on while it is traced: ``dense()`` is this package's operator."""
+
+    def dense(self: Any, channels_first: bool = True) -> Tensor:
+        out = to_dense(self.features, self.indices, self.spatial_shape, self.batch_size)
+        return out if channels_first else out.movedim(1, -1)
+
+
+class _TracedCopies(_Traced):
+    """The same for spconv 2, whose tensors make others of their own class's name."""
+
+    def replace_feature(self: Any, feature: Tensor) -> Any:
+        return as_traced(super().replace_feature(feature))  # type: ignore[misc]
+
+    def shadow_copy(self: Any) -> Any:
+        return as_traced(super().shadow_copy())  # type: ignore[misc]
+
+
+def as_traced(x: Any) -> Any:
+    """``x`` with ``dense()`` as an operator while a graph is made; elsewhere as it is."""
+    if not torch.compiler.is_compiling() or isinstance(x, _Traced):
+        return x
+    cls = type(x)
+    with _lock:
+        if cls not in _traced:
+            body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+            copies = hasattr(cls, "replace_feature") and hasattr(cls, "shadow_copy")
+            bases = (_TracedCopies if copies else _Traced, cls)
+            _traced[cls] = type(cls)(cls.__name__, bases, body)
+            # Whoever runs the graph gets the class that the model itself gives.
+            _register(_traced[cls], cls)
+    x.__class__ = _traced[cls]
+    return x
