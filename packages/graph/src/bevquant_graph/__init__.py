@@ -10,12 +10,15 @@ Graph of Sequential: 2 operations
 from ._capture import CaptureError, capture, evaluation
 from ._graph import Graph
 from ._opaque import OPAQUE, Opaque
+from ._operators import OPERATORS, OpSpec, op_spec
 from ._signature import arguments, flatten, is_sparse_tensor, leaf_names, rebuild
 
 __all__ = [
     "OPAQUE",
+    "OPERATORS",
     "CaptureError",
     "Graph",
+    "OpSpec",
     "Opaque",
     "arguments",
     "capture",
@@ -23,5 +26,6 @@ __all__ = [
     "flatten",
     "is_sparse_tensor",
     "leaf_names",
+    "op_spec",
     "rebuild",
 ]

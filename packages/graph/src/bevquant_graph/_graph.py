@@ -172,7 +172,7 @@ class Graph:
             TypeError: The arguments have another structure than the example inputs.
             ValueError: A size that the forward fixes is another one.
         """
-        return rebuild(self.result, self._run(self._leaves((args, kwargs))))
+        return rebuild(self.result, self._run(self._checked((args, kwargs))))
 
     def check(self, example_inputs: Any) -> None:
         """Demand that the graph gives the model's own bits.
@@ -182,8 +182,7 @@ class Graph:
         """
         from ._capture import CaptureError, evaluation
 
-        args, kwargs = arguments(example_inputs)
-        leaves = [_copied(leaf) for leaf in self._leaves((args, kwargs))]
+        leaves = [_copied(leaf) for leaf in self.leaves(example_inputs)]
         given, named = rebuild(self.inputs, [_copied(leaf) for leaf in leaves])
         with evaluation(self.model), torch.no_grad():
             wanted, tree = flatten(self.model(*given, **named))
@@ -204,9 +203,18 @@ class Graph:
                     "number"
                 )
 
-    def _leaves(self, given: Any) -> list[Any]:
+    def leaves(self, inputs: Any) -> list[Any]:
+        """Values of `placeholders` for a call: a tuple, a dict of named inputs, or one input.
+
+        Raises:
+            TypeError: Inputs of another structure than the example's.
+            ValueError: A size that the forward fixes is another one.
+        """
+        return self._checked(arguments(inputs))
+
+    def _checked(self, given: Any) -> list[Any]:
         numbers = any(not isinstance(n.meta.get("val"), Tensor) for n in self.placeholders)
-        leaves, tree = flatten(given, numbers=numbers)
+        leaves, _ = flatten(given, numbers=numbers)
         if len(leaves) != len(self.placeholders):
             raise TypeError(
                 f"expected inputs like the example's with {len(self.placeholders)} tensors "

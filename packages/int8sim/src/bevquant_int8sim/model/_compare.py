@@ -16,9 +16,8 @@ from bevquant_int8sim.model._integer_model import IntegerModel
 from bevquant_int8sim.model._layer_sums import LayerSums, blocks
 from bevquant_int8sim.model._layer_table import LayerTable
 from bevquant_int8sim.model._program import Step
-from bevquant_int8sim.model._reference import GraphRun, spent_nodes, tensor_of, with_tensor
+from bevquant_int8sim.model._reference import GraphRun, spent_nodes, tensor_of
 from bevquant_int8sim.model._rowwise import dequantized
-from bevquant_int8sim.model._signature import arguments, leaves
 from bevquant_int8sim.model._simulate import simulate
 from bevquant_int8sim.model._traced_source import Source
 
@@ -102,25 +101,25 @@ class LayerComparison:
             )
         source: Source = model.source
         self.float_model, self.model, self.source = float_model, model, source
-        self.graph = source.traced.graph
+        self.graph = source.graph.graph
         self.spent = spent_nodes(self.graph)
         self.sums: dict[str, LayerSums] = {}  # of the batch that is run
         self._totals: dict[str, LayerSums] = {}
         known = {step.outputs[0]: step for step in model.steps if step.op in _COMPUTES}
         self._makers = {step.outputs[0]: step for step in model.steps}
-        self.values: dict[str, list[str]] = {}
+        self.values: dict[fx.Node, list[str]] = {}
         placed: set[str] = set()
-        for name, forms in source.held.items():
+        for node, forms in source.held.items():
             for demand, value in forms.items():
                 if not demand.relu and value in known and value not in placed:
                     placed.add(value)
-                    self.values.setdefault(name, []).append(value)
+                    self.values.setdefault(node, []).append(value)
         last = {
-            value: node.name
+            value: node
             for node in self.graph.nodes
-            for value in source.held.get(node.name, {}).values()
+            for value in source.held.get(node, {}).values()
         }
-        self._spent_values: dict[str, list[str]] = {}
+        self._spent_values: dict[fx.Node, list[str]] = {}
         for value, at in last.items():
             self._spent_values.setdefault(at, []).append(value)
         for value, step in known.items():
@@ -174,28 +173,27 @@ class LayerComparison:
                 sums.add_peak(accumulators(step, given, self.model.backend))
 
         self.model.run(batch, record=False, observe=keep)
-        args, kwargs = arguments(batch)
-        values = list(leaves([list(args), dict(kwargs)], numbers=self.source.traced.numbers))
-        traced = self.source.traced
+        graph = self.source.graph
+        values = graph.leaves(batch)
         runs = [
-            GraphRun(traced, model, iter(values))
-            for model in (self.float_model, traced.model, traced.model)
+            GraphRun(graph, model, values)
+            for model in (self.float_model, graph.model, graph.model)
         ]
         for node in self.graph.nodes:
-            for run in runs:
-                run.step(node)
+            for run, beside in zip(runs, (None, *runs), strict=False):
+                run.step(node, beside)
             self._judge(node, made, *(run.values[node] for run in runs))
             self._force(node, made, runs[2])
             for spent in self.spent.get(node, ()):
                 for run in runs:
                     run.values.pop(spent, None)
-            for value in self._spent_values.get(node.name, ()):
+            for value in self._spent_values.get(node, ()):
                 made.pop(value, None)
 
     def _judge(
         self, node: fx.Node, made: dict[str, Tensor], wanted: Any, fake: Any, forced: Any
     ) -> None:
-        for value in self.values.get(node.name, ()):
+        for value in self.values.get(node, ()):
             tensors = [tensor_of(v) for v in (wanted, fake, forced)]
             if value not in made or any(t is None for t in tensors):
                 continue
@@ -210,13 +208,13 @@ class LayerComparison:
     def _force(self, node: fx.Node, made: dict[str, Tensor], run: GraphRun) -> None:
         """Let what follows read the integer model's result."""
         old = tensor_of(run.values[node])
-        forms = self.source.held.get(node.name, {})
+        forms = self.source.held.get(node, {})
         # What keeps most of the accumulators, where there are several forms.
         for form in (FLOAT, ACCUMULATORS, *(demand.form for demand in forms)):
             value = forms.get(Demand(form), "")
             if value in made and old is not None:
                 tensor = self._as_float(value, made[value])
-                run.values[node] = with_tensor(run.values[node], tensor.to(old.dtype))
+                run.values[node] = tensor.to(old.dtype)
                 return
 
     def _as_float(self, value: str, got: Tensor) -> Tensor:

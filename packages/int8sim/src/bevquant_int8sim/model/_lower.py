@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import torch
+from torch import fx
 
 from bevquant_int8sim.model._demands import Demands, find_demands
 from bevquant_int8sim.model._form import ACCUMULATORS, FLOAT, Demand, Form, Integers
@@ -19,16 +20,16 @@ _OUT = {8: "int8", 16: "int16"}
 _NAMED_MOVES = ("max_pool", "resize")
 
 
-def lower(operations: Operations) -> tuple[Program, dict[str, dict[Demand, str]]]:
-    """The program, and the values that hold each tensor of the model, by form.
+def lower(operations: Operations) -> tuple[Program, dict[fx.Node, dict[Demand, str]]]:
+    """The program, and the values that hold each node's tensor, by form.
 
     Every tensor is made in the forms in which it is wanted, and nothing else.
     """
     lowering = _Lowering(operations, find_demands(operations))
     program = lowering.run()
-    held: dict[str, dict[Demand, str]] = {}
+    held: dict[fx.Node, dict[Demand, str]] = {}
     for (source, demand), value in lowering.have.items():
-        held.setdefault(source, {})[demand] = value
+        held.setdefault(operations.nodes[source], {})[demand] = value
     return program, held
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from bevquant_int8sim.model._form import FLOAT, Form
 from bevquant_int8sim.model._layer import Layer
@@ -67,6 +67,7 @@ class Operations:
         sparse_inputs: Features to sites of sparse inputs.
         result: What the model returns, with `Ref`s and `SparseRef`s.
         hosts: Names of what is no tensor: sites, sizes, numbers.
+        nodes: Names of tensors to the nodes of the graph.
     """
 
     operations: tuple[Operation, ...]
@@ -74,3 +75,4 @@ class Operations:
     sparse_inputs: Mapping[str, str]
     result: Any
     hosts: frozenset[str]
+    nodes: Mapping[str, fx.Node]

@@ -1,446 +1,597 @@
-"""From a traced graph to operations: aliases resolved, sparse tensors taken apart."""
+"""From a captured graph to operations: sparse tensors taken apart, layers recognised."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
+from torch.nn import functional
 
+from bevquant_graph import OPAQUE, Graph, OpSpec, op_spec
+from bevquant_int8sim.model._float_sparse import FloatSparseConv
 from bevquant_int8sim.model._form import ACCUMULATORS, FLOAT, Form, Integers
-from bevquant_int8sim.model._grid_operations import grid_call, max_pool, module_call, resize
+from bevquant_int8sim.model._grid_operations import grid_call, max_pool, resize
 from bevquant_int8sim.model._method import Method
+from bevquant_int8sim.model._opaque_call import OpaqueCall
 from bevquant_int8sim.model._operation import Operation, Operations
-from bevquant_int8sim.model._program import Ref, SparseRef, names_in, replaced
-from bevquant_int8sim.model._quantized_layer import float_sparse_step, quantized_layer
+from bevquant_int8sim.model._program import Ref, SparseRef, names_in
+from bevquant_int8sim.model._quantized_layer import quantized_layer
 from bevquant_int8sim.model._quantizers import integers_of, is_active, unsupported
-from bevquant_int8sim.model._signature import is_sparse_tensor, leaf_names, leaves, named
-from bevquant_int8sim.model._sites import dense
-from bevquant_int8sim.model._trace import SCOPE, Traced
-from bevquant_int8sim.model._vocabulary import (
-    ADDITIONS,
-    JOINS,
-    KEEPS_INPUT,
-    METADATA,
-    MOVES,
-    RELUS,
-    SITES_METADATA,
-    is_identity,
-    is_inplace,
-    is_move,
-    is_relu,
-)
+from bevquant_int8sim.model._sites import Geometry, convolved_sites, dense, pooled
 from bevquant_quantizers import TensorQuantizer
-from bevquant_sparse import to_dense
+from bevquant_sparse import WeightLayout, permute_weight
 
 __all__ = ["read_graph"]
 
+_LAST = 2**63 - 1  # the end of a slice without one
 
-def read_graph(traced: Traced) -> Operations:
-    """The operations of `traced`.
+
+def read_graph(graph: Graph) -> Operations:
+    """The operations of `graph`.
 
     Raises:
-        ValueError: A sparse tensor goes where no integer form and no float one is known.
+        ValueError: The forward writes to a buffer, which an integer model would not.
     """
-    return _Reader(traced).run()
+    return _Reader(graph).run()
 
 
 class _Reader:
-    def __init__(self, traced: Traced) -> None:
-        self.traced = traced
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
         self.operations: list[Operation] = []
         self.sparse_inputs: dict[str, str] = {}
         self.natural: dict[str, Form] = {}
+        self.nodes: dict[str, fx.Node] = {}
         self._made: dict[str, Operation] = {}
         self._hosts: set[str] = set()
         self._refs: dict[fx.Node, Any] = {}
+        self._values: dict[fx.Node, Any] = {}  # of nodes that no input reaches
+        self._sites: dict[fx.Node, str] = {}  # coordinates (as computed first) to their sites
+        self._taken: set[str] = set()
 
     def run(self) -> Operations:
-        args, kwargs = self.traced.arguments
-        numbers = self.traced.numbers
-        examples = leaves([list(args), dict(kwargs)], numbers=numbers)
-        called = leaf_names(self.traced.model, (args, kwargs), numbers=numbers)
-        inputs: list[str] = []
-        result: Any = None
-        for node in self.traced.graph.nodes:
-            if node.op == "placeholder":
-                inputs.append(node.name)
-                self._refs[node] = self._input(node, next(examples), next(called))
-            elif node.op == "output":
-                result = self._resolved(node.args[0])
-            else:
-                self._refs[node] = self._visit(node)
-        names = iter(inputs)
-        signature = (
-            tuple(named(list(args), names, numbers=numbers)),
-            named(dict(kwargs), names, numbers=numbers),
-        )
+        buffers = [name for name in self.graph.writes if name not in self.graph.input_names]
+        if buffers:
+            raise ValueError(
+                f"simulate: the forward writes to {', '.join(buffers)}, and an integer model keeps "
+                "no state from call to call; hand such values in and out as inputs and outputs"
+            )
+        self._inputs()
+        for node in self.graph.operations:
+            spec = op_spec(node.target)
+            # Constants become operations, and coordinates steps, where something reads them.
+            if not (self._is_constant(node) or spec.kind == "rulebook" or _is_coords(node)):
+                self._refs[node] = self._visit(node, spec)
+        leaves = [self._ref(value) for value in self.graph.outputs]
         return Operations(
             operations=tuple(self.operations),
-            signature=signature,
+            signature=_nested(
+                self.graph.inputs, self._leaves, lambda tree: self._leaves[tree.features.index]
+            ),
             sparse_inputs=self.sparse_inputs,
-            result=result,
+            result=_nested(self.graph.result, leaves, self._sparse_output),
             hosts=frozenset(self._hosts),
+            nodes=self.nodes,
+        )
+
+    # Names and values
+
+    def _name(self, node: fx.Node) -> str:
+        """Its module's path where the module is this operation alone, else the operator's name."""
+        module = self.graph.module(node)
+        alone = next(module.children(), None) is None and self.graph.path(node)
+        wrote = alone or (op_spec(node.target).name.rpartition(":")[2])
+        return self._unique(wrote.replace(".", "_"))
+
+    def _unique(self, stem: str) -> str:
+        name, count = stem, 0
+        while name in self._taken:
+            count += 1
+            name = f"{stem}_{count}"
+        self._taken.add(name)
+        return name
+
+    def _inputs(self) -> None:
+        self._leaves: list[Any] = []
+        for node, path in zip(self.graph.placeholders, self.graph.input_names, strict=True):
+            name = self._unique(path.removesuffix(".features"))
+            self._leaves.append(Ref(name))
+            self._refs[node] = Ref(name)
+            if path.endswith(".features"):
+                sites = f"{name}.sites"
+                self.sparse_inputs[name] = sites
+                self._hosts.add(sites)
+            if path.endswith((".indices", ".batch_size")) and self.sparse_inputs:
+                # A sparse input is one argument: what it consists of is read from its sites.
+                owner = path.rpartition(".")[0]
+                if f"{owner}.sites" in self._hosts:
+                    self._refs[node] = self._site_part(f"{owner}.sites", path.rpartition(".")[2])
+                    if path.endswith(".indices"):
+                        self._sites[node] = f"{owner}.sites"
+                    continue
+            if isinstance(node.meta.get("val"), Tensor):
+                self._keep(node, Operation("input", path, name))
+            else:
+                self._hosts.add(name)
+
+    def _constant_value(self, value: Any) -> Any:
+        """What a value is that no input reaches; `KeyError` for others."""
+        if not isinstance(value, fx.Node):
+            return value
+        if value not in self._values:
+            constant = self.graph.constant(value)
+            if constant is not None:
+                self._values[value] = constant.detach()
+            elif value.op == "call_function" and value.target is not OPAQUE:
+                args, kwargs = fx.node.map_aggregate((value.args, value.kwargs), self._constant_value)
+                with torch.no_grad():
+                    self._values[value] = value.target(*args, **kwargs)
+            else:
+                raise KeyError(value)
+        return self._values[value]
+
+    def _is_constant(self, node: fx.Node) -> bool:
+        if node in self._values or self.graph.constant(node) is not None:
+            return True
+        return (
+            node.op == "call_function"
+            and node.target is not OPAQUE
+            and all(self._is_constant(n) for n in node.all_input_nodes)
         )
 
     def _resolved(self, value: Any) -> Any:
-        return fx.node.map_arg(value, lambda node: self._refs[node])
+        """Arguments with `Ref`s in the place of nodes."""
+        return fx.node.map_aggregate(value, self._ref)
 
-    def _input(self, node: fx.Node, example: Any, path: str) -> Any:
-        name = node.name
-        if is_sparse_tensor(example):
-            self.sparse_inputs[name] = f"{name}.sites"
-            self._hosts.add(f"{name}.sites")
-            self._tensor(node, "input", path=path)
-            return SparseRef(name, f"{name}.sites")
-        if not isinstance(example, torch.Tensor):
-            self._hosts.add(name)
-            return Ref(name)
-        return self._tensor(node, "input", path=path)
-
-    def _visit(self, node: fx.Node) -> Any:
-        if node.op == "get_attr":
-            return self._attribute(node)
-        args, kwargs = self._resolved(node.args), self._resolved(node.kwargs)
-        if node.op == "call_module":
-            return self._module(node, args, kwargs)
-        name = getattr(node.target, "__name__", str(node.target))
-        result = self._call(node, name, args, kwargs)
-        if is_inplace(name, kwargs) and args and isinstance(args[0], Ref):
-            self._rename(args[0], result)
-        return result
-
-    def _rename(self, old: Ref, new: Any) -> None:
-        """Every name of a tensor that was written to now means what was written."""
-        if not isinstance(new, Ref) or old.name in self._hosts:
-            return
-        for node, value in self._refs.items():
-            self._refs[node] = replaced(value, lambda ref: _renamed(ref, old.name, new.name))
-
-    def _attribute(self, node: fx.Node) -> Any:
-        value: Any = self.traced.model
-        for part in str(node.target).split("."):
-            value = getattr(value, part)
-        if not isinstance(value, torch.Tensor):
+    def _ref(self, value: Any) -> Any:
+        if not isinstance(value, fx.Node):
             return value
-        return self._tensor(node, "constant", args=(), tensor=value.detach(), path=str(node.target))
+        if value not in self._refs:
+            self._refs[value] = (
+                self._site_part(self._sites_at(value, None, None), "indices")
+                if _is_coords(value)
+                else self._constant(value)
+            )
+        return self._refs[value]
 
-    # Modules
+    def _constant(self, node: fx.Node) -> Any:
+        tensor = self._constant_value(node)
+        if not isinstance(tensor, Tensor):
+            return tensor
+        path = self.graph.constant_path(node) or self.graph.path(node)
+        name = self._unique((path or node.name).replace(".", "_"))
+        kept = tensor.detach()
+        return self._keep(node, Operation("constant", path, name, tensor=kept))
 
-    def _module(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        path = str(node.target)
-        module = self.traced.model.get_submodule(path)
-        first: Any = args[0] if args else next(iter(kwargs.values()), None)
-        if isinstance(module, TensorQuantizer):
-            return self._quantizer(node, module, path, first)
-        if is_identity(module):
-            return first
-        if is_relu(module):
-            features = Ref(first.features) if isinstance(first, SparseRef) else first
-            made = self._relu(node, path, features, 6.0 if isinstance(module, nn.ReLU6) else None)
-            if getattr(module, "inplace", False):
-                self._rename(features, made)
-            return _with_features(first, made)
-        if "_input_quantizer" in module._modules and "_weight_quantizer" in module._modules:
-            single = len(args) == 1 and not kwargs
-            return self._quantized(node, module, path, first, args, kwargs, single=single)
-        if isinstance(first, SparseRef):
-            return self._sparse_module(node, module, path, first)
-        call = module_call(module)
-        if call is not None and len(args) == 1 and not kwargs:
-            made = self._grid(node, path, first, call)
-            if made is not None:
-                return made
-        if is_move(module):
-            return self._tensor(
-                node, "move", args=args, kwargs=kwargs, path=path, module=module,
-                what=type(module).__name__, natural=self.natural[first.name], moved=(first.name,),
-            )  # fmt: skip
-        reason = self.traced.untraced.get(path) or f"{type(module).__name__} has no integer form"
-        if any(isinstance(m, TensorQuantizer) for m in module.modules()):
-            reason += "; the quantized layers in it run in float on fake-quantized values"
-        return self._float(node, path, type(module).__name__, args, kwargs, reason, module=module)
+    def _keep(self, node: fx.Node, operation: Operation) -> Ref:
+        self.operations.append(operation)
+        self.natural[operation.output] = operation.natural
+        self._made[operation.output] = operation
+        self.nodes[operation.output] = node
+        return Ref(operation.output)
 
-    def _quantizer(self, node: fx.Node, module: TensorQuantizer, path: str, x: Any) -> Any:
-        if not is_active(module):
-            return x
+    def _tensor(self, node: fx.Node, kind: str, output: str = "", **settings: Any) -> Ref:
+        settings.setdefault("path", self.graph.path(node))
+        output = output or self._name(node)
+        return self._keep(node, Operation(kind=kind, output=output, **settings))
+
+    def _is_tensor(self, value: Any) -> bool:
+        return isinstance(value, Ref) and value.name not in self._hosts
+
+    # Operations
+
+    def _visit(self, node: fx.Node, spec: OpSpec) -> Any:
+        if node.target is OPAQUE:
+            return self._opaque(node)
+        read = getattr(self, f"_read_{spec.kind}", None)
+        made = None if read is None else read(node, spec)
+        return self._any(node, spec) if made is None else made
+
+    def _read_identity(self, node: fx.Node, spec: OpSpec) -> Any:
+        return self._ref(node.args[0])
+
+    def _read_quantize(self, node: fx.Node, spec: OpSpec) -> Any:
+        path = self.graph.path(node)
+        module = self.graph.module(node)
+        x = self._ref(node.args[0])
+        if not isinstance(module, TensorQuantizer) or not is_active(module):
+            return None
         reason = unsupported(module)
         if reason:
-            return self._float(node, path, "TensorQuantizer", (x,), {}, reason, module=module)
+            return self._float(node, (x,), {}, reason, module=module, what="TensorQuantizer")
         integers = integers_of(module, path)
         if self.natural[x.name] == integers:
             return x
-        return self._tensor(node, "quantizer", args=(x,), natural=integers, path=path)
+        return self._tensor(node, "quantizer", args=(x,), natural=integers)
 
-    def _quantized(
-        self, node: fx.Node, module: nn.Module, path: str, x: Any, args: Any, kwargs: Any,
-        *, single: bool,
-    ) -> Any:  # fmt: skip
-        features = x.features if isinstance(x, SparseRef) else x.name
-        layer = quantized_layer(module, path) if single else "it is called with further arguments"
-        sites = f"{node.name}.sites" if isinstance(x, SparseRef) else ""
-        if isinstance(layer, str):
-            if isinstance(x, SparseRef):
-                return self._sparse_module(node, module, path, x, reason=layer)
-            name = type(module).__name__
-            return self._float(node, path, name, args, kwargs, layer, module=module)
-        args = (Ref(features), Ref(x.sites)) if isinstance(x, SparseRef) else (x,)
-        made = self._tensor(
-            node, "layer", args=args, path=path, what=type(module).__name__, layer=layer,
-            natural=ACCUMULATORS, sites=sites,
-        )  # fmt: skip
-        if not sites:
-            return made
-        self._hosts.add(sites)
-        return SparseRef(made.name, sites)
-
-    def _sparse_module(
-        self, node: fx.Node, module: nn.Module, path: str, x: SparseRef, reason: str = ""
-    ) -> Any:
-        """A sparse layer in float, where there is a way to run it without its library."""
-        name = type(module).__name__
-        if name == "ToDense":
-            return self._dense(node, x, path)
-        step = float_sparse_step(module)
-        if step is None:
-            raise ValueError(
-                f"simulate: {path} ({name}) reads a sparse tensor and has neither an integer nor a "
-                "float form here; simulate the model up to it, or replace it by a convolution"
-            )
-        sites = f"{node.name}.sites"
-        made = self._float(
-            node, path, name, (Ref(x.features), Ref(x.sites)), {},
-            reason or "it is not quantized", module=step, sites=sites,
-        )  # fmt: skip
-        return SparseRef(made.name, sites)
-
-    # Functions and methods
-
-    def _call(self, node: fx.Node, name: str, args: Any, kwargs: Any) -> Any:
-        path: str = node.meta[SCOPE]
-        first: Any = args[0] if args else None
-        target = node.target
-        if name in ("_assert", "check_not"):
-            return None
-        if target is getattr:
-            return self._read(node, first, str(args[1]))
-        if target is setattr:
-            return self._write(node, args)
-        if name == "SparseConvTensor" and isinstance(target, type):
-            return self._sparse_tensor(node, args, kwargs)
-        if name == "replace_feature":
-            return _with_features(first, args[1])
-        if name in KEEPS_INPUT and self._is_tensor(first):
-            if name == "float" and self.natural[first.name] == FLOAT:
-                return self._float(node, path, name, args, kwargs, "", self._function(node))
-            return first
-        if isinstance(first, SparseRef):
-            return self._of_sparse(node, name, first, path)
-        if name in METADATA or not self._tensors((args, kwargs)):
-            return self._host(node, name, args, kwargs)
-        if name in RELUS and isinstance(first, Ref):
-            return self._relu(node, path, first, RELUS[name])
-        if name in ADDITIONS and not kwargs and len(args) == 2:
-            made = self._addition(node, path, args)
-            if made is not None:
-                return made
-        call = grid_call(name, args, kwargs)
-        if call is not None and isinstance(first, Ref):
-            made = self._grid(node, path, first, call)
-            if made is not None:
-                return made
-        function = dense if target is to_dense else self._function(node)
-        settings: Any = dict(args=args, kwargs=kwargs, path=path, what=name, function=function)
-        if name in JOINS and isinstance(first, list | tuple):
-            moved = tuple(ref.name for ref in first if isinstance(ref, Ref))
-            forms = {self.natural[m] for m in moved}
-            natural = forms.pop() if len(forms) == 1 else FLOAT
-            natural = FLOAT if natural == ACCUMULATORS else natural
-            if len(moved) == len(first):
-                return self._tensor(node, "move", moved=moved, natural=natural, **settings)
-        if _moves(name, target, args, kwargs) and isinstance(first, Ref):
-            natural = self.natural[first.name]
-            natural = FLOAT if natural == ACCUMULATORS else natural
-            return self._tensor(node, "move", moved=(first.name,), natural=natural, **settings)
-        return self._float(node, path, name, args, kwargs, f"{name} has no integer form", function)
-
-    def _read(self, node: fx.Node, base: Any, attribute: str) -> Any:
-        if isinstance(base, SparseRef):
-            if attribute == "features":
-                return Ref(base.features)
-            if attribute in SITES_METADATA:
-                return self._host(node, "getattr", (Ref(base.sites), attribute), {})
-            raise ValueError(
-                f"simulate: {node.meta[SCOPE] or 'the model'} reads .{attribute} of a sparse "
-                "tensor, which an integer model does not keep"
-            )
-        if attribute == "features" and isinstance(base, Ref):
-            return base
-        if self._is_tensor(base) and attribute not in METADATA:
-            return self._float(
-                node, node.meta[SCOPE], attribute, (base, attribute), {},
-                f"{attribute} has no integer form", getattr,
+    def _read_layer(self, node: fx.Node, spec: OpSpec) -> Any:
+        layer = self._layer_of(node)
+        x = self._ref(node.args[0])
+        if not isinstance(layer, str) and self._is_input_of(x, layer.input):
+            return self._tensor(
+                node, "layer", args=(x,), what=type(self.graph.module(node)).__name__,
+                layer=replace(layer, relu=False), natural=ACCUMULATORS,
             )  # fmt: skip
-        return self._host(node, "getattr", (base, attribute), {})
+        reason = layer if isinstance(layer, str) else "it is called with further arguments"
+        return self._any(node, spec, reason)
 
-    def _write(self, node: fx.Node, args: Any) -> Any:
-        base, attribute, value = args
-        if not isinstance(base, SparseRef) or attribute != "features":
-            if attribute in ("indice_dict", "grid", "benchmark"):
+    def _layer_of(self, node: fx.Node) -> Any:
+        """The integer layer that a product is, or why it stays float."""
+        module = self.graph.module(node)
+        if "_input_quantizer" in module._modules and "_weight_quantizer" in module._modules:
+            return quantized_layer(module, self.graph.path(node))
+        return ""
+
+    def _is_input_of(self, x: Any, form: Integers) -> bool:
+        return self._is_tensor(x) and self.natural[x.name] == form
+
+    def _read_relu(self, node: fx.Node, spec: OpSpec) -> Any:
+        ceiling: float | None = {"relu6": 6.0}.get(spec.name)
+        if spec.name == "hardtanh":
+            low, high = (*node.args[1:], *((-1.0, 1.0)[len(node.args) - 1 :]))[:2]
+            if low != 0 or not isinstance(high, int | float) or high <= 0:
                 return None
-            raise ValueError(
-                f"simulate: {node.meta[SCOPE] or 'the model'} writes .{attribute} of a tensor, "
-                "which cannot be followed in integers"
-            )
-        new = SparseRef(value.name, base.sites)
-        for other, ref in self._refs.items():
-            if ref is base:
-                self._refs[other] = new
-        return None
-
-    def _sparse_tensor(self, node: fx.Node, args: Any, kwargs: Any) -> SparseRef:
-        names = ("features", "indices", "spatial_shape", "batch_size")
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        sites = f"{node.name}.sites"
-        self.operations.append(
-            Operation(
-                "sites",
-                node.meta[SCOPE],
-                sites,
-                args=tuple(given[name] for name in names[1:]),
-            )
-        )
-        self._hosts.add(sites)
-        return SparseRef(given["features"].name, sites)
-
-    def _of_sparse(self, node: fx.Node, name: str, x: SparseRef, path: str) -> Any:
-        if name == "dense":
-            return self._dense(node, x, path)
-        raise ValueError(
-            f"simulate: {path or 'the model'} calls {name} on a sparse tensor, which has no "
-            "integer form; call it on the features"
-        )
-
-    def _dense(self, node: fx.Node, x: SparseRef, path: str) -> Any:
-        hosts = []
-        for attribute in ("indices", "spatial_shape", "batch_size"):
-            name = f"{node.name}.{attribute}"
-            self._hosts.add(name)
-            self.operations.append(
-                Operation(
-                    "host", path, name, (Ref(x.sites), attribute), what="getattr", function=getattr
-                )
-            )
-            hosts.append(Ref(name))
-        natural = self.natural[x.features]
+            ceiling = float(high)
+        x = self._ref(node.args[0])
         return self._tensor(
-            node, "move", args=(Ref(x.features), *hosts), path=path, what="to_dense",
-            function=dense, moved=(x.features,),
-            natural=FLOAT if natural == ACCUMULATORS else natural,
-        )  # fmt: skip
+            node, "relu", args=(x,), what="relu", natural=self.natural[x.name], ceiling=ceiling
+        )
 
-    def _addition(self, node: fx.Node, path: str, args: Any) -> Any:
+    def _read_add(self, node: fx.Node, spec: OpSpec) -> Any:
         """A sum in integers, if every operand is made of integers."""
-        if not all(isinstance(a, Ref) and a.name not in self._hosts for a in args):
+        args = self._resolved(node.args)
+        if node.kwargs or len(args) != 2 or not all(self._is_tensor(a) for a in args):
             return None
         forms = [self.natural[a.name] for a in args]
-        if FLOAT in forms or not all(
-            form != ACCUMULATORS or self._is_plain_layer(a.name)
+        plain = [
+            form != ACCUMULATORS or self._made[a.name].layer is not None
             for a, form in zip(args, forms, strict=True)
-        ):
+        ]
+        if FLOAT in forms or not all(plain):
             return None
-        return self._tensor(node, "add", args=args, path=path, what="add", natural=ACCUMULATORS)
+        return self._tensor(node, "add", args=args, what="add", natural=ACCUMULATORS)
 
-    # Making operations
+    def _read_max_pool(self, node: fx.Node, spec: OpSpec) -> Any:
+        return self._grid(node, spec.name.removesuffix("_with_indices"), node.args[1:], node.kwargs)
 
-    def _relu(self, node: fx.Node, path: str, x: Ref, ceiling: float | None) -> Ref:
-        return self._tensor(
-            node, "relu", args=(x,), path=path, what="relu", natural=self.natural[x.name],
-            ceiling=ceiling,
-        )  # fmt: skip
+    def _read_avg_pool(self, node: fx.Node, spec: OpSpec) -> Any:
+        return self._grid(node, spec.name, node.args[1:], node.kwargs)
 
-    def _grid(self, node: fx.Node, path: str, x: Ref, call: tuple[str, dict[str, Any]]) -> Any:
-        """Pooling or resizing; ``None`` where the operand has no integers to do it on."""
+    def _read_resize(self, node: fx.Node, spec: OpSpec) -> Any:
+        if not str(node.target).endswith(".vec"):
+            return None
+        bilinear = spec.name.endswith("bilinear2d")
+        given = list(node.args[1:]) + [None] * 3
+        size, corners, factors = (*given[:3],) if bilinear else (given[0], None, given[1])
+        settings = {"size": size, "scale_factor": factors, "align_corners": corners}
+        if size is not None:
+            settings["scale_factor"] = None
+        mode = "bilinear" if bilinear else "nearest"
+        return self._grid(node, "interpolate", (), settings | {"mode": mode})
+
+    def _grid(self, node: fx.Node, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Pooling or resizing; None where the operand has no integers to do it on."""
+        x = self._ref(node.args[0])
+        call = grid_call(name, (x, *self._resolved(args)), self._resolved(dict(kwargs)))
+        if call is None or not self._is_tensor(x):
+            return None
         what, settings = call
         natural = self.natural[x.name]
         if what == "avg_pool":
             if not isinstance(natural, Integers):
                 return None
             return self._tensor(
-                node, "average", args=(x,), kwargs=settings, path=path, what=what,
-                natural=ACCUMULATORS,
-            )  # fmt: skip
-        return self._tensor(
-            node, "move", args=(x,), kwargs=settings, path=path, what=what, moved=(x.name,),
-            function=max_pool if what == "max_pool" else resize,
-            natural=FLOAT if natural == ACCUMULATORS else natural,
+                node, "average", args=(x,), kwargs=settings, what=what, natural=ACCUMULATORS
+            )
+        made = self._tensor(
+            node, "move", args=(x,), kwargs=settings, what=what, moved=(x.name,),
+            function=max_pool if what == "max_pool" else resize, natural=_settled(natural),
             linear=settings.get("mode") == "bilinear",
         )  # fmt: skip
+        return (made,) if "_with_indices" in str(node.target) else made
 
-    def _host(self, node: fx.Node, name: str, args: Any, kwargs: Any) -> Ref:
-        self._hosts.add(node.name)
-        self.operations.append(
-            Operation("host", node.meta[SCOPE], node.name, args, kwargs, self._function(node), name)
-        )
-        return Ref(node.name)
-
-    def _float(
-        self,
-        node: fx.Node,
-        path: str,
-        what: str,
-        args: Any,
-        kwargs: Any,
-        reason: str,
-        function: Callable[..., Any] | None = None,
-        module: nn.Module | None = None,
-        sites: str = "",
-    ) -> Ref:
-        self._hosts.update([sites] if sites else [])
+    def _read_join(self, node: fx.Node, spec: OpSpec) -> Any:
+        args = self._resolved(node.args)
+        parts = args[0]
+        if not all(self._is_tensor(ref) for ref in parts):
+            return None
+        forms = {self.natural[ref.name] for ref in parts}
+        natural = _settled(forms.pop()) if len(forms) == 1 else FLOAT
         return self._tensor(
-            node, "float", args=args, kwargs=kwargs, path=path, what=what, reason=reason,
-            function=function, module=module, sites=sites,
+            node, "move", args=args, kwargs=self._resolved(node.kwargs), what=spec.name,
+            function=node.target, moved=tuple(ref.name for ref in parts), natural=natural,
         )  # fmt: skip
 
-    def _tensor(self, node: fx.Node, kind: str, *, path: str = "", **settings: Any) -> Ref:
-        name = node.name
-        operation = Operation(kind=kind, path=path, output=name, **settings)
-        self.operations.append(operation)
-        self.natural[name] = operation.natural
-        self._made[name] = operation
+    def _read_move(self, node: fx.Node, spec: OpSpec) -> Any:
+        args, kwargs = self._resolved(node.args), self._resolved(node.kwargs)
+        x = args[0]
+        if isinstance(x, tuple):  # of an operation with several results, of which one is followed
+            return x[args[1]] if args[1] < len(x) else None
+        if not self._is_tensor(x):
+            return None
+        what, function, args = _python_call(node, spec.name, args)
+        if what == "":
+            return x
+        if what == "pad" and (len(args) > 2 and args[2] != "constant" or any(args[3:])):
+            return None
+        return self._tensor(
+            node, "move", args=args, kwargs=kwargs, what=what, function=function,
+            natural=_settled(self.natural[x.name]), moved=(x.name,),
+        )  # fmt: skip
+
+    def _read_size(self, node: fx.Node, spec: OpSpec) -> Any:
+        x, *axis = self._resolved(node.args)
+        return self._host(node, "size", (x, *axis), Method("size"))
+
+    def _host(self, node: fx.Node, what: str, args: Any, function: Callable[..., Any]) -> Ref:
+        name = self._unique(node.name)
+        self._hosts.add(name)
+        self.operations.append(
+            Operation("host", self.graph.path(node), name, args, {}, function, what)
+        )
         return Ref(name)
 
-    def _function(self, node: fx.Node) -> Callable[..., Any]:
+    def _any(self, node: fx.Node, spec: OpSpec, reason: str = "") -> Any:
+        """A number, or an operation in float."""
+        args, kwargs = self._resolved(node.args), self._resolved(node.kwargs)
         target: Any = node.target
-        made: Callable[..., Any] = Method(target) if node.op == "call_method" else target
-        return made
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor | tuple | list):
+            return self._host(node, spec.name, args, target)
+        if target is operator.getitem:
+            x = args[0]
+            return self._tensor(
+                node, "move", args=args, what="getitem", function=target, moved=(x.name,),
+                natural=_settled(self.natural[x.name]),
+            )  # fmt: skip
+        floats = not isinstance(value, Tensor) or value.is_floating_point()
+        what = _class_of(self.graph.module(node), spec) or spec.name
+        if spec.name in ("to", "_to_copy", "type_as", "float") and isinstance(value, Tensor):
+            before = node.args[0].meta["val"]  # type: ignore[union-attr]
+            if before.dtype == value.dtype:
+                return args[0]
+            reason = " "
+        if floats and not reason:
+            reason = f"{what} has no integer form"
+        return self._float(node, args, kwargs, reason.strip(), function=target, what=spec.name)
 
-    def _is_plain_layer(self, name: str) -> bool:
-        layer = self._made[name].layer
-        return layer is not None and not layer.relu
+    def _float(self, node: fx.Node, args: Any, kwargs: Any, reason: str, **settings: Any) -> Ref:
+        return self._tensor(node, "float", args=args, kwargs=kwargs, reason=reason, **settings)
 
-    def _is_tensor(self, value: Any) -> bool:
-        if isinstance(value, SparseRef):
-            return True
-        return isinstance(value, Ref) and value.name not in self._hosts
+    def _opaque(self, node: fx.Node) -> Any:
+        entry, call = self.graph.opaque_of(node)
+        given = self._resolved(node.args[0])
+        reason = f"not followed: {entry.reason}"
+        if any(isinstance(m, TensorQuantizer) for m in call.module.modules()):
+            reason += "; the quantized layers in it run in float on fake-quantized values"
+        module = OpaqueCall(call.module, call.inputs)
+        return self._keep(
+            node,
+            Operation(
+                "float", entry.path, self._unique(entry.path.replace(".", "_")), tuple(given), {},
+                what=type(call.module).__name__, module=module, reason=reason,
+            ),
+        )  # fmt: skip
 
-    def _tensors(self, values: Any) -> list[str]:
-        return [name for name in names_in(values) if name not in self._hosts]
+    # Sparse tensors
+
+    def _first(self, node: Any) -> Any:
+        """The node that coordinates come from, copies and changes of type passed over."""
+        while (
+            isinstance(node, fx.Node)
+            and node.op == "call_function"
+            and (op_spec(node.target).kind == "identity" or op_spec(node.target).name in _TYPES)
+        ):
+            node = node.args[0]
+        return node
+
+    def _site_part(self, sites: str, part: str) -> Ref:
+        name = self._unique(f"{sites}.{part}")
+        self._hosts.add(name)
+        self.operations.append(
+            Operation("host", "", name, (Ref(sites), part), {}, getattr, "getattr")
+        )
+        return Ref(name)
+
+    def _sites_at(self, indices: Any, shape: Any, batch_size: Any) -> str:
+        """Name of the sites at these coordinates; made here if they come as a plain tensor."""
+        first = self._first(indices)
+        if first not in self._sites:
+            if _is_coords(first):
+                return self._sites_behind(first.args[0])
+            sites = self._unique(f"{first.name}.sites")
+            self._hosts.add(sites)
+            args = (self._ref(indices), self._resolved(list(shape)), self._ref(batch_size))
+            self.operations.append(Operation("sites", "", sites, args=args))
+            self._sites[first] = sites
+        return self._sites[first]
+
+    def _sites_behind(self, rulebook: Any) -> str:
+        """Sites that a strided rulebook makes, where no convolution has made them yet."""
+        indices, shape, batch_size = rulebook.args[:3]
+        before = self._sites_at(indices, shape, batch_size)
+        out = next(u for u in rulebook.users if u.target is operator.getitem and u.args[1] == 0)
+        sites = self._unique(f"{out.name}.sites")
+        self._hosts.add(sites)
+        args = (Ref(before), self._key(rulebook), *_geometry_of(rulebook).numbers())
+        self.operations.append(
+            Operation("host", "", sites, args, {}, convolved_sites, "convolved_sites")
+        )
+        self._sites[out] = sites
+        return sites
+
+    def _key(self, node: fx.Node) -> str | None:
+        key = getattr(self.graph.module(node), "indice_key", None)
+        return None if key is None else str(key)
+
+    def _read_sparse_layer(self, node: fx.Node, spec: OpSpec) -> Any:
+        module = self.graph.module(node)
+        layer = self._layer_of(node)
+        geometry, sites, out = self._walk(node.args[3])
+        x = self._ref(node.args[0])
+        made = self._name(node)
+        behind = f"{made}.sites"
+        if not isinstance(layer, str) and self._is_input_of(x, layer.input):
+            result = self._tensor(
+                node, "layer", made, args=(x, Ref(sites)), what=type(module).__name__,
+                layer=replace(layer, relu=False), natural=ACCUMULATORS, sites=behind,
+            )  # fmt: skip
+        else:
+            weight = self._constant_value(node.args[1])
+            layout = WeightLayout[str(node.args[5])]
+            bias = self._constant_value(node.args[2])
+            step = FloatSparseConv(
+                permute_weight(
+                    weight, layout, WeightLayout.VCK, kernel_size=geometry.kernel_size
+                ).clone(),
+                None if bias is None else bias.clone(), geometry, self._key(node),
+            )  # fmt: skip
+            reason = layer if isinstance(layer, str) and layer else "it is not quantized"
+            result = self._float(
+                node, (x, Ref(sites)), {}, reason, module=step, what=type(module).__name__,
+                output=made, sites=behind,
+            )  # fmt: skip
+        self._hosts.add(behind)
+        self._sites[out] = behind
+        return result
+
+    def _walk(self, neighbours: Any) -> tuple[Geometry, str, Any]:
+        """Geometry of a table of neighbours, sites that it reads, coordinates that it makes."""
+        if neighbours.target is operator.getitem:
+            rulebook = neighbours.args[0]
+            indices, shape, batch_size = rulebook.args[:3]
+            out = next(
+                (u for u in rulebook.users if u.target is operator.getitem and u.args[1] == 0),
+                rulebook,
+            )
+            return _geometry_of(rulebook), self._sites_at(indices, shape, batch_size), out
+        name = op_spec(neighbours.target).name.rpartition(":")[2]
+        if name == "inverse_rulebook":
+            forward = neighbours.args[0].args[0]
+            made = next(u for u in forward.users if u.args[1] == 0)
+            geometry = replace(_geometry_of(forward), inverse=True, transposed=False)
+            return geometry, self._sites[made], self._first(neighbours.args[1])
+        indices = neighbours.args[0]
+        shape, batch_size = neighbours.args[1:3] if name == "subm_rulebook" else (None, None)
+        geometry = _geometry_of(neighbours)
+        return geometry, self._sites_at(indices, shape, batch_size), self._first(indices)
+
+    def _read_sparse_pool(self, node: fx.Node, spec: OpSpec) -> Any:
+        geometry, sites, out = self._walk(node.args[1])
+        self._sites_at(out, None, None)
+        x = self._ref(node.args[0])
+        kind = spec.name.rpartition(":")[2]
+        args = (x, Ref(sites), kind, self._key(node), *geometry.numbers())
+        if kind == "max_pool":
+            return self._tensor(
+                node, "move", args=args, what="sparse_max_pool", function=pooled,
+                moved=(x.name,), natural=_settled(self.natural[x.name]),
+            )  # fmt: skip
+        return self._float(
+            node, args, {}, "averages over voxels have no integer form", function=pooled,
+            what="sparse_avg_pool",
+        )  # fmt: skip
+
+    def _read_to_dense(self, node: fx.Node, spec: OpSpec) -> Any:
+        features, indices, shape, batch_size = node.args[:4]
+        x = self._ref(features)
+        sites = self._sites_at(indices, shape, batch_size)
+        parts = [self._site_part(sites, p) for p in ("indices", "spatial_shape", "batch_size")]
+        return self._tensor(
+            node, "move", args=(x, *parts), what="to_dense", function=dense, moved=(x.name,),
+            natural=_settled(self.natural[x.name]),
+        )  # fmt: skip
+
+    # What is returned
+
+    def _sparse_output(self, tree: Any) -> SparseRef | None:
+        """A sparse tensor among the results, by features and sites."""
+        features = self.graph.outputs[tree.features.index]
+        indices = self._first(self.graph.outputs[tree.indices.index])
+        if indices not in self._sites:
+            return None
+        return SparseRef(self._ref(features).name, self._sites[indices])
 
 
-def _with_features(x: Any, features: Any) -> Any:
-    return SparseRef(features.name, x.sites) if isinstance(x, SparseRef) else features
+_TYPES = ("to", "_to_copy", "int", "type_as")
 
 
-def _renamed(ref: Any, old: str, new: str) -> Any:
-    if isinstance(ref, SparseRef):
-        return SparseRef(new, ref.sites) if ref.features == old else ref
-    return Ref(new) if ref.name == old else ref
+def _settled(natural: Form) -> Form:
+    return FLOAT if natural == ACCUMULATORS else natural
 
 
-def _moves(name: str, target: Any, args: Any, kwargs: Any) -> bool:
-    if name == "pad":  # with zeros, the integer of the value 0
-        given = dict(zip(("mode", "value"), args[2:], strict=False)) | kwargs
-        return given.get("mode", "constant") == "constant" and not given.get("value")
-    return name in MOVES or target is to_dense
+def _is_coords(node: fx.Node) -> bool:
+    """Whether a node is part of what a strided rulebook gives."""
+    source = node.args[0] if node.target is operator.getitem else None
+    return (
+        isinstance(source, fx.Node)
+        and source.op == "call_function"
+        and op_spec(source.target).kind == "rulebook"
+    )
+
+
+def _class_of(module: nn.Module, spec: OpSpec) -> str:
+    """Class of the module that is this operation alone; empty for a forward of the author's."""
+    library = type(module).__module__.startswith("torch.nn")
+    return type(module).__name__ if library and next(module.children(), None) is None else ""
+
+
+def _geometry_of(rulebook: fx.Node) -> Geometry:
+    name = op_spec(rulebook.target).name.rpartition(":")[2]
+    args: Any = rulebook.args
+    if name == "identity_rulebook":
+        rank = rulebook.args[0].meta["val"].shape[1] - 1  # type: ignore[union-attr]
+        ones, zeros = (1,) * rank, (0,) * rank
+        return Geometry(ones, ones, zeros, ones, zeros, True, False, False)
+    if name == "subm_rulebook":
+        size, dilation = tuple(args[3]), tuple(args[4])
+        ones, zeros = (1,) * len(size), (0,) * len(size)
+        return Geometry(size, ones, zeros, dilation, zeros, True, False, False)
+    size, stride, padding, dilation, more = (tuple(a) for a in args[3:8])
+    return Geometry(size, stride, padding, dilation, more, False, bool(args[8]), False)
+
+
+def _python_call(node: fx.Node, name: str, args: Any) -> tuple[str, Any, Any]:
+    """(what, function, arguments) of a move as Python would call it; "" for none at all."""
+    if name == "slice":
+        x, axis, start, stop, stride = (*args, *(0, None, None, 1)[len(args) - 1 :])
+        whole = (start in (None, 0)) and stop in (None, _LAST) and stride == 1
+        if whole:
+            return "", None, args
+        axis %= len(node.meta["val"].shape)
+        part = slice(start, None if stop == _LAST else stop, stride)
+        return "getitem", operator.getitem, (x, (*[slice(None)] * axis, part))
+    if name == "index":
+        parts = tuple(slice(None) if part is None else part for part in args[1])
+        return "getitem", operator.getitem, (args[0], parts)
+    if name == "constant_pad_nd":
+        return "pad", functional.pad, (args[0], args[1], "constant", *args[2:])
+    if name in ("view", "_unsafe_view", "_reshape_alias"):
+        return "view", torch.ops.aten.reshape.default, args[:2]  # integers lie in their own order
+    if name == "split_with_sizes":
+        return "split", node.target, args
+    return name, node.target, args
+
+
+def _nested(tree: Any, leaves: list[Any], sparse: Callable[[Any], SparseRef | None]) -> Any:
+    """The result as dicts, lists and tuples of references."""
+    if hasattr(tree, "features"):
+        found = sparse(tree)
+        if found is not None:
+            return found
+        return {
+            part: _nested(getattr(tree, part), leaves, sparse)
+            for part in ("features", "indices", "spatial_shape", "batch_size")
+        }
+    if hasattr(tree, "members"):
+        members = [_nested(member, leaves, sparse) for member in tree.members]
+        if tree.keys is not None:
+            return dict(zip(tree.keys, members, strict=True))
+        if hasattr(tree.kind, "_fields"):
+            return tree.kind(*members)
+        return tuple(members) if issubclass(tree.kind, tuple) else members
+    return leaves[tree.index] if hasattr(tree, "index") else tree.value

@@ -1,14 +1,14 @@
-"""Running a traced graph in float, node by node, on any model with the same modules."""
+"""Running a captured graph in float, node by node, on any model with the same parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
-from bevquant_int8sim.model._trace import Traced
-from bevquant_quantizers import TensorQuantizer
+from bevquant_graph import OPAQUE, Graph, flatten, op_spec, rebuild
 
 __all__ = ["GraphRun", "spent_nodes", "tensor_of"]
 
@@ -17,56 +17,80 @@ class GraphRun:
     """One execution of the graph; the caller steps from node to node and may change results.
 
     Args:
-        traced: The graph.
-        model: Runs its modules: the traced model itself, or the float one that it was made from,
-            where quantizers are passed over.
+        graph: The graph.
+        model: Whose parameters and buffers are taken: the captured model itself, or the float one
+            that it was made from, where fake quantization is passed over.
         inputs: Values of the graph's inputs.
 
     Raises:
-        ValueError: `model` lacks a module of the graph.
+        ValueError: `model` lacks a parameter of the graph.
     """
 
-    def __init__(self, traced: Traced, model: nn.Module, inputs: Iterator[Any]) -> None:
-        self.model = model
-        self.inputs = inputs
+    def __init__(self, graph: Graph, model: nn.Module, inputs: Sequence[Any]) -> None:
+        self.graph, self.model = graph, model
+        self.floats = model is not graph.model
         self.values: dict[fx.Node, Any] = {}
-        self._modules = _modules(traced, model)
+        self._inputs = dict(zip(graph.placeholders, inputs, strict=True))
+        self._state = {
+            **dict(model.named_parameters(remove_duplicate=False)),
+            **dict(model.named_buffers(remove_duplicate=False)),
+        }
 
-    def step(self, node: fx.Node) -> Any:
-        """Compute `node` from what its inputs hold now."""
+    def step(self, node: fx.Node, beside: GraphRun | None = None) -> Any:
+        """Compute `node` from what its inputs hold now.
+
+        Args:
+            node: The next node.
+            beside: A run that has computed it: its result is taken where all inputs are the very
+                same, as those of rulebooks are.
+        """
         if node.op == "placeholder":
-            result = next(self.inputs)
-        elif node.op == "get_attr":
-            result = self.model
-            for part in str(node.target).split("."):
-                result = getattr(result, part)
+            self.values[node] = self._given(node)
+        elif node.op == "output":
+            self.values[node] = None
         else:
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.values.__getitem__)
-            result = self._call(node, args, kwargs)
-        self.values[node] = result
-        return result
+            self.values[node] = self._computed(node, beside)
+        return self.values[node]
 
-    def _call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+    def _given(self, node: fx.Node) -> Any:
+        if node in self._inputs:
+            return self._inputs[node]
+        path = self.graph.constant_path(node)
+        if path in self._state:
+            return self._state[path].detach()
+        if self.floats and not node.name.startswith("c_") and "_quantizer" not in str(path):
+            raise ValueError(
+                f"compare: the float model has no parameter or buffer {path!r}, which the "
+                "calibrated model has; give the folded float model (bevquant_fusion.fuse_model) "
+                "that was quantized"
+            )
+        return self.graph.constant(node)
+
+    def _computed(self, node: fx.Node, beside: GraphRun | None) -> Any:
+        if self.floats and op_spec(node.target).kind == "quantize":
+            return self.values[node.args[0]]  # type: ignore[index]
+        if beside is not None and (self.floats == beside.floats or node.target is not OPAQUE):
+            inputs = node.all_input_nodes
+            quantizes = op_spec(node.target).kind == "quantize"
+            if not quantizes and all(self.values[n] is beside.values.get(n) for n in inputs):
+                return beside.values[node]
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.values.__getitem__)
+        if node.target is OPAQUE:
+            return self._opaque(node, args)
         target: Any = node.target
-        if node.op == "call_module":
-            module = self._modules[target]
-            return args[0] if module is None else module(*args, **kwargs)
-        if node.op == "call_method":
-            return getattr(args[0], target)(*args[1:], **kwargs)
-        return args[0] if node.op == "output" else target(*args, **kwargs)
+        return target(*args, **kwargs)
+
+    def _opaque(self, node: fx.Node, args: Any) -> Any:
+        entry, call = self.graph.opaque_of(node)
+        module = self.model.get_submodule(entry.path)
+        given, named = rebuild(call.inputs, args[0])
+        with torch.no_grad():
+            return flatten(module(*given, **named))[0]
 
 
 def tensor_of(value: Any) -> Tensor | None:
-    """The tensor, or the features of a sparse one."""
-    value = getattr(value, "features", value) if not isinstance(value, Tensor) else value
+    """The value, where it is a tensor of floats."""
     return value if isinstance(value, Tensor) and value.is_floating_point() else None
-
-
-def with_tensor(value: Any, tensor: Tensor) -> Any:
-    """`value` holding another tensor."""
-    if isinstance(value, Tensor):
-        return tensor
-    return value.replace_feature(tensor)
 
 
 def spent_nodes(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
@@ -79,20 +103,3 @@ def spent_nodes(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     for node, at in last.items():
         spent.setdefault(at, []).append(node)
     return spent
-
-
-def _modules(traced: Traced, model: nn.Module) -> dict[str, nn.Module | None]:
-    known = dict(model.named_modules(remove_duplicate=False))
-    found: dict[str, nn.Module | None] = {}
-    for node in traced.graph.nodes:
-        if node.op != "call_module":
-            continue
-        path = str(node.target)
-        quantizer = isinstance(traced.model.get_submodule(path), TensorQuantizer)
-        found[path] = known.get(path)
-        if path not in known and not quantizer:
-            raise ValueError(
-                f"compare: the float model has no module {path!r}, which the calibrated model "
-                "has; give the folded float model (bevquant_fusion.fuse_model) that was quantized"
-            )
-    return found

@@ -6,18 +6,20 @@ from typing import Any
 
 from torch import nn
 
+from bevquant_graph import CaptureError, Graph, capture
 from bevquant_int8sim.model._integer_model import IntegerModel
 from bevquant_int8sim.model._lower import lower
 from bevquant_int8sim.model._quantizers import check_calibrated
 from bevquant_int8sim.model._read_graph import read_graph
 from bevquant_int8sim.model._signature import arguments, leaves
-from bevquant_int8sim.model._trace import trace
 from bevquant_int8sim.model._traced_source import Source
 
 __all__ = ["simulate"]
 
 
-def simulate(model: nn.Module, example_inputs: Any, *, backend: str = "auto") -> IntegerModel:
+def simulate(
+    model: nn.Module, example_inputs: Any, *, backend: str = "auto", graph: Graph | None = None
+) -> IntegerModel:
     r"""Lower a calibrated `bevquant_qnn` model to integer arithmetic.
 
     .. math:: y_q = \operatorname{clamp}\Bigl(\operatorname{round}\bigl(
@@ -38,6 +40,7 @@ def simulate(model: nn.Module, example_inputs: Any, *, backend: str = "auto") ->
         example_inputs: A tuple of positional inputs, a dict of named ones, or one input. Only
             their structure is used: which are tensors, sparse tensors, numbers.
         backend: Kernels to run on, see `int8_sparse_conv`.
+        graph: The model's graph, where it was captured already.
 
     Raises:
         TypeError: `model` is no module.
@@ -69,6 +72,21 @@ def simulate(model: nn.Module, example_inputs: Any, *, backend: str = "auto") ->
             "norm behave otherwise there"
         )
     check_calibrated(model)
-    traced = trace(model, example_inputs)
-    program, held = lower(read_graph(traced))
-    return IntegerModel(program, Source(traced, held), backend=backend)
+    if graph is None:
+        graph = _captured(model, example_inputs)
+    program, held = lower(read_graph(graph))
+    return IntegerModel(program, Source(graph, held), backend=backend)
+
+
+def _captured(model: nn.Module, example_inputs: Any) -> Graph:
+    for path, module in model.named_modules():
+        if module._forward_hooks or module._forward_pre_hooks:
+            raise ValueError(
+                f"simulate: {path or 'the model'} has forward hooks, which may change what it "
+                "computes; remove the hooks first"
+            )
+    try:
+        return capture(model, example_inputs)
+    except CaptureError as error:
+        message = str(error).replace("capture:", "simulate:", 1)
+        raise ValueError(message) from error

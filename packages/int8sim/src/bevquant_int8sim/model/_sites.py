@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -11,9 +11,11 @@ from torch import Tensor
 
 from bevquant_int8sim._plan_rulebook import plan_rulebook
 from bevquant_int8sim._to_dense import int8_to_dense
-from bevquant_sparse import Rulebook
+from bevquant_sparse import Rulebook, sparse_avg_pool, sparse_max_pool
 
-__all__ = ["Geometry", "Sites", "SparseOutput", "dense", "sites_of"]
+__all__ = [
+    "Geometry", "Sites", "SparseOutput", "convolved_sites", "dense", "pooled", "sites_of",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,10 @@ class Geometry:
     subm: bool
     transposed: bool
     inverse: bool
+
+    def numbers(self) -> tuple[Any, ...]:
+        """Its fields in order, as constants of a step."""
+        return astuple(self)
 
     @property
     def keeps_rows(self) -> bool:
@@ -154,6 +160,23 @@ class SparseOutput:
     def dense(self) -> Tensor:
         """Zero-filled grid ``[batch, channels, *spatial_shape]``."""
         return dense(self.features, self.indices, self.spatial_shape, self.batch_size)
+
+
+def convolved_sites(sites: Sites, key: str | None, *geometry: Any) -> Sites:
+    """The sites behind a convolution or pooling of this geometry."""
+    return sites.convolved(Geometry(*geometry), key, "a rulebook")[1]
+
+
+def pooled(
+    features: Tensor, sites: Sites, kind: str, key: str | None, *geometry: Any
+) -> Tensor:
+    """Largest or average features over the voxels of each window; integers stay integers."""
+    rulebook, _ = sites.convolved(Geometry(*geometry), key, "a pooling")
+    pool = sparse_max_pool if kind == "max_pool" else sparse_avg_pool
+    if features.is_floating_point():
+        return pool(features, rulebook)
+    made: Tensor = pool(features.double(), rulebook).to(features.dtype)
+    return made
 
 
 def sites_of(tensor: Any) -> Sites:

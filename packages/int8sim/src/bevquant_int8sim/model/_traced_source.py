@@ -1,12 +1,14 @@
-"""The traced model beside its program: which node of the graph each value stands for."""
+"""The captured model beside its program: which node of the graph each value stands for."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from torch import fx
+
+from bevquant_graph import Graph
 from bevquant_int8sim.model._form import Demand
-from bevquant_int8sim.model._trace import Traced
 
 __all__ = ["Source"]
 
@@ -16,9 +18,9 @@ class Source:
     """Where an integer model comes from.
 
     Attributes:
-        traced: The calibrated model and its graph.
+        graph: The calibrated model's graph.
         held: Node to the values that hold its tensor, by form.
     """
 
-    traced: Traced
-    held: Mapping[str, Mapping[Demand, str]]
+    graph: Graph
+    held: Mapping[fx.Node, Mapping[Demand, str]]
