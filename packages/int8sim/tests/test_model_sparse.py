@@ -412,11 +412,16 @@ def test_transposed_convolutions_and_dense_ends():
     assert float((got - expected).norm() / expected.norm()) < 0.01
 
 
-def test_sparse_pooling_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"simulate: 1 \(SparseMaxPool3d\) reads a sparse tensor"):
-        simulated(
-            spconv.SubMConv3d(5, 8, 3), spconv.SparseMaxPool3d(2, 2), spconv.SubMConv3d(8, 8, 3)
-        )
+def test_sparse_pooling_runs_on_integers():
+    net, model, x = simulated(
+        spconv.SubMConv3d(5, 8, 3), spconv.SparseMaxPool3d(2, 2), spconv.SubMConv3d(8, 8, 3)
+    )
+    assert model.islands == ()
+    (pool,) = [step for step in model.steps if step.attributes.get("what") == "sparse_max_pool"]
+    assert model.program.values[pool.outputs[0]].form.bits == 8
+    made, wanted = model(x), net(x)
+    assert torch.equal(made.indices, wanted.indices)
+    assert (made.features - wanted.features).abs().max() < 1e-4 * wanted.features.abs().max()
 
 
 def test_an_inverse_without_its_convolution_names_the_layer():

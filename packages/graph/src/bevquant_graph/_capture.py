@@ -78,6 +78,9 @@ def capture(model: nn.Module, example_inputs: Any, *, check: bool = True) -> Gra
             try:
                 with opaque_modules(model, opaque):
                     program, result = _exported(model, inputs, leaves)
+                if numbers and _fixes_numbers(program, leaves):
+                    numbers = False
+                    continue
                 break
             except Exception as error:
                 if any(isinstance(leaf, int) for leaf in leaves):
@@ -124,6 +127,13 @@ def _exported(model: nn.Module, inputs: Tree, leaves: list[Any]) -> tuple[Export
     return program, result
 
 
+def _fixes_numbers(program: ExportedProgram, leaves: list[Any]) -> bool:
+    """Whether the forward goes by what a number among the inputs is."""
+    nodes = [n for n in program.graph.nodes if n.op == "placeholder"][-len(leaves) :]
+    given = zip(nodes, leaves, strict=True)
+    return any(isinstance(n.meta.get("val"), int) for n, leaf in given if isinstance(leaf, int))
+
+
 def _open(value: Any) -> Any:
     return dict.fromkeys(range(value.dim()), Dim.AUTO) if isinstance(value, Tensor) else Dim.AUTO
 
@@ -158,15 +168,16 @@ def evaluation(model: nn.Module) -> Iterator[None]:
 
 def _close(model: nn.Module, error: Exception, opaque: dict[str, Opaque], given: Arguments) -> None:
     """Make the module that the error comes from one node, or say that nothing can be done."""
-    paths = {module: path for path, module in model.named_modules()}
+    # While it is traced a module may be seen through a proxy, which has the module's attributes.
+    paths = {id(vars(module)): path for path, module in model.named_modules()}
     where, place = "", ""
     known: set[str] = {f"{path}." for path in opaque} | set(opaque)
-    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+    for frame, line in _frames(error):
         file = frame.f_code.co_filename
         if not place and _is_authors(file):
             place = f"{file}:{line}"
         owner = frame.f_locals.get("self")
-        path = paths.get(owner, "") if isinstance(owner, nn.Module) else ""
+        path = paths.get(id(vars(owner)), "") if isinstance(owner, nn.Module) else ""
         if path and not where and not any(path == k or path.startswith(k) for k in known):
             where = path
     reason = f"{_met(error)}" + (f" ({place})" if place else "")
@@ -180,6 +191,15 @@ def _close(model: nn.Module, error: Exception, opaque: dict[str, Opaque], given:
     opaque[where] = recorded(model, where, reason, lambda: model(*args, **kwargs))
     for path in [p for p in opaque if p.startswith(f"{where}.")]:
         del opaque[path]
+
+
+def _frames(error: BaseException | None) -> Iterator[tuple[Any, int]]:
+    """Frames of an error and of those that it came from, innermost first."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield from reversed(list(traceback.walk_tb(error.__traceback__)))
+        error = error.__cause__ or error.__context__
 
 
 def _is_authors(file: str) -> bool:

@@ -401,8 +401,8 @@ class _Reader:
         """Name of the sites at these coordinates; made here if they come as a plain tensor."""
         first = self._first(indices)
         if first not in self._sites:
-            if _is_coords(first):
-                return self._sites_behind(first.args[0])
+            if _is_coords(first) or op_spec(first.target).kind == "rulebook":
+                return self._sites_behind(first if first.target is not operator.getitem else first.args[0])
             sites = self._unique(f"{first.name}.sites")
             self._hosts.add(sites)
             args = (self._ref(indices), self._resolved(list(shape)), self._ref(batch_size))
@@ -414,7 +414,7 @@ class _Reader:
         """Sites that a strided rulebook makes, where no convolution has made them yet."""
         indices, shape, batch_size = rulebook.args[:3]
         before = self._sites_at(indices, shape, batch_size)
-        out = next(u for u in rulebook.users if u.target is operator.getitem and u.args[1] == 0)
+        out = _coords_of(rulebook)
         sites = self._unique(f"{out.name}.sites")
         self._hosts.add(sites)
         args = (Ref(before), self._key(rulebook), *_geometry_of(rulebook).numbers())
@@ -464,17 +464,14 @@ class _Reader:
         if neighbours.target is operator.getitem:
             rulebook = neighbours.args[0]
             indices, shape, batch_size = rulebook.args[:3]
-            out = next(
-                (u for u in rulebook.users if u.target is operator.getitem and u.args[1] == 0),
-                rulebook,
-            )
-            return _geometry_of(rulebook), self._sites_at(indices, shape, batch_size), out
+            sites = self._sites_at(indices, shape, batch_size)
+            return _geometry_of(rulebook), sites, _coords_of(rulebook)
         name = op_spec(neighbours.target).name.rpartition(":")[2]
         if name == "inverse_rulebook":
             forward = neighbours.args[0].args[0]
-            made = next(u for u in forward.users if u.args[1] == 0)
             geometry = replace(_geometry_of(forward), inverse=True, transposed=False)
-            return geometry, self._sites[made], self._first(neighbours.args[1])
+            sites = self._sites[_coords_of(forward)]
+            return geometry, sites, self._first(neighbours.args[1])
         indices = neighbours.args[0]
         shape, batch_size = neighbours.args[1:3] if name == "subm_rulebook" else (None, None)
         geometry = _geometry_of(neighbours)
@@ -532,6 +529,12 @@ def _is_coords(node: fx.Node) -> bool:
         and source.op == "call_function"
         and op_spec(source.target).kind == "rulebook"
     )
+
+
+def _coords_of(rulebook: fx.Node) -> fx.Node:
+    """The coordinates that a strided rulebook makes; the rulebook itself where nobody reads them."""
+    parts = (u for u in rulebook.users if u.target is operator.getitem and u.args[1] == 0)
+    return next(parts, rulebook)
 
 
 def _class_of(module: nn.Module, spec: OpSpec) -> str:

@@ -14,8 +14,9 @@ from torch.nn import functional
 from bevquant_int8sim.model._float_sparse import FloatSparseConv
 from bevquant_int8sim.model._grid_operations import max_pool, resize
 from bevquant_int8sim.model._method import Method
+from bevquant_int8sim.model._opaque_call import OpaqueCall
 from bevquant_int8sim.model._quantizers import is_active
-from bevquant_int8sim.model._sites import Geometry, dense
+from bevquant_int8sim.model._sites import Geometry, convolved_sites, dense, pooled
 from bevquant_int8sim.model._vocabulary import METADATA, SITES_METADATA
 
 __all__ = [
@@ -44,7 +45,9 @@ _METHODS = frozenset(
     "unbind unflatten unsqueeze view".split()
 )
 _NAMED: dict[str, Callable[..., Any]] = {
+    "convolved_sites": convolved_sites,
     "getattr": getattr,
+    "pooled": pooled,
     "max_pool": max_pool,
     "resize": resize,
     "to_dense": dense,
@@ -103,7 +106,26 @@ def function_name(function: Callable[..., Any]) -> str | None:
     """Name of a function for a saved program; ``None`` where it is not among those allowed."""
     if isinstance(function, Method):
         return f"method.{function.__name__}" if function.__name__ in _METHODS else None
+    if isinstance(function, torch._ops.OpOverload):
+        name = str(function)
+        return name if _is_allowed(name) else None
     return _NAMES.get(id(function))
+
+
+def _is_allowed(name: str) -> bool:
+    """Whether ``aten.<operator>.<overload>`` computes tensors from tensors, and does nothing else.
+
+    Operators that write, that make tensors of nothing (files among them) or take text other than
+    the name of a mode are not allowed.
+    """
+    space, _, rest = name.partition(".")
+    packet, _, overload = rest.partition(".")
+    operator = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+    if space != "aten" or not isinstance(operator, torch._ops.OpOverload):
+        return False
+    schema = operator._schema
+    writes = any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
+    return not writes and any("Tensor" in str(a.type) for a in schema.arguments)
 
 
 def named_function(name: str) -> Callable[..., Any]:
@@ -115,6 +137,10 @@ def named_function(name: str) -> Callable[..., Any]:
     kind, _, method = name.partition(".")
     if kind == "method" and method in _METHODS:
         return Method(method)
+    if _is_allowed(name):
+        packet, _, overload = name.removeprefix("aten.").partition(".")
+        found: Callable[..., Any] = getattr(getattr(torch.ops.aten, packet), overload)
+        return found
     if name not in _NAMED:
         raise ValueError(f"it calls {name!r}, which a saved program may not")
     return _NAMED[name]
@@ -124,6 +150,8 @@ def module_config(module: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]
     """``({"class": …, arguments}, tensors)`` of a module, or why it cannot be saved."""
     if isinstance(module, FloatSparseConv):
         return _sparse_config(module)
+    if isinstance(module, OpaqueCall):
+        module = module.module
     cls: type[nn.Module] = type(module)
     state = dict(module.state_dict())
     quantizers = [m for name, m in module.named_modules() if name.endswith("_quantizer")]
