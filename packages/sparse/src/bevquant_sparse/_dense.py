@@ -54,7 +54,7 @@ def to_dense(
 
 
 @operator(
-    "to_dense(Tensor features, Tensor indices, int[] spatial_shape, int batch_size) -> Tensor"
+    "to_dense(Tensor features, Tensor indices, SymInt[] spatial_shape, SymInt batch_size) -> Tensor"
 )
 def _to_dense(
     features: Tensor, indices: Tensor, spatial_shape: Sequence[int], batch_size: int

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 INT32_MAX = 2**31 - 1
 
 
@@ -94,6 +96,11 @@ def _as_tuple(
             f"{name}={values} has {len(values)} entries for {ndim} spatial axes; pass one integer "
             "or one per axis"
         )
+    if torch.compiler.is_dynamo_compiling():
+        # A size that comes out of an array is symbolic there: a check of the graph, not of now.
+        for entry in values:
+            torch._check(minimum <= entry)  # type: ignore[no-untyped-call]
+        return values
     for entry in values:
         # numpy integers and 0-d tensors have __index__; floats such as 3.0 do not.
         if isinstance(entry, bool) or not hasattr(entry, "__index__"):
@@ -156,6 +163,10 @@ def _deconv_shape(
 
 
 def _check_out_shape(out_shape: tuple[int, ...], *parameters: tuple[int, ...]) -> None:
+    if torch.compiler.is_dynamo_compiling():
+        for size in out_shape:
+            torch._check(size >= 1)  # type: ignore[no-untyped-call]
+        return
     if all(1 <= size <= INT32_MAX for size in out_shape):
         return
     names = ("spatial_shape", "kernel_size", "stride", "padding", "dilation", "output_padding")

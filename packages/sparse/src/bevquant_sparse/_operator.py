@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.library import CustomOpDef
+from torch._library.custom_ops import CustomOpDef
 
 
 def operator(schema: str) -> Callable[[Callable[..., Any]], CustomOpDef]:

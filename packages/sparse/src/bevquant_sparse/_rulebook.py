@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bevquant_sparse._geometry import Geometry, make_geometry
+from bevquant_sparse._geometry import INT32_MAX, Geometry, make_geometry
 from bevquant_sparse._indices import infer_batch_size, require_indices, to_int32
 from bevquant_sparse._operator import operator
 from bevquant_sparse._rulebook_torch import build_torch
@@ -247,7 +247,7 @@ def build_from_geometry(indices: Tensor, geometry: Geometry, backend: str) -> Ru
 
 
 @operator(
-    "subm_rulebook(Tensor indices, int[] spatial_shape, int batch_size, int[] kernel_size,"
+    "subm_rulebook(Tensor indices, SymInt[] spatial_shape, SymInt batch_size, int[] kernel_size,"
     " int[] dilation, str backend='auto') -> Tensor"
 )
 def _subm_rulebook(
@@ -279,9 +279,9 @@ def _(
 
 
 @operator(
-    "rulebook(Tensor indices, int[] spatial_shape, int batch_size, int[] kernel_size, int[] stride,"
-    " int[] padding, int[] dilation, int[] output_padding, bool transposed, str backend='auto')"
-    " -> (Tensor, Tensor)"
+    "rulebook(Tensor indices, SymInt[] spatial_shape, SymInt batch_size, int[] kernel_size,"
+    " int[] stride, int[] padding, int[] dilation, int[] output_padding, bool transposed,"
+    " str backend='auto') -> (Tensor, Tensor)"
 )
 def _rulebook(
     indices: Tensor,
@@ -318,9 +318,8 @@ def _(
     transposed: bool,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    rows = torch.library.get_ctx().new_dynamic_size()
     # A graph is for frames with voxels in them: forwards ask whether there are any.
-    torch._check(rows >= 1)
+    rows = torch.library.get_ctx().new_dynamic_size(min=1, max=INT32_MAX)
     return (
         indices.new_empty((rows, indices.shape[1]), dtype=torch.int32),
         indices.new_empty((rows, math.prod(kernel_size)), dtype=torch.int32),

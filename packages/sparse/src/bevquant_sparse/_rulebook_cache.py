@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from bevquant_sparse._geometry import Geometry, make_geometry
@@ -35,10 +36,10 @@ def rulebook_for(module: Any, x: Any, backend: str) -> tuple[Rulebook, dict[Any,
         rulebook = _same_geometry(indice_dict, x.indices, geometry)
         if rulebook is None:
             rulebook = build_from_geometry(x.indices, geometry, backend)
-            rulebook.table.derive("version of the coordinates", lambda: _version(x.indices))
+            _note_version(rulebook)
     except ValueError as error:
         raise ValueError(f"{describe(module)}: {error}") from error
-    indice_dict[geometry if key is None else key] = rulebook
+    indice_dict[_unnamed(geometry) if key is None else key] = rulebook
     return rulebook, indice_dict
 
 
@@ -51,18 +52,34 @@ def _same_geometry(
     in time, and in an exported graph, where equal sets of coordinates are then one value.
     """
     for kept in indice_dict.values():
-        if (
-            isinstance(kept, Rulebook)
-            and kept.in_indices is indices
-            and kept.geometry == geometry
-            and kept.table.derive("version of the coordinates", lambda: None) == _version(indices)
-        ):
-            return kept
+        if isinstance(kept, Rulebook) and kept.in_indices is indices:
+            if kept.geometry == geometry and _unwritten(kept):
+                return kept
     return None
 
 
+def _unnamed(geometry: Geometry) -> tuple[object, ...]:
+    """A key of plain values for layers without one; where the grid differs, the last one stays."""
+    sizes = (geometry.kernel_size, geometry.stride, geometry.padding, geometry.dilation)
+    return ("bevquant", geometry.subm, geometry.transposed, *sizes, geometry.output_padding)
+
+
+def _note_version(rulebook: Rulebook) -> None:
+    """Remember how often the coordinates had been written when the rulebook was built."""
+    if not torch.compiler.is_compiling():
+        version = _version(rulebook.in_indices)
+        rulebook.table.derive("version of the coordinates", lambda: version)
+
+
+def _unwritten(rulebook: Rulebook) -> bool:
+    """Whether the coordinates are those that the rulebook was built for; a graph writes none."""
+    if torch.compiler.is_compiling():
+        return True
+    noted = rulebook.table.derive("version of the coordinates", lambda: None)
+    return noted == _version(rulebook.in_indices)
+
+
 def _version(indices: Tensor) -> int | None:
-    """Counts in-place writes; a tensor of inference mode does not."""
     return None if indices.is_inference() else indices._version
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from threading import Lock
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,8 +15,12 @@ from bevquant_sparse._dense import to_dense
 
 # What a tensor is made of; the rest (rulebooks, timers, scratch) is not part of its value.
 _FIELDS = ("features", "indices")
+_SPCONV2 = (
+    "voxel_num", "benchmark", "benchmark_record", "thrust_allocator", "_timer", "force_algo",
+    "int8_scale",
+)  # fmt: skip
 _lock = Lock()
-_traced: dict[type, type] = {}
+_traced: dict[type[Any], type[Any]] = {}
 
 
 def register_sparse_tensor(cls: type) -> None:
@@ -48,7 +52,19 @@ def register_sparse_tensor(cls: type) -> None:
     if not isinstance(cls, type):
         raise TypeError(f"register_sparse_tensor: expected a class, got {cls!r}; pass type(x)")
     with _lock:
+        if cls in pytree.SUPPORTED_NODES:
+            return
         _register(cls, cls)
+        body = {
+            "__module__": cls.__module__,
+            "__qualname__": cls.__qualname__,
+            "names": tuple(dir(cls)),
+        }
+        bases = (_TracedCopies if hasattr(cls, "replace_feature") else _Traced, cls)
+        meta: Any = type(cls)
+        _traced[cls] = meta(cls.__name__, bases, body)
+        # Whoever runs an exported graph gets the class that the model itself gives.
+        _register(_traced[cls], cls)
 
 
 def register_tensor_of(module_class: type) -> None:
@@ -64,8 +80,6 @@ def register_tensor_of(module_class: type) -> None:
 
 def _register(cls: type, made: type) -> None:
     """``cls`` as a node that is put together again as ``made``."""
-    if cls in pytree.SUPPORTED_NODES:
-        return
 
     def flatten(x: Any) -> tuple[list[Any], tuple[tuple[int, ...], int]]:
         return [x.features, x.indices], (tuple(int(n) for n in x.spatial_shape), int(x.batch_size))
@@ -81,7 +95,7 @@ def _register(cls: type, made: type) -> None:
         if isinstance(features, Tensor) and isinstance(indices, Tensor):
             return made(features, indices, list(shape), batch_size)
         # Trees of specs and names have the structure of a tensor without its constructor's rules.
-        x = object.__new__(made)
+        x: Any = object.__new__(made)
         x.__dict__.update(
             features=features, _features=features, indices=indices, spatial_shape=list(shape),
             batch_size=batch_size, indice_dict={},
@@ -102,33 +116,39 @@ def _register(cls: type, made: type) -> None:
 class _Traced:
     """What a convolution hands on while it is traced: ``dense()`` is this package's operator."""
 
+    names: ClassVar[tuple[str, ...]]
+
+    def __dir__(self) -> list[str]:
+        # Public forwards ask `"replace_feature" in x.__dir__()`; a tracer has no answer of its own.
+        return [*self.names, *self.__dict__]
+
     def dense(self: Any, channels_first: bool = True) -> Tensor:
         out = to_dense(self.features, self.indices, self.spatial_shape, self.batch_size)
         return out if channels_first else out.movedim(1, -1)
 
 
 class _TracedCopies(_Traced):
-    """The same for spconv 2, whose tensors make others of their own class's name."""
+    """The same for spconv 2, whose tensors are replaced, not written to."""
 
     def replace_feature(self: Any, feature: Tensor) -> Any:
-        return as_traced(super().replace_feature(feature))  # type: ignore[misc]
+        return traced(self, feature, self.indices, self.spatial_shape, self.indice_dict)
 
     def shadow_copy(self: Any) -> Any:
-        return as_traced(super().shadow_copy())  # type: ignore[misc]
+        return self.replace_feature(self.features)
 
 
-def as_traced(x: Any) -> Any:
-    """``x`` with ``dense()`` as an operator while a graph is made; elsewhere as it is."""
-    if not torch.compiler.is_compiling() or isinstance(x, _Traced):
-        return x
-    cls = type(x)
-    with _lock:
-        if cls not in _traced:
-            body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-            copies = hasattr(cls, "replace_feature") and hasattr(cls, "shadow_copy")
-            bases = (_TracedCopies if copies else _Traced, cls)
-            _traced[cls] = type(cls)(cls.__name__, bases, body)
-            # Whoever runs the graph gets the class that the model itself gives.
-            _register(_traced[cls], cls)
-    x.__class__ = _traced[cls]
-    return x
+def traced(
+    x: Any, features: Tensor, indices: Tensor, shape: list[int], indice_dict: dict[Any, Any]
+) -> Any:
+    """A tensor like ``x`` whose ``dense()`` is an operator: what a graph is made with."""
+    known = type(x) in _traced or isinstance(x, _Traced)
+    if not known and not torch.compiler.is_dynamo_compiling():
+        register_sparse_tensor(type(x))
+    cls = _traced.get(type(x), type(x))
+    out = cls(features, indices, shape, x.batch_size)
+    # Plain attributes; what the constructor derived from its arguments stays.
+    for name in ("grid", *_SPCONV2):
+        if hasattr(x, name):
+            setattr(out, name, getattr(x, name))
+    out.indice_dict = indice_dict
+    return out

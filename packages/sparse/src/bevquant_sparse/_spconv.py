@@ -14,7 +14,7 @@ from bevquant_sparse._layout import WeightLayout
 from bevquant_sparse._modules import as_multiplied, weight_name
 from bevquant_sparse._rulebook import Rulebook
 from bevquant_sparse._rulebook_cache import describe, rulebook_for
-from bevquant_sparse._sparse_tensor import as_traced
+from bevquant_sparse._sparse_tensor import traced
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -172,14 +172,17 @@ def _record_voxel_count(module: Any, rulebook: Rulebook) -> None:
 
 def with_rulebook(x: Any, features: Tensor, rulebook: Rulebook, indice_dict: dict[Any, Any]) -> Any:
     """A new tensor like ``x`` holding ``features`` on the rulebook's outputs."""
+    indices, shape = rulebook.out_indices, list(rulebook.out_shape)
+    if torch.compiler.is_compiling():
+        return traced(x, features, indices, shape, indice_dict)
     if hasattr(x, "replace_feature"):
         out = (x.shadow_copy() if hasattr(x, "shadow_copy") else x).replace_feature(features)
     else:
         # spconv 1: the constructor is the only way to another tensor.
-        out = type(x)(features, rulebook.out_indices, list(rulebook.out_shape), x.batch_size)
+        out = type(x)(features, indices, shape, x.batch_size)
         if hasattr(x, "grid"):
             out.grid = x.grid
-    out.indices = rulebook.out_indices
-    out.spatial_shape = list(rulebook.out_shape)
+    out.indices = indices
+    out.spatial_shape = shape
     out.indice_dict = indice_dict
-    return as_traced(out)
+    return out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 _T = TypeVar("_T")
 # By the table's identity, for as long as the table lives: layers that share a rulebook share what
 # is derived from it, also in an exported graph, whose operators hand on the tensor alone.
-_derived: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_derived: MutableMapping[Tensor, dict[object, Any]] = WeakIdKeyDictionary()
 _lock = Lock()
 
 
@@ -57,7 +57,7 @@ class Table:
     def derive(self, name: object, make: Callable[[], _T]) -> _T:
         """What ``make`` returns, made once for this table; it must not hold the table itself."""
         with _lock:
-            kept: dict[object, Any] = _derived.setdefault(self.neighbours, {})
+            kept = _derived.setdefault(self.neighbours, {})
         if name not in kept:
             kept[name] = make()
         found: _T = kept[name]
