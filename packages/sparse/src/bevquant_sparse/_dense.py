@@ -47,7 +47,7 @@ def to_dense(
             "one row per row of indices"
         )
     geometry = make_geometry(
-        shape, 1, 1, 0, 1, 0, subm=True, transposed=False, batch_size=int(batch_size)
+        shape, 1, 1, 0, 1, 0, subm=True, transposed=False, batch_size=batch_size
     )
     out: Tensor = _to_dense(features, rows, list(geometry.in_shape), geometry.batch_size)
     return out
