@@ -87,13 +87,27 @@ class _Follower:
         self.drafts: list[Draft] = []
 
     def run(self) -> Followed:
+        coords = self._coords()
         for step in self.program.steps:
-            self._step(step)
+            if step.outputs[0] not in coords:
+                self._step(step)
         results = [name for name in _names(self.program.result) if self._is_tensor(name)]
         outputs = tuple(self._read(name, "the model's result") for name in results)
         if not self.input:
             raise ValueError("export_sparse_onnx: nothing in the model reads voxels' features")
         return Followed(tuple(self.drafts), self.input, outputs)
+
+    def _coords(self) -> set[str]:
+        """What is computed for the coordinates alone: the engine gets these ready made."""
+        read = set(_names(self.program.result))
+        found: set[str] = set()
+        for step in reversed(self.program.steps):
+            made = set(step.outputs)
+            if step.op == "float" and not made & read and not is_float_conv(step):
+                found |= made
+            elif step.op not in ("host", "sites"):
+                read.update(step.inputs)
+        return found
 
     def _is_tensor(self, name: str) -> bool:
         return self.program.values[name].form not in ("sites", "host")

@@ -13,6 +13,9 @@ from bevquant_graph import OPAQUE, Graph, flatten, op_spec, rebuild
 __all__ = ["GraphRun", "spent_nodes", "tensor_of"]
 
 
+_VIEWS: Any = {torch.ops.aten.view.default: torch.ops.aten.reshape.default}
+
+
 class GraphRun:
     """One execution of the graph; the caller steps from node to node and may change results.
 
@@ -77,7 +80,8 @@ class GraphRun:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.values.__getitem__)
         if node.target is OPAQUE:
             return self._opaque(node, args)
-        target: Any = node.target
+        # Integers may lie in another order than the floats that they stand for.
+        target: Any = _VIEWS.get(node.target, node.target)
         return target(*args, **kwargs)
 
     def _opaque(self, node: fx.Node, args: Any) -> Any:

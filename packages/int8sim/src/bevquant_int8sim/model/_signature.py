@@ -133,6 +133,16 @@ def _counted(args: Any, kwargs: Mapping[str, Any]) -> str:
     return f"{len(args)} positional inputs{names}"
 
 
+def _same(wanted: Any, got: Any) -> bool:
+    """Whether two constants are equal; objects that cannot tell are what they are."""
+    if wanted is got:
+        return True
+    if type(wanted) is not type(got):
+        return False
+    equal = wanted == got
+    return bool(equal.all()) if hasattr(equal, "all") else bool(equal)
+
+
 def _bind(wanted: Any, got: Any, where: str, found: dict[str, Any]) -> None:
     if isinstance(wanted, Ref):
         if not _is_value(got):
@@ -141,8 +151,7 @@ def _bind(wanted: Any, got: Any, where: str, found: dict[str, Any]) -> None:
         return
     children = _children(wanted)
     if children is None:
-        same = wanted is got or (type(wanted) is type(got) and bool(wanted == got))
-        if not same:
+        if not _same(wanted, got):
             raise ValueError(
                 f"{where}: the model was simulated with {wanted!r} here and got {got!r}; simulate "
                 "it again with example inputs like these"
