@@ -114,4 +114,3 @@ def _extras(module: nn.Module, cls: type[nn.Module] | None) -> str | None:
     if torch.nn.utils.parametrize.is_parametrized(module):
         return f"{name} has parametrized weights"
     return own_code(module, cls)
-

@@ -20,6 +20,7 @@ _LIBRARIES = (
     "torchsparse.",
     "MinkowskiEngine.",
     "pytorch_quantization.",
+    "bevquant_sparse.",
     "bevquant_quantizers.",
     "bevquant_qnn.",
     "bevquant_hybrid.",
