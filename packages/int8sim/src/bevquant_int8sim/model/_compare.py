@@ -16,9 +16,15 @@ from bevquant_int8sim.model._integer_model import IntegerModel
 from bevquant_int8sim.model._layer_sums import LayerSums, blocks
 from bevquant_int8sim.model._layer_table import LayerTable
 from bevquant_int8sim.model._program import Step
-from bevquant_int8sim.model._reference import GraphRun, spent_nodes, tensor_of, with_tensor
+from bevquant_int8sim.model._reference import (
+    GraphRun,
+    inputs_of,
+    spent_nodes,
+    tensor_of,
+    with_tensor,
+)
 from bevquant_int8sim.model._rowwise import dequantized
-from bevquant_int8sim.model._signature import arguments, leaves
+from bevquant_int8sim.model._signature import copied
 from bevquant_int8sim.model._simulate import simulate
 from bevquant_int8sim.model._traced_source import Source
 
@@ -173,12 +179,11 @@ class LayerComparison:
             if sums is not None and step.op in _LAYERS:
                 sums.add_peak(accumulators(step, given, self.model.backend))
 
-        self.model.run(batch, record=False, observe=keep)
-        args, kwargs = arguments(batch)
-        values = list(leaves([list(args), dict(kwargs)], numbers=self.source.traced.numbers))
         traced = self.source.traced
+        # Each run has inputs of its own: a model may write to them.
+        self.model.run(copied(batch), record=False, observe=keep)
         runs = [
-            GraphRun(traced, model, iter(values))
+            GraphRun(traced, model, inputs_of(traced, copied(batch)))
             for model in (self.float_model, traced.model, traced.model)
         ]
         for node in self.graph.nodes:
@@ -227,7 +232,7 @@ class LayerComparison:
                 floats.copy_(integers.double().mul_(form.scale))
             return made
         if form == FLOAT:
-            return got
+            return got.clone()  # what reads it in the forced run may write to it
         step = self._makers[value]
         axis = step.attributes.get("channel_axis", -1)
         return dequantized(got, step.tensors["scale"], axis, relu=False)
