@@ -122,12 +122,18 @@ def compare_qdq_onnx(file: QdqFile, model: nn.Module, args: Any) -> tuple[Tensor
         [('quantize', 0, 0), ('conv', 0, 0)]
     """
     integer = program_of(model, args, verify=False)  # it was, before the file was written
-    rows, _ = compared(file, file.path.read_bytes(), integer, args, session)
+    rows, _ = compared(file, file.path.read_bytes(), integer, args, session, outputs=False)
     return rows
 
 
 def compared(
-    file: QdqFile, content: bytes, integer: QdqProgram, args: Any, run_in: Callable[..., Any]
+    file: QdqFile,
+    content: bytes,
+    integer: QdqProgram,
+    args: Any,
+    run_in: Callable[..., Any],
+    *,
+    outputs: bool,
 ) -> tuple[tuple[TensorDifference, ...], dict[str, tuple[Array, Array]]]:
     """What `compare_qdq_onnx` returns, and the outputs that run in float.
 
@@ -137,6 +143,7 @@ def compared(
         integer: The program that it was written from.
         args: Inputs.
         run_in: Makes a session, as `session`.
+        outputs: Look at the outputs in float too.
 
     Returns:
         The quantized tensors, and name to (what `integer` returns, what the file returns) of the
@@ -171,7 +178,7 @@ def compared(
     running = run_in(proto, optimised=file.profile == "onnxruntime")
     taken = {port.name for port in running.get_inputs()}
     given = {name: value for name, value in inputs.items() if name in taken}
-    own = [name for name in file.outputs if name not in made]
+    own = [name for name in file.outputs if outputs and name not in made]
     results = dict(zip([*made, *own], running.run([*made.values(), *own], given), strict=True))
     ties = Ties(integer.program, held, profile)
     rows = []
@@ -186,11 +193,11 @@ def compared(
                 ties.count(name, want, got) if different else 0,
             )
         )  # fmt: skip
-    wanted = [value.detach().cpu().numpy() for value in _tensors(returned)]
     floats = {
-        name: (want, results[name])
-        for name, want in zip(file.outputs, wanted, strict=False)
-        if name in own
+        name: (value.detach().cpu().numpy(), results[name])
+        for name, value in zip(file.outputs, _tensors(returned), strict=False)
+        # Others are quantized, and among the rows.
+        if name in own and type(value) is Tensor and value.is_floating_point()
     }
     return tuple(rows), floats
 

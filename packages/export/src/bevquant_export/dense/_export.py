@@ -151,7 +151,9 @@ def export_qdq_onnx(
         run_on_cpu=on_cpu if profile == "horizon" else (),
     )
     if verify:
-        ran, rows = verified(file, proto.SerializeToString(), source.integer, args)
+        ran, rows = verified(
+            file, proto.SerializeToString(), source.integer, args, integer_sums=integer_sums
+        )
         file = replace(file, verified=ran, differences=rows)
     onnx.helper.set_model_props(proto, {"verified": file.verified})
     write_whole(target, proto.SerializeToString(deterministic=True))

@@ -10,7 +10,7 @@ from torch import nn
 from bevquant_int8sim import IntegerModel, simulate
 from bevquant_int8sim.program import Program, Ref, Step, arguments, leaf_names
 
-__all__ = ["Observe", "QdqProgram", "inputs_of", "program_of"]
+__all__ = ["Observe", "QdqProgram", "inputs_of", "is_simulated", "program_of"]
 
 Observe = Callable[[Step, tuple[Any, ...], tuple[Any, ...]], None]
 _HOOK = "__qdq_program__"
@@ -73,6 +73,11 @@ class _Simulated:
     def run(self, inputs: Any, *, observe: Observe) -> Any:
         returned, _ = self._integer.run(inputs, record=False, observe=observe)
         return returned
+
+
+def is_simulated(program: QdqProgram) -> bool:
+    """Whether the program is that of an `IntegerModel`, whose every sum is exact."""
+    return isinstance(program, _Simulated)
 
 
 def program_of(model: nn.Module, args: Any, *, verify: bool) -> QdqProgram:
