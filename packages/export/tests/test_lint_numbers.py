@@ -34,7 +34,7 @@ def conv_file(
 
 
 def found(path: Path, target: str = "tensorrt") -> dict[str, str]:
-    return {f.id: f"{f.node} {f.message}" for f in lint_onnx(path, target)}
+    return {f.id: f"{f.node} {f.reason}" for f in lint_onnx(path, target)}
 
 
 def test_a_plain_file_is_clean(tmp_path: Path) -> None:
