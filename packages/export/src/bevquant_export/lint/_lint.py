@@ -121,7 +121,7 @@ def _findings(model: onnx.ModelProto, path: Path, target: str) -> Iterator[Findi
     if target == "horizon":
         yield from _horizon.check_opset(graphs[0].opsets)
     for graph in graphs:
-        yield from _windows.check_windows(graph)
+        yield from _windows.check_windows(graph, folder)
         pairs = _qdq.Pairs(graph, folder)
         yield from _qdq.check_pairs(pairs)
         if target == "horizon":
