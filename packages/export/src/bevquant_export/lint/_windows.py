@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bevquant_export.lint._graph import Graph, Node
 from bevquant_export.lint._rule import Finding, Rule
-from bevquant_export.lint._tensors import check_tensor
+from bevquant_export.lint._tensors import check_tensor, shape_of
 
 __all__ = ["CHANNELS", "WINDOWS", "check_windows"]
 
@@ -87,7 +87,7 @@ def _weight(graph: Graph, name: str) -> list[int] | None:
     for _ in range(4):
         tensor = graph.constant(name)
         if tensor is not None:
-            return list(tensor.dims[:65])
+            return shape_of(tensor)
         maker = graph.producers.get(name)
         if maker is None or maker.op not in ("QuantizeLinear", "DequantizeLinear", "Identity"):
             return None
@@ -100,7 +100,7 @@ def _channels(graph: Graph, node: Node, folder: Path) -> str | None:
     reads = _made(graph, node.input(0))
     if shape is None or reads is None or len(shape) < 2:
         return None
-    if any(next(check_tensor(t, folder), None) for t in graph.tensors if list(t.dims) == shape):
+    if any(next(check_tensor(t, folder), None) for t in graph.tensors if shape_of(t) == shape):
         return None  # what it says of itself is wrong
     if node.op == "Gemm":
         if node.integer("transA"):
