@@ -9,6 +9,7 @@ Graph of Sequential: 2 operations
 
 from ._capture import CaptureError, capture, evaluation
 from ._graph import Graph
+from ._layer_class import layer_class, own_code
 from ._opaque import OPAQUE, Opaque
 from ._operators import OPERATORS, OpSpec, op_spec
 from ._signature import arguments, flatten, is_sparse_tensor, leaf_names, rebuild
@@ -25,7 +26,9 @@ __all__ = [
     "evaluation",
     "flatten",
     "is_sparse_tensor",
+    "layer_class",
     "leaf_names",
     "op_spec",
+    "own_code",
     "rebuild",
 ]

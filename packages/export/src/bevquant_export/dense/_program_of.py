@@ -10,7 +10,7 @@ from torch import nn
 from bevquant_int8sim import IntegerModel, simulate
 from bevquant_int8sim.program import Program, Ref, Step, arguments, leaf_names
 
-__all__ = ["Observe", "QdqProgram", "inputs_of", "program_of"]
+__all__ = ["Observe", "QdqProgram", "inputs_of", "is_simulated", "program_of"]
 
 Observe = Callable[[Step, tuple[Any, ...], tuple[Any, ...]], None]
 _HOOK = "__qdq_program__"
@@ -41,15 +41,18 @@ class QdqProgram(Protocol):
     def names(self) -> Mapping[str, str]: ...
 
     def run(self, inputs: Any, *, observe: Observe) -> Any:
-        """Run; `observe` gets each step, what it reads, and integers where the result has some."""
+        """Run, and return what the model does, in floats.
+
+        `observe` gets each step, what it reads, and integers where the result has some.
+        """
 
 
 class _Simulated:
     """A `bevquant_qnn` model."""
 
-    def __init__(self, model: nn.Module, args: Any) -> None:
+    def __init__(self, model: nn.Module, args: Any, verify: bool) -> None:
         try:
-            self._integer: IntegerModel = simulate(model, args)
+            self._integer: IntegerModel = simulate(model, args, verify=verify)
         except (TypeError, ValueError) as error:
             message = str(error).replace("simulate:", "export_qdq_onnx:", 1)
             raise type(error)(message) from error
@@ -68,11 +71,17 @@ class _Simulated:
         return dict(zip(given, called, strict=True))
 
     def run(self, inputs: Any, *, observe: Observe) -> Any:
-        return self._integer.run(inputs, record=False, observe=observe)
+        returned, _ = self._integer.run(inputs, record=False, observe=observe)
+        return returned
 
 
-def program_of(model: nn.Module, args: Any) -> QdqProgram:
-    """Read a model.
+def is_simulated(program: QdqProgram) -> bool:
+    """Whether the program is that of an `IntegerModel`, whose every sum is exact."""
+    return isinstance(program, _Simulated)
+
+
+def program_of(model: nn.Module, args: Any, *, verify: bool) -> QdqProgram:
+    """Read a model, and with `verify` hold its integers against it on `args`.
 
     Raises:
         TypeError: No module.
@@ -83,7 +92,7 @@ def program_of(model: nn.Module, args: Any) -> QdqProgram:
         if read is not None:
             found: QdqProgram = read(model, args)
             return found
-    return _Simulated(model, args)
+    return _Simulated(model, args, verify)
 
 
 def inputs_of(program: Program, args: Any) -> Iterator[tuple[str, Any]]:

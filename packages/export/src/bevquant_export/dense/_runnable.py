@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-__all__ = ["forced", "lifted", "session"]
+__all__ = ["any_session", "forced", "lifted", "session"]
 
 
 def lifted(proto: Any) -> Any:
@@ -50,20 +49,21 @@ def _with_axes_as_tensor(graph: Any, node: Any) -> None:
     node.attribute.extend(kept)
 
 
-def forced(path: Path, tensors: tuple[str, ...]) -> tuple[Any, dict[str, str]]:
+def forced(content: bytes, tensors: tuple[str, ...]) -> tuple[Any, dict[str, str]]:
     """The model with these tensors cut: who reads one reads an input of its name.
 
     Args:
-        path: The file.
+        content: The file.
         tensors: Quantized tensors.
 
     Returns:
-        The model, and for each tensor the output that holds what is made of it.
+        The model, whose outputs are what is made of these tensors and, behind them, the file's own
+        outputs; and for each tensor the output that holds what is made of it.
     """
     import onnx
     from onnx import TensorProto, helper
 
-    proto = lifted(onnx.load(path))
+    proto = lifted(onnx.load_model_from_string(content))
     graph = proto.graph
     made = {name: f"{name}.made" for name in tensors}
     for node in graph.node:
@@ -74,8 +74,10 @@ def forced(path: Path, tensors: tuple[str, ...]) -> tuple[Any, dict[str, str]]:
     graph.input.extend(
         helper.make_tensor_value_info(name, dtype, None) for name in tensors if name in read
     )
+    own = list(graph.output)
     del graph.output[:]
     graph.output.extend(helper.make_tensor_value_info(name, dtype, None) for name in made.values())
+    graph.output.extend(value for value in own if value.name not in made)
     return proto, made
 
 
@@ -95,3 +97,30 @@ def session(proto: Any, *, optimised: bool) -> Any:
     return onnxruntime.InferenceSession(
         proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
     )
+
+
+class _Reference:
+    """ONNX's own reference, with what is used of a session's interface."""
+
+    def __init__(self, proto: Any) -> None:
+        from onnx.reference import ReferenceEvaluator
+
+        self._proto, self._evaluator = proto, ReferenceEvaluator(proto)
+
+    def get_inputs(self) -> list[Any]:
+        held = {tensor.name for tensor in self._proto.graph.initializer}
+        return [value for value in self._proto.graph.input if value.name not in held]
+
+    def run(self, names: list[str], feed: dict[str, Any]) -> list[Any]:
+        return list(self._evaluator.run(names, feed))
+
+
+def any_session(proto: Any, *, optimised: bool) -> tuple[Any, str]:
+    """A session of onnxruntime, or where it is not installed ONNX's reference; and its name."""
+    try:
+        import onnxruntime
+    except ImportError:
+        import onnx
+
+        return _Reference(proto), f"onnx.reference {onnx.__version__}"
+    return session(proto, optimised=optimised), f"onnxruntime {onnxruntime.__version__}"

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bevquant_export.dense._compare import TensorDifference
 
 __all__ = ["QdqFile"]
 
@@ -24,6 +28,9 @@ class QdqFile:
         notes: What is other than one might expect, by module.
         settings: hb_mapper's YAML next to the file; ``None`` for other profiles.
         run_on_cpu: Nodes that hb_mapper must leave in float.
+        verified: What ran the file on the example inputs before it got its name, as in its
+            metadata; ``"no"`` where nothing did.
+        differences: What was found, tensor by tensor, as from `compare_qdq_onnx`.
     """
 
     path: Path
@@ -36,3 +43,5 @@ class QdqFile:
     notes: tuple[str, ...] = ()
     settings: Path | None = None
     run_on_cpu: tuple[str, ...] = ()
+    verified: str = "no"
+    differences: tuple[TensorDifference, ...] = ()

@@ -38,7 +38,7 @@ RULES: tuple[Rule, ...] = (
     *(_tensors.ESCAPES, _tensors.MISSING_DATA, _tensors.SIZES),
     *(_structure.DEEP, _structure.REPEATED_ATTRIBUTE),
     *(_model.VERSIONS, _model.UNKNOWN_OP, _model.LEAKED, _model.UNREAD),
-    _windows.WINDOWS,
+    *(_windows.WINDOWS, _windows.CHANNELS, _model.SIZES),
     *sorted(
         (
             *_spconv_convs.RULES,
@@ -70,7 +70,8 @@ def lint_onnx(path: str | os.PathLike[str], target: str) -> list[Finding]:
 
     Raises:
         ValueError: Another target.
-        OSError: The file is not there, cannot be opened, or is no regular file.
+        OSError: The file is not there (FileNotFoundError, which names it), cannot be opened, or is
+            no regular file.
 
     Example:
         >>> import tempfile
@@ -120,7 +121,7 @@ def _findings(model: onnx.ModelProto, path: Path, target: str) -> Iterator[Findi
     if target == "horizon":
         yield from _horizon.check_opset(graphs[0].opsets)
     for graph in graphs:
-        yield from _windows.check_windows(graph)
+        yield from _windows.check_windows(graph, folder)
         pairs = _qdq.Pairs(graph, folder)
         yield from _qdq.check_pairs(pairs)
         if target == "horizon":

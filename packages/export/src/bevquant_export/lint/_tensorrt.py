@@ -75,9 +75,15 @@ BETWEEN = _rule(
     "quantize what the activation gives, and not what it takes",
     "warning",
 )
+HALF = _rule(
+    15,
+    "pairs that a Gemm reads are of float32: with scales in float16 TensorRT 10.8 to 10.16 makes "
+    "NaN of it",
+    "write the scales in float32, and cast to float16 behind the layer where that is meant",
+)
 RULES = (
     *(IMPORT, PLUGIN, ZERO, UINT8, COUNT, CONSTANT, PER_TENSOR, WEIGHT, BIAS, TRANSPOSED),
-    *(ONE_SCALE, RESIDUAL, BETWEEN),
+    *(ONE_SCALE, RESIDUAL, BETWEEN, HALF),
 )
 # Marked N in onnx-tensorrt's docs/operators.md; those with Integer or QLinear in bevquant's notes.
 _NOT_IMPORTED = {
@@ -98,6 +104,8 @@ def check_tensorrt(pairs: Pairs, functions: set[tuple[str, str]]) -> Iterator[Fi
     for node in pairs.graph.nodes:
         if node.op in _CONVS[:3]:
             yield from _bias(pairs.graph, node)
+        if node.op == "Gemm":
+            yield from _half(pairs, node)
         if node.op == "ConvTranspose":
             weight = pairs.dequantized(node.input(1))
             if weight is not None and weight.per_channel:
@@ -127,12 +135,24 @@ def _bias(graph: Graph, node: Node) -> Iterator[Finding]:
     if not name:
         return
     tensor = graph.constant(name)
+    filled = graph.producer(name, "ConstantOfShape")
+    if filled is not None and graph.constant(filled.input(0)) is not None:
+        return  # a constant by another name, which the parser folds
     if tensor is None and (name in graph.producers or graph.sees(name)):
         maker = graph.producers.get(name)
         source = quoted(maker.op) if maker is not None else "outside"
         yield BIAS.found(node.name, f"its bias comes from {source}")
     elif tensor is not None and tensor.data_type not in (1, 10):
         yield BIAS.found(node.name, f"its bias has data type {tensor.data_type}")
+
+
+def _half(pairs: Pairs, node: Node) -> Iterator[Finding]:
+    """A pair of opset 19 and later has the type of its scale."""
+    for name in node.inputs[:2]:
+        maker = pairs.graph.producer(name, "DequantizeLinear")
+        scale = pairs.graph.constant(maker.input(1)) if maker is not None else None
+        if maker is not None and scale is not None and scale.data_type == 10:
+            yield HALF.found(node.name, f"the scale of {quoted(maker.name)} is float16")
 
 
 def _joined(pairs: Pairs, node: Node) -> Iterator[Finding]:

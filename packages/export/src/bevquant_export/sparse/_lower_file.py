@@ -10,6 +10,7 @@ from bevquant_export.sparse._graph import Graph
 from bevquant_export.sparse._layers import SparseExport, layers_of
 from bevquant_export.sparse._names import numbered
 from bevquant_export.sparse._read_proto import read_graph
+from bevquant_export.sparse._verify import same_as_source, with_note
 from bevquant_export.sparse.portable import recorded
 from bevquant_quantizers import write_whole
 
@@ -17,7 +18,11 @@ __all__ = ["lower_to_portable", "portable_bytes"]
 
 
 def lower_to_portable(
-    source: str | os.PathLike[str], path: str | os.PathLike[str], *, all_layers: bool = False
+    source: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    all_layers: bool = False,
+    verify: bool = True,
 ) -> SparseExport:
     """Write a libspconv file, ours or NVIDIA's, as one that stock onnxruntime runs on a CPU.
 
@@ -45,6 +50,8 @@ def lower_to_portable(
         all_layers: Give away what every convolution, sum and ReLU makes as well, under the name of
             its node: int8, or float32 where the layer's output is fp16; new voxels as
             ``<node>.coords``.
+        verify: Run both files on drawn voxels, where onnxruntime is installed, before the new one
+            gets its name; its metadata say so (``verified``).
 
     Returns:
         The file and its layers, whose names are those of the outputs.
@@ -62,10 +69,11 @@ def lower_to_portable(
     try:
         graph = _named(read_graph(Path(source)))
         content = portable_bytes(graph, all_layers=all_layers)
+        ran = same_as_source(content, graph) if verify else "no"
     except ValueError as error:
         raise ValueError(f"lower_to_portable: {error}") from error
-    write_whole(path, content)
-    return SparseExport(Path(path), layers_of(graph))
+    write_whole(path, with_note(content, ran))
+    return SparseExport(Path(path), layers_of(graph), ran)
 
 
 def _named(graph: Graph) -> Graph:

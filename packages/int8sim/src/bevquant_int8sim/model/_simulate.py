@@ -13,12 +13,18 @@ from bevquant_int8sim.model._quantizers import check_calibrated
 from bevquant_int8sim.model._read_graph import read_graph
 from bevquant_int8sim.model._signature import arguments, leaves
 from bevquant_int8sim.model._traced_source import Source
+from bevquant_int8sim.model._verify import verify as verify_model
 
 __all__ = ["simulate"]
 
 
 def simulate(
-    model: nn.Module, example_inputs: Any, *, backend: str = "auto", graph: Graph | None = None
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    backend: str = "auto",
+    graph: Graph | None = None,
+    verify: bool = True,
 ) -> IntegerModel:
     r"""Lower a calibrated `bevquant_qnn` model to integer arithmetic.
 
@@ -37,16 +43,21 @@ def simulate(
     Args:
         model: In evaluation mode, calibrated; frozen or not. It is not changed, and later changes
             of it do not change the result.
-        example_inputs: A tuple of positional inputs, a dict of named ones, or one input. Only
-            their structure is used: which are tensors, sparse tensors, numbers.
+        example_inputs: A tuple of positional inputs, a dict of named ones, or one input. Their
+            structure says which are tensors, sparse tensors, numbers; on their values the integer
+            model is held against `model`, so give what a real call gets.
         backend: Kernels to run on, see `int8_sparse_conv`.
         graph: The model's graph, where it was captured already.
+        verify: Run both on `example_inputs`, step by step from the same values, and refuse an
+            integer model that differs by more than rounding explains (a step, and what a rounded
+            bias and float32 sums come to). False hands it out unseen.
 
     Raises:
         TypeError: `model` is no module.
         ValueError: `example_inputs` hold no tensor, the model is in training mode, an activation
             has no usable range (every one is named), a weight or its range is unusable, or the
-            forward cannot be followed.
+            forward cannot be followed; or a step of the integer model departs from the
+            fake-quantized one, which is named.
 
     Example:
         >>> import torch
@@ -75,7 +86,10 @@ def simulate(
     if graph is None:
         graph = _captured(model, example_inputs)
     program, held = lower(read_graph(graph))
-    return IntegerModel(program, Source(graph, held), backend=backend)
+    integer = IntegerModel(program, Source(graph, held), backend=backend)
+    if verify:
+        verify_model(integer, example_inputs)
+    return integer
 
 
 def _captured(model: nn.Module, example_inputs: Any) -> Graph:
