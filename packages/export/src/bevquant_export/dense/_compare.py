@@ -97,7 +97,7 @@ def compare_qdq_onnx(file: QdqFile, model: nn.Module, args: Any) -> tuple[Tensor
     """
     found: dict[str, tuple[Step, str, Any]] = {}
     inputs: dict[str, Any] = {}
-    integer = program_of(model, args)
+    integer = program_of(model, args, file.sum_ranges or False)
     read = _read_by_rounding(integer)
     held = {n: v.cpu().numpy() for n, v in inputs_of(integer.program, args) if n in read}
 

@@ -77,9 +77,10 @@ def export_qdq_onnx(
         weights: For onnxruntime: ``"uint8"`` (the default) is exact on every CPU; ``"int8"`` is
             faster, but saturates on x86 without VNNI unless ``session.x64quantprecision`` is 1.
         integer_sums: For onnxruntime: a sum that reads a convolution's accumulators, as behind a
-            `residual_quantizer`, makes that convolution run in float, exactly. True quantizes the
-            accumulators too, to their range on `args`, and both run in integers: up to one step
-            off. Not needed where the model has a `QuantAdd`.
+            `residual_quantizer`, makes that convolution run in float, exactly. True rounds them to
+            eight bits first, with their range on `args`, and both run in integers: the file then
+            holds what ``simulate(integer_sums=True)`` computes. Not needed where the model has a
+            `QuantAdd`.
         march: For horizon: ``"bernoulli2"``, ``"bayes"`` or ``"bayes-e"``.
 
     Returns:
@@ -115,7 +116,7 @@ def export_qdq_onnx(
     target = Path(path)
     if not target.parent.is_dir():
         raise ValueError(f"export_qdq_onnx: there is no folder {target.parent}; make it first")
-    source = read_model(model, args, dynamic_batch=dynamic_batch)
+    source = read_model(model, args, dynamic_batch=dynamic_batch, integer_sums=integer_sums)
     inputs = named_inputs(source, input_names)
     outputs = named_outputs(source, output_names)
     graph, sizes = Graph(chosen), Sizes(source)
@@ -142,4 +143,5 @@ def export_qdq_onnx(
         notes=(*graph.notes, *fixed),
         settings=settings,
         run_on_cpu=on_cpu if settings else (),
+        sum_ranges=dict(source.sum_ranges),
     )

@@ -67,4 +67,11 @@ def profile_of(name: str, weights: str | None = None) -> Profile:
         raise ValueError(
             f"export_qdq_onnx: profile={name!r}: expected one of {', '.join(map(repr, known))}"
         )
-    return replace(known[name].profile(weights), name=name)
+    target = known[name]
+    if weights is not None and weights not in target.weights:
+        choice = " or ".join(map(repr, target.weights))
+        raise ValueError(
+            f"export_qdq_onnx: weights={weights!r} with profile={name!r}: expected None"
+            + (f", {choice}" if choice else "; 'uint8' or 'int8' go with profile='onnxruntime'")
+        )
+    return replace(target.form, name=name, weight=weights or target.form.weight)

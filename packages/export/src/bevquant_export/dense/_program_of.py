@@ -10,9 +10,10 @@ from torch import nn
 from bevquant_int8sim import IntegerModel, simulate
 from bevquant_int8sim.program import Program, Ref, Step, arguments, leaf_names
 
-__all__ = ["Observe", "QdqProgram", "inputs_of", "program_of"]
+__all__ = ["Observe", "QdqProgram", "Sums", "inputs_of", "program_of"]
 
 Observe = Callable[[Step, tuple[Any, ...], tuple[Any, ...]], None]
+Sums = bool | Mapping[str, float]
 _HOOK = "__qdq_program__"
 
 
@@ -47,9 +48,9 @@ class QdqProgram(Protocol):
 class _Simulated:
     """A `bevquant_qnn` model."""
 
-    def __init__(self, model: nn.Module, args: Any) -> None:
+    def __init__(self, model: nn.Module, args: Any, sums: Sums) -> None:
         try:
-            self._integer: IntegerModel = simulate(model, args)
+            self._integer: IntegerModel = simulate(model, args, integer_sums=sums)
         except (TypeError, ValueError) as error:
             message = str(error).replace("simulate:", "export_qdq_onnx:", 1)
             raise type(error)(message) from error
@@ -58,6 +59,10 @@ class _Simulated:
     @property
     def program(self) -> Program:
         return self._integer.program
+
+    @property
+    def sum_ranges(self) -> Mapping[str, float]:
+        return self._integer.sum_ranges
 
     @property
     def names(self) -> Mapping[str, str]:
@@ -71,8 +76,14 @@ class _Simulated:
         return self._integer.run(inputs, record=False, observe=observe)
 
 
-def program_of(model: nn.Module, args: Any) -> QdqProgram:
+def program_of(model: nn.Module, args: Any, sums: Sums = False) -> QdqProgram:
     """Read a model.
+
+    Args:
+        model: The model.
+        args: Example inputs.
+        sums: What sums read of layers, as ``simulate(integer_sums=…)`` takes it; a package that
+            reads its models itself has its own answer.
 
     Raises:
         TypeError: No module.
@@ -83,7 +94,7 @@ def program_of(model: nn.Module, args: Any) -> QdqProgram:
         if read is not None:
             found: QdqProgram = read(model, args)
             return found
-    return _Simulated(model, args)
+    return _Simulated(model, args, sums)
 
 
 def inputs_of(program: Program, args: Any) -> Iterator[tuple[str, Any]]:

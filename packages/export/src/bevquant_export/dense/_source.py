@@ -49,6 +49,7 @@ class Source:
         inputs: Tensors that a call takes, in order, to the parameters that they go to.
         fixed: Numbers among the arguments, which are constants of the file.
         ranges: Accumulators that a sum reads to their largest absolute value in the run.
+        sum_ranges: Ranges that sums' operands have in the program itself (`IntegerModel`).
     """
 
     program: Program
@@ -59,13 +60,16 @@ class Source:
     inputs: Mapping[str, str]
     fixed: Mapping[str, Any]
     ranges: Mapping[str, float]
+    sum_ranges: Mapping[str, float]
 
     def form(self, name: str) -> Any:
         """`Integers`, or ``"int32"`` or ``"float"``."""
         return self.program.values[name].form
 
 
-def read_model(model: nn.Module, args: Any, *, dynamic_batch: bool) -> Source:
+def read_model(
+    model: nn.Module, args: Any, *, dynamic_batch: bool, integer_sums: bool = False
+) -> Source:
     """Lower `model` and run it on `args`.
 
     Raises:
@@ -73,7 +77,7 @@ def read_model(model: nn.Module, args: Any, *, dynamic_batch: bool) -> Source:
         ValueError: Not calibrated, not traceable, in training mode, a sparse model, inputs of
             another type than float32, or a batch that cannot vary.
     """
-    integer = program_of(model, args)
+    integer = program_of(model, args, integer_sums)
     program = integer.program
     if program.sparse_inputs or any(step.op in ("sites", "sparse_conv") for step in program.steps):
         path = next((s.path for s in program.steps if s.op in ("sites", "sparse_conv")), "an input")
@@ -106,6 +110,7 @@ def read_model(model: nn.Module, args: Any, *, dynamic_batch: bool) -> Source:
         {name: called[name] for name, value in given.items() if isinstance(value, Tensor)},
         {called[name]: value for name, value in given.items() if not isinstance(value, Tensor)},
         ranges,
+        getattr(integer, "sum_ranges", {}),
     )  # fmt: skip
 
 

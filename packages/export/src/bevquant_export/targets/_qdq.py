@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,23 +31,6 @@ class QdqTarget(Target):
 
     form: Profile
     weights: tuple[str, ...] = ()
-
-    def profile(self, weights: str | None = None) -> Profile:
-        """The profile, with weights of this type.
-
-        Raises:
-            ValueError: The engine takes no such weights, or leaves no choice.
-        """
-        if weights is None:
-            return self.form
-        if weights not in self.weights:
-            choice = " or ".join(map(repr, self.weights))
-            raise ValueError(
-                f"export_qdq_onnx: weights={weights!r} with profile={self.name!r}: expected "
-                f"{f'None, {choice}' if choice else 'None'} ('uint8' and 'int8' go with "
-                "profile='onnxruntime')"
-            )
-        return replace(self.form, weight=weights)
 
     def write(self, model: nn.Module, args: Any, path: Path, **options: Any) -> QdqFile:
         """`export_qdq_onnx` with this profile."""

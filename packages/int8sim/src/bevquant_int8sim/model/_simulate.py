@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
+from bevquant_int8sim._quantize import dequantize
+from bevquant_int8sim.model._form import ACCUMULATORS, Integers
 from bevquant_int8sim.model._integer_model import IntegerModel
 from bevquant_int8sim.model._lower import lower
+from bevquant_int8sim.model._program import Step
 from bevquant_int8sim.model._quantizers import check_calibrated
 from bevquant_int8sim.model._read_graph import read_graph
 from bevquant_int8sim.model._signature import arguments, leaves
@@ -17,7 +23,13 @@ from bevquant_int8sim.model._traced_source import Source
 __all__ = ["simulate"]
 
 
-def simulate(model: nn.Module, example_inputs: Any, *, backend: str = "auto") -> IntegerModel:
+def simulate(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    backend: str = "auto",
+    integer_sums: bool | Mapping[str, float] = False,
+) -> IntegerModel:
     r"""Lower a calibrated `bevquant_qnn` model to integer arithmetic.
 
     .. math:: y_q = \operatorname{clamp}\Bigl(\operatorname{round}\bigl(
@@ -38,6 +50,11 @@ def simulate(model: nn.Module, example_inputs: Any, *, backend: str = "auto") ->
         example_inputs: A tuple of positional inputs, a dict of named ones, or one input. Only
             their structure is used: which are tensors, sparse tensors, numbers.
         backend: Kernels to run on, see `int8_sparse_conv`.
+        integer_sums: What a sum reads of a dense layer that has no quantizer behind it. False: the
+            layer's accumulators, as TensorRT adds them, rounded once, behind the sum. True: eight
+            bits with s = amax/127, amax the largest absolute value on `example_inputs`, as engines
+            add them that take integers alone (ONNX Runtime, OpenVINO); one more rounding. A
+            mapping gives amax by tensor, as `IntegerModel.sum_ranges` of another call has it.
 
     Raises:
         TypeError: `model` is no module.
@@ -70,5 +87,60 @@ def simulate(model: nn.Module, example_inputs: Any, *, backend: str = "auto") ->
         )
     check_calibrated(model)
     traced = trace(model, example_inputs)
-    program, held = lower(read_graph(traced))
-    return IntegerModel(program, Source(traced, held), backend=backend)
+    operations = read_graph(traced)
+    program, held = lower(operations)
+    ranges: dict[str, float] = {}
+    if integer_sums is not False:
+        given = None if integer_sums is True else integer_sums
+        ranges = _sum_ranges(IntegerModel(program, backend=backend), example_inputs, given)
+        program, held = lower(operations, {n: _eight_bits(amax) for n, amax in ranges.items()})
+    return IntegerModel(program, Source(traced, held), backend=backend, sum_ranges=ranges)
+
+
+def _eight_bits(amax: float) -> Integers:
+    return Integers(amax / 127, 8, -128, 127)
+
+
+def _sum_ranges(
+    integer: IntegerModel, example_inputs: Any, given: Mapping[str, float] | None
+) -> dict[str, float]:
+    """Largest absolute value of every dense layer's result that a sum reads as accumulators.
+
+    A result that is 0 throughout has no range, and is left to its accumulators.
+    """
+    values = integer.program.values
+    dense = {s.outputs[0] for s in integer.steps if s.op in ("conv", "conv_transpose", "linear")}
+    read = {
+        ref.name: values[ref.name].source
+        for step in integer.steps
+        if step.op == "add"
+        for ref in step.args
+        if ref.name in dense and values[ref.name].form == ACCUMULATORS
+    }
+    if given is not None:
+        wrong = sorted(set(given) - set(read.values()))
+        if wrong:
+            raise ValueError(
+                f"simulate: integer_sums has a range of {wrong[0]!r}, which no sum of this model "
+                "reads as accumulators; give ranges of the same model, or True"
+            )
+        for name, amax in given.items():
+            if not 0 < amax < math.inf:
+                raise ValueError(
+                    f"simulate: integer_sums: the range of {name!r} is {amax}; expected a number "
+                    "above 0"
+                )
+        return dict(given)
+    found: dict[str, float] = {}
+
+    def see(step: Step, inputs: tuple[Any, ...], made: tuple[Any, ...]) -> None:
+        for index, (ref, value) in enumerate(zip(step.args, inputs, strict=False)):
+            if step.op == "add" and ref.name in read and value.numel():
+                scale = step.tensors[f"scale{index}"]
+                axis = step.attributes["axis"]
+                most = dequantize(value, scale, axis=axis, dtype=torch.float64).abs().max()
+                source = read[ref.name]
+                found[source] = max(float(most), found.get(source, 0.0))
+
+    integer.run(example_inputs, record=False, observe=see)
+    return {name: amax for name, amax in found.items() if amax}
