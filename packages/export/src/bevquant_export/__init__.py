@@ -28,7 +28,7 @@ from bevquant_export.sparse import (
     lower_to_portable,
     with_half_constants,
 )
-from bevquant_export.targets import Target, find_target, register_target, target_names
+from bevquant_export.targets import Target, cpu_at_hand, find_target, register_target, target_names
 
 __all__ = [
     "Finding",
@@ -45,6 +45,7 @@ __all__ = [
     "compare_float_onnx",
     "compare_qdq_onnx",
     "compare_sparse_onnx",
+    "cpu_at_hand",
     "export_float_onnx",
     "export_qdq_onnx",
     "export_sparse_onnx",

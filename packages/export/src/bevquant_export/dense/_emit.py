@@ -13,7 +13,7 @@ from bevquant_export.dense._moves import keeps_scale, moved
 from bevquant_export.dense._results import finished
 from bevquant_export.dense._sizes import Sizes
 from bevquant_export.dense._source import Integers, Ref, Source, Step
-from bevquant_export.dense._weighted import unflattened, weighted_layer
+from bevquant_export.dense._weighted import block_of, unflattened, weighted_layer
 
 __all__ = ["emit"]
 
@@ -81,8 +81,9 @@ class _Emitter:
 
     def _finished(self, step: Step, held: Held, form: Any) -> Held:
         return finished(
-            self.graph, step.path, held, form, step.attributes, kept=self._is_kept(step, form)
-        )
+            self.graph, step.path, held, form, step.attributes,
+            kept=self._is_kept(step, form), block=block_of(self.graph, step),
+        )  # fmt: skip
 
     def _is_kept(self, step: Step, form: Any) -> bool:
         """Whether the result has its input's scale, and the runtime wants no pair to say so."""

@@ -13,7 +13,7 @@ __all__ = ["finished"]
 
 def finished(
     graph: Graph, path: str, held: Held | str, form: Any, attributes: Mapping[str, Any],
-    *, kept: bool = False,
+    *, kept: bool = False, block: int = 0,
 ) -> Held:  # fmt: skip
     """What a step stores, given what its operator makes.
 
@@ -24,8 +24,11 @@ def finished(
         form: Form of the result.
         attributes: Of the step: ``relu``, ``ceiling`` (in units of the form).
         kept: The result lies on the form's grid already, and gets no pair.
+        block: Side of the block of pixels that the result's channels still have to become.
     """
     held = Held(held) if isinstance(held, str) else held
+    if block and not (graph.profile.integer_relu and isinstance(form, Integers)):
+        held, block = Held(graph.pixels(path, held.name, block)), 0
     relu, ceiling = bool(attributes.get("relu")), attributes.get("ceiling")
     if not isinstance(form, Integers):
         return Held(_limited(graph, path, held.name, ceiling)) if relu else held
@@ -35,7 +38,7 @@ def finished(
             if low is None and ceiling is None:
                 return held
             return graph.dequantized(path, graph.clipped(path, held.integers, low, ceiling), form)
-        return graph.quantized(path, held.name, form, low, ceiling)
+        return graph.quantized(path, held.name, form, low, ceiling, block=block)
     if held.form == form and not relu:
         return held
     if form.narrow and not relu:

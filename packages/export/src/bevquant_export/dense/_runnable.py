@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +82,18 @@ def forced(path: Path, tensors: tuple[str, ...]) -> tuple[Any, dict[str, str]]:
 
 
 def session(proto: Any, runner: str) -> Any:
-    """A session on the CPU: ONNX Runtime with all its optimisations, or ``"plain"`` without."""
+    """What runs a model on the CPU, with onnxruntime's ``get_inputs`` and ``run``.
+
+    Args:
+        proto: The model.
+        runner: ``"onnxruntime"`` with all its optimisations, ``"plain"`` for it without any, or
+            ``"openvino"``.
+
+    Raises:
+        ImportError: It is not installed; the extra that installs it is named.
+    """
+    if runner == "openvino":
+        return _OpenVino(proto)
     try:
         import onnxruntime  # type: ignore[import-untyped]
     except ImportError as error:
@@ -95,3 +108,42 @@ def session(proto: Any, runner: str) -> Any:
     return onnxruntime.InferenceSession(
         proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
     )
+
+
+@dataclass(frozen=True)
+class _Input:
+    name: str
+
+
+class _OpenVino:
+    """A model compiled by OpenVINO, called like a session of onnxruntime."""
+
+    def __init__(self, proto: Any) -> None:
+        try:
+            import openvino  # type: ignore[import-not-found,import-untyped,unused-ignore]
+        except ImportError as error:
+            raise ImportError(
+                "compare_qdq_onnx needs openvino for a file of profile 'openvino': pip install "
+                "'bevquant-export[openvino]'"
+            ) from error
+        self._core = openvino.Core()
+        self._proto = proto
+        made = {value.name for value in proto.graph.initializer}
+        self._inputs = [_Input(p.name) for p in proto.graph.input if p.name not in made]
+
+    def get_inputs(self) -> list[_Input]:
+        return self._inputs
+
+    def run(self, names: list[str], given: Mapping[str, Any]) -> list[Any]:
+        from onnx import helper
+
+        # Integer kernels are chosen for known shapes, and an input without any ends the process.
+        for port in self._proto.graph.input:
+            kind = port.type.tensor_type.elem_type
+            shape = list(given[port.name].shape)
+            port.CopyFrom(helper.make_tensor_value_info(port.name, kind, shape))
+        # Float layers in float32, as the file says: by default some CPUs take bfloat16.
+        settings = {"INFERENCE_PRECISION_HINT": "f32"}
+        model = self._core.read_model(self._proto.SerializeToString())
+        made = self._core.compile_model(model, "CPU", settings)(dict(given))
+        return [made[name] for name in names]

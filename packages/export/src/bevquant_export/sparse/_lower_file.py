@@ -17,7 +17,11 @@ __all__ = ["lower_to_portable", "portable_bytes"]
 
 
 def lower_to_portable(
-    source: str | os.PathLike[str], path: str | os.PathLike[str], *, all_layers: bool = False
+    source: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    all_layers: bool = False,
+    weights: str = "uint8",
 ) -> SparseExport:
     """Write a libspconv file, ours or NVIDIA's, as one that stock onnxruntime runs on a CPU.
 
@@ -45,6 +49,8 @@ def lower_to_portable(
         all_layers: Give away what every convolution, sum and ReLU makes as well, under the name of
             its node: int8, or float32 where the layer's output is fp16; new voxels as
             ``<node>.coords``.
+        weights: ``"uint8"`` multiplies exactly on every CPU; ``"int8"`` gives the same integers
+            faster, on CPUs that do not saturate sums of pairs (`cpu_at_hand`).
 
     Returns:
         The file and its layers, whose names are those of the outputs.
@@ -61,7 +67,7 @@ def lower_to_portable(
     """
     try:
         graph = _named(read_graph(Path(source)))
-        content = portable_bytes(graph, all_layers=all_layers)
+        content = portable_bytes(graph, all_layers=all_layers, weights=weights)
     except ValueError as error:
         raise ValueError(f"lower_to_portable: {error}") from error
     write_whole(path, content)
@@ -77,8 +83,14 @@ def _named(graph: Graph) -> Graph:
     return replace(numbered(graph), nodes=tuple(nodes))
 
 
-def portable_bytes(graph: Graph, *, all_layers: bool) -> bytes:
-    """The portable file of a graph as it was read from a file, nodes numbered."""
-    model = recorded(graph, all_layers=all_layers).model
+def portable_bytes(graph: Graph, *, all_layers: bool, weights: str) -> bytes:
+    """The portable file of a graph as it was read from a file, nodes numbered.
+
+    Raises:
+        ValueError: Other weights than ``"uint8"`` or ``"int8"``.
+    """
+    if weights not in ("uint8", "int8"):
+        raise ValueError(f"weights={weights!r}: expected 'uint8' or 'int8'")
+    model = recorded(replace(graph, weights=weights), all_layers=all_layers).model
     content: bytes = model.SerializeToString(deterministic=True)
     return content

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bevquant_export.targets._cpu import CPUS, cpu_at_hand
 from bevquant_export.targets._registry import (
     find_target,
     register_target,
@@ -11,8 +12,10 @@ from bevquant_export.targets._registry import (
 from bevquant_export.targets._target import LintFile, Target
 
 __all__ = [
+    "CPUS",
     "LintFile",
     "Target",
+    "cpu_at_hand",
     "find_target",
     "register_target",
     "target_names",

@@ -11,6 +11,7 @@ from torch import nn
 
 from bevquant_export.dense._profile import Profile
 from bevquant_export.lint._qdq import Pairs, check_axis, check_pairs
+from bevquant_export.targets._cpu import weights_for
 from bevquant_export.targets._target import LintFile, Target
 
 if TYPE_CHECKING:
@@ -37,6 +38,10 @@ class QdqTarget(Target):
         from bevquant_export.dense import export_qdq_onnx
 
         return export_qdq_onnx(model, args, path, self.name, **options)
+
+    def for_cpu(self, cpu: str) -> dict[str, Any]:
+        """The type of stored weights, where there is a choice."""
+        return {"weights": weights_for(cpu)} if self.weights else {}
 
     def compare(self, made: QdqFile, model: nn.Module, args: Any) -> tuple[TensorDifference, ...]:
         """`compare_qdq_onnx`."""

@@ -20,6 +20,7 @@ _OWN = (
     "bevquant_export.targets.portable:PORTABLE",
     "bevquant_export.targets.tensorrt:TENSORRT10",
     "bevquant_export.targets.onnxruntime:ONNXRUNTIME",
+    "bevquant_export.targets.openvino:OPENVINO",
     "bevquant_export.targets.horizon:HORIZON",
 )
 _added: dict[str, Target] = {}

@@ -110,6 +110,11 @@ class Target(ABC):
             quantized: Whether it holds integers.
         """
 
+    def for_cpu(self, cpu: str) -> dict[str, Any]:
+        """Options of `write` for files that run on such CPUs (`cpu_at_hand`); none elsewhere."""
+        del cpu
+        return {}
+
     @property
     def labels(self) -> frozenset[str]:
         """What a rule may call the target: its names, its family, its kind, ``"any"``."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from bevquant_export.targets._cpu import weights_for
 from bevquant_export.targets.libspconv import SparseTarget
 from bevquant_export.targets.onnxruntime import ONNXRUNTIME
 
@@ -25,6 +26,10 @@ class _Portable(SparseTarget):
     def lint(self, file: LintFile) -> Iterator[Finding]:
         """What ONNX Runtime asks of a file."""
         return ONNXRUNTIME.lint(file)
+
+    def for_cpu(self, cpu: str) -> dict[str, Any]:
+        """The type of stored weights."""
+        return {"weights": weights_for(cpu)}
 
     def compare(self, made: Any, model: nn.Module, args: Any) -> Sequence[Any]:
         """Layer by layer, as ONNX Runtime itself runs the file."""

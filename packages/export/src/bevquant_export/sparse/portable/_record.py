@@ -43,6 +43,8 @@ def recorded(graph: Graph, *, all_layers: bool) -> Lowered:
         "outputs": graph.outputs,
         "nodes": [_written(node) for node in graph.nodes],
     }
+    if graph.weights != "uint8":
+        content["weights"] = graph.weights
     record = {_KEY: json.dumps(content, separators=(",", ":"))}
     return lowered(graph, record, all_layers=all_layers)
 
@@ -101,6 +103,7 @@ def _read(content: dict[str, Any], model: ModelProto) -> Graph:
         channels=int(content["channels"]),
         nodes=nodes,
         outputs=tuple(outputs),
+        weights="int8" if content.get("weights") == "int8" else "uint8",
     )
 
 
