@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from bevquant_export.dense._half import in_half
 from bevquant_export.dense._profile import profile_of
 from bevquant_export.dense._program_of import QdqProgram, inputs_of, program_of
 from bevquant_export.dense._runnable import forced, session
@@ -97,6 +98,8 @@ def compare_qdq_onnx(file: QdqFile, model: nn.Module, args: Any) -> tuple[Tensor
     """
     found: dict[str, tuple[Step, str, Any]] = {}
     inputs: dict[str, Any] = {}
+    profile = profile_of(file.profile)
+    args = in_half(args) if profile.half else args
     integer = program_of(model, args, file.sum_ranges or False)
     read = _read_by_rounding(integer)
     held = {n: v.cpu().numpy() for n, v in inputs_of(integer.program, args) if n in read}
@@ -116,7 +119,6 @@ def compare_qdq_onnx(file: QdqFile, model: nn.Module, args: Any) -> tuple[Tensor
             f"compare_qdq_onnx: {file.path.name} has {sorted(missing)[0]!r}, which the model does "
             "not make; compare it with the model that it was written from"
         )
-    profile = profile_of(file.profile)
     for name, value in zip(file.inputs, _tensors(args), strict=True):
         inputs[name] = value.detach().cpu().numpy()
     for tensor, (_, _, value) in found.items():
@@ -125,6 +127,8 @@ def compare_qdq_onnx(file: QdqFile, model: nn.Module, args: Any) -> tuple[Tensor
     running = session(proto, profile.runner)
     taken = {port.name for port in running.get_inputs()}
     given = {name: value for name, value in inputs.items() if name in taken}
+    if profile.half:
+        given = {n: v.astype(np.float16) if v.dtype == np.float32 else v for n, v in given.items()}
     results = dict(zip(made, running.run(list(made.values()), given), strict=True))
     ties = Ties(integer.program, held, profile)
     rows = []

@@ -11,6 +11,7 @@ from torch import nn
 
 from bevquant_export.dense._emit import emit
 from bevquant_export.dense._graph import Graph
+from bevquant_export.dense._half import half_typed
 from bevquant_export.dense._mapper_settings import MARCHES, write_settings
 from bevquant_export.dense._model_file import assemble
 from bevquant_export.dense._ports import input_names as named_inputs
@@ -52,13 +53,17 @@ def export_qdq_onnx(
     (``layer1.0.conv1.weight``). Nothing but operators on a list is written: everything else is
     refused by name.
 
-    Profiles:
+    Profiles (`bevquant_export.target_names` lists all):
 
-    * ``"tensorrt"``: opset 13, int8 with zero point 0, float bias. Weights are float numbers, each
-      an integer times its scale, in front of a pair of their own, which every version since 8
-      reads. Transposed convolutions have one scale, or float weights.
+    * ``"tensorrt10"``, or ``"tensorrt"``: opset 13, int8 with zero point 0, float bias. Weights
+      are float numbers, each an integer times its scale, in front of a pair of their own, which
+      every version since 8 reads. Transposed convolutions have one scale, or float weights.
+    * ``"tensorrt11"``: the same pairs, and the types that a strongly typed network takes from its
+      file: float16 inputs, outputs and float operations, float32 from pair to pair.
     * ``"onnxruntime"``: opset 13, uint8 with zero point 128, int32 bias, a ReLU as Clip on the
-      integers: convolutions, additions, concatenations and pooling run in integers.
+      integers: convolutions, additions, concatenations and pooling run in integers; a
+      transposed convolution whose windows lie side by side is a 1×1 one and a DepthToSpace.
+    * ``"openvino"``: the same with int8 weights, which it alone takes as integers.
     * ``"horizon"``: opset 11, int8 with zero point 0, scales ⟨1⟩ or ⟨C⟩ without axis and as nodes
       of their own, nodes named ``<operator>_<place>``, no pair behind what keeps its input's scale,
       hb_mapper's settings next to the file, with the nodes that it must leave in float.
@@ -69,7 +74,7 @@ def export_qdq_onnx(
             which is written as it evaluates. It is not changed.
         args: A tuple of positional inputs, a dict of named ones, or one input; float32.
         path: The file. It appears whole or not at all.
-        profile: ``"tensorrt"``, ``"onnxruntime"`` or ``"horizon"``.
+        profile: One of the above, or the name of another `QdqTarget`.
         input_names: One for each tensor among `args`; the parameters' names by default.
         output_names: One for each tensor returned; keys and places by default.
         dynamic_batch: Let the first axis of the inputs have any size. The model runs on twice the
@@ -128,6 +133,8 @@ def export_qdq_onnx(
     proto = assemble(
         graph, shapes_in, shapes_out, [(made[ref].name, name) for ref, name in outputs]
     )
+    if chosen.half:
+        proto = half_typed(proto)
     write_whole(target, proto.SerializeToString(deterministic=True))
     on_cpu = tuple(node.name for node in graph.on_cpu)
     settings = write_settings(target, march, on_cpu) if chosen.name == "horizon" else None

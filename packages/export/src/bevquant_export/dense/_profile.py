@@ -30,6 +30,7 @@ class Profile:
         repeats: What keeps its input's scale, like pooling, gets a pair of its own; else it hands
             its input's on.
         one_scale: What is concatenated is brought to the result's scale before.
+        half: What is not quantized is float16, inputs and outputs too; else all floats are float32.
         depth_to_space: A transposed convolution whose windows lie side by side is one of 1×1 whose
             channels become pixels; else it stays what it is, and runs in float.
         runner: What runs a file to check it: ``"onnxruntime"`` or ``"openvino"`` optimised as in
@@ -48,6 +49,7 @@ class Profile:
     numbered: bool
     repeats: bool
     one_scale: bool
+    half: bool = False
     depth_to_space: bool = False
     runner: str = "plain"
 

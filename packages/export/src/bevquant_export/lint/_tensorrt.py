@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,7 +12,10 @@ from bevquant_export.lint._qdq import Pairs, Step
 from bevquant_export.lint._rule import Finding, Rule, Severity, quoted
 from bevquant_export.lint._tensors import shape_of
 
-__all__ = ["RULES", "check_tensorrt"]
+if TYPE_CHECKING:
+    import onnx
+
+__all__ = ["RULES", "TYPED_RULES", "check_tensorrt", "check_types"]
 
 _ONLY = ("tensorrt",)
 
@@ -79,6 +83,29 @@ RULES = (
     *(IMPORT, PLUGIN, ZERO, UINT8, COUNT, CONSTANT, PER_TENSOR, WEIGHT, BIAS, TRANSPOSED),
     *(ONE_SCALE, RESIDUAL, BETWEEN),
 )
+TYPED = ("tensorrt11",)
+BINDINGS = Rule(
+    "TRT015",
+    "warning",
+    "inputs and outputs are float16 in the file: TensorRT 11 takes their type from there",
+    "export with profile='tensorrt11'; CUDA-BEVFusion asserts half bindings",
+    TYPED,
+)
+HALF_GEMM = Rule(
+    "TRT016",
+    "error",
+    "pairs that feed a Gemm or MatMul are float32: float16 ones gave NaN in 10.8 and 10.16",
+    "write these pairs and the product in float32, with a Cast in front and behind",
+    TYPED,
+)
+SINGLE = Rule(
+    "TRT017",
+    "warning",
+    "what is not quantized is float16: TensorRT 11 runs a float32 operator in float32",
+    "export with profile='tensorrt11', which types the file",
+    TYPED,
+)
+TYPED_RULES = (BINDINGS, HALF_GEMM, SINGLE)
 # Marked N in onnx-tensorrt's docs/operators.md; those with Integer or QLinear in bevquant's notes.
 _NOT_IMPORTED = {
     *("QLinearConv", "QLinearMatMul", "ConvInteger", "MatMulInteger", "DynamicQuantizeLinear"),
@@ -108,6 +135,27 @@ def check_tensorrt(pairs: Pairs, functions: set[tuple[str, str]]) -> Iterator[Fi
             yield from _between(pairs, node)
     for step in pairs.steps:
         yield from _step(pairs, step)
+
+
+def check_types(pairs: Pairs, model: onnx.ModelProto) -> Iterator[Finding]:
+    """The types of one graph, which the engine takes as they are."""
+    graph = pairs.graph
+    if graph.is_function or graph.outer is not None:
+        return
+    for port in (*model.graph.input, *model.graph.output):
+        if port.type.tensor_type.elem_type == 1:
+            yield BINDINGS.found(port.name, "it is float32")
+    for node in graph.nodes:
+        if node.op in ("Gemm", "MatMul"):
+            for slot in (0, 1):
+                step = pairs.dequantized(node.input(slot))
+                scale = graph.constant(step.node.input(1)) if step is not None else None
+                if scale is not None and scale.data_type == 10:
+                    yield HALF_GEMM.found(node.name, f"input {slot} comes from a float16 pair")
+        elif node.op in ("Conv", "ConvTranspose") and pairs.dequantized(node.input(1)) is None:
+            weight = graph.constant(node.input(1))
+            if weight is not None and weight.data_type == 1:
+                yield SINGLE.found(node.name, "it is not quantized, and its weight is float32")
 
 
 def _operator(node: Node, functions: set[tuple[str, str]]) -> Iterator[Finding]:

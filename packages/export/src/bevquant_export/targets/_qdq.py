@@ -39,9 +39,9 @@ class QdqTarget(Target):
 
         return export_qdq_onnx(model, args, path, self.name, **options)
 
-    def for_cpu(self, cpu: str) -> dict[str, Any]:
-        """The type of stored weights, where there is a choice."""
-        return {"weights": weights_for(cpu)} if self.weights else {}
+    def fastest(self, cpu: str) -> dict[str, Any]:
+        """The type of stored weights where there is a choice; sums in integers for CPUs."""
+        return {"weights": weights_for(cpu), "integer_sums": True} if self.weights else {}
 
     def compare(self, made: QdqFile, model: nn.Module, args: Any) -> tuple[TensorDifference, ...]:
         """`compare_qdq_onnx`."""

@@ -19,6 +19,7 @@ _OWN = (
     "bevquant_export.targets.libspconv:LIBSPCONV",
     "bevquant_export.targets.portable:PORTABLE",
     "bevquant_export.targets.tensorrt:TENSORRT10",
+    "bevquant_export.targets.tensorrt:TENSORRT11",
     "bevquant_export.targets.onnxruntime:ONNXRUNTIME",
     "bevquant_export.targets.openvino:OPENVINO",
     "bevquant_export.targets.horizon:HORIZON",

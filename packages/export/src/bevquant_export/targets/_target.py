@@ -110,8 +110,12 @@ class Target(ABC):
             quantized: Whether it holds integers.
         """
 
-    def for_cpu(self, cpu: str) -> dict[str, Any]:
-        """Options of `write` for files that run on such CPUs (`cpu_at_hand`); none elsewhere."""
+    def fastest(self, cpu: str) -> dict[str, Any]:
+        """Options of `write` with which the engine runs fastest, and right, on such CPUs.
+
+        Args:
+            cpu: ``"vnni"`` or ``"any"`` (`cpu_at_hand`); says nothing to engines that are no CPU.
+        """
         del cpu
         return {}
 

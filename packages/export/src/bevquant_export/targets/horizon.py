@@ -21,7 +21,7 @@ __all__ = ["HORIZON"]
 
 
 class _Horizon(QdqTarget):
-    name, title = "horizon", "Horizon's hb_mapper"
+    name, title = "horizon", "BPU"
     domains = frozenset({"horizon"})
     rules = (*_horizon.RULES, *_horizon_limits.RULES)
     unverified = ("hb_mapper was not at hand: the rules follow its documents",)

@@ -34,7 +34,7 @@ class SparseTarget(Target):
 
 
 class _Libspconv(SparseTarget):
-    name, title, kind = "libspconv", "NVIDIA's libspconv", "sparse"
+    name, title, kind = "libspconv", "libspconv", "sparse"
     rules = tuple(
         sorted(
             (

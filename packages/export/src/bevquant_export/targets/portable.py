@@ -20,14 +20,14 @@ __all__ = ["PORTABLE"]
 
 
 class _Portable(SparseTarget):
-    name, title, family = "portable", "ONNX Runtime, sparse", "onnxruntime"
+    name, title, family = "portable", "ONNX Runtime", "onnxruntime"
     domains = ONNXRUNTIME.domains
 
     def lint(self, file: LintFile) -> Iterator[Finding]:
         """What ONNX Runtime asks of a file."""
         return ONNXRUNTIME.lint(file)
 
-    def for_cpu(self, cpu: str) -> dict[str, Any]:
+    def fastest(self, cpu: str) -> dict[str, Any]:
         """The type of stored weights."""
         return {"weights": weights_for(cpu)}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,19 +16,22 @@ from bevquant_export.targets._target import LintFile
 
 if TYPE_CHECKING:
     from bevquant_export.lint._qdq import Pairs
-    from bevquant_export.lint._rule import Finding
+    from bevquant_export.lint._rule import Finding, Rule
 
-__all__ = ["TENSORRT10"]
+__all__ = ["TENSORRT10", "TENSORRT11"]
 
 _UNRUN = "no TensorRT was at hand: the rules follow its documents and its parser's operator table"
 
 
 class _TensorRT10(QdqTarget):
-    name, title, aliases = "tensorrt10", "TensorRT 8 to 10", ("tensorrt",)
+    """Versions 8 to 10: precisions are flags of the build."""
+
+    name, title = "tensorrt10", "TensorRT"
+    aliases: tuple[str, ...] = ("tensorrt",)
     family = "tensorrt"
     sparse = "libspconv"
-    rules = _tensorrt.RULES
-    unverified = (_UNRUN,)
+    rules: tuple[Rule, ...] = _tensorrt.RULES
+    unverified: tuple[str, ...] = (_UNRUN,)
     # Zero points of 0 only, no uint8 and a float bias.
     form = Profile(
         "tensorrt10", 13, np.int8, 0, "float",
@@ -54,4 +58,27 @@ class _TensorRT10(QdqTarget):
         )
 
 
-TENSORRT10 = _TensorRT10()
+class _TensorRT11(_TensorRT10):
+    """Version 11: every network is strongly typed, and its types are those of the file."""
+
+    name, title, aliases = "tensorrt11", "TensorRT 11", ()
+    rules = (*_tensorrt.RULES, *_tensorrt.TYPED_RULES)
+    unverified = (
+        _UNRUN,
+        "whether TensorRT 11 folds the Casts between half bindings and pairs into their neighbours "
+        "was not measured",
+    )
+    form = replace(_TensorRT10.form, name="tensorrt11", half=True)
+
+    def lint_pairs(self, pairs: Pairs, file: LintFile) -> Iterator[Finding]:
+        """As for 10, and the types that 11 takes from the file."""
+        yield from super().lint_pairs(pairs, file)
+        yield from _tensorrt.check_types(pairs, file.model)
+
+    def commands(self, path: Path, *, quantized: bool = True) -> tuple[str, ...]:
+        """No precision flags, which 11 refuses; types of the bindings are in the file."""
+        del quantized
+        return (f"trtexec --onnx={path.name} --saveEngine={path.stem}.plan",)
+
+
+TENSORRT10, TENSORRT11 = _TensorRT10(), _TensorRT11()
