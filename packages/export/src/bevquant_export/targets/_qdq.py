@@ -43,6 +43,12 @@ class QdqTarget(Target):
         """The type of stored weights where there is a choice; sums in integers for CPUs."""
         return {"weights": weights_for(cpu), "integer_sums": True} if self.weights else {}
 
+    def session(self, proto: Any) -> Any:
+        """What runs a model of this engine's on the CPU at hand (``get_inputs``, ``run``)."""
+        from bevquant_export.dense._runnable import session
+
+        return session(proto, self.form.runner)
+
     def compare(self, made: QdqFile, model: nn.Module, args: Any) -> tuple[TensorDifference, ...]:
         """`compare_qdq_onnx`."""
         from bevquant_export.dense import compare_qdq_onnx

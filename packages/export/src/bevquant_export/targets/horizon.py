@@ -22,6 +22,7 @@ __all__ = ["HORIZON"]
 
 class _Horizon(QdqTarget):
     name, title = "horizon", "BPU"
+    sparse = "portable"
     domains = frozenset({"horizon"})
     rules = (*_horizon.RULES, *_horizon_limits.RULES)
     unverified = ("hb_mapper was not at hand: the rules follow its documents",)
