@@ -177,6 +177,8 @@ class Ties:
                 rounded = unit / 2  # to int32, by the file or by onnxruntime itself
             value, largest = value + bias, largest + np.abs(bias)
         integer = self._profile.integer_bias and step.op != "conv_transpose"
+        if self._profile.runner == "openvino":  # adds the bias to rounded products of the sums
+            rounded = rounded + _ROUNDINGS * _UNIT * (np.abs(total * unit) + np.abs(value))
         if integer and isinstance(made, Integers):
             return _Real(value, rounded)
         if self._profile.half and step.op == "conv_transpose":  # each factor is a half

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from bevquant_export.lint import _model, _qdq, _read, _structure, _tensors, _windows
 from bevquant_export.lint._graph import Graph, graphs_of
 from bevquant_export.lint._rule import Finding, Rule
+from bevquant_export.targets._cpu import CPUS, cpu_of
 from bevquant_export.targets._registry import find_target, target_names, targets
 from bevquant_export.targets._target import LintFile, Target
 
@@ -36,7 +37,9 @@ def rules() -> tuple[Rule, ...]:
     return tuple(dict.fromkeys((*_SHARED, *(rule for t in targets() for rule in t.rules))))
 
 
-def lint_onnx(path: str | os.PathLike[str], target: str) -> list[Finding]:
+def lint_onnx(
+    path: str | os.PathLike[str], target: str, *, cpu: str | None = None
+) -> list[Finding]:
     """Inspect a file for what its target refuses, misreads or runs slowly; nothing is executed.
 
     The file may be anything: what is no ONNX file, is cut short or claims impossible sizes gives a
@@ -48,12 +51,14 @@ def lint_onnx(path: str | os.PathLike[str], target: str) -> list[Finding]:
             ``"tensorrt11"``, ``"onnxruntime"`` (CPU), ``"openvino"`` (CPU), ``"horizon"``
             (hb_mapper; the settings next to the file are looked at too), or another of
             `bevquant_export.targets.target_names`.
+        cpu: Where a file for a CPU shall run, ``"vnni"`` or ``"any"``; by default what the file
+            itself says, else ``"any"``.
 
     Returns:
         Findings, errors first, by rule; empty for a file that keeps all rules.
 
     Raises:
-        ValueError: Another target.
+        ValueError: Another target or CPU.
         OSError: The file is not there, cannot be opened, or is no regular file.
 
     Example:
@@ -68,13 +73,15 @@ def lint_onnx(path: str | os.PathLike[str], target: str) -> list[Finding]:
             f"lint_onnx: target {target!r}; expected one of {', '.join(target_names())}"
         )
     engine = find_target(target)
+    if cpu is not None and cpu not in CPUS:
+        raise ValueError(f"lint_onnx: cpu {cpu!r}; expected one of {', '.join(CPUS)}")
     file = Path(path)
     model = _read.read_model(file)
     if isinstance(model, Finding):
         return [model]
     counts: Counter[str] = Counter()
     kept = []
-    for finding in _findings(model, file, engine):
+    for finding in _findings(model, file, engine, cpu or cpu_of(model)):
         counts[finding.id] += 1
         if counts[finding.id] <= _MOST_OF_ONE:
             kept.append(finding)
@@ -86,7 +93,7 @@ def lint_onnx(path: str | os.PathLike[str], target: str) -> list[Finding]:
     return sorted(kept, key=lambda f: (f.severity != "error", places[f.id]))
 
 
-def _findings(model: onnx.ModelProto, path: Path, target: Target) -> Iterator[Finding]:
+def _findings(model: onnx.ModelProto, path: Path, target: Target, cpu: str) -> Iterator[Finding]:
     graphs: list[Graph] = []
     for item in graphs_of(model):
         if isinstance(item, Graph):
@@ -100,4 +107,4 @@ def _findings(model: onnx.ModelProto, path: Path, target: Target) -> Iterator[Fi
     if target.kind == "dense":
         for graph in graphs:
             yield from _windows.check_windows(graph)
-    yield from target.lint(LintFile(path, model, graphs))
+    yield from target.lint(LintFile(path, model, graphs, cpu))

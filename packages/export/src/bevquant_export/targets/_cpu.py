@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["CPUS", "cpu_at_hand", "weights_for"]
+__all__ = ["CPUS", "CPU_KEY", "cpu_at_hand", "cpu_of", "weights_for"]
 
 # What a file may be written for: CPUs that sum four products of uint8 and int8 exactly (x86 with
 # VNNI or AMX, ARM with dot products), or any.
 CPUS = ("vnni", "any")
+CPU_KEY = "bevquant.cpu"  # metadata of a file that is for some CPUs alone
 _DEPTH, _COLUMNS = 64, 16
 
 
@@ -50,6 +51,12 @@ def weights_for(cpu: str) -> str:
     if cpu not in CPUS:
         raise ValueError(f"cpu={cpu!r}: expected one of {', '.join(map(repr, CPUS))}")
     return "int8" if cpu == "vnni" else "uint8"
+
+
+def cpu_of(model: Any) -> str:
+    """Which CPUs a model says that it is for; ``"any"`` where it says nothing."""
+    said = [entry.value for entry in model.metadata_props if entry.key == CPU_KEY]
+    return said[0] if len(said) == 1 and said[0] in CPUS else "any"
 
 
 def _product() -> Any:

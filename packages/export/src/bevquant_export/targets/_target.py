@@ -27,11 +27,13 @@ class LintFile:
         path: Where it lies; external data and settings lie beside it.
         model: Its protobuf, which nothing has been said about but that it decodes.
         graphs: The main graph, then the bodies of functions and the graphs inside of nodes.
+        cpu: Where a file for a CPU shall run: ``"vnni"`` or ``"any"``.
     """
 
     path: Path
     model: onnx.ModelProto
     graphs: Sequence[Graph]
+    cpu: str = "any"
 
 
 class Target(ABC):

@@ -37,8 +37,7 @@ class _OnnxRuntime(QdqTarget):
 
     def lint_pairs(self, pairs: Pairs, file: LintFile) -> Iterator[Finding]:
         """In which integers, and where, pairs must stand to run as integers."""
-        del file
-        yield from _onnxruntime.check_onnxruntime(pairs)
+        yield from _onnxruntime.check_onnxruntime(pairs, file.cpu)
 
     def commands(self, path: Path, *, quantized: bool = True) -> tuple[str, ...]:
         """One line of Python."""

@@ -19,6 +19,7 @@ from bevquant_export.sparse._write_proto import node_attributes, operator_of
 from bevquant_export.sparse.portable._body import DOMAIN
 from bevquant_export.sparse.portable._lower import Lowered, lowered
 from bevquant_export.sparse.portable._weights import read_half, read_weight
+from bevquant_export.targets._cpu import CPU_KEY
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -46,6 +47,8 @@ def recorded(graph: Graph, *, all_layers: bool) -> Lowered:
     if graph.weights != "uint8":
         content["weights"] = graph.weights
     record = {_KEY: json.dumps(content, separators=(",", ":"))}
+    if graph.weights == "int8":
+        record[CPU_KEY] = "vnni"
     return lowered(graph, record, all_layers=all_layers)
 
 
