@@ -31,6 +31,7 @@ _BETWEEN = set(
     "Relu Clip LeakyRelu Add Concat MaxPool AveragePool GlobalAveragePool Resize Reshape Transpose "
     "Slice Pad DepthToSpace Expand Tile Identity Flatten Squeeze Unsqueeze".split()
 )
+_EPILOGUE = {"Add", "Relu", "Clip", "LeakyRelu"}
 # Inputs that are float32 whatever the data are.
 _SINGLE_INPUTS = {"Resize": (1, 2), "Upsample": (1,)}
 
@@ -121,11 +122,22 @@ class _Typing:
                 found.add(node.output[0])
             elif not self._takes_halves(node):
                 found.add(node.output[0])
-        # What lies between must end in a pair: the last of a chain first.
+        # What lies between must end in a pair, or be part of the layer in front: the last of a
+        # chain first.
         for node in reversed(self.graph.node):
-            if node.op_type in _BETWEEN and node.output[0] in found and not self._ends(node, found):
+            between = node.op_type in _BETWEEN and node.output[0] in found
+            if between and not self._ends(node, found) and not self._is_epilogue(node):
                 found.discard(node.output[0])
         return found
+
+    def _is_epilogue(self, node: Any) -> bool:
+        """Whether a sum or an activation is computed by the kernel of the layer in front of it."""
+        makers = [self.makers[name] for name in node.input if name in self.makers]
+        return node.op_type in _EPILOGUE and any(
+            maker.op_type in _LAYERS or self._is_epilogue(maker)
+            for maker in makers
+            if len(self.readers[maker.output[0]]) == 1
+        )
 
     def _from_pair(self, name: str, found: set[str]) -> bool:
         maker = self.makers.get(name)
