@@ -116,6 +116,17 @@ def test_windows_side_by_side_are_a_1x1_convolution(
     assert max(d.different for d in compare_qdq_onnx(file, model, x)) == 0
 
 
+def test_a_clip_that_repeats_a_range_is_left_out(calibrated: Fixture, tmp_path: Path) -> None:
+    x = images()
+    net = nn.Sequential(
+        nn.Conv2d(8, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(8, 4, 1)
+    )
+    model = calibrated(net, x)
+    file = export_qdq_onnx(model, x, tmp_path / "net.onnx", "onnxruntime")
+    assert operators(file).count("Clip") == 1
+    assert max(d.different for d in compare_qdq_onnx(file, model, x)) == 0
+
+
 def test_windows_that_overlap_stay_a_transposed_convolution(
     calibrated: Fixture, tmp_path: Path
 ) -> None:

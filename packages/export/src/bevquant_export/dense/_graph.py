@@ -31,11 +31,13 @@ class Held:
         integers: The integers that these come from; empty where they come from floats, and where
             they are handed on without a pair of their own.
         form: Scale of the integers.
+        low: None of these integers lies below it, where that is known, without zero point.
     """
 
     name: str
     integers: str = ""
     form: Integers | None = None
+    low: int | None = None
 
 
 class Graph:
