@@ -291,6 +291,8 @@ BREAK: list[tuple[str, Callable[[onnx.ModelProto], None]]] = [
     ("SPC030", _edit("conv3", input_spatial_shape=[15, 15, 9])),
     ("SPC031", _edit("conv0", groups=2)),
     ("SPC032", _edit("conv0", output_bound=0)),
+    ("SPC032", _edit("conv0", output_bound=2**31)),
+    ("SPC032", _edit("conv0", output_bound=2**32)),
     ("SPC033", _second_input),
     ("SPC034", _output_type),
     ("SPC036", _int8_out),

@@ -272,7 +272,7 @@ def test_convolutions_that_cannot_be_taken_over_are_reported(spconv):
     assert result.quantized == ()
     assert "pooling stays float" in reasons["2"]
     assert "call QuantAdd in its place" in reasons["3"]
-    assert "Scaled has its own forward" in reasons["0"]
+    assert "Scaled has a forward of its own" in reasons["0"]
     assert "KernelConv is no spconv-style module" in reasons["1"]
 
 

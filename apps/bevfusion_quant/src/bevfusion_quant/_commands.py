@@ -157,6 +157,7 @@ def _ptq(options: Ptq, command: str) -> str:
         calibration_frames=options.calibration_frames,
         exclude=options.exclude,
         quantize_head=options.quantize_head,
+        quantize_first_layer=options.quantize_first_layer,
         cameras=camera_names(options),
         plan=options.plan,
         weight_bits=options.weight_bits,
@@ -196,6 +197,7 @@ def _ptq_bpu(options: Ptq, branch: Branch, command: str) -> str:
         "--weight-bits": options.weight_bits != 8,
         "--rounding": options.rounding != "nearest",
         "--bias-correction": options.bias_correction,
+        "--quantize-first-layer": options.quantize_first_layer,
         "--no-fold": not options.fold,
     }
     if any(given.values()):
@@ -469,7 +471,9 @@ def tree(
     fused = fuse_branch(model, example).model
     if stage == "fused":
         return fused.get_submodule(path)
-    quantized = quantize_branch(fused, example, branch, with_head=quantize_head).model
+    quantized = quantize_branch(
+        fused, example, branch, with_head=quantize_head, first_layer=False
+    ).model
     return quantized.get_submodule(path)
 
 

@@ -118,6 +118,7 @@ class Ptq(FrameOptions):
         exclude: Paths or globs to leave float, in full or below the part, such as conv_input; for a
             BPU, to run on the CPU.
         quantize_head: With --branch all or a detector, the head too.
+        quantize_first_layer: The first sparse convolution in int8 too; NVIDIA deploys it in fp16.
         plan: Precisions of the layers, the plan.json of `sensitivity --budget`: int8, 16-bit
             activations, or float. By default every layer is int8.
         weight_bits: Bits of every quantized weight, 4 to 8; activations have 8.
@@ -142,6 +143,7 @@ class Ptq(FrameOptions):
     calibration_frames: int = 0
     exclude: tuple[str, ...] = ()
     quantize_head: bool = False
+    quantize_first_layer: bool = False
     plan: Path | None = None
     weight_bits: int = 8
     rounding: Literal["nearest", "gptq"] = "nearest"

@@ -190,13 +190,13 @@ def test_types_are_linted_for_version_11_alone(calibrated: Fixture, tmp_path: Pa
     model = calibrated(net, x)
     file = export_qdq_onnx(model, x, tmp_path / "net.onnx", "tensorrt10")
     assert lint_onnx(file.path, "tensorrt10") == []
-    assert {f.id for f in lint_onnx(file.path, "tensorrt11")} == {"TRT015"}
+    assert {f.id for f in lint_onnx(file.path, "tensorrt11")} == {"TRT016"}
     model[0]._weight_quantizer.disable()
     model[0]._input_quantizer.disable()
     half = export_qdq_onnx(model, x, tmp_path / "half.onnx", "tensorrt11")
     assert lint_onnx(half.path, "tensorrt11") == []
     plain = export_qdq_onnx(model, x, tmp_path / "plain.onnx", "tensorrt10")
-    assert {f.id for f in lint_onnx(plain.path, "tensorrt11")} == {"TRT015", "TRT017"}
+    assert {f.id for f in lint_onnx(plain.path, "tensorrt11")} == {"TRT016", "TRT017"}
     proto = onnx.load(half.path)
     gemm = next(n for n in proto.graph.node if n.op_type == "Gemm")
     pair = next(n for n in proto.graph.node if n.output[0] == gemm.input[0])
@@ -205,7 +205,7 @@ def test_types_are_linted_for_version_11_alone(calibrated: Fixture, tmp_path: Pa
         numpy_helper.from_array(numpy_helper.to_array(scale).astype(np.float16), scale.name)
     )
     onnx.save(proto, half.path)
-    assert "TRT016" in {f.id for f in lint_onnx(half.path, "tensorrt11")}
+    assert "TRT015" in {f.id for f in lint_onnx(half.path, "tensorrt11")}
 
 
 def test_a_float_file_in_halves(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import operator
 import torch
 from torch import fx, nn
 
+from bevquant_graph import layer_class
 from bevquant_sparse import is_sparse_conv
 
 from ._sparse_names import has_base, is_sparse_module, sparse_tensor_class
@@ -68,7 +69,7 @@ def kind_of(node: fx.Node, root: nn.Module) -> type | None:
 
 
 def _hands_on(module: nn.Module) -> bool:
-    return isinstance(module, _HAND_ON) or has_base(module, _HAND_ON_NAMES)
+    return layer_class(module, *_HAND_ON) is not None or has_base(module, _HAND_ON_NAMES)
 
 
 def _of_module(module: nn.Module) -> type | None:
@@ -76,7 +77,7 @@ def _of_module(module: nn.Module) -> type | None:
         return sparse_tensor_class()
     if is_sparse_module(module):
         return None  # ToDense is a sparse module too
-    return torch.Tensor if isinstance(module, _TENSOR_MODULES) else None
+    return None if layer_class(module, *_TENSOR_MODULES) is None else torch.Tensor
 
 
 def _of_function(node: fx.Node, root: nn.Module) -> type | None:

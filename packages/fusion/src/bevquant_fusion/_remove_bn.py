@@ -7,6 +7,7 @@ from typing import Literal
 
 from torch import fx, nn
 
+from bevquant_graph import layer_class
 from bevquant_sparse import is_sparse_conv
 
 from ._chains import is_chain, remove_member
@@ -78,7 +79,7 @@ def stop_inplace(model: nn.Module, flow: DataFlow) -> list[str]:
             continue
         for name, child in children:
             child_path = f"{path}.{name}" if path else name
-            if isinstance(child, _ACTIVATIONS) and getattr(child, "inplace", False):
+            if layer_class(child, *_ACTIVATIONS) and getattr(child, "inplace", False):
                 if child_path not in flow.inplace_seen:
                     child.inplace = False
                     changed.append(child_path)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx, nn
 
+from bevquant_graph import layer_class
 from bevquant_qnn._kinds import (
     has_sparse_conv,
     is_batch_norm,
@@ -174,8 +175,8 @@ def _reads_values(user: fx.Node, tensor: fx.Node) -> bool:
 
 
 def _is_transparent(module: nn.Module) -> bool:
-    activation = type(module).__module__ == "torch.nn.modules.activation"
-    resize = isinstance(module, nn.Upsample)
+    activation = getattr(layer_class(module), "__module__", "") == "torch.nn.modules.activation"
+    resize = layer_class(module, nn.Upsample) is not None
     return is_identity(module) or is_batch_norm(module) or activation or resize
 
 

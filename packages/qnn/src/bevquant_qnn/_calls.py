@@ -58,11 +58,13 @@ def call_forms(
 
 
 def _defaults(module: nn.Module) -> dict[str, Any]:
+    """Optional parameters; those that gather further arguments (``**kwargs``) have none."""
     parameters = inspect.signature(module.forward).parameters
+    gathering = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     return {
-        name: parameter.default
+        name: () if parameter.kind in gathering else parameter.default
         for name, parameter in parameters.items()
-        if parameter.default is not parameter.empty
+        if parameter.default is not parameter.empty or parameter.kind in gathering
     }
 
 

@@ -40,8 +40,8 @@ def run(model: nn.Module, args: list[Any], kwargs: dict[str, Any]) -> None:
         model(*args, **kwargs)
     except Exception as error:
         error.add_note(
-            "quantize_model: the model does not run on these example_inputs. Its layers are "
-            "replaced already: start again from the float model, with inputs that it takes."
+            "quantize_model: the model does not run on these example_inputs. It is as it was "
+            "before; give inputs that it takes."
         )
         raise
 

@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
+from bevquant_graph import layer_class
 from bevquant_qnn._sparse_convolution import QuantSparseConvolution
 from bevquant_sparse import is_sparse_conv
 
@@ -31,7 +32,7 @@ def is_quantized(module: nn.Module) -> bool:
 
 def is_dense_conv(module: nn.Module) -> bool:
     """Tell whether the module is a quantized dense convolution."""
-    return is_quantized(module) and isinstance(module, nn.modules.conv._ConvNd)
+    return is_quantized(module) and layer_class(module, nn.modules.conv._ConvNd) is not None
 
 
 def is_sparse_module(module: nn.Module) -> bool:
@@ -56,7 +57,7 @@ def is_identity(module: nn.Module) -> bool:
     """Tell whether the module hands its input on unchanged in evaluation mode."""
     names = {cls.__name__ for cls in type(module).__mro__}
     return (
-        isinstance(module, nn.Identity | _DropoutNd | nn.Flatten | nn.Unflatten)
+        layer_class(module, nn.Identity, _DropoutNd, nn.Flatten, nn.Unflatten) is not None
         or "SparseIdentity" in names
         or type(module).__name__ == "DropPath"
     )
@@ -64,16 +65,16 @@ def is_identity(module: nn.Module) -> bool:
 
 def is_batch_norm(module: nn.Module) -> bool:
     """Tell whether the module is a batch norm, synchronised or sparse ones included."""
-    return isinstance(module, _BatchNorm)
+    return layer_class(module, _BatchNorm) is not None
 
 
 def is_plain_chain(module: nn.Module) -> bool:
     """Tell whether the module calls its children one after the other and does nothing else."""
     owner = next((cls for cls in type(module).__mro__ if "forward" in vars(cls)), None)
-    return owner is not None and owner.__name__ in _CHAINS
+    return owner is not None and "forward" not in vars(module) and owner.__name__ in _CHAINS
 
 
 def is_library_module(module: nn.Module) -> bool:
     """Tell whether the module's forward was written by a library, not by the model's author."""
     owner = next((cls for cls in type(module).__mro__ if "forward" in vars(cls)), nn.Module)
-    return owner.__module__.split(".")[0] in _LIBRARIES
+    return "forward" not in vars(module) and owner.__module__.split(".")[0] in _LIBRARIES

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bevquant_graph import layer_class
 from bevquant_qnn._example import fresh
 from bevquant_qnn._sparse_convolution import QuantSparseConvolution
 from bevquant_qnn._weighted import QuantWeighted
@@ -54,7 +55,7 @@ def weighted_layers(model: nn.Module, forward: Forward, batch: Any) -> tuple[lis
     paths = {
         module: path
         for path, module in model.named_modules()
-        if isinstance(module, QuantWeighted | QuantSparseConvolution) and _is_on(module)
+        if layer_class(module, QuantWeighted, QuantSparseConvolution) and _is_on(module)
     }
     called: list[str] = []
     with ExitStack() as stack:

@@ -6,6 +6,7 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
+from bevquant_graph import layer_class, own_code
 from bevquant_qnn._descriptors import check_fake_quant, default_input_descriptor
 from bevquant_qnn._takeover import attach_quantizer, take_over
 from bevquant_quantizers import QuantDescriptor, TensorQuantizer
@@ -48,10 +49,12 @@ class QuantPool(nn.Module):
         """Return the quantized form of a float pooling module, with its hooks and training flag.
 
         Raises:
-            TypeError: If `module` is of another class.
+            TypeError: If `module` is of another class, or has a forward of its own.
         """
-        if not isinstance(module, cls.float_class):
-            msg = f"{cls.__name__}.from_float expects {cls.float_class.__name__}, got {module!r}."
+        if layer_class(module, cls.float_class) is None:
+            own = own_code(module) if isinstance(module, cls.float_class) else None
+            got = own or repr(module)
+            msg = f"{cls.__name__}.from_float expects {cls.float_class.__name__}, got {got}."
             raise TypeError(msg)
         quantized = take_over(cls.__new__(cls), module)
         quantized._add_quantizer(quant_desc_input)

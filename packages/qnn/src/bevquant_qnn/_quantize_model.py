@@ -17,6 +17,7 @@ from bevquant_qnn._result import QuantizedModule, QuantizeResult, SkippedModule
 from bevquant_qnn._rewrite import quantize_joins
 from bevquant_qnn._share import share_quantizers
 from bevquant_qnn._static_flow import walk
+from bevquant_qnn._takeover import unchanged_on_error
 from bevquant_quantizers import TensorQuantizer, adopt_quantizers
 
 __all__ = ["quantize_model"]
@@ -41,7 +42,8 @@ def quantize_model(
     (`bevquant_fusion.fuse_model`) unless training with them is meant.
 
     Args:
-        model: The float model. It is changed in place and returned.
+        model: The float model. It is changed in place and returned; where this raises, it is as it
+            was.
         config: Settings; `QuantConfig()` by default.
         example_inputs: A tuple of positional inputs, a dict of named ones, or a single input, for
             one pass in evaluation mode without gradients. Recommended: code that cannot be
@@ -72,6 +74,11 @@ calibrator=MaxCalibrator scale=1.0 quant)
     """
     config = QuantConfig() if config is None else config
     _check_patterns(model, config)
+    with unchanged_on_error(model):
+        return _quantized(model, config, example_inputs)
+
+
+def _quantized(model: nn.Module, config: QuantConfig, example_inputs: Any) -> QuantizeResult:
     adopted = [
         QuantizedModule(path, "TensorQuantizer", "pytorch_quantization's TensorQuantizer")
         for path in adopt_quantizers(model)

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from bevquant_graph import own_code
 from bevquant_qnn import _conv, _conv_transpose, _linear, _pool
 from bevquant_qnn._config import QuantConfig
 from bevquant_qnn._pool import QuantPool
@@ -154,17 +155,14 @@ def _refusal(
     if isinstance(module, nn.modules.lazy.LazyModuleMixin):
         return "lazy: run the model once, then quantize it"
     float_class: type[nn.Module] = kind.float_class
-    for method in ("forward", "_conv_forward"):
-        if getattr(type(module), method, None) is not getattr(float_class, method, None):
-            return (
-                f"{type(module).__qualname__} has its own {method}; replacing it by "
-                f"{kind.__name__} would change what it computes"
-            )
     if kind in _DENSE and "weight" not in module._parameters:
         return (
             "its weight is computed (parametrization or weight norm), not a parameter; remove the "
             "parametrization first"
         )
+    own = own_code(module, float_class)
+    if own is not None:
+        return f"{own}; replacing it by {kind.__name__} would change what it computes"
     return None
 
 
@@ -172,12 +170,8 @@ def _sparse_refusal(module: nn.Module) -> str | None:
     name = type(module).__qualname__
     if "weight" not in module._parameters or not hasattr(module, "indice_key"):
         return f"{name} is no spconv-style module (weight, indice_key, …), which is what can run"
-    owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
-    if any(cls.__name__ == "SparseConvolution" for cls in owner.__mro__[1:]) and not (
-        owner.__module__.startswith("bevquant_sparse.")
-    ):
-        return f"{name} has its own forward; taking it over would change what it computes"
-    return None
+    own = own_code(module)
+    return None if own is None else f"{own}; taking it over would change what it computes"
 
 
 def _quantized_form(module: nn.Module, config: QuantConfig) -> nn.Module:

@@ -1,14 +1,15 @@
-"""Building a quantized module out of a float one, without copying its parameters."""
+"""Building a quantized module out of a float one without copying parameters, and undoing it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-__all__ = ["attach_quantizer", "take_over"]
+__all__ = ["attach_quantizer", "take_over", "unchanged_on_error"]
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -36,6 +37,33 @@ def attach_quantizer(module: nn.Module, name: str, quantizer: nn.Module) -> None
     if tensor is not None:
         quantizer.to(tensor.device)
     module.add_module(name, quantizer)
+
+
+@contextmanager
+def unchanged_on_error(model: nn.Module) -> Iterator[None]:
+    """Give every module of `model` back its class, attributes and children if the block raises.
+
+    The containers of a module (children, parameters, hooks, plain lists and dicts) stay the same
+    objects, with what they held. Values of tensors are not kept: nothing here writes to them.
+    """
+    held = [(m, type(m), dict(vars(m)), _contents(m)) for m in model.modules()]
+    try:
+        yield
+    except BaseException:
+        for module, cls, attributes, contents in held:
+            module.__class__ = cls
+            vars(module).clear()
+            vars(module).update(attributes)
+            for container, content in contents:
+                container.clear()
+                container.extend(content) if isinstance(container, list) else container.update(
+                    content
+                )
+        raise
+
+
+def _contents(module: nn.Module) -> list[tuple[Any, Any]]:
+    return [(v, v.copy()) for v in vars(module).values() if isinstance(v, dict | list | set)]
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:

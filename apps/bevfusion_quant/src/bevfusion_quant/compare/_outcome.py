@@ -20,6 +20,7 @@ _TOLD = {
     "fold": ("batch norms folded", True),
     "branch": ("branch", "lidar"),
     "quantize_head": ("head", False),
+    "quantize_first_layer": ("first layer", True),
     "exclude": ("left float", ()),
     "plan": ("plan", None),
 }

@@ -34,6 +34,8 @@ class PtqConfig:
         calibration_frames: How many frames, from the first, set the ranges; 0 for all.
         exclude: Paths or globs to leave float, in full or below the part.
         quantize_head: With branch "all" or a detector, the head too.
+        quantize_first_layer: The first sparse convolution in int8 too. It reads the raw features,
+            and both of NVIDIA's exporters write it as fp16. A plan that names it goes before this.
         cameras: Names of the cameras to use, in this order.
         plan: Precisions of the layers, from `run_sensitivity`; None for int8 throughout.
         weight_bits: Bits of every quantized weight, 4 to 8; activations have 8. Not with a plan,
@@ -54,6 +56,7 @@ class PtqConfig:
     calibration_frames: int = 0
     exclude: tuple[str, ...] = ()
     quantize_head: bool = False
+    quantize_first_layer: bool = False
     cameras: tuple[str, ...] = CAMERA_NAMES
     plan: Path | None = None
     weight_bits: int = 8

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.model import CONFIGS, build_model
 from bevfusion_quant.ptq._branches import built_parts
-from bevfusion_quant.ptq._plan import PLAN_FILE, apply_plan, read_plan
+from bevfusion_quant.ptq._plan import PLAN_FILE, apply_plan, quantizes_first_layer, read_plan
 from bevfusion_quant.ptq._record import FLOAT_FILE, MODEL_FILES, sha256
 from bevfusion_quant.ptq._run_folder import CONFIG_FILE, RUN_FORMAT, RUN_VERSIONS
 from bevfusion_quant.ptq._stages import (
@@ -127,6 +127,12 @@ def load_run(folder: str | Path) -> LoadedRun:
             exclude=config["exclude"],
             with_head=config.get("quantize_head", False),
             weight_bits=config.get("weight_bits", 8),
+            # Runs of earlier versions quantized it, and did not say so.
+            first_layer=quantizes_first_layer(
+                fused,
+                config.get("quantize_first_layer", True),
+                read_plan(folder / PLAN_FILE) if planned else None,
+            ),
         ).model
         if planned:
             apply_plan(model, read_plan(folder / PLAN_FILE))

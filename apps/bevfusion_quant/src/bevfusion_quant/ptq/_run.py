@@ -24,6 +24,7 @@ from bevfusion_quant.ptq._plan import (
     apply_plan,
     before_calibration,
     planned_layers,
+    quantizes_first_layer,
     read_plan,
     refuse_in_files,
 )
@@ -138,6 +139,7 @@ def run_ptq(
                 exclude=config.exclude,
                 with_head=config.quantize_head,
                 weight_bits=config.weight_bits,
+                first_layer=quantizes_first_layer(fused.model, config.quantize_first_layer, plan),
             )
         if plan is not None:
             apply_plan(quantized.model, before_calibration(plan))

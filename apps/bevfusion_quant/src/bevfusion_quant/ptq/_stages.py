@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import torch
@@ -19,6 +20,7 @@ from bevfusion_quant.ptq._branches import (
     quantized_parts,
     why_float,
 )
+from bevquant_sparse import is_sparse_conv
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,12 +35,16 @@ __all__ = [
     "Stage",
     "calibrate_branch",
     "example_batch",
+    "first_sparse_conv",
     "fuse_branch",
     "keep_batch_norms",
     "quantize_branch",
     "run_batch",
 ]
 
+FIRST_LAYER = (
+    "the first sparse convolution: fp16, as NVIDIA deploys it (--quantize-first-layer for int8)"
+)
 Method = Literal["mse", "max", "entropy", "percentile"]
 
 
@@ -128,6 +134,7 @@ def quantize_branch(
     exclude: Iterable[str] = (),
     with_head: bool = False,
     weight_bits: int = 8,
+    first_layer: bool = True,
 ) -> Stage[QuantizeResult]:
     """A copy of the folded model with quantizers in place, not calibrated yet.
 
@@ -140,16 +147,18 @@ def quantize_branch(
         exclude: Paths or globs to leave float, in full or below the part, such as `conv_input.*`.
         with_head: Quantize the head too; says nothing for a single part.
         weight_bits: Of every quantized weight; activations have 8.
+        first_layer: Quantize the first sparse convolution too, which NVIDIA deploys in fp16.
     """
     from bevquant_qnn import QuantConfig, SkippedModule, quantize_model
 
     model = copy.deepcopy(fused)
     parts = quantized_parts(branch, with_head=with_head)
     apart = exclude_all_but(parts, model.parts)
+    first = [] if first_layer else first_sparse_conv(model)
     config = QuantConfig(
         weight_bits=weight_bits,
         input_calibrator="max" if method == "max" else "histogram",
-        exclude=(*expand_patterns(model, exclude), *apart),
+        exclude=(*expand_patterns(model, exclude), *apart, *first),
     )
     result = quantize_model(model, config, example_inputs=tuple(example))
     # One line for a part that stays float, not one for each of its layers.
@@ -159,8 +168,18 @@ def quantize_branch(
         for part in model.parts
         if part not in parts
     ]
-    rest = [item for item in result.skipped if item.reason not in told]
+    rest = [
+        SkippedModule(item.path, FIRST_LAYER) if item.path in first else item
+        for item in result.skipped
+        if item.reason not in told
+    ]
     return Stage(model, replace(result, skipped=(*notes, *rest)))
+
+
+def first_sparse_conv(model: nn.Module) -> list[str]:
+    """Path of the first sparse convolution; none in a model without."""
+    paths = (path for path, module in model.named_modules() if is_sparse_conv(module))
+    return list(islice(paths, 1))
 
 
 def calibrate_branch(

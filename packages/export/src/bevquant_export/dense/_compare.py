@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
+from bevquant_export.dense._graph import Array
 from bevquant_export.dense._half import in_half
 from bevquant_export.dense._profile import profile_of
 from bevquant_export.dense._program_of import QdqProgram, inputs_of, program_of
@@ -16,7 +18,15 @@ from bevquant_export.dense._source import Integers, Step
 from bevquant_export.dense._ties import Ties
 from bevquant_export.dense._written import QdqFile
 
-__all__ = ["TensorDifference", "compare_qdq_onnx"]
+__all__ = ["TensorDifference", "compare_qdq_onnx", "compared"]
+
+# What is computed again, value by value: no difference but ties.
+_RECOMPUTED = frozenset(
+    "conv conv_transpose linear add requantize resize max_pool move relu constant".split()
+)
+# Share of the other values that may be a step off, and a few in any case.
+_SHARES = {"quantize": 1e-6}
+_OTHERS, _FEW = 1e-4, 4
 
 
 @dataclass(frozen=True)
@@ -47,6 +57,22 @@ class TensorDifference:
     def unexplained(self) -> int:
         """How many of the different are no ties."""
         return self.different - self.ties
+
+    @property
+    def allowed(self) -> int:
+        """How many of the unexplained rounding in float32 may come to.
+
+        None where the operation was computed again; else, of averages and functions in float, four
+        values or one in 10,000 (of what is quantized, one in a million).
+        """
+        if self.op in _RECOMPUTED:
+            return 0
+        return max(_FEW, int(_SHARES.get(self.op, _OTHERS) * self.elements))
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether the file computes something else than the integer model."""
+        return self.unexplained > 0 and (self.unexplained > self.allowed or self.largest > 1)
 
 
 def compare_qdq_onnx(file: QdqFile, model: nn.Module, args: Any) -> tuple[TensorDifference, ...]:
@@ -96,11 +122,40 @@ def compare_qdq_onnx(file: QdqFile, model: nn.Module, args: Any) -> tuple[Tensor
         >>> [(t.op, t.different, t.unexplained) for t in compare_qdq_onnx(file, quantized, x)]
         [('quantize', 0, 0), ('conv', 0, 0)]
     """
+    integer = program_of(
+        model, args, file.sum_ranges or False, verify=False
+    )  # it was, before the file was written
+    rows, _ = compared(file, file.path.read_bytes(), integer, args, session, outputs=False)
+    return rows
+
+
+def compared(
+    file: QdqFile,
+    content: bytes,
+    integer: QdqProgram,
+    args: Any,
+    run_in: Callable[..., Any],
+    *,
+    outputs: bool,
+) -> tuple[tuple[TensorDifference, ...], dict[str, tuple[Array, Array]]]:
+    """What `compare_qdq_onnx` returns, and the outputs that run in float.
+
+    Args:
+        file: What is said of the file.
+        content: The file.
+        integer: The program that it was written from.
+        args: Inputs.
+        run_in: Makes a session, as `session`.
+        outputs: Look at the outputs in float too.
+
+    Returns:
+        The quantized tensors, and name to (what `integer` returns, what the file returns) of the
+        outputs, from the same integers.
+    """
     found: dict[str, tuple[Step, str, Any]] = {}
     inputs: dict[str, Any] = {}
     profile = profile_of(file.profile)
     args = in_half(args) if profile.half else args
-    integer = program_of(model, args, file.sum_ranges or False)
     read = _read_by_rounding(integer)
     held = {n: v.cpu().numpy() for n, v in inputs_of(integer.program, args) if n in read}
 
@@ -112,7 +167,7 @@ def compare_qdq_onnx(file: QdqFile, model: nn.Module, args: Any) -> tuple[Tensor
                 # Two values may be one tensor, as a ReLU of what is positive already.
                 found.setdefault(file.integers[name], (step, name, value.cpu().numpy()))
 
-    integer.run(args, observe=see)
+    returned = integer.run(args, observe=see)
     missing = set(file.integers.values()) - set(found)
     if missing:
         raise ValueError(
@@ -123,13 +178,14 @@ def compare_qdq_onnx(file: QdqFile, model: nn.Module, args: Any) -> tuple[Tensor
         inputs[name] = value.detach().cpu().numpy()
     for tensor, (_, _, value) in found.items():
         inputs[tensor] = (value.astype(np.int32) + profile.zero).astype(profile.dtype)
-    proto, made = forced(file.path, tuple(found))
-    running = session(proto, profile.runner)
+    proto, made = forced(content, tuple(found))
+    running = run_in(proto, profile.runner)
     taken = {port.name for port in running.get_inputs()}
     given = {name: value for name, value in inputs.items() if name in taken}
     if profile.half:
         given = {n: v.astype(np.float16) if v.dtype == np.float32 else v for n, v in given.items()}
-    results = dict(zip(made, running.run(list(made.values()), given), strict=True))
+    own = [name for name in file.outputs if outputs and name not in made]
+    results = dict(zip([*made, *own], running.run([*made.values(), *own], given), strict=True))
     ties = Ties(integer.program, held, profile)
     rows = []
     for tensor, (step, name, value) in found.items():
@@ -143,7 +199,13 @@ def compare_qdq_onnx(file: QdqFile, model: nn.Module, args: Any) -> tuple[Tensor
                 ties.count(name, want, got) if different else 0,
             )
         )  # fmt: skip
-    return tuple(rows)
+    floats = {
+        name: (value.detach().cpu().numpy(), results[name])
+        for name, value in zip(file.outputs, _tensors(returned), strict=False)
+        # Others are quantized, and among the rows.
+        if name in own and type(value) is Tensor and value.is_floating_point()
+    }
+    return tuple(rows), floats
 
 
 def _read_by_rounding(integer: QdqProgram) -> set[str]:

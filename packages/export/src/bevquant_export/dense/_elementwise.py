@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from bevquant_export.dense._graph import Graph
+from bevquant_graph import layer_class
 
 __all__ = ["elementwise", "unary"]
 
@@ -41,7 +42,8 @@ def elementwise(graph: Graph, path: str, x: str, module: Any, rank: int) -> str 
         module: The activation.
         rank: Axes of the input.
     """
-    make = _MADE.get(type(module))
+    cls = layer_class(module)
+    make = None if cls is None else _MADE.get(cls)
     return None if make is None else make(_At(graph, path, x, rank), module)
 
 

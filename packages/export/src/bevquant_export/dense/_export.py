@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from bevquant_export.dense._ports import output_names as named_outputs
 from bevquant_export.dense._profile import profile_of
 from bevquant_export.dense._sizes import Sizes
 from bevquant_export.dense._source import read_model
+from bevquant_export.dense._verify import verified
 from bevquant_export.dense._written import QdqFile
 from bevquant_quantizers import write_whole
 
@@ -37,6 +39,7 @@ def export_qdq_onnx(
     weights: str | None = None,
     integer_sums: bool = False,
     march: str = "bayes",
+    verify: bool = True,
 ) -> QdqFile:
     r"""Write a calibrated dense model as ONNX with QuantizeLinear and DequantizeLinear.
 
@@ -87,6 +90,10 @@ def export_qdq_onnx(
             holds what ``simulate(integer_sums=True)`` computes. Not needed where the model has a
             `QuantAdd`.
         march: For horizon: ``"bernoulli2"``, ``"bayes"`` or ``"bayes-e"``.
+        verify: Hold the integer model against `model`, and the file against the integer model, on
+            `args` before the file gets its name: in onnxruntime, or in ONNX's own reference where
+            it is not installed. The file's metadata says by what (``verified``); False writes it
+            unseen and says ``no``.
 
     Returns:
         The file, its inputs and outputs, and what in it runs in float.
@@ -95,7 +102,8 @@ def export_qdq_onnx(
         TypeError: `model` is no module.
         ValueError: An unknown profile, a model that is not calibrated, not in evaluation mode, not
             traceable or converted already, activations of other than eight bits, an operation that
-            is not on the list, or a batch that cannot vary. The module and what to do are named.
+            is not on the list, a batch that cannot vary, or a file that computes something else
+            than the model. The module and what to do are named; nothing was written.
 
     Example:
         >>> import tempfile, torch
@@ -118,10 +126,13 @@ def export_qdq_onnx(
             f"export_qdq_onnx: integer_sums=True with profile={profile!r}: expected 'onnxruntime'; "
             "the others add to accumulators themselves"
         )
+
     target = Path(path)
     if not target.parent.is_dir():
         raise ValueError(f"export_qdq_onnx: there is no folder {target.parent}; make it first")
-    source = read_model(model, args, dynamic_batch=dynamic_batch, integer_sums=integer_sums)
+    source = read_model(
+        model, args, dynamic_batch=dynamic_batch, integer_sums=integer_sums, verify=verify
+    )
     inputs = named_inputs(source, input_names)
     outputs = named_outputs(source, output_names)
     graph, sizes = Graph(chosen), Sizes(source)
@@ -135,11 +146,9 @@ def export_qdq_onnx(
     )
     if chosen.half:
         proto = half_typed(proto)
-    write_whole(target, proto.SerializeToString(deterministic=True))
     on_cpu = tuple(node.name for node in graph.on_cpu)
-    settings = write_settings(target, march, on_cpu) if chosen.name == "horizon" else None
     fixed = [f"{name}: is {value!r} in the file" for name, value in source.fixed.items()]
-    return QdqFile(
+    file = QdqFile(
         path=target,
         profile=profile,
         opset=chosen.opset,
@@ -148,7 +157,16 @@ def export_qdq_onnx(
         integers={name: held.integers for name, held in made.items() if held.integers},
         floats=tuple(f"{i.path}: {i.what}: {i.reason}" for i in source.program.islands),
         notes=(*graph.notes, *fixed),
-        settings=settings,
-        run_on_cpu=on_cpu if settings else (),
+        run_on_cpu=on_cpu if chosen.name == "horizon" else (),
         sum_ranges=dict(source.sum_ranges),
     )
+    if verify:
+        ran, rows = verified(
+            file, proto.SerializeToString(), source.integer, args, integer_sums=integer_sums
+        )
+        file = replace(file, verified=ran, differences=rows)
+    proto.metadata_props.add(key="verified", value=file.verified)
+    write_whole(target, proto.SerializeToString(deterministic=True))
+    if chosen.name != "horizon":
+        return file
+    return replace(file, settings=write_settings(target, march, on_cpu))

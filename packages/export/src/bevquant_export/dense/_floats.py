@@ -17,6 +17,7 @@ from bevquant_export.dense._grid import average_pool
 from bevquant_export.dense._reductions import NAMED, softmax
 from bevquant_export.dense._sizes import Sizes
 from bevquant_export.dense._source import Ref, Step, grid_call, is_active, module_call
+from bevquant_graph import layer_class
 from bevquant_quantizers import TensorQuantizer
 
 __all__ = ["float_operation"]
@@ -74,15 +75,15 @@ def _module(graph: Graph, step: Step, read: Callable[[str], str], sizes: Sizes) 
     made = elementwise(graph, path, x, module, rank)
     if made is not None:
         return made
-    if type(module) is nn.Softmax and module.dim is not None:
+    if layer_class(module, nn.Softmax) and module.dim is not None:
         return softmax(graph, path, x, int(module.dim), rank)
-    if isinstance(module, _BatchNorm):
+    if layer_class(module, _BatchNorm):
         return _batch_norm(graph, path, x, module)
-    if type(module) in (nn.Conv1d, nn.Conv2d, nn.Conv3d) and module.padding_mode == "zeros":
+    if layer_class(module, nn.Conv1d, nn.Conv2d, nn.Conv3d) and module.padding_mode == "zeros":
         return _conv(graph, path, graph.float_operand(path, x), module)
-    if type(module) in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d):
+    if layer_class(module, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d):
         return _conv_transpose(graph, path, graph.float_operand(path, x), module)
-    if type(module) is nn.Linear:
+    if layer_class(module, nn.Linear):
         return _linear(graph, path, x, module, rank)
     call = module_call(module)
     return None if call is None else _averaged(graph, step, call, read, sizes)
@@ -95,10 +96,13 @@ def _plain(module: Any) -> Any:
     """
     if not any(isinstance(child, TensorQuantizer) for child in module.children()):
         return module
-    if is_active(getattr(module, "_input_quantizer", None)) or not hasattr(module, "float_class"):
+    cls = getattr(module, "float_class", None)
+    if is_active(getattr(module, "_input_quantizer", None)) or cls is None:
+        return None
+    if layer_class(module, cls) is None:
         return None
     plain = copy.copy(module)
-    plain.__class__ = module.float_class
+    plain.__class__ = cls
     plain._modules, plain._parameters = {}, dict(module._parameters)
     if hasattr(module, "_weight_quantizer"):
         plain.weight = nn.Parameter(module._weight_quantizer(module.weight).detach())

@@ -13,6 +13,7 @@ from bevquant_export.dense._graph import Graph, Held
 from bevquant_export.dense._results import finished
 from bevquant_export.dense._sizes import Sizes
 from bevquant_export.dense._source import Ref, Step, integers_of, is_active
+from bevquant_graph import own_code
 from bevquant_qnn import QuantAdd, QuantConcat
 
 __all__ = ["float_join"]
@@ -30,7 +31,7 @@ def float_join(
         sizes: Shapes.
     """
     module = step.module
-    if not isinstance(module, QuantAdd | QuantConcat) or step.kwargs:
+    if not isinstance(module, QuantAdd | QuantConcat) or own_code(module) or step.kwargs:
         return None
     single = len(step.args) == 1
     operands = step.args[0] if single else step.args

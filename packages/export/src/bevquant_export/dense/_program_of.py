@@ -10,7 +10,7 @@ from torch import nn
 from bevquant_int8sim import IntegerModel, simulate
 from bevquant_int8sim.program import Program, Ref, Step, arguments, leaf_names
 
-__all__ = ["Observe", "QdqProgram", "Sums", "inputs_of", "program_of"]
+__all__ = ["Observe", "QdqProgram", "Sums", "inputs_of", "is_simulated", "program_of"]
 
 Observe = Callable[[Step, tuple[Any, ...], tuple[Any, ...]], None]
 Sums = bool | Mapping[str, float]
@@ -42,15 +42,18 @@ class QdqProgram(Protocol):
     def names(self) -> Mapping[str, str]: ...
 
     def run(self, inputs: Any, *, observe: Observe) -> Any:
-        """Run; `observe` gets each step, what it reads, and integers where the result has some."""
+        """Run, and return what the model does, in floats.
+
+        `observe` gets each step, what it reads, and integers where the result has some.
+        """
 
 
 class _Simulated:
     """A `bevquant_qnn` model."""
 
-    def __init__(self, model: nn.Module, args: Any, sums: Sums) -> None:
+    def __init__(self, model: nn.Module, args: Any, sums: Sums, verify: bool) -> None:
         try:
-            self._integer: IntegerModel = simulate(model, args, integer_sums=sums)
+            self._integer: IntegerModel = simulate(model, args, integer_sums=sums, verify=verify)
         except (TypeError, ValueError) as error:
             message = str(error).replace("simulate:", "export_qdq_onnx:", 1)
             raise type(error)(message) from error
@@ -73,10 +76,16 @@ class _Simulated:
         return dict(zip(given, called, strict=True))
 
     def run(self, inputs: Any, *, observe: Observe) -> Any:
-        return self._integer.run(inputs, record=False, observe=observe)
+        returned, _ = self._integer.run(inputs, record=False, observe=observe)
+        return returned
 
 
-def program_of(model: nn.Module, args: Any, sums: Sums = False) -> QdqProgram:
+def is_simulated(program: QdqProgram) -> bool:
+    """Whether the program is that of an `IntegerModel`, whose every sum is exact."""
+    return isinstance(program, _Simulated)
+
+
+def program_of(model: nn.Module, args: Any, sums: Sums = False, *, verify: bool) -> QdqProgram:
     """Read a model.
 
     Args:
@@ -84,6 +93,7 @@ def program_of(model: nn.Module, args: Any, sums: Sums = False) -> QdqProgram:
         args: Example inputs.
         sums: What sums read of layers, as ``simulate(integer_sums=…)`` takes it; a package that
             reads its models itself has its own answer.
+        verify: Hold the integers against the model on `args`.
 
     Raises:
         TypeError: No module.
@@ -94,7 +104,7 @@ def program_of(model: nn.Module, args: Any, sums: Sums = False) -> QdqProgram:
         if read is not None:
             found: QdqProgram = read(model, args)
             return found
-    return _Simulated(model, args, sums)
+    return _Simulated(model, args, sums, verify)
 
 
 def inputs_of(program: Program, args: Any) -> Iterator[tuple[str, Any]]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 
-__all__ = ["forced", "lifted", "session"]
+from bevquant_export.targets._cpu import cpu_at_hand, cpu_of
+
+__all__ = ["any_session", "forced", "lifted", "session"]
 
 
 def lifted(proto: Any) -> Any:
@@ -52,20 +55,21 @@ def _with_axes_as_tensor(graph: Any, node: Any) -> None:
     node.attribute.extend(kept)
 
 
-def forced(path: Path, tensors: tuple[str, ...]) -> tuple[Any, dict[str, str]]:
+def forced(content: bytes, tensors: tuple[str, ...]) -> tuple[Any, dict[str, str]]:
     """The model with these tensors cut: who reads one reads an input of its name.
 
     Args:
-        path: The file.
+        content: The file.
         tensors: Quantized tensors.
 
     Returns:
-        The model, and for each tensor the output that holds what is made of it.
+        The model, whose outputs are what is made of these tensors and, behind them, the file's own
+        outputs; and for each tensor the output that holds what is made of it.
     """
     import onnx
     from onnx import TensorProto, helper
 
-    proto = lifted(onnx.load(path))
+    proto = lifted(onnx.load_model_from_string(content))
     graph = proto.graph
     made = {name: f"{name}.made" for name in tensors}
     for node in graph.node:
@@ -76,8 +80,10 @@ def forced(path: Path, tensors: tuple[str, ...]) -> tuple[Any, dict[str, str]]:
     graph.input.extend(
         helper.make_tensor_value_info(name, dtype, None) for name in tensors if name in read
     )
+    own = list(graph.output)
     del graph.output[:]
     graph.output.extend(helper.make_tensor_value_info(name, dtype, None) for name in made.values())
+    graph.output.extend(value for value in own if value.name not in made)
     return proto, made
 
 
@@ -147,3 +153,36 @@ class _OpenVino:
         model = self._core.read_model(self._proto.SerializeToString())
         made = self._core.compile_model(model, "CPU", settings)(dict(given))
         return [made[name] for name in names]
+
+
+class _Reference:
+    """ONNX's own reference, with what is used of a session's interface."""
+
+    def __init__(self, proto: Any) -> None:
+        from onnx.reference import ReferenceEvaluator
+
+        self._proto, self._evaluator = proto, ReferenceEvaluator(proto)
+
+    def get_inputs(self) -> list[Any]:
+        held = {tensor.name for tensor in self._proto.graph.initializer}
+        return [value for value in self._proto.graph.input if value.name not in held]
+
+    def run(self, names: list[str], feed: dict[str, Any]) -> list[Any]:
+        return list(self._evaluator.run(names, feed))
+
+
+def any_session(proto: Any, runner: str) -> tuple[Any, str]:
+    """What runs a model here, and its name.
+
+    OpenVINO's files run in onnxruntime where it is not installed, and where neither is, all run in
+    ONNX's reference. A file for CPUs that sum exactly runs as it is written on others.
+    """
+    if cpu_of(proto) == "vnni" and cpu_at_hand() == "any":
+        runner = "plain"
+    if runner == "openvino":
+        if find_spec("openvino") is not None:
+            return session(proto, runner), f"openvino {version('openvino')}"
+        runner = "plain"
+    if find_spec("onnxruntime") is not None:
+        return session(proto, runner), f"onnxruntime {version('onnxruntime')}"
+    return _Reference(proto), f"onnx.reference {version('onnx')}"

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bevquant_export.dense._compare import TensorDifference
 
 __all__ = ["QdqFile"]
 
@@ -27,6 +31,9 @@ class QdqFile:
         run_on_cpu: Nodes that hb_mapper must leave in float.
         sum_ranges: Ranges of what sums read in eight bits of its own, by tensor: what
             ``simulate(integer_sums=…)`` takes to compute the same integers.
+        verified: What ran the file on the example inputs before it got its name, as in its
+            metadata; ``"no"`` where nothing did.
+        differences: What was found, tensor by tensor, as from `compare_qdq_onnx`.
     """
 
     path: Path
@@ -40,3 +47,5 @@ class QdqFile:
     settings: Path | None = None
     run_on_cpu: tuple[str, ...] = ()
     sum_ranges: Mapping[str, float] = field(default_factory=dict)
+    verified: str = "no"
+    differences: tuple[TensorDifference, ...] = ()

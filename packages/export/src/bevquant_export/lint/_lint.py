@@ -26,7 +26,7 @@ _SHARED: tuple[Rule, ...] = (
     *(_tensors.ESCAPES, _tensors.MISSING_DATA, _tensors.SIZES),
     *(_structure.DEEP, _structure.REPEATED_ATTRIBUTE),
     *(_model.VERSIONS, _model.UNKNOWN_OP, _model.LEAKED, _model.UNREAD),
-    _windows.WINDOWS,
+    *(_windows.WINDOWS, _windows.CHANNELS, _model.SIZES),
     *_qdq.RULES,
 )
 _MOST_OF_ONE = 100
@@ -59,7 +59,8 @@ def lint_onnx(
 
     Raises:
         ValueError: Another target or CPU.
-        OSError: The file is not there, cannot be opened, or is no regular file.
+        OSError: The file is not there (FileNotFoundError, which names it), cannot be opened, or is
+            no regular file.
 
     Example:
         >>> import tempfile

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,12 +17,13 @@ if TYPE_CHECKING:
 
     from bevquant_export.targets._target import Target
 
-__all__ = ["LEAKED", "UNKNOWN_OP", "UNREAD", "VERSIONS", "check_model"]
+__all__ = ["LEAKED", "SIZES", "UNKNOWN_OP", "UNREAD", "VERSIONS", "check_model"]
 
 VERSIONS = Rule(
     "ONX014",
     "error",
-    "the model states its IR version and imports each domain it uses once",
+    "the model states its IR version and imports each domain it uses once, ONNX in a version that "
+    "there is",
     "write ir_version and one opset_import for every domain (onnx.helper.make_model does)",
     DENSE,
 )
@@ -38,6 +40,12 @@ LEAKED = Rule(
     "no tensor of the file is float64 or bfloat16",
     "convert the model to float32 before it is exported",
     DENSE,
+)
+SIZES = Rule(
+    "ONX020",
+    "error",
+    "inputs, outputs and values have dimensions that a machine can hold",
+    "write the sizes of the model, or a name for one that is free",
 )
 UNREAD = Rule(
     "ONX017",
@@ -67,9 +75,24 @@ def check_model(
         for tensor in graph.tensors:
             if tensor.name not in read:
                 yield UNREAD.found(tensor.name, "no node reads this initializer")
+    yield from _sizes(graphs)
     if target.kind == "dense":
         yield from _versions(model, graphs)
         yield from _operators(model, graphs, target)
+
+
+def _sizes(graphs: list[Graph]) -> Iterator[Finding]:
+    for graph in graphs:
+        if graph.is_function:
+            continue
+        proto = graph.proto
+        for value in (*proto.input, *proto.output, *proto.value_info):
+            if not value.type.HasField("tensor_type"):
+                continue
+            dims = [d.dim_value for d in value.type.tensor_type.shape.dim[:65]]
+            if any(not 0 <= d < 2**31 for d in dims) or math.prod(d or 1 for d in dims) > 2**40:
+                shown = ", ".join(map(str, dims[:8]))
+                yield SIZES.found(value.name or "value", f"dimensions [{shown}] are impossible")
 
 
 def _versions(model: onnx.ModelProto, graphs: list[Graph]) -> Iterator[Finding]:
@@ -79,6 +102,13 @@ def _versions(model: onnx.ModelProto, graphs: list[Graph]) -> Iterator[Finding]:
     for domain, count in imports.items():
         if count > 1:
             yield VERSIONS.found("file", f"domain {quoted(domain or 'ai.onnx')} is imported twice")
+    import onnx
+
+    newest = onnx.defs.onnx_opset_version()
+    for entry in model.opset_import:
+        if entry.domain in ("", "ai.onnx") and not 1 <= entry.version <= newest:
+            known = f"ONNX has 1 to {newest} here"
+            yield VERSIONS.found("file", f"operator set {entry.version} is imported; {known}")
     told: set[str] = set()
     for graph in graphs:
         for node in graph.nodes:

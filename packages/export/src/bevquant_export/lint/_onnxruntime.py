@@ -29,7 +29,7 @@ FLOAT = _rule(
 INT8 = _rule(
     2,
     "activations are UINT8: INT8 pairs with several readers, or behind a ReLU, run in float on x86",
-    f"{_ADVICE} (session.qdqisint8allowed=1 runs them, 12 times slower)",
+    f"{_ADVICE} (or set session.qdqisint8allowed=1, which runs them in integers)",
 )
 SCALES = _rule(
     3,

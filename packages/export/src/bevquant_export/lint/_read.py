@@ -42,7 +42,11 @@ def read_model(path: Path) -> onnx.ModelProto | Finding:
     Raises:
         OSError: The file cannot be opened, or is a folder, a pipe or a device.
     """
-    status = path.stat()
+    try:
+        status = path.stat()
+    except FileNotFoundError as error:
+        message = f"lint_onnx: {path}: no such file; give the path of an .onnx file"
+        raise FileNotFoundError(message) from error
     if not stat.S_ISREG(status.st_mode):
         raise OSError(f"lint_onnx: {path} is no regular file; give the path of an .onnx file")
     if status.st_size == 0:

@@ -86,7 +86,7 @@ SKIPPED = _rule(
 )
 BOUND = _rule(
     32,
-    "output_bound and fixed_launch_points are positive",
+    "output_bound and fixed_launch_points are positive and fit into 32 bits",
     "set output_bound from calibration with head room: what is beyond it is cut off in silence",
 )
 NAMES = _rule(
@@ -219,5 +219,6 @@ def _attributes(node: Node) -> Iterator[Finding]:
     if odd:
         yield SKIPPED.found(node.name, f"it has {' and '.join(odd)}")
     for name in ("output_bound", "fixed_launch_points"):
-        if name in there and there[name].type == 2 and node.integer(name) < 1:
+        # NVIDIA's parser cuts 64 bits to 32: 2³² becomes 0.
+        if name in there and there[name].type == 2 and not 1 <= node.integer(name) < 2**31:
             yield BOUND.found(node.name, f"{name} is {node.integer(name)}")

@@ -79,23 +79,22 @@ BETWEEN = _rule(
     "quantize what the activation gives, and not what it takes",
     "warning",
 )
+HALF = _rule(
+    15,
+    "pairs that a Gemm reads are of float32: with scales in float16 TensorRT 10.8 to 10.16 makes "
+    "NaN of it",
+    "write the scales in float32, and cast to float16 behind the layer where that is meant",
+)
 RULES = (
     *(IMPORT, PLUGIN, ZERO, UINT8, COUNT, CONSTANT, PER_TENSOR, WEIGHT, BIAS, TRANSPOSED),
-    *(ONE_SCALE, RESIDUAL, BETWEEN),
+    *(ONE_SCALE, RESIDUAL, BETWEEN, HALF),
 )
 TYPED = ("tensorrt11",)
 BINDINGS = Rule(
-    "TRT015",
+    "TRT016",
     "warning",
     "inputs and outputs are float16 in the file: TensorRT 11 takes their type from there",
     "export with profile='tensorrt11'; CUDA-BEVFusion asserts half bindings",
-    TYPED,
-)
-HALF_GEMM = Rule(
-    "TRT016",
-    "error",
-    "pairs that feed a Gemm or MatMul are float32: float16 ones gave NaN in 10.8 and 10.16",
-    "write these pairs and the product in float32, with a Cast in front and behind",
     TYPED,
 )
 SINGLE = Rule(
@@ -105,7 +104,7 @@ SINGLE = Rule(
     "export with profile='tensorrt11', which types the file",
     TYPED,
 )
-TYPED_RULES = (BINDINGS, HALF_GEMM, SINGLE)
+TYPED_RULES = (BINDINGS, SINGLE)
 # Marked N in onnx-tensorrt's docs/operators.md; those with Integer or QLinear in bevquant's notes.
 _NOT_IMPORTED = {
     *("QLinearConv", "QLinearMatMul", "ConvInteger", "MatMulInteger", "DynamicQuantizeLinear"),
@@ -125,6 +124,8 @@ def check_tensorrt(pairs: Pairs, functions: set[tuple[str, str]]) -> Iterator[Fi
     for node in pairs.graph.nodes:
         if node.op in _CONVS[:3]:
             yield from _bias(pairs.graph, node)
+        if node.op == "Gemm":
+            yield from _half(pairs, node)
         if node.op == "ConvTranspose":
             weight = pairs.dequantized(node.input(1))
             if weight is not None and weight.per_channel:
@@ -146,13 +147,7 @@ def check_types(pairs: Pairs, model: onnx.ModelProto) -> Iterator[Finding]:
         if port.type.tensor_type.elem_type == 1:
             yield BINDINGS.found(port.name, "it is float32")
     for node in graph.nodes:
-        if node.op in ("Gemm", "MatMul"):
-            for slot in (0, 1):
-                step = pairs.dequantized(node.input(slot))
-                scale = graph.constant(step.node.input(1)) if step is not None else None
-                if scale is not None and scale.data_type == 10:
-                    yield HALF_GEMM.found(node.name, f"input {slot} comes from a float16 pair")
-        elif node.op in ("Conv", "ConvTranspose") and pairs.dequantized(node.input(1)) is None:
+        if node.op in ("Conv", "ConvTranspose") and pairs.dequantized(node.input(1)) is None:
             weight = graph.constant(node.input(1))
             if weight is not None and weight.data_type == 1:
                 yield SINGLE.found(node.name, "it is not quantized, and its weight is float32")
@@ -175,12 +170,24 @@ def _bias(graph: Graph, node: Node) -> Iterator[Finding]:
     if not name:
         return
     tensor = graph.constant(name)
+    filled = graph.producer(name, "ConstantOfShape")
+    if filled is not None and graph.constant(filled.input(0)) is not None:
+        return  # a constant by another name, which the parser folds
     if tensor is None and (name in graph.producers or graph.sees(name)):
         maker = graph.producers.get(name)
         source = quoted(maker.op) if maker is not None else "outside"
         yield BIAS.found(node.name, f"its bias comes from {source}")
     elif tensor is not None and tensor.data_type not in (1, 10):
         yield BIAS.found(node.name, f"its bias has data type {tensor.data_type}")
+
+
+def _half(pairs: Pairs, node: Node) -> Iterator[Finding]:
+    """A pair of opset 19 and later has the type of its scale."""
+    for name in node.inputs[:2]:
+        maker = pairs.graph.producer(name, "DequantizeLinear")
+        scale = pairs.graph.constant(maker.input(1)) if maker is not None else None
+        if maker is not None and scale is not None and scale.data_type == 10:
+            yield HALF.found(node.name, f"the scale of {quoted(maker.name)} is float16")
 
 
 def _joined(pairs: Pairs, node: Node) -> Iterator[Finding]:

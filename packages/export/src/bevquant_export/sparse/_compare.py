@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from bevquant_export.sparse._graph import Add, Conv, Node, Relu
+from bevquant_export.sparse._half_precision import with_half_constants
 from bevquant_export.sparse._held import Integers
 from bevquant_export.sparse._load import SparseOnnxModel
 from bevquant_export.sparse._reference import Made, reference_of
-from bevquant_int8sim import SparseOutput
+from bevquant_int8sim import IntegerModel, SparseOutput, simulate
 
-__all__ = ["LayerDifference", "compare_sparse_onnx"]
+__all__ = ["LayerDifference", "compare_sparse_onnx", "compared"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class LayerDifference:
         elements: Values that it makes.
         different: How many the integer model has otherwise.
         largest: Largest difference: in steps of int8, else in value.
+        size: Largest magnitude that the integer model has there.
     """
 
     node: str
@@ -36,6 +38,7 @@ class LayerDifference:
     elements: int
     different: int
     largest: float
+    size: float = 0.0
 
 
 def compare_sparse_onnx(
@@ -57,10 +60,18 @@ def compare_sparse_onnx(
     Raises:
         ValueError: The model has no such module, or other voxels there.
     """
+    integers = simulate(with_half_constants(model), inputs, verify=False)
+    return compared(file, integers, inputs, reversed_axes=reversed_axes)
+
+
+def compared(
+    file: SparseOnnxModel, integers: IntegerModel, inputs: Any, *, reversed_axes: bool
+) -> tuple[LayerDifference, ...]:
+    """`compare_sparse_onnx` with the integer model of rounded constants at hand."""
     features, coords, batch_size = _parts(inputs)
     if reversed_axes:
         coords = coords[:, [0, 3, 2, 1]]
-    reference, wanted = reference_of(model, inputs)
+    reference, wanted = reference_of(integers, inputs)
     before_relu = {node.x for node in file.nodes if isinstance(node, Relu)}
     rows: list[LayerDifference] = []
 
@@ -119,6 +130,7 @@ def _counted(name: str, path: str, made: Made, wanted: Made) -> LayerDifference:
         elements=apart.numel(),
         different=int(apart.count_nonzero()),
         largest=float(apart.max()) if apart.numel() else 0.0,
+        size=float(wanted.value.abs().max()) if apart.numel() else 0.0,
     )
 
 
@@ -139,7 +151,8 @@ def _output(made: Any, wanted: Any, *, reversed_axes: bool) -> LayerDifference:
     apart = (made.double() - wanted.double()).abs()
     largest = float(apart.max()) if apart.numel() else 0.0
     different = int(apart.count_nonzero())
-    return LayerDifference("output", "", "float", apart.numel(), different, largest)
+    size = float(wanted.abs().max()) if apart.numel() else 0.0
+    return LayerDifference("output", "", "float", apart.numel(), different, largest, size)
 
 
 def _flat(value: Any) -> list[Any]:

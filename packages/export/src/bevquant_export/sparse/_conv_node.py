@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -73,7 +74,7 @@ def conv_node(
         activation="ReLU" if made.relu else "None",
         precision="fp16" if is_float else "int8",
         output_precision=made.precision,
-        input_range=None if is_float else forms[draft.reads[0].tensor].amax,
+        input_range=_float_range(module, seen) if is_float else forms[draft.reads[0].tensor].amax,
         weight_ranges=ranges if ranges_wanted else None,
         output_bound=bound(seen.voxels, head_room),
         input_spatial_shape=seen.grid,
@@ -104,6 +105,16 @@ def _geometry(draft: Draft) -> dict[str, Any]:
         "inverse": bool(found["inverse"]),
         "rulebook": key or "",
     }
+
+
+def _float_range(module: Any, seen: Seen) -> float | None:
+    """Amax of what a layer in fp16 reads, as NVIDIA's exporters write it: the engine ignores it.
+
+    That of its disabled quantizer; of a layer that has none, the largest value of all frames.
+    """
+    amax = getattr(getattr(module, "_input_quantizer", None), "_amax", None)
+    largest = seen.largest if amax is None else float(amax.max())
+    return largest if 0 < largest < math.inf else None
 
 
 def _float_weight(conv: Any, module: Any, path: str) -> tuple[Tensor, tuple[float, ...]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from bevquant_export.sparse._compare import LayerDifference
 from bevquant_export.sparse._follow import follow
 from bevquant_export.sparse._half_precision import with_half_constants
 from bevquant_export.sparse._layers import SparseExport, layers_of
@@ -20,6 +21,7 @@ from bevquant_export.sparse._official_keys import official_keys
 from bevquant_export.sparse._read_proto import graph_of_bytes
 from bevquant_export.sparse._rulebooks import check_rulebooks
 from bevquant_export.sparse._turn_axes import turned
+from bevquant_export.sparse._verify import verified, with_note
 from bevquant_export.sparse._write_proto import proto_bytes
 from bevquant_int8sim import simulate
 from bevquant_quantizers import write_whole
@@ -42,6 +44,7 @@ def export_sparse_onnx(
     head_room: float = 1.5,
     all_layers: bool = False,
     weights: str = "uint8",
+    verify: bool = True,
 ) -> SparseExport:
     """Write a calibrated sparse encoder as an ONNX file, for NVIDIA's libspconv or onnxruntime.
 
@@ -68,11 +71,15 @@ def export_sparse_onnx(
         all_layers: Portable only: every convolution and sum is an output too, by node name.
         weights: Portable only: ``"uint8"``, exact on every CPU, or ``"int8"``, the same integers
             faster where the CPU does not saturate sums of pairs (`cpu_at_hand`).
+        verify: Hold the integer model against `model`, and the file against the integer model, on
+            `example_inputs` before the file gets its name: a portable one in onnxruntime where
+            that is installed, others on the simulator's kernels. The metadata say by what
+            (``verified``); False writes it unseen and says ``no``.
 
     Raises:
         TypeError: `model` is no module.
-        ValueError: Something has no form in the dialect, is not calibrated, or overflows float16;
-            its module is named.
+        ValueError: Something has no form in the dialect, is not calibrated, or overflows float16,
+            or the file computes something else than the model; the module is named.
 
     Example:
         >>> from bevquant_qnn import quantize_model
@@ -104,7 +111,7 @@ def export_sparse_onnx(
     if not isinstance(model, nn.Module):
         raise TypeError(f"export_sparse_onnx: expected a module, got {type(model).__name__}")
     rounded = with_half_constants(model)
-    integers = simulate(rounded, example_inputs)
+    integers = simulate(rounded, example_inputs, verify=verify)
     followed = follow(integers)
     seen = observe(integers, example_inputs, batches)
     values = integers.program.values
@@ -115,5 +122,11 @@ def export_sparse_onnx(
     if dialect == "portable":
         # Through the bytes: both dialects then hold the very same numbers.
         content = portable_bytes(graph_of_bytes(content), all_layers=all_layers, weights=weights)
-    write_whole(path, content)
-    return SparseExport(Path(path), layers_of(graph))
+    ran = "no"
+    rows: tuple[LayerDifference, ...] = ()
+    if verify:
+        ran, rows = verified(
+            content, integers, example_inputs, dialect=dialect, reversed_axes=order != model_order
+        )
+    write_whole(path, with_note(content, ran))
+    return SparseExport(Path(path), layers_of(graph), ran, rows)

@@ -33,7 +33,7 @@ class Conv:
         activation: ``"ReLU"`` or ``"None"``.
         precision: ``"int8"`` or ``"fp16"``: what it computes in.
         output_precision: How `y` is held.
-        input_range: amax of x; ``None`` in fp16.
+        input_range: amax of x; in fp16 nothing is computed with it.
         weight_ranges: amax per output channel; ``None`` where neither x nor y is int8.
         output_bound: Most voxels that y may have.
         input_spatial_shape: Grid of x.

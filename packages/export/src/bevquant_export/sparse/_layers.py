@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bevquant_export.sparse._graph import Add, Conv, Graph
+
+if TYPE_CHECKING:
+    from bevquant_export.sparse._compare import LayerDifference
 
 __all__ = ["SparseExport", "SparseLayer", "layers_of"]
 
@@ -19,7 +23,7 @@ class SparseLayer:
         path: The module it comes from.
         precision: ``"int8"`` or ``"fp16"``.
         output_precision: How its output is held.
-        input_range: amax of its input; ``None`` in fp16.
+        input_range: amax of its input; of additions in fp16 ``None``.
         output_bound: Most voxels of its output; ``None`` for additions.
     """
 
@@ -33,10 +37,20 @@ class SparseLayer:
 
 @dataclass(frozen=True)
 class SparseExport:
-    """What was written: the file, and its layers in order."""
+    """What was written.
+
+    Attributes:
+        path: The file.
+        layers: In order.
+        verified: What ran the file on the example inputs before it got its name, as in its
+            metadata; ``"no"`` where nothing did.
+        differences: What was found, layer by layer, as from `compare_sparse_onnx`.
+    """
 
     path: Path
     layers: tuple[SparseLayer, ...]
+    verified: str = "no"
+    differences: tuple[LayerDifference, ...] = ()
 
 
 def layers_of(graph: Graph) -> tuple[SparseLayer, ...]:

@@ -29,6 +29,7 @@ class Seen:
         out_grid: And behind.
         batch_size: Frames in the example, for sparse convolutions.
         voxels: Largest number of output voxels of one frame, over all batches.
+        largest: Largest magnitude of its first input, over all batches; 0 for integers.
     """
 
     read: tuple[int, ...]
@@ -37,6 +38,7 @@ class Seen:
     out_grid: tuple[int, ...] = ()
     batch_size: int = 1
     voxels: int = 0
+    largest: float = 0.0
 
 
 def observe(model: IntegerModel, example: Any, batches: Iterable[Any]) -> dict[str, Seen]:
@@ -53,6 +55,8 @@ def observe(model: IntegerModel, example: Any, batches: Iterable[Any]) -> dict[s
                 seen[name].grid = tuple(given[1].spatial_shape)
                 seen[name].out_grid = tuple(made[1].spatial_shape)
                 seen[name].batch_size = int(made[1].batch_size)
+        if given[0].is_floating_point() and given[0].numel():
+            seen[name].largest = max(seen[name].largest, float(given[0].abs().max()))
         if len(made) == 2:
             frames = torch.bincount(made[1].indices[:, 0].long())
             voxels = int(frames.max()) if len(frames) else 0

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from bevquant_export.sparse._half_precision import with_half_constants
-from bevquant_int8sim import IntegerModel, simulate
+from bevquant_int8sim import IntegerModel
 from bevquant_int8sim.model import Step
 
 __all__ = ["Made", "reference_of"]
@@ -29,9 +28,8 @@ class Made:
     indices: Tensor
 
 
-def reference_of(model: nn.Module, inputs: Any) -> tuple[dict[str, list[Made]], Any]:
-    """``(module path to what is made there, what the model returns)``, constants as in a file."""
-    integers = simulate(with_half_constants(model), inputs)
+def reference_of(integers: IntegerModel, inputs: Any) -> tuple[dict[str, list[Made]], Any]:
+    """``(module path to what is made there, what the model returns)``."""
     found: dict[str, list[Made]] = {}
     places: dict[str, Tensor] = {}
 

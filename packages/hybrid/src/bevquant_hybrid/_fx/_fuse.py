@@ -14,6 +14,7 @@ from torch.ao.nn import quantized as torch_quantized
 from torch.fx import Graph, Node
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from bevquant_graph import layer_class
 from bevquant_hybrid._fold import fold
 from bevquant_hybrid._fx._graph_module import replace_module
 from bevquant_hybrid.nn.intrinsic._fused import ACTIVATIONS, ANCHORS, fused_class
@@ -82,7 +83,7 @@ class _Finder:
 
     def is_anchor(self, node: Node) -> bool:
         module = self.module(node)
-        if type(module) not in ANCHORS or self.calls[id(module)] != 1:
+        if layer_class(module) not in ANCHORS or self.calls[id(module)] != 1:
             return False
         # A weight that is read elsewhere must not be folded into.
         return not any(path.startswith(f"{node.target}.") for path in self.reads)
@@ -91,7 +92,7 @@ class _Finder:
         chain = _Chain(anchor)
         for reader in self._readers(anchor):
             module = self.module(reader)
-            if isinstance(module, _BatchNorm):
+            if layer_class(module, _BatchNorm):
                 if chain.last is not anchor or self.calls[id(module)] != 1:
                     break
                 chain.bn = reader
@@ -133,12 +134,12 @@ class _Finder:
         first = add.args[1]
         if first is mine or not isinstance(first, Node) or len(first.users) != 1:
             return False
-        if isinstance(self.module(first), _BatchNorm):
+        if layer_class(self.module(first), _BatchNorm):
             (first,) = first.all_input_nodes
         return self.is_anchor(first) and len(first.users) == 1
 
     def _activation(self, node: Node) -> type[nn.Module] | None:
-        kind = type(self.module(node))
+        kind = layer_class(self.module(node))
         if kind in ACTIVATIONS:
             return kind
         function = node.op in ("call_function", "call_method")
@@ -158,8 +159,10 @@ def _fuse(graph: Graph, root: nn.Module, modules: dict[str, nn.Module], chain: _
         anchor = take_over(type(anchor), anchor)
         anchor.anchor_path = path  # type: ignore[assignment]
         activation = _new_activation(chain.act, modules)
-        kind = type(activation) if activation else None
-        make = fused_class(type(anchor), norm is not None, chain.add is not None, kind)
+        kind = layer_class(activation) if activation else None
+        make = fused_class(
+            layer_class(anchor) or type(anchor), norm is not None, chain.add is not None, kind
+        )
         made = make(anchor, norm, activation)
         hand_over_qconfig(anchor, made)
     keeper = chain.anchor if chain.add is None else _call_in_place_of(chain, graph)
@@ -177,7 +180,9 @@ def _new_activation(node: Node | None, modules: dict[str, nn.Module]) -> nn.Modu
     if node is None:
         return None
     if node.op == "call_module":
-        return type(modules[str(node.target)])()
+        module = modules[str(node.target)]
+        made: nn.Module = (layer_class(module) or type(module))()
+        return made
     return _FUNCTIONS[node.target]()
 
 

@@ -14,6 +14,7 @@ from torch.ao.quantization import DeQuantStub as TorchDeQuantStub
 from torch.ao.quantization import QuantStub as TorchQuantStub
 from torch.fx import Graph, Node
 
+from bevquant_graph import layer_class
 from bevquant_hybrid._fx._functionals import mapper_has
 from bevquant_hybrid._fx._numbers import number_nodes
 from bevquant_hybrid._fx._settings import Names, Settings, anchor_path_of
@@ -71,7 +72,7 @@ KEEPS_SCALE = (*_KEEPING, *_PASS_MODULES)
 def has_weight(module: nn.Module | None) -> bool:
     """Whether a module is a convolution or linear layer that a BPU computes."""
     kinds = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.Linear, Fused)
-    return isinstance(module, kinds)
+    return layer_class(module, *kinds) is not None
 
 
 class Placement:
@@ -189,7 +190,7 @@ class Placement:
     def _passes(self, node: Node, module: nn.Module | None) -> bool:
         function: Any = node.target
         if module is not None:
-            passes = isinstance(module, _PASS_MODULES)
+            passes = layer_class(module, *_PASS_MODULES) is not None
         elif node.op == "call_method":
             passes, function = function in _PASS_METHODS, getattr(Tensor, function, None)
         else:
@@ -197,7 +198,7 @@ class Placement:
         return passes and (not self.hybrid or self._mapper_has(node, module, function))
 
     def _has_bpu_form(self, node: Node, module: nn.Module | None) -> bool:
-        without = module is not None and not isinstance(module, _KEEPING)
+        without = module is not None and layer_class(module, *_KEEPING) is None
         if without and self.qconfig(node) is None:
             return False
         return self._could_run(node, module)
@@ -210,7 +211,7 @@ class Placement:
         if module is None:
             quantizes = rule_of(function) is not None
         else:
-            quantizes = isinstance(module, _KEEPING) or has_qat_form(module)
+            quantizes = layer_class(module, *_KEEPING) is not None or has_qat_form(module)
         return quantizes and (not self.hybrid or self._mapper_has(node, module, function))
 
     def _mapper_has(self, node: Node, module: nn.Module | None, function: Any) -> bool:

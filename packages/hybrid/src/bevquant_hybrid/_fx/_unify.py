@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.fx import Graph, Node
 
+from bevquant_graph import layer_class
 from bevquant_hybrid._fake_quant._calib import CalibFakeQuantize
 from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
 from bevquant_hybrid._fake_quant._learned import LearnedFakeQuantize
@@ -101,7 +102,7 @@ def _quantizer(node: Node, root: nn.Module) -> str | None:
         if module is not None and _quantizes(module):
             return path
         inputs = [n for n in node.all_input_nodes if n.op != "get_attr"]
-        keeps = _keeps(node) if module is None else isinstance(module, KEEPS_SCALE)
+        keeps = _keeps(node) if module is None else layer_class(module, *KEEPS_SCALE) is not None
         if not keeps or not inputs:
             return None
         node = inputs[0]

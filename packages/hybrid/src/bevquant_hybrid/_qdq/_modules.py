@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from bevquant_graph import layer_class
 from bevquant_hybrid._qdq._call import Call
 from bevquant_hybrid._qdq._layers import expect_batch, limits
 from bevquant_hybrid.nn import _functions as functions
@@ -32,7 +33,7 @@ _PADDINGS: dict[type[nn.Module], str] = {
 
 def module_steps(call: Call, module: nn.Module) -> list[Step] | Ref:
     """Steps of a module, or the value that it hands on as it is."""
-    if isinstance(module, nn.Identity | nn.Dropout | nn.Dropout2d):
+    if layer_class(module, nn.Identity, nn.Dropout, nn.Dropout2d):
         return call.args[0]  # type: ignore[no-any-return]
     if isinstance(module, Fused):
         return _fused(call, module)
@@ -62,19 +63,19 @@ def _fused(call: Call, module: Fused) -> list[Step]:
 
 def _one(call: Call, module: Any, args: tuple[Any, ...], output: str = "") -> list[Step]:
     what, x = type(module).__name__, args[0] if args else None
-    if isinstance(module, functions.ElementwiseFunction):
+    if layer_class(module, functions.ElementwiseFunction):
         name = type(module).function.__name__
         return [call.function(name, args, output=output)]
-    if isinstance(module, functions.Pow):
+    if layer_class(module, functions.Pow):
         power = args[1] if len(args) > 1 else module.exponent
         return [call.function("pow", (x, power), output=output)]
     if isinstance(module, Div):
         return [call.function("div", args, output=output)]
-    if isinstance(module, nn.ReLU | nn.ReLU6):
-        return clamped(call, x, 0.0, 6.0 if isinstance(module, nn.ReLU6) else None, output)
-    if isinstance(module, nn.Hardtanh):
+    if layer_class(module, nn.ReLU, nn.ReLU6):
+        return clamped(call, x, 0.0, 6.0 if layer_class(module, nn.ReLU6) else None, output)
+    if layer_class(module, nn.Hardtanh):
         return clamped(call, x, module.min_val, module.max_val, output)
-    if isinstance(module, nn.LayerNorm) and len(args) == 1:
+    if layer_class(module, nn.LayerNorm) and len(args) == 1:
         tensors = {n: getattr(module, n) for n in ("weight", "bias")}
         axes = module.axes if isinstance(module, LayerNorm) else _last(module)
         return [
@@ -84,21 +85,22 @@ def _one(call: Call, module: Any, args: tuple[Any, ...], output: str = "") -> li
                 tensors={n: t for n, t in tensors.items() if t is not None},
             )
         ]  # fmt: skip
-    if isinstance(module, nn.Softmax) and module.dim is not None and len(args) == 1:
+    if layer_class(module, nn.Softmax) and module.dim is not None and len(args) == 1:
         return [call.function("softmax", args, output=output, dim=module.dim)]
-    if isinstance(module, nn.GLU):
+    if layer_class(module, nn.GLU):
         return [call.function("glu", args, output=output, dim=module.dim)]
-    if isinstance(module, nn.Flatten | nn.Unflatten | nn.PixelShuffle):
+    if layer_class(module, nn.Flatten, nn.Unflatten, nn.PixelShuffle):
         return [call.step("move", what, (x,), module=module)]
-    if isinstance(module, nn.PixelUnshuffle):
+    if layer_class(module, nn.PixelUnshuffle):
         return [call.function("pixel_unshuffle", (x, module.downscale_factor))]
-    if isinstance(module, nn.ChannelShuffle):
+    if layer_class(module, nn.ChannelShuffle):
         return [call.function("channel_shuffle", (x, module.groups))]
-    if type(module) in _PADDINGS:
-        mode = _PADDINGS[type(module)]
+    kind = layer_class(module)
+    if kind in _PADDINGS:
+        mode = _PADDINGS[kind]
         value = float(getattr(module, "value", 0.0))
         return [call.function("pad", (x, module.padding, mode, on_grid(call, value)))]
-    if isinstance(module, _RESIZING):
+    if layer_class(module, *_RESIZING):
         settings = {name: getattr(module, name, None) for name in _RESIZE_SETTINGS}
         return grid(call, "interpolate", x, settings)
     found = module_call(module) if len(args) == 1 else None

@@ -10,6 +10,7 @@ from torch import nn
 from torch.ao.nn import quantized as torch_quantized
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from bevquant_graph import layer_class
 from bevquant_hybrid._fold import fold
 from bevquant_hybrid.nn.intrinsic._fused import ACTIVATIONS, ANCHORS, fused_class
 from bevquant_hybrid.nn.qat._base import hand_over_qconfig, take_over
@@ -64,8 +65,10 @@ def fuse_known_modules(
     if kept_norm is not None or "add" in roles or "act" in roles:
         anchor = take_over(type(anchor), anchor)
         activation = parts.get("act")
-        kind = type(activation) if activation is not None else None
-        make = fused_class(type(anchor), kept_norm is not None, "add" in roles, kind)
+        kind = layer_class(activation) if activation is not None else None
+        make = fused_class(
+            layer_class(anchor) or type(anchor), kept_norm is not None, "add" in roles, kind
+        )
         fused = make(anchor, kept_norm, activation)
         hand_over_qconfig(anchor, fused)
     place = roles.index("add") if "add" in roles else 0
@@ -75,13 +78,13 @@ def fuse_known_modules(
 
 
 def _role(module: nn.Module) -> str:
-    if type(module) in ANCHORS:
+    if layer_class(module) in ANCHORS:
         return "conv"
-    if isinstance(module, _BatchNorm):
+    if layer_class(module, _BatchNorm):
         return "bn"
     if isinstance(module, torch_quantized.FloatFunctional):
         return "add"
-    return "act" if type(module) in ACTIVATIONS else type(module).__name__
+    return "act" if layer_class(module) in ACTIVATIONS else type(module).__name__
 
 
 def fuse_modules(

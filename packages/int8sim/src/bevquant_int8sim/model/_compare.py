@@ -11,23 +11,17 @@ import torch
 from torch import Tensor, fx, nn
 
 from bevquant_int8sim.model._execute import accumulators
-from bevquant_int8sim.model._form import ACCUMULATORS, FLOAT, Demand, Integers
+from bevquant_int8sim.model._forced import ForcedRun, place
+from bevquant_int8sim.model._form import Integers
 from bevquant_int8sim.model._integer_model import IntegerModel
-from bevquant_int8sim.model._layer_sums import LayerSums, blocks
+from bevquant_int8sim.model._layer_sums import LayerSums
 from bevquant_int8sim.model._layer_table import LayerTable
 from bevquant_int8sim.model._program import Step
-from bevquant_int8sim.model._reference import GraphRun, spent_nodes, tensor_of, with_tensor
-from bevquant_int8sim.model._rowwise import dequantized
-from bevquant_int8sim.model._signature import arguments, leaves
+from bevquant_int8sim.model._reference import tensor_of
 from bevquant_int8sim.model._simulate import simulate
-from bevquant_int8sim.model._traced_source import Source
 
 __all__ = ["LayerComparison", "compare"]
 
-_COMPUTES = frozenset(
-    "quantize requantize sparse_conv conv conv_transpose linear add max_pool avg_pool resize "
-    "float".split()
-)
 _LAYERS = frozenset("sparse_conv conv conv_transpose linear".split())
 
 
@@ -59,14 +53,14 @@ def compare(
     if first is None:
         raise ValueError("compare: there are no batches; give at least one")
     if isinstance(model, nn.Module):
-        model = simulate(model, first)
+        model = simulate(model, first, verify=False)  # it is compared here
     comparison = LayerComparison(float_model, model)
     for batch in chain([first], all_batches):
         comparison.add(comparison.measure(batch))
     return comparison.table()
 
 
-class LayerComparison:
+class LayerComparison(ForcedRun):
     """`compare` batch by batch, for batches that several processes share.
 
     What one batch gives is a record: named arrays, which can be sent and kept. Records that are
@@ -95,39 +89,14 @@ class LayerComparison:
     """
 
     def __init__(self, float_model: nn.Module, model: IntegerModel) -> None:
-        if model.source is None:
-            raise ValueError(
-                "compare: an integer model that was loaded from a file has no fake-quantized model "
-                "beside it; give the calibrated model instead"
-            )
-        source: Source = model.source
-        self.float_model, self.model, self.source = float_model, model, source
-        self.graph = source.traced.graph
-        self.spent = spent_nodes(self.graph)
+        super().__init__(model)
+        self.float_model = float_model
         self.sums: dict[str, LayerSums] = {}  # of the batch that is run
         self._totals: dict[str, LayerSums] = {}
-        known = {step.outputs[0]: step for step in model.steps if step.op in _COMPUTES}
-        self._makers = {step.outputs[0]: step for step in model.steps}
-        self.values: dict[str, list[str]] = {}
-        placed: set[str] = set()
-        for name, forms in source.held.items():
-            for demand, value in forms.items():
-                if not demand.relu and value in known and value not in placed:
-                    placed.add(value)
-                    self.values.setdefault(name, []).append(value)
-        last = {
-            value: node.name
-            for node in self.graph.nodes
-            for value in source.held.get(node.name, {}).values()
-        }
-        self._spent_values: dict[str, list[str]] = {}
-        for value, at in last.items():
-            self._spent_values.setdefault(at, []).append(value)
-        for value, step in known.items():
-            if value in placed:
-                form = model.program.values[value].form
-                kind = f"int{form.bits}" if isinstance(form, Integers) else str(form)
-                self._totals[value] = LayerSums(_place(step), _op(step), kind, _why(step))
+        for value in self.placed:
+            step, form = self.makers[value], model.program.values[value].form
+            kind = f"int{form.bits}" if isinstance(form, Integers) else str(form)
+            self._totals[value] = LayerSums(place(step), _op(step), kind, _why(step))
 
     @torch.no_grad()
     def measure(self, batch: Any) -> dict[str, np.ndarray[Any, Any]]:
@@ -136,7 +105,7 @@ class LayerComparison:
             value: LayerSums(sums.path, sums.op, sums.form, sums.why)
             for value, sums in self._totals.items()
         }
-        self._run(batch)
+        self.follow(batch, self.float_model, self.source.traced.model)
         numbers = [sums.numbers() for sums in self.sums.values()]
         return {
             "sums": np.array([sums for sums, _ in numbers], np.float64),
@@ -163,38 +132,15 @@ class LayerComparison:
         """A row per layer, over the records added."""
         return LayerTable(tuple(sums.row() for sums in self._totals.values()))
 
-    def _run(self, batch: Any) -> None:
-        made: dict[str, Tensor] = {}
+    def see(self, step: Step, given: tuple[Any, ...]) -> None:
+        """Note the largest accumulator of a layer."""
+        sums = self.sums.get(step.outputs[0])
+        if sums is not None and step.op in _LAYERS:
+            sums.add_peak(accumulators(step, given, self.model.backend))
 
-        def keep(step: Step, given: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
-            if isinstance(outputs[0], Tensor):
-                made[step.outputs[0]] = outputs[0]
-            sums = self.sums.get(step.outputs[0])
-            if sums is not None and step.op in _LAYERS:
-                sums.add_peak(accumulators(step, given, self.model.backend))
-
-        self.model.run(batch, record=False, observe=keep)
-        args, kwargs = arguments(batch)
-        values = list(leaves([list(args), dict(kwargs)], numbers=self.source.traced.numbers))
-        traced = self.source.traced
-        runs = [
-            GraphRun(traced, model, iter(values))
-            for model in (self.float_model, traced.model, traced.model)
-        ]
-        for node in self.graph.nodes:
-            for run in runs:
-                run.step(node)
-            self._judge(node, made, *(run.values[node] for run in runs))
-            self._force(node, made, runs[2])
-            for spent in self.spent.get(node, ()):
-                for run in runs:
-                    run.values.pop(spent, None)
-            for value in self._spent_values.get(node.name, ()):
-                made.pop(value, None)
-
-    def _judge(
-        self, node: fx.Node, made: dict[str, Tensor], wanted: Any, fake: Any, forced: Any
-    ) -> None:
+    def judge(self, node: fx.Node, made: dict[str, Tensor], *runs: Any) -> None:
+        """Add up the outputs of the float model, the fake-quantized one and the forced one."""
+        wanted, fake, forced = runs
         for value in self.values.get(node.name, ()):
             tensors = [tensor_of(v) for v in (wanted, fake, forced)]
             if value not in made or any(t is None for t in tensors):
@@ -203,38 +149,9 @@ class LayerComparison:
             sums, got = self.sums[value], made[value]
             form = self.model.program.values[value].form
             if not isinstance(form, Integers):
-                sums.add_floats(reference, free, self._as_float(value, got))
+                sums.add_floats(reference, free, self.as_float(value, got))
             else:
                 sums.add_integers(reference, free, taught, got, form)
-
-    def _force(self, node: fx.Node, made: dict[str, Tensor], run: GraphRun) -> None:
-        """Let what follows read the integer model's result."""
-        old = tensor_of(run.values[node])
-        forms = self.source.held.get(node.name, {})
-        # What keeps most of the accumulators, where there are several forms.
-        for form in (FLOAT, ACCUMULATORS, *(demand.form for demand in forms)):
-            value = forms.get(Demand(form), "")
-            if value in made and old is not None:
-                tensor = self._as_float(value, made[value])
-                run.values[node] = with_tensor(run.values[node], tensor.to(old.dtype))
-                return
-
-    def _as_float(self, value: str, got: Tensor) -> Tensor:
-        form = self.model.program.values[value].form
-        if isinstance(form, Integers):
-            made = got.new_empty(got.shape, dtype=torch.float32)
-            for integers, floats in blocks(got, made):
-                floats.copy_(integers.double().mul_(form.scale))
-            return made
-        if form == FLOAT:
-            return got
-        step = self._makers[value]
-        axis = step.attributes.get("channel_axis", -1)
-        return dequantized(got, step.tensors["scale"], axis, relu=False)
-
-
-def _place(step: Step) -> str:
-    return step.path or f"<{step.attributes.get('what', step.op)}>"
 
 
 def _op(step: Step) -> str:

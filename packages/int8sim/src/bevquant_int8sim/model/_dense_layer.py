@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from bevquant_graph import layer_class, own_code
 from bevquant_int8sim.model._form import Integers
 from bevquant_int8sim.model._layer import (
     Layer,
@@ -19,6 +20,14 @@ from bevquant_int8sim.model._quantizers import calibrated_range
 
 __all__ = ["dense_layer"]
 
+_OPS: dict[type[Any], str] = {
+    nn.Linear: "linear",
+    nn.ConvTranspose2d: "conv_transpose",
+    nn.Conv1d: "conv",
+    nn.Conv2d: "conv",
+    nn.Conv3d: "conv",
+}
+
 
 def dense_layer(module: Any, integers: Integers, path: str) -> Layer | str:
     """The layer, or why it has no integer form.
@@ -26,9 +35,11 @@ def dense_layer(module: Any, integers: Integers, path: str) -> Layer | str:
     Raises:
         ValueError: A weight's range or the bias is unusable.
     """
-    op = _op(module)
-    if not op:
-        return f"{type(module).__name__} has no integer kernel"
+    cls = layer_class(module, *_OPS)
+    if cls is None:
+        own = own_code(module, next((c for c in _OPS if isinstance(module, c)), None))
+        return own or f"{type(module).__name__} has no integer kernel"
+    op = _OPS[cls]
     if getattr(module, "padding_mode", "zeros") != "zeros":
         return f"padding_mode={module.padding_mode!r} has no integer kernel"
     quantizer = module._weight_quantizer
@@ -37,11 +48,11 @@ def dense_layer(module: Any, integers: Integers, path: str) -> Layer | str:
         return problem
     weight = module.weight.detach()
     amax = calibrated_range(quantizer)
-    if amax is not None and amax.numel() > 1 and tuple(amax.shape) not in _range_shapes(module):
+    if amax is not None and amax.numel() > 1 and tuple(amax.shape) not in _range_shapes(module, op):
         return (
             f"its weight's ranges, shape {tuple(amax.shape)}, do not run along the output channels"
         )
-    by_channel = _by_channel(module, weight)
+    by_channel = _by_channel(module, weight, op)
     if amax is None and quantizer.axis is None:
         amax = weight.abs().amax()
     bits, narrow = quantizer.num_bits, quantizer._narrow_range
@@ -50,7 +61,7 @@ def dense_layer(module: Any, integers: Integers, path: str) -> Layer | str:
     bias, accumulator = integer_bias(module.bias, integers.scale, scale, path)
     return Layer(
         op=op,
-        weight=_as_stored(module, q).contiguous(),
+        weight=_as_stored(module, q, op).contiguous(),
         bias=bias,
         scale=accumulator,
         input=integers,
@@ -59,37 +70,29 @@ def dense_layer(module: Any, integers: Integers, path: str) -> Layer | str:
     )
 
 
-def _op(module: Any) -> str:
-    if isinstance(module, nn.Linear):
-        return "linear"
-    if isinstance(module, nn.ConvTranspose2d):
-        return "conv_transpose"
-    return "conv" if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) else ""
-
-
-def _range_shapes(module: Any) -> list[tuple[int, ...]]:
+def _range_shapes(module: Any, op: str) -> list[tuple[int, ...]]:
     """Shapes of ranges that number the output channels."""
     ones = (1,) * (module.weight.dim() - 2)
-    if not isinstance(module, nn.ConvTranspose2d):
+    if op != "conv_transpose":
         return [(module.weight.shape[0], 1, *ones)]
     groups, per_group = module.groups, module.weight.shape[1]
     grouped = (groups, 1, per_group, *ones)
     return [grouped] if groups > 1 else [(1, per_group, *ones), grouped]
 
 
-def _by_channel(module: Any, weight: Tensor) -> Tensor:
+def _by_channel(module: Any, weight: Tensor, op: str) -> Tensor:
     """The weight as ``[out_channels, the rest]``."""
-    if not isinstance(module, nn.ConvTranspose2d):
+    if op != "conv_transpose":
         return weight.reshape(weight.shape[0], -1)
     groups, per_group = module.groups, weight.shape[1]
     split = weight.reshape(groups, -1, per_group, math.prod(weight.shape[2:]))
     return split.movedim(2, 1).reshape(groups * per_group, -1)
 
 
-def _as_stored(module: Any, by_channel: Tensor) -> Tensor:
+def _as_stored(module: Any, by_channel: Tensor, op: str) -> Tensor:
     """Undo `_by_channel`."""
     shape = module.weight.shape
-    if not isinstance(module, nn.ConvTranspose2d):
+    if op != "conv_transpose":
         return by_channel.reshape(shape)
     groups, per_group = module.groups, shape[1]
     split = by_channel.reshape(groups, per_group, shape[0] // groups, -1)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.modules import pooling
 
+from bevquant_graph import layer_class
 from bevquant_int8sim._pool import int8_avg_pool, int8_max_pool
 from bevquant_int8sim._resize import int8_resize
 from bevquant_int8sim._rounding import round_float
@@ -21,6 +22,16 @@ _AVERAGE = {"avg_pool1d", "avg_pool2d", "avg_pool3d"}
 _ADAPTIVE = {"adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"}
 _MAX_POOLS = (functional.max_pool1d, functional.max_pool2d, functional.max_pool3d)
 _AVERAGES = (functional.avg_pool1d, functional.avg_pool2d, functional.avg_pool3d)
+_MODULES: dict[type[nn.Module], tuple[str, str]] = {
+    pooling._MaxPoolNd: (
+        "max_pool2d", "kernel_size stride padding dilation ceil_mode return_indices",
+    ),
+    pooling._AvgPoolNd: (
+        "avg_pool2d", "kernel_size stride padding ceil_mode count_include_pad divisor_override",
+    ),
+    pooling._AdaptiveAvgPoolNd: ("adaptive_avg_pool2d", "output_size"),
+    nn.Upsample: ("interpolate", "size scale_factor mode align_corners recompute_scale_factor"),
+}  # fmt: skip
 _ADAPTIVES = (
     functional.adaptive_avg_pool1d,
     functional.adaptive_avg_pool2d,
@@ -150,24 +161,12 @@ def grid_call(what: str, args: Any, kwargs: Mapping[str, Any]) -> tuple[str, dic
 
 def module_call(module: nn.Module) -> tuple[str, dict[str, Any]] | None:
     """The same for a pooling or resizing module of torch."""
-    names: dict[str, str] = {
-        "MaxPool": "kernel_size stride padding dilation ceil_mode return_indices",
-        "AdaptiveAvgPool": "output_size",
-        "AvgPool": "kernel_size stride padding ceil_mode count_include_pad divisor_override",
-        "Upsample": "size scale_factor mode align_corners recompute_scale_factor",
-    }
-    owner = type(module).__name__
-    kind = next((name for name in names if owner.startswith(name)), None)
-    if kind is None or not inspect.getmodule(type(module)).__name__.startswith("torch."):  # type: ignore[union-attr]
+    kind = layer_class(module, *_MODULES)
+    if kind is None or module._modules:  # one that quantizes its input first
         return None
-    given = {n: getattr(module, n) for n in names[kind].split() if hasattr(module, n)}
-    what = {
-        "MaxPool": "max_pool2d",
-        "AvgPool": "avg_pool2d",
-        "AdaptiveAvgPool": "adaptive_avg_pool2d",
-        "Upsample": "interpolate",
-    }
-    return grid_call(what[kind], (None,), given)
+    what, names = _MODULES[kind]
+    given = {n: getattr(module, n) for n in names.split() if hasattr(module, n)}
+    return grid_call(what, (None,), given)
 
 
 def _bound(

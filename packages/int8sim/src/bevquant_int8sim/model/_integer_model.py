@@ -21,7 +21,6 @@ from bevquant_int8sim.model._sites import Sites, SparseOutput, sites_of
 from bevquant_int8sim.model._sorted_rows import sort_rows
 from bevquant_int8sim.model._table import program_table
 from bevquant_int8sim.model._traced_source import Source
-from bevquant_int8sim.model._vocabulary import is_inplace
 
 __all__ = ["IntegerModel", "Recorded"]
 
@@ -75,11 +74,9 @@ class IntegerModel:
         self.source = source
         self.backend = check_backend(backend, "IntegerModel")
         self._fast = dequantize_late(fuse_residuals(sort_rows(program)))
-        self._overwrites = any(
-            step.function is not None
-            and is_inplace(str(step.attributes.get("what", "")), dict(step.kwargs))
-            for step in program.steps
-        )
+        # Whatever runs in float is torch's or the author's code, which may write to what it reads,
+        # by the name of a function, by a module's `inplace`, or behind a view.
+        self._overwrites = any(step.op in ("float", "host") for step in program.steps)
         self._spent = {p: _last_uses(p) for p in (program, self._fast)}
 
     @property
@@ -160,7 +157,7 @@ class IntegerModel:
         return _given(program.result, values)
 
     def _kept(self, made: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What a step made, safe from functions that write to their input later on."""
+        """What a step made, taken before anything behind it can write over it."""
         if not self._overwrites:
             return made
         return tuple(

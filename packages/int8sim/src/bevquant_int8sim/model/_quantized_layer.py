@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from bevquant_graph import layer_class, own_code
 from bevquant_int8sim.model._dense_layer import dense_layer
 from bevquant_int8sim.model._float_sparse import FloatSparseConv
 from bevquant_int8sim.model._layer import Layer
@@ -31,17 +32,18 @@ def quantized_layer(module: nn.Module, path: str) -> Layer | str:
         return reason
     integers = integers_of(quantizer, path)
     if isinstance(module, QuantSparseConvolution):
-        return sparse_layer(module, integers, path)
+        own = own_code(module, QuantSparseConvolution)
+        return own or sparse_layer(module, integers, path)
     return dense_layer(module, integers, path)
 
 
 def float_sparse_step(module: Any) -> FloatSparseConv | None:
     """A sparse convolution that runs in float on sites; ``None`` for other modules."""
-    if isinstance(module, QuantSparseConvolution):
+    if layer_class(module, QuantSparseConvolution):
         own = module.weight_layout
         weight: Tensor = module.quantized_weight().detach()
         quantizer = module._input_quantizer if is_active(module._input_quantizer) else None
-    elif is_sparse_conv(module):
+    elif is_sparse_conv(module) and own_code(module) is None:
         own, quantizer = WeightLayout.VCK, None
         weight = get_weight(module, WeightLayout.VCK).detach()
     else:

@@ -7,10 +7,11 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from bevquant_int8sim.model._signature import arguments, leaves
 from bevquant_int8sim.model._trace import Traced
 from bevquant_quantizers import TensorQuantizer
 
-__all__ = ["GraphRun", "spent_nodes", "tensor_of"]
+__all__ = ["GraphRun", "inputs_of", "spent_nodes", "tensor_of", "with_tensor"]
 
 
 class GraphRun:
@@ -54,6 +55,12 @@ class GraphRun:
         if node.op == "call_method":
             return getattr(args[0], target)(*args[1:], **kwargs)
         return args[0] if node.op == "output" else target(*args, **kwargs)
+
+
+def inputs_of(traced: Traced, example_inputs: Any) -> Iterator[Any]:
+    """Values of the graph's inputs, in order."""
+    args, kwargs = arguments(example_inputs)
+    return leaves([list(args), dict(kwargs)], numbers=traced.numbers)
 
 
 def tensor_of(value: Any) -> Tensor | None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from bevquant_graph import layer_class
 from bevquant_int8sim.model._float_sparse import FloatSparseConv
 from bevquant_int8sim.model._grid_operations import max_pool, resize
 from bevquant_int8sim.model._method import Method
@@ -124,7 +125,10 @@ def module_config(module: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]
     """``({"class": …, arguments}, tensors)`` of a module, or why it cannot be saved."""
     if isinstance(module, FloatSparseConv):
         return _sparse_config(module)
-    cls: type[nn.Module] = type(module)
+    known = layer_class(module)
+    if known is None:
+        return f"{type(module).__name__} is not among the layer types that can be saved"
+    cls: type[nn.Module] = known
     state = dict(module.state_dict())
     quantizers = [m for name, m in module.named_modules() if name.endswith("_quantizer")]
     if quantizers and not any(is_active(q) for q in quantizers):

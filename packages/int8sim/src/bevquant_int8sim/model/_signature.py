@@ -14,6 +14,7 @@ __all__ = [
     "Number",
     "arguments",
     "bind",
+    "copied",
     "is_sparse_tensor",
     "leaf_names",
     "leaves",
@@ -39,6 +40,19 @@ def arguments(example_inputs: Any) -> Arguments:
     if isinstance(example_inputs, tuple):
         return tuple(example_inputs), {}
     return (example_inputs,), {}
+
+
+def copied(value: Any) -> Any:
+    """Nested inputs with tensors of their own, for a run that may write to what it is given."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if is_sparse_tensor(value) and hasattr(value, "replace_feature"):
+        return value.replace_feature(value.features.detach().clone())
+    if isinstance(value, dict):
+        return type(value)({key: copied(item) for key, item in value.items()})
+    if type(value) in (list, tuple):
+        return type(value)(copied(item) for item in value)
+    return value
 
 
 def is_sparse_tensor(value: object) -> bool:

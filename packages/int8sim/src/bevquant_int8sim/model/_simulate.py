@@ -19,6 +19,7 @@ from bevquant_int8sim.model._read_graph import read_graph
 from bevquant_int8sim.model._signature import arguments, leaves
 from bevquant_int8sim.model._trace import trace
 from bevquant_int8sim.model._traced_source import Source
+from bevquant_int8sim.model._verify import verify as verify_model
 
 __all__ = ["simulate"]
 
@@ -29,6 +30,7 @@ def simulate(
     *,
     backend: str = "auto",
     integer_sums: bool | Mapping[str, float] = False,
+    verify: bool = True,
 ) -> IntegerModel:
     r"""Lower a calibrated `bevquant_qnn` model to integer arithmetic.
 
@@ -47,20 +49,25 @@ def simulate(
     Args:
         model: In evaluation mode, calibrated; frozen or not. It is not changed, and later changes
             of it do not change the result.
-        example_inputs: A tuple of positional inputs, a dict of named ones, or one input. Only
-            their structure is used: which are tensors, sparse tensors, numbers.
+        example_inputs: A tuple of positional inputs, a dict of named ones, or one input. Their
+            structure says which are tensors, sparse tensors, numbers; on their values the integer
+            model is held against `model`, so give what a real call gets.
         backend: Kernels to run on, see `int8_sparse_conv`.
         integer_sums: What a sum reads of a dense layer that has no quantizer behind it. False: the
             layer's accumulators, as TensorRT adds them, rounded once, behind the sum. True: eight
             bits with s = amax/127, amax the largest absolute value on `example_inputs`, as engines
             add them that take integers alone (ONNX Runtime, OpenVINO); one more rounding. A
             mapping gives amax by tensor, as `IntegerModel.sum_ranges` of another call has it.
+        verify: Run both on `example_inputs`, step by step from the same values, and refuse an
+            integer model that differs by more than rounding explains (a step, and what a rounded
+            bias and float32 sums come to). False hands it out unseen.
 
     Raises:
         TypeError: `model` is no module.
         ValueError: `example_inputs` hold no tensor, the model is in training mode, an activation
             has no usable range (every one is named), a weight or its range is unusable, or the
-            forward cannot be followed.
+            forward cannot be followed; or a step of the integer model departs from the
+            fake-quantized one, which is named.
 
     Example:
         >>> import torch
@@ -89,11 +96,14 @@ def simulate(
     traced = trace(model, example_inputs)
     operations = read_graph(traced)
     program, held = lower(operations)
-    ranges: dict[str, float] = {}
-    if integer_sums is not False:
-        given = None if integer_sums is True else integer_sums
-        ranges = _sum_ranges(IntegerModel(program, backend=backend), example_inputs, given)
-        program, held = lower(operations, {n: _eight_bits(amax) for n, amax in ranges.items()})
+    integer = IntegerModel(program, Source(traced, held), backend=backend)
+    if verify:
+        verify_model(integer, model, example_inputs)
+    if integer_sums is False:
+        return integer
+    given = None if integer_sums is True else integer_sums
+    ranges = _sum_ranges(integer, example_inputs, given)
+    program, held = lower(operations, {n: _eight_bits(amax) for n, amax in ranges.items()})
     return IntegerModel(program, Source(traced, held), backend=backend, sum_ranges=ranges)
 
 

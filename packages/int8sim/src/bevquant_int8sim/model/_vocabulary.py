@@ -7,6 +7,8 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from bevquant_graph import layer_class
+
 __all__ = [
     "ADDITIONS",
     "JOINS",
@@ -39,7 +41,7 @@ ADDITIONS = frozenset({"add", "add_", "iadd"})
 
 def is_identity(module: nn.Module) -> bool:
     """Whether the module hands on its input in evaluation mode."""
-    return isinstance(module, nn.Identity | _DropoutNd) or type(module).__name__ in (
+    return layer_class(module, nn.Identity, _DropoutNd) is not None or type(module).__name__ in (
         "DropPath",
         "SparseIdentity",
     )
@@ -47,12 +49,14 @@ def is_identity(module: nn.Module) -> bool:
 
 def is_relu(module: nn.Module) -> bool:
     """Whether the module is a ReLU or ReLU6."""
-    return type(module) in (nn.ReLU, nn.ReLU6) or type(module).__name__ == "SparseReLU"
+    return (
+        layer_class(module, nn.ReLU, nn.ReLU6) is not None or type(module).__name__ == "SparseReLU"
+    )
 
 
 def is_move(module: nn.Module) -> bool:
     """Whether the module only moves values."""
-    return isinstance(module, nn.Flatten | nn.Unflatten | nn.PixelShuffle)
+    return layer_class(module, nn.Flatten, nn.Unflatten, nn.PixelShuffle) is not None
 
 
 def is_inplace(name: str, kwargs: Any) -> bool:

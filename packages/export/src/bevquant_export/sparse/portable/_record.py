@@ -76,12 +76,23 @@ def portable_graph(model: ModelProto) -> Graph:
         raise ValueError(f"the metadata {_KEY!r} are damaged ({error!r})") from error
     check_graph(graph)
     again = recorded(graph, all_layers=all_layers).model
-    if again.SerializeToString(deterministic=True) != model.SerializeToString(deterministic=True):
+    if _operators(again) != _operators(model):
         raise ValueError(
             "its operators are not those that its metadata describe: it was changed, or written by "
             "another version; export it again"
         )
     return graph
+
+
+def _operators(model: ModelProto) -> bytes:
+    """The file without what others may have noted in its metadata, such as who verified it."""
+    plain = type(model)()
+    plain.CopyFrom(model)
+    own = [entry for entry in model.metadata_props if entry.key == _KEY]
+    del plain.metadata_props[:]
+    plain.metadata_props.extend(own)
+    content: bytes = plain.SerializeToString(deterministic=True)
+    return content
 
 
 def _written(node: Node) -> dict[str, Any]:

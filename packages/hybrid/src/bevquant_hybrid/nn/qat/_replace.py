@@ -9,6 +9,7 @@ from torch.ao.nn import quantized as torch_quantized
 from torch.ao.quantization import DeQuantStub as TorchDeQuantStub
 from torch.ao.quantization import QuantStub as TorchQuantStub
 
+from bevquant_graph import layer_class
 from bevquant_hybrid._quant_stub import QuantStub
 from bevquant_hybrid.nn._correlation import Correlation
 from bevquant_hybrid.nn._division import Div
@@ -100,15 +101,21 @@ _ACTIVATIONS: dict[type[nn.Module], str] = {nn.ReLU: "relu", nn.ReLU6: "relu6"}
 
 def is_elementwise(module: nn.Module) -> bool:
     """Whether a module is a function of single elements, which a table can hold."""
-    return isinstance(module, ELEMENTWISE)
+    return layer_class(module, *ELEMENTWISE) is not None
+
+
+def _known(module: nn.Module) -> type[nn.Module]:
+    return layer_class(module) or type(module)
 
 
 def _class_of(module: nn.Module) -> Any:
-    kind = type(module)
+    kind = layer_class(module)
+    if kind is None:
+        return None
     if isinstance(module, Fused):
         activation = module.part("relu")
-        behind = _ACTIVATIONS[type(activation)] if activation is not None else None
-        plain = _WEIGHTED.get((type(anchor_of(module)), module.adds, behind))
+        behind = _ACTIVATIONS[_known(activation)] if activation is not None else None
+        plain = _WEIGHTED.get((_known(anchor_of(module)), module.adds, behind))
         if plain is None or module.part("bn") is None:
             return plain
         return with_batch_norm(plain, module)
@@ -120,7 +127,7 @@ def _class_of(module: nn.Module) -> Any:
 
 
 def has_qat_form(module: nn.Module) -> bool:
-    """Whether a float module has a QAT form, by its exact class."""
+    """Whether a float module has a QAT form, by the class whose function it computes."""
     return _class_of(module) is not None
 
 

@@ -7,6 +7,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from bevquant_graph import layer_class
 from bevquant_hybrid.nn.intrinsic import Fused, fused_class
 from bevquant_hybrid.nn.intrinsic._fused import fused_name
 from bevquant_hybrid.nn.qat._base import hand_over_qconfig, module_path
@@ -110,9 +111,9 @@ _made: dict[str, type[WithBatchNorm]] = {}
 
 def with_batch_norm(plain: type[Weighted], source: Fused) -> type[WithBatchNorm]:
     """Return the class of a QAT layer with a batch norm, the same one at every call."""
-    activation = source.part("relu")
-    kind = type(activation) if activation is not None else None
-    name = fused_name(type(anchor_of(source)), True, source.adds, kind)
+    activation, anchor = source.part("relu"), anchor_of(source)
+    kind = layer_class(activation) if activation is not None else None
+    name = fused_name(layer_class(anchor) or type(anchor), True, source.adds, kind)
     if name not in _made:
         doc = f"{plain.__name__} with its batch norm."
         _made[name] = type(name, (WithBatchNorm, plain), {"__doc__": doc})

@@ -1,0 +1,144 @@
+"""What a module computes, told by its class: the one question of everybody who dispatches on it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from bevquant_sparse import is_sparse_conv
+
+__all__ = ["layer_class", "own_code"]
+
+# Whose classes are known layers: what is written there is what the class is known to compute.
+_LIBRARIES = (
+    "torch.nn.modules.",
+    "torch.ao.",
+    "spconv.",
+    "mmcv.ops.",
+    "mmdet3d.ops.",
+    "torchsparse.",
+    "MinkowskiEngine.",
+    "pytorch_quantization.",
+    "bevquant_sparse.",
+    "bevquant_quantizers.",
+    "bevquant_qnn.",
+    "bevquant_hybrid.",
+)
+# What a subclass may define without computing anything else: how it is made, shown, stored, moved.
+_HARMLESS = frozenset(
+    """__init__ __new__ __init_subclass__ __doc__ __module__ __qualname__ __annotations__ __dict__
+    __weakref__ __slots__ __constants__ __parameters__ __orig_bases__ __classcell__ __firstlineno__
+    __static_attributes__ __annotate__ __annotate_func__ __annotations_cache__ __abstractmethods__
+    _abc_impl __repr__ extra_repr _get_name __dir__ __getstate__ __setstate__ __deepcopy__
+    __reduce__ __reduce_ex__ __hash__ __eq__ _version state_dict load_state_dict
+    _save_to_state_dict _load_from_state_dict get_extra_state set_extra_state reset_parameters
+    _reset_parameters reset_running_stats train eval requires_grad_ from_float to_float
+    dump_patches call_super_init""".split()
+)
+
+
+def layer_class(module: object, *classes: type[Any]) -> type[Any] | None:
+    """Tell which known class a module computes the function of.
+
+    A module *is* a layer of class C where its class is C, or a subclass that adds nothing to what
+    C computes: a subclass with a `forward`, a `_conv_forward` or any other method of C of its own
+    (timm's `BatchNormAct2d`: batch norm and activation), a property in the place of a parameter
+    (a parametrized weight), or a method replaced on the instance make it another layer. A subclass
+    that only has an `__init__`, an `extra_repr`, another way to load its state or methods of other
+    names is the layer. Classes of torch, of sparse libraries and of this project are known as they
+    are; a class that says ``float_class = C`` in its own body, as the quantized layers do, says
+    that it computes what C does, apart from quantization. Hooks are not looked at.
+
+    Args:
+        module: Any object.
+        classes: The classes asked for, in order. Without any, the known class itself is asked for:
+            the first one along the module's bases that a library wrote.
+
+    Returns:
+        The first of `classes` that the module is; without classes, its known class. `None` where
+        it is none of them or has code of its own.
+
+    Example:
+        >>> class Named(nn.ReLU):
+        ...     def extra_repr(self): return "mine"
+        >>> class Doubled(nn.ReLU):
+        ...     def forward(self, x): return 2 * super().forward(x)
+        >>> layer_class(Named(), nn.ReLU6, nn.ReLU).__name__, layer_class(Doubled(), nn.ReLU)
+        ('ReLU', None)
+        >>> layer_class(Named()).__name__, layer_class(Doubled())
+        ('ReLU', None)
+    """
+    if not classes:
+        known = _known_class(type(module))
+        return None if known is None or own_code(module, known) else known
+    for cls in classes:
+        if isinstance(module, cls) and own_code(module, cls) is None:
+            return cls
+    return None
+
+
+def own_code(module: object, cls: type[Any] | None = None) -> str | None:
+    """Name what makes a module compute something else than a known class.
+
+    Args:
+        module: Any object.
+        cls: The class, one of the module's bases; by default the one that `layer_class` finds.
+
+    Returns:
+        What is the module's own, for a message, as ``"zoo.BNAct has a forward of its own"``;
+        `None` where there is nothing, and where there is no known class.
+
+    Example:
+        >>> bn = nn.BatchNorm2d(3)
+        >>> bn.forward = lambda x: x
+        >>> own_code(bn)
+        'BatchNorm2d.forward was replaced on the instance'
+    """
+    cls = _known_class(type(module)) if cls is None else cls
+    if cls is None:
+        return None
+    known = {name for base in cls.__mro__ for name in vars(base)} - _HARMLESS
+    name = type(module).__name__
+    # `Module.compile` keeps its result there, which computes the same.
+    for method in sorted(known & set(getattr(module, "__dict__", {})) - {"_compiled_call_impl"}):
+        if callable(getattr(cls, method)):
+            return f"{name}.{method} was replaced on the instance"
+    values = _value_names(module, cls)
+    settled: set[type] = set()
+    for base in type(module).__mro__:
+        if base is cls:
+            return None
+        if base in settled:
+            continue
+        if _is_known(base) and issubclass(base, cls):
+            settled.update(base.__mro__)  # what it takes from them is part of what it is known for
+            continue
+        for method in sorted(set(vars(base)) - _HARMLESS):
+            if method in known or (method in values and hasattr(vars(base)[method], "__get__")):
+                return f"{base.__module__}.{base.__qualname__} has a {method} of its own"
+    return None
+
+
+def _value_names(module: object, cls: type[Any]) -> set[str]:
+    """Parameters, buffers and settings of a class, which a property may stand in the place of."""
+    names = {name for base in cls.__mro__ for name in vars(base).get("__annotations__", ())}
+    names |= {name for base in cls.__mro__ for name in vars(base).get("__constants__", ())}
+    if isinstance(module, nn.Module):
+        names |= {*module._parameters, *module._buffers, *module._modules}
+    return names
+
+
+def _known_class(cls: type) -> type | None:
+    return next((base for base in cls.__mro__ if base is not object and _is_known(base)), None)
+
+
+def _is_known(cls: type) -> bool:
+    if f"{cls.__module__}.".startswith(_LIBRARIES) or "float_class" in vars(cls):
+        return True
+    # A class registered with its weight layout is vouched for; what is derived from it is not.
+    return _is_sparse_class(cls) and not any(map(_is_sparse_class, cls.__mro__[1:]))
+
+
+def _is_sparse_class(cls: type) -> bool:
+    return issubclass(cls, nn.Module) and is_sparse_conv(object.__new__(cls))

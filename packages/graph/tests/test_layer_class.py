@@ -1,0 +1,176 @@
+"""A subclass is the layer where it computes nothing else, and only there."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from bevquant_graph import layer_class, own_code
+
+LAYERS: dict[type[nn.Module], tuple[Any, ...]] = {
+    nn.BatchNorm2d: (4,),
+    nn.SyncBatchNorm: (4,),
+    nn.Conv2d: (4, 4, 1),
+    nn.ConvTranspose2d: (4, 4, 1),
+    nn.Linear: (4, 4),
+    nn.MaxPool2d: (2,),
+    nn.ReLU: (),
+    nn.ReLU6: (),
+    nn.Dropout: (),
+    nn.Identity: (),
+    nn.Upsample: (None, 2),
+    nn.Softmax: (1,),
+    nn.LayerNorm: (4,),
+    nn.Flatten: (),
+}
+every_layer = pytest.mark.parametrize("cls", LAYERS, ids=lambda c: c.__name__)
+
+
+def made(cls: type[nn.Module], **body: Any) -> nn.Module:
+    base = next(c for c in cls.__mro__ if c in LAYERS)
+    return type(f"My{cls.__name__}", (cls,), body)(*LAYERS[base])
+
+
+@every_layer
+def test_the_class_itself(cls: type[nn.Module]) -> None:
+    module = cls(*LAYERS[cls])
+    assert layer_class(module) is layer_class(module, cls) is cls
+    assert own_code(module) is None
+
+
+@every_layer
+def test_a_subclass_that_adds_nothing_is_the_layer(cls: type[nn.Module]) -> None:
+    def init(self: nn.Module, *args: Any) -> None:
+        cls.__init__(self, *args)
+
+    module = made(
+        cls,
+        __init__=init,
+        extra_repr=lambda self: "mine",
+        flops=lambda self: 1,
+        __constants__=["a"],
+    )
+    assert layer_class(module) is layer_class(module, cls) is cls
+
+
+@every_layer
+@pytest.mark.parametrize("method", ["forward", "__call__", "_call_impl"])
+def test_a_subclass_with_a_method_of_its_own_is_not(cls: type[nn.Module], method: str) -> None:
+    module = made(cls, **{method: lambda self, x: x})
+    assert layer_class(module) is layer_class(module, cls) is None
+    assert f"has a {method} of its own" in (own_code(module, cls) or "")
+
+
+@every_layer
+def test_a_forward_replaced_on_the_instance(cls: type[nn.Module]) -> None:
+    module = cls(*LAYERS[cls])
+    module.forward = types.MethodType(lambda self, x: x, module)  # type: ignore[method-assign]
+    assert layer_class(module) is layer_class(module, cls) is None
+    assert "replaced on the instance" in (own_code(module) or "")
+
+
+def test_inherited_and_mixed_in_code_counts() -> None:
+    class Own(nn.Conv2d):
+        def _conv_forward(self, x: Any, weight: Any, bias: Any) -> Any:
+            return super()._conv_forward(x, 2 * weight, bias)
+
+    class Heir(Own):
+        pass
+
+    class Mixin:
+        def forward(self, x: Any) -> Any:
+            return super().forward(x) + 1  # type: ignore[misc]
+
+    class Mixed(Mixin, nn.Conv2d):
+        pass
+
+    for cls in (Own, Heir, Mixed):
+        assert layer_class(cls(1, 1, 1), nn.Conv2d) is None, cls
+    assert layer_class(Heir(1, 1, 1), Own) is Own  # asked for by name, it is what it is
+
+
+def test_a_class_that_says_what_it_computes() -> None:
+    class Quant(nn.Conv2d):
+        float_class = nn.Conv2d
+
+        def forward(self, x: Any) -> Any:
+            return super().forward(x)
+
+    class Own(Quant):
+        def forward(self, x: Any) -> Any:
+            return super().forward(x) * 2
+
+    assert layer_class(Quant(1, 1, 1), nn.Conv2d) is nn.Conv2d
+    assert layer_class(Quant(1, 1, 1)) is Quant
+    assert layer_class(Own(1, 1, 1), nn.Conv2d) is None
+
+
+def test_a_second_parent_does_not_hide_behind_one_that_is_known() -> None:
+    class Quant(nn.Conv2d):
+        float_class = nn.Conv2d
+
+    class Other(nn.Conv2d):
+        def forward(self, x: Any) -> Any:
+            return x
+
+    class Both(Quant, Other):
+        pass
+
+    assert layer_class(Both(1, 1, 1), nn.Conv2d) is None
+
+
+def test_bases_of_torch_and_order_of_asking() -> None:
+    batch_norm = nn.modules.batchnorm._BatchNorm
+    assert layer_class(nn.SyncBatchNorm(2), batch_norm) is batch_norm
+    assert layer_class(nn.ReLU6(), nn.ReLU, nn.Hardtanh) is nn.Hardtanh
+    assert layer_class(nn.ReLU6()) is nn.ReLU6
+    assert layer_class(nn.ReLU(), nn.Linear) is None
+    assert layer_class(3) is None
+
+
+def test_computed_weights_are_code() -> None:
+    module = parametrizations.weight_norm(nn.Conv2d(1, 1, 1))
+    assert layer_class(module, nn.Conv2d) is None
+
+
+def test_containers_and_networks() -> None:
+    class Chain(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(nn.ReLU())
+
+    class Net(nn.Module):
+        def forward(self, x: Any) -> Any:
+            return x
+
+    assert layer_class(Chain()) is nn.Sequential
+    assert layer_class(Net()) is None
+
+
+def test_compiled_modules_are_the_same_layer() -> None:
+    module = nn.ReLU()
+    module._compiled_call_impl = torch.relu  # what Module.compile sets
+    assert layer_class(module) is nn.ReLU
+
+
+def test_registered_sparse_classes_and_what_is_derived_from_them() -> None:
+    from bevquant_sparse import WeightLayout, register_layout
+
+    class Sparse(nn.Module):
+        def forward(self, x: Any) -> Any:
+            return x
+
+    class Named(Sparse):
+        pass
+
+    class Own(Sparse):
+        def forward(self, x: Any) -> Any:
+            return x
+
+    register_layout(Sparse, WeightLayout.KRSC)
+    assert layer_class(Named()) is layer_class(Sparse()) is Sparse
+    assert layer_class(Own()) is None

@@ -1,0 +1,150 @@
+"""The fake-quantized model beside the integer one, layer by layer on the same inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from bevquant_int8sim.model._form import ACCUMULATORS, FLOAT, Demand, Integers
+from bevquant_int8sim.model._integer_model import IntegerModel
+from bevquant_int8sim.model._layer_sums import blocks
+from bevquant_int8sim.model._program import Step
+from bevquant_int8sim.model._reference import (
+    GraphRun,
+    inputs_of,
+    spent_nodes,
+    tensor_of,
+    with_tensor,
+)
+from bevquant_int8sim.model._rowwise import dequantized
+from bevquant_int8sim.model._signature import copied
+from bevquant_int8sim.model._traced_source import Source
+
+__all__ = ["ForcedRun", "place"]
+
+_COMPUTES = frozenset(
+    "quantize requantize sparse_conv conv conv_transpose linear add max_pool avg_pool resize "
+    "float".split()
+)
+
+
+class ForcedRun:
+    """Runs a batch through the integer model and, node by node, through float graphs beside it.
+
+    The last graph is the fake-quantized model given the integer model's results (teacher forcing):
+    there, each step starts from the very values that the integer step read.
+
+    Args:
+        model: From `simulate`.
+        fake: The fake-quantized model; by default the one that `model` was made from.
+
+    Attributes:
+        placed: Values of the program that are judged, in order.
+        makers: The step that makes each value.
+
+    Raises:
+        ValueError: An integer model that was loaded from a file.
+    """
+
+    def __init__(self, model: IntegerModel, fake: nn.Module | None = None) -> None:
+        if model.source is None:
+            raise ValueError(
+                "compare: an integer model that was loaded from a file has no fake-quantized model "
+                "beside it; give the calibrated model instead"
+            )
+        source: Source = model.source
+        self.model, self.source, self.graph = model, source, source.traced.graph
+        self.fake = source.traced.model if fake is None else fake
+        self.makers = {step.outputs[0]: step for step in model.steps}
+        known = {step.outputs[0] for step in model.steps if step.op in _COMPUTES}
+        self.values: dict[str, list[str]] = {}
+        placed: set[str] = set()
+        for name, forms in source.held.items():
+            for demand, value in forms.items():
+                if not demand.relu and value in known and value not in placed:
+                    placed.add(value)
+                    self.values.setdefault(name, []).append(value)
+        self.placed = [step.outputs[0] for step in model.steps if step.outputs[0] in placed]
+        last = {
+            value: node.name
+            for node in self.graph.nodes
+            for value in source.held.get(node.name, {}).values()
+        }
+        self._spent = spent_nodes(self.graph)
+        self._spent_values: dict[str, list[str]] = {}
+        for value, at in last.items():
+            self._spent_values.setdefault(at, []).append(value)
+
+    def see(self, step: Step, given: tuple[Any, ...]) -> None:
+        """Called behind each step of the integer model, with what it read."""
+
+    def judge(self, node: fx.Node, made: dict[str, Tensor], *runs: Any) -> None:
+        """Called behind each node, with the integer model's values and the runs' results."""
+        raise NotImplementedError
+
+    def follow(self, batch: Any, *models: nn.Module) -> list[Any]:
+        """Run the integer model, each of `models` free, and the forced graph.
+
+        Returns:
+            What the integer model returned, each of `models`, and the forced graph.
+        """
+        made: dict[str, Tensor] = {}
+
+        def keep(step: Step, given: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
+            if isinstance(outputs[0], Tensor):
+                made[step.outputs[0]] = outputs[0]
+            self.see(step, given)
+
+        traced = self.source.traced
+        # Each run has inputs of its own: a model may write to them.
+        returned, _ = self.model.run(copied(batch), record=False, observe=keep)
+        runs = [
+            GraphRun(traced, model, inputs_of(traced, copied(batch)))
+            for model in (*models, self.fake)
+        ]
+        results: list[Any] = []
+        for node in self.graph.nodes:
+            results = [run.step(node) for run in runs]
+            self.judge(node, made, *results)
+            self._force(node, made, runs[-1])
+            for spent in self._spent.get(node, ()):
+                for run in runs:
+                    run.values.pop(spent, None)
+            for value in self._spent_values.get(node.name, ()):
+                made.pop(value, None)
+        return [returned, *results]
+
+    def _force(self, node: fx.Node, made: dict[str, Tensor], run: GraphRun) -> None:
+        """Let what follows read the integer model's result."""
+        old = tensor_of(run.values[node])
+        forms = self.source.held.get(node.name, {})
+        # What keeps most of the accumulators. A tensor that is held in integers of several scales
+        # is left as the forced run made it: each reader starts from the accumulators behind it.
+        single = [demand.form for demand in forms] if len(forms) == 1 else []
+        for form in (FLOAT, ACCUMULATORS, *single):
+            value = forms.get(Demand(form), "")
+            if value in made and old is not None:
+                tensor = self.as_float(value, made[value])
+                run.values[node] = with_tensor(run.values[node], tensor.to(old.dtype))
+                return
+
+    def as_float(self, value: str, got: Tensor) -> Tensor:
+        """What a value of the program stands for."""
+        form = self.model.program.values[value].form
+        if isinstance(form, Integers):
+            made = got.new_empty(got.shape, dtype=torch.float32)
+            for integers, floats in blocks(got, made):
+                floats.copy_(integers.double().mul_(form.scale))
+            return made
+        if form == FLOAT:
+            return got.clone()  # what reads it in the forced run may write to it
+        step = self.makers[value]
+        axis = step.attributes.get("channel_axis", -1)
+        return dequantized(got, step.tensors["scale"], axis, relu=False)
+
+
+def place(step: Step) -> str:
+    """How a table or a message names a step."""
+    return step.path or f"<{step.attributes.get('what', step.op)}>"

@@ -1,0 +1,180 @@
+"""`simulate` hands out no integer model that it has not held against the fake-quantized one."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from bevquant_int8sim import compare, simulate
+from bevquant_qnn import quantize_model
+from bevquant_quantizers import calibrate
+
+
+class Head(nn.Module):
+    """Two layers, and a write of some kind to what the second one makes."""
+
+    def __init__(self, write: Any) -> None:
+        super().__init__()
+        self.a, self.b, self.write = nn.Linear(8, 8), nn.Linear(8, 8), write
+
+    def forward(self, x: Any) -> Any:
+        return self.write(x, self.b(torch.relu(self.a(x))))
+
+
+def columns(x: Any, y: Any) -> Any:
+    y[..., [0, 1, 2]] = y[..., [0, 1, 2]] + x[..., [0, 1, 2]]
+    return y
+
+
+def part_sigmoid(x: Any, y: Any) -> Any:
+    y[..., 3:5].sigmoid_()
+    return y
+
+
+def out(x: Any, y: Any) -> Any:
+    torch.add(y, 1, out=y)
+    return y
+
+
+def masked(x: Any, y: Any) -> Any:
+    y.masked_fill_(x > 0, 0.5)
+    return y
+
+
+def put(x: Any, y: Any) -> Any:
+    y.index_put_((torch.tensor([0]),), x[0])
+    return y
+
+
+def copied(x: Any, y: Any) -> Any:
+    y[0].copy_(x[0])
+    return y
+
+
+def through_a_view(x: Any, y: Any) -> Any:
+    view = y.view(-1)
+    view[0] = 3.0
+    return y
+
+
+def input_written(x: Any, y: Any) -> Any:
+    x.mul_(2)
+    return y + x
+
+
+def read_before(x: Any, y: Any) -> Any:
+    old = y
+    y.add_(1)
+    return old * 2
+
+
+WRITES = [columns, part_sigmoid, out, masked, put, copied, through_a_view, input_written]
+WRITES += [read_before]
+
+
+def calibrated(net: nn.Module, x: torch.Tensor) -> nn.Module:
+    quantized = quantize_model(net.eval(), example_inputs=x.clone()).model
+    calibrate(quantized, [x.clone()])
+    return quantized
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("write", WRITES, ids=lambda w: w.__name__)
+def test_a_write_is_followed_or_refused(write: Any) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(5, 8)
+    net = calibrated(Head(write), x)
+    wanted = net(x.clone())
+    try:
+        model = simulate(net, x)
+    except ValueError as error:
+        assert str(error).startswith("simulate: ")  # noqa: PT017 - followed or refused
+        return
+    assert float((model(x.clone()) - wanted).abs().max()) < 0.1
+
+
+@torch.no_grad()
+def test_the_way_out() -> None:
+    x = torch.randn(5, 8)
+    net = calibrated(Head(part_sigmoid), x)
+    with pytest.raises(ValueError, match="verify=False"):
+        simulate(net, x)
+    simulate(net, x, verify=False)
+
+
+def test_a_step_with_other_integers_is_named() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 8, 8)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Conv2d(4, 4, 1))
+    net = calibrated(net, x)
+    from bevquant_int8sim.model import _simulate
+
+    lower = _simulate.lower
+
+    def wrong(operations: Any) -> Any:
+        program, held = lower(operations)
+        step = next(step for step in program.steps if step.path == "2")
+        step.tensors["weight"][0, 0, 0, 0] += 20
+        return program, held
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_simulate, "lower", wrong)
+        with pytest.raises(ValueError, match=r"simulate: 2 \(conv\) differs by \d+ steps"):
+            simulate(net, x)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-12, 1.0, 1e4])
+def test_no_alarm_on_other_inputs(scale: float) -> None:
+    """Zeros, next to nothing, and values far beyond the ranges."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 12, 12)
+    net = nn.Sequential(
+        *(nn.Conv2d(3, 8, 3), nn.SiLU(inplace=True), nn.Conv2d(8, 8, 3), nn.ReLU(inplace=True)),
+        *(nn.MaxPool2d(2), nn.Flatten(), nn.LayerNorm(128), nn.Linear(128, 6), nn.Softmax(1)),
+    )
+    net = calibrated(net, x)
+    assert simulate(net, x * scale)(x).shape == (2, 6)
+
+
+def test_the_model_and_the_inputs_are_left_alone() -> None:
+    x = torch.randn(5, 8)
+    with torch.no_grad():
+        net = calibrated(Head(input_written), x)
+    kept, state = x.clone(), copy.deepcopy(net.state_dict())
+    simulate(net, x)
+    assert torch.equal(x, kept)
+    assert all(torch.equal(v, state[k]) for k, v in net.state_dict().items())
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_compare_takes_what_it_records_before_it_is_written_over(inplace: bool) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.SiLU(inplace=inplace), nn.Conv2d(8, 4, 3)).eval()
+    x = torch.randn(2, 3, 16, 16)
+    table = compare(net, calibrated(copy.deepcopy(net), x), [x])
+    rows = {row.path: row for row in table.rows}
+    assert (rows["0"].integer_sqnr_db or 0) > 40
+    assert table.wrong == ()
+
+
+def test_compare_of_a_tensor_in_integers_of_two_scales() -> None:
+    """Each reader has rounded the accumulators by its own scale, and that is no departure."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.near, self.far = (nn.Conv2d(3, 3, 1) for _ in range(3))
+
+        def forward(self, x: Any) -> Any:
+            x = torch.relu(self.stem(x))
+            wide = torch.cat([x, x * 30], 1).chunk(2, 1)[0]
+            return self.near(x), self.far(wide)
+
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 8, 8)
+    net = Two().eval()
+    assert compare(net, calibrated(copy.deepcopy(net), x), [x]).wrong == ()
