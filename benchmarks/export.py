@@ -6,8 +6,9 @@ Without names all tables are printed, for one street frame and random weights:
 
 - files: seconds to write each file of the set, and its bytes, for TensorRT with libspconv and for
   onnxruntime.
-- dense: onnxruntime on the quantized files against onnxruntime on the same parts in float32, all
-  optimisations on, at 1 and 2 threads.
+- dense: onnxruntime and OpenVINO on the quantized files against onnxruntime on the same parts in
+  float32, all optimisations on, at 1 and 2 threads: files for any CPU, files for the CPU at hand,
+  OpenVINO's own in float32 (its types, not bfloat16) and on its file.
 - sparse: the portable sparse file in onnxruntime against the integer simulator and against spconv's
   own CPU convolutions in float32, batch norms folded in all of them. spconv runs on one thread,
   where its results are right, and at torch's own number, which is what a user gets.
@@ -19,6 +20,7 @@ Runs are interleaved; times are medians, ratios of medians are what to read. Nee
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import logging
 import os
 import tempfile
@@ -48,6 +50,7 @@ from bevfusion_quant.ptq import (
     quantize_branch,
 )
 from bevfusion_quant.scenes import street_frame
+from bevquant_export import cpu_at_hand
 from bevquant_int8sim import simulate
 
 LIDAR = "lidar.backbone.xyz"
@@ -71,11 +74,15 @@ def pieces_of(config: str) -> tuple[list[Piece], Inputs]:
     return pieces, inputs
 
 
-def write(piece: Piece, inputs: Inputs, folder: Path, target: str) -> tuple[Path, float]:
+def write(
+    piece: Piece, inputs: Inputs, folder: Path, target: str, cpu: str = "any"
+) -> tuple[Path, float]:
     """The file, and the seconds that it took."""
     args = inputs[piece.file.name]
+    frames = [args] if piece.file.name == LIDAR else []
+    folder.mkdir(exist_ok=True)
     start = time.perf_counter()
-    written = write_piece(piece, args, [args] if piece.file.name == LIDAR else [], folder, target)
+    written = write_piece(piece, args, frames, folder, target, cpu=cpu)
     return written.path, time.perf_counter() - start
 
 
@@ -106,23 +113,54 @@ def files_table(pieces: list[Piece], inputs: Inputs, folder: Path) -> None:
     print("| together | " + " | ".join(f"{value:.2f}" for value in totals) + " |\n")
 
 
+def openvino_runs(
+    path: Path, piece: Piece, args: tuple[Any, ...], threads: int
+) -> Callable[[], Any]:
+    import openvino
+
+    core = openvino.Core()
+    settings = {
+        "INFERENCE_PRECISION_HINT": "f32",
+        "INFERENCE_NUM_THREADS": threads,
+        "NUM_STREAMS": 1,
+    }
+    model = core.read_model(path)
+    taken = {port.any_name for port in model.inputs}
+    given = {name: a for name, a in named_inputs(piece.file, args).items() if name in taken}
+    model.reshape({name: list(value.shape) for name, value in given.items()})
+    request = core.compile_model(model, "CPU", settings).create_infer_request()
+    return lambda: request.infer(given)
+
+
 def dense_table(pieces: list[Piece], inputs: Inputs, folder: Path, rounds: int) -> None:
-    print("| file | threads | float32, ms | int8, ms | float32 / int8 |\n|---|---:|---:|---:|---:|")
+    cpu = cpu_at_hand()
+    has_openvino = importlib.util.find_spec("openvino") is not None
+    columns = ["onnxruntime float32", "int8, any CPU", f"int8, {cpu}"]
+    columns += ["OpenVINO float32", f"OpenVINO int8, {cpu}"] * has_openvino
+    print("| file | threads | " + ", ms | ".join(columns) + ", ms | against float32 |")
+    print("|---|---:|" + "---:|" * len(columns) + "---|")
     for piece in pieces:
         if piece.kind != "int8":
             continue
         args = inputs[piece.file.name]
         plain = Piece(piece.file, "float", piece.float_module, piece.float_module)
-        paths = {}
-        for name, item in (("float32", plain), ("int8", piece)):
-            (folder / name).mkdir(exist_ok=True)
-            paths[name], _ = write(item, inputs, folder / name, "onnxruntime")
+        single, _ = write(plain, inputs, folder / "float32", "onnxruntime")
+        anywhere, _ = write(piece, inputs, folder / "any", "onnxruntime")
+        here, _ = write(piece, inputs, folder / "here", "onnxruntime", cpu)
+        other, _ = write(piece, inputs, folder / "openvino", "openvino", cpu)
         for threads in (1, 2):
-            runs: Runs = {n: (1, runs_of(p, piece, args, threads)) for n, p in paths.items()}
-            times = interleave(runs, rounds)
-            slow, fast = times["float32"][0], times["int8"][0]
-            row = f"{threads} | {slow:.1f} | {fast:.1f} | {slow / fast:.2f}"
-            print(f"| {piece.file.name} | {row} |")
+            runs: Runs = {
+                name: (1, runs_of(path, piece, args, threads))
+                for name, path in zip(columns, (single, anywhere, here), strict=False)
+            }
+            for name, path in zip(columns[3:], (single, other), strict=False):
+                runs[name] = (1, openvino_runs(path, piece, args, threads))
+            times = {name: times[0] for name, times in interleave(runs, rounds).items()}
+            slow = times[columns[0]]
+            ratios = [slow / times[name] for name in columns[1:]]
+            row = [f"{times[name]:.1f}" for name in columns]
+            row.append(" / ".join(f"{ratio:.2f}" for ratio in ratios))
+            print(f"| {piece.file.name} | {threads} | " + " | ".join(row) + " |", flush=True)
     print()
 
 
@@ -152,7 +190,9 @@ def sparse_table(
 ) -> None:
     piece = next(p for p in pieces if p.file.name == LIDAR)
     args = inputs[LIDAR]
-    path, _ = write(piece, inputs, folder, "onnxruntime")
+    cpu = cpu_at_hand()
+    anywhere, _ = write(piece, inputs, folder, "onnxruntime")
+    path, _ = write(piece, inputs, folder / "sparse", "onnxruntime", cpu)
     integers = simulate(piece.fake_module, args)
     usual = torch.get_num_threads()
     peer = spconv_encoder(config)
@@ -160,6 +200,11 @@ def sparse_table(
     for threads in (1, 2):
         many = f"{threads} thread{'s' * (threads > 1)}"
         runs[f"portable file in onnxruntime, {many}"] = (1, runs_of(path, piece, args, threads))
+        if cpu != "any":
+            runs[f"portable file for any CPU, {many}"] = (
+                1,
+                runs_of(anywhere, piece, args, threads),
+            )
         runs[f"integer simulator, {many}"] = (threads, lambda: integers(*args))
     runs["spconv float32, 1 thread"] = (1, lambda: peer(*args))
     runs[f"spconv float32, its default ({usual} threads)"] = (usual, lambda: peer(*args))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from bevfusion_quant.ptq import (
     quantize_branch,
 )
 from bevfusion_quant.ptq._clock import Clock
-from bevquant_export import lint_onnx
+from bevquant_export import cpu_at_hand, lint_onnx
 
 TINY = CONFIGS["tiny"]
 Models = tuple[BEVFusion, BEVFusion, FrameBatches]
@@ -151,6 +152,26 @@ def test_the_files_in_a_row_are_as_near_to_float_as_the_integers(made: ExportedS
     assert [row.distance for row in made.agreement] == [0.5, 1.0, 2.0]
     last = made.agreement[-1]
     assert last.matched >= 0.5 * last.float_detections
+
+
+@pytest.mark.parametrize("target", ["tensorrt11", "openvino"])
+def test_other_engines_take_the_same_model(target: str, models: Models, tmp_path: Path) -> None:
+    if target == "openvino":
+        pytest.importorskip("openvino", reason="openvino is not installed")
+    fused, quantized, batches = models
+    made = export_model(
+        fused, quantized, batches, TINY, Clock(), tmp_path / "onnx",
+        target=target, cpu=cpu_at_hand(),
+    )  # fmt: skip
+    assert made.failures == ()
+    for file in made.files:
+        assert file.findings == ()
+        assert bool(file.unverified) == (target == "tensorrt11")
+    # The sparse file for libspconv has half inputs in every set.
+    ports = {p.dtype for f in made.files if f.kind != "sparse" for p in (*f.inputs, *f.outputs)}
+    assert ports == {"float16" if target == "tensorrt11" else "float32"}
+    told = "\n".join(export_text(made))
+    assert ("--int8" in told) is False
 
 
 def test_the_text_names_files_engines_and_the_verdict(made: ExportedSet) -> None:

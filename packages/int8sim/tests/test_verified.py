@@ -102,8 +102,8 @@ def test_a_step_with_other_integers_is_named() -> None:
 
     lower = _simulate.lower
 
-    def wrong(operations: Any) -> Any:
-        program, held = lower(operations)
+    def wrong(*given: Any) -> Any:
+        program, held = lower(*given)
         step = next(step for step in program.steps if step.path == "2")
         step.tensors["weight"][0, 0, 0, 0] += 20
         return program, held

@@ -389,6 +389,7 @@ def _export(options: Export, command: str) -> str:
         options.run,
         _frames_for(config, options),
         target=options.target,
+        cpu=options.cpu,
         cameras=options.cameras or None,
         runs=options.runs,
         name=options.name or free_name(options.runs, "export"),

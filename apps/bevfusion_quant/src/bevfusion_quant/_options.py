@@ -28,7 +28,7 @@ Branch = Literal["camera", "lidar", "fuser", "decoder", "head", "all"]
 AnyBranch = Literal[Branch, "lidar-detector", "camera-detector"]
 Backend = Literal["auto", "vnni", "portable", "torch"]
 Target = Literal["nvidia", "bpu"]
-ExportTarget = Literal["tensorrt", "onnxruntime", "bpu"]
+ExportTarget = Literal["tensorrt", "tensorrt10", "tensorrt11", "onnxruntime", "openvino", "bpu"]
 MarchName = Literal["bayes", "bernoulli2", "bayes-e"]
 Dataset = Literal["street", "pandaset", "kitti", "files", "nuscenes"]
 
@@ -354,9 +354,13 @@ class Export(FrameOptions):
 
     Args:
         run: The folder of a run that demo or ptq wrote.
-        target: tensorrt: the files of CUDA-BEVFusion, the sparse encoder for libspconv.
-            onnxruntime: the same, all for ONNX Runtime on a CPU. bpu: of a run with --target bpu,
-            the dense parts for hb_mapper. By default what the run was quantized for.
+        target: tensorrt: the files of CUDA-BEVFusion, the sparse encoder for libspconv, as
+            TensorRT 10 takes them (tensorrt10 is the same). tensorrt11: with the types that
+            TensorRT 11 takes from the file. onnxruntime, openvino: all for a CPU. bpu: of a run
+            with --target bpu, the dense parts for hb_mapper. By default what the run was quantized
+            for.
+        cpu: Of files for a CPU: vnni for one that multiplies int8 exactly (x86 with VNNI or AMX,
+            ARM), any for files that are slower and right everywhere. By default the one at hand.
         runs: Folder of all runs; the export is a new one.
         name: The export's folder in it; by default export, export-2, …
         overwrite: Replace an earlier run of that name.
@@ -364,6 +368,7 @@ class Export(FrameOptions):
 
     run: Path
     target: ExportTarget | None = None
+    cpu: Literal["vnni", "any"] | None = None
     runs: Path = Path("runs")
     name: str | None = None
     overwrite: bool = False

@@ -28,6 +28,7 @@ from bevquant_export.sparse import (
     lower_to_portable,
     with_half_constants,
 )
+from bevquant_export.targets import Target, cpu_at_hand, find_target, register_target, target_names
 
 __all__ = [
     "Finding",
@@ -39,16 +40,21 @@ __all__ = [
     "SparseExport",
     "SparseLayer",
     "SparseOnnxModel",
+    "Target",
     "TensorDifference",
     "compare_float_onnx",
     "compare_qdq_onnx",
     "compare_sparse_onnx",
+    "cpu_at_hand",
     "export_float_onnx",
     "export_qdq_onnx",
     "export_sparse_onnx",
+    "find_target",
     "lift_horizon_onnx",
     "lint_onnx",
     "load_sparse_onnx",
     "lower_to_portable",
+    "register_target",
+    "target_names",
     "with_half_constants",
 ]

@@ -95,7 +95,7 @@ def test_inputs_of_integers_are_refused(calibrated: Fixture, x: Tensor, tmp_path
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"profile": "openvino"}, "expected one of 'tensorrt', 'onnxruntime', 'horizon'"),
+        ({"profile": "ncnn"}, "expected one of 'tensorrt10', 'tensorrt'"),
         ({"weights": "int8"}, "weights='int8' with profile='tensorrt'"),
         ({"integer_sums": True}, "integer_sums=True with profile='tensorrt'"),
         ({"profile": "horizon", "march": "nash"}, "march='nash': expected one of"),

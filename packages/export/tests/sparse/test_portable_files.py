@@ -11,6 +11,7 @@ from onnx import helper
 
 from bevquant_export import (
     compare_sparse_onnx,
+    cpu_at_hand,
     export_sparse_onnx,
     lint_onnx,
     load_sparse_onnx,
@@ -50,6 +51,30 @@ def feed(features, coords, batch_size):
         "coords": coords.numpy(),
         "batch_size": np.array([batch_size], np.int64),
     }
+
+
+def test_int8_weights_give_the_same_outputs(files, nets, tmp_path):
+    lower_to_portable(files / "libspconv.onnx", tmp_path / "int8.onnx", weights="int8")
+    lower_to_portable(tmp_path / "int8.onnx", tmp_path / "again.onnx")
+    assert (tmp_path / "again.onnx").read_bytes() == (files / "portable.onnx").read_bytes()
+    assert {f.id for f in lint_onnx(files / "portable.onnx", "portable", cpu="vnni")} == {"ORT007"}
+    assert lint_onnx(tmp_path / "int8.onnx", "portable") == []
+    assert {f.id for f in lint_onnx(tmp_path / "int8.onnx", "portable", cpu="any")} == {"ORT004"}
+    if cpu_at_hand() != "vnni":
+        pytest.skip("this CPU saturates sums of pairs")
+    given = feed(*nets.frame(1))
+    made = [session(folder / name).run(None, given) for folder, name in
+            ((files, "portable.onnx"), (tmp_path, "int8.onnx"))]  # fmt: skip
+    for want, got in zip(*made, strict=True):
+        assert np.array_equal(want, got)
+    file = load_sparse_onnx(tmp_path / "int8.onnx", backend="onnxruntime")
+    assert file.graph.weights == "int8"
+
+
+def test_other_weights_are_refused(files, tmp_path):
+    with pytest.raises(ValueError, match="weights='int4': expected 'uint8' or 'int8'"):
+        lower_to_portable(files / "libspconv.onnx", tmp_path / "x.onnx", weights="int4")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_both_ways_to_a_portable_file_are_one(files, tmp_path):

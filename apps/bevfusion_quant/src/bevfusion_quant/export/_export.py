@@ -54,6 +54,7 @@ def export_model(
     folder: Path,
     *,
     target: str,
+    cpu: str = "any",
     layers: Sequence[LayerRow] = (),
     command: str = "",
     run: str = "",
@@ -68,7 +69,8 @@ def export_model(
         config: Sizes.
         clock: Times the steps.
         folder: Made here; holds the files and manifest.json.
-        target: "tensorrt" or "onnxruntime".
+        target: As `ExportTarget`.
+        cpu: Where files for a CPU shall run: "vnni" or "any".
         layers: Of `bevquant_int8sim.compare`, to stand beside the files' tensors; compared on the
             first batch where none are given.
         command: The command line that repeats it, for the manifest.
@@ -82,7 +84,7 @@ def export_model(
     pieces = nvidia_pieces(float_model, quantized_model)
     made = export_pieces(
         pieces, quantized_model, batches, config, clock, folder,
-        target=target, command=command, run=run, settings=settings or {},
+        target=target, cpu=cpu, command=command, run=run, settings=settings or {},
     )  # fmt: skip
     rows = layers or _compared(float_model, quantized_model, batches, clock)
     return replace(made, files=beside_layers(made.files, rows))
@@ -113,6 +115,7 @@ def export_pieces(
     run: str,
     settings: Mapping[str, Any],
     march: str = "bayes",
+    cpu: str = "any",
 ) -> ExportedSet:
     """Write the pieces, run them file by file and one behind the other, and write the manifest."""
     folder.mkdir()
@@ -123,9 +126,10 @@ def export_pieces(
         inputs, fake = walk(files, lambda file, args: known[file.name].fake(args), batch, model)
         voxels = _voxels(batches) if LIDAR in known else []
         written = {
-            name: write_piece(piece, inputs[name], voxels, folder, target, march)
+            name: write_piece(piece, inputs[name], voxels, folder, target, march, cpu)
             for name, piece in known.items()
         }
+    pieces = [written[piece.file.name].piece for piece in pieces]
     with clock.step("check ONNX files", blame="the ONNX files cannot be checked"):
         layers = {name: file_layers(item, inputs[name]) for name, item in written.items()}
         rows = tuple(exported_file(item, layers[name]) for name, item in written.items())

@@ -28,17 +28,18 @@ def exported_file(written: Written, layers: tuple[FileLayer, ...]) -> ExportedFi
     """One row of the set, read back from the file that was written."""
     import onnx
 
-    from bevquant_export import lint_onnx
+    from bevquant_export import find_target, lint_onnx
 
     proto = onnx.load(written.path)
     opset = next(o.version for o in proto.opset_import if o.domain in ("", "ai.onnx"))
     kind = written.piece.kind
-    runs_on, build = _build(written, len(proto.graph.input), len(proto.graph.output))
+    engine = find_target(written.linted)
+    quantized = bool(kind == "int8" or quantizers_on(written.piece.fake_module))
     return ExportedFile(
         name=written.path.name,
         kind=kind,
-        runs_on=runs_on,
-        build=build,
+        runs_on=engine.title,
+        build="; ".join(engine.commands(written.path, quantized=quantized)),
         size=written.path.stat().st_size,
         sha256=sha256(written.path),
         companions={p.name: sha256(p) for p in _companions(written)},
@@ -51,6 +52,7 @@ def exported_file(written: Written, layers: tuple[FileLayer, ...]) -> ExportedFi
         notes=written.notes,
         findings=tuple(map(str, lint_onnx(written.path, written.linted))),
         layers=layers,
+        unverified=engine.unverified,
     )
 
 
@@ -97,27 +99,6 @@ def _entry(file: ExportedFile) -> dict[str, Any]:
         ],
     }
     return entry
-
-
-def _build(written: Written, inputs: int, outputs: int) -> tuple[str, str]:
-    """Which engine takes a file, and how."""
-    name, stem = written.path.name, written.path.stem
-    if written.linted == "libspconv":
-        return "libspconv", (
-            f'spconv::load_engine_from_onnx("{name}", spconv::Precision::Int8)'
-            if written.piece.kind == "sparse" and quantizers_on(written.piece.fake_module)
-            else f'spconv::load_engine_from_onnx("{name}", spconv::Precision::Float16)'
-        )
-    if written.linted == "tensorrt":
-        precision = "--fp16 --int8" if written.piece.kind == "int8" else "--fp16"
-        halves = ",".join(["fp16:chw"] * inputs), ",".join(["fp16:chw"] * outputs)
-        return "TensorRT", (
-            f"trtexec --onnx={name} {precision} --inputIOFormats={halves[0]} "
-            f"--outputIOFormats={halves[1]} --saveEngine={stem}.plan"
-        )
-    if written.linted == "horizon":
-        return "BPU", f"hb_mapper makertbin --model-type onnx --config {stem}.yaml"
-    return "ONNX Runtime", f'onnxruntime.InferenceSession("{name}")'
 
 
 def _port(port: Any) -> FilePort:

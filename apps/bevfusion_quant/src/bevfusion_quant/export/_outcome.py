@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ExportTarget", "ExportedFile", "ExportedSet", "FileLayer", "FilePort", "SetStage"]
 
-ExportTarget = Literal["tensorrt", "onnxruntime", "bpu"]
+ExportTarget = Literal["tensorrt", "tensorrt10", "tensorrt11", "onnxruntime", "openvino", "bpu"]
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,7 @@ class ExportedFile:
         notes: What is other than one might expect.
         findings: What the linter finds for the target.
         layers: Each tensor against the model.
+        unverified: What nobody could run, one sentence each.
     """
 
     name: str
@@ -98,6 +99,7 @@ class ExportedFile:
     notes: tuple[str, ...]
     findings: tuple[str, ...]
     layers: tuple[FileLayer, ...]
+    unverified: tuple[str, ...] = ()
 
     @property
     def different(self) -> int:

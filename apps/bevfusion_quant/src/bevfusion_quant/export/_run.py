@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
@@ -13,6 +13,7 @@ from bevfusion_quant._errors import InputError
 from bevfusion_quant.cameras import CAMERA_NAMES
 from bevfusion_quant.export._bpu import export_bpu
 from bevfusion_quant.export._export import ONNX_FOLDER, check_libraries, export_model
+from bevfusion_quant.export._outcome import ExportTarget
 from bevfusion_quant.model import CONFIGS
 from bevfusion_quant.ptq import FrameBatches, load_run, read_run_config, run_folder
 from bevfusion_quant.ptq._clock import Clock
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ExportResult", "export_run"]
 
-_TARGETS = ("tensorrt", "onnxruntime", "bpu")
+_ON_CPU = ("onnxruntime", "openvino")
+_TARGETS = get_args(ExportTarget)
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +47,7 @@ def export_run(
     frames: Sequence[Frame],
     *,
     target: str | None = None,
+    cpu: str | None = None,
     cameras: Sequence[str] | None = None,
     runs: Path = Path("runs"),
     name: str = "export",
@@ -61,8 +64,8 @@ def export_run(
         run: A folder that `run_ptq` or `bpu.run_bpu` wrote.
         frames: At least one. The files are checked on the first; the voxels of all of them bound
             what the sparse file can hold.
-        target: "tensorrt" (with libspconv for the sparse encoder), "onnxruntime", or "bpu"; by
-            default "bpu" for a run for a BPU, else "tensorrt".
+        target: One of `ExportTarget`; by default "bpu" for a run for a BPU, else "tensorrt".
+        cpu: Of files for a CPU, "vnni" or "any"; by default what this one is.
         cameras: Names of the cameras to use; those of the run by default.
         runs: Folder of all runs.
         name: The export's folder in it.
@@ -81,6 +84,13 @@ def export_run(
         refuse_in_files(read_plan(Path(run) / PLAN_FILE), run)
     clock = Clock()
     settings = {"target": chosen, "exports": str(run), "config": config["config"]}
+    if chosen in _ON_CPU:
+        settings["cpu"] = cpu = _cpu(cpu)
+    elif cpu is not None:
+        raise InputError(
+            f"--cpu {cpu}: --target {chosen} is no CPU; leave it out, or add --target "
+            f"{' or '.join(_ON_CPU)}"
+        )
     with run_folder(runs, name, overwrite=overwrite, keep=Path(run)) as folder:
         given: dict[str, Any] = {"command": command, "run": str(run), "settings": settings}
         if chosen == "bpu":
@@ -89,7 +99,7 @@ def export_run(
             )
         else:
             exported, batches = _export(
-                run, frames, clock, folder / ONNX_FOLDER, chosen, cameras, given
+                run, frames, clock, folder / ONNX_FOLDER, chosen, cpu or "any", cameras, given
             )
         names = [frame for _, (frame, _) in sorted(batches.names.items())]
         head = {"format": RUN_FORMAT, "version": RUN_VERSIONS[-1]}
@@ -114,6 +124,15 @@ def export_run(
     return ExportResult(folder, replace(exported, folder=folder / ONNX_FOLDER), seconds, peak)
 
 
+def _cpu(cpu: str | None) -> str:
+    """The CPU that is wanted, or the one at hand."""
+    from bevquant_export.targets import CPUS, cpu_at_hand
+
+    if cpu is not None and cpu not in CPUS:
+        raise InputError(f"--cpu {cpu}: expected one of {', '.join(CPUS)}")
+    return cpu or cpu_at_hand()
+
+
 def _target(target: str | None, config: dict[str, Any], run: str | Path) -> str:
     """The target wanted, if the run is of its kind."""
     for_bpu = config.get("target") == "bpu"
@@ -122,9 +141,10 @@ def _target(target: str | None, config: dict[str, Any], run: str | Path) -> str:
         raise InputError(f"--target {chosen}: expected one of {', '.join(_TARGETS)}")
     if (chosen == "bpu") != for_bpu:
         made = "for a BPU (ptq --target bpu)" if for_bpu else "for NVIDIA's engines"
+        fitting = "bpu" if for_bpu else ", ".join(t for t in _TARGETS if t != "bpu")
         raise InputError(
-            f"--target {chosen}: {run} is a run {made}; export it with --target "
-            f"{'bpu' if for_bpu else 'tensorrt or onnxruntime'}, or quantize again with ptq"
+            f"--target {chosen}: {run} is a run {made}; export it with --target {fitting}, or "
+            "quantize again with ptq"
             f"{'' if for_bpu else ' --target bpu'}"
         )
     return chosen
@@ -136,6 +156,7 @@ def _export(
     clock: Clock,
     folder: Path,
     target: str,
+    cpu: str,
     cameras: Sequence[str] | None,
     given: dict[str, Any],
 ) -> tuple[ExportedSet, FrameBatches]:
@@ -147,7 +168,15 @@ def _export(
     with clock.step("read and voxelize"):
         batches.head(1)[0]
     exported = export_model(
-        loaded.float_model, model, batches, sizes, clock, folder, target=target, **given
+        loaded.float_model,
+        model,
+        batches,
+        sizes,
+        clock,
+        folder,
+        target=target,
+        cpu=cpu,
+        **given,
     )
     return exported, batches
 

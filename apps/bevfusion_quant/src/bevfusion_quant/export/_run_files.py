@@ -25,8 +25,8 @@ Run = Callable[[tuple[Any, ...]], Sequence[Tensor]]
 def runner(written: Written) -> Run:
     """A file as a function of its inputs: in onnxruntime, or for libspconv in integers here.
 
-    Files for ONNX Runtime are optimised as they are in use; those for other engines run node by
-    node, as they are written.
+    Files for ONNX Runtime and OpenVINO are optimised as they are in use; those for other engines
+    run node by node in ONNX Runtime, as they are written.
     """
     if written.linted == "libspconv":
         return _spconv(written)
@@ -46,15 +46,38 @@ def _spconv(written: Written) -> Run:
 
 
 def _onnxruntime(written: Written) -> Run:
-    session = open_session(written.path, optimised=written.linted == "onnxruntime")
+    optimised = written.linted in ("onnxruntime", "portable")
+    session = (
+        _openvino(written.path)
+        if written.linted == "openvino"
+        else open_session(written.path, optimised=optimised)
+    )
     file = written.piece.file
     taken = {port.name for port in session.get_inputs()}  # what is not read is no input
+    half = {p.name for p in session.get_inputs() if getattr(p, "type", "") == "tensor(float16)"}
+    results = None if written.piece.kind == "sparse" else list(file.outputs)
 
     def run(args: tuple[Any, ...]) -> Sequence[Tensor]:
         given = {name: value for name, value in named_inputs(file, args).items() if name in taken}
-        return [torch.from_numpy(made) for made in session.run(None, given)]
+        given = {n: v.astype(np.float16) if n in half else v for n, v in given.items()}
+        made = [torch.from_numpy(value) for value in session.run(results, given)]
+        return [value.float() if value.dtype == torch.float16 else value for value in made]
 
     return run
+
+
+def _openvino(path: Path) -> Any:
+    import onnx
+
+    from bevfusion_quant.export._write import engine_of
+
+    try:
+        return engine_of("openvino").session(onnx.load(path))
+    except ImportError as error:
+        raise InputError(
+            f"{path.name} was written, but openvino, which runs it, is not installed: pip install "
+            "'bevquant-export[openvino]'"
+        ) from error
 
 
 def open_session(path: Path, *, optimised: bool) -> Any:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from bevfusion_quant._errors import InputError
 if TYPE_CHECKING:
     from bevfusion_quant.export._pieces import Piece
 
-__all__ = ["Written", "write_piece"]
+__all__ = ["Written", "engine_of", "write_piece"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +46,7 @@ def write_piece(
     folder: Path,
     target: str,
     march: str = "bayes",
+    cpu: str = "any",
 ) -> Written:
     """Write one file.
 
@@ -53,44 +55,61 @@ def write_piece(
         args: Its inputs on a frame.
         frames: Voxels of all frames, whose number bounds a sparse file's.
         folder: Where.
-        target: "tensorrt", "onnxruntime" or "bpu".
+        target: Name of an engine, as `ExportTarget`.
         march: Of a BPU.
+        cpu: Where files for a CPU shall run: "vnni" or "any".
 
     Raises:
         InputError: The exporter refuses it.
     """
     path = folder / f"{piece.file.name}.onnx"
+    engine = engine_of(target)
     try:
         if piece.kind == "sparse":
-            return _sparse(piece, args, frames, path, target)
+            return _sparse(piece, args, frames, path, engine, cpu)
         if piece.kind == "float":
-            return _float(piece, args, path, target)
-        return _quantized(piece, args, path, "horizon" if piece.kind == "bpu" else target, march)
+            return _float(piece, args, path, engine)
+        return _quantized(piece, args, path, engine, march, cpu)
     except ValueError as error:
         raise InputError(f"{piece.file.name} cannot be exported: {error}") from error
 
 
+def engine_of(target: str) -> Any:
+    """The `bevquant_export.Target` of a target of this command."""
+    from bevquant_export import find_target
+
+    return find_target("horizon" if target == "bpu" else target)
+
+
 def _quantized(
-    piece: Piece, args: tuple[Any, ...], path: Path, profile: str, march: str
+    piece: Piece, args: tuple[Any, ...], path: Path, engine: Any, march: str, cpu: str
 ) -> Written:
     from bevquant_export import export_qdq_onnx
 
-    more: dict[str, Any] = {"march": march} if profile == "horizon" else {}
+    more = {"march": march} if engine.name == "horizon" else engine.fastest(cpu)
     made = export_qdq_onnx(
         piece.fake_module,
         args,
         path,
-        profile,
+        engine.name,
         input_names=list(piece.file.inputs),
         output_names=list(piece.file.outputs),
         **more,
     )
+    if made.sum_ranges:  # the integer model adds as the file does
+        piece = replace(piece, lower=partial(_with_sums, made.sum_ranges))
     return Written(
-        piece, path, made, profile, runs_in_float=tuple(made.floats), notes=tuple(made.notes)
+        piece, path, made, engine.name, runs_in_float=tuple(made.floats), notes=tuple(made.notes)
     )
 
 
-def _float(piece: Piece, args: tuple[Any, ...], path: Path, target: str) -> Written:
+def _with_sums(sums: Mapping[str, float], module: Any, args: tuple[Any, ...]) -> Callable[..., Any]:
+    from bevquant_int8sim import simulate
+
+    return simulate(module, args, integer_sums=sums)
+
+
+def _float(piece: Piece, args: tuple[Any, ...], path: Path, engine: Any) -> Written:
     from bevquant_export import export_float_onnx
 
     made = export_float_onnx(
@@ -100,8 +119,9 @@ def _float(piece: Piece, args: tuple[Any, ...], path: Path, target: str) -> Writ
         input_names=list(piece.file.inputs),
         output_names=list(piece.file.outputs),
         tolerance=None,  # held against torch along with the other files
+        half=engine.form.half,
     )
-    return Written(piece, path, made, "tensorrt" if target == "tensorrt" else "onnxruntime")
+    return Written(piece, path, made, "onnxruntime" if engine.name == "horizon" else engine.name)
 
 
 def _sparse(
@@ -109,12 +129,16 @@ def _sparse(
     args: tuple[Any, ...],
     frames: Sequence[tuple[Any, ...]],
     path: Path,
-    target: str,
+    engine: Any,
+    cpu: str,
 ) -> Written:
-    from bevquant_export import export_sparse_onnx
+    from bevquant_export import export_sparse_onnx, find_target
 
-    dialect = "libspconv" if target == "tensorrt" else "portable"
-    made = export_sparse_onnx(piece.fake_module, args, path, dialect=dialect, batches=frames)
+    dialect = engine.sparse
+    more = find_target(dialect).fastest(cpu)
+    made = export_sparse_onnx(
+        piece.fake_module, args, path, dialect=dialect, batches=frames, **more
+    )
     bounds = [layer.output_bound for layer in made.layers if layer.output_bound is not None]
     floats = tuple(
         f"{layer.path}: fp16: its input or weight is not quantized"
@@ -122,6 +146,6 @@ def _sparse(
         if layer.precision != "int8"
     )
     if dialect == "portable":  # takes any number of voxels
-        return Written(piece, path, made, "onnxruntime", runs_in_float=floats)
+        return Written(piece, path, made, "portable", runs_in_float=floats)
     bound = max(bounds, default=None)
     return Written(piece, path, made, "libspconv", voxel_bound=bound, runs_in_float=floats)

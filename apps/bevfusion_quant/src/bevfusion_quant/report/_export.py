@@ -27,9 +27,13 @@ HOW_TO_READ = (
 ENGINES = {
     "tensorrt": "TensorRT and libspconv were not run: files for them run node by node as they are "
     "written, in onnxruntime and in this project's integers.",
+    "tensorrt11": "TensorRT 11 and libspconv were not run: files for them run node by node as they "
+    "are written, in onnxruntime and in this project's integers.",
     "onnxruntime": "The files ran in onnxruntime as they will in use, with all its optimisations.",
+    "openvino": "Dense files ran in OpenVINO as they will in use, the sparse one in onnxruntime.",
     "bpu": "hb_mapper was not run: its files run node by node as they are written, in onnxruntime.",
 }
+ENGINES["tensorrt10"] = ENGINES["tensorrt"]
 
 
 def export_section(made: ExportedSet) -> Section:

@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from bevquant_export.dense._graph import Array
+from bevquant_export.dense._half import in_half
 from bevquant_export.dense._profile import profile_of
 from bevquant_export.dense._program_of import QdqProgram, inputs_of, program_of
 from bevquant_export.dense._runnable import forced, session
@@ -121,7 +122,9 @@ def compare_qdq_onnx(file: QdqFile, model: nn.Module, args: Any) -> tuple[Tensor
         >>> [(t.op, t.different, t.unexplained) for t in compare_qdq_onnx(file, quantized, x)]
         [('quantize', 0, 0), ('conv', 0, 0)]
     """
-    integer = program_of(model, args, verify=False)  # it was, before the file was written
+    integer = program_of(
+        model, args, file.sum_ranges or False, verify=False
+    )  # it was, before the file was written
     rows, _ = compared(file, file.path.read_bytes(), integer, args, session, outputs=False)
     return rows
 
@@ -151,6 +154,8 @@ def compared(
     """
     found: dict[str, tuple[Step, str, Any]] = {}
     inputs: dict[str, Any] = {}
+    profile = profile_of(file.profile)
+    args = in_half(args) if profile.half else args
     read = _read_by_rounding(integer)
     held = {n: v.cpu().numpy() for n, v in inputs_of(integer.program, args) if n in read}
 
@@ -169,15 +174,16 @@ def compared(
             f"compare_qdq_onnx: {file.path.name} has {sorted(missing)[0]!r}, which the model does "
             "not make; compare it with the model that it was written from"
         )
-    profile = profile_of(file.profile)
     for name, value in zip(file.inputs, _tensors(args), strict=True):
         inputs[name] = value.detach().cpu().numpy()
     for tensor, (_, _, value) in found.items():
         inputs[tensor] = (value.astype(np.int32) + profile.zero).astype(profile.dtype)
     proto, made = forced(content, tuple(found))
-    running = run_in(proto, optimised=file.profile == "onnxruntime")
+    running = run_in(proto, profile.runner)
     taken = {port.name for port in running.get_inputs()}
     given = {name: value for name, value in inputs.items() if name in taken}
+    if profile.half:
+        given = {n: v.astype(np.float16) if v.dtype == np.float32 else v for n, v in given.items()}
     own = [name for name in file.outputs if outputs and name not in made]
     results = dict(zip([*made, *own], running.run([*made.values(), *own], given), strict=True))
     ties = Ties(integer.program, held, profile)

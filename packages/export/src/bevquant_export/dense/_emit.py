@@ -13,7 +13,7 @@ from bevquant_export.dense._moves import keeps_scale, moved
 from bevquant_export.dense._results import finished
 from bevquant_export.dense._sizes import Sizes
 from bevquant_export.dense._source import Integers, Ref, Source, Step
-from bevquant_export.dense._weighted import unflattened, weighted_layer
+from bevquant_export.dense._weighted import block_of, unflattened, weighted_layer
 
 __all__ = ["emit"]
 
@@ -67,7 +67,7 @@ class _Emitter:
             self.several[made] = [self._finished(step, Held(part), form) for part in result]
             self.held.update({f"{made}[{i}]": h for i, h in enumerate(self.several[made])})
         else:
-            held = Held(result) if isinstance(result, str) else result
+            held = Held(result, low=self._least(step, form)) if isinstance(result, str) else result
             held = self._finished(step, held, form)
             self.held[made] = unflattened(self.graph, step, held, self.sizes)
         if step.attributes.get("on_cpu"):
@@ -81,8 +81,17 @@ class _Emitter:
 
     def _finished(self, step: Step, held: Held, form: Any) -> Held:
         return finished(
-            self.graph, step.path, held, form, step.attributes, kept=self._is_kept(step, form)
-        )
+            self.graph, step.path, held, form, step.attributes,
+            kept=self._is_kept(step, form), block=block_of(self.graph, step),
+        )  # fmt: skip
+
+    def _least(self, step: Step, form: Any) -> int | None:
+        """What no integer of the result lies below, as none of what it is moved or chosen from."""
+        first = self.held.get(step.inputs[0]) if step.inputs else None
+        chosen = keeps_scale(step) and step.attributes.get("what") not in ("pad", "clamp")
+        if first is None or not chosen or self.source.form(step.inputs[0]) != form:
+            return None
+        return first.low
 
     def _is_kept(self, step: Step, form: Any) -> bool:
         """Whether the result has its input's scale, and the runtime wants no pair to say so."""

@@ -12,6 +12,7 @@ from torch import nn
 
 from bevquant_export.dense._emit import emit
 from bevquant_export.dense._graph import Graph
+from bevquant_export.dense._half import half_typed
 from bevquant_export.dense._mapper_settings import MARCHES, write_settings
 from bevquant_export.dense._model_file import assemble
 from bevquant_export.dense._ports import input_names as named_inputs
@@ -55,13 +56,17 @@ def export_qdq_onnx(
     (``layer1.0.conv1.weight``). Nothing but operators on a list is written: everything else is
     refused by name.
 
-    Profiles:
+    Profiles (`bevquant_export.target_names` lists all):
 
-    * ``"tensorrt"``: opset 13, int8 with zero point 0, float bias. Weights are float numbers, each
-      an integer times its scale, in front of a pair of their own, which every version since 8
-      reads. Transposed convolutions have one scale, or float weights.
+    * ``"tensorrt10"``, or ``"tensorrt"``: opset 13, int8 with zero point 0, float bias. Weights
+      are float numbers, each an integer times its scale, in front of a pair of their own, which
+      every version since 8 reads. Transposed convolutions have one scale, or float weights.
+    * ``"tensorrt11"``: the same pairs, and the types that a strongly typed network takes from its
+      file: float16 inputs, outputs and float operations, float32 from pair to pair.
     * ``"onnxruntime"``: opset 13, uint8 with zero point 128, int32 bias, a ReLU as Clip on the
-      integers: convolutions, additions, concatenations and pooling run in integers.
+      integers: convolutions, additions, concatenations and pooling run in integers; a
+      transposed convolution whose windows lie side by side is a 1×1 one and a DepthToSpace.
+    * ``"openvino"``: the same with int8 weights, which it alone takes as integers.
     * ``"horizon"``: opset 11, int8 with zero point 0, scales ⟨1⟩ or ⟨C⟩ without axis and as nodes
       of their own, nodes named ``<operator>_<place>``, no pair behind what keeps its input's scale,
       hb_mapper's settings next to the file, with the nodes that it must leave in float.
@@ -72,7 +77,7 @@ def export_qdq_onnx(
             which is written as it evaluates. It is not changed.
         args: A tuple of positional inputs, a dict of named ones, or one input; float32.
         path: The file. It appears whole or not at all.
-        profile: ``"tensorrt"``, ``"onnxruntime"`` or ``"horizon"``.
+        profile: One of the above, or the name of another `QdqTarget`.
         input_names: One for each tensor among `args`; the parameters' names by default.
         output_names: One for each tensor returned; keys and places by default.
         dynamic_batch: Let the first axis of the inputs have any size. The model runs on twice the
@@ -80,9 +85,10 @@ def export_qdq_onnx(
         weights: For onnxruntime: ``"uint8"`` (the default) is exact on every CPU; ``"int8"`` is
             faster, but saturates on x86 without VNNI unless ``session.x64quantprecision`` is 1.
         integer_sums: For onnxruntime: a sum that reads a convolution's accumulators, as behind a
-            `residual_quantizer`, makes that convolution run in float, exactly. True quantizes the
-            accumulators too, to their range on `args`, and both run in integers: up to one step
-            off. Not needed where the model has a `QuantAdd`.
+            `residual_quantizer`, makes that convolution run in float, exactly. True rounds them to
+            eight bits first, with their range on `args`, and both run in integers: the file then
+            holds what ``simulate(integer_sums=True)`` computes. Not needed where the model has a
+            `QuantAdd`.
         march: For horizon: ``"bernoulli2"``, ``"bayes"`` or ``"bayes-e"``.
         verify: Hold the integer model against `model`, and the file against the integer model, on
             `args` before the file gets its name: in onnxruntime, or in ONNX's own reference where
@@ -115,17 +121,18 @@ def export_qdq_onnx(
     chosen = profile_of(profile, weights)
     if march not in MARCHES:
         raise ValueError(f"export_qdq_onnx: march={march!r}: expected one of {MARCHES}")
-    if integer_sums and profile != "onnxruntime":
+    if integer_sums and not chosen.integer_relu:
         raise ValueError(
             f"export_qdq_onnx: integer_sums=True with profile={profile!r}: expected 'onnxruntime'; "
             "the others add to accumulators themselves"
         )
-    import onnx
 
     target = Path(path)
     if not target.parent.is_dir():
         raise ValueError(f"export_qdq_onnx: there is no folder {target.parent}; make it first")
-    source = read_model(model, args, dynamic_batch=dynamic_batch, verify=verify)
+    source = read_model(
+        model, args, dynamic_batch=dynamic_batch, integer_sums=integer_sums, verify=verify
+    )
     inputs = named_inputs(source, input_names)
     outputs = named_outputs(source, output_names)
     graph, sizes = Graph(chosen), Sizes(source)
@@ -137,6 +144,8 @@ def export_qdq_onnx(
     proto = assemble(
         graph, shapes_in, shapes_out, [(made[ref].name, name) for ref, name in outputs]
     )
+    if chosen.half:
+        proto = half_typed(proto)
     on_cpu = tuple(node.name for node in graph.on_cpu)
     fixed = [f"{name}: is {value!r} in the file" for name, value in source.fixed.items()]
     file = QdqFile(
@@ -148,15 +157,16 @@ def export_qdq_onnx(
         integers={name: held.integers for name, held in made.items() if held.integers},
         floats=tuple(f"{i.path}: {i.what}: {i.reason}" for i in source.program.islands),
         notes=(*graph.notes, *fixed),
-        run_on_cpu=on_cpu if profile == "horizon" else (),
+        run_on_cpu=on_cpu if chosen.name == "horizon" else (),
+        sum_ranges=dict(source.sum_ranges),
     )
     if verify:
         ran, rows = verified(
             file, proto.SerializeToString(), source.integer, args, integer_sums=integer_sums
         )
         file = replace(file, verified=ran, differences=rows)
-    onnx.helper.set_model_props(proto, {"verified": file.verified})
+    proto.metadata_props.add(key="verified", value=file.verified)
     write_whole(target, proto.SerializeToString(deterministic=True))
-    if profile != "horizon":
+    if chosen.name != "horizon":
         return file
     return replace(file, settings=write_settings(target, march, on_cpu))

@@ -31,11 +31,13 @@ class Held:
         integers: The integers that these come from; empty where they come from floats, and where
             they are handed on without a pair of their own.
         form: Scale of the integers.
+        low: None of these integers lies below it, where that is known, without zero point.
     """
 
     name: str
     integers: str = ""
     form: Integers | None = None
+    low: int | None = None
 
 
 class Graph:
@@ -94,12 +96,21 @@ class Graph:
     # Quantization
 
     def quantized(
-        self, path: str, held: str, form: Integers, low: int | None = None, high: int | None = None
-    ) -> Held:
-        """QuantizeLinear and DequantizeLinear behind `held`, integers clipped where asked."""
+        self, path: str, held: str, form: Integers, low: int | None = None, high: int | None = None,
+        *, block: int = 0,
+    ) -> Held:  # fmt: skip
+        """QuantizeLinear and DequantizeLinear behind `held`.
+
+        Integers are clipped where asked, and `block`² channels become pixels.
+        """
         self._check(path, form)
         q = self.node("QuantizeLinear", path, [held, *self._scale(path, form)])
-        return self.dequantized(path, self.clipped(path, q, low, high), form)
+        q = self.clipped(path, q, low, high)
+        return self.dequantized(path, self.pixels(path, q, block) if block else q, form)
+
+    def pixels(self, path: str, name: str, block: int) -> str:
+        """Channels as pixels of square blocks, the block's pixels innermost among channels."""
+        return self.node("DepthToSpace", path, [name], blocksize=block, mode="CRD")
 
     def dequantized(self, path: str, q: str, form: Integers) -> Held:
         """DequantizeLinear behind integers."""

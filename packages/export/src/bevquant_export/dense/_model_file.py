@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from bevquant_export.dense._graph import Graph
+from bevquant_export.targets._cpu import CPU_KEY
 
 __all__ = ["assemble"]
 
@@ -61,6 +62,8 @@ def assemble(
         opset_imports=[helper.make_opsetid("", graph.profile.opset)],
         ir_version=_IR_VERSIONS[graph.profile.opset],
     )
+    if graph.profile.weight == "int8":
+        helper.set_model_props(proto, {CPU_KEY: "vnni"})
     onnx.checker.check_model(proto, full_check=graph.profile.axis)
     return proto
 

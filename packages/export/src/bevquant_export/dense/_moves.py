@@ -72,7 +72,7 @@ def moved(
         return graph.node("Expand", path, [read(first.name), graph.numbers(shape)])
     if what in ("pixel_shuffle", "PixelShuffle"):
         factor = math.isqrt(sizes.of(first.name)[1] // sizes.of(output)[1])
-        return graph.node("DepthToSpace", path, [read(first.name)], blocksize=factor, mode="CRD")
+        return graph.pixels(path, read(first.name), factor)
     if what in _SHUFFLES and len(args) == 2:
         return _shuffled(graph, step, read(first.name), int(args[1]), sizes)
     if what in ("repeat", "tile") and len(args) > 1:

@@ -8,11 +8,12 @@ from typing import Any, Protocol
 from torch import nn
 
 from bevquant_int8sim import IntegerModel, simulate
-from bevquant_int8sim.program import Program, Ref, Step, arguments, leaf_names
+from bevquant_int8sim.program import Program, Ref, Step, arguments, names_in
 
-__all__ = ["Observe", "QdqProgram", "inputs_of", "is_simulated", "program_of"]
+__all__ = ["Observe", "QdqProgram", "Sums", "inputs_of", "is_simulated", "program_of"]
 
 Observe = Callable[[Step, tuple[Any, ...], tuple[Any, ...]], None]
+Sums = bool | Mapping[str, float]
 _HOOK = "__qdq_program__"
 
 
@@ -50,25 +51,26 @@ class QdqProgram(Protocol):
 class _Simulated:
     """A `bevquant_qnn` model."""
 
-    def __init__(self, model: nn.Module, args: Any, verify: bool) -> None:
+    def __init__(self, model: nn.Module, args: Any, sums: Sums, verify: bool) -> None:
         try:
-            self._integer: IntegerModel = simulate(model, args, verify=verify)
+            self._integer: IntegerModel = simulate(model, args, integer_sums=sums, verify=verify)
         except (TypeError, ValueError) as error:
             message = str(error).replace("simulate:", "export_qdq_onnx:", 1)
             raise type(error)(message) from error
-        self._model, self._args = model, args
 
     @property
     def program(self) -> Program:
         return self._integer.program
 
     @property
+    def sum_ranges(self) -> Mapping[str, float]:
+        return self._integer.sum_ranges
+
+    @property
     def names(self) -> Mapping[str, str]:
         assert self._integer.source is not None
-        traced = self._integer.source.traced
-        given = dict(inputs_of(self.program, self._args))
-        called = leaf_names(self._model, traced.arguments, numbers=traced.numbers)
-        return dict(zip(given, called, strict=True))
+        called = self._integer.source.graph.input_names
+        return dict(zip(names_in(self.program.signature), called, strict=True))
 
     def run(self, inputs: Any, *, observe: Observe) -> Any:
         returned, _ = self._integer.run(inputs, record=False, observe=observe)
@@ -80,8 +82,15 @@ def is_simulated(program: QdqProgram) -> bool:
     return isinstance(program, _Simulated)
 
 
-def program_of(model: nn.Module, args: Any, *, verify: bool) -> QdqProgram:
-    """Read a model, and with `verify` hold its integers against it on `args`.
+def program_of(model: nn.Module, args: Any, sums: Sums = False, *, verify: bool) -> QdqProgram:
+    """Read a model.
+
+    Args:
+        model: The model.
+        args: Example inputs.
+        sums: What sums read of layers, as ``simulate(integer_sums=…)`` takes it; a package that
+            reads its models itself has its own answer.
+        verify: Hold the integers against the model on `args`.
 
     Raises:
         TypeError: No module.
@@ -92,7 +101,7 @@ def program_of(model: nn.Module, args: Any, *, verify: bool) -> QdqProgram:
         if read is not None:
             found: QdqProgram = read(model, args)
             return found
-    return _Simulated(model, args, verify)
+    return _Simulated(model, args, sums, verify)
 
 
 def inputs_of(program: Program, args: Any) -> Iterator[tuple[str, Any]]:

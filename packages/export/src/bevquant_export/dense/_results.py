@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from bevquant_export.dense._graph import Graph, Held
@@ -13,7 +14,7 @@ __all__ = ["finished"]
 
 def finished(
     graph: Graph, path: str, held: Held | str, form: Any, attributes: Mapping[str, Any],
-    *, kept: bool = False,
+    *, kept: bool = False, block: int = 0,
 ) -> Held:  # fmt: skip
     """What a step stores, given what its operator makes.
 
@@ -24,18 +25,28 @@ def finished(
         form: Form of the result.
         attributes: Of the step: ``relu``, ``ceiling`` (in units of the form).
         kept: The result lies on the form's grid already, and gets no pair.
+        block: Side of the block of pixels that the result's channels still have to become.
     """
     held = Held(held) if isinstance(held, str) else held
+    if block and not (graph.profile.integer_relu and isinstance(form, Integers)):
+        held, block = Held(graph.pixels(path, held.name, block)), 0
     relu, ceiling = bool(attributes.get("relu")), attributes.get("ceiling")
     if not isinstance(form, Integers):
         return Held(_limited(graph, path, held.name, ceiling)) if relu else held
     if graph.profile.integer_relu:
-        low = 0 if relu else form.low if form.narrow else None
+        least = 0 if relu else form.low if form.narrow else None
+        same = held.form in (None, form)
+        known = held.low if same or held.low == 0 else None  # 0 is 0 in every scale
+        # A Clip that repeats a range is left out.
+        low = None if known is not None and least is not None and known >= least else least
         if held.form == form:
             if low is None and ceiling is None:
                 return held
-            return graph.dequantized(path, graph.clipped(path, held.integers, low, ceiling), form)
-        return graph.quantized(path, held.name, form, low, ceiling)
+            made = graph.dequantized(path, graph.clipped(path, held.integers, low, ceiling), form)
+        else:
+            made = graph.quantized(path, held.name, form, low, ceiling, block=block)
+        bounds = [bound for bound in (known, least) if bound is not None]
+        return replace(made, low=max(bounds, default=None))
     if held.form == form and not relu:
         return held
     if form.narrow and not relu:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
+
+from bevquant_export.targets._cpu import cpu_at_hand, cpu_of
 
 __all__ = ["any_session", "forced", "lifted", "session"]
 
@@ -81,8 +87,19 @@ def forced(content: bytes, tensors: tuple[str, ...]) -> tuple[Any, dict[str, str
     return proto, made
 
 
-def session(proto: Any, *, optimised: bool) -> Any:
-    """An onnxruntime session on the CPU, with all its optimisations or none."""
+def session(proto: Any, runner: str) -> Any:
+    """What runs a model on the CPU, with onnxruntime's ``get_inputs`` and ``run``.
+
+    Args:
+        proto: The model.
+        runner: ``"onnxruntime"`` with all its optimisations, ``"plain"`` for it without any, or
+            ``"openvino"``.
+
+    Raises:
+        ImportError: It is not installed; the extra that installs it is named.
+    """
+    if runner == "openvino":
+        return _OpenVino(proto)
     try:
         import onnxruntime  # type: ignore[import-untyped]
     except ImportError as error:
@@ -91,12 +108,51 @@ def session(proto: Any, *, optimised: bool) -> Any:
         ) from error
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
-    if not optimised:
+    if runner == "plain":
         level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.graph_optimization_level = level
     return onnxruntime.InferenceSession(
         proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
     )
+
+
+@dataclass(frozen=True)
+class _Input:
+    name: str
+
+
+class _OpenVino:
+    """A model compiled by OpenVINO, called like a session of onnxruntime."""
+
+    def __init__(self, proto: Any) -> None:
+        try:
+            import openvino  # type: ignore[import-not-found,import-untyped,unused-ignore]
+        except ImportError as error:
+            raise ImportError(
+                "compare_qdq_onnx needs openvino for a file of profile 'openvino': pip install "
+                "'bevquant-export[openvino]'"
+            ) from error
+        self._core = openvino.Core()
+        self._proto = proto
+        made = {value.name for value in proto.graph.initializer}
+        self._inputs = [_Input(p.name) for p in proto.graph.input if p.name not in made]
+
+    def get_inputs(self) -> list[_Input]:
+        return self._inputs
+
+    def run(self, names: list[str], given: Mapping[str, Any]) -> list[Any]:
+        from onnx import helper
+
+        # Integer kernels are chosen for known shapes, and an input without any ends the process.
+        for port in self._proto.graph.input:
+            kind = port.type.tensor_type.elem_type
+            shape = list(given[port.name].shape)
+            port.CopyFrom(helper.make_tensor_value_info(port.name, kind, shape))
+        # Float layers in float32, as the file says: by default some CPUs take bfloat16.
+        settings = {"INFERENCE_PRECISION_HINT": "f32"}
+        model = self._core.read_model(self._proto.SerializeToString())
+        made = self._core.compile_model(model, "CPU", settings)(dict(given))
+        return [made[name] for name in names]
 
 
 class _Reference:
@@ -115,12 +171,18 @@ class _Reference:
         return list(self._evaluator.run(names, feed))
 
 
-def any_session(proto: Any, *, optimised: bool) -> tuple[Any, str]:
-    """A session of onnxruntime, or where it is not installed ONNX's reference; and its name."""
-    try:
-        import onnxruntime
-    except ImportError:
-        import onnx
+def any_session(proto: Any, runner: str) -> tuple[Any, str]:
+    """What runs a model here, and its name.
 
-        return _Reference(proto), f"onnx.reference {onnx.__version__}"
-    return session(proto, optimised=optimised), f"onnxruntime {onnxruntime.__version__}"
+    OpenVINO's files run in onnxruntime where it is not installed, and where neither is, all run in
+    ONNX's reference. A file for CPUs that sum exactly runs as it is written on others.
+    """
+    if cpu_of(proto) == "vnni" and cpu_at_hand() == "any":
+        runner = "plain"
+    if runner == "openvino":
+        if find_spec("openvino") is not None:
+            return session(proto, runner), f"openvino {version('openvino')}"
+        runner = "plain"
+    if find_spec("onnxruntime") is not None:
+        return session(proto, runner), f"onnxruntime {version('onnxruntime')}"
+    return _Reference(proto), f"onnx.reference {version('onnx')}"

@@ -49,6 +49,7 @@ class Source:
         inputs: Tensors that a call takes, in order, to the parameters that they go to.
         fixed: Numbers among the arguments, which are constants of the file.
         ranges: Accumulators that a sum reads to their largest absolute value in the run.
+        sum_ranges: Ranges that sums' operands have in the program itself (`IntegerModel`).
         integer: What the program was read from, to run it again.
     """
 
@@ -60,6 +61,7 @@ class Source:
     inputs: Mapping[str, str]
     fixed: Mapping[str, Any]
     ranges: Mapping[str, float]
+    sum_ranges: Mapping[str, float]
     integer: QdqProgram
 
     def form(self, name: str) -> Any:
@@ -67,7 +69,14 @@ class Source:
         return self.program.values[name].form
 
 
-def read_model(model: nn.Module, args: Any, *, dynamic_batch: bool, verify: bool = True) -> Source:
+def read_model(
+    model: nn.Module,
+    args: Any,
+    *,
+    dynamic_batch: bool,
+    integer_sums: bool = False,
+    verify: bool = True,
+) -> Source:
     """Lower `model` and run it on `args`.
 
     Raises:
@@ -75,7 +84,7 @@ def read_model(model: nn.Module, args: Any, *, dynamic_batch: bool, verify: bool
         ValueError: Not calibrated, not traceable, in training mode, a sparse model, inputs of
             another type than float32, or a batch that cannot vary.
     """
-    integer = program_of(model, args, verify=verify)
+    integer = program_of(model, args, integer_sums, verify=verify)
     program = integer.program
     if program.sparse_inputs or any(step.op in ("sites", "sparse_conv") for step in program.steps):
         path = next((s.path for s in program.steps if s.op in ("sites", "sparse_conv")), "an input")
@@ -108,6 +117,7 @@ def read_model(model: nn.Module, args: Any, *, dynamic_batch: bool, verify: bool
         {name: called[name] for name, value in given.items() if isinstance(value, Tensor)},
         {called[name]: value for name, value in given.items() if not isinstance(value, Tensor)},
         ranges,
+        getattr(integer, "sum_ranges", {}),
         integer,
     )  # fmt: skip
 

@@ -19,6 +19,7 @@ __all__ = ["Ties"]
 
 _UNIT = 2.0**-24  # largest relative error of one rounding to float32
 _ROUNDINGS = 8  # of a rescaled value: sum, three scales, their product and quotient, the result
+_HALVES = 4 * 2.0**-11  # of a float tensor in half precision, two operations behind integers
 _SPREAD = 4.0  # standard deviations of a float32 sum's error
 _LAYERS = ("conv", "conv_transpose", "linear")
 _MOST, _AT_ONCE = 100_000, 2048
@@ -127,7 +128,8 @@ class Ties:
         except ValueError:
             return None
         read = values[tuple(places.T)] * self._scale(name)
-        return _Real(read, 2 * _UNIT * np.abs(read))
+        half = self._profile.half and not isinstance(self._forms[name], Integers)
+        return _Real(read, (_HALVES if half else 2 * _UNIT) * np.abs(read))
 
     def _resized(self, step: Step, places: Array, shape: tuple[int, ...]) -> _Real | None:
         """Bilinear resizing by torch, in float64. Coordinates are float32 elsewhere."""
@@ -175,8 +177,12 @@ class Ties:
                 rounded = unit / 2  # to int32, by the file or by onnxruntime itself
             value, largest = value + bias, largest + np.abs(bias)
         integer = self._profile.integer_bias and step.op != "conv_transpose"
+        if self._profile.runner == "openvino":  # adds the bias to rounded products of the sums
+            rounded = rounded + _ROUNDINGS * _UNIT * (np.abs(total * unit) + np.abs(value))
         if integer and isinstance(made, Integers):
             return _Real(value, rounded)
+        if self._profile.half and step.op == "conv_transpose":  # each factor is a half
+            rounded = rounded + _HALVES * (np.abs(value) + largest / math.sqrt(terms))
         return _Real(value, rounded + _SPREAD * math.sqrt(terms) * _UNIT * largest)
 
 

@@ -17,6 +17,7 @@ __all__ = ["verified"]
 
 _FEW = 4
 _FLOAT = 2.0**-10  # of an output's largest value: float32 functions of the same integers
+_HALF = 2.0**-6  # float16 functions
 _ENERGY = 1e-4
 _NOTHING = 1e-4  # what normalising a constant makes of rounding
 # Of models that round floats themselves (`bevquant_hybrid`), whose values are float32 sums: the
@@ -41,17 +42,19 @@ def verified(
     """
     ran = ""
 
-    def run_in(proto: Any, *, optimised: bool) -> Any:
+    def run_in(proto: Any, runner: str) -> Any:
         nonlocal ran
-        made, ran = any_session(proto, optimised=optimised)
+        made, ran = any_session(proto, runner)
         return made
 
     rows, outputs = compared(file, content, integer, args, run_in, outputs=True)
-    share = 0.0
+    profile = profile_of(file.profile)
+    share = _FLOAT_SUMS if profile.half else 0.0
     if not is_simulated(integer):
-        share = _FLOAT_BIASES if profile_of(file.profile).integer_bias else _FLOAT_SUMS
+        share = _FLOAT_BIASES if profile.integer_bias else _FLOAT_SUMS
+    rounded_sums = integer_sums and not is_simulated(integer)
     for row in rows:
-        most = 1.0 if integer_sums and row.op == "add" else share
+        most = 1.0 if rounded_sums and row.op == "add" else share
         few = row.largest <= 1 and row.unexplained <= max(_FEW, most * row.elements)
         if row.is_wrong and not (most and few):
             raise ValueError(
@@ -61,7 +64,7 @@ def verified(
                 "nothing was written. verify=False writes it all the same"
             )
     for name, (want, got) in outputs.items():
-        if not _alike(want, got):
+        if not _alike(want, got, _HALF if profile.half else _FLOAT):
             raise ValueError(
                 f"export_qdq_onnx: output {name}: what {ran} makes of it on the example inputs is "
                 "not what the integer model returns, though every quantized tensor before it is: "
@@ -71,7 +74,7 @@ def verified(
     return ran, rows
 
 
-def _alike(want: Array, got: Array) -> bool:
+def _alike(want: Array, got: Array, tolerance: float) -> bool:
     if want.shape != got.shape:
         return False
     want, got = want.astype(np.float64), got.astype(np.float64)
@@ -79,5 +82,5 @@ def _alike(want: Array, got: Array) -> bool:
     with np.errstate(invalid="ignore"):
         apart = np.where(same, 0.0, np.abs(want - got))
     finite = np.where(np.isfinite(want), want, 0.0)
-    bound = _FLOAT * np.abs(finite).max(initial=0.0) + _NOTHING
+    bound = tolerance * np.abs(finite).max(initial=0.0) + _NOTHING
     return bool((apart <= bound).all() or (apart**2).sum() <= _ENERGY * (finite**2).sum())

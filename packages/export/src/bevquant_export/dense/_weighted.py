@@ -12,7 +12,7 @@ from bevquant_export.dense._moves import reshaped
 from bevquant_export.dense._sizes import Sizes
 from bevquant_export.dense._source import Integers, Step
 
-__all__ = ["unflattened", "weighted_layer"]
+__all__ = ["block_of", "unflattened", "weighted_layer"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,8 +38,46 @@ class _Weight:
         return each[0] if bool((each == each[0]).all()) else None
 
 
+def block_of(graph: Graph, step: Step) -> int:
+    """Side of the blocks that a transposed convolution writes side by side; 0 for all others."""
+    if step.op != "conv_transpose" or not graph.profile.depth_to_space:
+        return 0
+    attributes = step.attributes
+    sides = {*step.tensors["weight"].shape[2:], *attributes["stride"]}
+    nothing = {*attributes["padding"], *attributes["output_padding"]} <= {0}
+    flat = step.tensors["weight"].dim() == 4 and {*attributes["dilation"]} == {1}
+    return int(sides.pop()) if len(sides) == 1 and nothing and flat else 0
+
+
+def _as_convolution(step: Step, block: int) -> Step:
+    r"""The transposed convolution as one of 1×1, whose channels are the block's pixels.
+
+    With kernel and stride k no two windows meet:
+
+    .. math:: y_{o,\,kh+i,\,kw+j} = b_o + \sum_c x_{c,h,w}\, W_{c,o,i,j}
+
+    which is channel :math:`(o k + i) k + j` of a convolution at (h, w).
+    """
+    weight, groups = step.tensors["weight"], step.attributes["groups"]
+    channels, outputs = weight.shape[:2]
+    split = weight.reshape(groups, channels // groups, outputs * block**2).transpose(1, 2)
+    tensors = {
+        name: value.repeat_interleave(block**2) if value.dim() and value.numel() > 1 else value
+        for name, value in step.tensors.items()
+        if name != "weight"
+    }
+    tensors["weight"] = split.reshape(-1, channels // groups, 1, 1).contiguous()
+    settings = {"stride": (1, 1), "padding": ((0, 0), (0, 0)), "dilation": (1, 1), "groups": groups}
+    return replace(step, op="conv", tensors=tensors, attributes={**step.attributes, **settings})
+
+
 def weighted_layer(graph: Graph, step: Step, x: Held, form: Any, sizes: Sizes) -> str:
-    """The layer's nodes up to its float result, which a ReLU or a quantizer follows."""
+    """The layer's nodes up to its float result, which a ReLU or a quantizer follows.
+
+    Where `block_of` is not 0 the result's channels still have to become pixels.
+    """
+    block = block_of(graph, step)
+    step = _as_convolution(step, block) if block else step
     attributes, path = step.attributes, step.path
     weight = _Weight(
         step.tensors["weight"].cpu().numpy(),

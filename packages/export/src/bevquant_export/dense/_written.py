@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,8 @@ class QdqFile:
         notes: What is other than one might expect, by module.
         settings: hb_mapper's YAML next to the file; ``None`` for other profiles.
         run_on_cpu: Nodes that hb_mapper must leave in float.
+        sum_ranges: Ranges of what sums read in eight bits of its own, by tensor: what
+            ``simulate(integer_sums=…)`` takes to compute the same integers.
         verified: What ran the file on the example inputs before it got its name, as in its
             metadata; ``"no"`` where nothing did.
         differences: What was found, tensor by tensor, as from `compare_qdq_onnx`.
@@ -43,5 +46,6 @@ class QdqFile:
     notes: tuple[str, ...] = ()
     settings: Path | None = None
     run_on_cpu: tuple[str, ...] = ()
+    sum_ranges: Mapping[str, float] = field(default_factory=dict)
     verified: str = "no"
     differences: tuple[TensorDifference, ...] = ()

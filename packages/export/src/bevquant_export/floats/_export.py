@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bevquant_export.dense._half import half_typed
 from bevquant_export.floats._compare import FloatDifference, differences
 from bevquant_export.floats._ports import called, tensors_in
 from bevquant_export.floats._ports import input_names as named_inputs
@@ -50,6 +51,7 @@ def export_float_onnx(
     output_names: Sequence[str] | None = None,
     opset: int = OPSET,
     tolerance: float | None = 1e-3,
+    half: bool = False,
 ) -> FloatFile:
     """Write a float module as ONNX through torch's exporter, and hold it against torch.
 
@@ -67,6 +69,8 @@ def export_float_onnx(
         opset: 18 or later.
         tolerance: Largest difference from torch allowed, relative to the largest absolute value of
             the output; ``None`` for a file that is not run.
+        half: Write float16 inputs, outputs, weights and operations, as TensorRT 11 takes its types
+            from the file. The comparison is made before, in float32.
 
     Returns:
         The file, its inputs and outputs, and how far it is from torch.
@@ -99,6 +103,8 @@ def export_float_onnx(
     if tolerance is not None:
         found = differences(proto, inputs, outputs)
         _hold(found, tolerance, module)
+    if half:
+        proto = half_typed(proto)
     write_whole(target, proto.SerializeToString(deterministic=True))
     return FloatFile(target, opset, _shapes(inputs), _shapes(outputs), found)
 

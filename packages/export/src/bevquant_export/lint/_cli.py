@@ -7,9 +7,19 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bevquant_export.lint._lint import RULES, lint_onnx
-from bevquant_export.lint._render import as_json, findings_table, rules_table
-from bevquant_export.lint._rule import TARGETS, quoted
+from bevquant_export.lint._engine_layers import match_layers, read_engine_layers
+from bevquant_export.lint._lint import lint_onnx, rules
+from bevquant_export.lint._predict import predict_layers
+from bevquant_export.lint._render import (
+    as_json,
+    findings_table,
+    layers_json,
+    layers_table,
+    rules_table,
+)
+from bevquant_export.lint._rule import quoted
+from bevquant_export.targets._cpu import CPUS
+from bevquant_export.targets._registry import find_target, target_names
 
 __all__ = ["main"]
 
@@ -32,21 +42,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog="Exits 1 on errors, 2 on wrong usage or an unreadable file, else 0.",
     )
     parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="the ONNX file")
-    parser.add_argument("--target", choices=TARGETS, help="what the file is for")
+    parser.add_argument("--target", choices=target_names(), help="what the file is for")
+    parser.add_argument("--cpu", choices=CPUS, help="where a file for a CPU shall run")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument(
+        "--layers", action="store_true", help="predict the type of every layer (TensorRT)"
+    )
+    parser.add_argument(
+        "--against", type=Path, metavar="LAYERS.json",
+        help="show the prediction beside what trtexec --exportLayerInfo wrote",
+    )  # fmt: skip
     parser.add_argument("--rules", action="store_true", help="list the rules and stop")
     given = parser.parse_args(arguments)
     if given.rules:
-        rules = [r for r in RULES if given.target is None or given.target in r.targets]
-        print(as_json(rules) if given.json else rules_table(rules))
+        target = None if given.target is None else find_target(given.target)
+        held = [rule for rule in rules() if target is None or target.holds(rule)]
+        print(as_json(held) if given.json else rules_table(held))
         return 0
     if given.file is None or given.target is None:
         parser.error("FILE and --target are needed (or --rules)")
+    if given.layers or given.against:
+        return _layers(given.file, find_target(given.target).name, given.against, given.json)
     try:
-        findings = lint_onnx(given.file, given.target)
+        findings = lint_onnx(given.file, given.target, cpu=given.cpu)
     except (OSError, ValueError) as error:
         print(f"bevquant-lint: cannot read {given.file}: {error}", file=sys.stderr)
         return 2
     name = quoted(given.file.name, plain=True)
     print(as_json(findings) if given.json else findings_table(findings, name, given.target))
     return int(any(finding.severity == "error" for finding in findings))
+
+
+def _layers(file: Path, target: str, against: Path | None, as_text: bool) -> int:
+    """Predicted layers, beside an engine's; 1 where the engine runs one otherwise."""
+    try:
+        predicted = predict_layers(file, target)
+        engine = None if against is None else read_engine_layers(against)
+    except (OSError, ValueError) as error:
+        print(f"bevquant-lint: cannot read {file}: {error}", file=sys.stderr)
+        return 2
+    matches = match_layers(predicted, engine or ())
+    print(layers_json(matches) if as_text else layers_table(matches, engine is not None))
+    return int(any(match.agrees is False for match in matches))

@@ -38,9 +38,9 @@ SCALES = _rule(
 )
 MIXED = _rule(
     4,
-    "weights next to UINT8 activations are UINT8 with zero point 128: UINT8 times INT8 saturates "
-    "on CPUs without VNNI",
-    "write them so (w + 128), or set session.x64quantprecision=1 on such CPUs",
+    "in a file for any CPU, weights next to UINT8 activations are UINT8 with zero point 128: UINT8 "
+    "times INT8 saturates on x86 without VNNI",
+    "write them so (w + 128), or say that the file is for CPUs with VNNI (--cpu vnni)",
 )
 SIGNED = _rule(
     5,
@@ -53,12 +53,18 @@ BIAS = _rule(
     "float",
     "write the bias in float, which the runtime quantizes itself, or in the steps of the sums",
 )
-RULES = (FLOAT, INT8, SCALES, MIXED, SIGNED, BIAS)
+SLOW = _rule(
+    7,
+    "in a file for CPUs with VNNI, weights are INT8 with zero point 0: UINT8 ones miss the fast "
+    "kernels, and are slower than float32",
+    "write them so (w - 128), which are the same integers (export --cpu vnni)",
+)
+RULES = (FLOAT, INT8, SCALES, MIXED, SIGNED, BIAS, SLOW)
 _LEAST = {2: 0, 3: -128}
 
 
-def check_onnxruntime(pairs: Pairs) -> Iterator[Finding]:
-    """Check one graph."""
+def check_onnxruntime(pairs: Pairs, cpu: str) -> Iterator[Finding]:
+    """Check one graph of a file that shall run on such CPUs."""
     graph = pairs.graph
     for node in graph.nodes:
         if node.op == "Relu":
@@ -66,12 +72,12 @@ def check_onnxruntime(pairs: Pairs) -> Iterator[Finding]:
         elif node.op in ("Conv", "Gemm"):
             yield from _bias(pairs, node)
         elif node.op in ("MatMulInteger", "ConvInteger"):
-            yield from _integers(graph, node)
+            yield from _integers(graph, node, cpu)
         if node.op in ("Conv", "Gemm", "MatMul"):
             data, weight = (pairs.dequantized(node.input(slot)) for slot in (0, 1))
             if data and weight and weight.constant is not None:
-                if (_integer_type(data), _integer_type(weight)) == (2, 3):
-                    yield MIXED.found(node.name, "its data are UINT8, its weight INT8")
+                types = [_integer_type(data), _integer_type(weight)]
+                yield from _weights(node, types, cpu)
     for step in pairs.steps:
         if step.quantizes and step.constant is None and step.zero_type == 3:
             yield INT8.found(step.node.name, "it makes INT8 of an activation")
@@ -113,12 +119,20 @@ def _relu(pairs: Pairs, node: Node) -> Iterator[Finding]:
                 )
 
 
-def _integers(graph: Graph, node: Node) -> Iterator[Finding]:
+def _weights(node: Node, types: list[int], cpu: str) -> Iterator[Finding]:
+    """Whether the types of data and weight are those for the CPU."""
+    if types == [2, 3] and cpu == "any":
+        yield MIXED.found(node.name, "its data are UINT8, its weight INT8")
+    elif types == [2, 2] and cpu == "vnni":
+        yield SLOW.found(node.name, "its weight is UINT8, as its data")
+
+
+def _integers(graph: Graph, node: Node, cpu: str) -> Iterator[Finding]:
     types = []
     for slot in (0, 1):
         tensors = (graph.constant(node.input(slot)), graph.constant(node.input(slot + 2)))
         types.append(next((t.data_type for t in tensors if t is not None), 0))
     if types == [3, 3]:
         yield SIGNED.found(node.name, "both its operands are INT8")
-    elif types == [2, 3]:
-        yield MIXED.found(node.name, "its operands are UINT8 and INT8")
+    else:
+        yield from _weights(node, types, cpu)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,7 +12,10 @@ from bevquant_export.lint._qdq import Pairs, Step
 from bevquant_export.lint._rule import Finding, Rule, Severity, quoted
 from bevquant_export.lint._tensors import shape_of
 
-__all__ = ["RULES", "check_tensorrt"]
+if TYPE_CHECKING:
+    import onnx
+
+__all__ = ["RULES", "TYPED_RULES", "check_tensorrt", "check_types"]
 
 _ONLY = ("tensorrt",)
 
@@ -85,6 +89,22 @@ RULES = (
     *(IMPORT, PLUGIN, ZERO, UINT8, COUNT, CONSTANT, PER_TENSOR, WEIGHT, BIAS, TRANSPOSED),
     *(ONE_SCALE, RESIDUAL, BETWEEN, HALF),
 )
+TYPED = ("tensorrt11",)
+BINDINGS = Rule(
+    "TRT016",
+    "warning",
+    "inputs and outputs are float16 in the file: TensorRT 11 takes their type from there",
+    "export with profile='tensorrt11'; CUDA-BEVFusion asserts half bindings",
+    TYPED,
+)
+SINGLE = Rule(
+    "TRT017",
+    "warning",
+    "what is not quantized is float16: TensorRT 11 runs a float32 operator in float32",
+    "export with profile='tensorrt11', which types the file",
+    TYPED,
+)
+TYPED_RULES = (BINDINGS, SINGLE)
 # Marked N in onnx-tensorrt's docs/operators.md; those with Integer or QLinear in bevquant's notes.
 _NOT_IMPORTED = {
     *("QLinearConv", "QLinearMatMul", "ConvInteger", "MatMulInteger", "DynamicQuantizeLinear"),
@@ -116,6 +136,21 @@ def check_tensorrt(pairs: Pairs, functions: set[tuple[str, str]]) -> Iterator[Fi
             yield from _between(pairs, node)
     for step in pairs.steps:
         yield from _step(pairs, step)
+
+
+def check_types(pairs: Pairs, model: onnx.ModelProto) -> Iterator[Finding]:
+    """The types of one graph, which the engine takes as they are."""
+    graph = pairs.graph
+    if graph.is_function or graph.outer is not None:
+        return
+    for port in (*model.graph.input, *model.graph.output):
+        if port.type.tensor_type.elem_type == 1:
+            yield BINDINGS.found(port.name, "it is float32")
+    for node in graph.nodes:
+        if node.op in ("Conv", "ConvTranspose") and pairs.dequantized(node.input(1)) is None:
+            weight = graph.constant(node.input(1))
+            if weight is not None and weight.data_type == 1:
+                yield SINGLE.found(node.name, "it is not quantized, and its weight is float32")
 
 
 def _operator(node: Node, functions: set[tuple[str, str]]) -> Iterator[Finding]:

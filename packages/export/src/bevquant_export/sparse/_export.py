@@ -43,6 +43,7 @@ def export_sparse_onnx(
     batches: Iterable[Any] = (),
     head_room: float = 1.5,
     all_layers: bool = False,
+    weights: str = "uint8",
     verify: bool = True,
 ) -> SparseExport:
     """Write a calibrated sparse encoder as an ONNX file, for NVIDIA's libspconv or onnxruntime.
@@ -68,6 +69,8 @@ def export_sparse_onnx(
         head_room: `output_bound` of a layer is this times the most voxels that one frame had
             there, rounded up to a thousand. The engine drops what is beyond.
         all_layers: Portable only: every convolution and sum is an output too, by node name.
+        weights: Portable only: ``"uint8"``, exact on every CPU, or ``"int8"``, the same integers
+            faster where the CPU does not saturate sums of pairs (`cpu_at_hand`).
         verify: Hold the integer model against `model`, and the file against the integer model, on
             `example_inputs` before the file gets its name: a portable one in onnxruntime where
             that is installed, others on the simulator's kernels. The metadata say by what
@@ -94,6 +97,11 @@ def export_sparse_onnx(
         )
     if all_layers and dialect != "portable":
         raise ValueError("export_sparse_onnx: all_layers=True needs dialect='portable'")
+    if weights not in ("uint8", "int8") or (weights != "uint8" and dialect != "portable"):
+        raise ValueError(
+            f"export_sparse_onnx: weights={weights!r} with dialect={dialect!r}: expected 'uint8', "
+            "or 'int8' with dialect='portable'"
+        )
     order = model_order if order is None else order
     for name, value in (("model_order", model_order), ("order", order)):
         if value not in _ORDERS:
@@ -113,7 +121,7 @@ def export_sparse_onnx(
     content = proto_bytes(graph)
     if dialect == "portable":
         # Through the bytes: both dialects then hold the very same numbers.
-        content = portable_bytes(graph_of_bytes(content), all_layers=all_layers)
+        content = portable_bytes(graph_of_bytes(content), all_layers=all_layers, weights=weights)
     ran = "no"
     rows: tuple[LayerDifference, ...] = ()
     if verify:

@@ -140,6 +140,8 @@ class Graph:
         nodes: In order.
         outputs: Tensors that the file returns.
         shapes: Shape of each output in the example, batch 1; placeholders for voxels.
+        weights: How its portable form stores integer weights: ``"uint8"`` with zero point 128, or
+            ``"int8"``.
     """
 
     input: str
@@ -147,6 +149,7 @@ class Graph:
     nodes: tuple[Node, ...]
     outputs: tuple[str, ...]
     shapes: Mapping[str, Sizes] = field(default_factory=dict)
+    weights: str = "uint8"
 
 
 def inputs_of(node: Node) -> tuple[str, ...]:

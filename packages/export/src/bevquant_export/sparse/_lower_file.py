@@ -23,6 +23,7 @@ def lower_to_portable(
     *,
     all_layers: bool = False,
     verify: bool = True,
+    weights: str = "uint8",
 ) -> SparseExport:
     """Write a libspconv file, ours or NVIDIA's, as one that stock onnxruntime runs on a CPU.
 
@@ -52,6 +53,8 @@ def lower_to_portable(
             ``<node>.coords``.
         verify: Run both files on drawn voxels, where onnxruntime is installed, before the new one
             gets its name; its metadata say so (``verified``).
+        weights: ``"uint8"`` multiplies exactly on every CPU; ``"int8"`` gives the same integers
+            faster, on CPUs that do not saturate sums of pairs (`cpu_at_hand`).
 
     Returns:
         The file and its layers, whose names are those of the outputs.
@@ -68,7 +71,7 @@ def lower_to_portable(
     """
     try:
         graph = _named(read_graph(Path(source)))
-        content = portable_bytes(graph, all_layers=all_layers)
+        content = portable_bytes(graph, all_layers=all_layers, weights=weights)
         ran = same_as_source(content, graph) if verify else "no"
     except ValueError as error:
         raise ValueError(f"lower_to_portable: {error}") from error
@@ -85,8 +88,14 @@ def _named(graph: Graph) -> Graph:
     return replace(numbered(graph), nodes=tuple(nodes))
 
 
-def portable_bytes(graph: Graph, *, all_layers: bool) -> bytes:
-    """The portable file of a graph as it was read from a file, nodes numbered."""
-    model = recorded(graph, all_layers=all_layers).model
+def portable_bytes(graph: Graph, *, all_layers: bool, weights: str) -> bytes:
+    """The portable file of a graph as it was read from a file, nodes numbered.
+
+    Raises:
+        ValueError: Other weights than ``"uint8"`` or ``"int8"``.
+    """
+    if weights not in ("uint8", "int8"):
+        raise ValueError(f"weights={weights!r}: expected 'uint8' or 'int8'")
+    model = recorded(replace(graph, weights=weights), all_layers=all_layers).model
     content: bytes = model.SerializeToString(deterministic=True)
     return content

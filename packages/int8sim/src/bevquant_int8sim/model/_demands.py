@@ -11,7 +11,7 @@ from bevquant_int8sim.model._operation import Operation, Operations
 from bevquant_int8sim.model._program import names_in
 from bevquant_int8sim.model._vocabulary import METADATA
 
-__all__ = ["Demands", "find_demands"]
+__all__ = ["Demands", "addend_form", "find_demands"]
 
 _Wanted = dict[str, dict[Demand, None]]
 
@@ -32,19 +32,36 @@ class Demands:
     follows: frozenset[str]
 
 
-def find_demands(operations: Operations) -> Demands:
-    """Walk the operations backwards from the model's result."""
-    return _Walk(operations).run()
+def find_demands(operations: Operations, addends: Mapping[str, Integers] | None = None) -> Demands:
+    """Walk the operations backwards from the model's result.
+
+    Args:
+        operations: What the model does.
+        addends: Layers' results that a sum reads in a form of their own (`addend_form`).
+    """
+    return _Walk(operations, addends or {}).run()
+
+
+def addend_form(operation: Operation, addends: Mapping[str, Integers]) -> Any:
+    """In which form a sum reads a tensor: its own integers, or a layer's accumulators.
+
+    A layer whose result is among `addends` is rounded to that form first.
+    """
+    if isinstance(operation.natural, Integers):
+        return operation.natural
+    return addends.get(operation.output, ACCUMULATORS)
 
 
 class _Walk:
-    def __init__(self, operations: Operations) -> None:
+    def __init__(self, operations: Operations, addends: Mapping[str, Integers]) -> None:
         self.all = operations
+        self.addends = addends
         self.wanted: _Wanted = {}
         self.asked: set[str] = set()
         self.hosts: set[str] = set()
         self.follows = _followers(operations.operations)
         self._natural = {o.output: o.natural for o in operations.operations}
+        self._made_by = {o.output: o for o in operations.operations}
 
     def run(self) -> Demands:
         self._read(self.all.result, Demand(FLOAT))
@@ -126,8 +143,7 @@ class _Walk:
             self._want(name, Demand(FLOAT))
 
     def _operand_forms(self, operation: Operation) -> list[Any]:
-        forms = [self._natural[operand.name] for operand in operation.args]
-        return [f if isinstance(f, Integers) else ACCUMULATORS for f in forms]
+        return [addend_form(self._made_by[o.name], self.addends) for o in operation.args]
 
 
 def _followers(operations: tuple[Operation, ...]) -> set[str]:

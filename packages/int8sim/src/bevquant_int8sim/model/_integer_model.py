@@ -57,12 +57,20 @@ class IntegerModel:
         program: Its steps.
         source: The traced model that it was made from; ``None`` for a loaded one.
         backend: Kernels to run on, see `int8_sparse_conv`.
+        sum_ranges: Largest absolute value of each tensor that a sum reads in eight bits of its
+            own, see ``simulate(integer_sums=…)``; empty for a loaded model, whose steps say it.
     """
 
     def __init__(
-        self, program: Program, source: Source | None = None, *, backend: str = "auto"
+        self,
+        program: Program,
+        source: Source | None = None,
+        *,
+        backend: str = "auto",
+        sum_ranges: Mapping[str, float] | None = None,
     ) -> None:
         self.program = program
+        self.sum_ranges: Mapping[str, float] = sum_ranges or {}
         self.source = source
         self.backend = check_backend(backend, "IntegerModel")
         self._fast = dequantize_late(fuse_residuals(sort_rows(program)))

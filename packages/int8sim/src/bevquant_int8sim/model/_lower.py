@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
-from bevquant_int8sim.model._demands import Demands, find_demands
+from bevquant_int8sim.model._demands import Demands, addend_form, find_demands
 from bevquant_int8sim.model._form import ACCUMULATORS, FLOAT, Demand, Form, Integers
 from bevquant_int8sim.model._layer import Layer
 from bevquant_int8sim.model._operation import Operation, Operations
@@ -20,12 +21,19 @@ _OUT = {8: "int8", 16: "int16"}
 _NAMED_MOVES = ("max_pool", "resize")
 
 
-def lower(operations: Operations) -> tuple[Program, dict[fx.Node, dict[Demand, str]]]:
+def lower(
+    operations: Operations, addends: Mapping[str, Integers] | None = None
+) -> tuple[Program, dict[fx.Node, dict[Demand, str]]]:
     """The program, and the values that hold each node's tensor, by form.
 
     Every tensor is made in the forms in which it is wanted, and nothing else.
+
+    Args:
+        operations: What the model does.
+        addends: Layers' results that sums read as integers of these forms, and not as accumulators.
     """
-    lowering = _Lowering(operations, find_demands(operations))
+    addends = addends or {}
+    lowering = _Lowering(operations, find_demands(operations, addends), addends)
     program = lowering.run()
     held: dict[fx.Node, dict[Demand, str]] = {}
     for (source, demand), value in lowering.have.items():
@@ -34,14 +42,17 @@ def lower(operations: Operations) -> tuple[Program, dict[fx.Node, dict[Demand, s
 
 
 class _Lowering:
-    def __init__(self, operations: Operations, demands: Demands) -> None:
+    def __init__(
+        self, operations: Operations, demands: Demands, addends: Mapping[str, Integers]
+    ) -> None:
         self.all = operations
         self.demands = demands
+        self.addends = addends
         self.steps: list[Step] = []
         self.values: dict[str, Value] = {}
         self.have: dict[tuple[str, Demand], str] = {}
         self._natural = {o.output: o.natural for o in operations.operations}
-        self._layers = {o.output: o.layer for o in operations.operations}
+        self._made_by = {o.output: o for o in operations.operations}
 
     def run(self) -> Program:
         for host in self.all.hosts & self.demands.hosts:
@@ -240,12 +251,12 @@ class _Lowering:
     def _add(self, operation: Operation, demands: tuple[Demand, ...]) -> None:
         refs, tensors, axis = [], {}, -1
         for index, operand in enumerate(operation.args):
-            form, layer = self._natural[operand.name], self._layers[operand.name]
-            scale: Any = form.scale if isinstance(form, Integers) else None
-            wanted = form
-            if layer is not None:
-                scale, wanted = layer.scale, ACCUMULATORS
-                axis = layer.settings.get("channel_axis", -1)
+            maker = self._made_by[operand.name]
+            wanted = addend_form(maker, self.addends)
+            scale: Any = wanted.scale if isinstance(wanted, Integers) else None
+            if scale is None and maker.layer is not None:
+                scale = maker.layer.scale
+                axis = maker.layer.settings.get("channel_axis", -1)
             refs.append(Ref(self.have[operand.name, Demand(wanted)]))
             tensors[f"scale{index}"] = torch.as_tensor(scale, dtype=torch.float64)
         for demand in demands:

@@ -82,10 +82,9 @@ class _Reader:
 
     def _name(self, node: fx.Node) -> str:
         """Its module's path where the module is this operation alone, else the operator's name."""
-        module = self.graph.module(node)
-        alone = next(module.children(), None) is None and self.graph.path(node)
-        wrote = alone or (op_spec(node.target).name.rpartition(":")[2])
-        return self._unique(wrote.replace(".", "_"))
+        path, kinds = self.graph.path(node), self.graph.module(node).children()
+        alone = path if all(isinstance(child, TensorQuantizer) for child in kinds) else ""
+        return self._unique((alone or op_spec(node.target).name.rpartition(":")[2]).replace(".", "_"))
 
     def _unique(self, stem: str) -> str:
         name, count = stem, 0

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from bevquant_graph import CaptureError, Graph, capture
+from bevquant_int8sim._quantize import dequantize
+from bevquant_int8sim.model._form import ACCUMULATORS, Integers
 from bevquant_int8sim.model._integer_model import IntegerModel
 from bevquant_int8sim.model._lower import lower
+from bevquant_int8sim.model._program import Step
 from bevquant_int8sim.model._quantizers import check_calibrated
 from bevquant_int8sim.model._read_graph import read_graph
 from bevquant_int8sim.model._signature import arguments, leaves
@@ -24,6 +30,7 @@ def simulate(
     *,
     backend: str = "auto",
     graph: Graph | None = None,
+    integer_sums: bool | Mapping[str, float] = False,
     verify: bool = True,
 ) -> IntegerModel:
     r"""Lower a calibrated `bevquant_qnn` model to integer arithmetic.
@@ -48,6 +55,11 @@ def simulate(
             model is held against `model`, so give what a real call gets.
         backend: Kernels to run on, see `int8_sparse_conv`.
         graph: The model's graph, where it was captured already.
+        integer_sums: What a sum reads of a dense layer that has no quantizer behind it. False: the
+            layer's accumulators, as TensorRT adds them, rounded once, behind the sum. True: eight
+            bits with s = amax/127, amax the largest absolute value on `example_inputs`, as engines
+            add them that take integers alone (ONNX Runtime, OpenVINO); one more rounding. A
+            mapping gives amax by tensor, as `IntegerModel.sum_ranges` of another call has it.
         verify: Run both on `example_inputs`, step by step from the same values, and refuse an
             integer model that differs by more than rounding explains (a step, and what a rounded
             bias and float32 sums come to). False hands it out unseen.
@@ -85,11 +97,17 @@ def simulate(
     check_calibrated(model)
     if graph is None:
         graph = _captured(model, example_inputs)
-    program, held = lower(read_graph(graph))
+    operations = read_graph(graph)
+    program, held = lower(operations)
     integer = IntegerModel(program, Source(graph, held), backend=backend)
     if verify:
         verify_model(integer, example_inputs)
-    return integer
+    if integer_sums is False:
+        return integer
+    given = None if integer_sums is True else integer_sums
+    ranges = _sum_ranges(integer, example_inputs, given)
+    program, held = lower(operations, {n: _eight_bits(amax) for n, amax in ranges.items()})
+    return IntegerModel(program, Source(graph, held), backend=backend, sum_ranges=ranges)
 
 
 def _captured(model: nn.Module, example_inputs: Any) -> Graph:
@@ -104,3 +122,52 @@ def _captured(model: nn.Module, example_inputs: Any) -> Graph:
     except CaptureError as error:
         message = str(error).replace("capture:", "simulate:", 1)
         raise ValueError(message) from error
+
+
+def _eight_bits(amax: float) -> Integers:
+    return Integers(amax / 127, 8, -128, 127)
+
+
+def _sum_ranges(
+    integer: IntegerModel, example_inputs: Any, given: Mapping[str, float] | None
+) -> dict[str, float]:
+    """Largest absolute value of every dense layer's result that a sum reads as accumulators.
+
+    A result that is 0 throughout has no range, and is left to its accumulators.
+    """
+    values = integer.program.values
+    dense = {s.outputs[0] for s in integer.steps if s.op in ("conv", "conv_transpose", "linear")}
+    read = {
+        ref.name: values[ref.name].source
+        for step in integer.steps
+        if step.op == "add"
+        for ref in step.args
+        if ref.name in dense and values[ref.name].form == ACCUMULATORS
+    }
+    if given is not None:
+        wrong = sorted(set(given) - set(read.values()))
+        if wrong:
+            raise ValueError(
+                f"simulate: integer_sums has a range of {wrong[0]!r}, which no sum of this model "
+                "reads as accumulators; give ranges of the same model, or True"
+            )
+        for name, amax in given.items():
+            if not 0 < amax < math.inf:
+                raise ValueError(
+                    f"simulate: integer_sums: the range of {name!r} is {amax}; expected a number "
+                    "above 0"
+                )
+        return dict(given)
+    found: dict[str, float] = {}
+
+    def see(step: Step, inputs: tuple[Any, ...], made: tuple[Any, ...]) -> None:
+        for index, (ref, value) in enumerate(zip(step.args, inputs, strict=False)):
+            if step.op == "add" and ref.name in read and value.numel():
+                scale = step.tensors[f"scale{index}"]
+                axis = step.attributes["axis"]
+                most = dequantize(value, scale, axis=axis, dtype=torch.float64).abs().max()
+                source = read[ref.name]
+                found[source] = max(float(most), found.get(source, 0.0))
+
+    integer.run(example_inputs, record=False, observe=see)
+    return {name: amax for name, amax in found.items() if amax}

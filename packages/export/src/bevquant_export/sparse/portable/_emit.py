@@ -30,6 +30,7 @@ FUNCTIONS: Mapping[str, Callable[[], FunctionProto]] = {
     **{f"InverseNeighbours{c}": partial(voxel.neighbours, c, inverse=True) for c in range(3)},
     "Quantize": layer.quantized,
     "IntegerConvolution": layer.integer_convolution,
+    "SignedConvolution": layer.signed_convolution,
     "FloatConvolution": layer.float_convolution,
     "Requantize": layer.requantized,
     "Dequantize": layer.dequantized,

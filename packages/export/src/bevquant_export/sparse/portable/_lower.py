@@ -143,14 +143,15 @@ class _Lowering:
             return self._stored(self._floats(node, tensor), node.y, node)
         stated = np.asarray(node.weight_ranges, np.float32)
         ranges = emitter.constant(f"{name}.weight_ranges", stated)
-        weight = emitter.constant(f"{name}.weight", integer_matrix(node))
+        weight = emitter.constant(f"{name}.weight", integer_matrix(node, self.graph.weights))
         inputs = [x.integers(node.input_range), rows, weight, bias, ranges]
         settings = {"input_range": node.input_range}
+        function = "IntegerConvolution" if self.graph.weights == "uint8" else "SignedConvolution"
         summed = Accumulators(
             emitter=emitter,
             name=name,
             path=node.path,
-            sums=emitter.call("IntegerConvolution", inputs, name, settings, path=node.path)[0],
+            sums=emitter.call(function, inputs, name, settings, path=node.path)[0],
             weight_ranges=ranges,
             input_range=node.input_range,
             relu=relu,

@@ -19,6 +19,7 @@ from bevquant_export.sparse._write_proto import node_attributes, operator_of
 from bevquant_export.sparse.portable._body import DOMAIN
 from bevquant_export.sparse.portable._lower import Lowered, lowered
 from bevquant_export.sparse.portable._weights import read_half, read_weight
+from bevquant_export.targets._cpu import CPU_KEY
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -43,7 +44,11 @@ def recorded(graph: Graph, *, all_layers: bool) -> Lowered:
         "outputs": graph.outputs,
         "nodes": [_written(node) for node in graph.nodes],
     }
+    if graph.weights != "uint8":
+        content["weights"] = graph.weights
     record = {_KEY: json.dumps(content, separators=(",", ":"))}
+    if graph.weights == "int8":
+        record[CPU_KEY] = "vnni"
     return lowered(graph, record, all_layers=all_layers)
 
 
@@ -112,6 +117,7 @@ def _read(content: dict[str, Any], model: ModelProto) -> Graph:
         channels=int(content["channels"]),
         nodes=nodes,
         outputs=tuple(outputs),
+        weights="int8" if content.get("weights") == "int8" else "uint8",
     )
 
 

@@ -1,4 +1,4 @@
-"""Weights of a portable file: matrices ``[kernel · in, out]``, int8 with 128 added, or float16."""
+"""Weights of a portable file: matrices ``[kernel · in, out]`` of uint8, int8 or float16."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ __all__ = ["float_matrix", "integer_matrix", "read_half", "read_weight"]
 _LIMIT = 2**31
 _STEPS = 127
 _ZERO = 128
+_TYPES = {2: (np.uint8, _ZERO), 3: (np.int8, 0)}  # by the number that onnx.TensorProto gives them
 
 
 def float_matrix(node: Conv) -> np.ndarray[Any, Any]:
@@ -30,8 +31,8 @@ def float_matrix(node: Conv) -> np.ndarray[Any, Any]:
     return matrix
 
 
-def integer_matrix(node: Conv) -> np.ndarray[Any, Any]:
-    """uint8 with zero point 128.
+def integer_matrix(node: Conv, weights: str) -> np.ndarray[Any, Any]:
+    """uint8 with zero point 128, or int8 with zero point 0.
 
     Raises:
         ValueError: A sum may leave int32, or float16 does not give the integers back.
@@ -52,8 +53,11 @@ def integer_matrix(node: Conv) -> np.ndarray[Any, Any]:
             f"{node.name}: float16 does not hold the integers of its weight: a channel's range is "
             "too small; scale the layers around it, or disable() its quantizers"
         )
-    matrix: np.ndarray[Any, Any] = (_matrix(q).to(torch.int16) + _ZERO).to(torch.uint8).numpy()
-    return matrix
+    matrix = _matrix(q)
+    if weights == "uint8":
+        matrix = (matrix.to(torch.int16) + _ZERO).to(torch.uint8)
+    made: np.ndarray[Any, Any] = matrix.numpy()
+    return made
 
 
 def read_weight(
@@ -76,14 +80,15 @@ def read_weight(
         raise ValueError(f"initializer {key} is missing, or no matrix")
     if attributes["precision"] != "int8":
         return _krsc(read_half(key, tensors), shape, name)
-    raw = np.frombuffer(tensor.raw_data, np.uint8)
-    if tensor.data_type != 2 or len(raw) != math.prod(tensor.dims):
-        raise ValueError(f"initializer {key} is not UINT8 of its shape")
+    if tensor.data_type not in _TYPES or len(tensor.raw_data) != math.prod(tensor.dims):
+        raise ValueError(f"initializer {key} is not UINT8 or INT8 of its shape")
+    dtype, zero = _TYPES[tensor.data_type]
+    raw = np.frombuffer(tensor.raw_data, dtype)
     q = _krsc(torch.from_numpy(raw.reshape(list(tensor.dims)).astype(np.int16)), shape, name)
     ranges = torch.tensor(attributes["weight_dynamic_ranges"], dtype=torch.float64)
     if tuple(ranges.shape) != (len(q),):
         raise ValueError(f"{name}: {ranges.numel()} weight ranges for {len(q)} channels")
-    return _as_half(q - _ZERO, ranges / _STEPS)
+    return _as_half(q - zero, ranges / _STEPS)
 
 
 def read_half(name: str, tensors: Mapping[str, TensorProto]) -> Tensor:

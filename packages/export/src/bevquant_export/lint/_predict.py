@@ -1,0 +1,204 @@
+"""In which type TensorRT will run each layer of a file, and why; nothing is run.
+
+By its documents on explicit quantization: a layer between a DequantizeLinear and a QuantizeLinear
+runs in int8 if it has such a kernel, a ReLU and a residual sum behind a convolution become part of
+it, and pairs themselves vanish. Whatever has no pair around it runs in the type of the file
+(version 11) or in what the flags allow (version 10 with ``--fp16 --int8``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from bevquant_export.lint._graph import Graph, Node, graphs_of
+from bevquant_export.lint._qdq import Pairs, Step
+from bevquant_export.lint._read import read_model
+from bevquant_export.lint._rule import Finding, quoted
+
+__all__ = ["LayerPrediction", "predict_layers"]
+
+_WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+_ACTIVATIONS = ("Relu", "Clip", "LeakyRelu")
+# Have int8 kernels, or move bytes.
+_INT8 = set(
+    "MaxPool AveragePool GlobalAveragePool Resize Concat Add Reshape Transpose Slice Flatten "
+    "DepthToSpace Squeeze Unsqueeze Identity Split Pad Expand Tile".split()
+)
+_ALONE = {"QuantizeLinear", "DequantizeLinear", "Constant", "Cast"}
+_TYPES = {1: "float32", 10: "fp16"}
+
+
+@dataclass(frozen=True)
+class LayerPrediction:
+    """What becomes of one node.
+
+    Attributes:
+        name: Of the node.
+        op: Its operator.
+        runs: ``"int8"``, ``"fp16"`` or ``"float32"``.
+        reason: Why.
+        into: The node whose kernel it becomes part of; empty for a kernel of its own.
+        reformats: Where the engine must convert between types beside it.
+    """
+
+    name: str
+    op: str
+    runs: str
+    reason: str
+    into: str = ""
+    reformats: tuple[str, ...] = ()
+
+
+def predict_layers(path: Path, target: str) -> tuple[LayerPrediction, ...]:
+    """Predict every node of a file's main graph but pairs, constants and casts.
+
+    Args:
+        path: The file.
+        target: ``"tensorrt10"``, ``"tensorrt"`` or ``"tensorrt11"``.
+
+    Raises:
+        ValueError: Another target, or no ONNX file.
+        OSError: As `lint_onnx`.
+    """
+    if not target.startswith("tensorrt"):
+        raise ValueError(f"predict_layers: target {target!r}; expected a TensorRT")
+    model = read_model(path)
+    if isinstance(model, Finding):
+        raise ValueError(f"predict_layers: {path.name}: {model.reason}")
+    graph = next(item for item in graphs_of(model) if isinstance(item, Graph))
+    pairs = Pairs(graph, path.parent)
+    return tuple(_Prediction(pairs, typed=target == "tensorrt11").run())
+
+
+class _Prediction:
+    def __init__(self, pairs: Pairs, *, typed: bool) -> None:
+        self.pairs = pairs
+        self.graph = pairs.graph
+        self.typed = typed
+        self.types = _float_types(self.graph)
+        self.runs: dict[str, str] = {}  # by the first output
+        self.into: dict[str, str] = {}
+
+    def run(self) -> Iterator[LayerPrediction]:
+        for node in self.graph.nodes:
+            if node.op in _ALONE or not node.outputs:
+                continue
+            runs, reason, into = self._judged(node)
+            self.runs[node.outputs[0]] = runs
+            self.into[node.outputs[0]] = into
+            yield LayerPrediction(
+                node.name, node.op, runs, reason, into, tuple(self._reformats(node, runs))
+            )
+
+    def _judged(self, node: Node) -> tuple[str, str, str]:
+        """Type, reason, and the node whose part it becomes."""
+        float_type = self._float_type(node)
+        if node.op in _WEIGHTED:
+            return (*self._weighted(node, float_type), "")
+        if node.op in _ACTIVATIONS:
+            before = self.graph.producers.get(node.input(0))
+            alone = before is not None and len(self.graph.users(before)) == 1
+            if before is not None and alone and before.op in (*_WEIGHTED, "Add", "Relu"):
+                host = self.into.get(before.outputs[0], "") or before.name
+                runs = self.runs.get(before.outputs[0], float_type)
+                return runs, f"it becomes part of {quoted(host)}", host
+        if node.op == "Add":
+            found = self._sum(node)
+            if found is not None:
+                return found
+        if node.op in _INT8 or node.op in _ACTIVATIONS:
+            return (*self._between(node, float_type), "")
+        return float_type, f"{quoted(node.op)} has no int8 kernel", ""
+
+    def _weighted(self, node: Node, float_type: str) -> tuple[str, str]:
+        data, weight = (self.pairs.dequantized(node.input(slot)) for slot in (0, 1))
+        if weight is None or weight.constant is None:
+            return float_type, "its weight has no pair: its quantizer is off"
+        if data is None:
+            maker = self.graph.producers.get(node.input(0))
+            of = f", made by {quoted(maker.name)}," if maker is not None else ""
+            return float_type, f"what it reads{of} has no pair: quantize it"
+        if data.per_channel:
+            return float_type, "its data have a scale per channel: calibrate per tensor"
+        if node.op == "ConvTranspose" and weight.per_channel:
+            return float_type, "a transposed convolution's weight wants one scale"
+        ends = "and gives int8" if self._ends_in_pair(node) else f"and gives {float_type}"
+        return "int8", f"data and weight have pairs, {ends}"
+
+    def _ends_in_pair(self, node: Node) -> bool:
+        """Whether everything behind a node, past activations and sums, is quantized."""
+        users = self.graph.users(node)
+        if not users or node.outputs[0] in self.graph.given_away:
+            return False
+        return all(
+            user.op == "QuantizeLinear"
+            or (user.op in (*_ACTIVATIONS, "Add") and self._ends_in_pair(user))
+            for user in users
+        )
+
+    def _sum(self, node: Node) -> tuple[str, str, str] | None:
+        """A sum as part of the convolution that makes one of its operands."""
+        for slot, other in ((0, 1), (1, 0)):
+            maker = self.graph.producers.get(node.input(slot))
+            if maker is None or not self.pairs.is_quantized(maker, "Conv", "ConvTranspose"):
+                continue
+            if len(self.graph.users(maker)) > 1:
+                continue
+            if self.pairs.dequantized(node.input(other)) is None:
+                float_type = self._float_type(node)
+                return float_type, "the other operand has no pair: quantize the residual", ""
+            return "int8", f"it becomes part of {quoted(maker.name)}", maker.name
+        return None
+
+    def _between(self, node: Node, float_type: str) -> tuple[str, str]:
+        steps: list[Step] = []
+        for name in node.inputs:
+            if not name or self.graph.constant(name) is not None:
+                continue
+            step = self.pairs.dequantized(name)
+            if step is None:
+                return float_type, "what it reads has no pair"
+            steps.append(step)
+        after = self.pairs.quantizers(node)
+        if not steps or not after or len(after) < len(self.graph.users(node)):
+            return float_type, "what it makes has no pair"
+        if node.op == "Concat" and any(not step.same(steps[0]) for step in steps[1:]):
+            return float_type, "its operands have several scales: share one quantizer"
+        return "int8", "it stands between pairs"
+
+    def _float_type(self, node: Node) -> str:
+        """The type of its float outputs."""
+        if not self.typed:
+            return "fp16"
+        return _TYPES.get(self.types.get(node.outputs[0], 1), "float32")
+
+    def _reformats(self, node: Node, runs: str) -> Iterator[str]:
+        for name in dict.fromkeys(node.inputs):
+            maker = self.graph.producers.get(name) if name else None
+            if maker is not None and maker.op == "Cast":
+                yield f"{quoted(maker.name)} in front"
+            elif maker is not None and maker.op == "DequantizeLinear" and runs != "int8":
+                if (
+                    self.pairs.dequantized(name) is not None
+                    and self.graph.constant(maker.input(0)) is None
+                ):
+                    yield f"{quoted(maker.name)} to {runs} in front"
+            elif maker is None and name in self.graph.inputs and runs == "int8":
+                yield f"input {quoted(name)} to int8"
+
+
+def _float_types(graph: Graph) -> dict[str, int]:
+    """Element types of tensors, followed from inputs, constants and casts."""
+    types = {port.name: port.type.tensor_type.elem_type for port in graph.proto.input}
+    types |= {tensor.name: tensor.data_type for tensor in graph.tensors}
+    for node in graph.nodes:
+        made = next((types[name] for name in node.inputs if types.get(name) in _TYPES), 1)
+        if node.op == "Cast":
+            made = node.integer("to", 1)
+        elif node.op == "DequantizeLinear":
+            made = types.get(node.input(1), 1)
+        for name in node.outputs:
+            types[name] = made
+    return types

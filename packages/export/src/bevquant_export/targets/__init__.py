@@ -1,0 +1,23 @@
+"""Engines that files are for: one module each, looked up by name."""
+
+from __future__ import annotations
+
+from bevquant_export.targets._cpu import CPUS, cpu_at_hand
+from bevquant_export.targets._registry import (
+    find_target,
+    register_target,
+    target_names,
+    targets,
+)
+from bevquant_export.targets._target import LintFile, Target
+
+__all__ = [
+    "CPUS",
+    "LintFile",
+    "Target",
+    "cpu_at_hand",
+    "find_target",
+    "register_target",
+    "target_names",
+    "targets",
+]

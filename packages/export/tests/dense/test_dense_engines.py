@@ -1,0 +1,230 @@
+"""Files for one CPU or one version: weights, transposed convolutions, OpenVINO, half types."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from onnx import numpy_helper
+from torch import Tensor, nn
+
+from bevquant_export import (
+    QdqFile,
+    compare_qdq_onnx,
+    cpu_at_hand,
+    export_float_onnx,
+    export_qdq_onnx,
+    lint_onnx,
+)
+from bevquant_int8sim import simulate
+
+Fixture = Callable[..., Any]
+EXACT = pytest.mark.skipif(cpu_at_hand() != "vnni", reason="this CPU saturates sums of pairs")
+
+
+class Upsampled(nn.Module):
+    """A transposed convolution whose windows lie side by side, between two convolutions."""
+
+    def __init__(self, kernel: int = 2, groups: int = 1) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(8, 8, 3, padding=1)
+        self.up = nn.ConvTranspose2d(8, 12, kernel, 2, groups=groups)
+        self.out = nn.Conv2d(12, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.relu(self.up(torch.relu(self.first(x)))))
+
+
+class Mixed(nn.Module):
+    """Integers, a float function between two of them, and linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(8, 8, 3)
+        self.gate = nn.Sigmoid()
+        self.out = nn.Conv2d(8, 4, 1)
+        self.linear = nn.Linear(4, 6)
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.out(self.gate(self.conv(x)))
+        return self.last(torch.relu(self.linear(y.mean((2, 3)))))
+
+
+def images() -> Tensor:
+    return torch.randn(2, 8, 12, 12)
+
+
+def operators(file: QdqFile) -> list[str]:
+    return [node.op_type for node in onnx.load(file.path).graph.node]
+
+
+@EXACT
+def test_int8_weights_are_the_same_integers(
+    calibrated: Fixture, run: Fixture, tmp_path: Path
+) -> None:
+    x = images()
+    model = calibrated(Upsampled(), x)
+    made = {}
+    for weights in ("uint8", "int8"):
+        file = export_qdq_onnx(
+            model, x, tmp_path / f"{weights}.onnx", "onnxruntime", weights=weights
+        )
+        assert max(d.different for d in compare_qdq_onnx(file, model, x)) == 0
+        made[weights] = run(file, x)[0][0]
+        stored = {t.data_type for t in onnx.load(file.path).graph.initializer if len(t.dims) == 4}
+        assert stored == {2 if weights == "uint8" else 3}
+    assert torch.equal(made["uint8"], made["int8"])
+
+
+def test_the_linter_knows_for_which_cpu_a_file_is(calibrated: Fixture, tmp_path: Path) -> None:
+    x = images()
+    model = calibrated(Upsampled(), x)
+    exported = {
+        weights: export_qdq_onnx(
+            model, x, tmp_path / f"{weights}.onnx", "onnxruntime", weights=weights
+        )
+        for weights in ("uint8", "int8")
+    }
+    assert lint_onnx(exported["uint8"].path, "onnxruntime") == []
+    assert lint_onnx(exported["int8"].path, "onnxruntime") == []  # which says that it is for VNNI
+    elsewhere = lint_onnx(exported["int8"].path, "onnxruntime", cpu="any")
+    assert {f.id for f in elsewhere} == {"ORT004"}
+    slow = lint_onnx(exported["uint8"].path, "onnxruntime", cpu="vnni")
+    assert {f.id for f in slow} == {"ORT007"}
+    assert {f.id for f in lint_onnx(exported["uint8"].path, "openvino")} == {"OVN001"}
+    with pytest.raises(ValueError, match="cpu 'avx'; expected one of vnni, any"):
+        lint_onnx(exported["int8"].path, "onnxruntime", cpu="avx")
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_windows_side_by_side_are_a_1x1_convolution(
+    groups: int, calibrated: Fixture, run: Fixture, tmp_path: Path
+) -> None:
+    x = images()
+    model = calibrated(Upsampled(groups=groups), x)
+    file = export_qdq_onnx(model, x, tmp_path / "net.onnx", "onnxruntime")
+    assert "ConvTranspose" not in operators(file)
+    _, fused = run(file, x)
+    assert (fused["QLinearConv"], fused["DepthToSpace"], fused["Conv"]) == (2, 1, 1)
+    assert max(d.different for d in compare_qdq_onnx(file, model, x)) == 0
+
+
+def test_a_clip_that_repeats_a_range_is_left_out(calibrated: Fixture, tmp_path: Path) -> None:
+    x = images()
+    net = nn.Sequential(
+        nn.Conv2d(8, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(8, 4, 1)
+    )
+    model = calibrated(net, x)
+    file = export_qdq_onnx(model, x, tmp_path / "net.onnx", "onnxruntime")
+    assert operators(file).count("Clip") == 1
+    assert max(d.different for d in compare_qdq_onnx(file, model, x)) == 0
+
+
+def test_windows_that_overlap_stay_a_transposed_convolution(
+    calibrated: Fixture, tmp_path: Path
+) -> None:
+    x = images()
+    model = calibrated(Upsampled(kernel=4), x)
+    file = export_qdq_onnx(model, x, tmp_path / "net.onnx", "onnxruntime")
+    assert "ConvTranspose" in operators(file)
+    assert max(d.unexplained for d in compare_qdq_onnx(file, model, x)) == 0
+
+
+@EXACT
+def test_openvino_makes_the_simulators_integers(calibrated: Fixture, tmp_path: Path) -> None:
+    pytest.importorskip("openvino", reason="openvino is not installed")
+    x = images()
+    model = calibrated(Upsampled(), x)
+    file = export_qdq_onnx(model, x, tmp_path / "net.onnx", "openvino", integer_sums=True)
+    assert lint_onnx(file.path, "openvino") == []
+    found = compare_qdq_onnx(file, model, x)
+    assert [d.op for d in found] == ["quantize", "conv", "conv_transpose"]
+    assert max(d.unexplained for d in found) == 0
+
+
+def test_half_files_are_float32_from_pair_to_pair(calibrated: Fixture, tmp_path: Path) -> None:
+    x = images()
+    model = calibrated(Mixed(), x)
+    file = export_qdq_onnx(model, x, tmp_path / "net.onnx", "tensorrt11")
+    assert lint_onnx(file.path, "tensorrt11") == []
+    proto = onnx.load(file.path)
+    onnx.checker.check_model(proto, full_check=True)
+    typed = onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True)
+    types = {v.name: v.type.tensor_type.elem_type for v in typed.graph.value_info}
+    ports = (*proto.graph.input, *proto.graph.output)
+    assert {port.type.tensor_type.elem_type for port in ports} == {10}
+    for node in proto.graph.node:
+        if node.op_type in ("Sigmoid", "ReduceMean"):
+            assert types[node.output[0]] == 10
+        elif node.op_type in ("Conv", "Gemm"):
+            assert types.get(node.output[0], 1) == 1
+    scales = {
+        node.input[1] for node in proto.graph.node if node.op_type.endswith("QuantizeLinear")
+    } | {node.input[1] for node in proto.graph.node if node.op_type == "DequantizeLinear"}
+    held = {t.name: t for t in proto.graph.initializer}
+    assert {held[name].data_type for name in scales} == {1}
+    assert max(d.unexplained for d in compare_qdq_onnx(file, model, x)) == 0
+
+
+def test_half_files_run_as_a_whole(calibrated: Fixture, tmp_path: Path) -> None:
+    x = images()
+    model = calibrated(Mixed(), x)
+    file = export_qdq_onnx(model, x, tmp_path / "net.onnx", "tensorrt11")
+    session = onnxruntime.InferenceSession(file.path, providers=["CPUExecutionProvider"])
+    (made,) = session.run(None, {"x": x.half().numpy()})
+    assert made.dtype == np.float16
+    want = simulate(model, x)(x.half().float())
+    torch.testing.assert_close(torch.from_numpy(made).float(), want, rtol=0.01, atol=0.01)
+
+
+def test_types_are_linted_for_version_11_alone(calibrated: Fixture, tmp_path: Path) -> None:
+    x = images()
+    net = nn.Sequential(nn.Conv2d(8, 8, 1), nn.Flatten(), nn.Linear(1152, 3))
+    model = calibrated(net, x)
+    file = export_qdq_onnx(model, x, tmp_path / "net.onnx", "tensorrt10")
+    assert lint_onnx(file.path, "tensorrt10") == []
+    assert {f.id for f in lint_onnx(file.path, "tensorrt11")} == {"TRT016"}
+    model[0]._weight_quantizer.disable()
+    model[0]._input_quantizer.disable()
+    half = export_qdq_onnx(model, x, tmp_path / "half.onnx", "tensorrt11")
+    assert lint_onnx(half.path, "tensorrt11") == []
+    plain = export_qdq_onnx(model, x, tmp_path / "plain.onnx", "tensorrt10")
+    assert {f.id for f in lint_onnx(plain.path, "tensorrt11")} == {"TRT016", "TRT017"}
+    proto = onnx.load(half.path)
+    gemm = next(n for n in proto.graph.node if n.op_type == "Gemm")
+    pair = next(n for n in proto.graph.node if n.output[0] == gemm.input[0])
+    scale = next(t for t in proto.graph.initializer if t.name == pair.input[1])
+    scale.CopyFrom(
+        numpy_helper.from_array(numpy_helper.to_array(scale).astype(np.float16), scale.name)
+    )
+    onnx.save(proto, half.path)
+    assert "TRT015" in {f.id for f in lint_onnx(half.path, "tensorrt11")}
+
+
+def test_a_float_file_in_halves(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript", reason="onnxscript is not installed")
+    net = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Softmax(-1)).eval()
+    x = torch.randn(2, 8)
+    made = export_float_onnx(net, x, tmp_path / "net.onnx", half=True)
+    proto = onnx.load(made.path)
+    assert {t.data_type for t in proto.graph.initializer} <= {7, 10}
+    session = onnxruntime.InferenceSession(made.path, providers=["CPUExecutionProvider"])
+    (got,) = session.run(None, {session.get_inputs()[0].name: x.half().numpy()})
+    torch.testing.assert_close(torch.from_numpy(got).float(), net(x).detach(), rtol=0.01, atol=0.01)
+
+
+def test_what_overflows_half_is_refused_by_name(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript", reason="onnxscript is not installed")
+    net = nn.Linear(4, 4).eval()
+    with torch.no_grad():
+        net.weight[0, 0] = 1e5
+    with pytest.raises(ValueError, match=r"weight: the value 100000 overflows float16"):
+        export_float_onnx(net, torch.ones(1, 4), tmp_path / "net.onnx", half=True)
+    assert list(tmp_path.iterdir()) == []
