@@ -12,6 +12,7 @@ from bevquant_export.dense._joins import float_join
 from bevquant_export.dense._moves import keeps_scale, moved
 from bevquant_export.dense._results import finished
 from bevquant_export.dense._sizes import Sizes
+from bevquant_export.dense._aten import as_layer
 from bevquant_export.dense._source import Integers, Ref, Source, Step
 from bevquant_export.dense._weighted import block_of, unflattened, weighted_layer
 
@@ -54,8 +55,21 @@ class _Emitter:
         self.sizes = Sizes(source)
         self.held = {name: Held(tensor) for name, tensor in inputs.items()}
         self.several: dict[str, list[Held]] = {}
+        self._constants: dict[str, Step] = {}  # written where something reads them
 
     def add(self, step: Step) -> None:
+        made = step.outputs[0]
+        if step.op == "constant":
+            self._constants[made] = step
+            return
+        if step.op == "float":
+            step = as_layer(step, {n: s.tensors["value"] for n, s in self._constants.items()})
+        for name in step.inputs:
+            if name in self._constants and name not in self.held:
+                self._write(self._constants[name])
+        self._write(step)
+
+    def _write(self, step: Step) -> None:
         made = step.outputs[0]
         if self._is_member(step):
             self.held[made] = self.several[step.args[0].name][step.args[1]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -129,6 +130,27 @@ def _layer_norm(graph: Graph, step: Step, read: Read, sizes: Sizes) -> str | Non
     return made
 
 
+def _attention(graph: Graph, step: Step, read: Read, sizes: Sizes) -> str | None:
+    """softmax(q·kᵀ·s + mask)·v, with s = 1/√d where the call says nothing else."""
+    given = _given(step, "key", "value", "attn_mask", "dropout_p", "is_causal")
+    operands = [step.args[0], given.pop("key"), given.pop("value")]
+    mask, scale = given.pop("attn_mask", None), given.pop("scale", None)
+    if given.pop("is_causal", False) or given.pop("enable_gqa", False) or given.pop("dropout_p", 0):
+        return None
+    if given or not all(isinstance(ref, Ref) for ref in operands):
+        return None
+    path, (q, k, v) = step.path, (read(ref.name) for ref in operands)
+    shape = sizes.of(operands[0].name)
+    rank = len(shape)
+    order = [*range(rank - 2), rank - 1, rank - 2]
+    scale = 1 / math.sqrt(shape[-1]) if scale is None else float(scale)
+    q = graph.node("Mul", path, [q, _number(graph, scale)])
+    made = graph.node("MatMul", path, [q, graph.node("Transpose", path, [k], perm=order)])
+    if mask is not None:
+        made = graph.node("Add", path, [made, read(mask.name)])
+    return graph.node("MatMul", path, [softmax(graph, path, made, -1, rank), v])
+
+
 def _number(graph: Graph, value: float) -> str:
     return graph.constant(f"float_{value:g}", np.float32(value))
 
@@ -138,6 +160,7 @@ NAMED: dict[str, Callable[[Graph, Step, Read, Sizes], str | None]] = {
     "glu": _glu,
     "guarded_div": _guarded_div,
     "layer_norm": _layer_norm,
+    "scaled_dot_product_attention": _attention,
     "matmul": _matmul,
     "mean": _mean,
     "sum": _sum,
