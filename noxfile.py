@@ -115,7 +115,7 @@ def isolated(session: nox.Session, package: str) -> None:
     pytest(session, *test_folders(package))
 
 
-# What may change the bits of a result: torch's own kernels, the BLAS, oneDNN, numba's code, threads.
+# What may change the bits of a result: torch's kernels, the BLAS, oneDNN, numba's code, threads.
 # Short rows combine several; each runs the tests marked `bits` once more.
 SHORT_MACHINES: list[dict[str, str]] = [
     {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "SSE41",
