@@ -115,6 +115,70 @@ def isolated(session: nox.Session, package: str) -> None:
     pytest(session, *test_folders(package))
 
 
+# What may change the bits of a result: torch's kernels, the BLAS, oneDNN, numba's code, threads.
+# Short rows combine several; each runs the tests marked `bits` once more.
+SHORT_MACHINES: list[dict[str, str]] = [
+    {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "SSE41",
+     "OMP_NUM_THREADS": "1"},
+    {"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+     "ONEDNN_MAX_CPU_ISA": "AVX2", "OMP_NUM_THREADS": "3"},
+]  # fmt: skip
+MACHINES: list[dict[str, str]] = [
+    *SHORT_MACHINES,
+    *({"ATEN_CPU_CAPABILITY": name} for name in ("default", "avx2", "avx512")),
+    *({"MKL_CBWR": name} for name in ("COMPATIBLE", "AVX2", "AVX512")),
+    *({"MKL_ENABLE_INSTRUCTIONS": name} for name in ("SSE4_2", "AVX2", "AVX512")),
+    *({"ONEDNN_MAX_CPU_ISA": name} for name in ("SSE41", "AVX2", "AVX512_CORE")),
+    *({"NUMBA_CPU_NAME": name} for name in ("generic", "haswell", "host")),
+    *({"OMP_NUM_THREADS": str(count)} for count in (1, 2, 3, 4)),
+]
+# The quick ones among the tests marked `bits`, for the short form.
+SHORT_TESTS = [
+    "packages/sparse/tests/test_conv_determinism.py",
+    "packages/sparse/tests/test_pool.py",
+    "packages/quantizers/tests/test_fake_quant.py",
+    "packages/quantizers/tests/test_stream.py",
+    "packages/int8sim/tests/test_dense_conv.py",
+    "packages/int8sim/tests/test_sparse_conv.py",
+]
+
+
+def lacks(settings: dict[str, str]) -> bool:
+    """Whether the CPU at hand lacks the instructions that the settings force."""
+    forced = {settings.get(name, "").lower() for name in ("ATEN_CPU_CAPABILITY", "MKL_CBWR")}
+    file = Path("/proc/cpuinfo")
+    flags = set(file.read_text().split()) if file.exists() else set()
+    return ("avx512" in forced and "avx512f" not in flags) or (
+        "avx2" in forced and "avx2" not in flags
+    )
+
+
+@nox.session
+def portability(session: nox.Session) -> None:
+    """Tests of equal bits, once for each kind of machine that this one can pretend to be.
+
+    `-- short` runs two combined machines and the quick tests, in two minutes on two cores. The
+    tests themselves go through 1 to 4 threads and every address from 4 to 64 bytes. A machine
+    with instructions that this CPU lacks is passed over, with a line that says so.
+
+    MKL obeys `MKL_ENABLE_INSTRUCTIONS` on Intel CPUs only: on AMD ones (tried on a Zen 5) the
+    results of its products did not change with it, while `MKL_CBWR` did change them.
+    """
+    short = "short" in session.posargs
+    install(session, everything(), *([] if short else ["pytorch-quantization"]))
+    folders = SHORT_TESTS if short else [f for f in test_folders() if f.endswith("tests")]
+    for settings in SHORT_MACHINES if short else MACHINES:
+        name = " ".join(f"{key}={value}" for key, value in settings.items())
+        if lacks(settings):
+            session.warn(f"passed over, this CPU lacks the instructions: {name}")
+            continue
+        session.log(name)
+        # One folder a CPU name: numba's cache holds the name in its key, this holds the rest.
+        cache = Path(session.create_tmp()) / settings.get("NUMBA_CPU_NAME", "host")
+        env = {"OMP_WAIT_POLICY": "PASSIVE", "NUMBA_CACHE_DIR": str(cache), **settings}
+        session.run("pytest", "-q", "-n", "2", "-m", "bits", *folders, env=env)
+
+
 @nox.session
 def lint(session: nox.Session) -> None:
     """Style (ruff) and types (mypy, strict)."""

@@ -46,6 +46,7 @@ def outer(depth: Tensor, context: Tensor) -> Tensor:
     return product.permute(0, 1, 3, 4, 2).reshape(-1, context.shape[1])
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 def test_pool_is_a_float64_index_add_bit_for_bit(dtype: torch.dtype) -> None:
     depth, context, cells = scene()
@@ -90,6 +91,7 @@ def test_gradcheck() -> None:
     assert torch.autograd.gradcheck(lambda f: bev_pool(f, cells, 5), (features,))
 
 
+@pytest.mark.bits
 def test_both_backends_agree_bit_for_bit() -> None:
     depth, context, cells = scene(23)
     plan = make_pool_plan(cells, NUM_CELLS)
@@ -111,6 +113,7 @@ def test_both_sorts_agree() -> None:
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.bits
 def test_the_thread_count_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_pool_plan, "_BLOCK", 50)
     depth, context, cells = scene(80)
@@ -153,6 +156,7 @@ def test_gradients_reach_half_precision_inputs(half: torch.dtype) -> None:
     torch.testing.assert_close(depth.grad.double(), wanted, rtol=1e-2, atol=1.0)
 
 
+@pytest.mark.bits
 def test_without_compiled_kernels_no_bit_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     depth, context, cells = scene(6)
     fast = lift_splat_pool(depth, context, cells, NUM_CELLS)

@@ -112,6 +112,7 @@ def test_pruning_by_tile_changes_nothing(monkeypatch):
         np.testing.assert_array_equal(a.camera.image, b.camera.image)
 
 
+@pytest.mark.bits
 def test_any_number_of_threads_gives_the_same_bits():
     one = street_frame(2, cameras="tiny", threads=1, **FEW)
     three = street_frame(2, cameras="tiny", threads=3, **FEW)
@@ -218,6 +219,7 @@ def test_rigs_that_are_none():
             CameraRig(cameras)
 
 
+@pytest.mark.bits
 def test_picture_bits_are_the_same_on_every_machine():
     cameras = street_frame(1, cameras=RIGS["nuscenes"].resized(64, 36), **FEW).cameras
     digest = hashlib.sha256(b"".join(camera.image.tobytes() for camera in cameras)).hexdigest()

@@ -45,6 +45,7 @@ def test_default_frame_is_a_whole_nuscenes_like_one():
     assert voxels.voxels_dropped == 0
 
 
+@pytest.mark.bits
 def test_same_seed_same_bits_other_seed_other_street():
     first, again = street_frame(3, **SMALL), street_frame(3, **SMALL)
     other = street_frame(4, **SMALL)
@@ -56,6 +57,7 @@ def test_same_seed_same_bits_other_seed_other_street():
     assert noise.points.tobytes() != first.points.tobytes()
 
 
+@pytest.mark.bits
 def test_bits_are_the_same_on_every_machine():
     frame = street_frame(1, **SMALL)
     digest = hashlib.sha256(frame.points.tobytes() + frame.labels.boxes.tobytes()).hexdigest()

@@ -314,6 +314,7 @@ def test_budgets_stop_the_search(batches):
     assert {row.reason for row in modest.rows[1:]} == {"gains nothing behind what moves"}
 
 
+@pytest.mark.bits
 def test_it_is_deterministic(batches):
     found = [suggest_cpu(calibrated(seeded(Outlier), batches), batches, layers=4) for _ in range(2)]
     assert found[0] == found[1]

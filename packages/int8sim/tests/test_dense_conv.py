@@ -272,6 +272,7 @@ def test_overflow_names_layer_and_channel(backend):
     assert int(int8_conv2d(x, w[:2], backend=backend).max()) == 32767 * 100 * 600
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("threads", [2, 5])
 def test_any_number_of_threads_gives_the_same(backend, threads):
     generator = np.random.default_rng(4)

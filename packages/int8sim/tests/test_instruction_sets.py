@@ -71,6 +71,7 @@ def results():
     return found
 
 
+@pytest.mark.bits
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="x86's instructions")
 @pytest.mark.parametrize("instructions", FEATURES)
 def test_other_cpus_compute_the_same(instructions):

@@ -302,6 +302,7 @@ def test_bilinear_resize_behind_a_relu():
     assert float((model(images(1)) - expected).norm() / expected.norm()) < 0.03
 
 
+@pytest.mark.bits
 def test_same_on_any_number_of_threads():
     model = simulate(calibrated(float_net()), images(0))
     before = torch.get_num_threads()

@@ -275,6 +275,7 @@ def test_takes_and_returns_sparse_tensors():
     assert out.dense().shape == (2, 12, *out.spatial_shape)
 
 
+@pytest.mark.bits
 def test_same_on_any_number_of_threads():
     model = simulate(calibrated_net(up=False), frame(0))
     before = torch.get_num_threads()

@@ -84,6 +84,7 @@ def test_the_real_frame(real_frame):
         assert (table_of(plan_for(ours, 8), ours)[0] == theirs.neighbours.numpy()).all()
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("threads", [2, 5])
 def test_any_number_of_threads_gives_the_same(threads, random_voxels):
     shape = (200, 150, 20)

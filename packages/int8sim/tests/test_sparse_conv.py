@@ -270,6 +270,7 @@ def test_empty_tensors(backend):
     assert (q.dtype, tuple(q.shape)) == (torch.int8, (0, 5))
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("threads", [2, 3, 7])
 def test_any_number_of_threads_gives_the_same(backend, threads, random_voxels):
     generator = np.random.default_rng(5)

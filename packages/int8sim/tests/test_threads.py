@@ -104,6 +104,7 @@ def test_a_forked_child_has_threads_of_its_own(threads):
     assert os.waitpid(child, 0)[1] == 0
 
 
+@pytest.mark.bits
 def test_several_threads_run_kernels(threads):
     """One table is drained together, the others alone, and none is drained twice or not at all."""
     generator = torch.Generator().manual_seed(0)

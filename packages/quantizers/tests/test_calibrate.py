@@ -314,6 +314,7 @@ def dying(after):
         yield batch
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("save_every", [1, 3])
 @pytest.mark.parametrize("sequence", [True, False])
 def test_resumes_to_the_same_bits(tmp_path, sequence, save_every):

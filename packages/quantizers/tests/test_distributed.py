@@ -41,6 +41,7 @@ def found(tmp_path_factory):
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("scene", SCENES)
 def test_two_processes_equal_one_bit_for_bit(found, scene):
     model = Block()

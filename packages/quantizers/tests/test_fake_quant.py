@@ -41,6 +41,7 @@ RANGES = {
 }
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("unsigned", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
@@ -84,6 +85,7 @@ def test_memory_layouts_agree(layout, channels):
     assert same_bits(*(grad.contiguous() for _, grad in results))
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("numel", [100_000, 500_000, 500_003])  # cached, streamed, a ragged end
 def test_same_bits_at_any_number_of_threads(numel):
     pytest.importorskip("numba", reason="numba is not installed")

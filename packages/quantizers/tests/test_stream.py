@@ -22,6 +22,7 @@ def pair(shape: tuple[int, ...], backend: str) -> tuple[torch.Tensor, torch.Tens
     return y.detach(), grad
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("shape", SHAPES)
 def test_bits_of_the_torch_path(shape: tuple[int, ...]) -> None:
     y, grad = pair(shape, "numba")

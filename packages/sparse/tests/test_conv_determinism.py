@@ -41,6 +41,7 @@ def equal(first, second):
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_trap_20_forward_and_backward_never_race(backend):
     if backend == "numba":
@@ -50,6 +51,7 @@ def test_trap_20_forward_and_backward_never_race(backend):
     assert all(equal(run(rulebook, 16, 32, backend), first) for _ in range(20))
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("channels", [(5, 16), (16, 33), (3, 130), (64, 64)])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_trap_20_same_bits_at_any_thread_count(backend, channels, restore_threads):
@@ -65,6 +67,7 @@ def test_trap_20_same_bits_at_any_thread_count(backend, channels, restore_thread
     assert equal(results[0], results[2])
 
 
+@pytest.mark.bits
 def test_trap_20_same_bits_in_float64(restore_threads):
     rulebook = build_rulebook(scene(voxels=1500), (40, 40, 20), 3, 2, 1, subm=False, batch_size=1)
     results = []
@@ -74,6 +77,7 @@ def test_trap_20_same_bits_in_float64(restore_threads):
     assert equal(*results)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("rows", [1, 2, 7, 255, 257, 1777])
 def test_products_do_not_depend_on_threads(rows, dtype, restore_threads):
@@ -92,6 +96,60 @@ def test_products_do_not_depend_on_threads(rows, dtype, restore_threads):
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
+def at_address(value, skip):
+    """A copy of ``value`` that lies ``skip`` bytes behind a multiple of 64."""
+    size = value.element_size()
+    raw = torch.empty(value.numel() + 128 // size, dtype=value.dtype)
+    first = (-raw.data_ptr() % 64 + skip) // size
+    return raw[first : first + value.numel()].view(value.shape).copy_(value)
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rows", [3, 256, 1777])
+def test_trap_37_products_do_not_depend_on_addresses(rows, dtype, restore_threads):
+    generator = torch.Generator().manual_seed(rows)
+    size = torch.finfo(dtype).bits // 8
+    for inner, columns in [(1, 1), (5, 16), (64, 33), (300, 8)]:
+        x = torch.randn(rows, inner, generator=generator, dtype=dtype)
+        w = torch.randn(inner, columns, generator=generator, dtype=dtype)
+        g = torch.randn(rows, columns, generator=generator, dtype=dtype)
+        chosen = torch.randint(rows, (rows // 2,), generator=generator)
+        expected = None
+        for number, skip in enumerate(range(0, 64, size)):
+            torch.set_num_threads(1 + number % 4)
+            a, b, c = (at_address(value, skip) for value in (x, w, g))
+            found = [matmul(a, b), matmul(a, b, chosen), matmul_transposed(a, c), column_sum(c)]
+            # A transposed weight is what the gradient of the features multiplies by.
+            found.append(matmul(c, at_address(w.t().contiguous().t(), 0).t()))
+            expected = expected or found
+            assert equal(found, expected)
+        for got, want in zip(expected, (x @ w, (x @ w)[chosen], x.t() @ g), strict=False):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.bits
+def test_trap_37_a_blas_gets_one_shape_at_aligned_addresses(monkeypatch):
+    from bevquant_sparse import _conv_matmul
+
+    seen, real = set(), _conv_matmul._convolve_1x1
+
+    def watch(batch, kernel):
+        assert batch.data_ptr() % 64 == kernel.data_ptr() % 64 == 0
+        assert batch.shape[0] >= 2
+        assert batch.shape[1] <= 256
+        seen.add((batch.shape[1:], kernel.shape))
+        return real(batch, kernel)
+
+    monkeypatch.setattr(_conv_matmul, "_convolve_1x1", watch)
+    for rows in (1, 255, 256, 700, 5000):
+        x, g = at_address(torch.randn(rows, 5), 4), at_address(torch.randn(rows, 7), 12)
+        matmul(x, at_address(torch.randn(5, 7), 20))
+        matmul_transposed(x, g)
+    assert len(seen) == 2
+
+
+@pytest.mark.bits
 def test_numba_rows_do_not_depend_on_their_company():
     pytest.importorskip("numba", reason="the numba extra is not installed")
     near = scene(voxels=800, shape=(10, 10, 10))
@@ -109,6 +167,7 @@ def test_numba_rows_do_not_depend_on_their_company():
     assert torch.equal(one, two[1::2])
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_calls_from_several_threads(backend):
     if backend == "numba":

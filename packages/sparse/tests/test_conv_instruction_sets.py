@@ -39,6 +39,7 @@ def digests():
     return found
 
 
+@pytest.mark.bits
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="AVX2 is x86's")
 def test_avx2_gives_the_same_bits(tmp_path):
     pytest.importorskip("numba", reason="the numba extra is not installed")

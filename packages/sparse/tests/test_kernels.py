@@ -118,6 +118,7 @@ def test_copies_and_pickles_keep_the_kernels(model, x):
         assert type(pool) is type(model[8])
 
 
+@pytest.mark.bits
 def test_trap_20_forward_is_deterministic_and_backward_exists(model, x):
     use_bevquant_kernels(model)
     # torch's own batch norm sums its gradients by thread: it stays out of the comparison.

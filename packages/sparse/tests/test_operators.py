@@ -143,6 +143,7 @@ def count(program, name):
     return sum(node.target is getattr(ops, name).default for node in program.graph.nodes)
 
 
+@pytest.mark.bits
 def test_export_as_it_stands_with_a_voxel_count_that_varies(spconv):
     model = unet(spconv)
     program = exported(model, sparse(spconv, 40))

@@ -134,6 +134,7 @@ def test_dtypes_and_no_voxels(pool, dtype):
     assert leaf.grad.shape == (0, 3)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("pool", [sparse_max_pool, sparse_avg_pool])
 def test_same_bits_at_any_thread_count(pool):
     indices, generator = scene(density=0.5)

@@ -101,6 +101,7 @@ def test_every_path_of_the_torch_backend_agrees(case, random_voxels):
             assert torch.equal(other.out_indices, expected.out_indices)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("kind", KINDS)
 def test_backends_agree_bit_for_bit(kind, random_voxels):
     pytest.importorskip("numba", reason="the numba extra is not installed")
@@ -185,6 +186,7 @@ def test_int64_coordinates_are_taken(backend):
     assert rulebook.neighbours.tolist() == [[-1, 0, 1], [0, 1, -1]]
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("kind", KINDS)
 def test_same_at_any_thread_count_and_for_concurrent_callers(kind, backend, random_voxels):
     shape = (40, 50, 60)

@@ -33,7 +33,7 @@ def forward(
     if bias is not None:
         out += bias
     for offset, in_rows, out_rows in _offsets(table):
-        _scatter_add(out, out_rows, matmul(_gather(features, in_rows), weight[offset]))
+        _scatter_add(out, out_rows, matmul(features, weight[offset], in_rows))
     return out
 
 
@@ -45,7 +45,7 @@ def grad_features(
     """Gradient of the features: the pairs walked backwards with transposed weights."""
     grad = grad_out.new_zeros(table.num_in, weight.shape[1])
     for offset, in_rows, out_rows in _offsets(table):
-        _scatter_add(grad, in_rows, matmul(_gather(grad_out, out_rows), weight[offset].t()))
+        _scatter_add(grad, in_rows, matmul(grad_out, weight[offset].t(), out_rows))
     return grad
 
 
