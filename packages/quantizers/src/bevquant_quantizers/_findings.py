@@ -41,8 +41,8 @@ class CalibrationFinding:
         kind: ``"no values"``: it saw none. ``"all zero"``: nothing else. ``"constant"``: one
             magnitude, everywhere. ``"few values"``: fewer than integers have magnitudes.
             ``"few distinct"``: many, of a handful of magnitudes. ``"outliers"``: a handful of
-            values made the range, the others share two integers. ``"float16"``: the range is beyond the largest
-            float16. ``"method"``: another method keeps much more of this tensor.
+            values made the range, the others share two integers. ``"float16"``: the range is beyond
+            the largest float16. ``"method"``: another method keeps much more of this tensor.
         evidence: What was seen.
         remedy: What to do.
         poor: Whether the calibration cannot be right.

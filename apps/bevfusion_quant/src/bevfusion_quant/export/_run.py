@@ -147,8 +147,9 @@ def _export(
     with clock.step("read and voxelize"):
         batches.head(1)[0]
     exported = export_model(
-        loaded.float_model, model, batches, sizes, clock, folder, target=target, **given
-    )
+        loaded.float_model, model, batches, sizes, clock, folder,
+        target=target, calibration=config.get("poor_calibration", ()), **given,
+    )  # fmt: skip
     return exported, batches
 
 

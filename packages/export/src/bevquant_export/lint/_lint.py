@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bevquant_export.lint import (
+    _calibration,
     _horizon,
     _horizon_limits,
     _model,
@@ -50,6 +51,7 @@ RULES: tuple[Rule, ...] = (
     ),
     *(*_qdq.RULES, *_tensorrt.RULES, *_onnxruntime.RULES),
     *(*_horizon.RULES, *_horizon_limits.RULES),
+    _calibration.POOR,
 )
 _MOST_OF_ONE = 100
 
@@ -110,6 +112,7 @@ def _findings(model: onnx.ModelProto, path: Path, target: str) -> Iterator[Findi
     for graph in graphs:
         yield from _structure.check_structure(graph)
     yield from _model.check_model(model, graphs, target, folder)
+    yield from _calibration.check_calibration(model)
     if target == "libspconv":
         yield from _spconv_graph.check_graph(graphs[0])
         yield from _spconv_convs.check_convs(graphs[0], folder)
