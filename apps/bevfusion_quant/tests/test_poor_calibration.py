@@ -18,6 +18,7 @@ from bevfusion_quant.ptq._frame_record import FrameNote, note_of, note_record
 from bevfusion_quant.ptq._poor_data import frame_findings
 from bevfusion_quant.review._checks import _calibration
 from bevfusion_quant.scenes import street_frame
+from bevquant_export import lint_onnx
 
 if importlib.util.find_spec("spconv") is None:
     pytest.skip("spconv is not installed", allow_module_level=True)
@@ -83,6 +84,11 @@ def test_trap_49_copies_of_one_point_are_allowed_where_one_says_so(
     assert "copies: few voxels: 10,000 points in 1 voxel; " in told
     assert "few values: 5 values, and integers have 128 magnitudes" in told
     assert "cannot be right" not in error
+    # Whoever gets its files is told by the linter.
+    main("export --run runs/a --points copies.npz --name files".split())
+    (file,) = Path("runs/files/onnx").glob("*.onnx")
+    found = [finding for finding in lint_onnx(file, "libspconv") if finding.id == "CAL001"]
+    assert any("copies: few values" in finding.reason for finding in found)
 
 
 def test_trap_49_one_broken_frame_is_named(capsys: pytest.CaptureFixture[str]) -> None:
