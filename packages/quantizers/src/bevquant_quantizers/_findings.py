@@ -78,25 +78,25 @@ def find(
         every += _spread(rows, ranges, 2 ** (calibrator._num_bits - 1))
         every += _method(rows, calibrator, ranges, method)
     return tuple(
-        CalibrationFinding(tensor, frame if frame >= 0 else None, kind, why, what, kind != "method")
+        CalibrationFinding(tensor, frame, kind, why, what, kind != "method")
         for kind, why, what, frame in every
     )
 
 
-_Found = Iterator[tuple[Kind, str, str, int]]
+_Found = Iterator[tuple[Kind, str, str, int | None]]
 
 
 def _range(rows: Sequence[AbsHistogram], found: Tensor | None) -> _Found:
     if found is None:
         remedy = "run batches that reach it, or disable it"
-        yield "no values", "not one value reached it", remedy, -1
+        yield "no values", "not one value reached it", remedy, None
     elif not bool(found.any()):
         number = f"{sum(row.values for row in rows):,} values" if rows else "values"
-        yield "all zero", f"all {number} were zero", "calibrate with data that reach it", -1
+        yield "all zero", f"all {number} were zero", "calibrate with data that reach it", None
     elif float(found.max()) > _LARGEST_FLOAT16:
         evidence = f"the range is {float(found.max()):.3g}, and float16 ends at 65,504"
         remedy = "look for broken values, and leave them out"
-        yield "float16", evidence, remedy, max(rows, key=_largest).peak if rows else -1
+        yield "float16", evidence, remedy, _peak(max(rows, key=_largest)) if rows else None
 
 
 def _spread(rows: Sequence[AbsHistogram], ranges: Sequence[float], magnitudes: int) -> _Found:
@@ -105,7 +105,7 @@ def _spread(rows: Sequence[AbsHistogram], ranges: Sequence[float], magnitudes: i
     values = sum(row.values for row in rows)
     if values < magnitudes:
         evidence = f"{values} values, and integers have {magnitudes} magnitudes"
-        yield "few values", evidence, more, -1
+        yield "few values", evidence, more, None
         return
     outlying = max(zip(rows, ranges, strict=True), key=lambda pair: _outlying(*pair))
     if _outlying(*outlying) > _OUTLYING:
@@ -116,15 +116,15 @@ def _spread(rows: Sequence[AbsHistogram], ranges: Sequence[float], magnitudes: i
             f"{few:,} of {row.values - row.zeros:,} values other than zero made the range "
             f"{limit:.4g}; {_CROWD:.0%} of them lie below {usual:.4g} and get two integers"
         )
-        yield "outliers", evidence, "leave the broken values out of the data", row.peak
+        yield "outliers", evidence, "leave the broken values out of the data", _peak(row)
         return
     distinct = max(_distinct(row) for row in rows)
     if distinct == 1:
         evidence = f"all {values:,} values have one magnitude, {max(map(_largest, rows)):.4g}"
-        yield "constant", evidence, more, -1
+        yield "constant", evidence, more, None
     # A mask of zeros and ones is what it is; its two integers are exact.
     elif distinct < _FEW_DISTINCT and not (distinct == 2 and any(row.zeros for row in rows)):
-        yield "few distinct", f"{values:,} values have {distinct} magnitudes", more, -1
+        yield "few distinct", f"{values:,} values have {distinct} magnitudes", more, None
 
 
 def _method(
@@ -138,7 +138,7 @@ def _method(
     ours = expected_sqnr(rows, ranges, bits, unsigned)
     if theirs - ours > _METHOD_DB:
         evidence = f"{method!r} keeps {ours:.1f} dB of the calibration data, 'mse' {theirs:.1f} dB"
-        yield "method", evidence, "calibrate with method='mse'", -1
+        yield "method", evidence, "calibrate with method='mse'", None
 
 
 def expected_sqnr(
@@ -198,6 +198,11 @@ def _starts(row: AbsHistogram) -> npt.NDArray[np.float64]:
 
 def _largest(row: AbsHistogram) -> float:
     return row.max
+
+
+def _peak(row: AbsHistogram) -> int | None:
+    """The batch of the largest value, where it is known."""
+    return None if row.peak < 0 else row.peak
 
 
 def _crowd(row: AbsHistogram) -> float:
