@@ -74,7 +74,7 @@ def _sample(package: str, target: dict[str, Any], options: argparse.Namespace) -
     known = {m.key for m in found}
     for entry in listed:
         key = (entry["file"], entry["text"], entry["column"], entry["new"])
-        if key not in known and any(fnmatch(entry["file"], f"packages/{package}/*") for _ in "1"):
+        if key not in known and entry["file"].startswith(f"packages/{package}/"):
             print(f"equivalent.toml: {entry['file']}: {entry['text']!r} is gone: delete the entry")
     some = [m for m in found if m.key not in same and options.only in str(m)]
     return sorted(some, key=lambda m: m.rank(options.seed))[: options.count]
@@ -180,9 +180,6 @@ def _passes(place: Path, package: str, tests: Sequence[str], limit: float) -> bo
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid or 0, signal.SIGKILL)  # it and what its tests have started
     process.join()
-    if process.exitcode in (3, 4, 5):
-        log = (place / "log").read_text()
-        raise SystemExit(f"{package}: pytest ran no tests of {tests}\n{log[-2000:]}")
     return process.exitcode == 0
 
 

@@ -10,15 +10,18 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from bevfusion_quant.cli import main
 from bevfusion_quant.points import Frame, VoxelData, read_points
-from bevfusion_quant.ptq import FrameBatches, PoorData, finding_lines
+from bevfusion_quant.ptq import FrameBatches, PoorData, calibrate_branch, finding_lines
 from bevfusion_quant.ptq._frame_record import FrameNote, note_of, note_record
 from bevfusion_quant.ptq._poor_data import frame_findings
 from bevfusion_quant.review._checks import _calibration
 from bevfusion_quant.scenes import street_frame
 from bevquant_export import lint_onnx
+from bevquant_quantizers import QuantDescriptor, TensorQuantizer
 
 if importlib.util.find_spec("spconv") is None:
     pytest.skip("spconv is not installed", allow_module_level=True)
@@ -98,6 +101,20 @@ def test_trap_49_one_broken_frame_is_named(capsys: pytest.CaptureFixture[str]) -
     assert "bad: intensity: 30 of 3,000 intensities lie outside 0..255, from 0 to 3e+38" in error
     assert "conv_input.0._input_quantizer, bad: float16: " in told
     assert ", good" not in told
+
+
+def test_values_that_become_infinite_name_frame_and_tensor() -> None:
+    class Frames(list[tuple[torch.Tensor]]):
+        """As `FrameBatches`, of which two were read."""
+
+        names: ClassVar = {0: ("good", 1), 1: ("bad", 1)}
+
+    model = nn.Sequential(TensorQuantizer(QuantDescriptor(calib_method="histogram")))
+    batches = Frames([(torch.rand(300),), (torch.full((3,), torch.inf),)])
+    with pytest.raises(ValueError, match=r"^bad: 0: .* 3 infinite values cannot be calibrated"):
+        calibrate_branch(model, batches)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^unknown method"):  # which is no frame's fault
+        calibrate_branch(model, batches, method="kl")  # type: ignore[arg-type]
 
 
 def test_one_thin_frame_among_others_is_told_and_allowed(
