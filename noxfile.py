@@ -208,6 +208,13 @@ def wheels(session: nox.Session) -> None:
 
 
 @nox.session
+def mutation(session: nox.Session) -> None:
+    """One-token mutations of the numerics: are the tests able to fail? By hand; takes hours."""
+    install(session, everything(), "pytorch-quantization")
+    session.run("python", "mutation/run.py", *session.posargs, env={"OMP_WAIT_POLICY": "PASSIVE"})
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Measured claims: each script prints ratios against named peers of the same run."""
     install(session, everything(), "pytorch-quantization", "nvidia-modelopt", "huggingface_hub")

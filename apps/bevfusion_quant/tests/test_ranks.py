@@ -21,6 +21,7 @@ from bevfusion_quant._options import Evaluate, Ptq, Tree
 from bevfusion_quant.model.head import Detections
 from bevfusion_quant.points import Labels
 from bevfusion_quant.ptq._frame_record import FrameNote, note_of, note_record
+from bevfusion_quant.ptq._poor_data import PoorData
 from bevfusion_quant.qat import FramePart, add_up
 from bevfusion_quant.qat._share import parts_in_order
 from bevfusion_quant.ranks import (
@@ -222,9 +223,15 @@ def test_gradients_are_added_in_order_of_frames(together: Together, world: int) 
 def test_notes_and_scores_come_back_as_they_were(together: Together, tmp_path: Path) -> None:
     boxes = np.arange(14, dtype=np.float32).reshape(2, 7)
     labels = Labels(boxes, ("car", "traffic_cone"), num_points=np.array([3, 0], np.int32))
-    for given in (labels, Labels(boxes[:0], ()), None):
-        name, size, found = note_of(unpack(pack(note_record(FrameNote("street ü", 9, given)))))
-        assert (name, size, found is None) == ("street ü", 9, given is None)
+    wrong = PoorData("encoders.lidar", "street ü", "few voxels", "9 points", "use whole scans")
+    for given, findings in (
+        (labels, ()),
+        (Labels(boxes[:0], ()), (wrong,)),
+        (None, (wrong, wrong)),
+    ):
+        note = FrameNote("street ü", 9, given, findings)
+        name, size, found, told = note_of(unpack(pack(note_record(note))))
+        assert (name, size, found is None, told) == ("street ü", 9, given is None, findings)
         if given is not None:
             assert found is not None
             assert found.names == given.names

@@ -140,3 +140,26 @@ def test_sparse_rank_must_fit_the_layout():
         fuse_sparse_conv_bn_weights(
             torch.ones(2, 2), None, ones, ones, 0.0, None, None, layout=WeightLayout.KRSC
         )
+
+
+@pytest.mark.parametrize("layout", [WeightLayout.KRSC, WeightLayout.RSCK, WeightLayout.KCRS])
+@pytest.mark.parametrize("rank", [0, 1, 4, 5])
+def test_sparse_kernels_have_one_to_four_axes(layout, rank):
+    weight, ones = torch.ones([2] * (rank + 2)), torch.ones(2)
+    if 1 <= rank <= 4:
+        fused, _ = fuse_sparse_conv_bn_weights(
+            weight, None, ones, ones, 0.0, None, None, layout=layout
+        )
+        assert fused.shape == weight.shape
+    else:
+        with pytest.raises(ValueError, match=f"cannot be in layout {layout.name}"):
+            fuse_sparse_conv_bn_weights(weight, None, ones, ones, 0.0, None, None, layout=layout)
+
+
+@pytest.mark.parametrize("axes", [2, 4])
+def test_kernels_in_one_axis_have_three(axes):
+    with pytest.raises(ValueError, match="cannot be in layout VCK"):
+        fuse_sparse_conv_bn_weights(
+            torch.ones([2] * axes), None, *[torch.ones(2)] * 2, 0.0, None, None,
+            layout=WeightLayout.VCK,
+        )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from types import SimpleNamespace
 
@@ -11,9 +12,24 @@ import pytest
 import torch
 from hypothesis import settings
 
+from bevquant_quantizers import _jit
+
 # The first example may wait for a kernel to be compiled.
 settings.register_profile("bevquant", deadline=None)
 settings.load_profile("bevquant")
+
+
+@pytest.fixture(params=["numba", "without numba"])
+def with_and_without_numba(request, monkeypatch):
+    """Runs a test a second time as where numba is not installed, whatever chooses a backend."""
+    if request.param == "numba":
+        pytest.importorskip("numba", reason="numba is not installed")
+        yield True
+        return
+    monkeypatch.setitem(sys.modules, "numba", None)  # every import of it fails
+    _jit.has_numba.cache_clear()
+    yield False
+    _jit.has_numba.cache_clear()
 
 
 @pytest.fixture

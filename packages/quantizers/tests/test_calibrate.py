@@ -110,6 +110,45 @@ def test_values_that_rounding_brings_back_are_no_warning():
     assert "above the range" in lossy["q"].warnings[0]
 
 
+def warned(x, **settings):
+    """The warnings of a calibration on one tensor."""
+    return " ".join(calibrate(nn.Sequential(histogram_quantizer()), [x], **settings)["0"].warnings)
+
+
+@pytest.mark.parametrize(("largest", "told"), [(7.9, False), (8.3, True)])
+def test_a_range_eight_times_what_is_usual_is_exploding(largest, told):
+    x = torch.cat([torch.linspace(0, 1, 100_000), torch.full((5,), largest)])
+    assert ("exploding" in warned(x, method="max")) is told
+    # Two in ten thousand of them are no outliers but the tail.
+    tail = torch.cat([torch.linspace(0, 1, 100_000), torch.full((20,), largest)])
+    assert "exploding" not in warned(tail, method="max")
+
+
+@pytest.mark.parametrize(
+    ("crowd", "outliers", "told"), [(99, 1, True), (98, 1, False), (98, 2, False), (198, 1, True)]
+)
+def test_of_a_hundred_values_the_largest_alone_may_explode(crowd, outliers, told):
+    x = torch.cat([torch.linspace(0.5, 1, crowd), torch.full((outliers,), 50.0)])
+    assert ("exploding" in warned(x, method="max")) is told
+
+
+@pytest.mark.parametrize(("above", "told"), [(95, False), (105, True)])
+def test_more_than_one_in_a_hundred_above_the_range_is_told(above, told):
+    x = torch.cat([torch.linspace(0, 0.5, 10_000 - above), torch.full((above,), 1.0)])
+    text = warned(x, method="percentile", percentile=98.9)
+    assert ("of the values lie above the range" in text) is told
+
+
+def test_merged_bins_are_told():
+    model = nn.Sequential(histogram_quantizer())
+    report = calibrate(model, [torch.rand(1000), torch.rand(1000) * 32], method="max")
+    assert report["0"].warnings == ()
+    report = calibrate(model, [torch.rand(1000), torch.rand(9000) * 100], method="max")
+    (text,) = report["0"].warnings
+    assert "outliers made the bins 4 times as wide" in text
+    assert report["0"].bins <= 32 * 2048
+
+
 def test_report_as_table_and_json():
     report = calibrate(Block(), make_batches(), progress=False)
     lines = str(report).splitlines()

@@ -329,7 +329,33 @@ def test_channels_may_not_change():
     assert "calib_hist" in repr(calibrator)
 
 
+@pytest.mark.parametrize("kind", [MaxCalibrator, HistogramCalibrator])
+def test_axes_reach_from_minus_the_rank_to_below_it(kind):
+    x = torch.arange(24.0).reshape(2, 3, 4)
+    for axis, shape in ((-3, (2, 1, 1)), (-1, (1, 1, 4)), (0, (2, 1, 1)), (2, (1, 1, 4))):
+        calibrator = kind(8, axis, False)
+        calibrator.collect(x)
+        assert calibrator.compute_amax("max").shape == shape
+    for axis in (-4, 3, (0, 3), (-4, 1)):
+        calibrator = kind(8, axis, False)
+        with pytest.raises(ValueError, match=r"out of range for a tensor of shape \(2, 3, 4\)"):
+            calibrator.collect(x)
+
+
 # Taking over a histogram
+
+
+def test_loaded_edges_are_kept_to_the_bit():
+    """Edges that another rule made, a rounding error from ours, until the histogram grows."""
+    edges = torch.linspace(0, 0.8, 9)
+    edges[1:-1] = torch.nextafter(edges[1:-1], torch.ones(7))
+    calibrator = HistogramCalibrator(8, None, False)
+    calibrator.load_histogram(torch.arange(8), edges)
+    assert torch.equal(calibrator._calib_bin_edges, edges)
+    assert calibrator.compute_amax("percentile", percentile=70) in edges
+    calibrator.collect(torch.tensor([0.95]))
+    assert calibrator._calib_bin_edges.numel() == calibrator._calib_hist.numel() + 1 > 9
+    torch.testing.assert_close(calibrator._calib_bin_edges[:9], edges)
 
 
 def test_loaded_histogram_goes_on():
@@ -354,7 +380,16 @@ def test_loaded_histogram_that_does_not_start_at_zero():
 
 @pytest.mark.parametrize(
     ("counts", "edges"),
-    [([1, 2], [0.0, 1.0]), ([-1, 2], [0.0, 1.0, 2.0]), ([1, 2], [0.0, 1.0, 9.0]), ([], [0.0])],
+    [
+        ([1, 2], [0.0, 1.0]),
+        ([-1, 2], [0.0, 1.0, 2.0]),
+        ([1, 2], [0.0, 1.0, 9.0]),
+        ([1, 2], [-1.0, 0.0, 1.0]),
+        ([1, 2], [0.0, 1.0, torch.inf]),
+        ([1, 2], [0.0, torch.nan, 2.0]),
+        ([[1], [2]], [0.0, 1.0, 2.0]),
+        ([], [0.0]),
+    ],
 )
 def test_bad_histograms_are_refused(counts, edges):
     calibrator = HistogramCalibrator(8, None, False)

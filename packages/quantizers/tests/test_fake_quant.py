@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bevquant_quantizers import fake_quantize
+from bevquant_quantizers._fake_quant import integer_bounds
 from bevquant_quantizers._jit import has_numba
 
 BACKENDS = ["torch", "numba"] if has_numba() else ["torch"]
@@ -157,6 +158,47 @@ def test_rounds_half_to_even_after_scaling():
     x = torch.tensor([0.5, 1.5, 2.5, -0.5, -1.5, 126.5, 127.5, -127.5, -128.0])
     assert fake_quantize(x, 127.0).tolist() == [0, 2, 2, 0, -2, 126, 127, -127, -127]
     assert fake_quantize(x, 127.0, narrow_range=False).tolist()[-2:] == [-128, -128]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ranges_up_to_the_smallest_float16_are_zero(backend):
+    """2⁻²⁴ counts as zero, the next float does not."""
+    x = torch.full((20_000,), 0.5)
+    dead = torch.tensor(2.0**-24)
+    assert not fake_quantize(x, dead, backend=backend).any()
+    alive = torch.nextafter(dead, torch.tensor(1.0))
+    torch.testing.assert_close(fake_quantize(x, alive, backend=backend), x * 0 + alive)
+    both = torch.stack([dead, alive]).reshape(2, 1)
+    kept = fake_quantize(x.reshape(2, -1), both, backend=backend).any(1)
+    assert kept.tolist() == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("options", "bounds"),
+    [
+        ((8, False, True), (-127, 127)),
+        ((8, False, False), (-128, 127)),
+        ((8, True, True), (0, 255)),
+        ((4, False, True), (-7, 7)),
+        ((2, True, False), (0, 3)),
+    ],
+)
+def test_integer_bounds(options, bounds):
+    assert integer_bounds(*options) == bounds
+    assert all(type(bound) is float for bound in integer_bounds(*options))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_any_number_of_axes(backend):
+    x = torch.randn(6, 50, 70)
+    amax = torch.rand(6, 70) + 0.1
+    found = fake_quantize(x, amax, axis=(0, -1), backend=backend)
+    for i, k in ((0, 0), (3, 11), (5, 69)):
+        assert torch.equal(found[i, :, k], fake_quantize(x[i, :, k], amax[i, k]))
+    assert torch.equal(found, fake_quantize(x, amax[:, None], backend=backend))
+    assert torch.equal(
+        fake_quantize(x, torch.tensor([0.7]), axis=1, backend=backend), fake_quantize(x, 0.7)
+    )
 
 
 def test_errors_say_what_to_do():

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bevquant_quantizers.calib._entropy import entropy_amax
+from bevquant_quantizers.calib._entropy import _divergence, entropy_amax
 from bevquant_quantizers.calib._mse import mse_amax
 from bevquant_quantizers.calib._percentile import percentile_amax
 from bevquant_quantizers.calib._search import search_amax
@@ -30,6 +30,48 @@ def mse_by_definition(counts, edges, amax, bits, unsigned):
     top = 2 ** (bits - 1 + unsigned) - 1
     step = amax / top
     return float((counts * (centers - np.minimum(np.rint(centers / step), top) * step) ** 2).sum())
+
+
+def divergence_by_definition(counts, i, levels):
+    """sum p log(p / q) of the histogram up to bin i and its quantized form, bin by bin."""
+    p, q = [float(n) for n in counts[:i]], [0.0] * i
+    for group in range(levels):
+        members = [j for j in range(i) if j * levels // i == group and counts[j]]
+        for j in members:
+            q[j] = sum(float(counts[k]) for k in members) / len(members)
+    p[-1] += float(counts[i:].sum())
+    if not sum(q) or any(a and not b for a, b in zip(p, q, strict=True)):
+        return np.inf
+    p, q = [a / sum(p) for a in p], [b / sum(q) for b in q]
+    return sum(a * np.log(a / b) for a, b in zip(p, q, strict=True) if a)
+
+
+@pytest.mark.parametrize("kind", ["relu", "heavy", "integers", "outlier"])
+@pytest.mark.parametrize(("bits", "unsigned"), [(4, False), (4, True), (3, False)])
+def test_entropy_is_the_least_divergence_by_brute_force(backend, histogram, kind, bits, unsigned):
+    counts, edges, _ = histogram(kind, bins=96, n=3000)
+    levels = 2 ** (bits - 1 + unsigned)
+    bins = counts.copy()
+    bins[0] = bins[1]
+    tried = range(20, 97, 2)
+    wanted = {i: divergence_by_definition(bins, i, levels) for i in tried}
+    for i in tried:
+        assert _divergence(bins, i, levels) == pytest.approx(wanted[i], rel=1e-9, abs=1e-12)
+    found = entropy_amax(counts, edges, bits, unsigned, 2, 20, backend)
+    (chosen,) = (i for i in tried if edges[i] == found)
+    assert wanted[chosen] <= min(wanted.values()) * (1 + 1e-9)
+
+
+def test_of_equal_candidates_entropy_takes_the_last(backend):
+    """Levels for every bin: all ranges that cut nothing off lose nothing."""
+    counts = np.array([3, 3, 5, 2, 0, 0, 0, 0])
+    edges = np.arange(9, dtype=np.float32)
+    assert entropy_amax(counts, edges, 5, False, 1, 1, backend) == 8.0
+    assert entropy_amax(counts, edges, 5, False, 2, 1, backend) == 7.0
+    assert entropy_amax(counts, edges, 5, False, 1, 9, backend) == 8.0
+    assert entropy_amax(counts, edges, 5, False, 1, 8, backend) == 8.0
+    assert entropy_amax(np.zeros(8, np.int64), edges, 5, False, 1, 1, backend) == 8.0
+    assert counts.tolist() == [3, 3, 5, 2, 0, 0, 0, 0]
 
 
 # Small histograms keep upstream's loops short; the benchmark compares the full size.

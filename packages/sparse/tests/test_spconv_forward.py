@@ -1,6 +1,7 @@
 """conv_forward on spconv modules and on modules and tensors that only look like them."""
 
 import copy
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -9,13 +10,16 @@ from torch import nn
 from torch.nn import functional
 
 from bevquant_sparse import (
+    Rulebook,
     WeightLayout,
+    build_rulebook,
     conv_forward,
     get_weight,
     register_layout,
     to_dense,
     use_bevquant_kernels,
 )
+from bevquant_sparse._rulebook_cache import _identity
 
 SHAPE = (8, 9, 7)
 
@@ -123,6 +127,20 @@ def test_rulebooks_are_shared_by_key(x):
     out = conv_forward(first, x)
     again = conv_forward(OldConv(4, 6, 3, subm=True, indice_key="a"), out)
     assert again.indice_dict["a"] is out.indice_dict["a"]
+
+
+def test_what_a_module_does_not_say_is_no(x):
+    """One without flags is a plain convolution, whatever key it shares."""
+    out = conv_forward(OldConv(4, 4, 3, padding=1, indice_key="a"), x)
+    bare = OldConv(4, 4, 3, padding=1, indice_key="a")
+    for flag in ("inverse", "transposed", "subm"):
+        delattr(bare, flag)
+    wanted = conv_forward(OldConv(4, 4, 3, padding=1), x)
+    again = conv_forward(bare, x)
+    assert torch.equal(again.indices, wanted.indices)
+    shared = OldTensor(torch.randn(200, 4), x.indices, list(SHAPE), 2)
+    shared.indice_dict = out.indice_dict
+    assert torch.equal(conv_forward(bare, shared).indices, wanted.indices)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -244,3 +262,16 @@ def test_use_bevquant_kernels_on_old_modules(x, caplog):
     assert use_bevquant_kernels(model) == ["a"]
     assert "b: " in caplog.text
     assert torch.equal(model["a"](x).features, conv_forward(model["a"], x).features)
+
+
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+def test_a_pointwise_rulebook_is_the_one_that_would_be_built(x, backend):
+    """It is written down without a search; every field is as the search gives it."""
+    shape = tuple(int(size) for size in x.spatial_shape)
+    searched = build_rulebook(
+        x.indices, shape, 1, subm=True, batch_size=x.batch_size, backend=backend
+    )
+    for field in dataclasses.fields(Rulebook):
+        ours, theirs = (getattr(book, field.name) for book in (_identity(x, len(shape)), searched))
+        same = torch.equal(ours, theirs) if isinstance(ours, torch.Tensor) else ours == theirs
+        assert same, field.name

@@ -45,6 +45,7 @@ from bevfusion_quant.ptq import (
     layer_table,
     quantize_branch,
     reads_images,
+    refuse_poor,
     run_evaluate,
     run_ptq,
     stage_table,
@@ -60,7 +61,7 @@ if TYPE_CHECKING:
     from bevfusion_quant.export import ExportedSet
     from bevfusion_quant.metrics import Bootstrap
     from bevfusion_quant.points import Frame
-    from bevfusion_quant.ptq import Branch
+    from bevfusion_quant.ptq import Branch, PoorData
 
 __all__ = ["check_processes", "execute", "tree"]
 
@@ -173,7 +174,8 @@ def _ptq(options: Ptq, command: str) -> str:
             name=options.name or free_name(options.runs, "ptq"),
             overwrite=options.overwrite,
             command=command,
-        )
+        ),
+        allow_poor=options.allow_poor_calibration,
     )
 
 
@@ -225,7 +227,8 @@ def _ptq_bpu(options: Ptq, branch: Branch, command: str) -> str:
             name=options.name or free_name(options.runs, "ptq"),
             overwrite=options.overwrite,
             command=command,
-        )
+        ),
+        allow_poor=options.allow_poor_calibration,
     )
 
 
@@ -477,7 +480,7 @@ def tree(
     return quantized.get_submodule(path)
 
 
-def _report(result: PtqResult | EvaluateResult) -> str:
+def _report(result: PtqResult | EvaluateResult, *, allow_poor: bool = False) -> str:
     detections: tuple[str, ...] = ()
     if result.agreement:
         text = agreement_text(result.agreement, result.labels_found)
@@ -500,7 +503,15 @@ def _report(result: PtqResult | EvaluateResult) -> str:
         + (", onnx/" if getattr(result, "exported", None) else ""),
         f"Page: {(result.folder / 'report.html').absolute()}",
     )
-    return _verified("\n" + "\n\n".join(parts), getattr(result, "exported", None))
+    text = _verified("\n" + "\n\n".join(parts), getattr(result, "exported", None))
+    return _calibrated(text, getattr(result, "findings", ()), allow_poor=allow_poor)
+
+
+def _calibrated(text: str, findings: Sequence[PoorData], *, allow_poor: bool) -> str:
+    """The text of a run whose ranges may be right; raises what ends the command where not."""
+    if not allow_poor and current_ranks().first:
+        refuse_poor(findings, text)
+    return text
 
 
 def _files(result: PtqResult | EvaluateResult) -> tuple[str, ...]:
@@ -510,7 +521,7 @@ def _files(result: PtqResult | EvaluateResult) -> tuple[str, ...]:
     return export_text(result.exported) if isinstance(result, PtqResult) and result.exported else ()
 
 
-def _report_bpu(result: BpuResult) -> str:
+def _report_bpu(result: BpuResult, *, allow_poor: bool = False) -> str:
     from bevfusion_quant.bpu import bpu_text
 
     parts = (
@@ -520,7 +531,7 @@ def _report_bpu(result: BpuResult) -> str:
         "bev.png, layers.png" + (", weights.safetensors" if result.holds_model else ""),
         f"Page: {(result.folder / 'report.html').absolute()}",
     )
-    return "\n" + "\n\n".join(parts)
+    return _calibrated("\n" + "\n\n".join(parts), result.findings, allow_poor=allow_poor)
 
 
 def _end(warnings: Sequence[str], seconds: Mapping[str, float], peak: float) -> str:

@@ -127,6 +127,8 @@ class Ptq(FrameOptions):
         bias_correction: Add to biases what rounding shifts the layers' outputs by on average.
         fold: Fold batch norms into convolutions first; a run without has no form in integers and
             in files.
+        allow_poor_calibration: End with 0 where the calibration cannot be right too; what is wrong
+            with it is told all the same.
         seed: Seed of random weights.
         runs: Folder of all runs.
         name: The run's folder in it; by default ptq, ptq-2, …
@@ -149,6 +151,7 @@ class Ptq(FrameOptions):
     rounding: Literal["nearest", "gptq"] = "nearest"
     bias_correction: bool = False
     fold: bool = True
+    allow_poor_calibration: bool = False
     seed: int = 0
     runs: Path = Path("runs")
     name: str | None = None

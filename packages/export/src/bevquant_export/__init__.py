@@ -16,7 +16,7 @@ from bevquant_export.floats import (
     compare_float_onnx,
     export_float_onnx,
 )
-from bevquant_export.lint import Finding, lint_onnx
+from bevquant_export.lint import Finding, lint_onnx, note_calibration
 from bevquant_export.sparse import (
     LayerDifference,
     SparseExport,
@@ -54,6 +54,7 @@ __all__ = [
     "lint_onnx",
     "load_sparse_onnx",
     "lower_to_portable",
+    "note_calibration",
     "register_target",
     "target_names",
     "with_half_constants",

@@ -8,6 +8,7 @@ from ._calibrate import calibrate
 from ._context import quantization_disabled, quantization_enabled
 from ._distributed import PeerError, all_merge
 from ._fake_quant import fake_quantize
+from ._findings import CalibrationFinding
 from ._json_document import JsonDocument
 from ._merge import merge
 from ._ranges import load_ranges, save_ranges
@@ -19,6 +20,7 @@ from ._write_whole import write_whole
 from .tensor_quant import QuantDescriptor
 
 __all__ = [
+    "CalibrationFinding",
     "CalibrationReport",
     "JsonDocument",
     "NamedQuantizer",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,7 @@ def calibrator_state(calibrator: Calibrator) -> tuple[dict[str, Any], Arrays]:
         meta["rows"] = [[getattr(row, key) for key in _SCALARS] for row in rows]
         counts = [row.counts.numpy() for row in rows]
         arrays = {"counts": np.concatenate(counts) if counts else np.zeros(0, np.int64)}
+        arrays["peaks"] = np.array([row.peak for row in rows], np.int64)
         if calibrator._own_edges is not None:
             arrays["edges"] = calibrator._own_edges.numpy()
         return meta, arrays
@@ -78,7 +80,7 @@ def load_calibrator_state(
         raise ValueError(f"{calibrator._who()}: the state is of {given}, the calibrator {wanted}")
     try:
         if isinstance(calibrator, HistogramCalibrator):
-            rows = _rows(meta, arrays)
+            rows = _with_peaks(_rows(meta, arrays), arrays.get("peaks"))
             calibrator._shape, calibrator._rows = tuple(meta["shape"]), rows
             edges = arrays.get("edges")
             calibrator._own_edges = None if edges is None else torch.from_numpy(edges)
@@ -100,3 +102,10 @@ def _rows(
         raise ValueError("damaged state: the counts do not agree with their description")
     parts = torch.from_numpy(counts.copy()).split_with_sizes(lengths)
     return [AbsHistogram(part.clone(), *row) for part, row in zip(parts, meta["rows"], strict=True)]
+
+
+def _with_peaks(rows: list[AbsHistogram], peaks: np.ndarray[Any, Any] | None) -> list[AbsHistogram]:
+    """The rows with the batches of their maxima, where the state names these."""
+    if peaks is None or peaks.shape != (len(rows),) or peaks.dtype != np.int64:
+        return rows
+    return [replace(row, peak=int(peak)) for row, peak in zip(rows, peaks, strict=True)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -113,12 +114,20 @@ class Collection:
                 self._run(r, batch)
 
     def _run(self, r: int, batch: Any) -> None:
+        world, rank = (self.peers.world, self.peers.rank) if self.peers else (1, 0)
+        number = r * world + rank
         try:
             self.forward(self.model, batch)
         except Exception as error:
-            world, rank = (self.peers.world, self.peers.rank) if self.peers else (1, 0)
-            error.add_note(f"while calibrating with batch {r * world + rank} (counted from 0)")
+            error.add_note(f"while calibrating with batch {number} (counted from 0)")
             raise
+        for calibrator in self.calibrators:
+            if isinstance(calibrator, HistogramCalibrator):
+                # A maximum of this batch's has no number yet: `combine` kept the older one's.
+                calibrator._rows = [
+                    replace(row, peak=number) if row.max and row.peak < 0 else row
+                    for row in calibrator._rows
+                ]
 
 
 @contextmanager

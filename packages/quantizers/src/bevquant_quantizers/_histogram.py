@@ -39,6 +39,7 @@ class AbsHistogram:
         zeros: How many of them are 0.
         nans: NaNs met (not counted).
         infs: Infinities met (not counted).
+        peak: Number of the first batch that held `max`, where somebody counts batches; else −1.
     """
 
     counts: Tensor
@@ -50,6 +51,7 @@ class AbsHistogram:
     zeros: int
     nans: int
     infs: int
+    peak: int = -1
 
 
 def abs_histogram(

@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from ._fake_quant import integer_bounds
+from ._findings import CalibrationFinding, bin_width, find, reach
 from ._histogram import AbsHistogram
 from .calib._calibrator import Calibrator
 from .calib._histogram_calibrator import HistogramCalibrator
@@ -36,6 +37,7 @@ class QuantizerReport:
         values: Values seen; None without a histogram.
         largest: Largest absolute value seen; None where it saw none.
         warnings: What to look at.
+        findings: Why its calibration cannot be right, or another method would be better.
     """
 
     names: tuple[str, ...]
@@ -47,6 +49,7 @@ class QuantizerReport:
     values: int | None
     largest: float | None
     warnings: tuple[str, ...] = ()
+    findings: tuple[CalibrationFinding, ...] = ()
 
     @property
     def name(self) -> str:
@@ -75,6 +78,16 @@ class CalibrationReport:
                 return entry
         raise KeyError(name)
 
+    @property
+    def findings(self) -> tuple[CalibrationFinding, ...]:
+        """Those of all quantizers."""
+        return tuple(finding for entry in self.quantizers for finding in entry.findings)
+
+    @property
+    def poor(self) -> tuple[CalibrationFinding, ...]:
+        """The findings that forbid the use of these ranges: empty after a good calibration."""
+        return tuple(finding for finding in self.findings if finding.poor)
+
     def to_json(self, indent: int | None = 2) -> str:
         """Return everything as JSON."""
         return json.dumps({"schema": "bevquant-calibration/1", **asdict(self)}, indent=indent)
@@ -96,6 +109,7 @@ class CalibrationReport:
                 lines.append(f"shared: {' = '.join(entry.names)}")
         lines += [f"warning: {text}" for text in self.warnings]
         lines += [f"warning: {q.name}: {text}" for q in self.quantizers for text in q.warnings]
+        lines += [f"{'poor' if f.poor else 'note'}: {f}" for f in self.findings]
         return "\n".join(lines)
 
 
@@ -134,13 +148,16 @@ def describe(
         amax: The range the quantizer now has.
         method: The method asked for.
     """
+    findings = find(names[0], calibrator, found, method)
     numbers: tuple[float, ...] | None = None
     if amax is not None:
         numbers = tuple(amax.detach().float().reshape(-1).tolist())
     if not isinstance(calibrator, HistogramCalibrator):
         largest = None if found is None else float(found.max())
         warnings = _no_range(found, numbers)
-        return QuantizerReport(names, "max", numbers, None, None, None, None, largest, warnings)
+        return QuantizerReport(
+            names, "max", numbers, None, None, None, None, largest, warnings, findings
+        )
     rows = calibrator._rows
     warnings = _no_range(found, numbers)
     saturation = zeros = largest = None
@@ -158,7 +175,7 @@ def describe(
             warnings = _suspicious(rows, ranges, lost / values)
     bins = max((row.counts.numel() for row in rows), default=None)
     return QuantizerReport(
-        names, method, numbers, saturation, zeros, bins, values, largest, warnings
+        names, method, numbers, saturation, zeros, bins, values, largest, warnings, findings
     )
 
 
@@ -200,26 +217,16 @@ def _suspicious(rows: list[AbsHistogram], ranges: list[float], lost: float) -> t
     return tuple(warnings)
 
 
-def _width(row: AbsHistogram) -> float:
-    return row.upper / row.bins * 2.0**row.shift
-
-
 def _above(row: AbsHistogram, limit: float) -> int:
     """Count the values in bins that begin at or above `limit`."""
     if not row.upper:
         return 0
-    starts = np.arange(row.counts.numel()) * _width(row)
+    starts = np.arange(row.counts.numel()) * bin_width(row)
     return int(row.counts.numpy()[starts >= limit].sum())
 
 
 def _usual(row: AbsHistogram) -> float:
     """Return the 99.99th percentile of the values other than zero, at its bin's upper edge."""
-    counts = row.counts.numpy().copy()
-    counts[0] = max(counts[0] - row.zeros, 0)
-    total = int(counts.sum())
-    if not total:
-        return 0.0
+    total = row.values - row.zeros
     # Of fewer than ten thousand values the largest alone is left out, of a handful none.
-    target = min(0.9999 * total, total - 1) if total >= 100 else total
-    bin_index = int(np.searchsorted(np.cumsum(counts), target))
-    return min((bin_index + 1) * _width(row), row.max)
+    return reach(row, min(0.9999 * total, total - 1) if total >= 100 else total)

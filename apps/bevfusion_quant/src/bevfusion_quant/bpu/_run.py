@@ -22,6 +22,8 @@ from bevfusion_quant.model import CONFIGS, build_model
 from bevfusion_quant.ptq import (
     FrameBatches,
     built_parts,
+    data_findings,
+    finding_lines,
     quantized_parts,
     read_run_config,
     run_folder,
@@ -82,6 +84,7 @@ def run_bpu(
             units.run(calibrated, batches.head(count))
         with clock.step("quantize", blame="the branch cannot be quantized this way"):
             forms = units.finished(calibrated)
+        findings = data_findings(batches, count)
         outcome = _outcome(units, forms, batches, clock)
         with clock.step("check folding"), torch.no_grad():
             wanted = whole_output(outcome.comparison.judgement.wanted)
@@ -96,7 +99,10 @@ def run_bpu(
                 "quantization": placement_record(forms, outcome),
             },
             command=command,
-            warnings=tuple(text for form in forms.values() for text in form.warnings),
+            warnings=(
+                *(text for form in forms.values() for text in form.warnings),
+                *finding_lines(findings),
+            ),
             clock=clock,
         )
         writer.draw(quantized_parts(config.branch)[-1])
@@ -105,7 +111,9 @@ def run_bpu(
         writer.config({"sizes": asdict(sizes), "sha256": digests})
         writer.page(name)
         seconds, peak = writer.summary({"weights": weights, "calibration_frames": count})
-    return BpuResult(runs / name, outcome, writer.warnings, seconds, peak, holds_model=True)
+    return BpuResult(
+        runs / name, outcome, writer.warnings, seconds, peak, holds_model=True, findings=findings
+    )
 
 
 def run_bpu_evaluate(

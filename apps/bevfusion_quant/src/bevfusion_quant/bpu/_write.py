@@ -11,7 +11,7 @@ import torch
 
 from bevfusion_quant.bpu._outcome import BpuOutcome
 from bevfusion_quant.model import CONFIGS
-from bevfusion_quant.ptq import FrameBatches
+from bevfusion_quant.ptq import FrameBatches, PoorData
 from bevfusion_quant.ptq._clock import Clock
 from bevfusion_quant.ptq._page import write_page, write_pictures
 from bevfusion_quant.ptq._run_folder import CONFIG_FILE, RUN_FORMAT, RUN_VERSIONS
@@ -27,6 +27,7 @@ class BpuResult:
     """Where the run lies, what came out, what to look at, seconds by step, peak memory in MiB.
 
     `holds_model` says whether the folder holds the weights too; an evaluation's does not.
+    `findings` are of the frames that calibrated.
     """
 
     folder: Path
@@ -35,6 +36,7 @@ class BpuResult:
     seconds: dict[str, float]
     peak_memory_mib: float
     holds_model: bool
+    findings: tuple[PoorData, ...] = ()
 
 
 @dataclass(eq=False)

@@ -59,6 +59,7 @@ def export_model(
     command: str = "",
     run: str = "",
     settings: Mapping[str, Any] | None = None,
+    calibration: Sequence[str] = (),
 ) -> ExportedSet:
     """Write the set for TensorRT with libspconv, or for ONNX Runtime, to `folder` and check it.
 
@@ -76,6 +77,7 @@ def export_model(
         command: The command line that repeats it, for the manifest.
         run: The run that is exported, for the manifest.
         settings: What else decides the result, for the manifest.
+        calibration: Why the ranges cannot be right, for whoever lints the files.
 
     Raises:
         InputError: A library is missing, the head is quantized, or a file cannot be written.
@@ -85,6 +87,7 @@ def export_model(
     made = export_pieces(
         pieces, quantized_model, batches, config, clock, folder,
         target=target, cpu=cpu, command=command, run=run, settings=settings or {},
+        calibration=calibration,
     )  # fmt: skip
     rows = layers or _compared(float_model, quantized_model, batches, clock)
     return replace(made, files=beside_layers(made.files, rows))
@@ -116,8 +119,11 @@ def export_pieces(
     settings: Mapping[str, Any],
     march: str = "bayes",
     cpu: str = "any",
+    calibration: Sequence[str] = (),
 ) -> ExportedSet:
     """Write the pieces, run them file by file and one behind the other, and write the manifest."""
+    from bevquant_export import note_calibration
+
     folder.mkdir()
     batch = batches[0]
     files = [piece.file for piece in pieces]
@@ -129,6 +135,9 @@ def export_pieces(
             name: write_piece(piece, inputs[name], voxels, folder, target, march, cpu)
             for name, piece in known.items()
         }
+        for item in written.values():
+            if item.piece.kind != "float":
+                note_calibration(item.path, calibration)
     pieces = [written[piece.file.name].piece for piece in pieces]
     with clock.step("check ONNX files", blame="the ONNX files cannot be checked"):
         layers = {name: file_layers(item, inputs[name]) for name, item in written.items()}

@@ -176,6 +176,7 @@ def _export(
         folder,
         target=target,
         cpu=cpu,
+        calibration=config.get("poor_calibration", ()),
         **given,
     )
     return exported, batches

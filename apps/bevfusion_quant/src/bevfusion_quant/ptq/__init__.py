@@ -18,6 +18,7 @@ from bevfusion_quant.ptq._load_run import (
     load_run,
     read_run_config,
 )
+from bevfusion_quant.ptq._poor_data import PoorData, data_findings, finding_lines, refuse_poor
 from bevfusion_quant.ptq._quantizer_values import (
     QuantizerRow,
     QuantizerValues,
@@ -49,6 +50,7 @@ __all__ = [
     "LayerRow",
     "LoadedRun",
     "Method",
+    "PoorData",
     "PtqConfig",
     "PtqResult",
     "QuantizerRow",
@@ -60,7 +62,9 @@ __all__ = [
     "built_parts",
     "calibrate_branch",
     "compare_layers",
+    "data_findings",
     "example_batch",
+    "finding_lines",
     "free_name",
     "fuse_branch",
     "is_detector",
@@ -72,6 +76,7 @@ __all__ = [
     "quantized_parts",
     "read_run_config",
     "reads_images",
+    "refuse_poor",
     "run_evaluate",
     "run_folder",
     "run_ptq",

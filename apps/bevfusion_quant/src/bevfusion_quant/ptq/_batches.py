@@ -18,6 +18,7 @@ from bevfusion_quant.cameras import (
 )
 from bevfusion_quant.model import Batch
 from bevfusion_quant.ptq._frame_record import FrameNote, note_of, note_record
+from bevfusion_quant.ptq._poor_data import PoorData, frame_findings
 from bevfusion_quant.ranks import current_ranks, in_order
 from bevfusion_quant.voxelize import VoxelizeError
 
@@ -57,6 +58,7 @@ class FrameBatches(Sequence[Batch]):
         self._count = len(frames)
         self._kept: dict[int, Batch] = {}
         self._labels: dict[int, Labels | None] = {}
+        self._findings: dict[int, tuple[PoorData, ...]] = {}
         self._first: Frame | None = None
         self._notes_shared = False
         parts = model.parts
@@ -88,8 +90,8 @@ class FrameBatches(Sequence[Batch]):
         return self._labels[index]
 
     def note(self, index: int) -> FrameNote:
-        """Name, size and labels of a frame whose batch was made."""
-        return FrameNote(*self.names[index], self._labels[index])
+        """Name, size, labels and findings of a frame whose batch was made."""
+        return FrameNote(*self.names[index], self._labels[index], self._findings[index])
 
     def share_notes(self, shards: Shards | None = None) -> None:
         """Let all ranks know every frame's name, size and labels; a process alone knows them.
@@ -112,7 +114,7 @@ class FrameBatches(Sequence[Batch]):
     def learn(self, index: int, note: FrameNote) -> None:
         """Take another process's word for a frame, which is then not read here."""
         self.names[index] = note.name, note.size
-        self._labels[index] = note.labels
+        self._labels[index], self._findings[index] = note.labels, note.findings
 
     def used_cameras(self, frame: Frame) -> tuple[Camera, ...]:
         """The frame's cameras that the model reads, in its order.
@@ -148,6 +150,8 @@ class FrameBatches(Sequence[Batch]):
         batch = self._batch(frame)
         self.names[index] = (frame.name, len(frame))
         self._labels[index] = frame.labels
+        reads_points = self._voxelize is not None
+        self._findings[index] = frame_findings(frame, len(batch.coords)) if reads_points else ()
         if sum(map(_bytes, self._kept.values())) + _bytes(batch) <= KEPT_BYTES or not self._kept:
             self._kept[index] = batch
         return batch

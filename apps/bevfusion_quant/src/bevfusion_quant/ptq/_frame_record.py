@@ -8,6 +8,7 @@ import numpy as np
 
 from bevfusion_quant.model.head import Detections
 from bevfusion_quant.points import Labels
+from bevfusion_quant.ptq._poor_data import PoorData, from_text, to_text
 
 if TYPE_CHECKING:
     from bevfusion_quant.ranks import Record
@@ -18,16 +19,19 @@ _OPTIONAL = ("velocities", "visibility", "num_points")
 
 
 class FrameNote(NamedTuple):
-    """What is kept of a frame: its name, its number of points or voxels, its labels."""
+    """What is kept of a frame: its name, number of points or voxels, labels, what is wrong."""
 
     name: str
     size: int
     labels: Labels | None
+    findings: tuple[PoorData, ...] = ()
 
 
 def note_record(note: FrameNote) -> dict[str, np.ndarray[Any, Any]]:
     """The note as named arrays."""
     record = {"frame.name": np.array(note.name), "frame.size": np.array(note.size)}
+    if note.findings:
+        record["frame.findings"] = np.array(to_text(note.findings))
     if note.labels is not None:
         record["labels.boxes"] = note.labels.boxes
         record["labels.names"] = np.array(note.labels.names, np.str_)
@@ -43,7 +47,8 @@ def note_of(record: Record) -> FrameNote:
         names = tuple(str(name) for name in record["labels.names"])
         rest = (record.get(f"labels.{name}") for name in _OPTIONAL)
         labels = Labels(record["labels.boxes"], names, *rest)
-    return FrameNote(str(record["frame.name"]), int(record["frame.size"]), labels)
+    findings = from_text(str(record.get("frame.findings", "[]")))
+    return FrameNote(str(record["frame.name"]), int(record["frame.size"]), labels, findings)
 
 
 def detections_record(who: str, found: Detections) -> dict[str, np.ndarray[Any, Any]]:

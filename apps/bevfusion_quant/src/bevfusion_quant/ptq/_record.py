@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from bevfusion_quant.ptq._poor_data import PoorData, finding_lines
 
 if TYPE_CHECKING:
     from bevfusion_quant.model import BEVFusion
@@ -47,15 +50,20 @@ def quantization_record(result: QuantizeResult) -> dict[str, Any]:
     }
 
 
-def calibration_record(report: CalibrationReport) -> Any:
-    """The calibration report, quantizer by quantizer."""
-    return plain(report)
+def calibration_record(report: CalibrationReport, findings: Sequence[PoorData]) -> Any:
+    """The calibration report, quantizer by quantizer, and what was found with names of frames."""
+    record = plain(report)
+    for quantizer in record["quantizers"]:
+        del quantizer["findings"]
+    return {**record, "findings": plain(findings)}
 
 
-def calibration_warnings(report: CalibrationReport) -> tuple[str, ...]:
+def calibration_warnings(
+    report: CalibrationReport, findings: Sequence[PoorData]
+) -> tuple[str, ...]:
     """What the calibration found suspicious, each line naming its quantizer."""
     named = [f"{q.name}: {text}" for q in report.quantizers for text in q.warnings]
-    return (*report.warnings, *named)
+    return (*report.warnings, *named, *finding_lines(findings))
 
 
 def plain(value: Any) -> Any:

@@ -28,6 +28,7 @@ from bevfusion_quant.ptq._plan import (
     read_plan,
     refuse_in_files,
 )
+from bevfusion_quant.ptq._poor_data import PoorData, data_findings
 from bevfusion_quant.ptq._quantizer_values import QuantizerRow
 from bevfusion_quant.ptq._record import (
     calibration_record,
@@ -64,7 +65,7 @@ LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PtqResult:
-    """Where the run lies, its tables, what to look at, seconds by step, peak memory in MiB."""
+    """Where the run lies, its tables, what to look at, seconds by step, memory, poor data."""
 
     folder: Path
     layers: list[LayerRow]
@@ -75,6 +76,7 @@ class PtqResult:
     warnings: tuple[str, ...]
     seconds: dict[str, float]
     peak_memory_mib: float
+    findings: tuple[PoorData, ...] = ()
     simulation: Simulation | None = None
     exported: ExportedSet | None = None
 
@@ -161,6 +163,8 @@ def run_ptq(
             with clock.step("round weights", blame="the weights cannot be rounded"):
                 rounded = round_branch(quantized.model, batches.head(count), config)
         judgement = judge(fused.model, quantized.model, batches, sizes, clock, shards=shards)
+        findings = data_findings(batches, count, report)
+        poor = [str(finding) for finding in findings if finding.poor]
         simulation = None
         if integers is not None:
             simulation = simulate_model(
@@ -183,9 +187,10 @@ def run_ptq(
                 judgement.agreement,
                 judgement.found,
                 judgement.quantizers,
-                calibration_warnings(report),
+                calibration_warnings(report, findings),
                 clock.seconds(),
                 round(peak_memory_mib(), 1),
+                findings,
                 simulation,
             )
         with clock.step("check folding"), torch.no_grad():
@@ -205,6 +210,7 @@ def run_ptq(
                 command=command,
                 run=str(runs / name),
                 settings=asdict(config),
+                calibration=poor,
             )
         stage = quantized_parts(config.branch)[-1]
         with clock.step("draw"):
@@ -222,12 +228,13 @@ def run_ptq(
                     **asdict(config),
                     "sizes": asdict(sizes),
                     "sha256": digests,
+                    **({"poor_calibration": poor} if poor else {}),
                 },
             )
         records: dict[str, Any] = {
             "fusion": {**fusion_record(fused.result), "largest_relative_change": folding_error},
             "quantization": quantization_record(result),
-            "calibration": calibration_record(report),
+            "calibration": calibration_record(report, findings),
         }
         with clock.step("page"):
             write_page(
@@ -276,9 +283,10 @@ def run_ptq(
         judgement.agreement,
         judgement.found,
         judgement.quantizers,
-        calibration_warnings(report),
+        calibration_warnings(report, findings),
         seconds,
         peak,
+        findings,
         simulation,
         None if exported is None else replace(exported, folder=runs / name / ONNX_FOLDER),
     )

@@ -198,10 +198,19 @@ def calibrate_branch(
         batches: At least one.
         method: How ranges are chosen.
         resume: File that takes what was collected, and that an interrupted run goes on from.
+
+    Raises:
+        ValueError: As `calibrate`; the frame is named where the batches know theirs.
     """
     from bevquant_quantizers import calibrate
 
-    return calibrate(model, batches, forward=run_batch, method=method, resume=resume)
+    try:
+        return calibrate(model, batches, forward=run_batch, method=method, resume=resume)
+    except ValueError as error:
+        read = list(getattr(batches, "names", {}).values())
+        if not read or not hasattr(error, "__notes__"):  # notes say that a batch was running
+            raise
+        raise ValueError(f"{read[-1][0]}: {error}") from error
 
 
 def run_batch(model: nn.Module, batch: Any) -> Any:

@@ -76,6 +76,11 @@ def _item(*content: Html, text: str) -> Html:
 def _warnings(calibration: Record) -> Iterator[Html]:
     for text in calibration.get("warnings", ()):
         yield _item(tag("p", text), text=text)
+    for found in calibration.get("findings", ()):
+        place = f"{found.get('tensor')}, {found.get('frame')}"
+        kind = ("poor: " if found.get("poor") else "") + str(found.get("kind"))
+        text = f"{kind}: {found.get('evidence')}; {found.get('remedy')}"
+        yield _item(tag("code", path_name(place)), tag("p", text), text=f"{place} {text}")
     for quantizer in calibration.get("quantizers", ()):
         name = ", ".join(quantizer.get("names", ()))
         for text in quantizer.get("warnings", ()):

@@ -173,6 +173,14 @@ def _calibration(run: Evidence) -> Iterator[Check]:
     if "calibration" in run.summary:
         found = run.summary["calibration"]
         warnings = len(found["warnings"]) + sum(len(q["warnings"]) for q in found["quantizers"])
+        findings = found.get("findings", ())
+        poor = [item for item in findings if item["poor"]]
+        if poor:
+            more = f" (and {len(poor) - 1} more)" if len(poor) > 1 else ""
+            told = "it cannot be right: {tensor}, {frame}: {evidence}".format(**poor[0]) + more
+            yield Check("Did the calibration warn?", told, "look")
+            return
+        warnings += len(findings)
     elif "warnings" in run.summary:
         warnings = len(run.summary["warnings"])
     else:

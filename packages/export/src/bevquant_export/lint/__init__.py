@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from bevquant_export.lint._calibration import note_calibration
 from bevquant_export.lint._lint import lint_onnx, rules
 from bevquant_export.lint._rule import Finding, Rule
 
-__all__ = ["RULES", "TARGETS", "Finding", "Rule", "lint_onnx", "rules"]
+__all__ = ["RULES", "TARGETS", "Finding", "Rule", "lint_onnx", "note_calibration", "rules"]
 
 
 def __getattr__(name: str) -> Any:

@@ -8,7 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bevquant_export.lint import _model, _qdq, _read, _structure, _tensors, _windows
+from bevquant_export.lint import (
+    _calibration,
+    _model,
+    _qdq,
+    _read,
+    _structure,
+    _tensors,
+    _windows,
+)
 from bevquant_export.lint._graph import Graph, graphs_of
 from bevquant_export.lint._rule import Finding, Rule
 from bevquant_export.targets._cpu import CPUS, cpu_of
@@ -28,6 +36,7 @@ _SHARED: tuple[Rule, ...] = (
     *(_model.VERSIONS, _model.UNKNOWN_OP, _model.LEAKED, _model.UNREAD),
     *(_windows.WINDOWS, _windows.CHANNELS, _model.SIZES),
     *_qdq.RULES,
+    _calibration.POOR,
 )
 _MOST_OF_ONE = 100
 
@@ -105,6 +114,7 @@ def _findings(model: onnx.ModelProto, path: Path, target: Target, cpu: str) -> I
     for graph in graphs:
         yield from _structure.check_structure(graph)
     yield from _model.check_model(model, graphs, target, path.parent)
+    yield from _calibration.check_calibration(model)
     if target.kind == "dense":
         for graph in graphs:
             yield from _windows.check_windows(graph, path.parent)

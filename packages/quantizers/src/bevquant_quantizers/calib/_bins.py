@@ -54,8 +54,17 @@ def combine(old: AbsHistogram, new: AbsHistogram) -> AbsHistogram:
         upper=old.upper,
         shift=shift,
         max=max(old.max, new.max),
+        peak=_first_peak(old, new),
         **fields,
     )
+
+
+def _first_peak(old: AbsHistogram, new: AbsHistogram) -> int:
+    """The first batch that held the larger maximum; unknown where that one's is."""
+    if old.max != new.max:
+        return old.peak if old.max > new.max else new.peak
+    known = [row.peak for row in (old, new) if row.peak >= 0]
+    return min(known, default=-1)
 
 
 def _only_zeros(histogram: AbsHistogram) -> Tensor:

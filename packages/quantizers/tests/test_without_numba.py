@@ -1,0 +1,73 @@
+"""What numba's kernels compute is computed without them too, wherever "auto" chooses."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+from torch import nn
+
+from bevquant_quantizers import QuantDescriptor, TensorQuantizer, calibrate, fake_quantize
+from bevquant_quantizers._histogram import abs_histogram
+from bevquant_quantizers._jit import has_numba, use_numba
+
+
+def test_the_choice_follows_the_installation(with_and_without_numba):
+    assert has_numba() is with_and_without_numba
+    assert use_numba("auto", True) is with_and_without_numba
+    assert not use_numba("auto", False)
+    assert not use_numba("torch", True)
+    if with_and_without_numba:
+        assert use_numba("numba", False)
+        return
+    with pytest.raises(ImportError):
+        importlib.import_module("numba")
+    with pytest.raises(ValueError, match="pip install"):
+        use_numba("numba", True)
+    with pytest.raises(ValueError, match="backend must be"):
+        use_numba("numpy", True)
+
+
+@pytest.mark.parametrize("unsigned", [False, True])
+def test_fake_quantization_and_its_gradient(with_and_without_numba, unsigned):
+    """Against round, clamp and scale written out."""
+    x = torch.randn(3, 40_000).abs_() if unsigned else torch.randn(3, 40_000)
+    amax = torch.tensor([[0.5], [1.5], [3.0]])
+    leaf = x.clone().requires_grad_()
+    y = fake_quantize(leaf, amax, 8, unsigned)
+    top = 255.0 if unsigned else 127.0
+    scale = torch.tensor(top) / amax
+    wanted = (x * scale).round().clamp(0.0 if unsigned else -top, top) / scale
+    assert torch.equal(y.detach(), wanted)
+    weight = torch.randn(3, 40_000)
+    y.backward(weight)
+    assert torch.equal(leaf.grad, torch.where(x.abs() <= amax, weight, 0.0))
+
+
+def test_histogram(with_and_without_numba):
+    x = torch.randn(50_000)
+    found = abs_histogram(x, 512)
+    assert torch.equal(found.counts, torch.histc(x.abs(), 512, 0, x.abs().max()).long())
+    grown = abs_histogram(2 * x, 512, found.upper)
+    assert int(grown.counts.sum()) == 50_000
+    assert grown.counts.numel() == 1024 + 1
+
+
+@pytest.mark.parametrize("method", ["mse", "entropy", "percentile"])
+def test_calibration(with_and_without_numba, method):
+    """The whole of it; each form is held against the other's figures by the definitions."""
+    model = nn.Sequential(TensorQuantizer(QuantDescriptor(calib_method="histogram")))
+    generator = torch.Generator().manual_seed(1)
+    batches = [torch.randn(30_000, generator=generator) * s for s in (1, 2.5)]
+    (amax,) = calibrate(model, batches, method=method, percentile=99)["0"].amax
+    both = torch.cat(batches)
+    if method == "percentile":
+        assert amax == pytest.approx(both.abs().quantile(0.99).item(), rel=0.01)
+        return
+    assert 0.3 < amax / both.abs().max() <= 1
+    if method == "mse":
+        losses = [
+            ((fake_quantize(both, a) - both) ** 2).sum() for a in (amax, amax * 0.9, amax * 1.1)
+        ]
+        assert losses[0] == min(losses)
