@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from bevquant_hybrid.nn import functional, intrinsic, qat, quantized
 from bevquant_hybrid.nn._anchors import AnchorGenerator
+from bevquant_hybrid.nn._arithmetic import Div
 from bevquant_hybrid.nn._correlation import Correlation
-from bevquant_hybrid.nn._division import Div
 from bevquant_hybrid.nn._functions import (
     Acos,
     Acosh,

@@ -1,4 +1,4 @@
-"""The arithmetic that FloatFunctional offers, whatever it is computed in."""
+"""Arithmetic on several tensors as modules, so that each result can have a scale."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.ao.nn import quantized as torch_quantized
 
-__all__ = ["FLOAT_OPERATIONS", "Arithmetic"]
+__all__ = ["FLOAT_OPERATIONS", "Arithmetic", "Div", "FloatFunctional", "Where"]
 
 
 def _matmul(tensors: list[Tensor], x_trans: bool, y_trans: bool) -> Tensor:
@@ -86,3 +87,48 @@ class Arithmetic:
     def mul_scalar(self, x: Tensor, y: float) -> Tensor:
         """X times a number."""
         return self.operate("mul_scalar", [x], number=y)
+
+
+class FloatFunctional(Arithmetic, torch_quantized.FloatFunctional):
+    """`torch.nn.quantized.FloatFunctional` with sub, mean, sum, maximum, minimum and matmul.
+
+    One object stands for one place in a model: its QAT form keeps the scale of that result.
+
+    Example:
+        >>> import torch
+        >>> FloatFunctional().sub(torch.tensor(3.0), torch.tensor(1.0))
+        tensor(2.)
+    """
+
+    __module__ = "bevquant_hybrid.nn.quantized.functional_modules"  # its documented home
+
+
+class Div(nn.Module):
+    """x / y, element by element; shapes broadcast.
+
+    Quantized, x/0 is the largest integer of x's sign and 0/0 is 0. BAYES divides 16 bits.
+
+    Example:
+        >>> Div()(torch.tensor([3.0]), torch.tensor([2.0]))
+        tensor([1.5000])
+    """
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Divide."""
+        return torch.div(x, y)
+
+
+class Where(nn.Module):
+    """X where a condition holds, else y; x or y may be a number, and shapes broadcast.
+
+    Quantized, both are brought to the result's scale, each rounded once.
+
+    Example:
+        >>> x = torch.tensor([-1.0, 2.0])
+        >>> Where()(x > 0, x, 0.5)
+        tensor([0.5000, 2.0000])
+    """
+
+    def forward(self, condition: Tensor, x: Tensor | float, y: Tensor | float) -> Tensor:
+        """Select."""
+        return torch.where(condition, x, y)

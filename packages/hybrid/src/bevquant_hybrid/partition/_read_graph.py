@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.ao.quantization import FakeQuantizeBase
 
-from bevquant_hybrid._fx._numbers import number_nodes
 from bevquant_hybrid._fx._settings import anchor_path_of, class_of
+from bevquant_hybrid._fx._tracer import number_nodes
 from bevquant_hybrid.nn.quantized.quantize import is_fixed_point
 from bevquant_hybrid.operators import load_support_table, row_of_function, row_of_module
 from bevquant_hybrid.qtensor import QTensor

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from bevquant_hybrid import _integer_ratios as ratios
@@ -23,6 +24,7 @@ __all__ = [
     "Div",
     "LayerNorm",
     "MultiScaleRoIAlign",
+    "Where",
 ]
 
 
@@ -65,6 +67,22 @@ class Div(FixedPoint):
         """Divide integers."""
         x, y = integers(self, x), integers(self, y, "second input")
         return self.quantized(ratios.divide(x.int_repr(), y.int_repr(), x.scale, y.scale))
+
+
+class Where(FixedPoint):
+    """X or y at the result's scale, each rounded once."""
+
+    def forward(self, condition: Tensor, x: QTensor | float, y: QTensor | float) -> QTensor:
+        """Select integers."""
+        left, right = self._at_scale(x, condition), self._at_scale(y, condition)
+        return self.output(torch.where(condition, left, right))
+
+    def _at_scale(self, value: QTensor | float, like: Tensor) -> Tensor:
+        if isinstance(value, Tensor):
+            x = integers(self, value)
+            return self.requantized(x.int_repr().int(), x.scale).int_repr()
+        real_value = torch.full((1,), float(value), dtype=torch.float64, device=like.device)
+        return self.quantized(real_value).int_repr()
 
 
 class GLU(FixedPoint):

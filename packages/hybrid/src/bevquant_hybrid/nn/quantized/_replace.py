@@ -18,6 +18,7 @@ from bevquant_hybrid.nn.quantized._others import (
     Div,
     LayerNorm,
     MultiScaleRoIAlign,
+    Where,
 )
 from bevquant_hybrid.nn.quantized._weighted import Conv2d, Conv3d, ConvTranspose2d, Linear
 from bevquant_hybrid.nn.quantized.avg_pool2d import AdaptiveAvgPool2d, AvgPool2d
@@ -50,6 +51,7 @@ _FORMS: tuple[tuple[type[nn.Module], Any], ...] = (
     (qat.SyncBatchNorm, BatchNorm2d),
     (qat.Div, Div),
     (qat.GLU, GLU),
+    (qat.Where, Where),
     (qat.MultiScaleRoIAlign, MultiScaleRoIAlign),
     (qat.Correlation, Correlation),
 )
