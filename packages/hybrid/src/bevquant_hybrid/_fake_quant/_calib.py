@@ -65,7 +65,7 @@ class CalibFakeQuantize(FakeQuantizeBase):
     def forward(self, x: Tensor) -> QTensor:
         """Count where that is enabled; return the values as they are."""
         x = payload(x)
-        if bool(self.observer_enabled[0]):
+        if not torch.compiler.is_exporting() and bool(self.observer_enabled[0]):
             try:
                 self.activation_post_process(x.detach())
             except ValueError as error:

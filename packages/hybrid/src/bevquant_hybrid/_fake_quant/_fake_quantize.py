@@ -166,13 +166,14 @@ class FakeQuantize(FakeQuantizeBase):
     def forward(self, x: Tensor) -> QTensor:
         """Return the tensor, rounded where that is enabled, with its scale."""
         x = payload(x)
-        if bool(self.observer_enabled[0]):
+        if not torch.compiler.is_exporting() and bool(self.observer_enabled[0]):
             self.observe(x)
         return self.marked(x)
 
     def marked(self, x: Tensor) -> QTensor:
         """Round a tensor where that is enabled, and give it the scale."""
-        rounds = bool(self.fake_quant_enabled[0])
+        # A file holds every rounding, whatever is switched on; its switches are no numbers then.
+        rounds = torch.compiler.is_exporting() or bool(self.fake_quant_enabled[0])
         return QTensor(
             self.fake_quantize(x) if rounds else x,
             self.current_scale(),

@@ -130,7 +130,8 @@ def _is_float(node: Node, placement: Placement) -> bool:
     if kind is Kind.DEQUANT:
         return True
     function = _function(node)
-    return kind is Kind.CPU and node.op != "call_module" and _is_library(function)
+    called = kind is Kind.CPU and node.op != "call_module" and function is not getattr
+    return called and _is_library(function)
 
 
 def _takes_quantized(node: Node, module: nn.Module | None) -> bool:
@@ -176,8 +177,10 @@ def _quantized_nodes(placement: Placement) -> set[Node]:
             made = reads and isinstance(module, KEEPS_SCALE)
         else:
             function = _function(node)
-            made = kind is Kind.PASS or (rule_of(function) is not None and not gives_plain(function))
-            made = made and reads
+            keeps = kind is Kind.PASS or function is getattr  # x.T, x.mT
+            made = reads and (
+                keeps or (rule_of(function) is not None and not gives_plain(function))
+            )
         if made:
             found.add(node)
     return found
