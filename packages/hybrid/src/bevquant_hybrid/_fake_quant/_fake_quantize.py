@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.ao.quantization import FakeQuantizeBase
 
 from bevquant_hybrid._calling_module import calling_module
-from bevquant_hybrid._fake_quant._function import fake_quantize
+from bevquant_hybrid._fake_quant._function import fake_quantize, is_written
 from bevquant_hybrid._fake_quant._observer_of import made_observer
 from bevquant_hybrid._observers._fixed import FixedScaleObserver
 from bevquant_hybrid._observers._min_max import MovingAverageMinMaxObserver
@@ -166,7 +166,7 @@ class FakeQuantize(FakeQuantizeBase):
     def forward(self, x: Tensor) -> QTensor:
         """Return the tensor, rounded where that is enabled, with its scale."""
         x = payload(x)
-        if not torch.compiler.is_exporting() and bool(self.observer_enabled[0]):
+        if not is_written() and bool(self.observer_enabled[0]):
             self.observe(x)
         return self.marked(x)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.ao.nn import quantized as torch_quantized
-from torch.fx import Graph, Node, Tracer
+from torch.fx import Graph, Node, Proxy, Tracer
 from torch.fx.proxy import TraceError
 
 from bevquant_hybrid._leaf import LEAF_MARK
@@ -24,6 +24,26 @@ from bevquant_hybrid.nn.qat._weighted import Weighted
 __all__ = ["HybridTracer", "is_leaf", "line_of", "number_nodes", "scope_of", "trace"]
 
 _LIBRARIES = tuple(f"{os.path.dirname(file)}{os.sep}" for file in (torch.__file__, __file__))
+
+
+def _writing(function: Callable[..., Any]) -> Callable[[Proxy, Any], Proxy]:
+    def call(self: Proxy, other: Any) -> Proxy:
+        name = function.__name__.removeprefix("i")
+        args = (self, other)
+        found: Proxy = self.tracer.create_proxy("call_function", function, args, {}, name=name)
+        return found
+
+    return call
+
+
+class _WritableProxy(Proxy):
+    """A traced value that records ``x += y`` as what it is: other names show the result too."""
+
+    __iadd__ = _writing(operator.iadd)
+    __isub__ = _writing(operator.isub)
+    __imul__ = _writing(operator.imul)
+    __itruediv__ = _writing(operator.itruediv)
+    __imatmul__ = _writing(operator.imatmul)
 
 
 class HybridTracer(Tracer):
@@ -38,6 +58,10 @@ class HybridTracer(Tracer):
         super().__init__()
         self.methods: dict[str, nn.Module] = {}
         self.where: list[str] = []
+
+    def proxy(self, node: Node) -> Proxy:
+        """What stands for a node's value in the forward."""
+        return _WritableProxy(node, self)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Whether a module is one node."""
@@ -148,9 +172,11 @@ def _without_writing(graph: Graph, model: nn.Module, caller: str) -> None:
         ValueError: It writes through a view into what is read later.
     """
     order = {node: place for place, node in enumerate(graph.nodes)}
-    for node in graph.nodes:
+    writing = [node for node in graph.nodes if _writes(node, model)]
+    numbers = number_nodes(graph)
+    for node in writing:
         written = node.args[0] if node.args else None
-        if not isinstance(written, Node) or not _writes(node, model):
+        if not isinstance(written, Node) or node in numbers:
             continue
         later = [user for user in written.users if order[user] > order[node]]
         seen_through = [

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.ao.nn import quantized as torch_quantized
+from torch.jit._trace import TracerWarning
 
 __all__ = ["FLOAT_OPERATIONS", "Arithmetic", "Div", "FloatFunctional", "Where"]
 
 
 def _matmul(tensors: list[Tensor], x_trans: bool, y_trans: bool) -> Tensor:
     x, y = tensors
-    return torch.matmul(x.mT if x_trans else x, y.mT if y_trans else y)
+    left, right = (v.transpose(-1, -2) if t else v for v, t in ((x, x_trans), (y, y_trans)))
+    return torch.matmul(left, right)
 
 
 FLOAT_OPERATIONS: dict[str, Callable[..., Tensor]] = {
@@ -31,6 +34,15 @@ FLOAT_OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "add_scalar": lambda tensors, number: tensors[0] + number,
     "mul_scalar": lambda tensors, number: tensors[0] * number,
 }
+
+
+def _number(value: Any) -> float:
+    """A number as a program keeps it: torch.jit.trace has tensors where shapes give numbers."""
+    if not isinstance(value, Tensor):
+        return float(value) if isinstance(value, int | float) else value
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TracerWarning)
+        return float(value)
 
 
 class Arithmetic:
@@ -82,11 +94,11 @@ class Arithmetic:
 
     def add_scalar(self, x: Tensor, y: float) -> Tensor:
         """X plus a number."""
-        return self.operate("add_scalar", [x], number=y)
+        return self.operate("add_scalar", [x], number=_number(y))
 
     def mul_scalar(self, x: Tensor, y: float) -> Tensor:
         """X times a number."""
-        return self.operate("mul_scalar", [x], number=y)
+        return self.operate("mul_scalar", [x], number=_number(y))
 
 
 class FloatFunctional(Arithmetic, torch_quantized.FloatFunctional):

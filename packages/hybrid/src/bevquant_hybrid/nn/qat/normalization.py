@@ -47,8 +47,9 @@ class GroupNorm(Composed):
         self.num_groups, self.num_channels = source.num_groups, source.num_channels
         norm = AnyAxesLayerNorm(1, source.eps, elementwise_affine=False, dim=-1)
         self.part("norm", LayerNorm, norm)
-        self.affine = None
-        if source.weight is not None:
+        if source.weight is None:
+            self.register_module("affine", None)
+        else:
             channels = self.num_channels
             shift = source.bias is not None
             affine = nn.Conv2d(channels, channels, 1, groups=channels, bias=shift)
