@@ -62,7 +62,7 @@ _KEEPING = (
     *(nn.ReLU, nn.ReLU6, nn.Hardtanh, nn.MaxPool2d, nn.Upsample, nn.UpsamplingBilinear2d),
     *(nn.UpsamplingNearest2d, nn.ZeroPad2d, nn.ConstantPad2d, nn.ReplicationPad2d),
     *(nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle, functions.Interpolate),
-    PointPillarsScatter,
+    *(PointPillarsScatter, functions.GridSample),
 )
 KEEPS_SCALE = (*_KEEPING, *_PASS_MODULES)
 

@@ -314,7 +314,11 @@ def _layer_norm(
         raise LookupError("its normalized_shape is known in the forward alone")
     if scale is None and shift is None:
         dims = tuple(range(-len(sizes), 0))
-        if len(sizes) == 1 and isinstance(sizes[0], Node) and sizes[0].target is not operator.getitem:
+        if (
+            len(sizes) == 1
+            and isinstance(sizes[0], Node)
+            and sizes[0].target is not operator.getitem
+        ):
             raise LookupError("its normalized_shape is known in the forward alone")
         norm = LayerNorm([1] * len(sizes), eps, elementwise_affine=False, dim=dims)
         return r.module("layer_norm", norm, input)

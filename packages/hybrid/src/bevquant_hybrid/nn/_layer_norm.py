@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["InverseNorm", "LayerNorm", "Normalize", "normalized"]
+__all__ = ["InverseNorm", "LayerNorm", "Normalize", "RMSNorm", "normalized"]
 
 
 def normalized(
@@ -110,3 +110,12 @@ class Normalize(nn.Module):
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, eps={self.eps}"
+
+
+class RMSNorm(nn.RMSNorm):
+    r"""`torch.nn.RMSNorm`: :math:`x / \sqrt{\overline{x^2} + \epsilon}\,w`.
+
+    Example:
+        >>> RMSNorm(2, eps=0.0)(torch.tensor([[3.0, 4.0]])).square().mean().round().item()
+        1.0
+    """

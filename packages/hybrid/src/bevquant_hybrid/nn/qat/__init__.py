@@ -46,7 +46,7 @@ from bevquant_hybrid.nn.qat.linear import (
     LinearReLU,
     LinearReLU6,
 )
-from bevquant_hybrid.nn.qat.normalization import GroupNorm, LayerNorm, Normalize
+from bevquant_hybrid.nn.qat.normalization import GroupNorm, LayerNorm, Normalize, RMSNorm
 from bevquant_hybrid.nn.qat.recurrent import LSTMCell
 from bevquant_hybrid.nn.qat.relu import ReLU, ReLU6
 from bevquant_hybrid.nn.qat.segment_lut import SegmentLUT
@@ -101,6 +101,7 @@ __all__ = [
     "MultiheadAttention",
     "Normalize",
     "QuantStub",
+    "RMSNorm",
     "ReLU",
     "ReLU6",
     "SegmentLUT",

@@ -10,10 +10,10 @@ from torch.ao.quantization import DeQuantStub as TorchDeQuantStub
 from torch.ao.quantization import QuantStub as TorchQuantStub
 
 from bevquant_hybrid._quant_stub import QuantStub
-from bevquant_hybrid.nn._correlation import Correlation
 from bevquant_hybrid.nn._arithmetic import Div, Where
+from bevquant_hybrid.nn._correlation import Correlation
 from bevquant_hybrid.nn._functions import ElementwiseFunction, Interpolate, Pow
-from bevquant_hybrid.nn._layer_norm import LayerNorm, Normalize
+from bevquant_hybrid.nn._layer_norm import LayerNorm, Normalize, RMSNorm
 from bevquant_hybrid.nn._roi_align import MultiScaleRoIAlign
 from bevquant_hybrid.nn.intrinsic import Fused
 from bevquant_hybrid.nn.qat import (
@@ -82,6 +82,8 @@ _OTHERS: dict[type[nn.Module], Any] = {
     nn.LayerNorm: normalization.LayerNorm,
     LayerNorm: normalization.LayerNorm,
     nn.GroupNorm: normalization.GroupNorm,
+    nn.RMSNorm: normalization.RMSNorm,
+    RMSNorm: normalization.RMSNorm,
     Normalize: normalization.Normalize,
     nn.Softmax: softmax.Softmax,
     nn.ReLU: relu.ReLU,

@@ -16,11 +16,15 @@ from bevquant_hybrid.nn.qat.conv2d import Conv2d
 from bevquant_hybrid.nn.qat.functional_modules import FloatFunctional
 from bevquant_hybrid.nn.qat.segment_lut import SegmentLUT
 
-__all__ = ["GroupNorm", "LayerNorm", "Normalize"]
+__all__ = ["GroupNorm", "LayerNorm", "Normalize", "RMSNorm"]
 
 
 class LayerNorm(OutputQuantized, AnyAxesLayerNorm):
     """Layer norm with a scale of its own."""
+
+
+class RMSNorm(OutputQuantized, nn.RMSNorm):
+    """RMS norm with a scale of its own."""
 
 
 class GroupNorm(Composed):

@@ -24,6 +24,7 @@ __all__ = [
     "Div",
     "LayerNorm",
     "MultiScaleRoIAlign",
+    "RMSNorm",
     "Where",
 ]
 
@@ -139,3 +140,22 @@ class LayerNorm(FixedPoint):
         """Normalize integers."""
         values = real(integers(self, x))
         return self.quantized(normalized(values, self.axes, self.eps, self.weight, self.bias))
+
+
+class RMSNorm(FixedPoint):
+    """x/√(mean of squares + ε)·weight in float64, rounded once."""
+
+    weight: Tensor | None
+
+    def __init__(self, source: normalization.RMSNorm, rounding: str) -> None:
+        super().__init__(source, rounding)
+        self.axes = [-1 - i for i in range(len(source.normalized_shape))]
+        self.eps = torch.finfo(torch.float32).eps if source.eps is None else source.eps
+        weight = source.weight
+        self.register_buffer("weight", None if weight is None else weight.detach().double())
+
+    def forward(self, x: QTensor) -> QTensor:
+        """Normalize integers."""
+        values = real(integers(self, x))
+        result = values * torch.rsqrt(values.square().mean(self.axes, keepdim=True) + self.eps)
+        return self.quantized(result if self.weight is None else result * self.weight)

@@ -18,6 +18,7 @@ from bevquant_hybrid.nn.quantized._others import (
     Div,
     LayerNorm,
     MultiScaleRoIAlign,
+    RMSNorm,
     Where,
 )
 from bevquant_hybrid.nn.quantized._weighted import Conv2d, Conv3d, ConvTranspose2d, Linear
@@ -47,6 +48,7 @@ _FORMS: tuple[tuple[type[nn.Module], Any], ...] = (
     (qat.BatchNorm2d, BatchNorm2d),
     (qat.SegmentLUT, SegmentLUT),
     (qat.LayerNorm, LayerNorm),
+    (qat.RMSNorm, RMSNorm),
     (qat.BatchNorm3d, BatchNorm2d),
     (qat.SyncBatchNorm, BatchNorm2d),
     (qat.Div, Div),
