@@ -114,8 +114,7 @@ def test_a_hybrid_detector_through_every_stage(
     set_march(march)
     torch.manual_seed(1)
     qat = trained(Detector(), images, hybrid=True)
-    reasons = {entry.operator for entry in qat.on_cpu}
-    assert {"LayerNorm", "softmax", "gelu"} <= {name.lower() for name in reasons} | {"LayerNorm"}
+    assert {"layernorm", "softmax", "gelu"} <= {entry.operator.lower() for entry in qat.on_cpu}
     # Halves to even, as training rounds them, every operator gives the same integers.
     converted = convert_fx(qat, rounding="half_even")
     stages = compare_stages(qat, converted, images[2])
@@ -123,8 +122,10 @@ def test_a_hybrid_detector_through_every_stage(
     beside = {s.name: (s.forced, s.forced_steps) for s in stages if s.place == "BPU" and s.forced}
     assert all(steps <= 1 for _, steps in beside.values()), beside
     assert sum(count for count, _ in beside.values()) <= 0.01 * sum(s.elements for s in stages)
-    for y, z in zip(qat(images[2]), converted(images[2]), strict=True):
-        assert float((y - z).abs().max()) <= 3 * float(y.abs().max()) / 127.5
+    step = float(qat.head.activation_post_process.scale)
+    with torch.no_grad():
+        for y, z in zip(qat(images[2]), converted(images[2]), strict=True):
+            assert float((y - z).abs().max()) <= 2.1 * step
     pytest.importorskip("onnx")
     runtime = pytest.importorskip("onnxruntime")
     file = tmp_path / "net.onnx"
@@ -132,13 +133,12 @@ def test_a_hybrid_detector_through_every_stage(
     session = runtime.InferenceSession(file)
     got = session.run(None, {session.get_inputs()[0].name: images[2].numpy()})
     for y, z in zip(qat(images[2]), got, strict=True):
-        step = float(y.abs().max()) / 127.5
         apart = (y.detach() - torch.from_numpy(z)).abs() / step
         assert float(apart.max()) <= 2.1
         assert float((apart > 0.5).float().mean()) <= 0.05
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with pytest.raises(ValueError, match="hybrid|float"):
+        with pytest.raises(ValueError, match=r"hybrid|float"):
             compile_model(converted, [images[2]], hbm=tmp_path / "net.hbm")
 
 
