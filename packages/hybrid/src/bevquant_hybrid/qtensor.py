@@ -228,7 +228,7 @@ TracedQTensor.__hash__ = object.__hash__  # type: ignore[method-assign]
 pytree.register_pytree_node(
     TracedQTensor,
     lambda x: ([x.data], None),
-    lambda values, _: next(iter(values)),  # type: ignore[arg-type]
+    lambda values, _: next(iter(values)),
     serialized_type_name=f"{__name__}.TracedQTensor",
 )
 

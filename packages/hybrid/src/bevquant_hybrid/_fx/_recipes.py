@@ -350,7 +350,7 @@ def _conv2d(
 ) -> Any:  # fmt: skip
     values, shift = r.constant(weight, "weight"), r.constant(bias, "bias")
     assert values is not None
-    kernel = tuple(values.shape[2:])
+    kernel: Any = tuple(values.shape[2:])
     channels = values.shape[1] * groups, values.shape[0]
     settings = stride, padding, dilation, groups
     made = nn.Conv2d(*channels, kernel, *settings, bias=shift is not None, device="meta")

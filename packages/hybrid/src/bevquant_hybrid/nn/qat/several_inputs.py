@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +47,8 @@ class Where(OutputQuantized, FloatWhere):
     ) -> Tensor:
         """Select, and quantize the result."""
         values = [quantized_input(self, v) if isinstance(v, Tensor) else v for v in (x, y)]
-        return quantized_output(self, torch.where(condition, *values))
+        chosen: Any = torch.where(condition, *values)
+        return quantized_output(self, chosen)
 
 
 class GLU(OutputQuantized, nn.GLU):

@@ -130,10 +130,9 @@ def _stage(node: Node, trained: _Run, integers: _Run, steps: dict[str, Tensor]) 
     free = _difference(mine, theirs)
     own = _difference(mine, forced)
     result = steps.get(name)
-    same = result is not None and result.shape == theirs.shape
     compiled = None
-    if same and isinstance(theirs, QTensor):
-        compiled = int((result != theirs.int_repr()).sum())
+    if result is not None and isinstance(theirs, QTensor) and result.shape == theirs.shape:
+        compiled = int(result.ne(theirs.int_repr()).sum())
     place = "BPU" if isinstance(theirs, QTensor) else "CPU"
     return Stage(name, operator, place, theirs.numel(), *free, *own, compiled)
 
@@ -190,7 +189,7 @@ def _compiled_results(compiled: CompiledModel | None, arguments: Any) -> dict[st
 def render_stages(stages: Sequence[Stage]) -> str:
     """The table for a person."""
     head = ["operator", "class", "on", "elements", "free", "steps", "forced", "steps", "compiled"]
-    rows = [
+    rows: list[list[str | int]] = [
         [
             *(stage.name, stage.operator, stage.place, stage.elements),
             *(stage.free, f"{stage.free_steps:.3g}", stage.forced, f"{stage.forced_steps:.3g}"),
