@@ -74,7 +74,8 @@ def load_chip_figures(march: str) -> ChipFigures:
     key = march.lower().replace("_", "-")
     if key not in table:
         raise ValueError(
-            f"march {march!r}: estimates have public figures of {', '.join(table)} alone"
+            f"march {march!r}; expected one of {', '.join(table)}: there are public figures of "
+            "these alone"
         )
     return table[key]
 
