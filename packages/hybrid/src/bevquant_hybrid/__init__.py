@@ -5,6 +5,7 @@ from __future__ import annotations
 from bevquant_hybrid import (
     dtype,
     functional,
+    fx,
     jit,
     mapper,
     march,
@@ -16,6 +17,7 @@ from bevquant_hybrid import (
     utils,
 )
 from bevquant_hybrid.functional import (
+    argmax,
     bgr2centered_gray,
     bgr2centered_yuv,
     bgr2gray,
@@ -35,6 +37,7 @@ from bevquant_hybrid.quantization import qconfig
 __all__ = [
     "March",
     "__version__",
+    "argmax",
     "bgr2centered_gray",
     "bgr2centered_yuv",
     "bgr2gray",
@@ -44,6 +47,7 @@ __all__ = [
     "centered_yuv2rgb",
     "dtype",
     "functional",
+    "fx",
     "get_march",
     "jit",
     "mapper",

@@ -10,7 +10,13 @@ from torch import Tensor
 
 from bevquant_hybrid._torch_operator import operator
 
-__all__ = ["grid_sample_integers", "multi_scale_roi_align", "roi_align", "roi_align_real"]
+__all__ = [
+    "grid_sample_integers",
+    "multi_scale_roi_align",
+    "roi_align",
+    "roi_align_real",
+    "sampling_places",
+]
 
 
 def _ends(at: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -172,3 +178,32 @@ def grid_sample_integers(
     rounded = torch.floor(values + 0.5) if rounding == "half_up" else values.round()
     info = torch.iinfo(x.dtype)
     return rounded.clamp(info.min, info.max).to(x.dtype)
+
+
+def sampling_places(grid: Tensor, height: int, width: int) -> Tensor:
+    r"""Displacements in pixels as the places in [−1, 1] that `grid_sample` reads (corners apart).
+
+    :math:`(2\,(w + d_x) + 1) / W - 1`, and the same with rows.
+
+    Args:
+        grid: ``[N, H', W', 2]``: d_x and d_y from each output point.
+        height: Of the map that is sampled.
+        width: Of the map that is sampled.
+    """
+    if grid.requires_grad:
+        return _places(grid, height, width)
+    return places_of_displacements(grid, height, width)
+
+
+def _places(grid: Tensor, height: int, width: int) -> Tensor:
+    rows = torch.arange(grid.shape[1], device=grid.device, dtype=grid.dtype)
+    columns = torch.arange(grid.shape[2], device=grid.device, dtype=grid.dtype)
+    across = (2 * (grid[..., 0] + columns) + 1) / width - 1
+    down = (2 * (grid[..., 1] + rows[:, None]) + 1) / height - 1
+    return torch.stack([across, down], -1)
+
+
+@operator("(Tensor grid, int height, int width) -> Tensor")
+def places_of_displacements(grid: Tensor, height: int, width: int) -> Tensor:
+    """`sampling_places` as one step of a program."""
+    return _places(grid, height, width)

@@ -17,7 +17,7 @@ from bevquant_hybrid import _both_forms as both
 from bevquant_hybrid.dtype import qinfo
 from bevquant_hybrid.qtensor import QTensor, along, payload
 
-__all__ = ["on_floats", "rule_of"]
+__all__ = ["gives_plain", "on_floats", "rule_of"]
 
 Rule = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -70,6 +70,11 @@ _CLAMP = {torch.clamp, Tensor.clamp, torch.clip, Tensor.clip, F.hardtanh, F.relu
 def rule_of(func: Callable[..., Any]) -> Rule | None:
     """Return how a function applies to quantized tensors, or None where it does not."""
     return _RULES.get(func)
+
+
+def gives_plain(func: Callable[..., Any]) -> bool:
+    """Whether a function of quantized tensors gives indices, truth values or facts."""
+    return func in _PLAIN or func in _FACTS
 
 
 def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> QTensor:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["QuantDType", "as_quant_dtype", "qinfo", "qint8", "qint16", "qint32"]
+__all__ = ["QuantDType", "as_quant_dtype", "qinfo", "qint4", "qint8", "qint16", "qint32"]
 
 
 class QuantDType(str):
@@ -27,12 +27,13 @@ class QuantDType(str):
     @property
     def storage(self) -> torch.dtype:
         """The torch type that holds the integers."""
-        return {8: torch.int8, 16: torch.int16, 32: torch.int32}[self.bits]
+        return {4: torch.int8, 8: torch.int8, 16: torch.int16, 32: torch.int32}[self.bits]
 
     def __repr__(self) -> str:
         return str(self)
 
 
+qint4 = QuantDType("qint4")  # of weights
 qint8 = QuantDType("qint8")
 qint16 = QuantDType("qint16")
 qint32 = QuantDType("qint32")
@@ -51,7 +52,7 @@ def as_quant_dtype(dtype: str | torch.dtype) -> QuantDType:
         >>> as_quant_dtype("qint16") is qint16
         True
     """
-    for known in (qint8, qint16, qint32):
+    for known in (qint8, qint16, qint32, qint4):
         if dtype == known:
             return known
     if isinstance(dtype, torch.dtype) and dtype in _OF_TORCH:
@@ -81,11 +82,10 @@ class qinfo:
 
     def __init__(self, dtype: str) -> None:
         kind = as_quant_dtype(dtype)
-        info = torch.iinfo(kind.storage)
         for name, value in (
             ("bits", kind.bits),
-            ("min", info.min),
-            ("max", info.max),
+            ("min", -(2 ** (kind.bits - 1))),
+            ("max", 2 ** (kind.bits - 1) - 1),
             ("dtype", kind),
         ):
             object.__setattr__(self, name, value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["March", "get_march", "require_march", "set_march"]
+__all__ = ["KNOWN", "March", "get_march", "require_march", "set_march"]
 
 
 class March:
@@ -12,17 +12,26 @@ class March:
         BERNOULLI2: RDK X3, XJ3.
         BAYES: Journey 5, RDK Ultra.
         BAYES_E: RDK X5; the operator limits of `BAYES`.
+        NASH_E: Journey 6E, RDK S100.
+        NASH_M: Journey 6M.
+        NASH_P: Journey 6P.
     """
 
     BERNOULLI2 = "bernoulli2"
     BAYES = "bayes"
     BAYES_E = "bayes-e"
+    NASH_E = "nash-e"
+    NASH_M = "nash-m"
+    NASH_P = "nash-p"
     # As one page of the documents spells them.
     Bernoulli2 = BERNOULLI2
     Bayes = BAYES
 
 
-_KNOWN = (March.BERNOULLI2, March.BAYES, March.BAYES_E)
+KNOWN = (
+    *(March.BERNOULLI2, March.BAYES, March.BAYES_E),
+    *(March.NASH_E, March.NASH_M, March.NASH_P),
+)
 _chosen: list[str] = []  # the march set last, if any
 
 
@@ -41,8 +50,8 @@ def set_march(march: str) -> None:
         True
     """
     name = str(march).strip().lower().replace("_", "-")
-    if name not in _KNOWN:
-        raise ValueError(f"set_march({march!r}): expected one of {', '.join(_KNOWN)}")
+    if name not in KNOWN:
+        raise ValueError(f"set_march({march!r}): expected one of {', '.join(KNOWN)}")
     _chosen[:] = [name]
 
 
@@ -61,6 +70,6 @@ def require_march(caller: str) -> str:
     if march is None:
         raise RuntimeError(
             f"{caller}: no march is set; call "
-            "bevquant_hybrid.march.set_march(March.BAYES) (or BERNOULLI2, BAYES_E) first"
+            "bevquant_hybrid.march.set_march(March.BAYES) (or BERNOULLI2, BAYES_E, NASH_E, …) first"
         )
     return march

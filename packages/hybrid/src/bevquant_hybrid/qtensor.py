@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from bevquant_hybrid import _integer_ops as ops
 from bevquant_hybrid._calling_module import calling_module
@@ -15,7 +17,15 @@ from bevquant_hybrid.dtype import QuantDType, as_quant_dtype, qinfo
 __all__ = ["QTensor", "as_float", "payload"]
 
 
-class QTensor(Tensor):
+class _AlsoTraced(type(Tensor)):  # type: ignore[misc]
+    """Has isinstance count what stands for a quantized tensor while torch.export traces."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        found = super().__instancecheck__(instance)
+        return bool(found) or (cls is QTensor and type(instance) is TracedQTensor)
+
+
+class QTensor(Tensor, metaclass=_AlsoTraced):
     """A quantized tensor.
 
     While a model is calibrated or trained it carries float values; in a converted model, the
@@ -58,7 +68,10 @@ class QTensor(Tensor):
         lenient: bool = False,
         on_grid: bool = True,
     ) -> QTensor:
-        self = payload(data).as_subclass(cls)
+        if torch.compiler.is_exporting():
+            self: QTensor = TracedQTensor(payload(data))  # type: ignore[assignment]
+        else:
+            self = payload(data).as_subclass(cls)
         self._q_scale = scale_tensor
         self._q_dtype = as_quant_dtype(dtype)
         self._q_axis = per_channel_axis
@@ -169,10 +182,63 @@ class QTensor(Tensor):
         return rule(func, args, kwargs or {})
 
 
+class TracedQTensor:
+    """A quantized tensor while torch.export traces, whose tensors take no other class.
+
+    What it is asked for it answers as `QTensor` does; functions of torch reach it as they do that.
+    """
+
+    def __init__(self, data: Tensor) -> None:
+        self.data = data
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") and not name.startswith("__"):
+            raise AttributeError(name)
+        own = vars(QTensor).get(name)
+        if isinstance(own, property):
+            return own.fget(self)  # type: ignore[misc]
+        if own is not None:
+            return functools.partial(own, self)
+        found = getattr(Tensor, name)
+        if not callable(found):  # shape, device, T
+            return QTensor.__torch_function__(found.__get__, (), (self,))
+        return functools.partial(_called, found, self)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return QTensor.__torch_function__(func, types, args, kwargs)
+
+
+def _called(function: Any, x: TracedQTensor, *args: Any, **kwargs: Any) -> Any:
+    return QTensor.__torch_function__(function, (), (x, *args), kwargs)
+
+
+for _name in ("getitem", "len", "eq", "ne", "gt", "ge", "lt", "le", "add", "sub", "mul", "abs"):
+    _function = getattr(Tensor, f"__{_name}__")
+    setattr(
+        TracedQTensor,
+        f"__{_name}__",
+        functools.partialmethod(
+            lambda self, *args, _function: _called(_function, self, *args), _function=_function
+        ),
+    )
+TracedQTensor.__hash__ = object.__hash__  # type: ignore[method-assign]
+pytree.register_pytree_node(
+    TracedQTensor,
+    lambda x: ([x.data], None),
+    lambda values, _: next(iter(values)),
+    serialized_type_name=f"{__name__}.TracedQTensor",
+)
+
+
 def payload(x: Tensor) -> Tensor:
     """Return what a `QTensor` carries as a plain tensor; any other tensor as it is."""
     if not isinstance(x, QTensor):
         return x
+    if isinstance(x, TracedQTensor):
+        return x.data
     with torch._C.DisableTorchFunctionSubclass():
         return x.as_subclass(Tensor)
 

@@ -3,18 +3,47 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
-from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
+from collections.abc import Iterable, Sequence
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
+from importlib.metadata import Distribution, DistributionFinder
 from types import ModuleType
+from typing import Any
 
 __all__ = ["stand_in"]
 
 _OURS = __name__.rpartition(".")[0]
+_EVERYTHING = DistributionFinder.Context()
 
 
-class _Finder(MetaPathFinder, Loader):
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+class _Metadata(Distribution):
+    """What importlib.metadata says of the documented package while this one stands in."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def read_text(self, filename: str) -> str | None:
+        """The one file that there is."""
+        if filename != "METADATA":
+            return None
+        version = importlib.import_module(_OURS).__version__
+        return (
+            f"Metadata-Version: 2.1\nName: {self._name}\nVersion: {version}\n"
+            "Summary: bevquant-hybrid, standing in\n"
+        )
+
+    def locate_file(self, path: Any) -> Any:
+        """There are no files under this name."""
+        raise FileNotFoundError(f"{self._name}: {path}: bevquant-hybrid stands in for it")
+
+
+class _Finder(DistributionFinder, Loader):
     """Gives modules of this package under another name: the same objects, not copies.
 
     An entry in ``sys.modules`` alone would have Python read every sub-module a second time, each
@@ -32,6 +61,12 @@ class _Finder(MetaPathFinder, Loader):
             return None
         return ModuleSpec(fullname, self)
 
+    def find_distributions(
+        self, context: DistributionFinder.Context = _EVERYTHING
+    ) -> Iterable[Distribution]:
+        if context.name is None or _normal(context.name) == _normal(self.name):
+            yield _Metadata(self.name)
+
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = importlib.import_module(_OURS + spec.name[len(self.name) :])
         self._specs[spec.name] = module.__spec__
@@ -46,6 +81,8 @@ class _Finder(MetaPathFinder, Loader):
 
 def stand_in(name: str = "horizon_plugin_pytorch") -> None:
     """Have imports of `name` and what is below it find this package, in this process.
+
+    `importlib.metadata` finds a distribution of that name too, with this package's version.
 
     ``python -m bevquant_hybrid script.py …`` does so and then runs a script.
 

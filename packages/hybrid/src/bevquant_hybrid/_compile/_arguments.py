@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.ao.quantization import FakeQuantizeBase
 
 from bevquant_hybrid._fx._graph_module import GraphModuleWithAttr
-from bevquant_hybrid.march import March, get_march
+from bevquant_hybrid.march import KNOWN, get_march
 from bevquant_hybrid.nn.quantized._base import FixedPoint
 
 __all__ = [
@@ -23,7 +23,7 @@ __all__ = [
     "march_of",
 ]
 
-_MARCHES = (March.BERNOULLI2, March.BAYES, March.BAYES_E)
+_MARCHES = KNOWN
 _OPTIMIZATIONS = ("O0", "O1", "O2", "O3", "ddr", "fast", "balance")
 _SOURCES = ("ddr", "resizer", "pyramid")
 _LAYOUTS = ("NCHW", "NHWC", "BPU_RAW")

@@ -10,6 +10,7 @@ from torch.ao.quantization import FakeQuantizeBase
 
 from bevquant_hybrid._calling_module import calling_module
 from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
+from bevquant_hybrid._fake_quant._function import is_written
 from bevquant_hybrid._fake_quant._observer_of import made_observer
 from bevquant_hybrid._observers._calib import CalibObserver
 from bevquant_hybrid.dtype import QuantDType
@@ -65,7 +66,7 @@ class CalibFakeQuantize(FakeQuantizeBase):
     def forward(self, x: Tensor) -> QTensor:
         """Count where that is enabled; return the values as they are."""
         x = payload(x)
-        if bool(self.observer_enabled[0]):
+        if not is_written() and bool(self.observer_enabled[0]):
             try:
                 self.activation_post_process(x.detach())
             except ValueError as error:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.ao.quantization import FakeQuantizeBase
 
 from bevquant_hybrid._calling_module import calling_module
-from bevquant_hybrid._fake_quant._function import fake_quantize
+from bevquant_hybrid._fake_quant._function import fake_quantize, is_written
 from bevquant_hybrid._fake_quant._observer_of import made_observer
 from bevquant_hybrid._observers._fixed import FixedScaleObserver
 from bevquant_hybrid._observers._min_max import MovingAverageMinMaxObserver
@@ -166,13 +166,14 @@ class FakeQuantize(FakeQuantizeBase):
     def forward(self, x: Tensor) -> QTensor:
         """Return the tensor, rounded where that is enabled, with its scale."""
         x = payload(x)
-        if bool(self.observer_enabled[0]):
+        if not is_written() and bool(self.observer_enabled[0]):
             self.observe(x)
         return self.marked(x)
 
     def marked(self, x: Tensor) -> QTensor:
         """Round a tensor where that is enabled, and give it the scale."""
-        rounds = bool(self.fake_quant_enabled[0])
+        # A file holds every rounding, whatever is switched on; its switches are no numbers then.
+        rounds = torch.compiler.is_exporting() or bool(self.fake_quant_enabled[0])
         return QTensor(
             self.fake_quantize(x) if rounds else x,
             self.current_scale(),

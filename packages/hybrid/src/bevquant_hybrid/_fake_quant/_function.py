@@ -9,7 +9,12 @@ from torch import Tensor
 
 from bevquant_hybrid.qtensor import along
 
-__all__ = ["fake_quantize"]
+__all__ = ["fake_quantize", "is_written"]
+
+
+def is_written() -> bool:
+    """Whether a model runs to be written into a file: nothing is observed then."""
+    return torch.compiler.is_exporting() or torch.onnx.is_in_onnx_export()
 
 
 def fake_quantize(

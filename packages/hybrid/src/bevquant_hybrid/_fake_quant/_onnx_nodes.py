@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -10,9 +9,7 @@ from torch import Tensor
 
 from bevquant_hybrid._calling_module import calling_module
 
-__all__ = ["opset_in_use", "quantize_dequantize"]
-
-opset_in_use: ContextVar[int] = ContextVar("opset_in_use", default=11)
+__all__ = ["quantize_dequantize"]
 
 
 def quantize_dequantize(
@@ -29,8 +26,31 @@ def quantize_dequantize(
             "QuantizeLinear of opset 11 and 13 makes 8-bit integers only; give that layer a qint8 "
             "qconfig, or run it on the CPU (hybrid_dict)"
         )
-    axis = -1 if scale.numel() == 1 else ch_axis
+    axis = -1 if scale.shape[0] == 1 else ch_axis
+    if torch.compiler.is_exporting():
+        return _traced(x, scale.detach(), axis)
     result: Tensor = _Nodes.apply(x, scale.detach().reshape(-1).tolist(), axis)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _traced(x: Tensor, scale: Tensor, axis: int) -> Tensor:
+    """The two nodes for the exporter that goes by torch.export."""
+    step = scale.reshape(()) if axis < 0 else scale
+    zero = torch.zeros(step.shape, dtype=torch.int8)
+    attributes: Any = {} if axis < 0 else {"axis": axis}
+    node = torch.onnx.ops.symbolic
+    shape = list(x.shape)
+    integers = node(
+        "QuantizeLinear", (x, step, zero), attributes, dtype=torch.int8, shape=shape, version=18
+    )
+    result: Tensor = node(
+        "DequantizeLinear",
+        (integers, step, zero),
+        attributes,
+        dtype=torch.float32,
+        shape=shape,
+        version=18,
+    )
     return result
 
 
@@ -43,7 +63,7 @@ class _Nodes(torch.autograd.Function):
 
     @staticmethod
     def symbolic(g: Any, x: Any, scale: list[float], ch_axis: int) -> Any:
-        per_channel = ch_axis >= 0 and opset_in_use.get() >= 13
+        per_channel = ch_axis >= 0 and g.opset >= 13
         zeros = torch.zeros(len(scale) if per_channel else (), dtype=torch.int8)
         # Before opset 13 there is no axis attribute, and the file is for hb_mapper, which takes a
         # scale per output channel with a single zero point.

@@ -2,69 +2,21 @@
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.ao.nn import quantized as torch_quantized
 from torch.fx import Graph, Node
+from torch.fx.node import map_aggregate
 
-from bevquant_hybrid._fx._numbers import number_nodes
-from bevquant_hybrid._fx._tracer import scope_of
-from bevquant_hybrid.nn import _functions as functions
-from bevquant_hybrid.nn._division import Div
-from bevquant_hybrid.nn._float_functional import FloatFunctional
+from bevquant_hybrid._fx._recipes import Recipe, Step, recipe_of
+from bevquant_hybrid._fx._tracer import number_nodes, scope_of
+from bevquant_hybrid._quant_stub import QuantStub
 from bevquant_hybrid.operators import load_support_table, row_of_module
-from bevquant_hybrid.partition import place_operator
+from bevquant_hybrid.partition import Listed, place_operator
 
-__all__ = ["mapper_has", "plan_of", "replace_functions"]
-
-_BINARY: dict[Any, str] = {
-    **dict.fromkeys((operator.add, operator.iadd, torch.add, "add", "add_"), "add"),
-    **dict.fromkeys((operator.sub, operator.isub, torch.sub, "sub", "sub_"), "sub"),
-    **dict.fromkeys((operator.mul, operator.imul, torch.mul, "mul", "mul_"), "mul"),
-    **dict.fromkeys((operator.truediv, torch.div, torch.true_divide, "div"), "div"),
-    **dict.fromkeys((operator.matmul, torch.matmul, torch.bmm, "matmul", "bmm"), "matmul"),
-    **dict.fromkeys((torch.maximum, "maximum"), "maximum"),
-    **dict.fromkeys((torch.minimum, "minimum"), "minimum"),
-}
-_REDUCTIONS: dict[Any, str] = {
-    **dict.fromkeys((torch.mean, "mean"), "mean"),
-    **dict.fromkeys((torch.sum, "sum"), "sum"),
-    **dict.fromkeys((torch.cat, torch.concat), "cat"),
-}
-_SAME_NAME = (  # torch.acos is functions.Acos, and so on
-    *("Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Ceil", "Cos", "Cosh", "Erf", "Exp"),
-    *("Floor", "Reciprocal", "Sin", "Sinh", "Sqrt", "Tan"),
-)
-_MODULES: dict[Any, tuple[str, Callable[..., nn.Module]]] = {
-    **dict.fromkeys((torch.sigmoid, F.sigmoid, "sigmoid"), ("sigmoid", nn.Sigmoid)),
-    **dict.fromkeys((torch.tanh, F.tanh, "tanh"), ("tanh", nn.Tanh)),
-    **dict.fromkeys((torch.log, "log"), ("log", functions.HardLog)),
-    **dict.fromkeys((F.selu, torch.selu), ("selu", functions.Selu)),
-    **dict.fromkeys((torch.pow, operator.pow, "pow"), ("pow", functions.Pow)),
-    **{
-        spelling: (name.lower(), getattr(functions, name))
-        for name in _SAME_NAME
-        for spelling in (getattr(torch, name.lower()), name.lower())
-    },
-    **dict.fromkeys((F.softmax, torch.softmax, "softmax"), ("softmax", nn.Softmax)),
-    F.glu: ("glu", nn.GLU),
-    F.silu: ("silu", nn.SiLU),
-    F.gelu: ("gelu", nn.GELU),
-    F.leaky_relu: ("leaky_relu", nn.LeakyReLU),
-    F.elu: ("elu", nn.ELU),
-    F.softplus: ("softplus", nn.Softplus),
-    F.hardsigmoid: ("hardsigmoid", nn.Hardsigmoid),
-    F.hardswish: ("hardswish", nn.Hardswish),
-    F.avg_pool2d: ("avg_pool2d", nn.AvgPool2d),
-    F.adaptive_avg_pool2d: ("adaptive_avg_pool2d", nn.AdaptiveAvgPool2d),
-}
-_IGNORED = {"_stacklevel", "inplace"}
+__all__ = ["mapper_place", "replace_functions"]
 
 
 def replace_functions(graph: Graph, root: nn.Module, march: str | None = None) -> list[str]:
@@ -72,7 +24,8 @@ def replace_functions(graph: Graph, root: nn.Module, march: str | None = None) -
 
     The module of the k-th ``add`` in the forward of ``features.3`` is named
     ``features_3_generated_add_k``; in the model's own forward ``_generated_add_k``. Sizes, and
-    functions that a quantized tensor passes through with its scale, stay as they are.
+    functions that a quantized tensor passes through with its scale, stay as they are. A parameter
+    that arithmetic reads gets a `QuantStub`, ``…_generated_quant_k``.
 
     Args:
         graph: Nodes.
@@ -86,93 +39,102 @@ def replace_functions(graph: Graph, root: nn.Module, march: str | None = None) -
     arithmetic = {
         path for path, m in root.named_modules() if isinstance(m, torch_quantized.FloatFunctional)
     }
-    counts: Counter[tuple[str, str]] = Counter()
-    names = []
+    maker = _Maker(graph, root)
     for node in list(graph.nodes):
-        plan = None if node in numbers else plan_of(node, numbers, arithmetic)
-        if plan is None:
+        if node in numbers:
             continue
-        operation, module, method, args, kwargs = plan
-        if march is not None and not mapper_has(module, method, march):
+        recipe = recipe_of(node, numbers, arithmetic, maker.attribute)
+        if recipe is None or not _wanted(recipe, march):
             continue
-        scope = scope_of(node)
-        prefix = scope.replace(".", "_")
-        name = f"{prefix}_generated_{operation}_{counts[scope, operation]}"
-        counts[scope, operation] += 1
-        module.generated_in = scope  # type: ignore[assignment]
-        root.add_module(name, module)
-        names.append(name)
-        with graph.inserting_before(node):
-            if method is None:
-                made = graph.call_module(name, args, kwargs)
+        maker.replace(node, recipe)
+    return maker.names
+
+
+def _wanted(recipe: Recipe, march: str | None) -> bool:
+    """Whether a model has the steps: one for the BPU alone always has."""
+    if march is None or recipe.hybrid == "always":
+        return True
+    called = [step for step in recipe.steps if step.module is not None]
+    return recipe.hybrid == "on the BPU" and all(
+        mapper_place(step.module, step.target, march).place == "BPU" for step in called
+    )
+
+
+class _Maker:
+    """Makes the nodes and modules of recipes."""
+
+    def __init__(self, graph: Graph, root: nn.Module) -> None:
+        self.graph, self.root = graph, root
+        self.names: list[str] = []
+        self._counts: Counter[tuple[str, str]] = Counter()
+
+    def attribute(self, node: Node) -> Any:
+        """What a get_attr node reads."""
+        value: Any = self.root
+        for name in str(node.target).split("."):
+            value = getattr(value, name)
+        return value
+
+    def replace(self, node: Node, recipe: Recipe) -> None:
+        """Put the steps in a node's place."""
+        made: dict[Step, Node] = {}
+        with self.graph.inserting_before(node):
+            for step in recipe.steps:
+                made[step] = self._node(step, node, made)
+        result = recipe.result
+        node.replace_all_uses_with(made[result] if isinstance(result, Step) else result)
+        self.graph.erase_node(node)
+
+    def _node(self, step: Step, source: Node, made: dict[Step, Node]) -> Node:
+        def known(value: Any) -> Any:
+            return made[value] if isinstance(value, Step) else value
+
+        args: Any = map_aggregate(step.args, known)
+        kwargs: Any = map_aggregate(step.kwargs, known)
+        if step.module is None:
+            kind = "call_method" if isinstance(step.target, str) else "call_function"
+            node = self.graph.create_node(kind, step.target, args, kwargs)
+        else:
+            args = tuple(map_aggregate(args, lambda value: self._quantized(value, source)))
+            name = self._named(step.operation, step.module, source)
+            if step.target is None:
+                node = self.graph.call_module(name, args, kwargs)
             else:
-                owner = graph.get_attr(name)
-                owner.meta["scope"] = scope
-                made = graph.call_method(method, (owner, *args), kwargs)
-        made.meta = dict(node.meta)
-        node.replace_all_uses_with(made)
-        graph.erase_node(node)
-    return names
+                owner = self.graph.get_attr(name)
+                owner.meta["scope"] = scope_of(source)
+                node = self.graph.call_method(step.target, (owner, *args), kwargs)
+        node.meta = dict(source.meta)
+        return node
+
+    def _quantized(self, value: Any, source: Node) -> Any:
+        """A parameter with a stub behind it; another value as it is."""
+        if not (isinstance(value, Node) and value.op == "get_attr"):
+            return value
+        if not isinstance(self.attribute(value), Tensor):
+            return value
+        stub = self.graph.call_module(self._named("quant", QuantStub(), source), (value,))
+        stub.meta = dict(source.meta)
+        return stub
+
+    def _named(self, operation: str, module: nn.Module, source: Node) -> str:
+        """Give the root a module under the next free name, and return that."""
+        scope = scope_of(source)
+        prefix = scope.replace(".", "_")
+        name = f"{prefix}_generated_{operation}_{self._counts[scope, operation]}"
+        self._counts[scope, operation] += 1
+        module.generated_in = scope  # type: ignore[assignment]
+        self.root.add_module(name, module)
+        self.names.append(name)
+        return name
 
 
 # Methods of FloatFunctional whose operator goes by another name.
 _OPERATORS = {"add_relu": "add", "add_scalar": "add", "mul_scalar": "mul"}
 
 
-def mapper_has(module: nn.Module, method: str | None, march: str) -> bool:
-    """Whether the mapper of a hybrid model runs a module, or a method of it, on the BPU."""
+def mapper_place(module: nn.Module | None, method: str | None, march: str) -> Listed:
+    """Where the mapper of a hybrid model runs a module, or a method of it, and why."""
     row = f"torch.{_OPERATORS.get(method, method)}" if method else ""
-    row = row or row_of_module(module, load_support_table())
-    return place_operator(row, march).place == "BPU"
-
-
-Plan = tuple[str, nn.Module, str | None, tuple[Any, ...], dict[str, Any]]
-
-
-def plan_of(node: Node, numbers: set[Node], arithmetic: set[str]) -> Plan | None:
-    """What a function is as a module: name, module, method, arguments; None for other nodes.
-
-    Args:
-        node: The node.
-        numbers: Nodes that hold numbers.
-        arithmetic: Paths of the modules whose methods are arithmetic already.
-    """
-    if node.op not in ("call_function", "call_method"):
-        return None
-    owner = node.args[0] if node.args else None
-    if isinstance(owner, Node) and owner.op == "get_attr" and owner.target in arithmetic:
-        return None
-    if node.target in _BINARY and len(node.args) == 2 and not node.kwargs:
-        return _binary(_BINARY[node.target], node, numbers)
-    if node.target in _REDUCTIONS and not set(node.kwargs) - {"dim", "keepdim", "tensors", "input"}:
-        operation = _REDUCTIONS[node.target]
-        return operation, FloatFunctional(), operation, node.args, dict(node.kwargs)
-    if node.target in _MODULES and node.args:
-        operation, make = _MODULES[node.target]
-        settings = {n: v for n, v in node.kwargs.items() if n not in _IGNORED}
-        if any(isinstance(v, Node) for v in (*node.args[1:], *settings.values())):
-            return None
-        if settings.get("dtype", 0) is None:
-            del settings["dtype"]
-        return operation, make(*node.args[1:], **settings), None, node.args[:1], {}
-    return None
-
-
-def _binary(operation: str, node: Node, numbers: set[Node]) -> Plan | None:
-    tensors = [a for a in node.args if isinstance(a, Node) and a not in numbers]
-    if operation == "div":
-        first, second = node.args
-        if len(tensors) == 1 and isinstance(second, int | float) and second:
-            return "mul_scalar", FloatFunctional(), "mul_scalar", (first, 1 / second), {}
-        return ("div", Div(), None, node.args, {}) if len(tensors) == 2 else None
-    if len(tensors) == 2:
-        return operation, FloatFunctional(), operation, node.args, {}
-    constant = next((a for a in node.args if isinstance(a, int | float)), None)
-    if len(tensors) != 1 or constant is None or operation not in ("add", "mul", "sub"):
-        return None
-    if operation == "sub":
-        if node.args[0] is not tensors[0]:
-            return None
-        return "add_scalar", FloatFunctional(), "add_scalar", (tensors[0], -constant), {}
-    method = f"{operation}_scalar"
-    return method, FloatFunctional(), method, (tensors[0], constant), {}
+    if not row and module is not None:
+        row = row_of_module(module, load_support_table())
+    return place_operator(row, march)

@@ -77,15 +77,21 @@ class _Finder:
     ) -> None:
         self.modules, self.calls, self.reads = modules, calls, reads
         self.stays_apart = stays_apart
+        distinct = {id(module): module for module in modules.values()}.values()
+        self.owners = Counter(
+            id(parameter) for m in distinct for parameter in m._parameters.values()
+        )
 
     def module(self, node: Node) -> nn.Module | None:
         return self.modules[str(node.target)] if node.op == "call_module" else None
 
     def is_anchor(self, node: Node) -> bool:
         module = self.module(node)
-        if layer_class(module) not in ANCHORS or self.calls[id(module)] != 1:
+        if module is None or layer_class(module) not in ANCHORS or self.calls[id(module)] != 1:
             return False
         # A weight that is read elsewhere must not be folded into.
+        if any(self.owners[id(parameter)] > 1 for parameter in module.parameters(recurse=False)):
+            return False
         return not any(path.startswith(f"{node.target}.") for path in self.reads)
 
     def follow(self, anchor: Node) -> _Chain:

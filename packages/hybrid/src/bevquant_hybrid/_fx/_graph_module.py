@@ -70,9 +70,11 @@ class ObservedGraphModule(GraphModuleWithAttr):
 
     Attributes:
         hybrid: Whether parts of it may run on the CPU.
+        on_cpu: Its operators on the CPU, each with its line and the reason.
     """
 
     hybrid: bool
+    on_cpu: tuple[Any, ...]
 
 
 class QuantizedGraphModule(GraphModuleWithAttr):

@@ -15,10 +15,9 @@ from torch.ao.quantization import QuantStub as TorchQuantStub
 from torch.fx import Graph, Node
 
 from bevquant_graph import layer_class
-from bevquant_hybrid._fx._functionals import mapper_has
-from bevquant_hybrid._fx._numbers import number_nodes
+from bevquant_hybrid._fx._functionals import mapper_place
 from bevquant_hybrid._fx._settings import Names, Settings, anchor_path_of
-from bevquant_hybrid._fx._tracer import scope_of
+from bevquant_hybrid._fx._tracer import number_nodes, scope_of
 from bevquant_hybrid._quant_stub import QuantStub
 from bevquant_hybrid._scale_keeping import rule_of
 from bevquant_hybrid.nn import _functions as functions
@@ -26,7 +25,7 @@ from bevquant_hybrid.nn._scatter import PointPillarsScatter
 from bevquant_hybrid.nn.intrinsic import Fused
 from bevquant_hybrid.nn.qat import has_qat_form
 from bevquant_hybrid.operators import load_support_table, row_of_function
-from bevquant_hybrid.partition import place_operator
+from bevquant_hybrid.partition import Listed, place_operator
 
 __all__ = ["KEEPS_SCALE", "Kind", "Placement", "has_weight"]
 
@@ -64,7 +63,7 @@ _KEEPING = (
     *(nn.ReLU, nn.ReLU6, nn.Hardtanh, nn.MaxPool2d, nn.Upsample, nn.UpsamplingBilinear2d),
     *(nn.UpsamplingNearest2d, nn.ZeroPad2d, nn.ConstantPad2d, nn.ReplicationPad2d),
     *(nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle, functions.Interpolate),
-    PointPillarsScatter,
+    *(PointPillarsScatter, functions.GridSample),
 )
 KEEPS_SCALE = (*_KEEPING, *_PASS_MODULES)
 
@@ -141,6 +140,23 @@ class Placement:
         """Whether the BPU could run a node of the CPU: a user named it, or gave it no qconfig."""
         return self._could_run(node, self.module(node))
 
+    def reason(self, node: Node) -> str:
+        """Why a node runs on the CPU."""
+        module = self.module(node)
+        if self.hybrid and self.named(node):
+            return "hybrid_dict names it, or a module around it"
+        if node in self._outside:
+            return "it reads float values alone"
+        if self._could_run(node, module):
+            return "it has no qconfig"
+        function: Any = node.target
+        if module is None and node.op == "call_method":
+            function = getattr(Tensor, str(node.target), None)
+        listed = self._listed(node, module, function)
+        if listed.place == "CPU":
+            return listed.because
+        return node.meta.get("reason") or "called so, it has no quantized form"
+
     def source(self, node: Node) -> Node:
         """The node whose value this one has, beyond everything that passes it on."""
         while self.kinds[node] is Kind.PASS and isinstance(node.args[0], Node):
@@ -216,9 +232,13 @@ class Placement:
 
     def _mapper_has(self, node: Node, module: nn.Module | None, function: Any) -> bool:
         """Whether the mapper of a hybrid model runs an operator on the BPU of this march."""
+        return self._listed(node, module, function).place == "BPU"
+
+    def _listed(self, node: Node, module: nn.Module | None, function: Any) -> Listed:
+        """Where the mapper runs an operator, and why."""
         if module is not None:
             method = str(node.target) if node.op == "call_method" else None
-            return mapper_has(module, method, self.march)
+            return mapper_place(module, method, self.march)
         name = getattr(function, "__name__", str(function))
         row = row_of_function(function, name, load_support_table(), len(self.inputs(node)))
-        return place_operator(row, self.march).place == "BPU"
+        return place_operator(row, self.march)

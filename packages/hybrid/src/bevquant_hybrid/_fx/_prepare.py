@@ -14,6 +14,7 @@ from bevquant_hybrid._fake_quant._calib import _WrappedCalibFakeQuantize
 from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
 from bevquant_hybrid._fx._boundaries import BOUNDARY, insert_boundaries
 from bevquant_hybrid._fx._calibrated import adopt_scales, calibrated_scales, is_calibration
+from bevquant_hybrid._fx._float_operators import list_cpu_operators, refuse_float_operators
 from bevquant_hybrid._fx._functionals import replace_functions
 from bevquant_hybrid._fx._fuse import fuse_graph
 from bevquant_hybrid._fx._graph_module import (
@@ -98,12 +99,15 @@ def prepare(
     placement = Placement(fused.graph, fused, settings, names, hybrid, march)
     _warn_of_edges(placement)
     _warn_of_missing_qconfigs(placement)
+    on_cpu = list_cpu_operators(placement) if hybrid else ()
+    if not hybrid:
+        refuse_float_operators(placement, caller)
     if hybrid:
         make = _boundary_maker(placement, wrapped=scales is not None)
         insert_boundaries(fused.graph, fused, placement, make)
     _swap(fused, placement)
     prepared = ObservedGraphModule(fused, fused.graph)
-    prepared.hybrid = hybrid
+    prepared.hybrid, prepared.on_cpu = hybrid, on_cpu
     expect_pictures(prepared, march, hybrid)
     if scales is not None:
         adopt_scales(prepared, scales)

@@ -12,7 +12,7 @@ from bevquant_hybrid._qdq._call import Call
 from bevquant_hybrid._qdq._layers import expect_batch, limits
 from bevquant_hybrid.nn import _functions as functions
 from bevquant_hybrid.nn import qat
-from bevquant_hybrid.nn._division import Div
+from bevquant_hybrid.nn._arithmetic import Div
 from bevquant_hybrid.nn._layer_norm import LayerNorm
 from bevquant_hybrid.nn.intrinsic import Fused
 from bevquant_hybrid.nn.qat import float_form

@@ -13,9 +13,8 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from bevquant_hybrid._fake_quant._calib import _WrappedCalibFakeQuantize
-from bevquant_hybrid._fx._functionals import plan_of
-from bevquant_hybrid._fx._numbers import number_nodes
-from bevquant_hybrid._fx._tracer import scope_of
+from bevquant_hybrid._fx._recipes import recipe_of
+from bevquant_hybrid._fx._tracer import number_nodes, scope_of
 from bevquant_hybrid._qdq._call import SUM, Call, form_of, has_tensor
 from bevquant_hybrid._qdq._functions import arithmetic_steps, changes_its_input, function_steps
 from bevquant_hybrid._qdq._layers import batch_norm, weighted
@@ -125,15 +124,25 @@ class NodeReader:
         self._refuse_overwriting(node, call, module)
         if module is not None:
             return self._of_module(node, call, module)
-        found = plan_of(node, self._numbers, set()) if self._is_float(node) else None
+        found = self._one_step(node) if self._is_float(node) else None
         if found is None:
             return function_steps(call, node.target)
-        _, made, method, args, kwargs = found
         planned = Call(
-            call.name, call.path, self._refs(args), self._refs(kwargs), call.given, call.result,
-            call.on_cpu, call.reason,
+            call.name, call.path, self._refs(found.args), self._refs(found.kwargs), call.given,
+            call.result, call.on_cpu, call.reason,
         )  # fmt: skip
-        return module_steps(planned, made) if method is None else arithmetic_steps(planned, method)
+        if found.target is None:
+            return module_steps(planned, found.module)
+        return arithmetic_steps(planned, found.target)
+
+    def _one_step(self, node: Node) -> Any:
+        """What a float function is as one module, or one call of its method; None for others."""
+        recipe = recipe_of(node, self._numbers, set(), lambda _: None)
+        if recipe is None or len(recipe.steps) != 1 or recipe.hybrid == "never":
+            return None
+        step = recipe.steps[0]
+        numbers = self._numbers.intersection(a for a in step.args if isinstance(a, Node))
+        return None if step.module is None or numbers else step
 
     def _is_float(self, node: Node) -> bool:
         """Whether a function has no rule for quantized tensors, so that it takes floats."""

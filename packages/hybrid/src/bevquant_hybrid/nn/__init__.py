@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from bevquant_hybrid.nn import functional, intrinsic, qat, quantized
 from bevquant_hybrid.nn._anchors import AnchorGenerator
+from bevquant_hybrid.nn._arithmetic import Div
 from bevquant_hybrid.nn._correlation import Correlation
-from bevquant_hybrid.nn._division import Div
 from bevquant_hybrid.nn._functions import (
     Acos,
     Acosh,
@@ -19,6 +19,7 @@ from bevquant_hybrid.nn._functions import (
     Erf,
     Exp,
     Floor,
+    GridSample,
     HardLog,
     Interpolate,
     Pow,
@@ -29,7 +30,7 @@ from bevquant_hybrid.nn._functions import (
     Sqrt,
     Tan,
 )
-from bevquant_hybrid.nn._layer_norm import LayerNorm
+from bevquant_hybrid.nn._layer_norm import LayerNorm, RMSNorm
 from bevquant_hybrid.nn._rcnn import RcnnPostProcess
 from bevquant_hybrid.nn._roi_align import MultiScaleRoIAlign
 from bevquant_hybrid.nn._scatter import PointPillarsScatter
@@ -56,12 +57,14 @@ __all__ = [
     "Erf",
     "Exp",
     "Floor",
+    "GridSample",
     "HardLog",
     "Interpolate",
     "LayerNorm",
     "MultiScaleRoIAlign",
     "PointPillarsScatter",
     "Pow",
+    "RMSNorm",
     "RcnnPostProcess",
     "Reciprocal",
     "Selu",

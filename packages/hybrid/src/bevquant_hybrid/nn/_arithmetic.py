@@ -1,19 +1,23 @@
-"""The arithmetic that FloatFunctional offers, whatever it is computed in."""
+"""Arithmetic on several tensors as modules, so that each result can have a scale."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.ao.nn import quantized as torch_quantized
+from torch.jit._trace import TracerWarning
 
-__all__ = ["FLOAT_OPERATIONS", "Arithmetic"]
+__all__ = ["FLOAT_OPERATIONS", "Arithmetic", "Div", "FloatFunctional", "Where"]
 
 
 def _matmul(tensors: list[Tensor], x_trans: bool, y_trans: bool) -> Tensor:
     x, y = tensors
-    return torch.matmul(x.mT if x_trans else x, y.mT if y_trans else y)
+    left, right = (v.transpose(-1, -2) if t else v for v, t in ((x, x_trans), (y, y_trans)))
+    return torch.matmul(left, right)
 
 
 FLOAT_OPERATIONS: dict[str, Callable[..., Tensor]] = {
@@ -30,6 +34,15 @@ FLOAT_OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "add_scalar": lambda tensors, number: tensors[0] + number,
     "mul_scalar": lambda tensors, number: tensors[0] * number,
 }
+
+
+def _number(value: Any) -> float:
+    """A number as a program keeps it: torch.jit.trace has tensors where shapes give numbers."""
+    if not isinstance(value, Tensor):
+        return float(value) if isinstance(value, int | float) else value
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TracerWarning)
+        return float(value)
 
 
 class Arithmetic:
@@ -81,8 +94,53 @@ class Arithmetic:
 
     def add_scalar(self, x: Tensor, y: float) -> Tensor:
         """X plus a number."""
-        return self.operate("add_scalar", [x], number=y)
+        return self.operate("add_scalar", [x], number=_number(y))
 
     def mul_scalar(self, x: Tensor, y: float) -> Tensor:
         """X times a number."""
-        return self.operate("mul_scalar", [x], number=y)
+        return self.operate("mul_scalar", [x], number=_number(y))
+
+
+class FloatFunctional(Arithmetic, torch_quantized.FloatFunctional):
+    """`torch.nn.quantized.FloatFunctional` with sub, mean, sum, maximum, minimum and matmul.
+
+    One object stands for one place in a model: its QAT form keeps the scale of that result.
+
+    Example:
+        >>> import torch
+        >>> FloatFunctional().sub(torch.tensor(3.0), torch.tensor(1.0))
+        tensor(2.)
+    """
+
+    __module__ = "bevquant_hybrid.nn.quantized.functional_modules"  # its documented home
+
+
+class Div(nn.Module):
+    """x / y, element by element; shapes broadcast.
+
+    Quantized, x/0 is the largest integer of x's sign and 0/0 is 0. BAYES divides 16 bits.
+
+    Example:
+        >>> Div()(torch.tensor([3.0]), torch.tensor([2.0]))
+        tensor([1.5000])
+    """
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Divide."""
+        return torch.div(x, y)
+
+
+class Where(nn.Module):
+    """X where a condition holds, else y; x or y may be a number, and shapes broadcast.
+
+    Quantized, both are brought to the result's scale, each rounded once.
+
+    Example:
+        >>> x = torch.tensor([-1.0, 2.0])
+        >>> Where()(x > 0, x, 0.5)
+        tensor([0.5000, 2.0000])
+    """
+
+    def forward(self, condition: Tensor, x: Tensor | float, y: Tensor | float) -> Tensor:
+        """Select."""
+        return torch.where(condition, x, y)

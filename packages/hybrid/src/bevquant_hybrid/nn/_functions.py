@@ -9,6 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bevquant_hybrid._sampling import sampling_places
+from bevquant_hybrid.qtensor import as_float
+
 __all__ = [
     "Acos",
     "Acosh",
@@ -23,6 +26,7 @@ __all__ = [
     "Erf",
     "Exp",
     "Floor",
+    "GridSample",
     "HardLog",
     "Interpolate",
     "Pow",
@@ -238,3 +242,41 @@ class Interpolate(nn.Module):
     def extra_repr(self) -> str:
         given = f"size={self.size}" if self.size else f"scale_factor={self.scale_factor}"
         return f"{given}, mode={self.mode!r}"
+
+
+class GridSample(nn.Module):
+    r"""Read a map at places beside each point: :math:`y_{c,h,w} = x_{c,\,h + d_y,\,w + d_x}`.
+
+    The grid holds displacements in pixels, (d_x, d_y) from each output point, where
+    `torch.nn.functional.grid_sample` has places in [−1, 1]. Public documents do not say so; public
+    client code subtracts each point's own coordinates and quantizes what is left to 16 bits.
+
+    Args:
+        mode: ``"bilinear"`` or ``"nearest"``.
+        padding_mode: ``"zeros"`` or ``"border"``.
+
+    Example:
+        >>> x = torch.arange(4.0).reshape(1, 1, 1, 4)
+        >>> to_the_right = torch.tensor([1.0, 0.0]).expand(1, 1, 4, 2)
+        >>> GridSample()(x, to_the_right)
+        tensor([[[[1., 2., 3., 0.]]]])
+    """
+
+    bpu_operator = "torch.nn.functional.grid_sample"
+
+    def __init__(self, mode: str = "bilinear", padding_mode: str = "zeros") -> None:
+        super().__init__()
+        if mode not in ("bilinear", "nearest") or padding_mode not in ("zeros", "border"):
+            raise ValueError(
+                f"GridSample(mode={mode!r}, padding_mode={padding_mode!r}): expected 'bilinear' or "
+                "'nearest', and 'zeros' or 'border'"
+            )
+        self.mode, self.padding_mode = mode, padding_mode
+
+    def forward(self, x: Tensor, grid: Tensor) -> Tensor:
+        """Sample ``[N, C, H, W]`` by displacements ``[N, H', W', 2]``."""
+        places = sampling_places(as_float(grid), x.shape[2], x.shape[3])
+        return F.grid_sample(x, places, self.mode, self.padding_mode, align_corners=False)
+
+    def extra_repr(self) -> str:
+        return f"mode={self.mode!r}, padding_mode={self.padding_mode!r}"

@@ -1,4 +1,4 @@
-"""Layer norm over any axes."""
+"""Normalizations that torch has as functions, or over the last axes alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["LayerNorm", "normalized"]
+__all__ = ["InverseNorm", "LayerNorm", "Normalize", "RMSNorm", "normalized"]
 
 
 def normalized(
@@ -73,3 +73,49 @@ class LayerNorm(nn.LayerNorm):
     def extra_repr(self) -> str:
         given = super().extra_repr()
         return given if self.dim is None else f"{given}, dim={self.dim}"
+
+
+class InverseNorm(nn.Module):
+    r"""The function :math:`1 / \max(\sqrt{x}, \epsilon)` of a sum of squares."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply it to every element."""
+        return x.clamp(min=0.0).sqrt().clamp(min=self.eps).reciprocal()
+
+
+class Normalize(nn.Module):
+    r"""`torch.nn.functional.normalize` with p = 2: :math:`x / \max(\lVert x \rVert_2, \epsilon)`.
+
+    Args:
+        dim: Axis or axes of the norm.
+        eps: Smallest norm that is divided by.
+
+    Example:
+        >>> Normalize()(torch.tensor([[3.0, 4.0]]))
+        tensor([[0.6000, 0.8000]])
+    """
+
+    def __init__(self, dim: int | Sequence[int] = 1, eps: float = 1e-12) -> None:
+        super().__init__()
+        self.dim, self.eps = dim, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize."""
+        dim: Any = self.dim
+        return nn.functional.normalize(x, 2.0, dim, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}, eps={self.eps}"
+
+
+class RMSNorm(nn.RMSNorm):
+    r"""`torch.nn.RMSNorm`: :math:`x / \sqrt{\overline{x^2} + \epsilon}\,w`.
+
+    Example:
+        >>> RMSNorm(2, eps=0.0)(torch.tensor([[3.0, 4.0]])).square().mean().round().item()
+        1.0
+    """

@@ -101,13 +101,26 @@ class Operator:
 
 @dataclass(frozen=True)
 class March:
-    """A BPU architecture: its column of the table and the limits of all its operators."""
+    """A BPU architecture: its column of the table and the limits of all its operators.
+
+    Attributes:
+        name: As it is set.
+        title: As the documents write it.
+        chips: That have it.
+        column: Of the table.
+        limits: Of every operator.
+        placement: Column of the list that says where a mapper runs operators.
+        partial: Whether the column holds a part of the public table alone: nothing is said then of
+            operators that it does not hold.
+    """
 
     name: str
     title: str
     chips: str
     column: str
     limits: tuple[Limit, ...]
+    placement: str
+    partial: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,7 +146,7 @@ class SupportTable:
         return None
 
     def march(self, name: str) -> March:
-        """The march called ``name``: ``bernoulli2``, ``bayes`` or ``bayes-e``, in any case."""
+        """The march called ``name``, such as ``bayes-e``, in any case."""
         key = name.lower().replace("_", "-")
         if key not in self.marches:
             raise ValueError(f"march {name!r}; expected one of {', '.join(self.marches)}")
@@ -202,7 +215,9 @@ _LIMIT_KEYS = {"require", "when", "remedy", "data", "source", "except"}
 
 def _march(name: str, data: Mapping[str, Any]) -> March:
     limits = tuple(_limit(name, limit, ()) for limit in data["limits"])
-    return March(name, data["title"], data["chips"], data["column"], limits)
+    column = data["column"]
+    where = data.get("placement", column)
+    return March(name, data["title"], data["chips"], column, limits, where, "partial" in data)
 
 
 def _support(

@@ -61,7 +61,7 @@ def find_violations(
 
     Args:
         calls: The operators of the BPU part, in order.
-        march: ``"bernoulli2"``, ``"bayes"`` or ``"bayes-e"``.
+        march: Such as ``"bayes"``.
         table: Another table than the package's own.
 
     Raises:
@@ -89,10 +89,14 @@ def find_advice(
 ) -> list[Advice]:
     """List the table's remarks on ``calls``, and the limits that their records cannot decide."""
     table = table or load_support_table()
-    column = table.march(march).column
+    target = table.march(march)
+    column = target.column
     advice: list[Advice] = []
     for call in calls:
         row = table.find(call.operator)
+        if target.partial and (row is None or column not in row.support):
+            text = f"its limits on {target.title} are not in this package; see the public table"
+            advice.append(Advice(call.path, call.operator, text))
         if row is None or column not in row.support:
             continue
         advice += [Advice(call.path, row.name, text) for text in row.advice]
@@ -106,6 +110,8 @@ def find_advice(
 
 def _check_call(call: OperatorCall, march: March, table: SupportTable) -> Iterator[Violation]:
     row = table.find(call.operator)
+    if march.partial and (row is None or march.column not in row.support):
+        return
     if row is None:
         near = difflib.get_close_matches(call.operator, table.operators, n=3)
         hint = f"; names near it: {', '.join(near)}" if near else ""

@@ -31,7 +31,7 @@ def place_operator(operator: str, march: str) -> Listed:
         ['CPU', 'BPU']
     """
     table = load_support_table()
-    column = table.march(march).column
+    column = table.march(march).placement
     row = table.find(operator)
     group = _groups().get(row.name) if row else None
     if group is None:
@@ -43,7 +43,7 @@ def place_operator(operator: str, march: str) -> Listed:
 def _groups() -> Mapping[str, tuple[Mapping[str, str], str]]:
     text = (resources.files(__package__) / "placement.toml").read_text(encoding="utf-8")
     table = load_support_table()
-    columns = {march.column for march in table.marches.values()}
+    columns = {march.placement for march in table.marches.values()}
     groups: dict[str, tuple[Mapping[str, str], str]] = {}
     for group in tomllib.loads(text)["group"]:
         place = group["place"]

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
-from torch.ao.quantization import FakeQuantizeBase
 
-from bevquant_hybrid._fx._numbers import number_nodes
 from bevquant_hybrid._fx._settings import anchor_path_of, class_of
+from bevquant_hybrid._fx._tracer import number_nodes
+from bevquant_hybrid._undisturbed import undisturbed
 from bevquant_hybrid.nn.quantized.quantize import is_fixed_point
 from bevquant_hybrid.operators import load_support_table, row_of_function, row_of_module
 from bevquant_hybrid.qtensor import QTensor
@@ -159,7 +157,7 @@ class _Results(fx.Interpreter):
     def of(self, inputs: tuple[Any, ...]) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shapes and integer types by node name."""
         self._found: dict[str, tuple[tuple[int, ...], str]] = {}
-        with _left_as_it_is(self.module), torch.no_grad():
+        with undisturbed(self.module):
             self.run(*inputs)
         return self._found
 
@@ -169,21 +167,3 @@ class _Results(fx.Interpreter):
             dtype = str(result.dtype) if isinstance(result, QTensor) else ""
             self._found[n.name] = tuple(int(size) for size in result.shape), dtype
         return result
-
-
-@contextmanager
-def _left_as_it_is(model: nn.Module) -> Iterator[None]:
-    """In eval mode, with no observer looking on; both are put back."""
-    modes = {module: module.training for module in model.modules()}
-    observers = [module for module in modes if isinstance(module, FakeQuantizeBase)]
-    looking = [int(fake_quant.observer_enabled[0]) for fake_quant in observers]
-    try:
-        model.eval()
-        for fake_quant in observers:
-            fake_quant.observer_enabled[0] = 0
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
-        for fake_quant, enabled in zip(observers, looking, strict=True):
-            fake_quant.observer_enabled[0] = enabled

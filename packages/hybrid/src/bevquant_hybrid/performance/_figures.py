@@ -73,7 +73,10 @@ def load_chip_figures(march: str) -> ChipFigures:
     table = _load()
     key = march.lower().replace("_", "-")
     if key not in table:
-        raise ValueError(f"march {march!r}; expected one of {', '.join(table)}")
+        raise ValueError(
+            f"march {march!r}; expected one of {', '.join(table)}: there are public figures of "
+            "these alone"
+        )
     return table[key]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bevquant_hybrid._quant_stub import DeQuantStub, QuantStub
+from bevquant_hybrid.dtype import qint4, qint8, qint16, qint32
 from bevquant_hybrid.march import March
 from bevquant_hybrid.qtensor import QTensor
 from bevquant_hybrid.quantization import (
@@ -41,6 +42,7 @@ from bevquant_hybrid.quantization.observer import (
     PercentileObserver,
     PerChannelMinMaxObserver,
 )
+from bevquant_hybrid.quantization.prepare import PrepareMethod, prepare
 from bevquant_hybrid.quantization.qconfig import (
     default_8bit_fake_quant,
     default_calib_8bit_fake_quant_qconfig,
@@ -57,6 +59,11 @@ from bevquant_hybrid.quantization.qconfig import (
     get_default_qat_out_qconfig,
     get_default_qat_qconfig,
     get_default_qconfig,
+    get_qconfig,
+)
+from bevquant_hybrid.quantization.qconfig_setter import (
+    ModuleNameQconfigSetter,
+    QconfigSetter,
 )
 from bevquant_hybrid.quantization.quantize import (
     convert,
@@ -86,6 +93,7 @@ __all__ = [
     "March",
     "MinMaxObserver",
     "MixObserver",
+    "ModuleNameQconfigSetter",
     "MovingAverageMinMaxObserver",
     "MovingAveragePerChannelMinMaxObserver",
     "MovingAveragePerTensorMinMaxObserver",
@@ -93,7 +101,9 @@ __all__ = [
     "PACTFakeQuantize",
     "PerChannelMinMaxObserver",
     "PercentileObserver",
+    "PrepareMethod",
     "QTensor",
+    "QconfigSetter",
     "QuantStub",
     "check_model",
     "compile_model",
@@ -119,15 +129,21 @@ __all__ = [
     "get_default_qat_out_qconfig",
     "get_default_qat_qconfig",
     "get_default_qconfig",
+    "get_qconfig",
     "load_observer_params",
     "observer",
     "observer_v2",
     "perf_model",
+    "prepare",
     "prepare_calibration",
     "prepare_calibration_fx",
     "prepare_qat",
     "prepare_qat_fx",
     "qconfig",
+    "qint4",
+    "qint8",
+    "qint16",
+    "qint32",
     "quantize_fx",
     "set_fake_quantize",
     "visualize_model",

@@ -19,6 +19,9 @@ from bevquant_hybrid._compile._arguments import (
 )
 from bevquant_hybrid._compile._layouts import with_layouts
 from bevquant_hybrid._compile._program_of import program_of
+from bevquant_hybrid.operators import find_violations, load_support_table
+from bevquant_hybrid.quantization._bpu_calls import bpu_calls
+from bevquant_hybrid.quantization._check import violation_table
 from bevquant_hybrid.quantization._model_name import model_name
 from bevquant_hybrid.runtime import _structure as structure
 from bevquant_hybrid.runtime._file import write_program
@@ -75,7 +78,8 @@ def compile_model(
 
     Raises:
         TypeError, ValueError: An argument does not fit; the message names it. Or the model calls
-            what is no operator of an integer program; the message names that and its module.
+            what is no operator of an integer program, or an operator that the march does not have;
+            the message names that and its module.
         RuntimeError: The program does not return what the model does.
 
     Example:
@@ -179,6 +183,7 @@ def _written(
         raise TypeError(f"{caller}: name is a {type(name).__name__}: expected a string")
     called = model_name(caller, model, name)
     program = program_of(model, arguments, caller, called, chosen, options)
+    _refuse_what_the_march_lacks(caller, module, arguments, chosen)
     program = with_layouts(program, options["input_layout"], options["output_layout"])
     write_program(program, path, f"bevquant-hybrid {bevquant_hybrid.__version__}")
     print(
@@ -186,3 +191,22 @@ def _written(
         "bevquant_hybrid.runtime; it is no binary for a BPU, and no chip runs it"
     )
     return program
+
+
+def _refuse_what_the_march_lacks(
+    caller: str, module: nn.Module, arguments: tuple[Any, ...], march: str
+) -> None:
+    """Refuse operators that a march does not have.
+
+    Raises:
+        ValueError: There are such; the message is `check_model`'s table of all that is not met.
+    """
+    try:
+        calls = bpu_calls(caller, module, arguments)
+    except ValueError:
+        return  # parts of it compute on floats, which the program has as they are
+    found = find_violations(calls, march)
+    if any(violation.constraint == "operator" for violation in found):
+        raise ValueError(
+            f"{caller}: {violation_table(found, load_support_table().march(march).title)}"
+        )

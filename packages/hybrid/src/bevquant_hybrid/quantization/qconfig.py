@@ -43,6 +43,7 @@ __all__ = [
     "get_default_qat_out_qconfig",
     "get_default_qat_qconfig",
     "get_default_qconfig",
+    "get_qconfig",
 ]
 
 _FAKE_QUANTS = {"fake_quant": FakeQuantize, "lsq": LSQFakeQuantize, "pact": PACTFakeQuantize}
@@ -104,8 +105,14 @@ def _made_by(cls: Any, **settings: Any) -> Callable[..., Any]:
     return made
 
 
+def _of_bits(bits: int, caller: str) -> str:
+    if bits not in (8, 16):
+        raise ValueError(f"{caller}: bits={bits!r}: expected 8 or 16")
+    return qint8 if bits == 8 else qint16
+
+
 def get_default_qat_qconfig(
-    dtype: str = "qint8",
+    dtype: str | int = "qint8",
     weight_dtype: str = "qint8",
     activation_fake_quant: str = "fake_quant",
     weight_fake_quant: str = "fake_quant",
@@ -118,7 +125,8 @@ def get_default_qat_qconfig(
     """Settings of a layer that trains quantized: one averaged range, weights per channel.
 
     Args:
-        dtype: Of the output, ``"qint8"`` or ``"qint16"``.
+        dtype: Of the output, ``"qint8"`` or ``"qint16"``; or its bits, as the older form
+            ``(bits, backend)`` has them in this place.
         weight_dtype: Of the weight.
         activation_fake_quant: ``"fake_quant"``, ``"lsq"`` or ``"pact"``.
         weight_fake_quant: ``"fake_quant"`` or ``"lsq"``.
@@ -136,10 +144,10 @@ def get_default_qat_qconfig(
         >>> get_default_qat_qconfig(dtype="qint16").activation().dtype
         qint16
     """
+    if isinstance(dtype, int):  # bits, and a backend behind it
+        bits, dtype, weight_dtype = dtype, qint8, qint8
     if bits is not None:
-        if bits not in (8, 16):
-            raise ValueError(f"get_default_qat_qconfig: bits={bits!r}: expected 8 or 16")
-        dtype = qint8 if bits == 8 else qint16
+        dtype = _of_bits(bits, "get_default_qat_qconfig")
     return _qconfig(
         activation=_factory(
             "activation",
@@ -159,23 +167,34 @@ def get_default_qat_qconfig(
 
 
 def get_default_qat_out_qconfig(
-    dtype: str = "qint8",
+    dtype: str | int = "qint8",
     weight_fake_quant: str = "fake_quant",
     weight_qkwargs: dict[str, Any] | None = None,
     backend: str = "",
+    *,
+    bits: int | None = None,
 ) -> QConfig:
     """Settings of a last layer: its accumulators leave the BPU as they are, in 32 bits.
 
     Args:
-        dtype: Of the weight.
+        dtype: Of the weight; or bits of the output, as the older form ``(bits, backend)`` has them
+            in this place. The output has 32.
         weight_fake_quant: As in `get_default_qat_qconfig`.
         weight_qkwargs: As in `get_default_qat_qconfig`.
         backend: Accepted for old scripts.
+        bits: As `dtype` is: 8 or 16.
+
+    Raises:
+        ValueError: Another number of bits.
 
     Example:
         >>> get_default_qat_out_qconfig().activation is None
         True
     """
+    if isinstance(dtype, int):
+        bits, dtype, weight_fake_quant = dtype, qint8, "fake_quant"
+    if bits is not None:
+        _of_bits(bits, "get_default_qat_out_qconfig")
     inner = get_default_qat_qconfig(
         weight_dtype=dtype, weight_fake_quant=weight_fake_quant, weight_qkwargs=weight_qkwargs
     )
@@ -244,7 +263,72 @@ def get_default_qconfig(
         settings: dict[str, Any] = {}
         if weight_observer == "min_max":
             observer, settings = MovingAveragePerChannelMinMaxObserver, dict(_PER_CHANNEL)
+        _refuse_one_range(weight_observer, weight_qkwargs)
         weight = _factory("weight", weight_fake_quant, observer, settings, weight_qkwargs)
+    return _qconfig(activation=activation, weight=weight)
+
+
+def _refuse_one_range(observer: str, given: Mapping[str, Any] | None) -> None:
+    """Refuse observers of weights that cannot give a range per channel where one is asked for.
+
+    Raises:
+        ValueError: They cannot.
+    """
+    settings = given or {}
+    per_channel = settings.get("qscheme") == torch.per_channel_symmetric
+    if observer == "kl" and per_channel:
+        raise ValueError(
+            "get_default_qconfig: weight_observer='kl' has one histogram, of the whole weight, and "
+            "ranges per channel are asked for (qscheme=torch.per_channel_symmetric); use "
+            "'min_max', 'mse' or 'mix', which measure each channel, or leave qscheme out"
+        )
+    if observer == "fixed_scale" and "scale" not in settings:
+        raise ValueError(
+            "get_default_qconfig: weight_observer='fixed_scale' measures nothing, and the ranges "
+            "of weights are per channel, which no default knows: give weight_qkwargs={'scale': "
+            "...}, one number, or with qscheme=torch.per_channel_symmetric and ch_axis one per "
+            "channel; or use 'min_max'"
+        )
+
+
+def get_qconfig(
+    observer: Any = MovingAverageMinMaxObserver,
+    in_dtype: Any = None,
+    weight_dtype: Any = qint8,
+    out_dtype: Any = qint8,
+    fix_scale: bool = False,
+) -> QConfig:
+    """Settings of an operator in the newer generation of the API.
+
+    Args:
+        observer: Class, or name as in `get_default_qconfig`, of the output's observer: MinMax for
+            training, MSE for calibration. Weights are measured per channel.
+        in_dtype: None: inputs have the type of the output that they are.
+        weight_dtype: Of the weight.
+        out_dtype: Of the output; None for 32 bits.
+        fix_scale: Keep the scale that calibration found (an averaging constant of 0).
+
+    Raises:
+        ValueError: A type that is none of integers, or an input's.
+
+    Example:
+        >>> get_qconfig(out_dtype=qint16).activation().dtype
+        qint16
+    """
+    if in_dtype is not None:
+        raise ValueError(
+            f"get_qconfig: in_dtype={in_dtype!r}: expected None: give it to what makes the input"
+        )
+    cls = _chosen("observer", observer, _OBSERVERS) if isinstance(observer, str) else observer
+    constant = {"averaging_constant": 0.0} if fix_scale else {}
+    activation = None
+    if out_dtype is not None:
+        settings = {**constant, "dtype": as_quant_dtype(out_dtype)}
+        activation = _factory("activation", "fake_quant", cls, settings, None)
+    weight = _factory(
+        *("weight", "fake_quant", MovingAveragePerChannelMinMaxObserver),
+        *({**_PER_CHANNEL, "dtype": as_quant_dtype(weight_dtype)}, None),
+    )
     return _qconfig(activation=activation, weight=weight)
 
 

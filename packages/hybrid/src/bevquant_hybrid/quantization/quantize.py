@@ -18,12 +18,13 @@ from bevquant_hybrid._fx._settings import Settings
 from bevquant_hybrid._fx._tracer import trace
 from bevquant_hybrid._fx._unify import refuse_settings, unify_cat_scales
 from bevquant_hybrid._quant_stub import DeQuantStub
+from bevquant_hybrid._undisturbed import positional, undisturbed
 from bevquant_hybrid.march import March, require_march
 from bevquant_hybrid.nn.qat import float_form, has_qat_form, qat_form
 from bevquant_hybrid.nn.qat._base import expect_pictures, first_prepared, take_over
 from bevquant_hybrid.quantization.quantize_fx import convert_fx
 
-__all__ = ["convert", "load_observer_params", "prepare_calibration", "prepare_qat"]
+__all__ = ["convert", "load_observer_params", "prepare_calibration", "prepare_qat", "run_once"]
 
 
 def prepare_qat(
@@ -33,6 +34,8 @@ def prepare_qat(
     optimize_graph: bool = False,
     hybrid: bool = False,
     optimize_kwargs: dict[str, Any] | None = None,
+    example_inputs: Any = None,
+    verbose: int = 0,
 ) -> nn.Module:
     """Replace the modules of a model by those that train quantized.
 
@@ -49,6 +52,9 @@ def prepare_qat(
         hybrid: Let float operators take quantized tensors (as floats) and quantized ones float
             tensors, instead of raising.
         optimize_kwargs: None; the documented narrowing of `optimize_graph` is not offered.
+        example_inputs: Arguments of the forward, or one tensor; the prepared model is run on them
+            once, unobserved, so that what does not run fails here.
+        verbose: Above 0, print what each module became.
 
     Raises:
         RuntimeError: No march is set.
@@ -66,7 +72,14 @@ def prepare_qat(
         qint8
     """
     refuse_settings(optimize_kwargs, "prepare_qat")
-    return _prepare(model, inplace, hybrid, "prepare_qat", optimize_graph, mapping)
+    made = _prepare(model, inplace, hybrid, "prepare_qat", optimize_graph, mapping)
+    if verbose:
+        for path, module in made.named_modules():
+            if "_prepared_with" in module.__dict__:
+                print(f"prepare_qat: {path} is a {type(module).__name__}")
+    if example_inputs is not None:
+        run_once(made, example_inputs)
+    return made
 
 
 def prepare_calibration(model: nn.Module, inplace: bool = False) -> nn.Module:
@@ -139,6 +152,12 @@ def _prepare(
     if graph is not None:
         unify_cat_scales(graph, made, march, caller)
     return made
+
+
+def run_once(model: nn.Module, example_inputs: Any) -> None:
+    """Run a model in evaluation mode with no observer looking on."""
+    with undisturbed(model):
+        model(*positional(example_inputs))
 
 
 def _replaced(module: nn.Module, path: str, form: Any) -> nn.Module:

@@ -15,7 +15,6 @@ from torch.ao.quantization import FakeQuantizeBase
 from torch.onnx import OperatorExportTypes, TrainingMode
 from torch.onnx.errors import UnsupportedOperatorError
 
-from bevquant_hybrid._fake_quant._onnx_nodes import opset_in_use
 from bevquant_hybrid._forced_marks import take_marks_out
 from bevquant_hybrid._whole_file import write_whole
 from bevquant_hybrid.mapper import write_config
@@ -87,29 +86,25 @@ def export_to_onnx(
         raise ValueError(f"export_to_onnx: opset_version={opset_version}: expected 11 or 13")
     _refuse_converted(model)
     buffer = io.BytesIO()
-    token = opset_in_use.set(opset_version)
-    try:
-        with _nothing_observed(model), warnings.catch_warnings(), _own_operators_named(model):
-            warnings.simplefilter("ignore")  # the exporter's own age, and branches on settings
-            torch.onnx.export(
-                model,
-                _positional(args),
-                buffer,  # type: ignore[arg-type]
-                dynamo=False,
-                export_params=export_params,
-                verbose=verbose,
-                training=training,
-                input_names=input_names,
-                output_names=output_names,
-                operator_export_type=operator_export_type or OperatorExportTypes.ONNX,
-                opset_version=opset_version,
-                do_constant_folding=do_constant_folding,
-                dynamic_axes=dynamic_axes,
-                keep_initializers_as_inputs=bool(keep_initializers_as_inputs),
-                custom_opsets=custom_opsets,
-            )
-    finally:
-        opset_in_use.reset(token)
+    with _nothing_observed(model), warnings.catch_warnings(), _own_operators_named(model):
+        warnings.simplefilter("ignore")  # the exporter's own age, and branches on settings
+        torch.onnx.export(
+            model,
+            _positional(args),
+            buffer,  # type: ignore[arg-type]
+            dynamo=False,
+            export_params=export_params,
+            verbose=verbose,
+            training=training,
+            input_names=input_names,
+            output_names=output_names,
+            operator_export_type=operator_export_type or OperatorExportTypes.ONNX,
+            opset_version=opset_version,
+            do_constant_folding=do_constant_folding,
+            dynamic_axes=dynamic_axes,
+            keep_initializers_as_inputs=bool(keep_initializers_as_inputs),
+            custom_opsets=custom_opsets,
+        )
     proto = onnx.load_from_string(buffer.getvalue())
     _join_equal_weights(proto.graph)
     forced = take_marks_out(proto)

@@ -46,11 +46,11 @@ from bevquant_hybrid.nn.qat.linear import (
     LinearReLU,
     LinearReLU6,
 )
-from bevquant_hybrid.nn.qat.normalization import LayerNorm
+from bevquant_hybrid.nn.qat.normalization import GroupNorm, LayerNorm, Normalize, RMSNorm
 from bevquant_hybrid.nn.qat.recurrent import LSTMCell
 from bevquant_hybrid.nn.qat.relu import ReLU, ReLU6
 from bevquant_hybrid.nn.qat.segment_lut import SegmentLUT
-from bevquant_hybrid.nn.qat.several_inputs import GLU, Div, MultiScaleRoIAlign
+from bevquant_hybrid.nn.qat.several_inputs import GLU, Div, MultiScaleRoIAlign, Where
 from bevquant_hybrid.nn.qat.softmax import Softmax
 from bevquant_hybrid.nn.qat.stubs import DeQuantStub, QuantStub
 from bevquant_hybrid.nn.qat.upsampling import (
@@ -87,6 +87,7 @@ __all__ = [
     "DeQuantStub",
     "Div",
     "FloatFunctional",
+    "GroupNorm",
     "Interpolate",
     "LSTMCell",
     "LayerNorm",
@@ -98,7 +99,9 @@ __all__ = [
     "LinearReLU6",
     "MultiScaleRoIAlign",
     "MultiheadAttention",
+    "Normalize",
     "QuantStub",
+    "RMSNorm",
     "ReLU",
     "ReLU6",
     "SegmentLUT",
@@ -107,6 +110,7 @@ __all__ = [
     "Upsample",
     "UpsamplingBilinear2d",
     "UpsamplingNearest2d",
+    "Where",
     "float_form",
     "has_qat_form",
     "is_elementwise",

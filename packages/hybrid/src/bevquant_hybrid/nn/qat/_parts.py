@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import Any, Self
 
 from torch import nn
+from torch.ao.quantization import QConfig
 
+from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
+from bevquant_hybrid._observers._fixed import FixedScaleObserver
+from bevquant_hybrid.dtype import qint16
 from bevquant_hybrid.nn.qat._base import module_path, remember_qconfig, take_over
 
-__all__ = ["Composed", "linear_of"]
+__all__ = ["Composed", "linear_of", "of_16_bits"]
 
 
 class Composed(nn.Module):
@@ -106,3 +110,25 @@ def linear_of(weight: Any, bias: Any) -> nn.Linear:
     made = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
     made.weight, made.bias = weight, bias
     return made
+
+
+def of_16_bits(qconfig: Any) -> QConfig:
+    """Settings of a step within: as those of the result, but in 16 bits and never fixed.
+
+    Raises:
+        ValueError: They have no activation.
+    """
+    if qconfig.activation is None:
+        raise ValueError(
+            "its steps need scales, but its qconfig has no activation; set one "
+            "(get_default_qat_qconfig), since only layers with a weight have a 32-bit output"
+        )
+    made = qconfig.activation()
+    wide: Any = FakeQuantize.with_args(dtype=qint16)  # type: ignore[no-untyped-call]
+    if not isinstance(made.activation_post_process, FixedScaleObserver):
+
+        def wide() -> nn.Module:
+            step: nn.Module = qconfig.activation(dtype=qint16)
+            return step
+
+    return QConfig(activation=wide, weight=None)  # type: ignore[no-untyped-call]

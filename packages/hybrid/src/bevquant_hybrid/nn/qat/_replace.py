@@ -11,10 +11,10 @@ from torch.ao.quantization import QuantStub as TorchQuantStub
 
 from bevquant_graph import layer_class
 from bevquant_hybrid._quant_stub import QuantStub
+from bevquant_hybrid.nn._arithmetic import Div, Where
 from bevquant_hybrid.nn._correlation import Correlation
-from bevquant_hybrid.nn._division import Div
 from bevquant_hybrid.nn._functions import ElementwiseFunction, Interpolate, Pow
-from bevquant_hybrid.nn._layer_norm import LayerNorm
+from bevquant_hybrid.nn._layer_norm import LayerNorm, Normalize, RMSNorm
 from bevquant_hybrid.nn._roi_align import MultiScaleRoIAlign
 from bevquant_hybrid.nn.intrinsic import Fused
 from bevquant_hybrid.nn.qat import (
@@ -82,6 +82,10 @@ _OTHERS: dict[type[nn.Module], Any] = {
     nn.SyncBatchNorm: batchnorm.SyncBatchNorm,
     nn.LayerNorm: normalization.LayerNorm,
     LayerNorm: normalization.LayerNorm,
+    nn.GroupNorm: normalization.GroupNorm,
+    nn.RMSNorm: normalization.RMSNorm,
+    RMSNorm: normalization.RMSNorm,
+    Normalize: normalization.Normalize,
     nn.Softmax: softmax.Softmax,
     nn.ReLU: relu.ReLU,
     nn.ReLU6: relu.ReLU6,
@@ -91,6 +95,7 @@ _OTHERS: dict[type[nn.Module], Any] = {
     Interpolate: interpolate.Interpolate,
     nn.GLU: several_inputs.GLU,
     Div: several_inputs.Div,
+    Where: several_inputs.Where,
     Correlation: correlation.Correlation,
     MultiScaleRoIAlign: several_inputs.MultiScaleRoIAlign,
     nn.MultiheadAttention: attention.MultiheadAttention,

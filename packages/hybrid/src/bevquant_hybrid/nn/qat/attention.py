@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from bevquant_hybrid._integer_ratios import split_mask
 from bevquant_hybrid._quant_stub import QuantStub as FloatQuantStub
-from bevquant_hybrid.nn._float_functional import FloatFunctional as FloatArithmetic
+from bevquant_hybrid.nn._arithmetic import FloatFunctional as FloatArithmetic
 from bevquant_hybrid.nn.qat._base import module_path
 from bevquant_hybrid.nn.qat._parts import Composed, linear_of
 from bevquant_hybrid.nn.qat.functional_modules import FloatFunctional

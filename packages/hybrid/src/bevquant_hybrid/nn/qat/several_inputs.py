@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bevquant_hybrid.nn._division import Div as FloatDiv
+from bevquant_hybrid.nn._arithmetic import Div as FloatDiv
+from bevquant_hybrid.nn._arithmetic import Where as FloatWhere
 from bevquant_hybrid.nn._roi_align import MultiScaleRoIAlign as FloatMultiScaleRoIAlign
 from bevquant_hybrid.nn.qat._base import OutputQuantized, quantized_input, quantized_output
 
-__all__ = ["GLU", "Div", "MultiScaleRoIAlign"]
+__all__ = ["GLU", "Div", "MultiScaleRoIAlign", "Where"]
 
 
 class Div(OutputQuantized, FloatDiv):
@@ -35,6 +37,18 @@ def _top(module: OutputQuantized) -> Tensor | float:
         return 0.0
     top: Tensor = fake_quant.current_scale() * fake_quant.quant_max
     return top
+
+
+class Where(OutputQuantized, FloatWhere):
+    """X or y with a scale of its own."""
+
+    def forward(  # type: ignore[override]
+        self, condition: Tensor, x: Tensor | float, y: Tensor | float
+    ) -> Tensor:
+        """Select, and quantize the result."""
+        values = [quantized_input(self, v) if isinstance(v, Tensor) else v for v in (x, y)]
+        chosen: Any = torch.where(condition, *values)
+        return quantized_output(self, chosen)
 
 
 class GLU(OutputQuantized, nn.GLU):

@@ -13,10 +13,10 @@ from bevquant_hybrid._fake_quant._calib import CalibFakeQuantize
 from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
 from bevquant_hybrid._observers._fixed import FixedScaleObserver
 from bevquant_hybrid.dtype import qint16
-from bevquant_hybrid.nn._float_functional import FloatFunctional as FloatArithmetic
+from bevquant_hybrid.nn._arithmetic import FloatFunctional as FloatArithmetic
 from bevquant_hybrid.nn._functions import Exp, Reciprocal
 from bevquant_hybrid.nn.qat._base import module_path, quantized_input
-from bevquant_hybrid.nn.qat._parts import Composed
+from bevquant_hybrid.nn.qat._parts import Composed, of_16_bits
 from bevquant_hybrid.nn.qat.functional_modules import FloatFunctional
 from bevquant_hybrid.nn.qat.segment_lut import SegmentLUT
 from bevquant_hybrid.qtensor import QTensor, payload
@@ -58,7 +58,7 @@ class Softmax(Composed):
             )
         self = cls.of(source, qconfig)
         self.dim = source.dim
-        inner = _of_16_bits(qconfig)
+        inner = of_16_bits(qconfig)
         self.part("sub", FloatFunctional, FloatArithmetic(), qconfig=inner)
         self.part("exp", SegmentLUT, Exp(), qconfig=_of_exponential(qconfig))
         self.part("sum", FloatFunctional, FloatArithmetic(), qconfig=inner)
@@ -106,19 +106,6 @@ class Softmax(Composed):
     def extra_repr(self) -> str:
         """Print the axis, as torch does."""
         return f"dim={self.dim}"
-
-
-def _of_16_bits(qconfig: Any) -> QConfig:
-    """Settings of a step within: as those of the result, but in 16 bits and never fixed."""
-    made = qconfig.activation()
-    wide: Any = FakeQuantize.with_args(dtype=qint16)  # type: ignore[no-untyped-call]
-    if not isinstance(made.activation_post_process, FixedScaleObserver):
-
-        def wide() -> nn.Module:
-            step: nn.Module = qconfig.activation(dtype=qint16)
-            return step
-
-    return QConfig(activation=wide, weight=None)  # type: ignore[no-untyped-call]
 
 
 def _of_exponential(qconfig: Any) -> QConfig:

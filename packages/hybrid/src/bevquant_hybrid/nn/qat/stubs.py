@@ -105,8 +105,9 @@ class DeQuantStub(nn.Module):
 
     def forward(self, x: Any) -> Any:
         """Dequantize."""
-        if isinstance(x, Tensor):
+        if isinstance(x, Tensor | QTensor):
             marks = self.forced and torch.onnx.is_in_onnx_export()
+            marks = marks and not torch.compiler.is_exporting()
             return mark_forced(as_float(x)) if marks else as_float(x)
         if isinstance(x, dict):
             return type(x)((name, self.forward(value)) for name, value in x.items())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bevquant_hybrid.nn._float_functional import FloatFunctional
+from bevquant_hybrid.nn._arithmetic import FloatFunctional
 from bevquant_hybrid.nn.quantized._correlation import Correlation
 from bevquant_hybrid.nn.quantized._others import (
     GLU,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from bevquant_hybrid import _integer_ratios as ratios
@@ -23,6 +24,8 @@ __all__ = [
     "Div",
     "LayerNorm",
     "MultiScaleRoIAlign",
+    "RMSNorm",
+    "Where",
 ]
 
 
@@ -65,6 +68,22 @@ class Div(FixedPoint):
         """Divide integers."""
         x, y = integers(self, x), integers(self, y, "second input")
         return self.quantized(ratios.divide(x.int_repr(), y.int_repr(), x.scale, y.scale))
+
+
+class Where(FixedPoint):
+    """X or y at the result's scale, each rounded once."""
+
+    def forward(self, condition: Tensor, x: QTensor | float, y: QTensor | float) -> QTensor:
+        """Select integers."""
+        left, right = self._at_scale(x, condition), self._at_scale(y, condition)
+        return self.output(torch.where(condition, left, right))
+
+    def _at_scale(self, value: QTensor | float, like: Tensor) -> Tensor:
+        if isinstance(value, Tensor):
+            x = integers(self, value)
+            return self.requantized(x.int_repr().int(), x.scale).int_repr()
+        real_value = torch.full((1,), float(value), dtype=torch.float64, device=like.device)
+        return self.quantized(real_value).int_repr()
 
 
 class GLU(FixedPoint):
@@ -121,3 +140,22 @@ class LayerNorm(FixedPoint):
         """Normalize integers."""
         values = real(integers(self, x))
         return self.quantized(normalized(values, self.axes, self.eps, self.weight, self.bias))
+
+
+class RMSNorm(FixedPoint):
+    """x/√(mean of squares + ε)·weight in float64, rounded once."""
+
+    weight: Tensor | None
+
+    def __init__(self, source: normalization.RMSNorm, rounding: str) -> None:
+        super().__init__(source, rounding)
+        self.axes = [-1 - i for i in range(len(source.normalized_shape))]
+        self.eps = torch.finfo(torch.float32).eps if source.eps is None else source.eps
+        weight = source.weight
+        self.register_buffer("weight", None if weight is None else weight.detach().double())
+
+    def forward(self, x: QTensor) -> QTensor:
+        """Normalize integers."""
+        values = real(integers(self, x))
+        result = values * torch.rsqrt(values.square().mean(self.axes, keepdim=True) + self.eps)
+        return self.quantized(result if self.weight is None else result * self.weight)

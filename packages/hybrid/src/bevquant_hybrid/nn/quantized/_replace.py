@@ -18,6 +18,8 @@ from bevquant_hybrid.nn.quantized._others import (
     Div,
     LayerNorm,
     MultiScaleRoIAlign,
+    RMSNorm,
+    Where,
 )
 from bevquant_hybrid.nn.quantized._weighted import Conv2d, Conv3d, ConvTranspose2d, Linear
 from bevquant_hybrid.nn.quantized.avg_pool2d import AdaptiveAvgPool2d, AvgPool2d
@@ -46,10 +48,12 @@ _FORMS: tuple[tuple[type[nn.Module], Any], ...] = (
     (qat.BatchNorm2d, BatchNorm2d),
     (qat.SegmentLUT, SegmentLUT),
     (qat.LayerNorm, LayerNorm),
+    (qat.RMSNorm, RMSNorm),
     (qat.BatchNorm3d, BatchNorm2d),
     (qat.SyncBatchNorm, BatchNorm2d),
     (qat.Div, Div),
     (qat.GLU, GLU),
+    (qat.Where, Where),
     (qat.MultiScaleRoIAlign, MultiScaleRoIAlign),
     (qat.Correlation, Correlation),
 )

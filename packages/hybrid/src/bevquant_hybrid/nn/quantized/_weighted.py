@@ -10,6 +10,7 @@ from bevquant_hybrid import _integer_ops as ops
 from bevquant_hybrid import _integer_sums as sums
 from bevquant_hybrid._both_forms import clamp
 from bevquant_hybrid.dtype import qinfo
+from bevquant_hybrid.march import get_march
 from bevquant_hybrid.nn.qat import _weighted as qat
 from bevquant_hybrid.nn.qat.conv_transpose2d import ConvTranspose2d as QATConvTranspose2d
 from bevquant_hybrid.nn.quantized._base import FixedPoint, integers
@@ -33,10 +34,13 @@ class _Weighted(FixedPoint):
     def __init__(self, source: qat.Weighted, rounding: str) -> None:
         super().__init__(source, rounding)
         quantized, scale, bias = source.fixed_weight()
-        if quantized.dtype != "qint8":
+        march = get_march() or ""
+        if quantized.dtype not in ("qint8", "qint4") or (
+            quantized.dtype == "qint4" and not march.startswith("nash")
+        ):
             raise ValueError(
                 f"{self.qualified_name}: weights of {quantized.dtype}: a BPU computes with weights "
-                "of qint8"
+                "of qint8, and of qint4 on Journey 6 (March.NASH_E, NASH_M, NASH_P)"
             )
         self.register_buffer("weight", quantized.int_repr())
         self.register_buffer("weight_scale", scale.detach().clone())

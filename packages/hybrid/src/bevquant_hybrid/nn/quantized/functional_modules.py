@@ -9,8 +9,7 @@ from torch import Tensor
 
 from bevquant_hybrid import _integer_ops as ops
 from bevquant_hybrid import _integer_sums as sums
-from bevquant_hybrid.nn._arithmetic import Arithmetic
-from bevquant_hybrid.nn._float_functional import FloatFunctional
+from bevquant_hybrid.nn._arithmetic import Arithmetic, FloatFunctional
 from bevquant_hybrid.nn.quantized._base import FixedPoint, integers, real
 from bevquant_hybrid.qtensor import QTensor
 

@@ -14,23 +14,27 @@ from bevquant_hybrid.utils.quant_profiler._script import (
     compare_script_models,
     script_profile,
 )
+from bevquant_hybrid.utils.quant_profiler._stages import Stage, compare_stages, render_stages
 from bevquant_hybrid.utils.quant_profiler._statistics import Statistic, profile_featuremap
 from bevquant_hybrid.utils.quant_profiler._unfused import check_unfused_operations
 from bevquant_hybrid.utils.quant_profiler._weights import compare_weights
 
 __all__ = [
     "QConfigReport",
+    "Stage",
     "Statistic",
     "check_deploy_device",
     "check_qconfig",
     "check_unfused_operations",
     "compare_script_models",
+    "compare_stages",
     "compare_weights",
     "featuremap_similarity",
     "get_module_called_count",
     "get_raw_features",
     "model_profiler",
     "profile_featuremap",
+    "render_stages",
     "script_profile",
     "set_preserve_qat_mode",
     "show_cuda_memory_consumption",

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.ao.nn import quantized as torch_quantized
 from torch.overrides import TorchFunctionMode
 
+from bevquant_hybrid._undisturbed import positional, undisturbed
 from bevquant_hybrid.nn._arithmetic import FLOAT_OPERATIONS, Arithmetic
 from bevquant_hybrid.qtensor import QTensor, payload
 from bevquant_hybrid.utils.quant_profiler._leaves import is_operator, named_operators
-from bevquant_hybrid.utils.quant_profiler._undisturbed import positional, undisturbed
 
 __all__ = ["END", "Call", "record_calls", "tensors_in"]
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bevquant_hybrid._undisturbed import moved, undisturbed
 from bevquant_hybrid.utils.quant_profiler._align import match_calls, silenced
 from bevquant_hybrid.utils.quant_profiler._calls import record_calls
 from bevquant_hybrid.utils.quant_profiler._compared import compare
@@ -18,7 +19,6 @@ from bevquant_hybrid.utils.quant_profiler._files import write_text
 from bevquant_hybrid.utils.quant_profiler._leaves import is_operator, named_operators
 from bevquant_hybrid.utils.quant_profiler._measures import measure_of
 from bevquant_hybrid.utils.quant_profiler._tables import grid_table
-from bevquant_hybrid.utils.quant_profiler._undisturbed import moved, undisturbed
 
 __all__ = ["featuremap_similarity"]
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bevquant_hybrid._undisturbed import moved
 from bevquant_hybrid.qtensor import QTensor
 from bevquant_hybrid.utils.quant_profiler._calls import Call, record_calls, tensors_in
 from bevquant_hybrid.utils.quant_profiler._leaves import Selection
 from bevquant_hybrid.utils.quant_profiler._parameters import parameters_of
-from bevquant_hybrid.utils.quant_profiler._undisturbed import moved
 
 __all__ = ["get_raw_features", "named_tensors", "scale_of"]
 

@@ -1,0 +1,194 @@
+"""Operators of a prepared model that compute on floats: refused, or listed with their reason."""
+
+from __future__ import annotations
+
+import logging
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx import Node
+from torch.nn.modules.padding import _ConstantPadNd, _ReplicationPadNd
+
+from bevquant_hybrid._fx._placement import KEEPS_SCALE, Kind, Placement
+from bevquant_hybrid._fx._tracer import line_of, scope_of
+from bevquant_hybrid._scale_keeping import gives_plain, rule_of
+from bevquant_hybrid.nn._arithmetic import Div, FloatFunctional, Where
+from bevquant_hybrid.nn.qat import has_qat_form
+
+__all__ = ["CpuOperator", "list_cpu_operators", "refuse_float_operators"]
+
+_logger = logging.getLogger(__name__)
+_LIBRARIES = ("torch", "_operator", "builtins", "math")
+_REMEDIES: dict[Any, str] = {
+    F.instance_norm: "nn.GroupNorm with a group per channel has a quantized form",
+    F.batch_norm: "nn.BatchNorm2d has a quantized form",
+    F.log_softmax: "nn.Softmax has a quantized form; take the logarithm behind the DeQuantStub",
+    **dict.fromkeys(
+        (torch.var, torch.std, "var", "std"),
+        "FloatFunctional().mean of squares has a quantized form",
+    ),
+    **dict.fromkeys(
+        (torch.norm, "norm", torch.linalg.vector_norm),
+        "nn.functional.normalize has a quantized form",
+    ),
+    **dict.fromkeys(
+        ("float", "to", "type_as", "half", "double"), "a DeQuantStub gives its float values"
+    ),
+}
+
+
+@dataclass(frozen=True)
+class CpuOperator:
+    """An operator of a hybrid model that runs on the CPU.
+
+    Attributes:
+        node: Name of its node.
+        operator: The module's class, or the function.
+        path: The module, or the one whose forward holds the function.
+        line: File and line of the forward that calls it.
+        reason: Why it is not on the BPU.
+    """
+
+    node: str
+    operator: str
+    path: str
+    line: str
+    reason: str
+
+    def __str__(self) -> str:
+        where = f" in {self.path}" if self.path else ""
+        return f"{self.operator}{where} ({self.line}): {self.reason}"
+
+
+def list_cpu_operators(placement: Placement) -> tuple[CpuOperator, ...]:
+    """The operators that a hybrid model runs on the CPU, in the order of execution; also logged."""
+    found = tuple(
+        CpuOperator(
+            node.name,
+            _name(node, placement),
+            placement.path(node),
+            line_of(node),
+            placement.reason(node),
+        )
+        for node, kind in placement.kinds.items()
+        if kind is Kind.CPU
+    )
+    for entry in found:
+        _logger.info("on the CPU: %s", entry)
+    return found
+
+
+def refuse_float_operators(placement: Placement, caller: str) -> None:
+    """Refuse what cannot read the quantized values that it is given.
+
+    Raises:
+        ValueError: There are such operators; the message names all, with file and line.
+    """
+    quantized = _quantized_nodes(placement)
+    problems = []
+    for node in placement.kinds:
+        problem = _problem(node, placement, quantized)
+        if problem:
+            where = scope_of(node) or "the model"
+            problems.append(f"{line_of(node)}: {_name(node, placement)} in {where} {problem}")
+    if problems:
+        raise ValueError(
+            f"{caller}: {problems[0]}"
+            + "".join(f"\n{problem}" for problem in problems[1:])
+            + "\nOr prepare with hybrid=True, which runs what a BPU does not have on the CPU."
+        )
+
+
+def _problem(node: Node, placement: Placement, quantized: set[Node]) -> str:
+    inputs = placement.inputs(node)
+    if not quantized.intersection(inputs):
+        return ""
+    module = placement.module(node)
+    if placement.kinds[node] is Kind.CPU and not _takes_quantized(node, module):
+        reason = f" ({node.meta['reason']})" if node.meta.get("reason") else ""
+        remedy = _REMEDIES.get(node.target, "put a DeQuantStub before it and a QuantStub behind it")
+        return f"reads quantized values and has no quantized form{reason}: {remedy}"
+    if isinstance(module, FloatFunctional | Div | Where) and placement.qconfig(node) is not None:
+        values = inputs[1:] if isinstance(module, Where) else inputs
+        for value in values:
+            source = placement.source(value)
+            if value not in quantized and _is_float(source, placement):
+                return (
+                    f"reads {value.name}, a float tensor ({line_of(source)}), beside quantized "
+                    "ones: put a QuantStub behind that, or a DeQuantStub before the others"
+                )
+    return ""
+
+
+def _is_float(node: Node, placement: Placement) -> bool:
+    """Whether a value surely is no quantized tensor, whatever the model is given."""
+    kind = placement.kinds[node]
+    if kind is Kind.DEQUANT:
+        return True
+    function = _function(node)
+    called = kind is Kind.CPU and node.op != "call_module" and function is not getattr
+    return called and _is_library(function)
+
+
+def _takes_quantized(node: Node, module: nn.Module | None) -> bool:
+    """Whether an operator without a module of its own may be given quantized tensors."""
+    if module is not None:
+        return (
+            has_qat_form(module)
+            or isinstance(module, (*KEEPS_SCALE, _ConstantPadNd, _ReplicationPadNd))
+            or not type(module).__module__.startswith("torch.nn.")
+        )
+    function = _function(node)
+    return function is getattr or not _is_library(function) or rule_of(function) is not None
+
+
+def _is_library(function: Any) -> bool:
+    """Whether a function is torch's or Python's, so that what it does is known."""
+    home = getattr(function, "__module__", None) or ""
+    return hasattr(function, "__objclass__") or home.partition(".")[0] in (*_LIBRARIES, "")
+
+
+def _function(node: Node) -> Any:
+    """The function that a node calls, as a quantized tensor would see it."""
+    target: Any = node.target
+    if node.op == "call_method":
+        return getattr(Tensor, target, None)
+    if getattr(target, "__module__", "") == operator.add.__module__:
+        name = target.__name__.strip("_")
+        return getattr(Tensor, f"__{name}__", target)
+    return target
+
+
+def _quantized_nodes(placement: Placement) -> set[Node]:
+    """Nodes whose value is a quantized tensor."""
+    found: set[Node] = set()
+    for node, kind in placement.kinds.items():
+        if node.op in ("placeholder", "get_attr", "output") or kind in (Kind.NUMBER, Kind.DEQUANT):
+            continue
+        module = placement.module(node)
+        reads = not found.isdisjoint(placement.inputs(node))
+        if module is not None and has_qat_form(module) and not isinstance(module, KEEPS_SCALE):
+            made = kind in (Kind.QUANT, Kind.BPU) and placement.qconfig(node) is not None
+        elif module is not None:
+            made = reads and isinstance(module, KEEPS_SCALE)
+        else:
+            function = _function(node)
+            keeps = kind is Kind.PASS or function is getattr  # x.T, x.mT
+            made = reads and (
+                keeps or (rule_of(function) is not None and not gives_plain(function))
+            )
+        if made:
+            found.add(node)
+    return found
+
+
+def _name(node: Node, placement: Placement) -> str:
+    module = placement.module(node)
+    if module is not None:
+        method = f".{node.target}" if node.op == "call_method" else ""
+        return f"{type(module).__name__}{method}"
+    return str(getattr(node.target, "__name__", node.target))

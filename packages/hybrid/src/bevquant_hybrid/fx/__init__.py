@@ -1,0 +1,1 @@
+"""Tracing, under its documented path."""

@@ -1,0 +1,1 @@
+"""What traced models are, under its documented path."""

@@ -1,0 +1,108 @@
+"""`prepare`: one call for models of the newer generation of the API."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any
+
+from torch import nn
+
+from bevquant_hybrid._fx._prepare import fuse
+from bevquant_hybrid._fx._settings import Names
+from bevquant_hybrid.quantization.qconfig_setter import QconfigSetterBase
+from bevquant_hybrid.quantization.quantize import prepare_qat, run_once
+from bevquant_hybrid.quantization.quantize_fx import prepare_qat_fx
+
+__all__ = ["PrepareMethod", "prepare"]
+
+
+class PrepareMethod(Enum):
+    """How a model's structure is found.
+
+    Attributes:
+        EAGER: It is not: modules are replaced one by one, as by `prepare_qat`.
+        SYMBOLIC: By tracing, as by `prepare_qat_fx`.
+        JIT: The same here; example inputs are run through the result.
+        JIT_STRIP: The same; what lies before the QuantStubs and behind the DeQuantStubs is float
+            with each method.
+    """
+
+    EAGER = "eager"
+    SYMBOLIC = "symbolic"
+    JIT = "jit"
+    JIT_STRIP = "jit_strip"
+
+
+def prepare(
+    model: nn.Module,
+    example_inputs: Any = None,
+    qconfig_setter: QconfigSetterBase | Sequence[QconfigSetterBase] | None = None,
+    method: PrepareMethod = PrepareMethod.JIT_STRIP,
+) -> nn.Module:
+    """Prepare a float model for calibration and quantization-aware training.
+
+    Functions become modules, what can be fused is, and fake quantizers are put in. Calibration and
+    training differ in `set_fake_quantize` and in the observers of their qconfigs.
+
+    Args:
+        model: Float model with stubs; it stays as it is.
+        example_inputs: Arguments of the forward, or one tensor; needed for JIT and JIT_STRIP. They
+            are run through the result once, unobserved, so that what does not run fails here.
+        qconfig_setter: One setter, or several, of which earlier ones win; None for the qconfigs
+            that modules have as attributes.
+        method: How the structure is found. A forward that depends on data is not followed by any
+            but EAGER.
+
+    Returns:
+        The prepared model, in the model's mode.
+
+    Raises:
+        RuntimeError: No march is set.
+        TypeError: No setter.
+        ValueError: No example inputs, or as `prepare_qat_fx` raises.
+
+    Example:
+        >>> import torch
+        >>> from bevquant_hybrid.march import March, set_march
+        >>> from bevquant_hybrid.quantization import QuantStub
+        >>> from bevquant_hybrid.quantization.qconfig_setter import default_qat_qconfig_setter
+        >>> set_march(March.NASH_E)
+        >>> net = nn.Sequential(QuantStub(), nn.Conv2d(1, 2, 1))
+        >>> qat = prepare(net, (torch.ones(1, 1, 2, 2),), default_qat_qconfig_setter)
+        >>> type(qat.get_submodule("1")).__module__
+        'bevquant_hybrid.nn.qat.conv2d'
+    """
+    method = PrepareMethod(method)
+    if method in (PrepareMethod.JIT, PrepareMethod.JIT_STRIP) and example_inputs is None:
+        raise ValueError(
+            f"prepare: method={method}: expected example_inputs, arguments of the forward; or give "
+            "method=PrepareMethod.SYMBOLIC"
+        )
+    if method is PrepareMethod.EAGER:
+        if qconfig_setter is not None:
+            raise ValueError(
+                "prepare: PrepareMethod.EAGER knows no structure that a setter could read; set "
+                "qconfigs as attributes of modules, or use another method"
+            )
+        made = prepare_qat(model)
+    else:
+        fused = fuse(model, Names(None), "prepare")
+        made = prepare_qat_fx(fused, _qconfig_dict(qconfig_setter, fused))
+    if example_inputs is not None:
+        run_once(made, example_inputs)
+    return made
+
+
+def _qconfig_dict(setter: Any, fused: Any) -> dict[str, Any] | None:
+    if setter is None:
+        return None
+    setters = list(setter) if isinstance(setter, list | tuple) else [setter]
+    found: dict[str, Any] = {}
+    for one in reversed(setters):
+        if not isinstance(one, QconfigSetterBase):
+            raise TypeError(f"prepare: qconfig_setter: {one!r}: expected a QconfigSetter")
+        found.update(one.qconfigs(fused.graph, fused))
+    made: dict[str, Any] = {"": found.pop("")} if "" in found else {}
+    made["module_name"] = found
+    return made
