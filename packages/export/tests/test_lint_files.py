@@ -62,6 +62,15 @@ def _conv(model: onnx.ModelProto, **settings: object) -> None:
     node.attribute.extend(helper.make_attribute(name, value) for name, value in settings.items())
 
 
+def _other_channels(model: onnx.ModelProto) -> None:
+    dims = model.graph.input[0].type.tensor_type.shape.dim
+    dims[1].dim_value += 1
+
+
+def _huge_input(model: onnx.ModelProto) -> None:
+    model.graph.input[0].type.tensor_type.shape.dim[2].dim_value = 2**62
+
+
 def _cycle(model: onnx.ModelProto) -> None:
     model.graph.node[0].input[0] = "y"
 
@@ -146,6 +155,9 @@ BREAK: list[tuple[str, Callable[[onnx.ModelProto], object]]] = [
     ("ONX016", _double),
     ("ONX017", _unread),
     ("ONX018", lambda m: _conv(m, strides=[0, 1])),
+    ("ONX018", lambda m: _conv(m, pads=[0, 0, 1])),
+    ("ONX019", _other_channels),
+    ("ONX020", _huge_input),
     ("ONX018", lambda m: _conv(m, dilations=[1, -1])),
     ("ONX018", lambda m: _conv(m, pads=[0, 0, -1, 0])),
     ("ONX018", lambda m: _conv(m, kernel_shape=[2**62, 1])),

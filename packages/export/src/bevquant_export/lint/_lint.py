@@ -107,5 +107,5 @@ def _findings(model: onnx.ModelProto, path: Path, target: Target, cpu: str) -> I
     yield from _model.check_model(model, graphs, target, path.parent)
     if target.kind == "dense":
         for graph in graphs:
-            yield from _windows.check_windows(graph)
+            yield from _windows.check_windows(graph, path.parent)
     yield from target.lint(LintFile(path, model, graphs, cpu))

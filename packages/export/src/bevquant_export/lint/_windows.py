@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from bevquant_export.lint._graph import Graph, Node
 from bevquant_export.lint._rule import Finding, Rule
+from bevquant_export.lint._tensors import check_tensor, shape_of
 
 __all__ = ["CHANNELS", "WINDOWS", "check_windows"]
 
@@ -36,7 +38,7 @@ _KEEPS = frozenset(
 )
 
 
-def check_windows(graph: Graph) -> Iterator[Finding]:
+def check_windows(graph: Graph, folder: Path) -> Iterator[Finding]:
     """Check convolutions, pooling and linear layers of the standard operators."""
     for node in graph.nodes:
         if node.domain:
@@ -45,8 +47,9 @@ def check_windows(graph: Graph) -> Iterator[Finding]:
             wrong = next(_wrong(node), None) or next(_of_weight(graph, node), None)
             if wrong is not None:
                 yield WINDOWS.found(node.name, wrong)
+                continue
         if node.op in ("Conv", "ConvTranspose", "Gemm"):
-            wrong = _channels(graph, node)
+            wrong = _channels(graph, node, folder)
             if wrong is not None:
                 yield CHANNELS.found(node.name, wrong)
 
@@ -84,7 +87,7 @@ def _weight(graph: Graph, name: str) -> list[int] | None:
     for _ in range(4):
         tensor = graph.constant(name)
         if tensor is not None:
-            return list(tensor.dims[:65])
+            return shape_of(tensor)
         maker = graph.producers.get(name)
         if maker is None or maker.op not in ("QuantizeLinear", "DequantizeLinear", "Identity"):
             return None
@@ -92,11 +95,13 @@ def _weight(graph: Graph, name: str) -> list[int] | None:
     return None
 
 
-def _channels(graph: Graph, node: Node) -> str | None:
+def _channels(graph: Graph, node: Node, folder: Path) -> str | None:
     shape = _weight(graph, node.input(1))
     reads = _made(graph, node.input(0))
     if shape is None or reads is None or len(shape) < 2:
         return None
+    if any(next(check_tensor(t, folder), None) for t in graph.tensors if shape_of(t) == shape):
+        return None  # what it says of itself is wrong
     if node.op == "Gemm":
         if node.integer("transA"):
             return None

@@ -60,6 +60,7 @@ def compare_sparse_onnx(
     Raises:
         ValueError: The model has no such module, or other voxels there.
     """
+    _parts(inputs)
     integers = simulate(with_half_constants(model), inputs, verify=False)
     return compared(file, integers, inputs, reversed_axes=reversed_axes)
 

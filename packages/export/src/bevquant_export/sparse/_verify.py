@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from bevquant_export.sparse._compare import LayerDifference, compared
+from bevquant_export.sparse._graph import Conv, Graph
 from bevquant_export.sparse._load import SparseOnnxModel
 from bevquant_export.sparse._read_proto import graph_of_bytes
 from bevquant_export.targets._cpu import cpu_at_hand
 from bevquant_int8sim import IntegerModel
 
-__all__ = ["refuse_departures", "runtime", "verified", "with_note"]
+__all__ = ["same_as_source", "verified", "with_note"]
 
 _FLOAT = 1e-3  # of the largest value: float32 sums of another order
 _SHARE, _STEPS = 0.01, 3  # of int8 behind such sums
 _KEY = "verified"
+_VOXELS = 300
 
 
 def runtime(dialect: str) -> str:
@@ -72,6 +78,60 @@ def refuse_departures(rows: Iterable[LayerDifference], caller: str) -> None:
                 f"{caller}{row.node} ({row.path or 'the result'}) departs from the integer model: "
                 f"{what}; nothing was written. verify=False writes it all the same"
             )
+
+
+def same_as_source(content: bytes, source: Graph) -> str:
+    """Run a portable file and what it was lowered from on drawn voxels; what ran the former.
+
+    Without onnxruntime there is nothing else that could run it: ``"no"``.
+
+    Raises:
+        ValueError: A layer makes other numbers; its node is named.
+    """
+    if runtime("portable") != "onnxruntime":
+        return "no"
+    lowered = SparseOnnxModel(graph_of_bytes(content), backend="onnxruntime")
+    inputs = _voxels(lowered)
+    if inputs is None:
+        return "no"
+    made: list[dict[str, Any]] = []
+    for model in (SparseOnnxModel(source), lowered):
+        made.append(model.run(*inputs)[1])
+    wanted, got = made
+    rows = []
+    for name in got:
+        if name not in wanted or wanted[name].value.shape != got[name].value.shape:
+            continue
+        want, value = wanted[name].value.double(), got[name].value.double()
+        apart = (want - value).abs()
+        rows.append(
+            LayerDifference(
+                node=name,
+                path=wanted[name].path,
+                form="float" if wanted[name].scale is None else "int8",
+                elements=apart.numel(),
+                different=int(apart.count_nonzero()),
+                largest=float(apart.max()) if apart.numel() else 0.0,
+                size=float(want.abs().max()) if apart.numel() else 0.0,
+            )
+        )
+    refuse_departures(rows, "lower_to_portable: when onnxruntime runs the file, ")
+    return "onnxruntime"
+
+
+def _voxels(model: SparseOnnxModel) -> tuple[Tensor, Tensor, int] | None:
+    """Features and coordinates in the grid of the first layer, sorted, the same at every call."""
+    convs = [n for n in model.nodes if isinstance(n, Conv) and n.x == model.graph.input]
+    if not convs:
+        return None
+    grid = convs[0].input_spatial_shape
+    volume, generator = math.prod(grid), torch.Generator().manual_seed(0)
+    drawn = torch.randint(volume, (min(_VOXELS, volume),), generator=generator)
+    places = torch.tensor(sorted(set(drawn.tolist())))
+    coords = torch.stack(torch.unravel_index(places, tuple(grid)), 1)
+    coords = torch.cat([torch.zeros(len(coords), 1), coords], 1).int()
+    features = torch.randn(len(coords), convs[0].in_channels, generator=generator)
+    return features * (convs[0].input_range or 1.0) / 2, coords, 1
 
 
 def with_note(content: bytes, ran: str) -> bytes:
