@@ -53,10 +53,19 @@ def feed(features, coords, batch_size):
     }
 
 
+def unnoted(path):
+    """A file without the note on what ran it, which lowering a file does not write."""
+    model = onnx.load(path)
+    kept = [entry for entry in model.metadata_props if entry.key != "verified"]
+    del model.metadata_props[:]
+    model.metadata_props.extend(kept)
+    return model.SerializeToString(deterministic=True)
+
+
 def test_int8_weights_give_the_same_outputs(files, nets, tmp_path):
     lower_to_portable(files / "libspconv.onnx", tmp_path / "int8.onnx", weights="int8")
     lower_to_portable(tmp_path / "int8.onnx", tmp_path / "again.onnx")
-    assert (tmp_path / "again.onnx").read_bytes() == (files / "portable.onnx").read_bytes()
+    assert unnoted(tmp_path / "again.onnx") == unnoted(files / "portable.onnx")
     assert {f.id for f in lint_onnx(files / "portable.onnx", "portable", cpu="vnni")} == {"ORT007"}
     assert lint_onnx(tmp_path / "int8.onnx", "portable") == []
     assert {f.id for f in lint_onnx(tmp_path / "int8.onnx", "portable", cpu="any")} == {"ORT004"}
@@ -79,9 +88,9 @@ def test_other_weights_are_refused(files, tmp_path):
 
 def test_both_ways_to_a_portable_file_are_one(files, tmp_path):
     lower_to_portable(files / "libspconv.onnx", tmp_path / "a.onnx")
-    assert (tmp_path / "a.onnx").read_bytes() == (files / "portable.onnx").read_bytes()
+    assert unnoted(tmp_path / "a.onnx") == unnoted(files / "portable.onnx")
     lower_to_portable(files / "portable.onnx", tmp_path / "b.onnx")
-    assert (tmp_path / "b.onnx").read_bytes() == (files / "portable.onnx").read_bytes()
+    assert unnoted(tmp_path / "b.onnx") == unnoted(files / "portable.onnx")
 
 
 @pytest.mark.parametrize("name", ["portable", "layers"])
