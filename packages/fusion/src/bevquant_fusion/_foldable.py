@@ -47,8 +47,13 @@ def fold_problem(conv: nn.Module, bn: nn.Module) -> str | None:
     return conv_problem(conv) or bn_problem(bn) or _pair_problem(conv, bn)
 
 
-def bn_problem(bn: nn.Module) -> str | None:
-    """What keeps this batch norm from being folded into anything."""
+def bn_problem(bn: nn.Module, *, own_forward: bool = False) -> str | None:
+    """What keeps this batch norm from being folded into anything.
+
+    Args:
+        bn: The module.
+        own_forward: Whether its class may have a forward of its own: a graph tells what that does.
+    """
     name = type(bn).__name__
     if not isinstance(bn, nn.modules.batchnorm._BatchNorm):
         return f"{name} is not a batch norm"
@@ -58,7 +63,7 @@ def bn_problem(bn: nn.Module) -> str | None:
         return f"{name} keeps no running statistics, so it normalises by each batch"
     if bn.training:
         return f"{name} is in training mode, so it normalises by each batch; call eval() first"
-    return _extras(bn, ("forward",))
+    return _extras(bn, () if own_forward else ("forward",))
 
 
 def conv_problem(conv: nn.Module) -> str | None:
@@ -114,16 +119,21 @@ def _uninitialised(module: nn.Module) -> bool:
     return any(is_lazy(t) for t in tensors)
 
 
-def _extras(module: nn.Module, methods: tuple[str, ...]) -> str | None:
-    """Anything that makes the module do more than its stock class says."""
-    name = type(module).__name__
+def has_hooks(module: nn.Module) -> bool:
+    """Whether something else sees what goes into or comes out of the module."""
     hooks = (
         module._forward_hooks,
         module._forward_pre_hooks,
         module._backward_hooks,
         module._backward_pre_hooks,
     )
-    if any(hooks):
+    return any(hooks)
+
+
+def _extras(module: nn.Module, methods: tuple[str, ...]) -> str | None:
+    """Anything that makes the module do more than its stock class says."""
+    name = type(module).__name__
+    if has_hooks(module):
         return f"{name} has hooks (weight_norm and spectral_norm work by hooks too)"
     if torch.nn.utils.parametrize.is_parametrized(module):
         return f"{name} has parametrized weights"
