@@ -337,7 +337,7 @@ def test_inplace_activation_that_is_seen_elsewhere_is_left(spconv, cloud, random
             out = self.conv(x)
             features = out.features
             activated = self.relu(features)
-            return out.replace_feature(self.plain(activated + features))
+            return out.replace_feature(self.plain(activated - features))
 
     model = randomise(Seen())
     use_bevquant_kernels(model)

@@ -101,7 +101,7 @@ class _Reader:
         if path in self.untraced or isinstance(module, nn.ModuleList | nn.ModuleDict):
             graph = None
         elif is_chain(module):
-            graph = _row([str(n) for n, m in module._modules.items() if m is not None])
+            graph = _row(_members(module))
         elif is_sparse_module(module):
             graph = self.block(module) if has_base(module, _BLOCKS) else None
             if graph is None and any(isinstance(m, _BatchNorm) for m in module.children()):
@@ -126,13 +126,8 @@ class _Reader:
                 continue
             if any(m in reached for m in child.modules() if m is not child):
                 self.below(child, reached)
-            elif child in reached and not self.stops(child):
-                self.below(child, reached)
             elif any(isinstance(m, _BatchNorm) for m in child.modules()):
                 self.region(self.names[child])
-
-    def stops(self, module: nn.Module) -> bool:
-        return next(module.children(), None) is None
 
     def traced(self, path: str, module: nn.Module) -> fx.Graph | None:
         """The forward by `torch.fx`; modules that it cannot follow are one node each."""
@@ -239,6 +234,17 @@ class _Reader:
         if node.op == "call_method":
             return f".{node.target}()"
         return f"{getattr(node.target, '__name__', node.target)}()"
+
+
+def _members(chain: nn.Module) -> list[str]:
+    """What a chain runs, in order; chains inside of it are part of it, unless a hook looks."""
+    names: list[str] = []
+    for name, member in chain._modules.items():
+        if member is not None and is_chain(member) and not has_hooks(member):
+            names += [f"{name}.{inner}" for inner in _members(member)]
+        elif member is not None:
+            names.append(name)
+    return names
 
 
 def _row(names: list[str]) -> fx.Graph:
