@@ -243,7 +243,7 @@ REASONS = {
     "read_bn": "read.weight is read by a forward itself",
     "out_bn": "out's output is also read by the outside of the traced part",
     "view_bn": "view's output is also read by .flatten()",
-    "late_bn": "follows iadd(), not a convolution or linear layer",
+    "late_bn": "late's output is also read by add()",
     "input_bn": "follows late_bn (BatchNorm2d), not a convolution or linear layer",
     "unused_bn": "is never called by the forward of the model",
     "training_bn": "BatchNorm2d is in training mode",
@@ -268,7 +268,9 @@ def test_hooks_that_see_the_convolution_keep_it(randomise):
     model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.Sequential(nn.BatchNorm2d(3), nn.ReLU()))
     assert len(fuse_model(randomise(model)).fused) == 1
     model[1].register_forward_hook(lambda *_: None)
-    assert fuse_model(model).skipped[0].reason == "0's output is also read by hook() in 1"
+    seen = fuse_model(model, torch.randn(1, 3, 4, 4).double())
+    assert seen.skipped[0].reason == "0's output is also read by hook() in 1"
+    assert fuse_model(model).fused == ()
 
 
 class Untraceable(nn.Module):
@@ -292,10 +294,12 @@ def test_documented_rule_where_a_forward_cannot_be_followed(randomise, error_of)
     assert [f.bn for f in result.fused] == ["chain.1", "block.bn1", "block.bn2"]
     reasons = {s.bn: s.reason for s in result.skipped}
     assert "the model cannot be followed" in reasons["bn"]
-    assert "branches on the value" in reasons["bn"]
+    assert "decides by the values of a tensor" in reasons["bn"]
     assert reasons["starts.0"] == "normalises what comes from outside the traced part of the model"
     assert error_of(result.model(x), model(x)) <= 1e-10
     assert list(result.untraced) == [""]
+    assert [f.bn for f in fuse_model(model).fused] == ["chain.1", "block.bn1", "block.bn2"]
+    assert "example_inputs would let forwards be followed" in str(fuse_model(model))
 
 
 class UsesTheMiddleOfAChain(nn.Module):

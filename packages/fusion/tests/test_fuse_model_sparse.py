@@ -190,7 +190,7 @@ def test_encoder(with_inputs, spconv, cloud, randomise, error_of):
     inputs = (x.features, x.indices, 2)
     result = fuse_model(encoder, inputs if with_inputs else None)
     assert result.skipped == ()
-    assert result.untraced == {}
+    assert with_inputs is False or result.untraced == {}
     assert len(result.fused) == 21
     assert error_of(result.model(*inputs), encoder(*inputs)) <= 1e-10
     expected = {"": "SparseEncoder", "encoder_layers": "SparseSequential"}
@@ -256,7 +256,7 @@ def test_members_called_by_their_index_stay_in_place(spconv, cloud, randomise, e
     assert error_of(result.model(x), model(x)) <= 1e-10
 
 
-def test_block_called_with_an_option_keeps_its_forward(spconv, cloud, randomise, error_of):
+def test_block_called_with_an_option_keeps_the_option(spconv, cloud, randomise, error_of):
     class Block(spconv.SparseModule):
         def __init__(self):
             super().__init__()
@@ -278,7 +278,7 @@ def test_block_called_with_an_option_keeps_its_forward(spconv, cloud, randomise,
     use_bevquant_kernels(model)
     x = cloud(4)
     result = fuse_model(model, x)
-    assert [f.how for f in result.fused] == ["identity", "rebuilt"]
+    assert [f.how for f in result.fused] == ["rebuilt", "rebuilt"]
     assert error_of(result.model(x).features, model(x).features) <= 1e-10
 
 
@@ -305,7 +305,7 @@ def test_batch_norm_after_dense_is_not_the_convolutions(spconv, randomise):
     assert fuse_model(model).skipped[0].reason.startswith("follows 1 (ToDense)")
 
 
-def test_residual_convolution_input_is_refused(spconv, randomise):
+def test_a_sparse_forward_of_its_own_is_not_guessed_at(spconv, randomise):
     class Residual(spconv.SparseModule):
         def __init__(self):
             super().__init__()
@@ -320,8 +320,10 @@ def test_residual_convolution_input_is_refused(spconv, randomise):
             out = self.conv(x, y)
             return out.replace_feature(self.bn(out.features))
 
-    assert "follows mul()" in fuse_model(randomise(Residual())).skipped[0].reason
-    assert "takes 2 tensors" in fuse_model(randomise(Added())).skipped[0].reason
+    for model in (Residual(), Added()):
+        result = fuse_model(randomise(model))
+        assert result.fused == ()
+        assert "followed with example inputs only" in result.skipped[0].reason
 
 
 def test_inplace_activation_that_is_seen_elsewhere_is_left(spconv, cloud, randomise):
@@ -335,7 +337,7 @@ def test_inplace_activation_that_is_seen_elsewhere_is_left(spconv, cloud, random
             out = self.conv(x)
             features = out.features
             activated = self.relu(features)
-            return out.replace_feature(self.plain(activated + features))
+            return out.replace_feature(self.plain(activated - features))
 
     model = randomise(Seen())
     use_bevquant_kernels(model)

@@ -1,12 +1,16 @@
 """Fold batch normalisation into dense and sparse convolutions, found by data flow."""
 
-from ._dataflow import Call, DataFlow, trace_dataflow
-from ._errors import UntraceableError
 from ._fuse_model import Fused, FusionResult, fuse_model
 from ._fuse_pair import fuse_conv_bn, fuse_sparse_conv_bn
 from ._plan import Skipped
-from ._rebuild import rebuild_forward
-from ._trace_forward import trace_forward
+from ._symbolic import (
+    Call,
+    DataFlow,
+    UntraceableError,
+    rebuild_forward,
+    trace_dataflow,
+    trace_forward,
+)
 from ._weights import fuse_conv_bn_weights, fuse_linear_bn_weights, fuse_sparse_conv_bn_weights
 
 __all__ = [

@@ -1,16 +1,31 @@
-"""``nn.Sequential`` and ``SparseSequential``: containers whose forward is known in advance."""
+"""Modules whose forward is known in advance, told by the names of their classes.
+
+``nn.Sequential`` and ``SparseSequential`` run their children one after the other; sparse modules
+take and return sparse tensors. Nothing of spconv is imported.
+"""
 
 from __future__ import annotations
 
 from torch import nn
+
+_SPARSE = frozenset({"SparseModule", "SparseBatchNorm", "SparseSyncBatchNorm", "SparseReLU"})
+
+
+def has_base(module: nn.Module, names: frozenset[str]) -> bool:
+    """Whether any class in the module's MRO has one of ``names``."""
+    return any(cls.__name__ in names for cls in type(module).__mro__)
+
+
+def is_sparse_module(module: nn.Module) -> bool:
+    """Whether the module takes and returns sparse tensors (spconv's ``SparseModule`` family)."""
+    return has_base(module, _SPARSE) or is_sparse_chain(module)
 
 
 def is_chain(module: nn.Module) -> bool:
     """Whether ``module`` runs its children one after the other, by an unchanged forward.
 
     Told by the class that defines ``forward``: ``nn.Sequential`` or a class named
-    ``SparseSequential`` (spconv 1 and 2, mmcv and mmdet3d). ``SparseSequential`` asks for the
-    class of the tensor in its forward, so tracing could not follow it.
+    ``SparseSequential`` (spconv 1 and 2, mmcv and mmdet3d).
     """
     if "forward" in vars(module):
         return False
@@ -18,9 +33,9 @@ def is_chain(module: nn.Module) -> bool:
     return owner is nn.Sequential or getattr(owner, "__name__", "") == "SparseSequential"
 
 
-def chain_members(chain: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Members in order of execution; one that occurs twice is listed twice."""
-    return [(name, m) for name, m in chain._modules.items() if m is not None]
+def is_sparse_chain(module: nn.Module) -> bool:
+    """Whether ``module`` is a chain of the ``SparseSequential`` kind."""
+    return has_base(module, frozenset({"SparseSequential"})) and is_chain(module)
 
 
 def remove_member(chain: nn.Module, name: str) -> None:

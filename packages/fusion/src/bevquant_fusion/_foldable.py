@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from bevquant_graph import own_code
 from bevquant_sparse import WeightLayout, get_weight, is_sparse_conv, layout_of
 
 _DENSE = (
@@ -19,6 +18,21 @@ _DENSE = (
     nn.ConvTranspose2d,
     nn.ConvTranspose3d,
     nn.Linear,
+)
+# Packages whose forward of a convolution or batch norm is that, and nothing more.
+_STOCK = (
+    "torch.nn.modules",
+    "spconv.pytorch.conv",
+    "spconv.pytorch.modules",
+    "spconv.conv",
+    "spconv.modules",
+    "mmcv.ops",
+    "mmdet3d.ops",
+    "torchsparse",
+    "MinkowskiEngine",
+    "pytorch_quantization",
+    "bevquant_qnn",
+    "bevquant_sparse",
 )
 _RANKS: dict[type[nn.Module], int] = {nn.BatchNorm2d: 2, nn.BatchNorm3d: 3}
 
@@ -33,8 +47,13 @@ def fold_problem(conv: nn.Module, bn: nn.Module) -> str | None:
     return conv_problem(conv) or bn_problem(bn) or _pair_problem(conv, bn)
 
 
-def bn_problem(bn: nn.Module) -> str | None:
-    """What keeps this batch norm from being folded into anything."""
+def bn_problem(bn: nn.Module, *, own_forward: bool = False) -> str | None:
+    """What keeps this batch norm from being folded into anything.
+
+    Args:
+        bn: The module.
+        own_forward: Whether its class may have a forward of its own: a graph tells what that does.
+    """
     name = type(bn).__name__
     if not isinstance(bn, nn.modules.batchnorm._BatchNorm):
         return f"{name} is not a batch norm"
@@ -44,7 +63,7 @@ def bn_problem(bn: nn.Module) -> str | None:
         return f"{name} keeps no running statistics, so it normalises by each batch"
     if bn.training:
         return f"{name} is in training mode, so it normalises by each batch; call eval() first"
-    return _extras(bn, nn.modules.batchnorm._BatchNorm)
+    return _extras(bn, () if own_forward else ("forward",))
 
 
 def conv_problem(conv: nn.Module) -> str | None:
@@ -54,7 +73,7 @@ def conv_problem(conv: nn.Module) -> str | None:
         return f"{name} is not a convolution or linear layer"
     if _uninitialised(conv):
         return f"{name} is not initialised; run the model once first"
-    problem = _extras(conv, next((cls for cls in _DENSE if isinstance(conv, cls)), None))
+    problem = _extras(conv, ("forward", "_conv_forward"))
     if problem is not None:
         return problem
     for attribute in ("act_type", "activation", "act"):
@@ -100,17 +119,39 @@ def _uninitialised(module: nn.Module) -> bool:
     return any(is_lazy(t) for t in tensors)
 
 
-def _extras(module: nn.Module, cls: type[nn.Module] | None) -> str | None:
-    """Anything that makes the module do more than its stock class says."""
-    name = type(module).__name__
+def has_hooks(module: nn.Module) -> bool:
+    """Whether something else sees what goes into or comes out of the module."""
     hooks = (
         module._forward_hooks,
         module._forward_pre_hooks,
         module._backward_hooks,
         module._backward_pre_hooks,
     )
-    if any(hooks):
+    return any(hooks)
+
+
+def _extras(module: nn.Module, methods: tuple[str, ...]) -> str | None:
+    """Anything that makes the module do more than its stock class says."""
+    name = type(module).__name__
+    if has_hooks(module):
         return f"{name} has hooks (weight_norm and spectral_norm work by hooks too)"
     if torch.nn.utils.parametrize.is_parametrized(module):
         return f"{name} has parametrized weights"
-    return own_code(module, cls)
+    for method in methods:
+        if method in vars(module):
+            return f"{name}.{method} was replaced on the instance"
+        owner = next((c for c in type(module).__mro__ if method in vars(c)), None)
+        if owner is not None and not _is_stock(owner):
+            return f"{owner.__module__}.{owner.__qualname__} has a {method} of its own"
+    return None
+
+
+def _is_stock(owner: type) -> bool:
+    if owner.__module__.startswith(_STOCK):
+        return True
+    # A class registered with its weight layout is vouched for; what is derived from it is not.
+    return _is_sparse_class(owner) and not any(map(_is_sparse_class, owner.__mro__[1:]))
+
+
+def _is_sparse_class(cls: type) -> bool:
+    return issubclass(cls, nn.Module) and is_sparse_conv(object.__new__(cls))

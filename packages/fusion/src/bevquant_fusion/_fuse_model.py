@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
-from ._dataflow import as_inputs, build_dataflow
+from bevquant_graph import CaptureError, Graph, arguments, capture
+
 from ._fuse_pair import fold_into
-from ._plan import Pair, Skipped, plan_fusion
-from ._remove_bn import Removal, remove_batch_norms, stop_inplace
-from ._tracer import Inputs
-from ._verify import in_float64, relative_difference, run, tolerance
+from ._plan import Fold, Plan, Skipped, plan_fusion
+from ._remove_bn import Removal, neutralise, norm_at, remove_batch_norms
+from ._structure import activations
+from ._verify import Inputs, in_float64, relative_difference, run, tolerance
 
 _HOW = {
     "identity": "now nn.Identity",
     "removed": "taken out of its SparseSequential",
-    "rebuilt": "deleted, forward rebuilt without it",
+    "rebuilt": "deleted, and its call with it",
+    "rest": "now what followed the normalisation",
+    "neutral": "still called, as an exact identity",
 }
 
 
@@ -31,7 +34,11 @@ class Fused:
         conv: Path of the layer that took it, before the rewrite (a ``SparseSequential`` numbers
             its members anew).
         bn: Path of the batch norm before the rewrite.
-        how: ``"identity"``, ``"removed"`` or ``"rebuilt"``: what stands in its place.
+        how: What stands in its place: ``"identity"``; ``"removed"`` (from a
+            ``SparseSequential``); ``"rebuilt"`` (its block's forward is without the call);
+            ``"rest"``: an ``nn.Sequential`` of its own children, as of timm's ``BatchNormAct2d``;
+            ``"neutral"``: its statistics and weights are such that it gives what it gets, because
+            a forward calls ``F.batch_norm`` itself. That holds in evaluation mode.
     """
 
     conv: str
@@ -65,36 +72,51 @@ class FusionResult:
 
     def __str__(self) -> str:
         rows = [(f.bn, f"into {f.conv or 'the model'}", _HOW[f.how]) for f in self.fused]
-        rows += [(s.bn or "the model", "kept", s.reason) for s in self.skipped]
+        for item in self.skipped:
+            where = f" ({item.location})" if item.location else ""
+            rows.append((item.bn or "the model", "kept", item.reason + where))
         widths = [max((len(row[i]) for row in rows), default=0) for i in (0, 1)]
         lines = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in rows]
         total = f"{len(self.fused)} batch norms folded, {len(self.skipped)} kept"
         if self.max_error is not None:
             total += f", outputs within {self.max_error:.1e} of the unfused model"
+        elif self.untraced:
+            total += "; example_inputs would let forwards be followed: " + ", ".join(
+                path or "the model" for path in self.untraced
+            )
         return "\n".join([*lines, total])
 
 
-def fuse_model(model: nn.Module, example_inputs: Any = None, inplace: bool = False) -> FusionResult:
+def fuse_model(
+    model: nn.Module,
+    example_inputs: Any = None,
+    inplace: bool = False,
+    *,
+    graph: Graph | None = None,
+) -> FusionResult:
     """Fold batch norms into the convolutions and linear layers that feed them.
 
-    The pairs are found from the data flow (``trace_dataflow``), never from the order in which
-    modules are registered: a batch norm is folded only where it reads the output of exactly one
-    call of a convolution or linear layer, and nothing else reads that output. Where a module's
-    forward cannot be followed, only what lies wholly inside its traceable descendants is folded:
+    With ``example_inputs`` the model is captured (``bevquant_graph.capture``), and a batch norm is
+    folded where all that one convolution or linear layer makes goes to it and nowhere else, at most
+    through views, permutations and the like that keep channels apart. Functional ``F.batch_norm``
+    and classes that do more than normalise are folded too, and what more they do is kept. Without
+    example inputs, and inside modules that cannot be captured, the structure of the modules tells:
     a convolution directly followed by its batch norm in an ``nn.Sequential`` or
-    ``SparseSequential``, or a block whose own forward can be followed. That takes for granted
-    that the untraceable module uses such a descendant by calling it; ``example_inputs`` checks it.
+    ``SparseSequential``, residual blocks by their names, other forwards as `torch.fx` sees them.
+    That takes for granted that a module which cannot be followed uses its parts by calling them;
+    ``example_inputs`` checks it.
 
     A folded batch norm becomes ``nn.Identity`` in dense code, leaves its ``SparseSequential``
     (members numbered 0, 1, 2, … are numbered anew), and is deleted from a block that runs sparse
-    convolutions, whose forward is rebuilt without it. Activations in sparse encoders get
-    ``inplace=False``. Parameters are replaced: make optimizers afterwards.
+    convolutions, with its call. Activations in sparse encoders get ``inplace=False``, unless that
+    changes the outputs. Parameters are replaced: make optimizers afterwards.
 
     Args:
         model: Batch norms in training mode are kept, so call ``eval()`` first.
         example_inputs: Tuple of arguments, dict of keyword arguments, or one argument. Where
             given, model and result are run on it in evaluation mode and compared.
         inplace: Change ``model`` itself rather than a copy.
+        graph: ``capture(model, example_inputs)``, where that was done already.
 
     Returns:
         The fused model with a line for every batch norm.
@@ -102,7 +124,7 @@ def fuse_model(model: nn.Module, example_inputs: Any = None, inplace: bool = Fal
     Raises:
         ValueError: The outputs on ``example_inputs`` differ by more than rounding (1e-10 of the
             largest output in float64, 1e-3 in float32), in float64 too, or the fused model does
-            not run; ``model`` is then unchanged.
+            not run; ``model`` is then unchanged. Or ``graph`` is that of another model.
 
     Example:
         >>> import torch
@@ -113,11 +135,25 @@ def fuse_model(model: nn.Module, example_inputs: Any = None, inplace: bool = Fal
         >>> result.model[1], type(net[1]).__name__
         (Identity(), 'BatchNorm2d')
     """
-    inputs = as_inputs(example_inputs)
-    if inputs is None:
-        return _fuse(model if inplace else copy.deepcopy(model), None)
+    if graph is not None and graph.model is not model:
+        raise ValueError(
+            f"graph: expected one captured from this {type(model).__name__}, got one of another "
+            f"{type(graph.model).__name__}; pass capture(model, example_inputs)"
+        )
+    failure = ""
+    if example_inputs is not None and graph is None:
+        try:
+            graph = capture(model, example_inputs, check=False)  # the outputs are compared below
+        except CaptureError as error:
+            failure = str(error)
+    plan = plan_fusion(model, graph, failure)
+    if example_inputs is None:
+        stopped = [path for path, alone in activations(model) if alone]
+        return _fuse(model if inplace else copy.deepcopy(model), plan, stopped)
+    inputs: Inputs = arguments(example_inputs)
     before = run(model, inputs)
-    result = _fuse(copy.deepcopy(model), inputs)
+    stopped = _may_stop(model, inputs, before)
+    result = _fuse(copy.deepcopy(model), plan, stopped)
     try:
         after = run(result.model, inputs)
     except Exception as error:
@@ -126,10 +162,9 @@ def fuse_model(model: nn.Module, example_inputs: Any = None, inplace: bool = Fal
             "kernels refuse a bias: call bevquant_sparse.use_bevquant_kernels(model) first.)"
         ) from error
     difference = relative_difference(before, after)
+    exact: float | None = difference
     if not difference <= tolerance(before):
-        exact = _difference_in_float64(model, inputs)
-    else:
-        exact = difference
+        exact = _difference_in_float64(model, inputs, plan, stopped)
     if exact is None:
         raise ValueError(
             f"the fused model's outputs differ from the model's by {difference:.2e} (relative), "
@@ -137,11 +172,13 @@ def fuse_model(model: nn.Module, example_inputs: Any = None, inplace: bool = Fal
             f"show\n{result}"
         )
     if inplace:
-        result = _fuse(model, inputs)
+        result = _fuse(model, plan, stopped)
     return replace(result, max_error=exact)
 
 
-def _difference_in_float64(model: nn.Module, inputs: Inputs) -> float | None:
+def _difference_in_float64(
+    model: nn.Module, inputs: Inputs, plan: Plan, stopped: Iterable[str]
+) -> float | None:
     """The difference that folding makes in float64, or None where that is no rounding either.
 
     A model that picks its largest values or compares them makes another choice for a difference as
@@ -151,30 +188,55 @@ def _difference_in_float64(model: nn.Module, inputs: Inputs) -> float | None:
     inputs = in_float64(inputs)
     try:
         before = run(exact, inputs)
-        after = run(_fuse(exact, inputs).model, inputs)
+        after = run(_fuse(exact, plan, stopped).model, inputs)
         difference = relative_difference(before, after)
     except Exception:  # whatever a model that does not run in float64 raises
         return None
     return difference if difference <= tolerance(before) else None
 
 
-def _fuse(model: nn.Module, inputs: Inputs | None) -> FusionResult:
-    flow = build_dataflow(model, inputs)
-    pairs, skipped = plan_fusion(model, flow)
-    folded: list[Pair] = []
-    for pair in pairs:
+def _may_stop(model: nn.Module, inputs: Inputs, before: list[Any]) -> list[str]:
+    """Activations of sparse encoders that need not write in place.
+
+    Where the old name of what an activation writes to is read afterwards, ``inplace=False`` would
+    change the result: the outputs are compared, and then activation by activation.
+    """
+    copied = copy.deepcopy(model)
+
+    def same(paths: list[str]) -> bool:
+        for path, _ in candidates:
+            copied.get_submodule(path).inplace = path not in paths  # type: ignore[assignment]
+        return relative_difference(before, run(copied, inputs)) <= tolerance(before)
+
+    candidates = activations(model)
+    paths = [path for path, _ in candidates]
+    if all(alone for _, alone in candidates) or same(paths):
+        return paths
+    return [path for path in paths if same([path])]
+
+
+def _fuse(model: nn.Module, plan: Plan, stopped: Iterable[str]) -> FusionResult:
+    skipped = list(plan.skipped)
+    folded: list[Fold] = []
+    for fold in plan.folds:
+        norm = norm_at(model, fold)
+        if fold.rest is None and not neutralise(copy.deepcopy(norm)):
+            reason = f"no variance makes it an exact identity with eps={fold.norm.eps}"
+            skipped.append(Skipped(fold.bn, f"is called by a forward itself, and {reason}"))
+            continue
         try:
-            fold_into(model.get_submodule(pair.conv), model.get_submodule(pair.bn))
+            fold_into(model.get_submodule(fold.conv), norm)
         except ValueError as error:
-            skipped.append(Skipped(pair.bn, f"{pair.conv}: {error}"))
+            skipped.append(Skipped(fold.bn, f"{fold.conv}: {error}"))
         else:
-            folded.append(pair)
-    not_inplace = stop_inplace(model, flow)
-    how = remove_batch_norms(model, flow, folded)
+            folded.append(fold)
+    for path in stopped:
+        model.get_submodule(path).inplace = False  # type: ignore[assignment]
+    how = remove_batch_norms(model, folded)
     return FusionResult(
         model=model,
-        fused=tuple(Fused(p.conv, p.bn, how[p]) for p in folded),
+        fused=tuple(Fused(f.conv, f.bn, how[f]) for f in folded),
         skipped=tuple(skipped),
-        not_inplace=tuple(not_inplace),
-        untraced=flow.untraced,
+        not_inplace=tuple(stopped),
+        untraced=plan.untraced,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,16 @@ from ._foldable import fold_problem
 from ._weights import fuse_conv_bn_weights, fuse_linear_bn_weights, fuse_sparse_conv_bn_weights
 
 ConvT = TypeVar("ConvT", bound=nn.Module)
+
+
+class Norm(NamedTuple):
+    """What a batch norm computes with, in the order in which the weight functions take it."""
+
+    mean: Tensor
+    var: Tensor
+    eps: float
+    weight: Tensor | None
+    bias: Tensor | None
 
 
 def fuse_conv_bn(conv: ConvT, bn: nn.Module) -> ConvT:
@@ -84,23 +94,18 @@ def fuse_sparse_conv_bn(conv: ConvT, bn: nn.Module) -> ConvT:
     return _folded_copy(conv, bn)
 
 
-def fold_into(conv: nn.Module, bn: nn.Module) -> None:
-    """Fold ``bn`` into ``conv`` in place.
+def fold_into(conv: nn.Module, norm: Norm) -> None:
+    """Fold ``norm`` into ``conv`` in place; that they fit was asked before.
 
     Raises:
-        ValueError: The two cannot be folded; nothing was changed.
+        ValueError: The folded weight is not finite; nothing was changed.
     """
-    problem = fold_problem(conv, bn)
-    if problem is not None:
-        raise ValueError(f"cannot fold {type(bn).__name__} into {type(conv).__name__}: {problem}")
-    norm = cast(_BatchNorm, bn)  # fold_problem made sure of it, and of the statistics
-    mean, var = cast(Tensor, norm.running_mean), cast(Tensor, norm.running_var)
     bias: Tensor | None = conv.bias  # type: ignore[assignment]
     if is_sparse_conv(conv):
         weight, new_bias = fuse_sparse_conv_bn_weights(
             get_weight(conv, WeightLayout.RSCK),
             None if bias is None else bias.reshape(-1),
-            *(mean, var, norm.eps, norm.weight, norm.bias),
+            *norm,
             layout=WeightLayout.RSCK,
         )
         _check_finite(conv, weight, new_bias)
@@ -109,20 +114,29 @@ def fold_into(conv: nn.Module, bn: nn.Module) -> None:
             new_bias = nn.Parameter(new_bias.detach().reshape(bias.shape), bias.requires_grad)
     else:
         old: Tensor = conv.weight  # type: ignore[assignment]
-        values = (old, bias, mean, var, norm.eps, norm.weight, norm.bias)
         if isinstance(conv, nn.Linear):
-            weight, new_bias = fuse_linear_bn_weights(*values)
+            weight, new_bias = fuse_linear_bn_weights(old, bias, *norm)
         else:
             transposed, groups = bool(conv.transposed), int(conv.groups)  # type: ignore[arg-type]
-            weight, new_bias = fuse_conv_bn_weights(*values, transposed, groups)
+            weight, new_bias = fuse_conv_bn_weights(old, bias, *norm, transposed, groups)
         _check_finite(conv, weight, new_bias)
         conv.weight = weight
     conv.bias = new_bias
 
 
+def norm_of(bn: nn.Module) -> Norm:
+    """The numbers of a batch norm module that keeps running statistics."""
+    norm = cast(_BatchNorm, bn)
+    mean, var = cast(Tensor, norm.running_mean), cast(Tensor, norm.running_var)
+    return Norm(mean, var, norm.eps, norm.weight, norm.bias)
+
+
 def _folded_copy(conv: ConvT, bn: nn.Module) -> ConvT:
+    problem = fold_problem(conv, bn)
+    if problem is not None:
+        raise ValueError(f"cannot fold {type(bn).__name__} into {type(conv).__name__}: {problem}")
     fused = copy.deepcopy(conv)
-    fold_into(fused, bn)
+    fold_into(fused, norm_of(bn))
     return fused
 
 

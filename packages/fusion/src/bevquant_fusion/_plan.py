@@ -1,15 +1,16 @@
-"""Decide from the data flow which batch norm goes into which layer, and why the others stay."""
+"""What is to be folded where, and what both ways of finding it ask of a layer and a batch norm."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ._dataflow import Call, DataFlow
-from ._foldable import bn_problem, fold_problem, is_convolution
+from bevquant_graph import Graph
+
+from ._foldable import conv_problem, out_channels
 
 
 @dataclass(frozen=True)
@@ -19,113 +20,157 @@ class Skipped:
     Attributes:
         bn: Its path in the model.
         reason: One sentence that names what stands in the way.
+        location: ``file:line`` of the code that calls it, where that is known.
     """
 
     bn: str
     reason: str
+    location: str = ""
 
 
 @dataclass(frozen=True)
-class Pair:
-    """A batch norm that reads all that one layer makes, and nobody else does."""
+class NormPaths:
+    """Where the model keeps what a batch norm computes with, and its ε."""
+
+    mean: str
+    var: str
+    weight: str | None
+    bias: str | None
+    eps: float
+
+
+@dataclass(frozen=True)
+class Fold:
+    """A batch norm that reads all that one layer makes, and nobody else does.
+
+    Attributes:
+        conv: Path of the layer.
+        bn: Path of the batch norm, or of the module that has the parameters of a functional one.
+        norm: Where its numbers are.
+        caller: Path of the module whose forward calls it.
+        rest: Names of its own children that run after the normalisation, in order; None where
+            something else does, so that the normalisation has to stay and do nothing.
+        indexed: Whether other code picks members out of the chain that it is in.
+    """
 
     conv: str
     bn: str
-    scope: str
+    norm: NormPaths
+    caller: str
+    rest: tuple[str, ...] | None = ()
+    indexed: bool = False
 
 
-def plan_fusion(model: nn.Module, flow: DataFlow) -> tuple[list[Pair], list[Skipped]]:
-    """Put every batch norm of ``model`` into exactly one of the two lists."""
-    owners = _parameter_owners(model)
-    pairs: list[Pair] = []
-    skipped: list[Skipped] = []
+@dataclass(frozen=True)
+class Plan:
+    """All batch norms of a model, each in one of the two, and what was not followed."""
+
+    folds: tuple[Fold, ...]
+    skipped: tuple[Skipped, ...]
+    untraced: Mapping[str, str] = field(default_factory=dict)
+
+
+def plan_fusion(model: nn.Module, graph: Graph | None, failure: str = "") -> Plan:
+    """Find out what becomes of every batch norm of ``model``.
+
+    Args:
+        model: The model; it is not changed.
+        graph: Its captured graph. Without one, or in modules that are opaque in it, what belongs
+            together is told by the structure of the modules.
+        failure: Why there is no graph although example inputs were given.
+    """
+    from ._graph_plan import from_graph
+    from ._structure import from_structure
+
+    found: dict[str, Fold | Skipped] = {}
+    untraced: dict[str, str] = {}
+    if graph is not None:
+        found |= from_graph(model, graph)
+        untraced |= {
+            path: entry.reason
+            for path, entry in graph.opaque.items()
+            if conv_problem(model.get_submodule(path)) is not None
+        }
+    roots = [""] if graph is None else list(untraced)
+    by_structure, refused = from_structure(model, roots)
+    if graph is None:
+        untraced |= refused
+        if failure:
+            untraced[""] = failure
+    called = {fold.conv for fold in found.values() if isinstance(fold, Fold)}
     for path, module in model.named_modules():
-        if not isinstance(module, _BatchNorm):
+        if not isinstance(module, _BatchNorm) or path in found:
             continue
-        reason = next(_problems(model, flow, owners, path, module), None)
-        if reason is None:
-            call = flow.calls_of(path)[0]
-            producer = flow.producer(call.inputs[0])
-            if producer is not None:
-                pairs.append(Pair(producer.path, path, call.scope))
-                continue
-        skipped.append(Skipped(path, reason or "has no producer"))
-    return pairs, skipped
+        guess = by_structure.get(path)
+        if isinstance(guess, Fold) and guess.conv in called:
+            guess = Skipped(path, f"{guess.conv} is shared: another batch norm reads it, too")
+        found[path] = guess or Skipped(path, _never_called(path, untraced, graph))
+    return Plan(
+        tuple(f for f in found.values() if isinstance(f, Fold)),
+        tuple(f for f in found.values() if isinstance(f, Skipped)),
+        untraced,
+    )
 
 
-def _problems(
-    model: nn.Module,
-    flow: DataFlow,
-    owners: dict[int, list[str]],
-    path: str,
-    bn: _BatchNorm,
-) -> Iterator[str]:
-    problem = bn_problem(bn)
-    if problem is not None:
-        yield problem
-    calls = flow.calls_of(path)
-    if not calls:
-        yield _never_called(flow, path)
-    if len(calls) > 1:
-        yield f"is shared: it is called {len(calls)} times"
-    call = calls[0]
-    if len(call.inputs) != 1:
-        yield f"reads {len(call.inputs)} values that cannot be told apart"
-    value = call.inputs[0]
-    producer = flow.producer(value)
-    if producer is None:
-        yield "normalises what comes from outside the traced part of the model"
-        return
-    conv = model.get_submodule(producer.path) if producer.kind == "module" else None
-    if conv is None or not is_convolution(conv):
-        yield f"follows {describe(producer)}, not a convolution or linear layer"
-        return
-    others = [describe(r) for r in flow.readers(value) if r is not call]
-    if value in flow.outputs:
-        others.append("the outside of the traced part")
-    if others:
-        yield f"{producer.path}'s output is also read by {', '.join(others)}"
-    made = flow.calls_of(producer.path)
-    if len(made) > 1:
-        yield f"{producer.path} is shared: it is called {len(made)} times"
-    # None at all is an input that no trace follows, such as a buffer.
-    if len(producer.inputs) > 1:
-        yield f"{producer.path} takes {len(producer.inputs)} tensors, so its output is a sum"
-    problem = fold_problem(conv, bn)
-    if problem is not None:
-        yield f"{producer.path}: {problem}"
-    for name, parameter in conv.named_parameters(recurse=False):
-        tied = [p for p in owners[id(parameter)] if p != f"{producer.path}.{name}".lstrip(".")]
-        if tied:
-            yield f"{producer.path}.{name} is tied to {', '.join(tied)}"
-    for module in (producer.path, path):
-        read = sorted(p for p in flow.parameters_read if p.startswith(f"{module}."))
-        if read:
-            yield f"{read[0]} is read by a forward itself"
-
-
-def describe(call: Call) -> str:
-    """A step in words."""
-    where = f" in {call.scope}" if call.scope and call.kind != "module" else ""
-    what = {"module": f"{call.path} ({call.name})", "method": f".{call.name}()"}
-    return what.get(call.kind, f"{call.name}()") + where
-
-
-def _never_called(flow: DataFlow, path: str) -> str:
+def _never_called(path: str, untraced: Mapping[str, str], graph: Graph | None) -> str:
     parts = path.split(".")[:-1]
     for depth in range(len(parts), -1, -1):
         parent = ".".join(parts[:depth])
-        if parent in flow.untraced:
+        if parent in untraced:
             return (
                 f"{parent or 'the model'} cannot be followed, and only chains of modules inside it "
-                f"are folded: {flow.untraced[parent]}"
+                f"are folded: {untraced[parent]}"
             )
+    if graph is None:
+        return "is never called by the forward of the model, as far as it can be read"
     return "is never called by the forward of the model"
 
 
-def _parameter_owners(model: nn.Module) -> dict[int, list[str]]:
+def layer_problem(
+    model: nn.Module, owners: Mapping[str, list[str]], conv: str, channels: int
+) -> str | None:
+    """What keeps the layer at ``conv`` from taking any batch norm of ``channels`` channels."""
+    module = model.get_submodule(conv)
+    problem = conv_problem(module)
+    if problem is not None:
+        return f"{conv}: {problem}"
+    made = out_channels(module)
+    if made != channels:
+        return (
+            f"{conv}: {type(module).__name__} makes {made} channels but its batch norm "
+            f"normalises {channels}"
+        )
+    own = {f"{conv}.{name}".lstrip(".") for name, _ in module.named_parameters(recurse=False)}
+    tied = tied_to(owners, own)
+    return None if tied is None else f"{tied[0]} is tied to {tied[1]}"
+
+
+def tensor_owners(model: nn.Module) -> dict[str, list[str]]:
+    """Each parameter's and buffer's path, and all paths of the same tensor."""
     owners: dict[int, list[str]] = {}
-    for path, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            owners.setdefault(id(parameter), []).append(f"{path}.{name}".lstrip("."))
-    return owners
+    for prefix, module in model.named_modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    owners.setdefault(id(tensor), []).append(f"{prefix}.{name}".lstrip("."))
+    return {path: paths for paths in owners.values() for path in paths}
+
+
+def tied_to(owners: Mapping[str, list[str]], paths: set[str]) -> tuple[str, str] | None:
+    """One of ``paths`` and another path of the same tensor; None where each is its own."""
+    for path in sorted(paths):
+        others = [name for name in owners.get(path, ()) if name not in paths]
+        if others:
+            return path, ", ".join(others)
+    return None
+
+
+def norm_paths(bn: str, module: nn.Module) -> NormPaths:
+    """Where a batch norm module keeps its numbers."""
+    prefix = f"{bn}." if bn else ""
+    weight, bias = (
+        f"{prefix}{name}" if getattr(module, name, None) is not None else None
+        for name in ("weight", "bias")
+    )
+    eps = float(module.eps)  # type: ignore[arg-type]
+    return NormPaths(f"{prefix}running_mean", f"{prefix}running_var", weight, bias, eps)

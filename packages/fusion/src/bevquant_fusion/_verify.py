@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ._tracer import Inputs
+from bevquant_graph import evaluation
+
+Inputs = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
 
 
 def run(model: nn.Module, inputs: Inputs) -> list[Tensor]:
     """Outputs of ``model`` in evaluation mode, on copies of ``inputs``, as a flat list."""
-    if any(m.training for m in model.modules()):
-        model = copy.deepcopy(model).eval()
     args, kwargs = _duplicate(inputs)
-    with torch.no_grad():
+    with evaluation(model), torch.no_grad():
         return [t.detach().clone() for t in _tensors(model(*args, **kwargs))]
 
 

@@ -7,12 +7,23 @@ W' = W·γ/√(σ² + ε) and b' = (b − μ)·γ/√(σ² + ε) + β. All of it
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
 from bevquant_sparse import WeightLayout
 
-from ._shapes import Float
+if TYPE_CHECKING:
+    from jaxtyping import Float
+else:
+    try:
+        from jaxtyping import Float
+    except ImportError:  # plain tensors then
+
+        class Float:
+            def __class_getitem__(cls, item):
+                return item[0]
 
 
 def scale_and_bias(

@@ -12,7 +12,7 @@ _BEFORE_JUMP = frozenset({"TO_BOOL", "COMPARE_OP", "EXTENDED_ARG"})
 
 # Modules that ask on behalf of the code that called them.
 _BETWEEN = frozenset({"abc", "typing", "_collections_abc", "collections.abc", "beartype"})
-_BETWEEN |= frozenset({"jaxtyping", "bevquant_fusion._proxy"})
+_BETWEEN |= frozenset({"jaxtyping", "bevquant_fusion._symbolic._proxy"})
 
 
 def calling_frame() -> FrameType:

@@ -1,0 +1,328 @@
+"""Which batch norm belongs to which layer, read off a captured graph.
+
+From the input of a batch norm one walks back through whatever moves values but keeps channels
+apart. Where the walk ends, one layer must have made it all, and nobody else may read any of it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from bevquant_graph import Graph, op_spec
+from bevquant_sparse import is_sparse_conv
+
+from ._foldable import bn_problem, has_hooks, is_convolution
+from ._plan import Fold, NormPaths, Skipped, layer_problem, tensor_owners, tied_to
+
+_BATCH_NORM = torch.ops.aten.batch_norm.default
+
+
+class _Refused(Exception):
+    """A batch norm stays, for the reason that is the message."""
+
+
+def from_graph(model: nn.Module, graph: Graph) -> dict[str, Fold | Skipped]:
+    """What becomes of every batch norm that the graph computes, modules and functional ones."""
+    reader = _Reader(model, graph)
+    found: dict[str, Fold | Skipped] = {}
+    for path, nodes in reader.norms.items():
+        try:
+            found[path] = reader.fold(path, nodes)
+        except _Refused as refusal:
+            found[path] = Skipped(path, str(refusal), graph.location(nodes[0]))
+    return found
+
+
+class _Reader:
+    def __init__(self, model: nn.Module, graph: Graph) -> None:
+        self.model, self.graph = model, graph
+        self.modules = dict(model.named_modules(remove_duplicate=False))
+        self.owners = tensor_owners(model)
+        self.names = {module: path for path, module in model.named_modules()}
+        self.norms: dict[str, list[fx.Node]] = defaultdict(list)
+        self.layers: dict[str, list[fx.Node]] = defaultdict(list)
+        self.readers: dict[str, list[fx.Node]] = defaultdict(list)
+        self.callers: dict[str, set[str]] = defaultdict(set)  # of the members of a module
+        for node in graph.operations:
+            stack = self.stack(node)
+            for outer, inner in zip(["", *stack], stack, strict=False):
+                if inner:
+                    self.callers[inner.rpartition(".")[0]].add(outer)
+            layer = self.layer(node)
+            if layer is not None:
+                self.layers[layer].append(node)
+            if node.target is _BATCH_NORM:
+                self.norms[self.owner(node)].append(node)
+            for value in node.all_input_nodes:
+                constant = graph.constant_path(value)
+                if constant is not None:
+                    self.readers[constant].append(node)
+
+    # Modules
+
+    def stack(self, node: fx.Node) -> list[str]:
+        """Paths of the running modules, each module by its first path."""
+        return [self.names[self.modules[path]] for path in self.graph.stack(node)]
+
+    def layer(self, node: fx.Node) -> str | None:
+        """The convolution or linear layer whose forward computes the node."""
+        stack = reversed(self.stack(node))
+        return next((path for path in stack if is_convolution(self.modules[path])), None)
+
+    def owner(self, norm: fx.Node) -> str:
+        """The module that has the statistics, or else the one whose forward normalises."""
+        mean = self.graph.constant_path(norm.args[3])
+        path = self.stack(norm)[-1] if mean is None else mean.rpartition(".")[0]
+        first: str = self.names[self.modules[path]]
+        return first
+
+    def describe(self, node: fx.Node) -> str:
+        """A step in words."""
+        path = self.stack(node)[-1]
+        module = self.modules[path]
+        if is_convolution(module) or (path and next(module.children(), None) is None):
+            return f"{path} ({type(module).__name__})"
+        return f"{op_spec(node.target).name}()" + (f" in {path}" if path else "")
+
+    # One batch norm
+
+    def fold(self, path: str, norms: list[fx.Node]) -> Fold:
+        """How the batch norm at ``path``, called at ``norms``, is folded."""
+        numbers = self.numbers(path, norms)
+        channels = int(self.constant(numbers.mean).shape[0])
+        ends, inside = self.behind(norms, channels)
+        layers = {self.layer(node) for node, _ in ends}
+        for node, _ in ends:
+            if self.layer(node) is None:
+                if node.op == "placeholder":
+                    raise _Refused("normalises an input of the model")
+                raise _Refused(f"follows {self.describe(node)}, not a convolution or linear layer")
+        if len(layers) != 1:
+            shared = f"is shared: it is called {len(norms)} times, and" if norms[1:] else "reads"
+            raise _Refused(f"{shared} what several layers make: {', '.join(map(str, layers))}")
+        conv = str(next(iter(layers)))
+        self.refuse_other_readers(conv, norms, inside)
+        self.refuse_sharing(conv, norms, [node for node, _ in ends])
+        problem = layer_problem(self.model, self.owners, conv, channels)
+        if problem is not None:
+            raise _Refused(problem)
+        for node, axis in ends:
+            made = self.channel_axis(conv, node)
+            if axis != made and channels > 1:
+                raise _Refused(
+                    f"normalises axis {axis} of what {conv} makes, whose channels are axis {made}"
+                )
+        self.refuse_hooks(ends[0][0], norms[0])
+        caller = ["", *self.stack(norms[0])][-2]
+        parent = path.rpartition(".")[0]
+        indexed = any(outer != parent for outer in self.callers[parent])
+        return Fold(conv, path, numbers, caller, self.rest(path, norms), indexed)
+
+    def numbers(self, path: str, norms: list[fx.Node]) -> NormPaths:
+        """Where the numbers of the norm are, if they are its alone."""
+        module = self.modules[path]
+        if isinstance(module, _BatchNorm):
+            problem = bn_problem(module, own_forward=True)
+            if problem is not None:
+                raise _Refused(problem)
+        if norms[1:] and len({(*self.stack(n), self.graph.location(n)) for n in norms}) > 1:
+            raise _Refused(f"is shared: it is called {len(norms)} times")
+        found: list[str | None] = []
+        for name, value in zip(("weight", "bias", "mean", "var"), norms[0].args[1:5], strict=True):
+            constant = self.graph.constant_path(value)
+            if value is not None and constant is None:
+                raise _Refused(f"the forward of {path or 'the model'} computes its {name}")
+            found.append(constant)
+            others = [n for n in self.readers[constant or ""] if n not in norms]
+            if others:
+                raise _Refused(f"{constant} is read by {self.describe(others[0])}, too")
+        weight, bias, mean, var = found
+        if norms[0].args[5] or mean is None or var is None:
+            raise _Refused("keeps no running statistics, so it normalises by each batch")
+        if self.modules[self.stack(norms[0])[-1]].training:
+            raise _Refused("is in training mode, so it normalises by each batch; call eval() first")
+        tied = tied_to(self.owners, {p for p in found if p is not None})
+        if tied is not None:
+            raise _Refused(f"{tied[0]} is tied to {tied[1]}")
+        return NormPaths(mean, var, weight, bias, float(norms[0].args[7]))  # type: ignore[arg-type]
+
+    def constant(self, path: str) -> Tensor:
+        """The parameter or buffer at ``path``."""
+        found: Tensor = operator.attrgetter(path)(self.model)
+        return found
+
+    # The way back
+
+    def behind(
+        self, norms: list[fx.Node], channels: int
+    ) -> tuple[list[tuple[fx.Node, int]], set[fx.Node]]:
+        """Where the values come from, each with its axis of channels, and all nodes on the way."""
+        pending: list[tuple[fx.Node, int]] = [(n.args[0], 1) for n in norms]  # type: ignore[misc]
+        ends, inside = [], set(norms)
+        while pending:
+            node, axis = pending.pop()
+            if node in inside:
+                continue
+            inside.add(node)
+            before = _axis_before(node, axis, channels)
+            if before is None:
+                ends.append((node, axis))
+                continue
+            mover = node.args[0] if node.target is operator.getitem else node
+            assert isinstance(mover, fx.Node)
+            inside.add(mover)
+            pending += [(value, before) for value in mover.all_input_nodes if _is_float(value)]
+        return ends, inside
+
+    def channel_axis(self, conv: str, node: fx.Node) -> int:
+        """The axis of channels in what a layer makes."""
+        module, axes = self.modules[conv], int(node.meta["val"].dim())
+        if is_sparse_conv(module) or isinstance(module, nn.Linear):
+            return axes - 1
+        weight: Any = module.weight
+        return axes - (int(weight.dim()) - 2) - 1
+
+    # What stands against it
+
+    def refuse_other_readers(self, conv: str, norms: list[fx.Node], inside: set[fx.Node]) -> None:
+        others: dict[str, None] = {}
+        for node in inside.difference(norms):
+            for user in node.users:
+                if user.op == "output":
+                    others["the outside of the model"] = None
+                elif user not in inside and op_spec(user.target).kind != "size":
+                    others[self.describe(user)] = None
+        if others:
+            raise _Refused(f"{conv}'s output is also read by {', '.join(others)}")
+
+    def refuse_sharing(self, conv: str, norms: list[fx.Node], ends: list[fx.Node]) -> None:
+        nodes = self.layers[conv]
+        calls = {self.graph.call(n)[1] for n in nodes}
+        if calls != {self.graph.call(n)[1] for n in ends}:
+            raise _Refused(f"{conv} is shared: it is called {len(calls)} times")
+        for call in calls:
+            own = {n for n in nodes if self.graph.call(n)[1] == call}
+            given = {
+                value
+                for node in own
+                for value in node.all_input_nodes
+                if value not in own and _is_float(value) and not self.graph.constant_path(value)
+            }
+            if len(given) > 1:
+                raise _Refused(f"{conv} takes {len(given)} tensors, so its output is a sum")
+        for name, _ in self.modules[conv].named_parameters(recurse=False):
+            others = [n for n in self.readers[f"{conv}.{name}".lstrip(".")] if n not in nodes]
+            if others:
+                raise _Refused(f"{conv}.{name} is read by {self.describe(others[0])}, too")
+
+    def refuse_hooks(self, made: fx.Node, norm: fx.Node) -> None:
+        """Hooks of the modules that the value leaves or enters on its way see it."""
+        left, entered = self.stack(made), self.stack(norm)
+        for path in {*left} ^ {*entered}:
+            if path and has_hooks(self.modules[path]):
+                raise _Refused(f"{self.layer(made)}'s output is also read by hook() in {path}")
+
+    # What a class of its own does behind the normalisation
+
+    def rest(self, path: str, norms: list[fx.Node]) -> tuple[str, ...] | None:
+        """Names of the children that follow the normalisation; None where other code does."""
+        module = self.modules[path]
+        if not isinstance(module, _BatchNorm) or any(self.stack(n)[-1] != path for n in norms):
+            return None
+        if bn_problem(module) is None:
+            return ()
+        order = [name for name, child in module._modules.items() if child is not None]
+        groups: list[tuple[str, list[fx.Node]]] = []
+        value, known = norms[0], set(norms)
+        for node in self.graph.operations:
+            stack = self.stack(node)
+            if path not in stack or node in known or op_spec(node.target).kind == "size":
+                continue
+            below = stack[stack.index(path) + 1 :]
+            name = below[0].removeprefix(f"{path}.").split(".")[0] if below else ""
+            if not name or norms[1:]:
+                return None
+            if not groups or groups[-1][0] != name:
+                value = groups[-1][1][-1] if groups else value
+                groups.append((name, []))
+            groups[-1][1].append(node)
+            inputs = [i for i in node.all_input_nodes if not self.graph.constant_path(i)]
+            if any(i is not value and i not in groups[-1][1] for i in inputs):
+                return None
+        ran = [name for name, _ in groups]
+        if [name for name in order if name in ran] != ran:
+            return None
+        last = groups[-1][1][-1] if groups else norms[0]
+        made = {*norms, *(n for _, nodes in groups for n in nodes)}
+        if any(user not in made for n in made if n is not last for user in n.users):
+            return None
+        return tuple(order)
+
+
+def _is_float(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _axis_before(node: fx.Node, axis: int, channels: int) -> int | None:
+    """The axis of channels in the inputs of a step that only moves values; None for other steps.
+
+    The step itself is run on tensors in which every value is the number of its channel.
+    """
+    mover, index = node, None
+    if node.target is operator.getitem:
+        mover, index = node.args  # type: ignore[assignment]
+    spec = op_spec(mover.target)
+    moves = spec.kind in ("identity", "move", "join") and "dropout" not in spec.name
+    inputs = [i for i in mover.all_input_nodes if isinstance(i.meta.get("val"), Tensor)]
+    if mover.op != "call_function" or not inputs or not all(map(_is_float, inputs)):
+        return None
+    if spec.name in ("to", "_to_copy"):
+        return axis if node.meta["val"].dtype == inputs[0].meta["val"].dtype else None
+    if not moves:
+        return None
+    shapes = {i: _sizes(i.meta["val"].shape) for i in mover.all_input_nodes if i in inputs}
+    if any(shape is None for shape in shapes.values()):
+        return axis if spec.kind == "identity" else None
+    first = shapes[inputs[0]] or []
+    for before in sorted(range(len(first)), key=lambda a: a != axis):
+        if all(len(s or []) > before and (s or [])[before] == channels for s in shapes.values()):
+            try:
+                marked = {i: _marked(s or [], before) for i, s in shapes.items()}
+                made = _run(mover, marked, index)
+            except Exception:  # whatever an operator says to integers or a size it has no hint of
+                return None
+            if made.shape[axis] == channels and torch.equal(made, _marked(made.shape, axis)):
+                return before
+    return None
+
+
+def _run(node: fx.Node, values: dict[fx.Node, Tensor], index: Any) -> Tensor:
+    def value(argument: fx.Node) -> Any:
+        return values[argument] if argument in values else _size(argument.meta["val"])
+
+    args, kwargs = fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value)
+    made: Any = node.target(*args, **kwargs)  # type: ignore[operator]
+    return torch.as_tensor(made if index is None else made[index])
+
+
+def _marked(shape: Any, axis: int) -> Tensor:
+    numbers = torch.arange(1, shape[axis] + 1, dtype=torch.int32)  # zero is what padding puts in
+    numbers = numbers.reshape([-1 if a == axis else 1 for a in range(len(shape))])
+    return numbers.expand(*shape).contiguous()
+
+
+def _sizes(shape: Any) -> list[int] | None:
+    sizes = [_size(size) for size in shape]
+    return None if None in sizes else sizes
+
+
+def _size(value: Any) -> Any:
+    """A size, or what it is in the example; None for what depends on the data."""
+    return value.node.hint if isinstance(value, torch.SymInt) else value

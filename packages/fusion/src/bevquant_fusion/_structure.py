@@ -1,0 +1,257 @@
+"""Which batch norm belongs to which layer, told by the structure of the modules alone.
+
+Chains say it themselves. Residual blocks of sparse convolutions go by the names that these blocks
+have everywhere (``conv1``, ``bn1``, ``conv2``, …). Other forwards are followed by `torch.fx` as it
+is; what it cannot follow is looked at child by child. Captured graphs know more and better: this is
+for calls without example inputs, and for the inside of modules that cannot be captured.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import traceback
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable
+
+from torch import fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ._chains import has_base, is_chain, is_sparse_chain, is_sparse_module
+from ._foldable import fold_problem, has_hooks, is_convolution
+from ._plan import Fold, Skipped, layer_problem, norm_paths, tensor_owners
+
+_BLOCKS = frozenset({"SparseBasicBlock", "SparseBottleneck", "BasicBlock", "Bottleneck"})
+_ACTIVATIONS = (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SiLU, nn.Hardswish)
+
+
+def from_structure(
+    model: nn.Module, roots: Iterable[str]
+) -> tuple[dict[str, Fold | Skipped], dict[str, str]]:
+    """What becomes of the batch norms below ``roots``, and the modules that were not followed.
+
+    A batch norm that nothing is known about is in none of the two.
+    """
+    reader = _Reader(model)
+    for root in roots:
+        reader.region(root)
+    found: dict[str, Fold | Skipped] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and path in reader.calls:
+            reason = reader.problem(path)
+            if reason is not None:
+                found[path] = Skipped(path, reason)
+            else:
+                conv = str(reader.producer(path)[0])
+                parent = path.rpartition(".")[0]
+                found[path] = Fold(conv, path, norm_paths(path, module), parent)
+    return found, reader.untraced
+
+
+def activations(model: nn.Module) -> list[tuple[str, bool]]:
+    """In-place activations of sparse encoders, and whether it is plain that nobody sees them write.
+
+    A sparse encoder is any module that is a sparse module itself or has one among its children.
+    """
+    found = []
+    for path, parent in model.named_modules():
+        children = list(parent.named_children())
+        sparse = any(is_convolution(c) and is_sparse_module(c) for _, c in children)
+        if not sparse and not any(is_sparse_module(m) for m in (parent, *parent.children())):
+            continue
+        for place, (name, child) in enumerate(children):
+            if isinstance(child, _ACTIVATIONS) and getattr(child, "inplace", False):
+                alone = is_sparse_chain(parent) and place > 0
+                block = is_sparse_module(parent) and has_base(parent, _BLOCKS)
+                found.append((f"{path}.{name}" if path else name, alone or block))
+    return found
+
+
+class _Tracer(fx.Tracer):
+    """`torch.fx` as it is, that stops at layers, sparse modules and modules with hooks."""
+
+    def __init__(self, unknown: set[nn.Module]) -> None:
+        super().__init__()
+        self._unknown = unknown
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Whether the module is one node."""
+        own = is_convolution(m) or isinstance(m, _BatchNorm) or is_sparse_module(m)
+        other = m in self._unknown or has_hooks(m) or "forward" in vars(m)
+        return own or other or super().is_leaf_module(m, module_qualified_name)
+
+
+class _Reader:
+    def __init__(self, model: nn.Module) -> None:
+        # Forwards may store what they see; the parameters are the model's own.
+        shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
+        self.model: nn.Module = copy.deepcopy(model, dict(shared))
+        self.names = {module: path for path, module in self.model.named_modules()}
+        self.modules = dict(self.model.named_modules(remove_duplicate=False))
+        self.owners = tensor_owners(model)
+        self.calls: dict[str, list[fx.Node]] = defaultdict(list)
+        self.path_of: dict[fx.Node, str] = {}
+        self.untraced: dict[str, str] = {}
+
+    def region(self, path: str) -> None:
+        """Read the module at ``path``, and below it what that does not tell."""
+        module = self.modules[path]
+        graph: fx.Graph | None
+        if path in self.untraced or isinstance(module, nn.ModuleList | nn.ModuleDict):
+            graph = None
+        elif is_chain(module):
+            graph = _row(_members(module))
+        elif is_sparse_module(module):
+            graph = self.block(module) if has_base(module, _BLOCKS) else None
+            if graph is None and any(isinstance(m, _BatchNorm) for m in module.children()):
+                self.untraced[path] = (
+                    f"{type(module).__name__}.forward takes sparse tensors, which are followed "
+                    "with example inputs only"
+                )
+        else:
+            graph = self.traced(path, module)
+        reached: set[nn.Module] = set()
+        for node in graph.nodes if graph else ():
+            if node.op == "call_module":
+                called = module.get_submodule(str(node.target))
+                reached.add(called)
+                self.path_of[node] = self.names[called]
+                self.calls[self.names[called]].append(node)
+        self.below(module, reached)
+
+    def below(self, module: nn.Module, reached: set[nn.Module]) -> None:
+        for child in module.children():
+            if is_convolution(child) or isinstance(child, _BatchNorm):
+                continue
+            if any(m in reached for m in child.modules() if m is not child):
+                self.below(child, reached)
+            elif any(isinstance(m, _BatchNorm) for m in child.modules()):
+                self.region(self.names[child])
+
+    def traced(self, path: str, module: nn.Module) -> fx.Graph | None:
+        """The forward by `torch.fx`; modules that it cannot follow are one node each."""
+        unknown: set[nn.Module] = set()
+        log = logging.getLogger("torch.fx")
+        level = log.level
+        log.setLevel(logging.CRITICAL + 1)
+        try:
+            while True:
+                try:
+                    with warnings.catch_warnings():
+                        warnings.simplefilter("ignore")
+                        return _Tracer(unknown).trace(module)
+                except Exception as error:
+                    frames = [f for f, _ in traceback.walk_tb(error.__traceback__)]
+                    owners = [f.f_locals.get("self") for f in reversed(frames)]
+                    failed = next((m for m in owners if m in self.names and m is not module), None)
+                    reason = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+                    if not isinstance(failed, nn.Module) or failed in unknown:
+                        self.untraced[path] = f"{type(module).__name__}.forward: {reason}"
+                        return None
+                    unknown.add(failed)
+        finally:
+            log.setLevel(level)
+
+    def block(self, module: nn.Module) -> fx.Graph | None:
+        """The layers of a residual block in the order of their names, if its code has it."""
+        names: list[str] = []
+        for number in "123":
+            for kind in ("conv", "bn", "norm"):
+                child = getattr(module, f"{kind}{number}", None)
+                if isinstance(child, nn.Module) and child not in map(module.get_submodule, names):
+                    own = next((n for n, m in module.named_children() if m is child), None)
+                    names += [] if own is None else [own]
+        code = getattr(type(module).forward, "__code__", None)
+        used = [n for n in getattr(code, "co_names", ()) if n in module._modules or n[:4] == "norm"]
+        numbers = [n[-1] for n in used if n[:4] in ("conv", "norm") or n[:2] == "bn"]
+        kinds = [n[:4] == "conv" for n in used if n[:4] in ("conv", "norm") or n[:2] == "bn"]
+        paired = kinds[::2] == [True] * (len(names) // 2) and not any(kinds[1::2])
+        return _row(names) if paired and numbers == sorted(numbers) else None
+
+    def producer(self, bn: str) -> tuple[str | None, fx.Node | None]:
+        """The module and the step that made what the batch norm reads."""
+        value = self.calls[bn][0].args[0]
+        while isinstance(value, fx.Node):
+            if not isinstance(self.modules.get(self.path_of.get(value, "-")), nn.Identity):
+                return self.path_of.get(value), value
+            value = value.args[0]
+        return None, None
+
+    def problem(self, bn: str) -> str | None:
+        """Why the batch norm stays, or None."""
+        calls = self.calls[bn]
+        if len(calls) > 1:
+            return f"is shared: it is called {len(calls)} times"
+        path, node = self.producer(bn)
+        if node is None or node.op == "placeholder":
+            return "normalises what comes from outside the traced part of the model"
+        module = None if path is None else self.modules[path]
+        if module is None or path is None or not is_convolution(module):
+            return f"follows {self.describe(node)}, not a convolution or linear layer"
+        others = [self.describe(user) for user in self.readers(node) if user is not calls[0]]
+        if others:
+            return f"{path}'s output is also read by {', '.join(others)}"
+        if len(self.calls[path]) > 1:
+            return f"{path} is shared: it is called {len(self.calls[path])} times"
+        given = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, fx.Node)]
+        if len(given) > 1:
+            return f"{path} takes {len(given)} tensors, so its output is a sum"
+        norm = self.modules[bn]
+        problem = fold_problem(module, norm)
+        if problem is not None:
+            return problem if problem.startswith(type(norm).__name__) else f"{path}: {problem}"
+        problem = layer_problem(self.model, self.owners, path, int(norm.num_features))
+        if problem is not None:
+            return problem
+        for prefix in (path, bn):
+            for other in node.graph.nodes:
+                if other.op == "get_attr" and str(other.target).startswith(f"{prefix}."):
+                    return f"{other.target} is read by a forward itself"
+        return None
+
+    def readers(self, node: fx.Node) -> list[fx.Node]:
+        found = []
+        for user in node.users:
+            if isinstance(self.modules.get(self.path_of.get(user, "-")), nn.Identity):
+                found += self.readers(user)
+            elif user.target not in ("size", "dim") and user.args[1:] not in [
+                ("shape",),
+                ("ndim",),
+            ]:
+                found.append(user)
+        return found
+
+    def describe(self, node: fx.Node) -> str:
+        """A step in words."""
+        if node.op == "output":
+            return "the outside of the traced part"
+        path = self.path_of.get(node)
+        if path is not None:
+            if has_hooks(self.modules[path]) and not is_convolution(self.modules[path]):
+                return f"hook() in {path}"
+            return f"{path} ({type(self.modules[path]).__name__})"
+        if node.op == "call_method":
+            return f".{node.target}()"
+        return f"{getattr(node.target, '__name__', node.target)}()"
+
+
+def _members(chain: nn.Module) -> list[str]:
+    """What a chain runs, in order; chains inside of it are part of it, unless a hook looks."""
+    names: list[str] = []
+    for name, member in chain._modules.items():
+        if member is not None and is_chain(member) and not has_hooks(member):
+            names += [f"{name}.{inner}" for inner in _members(member)]
+        elif member is not None:
+            names.append(name)
+    return names
+
+
+def _row(names: list[str]) -> fx.Graph:
+    """Modules one after the other."""
+    graph = fx.Graph()
+    value = graph.placeholder("x")
+    for name in names:
+        value = graph.call_module(name, (value,))
+    graph.output(value)
+    return graph

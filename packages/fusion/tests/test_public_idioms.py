@@ -1,0 +1,285 @@
+"""What public forwards do, and what fuse_model makes of it with example inputs."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from bevquant_fusion import fuse_model
+from bevquant_graph import capture
+
+
+def chain(channels, out):
+    return nn.Sequential(nn.Conv2d(channels, out, 1, bias=False), nn.BatchNorm2d(out), nn.ReLU())
+
+
+class DictBackbone(nn.Module):
+    """A dict in and out, a ModuleList of Sequentials, a stride from Python arithmetic."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([chain(4, 4), chain(4, 6)])
+        self.deblocks = nn.ModuleList([chain(4, 3), chain(6, 3)])
+
+    def forward(self, batch_dict):
+        x = first = batch_dict["features"]
+        ups, found = [], {}
+        for i in range(len(self.blocks)):
+            x = self.blocks[i](x)
+            found[f"stride_{int(first.shape[2] / x.shape[2])}x"] = x
+            ups.append(self.deblocks[i](x))
+        assert len(ups) > 1 and x.shape[0] > 0  # noqa: PT018 (as public forwards write it)
+        batch_dict["out"] = torch.cat(ups, dim=1)
+        return batch_dict
+
+
+class PointLayer(nn.Module):
+    """Linear, permute, BatchNorm1d, permute; long inputs go through the Linear in parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm, self.part = nn.Linear(5, 4, bias=False), nn.BatchNorm1d(4), 3
+
+    def forward(self, x):
+        if x.shape[0] > self.part:
+            parts = [self.linear(x[i * 3 : i * 3 + 3]) for i in range(x.shape[0] // 3 + 1)]
+            x = torch.cat(parts, dim=0)
+        else:
+            x = self.linear(x)
+        x = self.norm(x.permute(0, 2, 1)).permute(0, 2, 1)
+        return F.relu(x).max(dim=1)[0]
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = chain(4, 4)
+
+    def forward(self, x):
+        return checkpoint(self.body, x, use_reentrant=False)
+
+
+class Rearranged(nn.Module):
+    """Images of all cameras in one batch, as einops would write it."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 4, 1), nn.BatchNorm3d(4)
+
+    def forward(self, x):
+        y = self.conv(x)
+        grouped = y.reshape(1, -1, *y.shape[1:]).permute(0, 2, 1, 3, 4)
+        return self.norm(grouped)
+
+
+class Levels(nn.Module):
+    """One convolution and its batch norm on several maps."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = chain(4, 4)
+
+    def forward(self, x):
+        return [self.head(level) for level in (x, x[..., ::2])]
+
+
+def image():
+    return torch.randn(2, 4, 6, 6).double()
+
+
+CASES = {
+    "dict": (DictBackbone, lambda: ({"features": image()},), 4),
+    "points": (PointLayer, lambda: torch.randn(2, 6, 5).double(), 1),
+    "points in parts": (PointLayer, lambda: torch.randn(8, 6, 5).double(), 1),
+    "checkpoint": (Checkpointed, image, 1),
+    "cameras": (Rearranged, image, 1),
+    "levels": (Levels, image, 1),
+}
+
+
+def tensors(value):
+    if isinstance(value, dict):
+        return [value["out"]]
+    return value if isinstance(value, list) else [value]
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_folded_as_it_stands(name, randomise, error_of):
+    make, inputs, count = CASES[name]
+    model, given = randomise(make()), inputs()
+    result = fuse_model(model, copy.deepcopy(given))
+    assert (len(result.fused), result.skipped) == (count, ())
+    args = given if isinstance(given, tuple) else (given,)
+    for wanted, made in zip(
+        tensors(model(*copy.deepcopy(args))), tensors(result.model(*args)), strict=True
+    ):
+        assert error_of(made, wanted) <= 1e-12
+
+
+class NormAct(nn.BatchNorm2d):
+    """Batch norm, dropout and activation in one class."""
+
+    def __init__(self, channels):
+        super().__init__(channels)
+        self.drop, self.act = nn.Dropout(0.1), nn.SiLU()
+
+    def forward(self, x):
+        x = F.batch_norm(
+            x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.1, self.eps
+        )
+        return self.act(self.drop(x))
+
+
+class NormRelu(nn.BatchNorm2d):
+    def forward(self, x):
+        return F.relu(super().forward(x)) + 1
+
+
+class Frozen(nn.Module):
+    """Buffers alone, and F.batch_norm."""
+
+    def __init__(self, channels):
+        super().__init__()
+        for name in ("weight", "bias", "running_mean", "running_var"):
+            self.register_buffer(name, torch.rand(channels) + 0.5)
+
+    def forward(self, x):
+        stats = (self.running_mean, self.running_var, self.weight, self.bias)
+        return F.batch_norm(x, *stats, training=False, eps=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("norm", "how", "left"),
+    [
+        (NormAct, "rest", "Sequential"),
+        (NormRelu, "neutral", "NormRelu"),
+        (Frozen, "neutral", "Frozen"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_what_else_a_batch_norm_does_is_kept(norm, how, left, dtype, randomise):
+    model = randomise(nn.Sequential(nn.Conv2d(4, 4, 3), norm(4), nn.Conv2d(4, 2, 1))).to(dtype)
+    x = image().to(dtype)
+    result = fuse_model(model, x)
+    assert [(f.conv, f.bn, f.how) for f in result.fused] == [("0", "1", how)]
+    assert type(result.model[1]).__name__ == left
+    assert result.max_error <= (1e-12 if dtype is torch.float64 else 1e-5)
+    if how == "rest":
+        assert [n for n, _ in result.model[1].named_children()] == ["drop", "act"]
+        assert not any("running" in key for key in result.model.state_dict())
+    else:  # the normalisation gives exactly what it gets
+        free = copy.deepcopy(result.model[1])
+        probe = torch.randn(3, 4, 5, 5).to(dtype)
+        wanted = F.relu(probe) + 1 if norm is NormRelu else probe
+        assert torch.equal(free(probe), wanted)
+
+
+class Refused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.a_bn = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+        self.b, self.b_bn = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+        self.c, self.d, self.cd_bn = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+        self.e, self.e_bn, self.f_bn = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.BatchNorm2d(4)
+        self.g, self.g_bn = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+        self.h, self.h_bn = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+
+    def forward(self, x):
+        a = self.a(x)
+        x = self.a_bn(a) + a
+        x = self.b_bn(F.relu(self.b(x)))
+        x = self.cd_bn(self.c(x)) + self.cd_bn(self.d(x))
+        x = self.e_bn(self.e(x)) + self.f_bn(self.e(x))
+        x = self.g_bn(F.pad(self.g(x), (1, 1)))[..., :4]
+        h = self.h(x[..., :4, :])
+        return self.h_bn(h.transpose(1, 2))
+
+
+WHY = {
+    "a_bn": "a's output is also read by add()",
+    "b_bn": "follows relu(), not a convolution",
+    "cd_bn": "is shared: it is called 2 times",
+    "e_bn": "e is shared: it is called 2 times",
+    "f_bn": "e is shared: it is called 2 times",
+    "g_bn": "follows pad(), not a convolution",
+    "h_bn": "normalises axis 2 of what h makes, whose channels are axis 1",
+}
+
+
+def test_never_folded_and_always_said_where(randomise):
+    model = randomise(Refused())
+    result = fuse_model(model, image())
+    assert result.fused == ()
+    assert {s.bn: s.reason for s in result.skipped if not s.reason.startswith(WHY[s.bn])} == {}
+    assert len(result.skipped) == len(WHY)
+    assert all("test_public_idioms.py:" in s.location for s in result.skipped)
+
+
+def test_a_graph_that_is_there_already_is_read(randomise):
+    model, x = randomise(DictBackbone()), {"features": image()}
+    graph = capture(model, (copy.deepcopy(x),))
+    assert len(fuse_model(model, graph=graph).fused) == 4
+    with pytest.raises(ValueError, match="of another DictBackbone"):
+        fuse_model(copy.deepcopy(model), graph=graph)
+
+
+def test_inside_of_what_cannot_be_captured_chains_are_folded(randomise, error_of):
+    class Chooses(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = chain(4, 4)
+
+        def forward(self, x):
+            return self.body(x) if x.sum() < 1e9 else x
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.choice = nn.ModuleList([chain(4, 4)]), Chooses()
+
+        def forward(self, x):
+            return self.choice(self.first[0](x))
+
+    model, x = randomise(Model()), image()
+    result = fuse_model(model, x)
+    assert [f.bn for f in result.fused] == ["first.0.1", "choice.body.1"]
+    assert "test_public_idioms.py:" in result.untraced["choice"]
+    assert error_of(result.model(x), model(x)) <= 1e-12
+
+
+class SparseLike(nn.Module):
+    """A block of this file, so that it can be pickled."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+
+    @property
+    def norm1(self):
+        return self.bn1
+
+    def forward(self, x, scale=1.0):
+        # The rewritten forward is on the lines of this one.
+        out = self.norm1(self.conv1(x))
+        return out * scale
+
+
+def test_a_forward_without_its_call(tmp_path):
+    from bevquant_fusion._without_calls import drop_calls
+
+    block, x = SparseLike().eval(), torch.randn(1, 4, 2, 2)
+    wanted = block.conv1(x) * 2
+    line = SparseLike.forward.__code__.co_firstlineno
+    assert not drop_calls(block, ["conv2"])
+    assert drop_calls(block, ["bn1"])
+    assert not hasattr(block, "bn1")
+    assert type(block).__name__ == "SparseLike"
+    assert isinstance(block, SparseLike)
+    assert type(block).forward.__code__.co_firstlineno == line
+    for copied in (block, copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
+        assert torch.equal(copied(x, scale=2), wanted)
+    assert hasattr(SparseLike(), "bn1")
