@@ -138,7 +138,9 @@ def test_every_byte_of_the_manifest_counts(saved):
 
 
 def test_what_is_no_file_is_refused(saved):
-    with pytest.raises(ValueError, match=r"cannot read .*program\.json.*manifest\.json: no such file"):
+    with pytest.raises(
+        ValueError, match=r"cannot read .*program\.json.*manifest\.json: no such file"
+    ):
         IntegerModel.load(saved / "program.json")
     (saved / "program.json").unlink()
     (saved / "program.json").mkdir()

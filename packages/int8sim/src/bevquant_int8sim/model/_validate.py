@@ -80,7 +80,7 @@ class _Linear(_Any, kw_only=True):
 
 class _Conv(_Linear, kw_only=True):
     stride: Extents
-    padding: Size | tuple[Size | tuple[Size, Size], ...]
+    padding: Any  # a size, or for each axis a size or a pair; see `_check_padding`
     dilation: Extents
     groups: Extent
 
@@ -245,6 +245,8 @@ def _check_layer(step: Step, path: str) -> None:
         axes = len(step.attributes["kernel_size"]) if step.op == "sparse_conv" else weight.dim() - 2
         if isinstance(sizes, list | tuple) and len(sizes) != axes:
             raise ValueError(f"{path}: {name}={sizes} for {axes} axes")
+    if "padding" in step.attributes:
+        _check_padding(step.attributes["padding"], path)
     dense = step.op != "sparse_conv"  # whose residual has a multiplier of 1 unless it says so
     if dense and len(step.args) > 1 and step.attributes.get("addend_multiplier") is None:
         raise ValueError(f"{path}: the multiplier of what is added is missing")
@@ -260,6 +262,14 @@ def _check_layer(step: Step, path: str) -> None:
             _check_length(_tensor(step, name, torch.float64, path), channels, name, path)
     if step.attributes["out"] != "int32" and "multiplier" not in step.tensors:
         raise ValueError(f"{path}: the tensor multiplier is missing")
+
+
+def _check_padding(padding: Any, path: str) -> None:
+    # By hand: msgspec 0.22 corrupts memory on unions of bounded numbers and pairs within a tuple.
+    for size in padding if isinstance(padding, list | tuple) else (padding,):
+        pair = size if isinstance(size, list | tuple) and len(size) == 2 else (size,)
+        if not all(type(n) is int and 0 <= n < 2**31 for n in pair):
+            raise ValueError(f"{path}: padding={padding!r} are no sizes")
 
 
 def _out_channels(step: Step, weight: Tensor) -> int:
