@@ -33,8 +33,9 @@ import time
 import warnings
 import zipfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -82,9 +83,8 @@ def changed_bytes(rng: Rng, data: bytes) -> bytes:
 
 def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     found = [at]
-    items = value.items() if isinstance(value, dict) else enumerate(value)
     if isinstance(value, dict | list):
-        for key, item in items:
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             found += places(item, (*at, key))
     return found
 
@@ -469,7 +469,7 @@ def prepared_frame() -> Target:
 
     def read(folder: Path) -> None:
         found = CompactFrame.load(folder / "p.npz")
-        (found.points, found.labels, found.network_images())
+        str((found.points, found.labels, found.network_images()))
 
     return Target(files, {"p.npz": changed_npz}, read)
 
@@ -570,7 +570,7 @@ def run_evidence() -> Target:
 
     def read(folder: Path) -> None:
         found = read_evidence(folder)
-        (found.command, found.frames, found.model_digests)
+        str((found.command, found.frames, found.model_digests))
 
     change = dict.fromkeys(("config.json", "summary.json", "page.json"), changed_json)
     return Target(files, change, read, sign)
@@ -615,7 +615,7 @@ class Call(NamedTuple):
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
-    kwargs: dict[str, Any] = {}
+    kwargs: Mapping[str, Any] = MappingProxyType({})
 
 
 def kernels() -> dict[str, Call]:
@@ -730,8 +730,9 @@ def changed_argument(rng: Rng, value: Any) -> Any:
     if isinstance(value, bool):
         return rng.choice([None, 1, "x", not value])
     if isinstance(value, int | float):
-        return rng.choice([0, -1, 10**9, 2**63, 10**400, 0.5, float("nan"), float("inf"), None, "x",
-                           True, [value], (value, value), (1, 2, 3, 4), -value, 1e-320])  # fmt: skip
+        numbers = [0, -1, 10**9, 2**63, 10**400, 0.5, float("nan"), float("inf"), 1e-320, -value]
+        others = [None, "x", True, [value], (value, value), (1, 2, 3, 4)]
+        return rng.choice([*numbers, *others])
     if isinstance(value, tuple | list) and value and rng.random() < 0.7:
         items = list(value)
         items[rng.randrange(len(items))] = rng.choice([0, -1, 10**12, 2**63, 1.5, "x", None, True])
@@ -880,7 +881,7 @@ def attack(name: str, count: int, seed: int, show: Callable[[str], None] = print
     """Run all mutants of a target in workers, a new one after each that died."""
     tally: Counter[str] = Counter()
     seen: set[str] = set()
-    start = 0
+    start, began = 0, time.monotonic()
     while start < count:
         command = [sys.executable, __file__, "--worker", name, str(seed), str(start), str(count)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
@@ -917,6 +918,7 @@ def attack(name: str, count: int, seed: int, show: Callable[[str], None] = print
             tally[outcome] += 1
             show(f"  {name} #{current}: {outcome}: exit code {process.returncode}")
             start = current + 1
+    show(f"{name}: {dict(tally)} in {time.monotonic() - began:.0f} s")
     return tally
 
 
@@ -928,7 +930,9 @@ def table(results: dict[str, Counter[str]]) -> str:
     rows.append(["together", str(total.total()), *(str(total[o]) for o in OUTCOMES)])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join(
-        "  ".join([r[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(r[1:], widths[1:]))])
+        "  ".join(
+            [r[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(r[1:], widths[1:], strict=True))]
+        )
         for r in rows
     )
 
@@ -940,6 +944,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", help="targets whose names hold one of these")
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     from concurrent.futures import ThreadPoolExecutor
 
     chosen = {

@@ -107,9 +107,23 @@ def load_calibrator_state(
         tracked = [_numbers(arrays[name], f"{who}: {name}") for name in names]
         amax = arrays.get("amax")
         found = None if amax is None else torch.from_numpy(_numbers(amax, f"{who}: amax").copy())
-        if found is not None and calibrator.axis is None and found.dim():
-            raise ValueError(f"{who}: damaged state: one range of shape {tuple(found.shape)}")
+        if found is not None and not _is_range(found, calibrator.axis):
+            raise ValueError(
+                f"{who}: damaged state: a range of shape {tuple(found.shape)} for the axis "
+                f"{calibrator.axis}"
+            )
         calibrator._amaxs, calibrator._calib_amax = tracked, found
+
+
+def _is_range(amax: torch.Tensor, axis: Any) -> bool:
+    """Whether a MaxCalibrator keeps ranges of this shape: one value, or those along its axes."""
+    if not amax.dim():
+        return True
+    axes = [axis] if isinstance(axis, int) else list(axis or ())
+    if any(not -amax.dim() <= a < amax.dim() for a in axes):
+        return False
+    kept = {a % amax.dim() for a in axes}
+    return amax.numel() > 1 and all(n == 1 for i, n in enumerate(amax.shape) if i not in kept)
 
 
 def _numbers(array: np.ndarray[Any, Any], what: str) -> np.ndarray[Any, Any]:

@@ -94,7 +94,8 @@ _ELEMENTS = frozenset(
     "a button caption circle code dd details div dl dt em fieldset figcaption figure g h3 h4 img "
     "input label legend li line ol option p path polygon rect section select small span strong "
     "sub summary sup svg table tbody td text textarea tfoot th thead title tr ul wbr canvas "
-    "output polyline br b i defs marker time colgroup col abbr pre".split()
+    "output polyline br b i defs marker time colgroup col abbr pre template tspan "
+    "desc ellipse".split()
 )
 _ATTRIBUTE = re.compile(r"(?!on)[a-z][a-z0-9-]*")
 _CASED = {"viewbox": "viewBox", "preserveaspectratio": "preserveAspectRatio"}
@@ -172,6 +173,10 @@ def _html(path: Path, node: Any) -> Html | str:
     if isinstance(node, str):
         return node
     fits = isinstance(node, list) and len(node) == 3 and isinstance(node[1], dict)
+    if fits and node[0] == "style" and not node[1]:
+        # The one raw text on a page: without a "<" it cannot end.
+        if isinstance(node[2], list) and all(isinstance(t, str) and "<" not in t for t in node[2]):
+            return Html("<style>" + "".join(node[2]) + "</style>")
     if not fits or node[0] not in _ELEMENTS or not isinstance(node[2], list):
         raise DocumentError(f"{path}: {str(node)[:60]} is no element of a page")
     attributes: dict[str, str | bool] = {}
