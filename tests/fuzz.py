@@ -761,6 +761,10 @@ def clean(error: BaseException, kernel: bool) -> bool:
     return ours or (kernel and isinstance(error, TypeError))
 
 
+def _alarm(number: int, frame: Any) -> None:
+    raise Hang
+
+
 class Mutants:
     """The mutants of one target, by number.
 
@@ -771,6 +775,7 @@ class Mutants:
 
     def __init__(self, name: str, seed: int) -> None:
         self.name, self.seed = name, seed
+        signal.signal(signal.SIGALRM, _alarm)
         self.call = kernels()[name.removeprefix("kernel ")] if name.startswith("kernel ") else None
         self.target = None if self.call else READERS[name]()
         self.folder = Path(tempfile.mkdtemp(prefix="fuzz-", dir=_fast()))
@@ -859,11 +864,6 @@ WHOLE_KERNEL = 1000
 
 def worker(name: str, seed: int, start: int, stop: int) -> None:
     """Run mutants in this process; one line of JSON for each, before it a line that it begins."""
-
-    def alarm(number: int, frame: Any) -> None:
-        raise Hang
-
-    signal.signal(signal.SIGALRM, alarm)
     torch.set_num_threads(1)
     mutants = Mutants(name, seed)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -887,7 +887,7 @@ def attack(name: str, count: int, seed: int, show: Callable[[str], None] = print
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         assert process.stdout is not None
         current, stuck, text = start, False, b""
-        heard = time.monotonic() + 60  # what it needs to begin
+        heard = time.monotonic() + 600  # what it may take to make its good files
         while True:
             ready, _, _ = select.select([process.stdout], [], [], 1.0)
             if ready:

@@ -1,9 +1,8 @@
-"""A few of the mutants of `nox -s fuzz`, in this process: no reader may end on a wrong exception."""
+"""A few of the mutants of `nox -s fuzz`, in this process: every reader ends on a clean error."""
 
 from __future__ import annotations
 
 import json
-import signal
 
 import pytest
 from fuzz import KERNELS, OUTCOMES, READERS, WHOLE, WHOLE_KERNEL, Mutants, changed_json, table
@@ -20,11 +19,8 @@ QUICK = (
 @pytest.mark.parametrize("name", QUICK)
 def test_damaged_files_end_on_a_clean_error(name: str) -> None:
     mutants = Mutants(name, seed=1)
-    try:
-        found = [mutants.run(number) for number in range(150)]
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        mutants.close()
+    found = [mutants.run(number) for number in range(150)]
+    mutants.close()
     assert [said for outcome, said in found if outcome not in ("ok", "clean")] == []
     assert sum(outcome == "clean" for outcome, _ in found) > 20  # the mutants do harm
 
