@@ -131,7 +131,10 @@ def set_labels(**values):
         (set_labels(boxes=[[0] * 7, [None] * 7]), "NaN or Inf or a size"),
         (set_labels(boxes=[[0] * 6]), r"boxes must be numbers \[N, 7\], not \[1, 6\]"),
         (set_labels(visibility=[1]), r"visibility must be numbers \[1, 2\]"),
-        (lambda content: content["labels"].pop("names"), "labels: object missing required field `names`"),
+        (
+            lambda content: content["labels"].pop("names"),
+            "labels: object missing required field `names`",
+        ),
         (lambda content: content.update(labels=[]), "labels: expected `object"),
     ],
 )
