@@ -336,7 +336,7 @@ def test_closed_pipe_is_not_a_traceback(here: Path) -> None:
         (["--name", ""], "--name '': it names nothing"),
         (
             ["--cameras", "CAM_NOPE", "--branch", "lidar"],
-            "--cameras CAM_NOPE: what is run reads no",
+            "--cameras CAM_NOPE: what is run",
         ),
     ],
 )

@@ -133,7 +133,7 @@ def set_labels(**values):
         (set_labels(visibility=[1]), r"visibility must be numbers \[1, 2\]"),
         (
             lambda content: content["labels"].pop("names"),
-            "labels: object missing required field `names`",
+            "missing required field `names`",
         ),
         (lambda content: content.update(labels=[]), "labels: expected `object"),
     ],
@@ -152,7 +152,7 @@ def test_unreadable_images_and_calibration(folder):
         with pytest.raises(InputError, match=r"CAM_FRONT\.png: not a readable image"):
             open_dataset("files", folder)[0]
     (folder / "calib.json").write_text("{")
-    with pytest.raises(InputError, match=r"calib\.json: not readable JSON"):
+    with pytest.raises(InputError, match=r"calib\.json is not a JSON document"):
         open_dataset("files", folder)
     (folder / "calib.json").write_text("[]")
     with pytest.raises(InputError, match="a JSON object is expected, not a list"):

@@ -29,7 +29,9 @@ def read_npz(
     try:
         arrays = read_arrays(path, (key,), optional=("boxes", "names"))
     except DocumentError as error:
-        raise PointsError(f"{error}: save the points under {key!r} or say key=") from error
+        lacks = "no array" in str(error)
+        remedy = f": save the points under {key!r} or say key=" if lacks else ""
+        raise PointsError(f"{error}{remedy}") from error
     labels = None
     if "boxes" in arrays and "names" in arrays:
         labels = _labels(path, arrays["boxes"], arrays["names"])
