@@ -300,7 +300,7 @@ def _break(made: MadeUpRuns, run: Path, what: str) -> dict[str, Any]:
         write_digests(evaluation)
     if what == "page":
         page = evaluation / "page.json"
-        page.write_text(page.read_text().replace('"version": 1', '"version": 9'))
+        page.write_text(page.read_text().replace('"version":1', '"version":9'))
         write_digests(evaluation)
     if what == "gone":
         (evaluation / "page.json").unlink()

@@ -99,7 +99,7 @@ _ELEMENTS = frozenset(
 )
 _ATTRIBUTE = re.compile(r"(?!on)[a-z][a-z0-9-]*")
 _CASED = {"viewbox": "viewBox", "preserveaspectratio": "preserveAspectRatio"}
-_LINKS = {"href": ("#",), "src": ("data:image/",), "xlink-href": ("#",)}
+_LINKS = {"href": ("#", "https://"), "src": ("data:image/",), "xlink-href": ("#",)}
 Node = str | list[Any]
 
 
