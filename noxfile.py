@@ -220,3 +220,10 @@ def bench(session: nox.Session) -> None:
     install(session, everything(), "pytorch-quantization", "nvidia-modelopt", "huggingface_hub")
     for script in session.posargs or sorted(str(p) for p in (ROOT / "benchmarks").glob("[!_]*.py")):
         session.run("python", script)
+
+
+@nox.session
+def fuzz(session: nox.Session) -> None:
+    """Over 100,000 damaged files and bad arguments, for every reader and every kernel; a table."""
+    install(session, everything())
+    session.run("python", "tests/fuzz.py", *session.posargs, env={"OMP_WAIT_POLICY": "PASSIVE"})

@@ -19,7 +19,7 @@ from bevfusion_quant.metrics import Accuracy, AccuracyTally, Bootstrap
 from bevfusion_quant.model.head import NUSCENES_CLASSES
 from bevfusion_quant.ptq import LayerRow, QuantizerValues
 from bevfusion_quant.ptq._record import sha256
-from bevfusion_quant.ptq._run_folder import RUN_FORMAT, RUN_VERSIONS
+from bevfusion_quant.ptq._run_folder import RUN_FORMAT, RUN_VERSIONS, write_digests
 from bevfusion_quant.ptq._summary import versions, write_json
 from bevfusion_quant.report import ReportBoxes, ReportContent, ReportScene, write_report
 from bevfusion_quant.sensitivity import SensitivityOutcome
@@ -204,6 +204,7 @@ class MadeUpRuns:
         write_report(folder / "report.html", replace(content, command=command))
         told = {"command": command, "versions": versions(), "frames": [{"name": n} for n in frames]}
         write_json(folder / "summary.json", {**HEAD, **told, **summary})
+        write_digests(folder)
         self.clock += 1
         os.utime(folder / "summary.json", (self.clock, self.clock))
 

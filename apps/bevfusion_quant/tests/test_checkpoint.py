@@ -154,7 +154,7 @@ def test_damaged_missing_and_pickled_files(tmp_path: Path, monkeypatch: pytest.M
     torch.save({"state_dict": Payload()}, "pickled.pth")
     Path("empty.pth").touch()
     for name in ("cut.pth", "cut.safetensors", "pickled.pth", "empty.pth"):
-        with pytest.raises(InputError, match="cannot be read as a state dict"):
+        with pytest.raises(InputError, match=r"(cannot be read as|is not) a state dict"):
             read_state_dict(name)
     assert not Path("executed").exists()
     torch.save([torch.ones(1)], "list.pth")

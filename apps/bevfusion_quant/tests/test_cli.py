@@ -325,3 +325,37 @@ def test_closed_pipe_is_not_a_traceback(here: Path) -> None:
     run = subprocess.run([*COMMAND, "tree"], stdout=write, stderr=subprocess.PIPE, check=False)
     os.close(write)
     assert b"Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--count", "99999999999999999999"], "--count 99999999999999999999: it must be from 0 to"),
+        (["--seed", "99999999999999999999999"], "--seed 99999999999999999999999: it must be"),
+        (["--seed", "-1"], "--seed -1: it must be from 0 to"),
+        (["--name", ""], "--name '': it names nothing"),
+        (
+            ["--cameras", "CAM_NOPE", "--branch", "lidar"],
+            "--cameras CAM_NOPE: what is run",
+        ),
+    ],
+)
+def test_what_no_command_can_use_is_refused(
+    options: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["ptq", "--config", "tiny", "--dataset", "street", "--runs", str(tmp_path / "runs")]
+    assert main([*given, *options]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "value"),
+    [("evaluate", "--resamples", "1000000000000"), ("train", "--workers", "-1")],
+)
+def test_numbers_out_of_any_use_are_refused(
+    command: str, option: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = "--out" if command == "train" else "--run"
+    assert main([command, place, str(tmp_path), "--dataset", "street", option, value]) == 2
+    assert f"{option} {value}: it must be from 0 to" in capsys.readouterr().err

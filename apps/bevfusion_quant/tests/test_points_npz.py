@@ -71,12 +71,12 @@ def test_truncated_and_foreign_archives(tmp_path):
     raw = path.read_bytes()
     for content in (raw[: len(raw) // 2], b"", b"no archive at all"):
         path.write_bytes(content)
-        with pytest.raises(PointsError, match=r"not a readable \.npz archive"):
+        with pytest.raises(PointsError, match=r"not an \.npz archive"):
             read_points(path)
     damaged = bytearray(raw)
     damaged[150] ^= 0xFF
     path.write_bytes(damaged)
-    with pytest.raises(PointsError, match=r"a\.npz: "):
+    with pytest.raises(PointsError, match=r"a\.npz"):
         read_points(path)
     np.save(tmp_path / "b.npy", ROWS)
     (tmp_path / "b.npy").rename(tmp_path / "b.npz")

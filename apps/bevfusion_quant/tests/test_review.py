@@ -14,7 +14,7 @@ from review_runs import MadeUpRuns, accuracy
 from bevfusion_quant import InputError
 from bevfusion_quant.cli import main
 from bevfusion_quant.metrics import Interval, points, span
-from bevfusion_quant.ptq._record import sha256
+from bevfusion_quant.ptq._run_folder import sha256, write_digests
 from bevfusion_quant.report import read_sections
 from bevfusion_quant.review import HeadlineRow, ReviewResult, review_text, run_review
 from bevfusion_quant.review._checks import _loss
@@ -88,7 +88,7 @@ def test_every_folder_is_named_with_command_and_digests(full: ReviewResult, text
     assert names == ["ptq", "simulate", "sensitivity", "export", "qat", "simulate-qat", "bpu"]
     for evidence in full.gathered.all:
         assert sha256(evidence.folder / "summary.json") in trail
-        assert sha256(evidence.folder / "report.html") in trail
+        assert sha256(evidence.folder / "page.json") in trail
     for file in ("ptq/weights.safetensors", "export/onnx/fuser.onnx"):
         assert sha256(full.folder.parent / file) in trail
     assert "bevfusion-quant sensitivity --run" in trail
@@ -233,6 +233,7 @@ def test_a_demo_answers_by_itself(made: MadeUpRuns) -> None:
     shutil.rmtree(simulated)
     shutil.rmtree(exported)
     (run / "summary.json").write_text(json.dumps(content))
+    write_digests(run)
     result = run_review(run, runs=made.root)
     assert answer(result, "integers compute").state == "good"
     assert answer(result, "verified").answer == "1 file for tensorrt, verified and unchanged"
@@ -262,6 +263,7 @@ def test_integers_of_a_bpu_are_judged_by_what_they_lose(
     content = json.loads((run / "summary.json").read_text())
     content["bpu"]["stages"][0]["integer_sqnr_db"] = integer
     (run / "summary.json").write_text(json.dumps(content))
+    write_digests(run)
     result = run_review(run, runs=made.root)
     assert answer(result, "integers compute").state == state
     missing = [check.command.split()[1] for check in result.checks if check.state == "missing"]
@@ -295,11 +297,24 @@ def _break(made: MadeUpRuns, run: Path, what: str) -> dict[str, Any]:
     if what == "newer":
         content = json.loads((evaluation / "summary.json").read_text())
         (evaluation / "summary.json").write_text(json.dumps({**content, "version": 99}))
+        write_digests(evaluation)
     if what == "page":
-        page = evaluation / "report.html"
-        page.write_text(page.read_text().replace('quant-page" content="1"', 'x" content="1"'))
+        page = evaluation / "page.json"
+        page.write_text(page.read_text().replace('"version":1', '"version":9'))
+        write_digests(evaluation)
     if what == "gone":
-        (evaluation / "report.html").unlink()
+        (evaluation / "page.json").unlink()
+    if what == "edited":
+        content = (evaluation / "summary.json").read_text()
+        (evaluation / "summary.json").write_text(content.replace("28.0", "48.0"))
+    if what == "no digests":
+        (evaluation / "digests.json").unlink()
+    if what == "script":
+        page = evaluation / "page.json"
+        data = json.loads(page.read_text())
+        data["sections"][0]["content"].append(["script", {}, ["hurt()"]])
+        page.write_text(json.dumps(data))
+        write_digests(evaluation)
     if what == "weights":
         (run / "weights.safetensors").write_bytes(b"something else")
     if what == "bpu":
@@ -309,6 +324,7 @@ def _break(made: MadeUpRuns, run: Path, what: str) -> dict[str, Any]:
     if what == "digests":
         content = json.loads((run / "config.json").read_text())
         (run / "config.json").write_text(json.dumps({**content, "sha256": None}))
+        write_digests(run)
     if what == "another page":
         run_review(run, runs=made.root)
         return {"take": [made.root / "report"], "name": "again"}
@@ -324,8 +340,11 @@ def _break(made: MadeUpRuns, run: Path, what: str) -> dict[str, Any]:
         ("evaluation", r"--run .*simulate is a simulation of .*ptq: give --run .*ptq"),
         ("summary", r"simulate cannot be put on a page: .*: run its command again"),
         ("newer", "summary.json is of version 99, this program reads"),
-        ("page", "one from before pages could be read: run its command again"),
+        ("page", "version 9, expected 1: run its command again"),
         ("gone", "cannot be put on a page: .*No such file"),
+        ("edited", "summary.json is not the file that the run wrote: it was changed: run its"),
+        ("no digests", "no digests.json, so nothing tells .*: run its command again"),
+        ("script", r"\['script', \{\}, \['hurt\(\)'\]\] is no element of a page"),
         ("weights", "weights.safetensors is missing or not the file that the run wrote"),
         ("bpu", "--bpu .*second is a run of kind ptq: give one of bpu"),
         ("float weights", "its weights is 'v.pth', that of .* is 'w.pth'"),

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,6 +29,7 @@ def test_appears_whole(tmp_path: Path) -> None:
         assert not (runs / "a").exists()
     assert [p.name for p in runs.iterdir()] == ["a"]
     assert (runs / "a" / "text").read_text() == "x"
+    assert json.loads((runs / "a" / "digests.json").read_text())["sha256"].keys() == {"text"}
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
@@ -49,11 +53,39 @@ def test_existing_run_is_refused_before_any_work(tmp_path: Path) -> None:
 
 def test_overwrite_replaces_a_run(tmp_path: Path) -> None:
     write(tmp_path, text="old")
-    (tmp_path / "a" / "left over").touch()
     write(tmp_path, overwrite=True)
     assert (tmp_path / "a" / "text").read_text() == "new"
-    assert not (tmp_path / "a" / "left over").exists()
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("place", ["notes.txt", "maps/notes.txt"])
+def test_overwrite_leaves_files_of_the_user_in_a_run(tmp_path: Path, place: str) -> None:
+    write(tmp_path, text="old")
+    (tmp_path / "a" / place).parent.mkdir(exist_ok=True)
+    (tmp_path / "a" / place).write_text("ten years of work")
+    with pytest.raises(InputError, match=rf"no run has written, such as {place}"):
+        write(tmp_path, overwrite=True)
+    assert (tmp_path / "a" / place).read_text() == "ten years of work"
+    assert (tmp_path / "a" / "text").read_text() == "old"
+
+
+def test_what_a_killed_run_left_is_removed_or_put_back(tmp_path: Path) -> None:
+    script = (
+        "import os, sys; from pathlib import Path; from bevfusion_quant.ptq import run_folder\n"
+        "with run_folder(Path(sys.argv[1]), 'killed', overwrite=False) as folder:\n"
+        "    (folder / 'text').write_text('half'); os.kill(os.getpid(), 9)"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False)
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(".killed.")
+    moved = left.with_name(left.name.replace("killed", "moved").replace(".tmp", ".old"))
+    moved.mkdir()
+    (moved / "text").write_text("a run that was to be replaced")
+    write(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "moved"]
+    with run_folder(tmp_path, "b", overwrite=False) as living:
+        write(tmp_path, "c")
+        assert living.exists()  # of a run that goes on
 
 
 def test_overwrite_that_fails_keeps_the_old_run(tmp_path: Path) -> None:
@@ -73,14 +105,15 @@ def test_rename_that_fails_puts_the_old_run_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path, text="old")
-    rename = Path.rename
+    rename, calls = os.rename, []
 
-    def failing(self: Path, target: Path) -> Path:
-        if self.name.startswith(".a.") and target == tmp_path / "a":
+    def failing(source: Path, target: Path) -> None:
+        calls.append(target)
+        if len(calls) == 2:  # the old run is out of the way by then
             raise OSError(28, "No space left on device")
-        return rename(self, target)
+        rename(source, target)
 
-    monkeypatch.setattr(Path, "rename", failing)
+    monkeypatch.setattr(os, "rename", failing)
     with pytest.raises(OSError, match="No space left"):
         write(tmp_path, overwrite=True)
     assert (tmp_path / "a" / "text").read_text() == "old"

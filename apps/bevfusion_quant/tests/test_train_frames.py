@@ -142,7 +142,7 @@ def test_frames_without_labels_or_points_are_refused(frame: Frame) -> None:
 
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "0.npz").write_bytes(b"PK\x03\x04 nothing else")
-    with pytest.raises(InputError, match="no prepared frame"):
+    with pytest.raises(InputError, match="not a prepared frame"):
         CompactFrame.load(tmp_path / "0.npz")
 
 

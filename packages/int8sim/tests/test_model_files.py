@@ -135,25 +135,27 @@ def test_every_byte_of_the_manifest_counts(saved):
 
 
 def test_what_is_no_file_is_refused(saved):
-    with pytest.raises(ValueError, match=r"program\.json: manifest\.json cannot be read"):
+    with pytest.raises(
+        ValueError, match=r"cannot read .*program\.json.*manifest\.json: no such file"
+    ):
         IntegerModel.load(saved / "program.json")
     (saved / "program.json").unlink()
     (saved / "program.json").mkdir()
-    with pytest.raises(ValueError, match=r"program\.json cannot be read"):
+    with pytest.raises(ValueError, match=r"cannot read .*program\.json: not a regular file"):
         IntegerModel.load(saved)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "program.json", "tensors.safetensors"])
 def test_a_missing_file_is_refused(saved, name):
     (saved / name).unlink()
-    with pytest.raises(ValueError, match=f"{name} is missing"):
+    with pytest.raises(ValueError, match=f"cannot read .*{name}: no such file"):
         IntegerModel.load(saved)
 
 
 def test_another_schema_is_refused(saved):
     manifest = json.loads((saved / "manifest.json").read_text())
     (saved / "manifest.json").write_text(json.dumps(manifest | {"schema": 2}, indent=1))
-    with pytest.raises(ValueError, match="schema 2, this version reads 1"):
+    with pytest.raises(ValueError, match="schema 2, expected 1; save the model again"):
         IntegerModel.load(saved)
 
 

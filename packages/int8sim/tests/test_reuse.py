@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from bevquant_int8sim import int8_conv2d, int8_linear, int8_sparse_conv, requantize
+from bevquant_int8sim import int8_conv2d, int8_linear, int8_sparse_conv, quantize, requantize
 from bevquant_int8sim._weight_cache import remembered
 from bevquant_sparse import WeightLayout, build_rulebook
 
@@ -146,3 +146,21 @@ def test_memory_comes_back_quietly_when_the_interpreter_ends():
     )
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert run.stderr == ""
+
+
+def test_memory_that_is_not_there_leaves_no_half_made_buffer(monkeypatch, capfd):
+    """Nothing is printed of an exception in a buffer's end."""
+    from bevquant_int8sim import _workspace
+
+    def nothing(nbytes):
+        raise MemoryError
+
+    monkeypatch.setattr(_workspace, "_new", nothing)
+    with pytest.raises(MemoryError):
+        _workspace.empty((1 << 50,), np.int8)
+    assert "Exception ignored" not in capfd.readouterr().err
+
+
+def test_a_scale_of_400_digits_is_refused_by_name():
+    with pytest.raises(ValueError, match="scale is beyond what float64 holds"):
+        quantize(torch.ones(3), 10**400)

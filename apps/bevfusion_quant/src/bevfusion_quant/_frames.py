@@ -31,6 +31,11 @@ def frames_of(options: FrameOptions, *, with_cameras: bool, size: str) -> Sequen
             "no frames given, or given twice: name LiDAR files with --points, or a data set with "
             "--dataset (street needs no files)"
         )
+    if options.cameras and not with_cameras:
+        raise InputError(
+            f"--cameras {' '.join(options.cameras)}: what is run reads no images; leave it out, or "
+            "choose a --branch with cameras"
+        )
     _refuse_options_of_others(options)
     reading = {"columns": options.columns, "dtype": options.dtype, "nonfinite": options.nonfinite}
     if options.dataset is None:

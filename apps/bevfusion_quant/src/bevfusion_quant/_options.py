@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from math import isfinite
 from pathlib import Path
 from typing import Literal
+
+from bevfusion_quant._errors import InputError
 
 __all__ = [
     "Command",
@@ -20,6 +23,7 @@ __all__ = [
     "Simulate",
     "Train",
     "Tree",
+    "check_options",
 ]
 
 ConfigName = Literal["nuscenes", "tiny"]
@@ -446,3 +450,28 @@ class Report:
 Command = (
     Demo | Ptq | Evaluate | Compare | Sensitivity | Simulate | Export | Report | Train | Qat | Tree
 )
+
+
+_LARGEST = {"seed": 2**63 - 1, "resample_seed": 2**63 - 1, "resamples": 100_000, "workers": 1024}
+
+
+def check_options(options: Command) -> None:
+    """Refuse numbers and names that no command can use, before anything is read.
+
+    Raises:
+        InputError: The first of them, by its option.
+    """
+    for field in fields(options):
+        value, option = getattr(options, field.name), f"--{field.name.replace('_', '-')}"
+        if isinstance(value, bool):
+            continue
+        if isinstance(value, int):
+            largest = _LARGEST.get(field.name, 2**31 - 1)
+            if not 0 <= value <= largest:
+                raise InputError(f"{option} {value}: it must be from 0 to {largest}")
+        elif isinstance(value, float) and not isfinite(value):
+            raise InputError(f"{option} {value}: it must be a finite number")
+        elif value == "":
+            raise InputError(f"{option} '': it names nothing; leave it out or give a name")
+        elif isinstance(value, tuple) and "" in value:
+            raise InputError(f"{option}: one of its names is empty")

@@ -75,12 +75,15 @@ def _run(arguments: list[str]) -> int:
     _reuse_freed_memory()
     from bevfusion_quant._commands import check_processes, execute
     from bevfusion_quant._errors import InputError, VerificationError
+    from bevfusion_quant._options import check_options
     from bevfusion_quant.points import PointsError
     from bevfusion_quant.ranks import RankError, launched
     from bevfusion_quant.voxelize import VoxelizeError
+    from bevquant_quantizers.documents import DocumentError
 
     try:
         with launched() as ranks:
+            check_options(command)
             check_processes(command, ranks.world)
             text = execute(command, shlex.join(["bevfusion-quant", *arguments]))
             if ranks.first:
@@ -90,7 +93,7 @@ def _run(arguments: list[str]) -> int:
     except VerificationError as error:
         print(error.told, flush=True)
         return _fail(str(error), NOT_VERIFIED)
-    except (InputError, PointsError, VoxelizeError) as error:
+    except (InputError, PointsError, VoxelizeError, DocumentError) as error:
         return _fail(str(error))
     return 0
 

@@ -25,6 +25,8 @@ def checked_scale(scale: Tensor | float, what: str) -> Tensor:
             scale = torch.as_tensor(scale, dtype=torch.float64)
         except (TypeError, ValueError) as error:
             raise TypeError(f"{what}: expected a number, got {type(scale).__name__}") from error
+        except (OverflowError, RuntimeError) as error:
+            raise ValueError(f"{what} is beyond what float64 holds") from error
     values = scale.detach()
     if values.is_complex() or values.dtype == torch.bool:
         raise TypeError(f"{what}: expected real numbers, got {values.dtype}")

@@ -54,9 +54,10 @@ class _Pool:
 class _Lease:
     """Shows a block to numpy, which keeps this object as long as any array or tensor needs it."""
 
-    def __init__(self, pool: _Pool, nbytes: int) -> None:
-        # The pool is held here: a module's names are gone when the interpreter shuts down.
-        self._pool, self._block = pool, pool.take(nbytes)
+    def __init__(self, pool: _Pool, block: Any) -> None:
+        # The pool is held here: a module's names are gone when the interpreter shuts down. The
+        # block is taken before: without memory there is nothing to give back.
+        self._pool, self._block = pool, block
         self.__array_interface__ = self._block.__array_interface__
 
     def __del__(self) -> None:
@@ -71,7 +72,7 @@ def empty(shape: tuple[int, ...], dtype: Any) -> Any:
     nbytes = math.prod(shape) * np.dtype(dtype).itemsize
     if nbytes < _SMALLEST:
         return _new(max(nbytes, 1))[:nbytes].view(dtype).reshape(shape)
-    return np.asarray(_Lease(_pool, nbytes))[:nbytes].view(dtype).reshape(shape)
+    return np.asarray(_Lease(_pool, _pool.take(nbytes)))[:nbytes].view(dtype).reshape(shape)
 
 
 def _new(nbytes: int) -> Any:

@@ -10,6 +10,7 @@ from typing import Any, Literal, Self, get_args
 
 from bevquant_qnn._descriptors import Axis
 from bevquant_quantizers import QuantDescriptor
+from bevquant_quantizers.documents import as_form, parse_json
 
 __all__ = ["QuantConfig"]
 
@@ -134,14 +135,15 @@ class QuantConfig:
         Raises:
             ValueError: For text that is not such JSON, another schema, or an unknown setting.
         """
-        data: Any = json.loads(text)
-        if not isinstance(data, dict) or data.pop("schema", None) != _SCHEMA:
-            msg = f"QuantConfig.from_json expects an object with schema {_SCHEMA}, got {text:.80}."
-            raise ValueError(msg)
-        unknown = set(data) - {field.name for field in fields(cls)}
+        data = parse_json(
+            text,
+            dict[str, Any],
+            what="configuration that QuantConfig.to_json wrote",
+            head={"schema": _SCHEMA},
+        )
+        unknown = set(data) - {field.name for field in fields(cls)} - {"schema"}
         if unknown:
             msg = f"QuantConfig.from_json does not know the settings {sorted(unknown)}."
             raise ValueError(msg)
-        if "exclude" in data:
-            data["exclude"] = tuple(data["exclude"])
-        return cls(**data)
+        made: Self = as_form(data, cls, where="it", what="QuantConfig")
+        return made

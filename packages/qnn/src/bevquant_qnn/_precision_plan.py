@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Annotated, Self
 
+import msgspec
 from torch import nn
 
-from bevquant_qnn._json_number import optional_number
 from bevquant_qnn._precision import Precision, check_precisions
 from bevquant_qnn._precision_groups import precision_groups
-from bevquant_quantizers import JsonDocument
+from bevquant_quantizers.documents import DocumentError, Finite, JsonDocument, parse_json
 
 __all__ = ["PlannedGroup", "PrecisionPlan"]
 
@@ -23,7 +23,7 @@ _SCHEMA = "bevquant-precision/1"
 class PlannedGroup:
     """Layers that share quantizers, and the precision at which all of them run."""
 
-    modules: tuple[str, ...]
+    modules: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
     precision: Precision
 
 
@@ -130,31 +130,17 @@ class PrecisionPlan(JsonDocument):
         Raises:
             ValueError: For anything else.
         """
-        try:
-            data = json.loads(text)
-            if data["schema"] != _SCHEMA:
-                raise ValueError(f"schema {data['schema']!r}")
-            check_precisions([group["precision"] for group in data["groups"]], "groups")
-            groups = tuple(
-                PlannedGroup(_paths(group["modules"]), group["precision"])
-                for group in data["groups"]
-            )
-            paths = [path for group in groups for path in group.modules]
-            if len(set(paths)) < len(paths):
-                raise ValueError("a layer is listed twice")
-            metric = data["metric"]
-            return cls(
-                groups,
-                optional_number(data["time"]),
-                optional_number(data["score"]),
-                None if metric is None else str(metric),
-                data.get("measured") is True,  # older files have no such key
-            )
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(
-                f"PrecisionPlan.from_json expects what to_json wrote ({_SCHEMA}): "
-                f"{type(error).__name__}: {error}"
-            ) from error
+        data = parse_json(
+            text,
+            _Document,
+            what="plan that PrecisionPlan.to_json wrote",
+            head={"schema": _SCHEMA},
+            remedy="make the plan again",
+        )
+        paths = [path for group in data.groups for path in group.modules]
+        if len(set(paths)) < len(paths):
+            raise DocumentError("a precision plan lists a layer twice")
+        return cls(data.groups, data.time, data.score, data.metric, data.measured)
 
     def __str__(self) -> str:
         lines = [f"{len(self.groups)} groups of layers"]
@@ -168,7 +154,11 @@ class PrecisionPlan(JsonDocument):
         return "\n".join(lines)
 
 
-def _paths(value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list) or not value or not all(isinstance(p, str) for p in value):
-        raise ValueError(f"{value!r} is no list of paths")
-    return tuple(value)
+class _Document(msgspec.Struct):
+    """What `PrecisionPlan.to_json` writes; older files do not say whether they were measured."""
+
+    groups: tuple[PlannedGroup, ...]
+    time: Finite | None
+    score: Finite | None
+    metric: str | None
+    measured: bool = False

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from bevquant_qnn._json_number import number, optional_number
+import msgspec
+
 from bevquant_qnn._precision import check_precisions
 from bevquant_qnn._scores import loss_of, score_after
-from bevquant_quantizers import JsonDocument
+from bevquant_quantizers.documents import Count, Finite, JsonDocument, parse_json
 
 __all__ = ["SensitivityRow", "SensitivityTable"]
 
@@ -130,35 +131,18 @@ class SensitivityTable(JsonDocument):
         Raises:
             ValueError: For anything else.
         """
-        try:
-            data = json.loads(text)
-            schema = data["schema"]
-            if schema != _SCHEMA:
-                raise ValueError(f"schema {schema!r}")
-            rows = tuple(
-                SensitivityRow(
-                    tuple(str(path) for path in row["modules"]),
-                    int(row["operations"]),
-                    {name: number(score) for name, score in row["alone"].items()},
-                    optional_number(row["without"]),
-                )
-                for row in data["rows"]
-            )
-            if not all(row.modules and row.alone for row in rows):
-                raise ValueError("a row without modules or scores")
-            check_precisions((name for row in rows for name in row.alone), "a row")
-            return cls(
-                str(data["metric"]),
-                number(data["float_score"]),
-                optional_number(data["quantized_score"]),
-                rows,
-                int(data["batches"]),
-            )
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(
-                f"SensitivityTable.from_json expects what to_json wrote ({_SCHEMA}): "
-                f"{type(error).__name__}: {error}"
-            ) from error
+        data = parse_json(
+            text,
+            _Document,
+            what="table that SensitivityTable.to_json wrote",
+            head={"schema": _SCHEMA},
+            remedy="measure again with this version",
+        )
+        check_precisions((name for row in data.rows for name in row.alone), "a row")
+        rows = tuple(
+            SensitivityRow(row.modules, row.operations, row.alone, row.without) for row in data.rows
+        )
+        return cls(data.metric, data.float_score, data.quantized_score, rows, data.batches)
 
     def __str__(self) -> str:
         names = list(dict.fromkeys(name for row in self.rows for name in row.alone))
@@ -179,3 +163,20 @@ class SensitivityTable(JsonDocument):
             rest = (cell.rjust(w) for cell, w in zip(line[1:], widths[1:], strict=True))
             lines.append("  ".join([line[0].ljust(widths[0]), *rest]))
         return "\n".join(lines)
+
+
+class _Row(msgspec.Struct):
+    modules: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
+    operations: Count
+    alone: Annotated[dict[str, Finite], msgspec.Meta(min_length=1)]
+    without: Finite | None
+
+
+class _Document(msgspec.Struct):
+    """What `SensitivityTable.to_json` writes."""
+
+    metric: str
+    float_score: Finite
+    quantized_score: Finite | None
+    batches: Count
+    rows: list[_Row]

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from . import calib, nn, tensor_quant
+from . import calib, documents, nn, tensor_quant
 from ._adopt import adopt_quantizers
 from ._calibrate import calibrate
 from ._context import quantization_disabled, quantization_enabled
 from ._distributed import PeerError, all_merge
 from ._fake_quant import fake_quantize
 from ._findings import CalibrationFinding
-from ._json_document import JsonDocument
 from ._merge import merge
 from ._ranges import load_ranges, save_ranges
 from ._report import CalibrationReport, QuantizerReport
 from ._select import NamedQuantizer, named_quantizers, select
 from ._tensor_quantizer import TensorQuantizer
 from ._uncalibrated import uncalibrated
-from ._write_whole import write_whole
+from .documents import DocumentError, JsonDocument, write_whole
 from .tensor_quant import QuantDescriptor
 
 __all__ = [
     "CalibrationFinding",
     "CalibrationReport",
+    "DocumentError",
     "JsonDocument",
     "NamedQuantizer",
     "PeerError",
@@ -32,6 +32,7 @@ __all__ = [
     "all_merge",
     "calib",
     "calibrate",
+    "documents",
     "fake_quantize",
     "load_ranges",
     "merge",

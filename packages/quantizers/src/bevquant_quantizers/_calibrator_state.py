@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
-from ._histogram import AbsHistogram
+from ._histogram import AbsHistogram, impossible
 from .calib._calibrator import Calibrator
 from .calib._histogram_calibrator import HistogramCalibrator
 from .calib._max import MaxCalibrator
+from .documents import Count, NotNegative, Size, as_form
 
 __all__ = ["Arrays", "calibrator_state", "load_calibrator_state", "settings_of"]
 
@@ -66,42 +69,87 @@ def calibrator_state(calibrator: Calibrator) -> tuple[dict[str, Any], Arrays]:
     return meta, arrays
 
 
+class _State(msgspec.Struct, kw_only=True):
+    """What `calibrator_state` says beside the arrays, of either kind of calibrator."""
+
+    shape: list[Size] = []
+    lengths: list[Size] = []
+    # bins, upper, shift, max, values, zeros, nans, infs: _SCALARS
+    rows: list[tuple[Size, NotNegative, Size, NotNegative, Count, Count, Count, Count]] = []
+    tracked: Size = 0
+
+
 def load_calibrator_state(
     calibrator: Calibrator, meta: Mapping[str, Any], arrays: Mapping[str, np.ndarray[Any, Any]]
 ) -> None:
     """Put back what `calibrator_state` returned; the calibrator is left alone on error.
 
     Raises:
-        ValueError: The state is of another kind of calibrator, or damaged.
+        ValueError: The state is of another kind of calibrator, or no calibrator can have come to
+            it: counts, edges and sizes that do not agree.
     """
-    wanted = settings_of(calibrator)
+    who, wanted = calibrator._who(), settings_of(calibrator)
     given = {key: meta.get(key) for key in wanted}
     if given != wanted:
-        raise ValueError(f"{calibrator._who()}: the state is of {given}, the calibrator {wanted}")
-    try:
-        if isinstance(calibrator, HistogramCalibrator):
-            rows = _with_peaks(_rows(meta, arrays), arrays.get("peaks"))
-            calibrator._shape, calibrator._rows = tuple(meta["shape"]), rows
-            edges = arrays.get("edges")
-            calibrator._own_edges = None if edges is None else torch.from_numpy(edges)
-        elif isinstance(calibrator, MaxCalibrator):
-            tracked = [arrays[f"amax{i}"] for i in range(meta["tracked"])]
-            amax = arrays.get("amax")
-            calibrator._amaxs = tracked
-            calibrator._calib_amax = None if amax is None else torch.from_numpy(amax.copy())
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{calibrator._who()}: damaged state ({error!r})") from error
+        raise ValueError(f"{who}: the state is of {given}, the calibrator {wanted}")
+    state = as_form(dict(meta), _State, where=f"{who}: its state", what="calibrator's")
+    if isinstance(calibrator, HistogramCalibrator):
+        edges = arrays.get("edges")
+        if edges is not None:
+            edges = _numbers(edges, f"{who}: edges")
+            if edges.ndim != 1 or (np.diff(edges) < 0).any():
+                raise ValueError(f"{who}: damaged state: its edges do not ascend")
+        rows = _with_peaks(_rows(state, arrays, calibrator, who), arrays.get("peaks"))
+        calibrator._shape, calibrator._rows = tuple(state.shape), rows
+        calibrator._own_edges = None if edges is None else torch.from_numpy(edges.copy())
+    elif isinstance(calibrator, MaxCalibrator):
+        names = [f"amax{i}" for i in range(min(state.tracked, len(arrays)))]
+        if len(names) < state.tracked or not arrays.keys() >= set(names):
+            raise ValueError(f"{who}: damaged state: it lacks some of {state.tracked} ranges")
+        tracked = [_numbers(arrays[name], f"{who}: {name}") for name in names]
+        amax = arrays.get("amax")
+        found = None if amax is None else torch.from_numpy(_numbers(amax, f"{who}: amax").copy())
+        if found is not None and not _is_range(found, calibrator.axis):
+            raise ValueError(
+                f"{who}: damaged state: a range of shape {tuple(found.shape)} for the axis "
+                f"{calibrator.axis}"
+            )
+        calibrator._amaxs, calibrator._calib_amax = tracked, found
+
+
+def _is_range(amax: torch.Tensor, axis: Any) -> bool:
+    """Whether a MaxCalibrator keeps ranges of this shape: one value, or those along its axes."""
+    if not amax.dim():
+        return True
+    axes = [axis] if isinstance(axis, int) else list(axis or ())
+    if any(not -amax.dim() <= a < amax.dim() for a in axes):
+        return False
+    kept = {a % amax.dim() for a in axes}
+    return amax.numel() > 1 and all(n == 1 for i, n in enumerate(amax.shape) if i not in kept)
+
+
+def _numbers(array: np.ndarray[Any, Any], what: str) -> np.ndarray[Any, Any]:
+    if array.dtype != np.float32 or not (np.isfinite(array) & (array >= 0)).all():
+        raise ValueError(f"{what}: damaged state: expected finite float32, none negative")
+    return array
 
 
 def _rows(
-    meta: Mapping[str, Any], arrays: Mapping[str, np.ndarray[Any, Any]]
+    state: _State, arrays: Mapping[str, np.ndarray[Any, Any]], calibrator: Calibrator, who: str
 ) -> list[AbsHistogram]:
-    counts, lengths = arrays["counts"], meta["lengths"]
-    fine = counts.dtype == np.int64 and counts.ndim == 1 and counts.size == sum(lengths)
-    if not fine or len(meta["rows"]) != len(lengths) or (counts < 0).any():
-        raise ValueError("damaged state: the counts do not agree with their description")
-    parts = torch.from_numpy(counts.copy()).split_with_sizes(lengths)
-    return [AbsHistogram(part.clone(), *row) for part, row in zip(parts, meta["rows"], strict=True)]
+    counts = arrays.get("counts", np.zeros(0))
+    fine = counts.dtype == np.int64 and counts.ndim == 1 and counts.size == sum(state.lengths)
+    rows = math.prod(state.shape) if state.shape or state.rows else 0
+    fine = fine and len(state.rows) == len(state.lengths) == rows
+    if not fine or (state.shape and calibrator.axis is None):
+        raise ValueError(f"{who}: damaged state: the counts do not agree with their description")
+    parts = torch.from_numpy(counts.copy()).split_with_sizes(state.lengths) if rows else []
+    found = [AbsHistogram(p.clone(), *row) for p, row in zip(parts, state.rows, strict=True)]
+    for index, row in enumerate(found):
+        problem = impossible(row)
+        if problem is not None:
+            raise ValueError(f"{who}: damaged state: histogram {index}: {problem}")
+    return found
 
 
 def _with_peaks(rows: list[AbsHistogram], peaks: np.ndarray[Any, Any] | None) -> list[AbsHistogram]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
-import zipfile
 from collections.abc import Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import nn
@@ -18,8 +18,8 @@ from torch import nn
 from ._calibrator_state import Arrays, calibrator_state, load_calibrator_state, settings_of
 from ._select import NamedQuantizer
 from ._tensor_quantizer import TensorQuantizer
-from ._write_whole import write_whole
 from .calib._calibrator import Calibrator
+from .documents import Count, DocumentError, parse_json, read_arrays, write_arrays
 
 __all__ = ["Checkpoint"]
 
@@ -75,9 +75,7 @@ class Checkpoint:
             arrays.update({f"{i}.{key}": value for key, value in found.items()})
         text = json.dumps({**self.header, "rounds": rounds, "states": states})
         arrays["header"] = np.frombuffer(text.encode(), np.uint8)
-        buffer = io.BytesIO()
-        np.savez(buffer, **arrays)  # type: ignore[arg-type]
-        write_whole(self.path, buffer.getvalue())
+        write_arrays(self.path, arrays)
 
     def load(self) -> int:
         """Restore the calibrators and return how many batches they have seen; 0 without a file.
@@ -88,27 +86,35 @@ class Checkpoint:
         if not self.path.exists():
             return 0
         try:
-            with open(self.path, "rb") as raw, np.load(raw, allow_pickle=False) as file:
-                arrays = {key: file[key] for key in file.files}
-            header = json.loads(arrays.pop("header").tobytes())
-            rounds, states = header.pop("rounds"), header.pop("states")
-        except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as e:
-            raise ValueError(
-                f"{self.path} is not a saved collection ({e}): delete it to begin anew"
-            ) from e
-        self._compare(header)
-        if type(rounds) is not int or rounds < 0 or len(states) != len(self.calibrators):
-            raise ValueError(f"{self.path} is damaged: delete it to begin anew")
-        for i, (calibrator, meta) in enumerate(zip(self.calibrators, states, strict=True)):
+            arrays = read_arrays(self.path, what="saved collection")
+            if "header" not in arrays or arrays["header"].dtype != np.uint8:
+                raise DocumentError(f"{self.path} is not a saved collection: it has no header")
+            text = arrays.pop("header").tobytes()
+            header = parse_json(text, _Header, where=f"{self.path}", what="saved collection")
+            self._compare(header)
+            self._restore(header.states, arrays)
+        except ValueError as error:
+            place = "" if str(error).startswith(f"{self.path}") else f"{self.path}: "
+            raise DocumentError(f"{place}{error}: delete it to begin anew") from error
+        rounds: int = header.rounds
+        return rounds
+
+    def _restore(self, states: list[dict[str, Any]], arrays: Arrays) -> None:
+        """Every calibrator, or none of them."""
+        if len(states) != len(self.calibrators):
+            raise ValueError(f"{len(states)} states for {len(self.calibrators)} calibrators")
+        restored = [copy(calibrator) for calibrator in self.calibrators]
+        for i, (calibrator, meta) in enumerate(zip(restored, states, strict=True)):
             own = {
                 key.partition(".")[2]: value
                 for key, value in arrays.items()
                 if key.partition(".")[0] == str(i)
             }
             load_calibrator_state(calibrator, meta, own)
-        return rounds
+        for calibrator, source in zip(self.calibrators, restored, strict=True):
+            calibrator.__dict__.update(source.__dict__)
 
-    def _compare(self, header: dict[str, Any]) -> None:
+    def _compare(self, header: _Header) -> None:
         names = {
             "schema": "another version's format",
             "weights": "other weights",
@@ -116,12 +122,21 @@ class Checkpoint:
             "quantizers": "other quantizers or calibrators",
         }
         wanted = json.loads(json.dumps(self.header))
-        wrong = [text for key, text in names.items() if header.get(key) != wanted[key]]
+        wrong = [text for key, text in names.items() if getattr(header, key) != wanted[key]]
         if wrong:
-            raise ValueError(
+            raise DocumentError(
                 f"{self.path} was collected with {' and '.join(wrong)}: calibrate the model it "
-                "belongs to, or delete it to begin anew"
+                "belongs to"
             )
+
+
+class _Header(msgspec.Struct):
+    schema: str
+    weights: str
+    processes: list[int]
+    quantizers: list[Any]
+    rounds: Count
+    states: list[dict[str, Any]]
 
 
 def _fingerprint(model: nn.Module) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ._jit import use_numba
 
-__all__ = ["AbsHistogram", "abs_histogram", "add_counts", "merge_bins"]
+__all__ = ["AbsHistogram", "abs_histogram", "add_counts", "impossible", "merge_bins"]
 
 # Loading numba for less than this is not worth it.
 _SMALLEST_KERNEL = 1 << 14
@@ -52,6 +52,37 @@ class AbsHistogram:
     nans: int
     infs: int
     peak: int = -1
+
+
+# float32's largest value over its smallest, in bins, is 2^300 apart.
+_LARGEST_SHIFT = 320
+
+
+def impossible(histogram: AbsHistogram) -> str | None:
+    """Why nothing that was counted can have given this histogram; None where something can."""
+    h, size = histogram, histogram.counts.numel()
+    largest = float(torch.finfo(torch.float32).max)
+    if h.bins < 1 or h.shift > _LARGEST_SHIFT or size < max(-(-h.bins >> h.shift), 1):
+        return f"{size} counts for {h.bins} bins, merged {h.shift} times"
+    if not 0 <= h.upper <= largest or torch.tensor(h.upper).item() != h.upper:
+        return f"the upper edge {h.upper!r} is no float32"
+    if not 0 <= h.max <= largest:
+        return f"the largest value {h.max!r} is no float32"
+    if h.nans or h.infs:
+        return "it counts NaN or infinite values, which are refused"
+    total = float(h.counts.double().sum())
+    if bool((h.counts < 0).any()) or total > 2.0**53:
+        return "counts are negative or beyond 2^53"
+    counted = int(h.counts.sum())
+    if counted not in (h.values, h.values - h.zeros) or h.zeros > h.values:
+        return f"counts sum to {counted}, of {h.values} values and {h.zeros} zeros"
+    if h.upper == 0.0:
+        return None if h.max == 0.0 and counted == int(h.counts[0]) else "values without bins"
+    # One bin for rounding: the counts reach as far as the largest value, and no further.
+    reach = math.ldexp(h.max * h.bins / h.upper, -h.shift)
+    if reach > size + 1 or (reach < size - 2 and h.max > h.upper):
+        return f"{size} counts for values up to {h.max:g} in bins up to {h.upper:g}"
+    return None
 
 
 def abs_histogram(

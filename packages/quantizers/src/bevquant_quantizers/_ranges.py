@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import math
 import os
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
 from ._select import NamedQuantizer, named_quantizers
 from ._tensor_quantizer import TensorQuantizer
-from ._write_whole import write_whole
+from .documents import DocumentError, read_json, write_whole
 
 __all__ = ["load_ranges", "save_ranges", "set_range"]
 
@@ -97,9 +97,8 @@ def load_ranges(model: nn.Module, path: str | os.PathLike[str]) -> None:
         problems += [f"missing: {name} is in the model, not in the file" for name in absent]
         if absent:
             continue
-        entry = entries[quantizer.name]
-        amax = _amax(entry)
-        found = _misfits(quantizer, entry, amax, {n: id(entries[n]) for n in quantizer.names})
+        entry, amax = entries[quantizer.name]
+        found = _misfits(quantizer, entry, amax, {n: id(entries[n][0]) for n in quantizer.names})
         problems += found
         if not found:
             loads.append((quantizer.quantizer, amax))
@@ -143,61 +142,65 @@ def set_range(quantizer: TensorQuantizer, amax: Tensor | None) -> None:
         quantizer.init_learn_amax()
 
 
-def _read(path: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
-    """Return the file's entries under each of their names, checked one by one."""
-    where = os.fspath(path)
-    try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"cannot read {where}: {error.strerror}") from error
-    except ValueError as error:
-        raise ValueError(f"{where} is not a ranges file: not valid JSON ({error})") from error
-    schema = document.get("schema") if isinstance(document, dict) else None
-    if schema != _SCHEMA:
-        raise ValueError(f"{where} is not a ranges file: schema {schema!r}, expected {_SCHEMA!r}")
-    listed = document.get("quantizers")
+class _Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """One quantizer of a ranges file."""
+
+    names: Annotated[list[str], msgspec.Meta(min_length=1)]
+    num_bits: int
+    unsigned: bool
+    narrow_range: bool
+    axis: int | list[int] | None
+    amax: Any  # nested lists of numbers, which torch takes
+
+
+class _Document(msgspec.Struct, frozen=True):
+    schema: str
+    quantizers: list[_Entry]
+
+
+def _read(path: str | os.PathLike[str]) -> dict[str, tuple[_Entry, Tensor | None]]:
+    """Return the file's entries under each of their names, with their ranges."""
+    document = read_json(
+        path,
+        _Document,
+        what="ranges file",
+        head={"schema": _SCHEMA},
+        remedy="save the ranges again with save_ranges",
+    )
     problems: list[str] = []
-    entries: dict[str, dict[str, Any]] = {}
-    for i, entry in enumerate(listed if isinstance(listed, list) else [None]):
+    entries: dict[str, tuple[_Entry, Tensor | None]] = {}
+    for entry in document.quantizers:
         try:
-            names = entry["names"]
-            fine = isinstance(names, list) and names and all(isinstance(n, str) for n in names)
-            amax = _amax(entry)
-            fine = fine and all(key in entry for key in _SETTINGS)
-        except (TypeError, KeyError, ValueError, RuntimeError, OverflowError):
-            fine = False
-        if not fine:
-            problems.append(f"entry {i} needs names, {', '.join(_SETTINGS)} and a numeric amax")
-        elif amax is not None and not bool((amax.isfinite() & (amax >= 0)).all()):
-            problems.append(f"{names[0]}: amax must be finite and not negative")
-        else:
-            problems += [f"{name} is listed twice" for name in names if name in entries]
-            entries.update(dict.fromkeys(names, entry))
+            amax = None if entry.amax is None else torch.tensor(entry.amax, dtype=torch.float32)
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            problems.append(f"{entry.names[0]}: amax must be numbers, nested evenly")
+            continue
+        if amax is not None and not bool((amax.isfinite() & (amax >= 0)).all()):
+            problems.append(f"{entry.names[0]}: amax must be finite and not negative")
+            continue
+        problems += [f"{name} is listed twice" for name in entry.names if name in entries]
+        entries.update(dict.fromkeys(entry.names, (entry, amax)))
     if problems:
-        raise ValueError(f"{where} is damaged; nothing was loaded:\n  " + "\n  ".join(problems))
+        told = "\n  ".join(problems)
+        raise DocumentError(f"{os.fspath(path)} is damaged; nothing was loaded:\n  {told}")
     return entries
 
 
-def _amax(entry: dict[str, Any]) -> Tensor | None:
-    value = entry["amax"]
-    return None if value is None else torch.tensor(value, dtype=torch.float32)
-
-
 def _misfits(
-    quantizer: NamedQuantizer, entry: dict[str, Any], amax: Tensor | None, objects: dict[str, int]
+    quantizer: NamedQuantizer, entry: _Entry, amax: Tensor | None, objects: dict[str, int]
 ) -> list[str]:
     """Say what of one entry does not fit its quantizer."""
     name, module = quantizer.name, quantizer.quantizer
-    if set(entry["names"]) != set(quantizer.names) or len(set(objects.values())) > 1:
+    if set(entry.names) != set(quantizer.names) or len(set(objects.values())) > 1:
         return [
             f"shared otherwise: {name} stands for {', '.join(quantizer.names)} in the model, for "
-            f"{', '.join(entry['names'])} in the file"
+            f"{', '.join(entry.names)} in the file"
         ]
     found = [
         f"differs: {name}.{key} is {_plain(getattr(module, key))!r} in the model, "
-        f"{entry[key]!r} in the file"
+        f"{getattr(entry, key)!r} in the file"
         for key in _SETTINGS
-        if _plain(getattr(module, key)) != entry[key]
+        if _plain(getattr(module, key)) != getattr(entry, key)
     ]
     if amax is None:
         return found

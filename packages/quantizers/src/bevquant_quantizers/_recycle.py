@@ -26,11 +26,12 @@ class _Lease:
     """Shows a block to numpy, which keeps this object as long as any array or tensor needs it."""
 
     def __init__(self, block: Any) -> None:
-        self.block = block
+        # Held here: a module's names are gone when the interpreter shuts down.
+        self.idle, self.block = _idle, block
         self.__array_interface__ = block.__array_interface__
 
     def __del__(self) -> None:
-        _idle.append(self.block)
+        self.idle.append(self.block)
 
 
 def empty(shape: tuple[int, ...], dtype: type) -> Any:

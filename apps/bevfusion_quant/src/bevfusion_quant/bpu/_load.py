@@ -16,6 +16,7 @@ from bevfusion_quant.model import CONFIGS, build_model
 from bevfusion_quant.ptq._branches import built_parts
 from bevfusion_quant.ptq._load_run import read_run_config
 from bevfusion_quant.ptq._record import sha256
+from bevquant_quantizers.documents import read_tensors
 
 __all__ = ["LoadedBpuRun", "load_bpu_run"]
 
@@ -36,9 +37,6 @@ def load_bpu_run(folder: str | Path) -> LoadedBpuRun:
     Raises:
         InputError: The folder is no run for a BPU, or its files are damaged.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     folder = Path(folder)
     saved = read_run_config(folder)
     try:
@@ -47,14 +45,14 @@ def load_bpu_run(folder: str | Path) -> LoadedBpuRun:
         if sha256(folder / WEIGHTS) != saved["sha256"][WEIGHTS]:
             raise ValueError(f"{WEIGHTS} is not the file that the run wrote")
         config = _config(saved)
-        state = load_file(folder / WEIGHTS)
+        state = read_tensors(folder / WEIGHTS).tensors
         model = build_model(CONFIGS[config.config], built_parts(config.branch))
         wanted = cpu_weights(model.state_dict(), config.branch)
         model.load_state_dict({**model.state_dict(), **{name: state[name] for name in wanted}})
         with for_march(config.march):
             units = SplitUnits(model, config)
             forms = units.finished(units.calibrating(), lambda unit: graph_weights(state, unit))
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise InputError(
             f"{folder} cannot be loaded as a run for a BPU: {error}: give a folder that "
             "bevfusion-quant ptq --target bpu has written, unchanged"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from bevfusion_quant.bpu._config import bpu_parts
 from bevfusion_quant.model import PART_PATHS
 from bevfusion_quant.ptq._record import sha256
+from bevquant_quantizers.documents import write_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,17 +34,12 @@ def save_weights(
     Returns:
         The sha256 by file name.
     """
-    from safetensors.torch import save_file
-
     tensors = cpu_weights(model.state_dict(), branch)
     for unit, form in forms.items():
         state = form.fake_graph.state_dict()
         tensors |= {f"{_GRAPH}{unit}.{name}": tensor for name, tensor in state.items()}
     path = folder / WEIGHTS
-    copies = {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}
-    save_file(copies, path, metadata={"format": "pt"})
-    # safetensors writes for the owner alone; the run's other files are readable as the umask says.
-    path.chmod((folder / "plan.json").stat().st_mode)
+    write_tensors(path, tensors, {"format": "pt"})
     return {WEIGHTS: sha256(path)}
 
 

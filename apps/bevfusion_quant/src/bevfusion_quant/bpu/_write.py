@@ -16,6 +16,7 @@ from bevfusion_quant.ptq._clock import Clock
 from bevfusion_quant.ptq._page import write_page, write_pictures
 from bevfusion_quant.ptq._run_folder import CONFIG_FILE, RUN_FORMAT, RUN_VERSIONS
 from bevfusion_quant.ptq._summary import peak_memory_mib, versions, write_json
+from bevquant_quantizers.documents import write_whole
 
 __all__ = ["BpuResult", "RunWriter"]
 
@@ -76,7 +77,7 @@ class RunWriter:
     def plan(self) -> None:
         """plan.json and partition.svg."""
         self.outcome.plan.save(self.folder / "plan.json")
-        (self.folder / "partition.svg").write_text(self.outcome.picture, encoding="utf-8")
+        write_whole(self.folder / "partition.svg", self.outcome.picture)
 
     def config(self, more: Mapping[str, Any]) -> None:
         """config.json."""

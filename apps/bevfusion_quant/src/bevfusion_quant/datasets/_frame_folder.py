@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import uuid
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
@@ -18,13 +17,11 @@ from bevfusion_quant.cameras import Camera
 from bevfusion_quant.datasets._image import read_camera
 from bevfusion_quant.datasets._json_file import matrix, read_json
 from bevfusion_quant.points import Frame, Labels, read_frames, read_points
+from bevquant_quantizers.documents import Size, write_arrays, write_folder, write_whole
 
 __all__ = ["is_frame_folder", "read_frame_folder", "write_frame_folder"]
 
 _FILE = "calib.json"
-_KEYS = {"points", "cameras", "labels"}
-_CAMERA_KEYS = {"name", "image", "intrinsics", "lidar_to_camera", "width", "height"}
-_LABEL_KEYS = {"boxes", "names", "velocities", "visibility", "num_points"}
 
 
 def is_frame_folder(path: Path) -> bool:
@@ -70,9 +67,8 @@ def read_frame_folder(folder: Path, **options: Any) -> Frame:
         InputError: something is missing, unknown, damaged or impossible.
     """  # noqa: D415 (a file is shown)
     path = folder / _FILE
-    values = read_json(path)
-    _known_keys(path, "", values, _KEYS)
-    points = values.get("points")
+    data: _FrameData = read_json(path, _FrameData)
+    points = data.points
     if points is None:
         # Voxels come as two files but are one frame, and `read_frames` knows that.
         found = read_frames(folder).paths
@@ -82,19 +78,16 @@ def read_frame_folder(folder: Path, **options: Any) -> Frame:
                 f'({", ".join(file.name for file in found)}); say which with "points"'
             )
         points = found[0].name
-    frame = read_points(folder / str(points), **options)
-    cameras = values.get("cameras")
-    if not isinstance(cameras, list):
-        raise InputError(f'{path}: "cameras" must be a list')
+    frame = read_points(folder / points, **options)
     labels = frame.labels
-    if values.get("labels") is not None:
-        labels = _read_labels(path, values["labels"])
+    if data.labels is not None:
+        labels = _read_labels(path, data.labels)
     return Frame(
         folder.absolute().name,
         frame.points,
         frame.voxels,
         labels,
-        tuple(_read_camera(folder, camera) for camera in cameras),
+        tuple(_read_camera(folder, camera) for camera in data.cameras),
     )
 
 
@@ -127,10 +120,8 @@ def write_frame_folder(folder: str | os.PathLike[str], frame: Frame) -> Path:
     if frame.points is None:
         raise InputError(f"{frame.name}: the frame holds voxels; only points can be written")
     final.parent.mkdir(parents=True, exist_ok=True)
-    partial = final.with_name(f".{final.name}.{uuid.uuid4().hex}")
-    partial.mkdir()
-    try:
-        np.savez_compressed(partial / "points.npz", points=frame.points)
+    with write_folder(final) as partial:
+        write_arrays(partial / "points.npz", {"points": frame.points}, compress=True)
         values: dict[str, Any] = {"points": "points.npz", "cameras": []}
         for camera in frame.cameras:
             image = f"{camera.name}.png"
@@ -151,11 +142,7 @@ def write_frame_folder(folder: str | os.PathLike[str], frame: Frame) -> Path:
                 for key, part in frame.labels._asdict().items()
                 if part is not None
             }
-        (partial / _FILE).write_text(json.dumps(values, indent=1), encoding="utf-8")
-        partial.rename(final)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+        write_whole(partial / _FILE, json.dumps(values, indent=1))
     return final
 
 
@@ -167,48 +154,56 @@ def _nested(array: npt.NDArray[Any]) -> list[Any]:
     return result
 
 
-def _known_keys(path: Path, what: str, values: object, known: set[str]) -> None:
-    if not isinstance(values, dict):
-        raise InputError(f"{path}: {what}expected an object with {', '.join(sorted(known))}")
-    unknown = sorted(set(values) - known)
-    if unknown:
-        raise InputError(
-            f"{path}: {what}unknown key {', '.join(unknown)}; known are {', '.join(sorted(known))}"
-        )
+class _CameraData(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    image: str
+    intrinsics: Any
+    lidar_to_camera: Any
+    width: Size | None = None
+    height: Size | None = None
 
 
-def _read_camera(folder: Path, values: dict[str, Any]) -> Camera:
-    path = folder / _FILE
-    _known_keys(path, "a camera: ", values, _CAMERA_KEYS)
-    missing = [key for key in sorted(_CAMERA_KEYS - {"width", "height"}) if key not in values]
-    name = str(values.get("name", "a camera"))
-    if missing:
-        raise InputError(f"{path}: {name} has no {', '.join(missing)}")
-    size = None
-    if "width" in values and "height" in values:
-        size = (int(values["width"]), int(values["height"]))
+class _LabelData(msgspec.Struct, forbid_unknown_fields=True):
+    boxes: Any
+    names: list[str]
+    velocities: Any = None
+    visibility: Any = None
+    num_points: Any = None
+
+
+class _FrameData(msgspec.Struct, forbid_unknown_fields=True):
+    """`calib.json`."""
+
+    cameras: list[_CameraData]
+    points: str | None = None
+    labels: _LabelData | None = None
+
+
+def _read_camera(folder: Path, data: _CameraData) -> Camera:
+    where = f"{folder / _FILE}: {data.name}"
     return read_camera(
-        name,
-        folder / str(values["image"]),
-        matrix(values["intrinsics"], 3, 3, f"{path}: {name}: intrinsics"),
-        matrix(values["lidar_to_camera"], 4, 4, f"{path}: {name}: lidar_to_camera"),
-        size,
+        data.name,
+        folder / data.image,
+        matrix(data.intrinsics, 3, 3, f"{where}: intrinsics"),
+        matrix(data.lidar_to_camera, 4, 4, f"{where}: lidar_to_camera"),
+        None if data.width is None or data.height is None else (data.width, data.height),
     )
 
 
-def _read_labels(path: Path, values: dict[str, Any]) -> Labels:
-    _known_keys(path, "labels: ", values, _LABEL_KEYS)
-    missing = [key for key in ("boxes", "names") if key not in values]
-    if missing:
-        raise InputError(f"{path}: labels have no {', '.join(missing)}")
-    boxes = matrix(values["boxes"], None, 7, f"{path}: labels: boxes").astype(np.float32)
-    velocities = values.get("velocities")
+def _read_labels(path: Path, data: _LabelData) -> Labels:
+    boxes = matrix(data.boxes, None, 7, f"{path}: labels: boxes").astype(np.float32)
+    velocities = data.velocities
     if velocities is not None:
         velocities = matrix(velocities, None, 2, f"{path}: labels: velocities").astype(np.float32)
     row = {}
     for key, dtype in (("visibility", np.float32), ("num_points", np.int32)):
-        if values.get(key) is not None:
+        values = getattr(data, key)
+        if values is not None:
             what = f"{path}: labels: {key}"
-            row[key] = matrix([values[key]], 1, len(boxes), what)[0].astype(dtype)
-    names = tuple(str(name) for name in values["names"])
-    return Labels(boxes, names, velocities, row.get("visibility"), row.get("num_points"))
+            numbers = matrix([values], 1, len(boxes), what)[0]
+            if dtype is np.int32 and not (np.abs(numbers) < 2**31).all():
+                raise InputError(f"{what} must be whole numbers")
+            row[key] = numbers.astype(dtype)
+    return Labels(
+        boxes, tuple(data.names), velocities, row.get("visibility"), row.get("num_points")
+    )

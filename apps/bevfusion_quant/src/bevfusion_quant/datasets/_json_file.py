@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,25 +9,22 @@ import numpy as np
 import numpy.typing as npt
 
 from bevfusion_quant._errors import InputError
+from bevquant_quantizers.documents import DocumentError
+from bevquant_quantizers.documents import read_json as read_json_file
 
 __all__ = ["matrix", "read_json"]
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object that a JSON file holds.
+def read_json(path: Path, form: Any = dict[str, Any]) -> Any:
+    """The object that a JSON file holds, of a form as `documents.parse_json` takes it.
 
     Raises:
         InputError: missing, unreadable, no JSON, or another value than an object.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise InputError(f"{path}: no such file; the calibration is missing") from error
-    except (OSError, ValueError) as error:  # a JSONDecodeError is a ValueError
-        raise InputError(f"{path}: not readable JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise InputError(f"{path}: a JSON object is expected, not a {type(value).__name__}")
-    return value
+        return read_json_file(path, form)
+    except DocumentError as error:
+        raise InputError(str(error)) from error
 
 
 def matrix(
@@ -42,7 +38,7 @@ def matrix(
     wanted = ", ".join("N" if size is None else str(size) for size in (rows, columns))
     try:
         array = np.array(value, dtype=np.float64)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise InputError(f"{what} must be numbers [{wanted}]: {error}") from error
     if array.size == 0 and rows is None and columns is not None:
         return np.zeros((0, columns))

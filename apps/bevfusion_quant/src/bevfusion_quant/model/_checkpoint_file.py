@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from bevfusion_quant._errors import InputError
+from bevquant_quantizers.documents import DocumentError, read_checkpoint, read_tensors
 
 __all__ = ["read_state_dict"]
 
@@ -27,14 +26,13 @@ def read_state_dict(path: str | Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise InputError(f"no weights file at {path}: check the path given to --weights")
     try:
-        content = _load(path)
-    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, KeyError) as error:
-        first_line = str(error).strip().split("\n")[0]
+        if path.suffix == ".safetensors":
+            content: object = read_tensors(path, "state dict").tensors
+        else:
+            content = read_checkpoint(path, "state dict")
+    except DocumentError as error:
         raise InputError(
-            f"{path} cannot be read as a state dict ({type(error).__name__}: {first_line}): the "
-            "file is "
-            "damaged, cut short, or a pickled model; save `model.state_dict()` with torch.save or "
-            "safetensors and pass that file"
+            f"{error}: save `model.state_dict()` with torch.save or safetensors and pass that file"
         ) from error
     if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
         content = content["state_dict"]
@@ -53,15 +51,3 @@ def read_state_dict(path: str | Path) -> dict[str, Tensor]:
     names = [str(k) for k in content]
     wrapped = all(n.startswith("module.") for n in names)
     return {n.removeprefix("module.") if wrapped else n: content[n] for n in names}
-
-
-def _load(path: Path) -> object:
-    if path.suffix == ".safetensors":
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
-        try:
-            return load_file(path)
-        except SafetensorError as error:
-            raise ValueError(str(error)) from error
-    return torch.load(path, map_location="cpu", weights_only=True)

@@ -15,6 +15,7 @@ from bevfusion_quant.points._layout import (
     rows_in_layout,
     why_implausible,
 )
+from bevquant_quantizers.documents import read_content
 
 __all__ = ["read_binary"]
 
@@ -37,7 +38,7 @@ def read_binary(
     Raises:
         PointsError: empty file, size that fits no layout, or no plausible layout.
     """
-    raw = path.read_bytes()
+    raw = read_content(path, "frame")
     if not raw:
         raise PointsError(f"{path}: the file is empty (0 bytes); it must hold at least one point")
     layout = _choose(path, raw, columns, dtype)

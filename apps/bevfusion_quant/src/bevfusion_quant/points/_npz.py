@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +9,7 @@ import numpy.typing as npt
 
 from bevfusion_quant.points._errors import PointsError
 from bevfusion_quant.points._frame import Labels
+from bevquant_quantizers.documents import DocumentError, read_arrays
 
 __all__ = ["read_npz"]
 
@@ -27,39 +27,15 @@ def read_npz(
         PointsError: not a zip archive, no array `key`, pickled objects, wrong shape or type.
     """
     try:
-        with path.open("rb") as file:
-            archive = np.load(file, allow_pickle=False)
-            if not isinstance(archive, np.lib.npyio.NpzFile):
-                raise PointsError(f"{path}: a bare .npy array, not an .npz archive")
-            if key not in archive.files:
-                raise PointsError(
-                    f"{path}: no array {key!r}; the archive holds {sorted(archive.files)}: "
-                    f"save the points under {key!r} or say key="
-                )
-            rows = _member(path, archive, key)
-            labels = None
-            if "boxes" in archive.files and "names" in archive.files:
-                labels = _labels(
-                    path, _member(path, archive, "boxes"), _member(path, archive, "names")
-                )
-    except PointsError:
-        raise
-    except (zipfile.BadZipFile, EOFError, OSError, ValueError) as error:
-        raise PointsError(f"{path}: not a readable .npz archive ({error})") from error
-    return _points(path, key, rows, intensity_scale), labels
-
-
-def _member(path: Path, archive: np.lib.npyio.NpzFile, key: str) -> npt.NDArray[np.generic]:
-    try:
-        array: npt.NDArray[np.generic] = archive[key]
-    except ValueError as error:
-        if "pickle" not in str(error).lower() and "object" not in str(error).lower():
-            raise
-        raise PointsError(
-            f"{path}: array {key!r} holds pickled Python objects, which are never loaded; "
-            "save it as a plain numeric array"
-        ) from error
-    return array
+        arrays = read_arrays(path, (key,), optional=("boxes", "names"))
+    except DocumentError as error:
+        lacks = "no array" in str(error)
+        remedy = f": save the points under {key!r} or say key=" if lacks else ""
+        raise PointsError(f"{error}{remedy}") from error
+    labels = None
+    if "boxes" in arrays and "names" in arrays:
+        labels = _labels(path, arrays["boxes"], arrays["names"])
+    return _points(path, key, arrays[key], intensity_scale), labels
 
 
 def _points(
@@ -81,9 +57,12 @@ def _points(
 
 
 def _labels(path: Path, boxes: npt.NDArray[np.generic], names: npt.NDArray[np.generic]) -> Labels:
-    if boxes.ndim != 2 or boxes.shape[1] != 7 or names.shape != (len(boxes),):
+    fits = boxes.ndim == 2 and boxes.shape[1] == 7 and names.shape == (len(boxes),)
+    if not fits or boxes.dtype.kind not in "iuf":
         raise PointsError(
             f"{path}: boxes {list(boxes.shape)} and names {list(names.shape)}; "
-            "expected [M, 7] and [M]"
+            "expected numbers [M, 7] and [M]"
         )
-    return Labels(boxes.astype(np.float32), tuple(str(name) for name in names))
+    with np.errstate(over="ignore"):
+        rows = boxes.astype(np.float32)
+    return Labels(rows, tuple(str(name) for name in names))

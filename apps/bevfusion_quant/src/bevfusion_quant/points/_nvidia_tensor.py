@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from bevfusion_quant.points._errors import PointsError
 from bevfusion_quant.points._frame import VoxelData
+from bevquant_quantizers.documents import read_content, write_whole
 
 __all__ = ["find_sibling", "load_tensor", "read_voxels", "save_tensor"]
 
@@ -42,7 +43,7 @@ def load_tensor(path: str | Path) -> npt.NDArray[np.generic]:
         PointsError: too short for its header, wrong magic number, unknown type code, impossible
             shape, or a length that does not match the shape.
     """
-    raw = Path(path).read_bytes()
+    raw = read_content(path, "frame")
     if len(raw) < 12:
         raise PointsError(f"{path}: {len(raw)} bytes are too few for a .tensor header (12)")
     magic, ndim, code = struct.unpack_from("<Iii", raw)
@@ -84,7 +85,7 @@ def save_tensor(path: str | Path, array: npt.NDArray[np.generic]) -> None:
         raise PointsError(f"{path}: the .tensor format cannot hold {array.dtype}")
     little = little.astype(little.dtype.newbyteorder("<"))
     head = struct.pack(f"<Iii{array.ndim}i", _MAGIC, array.ndim, codes[little.dtype], *array.shape)
-    Path(path).write_bytes(head + little.tobytes())
+    write_whole(path, head + little.tobytes())
 
 
 def find_sibling(path: Path) -> tuple[Path, Path, str] | None:

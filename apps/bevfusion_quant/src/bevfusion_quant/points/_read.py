@@ -21,6 +21,7 @@ from bevfusion_quant.points._nvidia_tensor import (
     load_tensor,
     read_voxels,
 )
+from bevquant_quantizers.documents import DocumentError
 
 __all__ = ["FrameFiles", "read_frames", "read_points"]
 
@@ -83,8 +84,8 @@ def read_points(
     _must_be_file(file)
     try:
         frame = _read(file, extension, columns, dtype, key, intensity_scale)
-    except OSError as error:
-        raise PointsError(f"{file}: cannot be read: {error.strerror or error}") from error
+    except DocumentError as error:
+        raise PointsError(str(error)) from error
     if len(frame) == 0:
         raise PointsError(f"{file}: holds no points")
     return _without_nonfinite(file, frame, nonfinite)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
 
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.model import CONFIGS, build_model
@@ -20,6 +21,7 @@ from bevfusion_quant.ptq._stages import (
     keep_batch_norms,
     quantize_branch,
 )
+from bevquant_quantizers.documents import as_form, read_json, read_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,9 +66,12 @@ def read_run_config(folder: str | Path) -> dict[str, Any]:
     """
     folder = Path(folder)
     try:
-        config: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-        if config["format"] != RUN_FORMAT:
-            raise ValueError(f"its format is {config['format']!r}")
+        config: dict[str, Any] = read_json(
+            folder / CONFIG_FILE,
+            dict[str, Any],
+            what="run's settings",
+            head={"format": RUN_FORMAT},
+        )
         if config.get("version", 1) not in RUN_VERSIONS:
             raise ValueError(
                 f"its schema is version {config['version']!r}, this program reads "
@@ -74,11 +79,33 @@ def read_run_config(folder: str | Path) -> dict[str, Any]:
             )
         if "evaluates" in config:
             raise ValueError(f"it is an evaluation of {config['evaluates']}, which has the model")
+        as_form(config, _Settings, where=CONFIG_FILE, what="run's settings")
         if config["config"] not in CONFIGS:
             raise ValueError(f"its sizes {config['config']!r} are unknown")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except ValueError as error:
         raise _refusal(folder, error) from error
     return config
+
+
+class _Settings(msgspec.Struct):
+    """What is read of the settings of a run, whichever command wrote it."""
+
+    config: str
+    method: str
+    exclude: list[str]
+    sha256: dict[str, str]
+    branch: Literal[
+        "camera", "lidar", "fuser", "decoder", "head", "all", "lidar-detector", "camera-detector"
+    ] = "lidar"
+    fold: bool = True
+    quantize_head: bool = False
+    weight_bits: Annotated[int, msgspec.Meta(ge=2, le=16)] = 8
+    plan: str | None = None
+    target: str | None = None
+    seed: int = 0
+    calibration_frames: int = 0
+    cameras: list[str] = []
+    weights: str | None = None
 
 
 def load_run(folder: str | Path) -> LoadedRun:
@@ -90,9 +117,6 @@ def load_run(folder: str | Path) -> LoadedRun:
     Raises:
         InputError: As `load_quantized`.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     from bevquant_quantizers import load_ranges
 
     folder = Path(folder)
@@ -106,17 +130,16 @@ def load_run(folder: str | Path) -> LoadedRun:
         sizes, branch = CONFIGS[config["config"]], config.get("branch", "lidar")
         example = example_batch(sizes)
         planned = config.get("plan") is not None  # older runs do not say
-        digests = config.get("sha256", {})  # older runs have none
+        digests = config["sha256"]
         apart = FLOAT_FILE in digests
         for name in (
             *MODEL_FILES,
             *([PLAN_FILE] if planned else []),
             *([FLOAT_FILE] if apart else []),
         ):
-            found = sha256(folder / name)
-            if digests.get(name, found) != found:
+            if digests.get(name) != sha256(folder / name):
                 raise ValueError(f"{name} is not the file that the run wrote")
-        state = load_file(folder / "weights.safetensors")
+        state = read_tensors(folder / "weights.safetensors").tensors
         prepare = fuse_branch if config.get("fold", True) else keep_batch_norms
         fused = prepare(build_model(sizes, built_parts(branch)), example).model
         model = quantize_branch(
@@ -138,9 +161,9 @@ def load_run(folder: str | Path) -> LoadedRun:
             apply_plan(model, read_plan(folder / PLAN_FILE))
         load_ranges(model, folder / "ranges.json")
         model.load_state_dict(state)
-        own = load_file(folder / FLOAT_FILE) if apart else {}
+        own = read_tensors(folder / FLOAT_FILE).tensors if apart else {}
         fused.load_state_dict({**_float_part(state, fused.state_dict()), **own})
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise _refusal(folder, error) from error
     return LoadedRun(config, fused, model)
 

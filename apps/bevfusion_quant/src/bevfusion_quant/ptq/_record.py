@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bevfusion_quant.ptq._poor_data import PoorData, finding_lines
+from bevfusion_quant.ptq._run_folder import sha256
 
 if TYPE_CHECKING:
     from bevfusion_quant.model import BEVFusion
@@ -97,9 +97,8 @@ def save_model(
     Returns:
         The sha256 of each, by name: what `load_run` knows them by.
     """
-    from safetensors.torch import save_file
-
     from bevquant_quantizers import save_ranges
+    from bevquant_quantizers.documents import write_tensors
 
     save_ranges(model, folder / "ranges.json")
     held = model.state_dict()
@@ -109,15 +108,5 @@ def save_model(
     if changed:
         contents[FLOAT_FILE] = changed
     for name, state in contents.items():
-        # A quantizer that layers share is one buffer under several names: each gets its copy.
-        tensors = {key: t.detach().clone().contiguous() for key, t in state.items()}
-        save_file(tensors, folder / name, metadata={"format": "pt"})
-        # safetensors writes for the owner alone; other files are readable as the umask says.
-        (folder / name).chmod((folder / "ranges.json").stat().st_mode)
+        write_tensors(folder / name, state, {"format": "pt"})
     return {name: sha256(folder / name) for name in ("ranges.json", *contents)}
-
-
-def sha256(path: Path) -> str:
-    """The digest of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

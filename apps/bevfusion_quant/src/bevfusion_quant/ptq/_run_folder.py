@@ -2,26 +2,47 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
-import shutil
-import signal
-import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
+
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.ranks import current_ranks
+from bevquant_quantizers.documents import (
+    DocumentError,
+    read_json,
+    sweep,
+    write_folder,
+    write_whole,
+)
 
-__all__ = ["CONFIG_FILE", "RUN_FORMAT", "RUN_VERSIONS", "free_name", "run_folder"]
+__all__ = [
+    "CONFIG_FILE",
+    "DIGESTS_FILE",
+    "RUN_FORMAT",
+    "RUN_VERSIONS",
+    "free_name",
+    "read_digests",
+    "run_folder",
+    "sha256",
+    "write_digests",
+]
 
-CONFIG_FILE = "config.json"
+CONFIG_FILE, DIGESTS_FILE = "config.json", "digests.json"
 RUN_FORMAT = "bevfusion-quant run"
 RUN_VERSIONS = (1, 2, 3)
 """Schemas of runs that can be read; the last one is written."""
+
+# Runs from before digests.json was written hold such files alone at their top.
+_OF_OLDER_RUNS = (
+    ".json", ".html", ".pdf", ".png", ".safetensors", ".svg", ".onnx", ".yaml", ".txt", ".hbm",
+)  # fmt: skip
 
 
 def free_name(runs: Path, stem: str) -> str:
@@ -68,19 +89,49 @@ def run_folder(
     made = _missing_parents(runs)
     try:
         runs.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=runs))
-        try:
-            yield work
+        sweep(runs)
+
+        def ready(work: Path) -> None:
             _refuse(target, overwrite)
-            _publish(work, target)
-        finally:
-            with _undisturbed():
-                shutil.rmtree(work, ignore_errors=True)
+            write_digests(work)
+
+        with write_folder(target, ready=ready) as work:
+            yield work
     finally:
-        with _undisturbed():
-            for folder in made:
-                if folder.is_dir() and not any(folder.iterdir()):
-                    folder.rmdir()
+        for folder in made:
+            if folder.is_dir() and not any(folder.iterdir()):
+                folder.rmdir()
+
+
+def write_digests(folder: Path) -> Path:
+    """Write digests.json: every file of a finished run with its sha256."""
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and p != folder / DIGESTS_FILE)
+    sums = {path.relative_to(folder).as_posix(): sha256(path) for path in files}
+    content = {"format": "bevfusion-quant digests", "version": 1, "sha256": sums}
+    return write_whole(folder / DIGESTS_FILE, json.dumps(content, indent=1) + "\n")
+
+
+def read_digests(folder: Path) -> dict[str, str] | None:
+    """What `write_digests` wrote; None where there is none, as of runs before it was written.
+
+    Raises:
+        DocumentError: It is damaged.
+    """
+    if not (folder / DIGESTS_FILE).exists():
+        return None
+    head = {"format": "bevfusion-quant digests", "version": 1}
+    found: _Digests = read_json(folder / DIGESTS_FILE, _Digests, what="list of digests", head=head)
+    return found.sha256
+
+
+class _Digests(msgspec.Struct):
+    sha256: dict[str, str]
+
+
+def sha256(path: Path) -> str:
+    """The digest of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _refuse(target: Path, overwrite: bool) -> None:
@@ -96,51 +147,33 @@ def _refuse(target: Path, overwrite: bool) -> None:
             "--overwrite "
             "leaves it alone: choose another --name, or move it away yourself"
         )
+    others = _files_of_others(target)
+    if others:
+        raise InputError(
+            f"{target} holds files that no run has written, such as {others[0]}, which --overwrite "
+            "would delete: move them away, or choose another --name"
+        )
+
+
+def _files_of_others(folder: Path) -> list[str]:
+    """Files in a run's folder that the run does not name; of older runs, that no run has."""
+    known = read_digests(folder)
+    there = [p.relative_to(folder).as_posix() for p in folder.rglob("*") if not p.is_dir()]
+    if known is None:
+        return [n for n in there if "/" not in n and not n.endswith(_OF_OLDER_RUNS)]
+    return [name for name in there if name not in known and name != DIGESTS_FILE]
 
 
 def _is_run(folder: Path) -> bool:
     if folder.is_symlink() or not folder.is_dir():
         return False
     try:
-        content = json.loads((folder / CONFIG_FILE).read_text())
-    except (OSError, ValueError):
+        read_json(folder / CONFIG_FILE, head={"format": RUN_FORMAT})
+    except DocumentError:
         return False
-    return isinstance(content, dict) and content.get("format") == RUN_FORMAT
+    return True
 
 
 def _missing_parents(folder: Path) -> list[Path]:
     """`folder` and its parents that do not exist yet, deepest first."""
     return [p for p in (folder, *folder.parents) if not p.exists()]
-
-
-def _publish(work: Path, target: Path) -> None:
-    umask = os.umask(0)
-    os.umask(umask)
-    work.chmod(0o777 & ~umask)
-    with _undisturbed():
-        if not target.exists():
-            work.rename(target)
-            return
-        old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
-        target.rename(old / target.name)
-        try:
-            work.rename(target)
-        except OSError:
-            (old / target.name).rename(target)
-            raise
-        finally:
-            shutil.rmtree(old, ignore_errors=True)
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Hold Ctrl-C and SIGTERM back for a few file operations that belong together."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    held = {signal.SIGINT, signal.SIGTERM}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, held)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

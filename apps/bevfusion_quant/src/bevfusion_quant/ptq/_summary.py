@@ -12,6 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bevquant_quantizers.documents import write_whole
+
 if TYPE_CHECKING:
     from bevfusion_quant.ptq._agreement import AgreementRow, FoundRow
     from bevfusion_quant.ptq._compare import LayerRow
@@ -59,8 +61,7 @@ def peak_memory_mib() -> float:
 def write_json(path: Path, content: Mapping[str, Any]) -> Path:
     """Write JSON that any reader takes: no NaN, no Infinity."""
     text = json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False, default=_plain)
-    path.write_text(text + "\n", encoding="utf-8")
-    return path
+    return write_whole(path, text + "\n")
 
 
 def _plain(value: Any) -> Any:

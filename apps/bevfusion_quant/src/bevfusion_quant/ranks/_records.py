@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import io
-import zipfile
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+
+from bevquant_quantizers.documents import pack_arrays, read_arrays
 
 __all__ = ["Record", "pack", "unpack"]
 
@@ -25,12 +25,7 @@ def pack(record: Record) -> bytes:
         >>> unpack(pack({"sums": np.array([0.1, 2.0])}))["sums"].tolist()
         [0.1, 2.0]
     """
-    objects = [name for name, array in record.items() if np.asarray(array).dtype.hasobject]
-    if objects:
-        raise ValueError(f"{', '.join(objects)}: a record holds numbers and text, not objects")
-    buffer = io.BytesIO()
-    np.savez(buffer, **dict(record))  # type: ignore[arg-type]
-    return buffer.getvalue()
+    return pack_arrays(record)
 
 
 def unpack(data: bytes) -> Record:
@@ -39,8 +34,4 @@ def unpack(data: bytes) -> Record:
     Raises:
         ValueError: These are not such bytes.
     """
-    try:
-        with np.load(io.BytesIO(data), allow_pickle=False) as file:
-            return {name: file[name] for name in file.files}
-    except (OSError, EOFError, KeyError, zipfile.BadZipFile) as error:
-        raise ValueError(f"not a record: {error}") from error
+    return read_arrays(data, what="record")

@@ -13,6 +13,7 @@ from typing import Any
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.ranks._ranks import Ranks, current_ranks
 from bevfusion_quant.ranks._records import Record, pack, unpack
+from bevquant_quantizers.documents import read_arrays, write_whole
 
 __all__ = ["Shards", "in_order"]
 
@@ -53,7 +54,7 @@ class Shards:
             finished = len(list(self.folder.glob("*.npz")))
             if finished:
                 LOG.info("going on from %d finished records in %s", finished, self.folder)
-            (self.folder / "settings.json").write_text(text + "\n", encoding="utf-8")
+            write_whole(self.folder / "settings.json", text + "\n")
             for other in runs.glob(f".{name}.*.shards"):
                 if other != self.folder:
                     LOG.warning("%s holds finished frames of other settings: delete it", other)
@@ -68,14 +69,12 @@ class Shards:
         if path is None or not path.exists():
             return None
         try:
-            return unpack(path.read_bytes())
+            return read_arrays(path, what="record")
         except ValueError as error:
             raise InputError(f"{path}: {error}: delete it, and the frame is run again") from error
 
     def save(self, step: str, index: int, record: Record) -> None:
         """Keep what a frame gave, whole or not at all."""
-        from bevquant_quantizers import write_whole
-
         path = self._path(step, index)
         if path is not None:
             write_whole(path, pack(record))

@@ -7,16 +7,18 @@ from bevfusion_quant.report._content import (
     ReportScene,
     ReportStage,
 )
-from bevfusion_quant.report._section import Section, read_sections
+from bevfusion_quant.report._section import PAGE_DATA, Section, read_page_data, read_sections
 from bevfusion_quant.report._write import write_page, write_report
 
 __all__ = [
+    "PAGE_DATA",
     "ReportBoxes",
     "ReportContent",
     "ReportFigure",
     "ReportScene",
     "ReportStage",
     "Section",
+    "read_page_data",
     "read_sections",
     "write_page",
     "write_report",

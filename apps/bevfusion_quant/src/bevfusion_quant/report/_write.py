@@ -23,7 +23,13 @@ from bevfusion_quant.report._layers import finite_rows, layers_section
 from bevfusion_quant.report._overview import head, reproduce
 from bevfusion_quant.report._quantizers import quantizers_section
 from bevfusion_quant.report._scene import scene_section
-from bevfusion_quant.report._section import PAGE_FORM, Section, heading
+from bevfusion_quant.report._section import (
+    PAGE_DATA,
+    PAGE_FORM,
+    Section,
+    heading,
+    page_data,
+)
 from bevfusion_quant.report._sensitivity import sensitivity_section
 from bevfusion_quant.report._stages import stages_section
 from bevquant_quantizers import write_whole
@@ -91,7 +97,7 @@ def write_page(path: Path | str, title: str, top: Html, sections: Sequence[Secti
         sections: In the order of the page, each key once.
 
     Returns:
-        `path`.
+        `path`; beside it lies page.json, the sections as data, which `report` reads.
     """
     links = [tag("li", tag("a", s.title, href=f"#{s.key}")) for s in sections]
     data = {s.key: s.data for s in sections if s.data is not None}
@@ -112,6 +118,7 @@ def write_page(path: Path | str, title: str, top: Html, sections: Sequence[Secti
         data=script_json(data),
         script=script,
     )
+    write_whole(Path(path).with_name(PAGE_DATA), page_data(sections))
     return write_whole(path, page)
 
 

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.ptq._record import sha256
-from bevfusion_quant.ptq._run_folder import CONFIG_FILE, RUN_FORMAT, RUN_VERSIONS
-from bevfusion_quant.report import read_sections
+from bevfusion_quant.ptq._run_folder import (
+    CONFIG_FILE,
+    DIGESTS_FILE,
+    RUN_FORMAT,
+    RUN_VERSIONS,
+    read_digests,
+    sha256,
+)
+from bevfusion_quant.report import PAGE_DATA, read_page_data
+from bevquant_quantizers.documents import DocumentError, as_form, read_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,8 +48,8 @@ class Evidence:
             "sensitivity", "export", "comparison" of what was measured of one.
         config: Its settings.
         summary: What it found.
-        sections: Those of its page, by key.
-        digests: sha256 of summary.json and report.html, as they were read.
+        sections: Those of its page, by key, from their data.
+        digests: sha256 of config.json, summary.json and page.json, as they were read.
     """
 
     folder: Path
@@ -72,10 +80,27 @@ class Evidence:
 def read_config(folder: Path) -> dict[str, Any] | None:
     """The settings of a folder that this program wrote; None for any other folder."""
     try:
-        config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        config: dict[str, Any] = read_json(
+            folder / CONFIG_FILE, dict[str, Any], head={"format": RUN_FORMAT}
+        )
+        as_form(config, _Known, where=CONFIG_FILE, what="run's settings")
+    except DocumentError:
         return None
-    return config if isinstance(config, dict) and config.get("format") == RUN_FORMAT else None
+    return config
+
+
+class _Known(msgspec.Struct):
+    sha256: dict[str, str] | None = None
+    run_sha256: dict[str, str] | None = None
+    compares: list[dict[str, Any]] = []
+
+
+class _SummaryData(msgspec.Struct):
+    """What every command's summary says in one form."""
+
+    command: str = ""
+    frames: list[Any] = []
+    versions: dict[str, str] = {}
 
 
 def kind_of(config: Mapping[str, Any]) -> str:
@@ -87,7 +112,7 @@ def kind_of(config: Mapping[str, Any]) -> str:
 
 
 def read_evidence(folder: Path) -> Evidence:
-    """Read a finished folder's settings, summary and page.
+    """Read a finished folder's settings, summary and the data of its page.
 
     Raises:
         InputError: It is no such folder, damaged, or of another version.
@@ -107,8 +132,8 @@ def read_evidence(folder: Path) -> Evidence:
                     f"{RUN_VERSIONS[0]} to {RUN_VERSIONS[-1]}"
                 )
         summary = _summary(folder)
-        sections = read_sections((folder / PAGE_FILE).read_text(encoding="utf-8"))
-        digests = {name: sha256(folder / name) for name in (SUMMARY_FILE, PAGE_FILE)}
+        digests = _checked(folder)
+        sections = read_page_data(folder / PAGE_DATA)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(
             f"{folder} cannot be put on a page: {error}: run its command again, or take the folder "
@@ -119,8 +144,25 @@ def read_evidence(folder: Path) -> Evidence:
     return Evidence(folder, kind, config, summary, sections, digests)
 
 
+def _checked(folder: Path) -> dict[str, str]:
+    """The digests of what a page is made of, which must be those that the run wrote down."""
+    known = read_digests(folder)
+    if known is None:
+        raise ValueError(
+            f"it has no {DIGESTS_FILE}, so nothing tells whether its figures are as they were "
+            "measured; it is from an earlier version"
+        )
+    found = {}
+    for name in (CONFIG_FILE, SUMMARY_FILE, PAGE_DATA):
+        found[name] = sha256(folder / name)
+        if known.get(name) != found[name]:
+            raise ValueError(f"{name} is not the file that the run wrote: it was changed")
+    return found
+
+
 def _summary(folder: Path) -> dict[str, Any]:
-    content = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
-    if not isinstance(content, dict) or content.get("format") != RUN_FORMAT:
-        raise ValueError(f"{SUMMARY_FILE} is not one that this program wrote")
+    content: dict[str, Any] = read_json(
+        folder / SUMMARY_FILE, dict[str, Any], what="summary", head={"format": RUN_FORMAT}
+    )
+    as_form(content, _SummaryData, where=SUMMARY_FILE, what="summary")
     return content

@@ -7,13 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor, nn
 
 from bevfusion_quant._errors import InputError
-from bevquant_quantizers import write_whole
+from bevquant_quantizers.documents import (
+    Count,
+    DocumentError,
+    parse_json,
+    read_tensors,
+    write_tensors,
+)
 
 __all__ = ["CHECKPOINT", "Checkpoint", "read_checkpoint", "restore", "write_checkpoint"]
 
@@ -73,10 +78,8 @@ def write_checkpoint(
             tensors[f"{_OPTIMIZER}{key}.{name}"] = value
     tensors |= {f"{_OWN}{name}": value for name, value in (own or {}).items()}
     tensors[_LOSSES] = torch.tensor(losses, dtype=torch.float64).reshape(len(losses), -1)
-    # A quantizer that several layers share is one tensor under several names: each gets its copy.
-    tensors = {name: value.detach().cpu().clone().contiguous() for name, value in tensors.items()}
     about = {"format": _FORMAT, "version": _VERSION, "step": step, "identity": identity}
-    write_whole(path, save(tensors, {_KEY: json.dumps(about)}))
+    write_tensors(path, tensors, {_KEY: json.dumps(about)})
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -86,17 +89,32 @@ def read_checkpoint(path: Path) -> Checkpoint:
         InputError: The file is damaged, or something else.
     """
     try:
-        with safe_open(path, "pt") as file:
-            about = json.loads((file.metadata() or {}).get(_KEY, "{}"))
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
-    except (SafetensorError, OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read ({error}): it is damaged") from error
-    if about.get("format") != _FORMAT or about.get("version") != _VERSION:
-        raise InputError(
-            f"{path} is no checkpoint that this version of bevfusion-quant reads; use the version "
-            "that wrote it, or begin a new run elsewhere"
+        held = read_tensors(path, "training checkpoint")
+        about = parse_json(
+            held.metadata.get(_KEY, "{}"),
+            _About,
+            where=str(path),
+            what="training checkpoint",
+            head={"format": _FORMAT, "version": _VERSION},
+            remedy="use the version that wrote it, or begin a new run elsewhere",
         )
-    return Checkpoint(int(about["step"]), about["identity"], tensors)
+    except DocumentError as error:
+        raise InputError(str(error)) from error
+    losses = held.tensors.get(_LOSSES)
+    if losses is None or losses.ndim != 2 or len(losses) != about.step:
+        raise InputError(f"{path} is not a training checkpoint: its losses are not of its steps")
+    identity = {"training_frames": about.identity.training_frames}
+    return Checkpoint(about.step, {**identity, "settings": about.identity.settings}, held.tensors)
+
+
+class _Identity(msgspec.Struct):
+    training_frames: Any
+    settings: dict[str, Any]
+
+
+class _About(msgspec.Struct):
+    step: Count
+    identity: _Identity
 
 
 def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -110,7 +128,10 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Opt
     differ = [
         name
         for name in {**wanted, **state}
-        if name not in state or name not in wanted or state[name].shape != wanted[name].shape
+        if name not in state
+        or name not in wanted
+        or state[name].shape != wanted[name].shape
+        or state[name].dtype != wanted[name].dtype
     ]
     if differ:
         raise InputError(
@@ -121,6 +142,12 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Opt
     keys = sorted({name.split(".", 1)[0] for name in moments})
     for name, parameter in model.named_parameters():
         found = {key: moments[f"{key}.{name}"] for key in keys if f"{key}.{name}" in moments}
+        for key, value in found.items():
+            if not value.is_floating_point() or value.shape not in ((), parameter.shape):
+                raise InputError(
+                    f"the checkpoint's {_OPTIMIZER}{key}.{name} is {value.dtype} of shape "
+                    f"{tuple(value.shape)}: it is damaged"
+                )
         if found:
             # torch keeps the count of steps on the CPU, the moments beside the parameter.
             optimizer.state[parameter] = {

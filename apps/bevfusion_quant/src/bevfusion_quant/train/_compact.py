@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import zipfile
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +14,7 @@ from bevfusion_quant._errors import InputError
 from bevfusion_quant.cameras import CAMERA_NAMES, depth_images, order_cameras, prepare_cameras
 from bevfusion_quant.cameras._prepare import _MEAN, _STD
 from bevfusion_quant.points import Labels
-from bevquant_quantizers import write_whole
+from bevquant_quantizers.documents import read_arrays, write_arrays
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
 __all__ = ["CompactFrame", "compact"]
 
 STEP = 0.004  # m: int16 then reaches 131 m
-_DAMAGED = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,10 +78,7 @@ class CompactFrame:
 
     def save(self, path: Path) -> None:
         """Write an .npz, whole or not at all."""
-        content = io.BytesIO()
-        arrays: dict[str, Any] = {f.name: np.asarray(getattr(self, f.name)) for f in fields(self)}
-        np.savez(content, **arrays)
-        write_whole(path, content.getvalue())
+        write_arrays(path, {f.name: np.asarray(getattr(self, f.name)) for f in fields(self)})
 
     @classmethod
     def load(cls, path: Path) -> CompactFrame:
@@ -94,14 +88,52 @@ class CompactFrame:
             InputError: The file is damaged or something else.
         """
         try:
-            with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
-                values = {f.name: file[f.name] for f in fields(cls)}
-        except _DAMAGED as error:
-            raise InputError(
-                f"{path} is no prepared frame ({error}): remove it, and it is made anew"
-            ) from error
+            values: dict[str, Any] = dict(
+                read_arrays(path, [f.name for f in fields(cls)], what="prepared frame")
+            )
+            _check(values)
+        except ValueError as error:
+            place = "" if str(path) in str(error) else f"{path}: "
+            raise InputError(f"{place}{error}: remove it, and it is made anew") from error
         values |= {"name": str(values["name"]), "names": tuple(map(str, values["names"]))}
         return cls(**values)
+
+
+_SHAPES = {
+    "xyz": (np.int16, ("points", 3)),
+    "rest": (np.float16, ("points", 2)),
+    "boxes": (np.float32, ("objects", 7)),
+    "velocities": (np.float32, ("objects", 2)),
+    "num_points": (np.int32, ("objects",)),
+    "images": (np.uint8, ("cameras", 3, "height", "width")),
+    "depth": (np.float16, ("cameras", 1, "height", "width")),
+    "calibration": (np.float64, (3, "cameras", 4, 4)),
+}
+
+
+def _check(values: dict[str, Any]) -> None:
+    """Types, and sizes that are the same wherever they have the same name.
+
+    Raises:
+        ValueError: They are not.
+    """
+    sizes: dict[str, int] = {}
+    texts = {"name": ((), "U"), "names": ((len(values["boxes"]),), "Uf")}  # none are float64 [0]
+    for key, (shape, kinds) in texts.items():
+        if values[key].shape != shape or values[key].dtype.kind not in kinds:
+            raise ValueError(f"not a prepared frame: {key} is {values[key].dtype} of another size")
+    for key, (dtype, wanted) in _SHAPES.items():
+        array = values[key]
+        fits = array.dtype == dtype and array.ndim == len(wanted)
+        for size, name in zip(array.shape, wanted, strict=False):
+            fits = fits and size == (
+                sizes.setdefault(name, size) if isinstance(name, str) else name
+            )
+        if not fits:
+            raise ValueError(
+                f"not a prepared frame: {key} is {array.dtype} {list(array.shape)}, expected "
+                f"{np.dtype(dtype)} {list(wanted)}"
+            )
 
 
 def compact(

@@ -10,13 +10,13 @@ from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tqdm import tqdm
 
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.train._compact import CompactFrame, compact
-from bevquant_quantizers import write_whole
+from bevquant_quantizers.documents import DocumentError, read_json, write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -117,11 +117,11 @@ def _claim(folder: Path, form: dict[str, object]) -> None:
         write_whole(index, json.dumps(form, indent=1))
         return
     try:
-        found = json.loads(index.read_text())
-    except ValueError as error:
-        raise InputError(f"{index} is damaged ({error}): remove the folder") from error
+        found = read_json(index, dict[str, Any], what="list of prepared frames")
+    except DocumentError as error:
+        raise InputError(f"{error}: remove the folder") from error
     if found != form:
-        differ = [key for key in form if not isinstance(found, dict) or found.get(key) != form[key]]
+        differ = [key for key in form if found.get(key) != form[key]]
         told = ", ".join(f"{key} {found.get(key)!r}, not {form[key]!r}" for key in differ)
         raise InputError(f"{folder} holds other frames ({told}): choose another --cache")
 

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save
 from torch import Tensor, nn
 
-from bevquant_quantizers import write_whole
+from bevquant_quantizers.documents import write_tensors
 
 __all__ = ["WEIGHTS", "stored_weights", "write_weights"]
 
@@ -36,5 +35,4 @@ def stored_weights(model: nn.Module, *, half: bool) -> dict[str, Tensor]:
 
 def write_weights(path: Path, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
     """Write safetensors whole, with `about` as JSON in the file's metadata."""
-    held = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    write_whole(path, save(held, {_KEY: json.dumps(about)}))
+    write_tensors(path, tensors, {_KEY: json.dumps(about)})

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
+import msgspec
+
 from bevquant_hybrid.drawing import DrawnNode, draw_partition
-from bevquant_quantizers import JsonDocument
+from bevquant_quantizers.documents import DocumentError, JsonDocument, Size, parse_json
 
 __all__ = ["Boundary", "Plan", "PlanNode", "Segment"]
 
@@ -198,21 +199,21 @@ class Plan(JsonDocument):
         Raises:
             ValueError: If it is no such JSON, of another version, or contradicts itself.
         """
-        data = json.loads(text)
-        if not isinstance(data, dict) or data.get("schema") != _SCHEMA:
-            raise ValueError(f'no partition plan: expected "schema": "{_SCHEMA}"')
-        version = data.get("version")
-        if type(version) is not int or not 1 <= version <= _VERSION:
-            raise ValueError(f"plan of version {version!r}; this reads 1 to {_VERSION}")
-        march, nodes, notes = data.get("march"), data.get("nodes"), data.get("warnings", [])
-        if not isinstance(march, str) or not isinstance(nodes, list) or not _strings(notes):
-            raise ValueError("plan: expected a march, a list of nodes and a list of warnings")
-        read = tuple(_node(i, node, version) for i, node in enumerate(nodes))
-        plan = cls(march, read, tuple(notes))
+        head = {"schema": _SCHEMA, "version": tuple(range(1, _VERSION + 1))}
+        what, remedy = "partition plan", "make the plan again"
+        data = parse_json(text, _Document, what=what, head=head, remedy=remedy)
+        if data.version > 1 and any(node.dtype is None for node in data.nodes):
+            raise DocumentError("not a partition plan: a node has no dtype")
+        nodes = tuple(
+            PlanNode(**{**msgspec.structs.asdict(node), "dtype": node.dtype or ""})
+            for node in data.nodes
+        )
+        plan = cls(data.march, nodes, data.warnings)
         written = json.loads(plan.to_json())
         for key in ("segments", "boundaries"):
-            if key in data and data[key] != written[key]:
-                raise ValueError(f"plan: its {key} are not those of its nodes")
+            given = getattr(data, key)
+            if given is not None and given != written[key]:
+                raise DocumentError(f"not a partition plan: its {key} are not those of its nodes")
         return plan
 
     def draw(self, *, title: str | None = None) -> str:
@@ -232,28 +233,26 @@ class Plan(JsonDocument):
         return draw_partition(drawn, title=title or f"Partition for {self.march}")
 
 
-def _strings(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+class _Node(msgspec.Struct, forbid_unknown_fields=True):
+    """A `PlanNode` as a file has it; plans of version 1 have no dtypes."""
+
+    name: str
+    kind: str
+    place: str
+    reason: str
+    operator: str
+    path: str
+    inputs: tuple[str, ...]
+    shape: tuple[Size, ...] | None
+    segment: int | None
+    inserted: bool
+    dtype: str | None = None
 
 
-def _node(index: int, data: object, version: int) -> PlanNode:
-    names = {field.name for field in fields(PlanNode)}
-    if version == 1 and isinstance(data, Mapping) and "dtype" not in data:
-        data = {**data, "dtype": ""}
-    if not isinstance(data, Mapping) or set(data) != names:
-        raise ValueError(f"plan: node {index} must have exactly the keys {sorted(names)}")
-    values: dict[str, Any] = dict(data)
-    texts = all(
-        isinstance(values[key], str)
-        for key in ("name", "kind", "place", "reason", "operator", "path", "dtype")
-    )
-    shape, segment = values["shape"], values["segment"]
-    sizes = shape is None or (isinstance(shape, list) and all(type(s) is int for s in shape))
-    number = segment is None or type(segment) is int
-    if not (texts and sizes and number and _strings(values["inputs"])):
-        raise ValueError(f"plan: node {index} ({values['name']!r}) has a value of the wrong type")
-    if type(values["inserted"]) is not bool:
-        raise ValueError(f"plan: node {index} ({values['name']!r}): inserted must be true or false")
-    values["inputs"] = tuple(values["inputs"])
-    values["shape"] = None if shape is None else tuple(shape)
-    return PlanNode(**values)
+class _Document(msgspec.Struct):
+    version: int
+    march: str
+    nodes: list[_Node]
+    warnings: tuple[str, ...] = ()
+    segments: Any = None
+    boundaries: Any = None

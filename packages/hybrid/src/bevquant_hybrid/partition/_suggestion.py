@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from bevquant_quantizers import JsonDocument
+import msgspec
+
+from bevquant_quantizers.documents import DocumentError, Finite, JsonDocument, parse_json
 
 __all__ = ["CpuMove", "CpuSuggestion"]
 
@@ -126,19 +127,40 @@ class CpuSuggestion(JsonDocument):
         Raises:
             ValueError: If it is no such JSON, of another version, or contradicts itself.
         """
-        data = json.loads(text)
-        if not isinstance(data, dict) or data.get("schema") != _SCHEMA:
-            raise ValueError(f'no CPU suggestion: expected "schema": "{_SCHEMA}"')
-        version = data.get("version")
-        if type(version) is not int or version != _VERSION:
-            raise ValueError(f"suggestion of version {version!r}; this reads {_VERSION}")
-        values = {name: _checked(data, name, check) for name, check in _FIELDS.items()}
-        values["kept"] = tuple(values["kept"])
-        values["rows"] = tuple(_row(i, row) for i, row in enumerate(values["rows"]))
-        made = cls(**values)
-        if "hybrid_dict" in data and data["hybrid_dict"] != made.hybrid_dict:
-            raise ValueError("suggestion: its hybrid_dict is not that of its rows")
+        data = parse_json(
+            text,
+            _Document,
+            what="CPU suggestion",
+            head={"schema": _SCHEMA, "version": _VERSION},
+            remedy="suggest again with this version",
+        )
+        rows = tuple(CpuMove(**msgspec.structs.asdict(row)) for row in data.rows)
+        numbers = (data.as_given, data.start, data.start_milliseconds)
+        made = cls(data.march, data.metric_name, *numbers, data.kept, rows)
+        if data.hybrid_dict is not None and data.hybrid_dict != made.hybrid_dict:
+            raise DocumentError("not a CPU suggestion: its hybrid_dict is not that of its rows")
         return made
+
+
+class _Row(msgspec.Struct, forbid_unknown_fields=True):
+    path: str
+    others: tuple[str, ...]
+    gain_alone: Finite
+    metric: Finite | None
+    milliseconds: Finite
+    transfer_bytes: int
+    reason: str
+
+
+class _Document(msgspec.Struct):
+    march: str
+    metric_name: str
+    as_given: Finite
+    start: Finite
+    start_milliseconds: Finite
+    kept: tuple[str, ...]
+    rows: list[_Row]
+    hybrid_dict: Any = None
 
 
 def _table(rows: tuple[CpuMove, ...]) -> list[str]:
@@ -164,47 +186,3 @@ def _table(rows: tuple[CpuMove, ...]) -> list[str]:
         ).rstrip()
         for line in cells
     ]
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and type(value) is not bool and math.isfinite(value)
-
-
-def _is_texts(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
-
-
-_FIELDS = {
-    **dict.fromkeys(("march", "metric_name"), _is_text),
-    **dict.fromkeys(("as_given", "start", "start_milliseconds"), _is_number),
-    "kept": _is_texts,
-    "rows": lambda value: isinstance(value, list),
-}
-_ROW_FIELDS = {
-    **dict.fromkeys(("path", "reason"), _is_text),
-    **dict.fromkeys(("gain_alone", "milliseconds"), _is_number),
-    "others": _is_texts,
-    "metric": lambda value: value is None or _is_number(value),
-    "transfer_bytes": lambda value: type(value) is int,
-}
-
-
-def _checked(data: Mapping[str, Any], name: str, check: Any) -> Any:
-    if name not in data or not check(data[name]):
-        raise ValueError(f"suggestion: {name!r} is missing or of the wrong type")
-    return data[name]
-
-
-def _row(index: int, data: object) -> CpuMove:
-    if not isinstance(data, Mapping) or set(data) != set(_ROW_FIELDS):
-        raise ValueError(f"suggestion: row {index}: expected exactly the keys {[*_ROW_FIELDS]}")
-    try:
-        values = {name: _checked(data, name, check) for name, check in _ROW_FIELDS.items()}
-    except ValueError as error:
-        raise ValueError(f"{error} in row {index}") from error
-    values["others"] = tuple(values["others"])
-    return CpuMove(**values)

@@ -6,10 +6,12 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
-from bevquant_hybrid.runtime._program import Argument, Operand, Port, Program, Shape, Step, Value
+from bevquant_hybrid.runtime._program import Argument, Operand, Port, Program, Step, Value
+from bevquant_quantizers.documents import Size, as_form
 
 __all__ = ["DTYPES", "from_json", "to_json"]
 
@@ -43,20 +45,47 @@ def from_json(data: dict[str, Any], constants: Mapping[str, Tensor]) -> Program:
     Raises:
         KeyError, TypeError, ValueError: It is not what `to_json` makes.
     """
-    texts = [data[key] for key in ("name", "march")]
-    if not all(isinstance(text, str) for text in texts) or not isinstance(data["options"], dict):
-        raise TypeError("name, march or options are not as they are written")
+    given = as_form(data, _ProgramData, where="its program", what="program of compile_model")
     return Program(
-        name=texts[0],
-        march=texts[1],
-        options=data["options"],
-        inputs=tuple(_port(port) for port in data["inputs"]),
-        outputs=tuple(_port(port) for port in data["outputs"]),
-        arguments=data["arguments"],
-        result=data["result"],
-        steps=tuple(_step(step) for step in data["steps"]),
+        name=given.name,
+        march=given.march,
+        options=given.options,
+        inputs=tuple(_port(port) for port in given.inputs),
+        outputs=tuple(_port(port) for port in given.outputs),
+        arguments=given.arguments,
+        result=given.result,
+        steps=tuple(_step(step) for step in given.steps),
         constants=constants,
     )
+
+
+class _PortData(msgspec.Struct):
+    name: str
+    operand: dict[str, str]
+    dtype: str
+    shape: tuple[Size, ...] | None
+    scale: str | None
+    axis: int
+    quantized: str | None
+    rounding: str
+
+
+class _StepData(msgspec.Struct):
+    operator: str
+    arguments: dict[str, Any]
+    results: list[tuple[str, str, tuple[Size, ...] | None]]
+    scope: str
+
+
+class _ProgramData(msgspec.Struct):
+    name: str
+    march: str
+    options: dict[str, Any]
+    inputs: list[_PortData]
+    outputs: list[_PortData]
+    arguments: dict[str, Any]
+    result: dict[str, Any]
+    steps: list[_StepData]
 
 
 def _port_to_json(port: Port) -> dict[str, Any]:
@@ -72,19 +101,19 @@ def _port_to_json(port: Port) -> dict[str, Any]:
     }
 
 
-def _port(data: dict[str, Any]) -> Port:
-    operand = _argument(data["operand"])
-    if not isinstance(operand, Operand) or not isinstance(data["name"], str):
-        raise TypeError(f"{data!r} is no input or output")
+def _port(data: _PortData) -> Port:
+    operand = _argument(data.operand)
+    if not isinstance(operand, Operand):
+        raise TypeError(f"{data.name!r} is no input or output")
     return Port(
-        name=data["name"],
+        name=data.name,
         operand=operand,
-        dtype=DTYPES[data["dtype"]],
-        shape=_shape(data["shape"]),
-        scale=data["scale"],
-        axis=data["axis"],
-        quantized=data["quantized"],
-        rounding=data["rounding"],
+        dtype=_dtype(data.dtype),
+        shape=data.shape,
+        scale=data.scale,
+        axis=data.axis,
+        quantized=data.quantized,
+        rounding=data.rounding,
     )
 
 
@@ -100,22 +129,16 @@ def _step_to_json(step: Step) -> dict[str, Any]:
     }
 
 
-def _step(data: dict[str, Any]) -> Step:
-    results = tuple(
-        Value(str(name), DTYPES[dtype], _shape(shape)) for name, dtype, shape in data["results"]
-    )
-    if not isinstance(data["arguments"], dict):
-        raise TypeError(f"{data['arguments']!r} are no arguments by name")
-    arguments = {name: _argument(value) for name, value in data["arguments"].items()}
-    return Step(str(data["operator"]), arguments, results, str(data["scope"]))
+def _step(data: _StepData) -> Step:
+    results = tuple(Value(name, _dtype(dtype), shape) for name, dtype, shape in data.results)
+    arguments = {name: _argument(value) for name, value in data.arguments.items()}
+    return Step(data.operator, arguments, results, data.scope)
 
 
-def _shape(data: Any) -> Shape:
-    if data is None:
-        return None
-    if not all(type(n) is int and n >= 0 for n in data):
-        raise ValueError(f"{data!r} is no shape")
-    return tuple(data)
+def _dtype(name: Any) -> torch.dtype:
+    if not isinstance(name, str) or name not in DTYPES:
+        raise ValueError(f"{name!r} is no type of a tensor here")
+    return DTYPES[name]
 
 
 def _argument_to_json(value: Argument) -> Any:
@@ -137,11 +160,13 @@ def _argument(data: Any) -> Argument:
         if data is None or isinstance(data, bool | int | float | str):
             return data
         raise TypeError(f"{data!r} is no argument")
+    if len(data) != 1:
+        raise ValueError(f"{sorted(data)} is no kind of argument")
     ((kind, content),) = data.items()
-    if kind in ("constant", "value"):
-        return Operand(str(content), constant=kind == "constant")
+    if kind in ("constant", "value") and isinstance(content, str):
+        return Operand(content, constant=kind == "constant")
     if kind == "dtype":
-        return DTYPES[content]
-    if kind == "float":
+        return _dtype(content)
+    if kind == "float" and content in ("nan", "inf", "-inf"):
         return float(content)
     raise ValueError(f"{kind!r} is no kind of argument")

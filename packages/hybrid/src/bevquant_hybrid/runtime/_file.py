@@ -7,23 +7,26 @@ The header's metadata has one entry, ``bevquant_hybrid``: JSON with ``schema``, 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import save
 
 from bevquant_hybrid._whole_file import write_whole
 from bevquant_hybrid.runtime._as_json import from_json, to_json
 from bevquant_hybrid.runtime._program import Program
 from bevquant_hybrid.runtime._validate import validate
+from bevquant_quantizers.documents import DocumentError, parse_json, read_content, read_tensors
 
 __all__ = ["SCHEMA", "read_program", "write_program"]
 
 SCHEMA = 1
 _ENTRY = "bevquant_hybrid"
+_WHAT = "file of compile_model"
 _UNSIGNED = "0" * 64
 
 
@@ -45,51 +48,34 @@ def read_program(path: Path) -> Program:
         ValueError: It was not written by `compile_model`, is truncated or changed, has another
             schema, lacks a tensor, or says what no program says. The message names the file.
     """
-    content = path.read_bytes()
-    data = _metadata(path, content)
-    schema = data.get("schema")
-    if schema != SCHEMA:
-        raise ValueError(
-            f"{path}: schema {schema!r}, where this version reads {SCHEMA}; compile the model "
-            "again with this version"
-        )
+    if not path.exists():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    content = read_content(path, _WHAT)
+    held = read_tensors(content, _WHAT, where=str(path))
+    if _ENTRY not in held.metadata:
+        raise DocumentError(f"{path}: no file of compile_model (its header holds no program)")
+    data = parse_json(
+        held.metadata[_ENTRY],
+        dict[str, Any],
+        where=f"{path}",
+        what=_WHAT,
+        head={"schema": SCHEMA},
+        remedy="compile the model again with this version",
+    )
     _check_sum(path, content, data.get("sha256"))
     try:
-        program = from_json(data, load(content))
+        program = from_json(data, held.tensors)
         validate(program)
-    except (SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {_reason(error)}") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise DocumentError(f"{path}: {_reason(error)}") from error
     return program
-
-
-def _metadata(path: Path, content: bytes) -> dict[str, Any]:
-    """The program as JSON, from a header that is all there."""
-    length = int.from_bytes(content[:8], "little")
-    header = content[8 : 8 + length]
-    if len(content) < 8 or content[8:9] != b"{":
-        raise ValueError(f"{path}: no file of compile_model (it has no header of safetensors)")
-    if len(header) < length:
-        raise ValueError(
-            f"{path}: truncated: {len(content)} bytes, and its header alone takes {8 + length}; "
-            "copy it again or compile the model again"
-        )
-    try:
-        fields = json.loads(header)
-        data = json.loads(fields["__metadata__"][_ENTRY])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(
-            f"{path}: no file of compile_model (its header holds no program: {_reason(error)})"
-        ) from error
-    if not isinstance(data, dict):
-        raise ValueError(f"{path}: no file of compile_model (its program is no JSON object)")
-    return data
 
 
 def _check_sum(path: Path, content: bytes, digest: Any) -> None:
     signed = str(digest).encode()
     unsigned = content.replace(signed, _UNSIGNED.encode(), 1) if len(signed) == 64 else b""
     if hashlib.sha256(unsigned).hexdigest().encode() != signed:
-        raise ValueError(
+        raise DocumentError(
             f"{path}: truncated or changed: its checksum is not that of its content; copy it again "
             "or compile the model again"
         )

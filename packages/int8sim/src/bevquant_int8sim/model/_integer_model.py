@@ -148,8 +148,18 @@ class IntegerModel:
                 values[name], values[sites] = value.features, sites_of(value)
         for step, spent in zip(program.steps, self._spent[program], strict=True):
             given = _given(step.args, values)
-            made = execute(step, given, _given(step.kwargs, values), self.backend)
-            values.update(zip(step.outputs, made, strict=True))
+            try:
+                made = execute(step, given, _given(step.kwargs, values), self.backend)
+                values.update(zip(step.outputs, made, strict=True))
+            except Exception as error:
+                # What a file may say is checked when it is read; how torch's own functions take
+                # their constants only shows here.
+                if not program.origin or isinstance(error, ValueError | TypeError):
+                    raise
+                raise ValueError(
+                    f"{program.origin}: {step.path or 'the model'} ({step.op}) does not compute on "
+                    f"these inputs: {error}; save the model again if it should"
+                ) from error
             if observe is not None:
                 observe(step, given, self._kept(made))
             for name in spent:

@@ -58,22 +58,23 @@ def from_json(data: Any) -> Any:
     ((kind, inner),) = data.items()
     if kind == "$ref":
         return Ref(_text(inner))
-    if kind == "$sparse":
-        features, sites = inner
-        return SparseRef(_text(features), _text(sites))
-    if kind == "$float":
-        return float(_text(inner))
-    if kind == "$slice":
-        return slice(*(from_json(item) for item in inner))
+    if kind == "$sparse" and isinstance(inner, list) and len(inner) == 2:
+        return SparseRef(_text(inner[0]), _text(inner[1]))
+    if kind == "$float" and inner in ("nan", "inf", "-inf"):
+        return float(inner)
+    if kind == "$slice" and isinstance(inner, list) and len(inner) == 3:
+        ends = [from_json(item) for item in inner]
+        if all(end is None or isinstance(end, int | Ref) for end in ends):
+            return slice(*ends)
     if kind == "$ellipsis":
         return ...
     if kind == "$dtype" and isinstance(getattr(torch, _text(inner), None), torch.dtype):
         return getattr(torch, inner)
-    if kind == "$tuple":
+    if kind == "$tuple" and isinstance(inner, list):
         return tuple(from_json(item) for item in inner)
     if kind == "$dict" and isinstance(inner, dict):
         return {key: from_json(item) for key, item in inner.items()}
-    raise ValueError(f"unknown form {kind!r}")
+    raise ValueError(f"unknown form {kind!r}, or other content than such has")
 
 
 def _text(value: Any) -> str:

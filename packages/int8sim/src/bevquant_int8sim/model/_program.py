@@ -104,6 +104,7 @@ class Program:
         steps: In order.
         values: Every value by name.
         result: What a call returns: nested containers of `Ref`s, `SparseRef`s and constants.
+        origin: The folder that it was read from, for messages; empty where it was lowered here.
     """
 
     signature: tuple[tuple[Any, ...], Mapping[str, Any]]
@@ -111,6 +112,7 @@ class Program:
     steps: tuple[Step, ...]
     values: Mapping[str, Value]
     result: Any
+    origin: str = ""
 
     @property
     def islands(self) -> tuple[Island, ...]:

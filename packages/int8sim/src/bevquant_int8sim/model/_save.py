@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import secrets
-import shutil
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +17,7 @@ from bevquant_int8sim.model._form import Form, Integers
 from bevquant_int8sim.model._json_values import to_json
 from bevquant_int8sim.model._program import Program, Step
 from bevquant_int8sim.model._saved_calls import READABLE, function_name, module_config
+from bevquant_quantizers.documents import write_folder, write_whole
 
 __all__ = ["KIND", "MANIFEST", "PROGRAM", "SCHEMA", "TENSORS", "manifest_text", "save_program"]
 
@@ -129,22 +128,6 @@ def _write(folder: Path, content: dict[str, bytes]) -> None:
         raise ValueError(
             f"cannot write {folder}: it exists and is no saved integer model; give another folder"
         )
-    mark = f".{folder.name}.{os.getpid()}.{secrets.token_hex(4)}"
-    temporary, old = folder.with_name(f"{mark}.tmp"), folder.with_name(f"{mark}.old")
-    try:
-        temporary.mkdir()
+    with write_folder(folder) as work:
         for name, raw in content.items():
-            with open(temporary / name, "xb") as file:
-                file.write(raw)
-                file.flush()
-                os.fsync(file.fileno())
-        if folder.exists():
-            os.rename(folder, old)
-        os.rename(temporary, folder)
-    except BaseException:
-        if old.exists() and not folder.exists():
-            os.rename(old, folder)
-        raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
+            write_whole(work / name, raw)

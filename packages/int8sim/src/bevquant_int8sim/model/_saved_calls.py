@@ -192,7 +192,9 @@ def rebuilt_module(config: dict[str, Any], state: dict[str, Tensor]) -> nn.Modul
     Raises:
         ValueError: An unknown class, or arguments or tensors that do not fit it.
     """
-    name = config.get("class")
+    if not isinstance(config, dict) or not isinstance(config.get("class"), str):
+        raise ValueError("its module is no class with arguments")
+    name = config["class"]
     arguments = {key: value for key, value in config.items() if key != "class"}
     try:
         if name == "FloatSparseConv":
@@ -200,8 +202,13 @@ def rebuilt_module(config: dict[str, Any], state: dict[str, Tensor]) -> nn.Modul
             return FloatSparseConv(state["weight"], state.get("bias"), geometry, **arguments).eval()
         if name not in _CLASSES:
             raise ValueError(f"a saved program may not hold a module of class {name!r}")
-        module = _CLASSES[name](**arguments)
-        module.load_state_dict(state, strict=True)
-        return module.eval()
-    except (KeyError, TypeError, RuntimeError) as error:
+        if set(arguments) != set(_MODULES[_CLASSES[name]].split()):
+            raise ValueError(f"its module {name} has other arguments than {sorted(arguments)}")
+        # On meta, sizes take no memory: that of the file's tensors is there already.
+        with torch.device("meta"):
+            module = _CLASSES[name](**arguments)
+        module.load_state_dict(state, strict=True, assign=True)
+        return module.float().eval()
+    except (KeyError, TypeError, RuntimeError, AttributeError, OverflowError, AssertionError,
+            ArithmeticError) as error:  # fmt: skip
         raise ValueError(f"its module {name} cannot be rebuilt: {error}") from error

@@ -2,32 +2,126 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
 
 import torch
+from msgspec import Meta, Struct
 from torch import Tensor
 
 from bevquant_int8sim.model._execute import OPERATION_NAMES
-from bevquant_int8sim.model._form import Integers
-from bevquant_int8sim.model._program import Program, Step, names_in
+from bevquant_int8sim.model._form import Form, Integers
+from bevquant_int8sim.model._program import Program, Ref, Step, names_in
+from bevquant_quantizers.documents import Size, as_form
 
 __all__ = ["validate"]
 
 _RANKS = {"sparse_conv": (3,), "linear": (2,), "conv": (3, 4, 5), "conv_transpose": (4,)}
-_NEEDED = {
-    "add": "relu axis out",
-    "avg_pool": "relu scale out",
-    "dequantize": "relu axis",
-    "quantize": "relu scale bits narrow",
-    "requantize": "relu axis bits narrow",
-    "conv": "relu out narrow stride padding dilation groups",
-    "conv_transpose": "relu out narrow stride padding output_padding dilation groups",
-    "linear": "relu out narrow",
-    "sparse_conv": (
-        "relu out narrow indice_key kernel_size stride padding dilation output_padding subm "
-        "transposed inverse"
-    ),
+
+Positive = Annotated[float, Meta(gt=0, le=1.7976931348623157e308)]
+Axis = Annotated[int, Meta(ge=-8, le=7)]
+Extent = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Extents = Extent | tuple[Extent, ...]
+Bits = Annotated[int, Meta(ge=2, le=16)]
+Out = Literal["int8", "int16", "int32", "float32"]
+
+
+class _Any(Struct, kw_only=True):
+    """Attributes of every step, as it writes them; more of them are passed over."""
+
+    what: str = ""
+    ceiling: float | None = None
+
+
+class _Limited(_Any, kw_only=True):
+    relu: bool
+    axis: Axis = -1
+
+
+class _Add(_Limited, kw_only=True):
+    axis: Axis
+    out: Out
+    scale: Positive | None = None
+    bits: Bits | None = None
+    narrow: bool | None = None
+
+
+class _Average(_Limited, kw_only=True):
+    scale: Positive
+    out: Out
+    multiplier: Positive | None = None
+    low: int | None = None
+    high: int | None = None
+
+
+class _Dequantize(_Limited, kw_only=True):
+    axis: Axis
+
+
+class _Quantize(_Limited, kw_only=True):
+    scale: Positive
+    bits: Bits
+    narrow: bool
+
+
+class _Requantize(_Limited, kw_only=True):
+    axis: Axis
+    bits: Bits
+    narrow: bool
+
+
+class _Linear(_Any, kw_only=True):
+    relu: bool
+    out: Out
+    narrow: bool
+    channel_axis: Axis = -1
+    addend_multiplier: Positive | None = None
+
+
+class _Conv(_Linear, kw_only=True):
+    stride: Extents
+    padding: Any  # a size, or for each axis a size or a pair; see `_check_padding`
+    dilation: Extents
+    groups: Extent
+
+
+class _ConvTranspose(_Conv, kw_only=True):
+    output_padding: Size | tuple[Size, ...]
+
+
+class _Sparse(_Linear, kw_only=True):
+    indice_key: str | None
+    kernel_size: tuple[Extent, ...]
+    stride: tuple[Extent, ...]
+    padding: tuple[Size, ...]
+    dilation: tuple[Extent, ...]
+    output_padding: tuple[Size, ...]
+    subm: bool
+    transposed: bool
+    inverse: bool
+    sum_multiplier: Positive | None = None
+
+
+_ATTRIBUTES: dict[str, type[Struct]] = {
+    "add": _Add,
+    "avg_pool": _Average,
+    "conv": _Conv,
+    "conv_transpose": _ConvTranspose,
+    "dequantize": _Dequantize,
+    "linear": _Linear,
+    "quantize": _Quantize,
+    "relu": _Limited,
+    "requantize": _Requantize,
+    "sparse_conv": _Sparse,
 }
+# Values that an operation reads and makes; what calls a function may have any.
+_READS = {
+    "add": (1, 64), "avg_pool": (1, 1), "constant": (0, 0), "conv": (1, 2),
+    "conv_transpose": (1, 2), "dequantize": (1, 1), "linear": (1, 2), "quantize": (1, 1),
+    "relu": (1, 1), "requantize": (1, 1), "sites": (3, 3), "sorted_sites": (3, 3),
+    "sparse_conv": (2, 3),
+}  # fmt: skip
+_MAKES = {"sparse_conv": 2, "sorted_sites": 2}
 
 
 def validate(program: Program) -> None:
@@ -47,19 +141,76 @@ def validate(program: Program) -> None:
             raise ValueError(f"{path}: {step.op} reads {missing[0]!r}, which no step made before")
         if step.op not in OPERATION_NAMES:
             raise ValueError(f"{path}: unknown operation {step.op!r}")
-        lacking = [n for n in _NEEDED.get(step.op, "").split() if n not in step.attributes]
-        if lacking:
-            raise ValueError(f"{path}: {step.op} lacks the attribute {lacking[0]!r}")
+        as_form(
+            dict(step.attributes),
+            _ATTRIBUTES.get(step.op, _Any),
+            where=f"{path}: what it says of itself",
+            what=f"step {step.op!r}",
+        )
+        _check_call(step, path)
         if step.op in _RANKS:
             _check_layer(step, path)
         _check_factors(step, path)
         unknown = [name for name in step.outputs if name not in program.values]
         if unknown:
             raise ValueError(f"{path}: nothing is said about its output {unknown[0]!r}")
+        _check_output(step, program.values[step.outputs[0]].form, path)
         known.update(step.outputs)
     missing = [name for name in names_in(program.result) if name not in known]
     if missing:
         raise ValueError(f"the result {missing[0]!r} is made by no step")
+
+
+def _check_call(step: Step, path: str) -> None:
+    """How many values it reads and makes, and what it calls."""
+    low, high = _READS.get(step.op, (0, 0))
+    if step.op in _READS:
+        if not low <= len(step.args) <= high or (step.kwargs and step.op != "avg_pool"):
+            raise ValueError(
+                f"{path}: {step.op} takes {low} to {high} values, got {len(step.args)} and "
+                f"{len(step.kwargs)} by name"
+            )
+        tensors = step.args[:2] if step.op == "sparse_conv" else step.args[:1]
+        if step.op == "add":
+            tensors = step.args
+        if not all(isinstance(value, Ref) for value in tensors):
+            raise ValueError(f"{path}: {step.op} takes values, got constants")
+        if len(step.outputs) != _MAKES.get(step.op, 1):
+            raise ValueError(f"{path}: {step.op} makes {len(step.outputs)} values")
+    elif (step.function is None) == (step.module is None):
+        raise ValueError(f"{path}: {step.op} calls neither one function nor one module")
+    for number in _numbers((step.args, step.kwargs)):
+        if isinstance(number, int) and not -(2**31) <= number < 2**31 and abs(number) != 2**63 - 1:
+            raise ValueError(f"{path}: {number} among the arguments of {step.op}")
+
+
+def _numbers(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _numbers(item)
+    elif isinstance(value, slice):
+        yield from _numbers((value.start, value.stop, value.step))
+    elif isinstance(value, int | float):
+        yield value
+
+
+def _check_output(step: Step, form: Form, path: str) -> None:
+    """Whether a step makes what its value is said to be."""
+    made = step.attributes.get("out") if step.op in _RANKS or step.op in ("add", "avg_pool") else ""
+    if step.op in ("quantize", "requantize"):
+        made = "int8" if step.attributes["bits"] <= 8 else "int16"
+    if step.op == "dequantize":
+        made = "float32"
+    held = str(form.dtype).removeprefix("torch.") if isinstance(form, Integers) else form
+    held = "float32" if held == "float" else held
+    if made and made != held:
+        raise ValueError(f"{path}: {step.op} makes {made} where its value is {held}")
+    fields = ("scale", "bits", "narrow") if step.op in ("add", "quantize") else ()
+    for name in fields if isinstance(form, Integers) else ():
+        if step.attributes.get(name) != getattr(form, name):
+            raise ValueError(f"{path}: {step.op} has {name}={step.attributes.get(name)}, of {form}")
 
 
 def _check_factors(step: Step, path: str) -> None:
@@ -87,6 +238,18 @@ def _check_layer(step: Step, path: str) -> None:
     if weight.dim() not in _RANKS[step.op]:
         raise ValueError(f"{path}: a weight of shape {tuple(weight.shape)} is none of {step.op}")
     channels = _out_channels(step, weight)
+    if not weight.numel() or channels % int(step.attributes.get("groups", 1)):
+        raise ValueError(f"{path}: a weight of shape {tuple(weight.shape)} in groups that differ")
+    for name in ("stride", "padding", "dilation", "output_padding", "kernel_size"):
+        sizes = step.attributes.get(name)
+        axes = len(step.attributes["kernel_size"]) if step.op == "sparse_conv" else weight.dim() - 2
+        if isinstance(sizes, list | tuple) and len(sizes) != axes:
+            raise ValueError(f"{path}: {name}={sizes} for {axes} axes")
+    if "padding" in step.attributes:
+        _check_padding(step.attributes["padding"], path)
+    dense = step.op != "sparse_conv"  # whose residual has a multiplier of 1 unless it says so
+    if dense and len(step.args) > 1 and step.attributes.get("addend_multiplier") is None:
+        raise ValueError(f"{path}: the multiplier of what is added is missing")
     shape = step.attributes.get("kernel_size", ())
     if step.op == "sparse_conv" and _product(shape) != weight.shape[0]:
         raise ValueError(
@@ -99,6 +262,14 @@ def _check_layer(step: Step, path: str) -> None:
             _check_length(_tensor(step, name, torch.float64, path), channels, name, path)
     if step.attributes["out"] != "int32" and "multiplier" not in step.tensors:
         raise ValueError(f"{path}: the tensor multiplier is missing")
+
+
+def _check_padding(padding: Any, path: str) -> None:
+    # By hand: msgspec 0.22 corrupts memory on unions of bounded numbers and pairs within a tuple.
+    for size in padding if isinstance(padding, list | tuple) else (padding,):
+        pair = size if isinstance(size, list | tuple) and len(size) == 2 else (size,)
+        if not all(type(n) is int and 0 <= n < 2**31 for n in pair):
+            raise ValueError(f"{path}: padding={padding!r} are no sizes")
 
 
 def _out_channels(step: Step, weight: Tensor) -> int:

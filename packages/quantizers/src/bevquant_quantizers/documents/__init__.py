@@ -1,0 +1,59 @@
+"""Files of unknown hands: JSON, safetensors, `.npz` and torch checkpoints, read and written whole.
+
+Every reader of bevquant goes through these functions. Whatever is damaged, cut short, nested too
+deep, too large or of another form is one `DocumentError` that names the file, the field in it, what
+was expected and what came. Nothing is ever unpickled into code. What a reader checks besides is
+what only it can know: that names fit a model, that digests agree.
+
+| file | read | write |
+|---|---|---|
+| JSON, of a typed form | `read_json`, `parse_json`, `JsonDocument` | `write_whole` |
+| safetensors with metadata | `read_tensors` | `write_tensors` |
+| `.npz` | `read_arrays` | `write_arrays` |
+| `.pth` of torch, zip or legacy | `read_checkpoint` | |
+| a folder | | `write_folder` |
+
+A file or folder appears whole or not at all, whatever ends the writer; what a killed one left is
+removed by the next that writes there.
+"""
+
+from __future__ import annotations
+
+from ._arrays import Tensors, pack_arrays, read_arrays, read_tensors, write_arrays, write_tensors
+from ._json import (
+    Count,
+    DocumentError,
+    Finite,
+    JsonDocument,
+    NotNegative,
+    Size,
+    as_form,
+    parse_json,
+    read_content,
+    read_json,
+)
+from ._torch import read_checkpoint
+from ._write import sweep, write_folder, write_whole
+
+__all__ = [
+    "Count",
+    "DocumentError",
+    "Finite",
+    "JsonDocument",
+    "NotNegative",
+    "Size",
+    "Tensors",
+    "as_form",
+    "pack_arrays",
+    "parse_json",
+    "read_arrays",
+    "read_checkpoint",
+    "read_content",
+    "read_json",
+    "read_tensors",
+    "sweep",
+    "write_arrays",
+    "write_folder",
+    "write_tensors",
+    "write_whole",
+]
