@@ -104,9 +104,9 @@ class _Shell(nn.Module):
         self.__dict__["note"] = note
 
     def forward(self, *leaves: Any) -> tuple[Any, ...]:
-        args, kwargs = rebuild(self.inputs, leaves)
+        args, kwargs = rebuild(self.__dict__["inputs"], leaves)
         made, result = flatten(self.model(*args, **kwargs))
-        self.note(result)
+        self.__dict__["note"](result)
         return tuple(made)
 
 
@@ -120,7 +120,8 @@ def _exported(model: nn.Module, inputs: Tree, leaves: list[Any]) -> tuple[Export
         stack.enter_context(torch.no_grad())
         stack.enter_context(_quiet())
         # A size of 1 in the example stays open as any other.
-        stack.enter_context(symbolic_shapes_config.patch(backed_size_oblivious=True))
+        config: Any = symbolic_shapes_config
+        stack.enter_context(config.patch(backed_size_oblivious=True))
         program = torch.export.export(shell, values, dynamic_shapes=dims, strict=False)
         result = results[-1]
         program = functional(program)
@@ -207,7 +208,8 @@ def _is_authors(file: str) -> bool:
     """Whether a source file is neither torch's nor this project's, nor part of Python."""
     parts = file.replace("\\", "/").split("/")
     ours = any(part.startswith("bevquant_") for part in parts)
-    return not (ours or "torch" in parts or "lib" in parts and "python3" in file or "<" in file)
+    library = "torch" in parts or ("lib" in parts and "python3" in file)
+    return not (ours or library or "<" in file)
 
 
 def _met(error: Exception) -> str:

@@ -24,7 +24,8 @@ def functional(program: ExportedProgram) -> ExportedProgram:
     if not writes:
         return program
     if any(not _is_plain(node) for node in writes) or not _alone(program.graph, writes):
-        return program.run_decompositions({})
+        whole: ExportedProgram = program.run_decompositions({})
+        return whole
     for node in writes:
         (old,) = _written(node)
         node.target = _out_of_place(node.target)
@@ -114,6 +115,6 @@ def _alone(graph: fx.Graph, writes: list[fx.Node]) -> bool:
 def _rename_outputs(program: ExportedProgram) -> None:
     """The signature's names follow the values that are returned."""
     (made,) = program.graph.output_node().args
-    for spec, value in zip(program.graph_signature.output_specs, made, strict=True):  # type: ignore[arg-type]
+    for spec, value in zip(program.graph_signature.output_specs, made, strict=True):
         if isinstance(value, fx.Node) and hasattr(spec.arg, "name"):
             spec.arg.name = value.name

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from ._opaque import OPAQUE, Opaque, opaque_call
+from ._opaque import Opaque, opaque_call
 from ._signature import Tree, arguments, flatten, leaf_names, rebuild
 
 __all__ = ["Graph"]
@@ -83,7 +83,8 @@ class Graph:
     @property
     def graph(self) -> fx.Graph:
         """The nodes, in order of execution."""
-        return self.program.graph_module.graph
+        graph: fx.Graph = self.program.graph_module.graph
+        return graph
 
     @property
     def operations(self) -> Iterator[fx.Node]:

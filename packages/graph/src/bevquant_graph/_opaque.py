@@ -83,7 +83,7 @@ def opaque_call(key: str) -> _Call:
 @contextmanager
 def opaque_modules(model: nn.Module, opaque: Mapping[str, Opaque]) -> Iterator[None]:
     """While it is entered, each module at a path of `opaque` is one operator call."""
-    closed = []
+    closed: list[tuple[nn.Module, Any]] = []
     for path, entry in opaque.items():
         module = model.get_submodule(path)
         calls = iter(entry.calls)
@@ -98,11 +98,11 @@ def opaque_modules(model: nn.Module, opaque: Mapping[str, Opaque]) -> Iterator[N
     try:
         yield
     finally:
-        for module, forward in closed:
-            if forward is None:
+        for module, own in closed:
+            if own is None:
                 del module.__dict__["forward"]
             else:
-                module.__dict__["forward"] = forward
+                module.__dict__["forward"] = own
 
 
 def recorded(model: nn.Module, path: str, reason: str, run: Any) -> Opaque:

@@ -60,7 +60,8 @@ OPERATORS: dict[str, OpSpec] = {
     **_rows(
         "clone contiguous detach alias lift lift_fresh lift_fresh_copy detach_ dropout "
         "feature_dropout alpha_dropout native_dropout shadow_copy",
-        "identity", **_KEEPS, modules=("Identity", "Dropout", "Dropout1d", "Dropout2d", "Dropout3d"),
+        "identity", **_KEEPS,
+        modules=("Identity", "Dropout", "Dropout1d", "Dropout2d", "Dropout3d"),
     ),
     **_rows(
         "view reshape flatten unflatten squeeze unsqueeze _unsafe_view view_as reshape_as "
@@ -72,7 +73,8 @@ OPERATORS: dict[str, OpSpec] = {
         "pixel_unshuffle channel_shuffle slice select split split_with_sizes chunk tensor_split "
         "expand expand_as broadcast_to repeat repeat_interleave tile narrow index_select index "
         "gather take_along_dim masked_select unfold getitem",
-        "move", values=True, mixes=False, modules=("PixelShuffle", "PixelUnshuffle", "ChannelShuffle"),
+        "move", values=True, mixes=False,
+        modules=("PixelShuffle", "PixelUnshuffle", "ChannelShuffle"),
     ),
     **_rows(
         "pad constant_pad_nd", "move", values=True, mixes=False,
@@ -94,15 +96,15 @@ OPERATORS: dict[str, OpSpec] = {
             modules=("Upsample", "UpsamplingNearest2d")),
     **_rows("upsample_bilinear2d", "resize", modules=("UpsamplingBilinear2d",)),
     **_rows(
-        "conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d linear",
-        "layer", modules=("Linear", *(f"Conv{t}{d}" for t in ("", "Transpose") for d in _DIMS)),
+        "conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d "
+        "linear", "layer", modules=("Linear", *(f"Conv{t}{d}" for t in ("", "Transpose") for d in _DIMS)),
     ),
     **_rows("batch_norm", "norm", shape=True, mixes=False,
             modules=("SyncBatchNorm", *(f"BatchNorm{d}" for d in _DIMS))),
     **_rows("bevquant_quantizers::fake_quantize", "quantize", shape=True, mixes=False),
     **_rows(
-        "bevquant_sparse::rulebook bevquant_sparse::subm_rulebook bevquant_sparse::inverse_rulebook "
-        "bevquant_sparse::identity_rulebook", "rulebook",
+        "bevquant_sparse::rulebook bevquant_sparse::subm_rulebook "
+        "bevquant_sparse::inverse_rulebook bevquant_sparse::identity_rulebook", "rulebook",
     ),
     **_rows("bevquant_sparse::conv", "sparse_layer"),
     **_rows("bevquant_sparse::max_pool", "sparse_pool", values=True),
@@ -140,7 +142,7 @@ def _name(target: Any) -> str:
     schema = getattr(target, "_schema", None)
     if schema is not None:
         namespace, _, name = schema.name.partition("::")
-        return name if namespace == "aten" else schema.name
+        return str(name if namespace == "aten" else schema.name)
     return str(getattr(target, "__name__", target))
 
 
@@ -149,4 +151,3 @@ def _named(name: str) -> OpSpec:
     plain = name if name.startswith("__") or not name.endswith("_") else name[:-1]
     found = OPERATORS.get(plain)
     return OpSpec(plain) if found is None else found
-

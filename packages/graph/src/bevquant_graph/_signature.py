@@ -170,7 +170,8 @@ def _container(tree: Nested, members: list[Any]) -> Any:
         return items
     if issubclass(kind, OrderedDict) and kind is not OrderedDict:
         return kind(**items)  # transformers' ModelOutput and its like
-    return kind(items) if issubclass(kind, Mapping) else kind(**items)
+    made: Any = kind
+    return made(items) if issubclass(kind, Mapping) else made(**items)
 
 
 def leaf_names(module: nn.Module, inputs: Tree) -> list[str]:
@@ -188,7 +189,8 @@ def leaf_names(module: nn.Module, inputs: Tree) -> list[str]:
     """
     assert isinstance(inputs, Nested)
     positional, named = inputs.members
-    assert isinstance(positional, Nested) and isinstance(named, Nested)
+    assert isinstance(positional, Nested)
+    assert isinstance(named, Nested)
     parameters = list(inspect.signature(module.forward).parameters.values())
     plain = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     names: dict[int, str] = {}

@@ -18,7 +18,7 @@ from bevquant_int8sim.model._grid_operations import grid_call, max_pool, resize
 from bevquant_int8sim.model._method import Method
 from bevquant_int8sim.model._opaque_call import OpaqueCall
 from bevquant_int8sim.model._operation import Operation, Operations
-from bevquant_int8sim.model._program import Ref, SparseRef, names_in
+from bevquant_int8sim.model._program import Ref, SparseRef
 from bevquant_int8sim.model._quantized_layer import quantized_layer
 from bevquant_int8sim.model._quantizers import integers_of, is_active, unsupported
 from bevquant_int8sim.model._sites import Geometry, convolved_sites, dense, pooled
@@ -84,7 +84,8 @@ class _Reader:
         """Its module's path where the module is this operation alone, else the operator's name."""
         path, kinds = self.graph.path(node), self.graph.module(node).children()
         alone = path if all(isinstance(child, TensorQuantizer) for child in kinds) else ""
-        return self._unique((alone or op_spec(node.target).name.rpartition(":")[2]).replace(".", "_"))
+        stem = alone or op_spec(node.target).name.rpartition(":")[2]
+        return self._unique(stem.replace(".", "_"))
 
     def _unique(self, stem: str) -> str:
         name, count = stem, 0
@@ -126,9 +127,11 @@ class _Reader:
             if constant is not None:
                 self._values[value] = constant.detach()
             elif value.op == "call_function" and value.target is not OPAQUE:
-                args, kwargs = fx.node.map_aggregate((value.args, value.kwargs), self._constant_value)
+                given: Any = fx.node.map_aggregate((value.args, value.kwargs), self._constant_value)
+                args, kwargs = given
                 with torch.no_grad():
-                    self._values[value] = value.target(*args, **kwargs)
+                    target: Any = value.target
+                self._values[value] = target(*args, **kwargs)
             else:
                 raise KeyError(value)
         return self._values[value]
@@ -315,7 +318,7 @@ class _Reader:
         what, function, args = _python_call(node, spec.name, args)
         if what == "":
             return x
-        if what == "pad" and (len(args) > 2 and args[2] != "constant" or any(args[3:])):
+        if what == "pad" and ((len(args) > 2 and args[2] != "constant") or any(args[3:])):
             return None
         return self._tensor(
             node, "move", args=args, kwargs=kwargs, what=what, function=function,
@@ -400,8 +403,10 @@ class _Reader:
         """Name of the sites at these coordinates; made here if they come as a plain tensor."""
         first = self._first(indices)
         if first not in self._sites:
-            if _is_coords(first) or op_spec(first.target).kind == "rulebook":
-                return self._sites_behind(first if first.target is not operator.getitem else first.args[0])
+            if _is_coords(first):
+                return self._sites_behind(first.args[0])
+            if op_spec(first.target).kind == "rulebook":
+                return self._sites_behind(first)
             sites = self._unique(f"{first.name}.sites")
             self._hosts.add(sites)
             args = (self._ref(indices), self._resolved(list(shape)), self._ref(batch_size))
@@ -531,7 +536,7 @@ def _is_coords(node: fx.Node) -> bool:
 
 
 def _coords_of(rulebook: fx.Node) -> fx.Node:
-    """The coordinates that a strided rulebook makes; the rulebook itself where nobody reads them."""
+    """The coordinates that a strided rulebook makes; where nobody reads them, the rulebook."""
     parts = (u for u in rulebook.users if u.target is operator.getitem and u.args[1] == 0)
     return next(parts, rulebook)
 
@@ -560,11 +565,12 @@ def _geometry_of(rulebook: fx.Node) -> Geometry:
 def _python_call(node: fx.Node, name: str, args: Any) -> tuple[str, Any, Any]:
     """(what, function, arguments) of a move as Python would call it; "" for none at all."""
     if name == "slice":
-        x, axis, start, stop, stride = (*args, *(0, None, None, 1)[len(args) - 1 :])
+        defaults: tuple[Any, ...] = (0, None, None, 1)
+        x, axis, start, stop, stride = (*args, *defaults[len(args) - 1 :])
         whole = (start in (None, 0)) and stop in (None, _LAST) and stride == 1
         if whole:
             return "", None, args
-        axis %= len(node.meta["val"].shape)
+        axis %= node.meta["val"].dim()
         part = slice(start, None if stop == _LAST else stop, stride)
         return "getitem", operator.getitem, (x, (*[slice(None)] * axis, part))
     if name == "index":
