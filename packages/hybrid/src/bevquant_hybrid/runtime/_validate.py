@@ -73,7 +73,7 @@ def _check_scale(port: Port, constants: Mapping[str, Any], used: set[str]) -> No
         used.add(port.scale)
     if port.quantized is not None:
         if as_quant_dtype(port.quantized).bits < 8:
-            raise ValueError(f"{port.quantized}: of weights alone")
+            raise ValueError(f"dtype={str(port.quantized)!r}: expected qint8, qint16 or qint32")
         if port.scale is None or type(port.axis) is not int:
             raise ValueError(f"the output {port.name!r} is quantized and has no scale")
     if port.rounding not in ("half_up", "half_even"):
