@@ -72,7 +72,8 @@ def _check_scale(port: Port, constants: Mapping[str, Any], used: set[str]) -> No
             raise ValueError(f"the scale of {port.name!r}, the tensor {port.scale!r}, is missing")
         used.add(port.scale)
     if port.quantized is not None:
-        as_quant_dtype(port.quantized)
+        if as_quant_dtype(port.quantized).bits < 8:
+            raise ValueError(f"dtype={str(port.quantized)!r}: expected qint8, qint16 or qint32")
         if port.scale is None or type(port.axis) is not int:
             raise ValueError(f"the output {port.name!r} is quantized and has no scale")
     if port.rounding not in ("half_up", "half_even"):
