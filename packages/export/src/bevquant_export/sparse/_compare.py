@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bevquant_export.sparse._follow import follow
 from bevquant_export.sparse._graph import Add, Conv, Node, Relu
 from bevquant_export.sparse._half_precision import with_half_constants
 from bevquant_export.sparse._held import Integers
 from bevquant_export.sparse._load import SparseOnnxModel
 from bevquant_export.sparse._reference import Made, reference_of
 from bevquant_int8sim import IntegerModel, SparseOutput, simulate
+from bevquant_int8sim.program import Step
 
 __all__ = ["LayerDifference", "compare_sparse_onnx", "compared"]
 
@@ -60,7 +62,6 @@ def compare_sparse_onnx(
     Raises:
         ValueError: The model has no such module, or other voxels there.
     """
-    _parts(inputs)
     integers = simulate(with_half_constants(model), inputs, verify=False)
     return compared(file, integers, inputs, reversed_axes=reversed_axes)
 
@@ -69,7 +70,7 @@ def compared(
     file: SparseOnnxModel, integers: IntegerModel, inputs: Any, *, reversed_axes: bool
 ) -> tuple[LayerDifference, ...]:
     """`compare_sparse_onnx` with the integer model of rounded constants at hand."""
-    features, coords, batch_size = _parts(inputs)
+    features, coords, batch_size = frame_of(integers, inputs)
     if reversed_axes:
         coords = coords[:, [0, 3, 2, 1]]
     reference, wanted = reference_of(integers, inputs)
@@ -90,15 +91,25 @@ def compared(
     return tuple(rows)
 
 
-def _parts(inputs: Any) -> tuple[Tensor, Tensor, int]:
-    if isinstance(inputs, tuple | list) and len(inputs) == 3:
-        return inputs[0], inputs[1], int(inputs[2])
-    if all(hasattr(inputs, name) for name in ("features", "indices", "batch_size")):
-        return inputs.features, inputs.indices, int(inputs.batch_size)
-    raise ValueError(
-        "compare_sparse_onnx: inputs are neither (features, coords, batch_size) nor one sparse "
-        f"tensor, but {type(inputs).__name__}"
-    )
+def frame_of(integers: IntegerModel, inputs: Any) -> tuple[Tensor, Tensor, int]:
+    """Features, coordinates and batch size that a file takes, of whatever the model takes.
+
+    The forward may come to them by itself, out of a `batch_dict` or of several arguments: they are
+    what its first sparse convolution stands on.
+    """
+    name = follow(integers).input
+    seen: dict[str, Any] = {}
+
+    def see(step: Step, given: tuple[Any, ...], _: tuple[Any, ...]) -> None:
+        for arg, value in zip(step.args, given, strict=False):
+            if getattr(arg, "name", None) == name:
+                seen.setdefault("features", value)
+            elif hasattr(value, "convolved"):
+                seen.setdefault("coords", value)
+
+    integers.run(inputs, record=False, observe=see)
+    coords = seen["coords"]
+    return seen["features"], coords.indices, int(coords.batch_size)
 
 
 def _difference(node: Node, made: Made, reference: dict[str, list[Made]]) -> LayerDifference:
