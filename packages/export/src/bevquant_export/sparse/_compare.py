@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +87,7 @@ def compared(
             rows.append(_difference(node, Made(value, scale, turned), reference))
 
     outputs = file.watch(features, coords, batch_size, see)
-    for made, expected in zip(outputs, _flat(wanted), strict=True):
+    for made, expected in zip(outputs, _results(integers, wanted), strict=True):
         rows.append(_output(made, expected, reversed_axes=reversed_axes))
     return tuple(rows)
 
@@ -167,9 +168,30 @@ def _output(made: Any, wanted: Any, *, reversed_axes: bool) -> LayerDifference:
     return LayerDifference("output", "", "float", apart.numel(), different, largest, size)
 
 
-def _flat(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, tuple | list):
-        return [leaf for item in value for leaf in _flat(item)]
-    return [value]
+def _results(integers: IntegerModel, returned: Any) -> list[Any]:
+    """What a file returns, each tensor once; inputs that the model hands through are left out."""
+    made = {name for step in integers.steps for name in step.outputs}
+    values = integers.program.values
+    given = [
+        value
+        for name, value in _named(integers.program.result, returned)
+        if name in made and values[name].form not in ("sites", "host")
+    ]
+    distinct: dict[str, Any] = {}
+    for reading, value in zip(follow(integers).outputs, given, strict=True):
+        distinct.setdefault(reading.tensor, value)
+    return list(distinct.values())
+
+
+def _named(refs: Any, value: Any) -> Iterator[tuple[str, Any]]:
+    """Values of the program that a result is made of, with what they are in a run."""
+    if isinstance(refs, dict):
+        for key, item in refs.items():
+            yield from _named(item, value[key])
+    elif isinstance(refs, list | tuple):
+        for item, other in zip(refs, value, strict=True):
+            yield from _named(item, other)
+    elif hasattr(refs, "sites"):
+        yield refs.features, value
+    elif isinstance(getattr(refs, "name", None), str):
+        yield refs.name, value

@@ -91,7 +91,12 @@ class _Follower:
         for step in self.program.steps:
             if step.outputs[0] not in coords:
                 self._step(step)
-        results = [name for name in _names(self.program.result) if self._is_tensor(name)]
+        # What the model hands through, as a batch_dict with its inputs, is nothing of the file.
+        results = [
+            name
+            for name in _names(self.program.result)
+            if self._is_tensor(name) and name in self.made
+        ]
         outputs = tuple(self._read(name, "the model's result") for name in results)
         if not self.input:
             raise ValueError("export_sparse_onnx: nothing in the model reads voxels' features")
