@@ -8,7 +8,7 @@ Graph of Sequential: 2 operations
 """
 
 from ._capture import CaptureError, capture, evaluation
-from ._graph import Graph
+from ._graph import REQUIRE, Graph
 from ._layer_class import layer_class, own_code
 from ._opaque import OPAQUE, Opaque
 from ._operators import OPERATORS, OpSpec, op_spec
@@ -17,6 +17,7 @@ from ._signature import arguments, flatten, is_sparse_tensor, leaf_names, rebuil
 __all__ = [
     "OPAQUE",
     "OPERATORS",
+    "REQUIRE",
     "CaptureError",
     "Graph",
     "OpSpec",

@@ -16,16 +16,20 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch_config
 import torch.fx.experimental._config as symbolic_shapes_config
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from ._functional import functional
-from ._graph import Graph
+from ._graph import NUMBERS, Graph
 from ._opaque import Opaque, opaque_modules, recorded
 from ._signature import Arguments, Tree, arguments, flatten, rebuild
 
 __all__ = ["CaptureError", "capture", "evaluation"]
+
+
+tracing_config: Any = functorch_config
 
 
 class CaptureError(ValueError):
@@ -38,7 +42,8 @@ def capture(model: nn.Module, example_inputs: Any, *, check: bool = True) -> Gra
     Sizes of the inputs stay open where the forward allows it (batch, height, voxels), so one graph
     serves frames of any size; sizes that the forward fixes are constants, see `Graph.fixed`. A
     module that cannot be followed is one opaque node (`Graph.opaque`), with its reason, file and
-    line. The model is not changed; it runs in evaluation mode and without gradients.
+    line; a number that the forward takes out of a tensor and counts with, such as the largest
+    batch index, stays what it is in the example, and every later frame is held to that. The model is not changed; it runs in evaluation mode and without gradients.
 
     Args:
         model: Any module. Sparse convolutions must run on bevquant's kernels
@@ -71,22 +76,28 @@ def capture(model: nn.Module, example_inputs: Any, *, check: bool = True) -> Gra
         )
     opaque: dict[str, Opaque] = {}
     numbers = True  # such as a batch size: open, unless the forward counts with them
+    values: Exception | None = None  # what asks for numbers out of tensors, as in the example
     with evaluation(model), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         while True:
             leaves, inputs = flatten(given, numbers=numbers)
             try:
                 with opaque_modules(model, opaque):
-                    program, result = _exported(model, inputs, leaves)
+                    program, result = _exported(model, inputs, leaves, values=values is not None)
                 if numbers and _fixes_numbers(program, leaves):
                     numbers = False
                     continue
+                if values is not None and not _takes_integers(program):
+                    raise values
                 break
             except Exception as error:
                 if any(isinstance(leaf, int) for leaf in leaves):
                     numbers = False
+                elif values is None and not opaque and _counts(error):
+                    values = error
                 else:
-                    _close(model, error, opaque, given)
+                    _close(model, error if values is None else values, opaque, given)
+                    values = None
     graph = Graph(model, program, inputs, result, opaque)
     if check:
         graph.check(example_inputs)
@@ -110,22 +121,34 @@ class _Shell(nn.Module):
         return tuple(made)
 
 
-def _exported(model: nn.Module, inputs: Tree, leaves: list[Any]) -> tuple[ExportedProgram, Tree]:
+def _exported(
+    model: nn.Module, inputs: Tree, leaves: list[Any], *, values: bool
+) -> tuple[ExportedProgram, Tree]:
     results: list[Tree] = []
     shell = _Shell(model, inputs, results.append)
     shell.training = model.training
-    values = tuple(copy.deepcopy(leaf) for leaf in leaves)
-    dims = (tuple(_open(value) for value in values),)
+    given = tuple(copy.deepcopy(leaf) for leaf in leaves)
+    dims = (tuple(_open(leaf) for leaf in given),)
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(_quiet())
         # A size of 1 in the example stays open as any other.
         config: Any = symbolic_shapes_config
         stack.enter_context(config.patch(backed_size_oblivious=True))
-        program = torch.export.export(shell, values, dynamic_shapes=dims, strict=False)
+        if values:
+            # The example's own numbers run along; what is decided by them becomes a requirement.
+            stack.enter_context(tracing_config.patch(fake_tensor_propagate_real_tensors=True))
+        program = torch.export.export(shell, given, dynamic_shapes=dims, strict=False)
         result = results[-1]
         program = functional(program)
     return program, result
+
+
+def _takes_integers(program: ExportedProgram) -> bool:
+    """Whether all that is taken out of tensors are integers: a branch on values is no such thing."""
+    taken = [n for n in program.graph.nodes if str(n.target) in NUMBERS]
+    kinds = [n.args[0].meta["val"].dtype for n in taken]
+    return not any(kind.is_floating_point or kind == torch.bool for kind in kinds)
 
 
 def _fixes_numbers(program: ExportedProgram, leaves: list[Any]) -> bool:
@@ -212,10 +235,16 @@ def _is_authors(file: str) -> bool:
     return not (ours or library or "<" in file)
 
 
+def _counts(error: Exception) -> bool:
+    """Whether the forward needs what a tensor holds as a number."""
+    name = type(error).__name__
+    return "DataDependent" in name or "UserError" in name
+
+
 def _met(error: Exception) -> str:
     """What went wrong, in a line."""
     name = type(error).__name__
-    if "DataDependent" in name or "UserError" in name:
+    if _counts(error):
         return "it decides by the values of a tensor, or needs them as a number"
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return f"{name}: {first[:200]}"

@@ -16,11 +16,15 @@ from torch.export.graph_signature import InputKind, OutputKind
 from ._opaque import Opaque, opaque_call
 from ._signature import Tree, arguments, flatten, leaf_names, rebuild
 
-__all__ = ["Graph"]
+__all__ = ["REQUIRE", "Graph"]
+
+REQUIRE = torch.ops.aten._assert_scalar.default
+"""Demands that a number taken out of a tensor is what it was in the example."""
+
+NUMBERS = ("aten.item.default", "aten._local_scalar_dense.default")
 
 _SHELL = "model"  # what holds the model inside of an exported program
 _NO_VALUE = (
-    "_assert_scalar",
     "_assert_tensor_metadata",
     "sym_constrain_range",
     "sym_constrain_range_for_size",
@@ -147,14 +151,14 @@ class Graph:
 
     def constant_path(self, node: object) -> str | None:
         """Path of the parameter or buffer, or name of the constant; None for other values."""
-        name = self._constants.get(node)  # type: ignore[call-overload]
+        name = self._constants.get(node)  # type: ignore[arg-type,call-overload,unused-ignore]
         return None if name is None else _inside(str(name))
 
     def constant(self, node: object) -> Tensor | None:
         """The parameter, buffer or constant tensor itself; None for other values."""
         if node not in self._constants:
             return None
-        name = self._constants[node]  # type: ignore[index]
+        name = self._constants[node]  # type: ignore[index,unused-ignore]
         found: Any = self.program.state_dict.get(name, self.program.constants.get(name))
         value: Tensor = found
         return value
@@ -238,8 +242,17 @@ class Graph:
             if node.op == "placeholder"
         ]
         runner = _Runner(self.program.graph_module, watch)
-        with torch.no_grad():
-            made = runner.run(*values)
+        try:
+            with torch.no_grad():
+                made = runner.run(*values)
+        except RuntimeError as error:
+            if "Runtime assertion failed" in str(error):
+                raise ValueError(
+                    f"{type(self.model).__name__}: its forward counts with numbers that it takes "
+                    "out of tensors, and these are others than in the example; capture again with "
+                    "inputs like these"
+                ) from error
+            raise
         return list(made[len(made) - len(self.outputs) :])
 
     def _departure(self, leaves: list[Any]) -> str:
@@ -288,6 +301,19 @@ class _Runner(fx.Interpreter):
         return made
 
 
+def _takes_numbers(node: fx.Node) -> bool:
+    """Whether a requirement is about what a tensor holds, not about sizes."""
+    pending, seen = [node], set()
+    while pending:
+        other = pending.pop()
+        if str(other.target) in NUMBERS:
+            return True
+        if other not in seen:
+            seen.add(other)
+            pending += [n for n in other.all_input_nodes if n.op == "call_function"]
+    return False
+
+
 def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
@@ -328,10 +354,9 @@ def _tidy(module: fx.GraphModule) -> None:
                 graph.erase_node(made)
             else:
                 graph.erase_node(node)
-        elif getattr(node.target, "_opname", "") in _NO_VALUE or any(
-            name in str(node.target) for name in _NO_VALUE
-        ):
-            if not node.users:
-                graph.erase_node(node)
+        elif node.target is REQUIRE and not _takes_numbers(node):
+            graph.erase_node(node)  # that there is a voxel; the operators say so themselves
+        elif any(name in str(node.target) for name in _NO_VALUE) and not node.users:
+            graph.erase_node(node)
     graph.eliminate_dead_code()
     module.recompile()

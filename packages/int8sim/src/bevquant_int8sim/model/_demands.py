@@ -65,6 +65,7 @@ class _Walk:
 
     def run(self) -> Demands:
         self._read(self.all.result, Demand(FLOAT))
+        self.hosts.update(o.output for o in self.all.operations if o.what == "require")
         for operation in reversed(self.all.operations):
             self._visit(operation)
         of = {name: tuple(forms) for name, forms in self.wanted.items()}

@@ -15,7 +15,7 @@ from bevquant_int8sim._pool import int8_avg_pool, int8_max_pool
 from bevquant_int8sim._resize import int8_resize
 from bevquant_int8sim._rounding import round_float
 
-__all__ = ["average", "average_pool", "grid_call", "max_pool", "module_call", "resize"]
+__all__ = ["average", "average_pool", "grid_call", "max_pool", "module_call", "require", "resize"]
 
 _MAX = {"max_pool1d", "max_pool2d", "max_pool3d"}
 _AVERAGE = {"avg_pool1d", "avg_pool2d", "avg_pool3d"}
@@ -48,6 +48,16 @@ def max_pool(
     pool = _MAX_POOLS[x.dim() - 3]
     result: Tensor = pool(x, kernel_size, stride, padding, dilation, ceil_mode)
     return result
+
+
+def require(met: Any, where: str) -> bool:
+    """Refuse a frame in which a number that the forward takes out of a tensor is another one."""
+    if not met:
+        raise ValueError(
+            f"{where}: the forward counts with a number that it takes out of a tensor, and it is "
+            "another one than in the example; simulate again with inputs like these"
+        )
+    return True
 
 
 def resize(x: Tensor, size: Any, scale_factor: Any, mode: str, align_corners: bool) -> Tensor:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from bevquant_graph import OPAQUE, Graph, OpSpec, op_spec
+from bevquant_graph import OPAQUE, REQUIRE, Graph, OpSpec, op_spec
 from bevquant_int8sim.model._float_sparse import FloatSparseConv
 from bevquant_int8sim.model._form import ACCUMULATORS, FLOAT, Form, Integers
-from bevquant_int8sim.model._grid_operations import grid_call, max_pool, resize
+from bevquant_int8sim.model._grid_operations import grid_call, max_pool, require, resize
 from bevquant_int8sim.model._method import Method
 from bevquant_int8sim.model._opaque_call import OpaqueCall
 from bevquant_int8sim.model._operation import Operation, Operations
@@ -189,6 +189,9 @@ class _Reader:
     def _visit(self, node: fx.Node, spec: OpSpec) -> Any:
         if node.target is OPAQUE:
             return self._opaque(node)
+        if node.target is REQUIRE:
+            where = self.graph.describe(node.args[0])  # type: ignore[arg-type]
+            return self._host(node, "require", (self._ref(node.args[0]), where), require)
         read = getattr(self, f"_read_{spec.kind}", None)
         made = None if read is None else read(node, spec)
         return self._any(node, spec) if made is None else made

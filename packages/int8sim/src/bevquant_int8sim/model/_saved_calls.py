@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from bevquant_graph import layer_class
 from bevquant_int8sim.model._float_sparse import FloatSparseConv
-from bevquant_int8sim.model._grid_operations import max_pool, resize
+from bevquant_int8sim.model._grid_operations import max_pool, require, resize
 from bevquant_int8sim.model._method import Method
 from bevquant_int8sim.model._opaque_call import OpaqueCall
 from bevquant_int8sim.model._quantizers import is_active
@@ -49,6 +49,7 @@ _NAMED: dict[str, Callable[..., Any]] = {
     "convolved_sites": convolved_sites,
     "getattr": getattr,
     "pooled": pooled,
+    "require": require,
     "max_pool": max_pool,
     "resize": resize,
     "to_dense": dense,
