@@ -143,6 +143,13 @@ class IntegerModel:
             if (sites is not None) != is_sparse_tensor(value):
                 expected = "sparse tensor" if sites is not None else "tensor"
                 raise TypeError(f"input {name}: expected a {expected}, got {type(value).__name__}")
+            for axis, size in program.fixed.get(name, {}).items():
+                shape = tuple((value.features if sites is not None else value).shape)
+                if len(shape) <= axis or shape[axis] != size:
+                    raise ValueError(
+                        f"input {name}: expected size {size} in axis {axis}, which the forward "
+                        f"fixes, got shape {shape}; simulate again with such inputs"
+                    )
             values[name] = value
             if sites is not None:
                 values[name], values[sites] = value.features, sites_of(value)

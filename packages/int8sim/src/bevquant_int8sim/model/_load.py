@@ -88,6 +88,7 @@ class _ProgramData(msgspec.Struct):
     result: Any
     values: dict[str, _ValueData]
     steps: list[_StepData]
+    fixed: dict[str, list[tuple[Size, Size]]] = {}
 
 
 class _Manifest(msgspec.Struct):
@@ -131,6 +132,7 @@ def _program(data: _ProgramData, tensors: dict[str, Tensor]) -> Program:
     return Program(
         signature=from_json(data.signature),
         sparse_inputs=data.sparse_inputs,
+        fixed={name: dict(sizes) for name, sizes in data.fixed.items()},
         steps=steps,
         values={n: Value(_form(v.form), v.source, v.relu) for n, v in data.values.items()},
         result=from_json(data.result),

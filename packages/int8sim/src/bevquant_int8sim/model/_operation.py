@@ -68,6 +68,7 @@ class Operations:
         result: What the model returns, with `Ref`s and `SparseRef`s.
         hosts: Names of what is no tensor: sites, sizes, numbers.
         nodes: Names of tensors to the nodes of the graph.
+        fixed: Inputs to the sizes, by axis, that the forward fixes.
     """
 
     operations: tuple[Operation, ...]
@@ -76,3 +77,4 @@ class Operations:
     result: Any
     hosts: frozenset[str]
     nodes: Mapping[str, fx.Node]
+    fixed: Mapping[str, Mapping[int, int]]

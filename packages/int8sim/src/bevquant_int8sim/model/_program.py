@@ -101,6 +101,7 @@ class Program:
         signature: Arguments of a call: nested containers of `Ref`s and constants, as
             ``(positional, keyword)``.
         sparse_inputs: Inputs that are sparse tensors: name of the features to name of the sites.
+        fixed: Sizes that the forward fixes: input to axis to size.
         steps: In order.
         values: Every value by name.
         result: What a call returns: nested containers of `Ref`s, `SparseRef`s and constants.
@@ -113,6 +114,7 @@ class Program:
     values: Mapping[str, Value]
     result: Any
     origin: str = ""
+    fixed: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
 
     @property
     def islands(self) -> tuple[Island, ...]:

@@ -76,6 +76,7 @@ class _Reader:
             result=_nested(self.graph.result, leaves, self._sparse_output),
             hosts=frozenset(self._hosts),
             nodes=self.nodes,
+            fixed=self._fixed,
         )
 
     # Names and values
@@ -97,9 +98,11 @@ class _Reader:
 
     def _inputs(self) -> None:
         self._leaves: list[Any] = []
+        self._fixed: dict[str, dict[int, int]] = {}
         for node, path in zip(self.graph.placeholders, self.graph.input_names, strict=True):
             name = self._unique(path.removesuffix(".features"))
             self._leaves.append(Ref(name))
+            self._fixed[name] = self.graph.fixed.get(path, {})
             self._refs[node] = Ref(name)
             if path.endswith(".features"):
                 sites = f"{name}.sites"

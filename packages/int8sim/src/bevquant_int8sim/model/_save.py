@@ -73,6 +73,7 @@ def _program_data(program: Program, tensors: dict[str, Tensor]) -> dict[str, Any
     return {
         "signature": to_json(program.signature),
         "sparse_inputs": dict(program.sparse_inputs),
+        "fixed": {name: [[a, n] for a, n in s.items()] for name, s in program.fixed.items()},
         "result": to_json(program.result),
         "values": {
             name: {"form": _form_data(v.form), "source": v.source, "relu": v.relu}
