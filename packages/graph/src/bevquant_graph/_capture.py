@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from ._functional import functional
-from ._graph import NUMBERS, Graph
+from ._graph import NUMBERS, Graph, fixed_number
 from ._opaque import Opaque, opaque_modules, recorded
 from ._signature import Arguments, Tree, arguments, flatten, rebuild
 
@@ -43,7 +43,8 @@ def capture(model: nn.Module, example_inputs: Any, *, check: bool = True) -> Gra
     serves frames of any size; sizes that the forward fixes are constants, see `Graph.fixed`. A
     module that cannot be followed is one opaque node (`Graph.opaque`), with its reason, file and
     line; a number that the forward takes out of a tensor and counts with, such as the largest
-    batch index, stays what it is in the example, and every later frame is held to that. The model is not changed; it runs in evaluation mode and without gradients.
+    batch index, stays what it is in the example, and every later frame is held to that. The model
+    is not changed; it runs in evaluation mode and without gradients.
 
     Args:
         model: Any module. Sparse convolutions must run on bevquant's kernels
@@ -145,7 +146,7 @@ def _exported(
 
 
 def _takes_integers(program: ExportedProgram) -> bool:
-    """Whether all that is taken out of tensors are integers: a branch on values is no such thing."""
+    """Whether all that is taken out of tensors are integers: no branch on values is."""
     taken = [n for n in program.graph.nodes if str(n.target) in NUMBERS]
     kinds = [n.args[0].meta["val"].dtype for n in taken]
     return not any(kind.is_floating_point or kind == torch.bool for kind in kinds)
@@ -156,7 +157,7 @@ def _fixes_numbers(program: ExportedProgram, leaves: list[Any]) -> bool:
     nodes = [n for n in program.graph.nodes if n.op == "placeholder"][-len(leaves) :]
     given = zip(nodes, leaves, strict=True)
     values = [n.meta["val"] for n, leaf in given if isinstance(leaf, int)]
-    return any(isinstance(v, int) or v.node.expr.is_number for v in values)
+    return any(fixed_number(value) is not None for value in values)
 
 
 def _open(value: Any) -> Any:

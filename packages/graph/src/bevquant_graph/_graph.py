@@ -107,8 +107,8 @@ class Graph:
         for name, node in zip(self.input_names, self.placeholders, strict=True):
             value = node.meta.get("val")
             if isinstance(value, Tensor):
-                sizes = {i: s for i, s in enumerate(value.shape) if isinstance(s, int)}
-                found[name] = sizes
+                sizes = [(i, fixed_number(size)) for i, size in enumerate(value.shape)]
+                found[name] = {i: size for i, size in sizes if size is not None}
         return found
 
     # Where a node comes from
@@ -190,7 +190,7 @@ class Graph:
         leaves = [_copied(leaf) for leaf in self.leaves(example_inputs)]
         given, named = rebuild(self.inputs, [_copied(leaf) for leaf in leaves])
         with evaluation(self.model), torch.no_grad():
-            wanted, tree = flatten(self.model(*given, **named))
+            wanted, _ = flatten(self.model(*given, **named))
             made = self._run(leaves)
         values = [v for v in made if isinstance(v, Tensor)]
         tensors = [v for v in wanted if isinstance(v, Tensor)]
@@ -299,6 +299,13 @@ class _Runner(fx.Interpreter):
         if self._watch is not None and isinstance(made, Tensor):
             self._watch(made)
         return made
+
+
+def fixed_number(size: Any) -> int | None:
+    """A size or number that is the same in every frame; None for an open one."""
+    if isinstance(size, int):
+        return size
+    return int(size.node.expr) if size.node.expr.is_number else None
 
 
 def _takes_numbers(node: fx.Node) -> bool:

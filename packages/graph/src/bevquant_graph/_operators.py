@@ -97,7 +97,8 @@ OPERATORS: dict[str, OpSpec] = {
     **_rows("upsample_bilinear2d", "resize", modules=("UpsamplingBilinear2d",)),
     **_rows(
         "conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d "
-        "linear", "layer", modules=("Linear", *(f"Conv{t}{d}" for t in ("", "Transpose") for d in _DIMS)),
+        "linear", "layer",
+        modules=("Linear", *(f"Conv{t}{d}" for t in ("", "Transpose") for d in _DIMS)),
     ),
     **_rows("batch_norm", "norm", shape=True, mixes=False,
             modules=("SyncBatchNorm", *(f"BatchNorm{d}" for d in _DIMS))),

@@ -138,21 +138,17 @@ class IntegerModel:
         self, program: Program, args: Any, kwargs: Mapping[str, Any], observe: Observer | None
     ) -> Any:
         values: dict[str, Any] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         for name, value in bind(program.signature, args, kwargs).items():
             sites = program.sparse_inputs.get(name)
             if (sites is not None) != is_sparse_tensor(value):
                 expected = "sparse tensor" if sites is not None else "tensor"
                 raise TypeError(f"input {name}: expected a {expected}, got {type(value).__name__}")
-            for axis, size in program.fixed.get(name, {}).items():
-                shape = tuple((value.features if sites is not None else value).shape)
-                if len(shape) <= axis or shape[axis] != size:
-                    raise ValueError(
-                        f"input {name}: expected size {size} in axis {axis}, which the forward "
-                        f"fixes, got shape {shape}; simulate again with such inputs"
-                    )
             values[name] = value
             if sites is not None:
                 values[name], values[sites] = value.features, sites_of(value)
+            if isinstance(values[name], Tensor):
+                shapes[name] = tuple(values[name].shape)
         for step, spent in zip(program.steps, self._spent[program], strict=True):
             given = _given(step.args, values)
             try:
@@ -171,6 +167,7 @@ class IntegerModel:
                 observe(step, given, self._kept(made))
             for name in spent:
                 del values[name]
+        _check_fixed(program, shapes)  # a layer that cannot take them has said so by now
         return _given(program.result, values)
 
     def _kept(self, made: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -232,6 +229,17 @@ def _given(values: Any, known: Mapping[str, Any]) -> Any:
         )
 
     return replaced(values, read)
+
+
+def _check_fixed(program: Program, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse inputs of other sizes than those that the forward goes by."""
+    for name, sizes in program.fixed.items():
+        for axis, size in sizes.items():
+            if name in shapes and shapes[name][axis : axis + 1] != (size,):
+                raise ValueError(
+                    f"input {name}: expected size {size} in axis {axis}, which the forward fixes, "
+                    f"got shape {shapes[name]}; simulate again with such inputs"
+                )
 
 
 def _last_uses(program: Program) -> list[tuple[str, ...]]:

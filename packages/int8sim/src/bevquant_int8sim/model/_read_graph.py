@@ -578,7 +578,8 @@ def _python_call(node: fx.Node, name: str, args: Any) -> tuple[str, Any, Any]:
             return "", None, args
         axis %= node.meta["val"].dim()
         part = slice(start, None if stop == _LAST else stop, stride)
-        return "getitem", operator.getitem, (x, (*[slice(None)] * axis, part))
+        before: list[Any] = [slice(None)] * int(axis)
+        return "getitem", operator.getitem, (x, (*before, part))
     if name == "index":
         parts = tuple(slice(None) if part is None else part for part in args[1])
         return "getitem", operator.getitem, (args[0], parts)

@@ -1,0 +1,328 @@
+"""Whatever Python does in a forward is captured, replayed bit for bit on frames of other sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from bevquant_graph import CaptureError, arguments, capture, flatten, op_spec, rebuild
+
+
+class Output(OrderedDict):  # type: ignore[type-arg]
+    """As transformers' results: a dict with attributes, made by keywords."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+
+
+class Idioms(nn.Module):
+    def __init__(self, idiom: Any) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.act, self.drop, self.head = nn.ReLU(inplace=True), nn.Dropout(0.5), nn.Linear(4, 2)
+        self.idiom = idiom
+
+    def forward(self, x: Any, *others: Any, **named: Any) -> Any:
+        return self.idiom(self, x, *others, **named)
+
+    def stem(self, x: Tensor) -> Tensor:
+        return self.act(self.norm(self.conv(x)))
+
+
+def ratio_of_sizes(net: Any, x: Tensor) -> Tensor:
+    y = F.max_pool2d(net.stem(x), 2)
+    factor = int(x.shape[2] / y.shape[2])
+    return F.interpolate(y, scale_factor=factor)
+
+
+def lengths_and_text(net: Any, x: Tensor) -> Tensor:
+    parts = net.stem(x).chunk(2, 1)
+    assert len(x) > 0, f"no frames in {x.shape}"
+    return parts[len(parts) - 1]
+
+
+def asserts_with_and(net: Any, x: Tensor) -> Tensor:
+    assert x.dim() == 4 and x.shape[1] == 3  # noqa: PT018 - what public forwards write
+    return net.stem(x)
+
+
+def asks_for_gradients(net: Any, x: Tensor) -> Tensor:
+    return net.stem(x) if not x.requires_grad else net.conv(x)
+
+
+def checkpointed(net: Any, x: Tensor) -> Tensor:
+    return checkpoint(net.stem, x, use_reentrant=False)
+
+
+def slices_written(net: Any, x: Tensor) -> Tensor:
+    y = net.stem(x)
+    y[:, 1] = y[:, 0] * 2
+    y[..., 1:3].sigmoid_()
+    return y
+
+
+def columns_written(net: Any, x: Tensor) -> Tensor:
+    y = net.stem(x).permute(0, 2, 3, 1)
+    y[..., [0, 2]] = y[..., [0, 2]] + y[..., [1, 3]]
+    return net.head(y)
+
+
+def sum_in_place(net: Any, x: Tensor) -> Tensor:
+    y = net.stem(x)
+    z = net.norm(y)
+    z += y
+    return net.act(z)
+
+
+def old_name_read_late(net: Any, x: Tensor) -> Tensor:
+    y = net.conv(x)
+    old = y
+    y = net.act(y)  # in place: `old` is the same memory
+    return y + old
+
+
+def out_argument(net: Any, x: Tensor) -> Tensor:
+    y = net.conv(x)
+    torch.add(y, 1, out=y)
+    return y
+
+
+def masked(net: Any, x: Tensor) -> Tensor:
+    y = net.stem(x)
+    y.masked_fill_(y > 1, 0.5)
+    return y.clamp_(max=0.7)
+
+
+def nested_output(net: Any, x: Tensor) -> Any:
+    y = net.stem(x)
+    return Output(maps=[y, y.mean((2, 3))], size=(x.shape[0], "kept"))
+
+
+def dropout_and_flatten(net: Any, x: Tensor) -> Tensor:
+    return net.head(net.drop(F.adaptive_avg_pool2d(net.stem(x), 1).flatten(1)))
+
+
+def einops_like(net: Any, x: Tensor) -> Tensor:
+    y = net.stem(x)
+    n, c, h, w = y.shape
+    return y.reshape(n, c, h // 2, 2, w // 2, 2).permute(0, 2, 4, 3, 5, 1).reshape(n, -1, 4 * c)
+
+
+def attention(net: Any, x: Tensor) -> Tensor:
+    y = net.stem(x).flatten(2).transpose(1, 2)
+    y = y * (y.shape[-1] ** -0.5)
+    return F.scaled_dot_product_attention(y, y, y)
+
+
+def a_loop_over_maps(net: Any, x: Tensor) -> Tensor:
+    maps = [net.stem(x)]
+    for _ in range(2):
+        maps.append(F.avg_pool2d(maps[-1], 2))
+    return torch.cat([F.interpolate(m, size=x.shape[-2:]) for m in maps], 1)
+
+
+IDIOMS = [
+    ratio_of_sizes, lengths_and_text, asserts_with_and, asks_for_gradients, checkpointed,
+    slices_written, columns_written, sum_in_place, old_name_read_late, out_argument, masked,
+    nested_output, dropout_and_flatten, einops_like, attention, a_loop_over_maps,
+]  # fmt: skip
+
+
+def image(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def same(one: Any, other: Any) -> bool:
+    left, right = flatten(one)[0], flatten(other)[0]
+    return len(left) == len(right) and all(map(torch.equal, left, right))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("idiom", IDIOMS, ids=lambda f: f.__name__)
+def test_idioms_are_followed_on_any_size(idiom: Any) -> None:
+    net = Idioms(idiom).eval()
+    state = {name: t.clone() for name, t in net.state_dict().items()}
+    x = image(1, 3, 8, 8)
+    kept = x.clone()
+    graph = capture(net, x)
+    assert not graph.opaque
+    assert torch.equal(x, kept)
+    assert all(torch.equal(t, state[name]) for name, t in net.state_dict().items())
+    assert not any(str(n.target).split(".")[1].endswith("_") for n in graph.operations
+                   if str(n.target).startswith("aten."))  # fmt: skip
+    # Python drops leading sizes of 1 of what is written to listed columns: one frame stays one.
+    batch = 1 if idiom is columns_written else 3
+    for shape in ((1, 3, 8, 8), (batch, 3, 16, 8)):
+        assert same(graph.replay(image(*shape)), net(image(*shape))), shape
+
+
+@torch.no_grad()
+def test_containers_numbers_and_arrays_among_the_inputs() -> None:
+    @dataclasses.dataclass
+    class Meta:
+        grid: Any
+        name: str
+
+    class Takes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, batch_dict: dict[str, Any], meta: Meta, *, scale: float = 1.0) -> Any:
+            x = batch_dict["features"]
+            size = np.asarray(meta.grid)[::-1].copy()
+            y = self.linear(x).view(batch_dict["batch_size"], -1, 4) * scale
+            batch_dict["out"] = y + int(size[0])
+            return batch_dict
+
+    def frame(batch: int, rows: int) -> dict[str, Any]:
+        return {"features": image(batch * rows, 4), "batch_size": batch, "note": "kept"}
+
+    net, meta = Takes().eval(), Meta(np.array([3, 5]), "a")
+    graph = capture(net, (frame(1, 6), meta))
+    assert graph.input_names[:2] == ["batch_dict['features']", "batch_dict['batch_size']"]
+    for batch, rows in ((1, 6), (2, 5)):
+        made = graph.replay(frame(batch, rows), meta)
+        assert made["note"] == "kept"
+        assert same(made["out"], net(frame(batch, rows), meta)["out"])
+    named = capture(net, {"batch_dict": frame(1, 6), "meta": meta, "scale": 0.5})
+    wanted = net(frame(1, 6), meta, scale=0.5)["out"]
+    assert same(named.replay(batch_dict=frame(1, 6), meta=meta, scale=0.5)["out"], wanted)
+
+
+class Branching(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if bool(x.mean() > 0) else x - 1
+
+
+@torch.no_grad()
+def test_a_decision_by_values_is_one_node_with_reason_file_and_line() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), Branching(), nn.ReLU()).eval()
+    graph = capture(net, image(2, 4))
+    (entry,) = graph.opaque.values()
+    assert entry.path == "1"
+    assert "values of a tensor" in entry.reason
+    assert __file__ in entry.reason
+    for sign in (1, -1):
+        x = image(2, 4) * sign
+        assert torch.equal(graph.replay(x), net(x))
+
+
+def test_a_model_that_decides_by_values_is_refused_with_the_remedy() -> None:
+    with pytest.raises(CaptureError, match=r"Branching cannot be followed.*test_capture\.py:\d+"):
+        capture(Branching(), image(2, 4))
+
+
+@torch.no_grad()
+def test_integers_taken_out_of_tensors_are_held_to_the_example() -> None:
+    class Scatter(nn.Module):
+        def forward(self, x: Tensor, coords: Tensor) -> Tensor:
+            frames = int(coords[:, 0].max().item()) + 1
+            maps = []
+            for frame in range(frames):
+                canvas = torch.zeros(x.shape[1], 16)
+                rows = coords[:, 0] == frame
+                canvas[:, coords[rows, 1].long()] = x[rows].t()
+                maps.append(canvas)
+            return torch.stack(maps)
+
+    def frame(batch: int) -> tuple[Tensor, Tensor]:
+        places = torch.arange(10) % 8
+        return image(10, 3), torch.stack([torch.arange(10) % batch, places + 1], 1).int()
+
+    net = Scatter().eval()
+    graph = capture(net, frame(2))
+    assert not graph.opaque
+    assert torch.equal(graph.replay(*frame(2)), net(*frame(2)))
+    with pytest.raises(ValueError, match="numbers that it takes out of tensors"):
+        graph.replay(*frame(1))
+
+
+def test_a_forward_that_changes_from_run_to_run_is_refused() -> None:
+    class Random(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.rand(4)
+
+    with pytest.raises(CaptureError, match="is not the model's"):
+        capture(Random(), image(2, 4))
+
+
+@torch.no_grad()
+def test_writes_to_buffers_and_inputs_are_listed() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen += 1
+            return x.mul_(2) + 1
+
+    net = Counts().eval()
+    graph = capture(net, image(2, 4), check=False)
+    assert set(graph.writes) == {"seen", "x"}
+
+
+def test_places_of_nodes() -> None:
+    net = Idioms(sum_in_place).eval()
+    graph = capture(net, image(1, 3, 8, 8))
+    nodes = {(graph.call(n), op_spec(n.target).name): n for n in graph.operations}
+    assert (("act", 0), "relu") in nodes
+    assert (("act", 1), "relu") in nodes
+    conv, add = nodes[("conv", 0), "conv2d"], nodes[("", 0), "add"]
+    assert graph.constant_path(conv.args[1]) == "conv.weight"
+    assert graph.constant(conv.args[1]) is not None
+    assert "test_capture.py" in graph.location(add)
+    assert graph.fixed["x"] == {1: 3}
+    with pytest.raises(ValueError, match="expected size 3 in axis 1"):
+        graph.replay(image(1, 4, 8, 8))
+    with pytest.raises(TypeError, match="expected inputs like the example's"):
+        graph.replay(image(1, 3, 8, 8), image(1))
+
+
+def test_trees_put_together_what_they_took_apart() -> None:
+    given = ([image(1), {"a": image(2), "b": None}], (image(3), "text"))
+    leaves, tree = flatten(given)
+    assert same(rebuild(tree, leaves), given)
+    assert rebuild(tree, leaves)[0][1]["b"] is None
+    assert arguments({"x": 1}) == ((), {"x": 1})
+    assert arguments([1, 2]) == (([1, 2],), {})
+
+
+@pytest.mark.parametrize(
+    ("named", "kind"),
+    [
+        (torch.ops.aten.permute.default, "move"),
+        (torch.relu_, "relu"),
+        ("reshape", "move"),
+        (nn.Dropout, "identity"),
+        (nn.ConvTranspose2d(1, 1, 1), "layer"),
+        (torch.cat, "join"),
+        (torch.erf, "float"),
+    ],
+)
+def test_one_table_names_operators_however_they_are_called(named: Any, kind: str) -> None:
+    assert op_spec(named).kind == kind
+
+
+def test_operators_that_keep_values_do() -> None:
+    """What the table says of moves, on the operators themselves."""
+    x = torch.arange(24.0).view(2, 3, 4)
+    for name, args in {
+        "permute": ([0, 2, 1],), "reshape": ([6, 4],), "flip": ([1],), "narrow": (1, 0, 2),
+        "repeat": ([1, 2, 1],), "roll": (1, 0), "squeeze": (), "transpose": (0, 1),
+    }.items():  # fmt: skip
+        made = getattr(x, name)(*args)
+        spec = op_spec(name)
+        assert spec.values
+        assert set(made.flatten().tolist()) <= set(x.flatten().tolist())
+        if spec.order:
+            assert torch.equal(made.flatten(), x.flatten())
