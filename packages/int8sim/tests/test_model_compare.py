@@ -169,7 +169,7 @@ def test_refusals(models, tmp_path):
     net, quantized = models
     with pytest.raises(ValueError, match="no batches"):
         compare(net, quantized, [])
-    with pytest.raises(ValueError, match="no parameter or buffer 'conv1.weight'"):
+    with pytest.raises(ValueError, match=r"no parameter or buffer 'conv1\.weight'"):
         compare(nn.Sequential(), quantized, [images(0)])
     simulate(quantized, images(0)).save(tmp_path / "model")
     with pytest.raises(ValueError, match="loaded from a file"):

@@ -60,9 +60,7 @@ class ForcedRun:
                     self.values.setdefault(node, []).append(value)
         self.placed = [step.outputs[0] for step in model.steps if step.outputs[0] in placed]
         last = {
-            value: node
-            for node in self.graph.nodes
-            for value in source.held.get(node, {}).values()
+            value: node for node in self.graph.nodes for value in source.held.get(node, {}).values()
         }
         self._spent = spent_nodes(self.graph)
         self._spent_values: dict[fx.Node, list[str]] = {}

@@ -167,9 +167,7 @@ def convolved_sites(sites: Sites, key: str | None, *geometry: Any) -> Sites:
     return sites.convolved(Geometry(*geometry), key, "a rulebook")[1]
 
 
-def pooled(
-    features: Tensor, sites: Sites, kind: str, key: str | None, *geometry: Any
-) -> Tensor:
+def pooled(features: Tensor, sites: Sites, kind: str, key: str | None, *geometry: Any) -> Tensor:
     """Largest or average features over the voxels of each window; integers stay integers."""
     rulebook, _ = sites.convolved(Geometry(*geometry), key, "a pooling")
     pool = sparse_max_pool if kind == "max_pool" else sparse_avg_pool
