@@ -227,3 +227,23 @@ def fuzz(session: nox.Session) -> None:
     """Over 100,000 damaged files and bad arguments, for every reader and every kernel; a table."""
     install(session, everything())
     session.run("python", "tests/fuzz.py", *session.posargs, env={"OMP_WAIT_POLICY": "PASSIVE"})
+
+
+# Imported by the packages below, which are installed without what they ask for: they ask for a
+# torch of their own.
+ZOO_NEEDS = ["huggingface_hub", "tokenizers", "regex", "safetensors", "pyyaml", "requests",
+             "tqdm", "filelock", "packaging", "pillow"]  # fmt: skip
+
+
+@nox.session
+def zoo(session: nox.Session) -> None:
+    """Public models taken through the whole path: fold, quantize, calibrate, simulate, export."""
+    folder = Path(os.environ.get("BEVQUANT_ZOO", ROOT.parent / "shared" / "zoo"))
+    if not (folder / "score.py").is_file():
+        session.skip(f"no score.py in {folder}; name the folder of the zoo in BEVQUANT_ZOO")
+    install(session, everything(), *ZOO_NEEDS)
+    session.install(
+        "-c", "constraints.txt", "--no-deps", "timm", "transformers", "torchvision",
+        env=environment(),
+    )  # fmt: skip
+    session.run("python", str(folder / "score.py"), *session.posargs)

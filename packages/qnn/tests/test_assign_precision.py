@@ -194,10 +194,18 @@ def test_plan_survives_json(tmp_path, measured):
     twice = {**data, "groups": data["groups"] * 2}
     odd = {**data, "groups": [{"precision": "int7", "modules": ["0"]}]}
     bare = {**data, "groups": [{"precision": "int8", "modules": []}]}
-    for broken in ("{}", "nothing", json.dumps({**data, "schema": 3})):
-        with pytest.raises(ValueError, match="expects what to_json wrote"):
+    for broken, message in (
+        ("{}", "schema None, expected"),
+        ("nothing", "malformed"),
+        (json.dumps({**data, "schema": 3}), "schema 3, expected"),
+    ):
+        with pytest.raises(ValueError, match=f"PrecisionPlan.to_json wrote: .*{message}"):
             PrecisionPlan.from_json(broken)
-    for document, message in ((twice, "listed twice"), (odd, "int7"), (bare, "no list of paths")):
+    for document, message in (
+        (twice, "listed twice: 0"),
+        (odd, r"at groups\[0\]\.precision: .*int7"),
+        (bare, r"at groups\[0\]\.modules: .*length >= 1"),
+    ):
         with pytest.raises(ValueError, match=message):
             PrecisionPlan.from_json(json.dumps(document))
 

@@ -45,8 +45,8 @@ def test_wrong_settings_are_named(settings, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"schema": 2}', "schema 1"),
-        ("[]", "schema 1"),
+        ('{"schema": 2}', "QuantConfig.to_json wrote: schema 2, expected 1"),
+        ("[]", "QuantConfig.to_json wrote: expected `object`, got `array`"),
         ('{"schema": 1, "bits": 4}', r"does not know the settings \['bits'\]"),
     ],
 )

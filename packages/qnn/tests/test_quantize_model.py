@@ -180,7 +180,9 @@ def test_example_that_does_not_fit_is_an_error_that_says_what_became_of_the_mode
     with pytest.raises(RuntimeError, match="to have 3 channels") as caught:
         qnn.quantize_model(model, example_inputs=torch.randn(1, 5, 4, 4))
     assert "does not run on these example_inputs" in caught.value.__notes__[0]
-    assert not model[0]._input_quantizer._disabled
+    assert "as it was before" in caught.value.__notes__[0]
+    assert type(model[0]) is nn.Conv2d
+    assert [name for name, _ in model.named_modules()] == ["", "0"]
     assert not model[0]._forward_hooks
 
 
@@ -293,7 +295,7 @@ def test_layers_that_cannot_be_replaced_are_reported():
     )
     result = qnn.quantize_model(model, example_inputs=torch.randn(1, 3, 2, 2))
     reasons = {item.path: item.reason for item in result.skipped}
-    assert "has its own forward" in reasons["0"]
+    assert "has a forward of its own" in reasons["0"]
     assert "its weight is computed" in reasons["1"]
     for name in ("3.linear1", "3.linear2", "3.self_attn.out_proj"):
         assert "reads this layer's weight without calling it" in reasons[name]

@@ -291,12 +291,12 @@ def test_table_survives_json(tmp_path):
     lines = str(table).splitlines()
     assert len(lines) == 2 + len(table.rows)
     assert "int16 alone" in lines[1]
-    for broken in (
-        "[]",
-        table.to_json().replace("sensitivity/1", "sensitivity/9"),
-        json.dumps({**json.loads(table.to_json()), "float_score": "high"}),
+    for broken, message in (
+        ("[]", "expected `object`, got `array`"),
+        (table.to_json().replace("sensitivity/1", "sensitivity/9"), "schema .*sensitivity/9"),
+        (json.dumps({**json.loads(table.to_json()), "float_score": "high"}), "at float_score"),
     ):
-        with pytest.raises(ValueError, match="expects what to_json wrote"):
+        with pytest.raises(ValueError, match=f"SensitivityTable.to_json wrote: {message}"):
             SensitivityTable.from_json(broken)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Self
@@ -137,9 +138,11 @@ class PrecisionPlan(JsonDocument):
             head={"schema": _SCHEMA},
             remedy="make the plan again",
         )
-        paths = [path for group in data.groups for path in group.modules]
-        if len(set(paths)) < len(paths):
-            raise DocumentError("a precision plan lists a layer twice")
+        counts = Counter(path for group in data.groups for path in group.modules)
+        if twice := [path for path, count in counts.items() if count > 1]:
+            raise DocumentError(
+                f"not a plan that PrecisionPlan.to_json wrote: listed twice: {', '.join(twice[:5])}"
+            )
         return cls(data.groups, data.time, data.score, data.metric, data.measured)
 
     def __str__(self) -> str:

@@ -94,9 +94,7 @@ def fake_quantize(
 
 
 @torch.library.custom_op("bevquant_quantizers::fake_quantize", mutates_args=())
-def _operator(
-    x: Tensor, amax: Tensor, num_bits: int, unsigned: bool, narrow_range: bool
-) -> Tensor:
+def _operator(x: Tensor, amax: Tensor, num_bits: int, unsigned: bool, narrow_range: bool) -> Tensor:
     """`fake_quantize` as one operator of a traced graph."""
     return fake_quantize(x, amax, num_bits, unsigned, narrow_range)
 
