@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from bevquant_export.sparse._follow import follow
+from bevquant_export.sparse._graph import Graph
 from bevquant_export.sparse._half_precision import with_half_constants
 from bevquant_export.sparse._layers import SparseExport, layers_of
 from bevquant_export.sparse._lower_file import portable_bytes
@@ -24,7 +25,7 @@ from bevquant_export.sparse._write_proto import proto_bytes
 from bevquant_int8sim import simulate
 from bevquant_quantizers import write_whole
 
-__all__ = ["export_sparse_onnx"]
+__all__ = ["export_sparse_onnx", "sparse_graph"]
 
 _DIALECTS = ("libspconv", "portable")
 _ORDERS = ("xyz", "zyx")
@@ -95,13 +96,7 @@ def export_sparse_onnx(
         raise ValueError(f"export_sparse_onnx: head_room={head_room}: expected 1 or more")
     if not isinstance(model, nn.Module):
         raise TypeError(f"export_sparse_onnx: expected a module, got {type(model).__name__}")
-    rounded = with_half_constants(model)
-    integers = simulate(rounded, example_inputs)
-    followed = follow(integers)
-    seen = observe(integers, example_inputs, batches)
-    values = integers.program.values
-    graph = make_graph(followed, seen, rounded, values, model_order, head_room)
-    check_rulebooks(graph)
+    graph = sparse_graph(model, example_inputs, batches, model_order, head_room)
     graph = numbered(official_keys(graph if order == model_order else turned(graph)))
     content = proto_bytes(graph)
     if dialect == "portable":
@@ -109,3 +104,20 @@ def export_sparse_onnx(
         content = portable_bytes(graph_of_bytes(content), all_layers=all_layers)
     write_whole(path, content)
     return SparseExport(Path(path), layers_of(graph))
+
+
+def sparse_graph(
+    model: nn.Module, example_inputs: Any, batches: Iterable[Any], order: str, head_room: float
+) -> Graph:
+    """What a file says of a calibrated encoder, tensors named as the program's values.
+
+    Raises:
+        ValueError: Something has no form in a file; its module is named.
+    """
+    rounded = with_half_constants(model)
+    integers = simulate(rounded, example_inputs)
+    followed = follow(integers)
+    seen = observe(integers, example_inputs, batches)
+    graph = make_graph(followed, seen, rounded, integers.program.values, order, head_room)
+    check_rulebooks(graph)
+    return graph
