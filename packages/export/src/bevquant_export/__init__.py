@@ -28,6 +28,7 @@ from bevquant_export.sparse import (
     lower_to_portable,
     with_half_constants,
 )
+from bevquant_export.targets import Target, find_target, register_target, target_names
 
 __all__ = [
     "Finding",
@@ -39,6 +40,7 @@ __all__ = [
     "SparseExport",
     "SparseLayer",
     "SparseOnnxModel",
+    "Target",
     "TensorDifference",
     "compare_float_onnx",
     "compare_qdq_onnx",
@@ -46,9 +48,12 @@ __all__ = [
     "export_float_onnx",
     "export_qdq_onnx",
     "export_sparse_onnx",
+    "find_target",
     "lift_horizon_onnx",
     "lint_onnx",
     "load_sparse_onnx",
     "lower_to_portable",
+    "register_target",
+    "target_names",
     "with_half_constants",
 ]

@@ -122,7 +122,7 @@ def compare_qdq_onnx(file: QdqFile, model: nn.Module, args: Any) -> tuple[Tensor
     for tensor, (_, _, value) in found.items():
         inputs[tensor] = (value.astype(np.int32) + profile.zero).astype(profile.dtype)
     proto, made = forced(file.path, tuple(found))
-    running = session(proto, optimised=file.profile == "onnxruntime")
+    running = session(proto, profile.runner)
     taken = {port.name for port in running.get_inputs()}
     given = {name: value for name, value in inputs.items() if name in taken}
     results = dict(zip(made, running.run(list(made.values()), given), strict=True))

@@ -107,7 +107,7 @@ def export_qdq_onnx(
     chosen = profile_of(profile, weights)
     if march not in MARCHES:
         raise ValueError(f"export_qdq_onnx: march={march!r}: expected one of {MARCHES}")
-    if integer_sums and profile != "onnxruntime":
+    if integer_sums and not chosen.integer_relu:
         raise ValueError(
             f"export_qdq_onnx: integer_sums=True with profile={profile!r}: expected 'onnxruntime'; "
             "the others add to accumulators themselves"
@@ -129,7 +129,7 @@ def export_qdq_onnx(
     )
     write_whole(target, proto.SerializeToString(deterministic=True))
     on_cpu = tuple(node.name for node in graph.on_cpu)
-    settings = write_settings(target, march, on_cpu) if profile == "horizon" else None
+    settings = write_settings(target, march, on_cpu) if chosen.name == "horizon" else None
     fixed = [f"{name}: is {value!r} in the file" for name, value in source.fixed.items()]
     return QdqFile(
         path=target,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
 from numpy.typing import DTypeLike
 
 __all__ = ["Profile", "profile_of"]
@@ -31,6 +30,8 @@ class Profile:
         repeats: What keeps its input's scale, like pooling, gets a pair of its own; else it hands
             its input's on.
         one_scale: What is concatenated is brought to the result's scale before.
+        runner: What runs a file to check it: ``"onnxruntime"`` or ``"openvino"`` optimised as in
+            use, ``"plain"`` for ONNX Runtime without optimisations.
     """
 
     name: str
@@ -45,53 +46,25 @@ class Profile:
     numbered: bool
     repeats: bool
     one_scale: bool
-
-
-_PROFILES = {
-    # TensorRT takes zero points of 0 only, no uint8 and a float bias.
-    "tensorrt": Profile(
-        "tensorrt", 13, np.int8, 0, "float",
-        integer_bias=False, integer_relu=False, axis=True,
-        transposed_per_channel=False, numbered=False,
-        repeats=True, one_scale=True,
-    ),
-    # onnxruntime fuses what lies between uint8 with zero point 128, and its ReLU on int8 or behind
-    # such a zero point is a float one, where Clip runs on uint8.
-    "onnxruntime": Profile(
-        "onnxruntime", 13, np.uint8, 128, "uint8",
-        integer_bias=True, integer_relu=True, axis=True,
-        transposed_per_channel=True, numbered=False,
-        repeats=True, one_scale=False,
-    ),
-    "horizon": Profile(
-        "horizon", 11, np.int8, 0, "float",
-        integer_bias=False, integer_relu=False, axis=False,
-        transposed_per_channel=True, numbered=True,
-        repeats=False, one_scale=False,
-    ),
-}  # fmt: skip
+    runner: str = "plain"
 
 
 def profile_of(name: str, weights: str | None = None) -> Profile:
-    """The profile of this name.
+    """The profile of the target of this name.
 
     Args:
-        name: ``"tensorrt"``, ``"onnxruntime"`` or ``"horizon"``.
-        weights: ``"uint8"`` or ``"int8"``, for onnxruntime alone.
+        name: Of a dense target.
+        weights: ``"uint8"`` or ``"int8"``, where the target has a choice.
 
     Raises:
-        ValueError: Another name, or weights that the profile has no choice of.
+        ValueError: Another name, or weights that the target has no choice of.
     """
-    if name not in _PROFILES:
+    from bevquant_export.targets._qdq import QdqTarget
+    from bevquant_export.targets._registry import targets
+
+    known = {n: t for t in targets() if isinstance(t, QdqTarget) for n in (t.name, *t.aliases)}
+    if name not in known:
         raise ValueError(
-            f"export_qdq_onnx: profile={name!r}: expected one of {', '.join(map(repr, _PROFILES))}"
+            f"export_qdq_onnx: profile={name!r}: expected one of {', '.join(map(repr, known))}"
         )
-    profile = _PROFILES[name]
-    if weights is None:
-        return profile
-    if name != "onnxruntime" or weights not in ("int8", "uint8"):
-        raise ValueError(
-            f"export_qdq_onnx: weights={weights!r} with profile={name!r}: expected None, or "
-            "'uint8' or 'int8' with profile='onnxruntime'"
-        )
-    return replace(profile, weight=weights)
+    return replace(known[name].profile(weights), name=name)

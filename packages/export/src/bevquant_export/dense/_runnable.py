@@ -79,8 +79,8 @@ def forced(path: Path, tensors: tuple[str, ...]) -> tuple[Any, dict[str, str]]:
     return proto, made
 
 
-def session(proto: Any, *, optimised: bool) -> Any:
-    """An onnxruntime session on the CPU, with all its optimisations or none."""
+def session(proto: Any, runner: str) -> Any:
+    """A session on the CPU: ONNX Runtime with all its optimisations, or ``"plain"`` without."""
     try:
         import onnxruntime  # type: ignore[import-untyped]
     except ImportError as error:
@@ -89,7 +89,7 @@ def session(proto: Any, *, optimised: bool) -> Any:
         ) from error
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
-    if not optimised:
+    if runner == "plain":
         level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.graph_optimization_level = level
     return onnxruntime.InferenceSession(

@@ -73,7 +73,7 @@ def differences(
 ) -> tuple[FloatDifference, ...]:
     """Run a model on `given` and compare with `wanted`, by the names of its outputs."""
     try:
-        running = session(proto, optimised=True)
+        running = session(proto, "onnxruntime")
     except ImportError as error:
         raise ImportError(
             "a float file is held against torch with onnxruntime: pip install "

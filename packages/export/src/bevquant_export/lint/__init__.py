@@ -1,6 +1,21 @@
 """What a target refuses, misreads or runs slowly in an ONNX file, found without running it."""
 
-from bevquant_export.lint._lint import RULES, lint_onnx
-from bevquant_export.lint._rule import TARGETS, Finding, Rule
+from __future__ import annotations
 
-__all__ = ["RULES", "TARGETS", "Finding", "Rule", "lint_onnx"]
+from typing import Any
+
+from bevquant_export.lint._lint import lint_onnx, rules
+from bevquant_export.lint._rule import Finding, Rule
+
+__all__ = ["RULES", "TARGETS", "Finding", "Rule", "lint_onnx", "rules"]
+
+
+def __getattr__(name: str) -> Any:
+    """`RULES` and `TARGETS`, which grow with the targets that are installed."""
+    from bevquant_export.targets import target_names
+
+    if name == "RULES":
+        return rules()
+    if name == "TARGETS":
+        return target_names()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,9 +7,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bevquant_export.lint._lint import RULES, lint_onnx
+from bevquant_export.lint._lint import lint_onnx, rules
 from bevquant_export.lint._render import as_json, findings_table, rules_table
-from bevquant_export.lint._rule import TARGETS, quoted
+from bevquant_export.lint._rule import quoted
+from bevquant_export.targets._registry import find_target, target_names
 
 __all__ = ["main"]
 
@@ -32,13 +33,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog="Exits 1 on errors, 2 on wrong usage or an unreadable file, else 0.",
     )
     parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="the ONNX file")
-    parser.add_argument("--target", choices=TARGETS, help="what the file is for")
+    parser.add_argument("--target", choices=target_names(), help="what the file is for")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--rules", action="store_true", help="list the rules and stop")
     given = parser.parse_args(arguments)
     if given.rules:
-        rules = [r for r in RULES if given.target is None or given.target in r.targets]
-        print(as_json(rules) if given.json else rules_table(rules))
+        target = None if given.target is None else find_target(given.target)
+        held = [rule for rule in rules() if target is None or target.holds(rule)]
+        print(as_json(held) if given.json else rules_table(held))
         return 0
     if given.file is None or given.target is None:
         parser.error("FILE and --target are needed (or --rules)")

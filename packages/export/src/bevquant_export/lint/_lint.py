@@ -8,50 +8,32 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bevquant_export.lint import (
-    _horizon,
-    _horizon_limits,
-    _model,
-    _onnxruntime,
-    _qdq,
-    _read,
-    _spconv_convs,
-    _spconv_graph,
-    _spconv_numbers,
-    _spconv_places,
-    _structure,
-    _tensorrt,
-    _tensors,
-    _windows,
-)
+from bevquant_export.lint import _model, _qdq, _read, _structure, _tensors, _windows
 from bevquant_export.lint._graph import Graph, graphs_of
-from bevquant_export.lint._rule import TARGETS, Finding, Rule
+from bevquant_export.lint._rule import Finding, Rule
+from bevquant_export.targets._registry import find_target, target_names, targets
+from bevquant_export.targets._target import LintFile, Target
 
 if TYPE_CHECKING:
     import onnx
 
-__all__ = ["RULES", "lint_onnx"]
+__all__ = ["lint_onnx", "rules"]
 
-RULES: tuple[Rule, ...] = (
+_SHARED: tuple[Rule, ...] = (
     *(_read.UNREADABLE, _read.EMPTY, _structure.TENSOR_NAMES, _structure.NODE_NAMES),
     *(_structure.MISSING, _structure.ORDER, _structure.CYCLE, _structure.NOT_MADE),
     *(_tensors.ESCAPES, _tensors.MISSING_DATA, _tensors.SIZES),
     *(_structure.DEEP, _structure.REPEATED_ATTRIBUTE),
     *(_model.VERSIONS, _model.UNKNOWN_OP, _model.LEAKED, _model.UNREAD),
     _windows.WINDOWS,
-    *sorted(
-        (
-            *_spconv_convs.RULES,
-            *_spconv_numbers.RULES,
-            *_spconv_graph.RULES,
-            *_spconv_places.RULES,
-        ),
-        key=lambda rule: rule.id,
-    ),
-    *(*_qdq.RULES, *_tensorrt.RULES, *_onnxruntime.RULES),
-    *(*_horizon.RULES, *_horizon_limits.RULES),
+    *_qdq.RULES,
 )
 _MOST_OF_ONE = 100
+
+
+def rules() -> tuple[Rule, ...]:
+    """Every rule: those of all files, then each target's own."""
+    return tuple(dict.fromkeys((*_SHARED, *(rule for t in targets() for rule in t.rules))))
 
 
 def lint_onnx(path: str | os.PathLike[str], target: str) -> list[Finding]:
@@ -62,8 +44,10 @@ def lint_onnx(path: str | os.PathLike[str], target: str) -> list[Finding]:
 
     Args:
         path: The file.
-        target: ``"libspconv"`` (NVIDIA's sparse engine), ``"tensorrt"``, ``"onnxruntime"`` (CPU) or
-            ``"horizon"`` (hb_mapper; the settings next to the file are looked at too).
+        target: ``"libspconv"`` (NVIDIA's sparse engine), ``"tensorrt10"`` (``"tensorrt"``),
+            ``"tensorrt11"``, ``"onnxruntime"`` (CPU), ``"openvino"`` (CPU), ``"horizon"``
+            (hb_mapper; the settings next to the file are looked at too), or another of
+            `bevquant_export.targets.target_names`.
 
     Returns:
         Findings, errors first, by rule; empty for a file that keeps all rules.
@@ -79,27 +63,30 @@ def lint_onnx(path: str | os.PathLike[str], target: str) -> list[Finding]:
         >>> [finding.id for finding in lint_onnx(file, "tensorrt")]
         ['ONX001']
     """
-    if target not in TARGETS:
-        raise ValueError(f"lint_onnx: target {target!r}; expected one of {', '.join(TARGETS)}")
+    if target not in target_names():
+        raise ValueError(
+            f"lint_onnx: target {target!r}; expected one of {', '.join(target_names())}"
+        )
+    engine = find_target(target)
     file = Path(path)
     model = _read.read_model(file)
     if isinstance(model, Finding):
         return [model]
     counts: Counter[str] = Counter()
     kept = []
-    for finding in _findings(model, file, target):
+    for finding in _findings(model, file, engine):
         counts[finding.id] += 1
         if counts[finding.id] <= _MOST_OF_ONE:
             kept.append(finding)
-    for rule in RULES:
+    every = rules()
+    for rule in every:
         if counts[rule.id] > _MOST_OF_ONE:
             kept.append(rule.found("file", f"{counts[rule.id] - _MOST_OF_ONE} more places like it"))
-    places = {rule.id: place for place, rule in enumerate(RULES)}
+    places = {rule.id: place for place, rule in enumerate(every)}
     return sorted(kept, key=lambda f: (f.severity != "error", places[f.id]))
 
 
-def _findings(model: onnx.ModelProto, path: Path, target: str) -> Iterator[Finding]:
-    folder = path.parent
+def _findings(model: onnx.ModelProto, path: Path, target: Target) -> Iterator[Finding]:
     graphs: list[Graph] = []
     for item in graphs_of(model):
         if isinstance(item, Graph):
@@ -109,26 +96,8 @@ def _findings(model: onnx.ModelProto, path: Path, target: str) -> Iterator[Findi
             yield _structure.DEEP.found(node.name, f"it holds a graph at depth {depth + 1}")
     for graph in graphs:
         yield from _structure.check_structure(graph)
-    yield from _model.check_model(model, graphs, target, folder)
-    if target == "libspconv":
-        yield from _spconv_graph.check_graph(graphs[0])
-        yield from _spconv_convs.check_convs(graphs[0], folder)
-        yield from _spconv_numbers.check_numbers(graphs[0], folder)
-        yield from _spconv_places.check_places(graphs[0])
-        return
-    functions = {(f.domain, f.name) for f in model.functions}
-    if target == "horizon":
-        yield from _horizon.check_opset(graphs[0].opsets)
-    for graph in graphs:
-        yield from _windows.check_windows(graph)
-        pairs = _qdq.Pairs(graph, folder)
-        yield from _qdq.check_pairs(pairs)
-        if target == "horizon":
-            yield from _horizon.check_horizon(pairs, path)
-            yield from _horizon_limits.check_limits(pairs)
-            continue
-        yield from _qdq.check_axis(pairs)
-        if target == "tensorrt":
-            yield from _tensorrt.check_tensorrt(pairs, functions)
-        else:
-            yield from _onnxruntime.check_onnxruntime(pairs)
+    yield from _model.check_model(model, graphs, target, path.parent)
+    if target.kind == "dense":
+        for graph in graphs:
+            yield from _windows.check_windows(graph)
+    yield from target.lint(LintFile(path, model, graphs))

@@ -14,6 +14,8 @@ from bevquant_export.lint._tensors import check_tensor
 if TYPE_CHECKING:
     import onnx
 
+    from bevquant_export.targets._target import Target
+
 __all__ = ["LEAKED", "UNKNOWN_OP", "UNREAD", "VERSIONS", "check_model"]
 
 VERSIONS = Rule(
@@ -43,17 +45,10 @@ UNREAD = Rule(
     "every initializer is read (num_batches_tracked and float weights leak into files)",
     "leave it out of the file",
 )
-# Domains whose operators a target brings along.
-_OWN_DOMAINS = {
-    "onnxruntime": {"com.microsoft", "ai.onnx.ml"},
-    "horizon": {"horizon"},
-    "tensorrt": set(),
-    "libspconv": set(),
-}
 
 
 def check_model(
-    model: onnx.ModelProto, graphs: list[Graph], target: str, folder: Path
+    model: onnx.ModelProto, graphs: list[Graph], target: Target, folder: Path
 ) -> Iterator[Finding]:
     """Check versions, operators and initializers of all graphs."""
     read = {name for graph in graphs for name in (*graph.readers, *graph.outputs)}
@@ -66,13 +61,13 @@ def check_model(
         ]
         for tensor in (*graph.tensors, *constants):
             yield from check_tensor(tensor, folder)
-            if target != "libspconv" and tensor.data_type in (11, 16):
+            if target.kind == "dense" and tensor.data_type in (11, 16):
                 kind = "float64" if tensor.data_type == 11 else "bfloat16"
                 yield LEAKED.found(tensor.name or "constant", f"the tensor is {kind}")
         for tensor in graph.tensors:
             if tensor.name not in read:
                 yield UNREAD.found(tensor.name, "no node reads this initializer")
-    if target != "libspconv":
+    if target.kind == "dense":
         yield from _versions(model, graphs)
         yield from _operators(model, graphs, target)
 
@@ -93,15 +88,15 @@ def _versions(model: onnx.ModelProto, graphs: list[Graph]) -> Iterator[Finding]:
                 yield VERSIONS.found(node.name, f"its domain {domain} is not imported")
 
 
-def _operators(model: onnx.ModelProto, graphs: list[Graph], target: str) -> Iterator[Finding]:
+def _operators(model: onnx.ModelProto, graphs: list[Graph], target: Target) -> Iterator[Finding]:
     known: dict[tuple[str, str, int], bool] = {}
     functions = {(f.domain, f.name) for f in model.functions}
     for graph in graphs:
         for node in graph.nodes:
-            if (node.domain, node.op) in functions or node.domain in _OWN_DOMAINS[target]:
+            if (node.domain, node.op) in functions or node.domain in target.domains:
                 continue
             # TensorRT looks for a plugin under the operator's name; it has a rule of its own.
-            if node.domain and target == "tensorrt":
+            if node.domain and target.family == "tensorrt":
                 continue
             version = graph.opsets.get(node.domain)
             if version is None:

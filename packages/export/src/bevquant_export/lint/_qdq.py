@@ -23,7 +23,7 @@ NO_AXIS = Rule(
     "error",
     "scales per channel stand in files of opset 13 or later, where the operator has an axis",
     "write opset 13 with the axis (before it every runtime takes axis 1, in silence)",
-    ("tensorrt", "onnxruntime"),
+    ("tensorrt", "onnxruntime", "openvino"),
 )
 POSITIVE = Rule(
     "QDQ002",

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from bevquant_export.lint._rule import Finding, Rule
+from bevquant_export.targets._registry import targets
 
 __all__ = ["as_json", "findings_table", "rules_table"]
 
@@ -44,7 +45,7 @@ def rules_table(rules: Sequence[Rule]) -> str:
     """Every rule: id, severity, targets, what a file must be, what to do."""
     lines = ["RULE    SEVERITY  TARGETS"]
     for rule in rules:
-        lines.append(f"{rule.id:<8}{rule.severity:<10}{', '.join(rule.targets)}")
+        lines.append(f"{rule.id:<8}{rule.severity:<10}{', '.join(_targets(rule))}")
         lines += _indented(rule.means, 18)
         lines += _indented("→ " + rule.remedy, 18)
     return "\n".join(lines)
@@ -52,7 +53,16 @@ def rules_table(rules: Sequence[Rule]) -> str:
 
 def as_json(items: Sequence[Finding | Rule]) -> str:
     """A list of objects with the fields of `Finding` or `Rule`."""
-    return json.dumps([asdict(item) for item in items], indent=2, ensure_ascii=False)
+    told = [
+        asdict(item) | ({"targets": _targets(item)} if isinstance(item, Rule) else {})
+        for item in items
+    ]
+    return json.dumps(told, indent=2, ensure_ascii=False)
+
+
+def _targets(rule: Rule) -> list[str]:
+    """Names of the targets that a rule holds for."""
+    return [target.name for target in targets() if target.holds(rule)]
 
 
 def _indented(text: str, by: int) -> list[str]:

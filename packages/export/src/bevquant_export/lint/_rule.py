@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["DENSE", "TARGETS", "Finding", "Rule", "Severity", "quoted"]
+__all__ = ["ANY", "DENSE", "Finding", "Rule", "Severity", "quoted"]
 
 Severity = Literal["error", "warning"]
 
-TARGETS = ("libspconv", "tensorrt", "onnxruntime", "horizon")
-DENSE = TARGETS[1:]
+# What a rule holds for: every target, or every dense one (`Target.labels`).
+ANY = ("any",)
+DENSE = ("dense",)
 
 
 @dataclass(frozen=True)
@@ -45,14 +46,14 @@ class Rule:
         severity: See `Finding`.
         means: What a file must be.
         remedy: What to do about a file that is not.
-        targets: Targets that the rule holds for.
+        targets: Names, families or kinds of the targets that the rule holds for.
     """
 
     id: str
     severity: Severity
     means: str
     remedy: str
-    targets: tuple[str, ...] = TARGETS
+    targets: tuple[str, ...] = ANY
 
     def found(self, node: str, reason: str) -> Finding:
         """Say where this rule is broken."""

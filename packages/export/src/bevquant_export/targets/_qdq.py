@@ -1,0 +1,76 @@
+"""Targets that take dense files with QuantizeLinear and DequantizeLinear."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from bevquant_export.dense._profile import Profile
+from bevquant_export.lint._qdq import Pairs, check_axis, check_pairs
+from bevquant_export.targets._target import LintFile, Target
+
+if TYPE_CHECKING:
+    from bevquant_export.dense import QdqFile, TensorDifference
+    from bevquant_export.lint._rule import Finding
+
+__all__ = ["QdqTarget"]
+
+
+class QdqTarget(Target):
+    """An engine whose files follow from a `Profile` alone.
+
+    Attributes:
+        form: The profile.
+        weights: Types of stored weights that a caller may choose from; empty where there is no
+            choice.
+    """
+
+    form: Profile
+    weights: tuple[str, ...] = ()
+
+    def profile(self, weights: str | None = None) -> Profile:
+        """The profile, with weights of this type.
+
+        Raises:
+            ValueError: The engine takes no such weights, or leaves no choice.
+        """
+        if weights is None:
+            return self.form
+        if weights not in self.weights:
+            choice = " or ".join(map(repr, self.weights))
+            raise ValueError(
+                f"export_qdq_onnx: weights={weights!r} with profile={self.name!r}: expected "
+                f"{f'None, {choice}' if choice else 'None'} ('uint8' and 'int8' go with "
+                "profile='onnxruntime')"
+            )
+        return replace(self.form, weight=weights)
+
+    def write(self, model: nn.Module, args: Any, path: Path, **options: Any) -> QdqFile:
+        """`export_qdq_onnx` with this profile."""
+        from bevquant_export.dense import export_qdq_onnx
+
+        return export_qdq_onnx(model, args, path, self.name, **options)
+
+    def compare(self, made: QdqFile, model: nn.Module, args: Any) -> tuple[TensorDifference, ...]:
+        """`compare_qdq_onnx`."""
+        from bevquant_export.dense import compare_qdq_onnx
+
+        return compare_qdq_onnx(made, model, args)
+
+    def lint(self, file: LintFile) -> Iterator[Finding]:
+        """Rules about pairs, then the engine's own, graph by graph."""
+        for graph in file.graphs:
+            pairs = Pairs(graph, file.path.parent)
+            yield from check_pairs(pairs)
+            if self.form.axis:
+                yield from check_axis(pairs)
+            yield from self.lint_pairs(pairs, file)
+
+    @abstractmethod
+    def lint_pairs(self, pairs: Pairs, file: LintFile) -> Iterator[Finding]:
+        """Rules of the engine about one graph."""

@@ -1,0 +1,120 @@
+"""What a target is: an engine that takes files, and everything that is said about it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+if TYPE_CHECKING:
+    import onnx
+
+    from bevquant_export.lint._graph import Graph
+    from bevquant_export.lint._rule import Finding, Rule
+
+__all__ = ["LintFile", "Target"]
+
+
+@dataclass(frozen=True, eq=False)
+class LintFile:
+    """A file under inspection.
+
+    Attributes:
+        path: Where it lies; external data and settings lie beside it.
+        model: Its protobuf, which nothing has been said about but that it decodes.
+        graphs: The main graph, then the bodies of functions and the graphs inside of nodes.
+    """
+
+    path: Path
+    model: onnx.ModelProto
+    graphs: Sequence[Graph]
+
+
+class Target(ABC):
+    """An engine: what its files are, how they are written, inspected, checked and built.
+
+    A target is one object, found by its name (`find_target`). Those of this package are listed in
+    ``targets/_registry.py``; another package adds one by an entry point of the group
+    ``bevquant.targets``, or at run time with `register_target`.
+
+    Attributes:
+        name: What users call it, as in ``bevquant-lint --target``.
+        title: What a page calls it.
+        aliases: Other names of it.
+        kind: ``"dense"`` for files of standard operators, of which the linter then asks what
+            every dense target asks (known operators, float32 constants, windows, pairs);
+            ``"sparse"`` for an engine's own format.
+        family: Rules that name the family hold for the target too, such as ``"tensorrt"``.
+        domains: Operator domains that the engine brings along.
+        rules: What `lint` may find beyond the rules that all files have.
+        sparse: Name of the target that takes the sparse encoder of the same model; empty where
+            this one does.
+        unverified: What nobody could run when the target was written, one sentence each. It goes
+            into every manifest.
+    """
+
+    name: str
+    title: str
+    aliases: tuple[str, ...] = ()
+    kind: str = "dense"
+    family: str = ""
+    domains: frozenset[str] = frozenset()
+    rules: tuple[Rule, ...] = ()
+    sparse: str = ""
+    unverified: tuple[str, ...] = ()
+
+    @abstractmethod
+    def write(self, model: nn.Module, args: Any, path: Path, **options: Any) -> Any:
+        """Write a calibrated model.
+
+        Args:
+            model: Calibrated, in evaluation mode. It is not changed.
+            args: Example inputs.
+            path: The file; it appears whole or not at all.
+            options: Of the target; one that it does not know is a TypeError.
+
+        Returns:
+            What was written: an object with at least ``path``.
+
+        Raises:
+            ValueError: Something has no form in such files; its module is named.
+        """
+
+    @abstractmethod
+    def lint(self, file: LintFile) -> Iterator[Finding]:
+        """What the engine refuses, misreads or runs slowly, beyond what every file is asked."""
+
+    @abstractmethod
+    def compare(self, made: Any, model: nn.Module, args: Any) -> Sequence[Any]:
+        """Each tensor of a written file against the integers of the model that it came from.
+
+        Args:
+            made: From `write`.
+            model: The model.
+            args: Inputs, structured like the example.
+
+        Returns:
+            Rows with ``path``, ``elements`` and ``different``.
+        """
+
+    @abstractmethod
+    def commands(self, path: Path, *, quantized: bool = True) -> tuple[str, ...]:
+        """Command lines that build or run a file, to print.
+
+        Args:
+            path: The file, read for the number of its inputs and outputs where that matters.
+            quantized: Whether it holds integers.
+        """
+
+    @property
+    def labels(self) -> frozenset[str]:
+        """What a rule may call the target: its names, its family, its kind, ``"any"``."""
+        return frozenset({self.name, *self.aliases, self.family, self.kind, "any"}) - {""}
+
+    def holds(self, rule: Rule) -> bool:
+        """Whether a rule is one of this target's."""
+        return not self.labels.isdisjoint(rule.targets)

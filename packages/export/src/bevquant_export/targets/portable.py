@@ -1,0 +1,41 @@
+"""Sparse encoders in standard operators, which ONNX Runtime runs on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from bevquant_export.targets.libspconv import SparseTarget
+from bevquant_export.targets.onnxruntime import ONNXRUNTIME
+
+if TYPE_CHECKING:
+    from bevquant_export.lint._rule import Finding
+    from bevquant_export.targets._target import LintFile
+
+__all__ = ["PORTABLE"]
+
+
+class _Portable(SparseTarget):
+    name, title, family = "portable", "ONNX Runtime, sparse", "onnxruntime"
+    domains = ONNXRUNTIME.domains
+
+    def lint(self, file: LintFile) -> Iterator[Finding]:
+        """What ONNX Runtime asks of a file."""
+        return ONNXRUNTIME.lint(file)
+
+    def compare(self, made: Any, model: nn.Module, args: Any) -> Sequence[Any]:
+        """Layer by layer, as ONNX Runtime itself runs the file."""
+        from bevquant_export.sparse import compare_sparse_onnx, load_sparse_onnx
+
+        file = load_sparse_onnx(made.path, backend="onnxruntime")
+        return compare_sparse_onnx(file, model, args)
+
+    def commands(self, path: Path, *, quantized: bool = True) -> tuple[str, ...]:
+        """One line of Python."""
+        return ONNXRUNTIME.commands(path, quantized=quantized)
+
+
+PORTABLE = _Portable()

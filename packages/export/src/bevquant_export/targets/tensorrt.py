@@ -1,0 +1,57 @@
+"""TensorRT 10, weakly typed, and 11, whose types are those of the file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from bevquant_export.dense._profile import Profile
+from bevquant_export.lint import _tensorrt
+from bevquant_export.targets._qdq import QdqTarget
+from bevquant_export.targets._target import LintFile
+
+if TYPE_CHECKING:
+    from bevquant_export.lint._qdq import Pairs
+    from bevquant_export.lint._rule import Finding
+
+__all__ = ["TENSORRT10"]
+
+_UNRUN = "no TensorRT was at hand: the rules follow its documents and its parser's operator table"
+
+
+class _TensorRT10(QdqTarget):
+    name, title, aliases = "tensorrt10", "TensorRT 8 to 10", ("tensorrt",)
+    family = "tensorrt"
+    sparse = "libspconv"
+    rules = _tensorrt.RULES
+    unverified = (_UNRUN,)
+    # Zero points of 0 only, no uint8 and a float bias.
+    form = Profile(
+        "tensorrt10", 13, np.int8, 0, "float",
+        integer_bias=False, integer_relu=False, axis=True,
+        transposed_per_channel=False, numbered=False,
+        repeats=True, one_scale=True,
+    )  # fmt: skip
+
+    def lint_pairs(self, pairs: Pairs, file: LintFile) -> Iterator[Finding]:
+        """What the parser imports, and where pairs must stand."""
+        functions = {(f.domain, f.name) for f in file.model.functions}
+        yield from _tensorrt.check_tensorrt(pairs, functions)
+
+    def commands(self, path: Path, *, quantized: bool = True) -> tuple[str, ...]:
+        """Precisions are flags; bindings are halves, as CUDA-BEVFusion asserts."""
+        import onnx
+
+        graph = onnx.load(path, load_external_data=False).graph
+        halves = [",".join(["fp16:chw"] * len(ports)) for ports in (graph.input, graph.output)]
+        precision = "--fp16 --int8" if quantized else "--fp16"
+        return (
+            f"trtexec --onnx={path.name} {precision} --inputIOFormats={halves[0]} "
+            f"--outputIOFormats={halves[1]} --saveEngine={path.stem}.plan",
+        )
+
+
+TENSORRT10 = _TensorRT10()
