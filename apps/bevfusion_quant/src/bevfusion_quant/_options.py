@@ -28,7 +28,7 @@ Branch = Literal["camera", "lidar", "fuser", "decoder", "head", "all"]
 AnyBranch = Literal[Branch, "lidar-detector", "camera-detector"]
 Backend = Literal["auto", "vnni", "portable", "torch"]
 Target = Literal["nvidia", "bpu"]
-ExportTarget = Literal["tensorrt", "onnxruntime", "bpu"]
+ExportTarget = Literal["tensorrt", "onnxruntime", "autoware", "bpu"]
 MarchName = Literal["bayes", "bernoulli2", "bayes-e"]
 Dataset = Literal["street", "pandaset", "kitti", "files", "nuscenes"]
 
@@ -353,8 +353,9 @@ class Export(FrameOptions):
     Args:
         run: The folder of a run that demo or ptq wrote.
         target: tensorrt: the files of CUDA-BEVFusion, the sparse encoder for libspconv.
-            onnxruntime: the same, all for ONNX Runtime on a CPU. bpu: of a run with --target bpu,
-            the dense parts for hb_mapper. By default what the run was quantized for.
+            onnxruntime: the same, all for ONNX Runtime on a CPU. autoware: the sparse encoder for
+            Autoware's plugin, of a lidar-detector with decoder and head in one file. bpu: of a run
+            with --target bpu, the dense parts for hb_mapper. By default what the run was quantized for.
         runs: Folder of all runs; the export is a new one.
         name: The export's folder in it; by default export, export-2, …
         overwrite: Replace an earlier run of that name.

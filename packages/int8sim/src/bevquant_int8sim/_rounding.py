@@ -11,7 +11,7 @@ ROUNDINGS = ("half_even", "half_up", "half_away")
 
 
 def check_rounding(rounding: str, what: str = "rounding") -> str:
-    """Return `rounding`, or refuse what is none of ``"half_even"``, ``"half_up"``, ``"half_away"``."""
+    """Return `rounding`, or refuse what is none of `ROUNDINGS`."""
     if rounding not in ROUNDINGS:
         raise ValueError(f"{what}={rounding!r}: expected one of {', '.join(map(repr, ROUNDINGS))}")
     return rounding
@@ -21,8 +21,9 @@ def round_float(values: Tensor, rounding: str) -> Tensor:
     """Round float64 values to integers, still as float64.
 
     ``half_even``: 0.5 → 0, 1.5 → 2, −2.5 → −2. ``half_up``: ⌊v + ½⌋ of the exact sum, 0.5 → 1,
-    −0.5 → 0, −2.5 → −2. ``half_away``: away from zero, as C's ``round``, −2.5 → −3. A float64 ``v + 0.5`` would itself be rounded, up to 1 for the largest
-    float below one half; so the fraction is compared instead.
+    −0.5 → 0, −2.5 → −2. ``half_away``: away from zero, as C's ``round``, −2.5 → −3. A float64
+    ``v + 0.5`` would itself be rounded, up to 1 for the largest float below one half; so the
+    fraction is compared instead.
     """
     if check_rounding(rounding) == "half_even":
         return torch.round(values)

@@ -68,6 +68,9 @@ def _integers(written: Written, args: tuple[Any, ...]) -> Iterator[FileLayer]:
 def _sparse(written: Written, args: tuple[Any, ...]) -> Iterator[FileLayer]:
     from bevquant_export import compare_sparse_onnx, load_sparse_onnx
 
+    if written.linted == "autoware":
+        yield from _plugin(written, args)
+        return
     backend = "auto" if written.linted == "libspconv" else "onnxruntime"
     file = load_sparse_onnx(written.path, backend=backend)
     rows = compare_sparse_onnx(file, written.piece.fake_module, args)
@@ -86,6 +89,18 @@ def _sparse(written: Written, args: tuple[Any, ...]) -> Iterator[FileLayer]:
             "nothing" if is_int8 else f"{TOLERANCE:g} of the largest value",
             largest == 0 if is_int8 else largest <= TOLERANCE,
         )
+
+
+def _plugin(written: Written, args: tuple[Any, ...]) -> Iterator[FileLayer]:
+    """Both sides compute in the plugin's arithmetic, in which no value may differ."""
+    from bevquant_export.targets.autoware import compare_autoware_onnx
+
+    for row in compare_autoware_onnx(written.made, args):
+        op = "output" if row.node == "output" else "sparse_conv"
+        yield FileLayer(
+            written.path.name, row.path or row.node, op, "float16", row.elements, row.different,
+            row.largest, "nothing", row.different == 0,
+        )  # fmt: skip
 
 
 def _sizes(file: Any, args: tuple[Any, ...]) -> dict[str, float]:

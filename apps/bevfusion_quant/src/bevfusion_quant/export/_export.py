@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bevfusion_quant._errors import InputError
+from bevfusion_quant.export._autoware import join_for_autoware, whole_layers
 from bevfusion_quant.export._chain import box_agreement, set_stages
 from bevfusion_quant.export._check import file_layers
 from bevfusion_quant.export._files import LIDAR
@@ -68,7 +69,7 @@ def export_model(
         config: Sizes.
         clock: Times the steps.
         folder: Made here; holds the files and manifest.json.
-        target: "tensorrt" or "onnxruntime".
+        target: "tensorrt", "onnxruntime" or "autoware".
         layers: Of `bevquant_int8sim.compare`, to stand beside the files' tensors; compared on the
             first batch where none are given.
         command: The command line that repeats it, for the manifest.
@@ -79,7 +80,7 @@ def export_model(
         InputError: A library is missing, the head is quantized, or a file cannot be written.
     """
     check_libraries()
-    pieces = nvidia_pieces(float_model, quantized_model)
+    pieces = nvidia_pieces(float_model, quantized_model, target)
     made = export_pieces(
         pieces, quantized_model, batches, config, clock, folder,
         target=target, command=command, run=run, settings=settings or {},
@@ -126,9 +127,11 @@ def export_pieces(
             name: write_piece(piece, inputs[name], voxels, folder, target, march)
             for name, piece in known.items()
         }
+        whole = join_for_autoware(written, model, inputs) if target == "autoware" else []
     with clock.step("check ONNX files", blame="the ONNX files cannot be checked"):
         layers = {name: file_layers(item, inputs[name]) for name, item in written.items()}
         rows = tuple(exported_file(item, layers[name]) for name, item in written.items())
+        rows += tuple(exported_file(item, whole_layers(item, inputs[LIDAR])) for item in whole)
     with clock.step("run ONNX files", blame="the ONNX files cannot be run one behind the other"):
         runs = {name: runner(item) for name, item in written.items()}
         stages, integers, onnx = set_stages(

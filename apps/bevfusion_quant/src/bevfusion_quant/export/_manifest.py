@@ -108,6 +108,10 @@ def _build(written: Written, inputs: int, outputs: int) -> tuple[str, str]:
             if written.piece.kind == "sparse" and quantizers_on(written.piece.fake_module)
             else f'spconv::load_engine_from_onnx("{name}", spconv::Precision::Float16)'
         )
+    if written.linted == "autoware":
+        from bevquant_export.targets import find_target
+
+        return "Autoware", find_target("autoware").commands(written.path)[0]
     if written.linted == "tensorrt":
         precision = "--fp16 --int8" if written.piece.kind == "int8" else "--fp16"
         halves = ",".join(["fp16:chw"] * inputs), ",".join(["fp16:chw"] * outputs)

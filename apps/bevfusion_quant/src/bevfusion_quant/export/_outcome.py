@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ExportTarget", "ExportedFile", "ExportedSet", "FileLayer", "FilePort", "SetStage"]
 
-ExportTarget = Literal["tensorrt", "onnxruntime", "bpu"]
+ExportTarget = Literal["tensorrt", "onnxruntime", "autoware", "bpu"]
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ExportResult", "export_run"]
 
-_TARGETS = ("tensorrt", "onnxruntime", "bpu")
+_TARGETS = ("tensorrt", "onnxruntime", "autoware", "bpu")
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,8 +61,8 @@ def export_run(
         run: A folder that `run_ptq` or `bpu.run_bpu` wrote.
         frames: At least one. The files are checked on the first; the voxels of all of them bound
             what the sparse file can hold.
-        target: "tensorrt" (with libspconv for the sparse encoder), "onnxruntime", or "bpu"; by
-            default "bpu" for a run for a BPU, else "tensorrt".
+        target: "tensorrt" (with libspconv for the sparse encoder), "onnxruntime", "autoware" or
+            "bpu"; by default "bpu" for a run for a BPU, else "tensorrt".
         cameras: Names of the cameras to use; those of the run by default.
         runs: Folder of all runs.
         name: The export's folder in it.
@@ -124,7 +124,7 @@ def _target(target: str | None, config: dict[str, Any], run: str | Path) -> str:
         made = "for a BPU (ptq --target bpu)" if for_bpu else "for NVIDIA's engines"
         raise InputError(
             f"--target {chosen}: {run} is a run {made}; export it with --target "
-            f"{'bpu' if for_bpu else 'tensorrt or onnxruntime'}, or quantize again with ptq"
+            f"{'bpu' if for_bpu else 'tensorrt, onnxruntime, autoware'}, or quantize again with ptq"
             f"{'' if for_bpu else ' --target bpu'}"
         )
     return chosen

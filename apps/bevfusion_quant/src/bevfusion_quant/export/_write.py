@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bevfusion_quant._errors import InputError
+from bevfusion_quant.export._pieces import quantizers_on
 
 if TYPE_CHECKING:
     from bevfusion_quant.export._pieces import Piece
@@ -53,7 +54,7 @@ def write_piece(
         args: Its inputs on a frame.
         frames: Voxels of all frames, whose number bounds a sparse file's.
         folder: Where.
-        target: "tensorrt", "onnxruntime" or "bpu".
+        target: "tensorrt", "onnxruntime", "autoware" or "bpu".
         march: Of a BPU.
 
     Raises:
@@ -61,6 +62,10 @@ def write_piece(
     """
     path = folder / f"{piece.file.name}.onnx"
     try:
+        if piece.kind == "sparse" and target == "autoware":
+            return _plugin(piece, args, frames, path)
+        # What follows the plugin's part is TensorRT's.
+        target = "tensorrt" if target == "autoware" else target
         if piece.kind == "sparse":
             return _sparse(piece, args, frames, path, target)
         if piece.kind == "float":
@@ -102,6 +107,26 @@ def _float(piece: Piece, args: tuple[Any, ...], path: Path, target: str) -> Writ
         tolerance=None,  # held against torch along with the other files
     )
     return Written(piece, path, made, "tensorrt" if target == "tensorrt" else "onnxruntime")
+
+
+def _plugin(
+    piece: Piece, args: tuple[Any, ...], frames: Sequence[tuple[Any, ...]], path: Path
+) -> Written:
+    from bevquant_export.targets.autoware import export_autoware_onnx
+
+    integers = bool(quantizers_on(piece.fake_module))
+    made = export_autoware_onnx(
+        piece.fake_module,
+        args,
+        path,
+        precision="int8" if integers else "fp16",
+        batches=frames,
+        output_names=list(piece.file.outputs),
+    )
+    floats = tuple(f"{layer}: fp16" for layer, form in made.layers.values() if form != "int8")
+    once, alone = made.pair_generations
+    notes = (f"{once} pair generations for {alone} layers",)
+    return Written(piece, path, made, "autoware", made.voxel_bound, floats, notes)
 
 
 def _sparse(

@@ -28,6 +28,9 @@ ENGINES = {
     "tensorrt": "TensorRT and libspconv were not run: files for them run node by node as they are "
     "written, in onnxruntime and in this project's integers.",
     "onnxruntime": "The files ran in onnxruntime as they will in use, with all its optimisations.",
+    "autoware": "Neither TensorRT nor Autoware's plugin was run: the sparse encoder runs by the "
+    "definition of the plugin's operators, beside the simulator in the same arithmetic, and what "
+    "follows it in onnxruntime.",
     "bpu": "hb_mapper was not run: its files run node by node as they are written, in onnxruntime.",
 }
 

@@ -21,6 +21,7 @@ _OWN = (
     "bevquant_export.targets.tensorrt:TENSORRT10",
     "bevquant_export.targets.onnxruntime:ONNXRUNTIME",
     "bevquant_export.targets.horizon:HORIZON",
+    "bevquant_export.targets.autoware:AUTOWARE",
 )
 _added: dict[str, Target] = {}
 

@@ -51,6 +51,7 @@ class AutowareFile:
         voxel_bound: Most voxels of any layer on the frames that were shown, with head room.
         permutation: Column of ``coors`` (z, y, x) that each column of the encoder comes from.
         graph: What was written, before its operators were chosen; what a comparison runs.
+        outputs: Names of what the encoder makes.
         tensors: Tensor of `graph` to its name in the file.
         coords: Tensor of `graph` to the tensor of the file that has its voxels.
     """
@@ -62,6 +63,7 @@ class AutowareFile:
     pair_generations: tuple[int, int]
     voxel_bound: int
     permutation: Sizes
+    outputs: tuple[str, ...]
     graph: Graph
     tensors: Mapping[str, str]
     coords: Mapping[str, str]
@@ -167,6 +169,7 @@ def export_autoware_onnx(
         pair_generations=(writer.generations, sum(isinstance(n, Conv) for n in graph.nodes)),
         voxel_bound=max(n.output_bound for n in graph.nodes if isinstance(n, Conv)),
         permutation=writer.permutation,
+        outputs=tuple(output_names),
         graph=graph,
         tensors=writer.names,
         coords=writer.coords,

@@ -2,14 +2,56 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bevquant_quantizers import write_whole
+
 if TYPE_CHECKING:
     from onnx import ModelProto
 
-__all__ = ["joined"]
+__all__ = ["behind_encoder", "join_autoware_onnx", "joined"]
+
+
+def join_autoware_onnx(
+    first: str | os.PathLike[str],
+    tails: Sequence[str | os.PathLike[str]],
+    path: str | os.PathLike[str],
+) -> None:
+    """Write an encoder's file and what follows it as one file.
+
+    Args:
+        first: From `export_autoware_onnx`.
+        tails: Files with one input each, in order; their outputs become those of the whole.
+        path: The file; it appears whole or not at all.
+
+    Raises:
+        ValueError: Two files do not fit each other.
+    """
+    import onnx
+
+    proto = joined(onnx.load(first), [Path(tail) for tail in tails])
+    write_whole(path, proto.SerializeToString(deterministic=True))
+
+
+def behind_encoder(path: str | os.PathLike[str], name: str) -> ModelProto:
+    """What of a joined file reads the encoder's output `name`: a model of standard operators."""
+    import onnx
+
+    model = onnx.load(path)
+    places = {output: place for place, n in enumerate(model.graph.node) for output in n.output}
+    if name not in places:
+        raise ValueError(f"{Path(path).name}: no node makes {name!r}, the encoder's output")
+    del model.graph.node[: places[name] + 1], model.graph.input[:]
+    half = onnx.TensorProto.FLOAT16
+    model.graph.input.append(onnx.helper.make_tensor_value_info(name, half, None))
+    used = {tensor for node in model.graph.node for tensor in node.input}
+    kept = [tensor for tensor in model.graph.initializer if tensor.name in used]
+    del model.graph.initializer[:], model.graph.value_info[:]
+    model.graph.initializer.extend(kept)
+    return model
 
 
 def joined(first: ModelProto, tails: Sequence[Path]) -> ModelProto:
@@ -28,6 +70,8 @@ def joined(first: ModelProto, tails: Sequence[Path]) -> ModelProto:
         tail = onnx.load(path)
         version = max(_opset(model), _opset(tail))
         model, tail = _raised(model, version), _raised(tail, version)
+        for imported in (*model.opset_import, *tail.opset_import):
+            imported.domain = "" if imported.domain == "ai.onnx" else imported.domain
         given = [value.name for value in tail.graph.input]
         if len(given) != 1 or len(model.graph.output) != 1:
             raise ValueError(
@@ -86,9 +130,7 @@ def _fitted(model: ModelProto, tail: ModelProto, path: Path) -> str:
 
     made: Any = model.graph.output[0]
     wanted = tail.graph.input[0].type.tensor_type
-    shapes = [
-        [d.dim_value for d in value.shape.dim] for value in (made.type.tensor_type, wanted)
-    ]
+    shapes = [[d.dim_value for d in value.shape.dim] for value in (made.type.tensor_type, wanted)]
     if len(shapes[0]) != len(shapes[1]) or any(
         a != b for a, b in zip(*shapes, strict=True) if a and b
     ):

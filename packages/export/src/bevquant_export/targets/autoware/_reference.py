@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,7 +32,7 @@ from bevquant_export.targets.autoware._emit import (
 from bevquant_int8sim import int8_sparse_conv, quantize
 from bevquant_sparse import WeightLayout, sparse_conv, to_dense
 
-__all__ = ["PLUGIN_OPERATORS", "compare_autoware_onnx", "run_autoware_onnx"]
+__all__ = ["PLUGIN_OPERATORS", "compare_autoware_onnx", "run_autoware_onnx", "run_on_frame"]
 
 _ACTIVATIONS = {0: "none", 1: "ReLU", 2: "sigmoid", 3: "leaky ReLU"}
 Array = np.ndarray[Any, Any]
@@ -150,7 +149,9 @@ class ImplicitGemm(OpRun):
         input_scale: float = 1.0,
     ) -> tuple[Array]:
         if act_type not in (0, 1):
-            raise ValueError(f"act_type {_ACTIVATIONS.get(act_type, act_type)}: expected none, ReLU")
+            raise ValueError(
+                f"act_type {_ACTIVATIONS.get(act_type, act_type)}: expected none, ReLU"
+            )
         if sorted(mask_argsort.tolist()) != list(range(pair_fwd.shape[1])):
             raise ValueError("mask_argsort is no permutation of the output rows")
         scale, bias = None, None
@@ -245,6 +246,23 @@ def _rulebooks(model: Any, coors: Array) -> dict[str, Array]:
     return feeds
 
 
+def run_on_frame(
+    path: str | os.PathLike[str], inputs: Any, permutation: tuple[int, ...]
+) -> dict[str, Tensor]:
+    """`run_autoware_onnx` on features and coordinates, each voxel the mean of one point."""
+    features, coords, batch_size = inputs
+    if int(batch_size) != 1:
+        raise ValueError(f"run_on_frame: a batch of {batch_size}; the node gives one")
+    made = run_autoware_onnx(
+        path,
+        features.float().numpy()[:, None],
+        coords.numpy()[:, 1:][:, np.argsort(permutation)].astype(np.int32),
+        np.ones(len(features), np.int32),
+    )
+    return {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in made.items()
+            if isinstance(a, np.ndarray)}  # fmt: skip
+
+
 def compare_autoware_onnx(file: AutowareFile, inputs: Any) -> tuple[LayerDifference, ...]:
     """Run a file by the definition of its operators, and `bevquant_int8sim` in their arithmetic.
 
@@ -260,27 +278,19 @@ def compare_autoware_onnx(file: AutowareFile, inputs: Any) -> tuple[LayerDiffere
     Returns:
         One entry for each convolution and sum, and one for each output; differences are in value.
     """
-    features, coords, batch_size = inputs
-    if int(batch_size) != 1:
-        raise ValueError(f"compare_autoware_onnx: a batch of {batch_size}; the node gives one")
-    back = np.argsort(file.permutation)
-    made = run_autoware_onnx(
-        file.path,
-        features.float().numpy()[:, None],
-        coords.numpy()[:, 1:][:, back].astype(np.int32),
-        np.ones(len(features), np.int32),
-    )
+    features, coords, _ = inputs
+    made = run_on_frame(file.path, inputs, file.permutation)
     wanted = _simulated(file.graph, features.float(), coords, fused=file.fused)
     before_relu = {node.x for node in file.graph.nodes if isinstance(node, Relu)}
     rows = []
     for node in file.graph.nodes:
         tensor = file.tensors[node.y]
         if isinstance(node, Conv | Add | Relu) and node.y not in before_relu:
-            place = torch.from_numpy(made[file.coords[node.y]])
-            got = Made(torch.from_numpy(made[tensor]), None, place)
+            place = made[file.coords[node.y]]
+            got = Made(made[tensor], None, place)
             rows.append(counted(node.path or tensor, node.path, got, wanted[node.y]))
     for output in file.graph.outputs:
-        got = Made(torch.from_numpy(made[file.tensors[output]]), None, torch.empty(0))
+        got = Made(made[file.tensors[output]], None, torch.empty(0))
         if output not in file.coords:
             want = Made(wanted[output].value, None, torch.empty(0))
             rows.append(counted("output", "", got, want))
