@@ -355,7 +355,8 @@ class Export(FrameOptions):
         target: tensorrt: the files of CUDA-BEVFusion, the sparse encoder for libspconv.
             onnxruntime: the same, all for ONNX Runtime on a CPU. autoware: the sparse encoder for
             Autoware's plugin, of a lidar-detector with decoder and head in one file. bpu: of a run
-            with --target bpu, the dense parts for hb_mapper. By default what the run was quantized for.
+            with --target bpu, the dense parts for hb_mapper. By default what the run was made
+            for.
         runs: Folder of all runs; the export is a new one.
         name: The export's folder in it; by default export, export-2, …
         overwrite: Replace an earlier run of that name.

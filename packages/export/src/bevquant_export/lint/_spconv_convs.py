@@ -86,8 +86,9 @@ SKIPPED = _rule(
 )
 BOUND = _rule(
     32,
-    "output_bound and fixed_launch_points are positive",
-    "set output_bound from calibration with head room: what is beyond it is cut off in silence",
+    "output_bound and fixed_launch_points are positive and within int32",
+    "set output_bound from calibration with head room: what is beyond it is cut off in silence, "
+    "and the parser reads a number beyond int32 as 0",
 )
 NAMES = _rule(
     45,
@@ -219,5 +220,5 @@ def _attributes(node: Node) -> Iterator[Finding]:
     if odd:
         yield SKIPPED.found(node.name, f"it has {' and '.join(odd)}")
     for name in ("output_bound", "fixed_launch_points"):
-        if name in there and there[name].type == 2 and node.integer(name) < 1:
+        if name in there and there[name].type == 2 and not 0 < node.integer(name) < 2**31:
             yield BOUND.found(node.name, f"{name} is {node.integer(name)}")

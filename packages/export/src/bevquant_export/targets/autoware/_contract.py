@@ -295,6 +295,8 @@ class _Contract:
             yield INPUTS.found(
                 node.name, f"{count} inputs with precision {node.integer('precision')}"
             )
+        if count > 5 and "act_type" not in node.attributes:
+            yield FIELDS.found(node.name, "act_type missing: plugins with a bias read it")
         if node.integer("act_type") not in (0, 1):
             yield ACTIVATION.found(node.name, f"act_type is {node.integer('act_type')}")
         kernel, subm = None, None

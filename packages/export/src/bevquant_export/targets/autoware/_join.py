@@ -70,8 +70,6 @@ def joined(first: ModelProto, tails: Sequence[Path]) -> ModelProto:
         tail = onnx.load(path)
         version = max(_opset(model), _opset(tail))
         model, tail = _raised(model, version), _raised(tail, version)
-        for imported in (*model.opset_import, *tail.opset_import):
-            imported.domain = "" if imported.domain == "ai.onnx" else imported.domain
         given = [value.name for value in tail.graph.input]
         if len(given) != 1 or len(model.graph.output) != 1:
             raise ValueError(
@@ -87,6 +85,9 @@ def joined(first: ModelProto, tails: Sequence[Path]) -> ModelProto:
         model = onnx.compose.merge_models(
             model, renamed, [(entry, renamed.graph.input[0].name)], name="model"
         )
+        domains = {o.domain.replace("ai.onnx", ""): o.version for o in model.opset_import}
+        del model.opset_import[:]
+        model.opset_import.extend(onnx.helper.make_opsetid(d, v) for d, v in domains.items())
         model.producer_name = "bevquant_export"
         del model.metadata_props[:]
         onnx.helper.set_model_props(model, props)
