@@ -111,16 +111,6 @@ def bias_of_transposed(net):
     return net.model(y, (1, 6, 4, 4))
 
 
-def opset_of_axis(net):
-    """NVIDIA/Model-Optimizer#117: a ConvTranspose's weight, dequantized along axis 1 by default."""
-    net.opset = 11
-    model = net.model(net.conv(net.pair("x", "a"), "y"))
-    for node in model.graph.node:
-        if node.op_type == "DequantizeLinear":
-            del node.attribute[:]
-    return model
-
-
 def saturates_without_vnni(net):
     """microsoft/onnxruntime#6004: wrong predictions on a CPU that has AVX2 alone."""
     net.integer, net.zero = np.uint8, 128
@@ -178,7 +168,6 @@ EXHIBITS = {
     plugin_not_loaded: ("tensorrt", "TRT002"),
     plugin_for_boxes: ("tensorrt", "TRT002"),
     bias_of_transposed: ("tensorrt", "TRT011"),
-    opset_of_axis: ("tensorrt", "QDQ001"),
     saturates_without_vnni: ("onnxruntime", "ORT004"),
     differs_between_cpus: ("onnxruntime", "ORT004"),
     slower_than_float: ("onnxruntime", "ORT002"),

@@ -129,7 +129,7 @@ def turned_grid(model):
 
 
 def lost_stage(model):
-    """autowarefoundation/autoware_universe#13370: pairs as inputs that nobody can compute."""
+    """autowarefoundation/autoware_universe#13370: pairs as inputs, without what they come of."""
     entry = next(p for p in model.metadata_props if p.key == "rulebook_stages")
     entry.value = "[]"
 
@@ -156,12 +156,6 @@ def no_activation_field(model):
     change(convs(model)[1], act_type=None)
 
 
-def too_many_voxels(model):
-    """autowarefoundation/autoware_universe#10024: buffers for 256,000 voxels, compiled in."""
-    entry = next(p for p in model.metadata_props if p.key == "bevquant_voxel_bounds")
-    entry.value = '{"conv_out.0": 400000}'
-
-
 EXHIBITS = {
     relu_node: ("libspconv", "SPC022"),
     relu_before_the_grid: ("libspconv", "SPC022"),
@@ -185,7 +179,6 @@ EXHIBITS = {
     int8_with_six_inputs: ("autoware", "AWF006"),
     kind_as_float: ("autoware", "AWF002"),
     no_activation_field: ("autoware", "AWF002"),
-    too_many_voxels: ("autoware", "AWF013"),
 }
 
 

@@ -230,7 +230,8 @@ def quantized_weight(
     value = half.astype(np.float32) * inverse
     whole = np.trunc(value)
     rounded = whole + (np.abs(value - whole) >= np.float32(0.5)) * np.sign(value)
-    return np.clip(rounded, -128, 127).astype(np.int8)
+    integers: np.ndarray[Any, Any] = np.clip(rounded, -128, 127).astype(np.int8)
+    return integers
 
 
 @dataclass

@@ -95,7 +95,7 @@ def joined(first: ModelProto, tails: Sequence[Path]) -> ModelProto:
 
 
 def _opset(model: ModelProto) -> int:
-    return next(o.version for o in model.opset_import if o.domain in ("", "ai.onnx"))
+    return int(next(o.version for o in model.opset_import if o.domain in ("", "ai.onnx")))
 
 
 def _raised(model: ModelProto, version: int) -> ModelProto:

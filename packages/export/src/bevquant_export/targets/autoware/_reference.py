@@ -211,10 +211,11 @@ def run_autoware_onnx(
     feeds |= _rulebooks(model, coors)
     known = {value.name for value in model.graph.input}
     evaluator = ReferenceEvaluator(model, new_ops=list(PLUGIN_OPERATORS))
-    made: dict[str, Array] = evaluator.run(
+    made: Any = evaluator.run(
         None, {name: value for name, value in feeds.items() if name in known}, intermediate=True
     )
-    return made
+    found: dict[str, Array] = made
+    return found
 
 
 def _rulebooks(model: Any, coors: Array) -> dict[str, Array]:
@@ -240,7 +241,7 @@ def _rulebooks(model: Any, coors: Array) -> dict[str, Array]:
         )  # fmt: skip
         one = helper.make_model(graph, opset_imports=[helper.make_opsetid(DOMAIN, 1)])
         evaluator = ReferenceEvaluator(one, new_ops=[GetIndicePairsImplicitGemm])
-        made = evaluator.run(None, {"i": rows})
+        made: Any = evaluator.run(None, {"i": rows})
         feeds |= {f"{base}/{slot}": value for slot, value in zip(SLOTS, made, strict=True)}
         rows = made[0]
     return feeds
@@ -259,8 +260,11 @@ def run_on_frame(
         coords.numpy()[:, 1:][:, np.argsort(permutation)].astype(np.int32),
         np.ones(len(features), np.int32),
     )
-    return {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in made.items()
-            if isinstance(a, np.ndarray)}  # fmt: skip
+    arrays = {name: value for name, value in made.items() if isinstance(value, np.ndarray)}
+    return {
+        name: torch.from_numpy(np.require(array, requirements=["C", "W"]))
+        for name, array in arrays.items()
+    }
 
 
 def compare_autoware_onnx(file: AutowareFile, inputs: Any) -> tuple[LayerDifference, ...]:
