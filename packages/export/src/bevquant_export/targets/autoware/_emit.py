@@ -155,9 +155,7 @@ def export_autoware_onnx(
     if precision == "fp16":
         model = copy.deepcopy(model)
         with quantization_disabled(model):
-            _, graph = sparse_graph(
-                model, example_inputs, batches, order, head_room, verify=verify
-            )
+            _, graph = sparse_graph(model, example_inputs, batches, order, head_room, verify=verify)
     else:
         _, graph = sparse_graph(model, example_inputs, batches, order, head_room, verify=verify)
     writer = _Writer(
