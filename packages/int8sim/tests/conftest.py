@@ -65,6 +65,8 @@ def loop_requantize():
             product = float(int(acc[place])) * float(factors[place])
             if rounding == "half_even":
                 value = round(product)
+            elif rounding == "half_away" and product < 0:
+                value = -math.floor(Fraction(1, 2) - Fraction(product))
             else:
                 value = math.floor(Fraction(product) + Fraction(1, 2))
             out[place] = max(low, min(high, value))

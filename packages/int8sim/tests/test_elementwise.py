@@ -27,12 +27,14 @@ from bevquant_int8sim import (
 HALF = Fraction(1, 2)
 EVERY = torch.arange(-128, 128, dtype=torch.int8)
 PAIRS = torch.cartesian_prod(EVERY, EVERY)
-ROUNDINGS = ["half_even", "half_up"]
+ROUNDINGS = ["half_even", "half_up", "half_away"]
 
 
 def rounded(value, rounding, low=-128, high=127):
     value = Fraction(value)
-    whole = round(value) if rounding == "half_even" else math.floor(value + HALF)
+    away = rounding == "half_away" and value < 0
+    whole = -math.floor(HALF - value) if away else math.floor(value + HALF)
+    whole = round(value) if rounding == "half_even" else whole
     return max(low, min(high, whole))
 
 

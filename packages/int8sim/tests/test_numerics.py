@@ -29,14 +29,22 @@ accs = st.one_of(
 
 def to_integer(value, rounding):
     """Round a Fraction."""
-    return round(value) if rounding == "half_even" else math.floor(value + HALF)
+    if rounding == "half_even":
+        return round(value)
+    if rounding == "half_away" and value < 0:
+        return -math.floor(HALF - value)
+    return math.floor(value + HALF)
 
 
 def clamp(value, low, high):
     return max(low, min(high, value))
 
 
-@given(st.lists(finite, min_size=1, max_size=5), scales, st.sampled_from(["half_even", "half_up"]))
+@given(
+    st.lists(finite, min_size=1, max_size=5),
+    scales,
+    st.sampled_from(["half_even", "half_up", "half_away"]),
+)
 def test_quantize_is_the_rounded_float64_quotient(values, scale, rounding):
     got = quantize(torch.tensor(values, dtype=torch.float64), scale, rounding=rounding)
     expected = [clamp(to_integer(Fraction(v / scale), rounding), -128, 127) for v in values]
@@ -63,6 +71,7 @@ def test_ranges_saturate(bits, narrow, dtype, low, high):
 def test_the_largest_float_below_a_half_stays_below_it():
     value = torch.tensor([math.nextafter(0.5, 0), -0.5, -1.5, 2.5], dtype=torch.float64)
     assert quantize(value, 1.0, rounding="half_up").tolist() == [0, 0, -1, 3]
+    assert quantize(value, 1.0, rounding="half_away").tolist() == [0, -1, -2, 3]
     assert quantize(value, 1.0).tolist() == [0, 0, -2, 2]
 
 
@@ -82,7 +91,7 @@ def test_integers_survive_the_round_trip(value, scale):
 
 @given(st.lists(accs, min_size=1, max_size=6), st.floats(1e-12, 2.0**20), st.data())
 def test_requantize_float64(values, multiplier, data):
-    rounding = data.draw(st.sampled_from(["half_even", "half_up"]))
+    rounding = data.draw(st.sampled_from(["half_even", "half_up", "half_away"]))
     got = requantize(torch.tensor(values, dtype=torch.int32), multiplier, rounding=rounding)
     # The product as IEEE 754 rounds it, then exactly.
     expected = [
@@ -98,7 +107,7 @@ def test_requantize_float64(values, multiplier, data):
     st.data(),
 )
 def test_requantize_fixed_point(values, multiplier, bits, data):
-    rounding = data.draw(st.sampled_from(["half_even", "half_up"]))
+    rounding = data.draw(st.sampled_from(["half_even", "half_up", "half_away"]))
     got = requantize(
         torch.tensor(values, dtype=torch.int32),
         multiplier,

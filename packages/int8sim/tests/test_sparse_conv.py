@@ -88,7 +88,7 @@ def test_saturating_operands(backend, inputs, weights, loop_sparse_conv, random_
     assert (acc.numpy() == expected).all()
 
 
-@pytest.mark.parametrize("rounding", ["half_even", "half_up"])
+@pytest.mark.parametrize("rounding", ["half_even", "half_up", "half_away"])
 def test_ties(backend, rounding, loop_requantize):
     # One offset, one channel: the accumulators are the inputs, the products all the halves.
     x = torch.arange(-128, 128, dtype=torch.int8).view(-1, 1)

@@ -32,7 +32,9 @@ Branch = Literal["camera", "lidar", "fuser", "decoder", "head", "all"]
 AnyBranch = Literal[Branch, "lidar-detector", "camera-detector"]
 Backend = Literal["auto", "vnni", "portable", "torch"]
 Target = Literal["nvidia", "bpu"]
-ExportTarget = Literal["tensorrt", "tensorrt10", "tensorrt11", "onnxruntime", "openvino", "bpu"]
+ExportTarget = Literal[
+    "tensorrt", "tensorrt10", "tensorrt11", "onnxruntime", "openvino", "autoware", "bpu"
+]
 MarchName = Literal["bayes", "bernoulli2", "bayes-e"]
 Dataset = Literal["street", "pandaset", "kitti", "files", "nuscenes"]
 
@@ -363,9 +365,10 @@ class Export(FrameOptions):
         run: The folder of a run that demo or ptq wrote.
         target: tensorrt: the files of CUDA-BEVFusion, the sparse encoder for libspconv, as
             TensorRT 10 takes them (tensorrt10 is the same). tensorrt11: with the types that
-            TensorRT 11 takes from the file. onnxruntime, openvino: all for a CPU. bpu: of a run
-            with --target bpu, the dense parts for hb_mapper. By default what the run was quantized
-            for.
+            TensorRT 11 takes from the file. onnxruntime, openvino: all for a CPU. autoware: the
+            sparse encoder for Autoware's plugin, of a lidar-detector with decoder and head in one
+            file. bpu: of a run with --target bpu, the dense parts for hb_mapper. By default what
+            the run was quantized for.
         cpu: Of files for a CPU: vnni for one that multiplies int8 exactly (x86 with VNNI or AMX,
             ARM), any for files that are slower and right everywhere. By default the one at hand.
         runs: Folder of all runs; the export is a new one.

@@ -22,7 +22,7 @@ def int8_relu(
     Args:
         x: int8 or int16, any shape; the result is of the same type.
         multiplier: s_x / s_y; 1 where the output keeps its input's scale.
-        rounding: ``"half_even"`` or ``"half_up"``.
+        rounding: ``"half_even"``, ``"half_up"`` or ``"half_away"`` (see `quantize`).
         name: The layer that a message names.
 
     Raises:
@@ -50,7 +50,7 @@ def int8_relu6(
         x: int8 or int16, any shape; the result is of the same type.
         input_scale: Value of one step of the input.
         output_scale: Value of one step of the output.
-        rounding: ``"half_even"`` or ``"half_up"``.
+        rounding: ``"half_even"``, ``"half_up"`` or ``"half_away"`` (see `quantize`).
         name: The layer that a message names.
 
     Raises:
@@ -80,7 +80,7 @@ def int8_leaky_relu(
         x: int8 or int16, any shape; the result is of the same type.
         negative_slope: Factor of negative inputs, finite.
         multiplier: s_x / s_y.
-        rounding: ``"half_even"`` or ``"half_up"``.
+        rounding: ``"half_even"``, ``"half_up"`` or ``"half_away"`` (see `quantize`).
         name: The layer that a message names.
 
     Raises:

@@ -47,7 +47,7 @@ def int8_add(
         multiplier_b: s_b / s_y, positive.
         relu: Clamp at 0 from below.
         narrow_range: Leave out the most negative integer.
-        rounding: ``"half_even"`` or ``"half_up"``.
+        rounding: ``"half_even"``, ``"half_up"`` or ``"half_away"`` (see `quantize`).
         arithmetic: ``"float64"`` or ``"fixed_point"``.
         name: The layer that a message names.
 
@@ -112,7 +112,7 @@ def int8_concat(
         multipliers: One positive number for each tensor.
         axis: Axis to join along.
         narrow_range: Leave out the most negative integer where a tensor is requantized.
-        rounding: ``"half_even"`` or ``"half_up"``.
+        rounding: ``"half_even"``, ``"half_up"`` or ``"half_away"`` (see `quantize`).
         arithmetic: ``"float64"`` or ``"fixed_point"`` (see `requantize`).
         name: The layer that a message names.
 

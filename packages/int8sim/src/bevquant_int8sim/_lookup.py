@@ -31,7 +31,7 @@ def lookup_table(
         input_scale: Value of one step of the input.
         output_scale: Value of one step of the output.
         narrow_range: Leave out −128 in the results.
-        rounding: ``"half_even"`` or ``"half_up"``.
+        rounding: ``"half_even"``, ``"half_up"`` or ``"half_away"`` (see `quantize`).
         name: The layer that a message names.
 
     Returns:

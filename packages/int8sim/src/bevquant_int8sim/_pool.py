@@ -87,7 +87,7 @@ def int8_avg_pool(
         multiplier: s_x / s_y.
         ceil_mode: Let the last window hang over, as long as it starts inside.
         count_include_pad: n counts the padding too, but never what hangs over it.
-        rounding: ``"half_even"`` or ``"half_up"``.
+        rounding: ``"half_even"``, ``"half_up"`` or ``"half_away"`` (see `quantize`).
         name: The layer that a message names.
 
     Raises:

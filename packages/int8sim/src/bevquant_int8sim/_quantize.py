@@ -37,7 +37,8 @@ def quantize(
         axis: Axis that a scale per channel runs along.
         bits: 2 to 32.
         narrow_range: Leave out the most negative integer (−127…127 for eight bits).
-        rounding: ``"half_even"``, or ``"half_up"`` (⌊v + ½⌋).
+        rounding: ``"half_even"``, ``"half_up"`` (⌊v + ½⌋) or ``"half_away"`` (from zero, as C's
+            ``round``: TensorRT plugins).
         name: The layer that a message names.
 
     Returns:

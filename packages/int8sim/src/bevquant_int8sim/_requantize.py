@@ -49,7 +49,8 @@ def requantize(
         acc: int32, or int64 with values within int32; any shape.
         multiplier: Positive, one number or one per entry of `axis`.
         axis: Axis that multipliers per channel run along.
-        rounding: ``"half_even"``, or ``"half_up"`` (⌊v + ½⌋, so −2.5 → −2).
+        rounding: ``"half_even"``, ``"half_up"`` (⌊v + ½⌋, so −2.5 → −2) or ``"half_away"`` (from
+            zero, −2.5 → −3; the compiled kernels hand such roundings to torch).
         arithmetic: ``"float64"`` or ``"fixed_point"``.
         multiplier_bits: Bits of the mantissa of the fixed-point multiplier.
         bits: Bits of the output, 2 to 32.

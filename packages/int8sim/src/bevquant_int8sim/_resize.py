@@ -42,7 +42,7 @@ def int8_resize(
         mode: ``"nearest"`` or ``"bilinear"``.
         align_corners: Bilinear: the outermost pixels' centres stay where they are.
         multiplier: Bilinear: s_x / s_y. Nearest keeps the scale.
-        rounding: Bilinear: ``"half_even"`` or ``"half_up"``.
+        rounding: Bilinear: ``"half_even"``, ``"half_up"`` or ``"half_away"``.
         name: The layer that a message names.
 
     Raises:

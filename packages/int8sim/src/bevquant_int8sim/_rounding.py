@@ -7,13 +7,13 @@ from torch import Tensor
 
 __all__ = ["ROUNDINGS", "check_rounding", "round_float", "shift_right"]
 
-ROUNDINGS = ("half_even", "half_up")
+ROUNDINGS = ("half_even", "half_up", "half_away")
 
 
 def check_rounding(rounding: str, what: str = "rounding") -> str:
-    """Return `rounding`, or refuse what is neither ``"half_even"`` nor ``"half_up"``."""
+    """Return `rounding`, or refuse what is none of `ROUNDINGS`."""
     if rounding not in ROUNDINGS:
-        raise ValueError(f"{what}={rounding!r}: expected 'half_even' or 'half_up'")
+        raise ValueError(f"{what}={rounding!r}: expected one of {', '.join(map(repr, ROUNDINGS))}")
     return rounding
 
 
@@ -21,11 +21,15 @@ def round_float(values: Tensor, rounding: str) -> Tensor:
     """Round float64 values to integers, still as float64.
 
     ``half_even``: 0.5 → 0, 1.5 → 2, −2.5 → −2. ``half_up``: ⌊v + ½⌋ of the exact sum, 0.5 → 1,
-    −0.5 → 0, −2.5 → −2. A float64 ``v + 0.5`` would itself be rounded, up to 1 for the largest
-    float below one half; so the fraction is compared instead.
+    −0.5 → 0, −2.5 → −2. ``half_away``: away from zero, as C's ``round``, −2.5 → −3. A float64
+    ``v + 0.5`` would itself be rounded, up to 1 for the largest float below one half; so the
+    fraction is compared instead.
     """
     if check_rounding(rounding) == "half_even":
         return torch.round(values)
+    if rounding == "half_away":
+        whole = torch.trunc(values)
+        return whole + ((values - whole).abs() >= 0.5) * values.sign()
     floor = torch.floor(values)
     return floor + (values - floor >= 0.5).to(values.dtype)
 
@@ -37,5 +41,9 @@ def shift_right(values: Tensor, shift: Tensor, rounding: str) -> Tensor:
     half = torch.where(shift > 0, torch.ones_like(shift) << (shift - 1).clamp(min=0), 0)
     above = (rest > half) & (shift > 0)
     tie = (rest == half) & (shift > 0)
-    up = above | tie if check_rounding(rounding) == "half_up" else above | (tie & (floor % 2 == 1))
-    return floor + up.to(torch.int64)
+    upward = {
+        "half_even": floor % 2 == 1,
+        "half_up": torch.ones_like(tie),
+        "half_away": values >= 0,
+    }[check_rounding(rounding)]
+    return floor + (above | (tie & upward)).to(torch.int64)

@@ -67,7 +67,7 @@ def int8_sparse_conv(
         out_dtype: int8, int16 or int32 requantized; float32 gives ``float32(acc · multiplier)``,
             the multiplier then being s_x·s_w.
         narrow_range: Leave out the most negative integer of the output.
-        rounding: ``"half_even"`` or ``"half_up"``.
+        rounding: ``"half_even"``, ``"half_up"`` or ``"half_away"`` (see `quantize`).
         arithmetic: ``"float64"`` or ``"fixed_point"`` (see `requantize`).
         backend: ``"vnni"`` (numba, VNNI instructions, int8), ``"portable"`` (numba, any CPU),
             ``"torch"`` (any device) or ``"auto"``, the first of these that runs here and passes its

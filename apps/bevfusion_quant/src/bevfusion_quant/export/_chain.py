@@ -92,7 +92,7 @@ def box_agreement(
     onnx: Mapping[str, Tensor],
 ) -> tuple[AgreementRow, ...]:
     """Boxes of the integer model against those of the files; the former stand first in each row."""
-    if HEAD.partition(".")[0] not in model.parts:
+    if HEAD.partition(".")[0] not in model.parts or "score" not in onnx:
         return ()
     low_x, low_y, _, high_x, high_y, _ = config.lidar.point_cloud_range
     tally = DetectionTally(config.head.classes, (low_x, low_y, high_x, high_y))

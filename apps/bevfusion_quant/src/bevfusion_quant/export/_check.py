@@ -73,6 +73,9 @@ def _integers(written: Written, args: tuple[Any, ...]) -> Iterator[FileLayer]:
 def _sparse(written: Written, args: tuple[Any, ...]) -> Iterator[FileLayer]:
     from bevquant_export import compare_sparse_onnx, load_sparse_onnx
 
+    if written.linted == "autoware":
+        yield from _plugin(written, args)
+        return
     backend = "auto" if written.linted == "libspconv" else "onnxruntime"
     # The exporter has run the file on these very inputs before it gave it its name.
     rows = written.made.differences
@@ -99,6 +102,18 @@ def _sparse(written: Written, args: tuple[Any, ...]) -> Iterator[FileLayer]:
             if is_int8
             else largest <= (_LOOSE if few and row.node == "output" else TOLERANCE),
         )
+
+
+def _plugin(written: Written, args: tuple[Any, ...]) -> Iterator[FileLayer]:
+    """Both sides compute in the plugin's arithmetic, in which no value may differ."""
+    from bevquant_export.targets.autoware import compare_autoware_onnx
+
+    for row in written.made.differences or compare_autoware_onnx(written.made, args):
+        op = "output" if row.node == "output" else "sparse_conv"
+        yield FileLayer(
+            written.path.name, row.path or row.node, op, "float16", row.elements, row.different,
+            row.largest, "nothing", row.different == 0,
+        )  # fmt: skip
 
 
 def _floats(written: Written, args: tuple[Any, ...]) -> Iterator[FileLayer]:

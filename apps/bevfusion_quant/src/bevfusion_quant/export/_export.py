@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bevfusion_quant._errors import InputError
+from bevfusion_quant.export._autoware import join_for_autoware, whole_layers
 from bevfusion_quant.export._chain import box_agreement, set_stages
 from bevfusion_quant.export._check import file_layers
 from bevfusion_quant.export._files import LIDAR
@@ -83,7 +84,7 @@ def export_model(
         InputError: A library is missing, the head is quantized, or a file cannot be written.
     """
     check_libraries()
-    pieces = nvidia_pieces(float_model, quantized_model)
+    pieces = nvidia_pieces(float_model, quantized_model, target)
     made = export_pieces(
         pieces, quantized_model, batches, config, clock, folder,
         target=target, cpu=cpu, command=command, run=run, settings=settings or {},
@@ -138,10 +139,12 @@ def export_pieces(
         for item in written.values():
             if item.piece.kind != "float":
                 note_calibration(item.path, calibration)
+        whole = join_for_autoware(written, model, inputs) if target == "autoware" else []
     pieces = [written[piece.file.name].piece for piece in pieces]
     with clock.step("check ONNX files", blame="the ONNX files cannot be checked"):
         layers = {name: file_layers(item, inputs[name]) for name, item in written.items()}
         rows = tuple(exported_file(item, layers[name]) for name, item in written.items())
+        rows += tuple(exported_file(item, whole_layers(item, inputs[LIDAR])) for item in whole)
     with clock.step("run ONNX files", blame="the ONNX files cannot be run one behind the other"):
         runs = {name: runner(item) for name, item in written.items()}
         stages, integers, onnx = set_stages(

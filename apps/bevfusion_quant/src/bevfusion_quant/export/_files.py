@@ -16,13 +16,17 @@ from bevfusion_quant.export._parts import (
     FeaturesPart,
     FusedPart,
     HeldPart,
+    PackedBoxesPart,
     SparsePart,
 )
 
 if TYPE_CHECKING:
     from bevfusion_quant.model import BEVFusion
 
-__all__ = ["HEAD", "LIDAR", "POOLED", "FilePart", "bpu_files", "nvidia_files"]
+__all__ = [
+    "AUTOWARE_BOXES", "HEAD", "LIDAR", "POOLED", "FilePart", "autoware_files", "bpu_files",
+    "nvidia_files",
+]  # fmt: skip
 
 LIDAR, HEAD = "lidar.backbone.xyz", "head.bbox"
 POOLED = "pooled"
@@ -84,6 +88,13 @@ _FUSED_ALONE = FilePart(
     lambda m: FusedPart(m, decoder=False),
 )  # fmt: skip
 _DECODER = FilePart("decoder", {"fused": "fused"}, {"middle": "middle"}, DecodedPart)
+_LIDAR_DECODER = FilePart("decoder", {"lidar": "lidar"}, {"middle": "middle"}, DecodedPart)
+AUTOWARE_BOXES = FilePart(
+    "head.autoware", {"middle": "middle"},
+    {name: name for name in ("bbox_pred", "score", "label_pred")},
+    lambda m: PackedBoxesPart(m.head),
+)  # fmt: skip
+"""The head as Autoware's node reads it, part of the whole file alone."""
 
 
 class _Named(HeldPart):
@@ -97,6 +108,12 @@ def nvidia_files(parts: Iterable[str]) -> tuple[FilePart, ...]:
     """CUDA-BEVFusion's set, as far as a model of these parts has it, in the order of execution."""
     wanted = {"camera": (_CAMERA, _VIEW), "lidar": (_LIDAR,), "fuser": (_FUSER,), "head": (_HEAD,)}
     return tuple(file for part in parts for file in wanted.get(part, ()))
+
+
+def autoware_files(parts: Iterable[str]) -> tuple[FilePart, ...]:
+    """The LiDAR encoder, and of a LiDAR detector what follows it."""
+    detector = tuple(parts) == ("lidar", "decoder", "head")
+    return (_LIDAR, _LIDAR_DECODER, _HEAD) if detector else (_LIDAR,)
 
 
 def bpu_files(parts: Iterable[str], on_bpu: Iterable[str]) -> tuple[FilePart, ...]:

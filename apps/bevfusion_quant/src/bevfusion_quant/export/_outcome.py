@@ -11,7 +11,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ExportTarget", "ExportedFile", "ExportedSet", "FileLayer", "FilePort", "SetStage"]
 
-ExportTarget = Literal["tensorrt", "tensorrt10", "tensorrt11", "onnxruntime", "openvino", "bpu"]
+ExportTarget = Literal[
+    "tensorrt", "tensorrt10", "tensorrt11", "onnxruntime", "openvino", "autoware", "bpu"
+]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BoxesPart", "CameraPart", "DecodedPart", "DepthPart", "FeaturesPart", "FusedPart", "HeldPart",
-    "SparsePart",
+    "PackedBoxesPart", "SparsePart",
 ]  # fmt: skip
 
 
@@ -154,3 +154,13 @@ class BoxesPart(nn.Module):
         one_hot = nn.functional.one_hot(found["query_labels"], self.classes).transpose(1, 2)
         score = found["heatmap"].sigmoid() * found["query_heatmap_score"] * one_hot.to(middle.dtype)
         return score, found["rot"], found["dim"], found["center"], found["height"], found["vel"]
+
+
+class PackedBoxesPart(BoxesPart):
+    """The head as Autoware's node reads it: one frame; boxes, scores and classes apart."""
+
+    def forward(self, middle: Tensor) -> tuple[Tensor, ...]:
+        """Centre, height, dim, rot and vel [10, queries], score [queries] and class [queries]."""
+        score, rot, dim, center, height, vel = super().forward(middle)
+        best, label = score[0].max(0)
+        return torch.cat([part[0] for part in (center, height, dim, rot, vel)]), best, label

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.export._files import HEAD, LIDAR, FilePart, nvidia_files
+from bevfusion_quant.export._files import HEAD, LIDAR, FilePart, autoware_files, nvidia_files
 from bevquant_quantizers import TensorQuantizer
 
 if TYPE_CHECKING:
@@ -71,19 +71,35 @@ def quantizers_on(module: nn.Module) -> dict[str, TensorQuantizer]:
     }
 
 
-def nvidia_pieces(float_model: BEVFusion, quantized_model: BEVFusion) -> list[Piece]:
-    """The files for TensorRT, libspconv and ONNX Runtime, in the order of execution.
+def nvidia_pieces(
+    float_model: BEVFusion, quantized_model: BEVFusion, target: str = "tensorrt"
+) -> list[Piece]:
+    """The files for TensorRT, libspconv, ONNX Runtime or Autoware, in the order of execution.
 
     Raises:
-        InputError: The head is quantized, or the model is a detector of one sensor.
+        InputError: The head is quantized, the model is a detector of one sensor, or for Autoware
+            has no LiDAR branch.
     """
+    if target == "autoware":
+        if "lidar" not in quantized_model.parts:
+            raise InputError(
+                "the run has no LiDAR branch, and Autoware's plugin is for sparse convolutions: "
+                "quantize with ptq --branch lidar or lidar-detector"
+            )
+        return _pieces(autoware_files(quantized_model.parts), float_model, quantized_model)
     if "decoder" in quantized_model.parts and "fuser" not in quantized_model.parts:
         raise InputError(
             "a detector of one sensor has no set of files: CUDA-BEVFusion's decoder reads the "
             "fused map; export the encoder, quantized with ptq --branch lidar or camera"
         )
+    return _pieces(nvidia_files(quantized_model.parts), float_model, quantized_model)
+
+
+def _pieces(
+    files: Sequence[FilePart], float_model: BEVFusion, quantized_model: BEVFusion
+) -> list[Piece]:
     pieces = []
-    for file in nvidia_files(quantized_model.parts):
+    for file in files:
         fake, plain = file.module(quantized_model), file.module(float_model)
         quantized = bool(quantizers_on(fake))
         if file.name == HEAD and quantized:

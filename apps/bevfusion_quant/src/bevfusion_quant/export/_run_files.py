@@ -17,19 +17,22 @@ if TYPE_CHECKING:
     from bevfusion_quant.export._files import FilePart
     from bevfusion_quant.export._write import Written
 
-__all__ = ["named_inputs", "open_session", "runner"]
+__all__ = ["named_inputs", "open_session", "runner", "session_of"]
 
 Run = Callable[[tuple[Any, ...]], Sequence[Tensor]]
 
 
 def runner(written: Written) -> Run:
-    """A file as a function of its inputs: in onnxruntime, or for libspconv in integers here.
+    """A file as a function of its inputs.
 
-    Files for ONNX Runtime and OpenVINO are optimised as they are in use; those for other engines
-    run node by node in ONNX Runtime, as they are written.
+    It runs in the engine itself where that is ONNX Runtime or OpenVINO, optimised as it is in use;
+    for libspconv in integers here, for Autoware's plugin by the definition of its operators; for
+    other engines node by node in ONNX Runtime, as it is written.
     """
     if written.linted == "libspconv":
         return _spconv(written)
+    if written.linted == "autoware":
+        return _plugin(written)
     return _onnxruntime(written)
 
 
@@ -41,6 +44,16 @@ def _spconv(written: Written) -> Run:
     def run(args: tuple[Any, ...]) -> Sequence[Tensor]:
         made: Any = file(*args)
         return [made]
+
+    return run
+
+
+def _plugin(written: Written) -> Run:
+    from bevquant_export.targets.autoware import run_on_frame
+
+    def run(args: tuple[Any, ...]) -> Sequence[Tensor]:
+        made = run_on_frame(written.path, args, written.made.permutation)
+        return [made[name].float() for name in written.piece.file.outputs]
 
     return run
 
@@ -85,9 +98,14 @@ def open_session(path: Path, *, optimised: bool) -> Any:
 
     Files for hb_mapper are lifted to the operator set in which scales have their axis.
     """
-    import onnxruntime  # type: ignore[import-untyped,unused-ignore]
-
     from bevquant_export import lift_horizon_onnx
+
+    return session_of(lift_horizon_onnx(path), optimised=optimised, name=path.name)
+
+
+def session_of(proto: Any, *, optimised: bool = False, name: str = "the file") -> Any:
+    """The same of a model in memory."""
+    import onnxruntime  # type: ignore[import-untyped,unused-ignore]
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
@@ -95,13 +113,13 @@ def open_session(path: Path, *, optimised: bool) -> Any:
     if not optimised:
         level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.graph_optimization_level = level
-    content = lift_horizon_onnx(path).SerializeToString()
+    content = proto.SerializeToString()
     try:
         return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime's own classes have no common base of their own
         reason = str(error).strip().splitlines()[0]
         raise InputError(
-            f"{path.name} was written, but onnxruntime {onnxruntime.__version__} does not load it: "
+            f"{name} was written, but onnxruntime {onnxruntime.__version__} does not load it: "
             f"{reason}; try another version"
         ) from error
 

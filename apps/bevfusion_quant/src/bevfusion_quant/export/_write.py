@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bevfusion_quant._errors import InputError
+from bevfusion_quant.export._pieces import quantizers_on
 
 if TYPE_CHECKING:
     from bevfusion_quant.export._pieces import Piece
@@ -65,6 +66,10 @@ def write_piece(
     path = folder / f"{piece.file.name}.onnx"
     engine = engine_of(target)
     try:
+        if piece.kind == "sparse" and engine.name == "autoware":
+            return _plugin(piece, args, frames, path)
+        if engine.name == "autoware":  # what follows the plugin's part is TensorRT's
+            engine = engine_of(engine.family)
         if piece.kind == "sparse":
             return _sparse(piece, args, frames, path, engine, cpu)
         if piece.kind == "float":
@@ -122,6 +127,26 @@ def _float(piece: Piece, args: tuple[Any, ...], path: Path, engine: Any) -> Writ
         half=engine.form.half,
     )
     return Written(piece, path, made, "onnxruntime" if engine.name == "horizon" else engine.name)
+
+
+def _plugin(
+    piece: Piece, args: tuple[Any, ...], frames: Sequence[tuple[Any, ...]], path: Path
+) -> Written:
+    from bevquant_export.targets.autoware import export_autoware_onnx
+
+    integers = bool(quantizers_on(piece.fake_module))
+    made = export_autoware_onnx(
+        piece.fake_module,
+        args,
+        path,
+        precision="int8" if integers else "fp16",
+        batches=frames,
+        output_names=list(piece.file.outputs),
+    )
+    floats = tuple(f"{layer}: fp16" for layer, form in made.layers.values() if form != "int8")
+    once, alone = made.pair_generations
+    notes = (f"{once} pair generations for {alone} layers",)
+    return Written(piece, path, made, "autoware", made.voxel_bound, floats, notes)
 
 
 def _sparse(

@@ -31,6 +31,9 @@ ENGINES = {
     "are written, in onnxruntime and in this project's integers.",
     "onnxruntime": "The files ran in onnxruntime as they will in use, with all its optimisations.",
     "openvino": "Dense files ran in OpenVINO as they will in use, the sparse one in onnxruntime.",
+    "autoware": "Neither TensorRT nor Autoware's plugin was run: the sparse encoder runs by the "
+    "definition of the plugin's operators, beside the simulator in the same arithmetic, and what "
+    "follows it in onnxruntime.",
     "bpu": "hb_mapper was not run: its files run node by node as they are written, in onnxruntime.",
 }
 ENGINES["tensorrt10"] = ENGINES["tensorrt"]

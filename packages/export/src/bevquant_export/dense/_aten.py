@@ -51,8 +51,7 @@ def as_layer(step: Step, constants: Mapping[str, Tensor]) -> Step:
     if layer is not None:
         return replace(step, args=step.args[:1], kwargs={}, function=None, module=layer.eval())
     if what == "layer_norm":
-        shape, *rest = (*args[1:], None, None, 1e-5)[: max(4, len(args) - 1)]
-        weight, bias, eps = (*rest, *((None, None, 1e-5)[len(rest) :]))[:3]
+        shape, weight, bias, eps, *_ = _filled(args[1:], ((), None, None, 1e-5))
         named = {"weight": weight, "bias": bias}
         return replace(
             step, args=step.args[:1], function=None,

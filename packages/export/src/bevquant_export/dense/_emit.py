@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
+import torch
+from torch import Tensor
+
+from bevquant_export.dense._aten import as_layer
 from bevquant_export.dense._floats import float_operation
 from bevquant_export.dense._graph import Graph, Held
 from bevquant_export.dense._grid import average_pool, max_pool, resize
@@ -12,12 +16,13 @@ from bevquant_export.dense._joins import float_join
 from bevquant_export.dense._moves import keeps_scale, moved
 from bevquant_export.dense._results import finished
 from bevquant_export.dense._sizes import Sizes
-from bevquant_export.dense._aten import as_layer
 from bevquant_export.dense._source import Integers, Ref, Source, Step
+from bevquant_export.dense._torch_form import torch_form
 from bevquant_export.dense._weighted import block_of, unflattened, weighted_layer
 
 __all__ = ["emit"]
 
+Made = TypeVar("Made", str, str | None, str | list[str])
 _PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 
 
@@ -45,6 +50,10 @@ def emit(
     return emitter.held
 
 
+def _is_float(constant: Step) -> bool:
+    return constant.tensors["value"].is_floating_point()
+
+
 class _Emitter:
     def __init__(
         self, source: Source, graph: Graph, inputs: dict[str, str], integer_sums: bool
@@ -56,18 +65,24 @@ class _Emitter:
         self.held = {name: Held(tensor) for name, tensor in inputs.items()}
         self.several: dict[str, list[Held]] = {}
         self._constants: dict[str, Step] = {}  # written where something reads them
+        self._called: Step  # as the program has it
 
     def add(self, step: Step) -> None:
         made = step.outputs[0]
         if step.op == "constant":
             self._constants[made] = step
             return
+        self._called = step
         if step.op == "float":
-            step = as_layer(step, {n: s.tensors["value"] for n, s in self._constants.items()})
+            step = as_layer(step, self._values())
         for name in step.inputs:
-            if name in self._constants and name not in self.held:
-                self._write(self._constants[name])
+            constant = self._constants.get(name)
+            if constant is not None and name not in self.held and _is_float(constant):
+                self._write(constant)
         self._write(step)
+
+    def _values(self) -> dict[str, Tensor]:
+        return {name: step.tensors["value"] for name, step in self._constants.items()}
 
     def _write(self, step: Step) -> None:
         made = step.outputs[0]
@@ -134,16 +149,35 @@ class _Emitter:
             return graph.node("Add", path, [self._addend(step, ref.name) for ref in step.args])
         if step.op in ("max_pool", "avg_pool", "resize"):
             return self._grid(step)
-        made = None
-        if step.op in ("move", "float") and step.attributes["what"] not in ("cat", "concat"):
-            made = moved(graph, step, self._read, self.sizes)
-        elif step.op in ("move", "float"):
-            made = moved(graph, step, self._joined(step), self.sizes)
-        if made is None and step.op == "float":
-            made = self._float(step)
-        if made is None:
+        if step.op not in ("move", "float"):
             self._refuse(step)
-        return made
+        made = None
+        floats = self._reads_floats(step)
+        if floats or (step.attributes["what"] != "pad" and self._all_held(step)):
+            joins = step.attributes["what"] in ("cat", "concat")
+            made = moved(graph, step, self._joined(step) if joins else self._read, self.sizes)
+        if made is None and step.op == "float" and floats:
+            made = self._float(step, lambda: self._listed(step))
+        return self._float(step, lambda: self._torch_form(step)) if made is None else made
+
+    def _all_held(self, step: Step) -> bool:
+        known = (self.held, self.several)
+        return all(any(n in k for k in known) for n in step.inputs if not self.sizes.is_host(n))
+
+    def _reads_floats(self, step: Step) -> bool:
+        """Whether what it reads and makes is float32; integers and masks are torch's matter."""
+        values = self._values()
+        names = [n for n in step.inputs if not self.sizes.is_host(n)]
+        types = [values[n].dtype if n in values else self.sizes.dtype(n) for n in names]
+        if step.outputs[0] not in self.several and not self.sizes.is_host(step.outputs[0]):
+            types.append(self.sizes.dtype(step.outputs[0]))
+        return all(dtype in (torch.float32, torch.float64) for dtype in types)
+
+    def _torch_form(self, step: Step) -> str | list[str]:
+        try:
+            return torch_form(self.graph, self._called, self._read, self.sizes, self._values())
+        except (ImportError, ValueError) as error:
+            self._refuse(step, str(error).removeprefix("export_float_onnx: "))
 
     def _addend(self, step: Step, name: str) -> str:
         """An operand of a sum: what a convolution accumulated, or quantized where asked."""
@@ -173,6 +207,8 @@ class _Emitter:
                 f"export_qdq_onnx: the tuple {name.partition(':')[0]!r} is read as a whole, which "
                 "cannot be written; unpack it in the forward, as in `a, b = x.chunk(2)`"
             )
+        if name not in self.held and name in self._constants:
+            self._write(self._constants[name])
         return self.held[name].name
 
     def _each(self, operands: Any) -> list[Held]:
@@ -205,12 +241,16 @@ class _Emitter:
             return average_pool(self.graph, step.path, x, given, shapes)
         return resize(self.graph, step.path, x, given, (name, made), sizes)
 
-    def _float(self, step: Step) -> str | None:
+    def _listed(self, step: Step) -> str | None:
         if step.attributes["what"] == "relu" and step.module is None:
             return self._read(step.args[0].name)
-        before = len(self.graph.nodes)
         made = float_join(self.graph, step, self._each, self.sizes)
-        made = made or float_operation(self.graph, step, self._read, self.sizes)
+        return made or float_operation(self.graph, step, self._read, self.sizes)
+
+    def _float(self, step: Step, write: Callable[[], Made]) -> Made:
+        """What `write` makes; its products of integers and float weights are the CPU's."""
+        before = len(self.graph.nodes)
+        made = write()
         operands = [self.held[name].name for name in step.inputs if name in self.held]
         bare = not isinstance(self.source.form(step.outputs[0]), Integers)
         if bare and any(self.graph.is_quantized(name) for name in operands):
@@ -218,9 +258,9 @@ class _Emitter:
             self.graph.on_cpu += [node for node in added if node.op_type in _PRODUCTS]
         return made
 
-    def _refuse(self, step: Step) -> NoReturn:
+    def _refuse(self, step: Step, more: str = "") -> NoReturn:
         what = step.attributes.get("what", step.op)
-        why = ", ".join(filter(None, (f"value {step.outputs[0]}", step.reason)))
+        why = ", ".join(filter(None, (f"value {step.outputs[0]}", step.reason, more)))
         form = self.source.form(step.outputs[0])
         kind = "integers" if isinstance(form, Integers) else "floats"
         raise ValueError(

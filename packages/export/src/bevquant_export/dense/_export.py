@@ -53,8 +53,9 @@ def export_qdq_onnx(
     CPU, are read by it: their files hold one pair for each fake quantizer (s = amax/127.5), batch
     norms that trained on are folded, and what runs on the CPU stands bare. Nodes and values are
     named after modules (``layer1.0.conv1.Conv``), constants after parameters
-    (``layer1.0.conv1.weight``). Nothing but operators on a list is written: everything else is
-    refused by name.
+    (``layer1.0.conv1.weight``). What is float between quantized operations and not on the list
+    is written as torch's exporter writes that single call, in the profile's operator set (for which
+    onnxscript must be installed); what has no form there is refused by name.
 
     Profiles (`bevquant_export.target_names` lists all):
 
@@ -142,8 +143,9 @@ def export_qdq_onnx(
     shapes_in = {name: sizes.named(ref) for ref, name in inputs.items()}
     shapes_out = {name: sizes.named(ref) for ref, name in outputs}
     proto = assemble(
-        graph, shapes_in, shapes_out, [(made[ref].name, name) for ref, name in outputs]
-    )
+        graph, shapes_in, shapes_out, [(made[ref].name, name) for ref, name in outputs],
+        {name: sizes.dtype(ref) for ref, name in outputs},
+    )  # fmt: skip
     if chosen.half:
         proto = half_typed(proto)
     on_cpu = tuple(node.name for node in graph.on_cpu)

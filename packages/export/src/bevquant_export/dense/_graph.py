@@ -78,6 +78,22 @@ class Graph:
             self._dequantized.add(output)
         return output
 
+    def copied(self, node: Any, path: str, inputs: list[str]) -> list[str]:
+        """Add a copy of a node from elsewhere; returns the names of what it makes."""
+        from onnx import NodeProto
+
+        name = self.unique(f"{path}.{node.op_type}" if path else node.op_type)
+        made = [
+            output and (f"{name}.out{place}" if place else f"{name}.out")
+            for place, output in enumerate(node.output)
+        ]
+        self.nodes.append(
+            NodeProto(
+                op_type=node.op_type, name=name, input=inputs, output=made, attribute=node.attribute
+            )
+        )
+        return made
+
     def constant(self, name: str, value: Any, dtype: Any = np.float32) -> str:
         """Add a constant; one of the same name and content is used again."""
         array = np.ascontiguousarray(np.asarray(value, dtype)).reshape(np.shape(value))

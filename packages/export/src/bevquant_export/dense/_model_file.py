@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from bevquant_export.dense._graph import Graph
 from bevquant_export.targets._cpu import CPU_KEY
 
@@ -12,6 +14,8 @@ __all__ = ["assemble"]
 
 Shape = tuple[int | str, ...]
 _IR_VERSIONS = {11: 6, 13: 7}
+# TensorProto's numbers.
+_TYPES = {torch.float32: 1, torch.bool: 9, torch.int32: 6, torch.int64: 7, torch.float64: 11}
 
 
 def assemble(
@@ -19,6 +23,7 @@ def assemble(
     inputs: Mapping[str, Shape],
     outputs: Mapping[str, Shape],
     made: Sequence[tuple[str, str]],
+    types: Mapping[str, Any],
 ) -> Any:
     """The model, checked.
 
@@ -27,6 +32,7 @@ def assemble(
         inputs: Name to shape.
         outputs: Likewise.
         made: Tensor and the output that it is, for each output.
+        types: Output to its type, as torch's.
 
     Raises:
         onnx.checker.ValidationError: The file would be invalid.
@@ -55,7 +61,7 @@ def assemble(
             graph.nodes,
             "model",
             [helper.make_tensor_value_info(n, TensorProto.FLOAT, s) for n, s in inputs.items()],
-            [helper.make_tensor_value_info(n, TensorProto.FLOAT, s) for n, s in outputs.items()],
+            [helper.make_tensor_value_info(n, _TYPES[types[n]], s) for n, s in outputs.items()],
             [numpy_helper.from_array(a, n) for n, a in graph.constants.items() if n in used],
         ),
         producer_name="bevquant_export",

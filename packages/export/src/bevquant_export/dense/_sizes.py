@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from bevquant_export.dense._source import Ref, Source, names_in, replaced
 
 __all__ = ["Sizes"]
@@ -32,6 +34,13 @@ class Sizes:
     def of(self, name: str) -> Any:
         """Shape in the first run."""
         return self._source.shapes[name]
+
+    def dtype(self, name: str) -> Any:
+        """Type of the tensor in the file, as torch's: float32 for what is integers of a scale."""
+        form = self._source.program.values.get(name.partition("[")[0])
+        if form is not None and form.form != "float":
+            return torch.float32
+        return self._source.dtypes.get(name, torch.float32)
 
     def named(self, name: str) -> tuple[int | str, ...]:
         """Shape, with names for the sizes that follow the batch."""

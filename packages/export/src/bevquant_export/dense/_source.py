@@ -44,6 +44,7 @@ class Source:
         program: Steps in order.
         shapes: Tensor to its shape; of several tensors, a tuple of shapes, and ``name[i]`` to each.
         hosts: Sizes, numbers and the like by name.
+        dtypes: Type of each tensor as the program holds it.
         wider: Shapes of a second run with twice the batch; empty where the batch is fixed.
         wider_hosts: Hosts of that run.
         inputs: Tensors that a call takes, in order, to the parameters that they go to.
@@ -56,6 +57,7 @@ class Source:
     program: Program
     shapes: Mapping[str, Any]
     hosts: Mapping[str, Any]
+    dtypes: Mapping[str, torch.dtype]
     wider: Mapping[str, Any]
     wider_hosts: Mapping[str, Any]
     inputs: Mapping[str, str]
@@ -100,20 +102,21 @@ def read_model(
                 "float32 tensors, and compute what depends on others outside of this model"
             )
     ranges: dict[str, float] = {}
-    shapes, hosts = _run(integer, args, ranges)
+    dtypes: dict[str, torch.dtype] = {}
+    shapes, hosts = _run(integer, args, ranges, dtypes)
     wider: dict[str, Any] = {}
     wider_hosts: dict[str, Any] = {}
     if dynamic_batch:
         double = _doubled(args)
         try:
-            wider, wider_hosts = _run(integer, double, {})
+            wider, wider_hosts = _run(integer, double, {}, {})
         except (RuntimeError, ValueError) as error:
             raise ValueError(
                 "export_qdq_onnx: dynamic_batch=True, but the model does not run on twice the "
                 f"batch: {error}. Export it with a fixed batch"
             ) from error
     return Source(
-        program, shapes, hosts, wider, wider_hosts,
+        program, shapes, hosts, dtypes, wider, wider_hosts,
         {name: called[name] for name, value in given.items() if isinstance(value, Tensor)},
         {called[name]: value for name, value in given.items() if not isinstance(value, Tensor)},
         ranges,
@@ -123,7 +126,7 @@ def read_model(
 
 
 def _run(
-    integer: QdqProgram, args: Any, ranges: dict[str, float]
+    integer: QdqProgram, args: Any, ranges: dict[str, float], dtypes: dict[str, torch.dtype]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     shapes: dict[str, Any] = {}
     hosts: dict[str, Any] = {}
@@ -131,9 +134,11 @@ def _run(
     def note(name: str, value: Any) -> None:
         if isinstance(value, Tensor):
             shapes[name] = tuple(value.shape)
+            dtypes[name] = value.dtype
         elif isinstance(value, tuple | list) and any(isinstance(v, Tensor) for v in value):
             shapes[name] = tuple(tuple(v.shape) for v in value)
             shapes.update({f"{name}[{i}]": tuple(v.shape) for i, v in enumerate(value)})
+            dtypes.update({f"{name}[{i}]": v.dtype for i, v in enumerate(value)})
         else:
             hosts[name] = value
 

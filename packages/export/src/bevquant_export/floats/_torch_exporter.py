@@ -24,7 +24,12 @@ _LOGGERS = ("torch.onnx", "torch.export", "onnxscript", "onnx_ir", "torch.fx")
 
 
 def exported(
-    module: nn.Module, args: Any, inputs: Sequence[str], outputs: Sequence[str], opset: int
+    module: nn.Module,
+    args: Any,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    opset: int,
+    dynamic_shapes: Any = None,
 ) -> Any:
     """The module as a model of standard operators.
 
@@ -44,7 +49,7 @@ def exported(
             program = torch.onnx.export(
                 module, positional, kwargs=named or None, dynamo=True, verbose=False,
                 input_names=list(inputs), output_names=list(outputs), opset_version=opset,
-                optimize=True,
+                optimize=True, dynamic_shapes=dynamic_shapes,
             )  # fmt: skip
     except Exception as error:
         raise ValueError(

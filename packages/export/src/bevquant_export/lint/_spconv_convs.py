@@ -86,8 +86,9 @@ SKIPPED = _rule(
 )
 BOUND = _rule(
     32,
-    "output_bound and fixed_launch_points are positive and fit into 32 bits",
-    "set output_bound from calibration with head room: what is beyond it is cut off in silence",
+    "output_bound and fixed_launch_points are positive and within int32",
+    "set output_bound from calibration with head room: what is beyond it is cut off in silence, "
+    "and the parser reads a number beyond int32 as 0",
 )
 NAMES = _rule(
     45,
@@ -220,5 +221,5 @@ def _attributes(node: Node) -> Iterator[Finding]:
         yield SKIPPED.found(node.name, f"it has {' and '.join(odd)}")
     for name in ("output_bound", "fixed_launch_points"):
         # NVIDIA's parser cuts 64 bits to 32: 2³² becomes 0.
-        if name in there and there[name].type == 2 and not 1 <= node.integer(name) < 2**31:
+        if name in there and there[name].type == 2 and not 0 < node.integer(name) < 2**31:
             yield BOUND.found(node.name, f"{name} is {node.integer(name)}")

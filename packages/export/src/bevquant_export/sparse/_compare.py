@@ -18,7 +18,7 @@ from bevquant_export.sparse._reference import Made, reference_of
 from bevquant_int8sim import IntegerModel, SparseOutput, simulate
 from bevquant_int8sim.program import Step
 
-__all__ = ["LayerDifference", "compare_sparse_onnx", "compared"]
+__all__ = ["LayerDifference", "compare_sparse_onnx", "compared", "counted"]
 
 
 @dataclass(frozen=True)
@@ -126,10 +126,10 @@ def _difference(node: Node, made: Made, reference: dict[str, list[Made]]) -> Lay
             f"{node.path!r}; is the file that of this model?"
         )
     # A layer that stays float and its ReLU are two steps; the file holds what the later one makes.
-    return _counted(node.name, node.path, made, same[-1])
+    return counted(node.name, node.path, made, same[-1])
 
 
-def _counted(name: str, path: str, made: Made, wanted: Made) -> LayerDifference:
+def counted(name: str, path: str, made: Made, wanted: Made) -> LayerDifference:
     mine, other = made, wanted
     if not torch.equal(made.indices, wanted.indices):
         mine, other = _sorted(made), _sorted(wanted)
@@ -160,7 +160,7 @@ def _output(made: Any, wanted: Any, *, reversed_axes: bool) -> LayerDifference:
     if isinstance(made, SparseOutput):
         indices = made.indices[:, [0, 3, 2, 1]] if reversed_axes else made.indices
         mine = Made(made.features, None, indices)
-        return _counted("output", "", mine, Made(wanted.features, None, wanted.indices))
+        return counted("output", "", mine, Made(wanted.features, None, wanted.indices))
     apart = (made.double() - wanted.double()).abs()
     largest = float(apart.max()) if apart.numel() else 0.0
     different = int(apart.count_nonzero())

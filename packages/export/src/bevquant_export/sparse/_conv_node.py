@@ -20,6 +20,7 @@ from bevquant_sparse import WeightLayout, permute_weight
 __all__ = ["conv_node"]
 
 _STEPS = 127
+_LARGEST = 2**31
 
 
 def conv_node(
@@ -64,6 +65,12 @@ def conv_node(
     bias = getattr(module, "bias", None)
     if bias is None:
         bias = torch.zeros(weight.shape[0])
+    voxels = bound(seen.voxels, head_room)
+    if voxels >= _LARGEST:
+        raise ValueError(
+            f"export_sparse_onnx: {step.path} would get output_bound={voxels}, beyond int32, which "
+            f"the engine's parser reads as 0; give less head_room than {head_room:g}"
+        )
     return Conv(
         path=step.path,
         x=draft.reads[0].tensor,
@@ -76,7 +83,7 @@ def conv_node(
         output_precision=made.precision,
         input_range=_float_range(module, seen) if is_float else forms[draft.reads[0].tensor].amax,
         weight_ranges=ranges if ranges_wanted else None,
-        output_bound=bound(seen.voxels, head_room),
+        output_bound=voxels,
         input_spatial_shape=seen.grid,
         output_spatial_shape=seen.out_grid,
         rows=(seen.read[0], seen.made[0]),

@@ -11,6 +11,7 @@ from torch import nn
 
 from bevquant_export.sparse._compare import LayerDifference
 from bevquant_export.sparse._follow import follow
+from bevquant_export.sparse._graph import Graph
 from bevquant_export.sparse._half_precision import with_half_constants
 from bevquant_export.sparse._layers import SparseExport, layers_of
 from bevquant_export.sparse._lower_file import portable_bytes
@@ -23,10 +24,10 @@ from bevquant_export.sparse._rulebooks import check_rulebooks
 from bevquant_export.sparse._turn_axes import turned
 from bevquant_export.sparse._verify import verified, with_note
 from bevquant_export.sparse._write_proto import proto_bytes
-from bevquant_int8sim import simulate
+from bevquant_int8sim import IntegerModel, simulate
 from bevquant_quantizers import write_whole
 
-__all__ = ["export_sparse_onnx"]
+__all__ = ["export_sparse_onnx", "sparse_graph"]
 
 _DIALECTS = ("libspconv", "portable")
 _ORDERS = ("xyz", "zyx")
@@ -110,13 +111,9 @@ def export_sparse_onnx(
         raise ValueError(f"export_sparse_onnx: head_room={head_room}: expected 1 or more")
     if not isinstance(model, nn.Module):
         raise TypeError(f"export_sparse_onnx: expected a module, got {type(model).__name__}")
-    rounded = with_half_constants(model)
-    integers = simulate(rounded, example_inputs, verify=verify)
-    followed = follow(integers)
-    seen = observe(integers, example_inputs, batches)
-    values = integers.program.values
-    graph = make_graph(followed, seen, rounded, values, model_order, head_room)
-    check_rulebooks(graph)
+    integers, graph = sparse_graph(
+        model, example_inputs, batches, model_order, head_room, verify=verify
+    )
     graph = numbered(official_keys(graph if order == model_order else turned(graph)))
     content = proto_bytes(graph)
     if dialect == "portable":
@@ -130,3 +127,28 @@ def export_sparse_onnx(
         )
     write_whole(path, with_note(content, ran))
     return SparseExport(Path(path), layers_of(graph), ran, rows)
+
+
+def sparse_graph(
+    model: nn.Module,
+    example_inputs: Any,
+    batches: Iterable[Any],
+    order: str,
+    head_room: float,
+    *,
+    verify: bool,
+) -> tuple[IntegerModel, Graph]:
+    """The integer model of a calibrated encoder, and what a file says of it.
+
+    Tensors of the graph are named as the program's values.
+
+    Raises:
+        ValueError: Something has no form in a file; its module is named.
+    """
+    rounded = with_half_constants(model)
+    integers = simulate(rounded, example_inputs, verify=verify)
+    followed = follow(integers)
+    seen = observe(integers, example_inputs, batches)
+    graph = make_graph(followed, seen, rounded, integers.program.values, order, head_room)
+    check_rulebooks(graph)
+    return integers, graph

@@ -23,6 +23,7 @@ _OWN = (
     "bevquant_export.targets.onnxruntime:ONNXRUNTIME",
     "bevquant_export.targets.openvino:OPENVINO",
     "bevquant_export.targets.horizon:HORIZON",
+    "bevquant_export.targets.autoware:AUTOWARE",
 )
 _added: dict[str, Target] = {}
 

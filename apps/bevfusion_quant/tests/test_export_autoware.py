@@ -1,0 +1,66 @@
+"""`bevfusion-quant export --target autoware`: a LiDAR detector as the file of Autoware's node."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+pytest.importorskip("onnxscript", reason="onnxscript is not installed")
+if importlib.util.find_spec("spconv") is None:
+    pytest.skip("spconv is not installed", allow_module_level=True)
+
+import onnx
+
+from bevfusion_quant.cli import main
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A quantized detector and its export."""
+    runs = tmp_path_factory.mktemp("runs")
+    rng = np.random.default_rng(0)
+    points = np.zeros((1500, 5), np.float32)
+    points[:, :2] = rng.uniform(-50, 50, (1500, 2))
+    points[:, 2] = rng.uniform(-1.8, 2, 1500)
+    np.savez(runs / "frame.npz", points=points)
+    given = f"--points {runs}/frame.npz --runs {runs}"
+    run = f"ptq {given} --config tiny --method max --branch lidar-detector --name a"
+    assert main(run.split()) == 0
+    assert main(f"export --run {runs}/a {given} --target autoware --name b".split()) == 0
+    return runs / "b" / "onnx"
+
+
+def test_the_set_is_right(folder: Path) -> None:
+    content = json.loads((folder / "manifest.json").read_text())
+    assert content["target"] == "autoware"
+    assert content["verified"], content["failures"]
+    files = {file["name"]: file for file in content["files"]}
+    whole = files["bevfusion_lidar.onnx"]
+    assert set(files) == {
+        "lidar.backbone.xyz.onnx", "decoder.onnx", "head.bbox.onnx", "bevfusion_lidar.onnx",
+    }  # fmt: skip
+    assert all(file["findings"] == [] for file in files.values())
+    assert [p["name"] for p in whole["inputs"]] == ["voxels", "coors", "num_points_per_voxel"]
+    outputs = {p["name"]: (p["dtype"], p["shape"]) for p in whole["outputs"]}
+    assert outputs == {
+        "bbox_pred": ("float32", [10, 100]),
+        "score": ("float32", [100]),
+        "label_pred": ("int64", [100]),
+    }
+    assert "8 pair generations for 21 layers" in whole["notes"]
+    encoder = files["lidar.backbone.xyz.onnx"]["checked"]
+    assert (encoder["tensors"], encoder["wrong"], encoder["different"]) == (30, 0, [])
+
+
+def test_the_whole_file_is_its_parts(folder: Path) -> None:
+    names = ["lidar.backbone.xyz.onnx", "decoder.onnx", "bevfusion_lidar.onnx"]
+    encoder, decoder, whole = (onnx.load(folder / name) for name in names)
+    onnx.checker.check_model(whole, full_check=True)
+    ops = [[n.op_type for n in m.graph.node] for m in (encoder, decoder, whole)]
+    assert ops[2][: len(ops[0])] == ops[0]
+    assert [op for op in ops[2][len(ops[0]) :] if op == "QuantizeLinear"]

@@ -1,0 +1,170 @@
+"""Whatever else a model computes in float, in the form that torch's own exporter gives it.
+
+A call such as ``torch.ops.aten.gather.default(x, 1, index)`` becomes a module of its own, which
+torch's exporter writes at operator set 18; onnx's converter takes that down to the operator set of
+the file, and the nodes are spliced into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bevquant_export.dense._graph import Graph
+from bevquant_export.dense._sizes import Sizes
+from bevquant_export.dense._source import Ref, Step, replaced
+from bevquant_export.floats._torch_exporter import OPSET, exported
+
+__all__ = ["torch_form"]
+
+_PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+_LEAST = 13  # before, axes of half of the operators are attributes, which no converter makes
+
+
+def torch_form(
+    graph: Graph,
+    step: Step,
+    read: Callable[[str], str],
+    sizes: Sizes,
+    constants: Mapping[str, Tensor],
+) -> str | list[str]:
+    """Nodes of a step in float: the tensor that it makes, or several.
+
+    Args:
+        graph: Where nodes are added.
+        step: What calls a function or a module of torch.
+        read: Value of the program to its tensor in the file.
+        sizes: Shapes, types and host values.
+        constants: Values of the program that are constants; they become the nodes' own.
+
+    Raises:
+        ValueError: The reason why it has no such form.
+    """
+    if graph.profile.opset < _LEAST:
+        raise ValueError(f"operator set {graph.profile.opset} has no form of it")
+    if sizes.is_host(step.outputs[0]) or (step.function is None and step.module is None):
+        raise ValueError("it is no operator of torch")
+    args = sizes.constants(step.path, (step.args, dict(step.kwargs)))
+    call = _Call(step, args, constants)
+    examples = tuple(_example(sizes, name) for name in call.names)
+    free = tuple({0: torch.export.Dim.DYNAMIC} if _is_free(sizes, n) else None for n in call.names)
+    made = sizes.of(step.outputs[0])
+    count = len(made) if made and isinstance(made[0], tuple) else 1
+    proto = _lowered(
+        exported(
+            call.eval(), examples, [f"x{i}" for i in range(len(examples))],
+            [f"y{i}" for i in range(count)], OPSET,
+            dynamic_shapes=(free,) if any(free) else None,
+        ),
+        graph.profile.opset,
+    )  # fmt: skip
+    names = _spliced(graph, step.path, proto, [read(name) for name in call.names])
+    return names if made and isinstance(made[0], tuple) else names[0]
+
+
+class _Call(nn.Module):
+    """One call, with everything but tensors that are computed inside.
+
+    Attributes:
+        names: Values that `forward` takes, in order.
+    """
+
+    def __init__(self, step: Step, given: Any, constants: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._function: Any = step.module if step.function is None else step.function
+        self._given = given
+        self._values: dict[str, str] = {}
+        self.names: list[str] = []
+
+        def note(ref: Ref) -> Ref:
+            if ref.name in constants:
+                if ref.name not in self._values:
+                    self._values[ref.name] = buffer = f"constant{len(self._values)}"
+                    self.register_buffer(buffer, constants[ref.name].detach().clone())
+            elif ref.name not in self.names:
+                self.names.append(ref.name)
+            return ref
+
+        replaced(given, note)
+
+    def forward(self, *tensors: Tensor) -> Any:
+        held = dict(zip(self.names, tensors, strict=True))
+        held |= {name: getattr(self, buffer) for name, buffer in self._values.items()}
+        args, kwargs = replaced(self._given, lambda ref: held[ref.name])
+        return self._function(*args, **kwargs)
+
+
+def _example(sizes: Sizes, name: str) -> Tensor:
+    return torch.zeros(sizes.of(name), dtype=sizes.dtype(name))
+
+
+def _is_free(sizes: Sizes, name: str) -> bool:
+    free = [axis for axis, size in enumerate(sizes.named(name)) if isinstance(size, str)]
+    if free and free != [0]:
+        raise ValueError(f"axes {free} of what it reads follow the batch; expected the first alone")
+    return bool(free)
+
+
+def _lowered(proto: Any, opset: int) -> Any:
+    """The model in an operator set, checked.
+
+    Where onnx's converter does not know an operator, the very nodes are tried there.
+    """
+    import onnx
+    from onnx.version_converter import convert_version
+
+    if any(node.domain not in ("", "ai.onnx") for node in proto.graph.node):
+        raise ValueError("torch's form of it has operators beside ONNX's own")
+    if any(a.type in (5, 10) for node in proto.graph.node for a in node.attribute):
+        raise ValueError("torch's form of it holds graphs inside of nodes")
+    del proto.graph.value_info[:]
+    same = onnx.ModelProto()
+    same.CopyFrom(proto)
+    for entry in same.opset_import:
+        entry.version = opset if entry.domain in ("", "ai.onnx") else entry.version
+    for make in (lambda: convert_version(proto, opset), lambda: same):
+        try:
+            made = make()
+            onnx.checker.check_model(made, full_check=True)
+        except (RuntimeError, onnx.checker.ValidationError, onnx.shape_inference.InferenceError):
+            continue
+        return made
+    raise ValueError(
+        f"torch's form of it, {', '.join(sorted({n.op_type for n in proto.graph.node}))} of "
+        f"operator set {OPSET}, is none of operator set {opset}"
+    )
+
+
+def _spliced(graph: Graph, path: str, proto: Any, inputs: list[str]) -> list[str]:
+    """The model's nodes and constants in the graph; the tensors that it returns."""
+    from onnx import numpy_helper
+
+    inner = proto.graph
+    initial = {tensor.name: tensor for tensor in inner.initializer}
+    ports = [port.name for port in inner.input if port.name not in initial]
+    if any(node.op_type in _PRODUCTS for node in inner.node):
+        inputs = [
+            graph.float_operand(path, name) if graph.is_quantized(name) else name for name in inputs
+        ]
+    held = dict(zip(ports, inputs, strict=True))
+
+    def tensor(name: str) -> str:
+        if not name:
+            return ""
+        if name not in held:
+            array = numpy_helper.to_array(initial[name])
+            held[name] = graph.constant(
+                f"{path}.constant" if path else "constant", array, array.dtype
+            )
+        return held[name]
+
+    for node in inner.node:
+        if node.op_type == "Constant" and node.attribute[0].name == "value":
+            initial[node.output[0]] = node.attribute[0].t
+            continue
+        names = graph.copied(node, path, [tensor(name) for name in node.input])
+        held.update(zip(node.output, names, strict=True))
+    return [tensor(port.name) for port in inner.output]

@@ -1,0 +1,99 @@
+"""Autoware's TensorRT plugin for sparse convolutions: files, their contract, and a run without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from bevquant_export.lint import _tensorrt
+from bevquant_export.lint._qdq import Pairs, check_axis, check_pairs
+from bevquant_export.targets._target import LintFile, Target
+from bevquant_export.targets.autoware._contract import RULES, check_contract
+from bevquant_export.targets.autoware._emit import DOMAIN, AutowareFile, export_autoware_onnx
+from bevquant_export.targets.autoware._join import behind_encoder, join_autoware_onnx
+
+if TYPE_CHECKING:
+    from bevquant_export.lint._rule import Finding
+    from bevquant_export.sparse import LayerDifference
+
+__all__ = [
+    "AUTOWARE",
+    "AutowareFile",
+    "behind_encoder",
+    "compare_autoware_onnx",
+    "export_autoware_onnx",
+    "join_autoware_onnx",
+    "run_on_frame",
+]  # fmt: skip
+
+
+def run_on_frame(path: Path, inputs: Any, permutation: tuple[int, ...]) -> dict[str, Tensor]:
+    """Every tensor that a file makes of one frame, by name.
+
+    Args:
+        path: The file.
+        inputs: Features, coordinates in the encoder's order and the batch size, 1.
+        permutation: `AutowareFile.permutation`.
+    """
+    from bevquant_export.targets.autoware import _reference
+
+    return _reference.run_on_frame(path, inputs, permutation)
+
+
+def compare_autoware_onnx(file: AutowareFile, inputs: Any) -> tuple[LayerDifference, ...]:
+    """See `bevquant_export.targets.autoware._reference`; onnx is imported when it is called."""
+    from bevquant_export.targets.autoware import _reference
+
+    return _reference.compare_autoware_onnx(file, inputs)
+
+
+class _Autoware(Target):
+    name, title = "autoware", "Autoware's TensorRT plugins"
+    kind, family, domains = "dense", "tensorrt", frozenset({DOMAIN})
+    rules = (*RULES, *_tensorrt.RULES)
+    unverified = (
+        "neither TensorRT nor the plugin was run: files follow the plugin's source, and are run "
+        "by its definition in ONNX's reference evaluator",
+        "int8 needs a plugin with the attribute precision, which was not merged when this was "
+        "written",
+    )
+
+    def write(self, model: nn.Module, args: Any, path: Path, **options: Any) -> AutowareFile:
+        """`export_autoware_onnx`."""
+        return export_autoware_onnx(model, args, path, **options)
+
+    def compare(
+        self, made: AutowareFile, model: nn.Module, args: Any
+    ) -> tuple[LayerDifference, ...]:
+        """`compare_autoware_onnx`; the file keeps what the model said."""
+        return compare_autoware_onnx(made, args)
+
+    def lint(self, file: LintFile) -> Iterator[Finding]:
+        """The plugin's contract, and for dense parts what TensorRT asks."""
+        functions = {(f.domain, f.name) for f in file.model.functions}
+        own = {(DOMAIN, node.op) for graph in file.graphs for node in graph.nodes}
+        yield from check_contract(file.model, file.graphs[0], file.path.parent)
+        for graph in file.graphs:
+            pairs = Pairs(graph, file.path.parent)
+            yield from check_pairs(pairs)
+            yield from check_axis(pairs)
+            # The plugin's operators are no functions, and are there all the same.
+            yield from _tensorrt.check_tensorrt(pairs, functions | own)
+
+    def commands(self, path: Path, *, quantized: bool = True) -> tuple[str, ...]:
+        """For a look at the engine; the node itself builds it of the file."""
+        shapes = "voxels:{0}x10x5,coors:{0}x3,num_points_per_voxel:{0}"
+        profile = " ".join(
+            f"--{which}Shapes={shapes.format(count)}"
+            for which, count in (("min", 1), ("opt", 64000), ("max", 256000))
+        )
+        return (
+            f"trtexec --onnx={path.name} --fp16 --staticPlugins=libautoware_tensorrt_plugins.so "
+            f"{profile} --saveEngine={path.stem}.engine",
+        )
+
+
+AUTOWARE = _Autoware()

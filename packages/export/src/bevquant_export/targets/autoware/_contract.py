@@ -1,0 +1,517 @@
+"""What a file must be for Autoware's plugin to build it and compute what is meant.
+
+Read from the plugin's creators and their assertions: fields by number, name and type, inputs by
+place, ranks, types, and the conventions of spconv that no assertion guards.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bevquant_export.lint._graph import Graph, Node
+from bevquant_export.lint._rule import Finding, Rule, Severity, quoted
+from bevquant_export.lint._tensors import shape_of, values
+from bevquant_export.targets.autoware._emit import DOMAIN, MOST_VOXELS, SLOTS, quantized_weight
+
+if TYPE_CHECKING:
+    import onnx
+
+__all__ = ["RULES", "check_contract"]
+
+
+def _rule(number: int, means: str, remedy: str, severity: Severity = "error") -> Rule:
+    return Rule(f"AWF{number:03}", severity, means, remedy, ("autoware",))
+
+
+OPERATOR = _rule(
+    1,
+    "operators of the domain autoware are GetIndicePairsImplicitGemm and ImplicitGemm",
+    "write one of these: the plugin of another name is not looked for, or not checked here",
+)
+FIELDS = _rule(
+    2,
+    "a node has every field of its plugin, of the type and length that the creator reads",
+    "write sizes as INTS of 3, switches as INT, factors as FLOAT: creators count their fields and "
+    "refuse other types",
+)
+SORT = _rule(
+    3,
+    "do_sort is written",
+    "write do_sort, 0 or 1: without it the plugin sorts, which takes longer, and warns that it "
+    "will refuse such files",
+    "warning",
+)
+VALUES = _rule(
+    4,
+    "sizes are positive, algo is 1, batch_size 1, transpose and out_padding 0",
+    "write what the plugin can do: it splits no masks, makes no transposed pairs and takes one "
+    "frame",
+)
+VOLUME = _rule(
+    5,
+    "a kernel has at most 32 offsets, the bits of a mask",
+    "use a smaller kernel, or the native GetIndicePairs and IndiceConv",
+)
+INPUTS = _rule(
+    6,
+    "an ImplicitGemm has 5 inputs, 6 with a bias, or 7 with precision 1",
+    "int8 takes features, filters, three tensors of pairs, channel_scale and bias_scaled; others "
+    "at most a bias",
+)
+PAIRS = _rule(
+    7,
+    "inputs 2, 3, 4 are pair_fwd, pair_mask and mask_argsort of one pair generation",
+    "connect outputs 1, 2 and 3 of one GetIndicePairsImplicitGemm (or inputs of one "
+    "rulebook/<key>) in this order: all are int32, and no assertion tells them apart",
+)
+FILTERS = _rule(
+    8,
+    "filters are an initializer [out, k1, k2, k3, in] with the kernel of the pairs and the "
+    "channels of the features",
+    "permute the weight to KRSC in the order of the coordinates' columns",
+)
+TYPES = _rule(
+    9,
+    "filters and bias are of the type of the features, float16 or float32; in int8 float16, and "
+    "channel_scale and bias_scaled float32",
+    "cast them: one type throughout",
+)
+SCALES = _rule(
+    10,
+    "a bias, channel_scale and bias_scaled are [out] and finite, scales positive, output_scale 1",
+    "write input_scale = amax/127 and channel_scale = input_scale · weight amax/127 for each "
+    "output channel; calibrate what has no range",
+)
+SUBNORMAL = _rule(
+    11,
+    "filters are finite float16 numbers whose integers the plugin finds again",
+    "scale the layers around it: below 6e-5 float16 has fewer digits, below 6e-8 none, beyond "
+    "65504 no number",
+)
+CLIPPED = _rule(
+    12,
+    "filters are within ±127 steps of channel_scale/input_scale",
+    "take the largest |w| of each output channel as its range: the plugin saturates the rest",
+    "warning",
+)
+BOUND = _rule(
+    13,
+    f"no layer has more than {MOST_VOXELS:,} voxels, compiled into the plugin",
+    "use a coarser grid or a shorter range, or calibrate with fewer points: what is beyond "
+    "overruns the plugin's buffers",
+)
+REPEATED = _rule(
+    14,
+    "pairs are made once for a set of voxels and a geometry",
+    "let all layers of a stage read one GetIndicePairsImplicitGemm: each repetition costs as much "
+    "as a convolution",
+    "warning",
+)
+ORDER = _rule(
+    15,
+    "rulebook_coors_permutation is the order in which the file itself takes the columns of coors",
+    "write the permutation that the encoder was trained with: another one gives a valid grid, "
+    "transposed",
+)
+STAGES = _rule(
+    16,
+    "rulebook inputs come in fours, int32, each with its geometry in rulebook_stages",
+    "write rulebook/<key>/{out_indices, pair_fwd, pair_mask, mask_argsort} and the metadata that "
+    "the node computes them from",
+)
+PORTS = _rule(
+    17,
+    "inputs are voxels float32 [N, points, channels], coors int32 [N, 3], num_points_per_voxel "
+    "int32 [N]",
+    "name and type them so: the node binds them by name",
+)
+SUBM = _rule(
+    18,
+    "is_subm is subm of the pairs, and a submanifold kernel has odd sizes and stride 1",
+    "write one kind in both nodes",
+)
+GRID = _rule(
+    19,
+    "spatial_shape is the grid that the strided convolution before leaves",
+    "write ⌊(n + 2·padding − dilation·(k − 1) − 1)/stride⌋ + 1 of each axis, in the order of the "
+    "coordinates' columns",
+)
+ACTIVATION = _rule(
+    20,
+    "act_type is 0 (none) or 1 (ReLU)",
+    "run another activation as a node of its own: 2 and 3 are sigmoid and leaky ReLU of act_alpha",
+    "warning",
+)
+UNKNOWN = _rule(
+    21,
+    "a node has no field that its plugin does not read",
+    "leave it out: the parser drops it in silence (fp32_accum is no field)",
+    "warning",
+)
+RULES = (
+    *(OPERATOR, FIELDS, SORT, VALUES, VOLUME, INPUTS, PAIRS, FILTERS, TYPES, SCALES, SUBNORMAL),
+    *(CLIPPED, BOUND, REPEATED, ORDER, STAGES, PORTS, SUBM, GRID, ACTIVATION, UNKNOWN),
+)
+_PAIR_OP, _GEMM_OP = "GetIndicePairsImplicitGemm", "ImplicitGemm"
+_FLOAT, _INT, _INTS = 1, 2, 7
+_GEOMETRY = ("spatial_shape", "ksize", "stride", "padding", "dilation", "out_padding")
+_PAIR_FIELDS = {
+    **dict.fromkeys(_GEOMETRY, _INTS),
+    **dict.fromkeys(("batch_size", "algo", "subm", "transpose", "is_train"), _INT),
+}
+_GEMM_FIELDS = {
+    **dict.fromkeys(("act_alpha", "act_beta", "output_scale", "output_add_scale"), _FLOAT),
+    **dict.fromkeys(("is_subm", "is_train"), _INT),
+}
+_LATER = {"do_sort": _INT, "act_type": _INT, "precision": _INT, "input_scale": _FLOAT}
+_NAMES = {_FLOAT: "FLOAT", _INT: "INT", _INTS: "INTS"}
+_PORTS = {"voxels": (1, 3), "coors": (6, 2), "num_points_per_voxel": (6, 1)}
+_HALF = 10
+
+
+def check_contract(model: onnx.ModelProto, graph: Graph, folder: Path) -> Iterator[Finding]:
+    """Check the main graph of a file."""
+    props = {p.key: p.value for p in model.metadata_props}
+    stages, found = _stages(props)
+    yield from found
+    contract = _Contract(graph, folder, props, stages)
+    for node in graph.nodes:
+        if node.domain != DOMAIN:
+            continue
+        if node.op == _PAIR_OP:
+            yield from contract.pair_node(node)
+        elif node.op == _GEMM_OP:
+            yield from contract.gemm(node)
+        else:
+            yield OPERATOR.found(node.name, f"it is {quoted(node.op)}")
+    yield from contract.ports(model)
+    yield from contract.bounds()
+    yield from contract.order()
+
+
+def _stages(props: dict[str, str]) -> tuple[dict[str, dict[str, Any]], list[Finding]]:
+    """Stages by the base of their names, and what is wrong with the text."""
+    if "rulebook_stages" not in props:
+        return {}, []
+    try:
+        read = json.loads(props["rulebook_stages"])
+        names = ("ksize", "stride", "padding", "dilation", "spatial_shape")
+        stages = {str(s["onnx_base"]): {n: [int(v) for v in s[n]] for n in names} for s in read}
+        wrong = [b for b, s in stages.items() if any(len(v) != 3 for v in s.values())]
+    except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
+        return {}, [STAGES.found("file", f"rulebook_stages cannot be read: {type(error).__name__}")]
+    found = [STAGES.found(base, "its sizes are not three each") for base in wrong]
+    return {b: s for b, s in stages.items() if b not in wrong}, found
+
+
+class _Contract:
+    """The rules, with what one node's say depends on of others."""
+
+    def __init__(
+        self, graph: Graph, folder: Path, props: dict[str, str], stages: dict[str, dict[str, Any]]
+    ) -> None:
+        self.graph, self.folder, self.props, self.stages = graph, folder, props, stages
+        self.made: dict[tuple[str, str], str] = {}
+        self.channels: dict[str, int] = {}
+        self.reported: set[str] = set()
+
+    def pair_node(self, node: Node) -> Iterator[Finding]:
+        """Fields, values and inputs of a pair generation."""
+        yield from _fields(node, _PAIR_FIELDS, {"do_sort": _INT})
+        if "do_sort" not in node.attributes:
+            yield SORT.found(node.name, "do_sort is missing")
+        if len(node.inputs) != 1 or len(node.outputs) != 5:
+            yield INPUTS.found(node.name, f"{len(node.inputs)} inputs, {len(node.outputs)} outputs")
+        geometry = _geometry(node)
+        plain = {"algo": 1, "batch_size": 1, "transpose": 0}
+        odd = [f"{n} {node.integer(n)}" for n, v in plain.items()
+               if n in node.attributes and node.integer(n) != v]  # fmt: skip
+        odd += [f"{n} {v}" for n, v in geometry.items()
+                if min(v) < (n not in ("padding", "out_padding"))]  # fmt: skip
+        if any(geometry.get("out_padding", ())):
+            odd.append(f"out_padding {geometry['out_padding']}")
+        if odd:
+            yield VALUES.found(node.name, ", ".join(odd))
+        kernel = geometry.get("ksize", [1])
+        if math.prod(kernel) > 32:
+            yield VOLUME.found(node.name, f"ksize {kernel} has {math.prod(kernel)} offsets")
+        if node.integer("subm"):
+            steps = geometry.get("stride", [1])
+            if set(steps) != {1} or any(k % 2 == 0 for k in kernel):
+                yield SUBM.found(node.name, f"subm with ksize {kernel} and stride {steps}")
+        yield from self._again(node, geometry)
+        yield from self._chain(node, geometry)
+
+    def _again(self, node: Node, geometry: dict[str, list[int]]) -> Iterator[Finding]:
+        subm = node.integer("subm")
+        told = {k: v for k, v in geometry.items() if not (subm and k in ("padding", "stride"))}
+        key = self._sites(node.input(0)), json.dumps([told, subm])
+        first = self.made.setdefault(key, node.name)
+        if first != node.name:
+            yield REPEATED.found(node.name, f"{quoted(first)} makes the same pairs")
+
+    def _sites(self, name: str) -> str:
+        """The tensor that first held these voxels: a submanifold layer hands them on."""
+        maker = self.graph.producer(name, _PAIR_OP)
+        seen = set()
+        while maker is not None and maker.integer("subm") and name not in seen:
+            if not maker.outputs or maker.outputs[0] != name:
+                break
+            seen.add(name)
+            name = maker.input(0)
+            maker = self.graph.producer(name, _PAIR_OP)
+        return name
+
+    def _chain(self, node: Node, geometry: dict[str, list[int]]) -> Iterator[Finding]:
+        name = self._sites(node.input(0))
+        before = self._made_by(name)
+        grid = geometry.get("spatial_shape")
+        if before is None or grid is None:
+            return
+        left = _out_grid(before)
+        if left is not None and left != grid:
+            yield GRID.found(node.name, f"spatial_shape {grid}, and the voxels lie in {left}")
+
+    def _made_by(self, name: str) -> dict[str, list[int]] | None:
+        """Geometry of the strided generation, or stage, that a tensor of voxels comes from."""
+        maker = self.graph.producer(name, _PAIR_OP)
+        if maker is not None:
+            return _geometry(maker)
+        base, _, slot = name.rpartition("/")
+        return self.stages.get(base) if slot == SLOTS[0] else None
+
+    def gemm(self, node: Node) -> Iterator[Finding]:
+        """Fields, inputs, constants of a convolution."""
+        yield from _fields(node, _GEMM_FIELDS, {k: v for k, v in _LATER.items() if k != "do_sort"})
+        integer = node.integer("precision") == 1
+        count = len([n for n in node.inputs if n])
+        if (count == 7) != integer or count not in (5, 6, 7) or len(node.inputs) != count:
+            yield INPUTS.found(
+                node.name, f"{count} inputs with precision {node.integer('precision')}"
+            )
+        if count > 5 and "act_type" not in node.attributes:
+            yield FIELDS.found(node.name, "act_type missing: plugins with a bias read it")
+        if node.integer("act_type") not in (0, 1):
+            yield ACTIVATION.found(node.name, f"act_type is {node.integer('act_type')}")
+        kernel, subm = None, None
+        pairs, found = self._pairs(node)
+        yield from found
+        if pairs is not None:
+            kernel, subm = pairs
+            if subm is not None and bool(node.integer("is_subm")) != subm:
+                yield SUBM.found(
+                    node.name, f"is_subm {node.integer('is_subm')}, its pairs have subm {int(subm)}"
+                )
+        yield from self._constants(node, kernel, integer)
+
+    def _pairs(self, node: Node) -> tuple[tuple[list[int] | None, bool | None] | None, Any]:
+        """Kernel and kind of the pairs that a convolution reads, and what is wrong with them."""
+        names = [node.input(slot) for slot in (2, 3, 4)]
+        makers = [self.graph.producers.get(name) for name in names]
+        if makers[0] is not None and makers[0].op == _PAIR_OP:
+            right = makers[0].outputs[1:4] == names
+            if not right:
+                return None, [PAIRS.found(node.name, _shown(names, makers[0].name))]
+            return (_geometry(makers[0]).get("ksize"), bool(makers[0].integer("subm"))), []
+        base = names[0].rpartition("/")[0]
+        if base.startswith("rulebook/") and names == [f"{base}/{slot}" for slot in SLOTS[1:]]:
+            stage = self.stages.get(base)
+            if stage is None:
+                return None, [STAGES.found(base, "rulebook_stages does not have it")]
+            return (stage["ksize"], False), []
+        return None, [PAIRS.found(node.name, _shown(names, "no pair generation"))]
+
+    def _constants(self, node: Node, kernel: list[int] | None, integer: bool) -> Iterator[Finding]:
+        tensor = self.graph.constant(node.input(1))
+        if tensor is None:
+            yield FILTERS.found(node.name, f"filters {quoted(node.input(1))} are no initializer")
+            return
+        dims = shape_of(tensor)
+        came = self._channels_of(node.input(0))
+        if (
+            len(dims) != 5
+            or (kernel and dims[1:4] != kernel)
+            or (came is not None and dims[4] != came)
+        ):
+            known = f"kernel {kernel}, {came if came is not None else '?'} channels"
+            yield FILTERS.found(node.name, f"filters {dims[:6]} for {known}")
+            return
+        for name in node.outputs[:1]:
+            self.channels[name] = dims[0]
+        kinds = {5: 1 if integer else tensor.data_type, 6: 1}
+        if tensor.data_type not in ((_HALF,) if integer else (1, _HALF)):
+            yield TYPES.found(node.name, f"filters have data type {tensor.data_type}")
+        arrays: dict[int, Any] = {}
+        for slot in range(5, len(node.inputs)):
+            constant = self.graph.constant(node.input(slot))
+            if constant is None:
+                yield FILTERS.found(node.name, f"input {slot} is no initializer")
+                continue
+            if slot in kinds and constant.data_type != kinds[slot]:
+                yield TYPES.found(node.name, f"input {slot} has data type {constant.data_type}")
+            if shape_of(constant) != dims[:1]:
+                yield SCALES.found(node.name, f"input {slot} is {shape_of(constant)[:4]}")
+                continue
+            arrays[slot] = values(constant, self.folder)
+        for slot, array in arrays.items():
+            wrong = array is not None and not np.isfinite(array).all()
+            if wrong or (integer and slot == 5 and array is not None and (array <= 0).any()):
+                what = "not finite" if wrong else "not positive"
+                yield SCALES.found(node.name, f"numbers of input {slot} are {what}")
+        yield from self._numbers(node, values(tensor, self.folder), arrays.get(5), integer)
+
+    def _numbers(self, node: Node, filters: Any, scale: Any, integer: bool) -> Iterator[Finding]:
+        if filters is None or not filters.size:
+            return
+        if not np.isfinite(filters).all():
+            count = int((~np.isfinite(filters)).sum())
+            yield SUBNORMAL.found(node.name, f"{count} filters are not finite")
+            return
+        step = node.number("input_scale")
+        if integer:
+            output = node.number("output_scale")
+            if output not in (None, 1.0):
+                yield SCALES.found(node.name, f"output_scale is {output:g}")
+            if step is None or not 0 < step < math.inf or not 1 / step < 3e38:
+                yield SCALES.found(node.name, f"input_scale is {step}")
+                return
+        flat = filters.reshape(len(filters), -1)
+        largest = np.abs(flat).max(1).astype(np.float64)
+        if integer and scale is not None and (scale > 0).all() and np.isfinite(scale).all():
+            weight_scale = scale.astype(np.float64) / float(step or 1.0)
+            lost = weight_scale < 4 * 2.0**-24  # half a place of float16 is an eighth of a step
+            if lost.any():
+                channel = int(lost.argmax())
+                yield SUBNORMAL.found(
+                    node.name, f"channel {channel} has steps of {weight_scale[channel]:.2g}"
+                )
+            beyond = largest > 127.5 * weight_scale
+            if beyond.any():
+                channel = int(beyond.argmax())
+                q = int(quantized_weight(flat[channel : channel + 1], scale[channel : channel + 1],
+                                         float(step or 1.0)).max())  # fmt: skip
+                yield CLIPPED.found(
+                    node.name,
+                    f"{int(beyond.sum())} channels; channel {channel} reaches "
+                    f"{largest[channel] / weight_scale[channel]:.0f} steps and is cut at {q}",
+                )
+        elif filters.dtype == np.float16:
+            small = (largest > 0) & (largest < 2.0**-14)
+            if small.any():
+                channel = int(small.argmax())
+                yield SUBNORMAL.found(
+                    node.name,
+                    f"{int(small.sum())} channels have no filter above 6e-5; channel {channel} "
+                    f"reaches {largest[channel]:.2g}",
+                )
+
+    def _channels_of(self, name: str) -> int | None:
+        """Channels of features, followed back through sums, ReLUs and casts."""
+        for _ in range(len(self.graph.nodes) + 1):
+            if name in self.channels:
+                return self.channels[name]
+            maker = self.graph.producer(name, "Relu", "Add", "Cast", "Identity")
+            if maker is None:
+                return None
+            name = maker.input(0)
+        return None
+
+    def ports(self, model: onnx.ModelProto) -> Iterator[Finding]:
+        """Inputs, by name, type and rank."""
+        ports = {v.name: v.type.tensor_type for v in model.graph.input}
+        if "voxels" in ports or "coors" in ports:
+            for name, (kind, rank) in _PORTS.items():
+                port = ports.get(name)
+                if port is None:
+                    # Of a file whose encoder reads what was encoded elsewhere, only coors is left.
+                    if name == "coors":
+                        yield PORTS.found("file", f"there is no input {name}")
+                elif port.elem_type != kind or len(port.shape.dim) != rank:
+                    yield PORTS.found(name, f"type {port.elem_type}, rank {len(port.shape.dim)}")
+        bases: dict[str, set[str]] = {}
+        for name, port in ports.items():
+            if name.startswith("rulebook/"):
+                base, _, slot = name.rpartition("/")
+                bases.setdefault(base, set()).add(slot)
+                if port.elem_type != 6 or len(port.shape.dim) != (1 if slot == SLOTS[3] else 2):
+                    yield STAGES.found(name, f"type {port.elem_type}, rank {len(port.shape.dim)}")
+        for base, slots in bases.items():
+            if slots != set(SLOTS) or base not in self.stages:
+                missing = ", ".join(sorted(set(SLOTS) - slots)) or "its stage in the metadata"
+                yield STAGES.found(base, f"{missing} missing")
+        for name, port in ports.items():
+            rows = [d.dim_value for d in port.shape.dim][1 if name.endswith(SLOTS[1]) else 0 :][:1]
+            if (name in _PORTS or name.startswith("rulebook/")) and rows and rows[0] > MOST_VOXELS:
+                yield BOUND.found(name, f"it has {rows[0]:,} rows")
+
+    def bounds(self) -> Iterator[Finding]:
+        """Voxels of layers, as far as the file says."""
+        try:
+            said = json.loads(self.props.get("bevquant_voxel_bounds", "{}"))
+            large = {str(k): int(v) for k, v in said.items() if int(v) > MOST_VOXELS}
+        except (ValueError, TypeError, AttributeError, RecursionError, OverflowError):
+            return
+        for name, count in large.items():
+            yield BOUND.found(name, f"it may have {count:,} voxels")
+
+    def order(self) -> Iterator[Finding]:
+        """The permutation in the metadata beside the one that the graph applies."""
+        text = self.props.get("rulebook_coors_permutation")
+        if text is None:
+            if self.stages:
+                yield ORDER.found("file", "it has rulebook inputs and no permutation")
+            return
+        columns = text.replace(" ", "").split(",")
+        if sorted(columns) != ["0", "1", "2"]:
+            yield ORDER.found("file", f"the metadata says {quoted(text)}")
+            return
+        for node in self.graph.nodes:
+            if node.op == "Gather" and node.input(0) == "coors" and node.integer("axis") == 1:
+                taken = values(self.graph.constant(node.input(1)), self.folder)
+                if taken is not None and taken.size == 3:
+                    own = [str(int(n)) for n in taken.reshape(-1)]
+                    if own != columns:
+                        yield ORDER.found(
+                            node.name, f"the file takes {','.join(own)}, the metadata says {text}"
+                        )
+
+
+def _geometry(node: Node) -> dict[str, list[int]]:
+    found = {name: node.integers(name) for name in _GEOMETRY}
+    return {name: value for name, value in found.items() if len(value) == 3}
+
+
+def _out_grid(before: dict[str, list[int]]) -> list[int] | None:
+    names = ("spatial_shape", "padding", "dilation", "ksize", "stride")
+    if any(name not in before for name in names) or min(before["stride"]) < 1:
+        return None
+    columns = zip(*(before[name] for name in names), strict=True)
+    return [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, p, d, k, s in columns]
+
+
+def _fields(node: Node, wanted: dict[str, int], later: dict[str, int]) -> Iterator[Finding]:
+    missing = [name for name in wanted if name not in node.attributes]
+    if node.integer("precision") == 1 and "input_scale" not in node.attributes:
+        missing.append("input_scale")
+    if missing:
+        yield FIELDS.found(node.name, f"{', '.join(missing)} missing")
+    for name, kind in {**wanted, **later}.items():
+        attribute = node.attributes.get(name)
+        if attribute is not None and attribute.type != kind:
+            came = _NAMES.get(attribute.type, str(attribute.type))
+            yield FIELDS.found(node.name, f"{name} is {came}, not {_NAMES[kind]}")
+        elif attribute is not None and kind == _INTS and len(attribute.ints) != 3:
+            yield FIELDS.found(node.name, f"{name} has {len(attribute.ints)} numbers, not 3")
+    extra = [name for name in node.attributes if name not in wanted and name not in later]
+    if extra:
+        yield UNKNOWN.found(node.name, ", ".join(quoted(name) for name in extra[:4]))
+
+
+def _shown(names: list[str], source: str) -> str:
+    return f"it reads {', '.join(quoted(n) for n in names)} of {quoted(source)}"
