@@ -568,7 +568,9 @@ def _geometry_of(rulebook: fx.Node) -> Geometry:
     return Geometry(size, stride, padding, dilation, more, False, bool(args[8]), False)
 
 
-def _python_call(node: fx.Node, name: str, args: Any) -> tuple[str, Any, Any]:
+def _python_call(
+    node: fx.Node, name: str, args: tuple[Any, ...]
+) -> tuple[str, Any, tuple[Any, ...]]:
     """(what, function, arguments) of a move as Python would call it; "" for none at all."""
     if name == "slice":
         defaults: tuple[Any, ...] = (0, None, None, 1)
