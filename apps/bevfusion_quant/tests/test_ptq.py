@@ -36,7 +36,7 @@ if importlib.util.find_spec("spconv") is None:
 TINY = CONFIGS["tiny"]
 FILES = {
     "summary.json", "config.json", "ranges.json", "weights.safetensors",
-    "report.html", "bev.png", "layers.png",
+    "report.html", "bev.png", "layers.png", "page.json", "digests.json",
 }  # fmt: skip
 
 
@@ -101,8 +101,9 @@ def test_summary_says_what_was_done(summary: dict) -> None:
 
 def test_layers_are_all_there_in_order_and_sane(summary: dict) -> None:
     rows = summary["layers"]
-    assert len(rows) == 21 + 8 + 1
-    assert rows[0]["layer"] == "encoders.lidar.backbone.conv_input.0"
+    # The first convolution stays float.
+    assert len(rows) == 20 + 8 + 1
+    assert rows[0]["layer"] == "encoders.lidar.backbone.encoder_layers.encoder_layer1.0.conv1"
     assert rows[-2]["layer"] == "encoders.lidar.backbone.conv_out.0"
     assert rows[-1]["layer"] == "output"
     for row in rows:
@@ -114,8 +115,8 @@ def test_layers_are_all_there_in_order_and_sane(summary: dict) -> None:
 def test_quantizers_are_reported_once_with_every_path(summary: dict) -> None:
     rows = summary["quantizers"]
     paths = [path for row in rows for path in row["paths"]]
-    assert len(rows) == 21 + 21
-    assert len(paths) == len(set(paths)) == 21 + 21 + 8
+    assert len(rows) == 20 + 20
+    assert len(paths) == len(set(paths)) == 20 + 20 + 8
     weights = [row for row in rows if row["paths"][0].endswith("_weight_quantizer")]
     assert all(row["saturated"] == 0 for row in weights)
     assert {row["channels"] for row in weights} == {8, 16, 32, 64}
@@ -127,7 +128,7 @@ def test_run_comes_back_bit_for_bit_and_repeats(run: Path) -> None:
     (batch,) = FrameBatches([frame], TINY, model)
     random_weights(model, *batch, seed=0)
     fused = fuse_branch(model, example_batch(TINY)).model
-    again = quantize_branch(fused, example_batch(TINY)).model
+    again = quantize_branch(fused, example_batch(TINY), first_layer=False).model
     calibrate_branch(again, [batch])
     loaded = load_quantized(run)
     with torch.no_grad():
@@ -158,12 +159,15 @@ def test_overwrite_replaces_only_with_the_flag(
     config = PtqConfig("tiny", method="max")
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "config.json").write_bytes((run / "config.json").read_bytes())
-    (tmp_path / "b" / "of the old run").touch()
+    (tmp_path / "b" / "of the user").touch()
     with pytest.raises(InputError, match="--overwrite"):
         run_ptq(frames, config, runs=tmp_path, name="b")
+    with pytest.raises(InputError, match="of the user"):
+        run_ptq(frames, config, runs=tmp_path, name="b", overwrite=True)
+    assert (tmp_path / "b" / "of the user").exists()
+    (tmp_path / "b" / "of the user").unlink()
     result = run_ptq(frames, config, runs=tmp_path, name="b", overwrite=True)
     assert json.loads((result.folder / "config.json").read_text())["method"] == "max"
-    assert not (tmp_path / "b" / "of the old run").exists()
 
 
 def test_excluded_layers_stay_float(tmp_path: Path) -> None:
