@@ -144,11 +144,13 @@ def test_layers_whose_quantizers_are_off_stay_float(
     torch.testing.assert_close(made, want, rtol=0, atol=2e-6)
 
 
-def test_a_layer_that_quantizes_its_input_alone_is_refused(
-    calibrated: Fixture, tmp_path: Path
+def test_a_layer_that_quantizes_its_input_alone_has_a_pair_before_float_weights(
+    calibrated: Fixture, run: Fixture, tmp_path: Path
 ) -> None:
     x = torch.randn(1, 4, 8, 8)
     model = calibrated(nn.Sequential(nn.Conv2d(4, 4, 1)), x)
     model.get_submodule("0._weight_quantizer").disable()
-    with pytest.raises(ValueError, match=r"0: QuantConv2d of floats .*weight quantizer is off"):
-        export_qdq_onnx(model, x, tmp_path / "net.onnx")
+    file = export_qdq_onnx(model, x, tmp_path / "net.onnx")
+    (made,), operators = run(file, x, optimised=False)
+    assert (operators["QuantizeLinear"], operators["DequantizeLinear"]) == (1, 1)
+    torch.testing.assert_close(made, simulate(model, x)(x), rtol=1e-5, atol=1e-6)
