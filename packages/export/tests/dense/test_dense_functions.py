@@ -29,6 +29,7 @@ FLOATS: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda x: torch.softmax(x, 1),
     "softmax at the end": lambda x: F.softmax(x, dim=-1),
     "repeat": lambda x: x.sigmoid().repeat(1, 1, 1, 2),
+    "layer norm": lambda x: F.layer_norm(x, (6, 6)),
     "reflect": lambda x: F.pad(x.sigmoid(), (1, 1, 2, 0), mode="reflect"),
 }
 
@@ -57,22 +58,60 @@ def test_functions_of_floats_are_torchs(
     export_qdq_onnx(model, x, tmp_path / "mapper.onnx", "horizon")
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: torch.mean(x, 1, dtype=torch.float64).float(),
-        lambda x: F.layer_norm(x, (6, 6)),
-        lambda x: torch.clamp(x, x.mean(), None),
-        lambda x: F.pad(x.sigmoid(), (1, 1, 1, 1), mode="circular"),
-        lambda x: F.softplus(x, threshold=1),
-    ],
-)
-def test_functions_with_other_arguments_are_refused(
-    function: Callable[[Tensor], Tensor], calibrated: Fixture, tmp_path: Path
+def _drawn_over(x: Tensor) -> Tensor:
+    x = x.clone()
+    x[:, :, 1:3] = 0
+    return x
+
+
+OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean in float64": lambda x: torch.mean(x, 1, dtype=torch.float64).float(),
+    "clamp to a tensor": lambda x: torch.clamp(x, x.mean(), None),
+    "circular": lambda x: F.pad(x.sigmoid(), (1, 1, 1, 1), mode="circular"),
+    "softplus of a low threshold": lambda x: F.softplus(x, threshold=1),
+    "group norm": lambda x: F.group_norm(x, 2),
+    "einsum": lambda x: torch.einsum("bchw,bdhw->bcd", x, x),
+    "the larger of each, and where": lambda x: torch.where(x > 0, *x.max(1, keepdim=True)),
+    "gather": lambda x: torch.gather(x, 1, x.argsort(1)),
+    "index": lambda x: x.sin()[:, torch.tensor([3, 1, 0, 2])],
+    "mask": lambda x: x * (torch.arange(6) < 4) + x.masked_fill(x > 0.2, -1.0),
+    "written to": _drawn_over,
+    "bicubic": lambda x: F.interpolate(x, scale_factor=2, mode="bicubic"),
+    "unit length": lambda x: F.normalize(x, dim=1),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_not_on_the_list_has_torchs_own_form(
+    name: str, calibrated: Fixture, run: Fixture, tmp_path: Path
 ) -> None:
     x = torch.randn(2, 4, 6, 6)
-    with pytest.raises(ValueError, match=r"of floats has no form in profile 'tensorrt' \(value"):
-        export_qdq_onnx(calibrated(Behind(function), x), x, tmp_path / "net.onnx")
+    model = calibrated(Behind(OTHERS[name]), x)
+    file = export_qdq_onnx(model, x, tmp_path / "net.onnx")
+    assert file.opset == 13
+    (made,), _ = run(file, x, optimised=False)
+    torch.testing.assert_close(made, simulate(model, x)(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["clamp to a tensor", "group norm", "gather"])
+def test_an_earlier_operator_set_refuses_it_by_name(
+    name: str, calibrated: Fixture, tmp_path: Path
+) -> None:
+    x = torch.randn(2, 4, 6, 6)
+    with pytest.raises(ValueError, match=r"of floats has no form in profile 'horizon' \(value"):
+        export_qdq_onnx(calibrated(Behind(OTHERS[name]), x), x, tmp_path / "a.onnx", "horizon")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_form_of_one_call_takes_any_batch(
+    calibrated: Fixture, run: Fixture, tmp_path: Path
+) -> None:
+    x = torch.randn(2, 4, 6, 6)
+    model = calibrated(Behind(lambda x: x.cumsum(2)), x)
+    file = export_qdq_onnx(model, x, tmp_path / "net.onnx", dynamic_batch=True)
+    wider = torch.randn(5, 4, 6, 6)
+    (made,), _ = run(file, wider, optimised=False)
+    torch.testing.assert_close(made, simulate(model, x)(wider), rtol=1e-4, atol=1e-5)
 
 
 OFF = {
@@ -105,11 +144,13 @@ def test_layers_whose_quantizers_are_off_stay_float(
     torch.testing.assert_close(made, want, rtol=0, atol=2e-6)
 
 
-def test_a_layer_that_quantizes_its_input_alone_is_refused(
-    calibrated: Fixture, tmp_path: Path
+def test_a_layer_that_quantizes_its_input_alone_has_a_pair_before_float_weights(
+    calibrated: Fixture, run: Fixture, tmp_path: Path
 ) -> None:
     x = torch.randn(1, 4, 8, 8)
     model = calibrated(nn.Sequential(nn.Conv2d(4, 4, 1)), x)
     model.get_submodule("0._weight_quantizer").disable()
-    with pytest.raises(ValueError, match=r"0: QuantConv2d of floats .*weight quantizer is off"):
-        export_qdq_onnx(model, x, tmp_path / "net.onnx")
+    file = export_qdq_onnx(model, x, tmp_path / "net.onnx")
+    (made,), operators = run(file, x, optimised=False)
+    assert (operators["QuantizeLinear"], operators["DequantizeLinear"]) == (1, 1)
+    torch.testing.assert_close(made, simulate(model, x)(x), rtol=1e-5, atol=1e-6)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bevquant_export import export_qdq_onnx
+from bevquant_int8sim import simulate
 from bevquant_qnn import QuantConfig, quantize_model
 
 Fixture = Callable[..., Any]
@@ -49,9 +50,23 @@ def test_an_operation_that_is_not_on_the_list_is_named(
     target = tmp_path / "net.onnx"
     target.write_bytes(b"before")
     with pytest.raises(ValueError, match=r"sort: cumsum of floats has no form.*replace it"):
-        export_qdq_onnx(model, x, target)
+        export_qdq_onnx(model, x, target, "horizon")
     assert [p.name for p in tmp_path.iterdir()] == ["net.onnx"]
     assert target.read_bytes() == b"before"
+
+
+def test_what_only_a_later_operator_set_has_is_named(
+    calibrated: Fixture, x: Tensor, tmp_path: Path
+) -> None:
+    class Warp(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            grid = x[:, :2].permute(0, 2, 3, 1).tanh()
+            return nn.functional.grid_sample(x, grid, align_corners=False)
+
+    model = calibrated(nn.Sequential(nn.Conv2d(3, 4, 1), Warp()), x)
+    with pytest.raises(ValueError, match=r"1: grid_sampler of floats .*GridSample of operator set"):
+        export_qdq_onnx(model, x, tmp_path / "net.onnx")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_quantizers_without_a_range_are_listed(x: Tensor, tmp_path: Path) -> None:
@@ -129,12 +144,15 @@ def test_adaptive_windows_of_several_sizes_are_refused(
         export_qdq_onnx(calibrated(net, x), x, tmp_path / "net.onnx")
 
 
-def test_a_layer_with_another_padding_says_why_it_is_not_written(
-    x: Tensor, tmp_path: Path, calibrated: Fixture
+def test_a_layer_with_another_padding_is_a_pad_and_a_layer(
+    x: Tensor, tmp_path: Path, calibrated: Fixture, run: Fixture
 ) -> None:
     net = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect"))
-    with pytest.raises(ValueError, match=r"0: QuantConv2d .*padding_mode='reflect'"):
-        export_qdq_onnx(calibrated(net, x), x, tmp_path / "net.onnx")
+    model = calibrated(net, x)
+    file = export_qdq_onnx(model, x, tmp_path / "net.onnx")
+    (made,), operators = run(file, x, optimised=False)
+    assert (operators["Pad"], operators["Conv"]) == (1, 1)
+    torch.testing.assert_close(made, simulate(model, x)(x), rtol=1e-4, atol=1e-5)
 
 
 def test_a_batch_that_is_a_constant_of_the_model_is_refused(

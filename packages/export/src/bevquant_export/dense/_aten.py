@@ -59,7 +59,7 @@ def as_layer(step: Step, constants: Mapping[str, Tensor]) -> Step:
             tensors={name: t for name, t in named.items() if t is not None},
         )  # fmt: skip
     if what == "hardtanh":
-        low, high = (*args[1:], *((-1.0, 1.0)[len(args) - 1 :]))
+        low, high, *_ = _filled(args[1:], (-1.0, 1.0))
         return replace(
             step, args=step.args[:1], kwargs={"min": low, "max": high},
             attributes={**step.attributes, "what": "clamp"},
@@ -87,9 +87,10 @@ def _layer(what: str, rest: list[Any], kwargs: dict[str, Any]) -> nn.Module | No
         weight, bias, stride, padding, dilation, groups = _filled(rest, (None, None, 1, 0, 1, 1))
         rank = weight.dim() - 2
         made = _CONVS[what](
-            weight.shape[1] * groups, weight.shape[0], tuple(weight.shape[2:]), _sizes(stride, rank),
-            padding if isinstance(padding, str) else _sizes(padding, rank), _sizes(dilation, rank),
-            groups, bias is not None, device="meta",
+            weight.shape[1] * groups, weight.shape[0], tuple(weight.shape[2:]),
+            _sizes(stride, rank),
+            padding if isinstance(padding, str) else _sizes(padding, rank),
+            _sizes(dilation, rank), groups, bias is not None, device="meta",
         )  # fmt: skip
         return _with(made, weight=weight, bias=bias)
     if what in _TRANSPOSED and isinstance(rest[0], Tensor):

@@ -53,6 +53,7 @@ class Graph:
         self.constants: dict[str, Array] = {}
         self.notes: list[str] = []
         self.on_cpu: list[Any] = []
+        self.forms: dict[Any, Any] = {}  # torch's, of calls that may come again
         self._taken: set[str] = set()
         self._dequantized: set[str] = set()
         self._shared: dict[tuple[Any, ...], str] = {}

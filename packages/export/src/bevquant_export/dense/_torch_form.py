@@ -53,14 +53,15 @@ def torch_form(
     free = tuple({0: torch.export.Dim.DYNAMIC} if _is_free(sizes, n) else None for n in call.names)
     made = sizes.of(step.outputs[0])
     count = len(made) if made and isinstance(made[0], tuple) else 1
-    proto = _lowered(
-        exported(
+    key = call.key(examples, free)
+    if key is None or key not in graph.forms:
+        proto = exported(
             call.eval(), examples, [f"x{i}" for i in range(len(examples))],
             [f"y{i}" for i in range(count)], OPSET,
             dynamic_shapes=(free,) if any(free) else None,
-        ),
-        graph.profile.opset,
-    )  # fmt: skip
+        )  # fmt: skip
+        graph.forms[key] = _lowered(proto, graph.profile.opset)
+    proto = graph.forms[key]
     names = _spliced(graph, step.path, proto, [read(name) for name in call.names])
     return names if made and isinstance(made[0], tuple) else names[0]
 
@@ -90,6 +91,14 @@ class _Call(nn.Module):
 
         replaced(given, note)
 
+    def key(self, examples: tuple[Tensor, ...], free: Any) -> Any:
+        """What two calls of one form have in common; ``None`` for one with values of its own."""
+        if self._values or isinstance(self._function, nn.Module):
+            return None
+        given = replaced(self._given, lambda ref: f"tensor {self.names.index(ref.name)}")
+        sizes = [(tuple(x.shape), x.dtype) for x in examples]
+        return repr((self._function, given, sizes, free))
+
     def forward(self, *tensors: Tensor) -> Any:
         held = dict(zip(self.names, tensors, strict=True))
         held |= {name: getattr(self, buffer) for name, buffer in self._values.items()}
@@ -111,7 +120,8 @@ def _is_free(sizes: Sizes, name: str) -> bool:
 def _lowered(proto: Any, opset: int) -> Any:
     """The model in an operator set, checked.
 
-    Where onnx's converter does not know an operator, the very nodes are tried there.
+    Where onnx's converter does not know an operator, the nodes are tried there: axes of reductions
+    as attributes, and without what says only what was so before.
     """
     import onnx
     from onnx.version_converter import convert_version
@@ -125,7 +135,9 @@ def _lowered(proto: Any, opset: int) -> Any:
     same.CopyFrom(proto)
     for entry in same.opset_import:
         entry.version = opset if entry.domain in ("", "ai.onnx") else entry.version
-    for make in (lambda: convert_version(proto, opset), lambda: same):
+    _without_news(same.graph, opset)
+    convert: Any = convert_version
+    for make in (lambda: convert(proto, opset), lambda: same):
         try:
             made = make()
             onnx.checker.check_model(made, full_check=True)
@@ -136,6 +148,34 @@ def _lowered(proto: Any, opset: int) -> Any:
         f"torch's form of it, {', '.join(sorted({n.op_type for n in proto.graph.node}))} of "
         f"operator set {OPSET}, is none of operator set {opset}"
     )
+
+
+def _without_news(graph: Any, opset: int) -> None:
+    """Rewrite nodes of operator set 18 that mean nothing new as earlier sets have them."""
+    from onnx import defs, helper, numpy_helper
+
+    values = {tensor.name: tensor for tensor in graph.initializer}
+    values |= {n.output[0]: n.attribute[0].t for n in graph.node if n.op_type == "Constant"}
+    for node in graph.node:
+        now, then = (defs.get_schema(node.op_type, number, "") for number in (OPSET, opset))
+        if "axes" in then.attributes and "axes" not in now.attributes and len(node.input) > 1:
+            axes = values.get(node.input[1])
+            if axes is not None:
+                del node.input[1:]
+                numbers = numpy_helper.to_array(axes).tolist()
+                node.attribute.append(helper.make_attribute("axes", numbers))
+        for attribute in [a for a in node.attribute if a.name not in then.attributes]:
+            default = now.attributes[attribute.name].default_value
+            if attribute == default or _says_nothing(node, attribute, values):
+                node.attribute.remove(attribute)
+
+
+def _says_nothing(node: Any, attribute: Any, values: Mapping[str, Any]) -> bool:
+    """Whether a zero in a Reshape's shape would be a size, and there is none."""
+    from onnx import numpy_helper
+
+    shape = values.get(node.input[1]) if attribute.name == "allowzero" else None
+    return shape is not None and 0 not in numpy_helper.to_array(shape).tolist()
 
 
 def _spliced(graph: Graph, path: str, proto: Any, inputs: list[str]) -> list[str]:
@@ -149,7 +189,7 @@ def _spliced(graph: Graph, path: str, proto: Any, inputs: list[str]) -> list[str
         inputs = [
             graph.float_operand(path, name) if graph.is_quantized(name) else name for name in inputs
         ]
-    held = dict(zip(ports, inputs, strict=True))
+    held: dict[str, str] = dict(zip(ports, inputs, strict=True))
 
     def tensor(name: str) -> str:
         if not name:
