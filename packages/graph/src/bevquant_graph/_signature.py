@@ -78,7 +78,7 @@ def arguments(example_inputs: Any) -> Arguments:
     """
     if isinstance(example_inputs, dict):
         return (), dict(example_inputs)
-    if isinstance(example_inputs, tuple) and not hasattr(example_inputs, "_fields"):
+    if isinstance(example_inputs, tuple):
         return tuple(example_inputs), {}
     return (example_inputs,), {}
 
