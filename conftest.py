@@ -1,9 +1,17 @@
 """What every test of the repository starts from."""
 
 import builtins
+from contextlib import suppress
 
 import pytest
 import torch
+
+with suppress(ImportError):  # not every package's tests ask for it
+    from hypothesis import settings
+
+    # No test goes by the clock: on a machine with other work an example may take any time.
+    settings.register_profile("bevquant", deadline=None)
+    settings.load_profile("bevquant")
 
 
 @pytest.fixture(autouse=True)

@@ -38,8 +38,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 import msgspec
 import numpy as np
 import torch
@@ -884,7 +882,12 @@ def attack(name: str, count: int, seed: int, show: Callable[[str], None] = print
     start, began = 0, time.monotonic()
     while start < count:
         command = [sys.executable, __file__, "--worker", name, str(seed), str(start), str(count)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={"OMP_NUM_THREADS": "1", **os.environ},
+        )
         assert process.stdout is not None
         current, stuck, text = start, False, b""
         heard = time.monotonic() + 600  # what it may take to make its good files

@@ -15,6 +15,10 @@ from ._calibrator import Calibrator
 __all__ = ["MaxCalibrator"]
 
 
+class _ShapeChangedError(RuntimeError, ValueError):
+    """What pytorch-quantization calls a RuntimeError here, and HistogramCalibrator a ValueError."""
+
+
 class MaxCalibrator(Calibrator):
     """Keeps the largest absolute value, per tensor or per channel.
 
@@ -64,7 +68,7 @@ class MaxCalibrator(Calibrator):
         if self._calib_amax is None:
             self._calib_amax = local.clone()
         elif local.shape != self._calib_amax.shape:
-            raise RuntimeError(
+            raise _ShapeChangedError(
                 f"{self._who()}: amax shape changed! It was {tuple(self._calib_amax.shape)}, this "
                 f"tensor of shape {tuple(x.shape)} gives {tuple(local.shape)}"
             )
