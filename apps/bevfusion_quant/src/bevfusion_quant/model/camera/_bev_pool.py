@@ -77,6 +77,9 @@ def lift_splat_pool(
         tensor([[1., 2., 3.],
                 [3., 6., 9.]])
     """
+    if torch.compiler.is_compiling() and isinstance(cells, Tensor):
+        traced: Tensor = _operator(depth, context, cells, num_cells)
+        return traced
     plan = as_plan(cells, num_cells)
     if (
         depth.dim() != 4
@@ -96,6 +99,17 @@ def lift_splat_pool(
     rows = context.permute(0, 2, 3, 1).reshape(-1, context.shape[1])
     out: Tensor = _LiftSplat.apply(depth, rows, plan)  # type: ignore[no-untyped-call]
     return out
+
+
+@torch.library.custom_op("bevfusion_quant::lift_splat_pool", mutates_args=())
+def _operator(depth: Tensor, context: Tensor, cells: Tensor, num_cells: int) -> Tensor:
+    """`lift_splat_pool` as one operator of a traced graph: its plan follows from the cells."""
+    return lift_splat_pool(depth, context, cells, num_cells)
+
+
+@_operator.register_fake
+def _(depth: Tensor, context: Tensor, cells: Tensor, num_cells: int) -> Tensor:
+    return depth.new_empty(num_cells, context.shape[1])
 
 
 def _check(name: str, tensor: Tensor, plan: PoolPlan) -> None:
