@@ -259,7 +259,7 @@ def test_the_data_set_says_where_labels_are_and_what_is_drawn() -> None:
 def test_mistakes_are_refused(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     evaluate = f"evaluate --run {runs / 'a'} --dataset street --runs {runs} --name never"
     assert main([*evaluate.split(), "--resamples", "-1"]) == 2
-    assert "neither may be negative" in capsys.readouterr().err
+    assert "must be from 0 to" in capsys.readouterr().err
     assert not (runs / "never").exists()
 
 

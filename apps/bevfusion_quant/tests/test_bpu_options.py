@@ -127,7 +127,7 @@ def test_branches_without_a_bpu_part() -> None:
         ("--target bpu --exclude encoders.lidar.backbone", "names nothing that runs on the BPU"),
         ("--target bpu --exclude nothing.like.it", "bevfusion-quant tree"),
         ("--target bpu --calibration-frames 5", "from 1 to"),
-        ("--target bpu --seed -1", "not be negative"),
+        ("--target bpu --seed -1", "must be from 0 to"),
         ("--march bayes", "goes with --target bpu"),
     ],
 )

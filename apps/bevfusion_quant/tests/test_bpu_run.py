@@ -31,7 +31,7 @@ if importlib.util.find_spec("spconv") is None:
 
 FILES = {
     "config.json", "summary.json", "report.html", "plan.json", "partition.svg", "bev.png",
-    "layers.png", "weights.safetensors",
+    "layers.png", "weights.safetensors", "page.json", "digests.json",
 }  # fmt: skip
 
 

@@ -113,8 +113,8 @@ def test_bad_weights(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_bad_settings(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = ("--points", "good.npz")
     assert "from 1 to" in refused(capsys, here, *good, "--calibration-frames", "2")
-    assert "from 1 to" in refused(capsys, here, *good, "--calibration-frames", "-1")
-    assert "not be negative" in refused(capsys, here, *good, "--seed", "-1")
+    assert "must be from 0 to" in refused(capsys, here, *good, "--calibration-frames", "-1")
+    assert "must be from 0 to" in refused(capsys, here, *good, "--seed", "-1")
     assert "cannot name a run" in refused(capsys, here, *good, "--name", "../away")
     assert "no frames given" in refused(capsys, here, "--points")
     Path("file").touch()
@@ -146,7 +146,7 @@ BAD_CAMERAS = {
     "intrinsics in other units": ({"intrinsics": NORMALISED}, r"multiply normalised ones"),
     "no rotation": ({"lidar_to_camera": [[2, 0, 0, 0], [0, 0, -1, 0], [0, 1, 0, 0], [0, 0, 0, 1]]},
                     r"not rigid"),
-    "boxes with NaN": ({"boxes": [[float("nan")] * 7]}, r"box|number|NaN"),
+    "boxes with NaN": ({"boxes": [[float("nan")] * 7]}, r"box|number|NaN|not a JSON document"),
 }  # fmt: skip
 
 

@@ -159,7 +159,7 @@ def test_what_is_no_comparison_is_refused(runs: Path, tmp_path: Path) -> None:
         ([eight, eight], "is given twice"),
         ([eight, bpu], "is a run for a BPU"),
         ([eight, part], "holds the camera branch alone, without a head"),
-        ([eight, other], "began with other weights than"),
+        ([eight, other], "is not the file that the run wrote"),
         ([eight, tmp_path], "cannot be loaded as a run"),
     ):
         with pytest.raises(InputError, match=match):
@@ -180,7 +180,7 @@ def test_the_command_refuses_before_frames_are_made(
     for options, match in (
         ("--points a.bin", "files of points have no labels"),
         ("--backend torch", "--backend torch goes with --integers"),
-        ("--resamples -1", "neither may be negative"),
+        ("--resamples -1", "must be from 0 to"),
     ):
         assert main([*start.split(), *options.split()]) == 2
         assert match in capsys.readouterr().err

@@ -155,7 +155,7 @@ def test_unreadable_images_and_calibration(folder):
     with pytest.raises(InputError, match=r"calib\.json is not a JSON document"):
         open_dataset("files", folder)
     (folder / "calib.json").write_text("[]")
-    with pytest.raises(InputError, match="a JSON object is expected, not a list"):
+    with pytest.raises(InputError, match="expected `object`, got `array`"):
         open_dataset("files", folder)
 
 

@@ -85,7 +85,7 @@ def test_the_manifest_says_what_lies_in_the_folder(runs: Path) -> None:
     assert file["checked"]["tensors"] == 30
     assert file["checked"]["wrong"] == 0
     assert file["checked"]["different"] == []
-    assert len(file["ranges"]) > 20
+    assert len(file["ranges"]) == 20
     assert all(value > 0 for value in file["ranges"].values())
 
 
@@ -219,7 +219,7 @@ def test_files_that_compute_something_else_end_the_command_with_one(
     folder = runs / "bad"
     try:
         message = captured.err.splitlines()[-1]
-        assert f"{NAME}: encoders.lidar.backbone.conv_out.0" in message
+        assert "not what the model computes" in message
         assert str(folder / "onnx") in message
         assert "Not verified" in captured.out
         told = manifest(folder)

@@ -258,7 +258,7 @@ def test_notes_and_scores_come_back_as_they_were(together: Together, tmp_path: P
 
 
 def test_records_hold_no_objects() -> None:
-    with pytest.raises(ValueError, match="wrong: a record holds numbers"):
+    with pytest.raises(ValueError, match="wrong: a file holds numbers"):
         pack({"wrong": np.array([{}], object)})
     with pytest.raises(ValueError, match="not a record"):
         unpack(b"PK\x03\x04 and so on")

@@ -249,7 +249,7 @@ def test_a_score_that_float_does_not_reach_leaves_the_table(
         ("--budget time=nan", "write time=1.2"),
         ("--budget time=0.9", "the fastest plan takes 1 of"),
         ("--budget score=200", "the largest sqnr that a model can have is 144.5"),
-        ("--budget time=1.2 --plan-rounds -1", "must not be negative"),
+        ("--budget time=1.2 --plan-rounds -1", "must be from 0 to"),
         ("--metric kl --output map", "the map has none"),
         ("--metric mAP --output map", "mAP judges the boxes"),
     ],

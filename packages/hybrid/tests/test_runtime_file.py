@@ -104,7 +104,7 @@ def test_every_damage_is_found(path) -> None:
         (save_tensors({}, metadata={"bevquant_hybrid": "[1]"}), "expected `object`"),
         (
             save_tensors({}, metadata={"bevquant_hybrid": "[" * 100_000}),
-            "levels deep|malformed|truncated",
+            "levels deep|malformed|truncated|expected `object`",
         ),
     ],
 )

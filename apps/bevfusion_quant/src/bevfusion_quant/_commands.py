@@ -474,9 +474,7 @@ def tree(
     fused = fuse_branch(model, example).model
     if stage == "fused":
         return fused.get_submodule(path)
-    quantized = quantize_branch(
-        fused, example, branch, with_head=quantize_head, first_layer=False
-    ).model
+    quantized = quantize_branch(fused, example, branch, with_head=quantize_head).model
     return quantized.get_submodule(path)
 
 

@@ -203,7 +203,9 @@ PLACES = st.tuples(st.floats(0, 1), st.integers(0, 255))
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_damaged_bytes_are_an_error_or_a_model(file, places):
-    content = bytearray(portable_bytes(graph_of_bytes(file.read_bytes()), all_layers=False))
+    content = bytearray(
+        portable_bytes(graph_of_bytes(file.read_bytes()), all_layers=False, weights="uint8")
+    )
     for place, value in places:
         content[int(place * (len(content) - 1))] = value
     with contextlib.suppress(ValueError):

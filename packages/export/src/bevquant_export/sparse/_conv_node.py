@@ -125,14 +125,14 @@ def _float_range(module: Any, seen: Seen) -> float | None:
 
 
 def _float_weight(conv: Any, module: Any, path: str) -> tuple[Tensor, tuple[float, ...]]:
-    quantizer = getattr(module, "_weight_quantizer", None)
-    half_way = quantizer is not None and not quantizer._disabled and quantizer._if_quant
-    if (conv.quantizer is not None or half_way) and not is_integer_layer(module):
+    own = [getattr(module, f"_{what}_quantizer", None) for what in ("input", "weight")]
+    quantizes = any(q is not None and not q._disabled and q._if_quant for q in own)
+    if quantizes and not is_integer_layer(module):
         raise ValueError(
             f"export_sparse_onnx: {path} quantizes its input or its weight, not both; the engine "
             "computes a layer in int8 or in fp16: enable() or disable() both quantizers"
         )
-    if conv.quantizer is not None or half_way:
+    if quantizes:
         raise ValueError(
             f"export_sparse_onnx: {path} has quantizers without an 8-bit integer form (bits, "
             "sign, activation); quantize it with 8 bits, or disable() both quantizers"

@@ -119,8 +119,8 @@ class _Follower:
 
     def _step(self, step: Step) -> None:
         what = str(step.attributes.get("what", ""))
-        if step.op in ("host", "sites"):
-            return
+        if step.op in ("host", "sites", "constant"):
+            return  # who reads a constant says so
         if step.attributes.get("ceiling") is not None:
             raise ValueError(
                 f"export_sparse_onnx: {place(step)} is followed by a ReLU6; the engine has "
