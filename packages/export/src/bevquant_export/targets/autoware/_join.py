@@ -82,6 +82,7 @@ def joined(first: ModelProto, tails: Sequence[Path]) -> ModelProto:
         entry = _fitted(model, renamed, path)
         renamed.ir_version = model.ir_version = max(model.ir_version, renamed.ir_version)
         props = {p.key: p.value for p in model.metadata_props}
+        del model.metadata_props[:], renamed.metadata_props[:]  # parts were verified by others
         model = onnx.compose.merge_models(
             model, renamed, [(entry, renamed.graph.input[0].name)], name="model"
         )
