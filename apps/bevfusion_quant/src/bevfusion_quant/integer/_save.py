@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from bevfusion_quant.ptq._branches import FOLDED_APART
 
@@ -19,14 +19,6 @@ if TYPE_CHECKING:
 __all__ = ["SavedPart", "save_parts"]
 
 WHOLE = "model"
-SIGNATURES: dict[str, Callable[[Tensor], tuple[Any, ...]]] = {
-    "encoders.camera.neck": lambda x: ([x, x, x],),
-    "encoders.camera.vtransform": lambda x: (x, x, x),
-    "encoders.lidar.backbone": lambda x: (x, x, 1),
-    "fuser": lambda x: (x, x),
-    "decoder.neck": lambda x: ([x, x],),
-}
-"""How the units are called; the others take one tensor."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +38,7 @@ class SavedPart:
 
 
 def save_parts(
-    folder: Path, model: IntegerModel, quantized_model: BEVFusion, backend: str
+    folder: Path, model: IntegerModel, quantized_model: BEVFusion, batch: Any, backend: str
 ) -> tuple[SavedPart, ...]:
     """Write the model to `folder/model`, or its units to `folder/<path>`.
 
@@ -58,17 +50,34 @@ def save_parts(
     if saved.folder:
         return (saved,)
     known = dict(quantized_model.named_modules())
-    parts = [_unit(folder, path, known[path], backend) for path in FOLDED_APART if path in known]
+    units = {path: known[path] for path in FOLDED_APART if path in known}
+    inputs = _inputs(quantized_model, units, batch)
+    parts = [_unit(folder, path, units[path], inputs[path], backend) for path in inputs]
     return (saved, *(part for part in parts if part is not None))
 
 
-def _unit(folder: Path, path: str, unit: Any, backend: str) -> SavedPart | None:
+def _inputs(model: BEVFusion, units: Mapping[str, Any], batch: Any) -> dict[str, Any]:
+    """What each unit is called with on a frame."""
+    found: dict[str, Any] = {}
+
+    def record(path: str) -> Callable[[Any, tuple[Any, ...]], None]:
+        return lambda _, args: found.setdefault(path, copy.deepcopy(args)) and None
+
+    handles = [unit.register_forward_pre_hook(record(path)) for path, unit in units.items()]
+    try:
+        with torch.no_grad():
+            model(*batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {path: found[path] for path in units if path in found}
+
+
+def _unit(folder: Path, path: str, unit: Any, example: Any, backend: str) -> SavedPart | None:
     from bevquant_int8sim import simulate
 
     if not any("_quantizer" in name for name, _ in unit.named_modules()):
         return None  # float, as the run wanted it
-    tensor = torch.zeros(1)
-    example = SIGNATURES[path](tensor) if path in SIGNATURES else (tensor,)
     try:
         model = simulate(unit, example, backend=backend)
     except ValueError as error:

@@ -155,7 +155,7 @@ def simulate_model(
     saved: tuple[SavedPart, ...] = ()
     if current_ranks().first:
         with clock.step("save integers"):
-            saved = save_parts(folder / "integer", model, quantized_model, backend)
+            saved = save_parts(folder / "integer", model, quantized_model, batches[0], backend)
     return Simulation(
         layers,
         integer_stages(layers, quantized_model.parts),
