@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from bevquant_int8sim import compare, simulate
-from bevquant_qnn import quantize_model
+from bevquant_qnn import QuantConfig, quantize_model
 from bevquant_quantizers import calibrate
 
 
@@ -166,3 +166,21 @@ def test_compare_of_a_tensor_in_integers_of_two_scales() -> None:
     x = torch.randn(2, 3, 8, 8)
     net = Two().eval()
     assert compare(net, calibrated(copy.deepcopy(net), x), [x]).wrong == ()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bits", [4, 8])
+def test_weights_on_a_tie_are_those_of_fake_quantization(bits: int) -> None:
+    """−amax/2 lies on a tie at every number of bits, and float64 would break some of them."""
+    torch.manual_seed(0)
+    layer = nn.Linear(2, 500, bias=False)
+    largest = torch.rand(500) + 0.5
+    layer.weight.copy_(torch.stack([largest, -largest / 2], 1))
+    config = QuantConfig(weight_bits=bits)
+    net = quantize_model(nn.Sequential(layer).eval(), config).model
+    calibrate(net, [torch.eye(2)])
+    (step,) = [s for s in simulate(net, torch.eye(2)).steps if s.op == "linear"]
+    quantizer = net[0]._weight_quantizer
+    amax = net[0].weight.abs().amax(1, keepdim=True)
+    wanted = (quantizer(net[0].weight) * (2 ** (bits - 1) - 1) / amax).round()
+    assert torch.equal(step.tensors["weight"].float(), wanted)

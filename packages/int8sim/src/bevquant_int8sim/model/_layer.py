@@ -12,7 +12,7 @@ from torch import Tensor
 from bevquant_int8sim._quantize import quantize, quantize_bias
 from bevquant_int8sim.model._form import Integers
 from bevquant_int8sim.model._quantizers import is_active
-from bevquant_quantizers import TensorQuantizer
+from bevquant_quantizers import TensorQuantizer, fake_quantize
 
 __all__ = ["Layer", "integer_bias", "integer_weight", "weight_problem", "weight_scale"]
 
@@ -84,7 +84,11 @@ def weight_scale(weight: Tensor, amax: Tensor | None, bits: int, path: str) -> T
 
 
 def integer_weight(weight: Tensor, scale: Tensor, bits: int, narrow: bool) -> Tensor:
-    """round(w / s), half to even, clamped to the integers of `bits`; zeros where s is 0.
+    """The integers that fake quantization rounds to; zeros where s is 0.
+
+    round(w / s), half to even, clamped to the integers of `bits`. Whether a weight lies on a tie is
+    fake quantization's word, which multiplies by (2^(bits−1) − 1)/amax in float32: of −amax/2 at
+    four bits float64 would make another integer.
 
     Args:
         weight: Float ``[out_channels, the rest]``.
@@ -93,6 +97,8 @@ def integer_weight(weight: Tensor, scale: Tensor, bits: int, narrow: bool) -> Te
         narrow: Whether the most negative integer is left out.
     """
     dead = scale == 0
+    amax = (scale * (2 ** (bits - 1) - 1)).float()[:, None]
+    weight = fake_quantize(weight, amax, bits, narrow_range=narrow)
     q = quantize(weight, scale.masked_fill(dead, 1.0), bits=bits, narrow_range=narrow)
     return torch.where(dead[:, None], torch.zeros_like(q), q)
 
