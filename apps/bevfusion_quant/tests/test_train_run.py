@@ -172,7 +172,7 @@ def test_another_runs_folder_is_refused(tmp_path: Path) -> None:
 
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / CHECKPOINT).write_bytes(b"\x10\0\0\0\0\0\0\0 nothing")
-    with pytest.raises(InputError, match="cannot be read|is not a training checkpoint"):
+    with pytest.raises(InputError, match="is not a training checkpoint"):
         train(tmp_path, config(), resume=True)
 
 

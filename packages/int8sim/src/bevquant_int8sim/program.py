@@ -23,6 +23,7 @@ Example:
 
 from __future__ import annotations
 
+from bevquant_graph import arguments
 from bevquant_int8sim.model._form import Form, Integers
 from bevquant_int8sim.model._grid_operations import grid_call, module_call
 from bevquant_int8sim.model._program import (
@@ -36,7 +37,6 @@ from bevquant_int8sim.model._program import (
     replaced,
 )
 from bevquant_int8sim.model._quantizers import integers_of, is_active
-from bevquant_int8sim.model._signature import arguments, leaf_names
 
 __all__ = [
     "Form",
@@ -51,7 +51,6 @@ __all__ = [
     "grid_call",
     "integers_of",
     "is_active",
-    "leaf_names",
     "module_call",
     "names_in",
     "replaced",

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from bevquant_int8sim.model._form import ACCUMULATORS, FLOAT, Demand, Integers
-from bevquant_int8sim.model._operation import Operation, Operations
+from bevquant_int8sim.model._operation import METADATA, Operation, Operations
 from bevquant_int8sim.model._program import names_in
-from bevquant_int8sim.model._vocabulary import METADATA
 
 __all__ = ["Demands", "addend_form", "find_demands"]
 

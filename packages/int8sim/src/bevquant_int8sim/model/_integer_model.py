@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bevquant_graph import arguments, is_sparse_tensor
 from bevquant_int8sim._backends import check_backend
 from bevquant_int8sim.model._execute import execute
 from bevquant_int8sim.model._form import ACCUMULATORS, Integers
 from bevquant_int8sim.model._fuse import fuse_residuals
 from bevquant_int8sim.model._late_floats import dequantize_late
 from bevquant_int8sim.model._program import Island, Program, Ref, Step, names_in, replaced
-from bevquant_int8sim.model._signature import arguments, bind, is_sparse_tensor
+from bevquant_int8sim.model._signature import bind
 from bevquant_int8sim.model._sites import Sites, SparseOutput, sites_of
 from bevquant_int8sim.model._sorted_rows import sort_rows
 from bevquant_int8sim.model._table import program_table

@@ -16,16 +16,16 @@ from bevquant_int8sim.model._float_sparse import FloatSparseConv
 from bevquant_int8sim.model._grid_operations import max_pool, require, resize
 from bevquant_int8sim.model._method import Method
 from bevquant_int8sim.model._opaque_call import OpaqueCall
+from bevquant_int8sim.model._operation import METADATA
 from bevquant_int8sim.model._quantizers import is_active
 from bevquant_int8sim.model._sites import Geometry, convolved_sites, dense, pooled
-from bevquant_int8sim.model._vocabulary import METADATA, SITES_METADATA
 
 __all__ = [
     "READABLE", "function_name", "module_config", "named_function", "rebuilt_module",
 ]  # fmt: skip
 
 # Attributes that a saved program may read.
-READABLE = METADATA | SITES_METADATA | {"T", "mT", "dtype"}
+READABLE = METADATA | {"indices", "spatial_shape", "batch_size", "T", "mT", "dtype"}
 _OPERATORS = "add sub mul truediv floordiv mod pow neg matmul getitem eq ne lt le gt ge iadd imul"
 _TORCH = (
     "abs add bmm cat clamp concat div exp flatten floor index_select log matmul max maximum mean "

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bevquant_graph import CaptureError, Graph, capture
+from bevquant_graph import CaptureError, Graph, arguments, capture, flatten
 from bevquant_int8sim._quantize import dequantize
 from bevquant_int8sim.model._form import ACCUMULATORS, Integers
 from bevquant_int8sim.model._integer_model import IntegerModel
@@ -17,7 +17,6 @@ from bevquant_int8sim.model._lower import lower
 from bevquant_int8sim.model._program import Step
 from bevquant_int8sim.model._quantizers import check_calibrated
 from bevquant_int8sim.model._read_graph import read_graph
-from bevquant_int8sim.model._signature import arguments, leaves
 from bevquant_int8sim.model._traced_source import Source
 from bevquant_int8sim.model._verify import verify as verify_model
 
@@ -85,7 +84,7 @@ def simulate(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"simulate: expected a torch module, got {type(model).__name__}")
-    if next(leaves(list(arguments(example_inputs)), numbers=False), None) is None:
+    if not flatten(arguments(example_inputs))[0]:
         raise ValueError(
             "simulate: example_inputs hold no tensor; give what one call of the model takes"
         )

@@ -36,9 +36,9 @@ def verify(integer: IntegerModel, example_inputs: Any) -> None:
 
     steps: one for a value on the border of two integers, b for the bias, which is rounded to half
     a unit of the accumulator, and e for the fake-quantized model's own float32 sums,
-    2⁻¹⁴·Σ|w|·max|x|. Bilinear resizing of integers rounds once more. What is held in floats may differ by b + e and 2⁻¹² of its largest
-    value, or by noise 40 dB below it. As every step is judged on the same inputs, neither the depth
-    of a model nor its data move these bounds.
+    2⁻¹⁴·Σ|w|·max|x|. Bilinear resizing of integers rounds once more. What is held in floats may
+    differ by b + e and 2⁻¹² of its largest value, or by noise 40 dB below it. As every step is
+    judged on the same inputs, neither the depth of a model nor its data move these bounds.
 
     Raises:
         ValueError: The first step beyond its bound is named.
