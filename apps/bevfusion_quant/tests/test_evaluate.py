@@ -81,7 +81,8 @@ def test_other_frames_are_compared_and_the_run_stays_as_it_is(
     evaluation = runs / "evaluate"
     assert str(evaluation / "report.html") in capsys.readouterr().out
     assert {p.name for p in evaluation.iterdir()} == {
-        "summary.json", "config.json", "report.html", "bev.png", "layers.png",
+        "summary.json", "config.json", "page.json", "digests.json",
+        "report.html", "bev.png", "layers.png",
     }  # fmt: skip
     written = summary(evaluation)
     assert [frame["name"] for frame in written["frames"]] == ["street_3", "street_4"]

@@ -62,7 +62,7 @@ def summary() -> dict[str, object]:
 
 def test_trap_49_points_at_zero(capsys: pytest.CaptureFixture[str]) -> None:
     points = np.zeros((2000, 5), np.float32)
-    code, told, error = ptq(capsys, zeros=points)
+    code, told, error = ptq(capsys, "--quantize-first-layer", zeros=points)
     assert code == 1
     assert "the calibration cannot be right" in error
     assert "encoders.lidar, zeros: few voxels: 2,000 points in 1 voxel; " in error
@@ -82,7 +82,9 @@ def test_trap_49_copies_of_one_point_are_allowed_where_one_says_so(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     points = np.tile(np.float32([[12.3, -4.5, 0.6, 70, 0]]), (10_000, 1))
-    code, told, error = ptq(capsys, "--allow-poor-calibration", copies=points)
+    code, told, error = ptq(
+        capsys, "--allow-poor-calibration", "--quantize-first-layer", copies=points
+    )
     assert code == 0
     assert "copies: few voxels: 10,000 points in 1 voxel; " in told
     assert "few values: 5 values, and integers have 128 magnitudes" in told
@@ -96,7 +98,9 @@ def test_trap_49_copies_of_one_point_are_allowed_where_one_says_so(
 
 def test_trap_49_one_broken_frame_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     """1 % broken intensities: the frame by name, from the file and from the ranges."""
-    code, told, error = ptq(capsys, good=cloud(), bad=cloud(2, broken=100))
+    code, told, error = ptq(
+        capsys, "--quantize-first-layer", good=cloud(), bad=cloud(2, broken=100)
+    )
     assert code == 1
     assert "bad: intensity: 30 of 3,000 intensities lie outside 0..255, from 0 to 3e+38" in error
     assert "conv_input.0._input_quantizer, bad: float16: " in told

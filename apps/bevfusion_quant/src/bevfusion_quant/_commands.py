@@ -32,7 +32,6 @@ from bevfusion_quant.model import (
     trained_weights,
 )
 from bevfusion_quant.ptq import (
-    FLOAT_FILE,
     EvaluateResult,
     PtqConfig,
     PtqResult,
@@ -49,6 +48,7 @@ from bevfusion_quant.ptq import (
     run_evaluate,
     run_ptq,
     stage_table,
+    written_text,
 )
 from bevfusion_quant.ranks import current_ranks
 
@@ -309,8 +309,7 @@ def _compare(options: Compare, command: str) -> str:
     parts = (
         *comparison_text(result.comparison),
         _end((), result.seconds, result.peak_memory_mib),
-        f"Written to {result.folder}: summary.json, config.json",
-        f"Page: {(result.folder / 'report.html').absolute()}",
+        *written_text(result.folder),
     )
     return "\n" + "\n\n".join(parts)
 
@@ -356,9 +355,7 @@ def _sensitivity(options: Sensitivity, command: str) -> str:
     parts = (
         *sensitivity_text(result.outcome),
         _end((), result.seconds, result.peak_memory_mib),
-        f"Written to {result.folder}: summary.json, config.json, sensitivity.json"
-        + (", plan.json" if result.outcome.plan is not None else ""),
-        f"Page: {(result.folder / 'report.html').absolute()}",
+        *written_text(result.folder),
     )
     text = "\n" + "\n\n".join(parts)
     if result.outcome.refusal:
@@ -402,8 +399,7 @@ def _export(options: Export, command: str) -> str:
     parts = (
         *export_text(result.exported),
         _end((), result.seconds, result.peak_memory_mib),
-        f"Written to {result.folder}: summary.json, config.json, onnx/",
-        f"Page: {(result.folder / 'report.html').absolute()}",
+        *written_text(result.folder),
     )
     return _verified("\n" + "\n\n".join(parts), result.exported)
 
@@ -424,11 +420,9 @@ def _report_page(options: Report, command: str) -> str:
         overwrite=options.overwrite,
         command=command,
     )
-    printed = ", report.pdf" if options.pdf else ""
     parts = (
         *review_text(result),
-        f"Written to {result.folder}: summary.json, config.json{printed}",
-        f"Page: {(result.folder / 'report.html').absolute()}",
+        *written_text(result.folder),
     )
     return "\n" + "\n\n".join(parts)
 
@@ -493,13 +487,7 @@ def _report(result: PtqResult | EvaluateResult, *, allow_poor: bool = False) -> 
         *_accuracy(result),
         *_files(result),
         _end(getattr(result, "warnings", ()), result.seconds, result.peak_memory_mib),
-        f"Written to {result.folder}: summary.json, config.json, bev.png, layers.png"
-        + (", ranges.json, weights.safetensors" if isinstance(result, PtqResult) else "")
-        + (f", {FLOAT_FILE}" if (result.folder / FLOAT_FILE).exists() else "")
-        + (", plan.json" if (result.folder / "plan.json").exists() else "")
-        + (", integer/" if result.simulation else "")
-        + (", onnx/" if getattr(result, "exported", None) else ""),
-        f"Page: {(result.folder / 'report.html').absolute()}",
+        *written_text(result.folder),
     )
     text = _verified("\n" + "\n\n".join(parts), getattr(result, "exported", None))
     return _calibrated(text, getattr(result, "findings", ()), allow_poor=allow_poor)
@@ -525,9 +513,7 @@ def _report_bpu(result: BpuResult, *, allow_poor: bool = False) -> str:
     parts = (
         *bpu_text(result.outcome),
         _end(result.warnings, result.seconds, result.peak_memory_mib),
-        f"Written to {result.folder}: summary.json, config.json, plan.json, partition.svg, "
-        "bev.png, layers.png" + (", weights.safetensors" if result.holds_model else ""),
-        f"Page: {(result.folder / 'report.html').absolute()}",
+        *written_text(result.folder),
     )
     return _calibrated("\n" + "\n\n".join(parts), result.findings, allow_poor=allow_poor)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,17 +100,22 @@ def _quantized(
         output_names=list(piece.file.outputs),
         **more,
     )
-    if made.sum_ranges:  # the integer model adds as the file does
-        piece = replace(piece, lower=partial(_with_sums, made.sum_ranges))
     return Written(
-        piece, path, made, engine.name, runs_in_float=tuple(made.floats), notes=tuple(made.notes)
+        _lowered(piece, made),
+        path,
+        made,
+        engine.name,
+        runs_in_float=tuple(made.floats),
+        notes=tuple(made.notes),
     )
 
 
-def _with_sums(sums: Mapping[str, float], module: Any, args: tuple[Any, ...]) -> Callable[..., Any]:
-    from bevquant_int8sim import simulate
-
-    return simulate(module, args, integer_sums=sums)
+def _lowered(piece: Piece, made: Any) -> Piece:
+    """The piece with the integers that its file was written from."""
+    integers = made.integer_model
+    if piece.lower is None or integers is None:
+        return piece
+    return replace(piece, lower=lambda module, args: integers)
 
 
 def _float(piece: Piece, args: tuple[Any, ...], path: Path, engine: Any) -> Written:
@@ -170,6 +174,7 @@ def _sparse(
         for layer in made.layers
         if layer.precision != "int8"
     )
+    piece = _lowered(piece, made)
     if dialect == "portable":  # takes any number of voxels
         return Written(piece, path, made, "portable", runs_in_float=floats)
     bound = max(bounds, default=None)

@@ -24,9 +24,8 @@ from bevfusion_quant.ptq._quantizer_values import (
     QuantizerValues,
     watch_quantizers,
 )
-from bevfusion_quant.ptq._record import FLOAT_FILE
 from bevfusion_quant.ptq._run import PtqResult, run_ptq
-from bevfusion_quant.ptq._run_folder import free_name, run_folder
+from bevfusion_quant.ptq._run_folder import free_name, run_folder, written_text
 from bevfusion_quant.ptq._stage_maps import StageMaps, StageRow
 from bevfusion_quant.ptq._stages import (
     Method,
@@ -39,7 +38,6 @@ from bevfusion_quant.ptq._stages import (
 from bevfusion_quant.ptq._summary import agreement_text, layer_table, stage_table
 
 __all__ = [
-    "FLOAT_FILE",
     "AgreementRow",
     "Branch",
     "Comparison",
@@ -82,4 +80,5 @@ __all__ = [
     "run_ptq",
     "stage_table",
     "watch_quantizers",
+    "written_text",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bevfusion_quant.ptq import free_name
+from bevfusion_quant.ptq import free_name, written_text
 from bevfusion_quant.qat._config import QatConfig
 from bevfusion_quant.qat._run import QatResult, run_qat
 from bevfusion_quant.qat._start import read_trainable
@@ -70,7 +70,6 @@ def qat_text(result: QatResult) -> str:
         table,
         *judged,
         f"{result.steps} steps in {result.seconds['train']:,.0f} s",
-        f"Written to {result.folder}: weights.safetensors, ranges.json, config.json, summary.json",
-        f"Page: {(result.folder / 'report.html').absolute()}",
+        *written_text(result.folder),
     ]
     return "\n" + "\n\n".join(parts)

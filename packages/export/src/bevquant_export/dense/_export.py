@@ -18,6 +18,7 @@ from bevquant_export.dense._model_file import assemble
 from bevquant_export.dense._ports import input_names as named_inputs
 from bevquant_export.dense._ports import output_names as named_outputs
 from bevquant_export.dense._profile import profile_of
+from bevquant_export.dense._program_of import integer_model
 from bevquant_export.dense._sizes import Sizes
 from bevquant_export.dense._source import read_model
 from bevquant_export.dense._verify import verified
@@ -161,6 +162,7 @@ def export_qdq_onnx(
         notes=(*graph.notes, *fixed),
         run_on_cpu=on_cpu if chosen.name == "horizon" else (),
         sum_ranges=dict(source.sum_ranges),
+        integer_model=integer_model(source.integer),
     )
     if verify:
         ran, rows = verified(

@@ -10,7 +10,7 @@ from torch import nn
 from bevquant_int8sim import IntegerModel, simulate
 from bevquant_int8sim.program import Program, Ref, Step, arguments, names_in
 
-__all__ = ["Observe", "QdqProgram", "Sums", "inputs_of", "is_simulated", "program_of"]
+__all__ = ["Observe", "QdqProgram", "Sums", "inputs_of", "integer_model", "program_of"]
 
 Observe = Callable[[Step, tuple[Any, ...], tuple[Any, ...]], None]
 Sums = bool | Mapping[str, float]
@@ -53,33 +53,33 @@ class _Simulated:
 
     def __init__(self, model: nn.Module, args: Any, sums: Sums, verify: bool) -> None:
         try:
-            self._integer: IntegerModel = simulate(model, args, integer_sums=sums, verify=verify)
+            self.model: IntegerModel = simulate(model, args, integer_sums=sums, verify=verify)
         except (TypeError, ValueError) as error:
             message = str(error).replace("simulate:", "export_qdq_onnx:", 1)
             raise type(error)(message) from error
 
     @property
     def program(self) -> Program:
-        return self._integer.program
+        return self.model.program
 
     @property
     def sum_ranges(self) -> Mapping[str, float]:
-        return self._integer.sum_ranges
+        return self.model.sum_ranges
 
     @property
     def names(self) -> Mapping[str, str]:
-        assert self._integer.source is not None
-        called = self._integer.source.graph.input_names
+        assert self.model.source is not None
+        called = self.model.source.graph.input_names
         return dict(zip(names_in(self.program.signature), called, strict=True))
 
     def run(self, inputs: Any, *, observe: Observe) -> Any:
-        returned, _ = self._integer.run(inputs, record=False, observe=observe)
+        returned, _ = self.model.run(inputs, record=False, observe=observe)
         return returned
 
 
-def is_simulated(program: QdqProgram) -> bool:
-    """Whether the program is that of an `IntegerModel`, whose every sum is exact."""
-    return isinstance(program, _Simulated)
+def integer_model(program: QdqProgram) -> IntegerModel | None:
+    """The `IntegerModel`, whose every sum is exact, where the program is that of one."""
+    return program.model if isinstance(program, _Simulated) else None
 
 
 def program_of(model: nn.Module, args: Any, sums: Sums = False, *, verify: bool) -> QdqProgram:

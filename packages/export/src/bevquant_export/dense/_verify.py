@@ -9,7 +9,7 @@ import numpy as np
 from bevquant_export.dense._compare import TensorDifference, compared
 from bevquant_export.dense._graph import Array
 from bevquant_export.dense._profile import profile_of
-from bevquant_export.dense._program_of import QdqProgram, is_simulated
+from bevquant_export.dense._program_of import QdqProgram, integer_model
 from bevquant_export.dense._runnable import any_session
 from bevquant_export.dense._written import QdqFile
 
@@ -50,9 +50,9 @@ def verified(
     rows, outputs = compared(file, content, integer, args, run_in, outputs=True)
     profile = profile_of(file.profile)
     share = _FLOAT_SUMS if profile.half else 0.0
-    if not is_simulated(integer):
+    if integer_model(integer) is None:
         share = _FLOAT_BIASES if profile.integer_bias else _FLOAT_SUMS
-    rounded_sums = integer_sums and not is_simulated(integer)
+    rounded_sums = integer_sums and integer_model(integer) is None
     for row in rows:
         most = 1.0 if rounded_sums and row.op == "add" else share
         few = row.largest <= 1 and row.unexplained <= max(_FEW, most * row.elements)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from bevquant_export.dense._compare import TensorDifference
+    from bevquant_int8sim import IntegerModel
 
 __all__ = ["QdqFile"]
 
@@ -34,6 +35,8 @@ class QdqFile:
         verified: What ran the file on the example inputs before it got its name, as in its
             metadata; ``"no"`` where nothing did.
         differences: What was found, tensor by tensor, as from `compare_qdq_onnx`.
+        integer_model: What it was written from and held against; None where another package read
+            its own model.
     """
 
     path: Path
@@ -49,3 +52,4 @@ class QdqFile:
     sum_ranges: Mapping[str, float] = field(default_factory=dict)
     verified: str = "no"
     differences: tuple[TensorDifference, ...] = ()
+    integer_model: IntegerModel | None = field(default=None, repr=False, compare=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +10,7 @@ from bevquant_export.sparse._graph import Add, Conv, Graph
 
 if TYPE_CHECKING:
     from bevquant_export.sparse._compare import LayerDifference
+    from bevquant_int8sim import IntegerModel
 
 __all__ = ["SparseExport", "SparseLayer", "layers_of"]
 
@@ -45,12 +46,14 @@ class SparseExport:
         verified: What ran the file on the example inputs before it got its name, as in its
             metadata; ``"no"`` where nothing did.
         differences: What was found, layer by layer, as from `compare_sparse_onnx`.
+        integer_model: What it was written from and held against; None where a file was lowered.
     """
 
     path: Path
     layers: tuple[SparseLayer, ...]
     verified: str = "no"
     differences: tuple[LayerDifference, ...] = ()
+    integer_model: IntegerModel | None = field(default=None, repr=False, compare=False)
 
 
 def layers_of(graph: Graph) -> tuple[SparseLayer, ...]:
