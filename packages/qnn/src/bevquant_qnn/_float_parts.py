@@ -19,8 +19,8 @@ __all__ = ["PRODUCTS", "float_functions", "float_layers"]
 # them or are fused into a layer. Additions have their own notes.
 _COMPUTES = frozenset({"float", "layer", "norm", "resize", "avg_pool"})
 _MOVES = frozenset(
-    "SparseConvTensor _to_copy adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d copy cpu "
-    "cuda data dense dtype empty_like features float half int long new_empty new_zeros "
+    "SparseConvTensor _to_copy adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d copy "
+    "cpu cuda data dense dtype empty_like features float half int long new_empty new_zeros "
     "replace_feature setattr to to_dense type type_as zeros_like".split()
 )
 PRODUCTS = {
