@@ -27,6 +27,13 @@ def added(x, y):
     return x + y
 
 
+def added_in_float(x, y):
+    return x + y
+
+
+torch.fx.wrap("added_in_float")
+
+
 class Branching(nn.Module):
     """A residual sum on either way, by a helper that both ways call."""
 
@@ -52,6 +59,21 @@ def test_a_way_that_the_example_did_not_take_stays_float():
     assert seen == []
     model(x)
     assert len(seen) == 2  # as the input of the convolution, and in the sum
+
+
+class Told(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = conv()
+
+    def forward(self, x):
+        return added_in_float(self.conv(x), x)
+
+
+@pytest.mark.parametrize("observed", [True, False])
+def test_what_fx_was_told_not_to_look_into_stays_float(observed):
+    result = qnn.quantize_model(Told().eval(), example_inputs=images() if observed else None)
+    assert [item.path for item in result.quantized] == ["conv"]
 
 
 class Chain(nn.Module):

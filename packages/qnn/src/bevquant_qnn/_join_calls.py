@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.fx import _symbolic_trace
 from torch.overrides import TorchFunctionMode
 
 __all__ = [
@@ -270,11 +271,20 @@ def _restored(make: Any, args: tuple[Any, ...], plan: Plan) -> nn.Module:
 
 
 def _frames_between(frame: FrameType | None, forward: FrameType | None) -> list[FrameType]:
-    """Frames from a call up to the forward that is asked for; none where a child's is nearer."""
+    """Frames from a call up to the forward that is asked for.
+
+    None where a child's forward is nearer, or a function of which the author said
+    ``torch.fx.wrap(name)``: that it is one step, and nobody is to look inside.
+    """
     found = []
     while frame is not None and frame.f_code not in CALLS:
         found.append(frame)
-        frame = frame.f_back
+        name, frame = frame.f_code.co_name, frame.f_back
+        if (
+            frame is not None
+            and (id(frame.f_globals), name) in _symbolic_trace._wrapped_fns_to_patch
+        ):
+            return []
     return found if frame is not None and frame is forward else []
 
 
