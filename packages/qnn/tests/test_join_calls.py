@@ -142,6 +142,15 @@ def test_the_graph_of_a_quantized_model_shows_the_quantizers():
     assert torch.equal(graph.replay(images(2)), model(images(2)))
 
 
+def test_a_compiled_model_adds_as_the_model_does():
+    model, x = nn.Sequential(conv(), Branching(), nn.ReLU()).eval(), images()
+    qnn.quantize_model(model, example_inputs=x)
+    for module in model.modules():
+        if isinstance(module, TensorQuantizer) and module.axis is None:
+            module.amax = 0.5
+    assert torch.equal(torch.compile(model, backend="eager")(x), model(x))
+
+
 def test_gradients_reach_both_operands():
     model, x = Branching(), images().requires_grad_()
     qnn.quantize_model(model, example_inputs=x.detach())

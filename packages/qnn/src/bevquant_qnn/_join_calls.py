@@ -40,6 +40,7 @@ __all__ = [
 
 _ADDS = frozenset({torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__iadd__})
 _CATS = frozenset({torch.cat, torch.concat, torch.concatenate})
+_JOINS = _ADDS | _CATS
 _BASE, _PLAN = "_bevquant_float_class", "_bevquant_joins"
 
 
@@ -114,7 +115,7 @@ class Recorder:
     apart: set[tuple[nn.Module, Site]] = field(default_factory=set)
 
 
-class _Joins(TorchFunctionMode):
+class _JoinMode(TorchFunctionMode):
     """Entered for one call of `module`."""
 
     def __init__(
@@ -131,9 +132,11 @@ class _Joins(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func not in _JOINS:  # every function of torch comes here, so this is quick
+            return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
         kind = _kind(func, args, kwargs)
-        if kind is None or (self.note is None and not self.plan):
+        if kind is None:
             return func(*args, **kwargs)
         frames = _frames_between(sys._getframe(1), self.frame)
         if not frames:
@@ -226,7 +229,7 @@ def _made(base: type[Any], plan: Plan, recorder: Recorder | None) -> type[Any]:
 
     @functools.wraps(base.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        joins = _Joins(self, places, recorder)
+        joins = _JoinMode(self, places, recorder)
         joins.frame = sys._getframe()
         try:
             with joins:
@@ -238,7 +241,9 @@ def _made(base: type[Any], plan: Plan, recorder: Recorder | None) -> type[Any]:
 
     forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
     names = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
-    made = {**names, _BASE: base, _PLAN: plan, "forward": forward, "__reduce_ex__": _reduce}
+    # torch.compile cannot ask for frames; it runs these forwards as they are.
+    eager = torch.compiler.disable(forward)
+    made = {**names, _BASE: base, _PLAN: plan, "forward": eager, "__reduce_ex__": _reduce}
     return type(base.__name__, (base,), made)
 
 
