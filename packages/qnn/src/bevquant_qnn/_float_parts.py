@@ -70,7 +70,7 @@ def float_functions(steps: Steps, module: nn.Module, *, products: bool) -> tuple
             spec = steps.spec(node)
             product = spec.kind == "layer" or spec.name in PRODUCTS
             if spec.kind in _COMPUTES and spec.name not in _MOVES and (products or not product):
-                names[spec.name] = None
+                names["interpolate" if spec.kind == "resize" else spec.name] = None
     return tuple(names)
 
 
