@@ -74,6 +74,7 @@ def everything() -> dict[str, str]:
         "quantizers": "numba,progress,test",
         "int8sim": "numba,cpu,test",
         "hybrid": "onnx,test",
+        "bev_data": "test",
     }
     return {m: extras.get(m, "cpu,test") for m in MEMBERS}
 

@@ -47,7 +47,7 @@ class Repeated(Sequence[Any]):
 
 def write_streets(folder: Path) -> None:
     """The frames on disk, as `--dataset files` reads them."""
-    from bevfusion_quant.datasets import write_frame_folder
+    from bev_data.datasets import write_frame_folder
     from bevfusion_quant.scenes import street_frame
 
     for seed in range(STREETS):

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from bev_data.voxelize import Voxelization
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.model._config import CONFIGS, CameraConfig
 from bevfusion_quant.model.camera import DepthLSSTransform
-from bevfusion_quant.voxelize import Voxelization
 
 SMALL = CameraConfig(
     image_size=(16, 24),

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bevfusion_quant.cameras import CAMERA_NAMES, Camera, prepare_cameras, project
+from bev_data.cameras import CAMERA_NAMES, Camera, prepare_cameras, project
 from bevfusion_quant.model import CONFIGS
 from bevfusion_quant.model.camera import DepthLSSTransform
 

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 import torch
 
+from bev_data.datasets import write_frame_folder
 from bevfusion_quant.cli import main
-from bevfusion_quant.datasets import write_frame_folder
 from bevfusion_quant.model import CONFIGS, build_model
 from bevfusion_quant.scenes import street_frame
 

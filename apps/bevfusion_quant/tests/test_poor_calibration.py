@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
+from bev_data.points import Frame, VoxelData, read_points
 from bevfusion_quant.cli import main
-from bevfusion_quant.points import Frame, VoxelData, read_points
 from bevfusion_quant.ptq import FrameBatches, PoorData, calibrate_branch, finding_lines
 from bevfusion_quant.ptq._frame_record import FrameNote, note_of, note_record
 from bevfusion_quant.ptq._poor_data import frame_findings

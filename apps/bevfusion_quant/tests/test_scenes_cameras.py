@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bevfusion_quant.cameras import CAMERA_NAMES
+from bev_data.cameras import CAMERA_NAMES
 from bevfusion_quant.scenes import (
     RIGS,
     CameraMount,

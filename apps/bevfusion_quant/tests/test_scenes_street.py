@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from bev_data.voxelize import Voxelizer
 from bevfusion_quant.scenes import (
     EgoPath,
     Material,
@@ -22,7 +23,6 @@ from bevfusion_quant.scenes import (
     street_frame,
 )
 from bevfusion_quant.scenes import _scan as scan_module
-from bevfusion_quant.voxelize import Voxelizer
 
 SMALL = {"beams": 16, "azimuth_steps": 180, "sweeps": 3}
 

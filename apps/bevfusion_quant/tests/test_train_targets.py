@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bev_data.points import Labels
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.model.head import HeadConfig, decode, rotated_iou
-from bevfusion_quant.points import Labels
 from bevfusion_quant.train import (
     Targets,
     assign,

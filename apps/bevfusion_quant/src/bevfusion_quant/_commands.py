@@ -57,10 +57,10 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from bev_data.metrics import Bootstrap
+    from bev_data.points import Frame
     from bevfusion_quant.bpu import BpuResult
     from bevfusion_quant.export import ExportedSet
-    from bevfusion_quant.metrics import Bootstrap
-    from bevfusion_quant.points import Frame
     from bevfusion_quant.ptq import Branch, PoorData
 
 __all__ = ["check_processes", "execute", "tree"]
@@ -321,7 +321,7 @@ def _frames_for(config: Mapping[str, Any], options: FrameOptions) -> Sequence[Fr
 
 
 def _bootstrap(options: Evaluate | Compare) -> Bootstrap:
-    from bevfusion_quant.metrics import Bootstrap
+    from bev_data.metrics import Bootstrap
 
     if options.resamples < 0 or options.resample_seed < 0:
         raise InputError(
@@ -526,7 +526,7 @@ def _end(warnings: Sequence[str], seconds: Mapping[str, float], peak: float) -> 
 
 def _accuracy(result: PtqResult | EvaluateResult) -> tuple[str, ...]:
     """What is found of what is labelled, where an evaluation had labels."""
-    from bevfusion_quant.metrics import accuracy_text
+    from bev_data.metrics import accuracy_text
 
     accuracy = getattr(result, "accuracy", None)
     return () if accuracy is None else ("Against labels", accuracy_text(accuracy))

@@ -36,10 +36,10 @@ from bevfusion_quant.ptq._stage_maps import whole_output
 from bevfusion_quant.ptq._sums import relative_change
 
 if TYPE_CHECKING:
+    from bev_data.metrics import AccuracyTally, Bootstrap
+    from bev_data.points import Frame
     from bevfusion_quant.bpu._config import BpuConfig
     from bevfusion_quant.bpu._quantize import Forms
-    from bevfusion_quant.metrics import AccuracyTally, Bootstrap
-    from bevfusion_quant.points import Frame
 
 __all__ = ["run_bpu", "run_bpu_evaluate"]
 

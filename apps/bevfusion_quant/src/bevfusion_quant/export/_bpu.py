@@ -17,10 +17,10 @@ from bevfusion_quant.ptq import FrameBatches, example_batch, fuse_branch
 if TYPE_CHECKING:
     from torch import nn
 
+    from bev_data.points import Frame
     from bevfusion_quant.bpu import LoadedBpuRun
     from bevfusion_quant.export._outcome import ExportedSet
     from bevfusion_quant.model import BEVFusion
-    from bevfusion_quant.points import Frame
     from bevfusion_quant.ptq._clock import Clock
 
 __all__ = ["export_bpu"]

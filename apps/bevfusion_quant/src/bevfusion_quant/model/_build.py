@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from bev_data.voxelize import Voxelization
 from bevfusion_quant.model._fuser import ConvFuser
 from bevfusion_quant.model._model import BEVFusion
 from bevfusion_quant.model._parts import PARTS, check_parts
 from bevfusion_quant.model._second import SECOND, SECONDFPN
 from bevfusion_quant.model._sizes import check_sizes
-from bevfusion_quant.voxelize import Voxelization
 
 if TYPE_CHECKING:
     from bevfusion_quant.model._config import BEVFusionConfig, CameraConfig, LidarConfig

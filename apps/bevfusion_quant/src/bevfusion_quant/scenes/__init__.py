@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bevfusion_quant.scenes._dataset import open_streets
 from bevfusion_quant.scenes._frame import SIZES, SceneSettings, street_frame
 from bevfusion_quant.scenes._ground import Ground
 from bevfusion_quant.scenes._lidar import SpinningLidar
@@ -28,6 +29,7 @@ __all__ = [
     "SpinningLidar",
     "Street",
     "build_street",
+    "open_streets",
     "render_street",
     "scan_street",
     "street_frame",

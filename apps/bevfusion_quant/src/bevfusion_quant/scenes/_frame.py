@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeVar
 
-from bevfusion_quant.points import Frame
+from bev_data.points import Frame
 from bevfusion_quant.scenes._labels import scanner_pose
 from bevfusion_quant.scenes._lidar import SpinningLidar
 from bevfusion_quant.scenes._render import Picture, render_street

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from bevfusion_quant.points import Labels
+from bev_data.points import Labels
 from bevfusion_quant.scenes._raycast import ground_heights
 from bevfusion_quant.scenes._solid_arrays import SolidArrays
 from bevfusion_quant.scenes._solids import unit

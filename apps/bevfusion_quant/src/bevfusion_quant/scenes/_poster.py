@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from bevfusion_quant.points import Frame, Labels
+from bev_data.points import Frame, Labels
 from bevfusion_quant.scenes._frame import street_frame
 from bevfusion_quant.scenes._rig import RIGS
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from bevfusion_quant.cameras import Camera
+from bev_data.cameras import Camera
 from bevfusion_quant.scenes._candidates import candidates_by_cell, screen_rectangles
 from bevfusion_quant.scenes._daylight import make_daylight
 from bevfusion_quant.scenes._labels import Pose

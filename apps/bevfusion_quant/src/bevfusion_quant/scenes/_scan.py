@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from bevfusion_quant.points import Labels
+from bev_data.points import Labels
 from bevfusion_quant.scenes._candidates import candidates_by_column
 from bevfusion_quant.scenes._labels import Pose, into_frame, labels_of, scanner_pose
 from bevfusion_quant.scenes._lidar import SpinningLidar

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from bev_data.points import Labels
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.points import Labels
 
 __all__ = ["Augmentation", "Motion"]
 

@@ -10,16 +10,22 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from bev_data.cameras import (
+    CAMERA_NAMES,
+    IMAGE_MEAN,
+    IMAGE_STD,
+    depth_images,
+    order_cameras,
+    prepare_cameras,
+)
+from bev_data.points import Labels
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.cameras import CAMERA_NAMES, depth_images, order_cameras, prepare_cameras
-from bevfusion_quant.cameras._prepare import _MEAN, _STD
-from bevfusion_quant.points import Labels
 from bevquant_quantizers.documents import read_arrays, write_arrays
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bevfusion_quant.points import Frame
+    from bev_data.points import Frame
 
 __all__ = ["CompactFrame", "compact"]
 
@@ -72,8 +78,8 @@ class CompactFrame:
         """float32 [cameras, 3, height, width], normalised as `prepare_cameras` does."""
         values = self.images.astype(np.float32)
         values /= 255
-        values -= _MEAN[:, None, None]
-        values /= _STD[:, None, None]
+        values -= IMAGE_MEAN[:, None, None]
+        values /= IMAGE_STD[:, None, None]
         return torch.from_numpy(values)
 
     def save(self, path: Path) -> None:
@@ -167,7 +173,7 @@ def compact(
             raise InputError(
                 f"{frame.name}: {error}; --cameras names the ones to use where a frame has fewer"
             ) from error
-        shown = inputs.images.numpy() * _STD[:, None, None] + _MEAN[:, None, None]
+        shown = inputs.images.numpy() * IMAGE_STD[:, None, None] + IMAGE_MEAN[:, None, None]
         images = np.rint(shown * 255).clip(0, 255).astype(np.uint8)
         depth = depth_images(points, inputs, image_size).numpy().astype(np.float16)
         calibration = np.tile(np.eye(4), (3, len(images), 1, 1))

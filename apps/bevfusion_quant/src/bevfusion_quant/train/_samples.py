@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from bev_data.voxelize import VoxelizeError
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.model import Batch
 from bevfusion_quant.train._augment import Motion
 from bevfusion_quant.train._targets import Targets, targets_of
-from bevfusion_quant.voxelize import VoxelizeError
 
 if TYPE_CHECKING:
     from bevfusion_quant.model import BEVFusion

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
+    from bev_data.points import Labels
     from bevfusion_quant.model.head import HeadConfig
-    from bevfusion_quant.points import Labels
 
 __all__ = ["Targets", "decode_boxes", "encode_boxes", "targets_of"]
 

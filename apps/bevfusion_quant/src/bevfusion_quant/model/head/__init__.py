@@ -1,10 +1,10 @@
 """mit-bevfusion's TransFusion head: from the fused bird's-eye view to boxes."""
 
-from bevfusion_quant.model.head._config import NMS_KINDS, NUSCENES_CLASSES, HeadConfig
-from bevfusion_quant.model.head._decode import Detections, decode
+from bev_data.boxes import NUSCENES_CLASSES, Detections, rotated_iou
+from bevfusion_quant.model.head._config import NMS_KINDS, HeadConfig
+from bevfusion_quant.model.head._decode import decode
 from bevfusion_quant.model.head._head import TransFusionHead
 from bevfusion_quant.model.head._nms import circle_nms, rotated_nms
-from bevfusion_quant.model.head._overlap import rotated_iou
 from bevfusion_quant.model.head._queries import QueryPicker
 
 __all__ = [

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from bev_data.boxes import NUSCENES_CLASSES
 from bevfusion_quant._errors import InputError
 
-__all__ = ["NMS_KINDS", "NUSCENES_CLASSES", "HeadConfig"]
+__all__ = ["NMS_KINDS", "HeadConfig"]
 
 NMS_KINDS = ("none", "circle", "rotated")
-NUSCENES_CLASSES = (
-    "car", "truck", "construction_vehicle", "bus", "trailer",
-    "barrier", "motorcycle", "bicycle", "pedestrian", "traffic_cone",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -4,38 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from bev_data.boxes import Detections
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.model.head._branches import BRANCHES
 from bevfusion_quant.model.head._config import HeadConfig
 from bevfusion_quant.model.head._nms import circle_nms, rotated_nms
 
-__all__ = ["Detections", "decode"]
+__all__ = ["decode"]
 
 _LOG = logging.getLogger(__name__)
 Floats = npt.NDArray[np.float64]
-
-
-class Detections(NamedTuple):
-    """What was found in one frame, best score first.
-
-    Attributes:
-        boxes: float32 [n, 7]: centre x, y, z, length, width, height [m] and yaw [rad, −π to π],
-            counter-clockwise from +x to the direction of the length, as in `points.Labels`.
-        scores: float32 [n], from 0 to 1.
-        labels: int64 [n], numbers of `HeadConfig.classes`.
-        velocities: float32 [n, 2] along x and y [m/s].
-    """
-
-    boxes: npt.NDArray[np.float32]
-    scores: npt.NDArray[np.float32]
-    labels: npt.NDArray[np.int64]
-    velocities: npt.NDArray[np.float32]
 
 
 def decode(

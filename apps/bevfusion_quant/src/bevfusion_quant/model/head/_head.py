@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx, nn
 
+from bev_data.boxes import Detections
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.model.head._add import add_in_float
 from bevfusion_quant.model.head._branches import BRANCHES, ConvUnit, PredictionBranches
 from bevfusion_quant.model.head._config import HeadConfig
-from bevfusion_quant.model.head._decode import Detections, decode
+from bevfusion_quant.model.head._decode import decode
 from bevfusion_quant.model.head._decoder_layer import DecoderLayer
 from bevfusion_quant.model.head._queries import QueryPicker, local_maxima
 

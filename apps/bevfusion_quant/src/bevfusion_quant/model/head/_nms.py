@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from bev_data.boxes import checked_boxes, rotated_iou
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.model.head._overlap import checked_boxes, rotated_iou
 
 __all__ = ["circle_nms", "rotated_nms"]
 
