@@ -75,6 +75,7 @@ def everything() -> dict[str, str]:
         "int8sim": "numba,cpu,test",
         "hybrid": "onnx,test",
         "bev_data": "test",
+        "bev_scenes": "test",
     }
     return {m: extras.get(m, "cpu,test") for m in MEMBERS}
 

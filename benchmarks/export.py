@@ -36,6 +36,7 @@ import torch
 from _int8_timing import Runs, interleave
 from torch import nn
 
+from bev_scenes import street_frame
 from bevfusion_quant.export._pieces import Piece, nvidia_pieces
 from bevfusion_quant.export._run_files import named_inputs
 from bevfusion_quant.export._walk import walk
@@ -49,7 +50,6 @@ from bevfusion_quant.ptq import (
     fuse_branch,
     quantize_branch,
 )
-from bevfusion_quant.scenes import street_frame
 from bevquant_export import cpu_at_hand
 from bevquant_int8sim import simulate
 

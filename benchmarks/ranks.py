@@ -48,7 +48,7 @@ class Repeated(Sequence[Any]):
 def write_streets(folder: Path) -> None:
     """The frames on disk, as `--dataset files` reads them."""
     from bev_data.datasets import write_frame_folder
-    from bevfusion_quant.scenes import street_frame
+    from bev_scenes import street_frame
 
     for seed in range(STREETS):
         frame = street_frame(seed, size="tiny", cameras="tiny")

@@ -43,8 +43,10 @@ MAY_IMPORT = {
         "bevquant_int8sim",
     },
     "bev_data": {"bevquant_sparse", "bevquant_quantizers"},
+    "bev_scenes": {"bevquant_sparse", "bevquant_quantizers", "bev_data"},
     "bevfusion_quant": {
         "bev_data",
+        "bev_scenes",
         "bevquant_sparse",
         "bevquant_graph",
         "bevquant_fusion",

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from bev_data.datasets import write_frame_folder
+from bev_scenes import street_frame
 from bevfusion_quant.cli import main
 from bevfusion_quant.model import CONFIGS, build_model
-from bevfusion_quant.scenes import street_frame
 
 if importlib.util.find_spec("spconv") is None:
     pytest.skip("spconv is not installed", allow_module_level=True)

@@ -14,10 +14,10 @@ import torch
 from bev_data.boxes import count_inside
 from bev_data.cameras import depth_images, order_cameras, prepare_cameras
 from bev_data.points import Frame, Labels
+from bev_scenes import street_frame
 from bevfusion_quant._errors import InputError
 from bevfusion_quant._options import Train
 from bevfusion_quant.model import CONFIGS, build_model
-from bevfusion_quant.scenes import street_frame
 from bevfusion_quant.train import (
     Augmentation,
     FrameSource,

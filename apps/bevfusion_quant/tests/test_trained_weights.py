@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from bev_scenes import street_frame
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.model import (
     CONFIGS,
@@ -20,7 +21,6 @@ from bevfusion_quant.model import (
     trained_weights,
 )
 from bevfusion_quant.ptq import FrameBatches
-from bevfusion_quant.scenes import street_frame
 from bevfusion_quant.train import targets_of
 
 

@@ -94,7 +94,7 @@ def execute(options: Command, command: str) -> str:
 
 @execute.register
 def _demo(options: Demo, command: str) -> str:
-    from bevfusion_quant.scenes import street_frame
+    from bev_scenes import street_frame
 
     if options.seed < 0:
         raise InputError(f"--seed {options.seed}: it must not be negative")

@@ -2,16 +2,15 @@
 
 from typing import Literal
 
+import bev_scenes  # noqa: F401  registers the kind "street"
 from bev_data.datasets import (
     FrameList,
     labelled_region,
     open_dataset,
     range_origin,
-    register_dataset,
     scene_name,
     write_frame_folder,
 )
-from bevfusion_quant.scenes import open_streets
 
 __all__ = [
     "DatasetKind",
@@ -19,10 +18,8 @@ __all__ = [
     "labelled_region",
     "open_dataset",
     "range_origin",
-    "register_dataset",
     "scene_name",
     "write_frame_folder",
 ]
 
 DatasetKind = Literal["street", "pandaset", "kitti", "files", "nuscenes"]
-register_dataset("street", open_streets)

@@ -7,10 +7,10 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from bevfusion_quant.scenes._candidates import candidates_by_column
-from bevfusion_quant.scenes._raycast import silhouettes
-from bevfusion_quant.scenes._solid_arrays import SolidArrays, columns_of, in_order, place
-from bevfusion_quant.scenes._street import Street
+from bev_scenes._candidates import candidates_by_column
+from bev_scenes._raycast import silhouettes
+from bev_scenes._solid_arrays import SolidArrays, columns_of, in_order, place
+from bev_scenes._street import Street
 
 __all__ = ["visible_shares"]
 

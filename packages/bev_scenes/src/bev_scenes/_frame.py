@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from bev_data.points import Frame
-from bevfusion_quant.scenes._labels import scanner_pose
-from bevfusion_quant.scenes._lidar import SpinningLidar
-from bevfusion_quant.scenes._render import Picture, render_street
-from bevfusion_quant.scenes._rig import RIGS, CameraRig
-from bevfusion_quant.scenes._scan import scan_street
-from bevfusion_quant.scenes._street import build_street
+from bev_scenes._labels import scanner_pose
+from bev_scenes._lidar import SpinningLidar
+from bev_scenes._render import Picture, render_street
+from bev_scenes._rig import RIGS, CameraRig
+from bev_scenes._scan import scan_street
+from bev_scenes._street import build_street
 
 __all__ = ["SIZES", "SceneSettings", "street_frame"]
 

@@ -13,7 +13,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from bevfusion_quant.scenes._solids import Material, Shape
+from bev_scenes._solids import Material, Shape
 
 __all__ = ["shade"]
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bev_data.cameras import CAMERA_NAMES
-from bevfusion_quant.scenes import (
+from bev_scenes import (
     RIGS,
     CameraMount,
     CameraRig,
@@ -20,8 +20,8 @@ from bevfusion_quant.scenes import (
     scan_street,
     street_frame,
 )
-from bevfusion_quant.scenes import _render as render_module
-from bevfusion_quant.scenes._labels import scanner_pose
+from bev_scenes import _render as render_module
+from bev_scenes._labels import scanner_pose
 
 GROUND, SKY = -1, -2
 FEW = {"size": "tiny", "beams": 8, "sweeps": 1, "azimuth_steps": 90}

@@ -1,11 +1,11 @@
-"""`python -m bevfusion_quant.scenes [folder] [seed]` writes two pictures of a scene."""
+"""`python -m bev_scenes [folder] [seed]` writes two pictures of a scene."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from bevfusion_quant.scenes._poster import draw_scene
+from bev_scenes._poster import draw_scene
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from bevfusion_quant.scenes._solids import Material, SceneObject, Shape, Solid
+from bev_scenes._solids import Material, SceneObject, Shape, Solid
 
 __all__ = [
     "barrier",

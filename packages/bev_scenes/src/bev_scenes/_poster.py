@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from bev_data.points import Frame, Labels
-from bevfusion_quant.scenes._frame import street_frame
-from bevfusion_quant.scenes._rig import RIGS
+from bev_scenes._frame import street_frame
+from bev_scenes._rig import RIGS
 
 __all__ = ["draw_scene"]
 
@@ -45,7 +46,12 @@ def draw_scene(folder: Path, seed: int = 0) -> tuple[Path, Path]:
 
     Returns:
         the two files.
+
+    Raises:
+        ImportError: matplotlib is not installed.
     """
+    if find_spec("matplotlib") is None:
+        raise ImportError("drawing a scene needs matplotlib: pip install 'bev-scenes[poster]'")
     # Rendered at twice the size that is shown: the mean of four rays smooths every edge.
     frame = street_frame(seed, cameras=RIGS["nuscenes"].resized(1280, 720))
     return _lidar(frame, folder / "scene_lidar.png"), _cameras(frame, folder / "scene_cameras.png")

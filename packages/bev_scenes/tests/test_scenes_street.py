@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bev_data.voxelize import Voxelizer
-from bevfusion_quant.scenes import (
+from bev_scenes import (
     EgoPath,
     Material,
     SceneObject,
@@ -22,7 +22,7 @@ from bevfusion_quant.scenes import (
     scan_street,
     street_frame,
 )
-from bevfusion_quant.scenes import _scan as scan_module
+from bev_scenes import _scan as scan_module
 
 SMALL = {"beams": 16, "azimuth_steps": 180, "sweeps": 3}
 

@@ -7,8 +7,9 @@ import pytest
 from silhouettes import agreement, assert_sharpest_unmoved
 
 from bev_data import InputError
-from bevfusion_quant.datasets import FrameList, open_dataset
-from bevfusion_quant.scenes import street_frame
+from bev_data.datasets import FrameList, open_dataset
+from bev_scenes import street_frame
+from bev_scenes._poster import draw_scene
 
 SMALL = {"beams": 8, "sweeps": 1, "azimuth_steps": 90}
 
@@ -47,3 +48,9 @@ def test_a_street_that_cannot_be_made_is_bad_input():
 def test_street_silhouettes():
     frames = open_dataset("street", first_seed=1, cameras="tiny", sweeps=1)
     assert_sharpest_unmoved(agreement(frames, band=3, gap=5, ratio=1.2), 1.08)
+
+
+def test_pictures_without_matplotlib_name_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setattr("bev_scenes._poster.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"pip install 'bev-scenes\[poster\]'"):
+        draw_scene(tmp_path)

@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from bevfusion_quant.scenes._raycast import ground_height
+from bev_scenes._raycast import ground_height
 
 __all__ = ["Ground", "make_ground"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from bevfusion_quant.scenes._solids import unit
+from bev_scenes._solids import unit
 
 __all__ = ["RIGS", "CameraMount", "CameraRig"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from bevfusion_quant.scenes._people import rider_solids
-from bevfusion_quant.scenes._solids import Material, SceneObject, Shape, Solid
+from bev_scenes._people import rider_solids
+from bev_scenes._solids import Material, SceneObject, Shape, Solid
 
 __all__ = ["bus", "car", "cyclist", "excavator", "motorcycle", "trailer", "truck"]
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bevfusion_quant.scenes._frontage import backdrop, houses, park_trees, sidewalk_things
-from bevfusion_quant.scenes._ground import Ground, make_ground
-from bevfusion_quant.scenes._solids import SceneObject
-from bevfusion_quant.scenes._traffic import LANE, driving, parked, people, roadworks
+from bev_scenes._frontage import backdrop, houses, park_trees, sidewalk_things
+from bev_scenes._ground import Ground, make_ground
+from bev_scenes._solids import SceneObject
+from bev_scenes._traffic import LANE, driving, parked, people, roadworks
 
 __all__ = ["EgoPath", "Street", "build_street"]
 

@@ -10,15 +10,15 @@ import numpy as np
 import numpy.typing as npt
 
 from bev_data.cameras import Camera
-from bevfusion_quant.scenes._candidates import candidates_by_cell, screen_rectangles
-from bevfusion_quant.scenes._daylight import make_daylight
-from bevfusion_quant.scenes._labels import Pose
-from bevfusion_quant.scenes._paint import colours_of
-from bevfusion_quant.scenes._raycast import CELL, GROUND, cast_pixels, cast_shadows
-from bevfusion_quant.scenes._rig import CameraMount, CameraRig
-from bevfusion_quant.scenes._shade import shade
-from bevfusion_quant.scenes._solid_arrays import SolidArrays, gather, in_order, place
-from bevfusion_quant.scenes._street import Street
+from bev_scenes._candidates import candidates_by_cell, screen_rectangles
+from bev_scenes._daylight import make_daylight
+from bev_scenes._labels import Pose
+from bev_scenes._paint import colours_of
+from bev_scenes._raycast import CELL, GROUND, cast_pixels, cast_shadows
+from bev_scenes._rig import CameraMount, CameraRig
+from bev_scenes._shade import shade
+from bev_scenes._solid_arrays import SolidArrays, gather, in_order, place
+from bev_scenes._street import Street
 
 __all__ = ["GROUND_PIXEL", "SKY_PIXEL", "Picture", "render_street"]
 

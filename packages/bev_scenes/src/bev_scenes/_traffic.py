@@ -6,11 +6,11 @@ import math
 
 import numpy as np
 
-from bevfusion_quant.scenes._ground import Ground
-from bevfusion_quant.scenes._people import pedestrian
-from bevfusion_quant.scenes._solids import SceneObject
-from bevfusion_quant.scenes._surroundings import barrier, traffic_cone
-from bevfusion_quant.scenes._vehicles import (
+from bev_scenes._ground import Ground
+from bev_scenes._people import pedestrian
+from bev_scenes._solids import SceneObject
+from bev_scenes._surroundings import barrier, traffic_cone
+from bev_scenes._vehicles import (
     bus,
     car,
     cyclist,

@@ -6,9 +6,9 @@ import math
 
 import numpy as np
 
-from bevfusion_quant.scenes import _surroundings as things
-from bevfusion_quant.scenes._ground import Ground
-from bevfusion_quant.scenes._solids import SceneObject, unit
+from bev_scenes import _surroundings as things
+from bev_scenes._ground import Ground
+from bev_scenes._solids import SceneObject, unit
 
 __all__ = ["backdrop", "houses", "park_trees", "sidewalk_things"]
 

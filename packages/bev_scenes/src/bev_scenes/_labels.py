@@ -8,11 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from bev_data.points import Labels
-from bevfusion_quant.scenes._raycast import ground_heights
-from bevfusion_quant.scenes._solid_arrays import SolidArrays
-from bevfusion_quant.scenes._solids import unit
-from bevfusion_quant.scenes._street import Street
-from bevfusion_quant.scenes._visibility import visible_shares
+from bev_scenes._raycast import ground_heights
+from bev_scenes._solid_arrays import SolidArrays
+from bev_scenes._solids import unit
+from bev_scenes._street import Street
+from bev_scenes._visibility import visible_shares
 
 __all__ = ["Pose", "into_frame", "labels_of", "scanner_pose"]
 

@@ -7,7 +7,7 @@ import inspect
 from bev_data._errors import InputError
 from bev_data.datasets import FrameList
 from bev_data.points import Frame
-from bevfusion_quant.scenes._frame import street_frame
+from bev_scenes._frame import street_frame
 
 __all__ = ["open_streets"]
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bevfusion_quant.scenes._raycast import ground_heights
-from bevfusion_quant.scenes._solids import units
-from bevfusion_quant.scenes._street import Street
+from bev_scenes._raycast import ground_heights
+from bev_scenes._solids import units
+from bev_scenes._street import Street
 
 __all__ = ["SolidArrays", "columns_of", "gather", "in_order", "place"]
 

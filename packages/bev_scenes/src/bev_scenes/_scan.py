@@ -9,13 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from bev_data.points import Labels
-from bevfusion_quant.scenes._candidates import candidates_by_column
-from bevfusion_quant.scenes._labels import Pose, into_frame, labels_of, scanner_pose
-from bevfusion_quant.scenes._lidar import SpinningLidar
-from bevfusion_quant.scenes._raycast import GROUND, NOTHING, cast_rays
-from bevfusion_quant.scenes._solid_arrays import SolidArrays, columns_of, gather, in_order, place
-from bevfusion_quant.scenes._solids import REFLECTIVITY, Material, units
-from bevfusion_quant.scenes._street import Street
+from bev_scenes._candidates import candidates_by_column
+from bev_scenes._labels import Pose, into_frame, labels_of, scanner_pose
+from bev_scenes._lidar import SpinningLidar
+from bev_scenes._raycast import GROUND, NOTHING, cast_rays
+from bev_scenes._solid_arrays import SolidArrays, columns_of, gather, in_order, place
+from bev_scenes._solids import REFLECTIVITY, Material, units
+from bev_scenes._street import Street
 
 __all__ = ["Scan", "scan_street"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from bevfusion_quant.scenes._solids import Material, SceneObject, Solid
-from bevfusion_quant.scenes._street import Street
+from bev_scenes._solids import Material, SceneObject, Solid
+from bev_scenes._street import Street
 
 __all__ = ["colours_of"]
 

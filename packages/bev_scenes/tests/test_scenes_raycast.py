@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from bevfusion_quant.scenes import Material, Shape, build_street
-from bevfusion_quant.scenes._candidates import candidates_by_column
-from bevfusion_quant.scenes._raycast import GROUND, NOTHING, cast_rays, ground_height
+from bev_scenes import Material, Shape, build_street
+from bev_scenes._candidates import candidates_by_column
+from bev_scenes._raycast import GROUND, NOTHING, cast_rays, ground_height
 
 FLAT = np.array([0.0, 0.0, 0.0, 6.0, 3.0, 0.0, 25.0, 4.0, 0.0])
 NO_BUMPS = np.zeros((9, 9))
