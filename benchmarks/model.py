@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from bev_scenes import street_frame
-from bevfusion_quant.model import CONFIGS, Batch, BEVFusion, build_model, random_weights
+from bevfusion.model import CONFIGS, Batch, BEVFusion, build_model, random_weights
 from bevfusion_quant.ptq import (
     FrameBatches,
     calibrate_branch,

@@ -57,8 +57,8 @@ def write_streets(folder: Path) -> None:
 
 def calibrate(folder: Path, count: int) -> dict[str, Any]:
     """Calibrate as one of the processes that the environment names; what it took."""
+    from bevfusion.model import CONFIGS, build_model, load_weights, trained_weights
     from bevfusion_quant.datasets import open_dataset
-    from bevfusion_quant.model import CONFIGS, build_model, load_weights, trained_weights
     from bevfusion_quant.ptq import (
         FrameBatches,
         calibrate_branch,

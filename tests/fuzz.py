@@ -428,7 +428,7 @@ def state_of() -> dict[str, torch.Tensor]:
 def state_dict(kind: str) -> Target:
     from safetensors.torch import save
 
-    from bevfusion_quant.model import read_state_dict
+    from bevfusion.model import read_state_dict
 
     buffer = io.BytesIO()
     torch.save(state_of(), buffer, _use_new_zipfile_serialization=kind == "zip")
@@ -459,7 +459,7 @@ def training_checkpoint() -> Target:
 
 def prepared_frame() -> Target:
     from bev_data.points import Frame, Labels
-    from bevfusion_quant.train._compact import CompactFrame, compact
+    from bevfusion.training import CompactFrame, compact
 
     labels = Labels(np.ones((2, 7), np.float32), ("car", "bus"))
     frame = Frame("f", np.ones((9, 5), np.float32), labels=labels)

@@ -44,7 +44,9 @@ MAY_IMPORT = {
     },
     "bev_data": {"bevquant_sparse", "bevquant_quantizers"},
     "bev_scenes": {"bevquant_sparse", "bevquant_quantizers", "bev_data"},
+    "bevfusion": {"bevquant_sparse", "bevquant_quantizers", "bev_data"},
     "bevfusion_quant": {
+        "bevfusion",
         "bev_data",
         "bev_scenes",
         "bevquant_sparse",

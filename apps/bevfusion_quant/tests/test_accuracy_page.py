@@ -20,7 +20,7 @@ from bev_data.metrics import (
     span,
 )
 from bev_data.points import Labels
-from bevfusion_quant.model.head import NUSCENES_CLASSES
+from bevfusion.model.head import NUSCENES_CLASSES
 from bevfusion_quant.report import ReportContent, write_report
 
 EVIL = "</svg><script>window.hurt=1</script>"

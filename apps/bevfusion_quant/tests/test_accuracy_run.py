@@ -19,10 +19,10 @@ from bev_data.metrics import (
     accuracy_text,
     evaluate_detections,
 )
+from bevfusion.model import CONFIGS
+from bevfusion.model.head import NUSCENES_CLASSES, Detections
 from bevfusion_quant.cli import main
 from bevfusion_quant.datasets import labelled_region, open_dataset, range_origin, scene_name
-from bevfusion_quant.model import CONFIGS
-from bevfusion_quant.model.head import NUSCENES_CLASSES, Detections
 from bevfusion_quant.ptq import FrameBatches, LoadedRun, load_run
 
 if importlib.util.find_spec("spconv") is None:

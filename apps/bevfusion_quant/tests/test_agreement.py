@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bev_data.points import Labels
-from bevfusion_quant.model.head import Detections
+from bevfusion.model.head import Detections
 from bevfusion_quant.ptq import DetectionTally, match
 
 CLASSES = ("car", "truck")

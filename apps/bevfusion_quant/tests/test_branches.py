@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from bev_scenes import street_frame
-from bevfusion_quant.model import CONFIGS, PART_PATHS, PARTS, build_model
+from bevfusion.model import CONFIGS, PART_PATHS, PARTS, build_model
 from bevfusion_quant.ptq import (
     Branch,
     FrameBatches,

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from bev_scenes import street_frame
+from bevfusion.model import CONFIGS
 from bevfusion_quant import InputError
 from bevfusion_quant.cli import main
-from bevfusion_quant.model import CONFIGS
 from bevfusion_quant.ptq import FrameBatches, compare_layers, load_run
 
 if importlib.util.find_spec("spconv") is None:

@@ -211,7 +211,7 @@ def test_real_frames_and_streets_are_usual(data: Path) -> None:
 
 
 def test_frames_without_a_lidar_branch_are_not_judged() -> None:
-    from bevfusion_quant.model import CONFIGS, build_model
+    from bevfusion.model import CONFIGS, build_model
     from bevfusion_quant.ptq import built_parts
 
     frame = street_frame(seed=3, size="tiny", cameras="tiny")

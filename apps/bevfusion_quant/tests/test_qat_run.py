@@ -20,11 +20,12 @@ from safetensors.torch import load_file
 
 from bev_data.points import Frame
 from bev_scenes import street_frame
+from bevfusion.model import CONFIGS
+from bevfusion.training import make_batch, order_of
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.cli import main
 from bevfusion_quant.export._pieces import _with_weights_of
 from bevfusion_quant.integer._simulation import lowered
-from bevfusion_quant.model import CONFIGS
 from bevfusion_quant.ptq import FrameBatches, LoadedRun, PtqConfig, load_run, run_evaluate, run_ptq
 from bevfusion_quant.ptq._record import save_model, sha256
 from bevfusion_quant.qat import QatConfig, QatResult, add_up, run_qat
@@ -33,7 +34,6 @@ from bevfusion_quant.qat._weighted import weighted_layers
 from bevfusion_quant.train import Augmentation, FrameSource, Motion, TrainConfig, head_loss
 from bevfusion_quant.train._checkpoint import CHECKPOINT, read_checkpoint
 from bevfusion_quant.train._prepare import prepare_frames
-from bevfusion_quant.train._samples import make_batch, order_of
 from bevquant_qnn import PrecisionPlan, apply_precision, distillation_loss, precision_groups
 from bevquant_quantizers import named_quantizers
 

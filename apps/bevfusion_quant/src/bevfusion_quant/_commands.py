@@ -7,6 +7,13 @@ from dataclasses import replace
 from functools import singledispatch
 from typing import TYPE_CHECKING, Any
 
+from bevfusion.model import (
+    CONFIGS,
+    PART_PATHS,
+    build_model,
+    named_weights,
+    trained_weights,
+)
 from bevfusion_quant._errors import InputError, VerificationError
 from bevfusion_quant._frames import camera_names, frames_of
 from bevfusion_quant._options import (
@@ -23,13 +30,6 @@ from bevfusion_quant._options import (
     Simulate,
     Train,
     Tree,
-)
-from bevfusion_quant.model import (
-    CONFIGS,
-    PART_PATHS,
-    build_model,
-    named_weights,
-    trained_weights,
 )
 from bevfusion_quant.ptq import (
     EvaluateResult,

@@ -116,7 +116,7 @@ def _set_up_logging(rank: str) -> None:
     logging.basicConfig(
         format="%(message)s" if first else f"rank {rank}: %(message)s", stream=sys.stderr
     )
-    for ours in ("bevfusion_quant", "bev_data", "bev_scenes"):
+    for ours in ("bevfusion_quant", "bevfusion", "bev_data", "bev_scenes"):
         logging.getLogger(ours).setLevel(logging.INFO if first else logging.WARNING)
     # torch.fx notes once that spconv's tensor class asks about tracing; no user can act on it.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)

@@ -9,8 +9,8 @@ from bevfusion_quant.ptq import DetectionTally
 if TYPE_CHECKING:
     from bev_data.metrics import AccuracyTally
     from bev_data.points import Labels
-    from bevfusion_quant.model import BEVFusion, BEVFusionConfig
-    from bevfusion_quant.model.head import Detections
+    from bevfusion.model import BEVFusion, BEVFusionConfig
+    from bevfusion.model.head import Detections
     from bevfusion_quant.ptq import AgreementRow, FoundRow
 
 __all__ = ["Tallies"]

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 
 from bev_data.cameras import CAMERA_NAMES
+from bevfusion.model import CONFIGS
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.export._bpu import export_bpu
 from bevfusion_quant.export._export import ONNX_FOLDER, check_libraries, export_model
 from bevfusion_quant.export._outcome import ExportTarget
-from bevfusion_quant.model import CONFIGS
 from bevfusion_quant.ptq import FrameBatches, load_run, read_run_config, run_folder
 from bevfusion_quant.ptq._clock import Clock
 from bevfusion_quant.ptq._load_run import refuse_unfolded

@@ -18,7 +18,7 @@ from bevfusion_quant.ptq._frame_record import (
 from bevfusion_quant.ranks import in_order
 
 if TYPE_CHECKING:
-    from bevfusion_quant.model import BEVFusionConfig
+    from bevfusion.model import BEVFusionConfig
     from bevfusion_quant.ptq._batches import FrameBatches
     from bevfusion_quant.ranks import Shards
 

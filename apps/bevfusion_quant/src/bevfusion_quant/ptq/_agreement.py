@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 if TYPE_CHECKING:
     from bev_data.points import Labels
-    from bevfusion_quant.model.head import Detections
+    from bevfusion.model.head import Detections
 
 __all__ = ["DISTANCES", "AgreementRow", "DetectionTally", "FoundRow", "match"]
 

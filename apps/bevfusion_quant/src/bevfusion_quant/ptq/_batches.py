@@ -16,15 +16,15 @@ from bev_data.cameras import (
     prepare_cameras,
 )
 from bev_data.voxelize import VoxelizeError
+from bevfusion.model import Batch
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.model import Batch
 from bevfusion_quant.ptq._frame_record import FrameNote, note_of, note_record
 from bevfusion_quant.ptq._poor_data import PoorData, frame_findings
 from bevfusion_quant.ranks import current_ranks, in_order
 
 if TYPE_CHECKING:
     from bev_data.points import Frame, Labels
-    from bevfusion_quant.model import BEVFusion, BEVFusionConfig, LidarConfig
+    from bevfusion.model import BEVFusion, BEVFusionConfig, LidarConfig
     from bevfusion_quant.ranks import Record, Shards
 
 __all__ = ["FrameBatches"]

@@ -11,7 +11,7 @@ import torch
 
 from bev_data.cameras import CAMERA_NAMES
 from bev_data.metrics import Accuracy, Bootstrap
-from bevfusion_quant.model import CONFIGS
+from bevfusion.model import CONFIGS
 from bevfusion_quant.ptq._accuracy_tally import accuracy_tally
 from bevfusion_quant.ptq._agreement import AgreementRow, FoundRow
 from bevfusion_quant.ptq._batches import FrameBatches

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from bev_data.points import Labels
-from bevfusion_quant.model.head import Detections
+from bevfusion.model.head import Detections
 from bevfusion_quant.ptq._poor_data import PoorData, from_text, to_text
 
 if TYPE_CHECKING:

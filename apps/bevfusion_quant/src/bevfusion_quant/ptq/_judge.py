@@ -19,8 +19,8 @@ from bevfusion_quant.ranks import Shards, current_ranks, in_order
 
 if TYPE_CHECKING:
     from bev_data.metrics import AccuracyTally
-    from bevfusion_quant.model import BEVFusion, BEVFusionConfig
-    from bevfusion_quant.model.head import Detections
+    from bevfusion.model import BEVFusion, BEVFusionConfig
+    from bevfusion.model.head import Detections
     from bevfusion_quant.ptq._batches import FrameBatches
     from bevfusion_quant.ptq._clock import Clock
 

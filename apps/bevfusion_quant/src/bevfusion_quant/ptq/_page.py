@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from bev_data.cameras import Camera
     from bev_data.metrics import Accuracy
     from bev_data.points import Frame
+    from bevfusion.model import BEVFusionConfig
+    from bevfusion.model.head import Detections
     from bevfusion_quant.bpu import BpuOutcome
     from bevfusion_quant.export import ExportedSet
     from bevfusion_quant.integer import Simulation
-    from bevfusion_quant.model import BEVFusionConfig
-    from bevfusion_quant.model.head import Detections
     from bevfusion_quant.ptq._agreement import AgreementRow
     from bevfusion_quant.ptq._judge import Judgement
     from bevfusion_quant.report import ReportBoxes, ReportFigure, ReportScene, ReportStage

@@ -13,7 +13,7 @@ from bevfusion_quant.report._html import Html, tag
 
 if TYPE_CHECKING:
     from bev_data.metrics import Accuracy, Sketch
-    from bevfusion_quant.model.head import Detections
+    from bevfusion.model.head import Detections
 
 __all__ = ["sketch_figures", "sketched_models"]
 

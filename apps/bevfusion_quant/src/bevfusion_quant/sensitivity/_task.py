@@ -10,8 +10,8 @@ from bev_data.metrics import DetectionMeter, DetectionRules, metrics_of
 from bevfusion_quant._errors import InputError
 
 if TYPE_CHECKING:
-    from bevfusion_quant.model import BEVFusion, BEVFusionConfig
-    from bevfusion_quant.model.head import Detections
+    from bevfusion.model import BEVFusion, BEVFusionConfig
+    from bevfusion.model.head import Detections
     from bevfusion_quant.ptq import FrameBatches
     from bevfusion_quant.ranks import Shards
 

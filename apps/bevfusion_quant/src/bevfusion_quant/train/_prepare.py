@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from tqdm import tqdm
 
+from bevfusion.training import CompactFrame, compact
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.train._compact import CompactFrame, compact
 from bevquant_quantizers.documents import DocumentError, read_json, write_whole
 
 if TYPE_CHECKING:
