@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 
-from bev_data._errors import InputError
+from bev_data import InputError
 from bev_data.datasets import FrameList
 from bev_data.points import Frame
 from bev_scenes._frame import street_frame
