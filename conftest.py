@@ -19,6 +19,20 @@ with suppress(ImportError):  # not every package's tests ask for it
     settings.load_profile("bevquant")
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--first-cases", action="store_true", help="run the first case of each test alone"
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("first_cases"):
+        first = {}
+        for item in items:
+            first.setdefault(item.nodeid.partition("[")[0], item)
+        items[:] = first.values()
+
+
 @pytest.fixture(autouse=True)
 def _seed():
     """The same random weights in every order of the tests."""

@@ -87,9 +87,14 @@ def test_folders(*members: str) -> list[str]:
 
 
 def pytest(session: nox.Session, *folders: str) -> None:
-    """Run tests on two processes, whose waiting threads leave the cores to each other."""
-    chosen = session.posargs or folders
-    session.run("pytest", "-n", "2", *chosen, env={"OMP_WAIT_POLICY": "PASSIVE"})
+    """Run tests on two processes, whose waiting threads leave the cores to each other.
+
+    Tests of a file run in one process: what they share, such as a run of the app, is made once.
+    """
+    named = any(Path(argument.split("::")[0]).exists() for argument in session.posargs)
+    chosen = [*session.posargs, *(() if named else folders)]
+    env = {"OMP_WAIT_POLICY": "PASSIVE"}
+    session.run("pytest", "-n", "2", "--dist", "loadfile", *chosen, env=env)
 
 
 @nox.session
@@ -110,7 +115,10 @@ def tests(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("package", [nox.param(m, id=m, tags=[m]) for m in MEMBERS])
 def isolated(session: nox.Session, package: str) -> None:
-    """One package with its declared dependencies alone passes its own tests."""
+    """One package with its declared dependencies alone passes its own tests.
+
+    `-- --first-cases` runs one case of each test: enough to see that nothing is missing.
+    """
     # nuscenes-devkit asks for numpy below 2: here alone the app meets that numpy.
     extras = "cpu,nuscenes,test" if package == "bevfusion_quant" else "test"
     install(session, {package: extras})

@@ -7,6 +7,8 @@ import hashlib
 import json
 import math
 import os
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -49,10 +51,16 @@ def model_of(**settings):
     return simulate(quantized, X)
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("written") / "model"
+    model_of().save(folder)
+    return folder
+
+
 @pytest.fixture
-def saved(tmp_path):
-    model_of().save(tmp_path / "model")
-    return tmp_path / "model"
+def saved(written, tmp_path):
+    return Path(shutil.copytree(written, tmp_path / "model"))
 
 
 def assert_same(a, b):

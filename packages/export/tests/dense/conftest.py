@@ -33,8 +33,9 @@ def calibrated() -> Calibrated:
     """Fold, quantize and calibrate a float net on one input."""
 
     def make(net: nn.Module, *inputs: Tensor, **config: Any) -> nn.Module:
-        net = fuse_model(net.eval(), inputs).model
-        made = quantize_model(net, QuantConfig(**config), example_inputs=inputs).model.eval()
+        if any("BatchNorm" in type(module).__name__ for module in net.modules()):
+            net = fuse_model(net.eval(), inputs).model
+        made = quantize_model(net.eval(), QuantConfig(**config), example_inputs=inputs).model.eval()
         calibrate(made, [inputs], method="max")
         return made
 

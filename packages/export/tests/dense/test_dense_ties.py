@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,9 @@ from torch.nn import functional as F
 from bevquant_export import compare_qdq_onnx, export_qdq_onnx
 from bevquant_export.dense import _compare
 from bevquant_export.dense._products import products_at
+from bevquant_export.dense._profile import profile_of
+from bevquant_export.dense._ties import Ties
+from bevquant_int8sim import simulate
 from bevquant_int8sim.program import Step
 from bevquant_qnn import QuantAdd, quantize_model
 
@@ -59,6 +63,23 @@ def test_onnxruntimes_float32_products_are_ties(tmp_path: Path, on_borders: Any)
     assert row.op == "conv"
     assert row.different == np.count_nonzero(doubles != products) > 100
     assert (row.ties, row.unexplained, row.largest) == (row.different, 0, 1)
+
+
+@pytest.mark.parametrize(("apart", "openvino"), [(1e-5, 1), (1e-3, 0)])
+def test_openvino_counts_levels_from_the_lowest_value(
+    on_borders: Any, apart: float, openvino: int
+) -> None:
+    """A sum of 1 lies `apart` from the border of 0 and 1: float32 tells them apart, but not 127.5
+    from 127.5 and a little, which OpenVINO rounds."""
+    model, image, *_ = copy.deepcopy(on_borders)
+    model[1]._input_quantizer.amax = 127 / (0.5 - apart)
+    integers = simulate(model, image)
+    (layer, *_) = (step for step in integers.steps if step.op == "conv")
+    values = {layer.args[0].name: np.array([0.0, 1.0]).reshape(1, 2, 1, 1)}
+    one = (1, 1, 1, 1)
+    for name, ties in ("onnxruntime", 0), ("openvino", openvino):
+        found = Ties(integers.program, values, profile_of(name))
+        assert found.count(layer.outputs[0], np.zeros(one), np.ones(one)) == ties
 
 
 def test_a_weight_that_is_a_step_off_is_no_tie(tmp_path: Path, on_borders: Any) -> None:

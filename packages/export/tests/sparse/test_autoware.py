@@ -279,7 +279,7 @@ def test_every_rule_is_broken_above():
 
 def test_a_real_frame_through_a_thin_slice(nets, real_frame, tmp_path):
     features, coords = real_frame
-    near = (coords[:, 1] - 720).abs() < 10
+    near = (coords[:, 1] - 720).abs() < 3
     few = (features[near], coords[near].contiguous(), 1)
     torch.manual_seed(0)
     model = nets.calibrated(nets.Encoder((8, 16), (1440, 1440, 41)), [few], method="max")

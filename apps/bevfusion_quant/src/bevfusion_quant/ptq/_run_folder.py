@@ -129,8 +129,13 @@ class _Digests(msgspec.Struct):
     sha256: dict[str, str]
 
 
-def written_text(folder: Path) -> tuple[str, str]:
-    """The lines that say what a run left in its folder, and where its page is."""
+def written_text(folder: Path) -> tuple[str, ...]:
+    """The lines that say what a run left in its folder, and where its page is.
+
+    None in a process that writes nothing, where the folder may not be there yet.
+    """
+    if not current_ranks().first:
+        return ()
     names = sorted(f"{path.name}/" if path.is_dir() else path.name for path in folder.iterdir())
     others = ", ".join(name for name in names if name != "report.html")
     return f"Written to {folder}: {others}", f"Page: {(folder / 'report.html').absolute()}"

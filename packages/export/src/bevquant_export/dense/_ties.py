@@ -19,6 +19,7 @@ __all__ = ["Ties"]
 
 _UNIT = 2.0**-24  # largest relative error of one rounding to float32
 _ROUNDINGS = 8  # of a rescaled value: sum, three scales, their product and quotient, the result
+_LEVELS = 256  # of OpenVINO's FakeQuantize, which rounds (x - low) / (high - low) · levels
 _HALVES = 4 * 2.0**-11  # of a float tensor in half precision, two operations behind integers
 _SPREAD = 4.0  # standard deviations of a float32 sum's error
 _LAYERS = ("conv", "conv_transpose", "linear")
@@ -43,7 +44,8 @@ class Ties:
 
     .. math:: |v - (k + \tfrac12)| \le 8 \cdot 2^{-24} |v|
 
-    and nowhere else. Where a file runs in float, a sum of n products rounds each of them too, by
+    and nowhere else; in OpenVINO, which counts levels from the lowest value, |v| + 256 stands for
+    |v| here. Where a file runs in float, a sum of n products rounds each of them too, by
     4·√n·2⁻²⁴ of the sum of their magnitudes (N. Higham and T. Mary, A new approach to probabilistic
     rounding error analysis, 2019). With a zero point z, sums are made of numbers up to |q| + z. A
     bias in floats, as `bevquant_hybrid`'s models have it, is rounded to int32 for onnxruntime, by
@@ -86,7 +88,8 @@ class Ties:
             index = tuple(at.T)
             border = (want[index] + got[index]) * 0.5
             value = real.value / form.scale
-            slack = real.error / form.scale + _ROUNDINGS * _UNIT * np.abs(value)
+            size = np.abs(value) + (_LEVELS if self._profile.runner == "openvino" else 0)
+            slack = real.error / form.scale + _ROUNDINGS * _UNIT * size
             found += int(np.count_nonzero(np.abs(value - border) <= slack))
         return found
 
