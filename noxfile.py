@@ -74,6 +74,8 @@ def everything() -> dict[str, str]:
         "quantizers": "numba,progress,test",
         "int8sim": "numba,cpu,test",
         "hybrid": "onnx,test",
+        "bev_data": "test",
+        "bev_scenes": "test",
     }
     return {m: extras.get(m, "cpu,test") for m in MEMBERS}
 
@@ -118,7 +120,7 @@ def isolated(session: nox.Session, package: str) -> None:
     `-- --first-cases` runs one case of each test: enough to see that nothing is missing.
     """
     # nuscenes-devkit asks for numpy below 2: here alone the app meets that numpy.
-    extras = "cpu,nuscenes,test" if package == "bevfusion_quant" else "test"
+    extras = {"bevfusion_quant": "cpu,nuscenes,test", "bevfusion": "cpu,test"}.get(package, "test")
     install(session, {package: extras})
     pytest(session, *test_folders(package))
 

@@ -428,7 +428,7 @@ def state_of() -> dict[str, torch.Tensor]:
 def state_dict(kind: str) -> Target:
     from safetensors.torch import save
 
-    from bevfusion_quant.model import read_state_dict
+    from bevfusion.model import read_state_dict
 
     buffer = io.BytesIO()
     torch.save(state_of(), buffer, _use_new_zipfile_serialization=kind == "zip")
@@ -458,8 +458,8 @@ def training_checkpoint() -> Target:
 
 
 def prepared_frame() -> Target:
-    from bevfusion_quant.points import Frame, Labels
-    from bevfusion_quant.train._compact import CompactFrame, compact
+    from bev_data.points import Frame, Labels
+    from bevfusion.training import CompactFrame, compact
 
     labels = Labels(np.ones((2, 7), np.float32), ("car", "bus"))
     frame = Frame("f", np.ones((9, 5), np.float32), labels=labels)
@@ -473,7 +473,7 @@ def prepared_frame() -> Target:
 
 
 def points_npz() -> Target:
-    from bevfusion_quant.points import read_points
+    from bev_data.points import read_points
 
     arrays = {
         "points": np.ones((20, 5), np.float32), "boxes": np.ones((2, 7)),
@@ -484,7 +484,7 @@ def points_npz() -> Target:
 
 
 def points_binary() -> Target:
-    from bevfusion_quant.points import read_points
+    from bev_data.points import read_points
 
     rows = np.random.default_rng(0).uniform(0, 1, (40, 4)).astype("<f4")
     files = {"p.bin": rows.tobytes()}
@@ -492,16 +492,16 @@ def points_binary() -> Target:
 
 
 def points_tensor() -> Target:
-    from bevfusion_quant.points import read_points, save_tensor
+    from bev_data.points import read_points, save_tensor
 
     files = written(lambda f: save_tensor(f / "p.tensor", np.ones((20, 5), np.float32)))
     return Target(files, {"p.tensor": changed_bytes}, lambda f: read_points(f / "p.tensor"))
 
 
 def frame_folder() -> Target:
-    from bevfusion_quant.cameras import Camera
-    from bevfusion_quant.datasets import open_dataset, write_frame_folder
-    from bevfusion_quant.points import Frame, Labels
+    from bev_data.cameras import Camera
+    from bev_data.datasets import open_dataset, write_frame_folder
+    from bev_data.points import Frame, Labels
 
     labels = Labels(np.ones((2, 7), np.float32), ("car", "bus"))
     camera = Camera("CAM_FRONT", np.zeros((8, 9, 3), np.uint8), np.diag([9.0, 9.0, 1.0]), np.eye(4))
@@ -523,7 +523,7 @@ def record() -> Target:
 def kitti() -> Target:
     from PIL import Image
 
-    from bevfusion_quant.datasets import open_dataset
+    from bev_data.datasets import open_dataset
 
     def write(folder: Path) -> None:
         for name in ("velodyne", "calib", "label_2", "image_2"):
