@@ -219,6 +219,18 @@ def test_a_step_without_its_scale_is_refused(saved):
         IntegerModel.load(saved)
 
 
+@pytest.mark.parametrize("stride", ["x", [None, 1], {"a": 1}, 10**30])
+def test_arguments_that_torch_does_not_take_name_the_module(saved, stride):
+    number = step_of(saved, "stem.2")
+
+    def change(program):
+        program["steps"][number]["kwargs"]["$dict"]["stride"] = stride
+
+    rewrite(saved, change)
+    with pytest.raises(ValueError, match=r"stem\.2"):
+        IntegerModel.load(saved)(X)
+
+
 def test_only_listed_functions_can_be_called(saved):
     def change(data):
         next(s for s in data["steps"] if s.get("function"))["function"] = "torch.load"

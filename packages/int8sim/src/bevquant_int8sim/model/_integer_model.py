@@ -158,7 +158,9 @@ class IntegerModel:
             except Exception as error:
                 # What a file may say is checked when it is read; how torch's own functions take
                 # their constants only shows here.
-                if not program.origin or isinstance(error, ValueError | TypeError):
+                calls = step.function is not None or step.module is not None
+                known = ValueError if calls else (ValueError, TypeError)
+                if not program.origin or isinstance(error, known):
                     raise
                 raise ValueError(
                     f"{program.origin}: {step.path or 'the model'} ({step.op}) does not compute on "
