@@ -20,13 +20,12 @@ import copy
 import hashlib
 import io
 import json
+import multiprocessing
 import os
 import random
 import resource
-import select
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,6 +33,7 @@ import warnings
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -1012,18 +1012,28 @@ KERNELS = (
 WHOLE_KERNEL = 1000
 
 
-def worker(name: str, seed: int, start: int, stop: int) -> None:
-    """Run mutants in this process; one line of JSON for each, before it a line that it begins."""
+# Workers are forked from a process that has imported what the targets need: an import of torch for
+# each took more time than a thousand mutants.
+_SERVER = multiprocessing.get_context("forkserver")
+_IMPORTED = ["torch", "numba", "onnx", "spconv.pytorch", "bevquant_export", "bevquant_fusion",
+             "bevquant_hybrid.quantization", "bevquant_hybrid.partition",
+             "bevfusion_quant.datasets", "bevfusion_quant.model", "bevfusion_quant.review",
+             "bevfusion_quant.train"]  # fmt: skip
+
+
+def worker(name: str, seed: int, start: int, stop: int, out: Connection) -> None:
+    """Run mutants in this process; of each its number before it begins, then what became of it."""
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(quiet, stream)
     torch.set_num_threads(1)
     mutants = Mutants(name, seed)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     limit = used + GIBIBYTES * 2**30
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    out = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
     for number in range(start, stop):
-        print(number, file=out)
-        print(json.dumps([number, *mutants.run(number)]), file=out)
+        out.send(number)
+        out.send((number, *mutants.run(number)))
     mutants.close()
 
 
@@ -1033,45 +1043,41 @@ def attack(name: str, count: int, seed: int, show: Callable[[str], None] = print
     seen: set[str] = set()
     start, began = 0, time.monotonic()
     while start < count:
-        command = [sys.executable, __file__, "--worker", name, str(seed), str(start), str(count)]
-        process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={"OMP_NUM_THREADS": "1", **os.environ},
-        )
-        assert process.stdout is not None
-        current, stuck, text = start, False, b""
+        results, out = _SERVER.Pipe(duplex=False)
+        process = _SERVER.Process(target=worker, args=(name, seed, start, count, out))
+        process.start()
+        out.close()
+        current, stuck = -1, False
         heard = time.monotonic() + 600  # what it may take to make its good files
         while True:
-            ready, _, _ = select.select([process.stdout], [], [], 1.0)
-            if ready:
-                part = os.read(process.stdout.fileno(), 1 << 16)
-                if not part:
-                    break
-                heard = time.monotonic()
-                *lines, text = (text + part).split(b"\n")
-                for line in lines:
-                    said = json.loads(line)
-                    if isinstance(said, int):
-                        current = said
-                        continue
-                    tally[said[1]] += 1
-                    start = said[0] + 1
-                    kind = f"{said[1]} {said[2][:60]}"
-                    if said[1] not in ("ok", "clean") and kind not in seen:
-                        seen.add(kind)
-                        show(f"  {name} #{said[0]}: {said[1]}: {said[2]}")
-            elif time.monotonic() - heard > STUCK:
-                stuck = True
-                process.kill()
-        process.wait()
+            if not results.poll(1.0):
+                if time.monotonic() - heard > STUCK:
+                    stuck = True
+                    process.kill()
+                continue
+            heard = time.monotonic()
+            try:
+                said = results.recv()
+            except (EOFError, OSError):
+                break
+            if isinstance(said, int):
+                current = said
+                continue
+            number, outcome, text = said
+            tally[outcome] += 1
+            start = number + 1
+            kind = f"{outcome} {text[:60]}"
+            if outcome not in ("ok", "clean") and kind not in seen:
+                seen.add(kind)
+                show(f"  {name} #{number}: {outcome}: {text}")
+        process.join()
+        results.close()
         if start < count:
             if current < start:
                 raise RuntimeError(f"{name}: the worker does not begin")
             outcome = "hang" if stuck else "crash"
             tally[outcome] += 1
-            show(f"  {name} #{current}: {outcome}: exit code {process.returncode}")
+            show(f"  {name} #{current}: {outcome}: exit code {process.exitcode}")
             start = current + 1
     show(f"{name}: {dict(tally)} in {time.monotonic() - began:.0f} s")
     return tally
@@ -1102,6 +1108,8 @@ def main() -> int:
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     from concurrent.futures import ThreadPoolExecutor
 
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    _SERVER.set_forkserver_preload(["__main__", *_IMPORTED])
     chosen = {
         name: number
         for name, number in counts(options.share).items()
@@ -1116,7 +1124,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--worker"]:
-        worker(sys.argv[2], *map(int, sys.argv[3:]))
-    else:
-        sys.exit(main())
+    sys.exit(main())

@@ -275,7 +275,9 @@ def int8_conv_transpose2d(
     dilations = per_axis(dilation, 2, f"{name}: dilation", 1)
     if any(a >= max(s, d) for a, s, d in zip(added, steps, dilations, strict=True)):
         raise ValueError(f"{name}: output_padding={added} must be below stride or dilation")
-    axes = list(zip(x.shape[2:], kernel, steps, cuts, added, dilations, strict=True))
+    axes = [
+        (n, kernel[i], steps[i], cuts[i], added[i], dilations[i]) for i, n in enumerate(x.shape[2:])
+    ]
     check_outputs((len(x), *(transposed_size(*axis) for axis in axes)), name)
     rows, columns = (transposed_axis(*axis, name) for axis in axes)
     phases = [(row, column) for row in rows for column in columns]
