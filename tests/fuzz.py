@@ -339,7 +339,17 @@ def integer_model() -> Target:
 
     good = files
     change = {"m/program.json": changed_json, "m/tensors.safetensors": changed_tensors}
-    read = lambda f: IntegerModel.load(f / "m", backend="torch")(x)  # noqa: E731
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content in good.items():
+            (Path(folder) / name).parent.mkdir(exist_ok=True)
+            (Path(folder) / name).write_bytes(content)
+        signature = IntegerModel.load(Path(folder) / "m").program.signature
+
+    def read(folder: Path) -> None:
+        model = IntegerModel.load(folder / "m", backend="torch")
+        if model.program.signature == signature:
+            model(x)
+
     return Target(files, change, read, sign)
 
 
@@ -865,7 +875,7 @@ def changed_argument(rng: Rng, value: Any) -> Any:
         if what == 5:
             return value.transpose(0, -1) if value.dim() else value
         if what == 6:
-            value = value.clone()
+            value = value.clone(memory_format=torch.contiguous_format)
             if value.numel():
                 worst = [0, -1, 127, 2**31 - 1] if not value.is_floating_point() else [
                     float("nan"), float("inf"), 0.0, -1.0, 1e38, 1e-45]  # fmt: skip
