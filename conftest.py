@@ -20,12 +20,14 @@ with suppress(ImportError):  # not every package's tests ask for it
 
 
 def pytest_addoption(parser):
+    """`--first-cases`, by which the isolated sessions of a change are short."""
     parser.addoption(
         "--first-cases", action="store_true", help="run the first case of each test alone"
     )
 
 
 def pytest_collection_modifyitems(config, items):
+    """Keep one case of each test where that is asked for."""
     if config.getoption("first_cases"):
         first = {}
         for item in items:

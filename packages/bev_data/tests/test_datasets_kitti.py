@@ -129,6 +129,13 @@ def test_damaged_text(root, file, old, new, message):
         open_dataset("kitti", root)[0]
 
 
+def test_labels_that_are_no_text(root):
+    path = root / "label_2/000000.txt"
+    path.write_bytes(path.read_bytes().replace(b"Car", b"C\xffr"))
+    with pytest.raises(InputError, match=r"label_2/000000\.txt: damaged, no text of labels"):
+        open_dataset("kitti", root)[0]
+
+
 def test_points_inside_real_boxes_land_inside_the_annotated_rectangles(real_data):
     """label_2's rectangles were drawn by people in the image: they know nothing of our geometry."""
     root = real_data / "avod_kitti13/object/training"

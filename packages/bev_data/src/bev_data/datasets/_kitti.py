@@ -137,7 +137,11 @@ def _labels(path: Path, to_lidar: _Matrix, points: npt.NDArray[np.float32]) -> L
     if not path.is_file():
         raise InputError(f"{path}: no such file; other frames have labels: add it")
     names, rows = [], []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: damaged, no text of labels: {error}; copy it again") from error
+    for number, line in enumerate(text.splitlines(), 1):
         fields = line.split()
         if not fields or fields[0] == "DontCare":
             continue

@@ -5,14 +5,108 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from bev_data._errors import InputError
 from bev_data.datasets._frame_list import FrameList
 from bev_data.datasets._nuscenes_sample import read_sample
 from bev_data.points import Frame
+from bevquant_quantizers.documents import DocumentError, Finite, Size, as_form
 
 __all__ = ["nuscenes"]
+
+_Three = tuple[Finite, Finite, Finite]
+
+
+class _Scene(msgspec.Struct):
+    name: str
+    first_sample_token: str
+
+
+class _Sample(msgspec.Struct):
+    data: dict[str, str]
+    anns: list[str]
+    next: str
+
+
+class _Pose(msgspec.Struct):
+    rotation: tuple[Finite, Finite, Finite, Finite]
+    translation: _Three
+
+    def __post_init__(self) -> None:
+        if not any(self.rotation):
+            raise ValueError("a rotation of length 0")
+
+
+class _Sensor(_Pose):
+    camera_intrinsic: list[_Three]
+
+
+class _Recording(msgspec.Struct):
+    calibrated_sensor_token: str
+    ego_pose_token: str
+    filename: Annotated[str, msgspec.Meta(pattern=r"^[^\x00]+$")]
+    timestamp: Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+    channel: str
+    width: Size
+    height: Size
+    prev: str
+
+
+class _Annotation(_Pose):
+    token: str
+    size: _Three
+    visibility_token: str
+    category_name: str
+    num_lidar_pts: Size
+
+
+_ROWS = {
+    "sample": _Sample, "ego_pose": _Pose, "calibrated_sensor": _Sensor, "sample_data": _Recording,
+    "sample_annotation": _Annotation,
+}  # fmt: skip
+# What the devkit, which checks nothing, raises on damaged tables.
+_DAMAGED = (AssertionError, OSError, ValueError, LookupError, TypeError, AttributeError,
+            ArithmeticError, RecursionError)  # fmt: skip
+
+
+class _Tables:
+    """The devkit's tables; each row that is asked for is checked."""
+
+    def __init__(self, devkit: Any, place: Path) -> None:
+        self.devkit, self._place = devkit, place
+        self.version, self.dataroot = devkit.version, devkit.dataroot
+        self._check(devkit.scene, list[_Scene], "scene")
+        self._check(devkit.sample, list[dict[str, Any]], "sample")
+        self.scene: list[dict[str, Any]] = devkit.scene
+
+    def get(self, table: str, token: str) -> dict[str, Any]:
+        """A row of a table, of the form that is read."""
+        try:
+            row: dict[str, Any] = self.devkit.get(table, token)
+        except _DAMAGED as error:
+            raise self._error(f"{table}.json has no row {token!r} ({error!r})") from error
+        self._check(row, _ROWS[table], table)
+        return row
+
+    def box_velocity(self, token: str) -> Any:
+        """Of an annotation, by the rows before and behind it [m/s]."""
+        try:
+            return self.devkit.box_velocity(token)
+        except _DAMAGED as error:
+            raise self._error(f"no velocity of annotation {token} ({error!r})") from error
+
+    def _check(self, value: Any, form: Any, table: str) -> None:
+        where = f"{self._place / f'{table}.json'}"
+        try:
+            as_form(value, form, where=where, what=f"table of nuScenes' {table}")
+        except DocumentError as error:
+            raise InputError(str(error)) from error
+
+    def _error(self, what: str) -> InputError:
+        return InputError(f"{self._place}: {what}; unpack the data set's metadata again")
 
 
 def nuscenes(
@@ -55,6 +149,8 @@ def nuscenes(
     for scene in wanted:
         token, number = scene["first_sample_token"], 0
         while token:
+            if number > len(tables.devkit.sample):
+                raise InputError(f"{path / version}: the samples of {scene['name']} have no end")
             keys.append((f"{scene['name']}_{number:02d}", token))
             token, number = tables.get("sample", token)["next"], number + 1
     if not keys:
@@ -66,7 +162,7 @@ def nuscenes(
     return FrameList("nuscenes", tuple(keys), read)
 
 
-def _tables(path: Path, version: str) -> Any:
+def _tables(path: Path, version: str) -> _Tables:
     try:
         devkit = importlib.import_module("nuscenes.nuscenes")
     except ImportError as error:
@@ -80,15 +176,18 @@ def _tables(path: Path, version: str) -> Any:
             f"{path / version}: no such folder of tables; {path} has {', '.join(there) or 'none'}"
         )
     try:
-        return devkit.NuScenes(version=version, dataroot=str(path), verbose=False)
-    except (AssertionError, OSError, ValueError, KeyError) as error:
+        tables = devkit.NuScenes(version=version, dataroot=str(path), verbose=False)
+    except _DAMAGED as error:
         raise InputError(
             f"{path / version}: the devkit cannot read the tables "
             f"({type(error).__name__}: {error}); unpack the data set's metadata and maps again"
         ) from error
+    return _Tables(tables, path / version)
 
 
-def _scenes(tables: Any, split: str | None, names: Sequence[str] | None) -> list[dict[str, Any]]:
+def _scenes(
+    tables: _Tables, split: str | None, names: Sequence[str] | None
+) -> list[dict[str, Any]]:
     there = {scene["name"]: scene for scene in tables.scene}
     missing = [name for name in names or () if name not in there]
     if missing:
@@ -108,14 +207,14 @@ def _scenes(tables: Any, split: str | None, names: Sequence[str] | None) -> list
     return [there[name] for name in chosen]
 
 
-def _split(tables: Any, split: str) -> set[str]:
+def _split(tables: _Tables, split: str) -> set[str]:
     splits = importlib.import_module("nuscenes.utils.splits")
     known: dict[str, list[str]] = splits.create_splits_scenes()
     if split in known:
         return set(known[split])
     try:
-        return set(splits.get_scenes_of_custom_split(split, tables))
-    except (AttributeError, AssertionError, OSError, ValueError) as error:
+        return set(splits.get_scenes_of_custom_split(split, tables.devkit))
+    except _DAMAGED as error:
         raise InputError(
             f"no split {split!r} ({error}); the devkit knows {', '.join(known)}"
         ) from error
