@@ -86,6 +86,5 @@ def test_residual_blocks_that_take_further_arguments(options: dict[str, Any]) ->
     result = qnn.quantize_model(net, example_inputs=x)
     with quantization_disabled(net):
         torch.testing.assert_close(net(x), wanted)
-    reasons = {item.path: item.reason for item in result.skipped}
-    assert ("called with" in reasons.get("second", "")) == bool(options)
-    assert "first.residual_quantizer" in {item.path for item in result.quantized}
+    added = {item.path for item in result.quantized}
+    assert {"first.residual_quantizer", "second.residual_quantizer"} <= added

@@ -34,10 +34,10 @@ def fresh(value: Any) -> Any:
     return copy
 
 
-def run(model: nn.Module, args: list[Any], kwargs: dict[str, Any]) -> None:
+def run(model: nn.Module, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Call the model; an error says in a note what became of the model."""
     try:
-        model(*args, **kwargs)
+        return model(*args, **kwargs)
     except Exception as error:
         error.add_note(
             "quantize_model: the model does not run on these example_inputs. It is as it was "

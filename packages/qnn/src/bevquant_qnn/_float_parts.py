@@ -4,34 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from torch import fx, nn
+from torch import nn
 
-from bevquant_qnn._branches import Branches
 from bevquant_qnn._config import QuantConfig
 from bevquant_qnn._kinds import is_batch_norm, is_library_module, is_quantized
 from bevquant_qnn._replace import has_quantized_form
 from bevquant_qnn._result import SkippedModule
+from bevquant_qnn._steps import Steps
 from bevquant_quantizers import TensorQuantizer
 
-__all__ = ["float_functions", "float_layers"]
+__all__ = ["PRODUCTS", "float_functions", "float_layers"]
 
-# Functions and methods that move values or questions about them, and what is fused into a layer.
+# Kinds of operators that make new values in float, and operators of these kinds that only move
+# them or are fused into a layer. Additions have their own notes.
+_COMPUTES = frozenset({"float", "layer", "norm", "resize", "avg_pool"})
 _MOVES = frozenset(
-    "adaptive_max_pool1d broadcast_to cat chunk clone concat concatenate contiguous cpu cuda "
-    "data dense detach device dim dropout dtype exactly expand expand_as features flatten flip "
-    "float gather getattr getitem half hook index_select indices int item long max_pool1d "
-    "max_pool2d max_pool3d movedim narrow ndim new_empty new_zeros numel pad permute "
-    "pixel_shuffle relu relu_ repeat replace_feature reshape roll setattr shape size "
-    "spatial_shape split squeeze stack swapaxes tensor_split tile to to_dense transpose type "
-    "type_as unbind unflatten unsqueeze view view_as".split()
+    "SparseConvTensor _to_copy adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d copy "
+    "cpu cuda data dense dtype empty_like features float half int long new_empty new_zeros "
+    "replace_feature setattr to to_dense type type_as zeros_like".split()
 )
-_JOINS = frozenset({"add", "add_", "iadd"})
-_ASKS = frozenset({"shape", "size", "dim", "ndim", "numel", "device", "dtype", "batch_size"})
-# Products are found in the pass over example inputs, whatever function computes them.
-_PRODUCTS = frozenset(
-    "addmm baddbmm bmm conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d "
-    "einsum linear matmul mm scaled_dot_product_attention".split()
-)
+PRODUCTS = {
+    "scaled_dot_product_attention": "attention",
+    **dict.fromkeys("convolution conv1d conv2d conv3d".split(), "a convolution"),
+    **dict.fromkeys("conv_transpose1d conv_transpose2d conv_transpose3d".split(), "a convolution"),
+    **dict.fromkeys("matmul mm addmm bmm baddbmm einsum linear".split(), "a matrix product"),
+}
 
 
 def float_layers(
@@ -58,26 +55,22 @@ def float_layers(
             yield SkippedModule(path, f"excluded by {pattern!r}" if pattern else _reason(module))
 
 
-def float_functions(branches: Branches, *, products: bool) -> tuple[str, ...]:
+def float_functions(steps: Steps, module: nn.Module, *, products: bool) -> tuple[str, ...]:
     """Names of the functions that a forward computes values by, in the order of their calls.
 
     Args:
-        branches: The graph of the forward.
-        products: Whether convolutions and matrix products count; the pass over example inputs
-            reports them.
+        steps: What the model computes.
+        module: Whose own forward.
+        products: Whether convolutions and matrix products count; with example inputs they have a
+            note of their own.
     """
     names: dict[str, None] = {}
-    numbers: set[fx.Node] = set()
-    for node in branches.graph.nodes:
-        if node.op not in ("call_function", "call_method") or isinstance(node.target, type):
-            continue
-        name = getattr(node.target, "__name__", str(node.target))
-        asked = str(node.args[1]) if node.target is getattr else name
-        inputs = node.all_input_nodes
-        if asked in _ASKS or (inputs and all(i in numbers for i in inputs)):
-            numbers.add(node)
-        elif name not in _MOVES | _JOINS | (frozenset() if products else _PRODUCTS) and node.users:
-            names[name] = None
+    for node in steps.nodes:
+        if steps.module(node) is module and steps.is_tensor(node) and steps.read(node):
+            spec = steps.spec(node)
+            product = spec.kind == "layer" or spec.name in PRODUCTS
+            if spec.kind in _COMPUTES and spec.name not in _MOVES and (products or not product):
+                names[spec.name] = None
     return tuple(names)
 
 

@@ -1,12 +1,23 @@
-"""Who reads which tensor: the form in which both analyses hand on what they found."""
+"""Who reads which tensor, told by the steps of a model."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
+from torch import fx, nn
+
+from bevquant_qnn._add import QuantAdd
+from bevquant_qnn._concat import QuantConcat
+from bevquant_qnn._float_parts import PRODUCTS
+from bevquant_qnn._join_calls import Target
+from bevquant_qnn._kinds import is_batch_norm, is_library_module, is_quantized
+from bevquant_qnn._place_joins import Followed, Join
+from bevquant_qnn._steps import Steps
 from bevquant_quantizers import TensorQuantizer
 
-__all__ = ["Flow", "Read"]
+__all__ = ["Flow", "Read", "follow"]
 
 
 @dataclass(frozen=True)
@@ -15,11 +26,11 @@ class Read:
 
     Attributes:
         quantizer: The reader.
-        tensor: Number of the tensor in the flow.
+        tensor: The tensor, by its place in the flow.
     """
 
     quantizer: TensorQuantizer
-    tensor: int
+    tensor: object
 
 
 @dataclass
@@ -38,12 +49,114 @@ class Flow:
     """
 
     reads: list[Read] = field(default_factory=list)
-    joins: list[tuple[int, int]] = field(default_factory=list)
-    names: dict[int, str] = field(default_factory=dict)
+    joins: list[tuple[object, object]] = field(default_factory=list)
+    names: dict[object, str] = field(default_factory=dict)
     unfolded: list[tuple[str, str]] = field(default_factory=list)
     products: list[tuple[str, str]] = field(default_factory=list)
     blind_spots: list[tuple[str, str]] = field(default_factory=list)
 
-    def name_of(self, tensor: int) -> str:
+    def name_of(self, tensor: object) -> str:
         """Return the tensor's description."""
-        return self.names.get(tensor, f"tensor {tensor}")
+        return self.names.get(tensor, "a tensor")
+
+
+def follow(found: Followed, placed: Iterable[tuple[Join, nn.Module, Target]]) -> Flow:
+    """Read off which quantizer gets which tensor.
+
+    Args:
+        found: What the model computes.
+        placed: Joins that were given a child after that was found out.
+    """
+    reader = _Reader(found, placed)
+    for steps in found.parts:
+        for index, node in enumerate(steps.inputs):
+            reader.flow.names.setdefault(reader.tensor(steps, node), f"model input {index}")
+        for node in steps.nodes:
+            reader.step(steps, node)
+    reader.flow.blind_spots += found.unfollowed.items()
+    return reader.flow
+
+
+class _Reader:
+    def __init__(self, found: Followed, placed: Iterable[tuple[Join, nn.Module, Target]]) -> None:
+        self.flow, self.same = Flow(), found.same
+        self.entered: set[object] = set()
+        self.placed = {(join.steps, join.node): (join, child, t) for join, child, t in placed}
+
+    def tensor(self, steps: Steps, node: fx.Node) -> object:
+        """What stands for a tensor; it is named after what made it."""
+        origin = steps.origin(node)
+        found = self.same.get((steps, origin), (steps, origin))
+        if origin not in steps.inputs:
+            module = steps.module(origin)
+            path = steps.path(module)
+            whole = module is not None and (is_library_module(module) or is_quantized(module))
+            sent = self.placed.get((steps, origin))
+            if sent is not None and sent[2].operand is None:
+                path, whole = f"{path}.{sent[2].name}".lstrip("."), True
+            what = "output of" if whole else f"{steps.name(origin)} in"
+            name = f"{what} {path or 'the model'}"
+            self.flow.names.setdefault(found, name)
+        return found
+
+    def step(self, steps: Steps, node: fx.Node) -> None:
+        values = steps.read(node)
+        if (steps, node) in self.placed:
+            self.join(*self.placed[steps, node])
+        for call in steps.calls(node):
+            module = call.module
+            entering = [v for v in values if call not in steps.calls(v)]
+            quantizer = _input_quantizer(module)
+            if not entering or quantizer is None:
+                continue
+            if not isinstance(module, QuantAdd | QuantConcat):
+                if (steps, call) in self.entered:
+                    continue  # a sparse convolution may add another tensor after its own product
+                entering = entering[:1]
+            self.entered.add((steps, call))
+            self.flow.reads += [Read(quantizer, self.tensor(steps, v)) for v in entering]
+            if isinstance(module, QuantConcat):
+                self.joined(steps, node, values)
+        self.note(steps, node, values)
+
+    def note(self, steps: Steps, node: fx.Node, values: list[fx.Node]) -> None:
+        """What there is to say of a step that no quantizer reads for."""
+        module = steps.module(node)
+        if module is None:
+            return
+        path = steps.path(module)
+        if is_batch_norm(module):
+            for value in values:
+                maker = steps.module(steps.origin(value))
+                if maker is not None and "_weight_quantizer" in maker._modules:
+                    pair = (path, steps.path(maker))
+                    if pair not in self.flow.unfolded:
+                        self.flow.unfolded.append(pair)
+        product = PRODUCTS.get(steps.spec(node).name)
+        # A layer with a forward of its own is reported as a layer already.
+        layer = isinstance(module, nn.modules.conv._ConvNd | nn.Linear) or is_library_module(module)
+        if product and steps.source is not None and not layer:
+            if (path, product) not in self.flow.products:
+                self.flow.products.append((path, product))
+
+    def join(self, join: Join, child: nn.Module, target: Target) -> None:
+        """Reads of a join by the child that it is sent to."""
+        assert join.node is not None
+        operands = [v for v in join.operands if join.steps.is_tensor(v)]
+        quantizer = child if isinstance(child, TensorQuantizer) else _input_quantizer(child)
+        assert quantizer is not None
+        chosen: list[Any] = operands if target.operand is None else [join.operands[target.operand]]
+        self.flow.reads += [Read(quantizer, self.tensor(join.steps, v)) for v in chosen]
+        if isinstance(child, QuantConcat):
+            self.joined(join.steps, join.node, chosen)
+
+    def joined(self, steps: Steps, node: fx.Node, operands: Iterable[fx.Node]) -> None:
+        whole = self.tensor(steps, node)
+        self.flow.joins += [(whole, self.tensor(steps, value)) for value in operands]
+
+
+def _input_quantizer(module: nn.Module) -> TensorQuantizer | None:
+    found = module if isinstance(module, TensorQuantizer) else None
+    if is_quantized(module):
+        found = module._modules["_input_quantizer"]  # type: ignore[assignment]
+    return found if isinstance(found, TensorQuantizer) else None

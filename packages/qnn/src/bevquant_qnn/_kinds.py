@@ -11,6 +11,7 @@ from bevquant_qnn._sparse_convolution import QuantSparseConvolution
 from bevquant_sparse import is_sparse_conv
 
 __all__ = [
+    "ends_in_conv",
     "has_sparse_conv",
     "is_batch_norm",
     "is_dense_conv",
@@ -19,6 +20,7 @@ __all__ = [
     "is_plain_chain",
     "is_quantized",
     "is_sparse_module",
+    "only_shapes",
 ]
 
 _LIBRARIES = ("torch", "spconv", "bevquant_qnn", "bevquant_quantizers", "pytorch_quantization")
@@ -78,3 +80,20 @@ def is_library_module(module: nn.Module) -> bool:
     """Tell whether the module's forward was written by a library, not by the model's author."""
     owner = next((cls for cls in type(module).__mro__ if "forward" in vars(cls)), nn.Module)
     return "forward" not in vars(module) and owner.__module__.split(".")[0] in _LIBRARIES
+
+
+def only_shapes(module: nn.Module) -> bool:
+    """Tell whether the module is an activation, a norm, a resize or nothing at all."""
+    activation = getattr(layer_class(module), "__module__", "") == "torch.nn.modules.activation"
+    resize = layer_class(module, nn.Upsample) is not None
+    return is_identity(module) or is_batch_norm(module) or activation or resize
+
+
+def ends_in_conv(module: nn.Module) -> bool:
+    """Tell whether a quantized dense conv makes what the module gives, norms and the like aside."""
+    if is_quantized(module):
+        return is_dense_conv(module)
+    if is_plain_chain(module):
+        last = next((c for c in reversed(list(module.children())) if not only_shapes(c)), None)
+        return last is not None and ends_in_conv(last)
+    return any(is_dense_conv(child) for child in module.modules())

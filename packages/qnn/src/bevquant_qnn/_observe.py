@@ -1,76 +1,167 @@
-"""Find who reads which tensor by watching one real pass through the model."""
+"""Following a model on example inputs: its captured graph, and where its forwards join tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+import copy
+import inspect
+import operator
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor, fx, nn
 
-from bevquant_qnn._concat import QuantConcat
-from bevquant_qnn._example import arguments, evaluation, run
-from bevquant_qnn._flow import Flow, Read
-from bevquant_qnn._functional import FunctionalProducts
+from bevquant_graph import CaptureError, Graph, capture, flatten
+from bevquant_qnn._config import QuantConfig
+from bevquant_qnn._example import arguments, evaluation, fresh, run
 from bevquant_qnn._holders import activation_quantizers
-from bevquant_qnn._kinds import is_batch_norm, is_quantized
-from bevquant_qnn._sparse_tensor import features_of, is_sparse_tensor
+from bevquant_qnn._join_calls import JoinCall, Recorder, join_class, plan_of
+from bevquant_qnn._kinds import is_quantized
+from bevquant_qnn._place_joins import Followed, Join, may_join
+from bevquant_qnn._steps import Call, Steps
 from bevquant_quantizers import TensorQuantizer
 
 __all__ = ["observe"]
 
-# Copies that keep every value; views are told by their storage.
-_COPIES = frozenset(
-    {"clone", "_to_copy", "roll", "_unsafe_view", "_reshape_alias", "lift_fresh", "flip"}
-)
 
+def observe(
+    model: nn.Module, config: QuantConfig, example_inputs: Any, graph: Graph | None = None
+) -> Followed:
+    """Follow the model on example inputs, in evaluation mode and with its quantizers bypassed.
 
-class _Identities(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Numbers tensors so that views, copies and in-place changes get the right number.
+    What cannot be captured is followed child by child, on what its children get in a run of the
+    model; a tensor that one child hands to another is told by its memory.
 
-    Two tensors have one number if they cover the same elements of one storage at one version
-    (in-place operations raise it), or if one is a value-keeping copy of the other. Every numbered
-    tensor is kept alive, because memory that is freed would be reused under the same address.
+    Args:
+        model: The model, its layers replaced already.
+        config: Modules that are left out are not looked into for joins.
+        example_inputs: A tuple of positional inputs, a dict of named ones, or one input.
+        graph: The model's graph, where there is one.
+
+    Returns:
+        Its steps and joins. Training flags and quantizer states are as before.
     """
+    found = Followed()
+    paths = {module: path for path, module in model.named_modules()}
+    with evaluation(model):
+        args, kwargs = arguments(example_inputs)
+        _Observer(paths, config, found).part(model, (args, kwargs), graph)
+    return found
+
+
+class _Observer:
+    def __init__(self, paths: dict[nn.Module, str], config: QuantConfig, found: Followed) -> None:
+        self.paths, self.config, self.found = paths, config, found
+
+    def part(self, root: nn.Module, given: Any, graph: Graph | None = None) -> Steps | None:
+        """Follow one module on what it is given; None where it is not captured as a whole."""
+        watched = [
+            m
+            for m in root.modules()
+            if may_join(m) and self.config.excluded_by(self.paths[m]) is None
+        ]
+        recorder, outputs = _recorded(root, watched, given, Recorder())
+        opaque: dict[nn.Module, str] = {}
+        steps = None
+        try:
+            graph = _captured(root, given) if graph is None else graph
+        except CaptureError as error:
+            opaque[root] = str(error).partition("cannot be followed: ")[2] or str(error)
+            opaque[root] = opaque[root].partition(". Capture the parts")[0]
+        else:
+            reasons = {path: entry.reason for path, entry in graph.opaque.items()}
+            opaque |= {root.get_submodule(path): reason for path, reason in reasons.items()}
+            steps = Steps(self.paths, graph.graph, root, graph)
+            self.found.parts.append(steps)
+            within = {m for module in opaque for m in module.modules()}
+            recorder.seen = [event for event in recorder.seen if event.module not in within]
+            self.joins(steps, recorder, watched, given, outputs)
+        for module, reason in opaque.items():
+            # capture's word for it
+            reason = reason.replace("it decides by the values", "it branches on the values")
+            self.found.unfollowed[self.paths[module]] = f"{type(module).__name__}.forward: {reason}"
+        inside = {m: list(_children(m)) for m in opaque}
+        if any(inside.values()):
+            self.inside(root, given, inside, steps)
+        return steps
+
+    def joins(
+        self, steps: Steps, recorder: Recorder, watched: list[nn.Module], given: Any, outputs: Any
+    ) -> None:
+        joins = _matched(steps, recorder)
+        suspects = {
+            (join.call.module, join.site)
+            for join, event in joins
+            if event.inplace and join.node is not None and not join.planned
+            and any(steps.is_sparse(v) for v in join.operands if isinstance(v, fx.Node))
+        }  # fmt: skip
+        hidden = _hidden(steps.root, watched, given, outputs, suspects)
+        self.found.joins += [
+            replace(join, hidden=(join.call.module, join.site) in hidden) for join, _ in joins
+        ]
+
+    def inside(
+        self,
+        root: nn.Module,
+        given: Any,
+        inside: dict[nn.Module, list[nn.Module]],
+        around: Steps | None,
+    ) -> None:
+        """Follow the children of opaque modules, each on what it gets when the model runs."""
+        watch = _Boundaries()
+        hooked = {*inside, *(child for children in inside.values() for child in children)}
+        handles = [m.register_forward_hook(watch, with_kwargs=True) for m in hooked]
+        try:
+            run(root, *_fresh(given))
+        finally:
+            for handle in handles:
+                handle.remove()
+        known: dict[object, object] = {}
+        for module in inside:
+            nodes = [] if around is None else around.opaque_calls(module)
+            for node, (_, taken, made) in zip(nodes, watch.calls[module], strict=False):
+                for value, key in zip(node.args[0], taken, strict=False):  # type: ignore[arg-type]
+                    if around is not None and key is not None:
+                        known.setdefault(key, (around, around.origin(value)))
+                for user in node.users:
+                    key = made[user.args[1]] if user.target is operator.getitem else None
+                    if around is not None and key is not None:
+                        self.found.same[around, user] = known.get(key, key)
+        for child in dict.fromkeys(child for children in inside.values() for child in children):
+            for inputs, taken, made in watch.calls[child]:
+                steps = self.part(child, inputs)
+                if steps is None or steps.source is None:
+                    continue
+                ends = (*zip(steps.inputs, taken, strict=False),
+                        *zip(steps.source.outputs, made, strict=False))  # fmt: skip
+                for node, key in ends:
+                    if key is not None and isinstance(node, fx.Node):
+                        origin = (steps, steps.origin(node))
+                        self.found.same.setdefault(origin, known.get(key, key))
+
+
+class _Boundaries:
+    """A forward hook: what modules get and give, and by which memory it is known again."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._numbers: dict[tuple[Any, ...], int] = {}
-        self._alive: list[Tensor] = []
+        self.calls: dict[nn.Module, list[Any]] = defaultdict(list)
+        self._alive: list[Any] = []  # freed memory would be used again
 
-    def number(self, tensor: Tensor) -> int:
-        key = _memory_key(tensor)
-        if key not in self._numbers:
-            self._alive.append(tensor)
-            self._numbers[key] = len(self._alive)
-        return self._numbers[key]
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if (
-            func.overloadpacket.__name__ in _COPIES
-            and isinstance(result, Tensor)
-            and isinstance(args[0], Tensor)
-            and result.numel() == args[0].numel()
-        ):
-            self._same(args[0], result)
-        return result
-
-    def _same(self, source: Tensor, copy: Tensor) -> None:
-        number = self.number(source)
-        self._alive.append(copy)
-        self._numbers[_memory_key(copy)] = number
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        taken, made = flatten((args, kwargs))[0], flatten(output)[0]
+        self._alive += [*taken, *made]
+        keys = [[_memory_key(leaf) for leaf in leaves] for leaves in (taken, made)]
+        self.calls[module].append(((list(args), dict(kwargs)), *keys))
 
 
-def _memory_key(tensor: Tensor) -> tuple[Any, ...]:
+def _memory_key(tensor: Any) -> tuple[Any, ...] | None:
+    """Equal for tensors over the same elements of one memory, at one version of it."""
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        return None
     if tensor.layout is not torch.strided or tensor.numel() == 0:
         return (id(tensor),)
     extent = tuple(sorted((st, s) for st, s in zip(tensor.stride(), tensor.shape, strict=True)))
@@ -80,109 +171,137 @@ def _memory_key(tensor: Tensor) -> tuple[Any, ...]:
         tensor.untyped_storage().data_ptr(),
         tensor.storage_offset(),
         tensor.numel(),
-        tensor.dtype,
         0 if tensor.is_inference() else tensor._version,
         () if whole else tuple(pair for pair in extent if pair[1] != 1),
     )
 
 
-def observe(model: nn.Module, example_inputs: Any) -> Flow:
-    """Run the model once in evaluation mode, without gradients and with its quantizers bypassed.
-
-    Args:
-        model: The model, its modules replaced already.
-        example_inputs: A tuple of positional inputs, a dict of named ones, or one input.
-
-    Returns:
-        The reads of this pass. Training flags and quantizer states are as before.
-    """
-    flow = Flow()
-    identities = _Identities()
-    producer: dict[int, str] = {}
-    with ExitStack() as stack:
-        stack.enter_context(evaluation(model))
-        products = FunctionalProducts(model)
-        for hook in (*_hooks(model, flow, identities, producer), *products.hooks()):
-            stack.callback(hook.remove)
-        args, kwargs = arguments(example_inputs)
-        for index, value in enumerate([*args, *kwargs.values()]):
-            for tensor in _tensors(value):
-                flow.names.setdefault(identities.number(tensor), f"model input {index}")
-        with identities, products:
-            run(model, args, kwargs)
-    flow.products += products.found
-    return flow
+def _children(module: nn.Module) -> Iterator[nn.Module]:
+    """What a forward calls: children with quantizers; members of lists and dicts of modules."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _children(child)
+        elif any(isinstance(m, TensorQuantizer) for m in child.modules()):
+            yield child
 
 
-def _hooks(
-    model: nn.Module, flow: Flow, identities: _Identities, producer: dict[int, str]
-) -> Iterator[Any]:
-    quantizers = {holder.quantizer for holder in activation_quantizers(model)}
-    for path, module in model.named_modules():
-        if module in quantizers:
-            yield module.register_forward_pre_hook(_reader(flow, identities))
-        elif isinstance(module, QuantConcat):
-            yield module.register_forward_hook(_joiner(flow, identities))
-        if is_batch_norm(module):
-            yield module.register_forward_pre_hook(_norm_watch(path, flow, identities, producer))
-        if not isinstance(module, TensorQuantizer):
-            yield module.register_forward_hook(_namer(path, module, flow, identities, producer))
+def _fresh(given: Any) -> Any:
+    args, kwargs = given
+    return [fresh(value) for value in args], {name: fresh(v) for name, v in kwargs.items()}
 
 
-def _reader(flow: Flow, identities: _Identities) -> Callable[..., None]:
-    def hook(module: Any, args: tuple[Any, ...]) -> None:
-        if isinstance(args[0], Tensor) and not isinstance(args[0], nn.Parameter):
-            flow.reads.append(Read(module, identities.number(args[0])))
-
-    return hook
-
-
-def _joiner(flow: Flow, identities: _Identities) -> Callable[..., None]:
-    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        joined = identities.number(features_of(output))
-        for tensor in _tensors(args):
-            flow.joins.append((joined, identities.number(tensor)))
-
-    return hook
+def _captured(root: nn.Module, given: Any) -> Graph:
+    """The graph of a module; of a copy where its tensors are inference tensors."""
+    args, kwargs = _fresh(given)
+    if kwargs and args:
+        bound = inspect.signature(root.forward).bind(*args, **kwargs)
+        args, kwargs = [], dict(bound.arguments)
+    model = root
+    if any(t.is_inference() for t in (*root.parameters(), *root.buffers())):
+        model = copy.deepcopy(root)
+    with _visible(model):
+        return capture(model, kwargs or tuple(args), check=False)
 
 
-def _norm_watch(
-    path: str, flow: Flow, identities: _Identities, producer: dict[int, str]
-) -> Callable[..., None]:
-    def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-        for tensor in _tensors(args):
-            convolution = producer.get(identities.number(tensor))
-            if convolution is not None and (path, convolution) not in flow.unfolded:
-                flow.unfolded.append((path, convolution))
-
-    return hook
-
-
-def _namer(
-    path: str, module: nn.Module, flow: Flow, identities: _Identities, producer: dict[int, str]
-) -> Callable[..., None]:
-    convolves = is_quantized(module) and "_weight_quantizer" in module._modules
-
-    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        for tensor in _tensors(output):
-            number = identities.number(tensor)
-            flow.names.setdefault(number, f"output of {path or 'the model'}")
-            if convolves:
-                producer.setdefault(number, path)
-
-    return hook
+def _recorded(
+    model: nn.Module, watched: Iterable[nn.Module], given: Any, recorder: Recorder
+) -> tuple[Recorder, list[Any]]:
+    """Run the model once and note the joins in the forwards of some modules."""
+    own = [(module, type(module)) for module in watched if "forward" not in vars(module)]
+    args, kwargs = _fresh(given)
+    try:
+        for module, cls in own:
+            module.__class__ = join_class(cls, plan_of(module), recorder)
+        result = run(model, args, kwargs)
+    finally:
+        for module, cls in own:
+            module.__class__ = cls
+    return recorder, [leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the floating-point tensors in nested sequences and dicts, sparse ones by features."""
-    if is_sparse_tensor(value):
-        value = value.features
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
+@contextmanager
+def _visible(model: nn.Module) -> Iterator[None]:
+    """Quantizers that are no layer's quantize, so that the graph shows what they read."""
+    free = [h.quantizer for h in activation_quantizers(model) if not is_quantized(h.owner)]
+    before = [(q, q._disabled, q._if_quant, q._if_calib) for q in free]
+    try:
+        for quantizer in free:
+            quantizer._disabled, quantizer._if_quant, quantizer._if_calib = False, True, False
+        yield
+    finally:
+        for quantizer, *flags in before:
+            quantizer._disabled, quantizer._if_quant, quantizer._if_calib = flags
+
+
+def _hidden(
+    root: nn.Module, watched: list[nn.Module], given: Any, outputs: list[Any], suspects: set[Any]
+) -> set[Any]:
+    """In-place additions that cannot make a new tensor: somebody reads the old one's name."""
+
+    def same(apart: set[Any]) -> bool:
+        made = _recorded(root, watched, given, Recorder(apart=apart))[1]
+        return len(made) == len(outputs) and all(map(_equal, made, outputs))
+
+    if not suspects or same(suspects):
+        return set()
+    return {suspect for suspect in suspects if not same({suspect})}
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and bool(((one == other) | (one != one)).all())
+
+
+def _matched(steps: Steps, recorder: Recorder) -> list[tuple[Join, JoinCall]]:
+    """Which step of the graph each join is: by call, kind and line, and in the same order."""
+    nodes: dict[Any, list[fx.Node]] = defaultdict(list)
+    all_nodes: dict[Any, list[fx.Node]] = defaultdict(list)
+    for node in steps.nodes:
+        kind = _join_kind(steps, node)
+        calls = steps.calls(node)
+        line = _line(node)
+        if kind is not None:
+            nodes[calls[-1], kind, line].append(node)
+            all_nodes[calls[-1], kind].append(node)
+    events: dict[Any, list[JoinCall]] = defaultdict(list)
+    whole: dict[Any, list[JoinCall]] = defaultdict(list)
+    for event in recorder.seen:
+        call = Call(event.module, event.call)
+        keys = [(call, event.kind, line) for line in event.lines]
+        events[next((k for k in keys if k in nodes), keys[0])].append(event)
+        whole[call, event.kind].append(event)
+    where: dict[int, fx.Node] = {}
+    for key, seen in events.items():
+        if len(seen) == len(nodes[key]):
+            where |= {id(e): n for e, n in zip(seen, nodes[key], strict=True)}
+    # A forward under another name has no line in the graph.
+    for of_call, seen in whole.items():
+        if len(seen) == len(all_nodes[of_call]) and not all(id(e) in where for e in seen):
+            where |= {id(e): n for e, n in zip(seen, all_nodes[of_call], strict=True)}
+    return [
+        (
+            Join(
+                Call(e.module, e.call), e.kind, e.site, e.occurrence, steps, where.get(id(e)),
+                e.planned,
+            ),
+            e,
+        )
+        for e in recorder.seen
+    ]  # fmt: skip
+
+
+def _join_kind(steps: Steps, node: fx.Node) -> str | None:
+    spec = steps.spec(node)
+    if spec.kind == "add":
+        two = len(node.args) == 2 and not node.kwargs
+        return "add" if two and all(_is_tensor(a) for a in node.args) else None
+    return "cat" if spec.name == "cat" else None
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, fx.Node) and isinstance(value.meta.get("val"), Tensor)
+
+
+def _line(node: fx.Node) -> tuple[str, int] | None:
+    """The line of the forward that makes a step, as it is noted while a model is captured."""
+    places = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    return (places[-1][0], int(places[-1][1])) if places else None

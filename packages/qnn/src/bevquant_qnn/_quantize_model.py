@@ -7,24 +7,29 @@ from typing import Any
 
 from torch import nn
 
+from bevquant_graph import Graph
 from bevquant_qnn._config import QuantConfig
 from bevquant_qnn._float_parts import float_layers
-from bevquant_qnn._flow import Flow
+from bevquant_qnn._flow import Flow, follow
 from bevquant_qnn._holders import activation_quantizers
 from bevquant_qnn._observe import observe
+from bevquant_qnn._place_joins import quantize_joins
 from bevquant_qnn._replace import replace_layers
 from bevquant_qnn._result import QuantizedModule, QuantizeResult, SkippedModule
-from bevquant_qnn._rewrite import quantize_joins
 from bevquant_qnn._share import share_quantizers
-from bevquant_qnn._static_flow import walk
 from bevquant_qnn._takeover import unchanged_on_error
+from bevquant_qnn._trace import trace
 from bevquant_quantizers import TensorQuantizer, adopt_quantizers
 
 __all__ = ["quantize_model"]
 
 
 def quantize_model(
-    model: nn.Module, config: QuantConfig | None = None, example_inputs: Any = None
+    model: nn.Module,
+    config: QuantConfig | None = None,
+    example_inputs: Any = None,
+    *,
+    graph: Graph | None = None,
 ) -> QuantizeResult:
     """Replace a model's layers by quantized ones and give every tensor one range.
 
@@ -32,11 +37,12 @@ def quantize_model(
     2. Convolutions, linear layers, pooling and sparse convolutions are replaced in place. The
        parameters stay the same objects, so an optimizer made before keeps working.
     3. Residual additions and concatenations are quantized in the forward of whichever module
-       computes them.
+       computes them. The forward stays its author's: what it adds in the places that were seen
+       goes through the module's new children.
     4. All readers of one tensor, both operands of a `QuantAdd` and all of a `QuantConcat` (its
        output too, which holds the same values) get one quantizer object. Which tensors these are
-       follows from the data flow: from one pass over `example_inputs`, or without them from the
-       code as far as it can be followed. Names of attributes play no part.
+       follows from the model's graph (`bevquant_graph.capture`); without example inputs, from
+       the code as far as `torch.fx` follows it. Names of attributes play no part.
 
     Quantizing a second time changes nothing more. Fold batch norms first
     (`bevquant_fusion.fuse_model`) unless training with them is meant.
@@ -45,16 +51,19 @@ def quantize_model(
         model: The float model. It is changed in place and returned; where this raises, it is as it
             was.
         config: Settings; `QuantConfig()` by default.
-        example_inputs: A tuple of positional inputs, a dict of named ones, or a single input, for
-            one pass in evaluation mode without gradients. Recommended: code that cannot be
-            followed does not matter then. The activations of this pass are held in memory.
+        example_inputs: A tuple of positional inputs, a dict of named ones, or a single input. The
+            model is captured on them, in evaluation mode without gradients. Recommended: what
+            really runs is followed then, and modules that cannot be captured are followed child
+            by child.
+        graph: ``capture(model, example_inputs)``, where that was done already.
 
     Returns:
         The model and an account: what was quantized, which quantizers are shared and why, what
         stays float and why.
 
     Raises:
-        ValueError: If an exclude pattern names no module of the model.
+        ValueError: An exclude pattern names no module of the model, or `graph` is that of another
+            model or comes without `example_inputs`.
 
     Example:
         >>> import torch
@@ -74,23 +83,33 @@ calibrator=MaxCalibrator scale=1.0 quant)
     """
     config = QuantConfig() if config is None else config
     _check_patterns(model, config)
+    if graph is not None and (graph.model is not model or example_inputs is None):
+        raise ValueError(
+            f"quantize_model: expected graph=capture(model, example_inputs) of this "
+            f"{type(model).__name__}, together with these example_inputs; got a graph of "
+            f"{'another' if graph.model is not model else 'this'} {type(graph.model).__name__}"
+        )
     with unchanged_on_error(model):
-        return _quantized(model, config, example_inputs)
+        return _quantized(model, config, example_inputs, graph)
 
 
-def _quantized(model: nn.Module, config: QuantConfig, example_inputs: Any) -> QuantizeResult:
+def _quantized(
+    model: nn.Module, config: QuantConfig, example_inputs: Any, graph: Graph | None
+) -> QuantizeResult:
     adopted = [
         QuantizedModule(path, "TensorQuantizer", "pytorch_quantization's TensorQuantizer")
         for path in adopt_quantizers(model)
     ]
     model, replaced, skipped = replace_layers(model, config)
-    joined, passed_over = quantize_joins(model, config, example_inputs)
-    flow = walk(model) if example_inputs is None else observe(model, example_inputs)
+    observed = example_inputs is not None
+    found = observe(model, config, example_inputs, graph) if observed else trace(model, config)
+    joined, passed_over, placed = quantize_joins(model, config, found, observed)
+    flow = follow(found, placed)
     shared, apart = share_quantizers(model, flow)
     for path, module in model.named_modules():
         if isinstance(module, TensorQuantizer):
             module.name = path
-    notes = _notes(model, flow, example_inputs is None)
+    notes = _notes(model, flow, not observed)
     floats = float_layers(model, config, {norm for norm, _ in flow.unfolded})
     skipped = [*skipped, *passed_over, *apart, *notes, *floats]
     return QuantizeResult(
@@ -130,7 +149,7 @@ def _notes(model: nn.Module, flow: Flow, static: bool) -> Iterator[SkippedModule
         yield SkippedModule(
             path, f"computes {product} by a function call, not by a layer: it stays float"
         )
-    for path, reason in flow.blind_spots:
+    for path, reason in flow.blind_spots if static else ():
         yield SkippedModule(
             path,
             f"not followed ({reason}): quantizers are shared only inside its children. Pass "

@@ -49,7 +49,7 @@ def share_quantizers(
         groups.union(("tensor", read.tensor), read.quantizer)
     for output, operand in flow.joins:
         groups.union(("tensor", output), ("tensor", operand))
-    tensors: dict[object, dict[int, None]] = defaultdict(dict)
+    tensors: dict[object, dict[object, None]] = defaultdict(dict)
     for read in flow.reads:
         tensors[groups.find(read.quantizer)][read.tensor] = None
     members: dict[object, list[Holder]] = defaultdict(list)

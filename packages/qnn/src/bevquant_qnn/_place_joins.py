@@ -1,0 +1,289 @@
+"""Putting quantizers on additions and concatenations, whatever the class that computes them."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+
+from torch import fx, nn
+
+from bevquant_qnn._add import QuantAdd
+from bevquant_qnn._concat import QuantConcat
+from bevquant_qnn._config import QuantConfig
+from bevquant_qnn._float_parts import float_functions
+from bevquant_qnn._join_calls import JoinSite, Site, Target, join_class, plan_of
+from bevquant_qnn._kinds import ends_in_conv, is_library_module, is_quantized
+from bevquant_qnn._result import QuantizedModule, SkippedModule
+from bevquant_qnn._steps import Call, Steps
+from bevquant_qnn._takeover import attach_quantizer
+from bevquant_quantizers import TensorQuantizer
+
+__all__ = ["Followed", "Join", "may_join", "quantize_joins"]
+
+
+@dataclass(frozen=True, eq=False)
+class Join:
+    """An addition or a concatenation in a module's own forward.
+
+    Attributes:
+        call: The call of the module that makes it.
+        kind: ``"add"`` or ``"cat"``.
+        site: Where in the forward it is made, and `occurrence` the how many-th time in this call.
+        steps: What the model computes, `node` the step; None where it is in none.
+        planned: It has its quantizer already.
+        hidden: It changes a tensor in place that is read under another name.
+    """
+
+    call: Call
+    kind: str
+    site: Site
+    occurrence: int
+    steps: Steps
+    node: fx.Node | None
+    planned: bool = False
+    hidden: bool = False
+
+    @property
+    def operands(self) -> list[object]:
+        """What is added or concatenated."""
+        assert self.node is not None
+        if self.kind == "add":
+            return list(self.node.args[:2])
+        given = self.node.args[0] if self.node.args else self.node.kwargs.get("tensors")
+        return list(given) if isinstance(given, list | tuple) else [given]
+
+    @property
+    def dim(self) -> object:
+        """The axis of a concatenation."""
+        assert self.node is not None
+        dim = self.node.args[1] if len(self.node.args) > 1 else self.node.kwargs.get("dim", 0)
+        return self.node.kwargs.get("axis", dim)
+
+
+@dataclass
+class Followed:
+    """What a model computes, as far as it could be followed.
+
+    Attributes:
+        parts: The steps of the model, or of its parts.
+        joins: Additions and concatenations of its own forwards.
+        unfollowed: Path to the reason, of modules whose own forward could not be followed.
+        same: Tensors of several parts that are one: (steps, node) to what stands for it.
+    """
+
+    parts: list[Steps] = field(default_factory=list)
+    joins: list[Join] = field(default_factory=list)
+    unfollowed: dict[str, str] = field(default_factory=dict)
+    same: dict[object, object] = field(default_factory=dict)
+
+
+def may_join(module: nn.Module) -> bool:
+    """Tell whether the module has a forward of the author's, around quantized layers."""
+    return (
+        not is_library_module(module)
+        and not is_quantized(module)
+        and any(is_quantized(child) for child in module.modules())
+    )
+
+
+def quantize_joins(
+    model: nn.Module,
+    config: QuantConfig,
+    found: Followed,
+    observed: bool,
+) -> tuple[list[QuantizedModule], list[SkippedModule], list[tuple[Join, nn.Module, Target]]]:
+    """Quantize the additions and concatenations in the forward of every module of the model.
+
+    - An addition of sparse tensors or their features becomes `self.quant_add(a, b)`.
+    - A dense addition behind a convolution gets `self.residual_quantizer` on the other operand,
+      the one with fewer layers before it: TensorRT then adds inside the convolution.
+    - A concatenation fed by or read by quantized layers becomes `self.quant_concat(…)`.
+
+    The forward stays its author's (`_join_calls`); the module's class keeps its name.
+
+    Args:
+        model: Its layers are replaced already.
+        config: What to quantize.
+        found: What the model computes.
+        observed: Whether example inputs were given.
+
+    Returns:
+        What was added, what stays float, and for each join that has a child now, which.
+    """
+    done: list[QuantizedModule] = []
+    skipped: list[SkippedModule] = []
+    placed: list[tuple[Join, nn.Module, Target]] = []
+    if not (config.quantize_add or config.quantize_concat):
+        return done, skipped, placed
+    own: dict[nn.Module, list[Join]] = defaultdict(list)
+    for join in found.joins:
+        own[join.call.module].append(join)
+    for path, module in model.named_modules():
+        if not may_join(module):
+            continue
+        pattern = config.excluded_by(path)
+        reason = found.unfollowed.get(path) if pattern is None else f"it is excluded by {pattern!r}"
+        if reason is not None:
+            hint = "Call" if observed else "Pass example_inputs, or call"
+            reason = (
+                f"additions and concatenations in its own forward, if any, stay float: {reason}. "
+                f"{hint} QuantAdd and QuantConcat there yourself if it has some"
+            )
+            skipped.append(SkippedModule(path, reason))
+            continue
+        placer = _Placer(path, module, own[module], config)
+        placer.place()
+        done += placer.done
+        functions = {
+            name: None
+            for steps in found.parts
+            for name in float_functions(steps, module, products=not observed)
+        }
+        if functions:
+            called = ", ".join(functions)
+            reason = f"its own forward calls {called}: without a quantized form, so in float"
+            skipped.append(SkippedModule(path, reason))
+        skipped += placer.skipped
+        placed += placer.placed
+    return done, skipped, placed
+
+
+class _Placer:
+    """Decides on the joins of one module and adds the children that they are sent to."""
+
+    def __init__(
+        self, path: str, module: nn.Module, joins: list[Join], config: QuantConfig
+    ) -> None:
+        self._path, self._module, self._config = path, module, config
+        self._joins = joins
+        self._targets: dict[tuple[Site, int], Target] = {}
+        self.done: list[QuantizedModule] = []
+        self.skipped: list[SkippedModule] = []
+
+    def place(self) -> None:
+        first: dict[tuple[Site, int], Join] = {}
+        for join in self._joins:
+            if not join.planned:
+                first.setdefault((join.site, join.occurrence), join)
+        for join in first.values():
+            if join.kind == "add" and self._config.quantize_add:
+                self._add(join)
+        for join in first.values():
+            if join.kind == "cat" and self._config.quantize_concat:
+                self._concat(join)
+        if self._targets:
+            self._module.__class__ = join_class(type(self._module), self._plan())
+
+    @property
+    def placed(self) -> Iterator[tuple[Join, nn.Module, Target]]:
+        """The joins that have a child now, in every call."""
+        for join in self._joins:
+            target = self._targets.get((join.site, join.occurrence))
+            if target is not None and join.node is not None:
+                yield join, self._module._modules[target.name], target  # type: ignore[misc]
+
+    def _plan(self) -> tuple[JoinSite, ...]:
+        known = {item.site: item for item in plan_of(self._module)}
+        passes: dict[Site, Counter[tuple[Steps, Call]]] = defaultdict(Counter)
+        for join in self._joins:
+            passes[join.site][join.steps, join.call] += 1
+        for site in dict.fromkeys(site for site, _ in self._targets):
+            most = max(passes[site].values())
+            before = known[site].targets if site in known else ()
+            targets = [self._targets.get((site, i)) for i in range(most)]
+            both = [t or (before[i] if i < len(before) else None) for i, t in enumerate(targets)]
+            known[site] = JoinSite(site, tuple(both), frozenset(passes[site].values()))
+        return tuple(known.values())
+
+    def _add(self, join: Join) -> None:
+        node, steps = join.node, join.steps
+        if node is None:
+            self._pass_over(join, "is not found among what the model's outputs are made of")
+            return
+        left, right = join.operands
+        if not (steps.is_tensor(left) and steps.is_tensor(right)):
+            return
+        assert isinstance(left, fx.Node)
+        assert isinstance(right, fx.Node)
+        if steps.is_sparse(left) or steps.is_sparse(right):
+            if join.hidden:
+                self._pass_over(join, "changes a tensor that is read under another name")
+                return
+            name = self._new_name("quant_add")
+            if self._allowed(name):
+                child = QuantAdd(quant_desc_input=self._config.input_descriptor())
+                self._attach(join, Target(name), child, "addition")
+            return
+        if any(isinstance(steps.module(value), TensorQuantizer) for value in (left, right)):
+            return
+        operand = self._residual(join, left, right)
+        if operand is None:
+            self._pass_over(join, "is not behind a quantized convolution")
+            return
+        name = self._new_name("residual_quantizer")
+        if self._allowed(name):
+            quantizer = TensorQuantizer(self._config.input_descriptor())
+            self._attach(join, Target(name, operand), quantizer, "residual input")
+
+    def _residual(self, join: Join, left: fx.Node, right: fx.Node) -> int | None:
+        """Which operand is the residual: behind no convolution, or with fewer layers before it."""
+        steps = join.steps
+        behind = [
+            any(ends_in_conv(child) for child in steps.producers(value, join.call))
+            for value in (left, right)
+        ]
+        if not all(behind):
+            return behind.index(False) if any(behind) else None
+        depths = steps.depths(join.call)
+        return 1 if depths.get(left, 0) >= depths.get(right, 0) else 0
+
+    def _concat(self, join: Join) -> None:
+        node, steps = join.node, join.steps
+        if node is None:
+            self._pass_over(join, "is not found among what the model's outputs are made of")
+            return
+        operands, dim = join.operands, join.dim
+        nodes = [operand for operand in operands if isinstance(operand, fx.Node)]
+        if not any(steps.is_tensor(operand) for operand in nodes):
+            return
+        if len(nodes) < len(operands) or not isinstance(dim, int):
+            self._pass_over(join, "has operands or an axis that are only known when it runs")
+            return
+        readers = steps.readers(node, join.call)
+        if not readers and not self._path:
+            self._pass_over(join, "is an output of the model that no layer reads")
+            return
+        feeders = [child for value in nodes for child in steps.producers(value, join.call)]
+        if not any(is_quantized(m) for child in (*readers, *feeders) for m in child.modules()):
+            self._pass_over(join, "is neither fed nor read by a quantized layer")
+            return
+        name = self._new_name("quant_concat")
+        if self._allowed(name):
+            child = QuantConcat(dim, quant_desc_input=self._config.input_descriptor())
+            self._attach(join, Target(name), child, "concatenation")
+
+    def _new_name(self, base: str) -> str:
+        names = (base if index == 0 else f"{base}_{index}" for index in count())
+        return next(name for name in names if not hasattr(self._module, name))
+
+    def _attach(self, join: Join, target: Target, child: nn.Module, was: str) -> None:
+        attach_quantizer(self._module, target.name, child)
+        self._targets[join.site, join.occurrence] = target
+        self.done.append(QuantizedModule(self._full(target.name), type(child).__name__, was))
+
+    def _allowed(self, name: str) -> bool:
+        pattern = self._config.excluded_by(self._full(name))
+        if pattern is not None:
+            self.skipped.append(SkippedModule(self._full(name), f"excluded by {pattern!r}"))
+        return pattern is None
+
+    def _pass_over(self, join: Join, reason: str) -> None:
+        kind = "concatenation" if join.kind == "cat" else "addition"
+        place = "" if join.node is None else join.steps.location(join.node)
+        place = place or f"line {join.site[-1].line}"
+        self.skipped.append(SkippedModule(self._path, f"{kind} ({place}) {reason}: left float"))
+
+    def _full(self, name: str) -> str:
+        return f"{self._path}.{name}" if self._path else name
