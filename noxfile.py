@@ -93,7 +93,8 @@ def pytest(session: nox.Session, *folders: str) -> None:
     """
     named = any(Path(argument.split("::")[0]).exists() for argument in session.posargs)
     chosen = [*session.posargs, *(() if named else folders)]
-    env = {"OMP_WAIT_POLICY": "PASSIVE"}
+    # Compiled modules are kept: tests start many processes, each of which imports torch.
+    env = {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONDONTWRITEBYTECODE": ""}
     session.run("pytest", "-n", "2", "--dist", "loadfile", *chosen, env=env)
 
 
