@@ -1,8 +1,13 @@
 """What every test of the repository starts from."""
 
+import _codecs
 import builtins
+import os
+import pickle
 from contextlib import suppress
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,12 +20,14 @@ with suppress(ImportError):  # not every package's tests ask for it
 
 
 def pytest_addoption(parser):
+    """`--first-cases`, by which the isolated sessions of a change are short."""
     parser.addoption(
         "--first-cases", action="store_true", help="run the first case of each test alone"
     )
 
 
 def pytest_collection_modifyitems(config, items):
+    """Keep one case of each test where that is asked for."""
     if config.getoption("first_cases"):
         first = {}
         for item in items:
@@ -43,3 +50,37 @@ def _no_shown_value():
     """
     yield
     vars(builtins).pop("_", None)
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Path:
+    """The folder of real frames, where it is at hand."""
+    said = os.environ.get("BEVQUANT_DATA")
+    folder = Path(said) if said else Path(__file__).resolve().parent.parent / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip("no real data: set BEVQUANT_DATA")
+    return folder
+
+
+class _NumbersOnly(pickle.Unpickler):
+    """Builds numpy scalars and nothing else."""
+
+    def find_class(self, module: str, name: str) -> object:
+        known = {
+            ("numpy", "dtype"): np.dtype,
+            ("numpy.core.multiarray", "scalar"): np.float64().__reduce__()[0],
+            ("_codecs", "encode"): _codecs.encode,
+        }
+        return known[module, name]
+
+
+@pytest.fixture(scope="session")
+def keyframe_info(real_data: Path) -> dict:
+    """mmdetection3d's record of one real nuScenes keyframe, with the folder and the class names."""
+    found = sorted((real_data / "mmdet3d_demo/nuscenes").glob("*.pkl"))
+    if not found:
+        pytest.skip("no nuScenes keyframe among the real data")
+    with found[0].open("rb") as file:
+        content = _NumbersOnly(file).load()
+    (info,) = content["data_list"]
+    return {**info, "folder": found[0].parent, "classes": list(content["metainfo"]["categories"])}

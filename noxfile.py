@@ -74,6 +74,8 @@ def everything() -> dict[str, str]:
         "quantizers": "numba,progress,test",
         "int8sim": "numba,cpu,test",
         "hybrid": "onnx,test",
+        "bev_data": "test",
+        "bev_scenes": "test",
     }
     return {m: extras.get(m, "cpu,test") for m in MEMBERS}
 
@@ -91,7 +93,8 @@ def pytest(session: nox.Session, *folders: str) -> None:
     """
     named = any(Path(argument.split("::")[0]).exists() for argument in session.posargs)
     chosen = [*session.posargs, *(() if named else folders)]
-    env = {"OMP_WAIT_POLICY": "PASSIVE"}
+    # Compiled modules are kept: tests start many processes, each of which imports torch.
+    env = {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONDONTWRITEBYTECODE": ""}
     session.run("pytest", "-n", "2", "--dist", "loadfile", *chosen, env=env)
 
 
@@ -118,7 +121,7 @@ def isolated(session: nox.Session, package: str) -> None:
     `-- --first-cases` runs one case of each test: enough to see that nothing is missing.
     """
     # nuscenes-devkit asks for numpy below 2: here alone the app meets that numpy.
-    extras = "cpu,nuscenes,test" if package == "bevfusion_quant" else "test"
+    extras = {"bevfusion_quant": "cpu,nuscenes,test", "bevfusion": "cpu,test"}.get(package, "test")
     install(session, {package: extras})
     pytest(session, *test_folders(package))
 

@@ -28,8 +28,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bevfusion_quant.model import CONFIGS
-from bevfusion_quant.model.camera import (
+from bevfusion.model import CONFIGS
+from bevfusion.model.camera import (
     DepthLSSTransform,
     PoolPlan,
     bev_pool,

@@ -17,7 +17,7 @@ from _int8_onnx import Session
 from _int8_timing import Runs, interleave, peak
 from torch import Tensor, nn
 
-from bevfusion_quant.model import CONFIGS, build_model
+from bevfusion.model import CONFIGS, build_model
 from bevquant_fusion import fuse_model
 from bevquant_int8sim import IntegerModel, backend_report, simulate
 from bevquant_int8sim.model._program import Ref, Step, replaced

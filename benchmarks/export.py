@@ -36,12 +36,13 @@ import torch
 from _int8_timing import Runs, interleave
 from torch import nn
 
+from bev_scenes import street_frame
+from bevfusion.model import CONFIGS, build_model, random_weights
+from bevfusion.model._encoder import SparseEncoder
 from bevfusion_quant.export._pieces import Piece, nvidia_pieces
 from bevfusion_quant.export._run_files import named_inputs
 from bevfusion_quant.export._walk import walk
 from bevfusion_quant.export._write import write_piece
-from bevfusion_quant.model import CONFIGS, build_model, random_weights
-from bevfusion_quant.model._encoder import SparseEncoder
 from bevfusion_quant.ptq import (
     FrameBatches,
     calibrate_branch,
@@ -49,7 +50,6 @@ from bevfusion_quant.ptq import (
     fuse_branch,
     quantize_branch,
 )
-from bevfusion_quant.scenes import street_frame
 from bevquant_export import cpu_at_hand
 from bevquant_int8sim import simulate
 

@@ -27,7 +27,8 @@ import _bev_pool
 import torch
 from torch import nn
 
-from bevfusion_quant.model import CONFIGS, Batch, BEVFusion, build_model, random_weights
+from bev_scenes import street_frame
+from bevfusion.model import CONFIGS, Batch, BEVFusion, build_model, random_weights
 from bevfusion_quant.ptq import (
     FrameBatches,
     calibrate_branch,
@@ -35,7 +36,6 @@ from bevfusion_quant.ptq import (
     fuse_branch,
     quantize_branch,
 )
-from bevfusion_quant.scenes import street_frame
 
 STAGES = {
     "encoders.camera.backbone": "camera: ResNet",

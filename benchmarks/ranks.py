@@ -47,8 +47,8 @@ class Repeated(Sequence[Any]):
 
 def write_streets(folder: Path) -> None:
     """The frames on disk, as `--dataset files` reads them."""
-    from bevfusion_quant.datasets import write_frame_folder
-    from bevfusion_quant.scenes import street_frame
+    from bev_data.datasets import write_frame_folder
+    from bev_scenes import street_frame
 
     for seed in range(STREETS):
         frame = street_frame(seed, size="tiny", cameras="tiny")
@@ -57,8 +57,8 @@ def write_streets(folder: Path) -> None:
 
 def calibrate(folder: Path, count: int) -> dict[str, Any]:
     """Calibrate as one of the processes that the environment names; what it took."""
+    from bevfusion.model import CONFIGS, build_model, load_weights, trained_weights
     from bevfusion_quant.datasets import open_dataset
-    from bevfusion_quant.model import CONFIGS, build_model, load_weights, trained_weights
     from bevfusion_quant.ptq import (
         FrameBatches,
         calibrate_branch,

@@ -17,7 +17,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from bevfusion_quant.scenes import street_frame
+from bev_scenes import street_frame
 
 
 def tiny(seed: int, threads: int | None = None) -> int:

@@ -69,14 +69,13 @@ def main() -> int:
 
 def _sample(package: str, target: dict[str, Any], options: argparse.Namespace) -> list[Mutation]:
     listed = tomllib.loads((HERE / "equivalent.toml").read_text()).get("equivalent", [])
-    same = {(e["file"], e["text"], e["column"], e["new"]) for e in listed}
     found = [m for file in _files(package, target) for m in mutations(ROOT, file)]
-    known = {m.key for m in found}
     for entry in listed:
-        key = (entry["file"], entry["text"], entry["column"], entry["new"])
-        if key not in known and entry["file"].startswith(f"packages/{package}/"):
+        if entry["file"].startswith(f"packages/{package}/") and not any(
+            m.is_listed(entry) for m in found
+        ):
             print(f"equivalent.toml: {entry['file']}: {entry['text']!r} is gone: delete the entry")
-    some = [m for m in found if m.key not in same and options.only in str(m)]
+    some = [m for m in found if not any(map(m.is_listed, listed)) and options.only in str(m)]
     return sorted(some, key=lambda m: m.rank(options.seed))[: options.count]
 
 

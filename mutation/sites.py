@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 _SYMBOLS = {
     ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%",
@@ -58,6 +59,11 @@ class Mutation:
     def key(self) -> tuple[str, str, int, str]:
         """What names it however the rest of the file changes."""
         return self.path, self.text, self.column, self.new
+
+    def is_listed(self, entry: Mapping[str, Any]) -> bool:
+        """Whether an entry of ``equivalent.toml`` is about it: one without a column, the line."""
+        own = {"file": self.path, "text": self.text, "column": self.column, "new": self.new}
+        return all(entry[name] == value for name, value in own.items() if name in entry)
 
     def rank(self, seed: int) -> bytes:
         """Its place in the order of `seed`, whatever else may be in the sample."""

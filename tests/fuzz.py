@@ -20,13 +20,12 @@ import copy
 import hashlib
 import io
 import json
+import multiprocessing
 import os
 import random
 import resource
-import select
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,6 +33,7 @@ import warnings
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -339,7 +339,17 @@ def integer_model() -> Target:
 
     good = files
     change = {"m/program.json": changed_json, "m/tensors.safetensors": changed_tensors}
-    read = lambda f: IntegerModel.load(f / "m", backend="torch")(x)  # noqa: E731
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content in good.items():
+            (Path(folder) / name).parent.mkdir(exist_ok=True)
+            (Path(folder) / name).write_bytes(content)
+        signature = IntegerModel.load(Path(folder) / "m").program.signature
+
+    def read(folder: Path) -> None:
+        model = IntegerModel.load(folder / "m", backend="torch")
+        if model.program.signature == signature:
+            model(x)
+
     return Target(files, change, read, sign)
 
 
@@ -421,6 +431,154 @@ def onnx_file() -> Target:
     return Target(files, {"n.onnx": changed_bytes}, read)
 
 
+def sparse_onnx(portable: bool) -> Target:
+    """A sparse encoder's file in one of its two dialects; it is read and run."""
+    import spconv.pytorch as spconv
+
+    from bevquant_export import export_sparse_onnx, load_sparse_onnx
+    from bevquant_qnn import QuantConfig, quantize_model
+    from bevquant_quantizers import calibrate
+    from bevquant_sparse import use_bevquant_kernels
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = spconv.SubMConv3d(5, 16, 3, indice_key="subm1")
+            self.down = spconv.SparseConv3d(16, 32, 3, 2, 1, indice_key="spconv1")
+            self.relu = nn.ReLU()
+
+        def forward(self, features: torch.Tensor, coords: torch.Tensor, batch_size: int) -> Any:
+            x = self.stem(spconv.SparseConvTensor(features, coords, [8, 8, 4], batch_size))
+            return self.down(x.replace_feature(self.relu(x.features)))
+
+    torch.manual_seed(0)
+    coords = (torch.rand(1, 8, 8, 4) < 0.3).nonzero().int().contiguous()
+    frame = (torch.rand(len(coords), 5), coords, 1)
+    encoder = Encoder().eval()
+    use_bevquant_kernels(encoder)
+    net = quantize_model(encoder, QuantConfig(quantize_first_layer=False), example_inputs=frame)
+    calibrate(net.model, [frame], forward=lambda m, batch: m(*batch), progress=False)
+    kind = "portable" if portable else "libspconv"
+    files = written(
+        lambda f: export_sparse_onnx(
+            net.model, frame, f / "s.onnx", batches=[frame], dialect=kind, verify=False
+        )
+    )
+    change = changed_notes if portable else changed_bytes
+    return Target(files, {"s.onnx": change}, lambda f: load_sparse_onnx(f / "s.onnx").run(*frame))
+
+
+def changed_notes(rng: Rng, data: bytes) -> bytes:
+    """An ONNX file: bytes, or the JSON in its metadata."""
+    import onnx
+
+    if rng.random() < 0.3:
+        return changed_bytes(rng, data)
+    model = onnx.load_model_from_string(data)
+    note = rng.choice([note for note in model.metadata_props if note.value[:1] in "{["])
+    note.value = changed_json(rng, note.value.encode()).decode("utf-8", "replace")
+    content: bytes = model.SerializeToString()
+    return content
+
+
+def engine_layers() -> Target:
+    from bevquant_export.lint._engine_layers import read_engine_layers
+
+    port = {"Name": "x", "Dimensions": [1, 3], "Format/Datatype": "Int8 NHWC"}
+    layer = {"Name": "conv", "LayerType": "CaskConvolution", "Inputs": [port], "Outputs": [port],
+             "Metadata": "[ONNX Layer: conv]"}  # fmt: skip
+    files = {"l.json": json.dumps({"Layers": [layer, "pool"], "Bindings": ["x"]}).encode()}
+    return Target(files, {"l.json": changed_json}, lambda f: read_engine_layers(f / "l.json"))
+
+
+class Devkit:
+    """What nuscenes-devkit does with the tables where it is not installed: loads, and looks up."""
+
+    def __init__(self, version: str, dataroot: str, verbose: bool) -> None:
+        self.version, self.dataroot = version, dataroot
+        for path in (Path(dataroot) / version).glob("*.json"):
+            setattr(self, path.stem, json.loads(path.read_bytes()))
+        self.rows = {
+            (name, row["token"]): row
+            for name, rows in vars(self).items()
+            if isinstance(rows, list)
+            for row in rows
+        }
+        for row in self.rows.values():
+            if "sample_token" in row:
+                sample = self.get("sample", row["sample_token"])
+                if "channel" in row:
+                    sample.setdefault("data", {})[row["channel"]] = row["token"]
+                else:
+                    sample.setdefault("anns", []).append(row["token"])
+
+    def get(self, table: str, token: str) -> Any:
+        return self.rows[table, token]
+
+    def box_velocity(self, token: str) -> Any:
+        here = self.get("sample_annotation", token)
+        before = self.get("sample_annotation", here["prev"]) if here["prev"] else here
+        return np.array(here["translation"]) - np.array(before["translation"])
+
+
+def nuscenes() -> Target:
+    from types import ModuleType
+
+    from bevfusion_quant.datasets import open_dataset
+
+    module = ModuleType("nuscenes.nuscenes")
+    module.NuScenes = Devkit  # type: ignore[attr-defined]
+    pose = {"rotation": [1.0, 0, 0, 0], "translation": [0.1, 0.2, 0.3]}
+    end = {"prev": "", "next": ""}
+    lidar = {"sample_token": "s", "ego_pose_token": "e", "calibrated_sensor_token": "c",
+             "channel": "LIDAR_TOP", "width": 0, "height": 0, "next": ""}  # fmt: skip
+    tables: dict[str, list[dict[str, Any]]] = {
+        "scene": [{"token": "n", "name": "scene-1", "first_sample_token": "s"}],
+        "sample": [{"token": "s", **end}],
+        "ego_pose": [{"token": "e", **pose}],
+        "calibrated_sensor": [{"token": "c", "camera_intrinsic": [], **pose}],
+        "sample_data": [
+            {"token": "d", "timestamp": 200, "filename": "1.bin", "prev": "b", **lidar},
+            {"token": "b", "timestamp": 100, "filename": "0.bin", "prev": "", **lidar},
+        ],
+        "sample_annotation": [
+            {"token": "a", "sample_token": "s", "visibility_token": "4", "size": [1.9, 4.5, 1.6],
+             "category_name": "vehicle.car", "num_lidar_pts": 7, **pose, **end},
+        ],
+    }  # fmt: skip
+    rows = np.random.default_rng(0).uniform(2, 9, (40, 5)).astype("<f4").tobytes()
+    files = {f"v1.0-mini/{name}.json": json.dumps(t).encode() for name, t in tables.items()}
+
+    def read(folder: Path) -> None:
+        others = {name: sys.modules.get(name) for name in ("nuscenes", "nuscenes.nuscenes")}
+        sys.modules |= {"nuscenes": ModuleType("nuscenes"), "nuscenes.nuscenes": module}
+        try:
+            list(open_dataset("nuscenes", folder, cameras="none"))
+        finally:
+            for name, other in others.items():
+                if other is None:
+                    del sys.modules[name]
+                else:
+                    sys.modules[name] = other
+
+    return Target(files | {"0.bin": rows, "1.bin": rows}, dict.fromkeys(files, changed_json), read)
+
+
+def rank_message() -> Target:
+    from bevfusion_quant.ranks._ranks import _packed, _unpacked
+
+    own = {0: b"abc", 1: np.arange(6.0).reshape(2, 3), 2: torch.ones(2)}
+
+    def change(rng: Rng, data: bytes) -> bytes:
+        head, _, body = data.partition(b"\n")
+        if rng.random() < 0.7:
+            return changed_json(rng, head) + b"\n" + body
+        return changed_bytes(rng, data)
+
+    read = lambda f: _unpacked((f / "m").read_bytes())  # noqa: E731
+    return Target({"m": _packed(own)}, {"m": change}, read)
+
+
 def state_of() -> dict[str, torch.Tensor]:
     return {f"module.l{i}.weight": torch.arange(12.0).reshape(3, 4) for i in range(3)}
 
@@ -428,7 +586,7 @@ def state_of() -> dict[str, torch.Tensor]:
 def state_dict(kind: str) -> Target:
     from safetensors.torch import save
 
-    from bevfusion_quant.model import read_state_dict
+    from bevfusion.model import read_state_dict
 
     buffer = io.BytesIO()
     torch.save(state_of(), buffer, _use_new_zipfile_serialization=kind == "zip")
@@ -458,8 +616,8 @@ def training_checkpoint() -> Target:
 
 
 def prepared_frame() -> Target:
-    from bevfusion_quant.points import Frame, Labels
-    from bevfusion_quant.train._compact import CompactFrame, compact
+    from bev_data.points import Frame, Labels
+    from bevfusion.training import CompactFrame, compact
 
     labels = Labels(np.ones((2, 7), np.float32), ("car", "bus"))
     frame = Frame("f", np.ones((9, 5), np.float32), labels=labels)
@@ -473,7 +631,7 @@ def prepared_frame() -> Target:
 
 
 def points_npz() -> Target:
-    from bevfusion_quant.points import read_points
+    from bev_data.points import read_points
 
     arrays = {
         "points": np.ones((20, 5), np.float32), "boxes": np.ones((2, 7)),
@@ -484,7 +642,7 @@ def points_npz() -> Target:
 
 
 def points_binary() -> Target:
-    from bevfusion_quant.points import read_points
+    from bev_data.points import read_points
 
     rows = np.random.default_rng(0).uniform(0, 1, (40, 4)).astype("<f4")
     files = {"p.bin": rows.tobytes()}
@@ -492,16 +650,16 @@ def points_binary() -> Target:
 
 
 def points_tensor() -> Target:
-    from bevfusion_quant.points import read_points, save_tensor
+    from bev_data.points import read_points, save_tensor
 
     files = written(lambda f: save_tensor(f / "p.tensor", np.ones((20, 5), np.float32)))
     return Target(files, {"p.tensor": changed_bytes}, lambda f: read_points(f / "p.tensor"))
 
 
 def frame_folder() -> Target:
-    from bevfusion_quant.cameras import Camera
-    from bevfusion_quant.datasets import open_dataset, write_frame_folder
-    from bevfusion_quant.points import Frame, Labels
+    from bev_data.cameras import Camera
+    from bev_data.datasets import open_dataset, write_frame_folder
+    from bev_data.points import Frame, Labels
 
     labels = Labels(np.ones((2, 7), np.float32), ("car", "bus"))
     camera = Camera("CAM_FRONT", np.zeros((8, 9, 3), np.uint8), np.diag([9.0, 9.0, 1.0]), np.eye(4))
@@ -523,7 +681,7 @@ def record() -> Target:
 def kitti() -> Target:
     from PIL import Image
 
-    from bevfusion_quant.datasets import open_dataset
+    from bev_data.datasets import open_dataset
 
     def write(folder: Path) -> None:
         for name in ("velodyne", "calib", "label_2", "image_2"):
@@ -601,7 +759,9 @@ READERS: dict[str, Callable[[], Target]] = {
     "points .npz": points_npz, "points .bin": points_binary, "points .tensor": points_tensor,
     "frame folder": frame_folder, "record of a rank": record, "KITTI frame": kitti,
     "run for report": run_evidence, "digests of a run": run_digests,
-    "settings of a run": run_settings,
+    "settings of a run": run_settings, "libspconv .onnx": lambda: sparse_onnx(portable=False),
+    "portable .onnx": lambda: sparse_onnx(portable=True), "engine's layers": engine_layers,
+    "nuScenes tables": nuscenes, "message of a rank": rank_message,
 }  # fmt: skip
 
 
@@ -700,7 +860,7 @@ def _ranges_of(amax: Any, bits: Any, axis: Any) -> Any:
 
 def changed_argument(rng: Rng, value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        what = rng.randrange(9)
+        what = rng.choice([0, 3, 4, 6, 7]) if value.dim() == 0 else rng.randrange(9)
         if what == 0:
             return value.to(rng.choice([torch.float64, torch.int32, torch.int64, torch.float16,
                                         torch.bool, torch.uint8, torch.complex64]))  # fmt: skip
@@ -715,7 +875,7 @@ def changed_argument(rng: Rng, value: Any) -> Any:
         if what == 5:
             return value.transpose(0, -1) if value.dim() else value
         if what == 6:
-            value = value.clone()
+            value = value.clone(memory_format=torch.contiguous_format)
             if value.numel():
                 worst = [0, -1, 127, 2**31 - 1] if not value.is_floating_point() else [
                     float("nan"), float("inf"), 0.0, -1.0, 1e38, 1e-45]  # fmt: skip
@@ -850,6 +1010,8 @@ WHOLE = {
     "prepared frame": 3000, "points .npz": 4000, "points .bin": 4000, "points .tensor": 4000,
     "frame folder": 3000, "record of a rank": 3000, "KITTI frame": 1000, "run for report": 3000,
     "digests of a run": 1000, "settings of a run": 8000,
+    "libspconv .onnx": 2000, "portable .onnx": 2000, "engine's layers": 4000,
+    "nuScenes tables": 2500, "message of a rank": 4000,
 }  # fmt: skip
 KERNELS = (
     "quantize", "dequantize", "requantize", "int8_linear", "int8_conv1d", "int8_conv2d",
@@ -860,18 +1022,28 @@ KERNELS = (
 WHOLE_KERNEL = 1000
 
 
-def worker(name: str, seed: int, start: int, stop: int) -> None:
-    """Run mutants in this process; one line of JSON for each, before it a line that it begins."""
+# Workers are forked from a process that has imported what the targets need: an import of torch for
+# each took more time than a thousand mutants.
+_SERVER = multiprocessing.get_context("forkserver")
+_IMPORTED = ["torch", "numba", "onnx", "spconv.pytorch", "bevquant_export", "bevquant_fusion",
+             "bevquant_hybrid.quantization", "bevquant_hybrid.partition",
+             "bevfusion_quant.datasets", "bevfusion_quant.model", "bevfusion_quant.review",
+             "bevfusion_quant.train"]  # fmt: skip
+
+
+def worker(name: str, seed: int, start: int, stop: int, out: Connection) -> None:
+    """Run mutants in this process; of each its number before it begins, then what became of it."""
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(quiet, stream)
     torch.set_num_threads(1)
     mutants = Mutants(name, seed)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     limit = used + GIBIBYTES * 2**30
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    out = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
     for number in range(start, stop):
-        print(number, file=out)
-        print(json.dumps([number, *mutants.run(number)]), file=out)
+        out.send(number)
+        out.send((number, *mutants.run(number)))
     mutants.close()
 
 
@@ -881,45 +1053,41 @@ def attack(name: str, count: int, seed: int, show: Callable[[str], None] = print
     seen: set[str] = set()
     start, began = 0, time.monotonic()
     while start < count:
-        command = [sys.executable, __file__, "--worker", name, str(seed), str(start), str(count)]
-        process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={"OMP_NUM_THREADS": "1", **os.environ},
-        )
-        assert process.stdout is not None
-        current, stuck, text = start, False, b""
+        results, out = _SERVER.Pipe(duplex=False)
+        process = _SERVER.Process(target=worker, args=(name, seed, start, count, out))
+        process.start()
+        out.close()
+        current, stuck = -1, False
         heard = time.monotonic() + 600  # what it may take to make its good files
         while True:
-            ready, _, _ = select.select([process.stdout], [], [], 1.0)
-            if ready:
-                part = os.read(process.stdout.fileno(), 1 << 16)
-                if not part:
-                    break
-                heard = time.monotonic()
-                *lines, text = (text + part).split(b"\n")
-                for line in lines:
-                    said = json.loads(line)
-                    if isinstance(said, int):
-                        current = said
-                        continue
-                    tally[said[1]] += 1
-                    start = said[0] + 1
-                    kind = f"{said[1]} {said[2][:60]}"
-                    if said[1] not in ("ok", "clean") and kind not in seen:
-                        seen.add(kind)
-                        show(f"  {name} #{said[0]}: {said[1]}: {said[2]}")
-            elif time.monotonic() - heard > STUCK:
-                stuck = True
-                process.kill()
-        process.wait()
+            if not results.poll(1.0):
+                if time.monotonic() - heard > STUCK:
+                    stuck = True
+                    process.kill()
+                continue
+            heard = time.monotonic()
+            try:
+                said = results.recv()
+            except (EOFError, OSError):
+                break
+            if isinstance(said, int):
+                current = said
+                continue
+            number, outcome, text = said
+            tally[outcome] += 1
+            start = number + 1
+            kind = f"{outcome} {text[:60]}"
+            if outcome not in ("ok", "clean") and kind not in seen:
+                seen.add(kind)
+                show(f"  {name} #{number}: {outcome}: {text}")
+        process.join()
+        results.close()
         if start < count:
             if current < start:
                 raise RuntimeError(f"{name}: the worker does not begin")
             outcome = "hang" if stuck else "crash"
             tally[outcome] += 1
-            show(f"  {name} #{current}: {outcome}: exit code {process.returncode}")
+            show(f"  {name} #{current}: {outcome}: exit code {process.exitcode}")
             start = current + 1
     show(f"{name}: {dict(tally)} in {time.monotonic() - began:.0f} s")
     return tally
@@ -950,6 +1118,8 @@ def main() -> int:
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     from concurrent.futures import ThreadPoolExecutor
 
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    _SERVER.set_forkserver_preload(["__main__", *_IMPORTED])
     chosen = {
         name: number
         for name, number in counts(options.share).items()
@@ -964,7 +1134,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--worker"]:
-        worker(sys.argv[2], *map(int, sys.argv[3:]))
-    else:
-        sys.exit(main())
+    sys.exit(main())

@@ -12,7 +12,8 @@ QUICK = (
     "ranges", "saved collection", "quant config", "partition plan", "CPU suggestion",
     "compiled .hbm", ".pth zip", ".pth legacy", ".safetensors", "training checkpoint",
     "prepared frame", "points .npz", "points .bin", "points .tensor", "record of a rank",
-    "settings of a run",
+    "settings of a run", "KITTI frame", "run for report", "engine's layers",
+    "nuScenes tables", "message of a rank",
 )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("spconv.pytorch", reason="spconv is not installed")
 
-from bevfusion_quant.model import CONFIGS, Batch, build_model
+from bevfusion.model import CONFIGS, Batch, build_model
 from bevfusion_quant.ptq import calibrate_branch, fuse_branch, quantize_branch
 
 CONFIG = CONFIGS["tiny"]

@@ -140,6 +140,26 @@ def test_quantizing_simulating_and_exporting(
         assert close(torch.from_numpy(made), fake, 1e-2), profile
 
 
+@pytest.mark.parametrize("form", [own, on_the_instance], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    ("cls", "qat"),
+    [(nn.Conv2d, "Conv2d"), (nn.ConvTranspose2d, "ConvTranspose2d"), (nn.Linear, "Linear"),
+     (nn.AvgPool2d, "AvgPool2d"), (nn.Softmax, "Softmax"), (nn.GroupNorm, "GroupNorm")],
+)  # fmt: skip
+def test_a_qat_form_takes_over_no_code_of_a_subclass(
+    cls: type[nn.Module], qat: str, form: Callable[..., nn.Module]
+) -> None:
+    from bevquant_hybrid.march import March, set_march
+    from bevquant_hybrid.nn import qat as package
+    from bevquant_hybrid.quantization import get_default_qat_qconfig
+
+    set_march(March.BAYES)
+    found = getattr(package, qat)
+    with pytest.raises(TypeError, match=r"forward (of its own|was replaced on the instance)"):
+        found.from_float(form(cls), get_default_qat_qconfig())
+    assert isinstance(found.from_float(inherited(cls), get_default_qat_qconfig()), nn.Module)
+
+
 @forms
 @family
 def test_preparing_for_a_bpu(cls: type[nn.Module], form: Callable[..., nn.Module]) -> None:

@@ -24,7 +24,7 @@ with warnings.catch_warnings():
     pytest.importorskip("spconv.pytorch", reason="spconv is not installed")
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 
-from bevfusion_quant.model import CONFIGS, Batch, build_lidar_branch, random_weights
+from bevfusion.model import CONFIGS, Batch, build_lidar_branch, random_weights
 from bevfusion_quant.ptq import calibrate_branch, fuse_branch, quantize_branch
 
 

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bev_scenes import street_frame
+from bevfusion.model import CONFIGS, Batch, BEVFusion, build_model, random_weights
 from bevfusion_quant.bpu import BpuConfig
 from bevfusion_quant.bpu._follow import Models
 from bevfusion_quant.bpu._prepare import SplitUnits
 from bevfusion_quant.bpu._quantize import Forms, for_march
 from bevfusion_quant.bpu._split import SplitModel
-from bevfusion_quant.model import CONFIGS, Batch, BEVFusion, build_model, random_weights
 from bevfusion_quant.ptq import FrameBatches, built_parts
-from bevfusion_quant.scenes import street_frame
 
 __all__ = ["TINY", "Split", "small_frame", "split"]
 

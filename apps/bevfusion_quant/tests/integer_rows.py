@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from bevfusion.model import PARTS
 from bevfusion_quant.integer import FloatIsland, SavedPart, Simulation
 from bevfusion_quant.integer._stages import integer_stages
-from bevfusion_quant.model import PARTS
 from bevquant_int8sim import LayerRow
 
 __all__ = ["float_row", "layer_row", "simulation"]

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from bevfusion_quant.model import Batch, BEVFusion, BEVFusionConfig
+from bevfusion.model import Batch, BEVFusion, BEVFusionConfig
 
 __all__ = ["model_batch"]
 

@@ -14,9 +14,9 @@ from bpu_outcome import outcome as bpu_outcome
 from integer_rows import layer_row, simulation
 from metric_scenes import random_frames
 
+from bev_data.metrics import Accuracy, AccuracyTally, Bootstrap
+from bevfusion.model.head import NUSCENES_CLASSES
 from bevfusion_quant.export import ExportedFile, ExportedSet, FileLayer, FilePort
-from bevfusion_quant.metrics import Accuracy, AccuracyTally, Bootstrap
-from bevfusion_quant.model.head import NUSCENES_CLASSES
 from bevfusion_quant.ptq import LayerRow, QuantizerValues
 from bevfusion_quant.ptq._record import sha256
 from bevfusion_quant.ptq._run_folder import RUN_FORMAT, RUN_VERSIONS, write_digests

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from metric_scenes import detections, labels, random_frames
 
-from bevfusion_quant.metrics import (
+from bev_data.metrics import (
     Accuracy,
     AccuracyTally,
     Bootstrap,
@@ -19,8 +19,8 @@ from bevfusion_quant.metrics import (
     points,
     span,
 )
-from bevfusion_quant.model.head import NUSCENES_CLASSES
-from bevfusion_quant.points import Labels
+from bev_data.points import Labels
+from bevfusion.model.head import NUSCENES_CLASSES
 from bevfusion_quant.report import ReportContent, write_report
 
 EVIL = "</svg><script>window.hurt=1</script>"

@@ -13,16 +13,16 @@ import torch
 from metric_scenes import detections, labels
 from nuscenes_mini import LIDAR, about_z, ego_at, quaternion, write_mini
 
-from bevfusion_quant.cli import main
-from bevfusion_quant.datasets import labelled_region, open_dataset, range_origin, scene_name
-from bevfusion_quant.metrics import (
+from bev_data.metrics import (
     AccuracyTally,
     DetectionRules,
     accuracy_text,
     evaluate_detections,
 )
-from bevfusion_quant.model import CONFIGS
-from bevfusion_quant.model.head import NUSCENES_CLASSES, Detections
+from bevfusion.model import CONFIGS
+from bevfusion.model.head import NUSCENES_CLASSES, Detections
+from bevfusion_quant.cli import main
+from bevfusion_quant.datasets import labelled_region, open_dataset, range_origin, scene_name
 from bevfusion_quant.ptq import FrameBatches, LoadedRun, load_run
 
 if importlib.util.find_spec("spconv") is None:

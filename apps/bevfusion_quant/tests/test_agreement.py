@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bevfusion_quant.model.head import Detections
-from bevfusion_quant.points import Labels
+from bev_data.points import Labels
+from bevfusion.model.head import Detections
 from bevfusion_quant.ptq import DetectionTally, match
 
 CLASSES = ("car", "truck")

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from bevfusion_quant.model import CONFIGS, PART_PATHS, PARTS, build_model
+from bev_scenes import street_frame
+from bevfusion.model import CONFIGS, PART_PATHS, PARTS, build_model
 from bevfusion_quant.ptq import (
     Branch,
     FrameBatches,
@@ -19,7 +20,6 @@ from bevfusion_quant.ptq import (
     quantized_parts,
 )
 from bevfusion_quant.ptq._branches import expand_patterns
-from bevfusion_quant.scenes import street_frame
 from bevquant_quantizers import TensorQuantizer
 
 if importlib.util.find_spec("spconv") is None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bevfusion_quant.model._config import CameraConfig
-from bevfusion_quant.model.camera import Bottleneck, DepthLSSTransform, GeneralizedLSSFPN, ResNet
+from bevfusion.model._config import CameraConfig
+from bevfusion.model.camera import Bottleneck, DepthLSSTransform, GeneralizedLSSFPN, ResNet
 from bevquant_fusion import fuse_model
 from bevquant_qnn import QuantConcat, QuantConv2d, quantize_model
 from bevquant_quantizers import TensorQuantizer, calibrate

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 import torch
 
+from bev_data.datasets import write_frame_folder
+from bev_scenes import street_frame
+from bevfusion.model import CONFIGS, build_model
 from bevfusion_quant.cli import main
-from bevfusion_quant.datasets import write_frame_folder
-from bevfusion_quant.model import CONFIGS, build_model
-from bevfusion_quant.scenes import street_frame
 
 if importlib.util.find_spec("spconv") is None:
     pytest.skip("spconv is not installed", allow_module_level=True)
@@ -283,7 +283,7 @@ def test_without_spconv_the_extra_is_named(here: Path) -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert run.returncode == 2
-    assert "bevfusion-quant[cpu]" in run.stderr
+    assert "bevfusion[cpu]" in run.stderr
     assert "Traceback" not in run.stderr
 
 

@@ -16,6 +16,8 @@ import pytest
 from bpu_split import small_frame
 from safetensors.torch import load_file, save_file
 
+from bev_data.metrics import Bootstrap
+from bevfusion.model import trained_weights
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.cli import main
 from bevfusion_quant.compare import (
@@ -26,8 +28,6 @@ from bevfusion_quant.compare import (
     run_compare,
 )
 from bevfusion_quant.compare._alike import names_of
-from bevfusion_quant.metrics import Bootstrap
-from bevfusion_quant.model import trained_weights
 from bevfusion_quant.ptq import PtqConfig, run_evaluate, run_ptq
 from bevfusion_quant.report import read_sections
 

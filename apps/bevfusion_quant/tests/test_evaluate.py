@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from bev_scenes import street_frame
+from bevfusion.model import CONFIGS
 from bevfusion_quant import InputError
 from bevfusion_quant.cli import main
-from bevfusion_quant.model import CONFIGS
 from bevfusion_quant.ptq import FrameBatches, compare_layers, load_run
-from bevfusion_quant.scenes import street_frame
 
 if importlib.util.find_spec("spconv") is None:
     pytest.skip("spconv is not installed", allow_module_level=True)

@@ -17,9 +17,9 @@ if importlib.util.find_spec("spconv") is None:
 import onnx
 from bpu_split import TINY, small_frame
 
+from bev_data.datasets import write_frame_folder
 from bevfusion_quant.bpu import BpuConfig, run_bpu
 from bevfusion_quant.cli import main
-from bevfusion_quant.datasets import write_frame_folder
 from bevquant_export import lint_onnx
 
 FILES = ["camera.backbone.onnx", "camera.depth.onnx", "camera.vtransform.onnx"]

@@ -20,10 +20,10 @@ if importlib.util.find_spec("spconv") is None:
 import onnx
 import onnxruntime
 
+from bev_data.points import read_frames
+from bevfusion.model import CONFIGS
 from bevfusion_quant.cli import main
 from bevfusion_quant.export import _export
-from bevfusion_quant.model import CONFIGS
-from bevfusion_quant.points import read_frames
 from bevfusion_quant.ptq import FrameBatches, load_run
 from bevquant_export import with_half_constants
 from bevquant_int8sim import simulate

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from bevfusion_quant.model.head import HeadConfig, TransFusionHead
+from bevfusion.model.head import HeadConfig, TransFusionHead
 from bevquant_fusion import fuse_model
 from bevquant_graph import capture
 from bevquant_qnn import QuantizeResult, freeze, quantize_model

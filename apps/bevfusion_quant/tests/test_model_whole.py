@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from model_batches import model_batch
 from torch import Tensor, nn
 
-from bevfusion_quant._errors import InputError
-from bevfusion_quant.model import (
+from bevfusion.model import (
     CONFIGS,
     PART_PATHS,
     PARTS,
@@ -26,6 +25,7 @@ from bevfusion_quant.model import (
     exclude_all_but,
     random_weights,
 )
+from bevfusion_quant._errors import InputError
 from bevquant_fusion import fuse_model
 
 if importlib.util.find_spec("spconv") is None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from bevfusion_quant.model import CONFIGS
+from bevfusion.model import CONFIGS
 from bevfusion_quant.pictures import bev_picture, layer_picture
 from bevfusion_quant.ptq import LayerRow, StageMaps, StageRow
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import nn
 
+from bev_data.points import Frame, VoxelData, read_points
+from bev_scenes import street_frame
 from bevfusion_quant.cli import main
-from bevfusion_quant.points import Frame, VoxelData, read_points
 from bevfusion_quant.ptq import FrameBatches, PoorData, calibrate_branch, finding_lines
 from bevfusion_quant.ptq._frame_record import FrameNote, note_of, note_record
 from bevfusion_quant.ptq._poor_data import frame_findings
 from bevfusion_quant.review._checks import _calibration
-from bevfusion_quant.scenes import street_frame
 from bevquant_export import lint_onnx
 from bevquant_quantizers import QuantDescriptor, TensorQuantizer
 
@@ -211,7 +211,7 @@ def test_real_frames_and_streets_are_usual(data: Path) -> None:
 
 
 def test_frames_without_a_lidar_branch_are_not_judged() -> None:
-    from bevfusion_quant.model import CONFIGS, build_model
+    from bevfusion.model import CONFIGS, build_model
     from bevfusion_quant.ptq import built_parts
 
     frame = street_frame(seed=3, size="tiny", cameras="tiny")

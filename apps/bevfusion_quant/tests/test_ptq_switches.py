@@ -17,13 +17,13 @@ import torch
 from bpu_split import TINY, small_frame
 from torch import Tensor, nn
 
+from bevfusion.model import Batch
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.cli import main
 from bevfusion_quant.export import export_run
 from bevfusion_quant.export._pieces import nvidia_pieces
 from bevfusion_quant.export._write import write_piece
 from bevfusion_quant.integer._simulation import lowered
-from bevfusion_quant.model import Batch
 from bevfusion_quant.ptq import (
     FrameBatches,
     LoadedRun,

@@ -18,22 +18,22 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from bev_data.points import Frame
+from bev_scenes import street_frame
+from bevfusion.model import CONFIGS
+from bevfusion.training import make_batch, order_of
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.cli import main
 from bevfusion_quant.export._pieces import _with_weights_of
 from bevfusion_quant.integer._simulation import lowered
-from bevfusion_quant.model import CONFIGS
-from bevfusion_quant.points import Frame
 from bevfusion_quant.ptq import FrameBatches, LoadedRun, PtqConfig, load_run, run_evaluate, run_ptq
 from bevfusion_quant.ptq._record import save_model, sha256
 from bevfusion_quant.qat import QatConfig, QatResult, add_up, run_qat
 from bevfusion_quant.qat._trainer import Trainer
 from bevfusion_quant.qat._weighted import weighted_layers
-from bevfusion_quant.scenes import street_frame
 from bevfusion_quant.train import Augmentation, FrameSource, Motion, TrainConfig, head_loss
 from bevfusion_quant.train._checkpoint import CHECKPOINT, read_checkpoint
 from bevfusion_quant.train._prepare import prepare_frames
-from bevfusion_quant.train._samples import make_batch, order_of
 from bevquant_qnn import PrecisionPlan, apply_precision, distillation_loss, precision_groups
 from bevquant_quantizers import named_quantizers
 
@@ -422,7 +422,7 @@ def test_the_command_trains_and_judges(
     words += ["--steps", "1", "--batch", "1", "--held-out", "1", "--workers", "0"]
     with pytest.MonkeyPatch.context() as patch:  # a street of the real size takes a second
         quick = partial(street_frame, beams=8, sweeps=1, azimuth_steps=120)
-        patch.setattr("bevfusion_quant.datasets._street.street_frame", quick)
+        patch.setattr("bev_scenes._dataset.street_frame", quick)
         with without_pictures():
             assert main([*words, "--runs", str(tmp_path)]) == 0
     told = capsys.readouterr()

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from rank_threads import Together
 
+from bev_data.points import Labels
+from bevfusion.model.head import Detections
 from bevfusion_quant import InputError
 from bevfusion_quant._commands import check_processes
 from bevfusion_quant._options import Evaluate, Ptq, Tree
-from bevfusion_quant.model.head import Detections
-from bevfusion_quant.points import Labels
 from bevfusion_quant.ptq._frame_record import FrameNote, note_of, note_record
 from bevfusion_quant.ptq._poor_data import PoorData
 from bevfusion_quant.qat import FramePart, add_up

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bevfusion_quant.cameras import Camera
+from bev_data.cameras import Camera
 from bevfusion_quant.ptq import LayerRow, QuantizerValues
 from bevfusion_quant.report import (
     ReportBoxes,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from integer_rows import float_row, layer_row, simulation
 
-from bevfusion_quant.cameras import CAMERA_NAMES, Camera
+from bev_data.cameras import CAMERA_NAMES, Camera
 from bevfusion_quant.ptq import LayerRow, QuantizerValues
 from bevfusion_quant.report import (
     ReportBoxes,

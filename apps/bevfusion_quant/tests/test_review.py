@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from review_runs import MadeUpRuns, accuracy
 
+from bev_data.metrics import Interval, points, span
 from bevfusion_quant import InputError
 from bevfusion_quant.cli import main
-from bevfusion_quant.metrics import Interval, points, span
 from bevfusion_quant.ptq._run_folder import sha256, write_digests
 from bevfusion_quant.report import read_sections
 from bevfusion_quant.review import HeadlineRow, ReviewResult, review_text, run_review

@@ -16,7 +16,7 @@ import torch
 from model_batches import model_batch
 from torch import nn
 
-from bevfusion_quant.model import (
+from bevfusion.model import (
     CONFIGS,
     PART_PATHS,
     PARTS,

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from model_batches import model_batch
 from torch import Tensor, nn
 
-from bevfusion_quant.model import CONFIGS, Batch, BEVFusion, DecoderConfig, random_weights
-from bevfusion_quant.model._second import SECOND, SECONDFPN
-from bevfusion_quant.model.camera import DepthLSSTransform, GeneralizedLSSFPN
+from bevfusion.model import CONFIGS, Batch, BEVFusion, DecoderConfig, random_weights
+from bevfusion.model._second import SECOND, SECONDFPN
+from bevfusion.model.camera import DepthLSSTransform, GeneralizedLSSFPN
 from bevquant_fusion import FusionResult, fuse_model
 from bevquant_qnn import QuantizeResult, quantize_model
 from bevquant_quantizers import TensorQuantizer, calibrate

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
+from bev_data.points import read_frames
+from bevfusion.model import CONFIGS
 from bevfusion_quant.cli import main
 from bevfusion_quant.integer._simulation import lowered
-from bevfusion_quant.model import CONFIGS
-from bevfusion_quant.points import read_frames
 from bevfusion_quant.ptq import FrameBatches, load_run
 from bevfusion_quant.report import read_sections
 from bevfusion_quant.review import run_review

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 
+from bev_data.boxes import count_inside
+from bev_data.cameras import depth_images, order_cameras, prepare_cameras
+from bev_data.points import Frame, Labels
+from bev_scenes import street_frame
+from bevfusion.model import CONFIGS, build_model
+from bevfusion.training import CompactFrame, compact, make_batch, order_of
 from bevfusion_quant._errors import InputError
 from bevfusion_quant._options import Train
-from bevfusion_quant.cameras import depth_images, order_cameras, prepare_cameras
-from bevfusion_quant.datasets._inside import count_inside
-from bevfusion_quant.model import CONFIGS, build_model
-from bevfusion_quant.points import Frame, Labels
-from bevfusion_quant.scenes import street_frame
 from bevfusion_quant.train import (
     Augmentation,
     FrameSource,
@@ -26,9 +27,7 @@ from bevfusion_quant.train import (
     held_out,
     training_frames,
 )
-from bevfusion_quant.train._compact import CompactFrame, compact
 from bevfusion_quant.train._prepare import prepare_frames
-from bevfusion_quant.train._samples import make_batch, order_of
 
 MOTIONS = (
     Motion(0.7),

@@ -15,15 +15,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from bev_data.points import Frame
+from bev_scenes import street_frame
+from bevfusion.model import CONFIGS, build_model, load_weights
+from bevfusion.training import CompactFrame, one_cycle
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.cli import main
-from bevfusion_quant.model import CONFIGS, build_model, load_weights
-from bevfusion_quant.points import Frame
-from bevfusion_quant.scenes import street_frame
 from bevfusion_quant.train import Augmentation, FrameSource, TrainConfig, TrainResult, run_train
 from bevfusion_quant.train._checkpoint import CHECKPOINT, read_checkpoint
-from bevfusion_quant.train._compact import CompactFrame
-from bevfusion_quant.train._schedule import one_cycle
 from bevfusion_quant.train._stop import stop_on_signals
 from bevfusion_quant.train._weights import WEIGHTS
 

@@ -11,16 +11,16 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from bevfusion_quant._errors import InputError
-from bevfusion_quant.model import (
+from bev_scenes import street_frame
+from bevfusion.model import (
     CONFIGS,
     build_model,
     load_weights,
     named_weights,
     trained_weights,
 )
+from bevfusion_quant._errors import InputError
 from bevfusion_quant.ptq import FrameBatches
-from bevfusion_quant.scenes import street_frame
 from bevfusion_quant.train import targets_of
 
 

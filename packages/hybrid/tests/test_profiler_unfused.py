@@ -152,3 +152,18 @@ def test_prepared_models_are_refused() -> None:
     model = prepare_qat_fx(nn.Sequential(QuantStub(), nn.ReLU()), {"": get_default_qat_qconfig()})
     with pytest.raises(ValueError, match="prepared or converted"):
         check_unfused_operations(model, DATA)
+
+
+def test_layers_are_told_by_what_their_classes_compute() -> None:
+    class Named(nn.ReLU):
+        def extra_repr(self) -> str:
+            return "mine"
+
+    class NormAct(nn.BatchNorm2d):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).relu()
+
+    x = torch.ones(1, 1, 2, 2)
+    conv = nn.Conv2d(1, 1, 1)
+    assert check_unfused_operations(nn.Sequential(conv, Named()), x) == [["0", "1"]]
+    assert check_unfused_operations(nn.Sequential(conv, NormAct(1)).eval(), x) == []

@@ -186,6 +186,28 @@ def test_what_no_program_says_is_refused(path, reason: str) -> None:
         runtime.load(path)
 
 
+@pytest.mark.parametrize(
+    ("name", "argument", "value"),
+    [("conv", "weight", {"constant": "1.bias"}), ("conv", "stride", [2**62, 1]),
+     ("conv", "dilation", [1] * 5)],
+)  # fmt: skip
+def test_what_only_shows_when_it_runs_names_the_operator(path, name, argument, value) -> None:
+    data = metadata(path)
+    (step,) = (s for s in data["steps"] if s["operator"].endswith(f"::{name}"))
+    assert argument in step["arguments"]
+    kept = {t for s in data["steps"] for a in s["arguments"].values() for t in _tensors(a)}
+    step["arguments"][argument] = value
+    now = {t for s in data["steps"] for a in s["arguments"].values() for t in _tensors(a)}
+    tensors = load_tensors(path.read_bytes())
+    sign(path, data, {n: t for n, t in tensors.items() if n in now or n not in kept})
+    with pytest.raises(ValueError, match=name):
+        runtime.load(path)(X)
+
+
+def _tensors(argument: Any) -> list[str]:
+    return [argument["constant"]] if isinstance(argument, dict) and "constant" in argument else []
+
+
 def test_nonsense_in_any_field_is_a_value_error(path) -> None:
     data = metadata(path)
     accepted = set()

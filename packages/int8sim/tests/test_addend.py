@@ -62,7 +62,9 @@ def test_ties_of_the_sum(backend):
         (dict(addend=numbers(1, 8, 4, 4).int()), "addend"),
         (dict(addend_multiplier=0.0), "addend_multiplier"),
         (dict(multiplier=None), "needs a multiplier"),
+        (dict(out_dtype=torch.int16), "out_dtype torch.int8"),
         (dict(rounding="half_up"), "half_even"),
+        (dict(arithmetic="fixed_point"), "float64"),
     ],
 )
 def test_refusals(change, message):

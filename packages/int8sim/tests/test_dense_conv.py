@@ -331,6 +331,11 @@ def test_refusals_name_the_layer():
         run(dilation=3)
     with pytest.raises(ValueError, match="stem: padding=-1"):
         run(padding=-1)
+    with pytest.raises(ValueError, match=r"stem: outputs of \(1, 20000000.*there may be 2\*\*31"):
+        run(padding=10**9)
+    for stride in (10**9, (10**9, 1), (10**5, 10**5), 10**30):
+        with pytest.raises(ValueError, match=r"deconv: outputs of .*there may be 2\*\*31"):
+            int8_conv_transpose2d(x, w.movedim(0, 1).contiguous(), stride=stride, name="deconv")
     with pytest.raises(ValueError, match="stem: stride=0"):
         run(stride=0)
     with pytest.raises(TypeError, match="stem: unknown arguments relu6"):

@@ -162,6 +162,7 @@ POOLS = [
     dict(kernel_size=3, stride=2, padding=1, ceil_mode=True),
     dict(kernel_size=2, stride=3, ceil_mode=True),
     dict(kernel_size=1),
+    dict(kernel_size=2, padding=1),
 ]
 
 

@@ -227,6 +227,38 @@ def test_a_step_without_its_scale_is_refused(saved):
         IntegerModel.load(saved)
 
 
+@pytest.mark.parametrize("stride", ["x", [None, 1], {"a": 1}])
+def test_arguments_that_torch_does_not_take_name_the_module(saved, stride):
+    number = step_of(saved, "stem.2")
+
+    def change(program):
+        program["steps"][number]["kwargs"]["$dict"]["stride"] = stride
+
+    rewrite(saved, change)
+    with pytest.raises(ValueError, match=r"stem\.2"):
+        IntegerModel.load(saved)(X)
+
+
+@pytest.mark.parametrize("signature", [1, [], {"$tuple": [{"$tuple": []}, 3]}])
+def test_a_signature_of_another_form_is_refused(saved, signature):
+    rewrite(saved, lambda program: program.update(signature=signature))
+    with pytest.raises(ValueError, match="signature: expected positional and named inputs"):
+        IntegerModel.load(saved)
+
+
+def test_settings_that_only_show_in_the_run_name_the_step(saved):
+    number = step_of(saved, "pool")
+
+    def change(program):
+        program["steps"][number]["kwargs"]["$dict"]["output_size"] = [[1], [1]]
+
+    rewrite(saved, change)
+    with pytest.raises(ValueError, match="pool"):
+        IntegerModel.load(saved)(X)
+    with pytest.raises(TypeError, match="expected 1 positional inputs"):
+        IntegerModel.load(saved)()
+
+
 def test_only_listed_functions_can_be_called(saved):
     def change(data):
         next(s for s in data["steps"] if s.get("function"))["function"] = "torch.load"

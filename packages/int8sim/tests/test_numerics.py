@@ -216,3 +216,12 @@ def test_quantize_and_dequantize_refuse_by_name():
         quantize_bias(torch.tensor([0.0, math.nan]), 1.0, 1.0, name="conv")
     with pytest.raises(ValueError, match="conv: input scale is 0"):
         quantize_bias(x, 0.0, 1.0, name="conv")
+
+
+def test_a_mantissa_has_7_to_31_bits():
+    for bits in (7, 31):
+        mantissa, _ = fixed_point_multiplier(0.3, bits=bits)
+        assert 2 ** (bits - 1) <= int(mantissa) < 2**bits
+    for bits in (6, 32):
+        with pytest.raises(ValueError, match=f"mantissa of {bits} bits: expected 7 to 31"):
+            fixed_point_multiplier(0.3, bits=bits)

@@ -184,3 +184,29 @@ def test_weights_on_a_tie_are_those_of_fake_quantization(bits: int) -> None:
     amax = net[0].weight.abs().amax(1, keepdim=True)
     wanted = (quantizer(net[0].weight) * (2 ** (bits - 1) - 1) / amax).round()
     assert torch.equal(step.tensors["weight"].float(), wanted)
+
+
+class Frames(nn.Module):
+    """As a scatter of pillars does: as many maps as the largest index says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Any, index: Any) -> Any:
+        rows = torch.relu(self.a(x))
+        count = index.max().int().item() + 1
+        return torch.stack([self.b(rows[index == i]).sum(0) for i in range(count)])
+
+
+def test_a_number_from_a_tensor_is_taken_where_a_layer_is_quantized() -> None:
+    inputs = torch.randn(6, 8), torch.tensor([0, 0, 1, 1, 1, 0])
+    quantized = quantize_model(Frames().eval(), example_inputs=inputs).model
+    calibrate(quantized, [inputs])
+    model = simulate(quantized, inputs)
+    assert [island.what for island in model.islands if "followed" in island.reason] == []
+    assert {step.op for step in model.steps if step.path in ("a", "b")} == {"linear"}
+    others = torch.randn(5, 8), torch.tensor([1, 0, 0, 0, 1])
+    assert model(*others).shape == (2, 8)
+    with pytest.raises(ValueError, match="counts with a number"):
+        model(others[0], torch.tensor([2, 0, 1, 0, 1]))

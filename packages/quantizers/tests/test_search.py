@@ -249,6 +249,9 @@ def test_max_method_and_zero_histogram(histogram):
         ({"method": "percentile", "percentile": float("nan")}, ValueError, "range"),
         ({"method": "mse", "stride": 0}, ValueError, "stride"),
         ({"method": "entropy", "start_bin": -1}, ValueError, "start_bin"),
+        ({"method": "mse", "stride": float("inf")}, ValueError, "integers stride"),
+        ({"method": "mse", "stride": 1.5}, ValueError, "integers stride"),
+        ({"method": "entropy", "start_bin": "x"}, ValueError, "start_bin"),
     ],
 )
 def test_bad_arguments(histogram, arguments, error, text):

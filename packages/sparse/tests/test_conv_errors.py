@@ -71,6 +71,19 @@ def test_bias_of_another_shape(rulebook, shape):
         call(rulebook, bias=torch.zeros(shape))
 
 
+@pytest.mark.parametrize("wrong", [None, 3, 1.5, {}, [], "x"])
+def test_operands_that_are_none(rulebook, wrong):
+    weight = torch.zeros(*rulebook.kernel_size, 2, 2)
+    with pytest.raises(TypeError, match="rulebook must be a Rulebook"):
+        sparse_conv(torch.zeros(rulebook.num_in, 2), weight, None, wrong, layout=WeightLayout.RSCK)
+    with pytest.raises(TypeError, match="features must be a Tensor"):
+        sparse_conv(wrong, weight, None, rulebook, layout=WeightLayout.RSCK)
+    with pytest.raises(TypeError, match="weight"):
+        sparse_conv(
+            torch.zeros(rulebook.num_in, 2), wrong, None, rulebook, layout=WeightLayout.RSCK
+        )
+
+
 def test_integer_features(rulebook):
     with pytest.raises(TypeError, match=r"floating-point features, got torch\.int32"):
         call(rulebook, features=torch.zeros(3, 2, dtype=torch.int32))

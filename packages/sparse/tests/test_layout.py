@@ -61,6 +61,17 @@ def test_permute_weight_is_differentiable():
     assert weight.grad[1, 2, 0, 3] == ((2 * 3 + 0) * 4 + 3) * 2 + 1
 
 
+@pytest.mark.parametrize("wrong", [None, 3, "KRSC"])
+def test_permute_weight_names_what_is_of_another_type(wrong):
+    weight, layout = torch.zeros(2, 3, 3, 3, 2), WeightLayout.KRSC
+    with pytest.raises(TypeError, match="weight: expected a tensor"):
+        permute_weight(wrong, layout, WeightLayout.RSCK)
+    with pytest.raises(TypeError, match=r"src=.*: expected a WeightLayout"):
+        permute_weight(weight, wrong, layout)
+    with pytest.raises(TypeError, match=r"dst=.*: expected a WeightLayout"):
+        permute_weight(weight, layout, wrong)
+
+
 def test_vck_needs_the_kernel_size():
     with pytest.raises(ValueError, match="from VCK to RSCK needs kernel_size"):
         permute_weight(torch.zeros(27, 4, 8), WeightLayout.VCK, WeightLayout.RSCK)

@@ -255,3 +255,13 @@ def test_dense_convolution_shapes():
     )
     assert book.out_shape == tuple(dense.shape[2:])
     assert math.prod(book.kernel_size) == book.kernel_volume
+
+
+def test_a_traced_identity_rulebook_has_the_shape_of_the_real_one():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    rows = torch.tensor([[0, 1, 2], [0, 2, 1]], dtype=torch.int32)
+    real = torch.ops.bevquant_sparse.identity_rulebook(rows)
+    with FakeTensorMode() as mode:
+        fake = torch.ops.bevquant_sparse.identity_rulebook(mode.from_tensor(rows))
+    assert (fake.shape, fake.dtype) == (real.shape, real.dtype)

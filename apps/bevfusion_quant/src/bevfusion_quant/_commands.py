@@ -7,6 +7,13 @@ from dataclasses import replace
 from functools import singledispatch
 from typing import TYPE_CHECKING, Any
 
+from bevfusion.model import (
+    CONFIGS,
+    PART_PATHS,
+    build_model,
+    named_weights,
+    trained_weights,
+)
 from bevfusion_quant._errors import InputError, VerificationError
 from bevfusion_quant._frames import camera_names, frames_of
 from bevfusion_quant._options import (
@@ -23,13 +30,6 @@ from bevfusion_quant._options import (
     Simulate,
     Train,
     Tree,
-)
-from bevfusion_quant.model import (
-    CONFIGS,
-    PART_PATHS,
-    build_model,
-    named_weights,
-    trained_weights,
 )
 from bevfusion_quant.ptq import (
     EvaluateResult,
@@ -57,10 +57,10 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from bev_data.metrics import Bootstrap
+    from bev_data.points import Frame
     from bevfusion_quant.bpu import BpuResult
     from bevfusion_quant.export import ExportedSet
-    from bevfusion_quant.metrics import Bootstrap
-    from bevfusion_quant.points import Frame
     from bevfusion_quant.ptq import Branch, PoorData
 
 __all__ = ["check_processes", "execute", "tree"]
@@ -94,7 +94,7 @@ def execute(options: Command, command: str) -> str:
 
 @execute.register
 def _demo(options: Demo, command: str) -> str:
-    from bevfusion_quant.scenes import street_frame
+    from bev_scenes import street_frame
 
     if options.seed < 0:
         raise InputError(f"--seed {options.seed}: it must not be negative")
@@ -321,7 +321,7 @@ def _frames_for(config: Mapping[str, Any], options: FrameOptions) -> Sequence[Fr
 
 
 def _bootstrap(options: Evaluate | Compare) -> Bootstrap:
-    from bevfusion_quant.metrics import Bootstrap
+    from bev_data.metrics import Bootstrap
 
     if options.resamples < 0 or options.resample_seed < 0:
         raise InputError(
@@ -526,7 +526,7 @@ def _end(warnings: Sequence[str], seconds: Mapping[str, float], peak: float) -> 
 
 def _accuracy(result: PtqResult | EvaluateResult) -> tuple[str, ...]:
     """What is found of what is labelled, where an evaluation had labels."""
-    from bevfusion_quant.metrics import accuracy_text
+    from bev_data.metrics import accuracy_text
 
     accuracy = getattr(result, "accuracy", None)
     return () if accuracy is None else ("Against labels", accuracy_text(accuracy))

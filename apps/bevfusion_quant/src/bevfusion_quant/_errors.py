@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
+from bev_data import InputError
+
 __all__ = ["InputError", "VerificationError"]
-
-
-class InputError(ValueError):
-    """Something handed in cannot be used; the message says what is wrong and what to do.
-
-    The command line prints the message alone and ends with exit code 2.
-    """
 
 
 class VerificationError(Exception):

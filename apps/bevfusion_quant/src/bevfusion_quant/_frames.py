@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from bev_data.cameras import CAMERA_NAMES
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.cameras import CAMERA_NAMES
 
 if TYPE_CHECKING:
+    from bev_data.points import Frame
     from bevfusion_quant._options import FrameOptions
-    from bevfusion_quant.points import Frame
 
 __all__ = ["camera_names", "frames_of"]
 
@@ -39,7 +39,7 @@ def frames_of(options: FrameOptions, *, with_cameras: bool, size: str) -> Sequen
     _refuse_options_of_others(options)
     reading = {"columns": options.columns, "dtype": options.dtype, "nonfinite": options.nonfinite}
     if options.dataset is None:
-        from bevfusion_quant.points import read_frames
+        from bev_data.points import read_frames
 
         return _part(read_frames(options.points, **reading), options)
 

@@ -73,12 +73,12 @@ def _run(arguments: list[str]) -> int:
     _set_up_logging(rank)
     _let_waiting_threads_sleep()
     _reuse_freed_memory()
+    from bev_data.points import PointsError
+    from bev_data.voxelize import VoxelizeError
     from bevfusion_quant._commands import check_processes, execute
     from bevfusion_quant._errors import InputError, VerificationError
     from bevfusion_quant._options import check_options
-    from bevfusion_quant.points import PointsError
     from bevfusion_quant.ranks import RankError, launched
-    from bevfusion_quant.voxelize import VoxelizeError
     from bevquant_quantizers.documents import DocumentError
 
     try:
@@ -116,7 +116,8 @@ def _set_up_logging(rank: str) -> None:
     logging.basicConfig(
         format="%(message)s" if first else f"rank {rank}: %(message)s", stream=sys.stderr
     )
-    logging.getLogger("bevfusion_quant").setLevel(logging.INFO if first else logging.WARNING)
+    for ours in ("bevfusion_quant", "bevfusion", "bev_data", "bev_scenes"):
+        logging.getLogger(ours).setLevel(logging.INFO if first else logging.WARNING)
     # torch.fx notes once that spconv's tensor class asks about tracing; no user can act on it.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 

@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from ._layer_class import layer_class
+
 __all__ = ["OPERATORS", "OpSpec", "op_spec"]
 
 
@@ -122,8 +124,9 @@ def op_spec(target: object) -> OpSpec:
     """What an operator does, however it is named.
 
     Args:
-        target: An ATen or custom operator, a function, the name of a method, a module or its
-            class. In-place forms are the operator itself.
+        target: An ATen or custom operator, a function, the name of a method, a module (what
+            `layer_class` finds that it is) or a class of torch.nn. In-place forms are the operator
+            itself.
 
     Example:
         >>> import torch
@@ -133,9 +136,11 @@ def op_spec(target: object) -> OpSpec:
         ('max_pool', 'relu', 'float')
     """
     if isinstance(target, nn.Module):
-        target = type(target)
+        target = layer_class(target) or type(target)
     if isinstance(target, type):
-        return _BY_MODULE.get(target.__name__, OpSpec(target.__name__))
+        # By its name only where it is torch's own class: others may carry the same.
+        known = target.__module__.startswith("torch.nn.modules.")
+        return (_BY_MODULE.get(target.__name__) if known else None) or OpSpec(target.__name__)
     return _named(target if isinstance(target, str) else _name(target))
 
 

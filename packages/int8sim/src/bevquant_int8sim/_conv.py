@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from bevquant_int8sim._dense import check_bias, check_operands, run_dense
-from bevquant_int8sim._grid_axes import Axis, conv_axis, per_axis, per_side, transposed_axis
+from bevquant_int8sim._grid_axes import (
+    Axis,
+    check_outputs,
+    conv_axis,
+    per_axis,
+    per_side,
+    transposed_axis,
+    transposed_size,
+)
 from bevquant_int8sim._output import make_output, with_addend
 from bevquant_int8sim._prepared import Memo
 
@@ -196,6 +204,7 @@ def _convolution(
             strict=True,
         )
     )
+    check_outputs((len(x), *(axis.out_size for axis in axes)), name)
     by_group = weight.reshape(groups, channels // groups, weight.shape[1], math.prod(kernel))
     by_group = by_group.permute(0, 3, 2, 1)
     if addend is not None:
@@ -266,10 +275,11 @@ def int8_conv_transpose2d(
     dilations = per_axis(dilation, 2, f"{name}: dilation", 1)
     if any(a >= max(s, d) for a, s, d in zip(added, steps, dilations, strict=True)):
         raise ValueError(f"{name}: output_padding={added} must be below stride or dilation")
-    rows, columns = (
-        transposed_axis(n, kernel[i], steps[i], cuts[i], added[i], dilations[i], name)
-        for i, n in enumerate(x.shape[2:])
-    )
+    axes = [
+        (n, kernel[i], steps[i], cuts[i], added[i], dilations[i]) for i, n in enumerate(x.shape[2:])
+    ]
+    check_outputs((len(x), *(transposed_size(*axis) for axis in axes)), name)
+    rows, columns = (transposed_axis(*axis, name) for axis in axes)
     phases = [(row, column) for row in rows for column in columns]
     by_group = weight.reshape(groups, x.shape[1] // groups, weight.shape[1], math.prod(kernel))
     by_group = by_group.permute(0, 3, 1, 2)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Axis", "conv_axis", "per_axis", "per_side", "transposed_axis"]
+__all__ = ["Axis", "check_outputs", "conv_axis", "per_axis", "per_side", "transposed_axis",
+           "transposed_size"]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ def transposed_axis(
     Raises:
         ValueError: There would be no output.
     """
-    out_size = (size - 1) * stride - 2 * padding + dilation * (kernel - 1) + output_padding + 1
+    out_size = transposed_size(size, kernel, stride, padding, output_padding, dilation)
     if out_size < 1:
         raise ValueError(f"{what}: {size} inputs would give {out_size} outputs along an axis")
     axes = []
@@ -69,6 +71,24 @@ def transposed_axis(
         count = -(-(out_size - phase) // stride)
         axes.append(Axis(size, out_size, count, phase, stride, 0, 1, taps, deltas))
     return axes
+
+
+def transposed_size(
+    size: int, kernel: int, stride: int, padding: int, output_padding: int, dilation: int
+) -> int:
+    """Number of outputs of a transposed convolution along an axis; below 1 where there are none."""
+    return (size - 1) * stride - 2 * padding + dilation * (kernel - 1) + output_padding + 1
+
+
+def check_outputs(sizes: Iterable[int], what: str) -> None:
+    """Refuse more outputs than a pixel's number, an int32, can tell apart.
+
+    Raises:
+        ValueError: There are 2³¹ or more.
+    """
+    sizes = tuple(sizes)
+    if min(sizes) > 0 and math.prod(sizes) >= 2**31:
+        raise ValueError(f"{what}: outputs of {sizes} pixels, of which there may be 2**31 - 1")
 
 
 def per_axis(value: int | Sequence[int], ndim: int, what: str, minimum: int) -> tuple[int, ...]:

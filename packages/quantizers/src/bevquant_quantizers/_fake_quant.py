@@ -81,12 +81,15 @@ def fake_quantize(
     if torch.compiler.is_compiling():  # torch.export too: one operator, whatever computes it
         traced: Tensor = _operator(x, amax, num_bits, unsigned, narrow_range)
         return traced
+    return _computed(x, amax, (num_bits, unsigned, narrow_range), backend)
+
+
+def _computed(x: Tensor, amax: Tensor, options: tuple[int, bool, bool], backend: str) -> Tensor:
     step: _Step = _torch_step
     if use_numba(backend, _worth_a_kernel(x)):
         from ._fake_quant_numba import one_pass
 
         step = partial(one_pass, otherwise=_torch_step, packed=not amax.requires_grad)
-    options = (num_bits, unsigned, narrow_range)
     if torch.is_grad_enabled() and (x.requires_grad or amax.requires_grad):
         y: Tensor = _FakeQuantize.apply(x, amax, options, step)[0]  # type: ignore[no-untyped-call]
         return y
@@ -96,7 +99,8 @@ def fake_quantize(
 @torch.library.custom_op("bevquant_quantizers::fake_quantize", mutates_args=())
 def _operator(x: Tensor, amax: Tensor, num_bits: int, unsigned: bool, narrow_range: bool) -> Tensor:
     """`fake_quantize` as one operator of a traced graph."""
-    return fake_quantize(x, amax, num_bits, unsigned, narrow_range)
+    # A capture may run it, so it must not ask whether there is one.
+    return _computed(x, amax, (num_bits, unsigned, narrow_range), "auto")
 
 
 @_operator.register_fake

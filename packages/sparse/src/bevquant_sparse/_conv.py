@@ -297,6 +297,11 @@ def _weight_shape(layout: WeightLayout, kernel: tuple[int, ...], in_channels: in
 
 def check_features(caller: str, features: Tensor, rulebook: Rulebook) -> None:
     """Refuse features that are not one floating-point row per input voxel, on the pairs' device."""
+    for what, value, wanted in (("features", features, Tensor), ("rulebook", rulebook, Rulebook)):
+        if not isinstance(value, wanted):
+            raise TypeError(
+                f"{caller}: {what} must be a {wanted.__name__}, got {type(value).__name__}"
+            )
     if not features.is_floating_point():
         raise TypeError(f"{caller}: expected floating-point features, got {features.dtype}")
     if features.ndim != 2 or features.shape[0] != rulebook.num_in:
@@ -312,6 +317,8 @@ def check_features(caller: str, features: Tensor, rulebook: Rulebook) -> None:
 
 
 def _check_like(name: str, value: Tensor, features: Tensor) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"sparse_conv: {name} must be a Tensor, got {type(value).__name__}")
     if value.dtype != features.dtype:
         raise TypeError(
             f"sparse_conv: {name} is {value.dtype}, features are {features.dtype}; convert one of "

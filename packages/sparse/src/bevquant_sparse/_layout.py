@@ -74,6 +74,7 @@ def permute_weight(
         The weight in layout ``dst``.
 
     Raises:
+        TypeError: ``weight`` is no tensor, or a layout none of ``WeightLayout``.
         ValueError: ``weight`` has a rank the layout cannot have, ``kernel_size`` disagrees with
             it, or ``kernel_size`` is missing for ``VCK``.
 
@@ -83,13 +84,20 @@ def permute_weight(
         >>> tuple(permute_weight(w, WeightLayout.KRSC, WeightLayout.RSCK).shape)
         (3, 3, 3, 5, 16)
     """
-    _check(weight, src, kernel_size)
+    _check(weight, src, dst, kernel_size)
     if src is dst:
         return weight
     return _from_rsck(_to_rsck(weight, src, dst, kernel_size), dst)
 
 
-def _check(weight: Tensor, src: WeightLayout, kernel_size: Sequence[int] | None) -> None:
+def _check(
+    weight: Tensor, src: WeightLayout, dst: WeightLayout, kernel_size: Sequence[int] | None
+) -> None:
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"weight: expected a tensor, got {type(weight).__name__}")
+    for what, layout in (("src", src), ("dst", dst)):
+        if not isinstance(layout, WeightLayout):
+            raise TypeError(f"{what}={layout!r}: expected a WeightLayout")
     ranks = (3, 3) if src is WeightLayout.VCK else (3, 6)
     if not ranks[0] <= weight.ndim <= ranks[1]:
         raise ValueError(

@@ -17,10 +17,10 @@ from bevfusion_quant.ptq._stage_maps import whole_output
 from bevfusion_quant.ptq._sums import PairSums
 
 if TYPE_CHECKING:
+    from bev_data.metrics import AccuracyTally
+    from bevfusion.model import BEVFusionConfig
     from bevfusion_quant.bpu._labels import Label
     from bevfusion_quant.bpu._quantize import Forms
-    from bevfusion_quant.metrics import AccuracyTally
-    from bevfusion_quant.model import BEVFusionConfig
     from bevfusion_quant.ptq import FrameBatches
 
 __all__ = ["compare_forms", "node_probes"]

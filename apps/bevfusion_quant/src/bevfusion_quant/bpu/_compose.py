@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
+from bevfusion.model import PART_PATHS
 from bevfusion_quant.bpu._config import bpu_parts
-from bevfusion_quant.model import PART_PATHS
 from bevfusion_quant.ptq._branches import Branch, why_float
 from bevquant_hybrid.partition import Plan, PlanNode, number_segments
 
 if TYPE_CHECKING:
-    from bevfusion_quant.model import BEVFusion
+    from bevfusion.model import BEVFusion
 
 __all__ = ["compose_plan"]
 

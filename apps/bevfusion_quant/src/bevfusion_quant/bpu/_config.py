@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from bev_data.cameras import CAMERA_NAMES
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.cameras import CAMERA_NAMES
 from bevfusion_quant.ptq import Branch, Method, PtqConfig
 
 __all__ = ["BpuConfig", "MarchName", "bpu_parts"]

@@ -16,8 +16,8 @@ from bevfusion_quant.ptq._sums import PairSums
 from bevquant_hybrid.qtensor import QTensor, as_float
 
 if TYPE_CHECKING:
+    from bevfusion.model import Batch
     from bevfusion_quant.bpu._split import Note, SplitModel
-    from bevfusion_quant.model import Batch
 
 __all__ = ["Follower", "Models"]
 

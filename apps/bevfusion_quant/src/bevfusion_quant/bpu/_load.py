@@ -6,13 +6,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from bevfusion.model import CONFIGS, build_model
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.bpu._config import BpuConfig
 from bevfusion_quant.bpu._follow import Models
 from bevfusion_quant.bpu._prepare import SplitUnits
 from bevfusion_quant.bpu._quantize import Forms, for_march
 from bevfusion_quant.bpu._save import WEIGHTS, cpu_weights, graph_weights
-from bevfusion_quant.model import CONFIGS, build_model
 from bevfusion_quant.ptq._branches import built_parts
 from bevfusion_quant.ptq._load_run import read_run_config
 from bevfusion_quant.ptq._record import sha256

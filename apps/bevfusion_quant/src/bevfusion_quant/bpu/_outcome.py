@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from bevquant_hybrid.operators import load_support_table
 
 if TYPE_CHECKING:
+    from bev_data.metrics import Accuracy
     from bevfusion_quant.bpu._estimate import BpuEstimate
     from bevfusion_quant.bpu._rows import BpuComparison
-    from bevfusion_quant.metrics import Accuracy
     from bevquant_hybrid.partition import Plan, PlanNode
 
 __all__ = ["BpuOutcome"]

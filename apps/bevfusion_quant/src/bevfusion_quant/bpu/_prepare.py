@@ -22,8 +22,8 @@ from bevquant_hybrid.quantization import fuse_fx
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from bevfusion.model import Batch, BEVFusion
     from bevfusion_quant.bpu._config import BpuConfig
-    from bevfusion_quant.model import Batch, BEVFusion
     from bevquant_hybrid.partition import Plan
 
 __all__ = ["SplitUnits"]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, fx, nn
 
-    from bevfusion_quant.model import BEVFusion
+    from bevfusion.model import BEVFusion
 
 __all__ = ["Forms", "calibrating_form", "finished_forms", "for_march", "names_on_cpu"]
 

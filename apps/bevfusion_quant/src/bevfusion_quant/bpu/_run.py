@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from bevfusion.model import CONFIGS, build_model
 from bevfusion_quant.bpu._compare import compare_forms, node_probes
 from bevfusion_quant.bpu._labels import node_labels
 from bevfusion_quant.bpu._load import load_bpu_run
@@ -18,7 +19,6 @@ from bevfusion_quant.bpu._quantize import for_march
 from bevfusion_quant.bpu._record import folding_record, placement_record
 from bevfusion_quant.bpu._save import save_weights
 from bevfusion_quant.bpu._write import BpuResult, RunWriter
-from bevfusion_quant.model import CONFIGS, build_model
 from bevfusion_quant.ptq import (
     FrameBatches,
     built_parts,
@@ -36,10 +36,10 @@ from bevfusion_quant.ptq._stage_maps import whole_output
 from bevfusion_quant.ptq._sums import relative_change
 
 if TYPE_CHECKING:
+    from bev_data.metrics import AccuracyTally, Bootstrap
+    from bev_data.points import Frame
     from bevfusion_quant.bpu._config import BpuConfig
     from bevfusion_quant.bpu._quantize import Forms
-    from bevfusion_quant.metrics import AccuracyTally, Bootstrap
-    from bevfusion_quant.points import Frame
 
 __all__ = ["run_bpu", "run_bpu_evaluate"]
 

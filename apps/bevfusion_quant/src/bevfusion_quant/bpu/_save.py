@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bevfusion.model import PART_PATHS
 from bevfusion_quant.bpu._config import bpu_parts
-from bevfusion_quant.model import PART_PATHS
 from bevfusion_quant.ptq._record import sha256
 from bevquant_quantizers.documents import write_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from bevfusion.model import BEVFusion
     from bevfusion_quant.bpu._quantize import Forms
-    from bevfusion_quant.model import BEVFusion
 
 __all__ = ["WEIGHTS", "cpu_weights", "graph_weights", "save_weights"]
 

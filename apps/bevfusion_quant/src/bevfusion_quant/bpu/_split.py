@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from bevfusion_quant.ptq._stage_maps import whole_output
 
 if TYPE_CHECKING:
-    from bevfusion_quant.model import BEVFusion
+    from bevfusion.model import BEVFusion
 
 __all__ = ["FUSED_LAYER", "Note", "SplitModel"]
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 from bevfusion_quant.ptq import DetectionTally
 
 if TYPE_CHECKING:
-    from bevfusion_quant.metrics import AccuracyTally
-    from bevfusion_quant.model import BEVFusion, BEVFusionConfig
-    from bevfusion_quant.model.head import Detections
-    from bevfusion_quant.points import Labels
+    from bev_data.metrics import AccuracyTally
+    from bev_data.points import Labels
+    from bevfusion.model import BEVFusion, BEVFusionConfig
+    from bevfusion.model.head import Detections
     from bevfusion_quant.ptq import AgreementRow, FoundRow
 
 __all__ = ["Tallies"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from bevfusion_quant.metrics import accuracy_text
+from bev_data.metrics import accuracy_text, aligned_table
 from bevfusion_quant.ptq import agreement_text, layer_table
-from bevfusion_quant.ptq._summary import aligned_table, or_dash
+from bevfusion_quant.ptq._summary import or_dash
 
 if TYPE_CHECKING:
     from bevfusion_quant.bpu._outcome import BpuOutcome

@@ -10,7 +10,7 @@ from torch.ao.quantization import DeQuantStub, QuantStub
 from bevfusion_quant.bpu._config import bpu_parts
 
 if TYPE_CHECKING:
-    from bevfusion_quant.model import BEVFusion
+    from bevfusion.model import BEVFusion
 
 __all__ = ["PREFIXES", "bpu_units"]
 

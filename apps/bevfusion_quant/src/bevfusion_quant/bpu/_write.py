@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from bevfusion.model import CONFIGS
 from bevfusion_quant.bpu._outcome import BpuOutcome
-from bevfusion_quant.model import CONFIGS
 from bevfusion_quant.ptq import FrameBatches, PoorData
 from bevfusion_quant.ptq._clock import Clock
 from bevfusion_quant.ptq._page import write_page, write_pictures

@@ -18,7 +18,7 @@ from bevfusion_quant.ptq._sums import relative_change
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from bevfusion_quant.model import Batch, BEVFusion
+    from bevfusion.model import Batch, BEVFusion
 
 __all__ = ["AlikeRuns", "check_settings", "load_alike", "names_of"]
 

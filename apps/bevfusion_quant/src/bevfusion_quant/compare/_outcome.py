@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bevfusion_quant.metrics import Accuracy
+    from bev_data.metrics import Accuracy
 
 __all__ = ["ComparedRun", "Comparison"]
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from bev_data.metrics import accuracy_notes, nds_title, points, span
 from bevfusion_quant.compare._text import setting_text
-from bevfusion_quant.metrics import accuracy_notes, nds_title, points, span
 from bevfusion_quant.ptq._summary import peak_memory_mib, versions
 from bevfusion_quant.report import ReportContent, Section, write_page
 from bevfusion_quant.report._format import count
@@ -17,8 +17,8 @@ from bevfusion_quant.report._html import Html, tag
 from bevfusion_quant.report._overview import head, reproduce
 
 if TYPE_CHECKING:
+    from bev_data.metrics import Difference, Interval, ModelAccuracy
     from bevfusion_quant.compare._outcome import Comparison
-    from bevfusion_quant.metrics import Difference, Interval, ModelAccuracy
 
 __all__ = ["comparison_section", "write_comparison_page"]
 

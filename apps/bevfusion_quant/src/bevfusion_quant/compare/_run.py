@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from bev_data.cameras import CAMERA_NAMES
+from bevfusion.model import CONFIGS
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.cameras import CAMERA_NAMES
 from bevfusion_quant.compare._alike import AlikeRuns, check_settings, load_alike, names_of
 from bevfusion_quant.compare._outcome import ComparedRun, Comparison
 from bevfusion_quant.compare._page import write_comparison_page
-from bevfusion_quant.model import CONFIGS
 from bevfusion_quant.ptq import FrameBatches, run_folder
 from bevfusion_quant.ptq._accuracy_tally import Model, accuracy_tally, tally_models
 from bevfusion_quant.ptq._clock import Clock
@@ -24,8 +24,8 @@ from bevfusion_quant.ptq._run_shards import run_shards
 from bevfusion_quant.ptq._summary import peak_memory_mib, versions, write_json
 
 if TYPE_CHECKING:
-    from bevfusion_quant.metrics import Accuracy, AccuracyTally, Bootstrap
-    from bevfusion_quant.points import Frame
+    from bev_data.metrics import Accuracy, AccuracyTally, Bootstrap
+    from bev_data.points import Frame
 
 __all__ = ["CompareResult", "run_compare"]
 
@@ -162,7 +162,7 @@ def _batches(
     frames: Sequence[Frame], config: Mapping[str, Any], cameras: Sequence[str] | None
 ) -> FrameBatches:
     """The frames as batches, made by a model of the right parts, which is not run."""
-    from bevfusion_quant.model import build_model
+    from bevfusion.model import build_model
     from bevfusion_quant.ptq import built_parts
 
     sizes = CONFIGS[config["config"]]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bevfusion_quant.metrics import accuracy_notes, points, span
-from bevfusion_quant.ptq._summary import aligned_table
+from bev_data.metrics import accuracy_notes, aligned_table, points, span
 
 if TYPE_CHECKING:
     from bevfusion_quant.compare._outcome import Comparison

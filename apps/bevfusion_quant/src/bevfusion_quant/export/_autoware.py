@@ -14,8 +14,8 @@ from bevfusion_quant.export._files import AUTOWARE_BOXES, HEAD, LIDAR
 from bevfusion_quant.export._outcome import FileLayer
 
 if TYPE_CHECKING:
+    from bevfusion.model import BEVFusion
     from bevfusion_quant.export._write import Written
-    from bevfusion_quant.model import BEVFusion
 
 __all__ = ["WHOLE", "join_for_autoware", "whole_layers"]
 

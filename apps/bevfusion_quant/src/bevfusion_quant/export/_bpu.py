@@ -7,20 +7,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bevfusion.model import CONFIGS
 from bevfusion_quant.export._export import export_pieces
 from bevfusion_quant.export._files import LIDAR, FilePart, bpu_files
 from bevfusion_quant.export._join import beside_bpu_layers
 from bevfusion_quant.export._pieces import Piece
-from bevfusion_quant.model import CONFIGS
 from bevfusion_quant.ptq import FrameBatches, example_batch, fuse_branch
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from bev_data.points import Frame
+    from bevfusion.model import BEVFusion
     from bevfusion_quant.bpu import LoadedBpuRun
     from bevfusion_quant.export._outcome import ExportedSet
-    from bevfusion_quant.model import BEVFusion
-    from bevfusion_quant.points import Frame
     from bevfusion_quant.ptq._clock import Clock
 
 __all__ = ["export_bpu"]

@@ -15,10 +15,10 @@ from bevfusion_quant.ptq._agreement import AgreementRow, DetectionTally
 from bevfusion_quant.ptq._sums import PairSums
 
 if TYPE_CHECKING:
+    from bevfusion.model import Batch, BEVFusion, BEVFusionConfig
+    from bevfusion.model.head import Detections
     from bevfusion_quant.export._pieces import Piece
     from bevfusion_quant.export._walk import Execute
-    from bevfusion_quant.model import Batch, BEVFusion, BEVFusionConfig
-    from bevfusion_quant.model.head import Detections
 
 __all__ = ["box_agreement", "set_stages"]
 

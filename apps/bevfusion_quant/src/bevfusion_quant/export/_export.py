@@ -22,8 +22,8 @@ from bevfusion_quant.export._walk import walk
 from bevfusion_quant.export._write import write_piece
 
 if TYPE_CHECKING:
+    from bevfusion.model import BEVFusion, BEVFusionConfig
     from bevfusion_quant.export._pieces import Piece
-    from bevfusion_quant.model import BEVFusion, BEVFusionConfig
     from bevfusion_quant.ptq._batches import FrameBatches
     from bevfusion_quant.ptq._clock import Clock
     from bevquant_int8sim import LayerRow

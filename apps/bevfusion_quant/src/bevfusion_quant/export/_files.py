@@ -21,7 +21,7 @@ from bevfusion_quant.export._parts import (
 )
 
 if TYPE_CHECKING:
-    from bevfusion_quant.model import BEVFusion
+    from bevfusion.model import BEVFusion
 
 __all__ = [
     "AUTOWARE_BOXES", "HEAD", "LIDAR", "POOLED", "FilePart", "autoware_files", "bpu_files",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from bevfusion_quant.model import BEVFusion
+    from bevfusion.model import BEVFusion
 
 __all__ = [
     "BoxesPart", "CameraPart", "DecodedPart", "DepthPart", "FeaturesPart", "FusedPart", "HeldPart",

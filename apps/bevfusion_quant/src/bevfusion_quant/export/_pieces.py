@@ -15,7 +15,7 @@ from bevfusion_quant.export._files import HEAD, LIDAR, FilePart, autoware_files,
 from bevquant_quantizers import TensorQuantizer
 
 if TYPE_CHECKING:
-    from bevfusion_quant.model import BEVFusion
+    from bevfusion.model import BEVFusion
 
 __all__ = ["Piece", "nvidia_pieces", "outputs_of", "quantizers_on"]
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
+from bev_data.cameras import CAMERA_NAMES
+from bevfusion.model import CONFIGS
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.cameras import CAMERA_NAMES
 from bevfusion_quant.export._bpu import export_bpu
 from bevfusion_quant.export._export import ONNX_FOLDER, check_libraries, export_model
 from bevfusion_quant.export._outcome import ExportTarget
-from bevfusion_quant.model import CONFIGS
 from bevfusion_quant.ptq import FrameBatches, load_run, read_run_config, run_folder
 from bevfusion_quant.ptq._clock import Clock
 from bevfusion_quant.ptq._load_run import refuse_unfolded
@@ -23,8 +23,8 @@ from bevfusion_quant.ptq._run_folder import CONFIG_FILE, RUN_FORMAT, RUN_VERSION
 from bevfusion_quant.ptq._summary import peak_memory_mib, versions, write_json
 
 if TYPE_CHECKING:
+    from bev_data.points import Frame
     from bevfusion_quant.export._outcome import ExportedSet
-    from bevfusion_quant.points import Frame
 
 __all__ = ["ExportResult", "export_run"]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from bevfusion_quant.ptq._summary import agreement_text, aligned_table, or_dash
+from bev_data.metrics import aligned_table
+from bevfusion_quant.ptq._summary import agreement_text, or_dash
 
 if TYPE_CHECKING:
     from bevfusion_quant.export._outcome import ExportedFile, ExportedSet, FilePort

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from bevfusion.model.camera import splat
 from bevfusion_quant.export._files import LIDAR, POOLED, FilePart
-from bevfusion_quant.model.camera._depth_lss import splat
 
 if TYPE_CHECKING:
-    from bevfusion_quant.model import Batch, BEVFusion
+    from bevfusion.model import Batch, BEVFusion
 
 __all__ = ["Execute", "walk"]
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, cast
 
 from torch import nn
 
-from bevfusion_quant.model import PART_PATHS
+from bevfusion.model import PART_PATHS
 from bevfusion_quant.ptq._branches import Branch, quantized_parts, why_float
 from bevquant_sparse import is_sparse_conv
 
 if TYPE_CHECKING:
-    from bevfusion_quant.model import BEVFusion
+    from bevfusion.model import BEVFusion
     from bevquant_int8sim import Island
 
 __all__ = ["FloatIsland", "float_islands"]

@@ -13,7 +13,7 @@ import torch
 from bevfusion_quant.ptq._branches import FOLDED_APART
 
 if TYPE_CHECKING:
-    from bevfusion_quant.model import BEVFusion
+    from bevfusion.model import BEVFusion
     from bevquant_int8sim import IntegerModel
 
 __all__ = ["SavedPart", "save_parts"]

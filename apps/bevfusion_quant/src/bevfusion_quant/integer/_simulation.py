@@ -17,9 +17,9 @@ from bevfusion_quant.ranks import current_ranks, in_order
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bevfusion_quant.metrics import AccuracyTally
-    from bevfusion_quant.model import Batch, BEVFusion, BEVFusionConfig
-    from bevfusion_quant.model.head import Detections
+    from bev_data.metrics import AccuracyTally
+    from bevfusion.model import Batch, BEVFusion, BEVFusionConfig
+    from bevfusion.model.head import Detections
     from bevfusion_quant.ptq._agreement import AgreementRow, FoundRow
     from bevfusion_quant.ptq._batches import FrameBatches
     from bevfusion_quant.ptq._clock import Clock

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from bev_data.metrics import aligned_table
 from bevfusion_quant.integer._stages import in_integers
-from bevfusion_quant.ptq._summary import agreement_text, aligned_table, or_dash
+from bevfusion_quant.ptq._summary import agreement_text, or_dash
 
 if TYPE_CHECKING:
     from bevfusion_quant.integer._simulation import Simulation

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from bevfusion_quant.model import LidarConfig
+    from bevfusion.model import LidarConfig
     from bevfusion_quant.ptq import StageMaps
 
 __all__ = ["bev_picture"]

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bevfusion_quant.datasets import range_origin
-from bevfusion_quant.metrics import AccuracyTally, Bootstrap, DetectionRules
+from bev_data.datasets import range_origin
+from bev_data.metrics import AccuracyTally, Bootstrap, DetectionRules
 from bevfusion_quant.ptq._frame_record import (
     detections_of,
     detections_record,
@@ -18,7 +18,7 @@ from bevfusion_quant.ptq._frame_record import (
 from bevfusion_quant.ranks import in_order
 
 if TYPE_CHECKING:
-    from bevfusion_quant.model import BEVFusionConfig
+    from bevfusion.model import BEVFusionConfig
     from bevfusion_quant.ptq._batches import FrameBatches
     from bevfusion_quant.ranks import Shards
 

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from bevfusion_quant.model.head import Detections
-    from bevfusion_quant.points import Labels
+    from bev_data.points import Labels
+    from bevfusion.model.head import Detections
 
 __all__ = ["DISTANCES", "AgreementRow", "DetectionTally", "FoundRow", "match"]
 

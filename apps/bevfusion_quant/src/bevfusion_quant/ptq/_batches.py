@@ -8,23 +8,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bevfusion_quant._errors import InputError
-from bevfusion_quant.cameras import (
+from bev_data.cameras import (
     CAMERA_NAMES,
     Camera,
     depth_images,
     order_cameras,
     prepare_cameras,
 )
-from bevfusion_quant.model import Batch
+from bev_data.voxelize import VoxelizeError
+from bevfusion.model import Batch
+from bevfusion_quant._errors import InputError
 from bevfusion_quant.ptq._frame_record import FrameNote, note_of, note_record
 from bevfusion_quant.ptq._poor_data import PoorData, frame_findings
 from bevfusion_quant.ranks import current_ranks, in_order
-from bevfusion_quant.voxelize import VoxelizeError
 
 if TYPE_CHECKING:
-    from bevfusion_quant.model import BEVFusion, BEVFusionConfig, LidarConfig
-    from bevfusion_quant.points import Frame, Labels
+    from bev_data.points import Frame, Labels
+    from bevfusion.model import BEVFusion, BEVFusionConfig, LidarConfig
     from bevfusion_quant.ranks import Record, Shards
 
 __all__ = ["FrameBatches"]

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal
 
-from bevfusion_quant.model import PARTS
+from bevfusion.model import PARTS
 
 if TYPE_CHECKING:
     from torch import nn

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bevfusion_quant.model import Batch
+from bevfusion.model import Batch
 from bevfusion_quant.ptq._lockstep import Leader, lead
 from bevfusion_quant.ptq._quantizer_values import QuantizerWatch
 from bevfusion_quant.ptq._stage_maps import StageMaps, stage_probes, whole_output

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
+from bev_data.cameras import CAMERA_NAMES
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.cameras import CAMERA_NAMES
 
 if TYPE_CHECKING:
     from bevfusion_quant.ptq._branches import Branch

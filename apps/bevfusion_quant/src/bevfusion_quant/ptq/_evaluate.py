@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bevfusion_quant.cameras import CAMERA_NAMES
-from bevfusion_quant.metrics import Accuracy, Bootstrap
-from bevfusion_quant.model import CONFIGS
+from bev_data.cameras import CAMERA_NAMES
+from bev_data.metrics import Accuracy, Bootstrap
+from bevfusion.model import CONFIGS
 from bevfusion_quant.ptq._accuracy_tally import accuracy_tally
 from bevfusion_quant.ptq._agreement import AgreementRow, FoundRow
 from bevfusion_quant.ptq._batches import FrameBatches
@@ -27,8 +27,8 @@ from bevfusion_quant.ptq._stage_maps import StageRow
 from bevfusion_quant.ptq._summary import peak_memory_mib, versions, write_json
 
 if TYPE_CHECKING:
+    from bev_data.points import Frame
     from bevfusion_quant.integer import Simulation
-    from bevfusion_quant.points import Frame
 
 __all__ = ["EvaluateResult", "run_evaluate"]
 

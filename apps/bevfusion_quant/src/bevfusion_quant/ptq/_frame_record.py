@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from bevfusion_quant.model.head import Detections
-from bevfusion_quant.points import Labels
+from bev_data.points import Labels
+from bevfusion.model.head import Detections
 from bevfusion_quant.ptq._poor_data import PoorData, from_text, to_text
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from bevfusion_quant.ptq._stage_maps import StageMaps, StageRow
 from bevfusion_quant.ranks import Shards, current_ranks, in_order
 
 if TYPE_CHECKING:
-    from bevfusion_quant.metrics import AccuracyTally
-    from bevfusion_quant.model import BEVFusion, BEVFusionConfig
-    from bevfusion_quant.model.head import Detections
+    from bev_data.metrics import AccuracyTally
+    from bevfusion.model import BEVFusion, BEVFusionConfig
+    from bevfusion.model.head import Detections
     from bevfusion_quant.ptq._batches import FrameBatches
     from bevfusion_quant.ptq._clock import Clock
 

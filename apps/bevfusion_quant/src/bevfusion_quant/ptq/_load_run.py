@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
+from bevfusion.model import CONFIGS, build_model
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.model import CONFIGS, build_model
 from bevfusion_quant.ptq._branches import built_parts
 from bevfusion_quant.ptq._plan import PLAN_FILE, apply_plan, quantizes_first_layer, read_plan
 from bevfusion_quant.ptq._record import FLOAT_FILE, MODEL_FILES, sha256
@@ -26,7 +26,7 @@ from bevquant_quantizers.documents import as_form, read_json, read_tensors
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from bevfusion_quant.model import BEVFusion
+    from bevfusion.model import BEVFusion
 
 __all__ = ["LoadedRun", "load_quantized", "load_run", "read_run_config", "refuse_unfolded"]
 

@@ -12,14 +12,14 @@ import numpy.typing as npt
 from bevfusion_quant.ptq._summary import or_dash, versions
 
 if TYPE_CHECKING:
+    from bev_data.cameras import Camera
+    from bev_data.metrics import Accuracy
+    from bev_data.points import Frame
+    from bevfusion.model import BEVFusionConfig
+    from bevfusion.model.head import Detections
     from bevfusion_quant.bpu import BpuOutcome
-    from bevfusion_quant.cameras import Camera
     from bevfusion_quant.export import ExportedSet
     from bevfusion_quant.integer import Simulation
-    from bevfusion_quant.metrics import Accuracy
-    from bevfusion_quant.model import BEVFusionConfig
-    from bevfusion_quant.model.head import Detections
-    from bevfusion_quant.points import Frame
     from bevfusion_quant.ptq._agreement import AgreementRow
     from bevfusion_quant.ptq._judge import Judgement
     from bevfusion_quant.report import ReportBoxes, ReportFigure, ReportScene, ReportStage

@@ -12,7 +12,7 @@ import numpy as np
 from bevfusion_quant._errors import VerificationError
 
 if TYPE_CHECKING:
-    from bevfusion_quant.points import Frame
+    from bev_data.points import Frame
     from bevfusion_quant.ptq._batches import FrameBatches
     from bevquant_quantizers import CalibrationReport
 

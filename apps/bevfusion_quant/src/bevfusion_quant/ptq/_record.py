@@ -13,7 +13,7 @@ from bevfusion_quant.ptq._poor_data import PoorData, finding_lines
 from bevfusion_quant.ptq._run_folder import sha256
 
 if TYPE_CHECKING:
-    from bevfusion_quant.model import BEVFusion
+    from bevfusion.model import BEVFusion
     from bevquant_fusion import FusionResult
     from bevquant_qnn import QuantizeResult
     from bevquant_quantizers import CalibrationReport

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from bevfusion_quant.ptq._stages import run_batch
 
 if TYPE_CHECKING:
-    from bevfusion_quant.model import BEVFusion
+    from bevfusion.model import BEVFusion
     from bevfusion_quant.ptq._batches import FrameBatches
     from bevfusion_quant.ptq._config import PtqConfig
     from bevquant_qnn import RoundingResult

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bevfusion_quant.model import CONFIGS, build_model, load_weights, random_weights
+from bevfusion.model import CONFIGS, build_model, load_weights, random_weights
 from bevfusion_quant.ptq._agreement import AgreementRow, FoundRow
 from bevfusion_quant.ptq._batches import FrameBatches
 from bevfusion_quant.ptq._branches import built_parts, quantized_parts
@@ -53,10 +53,10 @@ from bevfusion_quant.ptq._summary import peak_memory_mib, versions, write_json
 from bevfusion_quant.ptq._sums import relative_change
 
 if TYPE_CHECKING:
+    from bev_data.points import Frame
+    from bevfusion.model import Batch, BEVFusion
     from bevfusion_quant.export import ExportedSet
     from bevfusion_quant.integer import Simulation
-    from bevfusion_quant.model import Batch, BEVFusion
-    from bevfusion_quant.points import Frame
 
 __all__ = ["PtqResult", "fill_weights", "run_ptq"]
 

@@ -15,7 +15,7 @@ from bevfusion_quant.ranks import Shards, current_ranks
 if TYPE_CHECKING:
     from torch import nn
 
-    from bevfusion_quant.points import Frame
+    from bev_data.points import Frame
 
 __all__ = ["run_shards"]
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from bevfusion_quant.model import STAGES
+from bevfusion.model import STAGES
 from bevfusion_quant.ptq._sums import PairSums
 
 __all__ = ["StageMaps", "StageRow", "stage_probes", "whole_output"]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 import torch
 from torch import nn
 
-from bevfusion_quant.model import PART_PATHS, Batch, exclude_all_but
+from bevfusion.model import PART_PATHS, Batch, exclude_all_but
 from bevfusion_quant.ptq._branches import (
     FOLDED_APART,
     Branch,
@@ -25,7 +25,7 @@ from bevquant_sparse import is_sparse_conv
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bevfusion_quant.model import BEVFusion, BEVFusionConfig
+    from bevfusion.model import BEVFusion, BEVFusionConfig
     from bevquant_fusion import FusionResult
     from bevquant_qnn import QuantizeResult
     from bevquant_quantizers import CalibrationReport

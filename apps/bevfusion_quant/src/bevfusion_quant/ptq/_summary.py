@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bev_data.metrics import aligned_table
 from bevquant_quantizers.documents import write_whole
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "agreement_text",
-    "aligned_table",
     "layer_table",
     "or_dash",
     "peak_memory_mib",
@@ -128,22 +128,6 @@ def short_names(rows: Sequence[LayerRow]) -> list[str]:
     return [
         f"output ({row.kind})" if row.layer == "output" else row.layer.removeprefix(prefix)
         for row in rows
-    ]
-
-
-def aligned_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns under their heads: the first one to the left, the others to the right."""
-    cells = [head, *rows]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(head))]
-    lines = ["  ".join(_aligned(line, widths)) for line in cells]
-    lines.insert(1, "  ".join("─" * w for w in widths))
-    return "\n".join(lines)
-
-
-def _aligned(line: Sequence[str], widths: Sequence[int]) -> list[str]:
-    return [
-        line[0].ljust(widths[0]),
-        *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True)),
     ]
 
 

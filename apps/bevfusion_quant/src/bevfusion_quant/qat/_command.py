@@ -62,7 +62,7 @@ def qat_from_options(options: Qat, command: str) -> str:
 
 def qat_text(result: QatResult) -> str:
     """The losses along the run, and how good the model is where that was asked."""
-    from bevfusion_quant.metrics import accuracy_text
+    from bev_data.metrics import accuracy_text
 
     table = losses_table(result.terms, result.losses)
     judged = [] if result.accuracy is None else [accuracy_text(result.accuracy)]

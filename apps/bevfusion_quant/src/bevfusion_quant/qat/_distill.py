@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from bevquant_qnn import distillation_loss
 
 if TYPE_CHECKING:
-    from bevfusion_quant.model import Batch, BEVFusion
+    from bevfusion.model import Batch, BEVFusion
 
 __all__ = ["Distiller"]
 

@@ -25,7 +25,7 @@ from bevfusion_quant.train._loop import in_parts, run_steps
 from bevfusion_quant.train._prepare import prepare_frames
 
 if TYPE_CHECKING:
-    from bevfusion_quant.metrics import Accuracy
+    from bev_data.metrics import Accuracy
     from bevfusion_quant.qat._config import QatConfig
     from bevfusion_quant.train import FrameSource
     from bevfusion_quant.train._checkpoint import Checkpoint

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from bev_data.cameras import CAMERA_NAMES
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.cameras import CAMERA_NAMES
 from bevfusion_quant.ptq import built_parts, read_run_config
 
 __all__ = ["TrainableRun", "read_trainable"]

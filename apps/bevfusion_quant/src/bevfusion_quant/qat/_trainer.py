@@ -9,21 +9,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from bevfusion.training import Motion, head_loss, make_batch, one_cycle, order_of
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.qat._distill import Distiller
 from bevfusion_quant.qat._frame_part import FramePart, StepSum, add_up
 from bevfusion_quant.qat._ranges import RangeFollower
 from bevfusion_quant.qat._share import parts_in_order
 from bevfusion_quant.qat._weighted import keep_within_ranges, narrow_weights
-from bevfusion_quant.train._augment import Motion
 from bevfusion_quant.train._device import moved
-from bevfusion_quant.train._head_loss import head_loss
-from bevfusion_quant.train._samples import make_batch, order_of
-from bevfusion_quant.train._schedule import one_cycle
 from bevquant_qnn import freeze, learn_ranges
 
 if TYPE_CHECKING:
-    from bevfusion_quant.model import BEVFusion
+    from bevfusion.model import BEVFusion
     from bevfusion_quant.qat._config import QatConfig
     from bevfusion_quant.train._prepare import PreparedFrames
 

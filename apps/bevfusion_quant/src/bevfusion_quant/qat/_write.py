@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tqdm import tqdm
 
-from bevfusion_quant.model import CONFIGS
+from bevfusion.model import CONFIGS
 from bevfusion_quant.ptq import FrameBatches, quantized_parts
 from bevfusion_quant.ptq._accuracy_tally import accuracy_tally, tally_models
 from bevfusion_quant.ptq._judge import judge
@@ -22,9 +22,9 @@ from bevfusion_quant.ptq._summary import peak_memory_mib, versions, write_json
 from bevfusion_quant.ranks import current_ranks
 
 if TYPE_CHECKING:
-    from bevfusion_quant.metrics import Accuracy
-    from bevfusion_quant.model import BEVFusion
-    from bevfusion_quant.points import Frame
+    from bev_data.metrics import Accuracy
+    from bev_data.points import Frame
+    from bevfusion.model import BEVFusion
     from bevfusion_quant.ptq import LoadedRun
     from bevfusion_quant.ptq._clock import Clock
 

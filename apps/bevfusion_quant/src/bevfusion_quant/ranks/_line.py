@@ -14,6 +14,10 @@ import threading
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+import msgspec
+
+from bevquant_quantizers.documents import parse_json
+
 __all__ = ["Ending", "Line"]
 
 # A machine that vanishes closes nothing: it is asked after a minute, and given up a minute later.
@@ -49,6 +53,17 @@ class Ending(NamedTuple):
         if self.rank:
             return 0
         return 1 if self.text is None else world
+
+
+class _Said(msgspec.Struct):
+    rank: int
+    done: bool
+    text: str | None
+
+
+class _Hello(msgspec.Struct):
+    rank: int
+    token: str
 
 
 class Line:
@@ -112,14 +127,14 @@ class Line:
                 peer, _ = server.accept()
                 reader = peer.makefile("rb")
                 peer.settimeout(10)
-                with suppress(OSError, ValueError, TypeError, KeyError):
-                    hello = json.loads(reader.readline(200))
-                    if secrets.compare_digest(str(hello["token"]), token):
+                with suppress(OSError, ValueError, TypeError):
+                    hello = parse_json(reader.readline(200), _Hello, where="a rank's greeting")
+                    if secrets.compare_digest(hello.token, token):
                         peer.settimeout(None)
                         _keep_alive(peer)
                         with self._lock:
-                            self._peers[int(hello["rank"])] = peer
-                        self._start(self._read, int(hello["rank"]), peer, reader)
+                            self._peers[hello.rank] = peer
+                        self._start(self._read, hello.rank, peer, reader)
                         continue
                 reader.close()
                 peer.close()
@@ -128,12 +143,12 @@ class Line:
         ended = False
         with peer, reader, suppress(OSError, ValueError):
             for line in reader:
-                said = json.loads(line)
-                if said["done"]:
+                said = parse_json(line, _Said, where="a rank's line", what="message")
+                if said.done:
                     ended = True
                     continue
-                ended |= said["rank"] == rank
-                self._learn(Ending(int(said["rank"]), said["text"]))
+                ended |= said.rank == rank
+                self._learn(Ending(said.rank, said.text))
         if not ended:
             self._learn(Ending(rank, None))
 

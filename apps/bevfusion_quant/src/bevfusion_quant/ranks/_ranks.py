@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
+import msgspec
 import numpy as np
 
 from bevfusion_quant._errors import InputError
+from bevquant_quantizers.documents import DocumentError, parse_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -170,16 +172,23 @@ def _packed(own: Mapping[int, Any]) -> bytes:
     return b"".join([json.dumps(described).encode(), b"\n", *parts])
 
 
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+_Described = list[tuple[int, Literal["bytes", "array", "tensor"], str, list[_Count], _Count]]
+
+
 def _unpacked(message: bytes) -> dict[int, Any]:
     import torch
 
     head, _, body = message.partition(b"\n")
     found: dict[int, Any] = {}
     start = 0
-    for index, kind, dtype, shape, size in json.loads(head):
+    for index, kind, dtype, shape, size in parse_json(head, _Described, where="a rank's message"):
         data = body[start : start + size]
         start += size
-        array = np.frombuffer(bytearray(data), dtype).reshape(shape)
+        try:
+            array = np.frombuffer(bytearray(data), dtype).reshape(shape)
+        except (TypeError, ValueError) as error:
+            raise DocumentError(f"a rank's message does not hold item {index}: {error}") from error
         found[index] = data if kind == "bytes" else array
         if kind == "tensor":
             found[index] = torch.from_numpy(array)

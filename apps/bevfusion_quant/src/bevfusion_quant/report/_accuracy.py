@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from bevfusion_quant.metrics import ERROR_UNITS, accuracy_notes, nds_title, points, span
+from bev_data.metrics import ERROR_UNITS, accuracy_notes, nds_title, points, span
 from bevfusion_quant.report._curves import curve_figures
 from bevfusion_quant.report._format import count, fixed
 from bevfusion_quant.report._html import Html, tag
@@ -13,7 +13,7 @@ from bevfusion_quant.report._section import Section
 from bevfusion_quant.report._sketches import sketch_figures, sketched_models
 
 if TYPE_CHECKING:
-    from bevfusion_quant.metrics import Accuracy, Interval
+    from bev_data.metrics import Accuracy, Interval
 
 __all__ = ["accuracy_section"]
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from bevfusion_quant.cameras import Camera
+    from bev_data.cameras import Camera
 
 __all__ = ["corners", "wire_frame"]
 

@@ -11,7 +11,7 @@ from bevfusion_quant.report._encode import jpeg_uri
 from bevfusion_quant.report._html import Html, tag
 
 if TYPE_CHECKING:
-    from bevfusion_quant.cameras import Camera
+    from bev_data.cameras import Camera
     from bevfusion_quant.report._content import ReportBoxes, ReportScene
 
 __all__ = ["arranged", "camera_views"]

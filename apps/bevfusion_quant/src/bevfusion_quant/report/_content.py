@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
+    from bev_data.cameras import Camera
+    from bev_data.metrics import Accuracy
     from bevfusion_quant.bpu import BpuOutcome
-    from bevfusion_quant.cameras import Camera
     from bevfusion_quant.export import ExportedSet
     from bevfusion_quant.integer import Simulation
-    from bevfusion_quant.metrics import Accuracy
     from bevfusion_quant.ptq import LayerRow, QuantizerValues
     from bevfusion_quant.sensitivity import SensitivityOutcome
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from bevfusion_quant.metrics import RECALLS, points
+from bev_data.metrics import RECALLS, points
 from bevfusion_quant.report._html import Html, tag
 
 if TYPE_CHECKING:
-    from bevfusion_quant.metrics import Accuracy
+    from bev_data.metrics import Accuracy
 
 __all__ = ["curve_figures"]
 

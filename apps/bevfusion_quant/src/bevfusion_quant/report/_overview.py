@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bevfusion_quant.metrics import points, span
+from bev_data.metrics import points, span
 from bevfusion_quant.report._format import count, decibels, fixed, memory, number, seconds
 from bevfusion_quant.report._html import Html, join, tag
 from bevfusion_quant.report._section import Section
 
 if TYPE_CHECKING:
+    from bev_data.metrics import Accuracy
     from bevfusion_quant.bpu import BpuOutcome
     from bevfusion_quant.integer import Simulation
-    from bevfusion_quant.metrics import Accuracy
     from bevfusion_quant.ptq import LayerRow
     from bevfusion_quant.report._content import ReportContent
 

@@ -12,8 +12,8 @@ from bevfusion_quant.report._content import ReportBoxes
 from bevfusion_quant.report._html import Html, tag
 
 if TYPE_CHECKING:
-    from bevfusion_quant.metrics import Accuracy, Sketch
-    from bevfusion_quant.model.head import Detections
+    from bev_data.metrics import Accuracy, Sketch
+    from bevfusion.model.head import Detections
 
 __all__ = ["sketch_figures", "sketched_models"]
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from bev_data.metrics import points, span
 from bevfusion_quant.export import ONNX_FOLDER
-from bevfusion_quant.metrics import points, span
 from bevfusion_quant.ptq._record import sha256
 from bevfusion_quant.review._frames_text import frames_text
 from bevfusion_quant.review._headline import judged

@@ -68,7 +68,7 @@ class Evidence:
     def frames(self) -> tuple[str, ...]:
         """Names of the frames it was made with."""
         frames = self.summary.get("frames", ())
-        return tuple(str(f["name"] if isinstance(f, dict) else f) for f in frames)
+        return tuple(f["name"] if isinstance(f, dict) else f for f in frames)
 
     @property
     def model_digests(self) -> Mapping[str, str]:
@@ -95,11 +95,15 @@ class _Known(msgspec.Struct):
     compares: list[dict[str, Any]] = []
 
 
+class _FrameData(msgspec.Struct):
+    name: str
+
+
 class _SummaryData(msgspec.Struct):
     """What every command's summary says in one form."""
 
     command: str = ""
-    frames: list[Any] = []
+    frames: list[str | _FrameData] = []
     versions: dict[str, str] = {}
 
 

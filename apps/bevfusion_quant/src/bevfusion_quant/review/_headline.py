@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from bevfusion_quant.metrics import Interval
+from bev_data.metrics import Interval
 from bevfusion_quant.ptq import quantized_parts
 from bevfusion_quant.review._evidence import kind_of
 

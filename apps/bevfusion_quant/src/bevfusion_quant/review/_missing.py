@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING
 
-from bevfusion_quant.model import trained_weights
+from bevfusion.model import trained_weights
 
 if TYPE_CHECKING:
     from bevfusion_quant.review._evidence import Evidence

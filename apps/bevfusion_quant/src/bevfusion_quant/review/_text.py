@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bevfusion_quant.metrics import points, span
-from bevfusion_quant.ptq._summary import aligned_table, or_dash
+from bev_data.metrics import aligned_table, points, span
+from bevfusion_quant.ptq._summary import or_dash
 from bevfusion_quant.review._frames_text import frames_text
 
 if TYPE_CHECKING:

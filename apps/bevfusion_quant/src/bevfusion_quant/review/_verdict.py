@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from bevfusion_quant.metrics import points, span
+from bev_data.metrics import points, span
 from bevfusion_quant.report import Section
 from bevfusion_quant.report._format import count, fixed
 from bevfusion_quant.report._html import Html, join, tag
@@ -14,7 +14,7 @@ from bevfusion_quant.review._frames_text import frames_text
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bevfusion_quant.metrics import Interval
+    from bev_data.metrics import Interval
     from bevfusion_quant.review._checks import Check
     from bevfusion_quant.review._headline import HeadlineGroup, HeadlineRow
 

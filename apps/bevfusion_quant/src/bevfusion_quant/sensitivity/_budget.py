@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from bevfusion_quant._errors import InputError
 
 if TYPE_CHECKING:
-    from bevfusion_quant.model import BEVFusion
+    from bevfusion.model import BEVFusion
     from bevquant_qnn import Budget, PrecisionPlan, SensitivityTable
 
 __all__ = ["check_reachable", "parse_budget", "plan_within"]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bevfusion_quant.model.head import Detections
+from bevfusion.model.head import Detections
 from bevfusion_quant.ptq._frame_record import detections_of, detections_record
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
-    from bevfusion_quant.model import Batch
+    from bevfusion.model import Batch
     from bevfusion_quant.ptq import FrameBatches
 
 __all__ = ["Late", "TakenLate", "run_late"]

@@ -13,7 +13,7 @@ from bevfusion_quant.sensitivity._late import TakenLate, run_late
 from bevfusion_quant.sensitivity._task import MeanAp
 
 if TYPE_CHECKING:
-    from bevfusion_quant.model import BEVFusion, BEVFusionConfig
+    from bevfusion.model import BEVFusion, BEVFusionConfig
     from bevfusion_quant.ptq import FrameBatches
     from bevfusion_quant.ranks import Shards
     from bevquant_qnn import SensitivityTable

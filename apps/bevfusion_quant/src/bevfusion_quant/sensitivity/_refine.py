@@ -11,7 +11,7 @@ from bevfusion_quant.sensitivity._measure import sensitivity_output
 from bevfusion_quant.sensitivity._task import MeanAp
 
 if TYPE_CHECKING:
-    from bevfusion_quant.model import BEVFusion, BEVFusionConfig
+    from bevfusion.model import BEVFusion, BEVFusionConfig
     from bevfusion_quant.ptq import FrameBatches
     from bevfusion_quant.ranks import Shards
     from bevquant_qnn import Budget, PrecisionPlan, RefinedPlan, SensitivityTable

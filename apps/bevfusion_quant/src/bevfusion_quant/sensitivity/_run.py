@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from bev_data.cameras import CAMERA_NAMES
+from bevfusion.model import CONFIGS
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.cameras import CAMERA_NAMES
-from bevfusion_quant.model import CONFIGS
 from bevfusion_quant.ptq import FrameBatches, load_run, read_run_config, run_folder
 from bevfusion_quant.ptq._clock import Clock
 from bevfusion_quant.ptq._run_folder import CONFIG_FILE, RUN_FORMAT, RUN_VERSIONS
@@ -28,7 +28,7 @@ from bevfusion_quant.sensitivity._precisions import precisions_of
 from bevfusion_quant.sensitivity._refine import ROUNDS, refine_within
 
 if TYPE_CHECKING:
-    from bevfusion_quant.points import Frame
+    from bev_data.points import Frame
 
 __all__ = ["SensitivityResult", "run_sensitivity"]
 

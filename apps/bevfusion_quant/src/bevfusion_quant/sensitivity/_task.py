@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from bev_data.datasets import labelled_region, range_origin
+from bev_data.metrics import DetectionMeter, DetectionRules, metrics_of
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.datasets import labelled_region, range_origin
-from bevfusion_quant.metrics import DetectionMeter, DetectionRules, metrics_of
 
 if TYPE_CHECKING:
-    from bevfusion_quant.model import BEVFusion, BEVFusionConfig
-    from bevfusion_quant.model.head import Detections
+    from bevfusion.model import BEVFusion, BEVFusionConfig
+    from bevfusion.model.head import Detections
     from bevfusion_quant.ptq import FrameBatches
     from bevfusion_quant.ranks import Shards
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bevfusion_quant.ptq._summary import aligned_table, or_dash
+from bev_data.metrics import aligned_table
+from bevfusion_quant.ptq._summary import or_dash
 
 if TYPE_CHECKING:
     from bevfusion_quant.sensitivity._outcome import SensitivityOutcome

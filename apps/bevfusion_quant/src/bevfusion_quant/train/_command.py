@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from bevfusion.training import Augmentation
 from bevfusion_quant._frames import camera_names
-from bevfusion_quant.train._augment import Augmentation
 from bevfusion_quant.train._config import TrainConfig
 from bevfusion_quant.train._loop import losses_table
 from bevfusion_quant.train._run import TrainResult, run_train

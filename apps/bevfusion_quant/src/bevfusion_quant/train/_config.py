@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from bev_data.cameras import CAMERA_NAMES
+from bevfusion.model import CONFIGS
+from bevfusion.training import Augmentation
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.cameras import CAMERA_NAMES
-from bevfusion_quant.model import CONFIGS
-from bevfusion_quant.train._augment import Augmentation
 
 if TYPE_CHECKING:
     from bevfusion_quant.qat import QatConfig

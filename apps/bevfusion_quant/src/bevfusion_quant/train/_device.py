@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from bevfusion.model import Batch
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.model import Batch
 from bevfusion_quant.ranks import current_ranks
 
 __all__ = ["moved", "usable_device"]

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tqdm import tqdm
 
+from bev_data.metrics import Bootstrap, DetectionMeter, interval_of_mean_ap, metrics_of
+from bevfusion.model import CONFIGS
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.metrics import Bootstrap, DetectionMeter, interval_of_mean_ap, metrics_of
-from bevfusion_quant.model import CONFIGS
 from bevfusion_quant.ptq import FrameBatches
 
 if TYPE_CHECKING:
-    from bevfusion_quant.model import BEVFusion
-    from bevfusion_quant.points import Frame
+    from bev_data.points import Frame
+    from bevfusion.model import BEVFusion
     from bevfusion_quant.train._config import TrainConfig
 
 __all__ = ["judge_detector"]

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from bev_data.metrics import aligned_table
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.ptq._summary import aligned_table
 from bevfusion_quant.ranks import current_ranks
 from bevfusion_quant.train._stop import stop_on_signals
 

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from tqdm import tqdm
 
+from bevfusion.training import CompactFrame, compact
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.train._compact import CompactFrame, compact
 from bevquant_quantizers.documents import DocumentError, read_json, write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bevfusion_quant.points import Frame
+    from bev_data.points import Frame
     from bevfusion_quant.train._split import FrameSource
 
 __all__ = ["FrameForm", "PreparedFrames", "prepare_frames"]

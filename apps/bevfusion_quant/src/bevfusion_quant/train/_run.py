@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from bevfusion.training import head_loss, make_batch, one_cycle, order_of
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.train._checkpoint import (
     CHECKPOINT,
@@ -19,17 +20,14 @@ from bevfusion_quant.train._checkpoint import (
     write_checkpoint,
 )
 from bevfusion_quant.train._device import moved, usable_device
-from bevfusion_quant.train._head_loss import head_loss
 from bevfusion_quant.train._identity import check_identity, identity_of
 from bevfusion_quant.train._loop import in_parts, run_steps
 from bevfusion_quant.train._prepare import prepare_frames
-from bevfusion_quant.train._samples import make_batch, order_of
-from bevfusion_quant.train._schedule import one_cycle
 from bevfusion_quant.train._start import first_model
 from bevfusion_quant.train._weights import WEIGHTS, stored_weights, write_weights
 
 if TYPE_CHECKING:
-    from bevfusion_quant.model import BEVFusion
+    from bevfusion.model import BEVFusion
     from bevfusion_quant.train._config import TrainConfig
     from bevfusion_quant.train._prepare import PreparedFrames
     from bevfusion_quant.train._split import FrameSource

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from bevfusion.model import CONFIGS, build_model, read_state_dict
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.model import CONFIGS, build_model, read_state_dict
 
 if TYPE_CHECKING:
-    from bevfusion_quant.model import BEVFusion
+    from bevfusion.model import BEVFusion
     from bevfusion_quant.train._config import TrainConfig
 
 __all__ = ["first_model"]

@@ -63,7 +63,8 @@ def moved(
     if what == "stack":
         return _stacked(graph, step, read, args, kwargs, sizes)
     if what in ("getitem", "narrow", "select") and isinstance(first, Ref):
-        return _sliced(graph, step, read(first.name), args, kwargs, sizes)
+        masked = _masked(graph, step, read, args, sizes) if what == "getitem" else None
+        return masked or _sliced(graph, step, read(first.name), args, kwargs, sizes)
     if what == "pad":
         return _padded(graph, step, read(first.name), args, kwargs, sizes)
     if what == "expand":
@@ -115,6 +116,23 @@ def _parts(graph: Graph, step: Step, x: str, args: Any, kwargs: Any, sizes: Size
         names.append(name)
         start += length
     return names
+
+
+def _masked(
+    graph: Graph, step: Step, read: Callable[[str], str], args: Any, sizes: Sizes
+) -> str | None:
+    """What a mask leaves of one axis, such as the pillars of one frame of a batch."""
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    masks = [(axis, i) for axis, i in enumerate(index) if isinstance(i, Ref)]
+    if len(masks) != 1 or any(i != slice(None) for i in index if not isinstance(i, Ref)):
+        return None
+    ((axis, mask),) = masks
+    if sizes.dtype(mask.name) != torch.bool or len(sizes.of(mask.name)) != 1:
+        return None
+    # Compress says the same, but TensorRT has no importer of it.
+    places = graph.node("NonZero", step.path, [read(mask.name)])
+    places = reshaped(graph, step.path, places, [-1])
+    return graph.node("Gather", step.path, [read(args[0].name), places], axis=axis)
 
 
 def _sliced(graph: Graph, step: Step, x: str, args: Any, kwargs: Any, sizes: Sizes) -> str | None:

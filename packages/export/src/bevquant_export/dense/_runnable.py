@@ -14,11 +14,14 @@ from bevquant_export.targets._cpu import cpu_at_hand, cpu_of
 
 __all__ = ["any_session", "forced", "lifted", "session"]
 
+_ATTRIBUTES = {"ReduceSum": "axes", "Split": "split", "Squeeze": "axes", "Unsqueeze": "axes"}
+
 
 def lifted(proto: Any) -> Any:
     """A model of operator set 11 in set 13: scales per channel get the axis that they run along.
 
-    Set 11 has no axis, and onnxruntime reads such scales along axis 1. Axes of a sum are a tensor.
+    Set 11 has no axis, and onnxruntime reads such scales along axis 1. Axes of a sum and the like,
+    and lengths of parts, are attributes there and tensors here.
     """
     if proto.opset_import[0].version >= 13:
         return proto
@@ -31,8 +34,8 @@ def lifted(proto: Any) -> Any:
     makers = {name: node for node in proto.graph.node for name in node.output}
     second = transposed | {makers[name].input[0] for name in transposed if name in makers}
     for node in proto.graph.node:
-        if node.op_type == "ReduceSum":
-            _with_axes_as_tensor(proto.graph, node)
+        if node.op_type in _ATTRIBUTES:
+            _with_tensor(proto.graph, node, _ATTRIBUTES[node.op_type])
         quantizes = node.op_type in ("QuantizeLinear", "DequantizeLinear")
         channels = list(values[node.input[1]].dims) if quantizes else []
         if channels and channels != [1]:
@@ -43,16 +46,15 @@ def lifted(proto: Any) -> Any:
     return proto
 
 
-def _with_axes_as_tensor(graph: Any, node: Any) -> None:
+def _with_tensor(graph: Any, node: Any, name: str) -> None:
+    """A node with a tensor in the place of an attribute, where it has that."""
     from onnx import helper, numpy_helper
 
-    axes = helper.get_node_attr_value(node, "axes")
-    name = f"{node.name}.axes"
-    graph.initializer.append(numpy_helper.from_array(np.asarray(axes, np.int64), name))
-    node.input.append(name)
-    kept = [attribute for attribute in node.attribute if attribute.name != "axes"]
-    del node.attribute[:]
-    node.attribute.extend(kept)
+    for attribute in [a for a in node.attribute if a.name == name]:
+        numbers = np.asarray(helper.get_attribute_value(attribute), np.int64)
+        graph.initializer.append(numpy_helper.from_array(numbers, f"{node.name}.{name}"))
+        node.input.append(f"{node.name}.{name}")
+        node.attribute.remove(attribute)
 
 
 def forced(content: bytes, tensors: tuple[str, ...]) -> tuple[Any, dict[str, str]]:
@@ -160,8 +162,21 @@ class _Reference:
 
     def __init__(self, proto: Any) -> None:
         from onnx.reference import ReferenceEvaluator
+        from onnx.reference.op_run import OpRun
 
-        self._proto, self._evaluator = proto, ReferenceEvaluator(proto)
+        # It has this one from operator set 19 on. int32 biases have no zero point.
+        def _run(
+            self: Any, x: Any, scale: Any, zero: Any = None, axis: int = 1, **_: Any
+        ) -> tuple[Any]:
+            shape = [-1 if i == axis % x.ndim else 1 for i in range(x.ndim)] if scale.ndim else []
+            centred = x.astype(np.int64)
+            centred = centred if zero is None else centred - zero.reshape(shape).astype(np.int64)
+            return (centred.astype(scale.dtype) * scale.reshape(shape),)
+
+        ours = [type("DequantizeLinear", (OpRun,), {"op_domain": "", "_run": _run})]
+        lacks = proto.opset_import[0].version < 19
+        self._proto = proto
+        self._evaluator = ReferenceEvaluator(proto, new_ops=ours if lacks else None)
 
     def get_inputs(self) -> list[Any]:
         held = {tensor.name for tensor in self._proto.graph.initializer}

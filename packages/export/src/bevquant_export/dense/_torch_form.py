@@ -21,7 +21,7 @@ from bevquant_export.floats._torch_exporter import OPSET, exported
 __all__ = ["torch_form"]
 
 _PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
-_LEAST = 13  # before, axes of half of the operators are attributes, which no converter makes
+_LEAST = 11  # before, limits and lengths are attributes too
 
 
 def torch_form(
@@ -160,12 +160,13 @@ def _without_news(graph: Any, opset: int) -> None:
         if not defs.has(node.op_type, opset, ""):
             continue  # the checker says so
         now, then = (defs.get_schema(node.op_type, number, "") for number in (OPSET, opset))
-        if "axes" in then.attributes and "axes" not in now.attributes and len(node.input) > 1:
-            axes = values.get(node.input[1])
-            if axes is not None:
-                del node.input[1:]
-                numbers = numpy_helper.to_array(axes).tolist()
-                node.attribute.append(helper.make_attribute("axes", numbers))
+        for name in ("axes", "split"):
+            if name in then.attributes and name not in now.attributes and len(node.input) > 1:
+                held = values.get(node.input[1])
+                if held is not None:
+                    del node.input[1:]
+                    numbers = numpy_helper.to_array(held).tolist()
+                    node.attribute.append(helper.make_attribute(name, numbers))
         for attribute in [a for a in node.attribute if a.name not in then.attributes]:
             default = now.attributes[attribute.name].default_value
             if attribute == default or _says_nothing(node, attribute, values):

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.fx import Node
 from torch.nn.modules.padding import _ConstantPadNd, _ReplicationPadNd
 
-from bevquant_hybrid._fx._placement import KEEPS_SCALE, Kind, Placement
+from bevquant_graph import layer_class
+from bevquant_hybrid._fx._placement import Kind, Placement, keeps_scale
 from bevquant_hybrid._fx._tracer import line_of, scope_of
 from bevquant_hybrid._scale_keeping import gives_plain, rule_of
 from bevquant_hybrid.nn._arithmetic import Div, FloatFunctional, Where
@@ -139,7 +140,8 @@ def _takes_quantized(node: Node, module: nn.Module | None) -> bool:
     if module is not None:
         return (
             has_qat_form(module)
-            or isinstance(module, (*KEEPS_SCALE, _ConstantPadNd, _ReplicationPadNd))
+            or keeps_scale(module)
+            or layer_class(module, _ConstantPadNd, _ReplicationPadNd) is not None
             or not type(module).__module__.startswith("torch.nn.")
         )
     function = _function(node)
@@ -171,10 +173,10 @@ def _quantized_nodes(placement: Placement) -> set[Node]:
             continue
         module = placement.module(node)
         reads = not found.isdisjoint(placement.inputs(node))
-        if module is not None and has_qat_form(module) and not isinstance(module, KEEPS_SCALE):
+        if module is not None and has_qat_form(module) and not keeps_scale(module):
             made = kind in (Kind.QUANT, Kind.BPU) and placement.qconfig(node) is not None
         elif module is not None:
-            made = reads and isinstance(module, KEEPS_SCALE)
+            made = reads and keeps_scale(module)
         else:
             function = _function(node)
             keeps = kind is Kind.PASS or function is getattr  # x.T, x.mT

@@ -27,7 +27,7 @@ from bevquant_hybrid.nn.qat import has_qat_form
 from bevquant_hybrid.operators import load_support_table, row_of_function
 from bevquant_hybrid.partition import Listed, place_operator
 
-__all__ = ["KEEPS_SCALE", "Kind", "Placement", "has_weight"]
+__all__ = ["Kind", "Placement", "has_weight", "keeps_scale"]
 
 
 class Kind(Enum):
@@ -65,7 +65,11 @@ _KEEPING = (
     *(nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle, functions.Interpolate),
     *(PointPillarsScatter, functions.GridSample),
 )
-KEEPS_SCALE = (*_KEEPING, *_PASS_MODULES)
+
+
+def keeps_scale(module: nn.Module | None) -> bool:
+    """Whether a module keeps the scale of its input, by the class whose function it computes."""
+    return layer_class(module, *_KEEPING, *_PASS_MODULES) is not None
 
 
 def has_weight(module: nn.Module | None) -> bool:

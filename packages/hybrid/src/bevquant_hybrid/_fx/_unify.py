@@ -13,7 +13,7 @@ from bevquant_hybrid._fake_quant._calib import CalibFakeQuantize
 from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
 from bevquant_hybrid._fake_quant._learned import LearnedFakeQuantize
 from bevquant_hybrid._fx._calibrated import is_calibration
-from bevquant_hybrid._fx._placement import KEEPS_SCALE
+from bevquant_hybrid._fx._placement import keeps_scale
 from bevquant_hybrid._observers._fixed import FixedScaleObserver
 from bevquant_hybrid._scale_keeping import rule_of
 from bevquant_hybrid.march import March
@@ -102,7 +102,7 @@ def _quantizer(node: Node, root: nn.Module) -> str | None:
         if module is not None and _quantizes(module):
             return path
         inputs = [n for n in node.all_input_nodes if n.op != "get_attr"]
-        keeps = _keeps(node) if module is None else layer_class(module, *KEEPS_SCALE) is not None
+        keeps = _keeps(node) if module is None else keeps_scale(module)
         if not keeps or not inputs:
             return None
         node = inputs[0]
@@ -121,7 +121,7 @@ def _quantizes(module: nn.Module) -> bool:
     if "activation_post_process" not in module._modules:
         return False
     # torch's own arithmetic holds an Identity there.
-    return not isinstance(module._modules["activation_post_process"], nn.Identity)
+    return layer_class(module._modules["activation_post_process"], nn.Identity) is None
 
 
 def _keeps(node: Node) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.fx import Node
 
+from bevquant_graph import layer_class
 from bevquant_hybrid._fx._settings import anchor_path_of
 from bevquant_hybrid.dtype import QuantDType, as_quant_dtype, qint8, qint16
 from bevquant_hybrid.nn.intrinsic import Fused
@@ -256,7 +257,7 @@ def _calls(graph: Any, root: nn.Module) -> list[Call]:
         if module is None:
             continue
         kind = "matmul" if node.op == "call_method" and node.target == "matmul" else ""
-        if isinstance(module, (*_LAYERS, Fused)):
+        if layer_class(module, *_LAYERS, Fused):
             kind = "conv"
         made[node] = Call(anchor_path_of(module, path), kind, sources(node))
     return list(made.values())

@@ -13,6 +13,7 @@ from bevquant_hybrid.runtime import _structure as structure
 from bevquant_hybrid.runtime._listing import listing, type_text
 from bevquant_hybrid.runtime._operators import find_operator
 from bevquant_hybrid.runtime._program import Argument, Operand, Port, Program, Step, operands
+from bevquant_int8sim import AccumulatorOverflowError
 
 __all__ = ["CompiledModel"]
 
@@ -98,8 +99,18 @@ class CompiledModel:
 
     def _run(self, step: Step, values: dict[str, Tensor]) -> None:
         arguments = {name: self._value(a, values) for name, a in step.arguments.items()}
-        result = call(self._operators[step.operator], arguments)
-        results = [result] if isinstance(result, Tensor) else list(result)
+        try:
+            result = call(self._operators[step.operator], arguments)
+            results = [result] if isinstance(result, Tensor) else list(result)
+        except (ValueError, AccumulatorOverflowError):
+            raise
+        except Exception as error:
+            # The inputs were checked: what torch's functions do not take now, the file says.
+            where = f"{self.name}: {step.operator} in {step.scope or 'the model'}"
+            raise ValueError(
+                f"{where} does not compute on what its program hands it: {error}; compile the "
+                "model again"
+            ) from error
         for value, tensor in zip(step.results, results, strict=True):
             values[value.name] = tensor
 

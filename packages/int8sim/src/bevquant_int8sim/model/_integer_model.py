@@ -158,7 +158,10 @@ class IntegerModel:
             except Exception as error:
                 # What a file may say is checked when it is read; how torch's own functions take
                 # their constants only shows here.
-                if not program.origin or isinstance(error, ValueError | TypeError):
+                own = step.function is None and step.module is None
+                may_be_input = own and not shapes.keys().isdisjoint(step.inputs)
+                known = (ValueError, TypeError) if may_be_input else ValueError
+                if not program.origin or isinstance(error, known):
                     raise
                 raise ValueError(
                     f"{program.origin}: {step.path or 'the model'} ({step.op}) does not compute on "
@@ -214,7 +217,14 @@ class IntegerModel:
         """
         from bevquant_int8sim.model._load import load_program
 
-        return cls(load_program(folder, device), backend=backend)
+        program = load_program(folder, device)
+        try:
+            return cls(program, backend=backend)
+        except (LookupError, AttributeError, TypeError, ArithmeticError, RuntimeError) as error:
+            raise ValueError(
+                f"{os.fspath(folder)}: its program cannot be made ready to run ({error!r}); save "
+                "the model again"
+            ) from error
 
     def __repr__(self) -> str:
         return program_table(self.program)

@@ -45,4 +45,4 @@ def _parts(step: Step, makers: dict[str, Step], program: Program) -> list[Step]:
         return []
     forms = [program.values[part.args[0].name].form for part in parts]
     same = all(isinstance(form, Integers) and form == forms[0] for form in forms)
-    return parts if same and parts[0].tensors["scale"].dim() == 0 else []
+    return parts if parts and same and parts[0].tensors["scale"].dim() == 0 else []

@@ -129,8 +129,14 @@ def _program(data: _ProgramData, tensors: dict[str, Tensor]) -> Program:
     unused = sorted(set(tensors) - used)
     if unused:
         raise ValueError(f"tensors that no step uses: {', '.join(unused)}")
+    signature = from_json(data.signature)
+    match signature:
+        case (tuple(), dict()) if all(isinstance(name, str) for name in signature[1]):
+            pass
+        case _:
+            raise ValueError("signature: expected positional and named inputs")
     return Program(
-        signature=from_json(data.signature),
+        signature=signature,
         sparse_inputs=data.sparse_inputs,
         fixed={name: dict(sizes) for name, sizes in data.fixed.items()},
         steps=steps,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import numpy as np
 import numpy.typing as npt
 
@@ -52,8 +54,14 @@ def search_amax(
         raise ValueError(
             f"Invalid percentile. Must be in range 0 <= percentile <= 100, got {percentile}."
         )
-    if stride < 1 or start_bin < 0:
-        raise ValueError(f"need stride >= 1 and start_bin >= 0, got {stride} and {start_bin}")
+    try:
+        wrong = operator.index(stride) < 1 or operator.index(start_bin) < 0
+    except TypeError:
+        wrong = True
+    if wrong:
+        raise ValueError(
+            f"need integers stride >= 1 and start_bin >= 0, got {stride!r} and {start_bin!r}"
+        )
     top = float(edges[-1]) if largest is None else largest
     if top == 0.0 or method == "max":
         return top

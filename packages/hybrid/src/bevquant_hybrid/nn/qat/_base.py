@@ -6,11 +6,12 @@ import copy
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 from torch import Tensor, nn
 from torch.ao.quantization import FakeQuantizeBase
 
+from bevquant_graph import layer_class, own_code
 from bevquant_hybrid.march import March
 from bevquant_hybrid.qtensor import QTensor, as_float
 
@@ -20,6 +21,7 @@ __all__ = [
     "errors_that_name",
     "expect_pictures",
     "first_prepared",
+    "float_layer",
     "give_back",
     "hand_over_qconfig",
     "module_path",
@@ -69,6 +71,26 @@ def hand_over_qconfig(source: nn.Module, made: nn.Module) -> None:
 def module_path(module: nn.Module) -> str:
     """Where a module stands in its model, as far as prepare has said so."""
     return getattr(module, "qualified_name", "") or type(module).__name__
+
+
+def float_layer(source: nn.Module, cls: type[ModuleT] | None = None) -> ModuleT:
+    """Return the module that a QAT form takes over: a layer that computes what its class does.
+
+    Args:
+        source: The float module.
+        cls: The class that it must be; any known one by default.
+
+    Raises:
+        TypeError: It is of another class, or has code of its own that the QAT form would leave out.
+    """
+    if layer_class(source, *([cls] if cls else [])) is None:
+        wanted = cls.__name__ if cls else "a layer of torch or of bevquant_hybrid"
+        raise TypeError(
+            f"{module_path(source)} ({type(source).__name__}): expected {wanted}; "
+            f"{own_code(source) or 'it is of another class'}, which a QAT form would leave out: "
+            "write that as a module of its own behind the layer, or run it on the CPU (hybrid_dict)"
+        )
+    return cast(ModuleT, source)
 
 
 def first_prepared(model: nn.Module) -> str:
@@ -167,7 +189,7 @@ class OutputQuantized(nn.Module):
                 "its qconfig has no activation; set one (get_default_qat_qconfig), since only "
                 "layers with a weight have a 32-bit output"
             )
-        self = take_over(cls, source)
+        self = take_over(cls, float_layer(source))
         self._float_class = type(source)
         remember_qconfig(self, source, qconfig)
         self.register_module("activation_post_process", activation_of(qconfig))

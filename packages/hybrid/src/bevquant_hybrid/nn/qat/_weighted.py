@@ -12,6 +12,7 @@ from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
 from bevquant_hybrid.nn.intrinsic import Fused, fused_class
 from bevquant_hybrid.nn.qat._base import (
     activation_of,
+    float_layer,
     give_back,
     hand_over_qconfig,
     module_path,
@@ -63,7 +64,7 @@ class Weighted(nn.Module):
             ValueError: No qconfig, one without a weight, or a padding that a BPU does not do.
         """
         qconfig = qconfig or getattr(source, "qconfig", None)
-        anchor = anchor_of(source)
+        anchor: nn.Module = float_layer(anchor_of(source))
         if qconfig is None or qconfig.weight is None:
             raise ValueError(
                 f"{module_path(source)} ({type(source).__name__}): a layer on the BPU needs a "

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from bevquant_hybrid._integer_ratios import split_mask
 from bevquant_hybrid._quant_stub import QuantStub as FloatQuantStub
 from bevquant_hybrid.nn._arithmetic import FloatFunctional as FloatArithmetic
-from bevquant_hybrid.nn.qat._base import module_path
+from bevquant_hybrid.nn.qat._base import float_layer, module_path
 from bevquant_hybrid.nn.qat._parts import Composed, linear_of
 from bevquant_hybrid.nn.qat.functional_modules import FloatFunctional
 from bevquant_hybrid.nn.qat.linear import Linear
@@ -61,7 +61,7 @@ class MultiheadAttention(Composed):
         """
         qconfig = qconfig or getattr(source, "qconfig", None)
         path = module_path(source)
-        assert isinstance(source, nn.MultiheadAttention)
+        source = float_layer(source, nn.MultiheadAttention)
         refused = {
             "add_bias_kv=True": source.bias_k is not None,
             "add_zero_attn=True": source.add_zero_attn,

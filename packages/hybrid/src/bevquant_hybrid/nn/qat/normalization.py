@@ -10,7 +10,7 @@ from bevquant_hybrid.nn._arithmetic import FloatFunctional as FloatArithmetic
 from bevquant_hybrid.nn._layer_norm import InverseNorm
 from bevquant_hybrid.nn._layer_norm import LayerNorm as AnyAxesLayerNorm
 from bevquant_hybrid.nn._layer_norm import Normalize as FloatNormalize
-from bevquant_hybrid.nn.qat._base import OutputQuantized
+from bevquant_hybrid.nn.qat._base import OutputQuantized, float_layer
 from bevquant_hybrid.nn.qat._parts import Composed, of_16_bits
 from bevquant_hybrid.nn.qat.conv2d import Conv2d
 from bevquant_hybrid.nn.qat.functional_modules import FloatFunctional
@@ -46,7 +46,7 @@ class GroupNorm(Composed):
         Raises:
             ValueError: No qconfig with an activation.
         """
-        assert isinstance(source, nn.GroupNorm)
+        source = float_layer(source, nn.GroupNorm)
         self = cls.of(source, qconfig or getattr(source, "qconfig", None))
         self.num_groups, self.num_channels = source.num_groups, source.num_channels
         norm = AnyAxesLayerNorm(1, source.eps, elementwise_affine=False, dim=-1)
@@ -99,7 +99,7 @@ class Normalize(Composed):
         Raises:
             ValueError: No qconfig with an activation.
         """
-        assert isinstance(source, FloatNormalize)
+        source = float_layer(source, FloatNormalize)
         self = cls.of(source, qconfig or getattr(source, "qconfig", None))
         self.dim = source.dim
         inner = of_16_bits(self.qconfig)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bevquant_hybrid.nn._arithmetic import FloatFunctional as FloatArithmetic
-from bevquant_hybrid.nn.qat._base import quantized_input
+from bevquant_hybrid.nn.qat._base import float_layer, quantized_input
 from bevquant_hybrid.nn.qat._parts import Composed, linear_of
 from bevquant_hybrid.nn.qat.functional_modules import FloatFunctional
 from bevquant_hybrid.nn.qat.linear import Linear
@@ -49,7 +49,7 @@ class LSTMCell(Composed):
         Raises:
             ValueError: No qconfig with an activation.
         """
-        assert isinstance(source, nn.LSTMCell)
+        source = float_layer(source, nn.LSTMCell)
         self = cls.of(source, qconfig or getattr(source, "qconfig", None))
         self.input_size, self.hidden_size = source.input_size, source.hidden_size
         biases = (source.bias_ih, source.bias_hh) if source.bias else (None, None)

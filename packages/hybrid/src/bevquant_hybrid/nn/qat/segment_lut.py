@@ -6,6 +6,7 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
+from bevquant_graph import layer_class
 from bevquant_hybrid.nn.qat._base import (
     OutputQuantized,
     module_path,
@@ -36,10 +37,11 @@ class SegmentLUT(OutputQuantized):
             ValueError: No qconfig with an activation, or a PReLU with a slope per channel.
         """
         self = super().from_float(nn.Module(), qconfig or getattr(source, "qconfig", None))
-        if isinstance(source, nn.PReLU) and source.num_parameters > 1:
+        slopes: Any = source.num_parameters if layer_class(source, nn.PReLU) else 1
+        if slopes > 1:
             raise ValueError(
                 f"{module_path(source)} (PReLU): one table holds one slope, got "
-                f"{source.num_parameters}; use one slope, or run it on the CPU (hybrid_dict)"
+                f"{slopes}; use one slope, or run it on the CPU (hybrid_dict)"
             )
         self.qualified_name = module_path(source)
         remember_qconfig(self, source, self.qconfig)

@@ -15,7 +15,7 @@ from bevquant_hybrid._observers._fixed import FixedScaleObserver
 from bevquant_hybrid.dtype import qint16
 from bevquant_hybrid.nn._arithmetic import FloatFunctional as FloatArithmetic
 from bevquant_hybrid.nn._functions import Exp, Reciprocal
-from bevquant_hybrid.nn.qat._base import module_path, quantized_input
+from bevquant_hybrid.nn.qat._base import float_layer, module_path, quantized_input
 from bevquant_hybrid.nn.qat._parts import Composed, of_16_bits
 from bevquant_hybrid.nn.qat.functional_modules import FloatFunctional
 from bevquant_hybrid.nn.qat.segment_lut import SegmentLUT
@@ -48,7 +48,7 @@ class Softmax(Composed):
         Raises:
             ValueError: No qconfig with an activation.
         """
-        assert isinstance(source, nn.Softmax)
+        source = float_layer(source, nn.Softmax)
         qconfig = qconfig or getattr(source, "qconfig", None)
         if qconfig is None or qconfig.activation is None:
             raise ValueError(

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from bevquant_graph import layer_class
 from bevquant_hybrid.nn.intrinsic import Fused
 from bevquant_hybrid.nn.intrinsic._fused import ANCHORS
 from bevquant_hybrid.utils.quant_profiler._calls import Call, tensors_in
@@ -42,7 +43,8 @@ def silenced(model: nn.Module, other: nn.Module) -> set[str]:
     return {
         path
         for path, module in model.named_modules(remove_duplicate=False)
-        if type(module) is nn.Identity and type(modules.get(path, module)) is not nn.Identity
+        if layer_class(module, nn.Identity)
+        and not layer_class(modules.get(path, module), nn.Identity)
     }
 
 
@@ -75,7 +77,7 @@ def match_calls(
             alone.append(one.path)
             continue
         members: list[int] | None = [place]
-        if type(one.module) is not nn.Identity:
+        if layer_class(one.module, nn.Identity) is None:
             members = _Group(one, others, silent).around(place)
         if members is None:
             alone.append(one.path)
@@ -107,7 +109,7 @@ class _Group:
         members = [place]
         while (before := self._before(members[0])) is not None:
             members.insert(0, before)
-        if any(type(self.others[i].module) in ANCHORS for i in members):
+        if any(layer_class(self.others[i].module) in ANCHORS for i in members):
             while (behind := self._behind(members)) is not None:
                 members.append(behind)
         calls = [self.others[i] for i in members]
@@ -119,7 +121,7 @@ class _Group:
 
     def _before(self, place: int) -> int | None:
         """Of a sum: the layer, or its batch norm, that went into it."""
-        if not self.adds or type(self.others[place].module) in ANCHORS:
+        if not self.adds or layer_class(self.others[place].module) in ANCHORS:
             return None
         found = (s for s in self.others[place].sources if s is not None and self._is_layer(s))
         return next(found, None)
@@ -128,9 +130,9 @@ class _Group:
         call = self.others[place]
         if call.path not in self.silent:
             return False
-        if isinstance(call.module, _BatchNorm):
+        if layer_class(call.module, _BatchNorm):
             return any(s is not None and self._is_layer(s) for s in call.sources)
-        return type(call.module) in ANCHORS
+        return layer_class(call.module) in ANCHORS
 
     def _behind(self, members: list[int]) -> int | None:
         calls = [self.others[i] for i in members]
@@ -138,7 +140,7 @@ class _Group:
             if reader < 0:
                 continue
             call = self.others[reader]
-            if type(call.module) in ANCHORS:
+            if layer_class(call.module) in ANCHORS:
                 continue  # the beginning of another group
             if call.path:
                 if call.path in self.silent or (call.path, call.repeat) == self.name:
@@ -159,7 +161,7 @@ class _Group:
             return call.function in _RELUS
         fused = isinstance(call.module, Fused) and call.module.part("relu") is not None
         learned = bool(getattr(call.module, "activation", None))
-        return isinstance(call.module, nn.ReLU | nn.ReLU6) or fused or learned
+        return fused or learned or layer_class(call.module, nn.ReLU, nn.ReLU6) is not None
 
 
 def _given(calls: list[Call], members: list[int]) -> tuple[Tensor, ...]:

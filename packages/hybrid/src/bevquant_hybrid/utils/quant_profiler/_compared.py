@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bevquant_graph import layer_class
 from bevquant_hybrid.qtensor import QTensor, as_float
 from bevquant_hybrid.utils.quant_profiler._align import Match
 from bevquant_hybrid.utils.quant_profiler._calls import Call, tensors_in
@@ -36,7 +37,7 @@ def compare(match: Match, measure: Measure, swapped: bool) -> list[Any] | None:
         return None
     x, y = (torch.cat([_values(pair[i]) for pair in pairs]) for i in (0, 1))
     scale = next((s for pair in pairs for t in pair[::-1] if (s := scale_of(t)) is not None), None)
-    identities = [isinstance(call.module, nn.Identity) for call in (one, like)]
+    identities = [layer_class(call.module, nn.Identity) is not None for call in (one, like)]
     again = None
     if identities[0] == identities[1]:
         again = _pairs(last.output, replay(one, match.inputs))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bevquant_graph import layer_class
 from bevquant_hybrid._undisturbed import moved
 from bevquant_hybrid.qtensor import QTensor
 from bevquant_hybrid.utils.quant_profiler._calls import Call, record_calls, tensors_in
@@ -63,7 +64,7 @@ def get_raw_features(
     for call in record_calls(model, example_inputs):
         if call.module is None or not wanted.takes(call.path, call.module):
             continue
-        if skip_identity and isinstance(call.module, nn.Identity):
+        if skip_identity and layer_class(call.module, nn.Identity):
             continue
         kind = type(call.module)
         common = {

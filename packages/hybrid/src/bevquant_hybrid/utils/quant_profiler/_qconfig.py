@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from torch.ao.quantization import FakeQuantizeBase
 
+from bevquant_graph import layer_class
 from bevquant_hybrid._fake_quant._calib import _WrappedCalibFakeQuantize
 from bevquant_hybrid._fx._placement import has_weight
 from bevquant_hybrid._observers._fixed import FixedScaleObserver
@@ -93,7 +94,11 @@ def check_qconfig(
     outputs, weights, messages = [], [], []
     for call in record_calls(model, example_inputs, watch=watch):
         module = call.module
-        if module is None or isinstance(module, nn.Identity) or not wanted.takes(call.path, module):
+        if (
+            module is None
+            or layer_class(module, nn.Identity)
+            or not wanted.takes(call.path, module)
+        ):
             continue
         method = f"[{call.method}]" if call.method else ""
         name = f"{call.path}{method}" + (f"({call.repeat})" if call.repeat else "")

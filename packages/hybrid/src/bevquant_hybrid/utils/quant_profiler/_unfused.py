@@ -10,6 +10,7 @@ from torch.ao.nn import quantized as torch_quantized
 from torch.ao.quantization import FakeQuantizeBase
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from bevquant_graph import layer_class
 from bevquant_hybrid.nn.intrinsic._fused import ACTIVATIONS, ANCHORS
 from bevquant_hybrid.nn.quantized.quantize import is_fixed_point
 from bevquant_hybrid.utils.quant_profiler._calls import Call, record_calls
@@ -55,7 +56,9 @@ def check_unfused_operations(
     _refuse_prepared(model)
     calls = record_calls(model, example_inputs, keep=False)
     times = Counter(id(call.module) for call in calls)
-    chains = [_chain(calls, i) for i, call in enumerate(calls) if type(call.module) in ANCHORS]
+    chains = [
+        _chain(calls, i) for i, call in enumerate(calls) if layer_class(call.module) in ANCHORS
+    ]
     chains = [chain for chain in chains if len(chain) > 1]
     chains.sort(key=lambda chain: times[id(chain[0].module)] == 1)
     groups, tables = [], []
@@ -89,17 +92,17 @@ def _chain(calls: list[Call], start: int) -> list[Call]:
         if reader is None:
             return chain
         call = calls[reader]
-        if isinstance(call.module, _BatchNorm):
+        if layer_class(call.module, _BatchNorm):
             fits = len(chain) == 1
         elif isinstance(call.module, torch_quantized.FloatFunctional):
             fits = _can_add(calls, call, last) and not any(c.method for c in chain)
         else:
-            fits = type(call.module) in ACTIVATIONS
+            fits = layer_class(call.module) in ACTIVATIONS
         if not fits:
             return chain
         chain.append(call)
         last = reader
-        if type(call.module) in ACTIVATIONS:
+        if layer_class(call.module) in ACTIVATIONS:
             return chain
 
 
@@ -107,7 +110,7 @@ def _only_reader(calls: list[Call], index: int) -> int | None:
     """The one call that reads a result, seen through Identity; None for several, or the end."""
     while len(calls[index].readers) == 1 and calls[index].readers[0] >= 0:
         index = calls[index].readers[0]
-        if not isinstance(calls[index].module, nn.Identity):
+        if layer_class(calls[index].module, nn.Identity) is None:
             return index
     return None
 
@@ -117,10 +120,10 @@ def _can_add(calls: list[Call], add: Call, mine: int) -> bool:
     if add.method not in ("add", "add_relu") or len(set(add.sources)) != 2:
         return False
     first = add.sources[0]
-    while first is not None and isinstance(calls[first].module, nn.Identity):
+    while first is not None and layer_class(calls[first].module, nn.Identity):
         first = calls[first].sources[0]
     if first is None or first == mine or len(calls[first].readers) != 1:
         return True
-    if isinstance(calls[first].module, _BatchNorm):
+    if layer_class(calls[first].module, _BatchNorm):
         first = calls[first].sources[0]
-    return first is None or type(calls[first].module) not in ANCHORS
+    return first is None or layer_class(calls[first].module) not in ANCHORS

@@ -1,0 +1,26 @@
+"""Calibrated pictures: what a camera is, where points fall in it, and the network's input."""
+
+from __future__ import annotations
+
+from bev_data.cameras._camera import CAMERA_NAMES, Camera
+from bev_data.cameras._depth import depth_images
+from bev_data.cameras._prepare import (
+    IMAGE_MEAN,
+    IMAGE_STD,
+    CameraInputs,
+    order_cameras,
+    prepare_cameras,
+)
+from bev_data.cameras._project import project
+
+__all__ = [
+    "CAMERA_NAMES",
+    "IMAGE_MEAN",
+    "IMAGE_STD",
+    "Camera",
+    "CameraInputs",
+    "depth_images",
+    "order_cameras",
+    "prepare_cameras",
+    "project",
+]

@@ -1,0 +1,68 @@
+"""LiDAR depth in the network's pixels, the second input of the depth-aware view transform."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from bev_data._errors import InputError
+from bev_data.cameras._prepare import CameraInputs
+
+__all__ = ["depth_images"]
+
+
+def depth_images(
+    points: Tensor | npt.NDArray[np.floating],
+    inputs: CameraInputs,
+    image_size: tuple[int, int] | None = None,
+) -> Tensor:
+    """Depth of the nearest point in every pixel of every network image.
+
+    (u, v, 1) · z = image_aug · intrinsics · lidar_to_camera · point, with z the depth before
+    `image_aug` is applied; the pixel is floor(u), floor(v). mit-bevfusion writes its points in
+    order and the last one of a pixel stays, so what lies behind may overwrite what is in front
+    and the result changes with the order of the points; here the nearest one stays.
+
+    Args:
+        points: [points, 3 or more], x, y, z in the LiDAR frame [m].
+        inputs: what `prepare_cameras` made; on the device where the work is to be done.
+        image_size: height and width of the network's images; those of `inputs.images` where None.
+
+    Returns:
+        float32 [cameras, 1, height, width], metres, 0 where no point falls.
+
+    Raises:
+        InputError: points of another shape.
+
+    Examples:
+        >>> import numpy as np
+        >>> from bev_data.cameras import Camera, prepare_cameras
+        >>> look_ahead = np.array([[1.0, 0, 0, 0], [0, 0, -1, 0], [0, 1, 0, 0], [0, 0, 0, 1]])
+        >>> matrix = np.array([[100.0, 0, 80], [0, 100, 45], [0, 0, 1]])
+        >>> camera = Camera("CAM_FRONT", np.zeros((90, 160, 3), np.uint8), matrix, look_ahead)
+        >>> inputs = prepare_cameras([camera], (32, 88))
+        >>> depth = depth_images(np.array([[0.0, 20, 0], [0, 30, 0], [0, -5, 0]]), inputs)
+        >>> depth[depth > 0].tolist()
+        [20.0]
+    """
+    height, width = image_size if image_size is not None else inputs.images.shape[-2:]
+    device = inputs.intrinsics.device
+    cloud = torch.as_tensor(points, device=device)
+    if cloud.ndim != 2 or cloud.shape[1] < 3:
+        raise InputError(f"points must be [N, 3 or more], not {list(cloud.shape)}")
+    cloud = cloud[:, :3].to(torch.float64)
+    cameras = len(inputs.intrinsics)
+    nearest = torch.full((cameras, height * width), torch.inf, dtype=torch.float32, device=device)
+    # One matrix takes a point to (u·z, v·z, z): image_aug keeps the third component.
+    to_pixels = inputs.image_aug @ inputs.intrinsics @ inputs.lidar_to_camera[:, :3]
+    for camera in range(cameras):
+        scaled = cloud @ to_pixels[camera, :, :3].T + to_pixels[camera, :, 3]
+        scaled = scaled[scaled[:, 2] > 0]
+        depth = scaled[:, 2]
+        column, row = (scaled[:, :2] / depth[:, None]).floor().unbind(1)
+        inside = (column >= 0) & (column < width) & (row >= 0) & (row < height)
+        pixel = (row * width + column)[inside].long()
+        nearest[camera].scatter_reduce_(0, pixel, depth[inside].float(), "amin")
+    return nearest.masked_fill_(nearest.isinf(), 0).view(cameras, 1, height, width)

@@ -1,0 +1,25 @@
+"""Data sets with one interface: PandaSet, KITTI, nuScenes, files of one's own.
+
+nuScenes needs nuscenes-devkit (the extra `nuscenes`), whose metadata asks for numpy below 2; pip
+then replaces numpy 2 by 1.26, with which everything here works too. To keep numpy 2, with which
+the devkit's reader works as well, install it apart from its requirements:
+`pip install --no-deps nuscenes-devkit descartes pyquaternion` and then
+`pip install cachetools opencv-python-headless scikit-learn 'shapely<2.1' pycocotools`.
+"""
+
+from __future__ import annotations
+
+from bev_data.datasets._frame_folder import write_frame_folder
+from bev_data.datasets._frame_list import FrameList
+from bev_data.datasets._labelled import labelled_region, range_origin, scene_name
+from bev_data.datasets._open import open_dataset, register_dataset
+
+__all__ = [
+    "FrameList",
+    "labelled_region",
+    "open_dataset",
+    "range_origin",
+    "register_dataset",
+    "scene_name",
+    "write_frame_folder",
+]

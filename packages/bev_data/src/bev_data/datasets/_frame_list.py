@@ -1,0 +1,50 @@
+"""The one interface of every data set: a sequence that reads a frame when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, overload
+
+from bev_data.points import Frame
+
+__all__ = ["FrameList"]
+
+
+class FrameList(Sequence[Frame]):
+    """Frames read one at a time, at every access anew.
+
+    Holds keys alone (file names, seeds, tokens), so that a long list costs no memory. A slice is
+    again such a list.
+
+    Args:
+        kind: the data set's kind, for messages.
+        keys: what `read` needs of each frame.
+        read: makes a frame of a key.
+
+    Examples:
+        >>> import numpy as np
+        >>> zeros = np.zeros((9, 5), np.float32)
+        >>> frames = FrameList("zeros", range(1000), lambda k: Frame(f"{k}", zeros))
+        >>> len(frames), len(frames[10:20]), frames[10:20][-1].name
+        (1000, 10, '19')
+    """
+
+    def __init__(self, kind: str, keys: Sequence[Any], read: Callable[[Any], Frame]) -> None:
+        self.kind = kind
+        self.keys = keys
+        self._read = read
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @overload
+    def __getitem__(self, index: int) -> Frame: ...
+    @overload
+    def __getitem__(self, index: slice) -> FrameList: ...
+    def __getitem__(self, index: int | slice) -> Frame | FrameList:
+        if isinstance(index, slice):
+            return FrameList(self.kind, self.keys[index], self._read)
+        return self._read(self.keys[index])
+
+    def __repr__(self) -> str:
+        return f"FrameList({self.kind}, {len(self)} frames)"

@@ -1,0 +1,220 @@
+"""nuScenes through its devkit: which samples there are."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from bev_data._errors import InputError
+from bev_data.datasets._frame_list import FrameList
+from bev_data.datasets._nuscenes_sample import read_sample
+from bev_data.points import Frame
+from bevquant_quantizers.documents import DocumentError, Finite, Size, as_form
+
+__all__ = ["nuscenes"]
+
+_Three = tuple[Finite, Finite, Finite]
+
+
+class _Scene(msgspec.Struct):
+    name: str
+    first_sample_token: str
+
+
+class _Sample(msgspec.Struct):
+    data: dict[str, str]
+    anns: list[str]
+    next: str
+
+
+class _Pose(msgspec.Struct):
+    rotation: tuple[Finite, Finite, Finite, Finite]
+    translation: _Three
+
+    def __post_init__(self) -> None:
+        if not any(self.rotation):
+            raise ValueError("a rotation of length 0")
+
+
+class _Sensor(_Pose):
+    camera_intrinsic: list[_Three]
+
+
+class _Recording(msgspec.Struct):
+    calibrated_sensor_token: str
+    ego_pose_token: str
+    filename: Annotated[str, msgspec.Meta(pattern=r"^[^\x00]+$")]
+    timestamp: Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+    channel: str
+    width: Size
+    height: Size
+    prev: str
+
+
+class _Annotation(_Pose):
+    token: str
+    size: _Three
+    visibility_token: str
+    category_name: str
+    num_lidar_pts: Size
+
+
+_ROWS = {
+    "sample": _Sample, "ego_pose": _Pose, "calibrated_sensor": _Sensor, "sample_data": _Recording,
+    "sample_annotation": _Annotation,
+}  # fmt: skip
+# What the devkit, which checks nothing, raises on damaged tables.
+_DAMAGED = (AssertionError, OSError, ValueError, LookupError, TypeError, AttributeError,
+            ArithmeticError, RecursionError)  # fmt: skip
+
+
+class _Tables:
+    """The devkit's tables; each row that is asked for is checked."""
+
+    def __init__(self, devkit: Any, place: Path) -> None:
+        self.devkit, self._place = devkit, place
+        self.version, self.dataroot = devkit.version, devkit.dataroot
+        self._check(devkit.scene, list[_Scene], "scene")
+        self._check(devkit.sample, list[dict[str, Any]], "sample")
+        self.scene: list[dict[str, Any]] = devkit.scene
+
+    def get(self, table: str, token: str) -> dict[str, Any]:
+        """A row of a table, of the form that is read."""
+        try:
+            row: dict[str, Any] = self.devkit.get(table, token)
+        except _DAMAGED as error:
+            raise self._error(f"{table}.json has no row {token!r} ({error!r})") from error
+        self._check(row, _ROWS[table], table)
+        return row
+
+    def box_velocity(self, token: str) -> Any:
+        """Of an annotation, by the rows before and behind it [m/s]."""
+        try:
+            return self.devkit.box_velocity(token)
+        except _DAMAGED as error:
+            raise self._error(f"no velocity of annotation {token} ({error!r})") from error
+
+    def _check(self, value: Any, form: Any, table: str) -> None:
+        where = f"{self._place / f'{table}.json'}"
+        try:
+            as_form(value, form, where=where, what=f"table of nuScenes' {table}")
+        except DocumentError as error:
+            raise InputError(str(error)) from error
+
+    def _error(self, what: str) -> InputError:
+        return InputError(f"{self._place}: {what}; unpack the data set's metadata again")
+
+
+def nuscenes(
+    path: Path,
+    *,
+    version: str = "v1.0-mini",
+    split: str | None = None,
+    scenes: Sequence[str] | None = None,
+    sweeps: int = 10,
+    cameras: Literal["all", "none"] = "all",
+) -> FrameList:
+    """Keyframes of nuScenes with ten sweeps, six cameras and labels in the scanner's frame.
+
+    Needs nuscenes-devkit (`pip install 'bev-data[nuscenes]'`). As in mit-bevfusion: each
+    earlier sweep goes through global coordinates into the keyframe's, without its points within
+    1 m of the scanner in x and in y, with its lag as the fifth column; a camera's pose is that of
+    its own exposure. Unlike there, a scene's first keyframes have fewer sweeps instead of copies.
+    Boxes carry nuScenes' ten class names where they have one, velocities (NaN where nuScenes does
+    not know), and the middle of their visibility level (0.2, 0.5, 0.7, 0.9).
+
+    Args:
+        path: the folder with `samples`, `sweeps` and the tables' folder.
+        version: the tables' folder, such as "v1.0-trainval".
+        split: of the devkit ("mini_val", "val", …) or of a `splits.json` beside the tables.
+        scenes: names of scenes; with a split, those that are in both.
+        sweeps: how many at most, the keyframe's own among them.
+        cameras: "all" or "none".
+
+    Raises:
+        InputError: no devkit, no such folder, version, split or scene, damaged tables, and at
+            access a missing file or camera.
+    """
+    if sweeps < 1:
+        raise InputError(f"sweeps={sweeps}: at least 1, the keyframe itself")
+    if cameras not in ("all", "none"):
+        raise InputError(f"cameras={cameras!r}: expected 'all' or 'none'")
+    tables = _tables(path, version)
+    wanted = _scenes(tables, split, scenes)
+    keys = []
+    for scene in wanted:
+        token, number = scene["first_sample_token"], 0
+        while token:
+            if number > len(tables.devkit.sample):
+                raise InputError(f"{path / version}: the samples of {scene['name']} have no end")
+            keys.append((f"{scene['name']}_{number:02d}", token))
+            token, number = tables.get("sample", token)["next"], number + 1
+    if not keys:
+        raise InputError(f"{path}: {version} holds no samples of the scenes asked for")
+
+    def read(key: tuple[str, str]) -> Frame:
+        return read_sample(tables, *key, sweeps=sweeps, with_cameras=cameras == "all")
+
+    return FrameList("nuscenes", tuple(keys), read)
+
+
+def _tables(path: Path, version: str) -> _Tables:
+    try:
+        devkit = importlib.import_module("nuscenes.nuscenes")
+    except ImportError as error:
+        raise InputError(
+            f"nuScenes is read with nuscenes-devkit, which cannot be imported ({error}): install "
+            "it with `pip install 'bev-data[nuscenes]'`"
+        ) from error
+    if not (path / version).is_dir():
+        there = sorted(folder.name for folder in path.glob("v*") if folder.is_dir())
+        raise InputError(
+            f"{path / version}: no such folder of tables; {path} has {', '.join(there) or 'none'}"
+        )
+    try:
+        tables = devkit.NuScenes(version=version, dataroot=str(path), verbose=False)
+    except _DAMAGED as error:
+        raise InputError(
+            f"{path / version}: the devkit cannot read the tables "
+            f"({type(error).__name__}: {error}); unpack the data set's metadata and maps again"
+        ) from error
+    return _Tables(tables, path / version)
+
+
+def _scenes(
+    tables: _Tables, split: str | None, names: Sequence[str] | None
+) -> list[dict[str, Any]]:
+    there = {scene["name"]: scene for scene in tables.scene}
+    missing = [name for name in names or () if name not in there]
+    if missing:
+        raise InputError(
+            f"no scene {', '.join(missing)}; {tables.version} has {len(there)}, such as "
+            f"{', '.join(sorted(there)[:5])}"
+        )
+    chosen = list(there) if names is None else list(names)
+    if split is not None:
+        inside = _split(tables, split)
+        chosen = [name for name in chosen if name in inside]
+        if not chosen:
+            raise InputError(
+                f"split {split!r} has none of the scenes of {tables.version}: another version "
+                "may be meant (mini_train and mini_val are v1.0-mini's)"
+            )
+    return [there[name] for name in chosen]
+
+
+def _split(tables: _Tables, split: str) -> set[str]:
+    splits = importlib.import_module("nuscenes.utils.splits")
+    known: dict[str, list[str]] = splits.create_splits_scenes()
+    if split in known:
+        return set(known[split])
+    try:
+        return set(splits.get_scenes_of_custom_split(split, tables.devkit))
+    except _DAMAGED as error:
+        raise InputError(
+            f"no split {split!r} ({error}); the devkit knows {', '.join(known)}"
+        ) from error

@@ -1,0 +1,55 @@
+"""Detection metrics from boxes alone: nuScenes' AP, errors and NDS, KITTI's BEV AP, intervals."""
+
+from bev_data.metrics._accuracy import Accuracy, AccuracyTally, ModelAccuracy, Sketch
+from bev_data.metrics._bootstrap import (
+    Bootstrap,
+    Interval,
+    interval_of_difference,
+    interval_of_mean_ap,
+)
+from bev_data.metrics._curve import RECALLS
+from bev_data.metrics._evaluate import (
+    Difference,
+    compare_detections,
+    evaluate_detections,
+)
+from bev_data.metrics._meter import DetectionMeter
+from bev_data.metrics._result import ClassMetrics, DetectionMetrics, metrics_of
+from bev_data.metrics._rules import ERRORS, DetectionRules
+from bev_data.metrics._text import (
+    ERROR_UNITS,
+    accuracy_notes,
+    accuracy_text,
+    aligned_table,
+    nds_title,
+    points,
+    span,
+)
+
+__all__ = [
+    "ERRORS",
+    "ERROR_UNITS",
+    "RECALLS",
+    "Accuracy",
+    "AccuracyTally",
+    "Bootstrap",
+    "ClassMetrics",
+    "DetectionMeter",
+    "DetectionMetrics",
+    "DetectionRules",
+    "Difference",
+    "Interval",
+    "ModelAccuracy",
+    "Sketch",
+    "accuracy_notes",
+    "accuracy_text",
+    "aligned_table",
+    "compare_detections",
+    "evaluate_detections",
+    "interval_of_difference",
+    "interval_of_mean_ap",
+    "metrics_of",
+    "nds_title",
+    "points",
+    "span",
+]

@@ -1,0 +1,162 @@
+"""Several models on the same labelled frames, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from bev_data.datasets import labelled_region, scene_name
+from bev_data.metrics._bootstrap import Bootstrap, interval_of_mean_ap
+from bev_data.metrics._evaluate import Difference, difference
+from bev_data.metrics._meter import DetectionMeter
+from bev_data.metrics._result import DetectionMetrics, metrics_of
+from bev_data.metrics._rules import DetectionRules
+
+if TYPE_CHECKING:
+    from bev_data.boxes import Detections
+    from bev_data.points import Labels
+
+__all__ = ["Accuracy", "AccuracyTally", "ModelAccuracy", "Sketch"]
+
+SKETCHES = 6  # frames that are kept for pictures
+
+
+@dataclass(frozen=True, eq=False)
+class ModelAccuracy:
+    """One of the models.
+
+    Attributes:
+        model: Its name, such as "float".
+        metrics: How well it finds what is labelled, with the interval of its mAP.
+        difference: Its mAP less the first model's, paired; None for the first one.
+    """
+
+    model: str
+    metrics: DetectionMetrics
+    difference: Difference | None
+
+
+@dataclass(frozen=True, eq=False)
+class Sketch:
+    """One frame to look at: its labels, and what each model found, by the model's name."""
+
+    frame: str
+    labels: Labels
+    found: dict[str, Detections]
+
+
+@dataclass(frozen=True, eq=False)
+class Accuracy:
+    """Models side by side.
+
+    Attributes:
+        models: The first is the one that the others are compared with.
+        unlabelled: How many frames had no labels and were passed over.
+        drawn: What the bootstrap draws: "scenes" or "frames".
+        bootstrap: How intervals were found.
+        rules: What counted.
+        sketches: The first few frames, for pictures.
+        classes: The models' class names, by number.
+    """
+
+    models: tuple[ModelAccuracy, ...]
+    unlabelled: int
+    drawn: str
+    bootstrap: Bootstrap
+    rules: DetectionRules
+    sketches: tuple[Sketch, ...]
+    classes: tuple[str, ...]
+
+    @property
+    def reference(self) -> DetectionMetrics:
+        """The first model's metrics."""
+        return self.models[0].metrics
+
+    def summary(self) -> dict[str, Any]:
+        """Everything but curves and boxes, for JSON."""
+        return {
+            "frames": self.reference.frames,
+            "frames_without_labels": self.unlabelled,
+            "labels": self.reference.labels,
+            "bootstrap": {"draws": self.drawn, **vars(self.bootstrap)},
+            "rules": self.rules,
+            "models": {
+                entry.model: {**entry.metrics.summary(), "difference": entry.difference}
+                for entry in self.models
+            },
+        }
+
+
+class AccuracyTally:
+    """Takes the models' detections frame by frame, and holds a few bytes for each.
+
+    Args:
+        classes: The models' class names, by number.
+        rules: What counts.
+        bootstrap: How intervals are found.
+        dataset: The data set's kind, which says where frames are labelled and which of them make
+            a scene; None for frames from elsewhere.
+    """
+
+    def __init__(
+        self,
+        classes: Sequence[str],
+        rules: DetectionRules | None = None,
+        bootstrap: Bootstrap | None = None,
+        dataset: str | None = None,
+    ) -> None:
+        self._classes = tuple(classes)
+        self._rules, self._bootstrap = rules or DetectionRules(), bootstrap or Bootstrap()
+        self._dataset, self._region = dataset, labelled_region(dataset)
+        self._meters: dict[str, DetectionMeter] = {}
+        self._sketches: dict[int, Sketch] = {}
+        self._unlabelled: dict[str, int] = {}
+
+    def add(
+        self, model: str, index: int, name: str, found: Detections, labels: Labels | None
+    ) -> None:
+        """Take one frame of one model; every model sees the same frames in the same order.
+
+        Args:
+            model: Its name.
+            index: The frame's number.
+            name: The frame's name.
+            found: What the model found.
+            labels: What there is; None for a frame that nobody labelled.
+        """
+        meter = self._meters.get(model)
+        if meter is None:
+            meter = self._meters[model] = DetectionMeter(self._classes, self._rules)
+            self._unlabelled[model] = 0
+        if labels is None:
+            self._unlabelled[model] += 1
+            return
+        scene = scene_name(self._dataset, name)
+        meter.add(found, labels, scene=scene, region=self._region)
+        if meter.frames <= SKETCHES:
+            sketch = self._sketches.setdefault(index, Sketch(name, labels, {}))
+            sketch.found[model] = found
+
+    def result(self) -> Accuracy | None:
+        """What was measured; None where no frame had labels."""
+        meters = list(self._meters.items())
+        if not meters or not meters[0][1].frames:
+            return None
+        reference = meters[0][1]
+        models = []
+        for index, (name, meter) in enumerate(meters):
+            interval = interval_of_mean_ap(meter, self._bootstrap)
+            apart = None
+            if index:
+                apart = difference(meter, reference, bootstrap=self._bootstrap)
+            models.append(ModelAccuracy(name, metrics_of(meter, interval), apart))
+        return Accuracy(
+            tuple(models),
+            self._unlabelled[meters[0][0]],
+            "frames" if scene_name(self._dataset, "a_b") is None else "scenes",
+            self._bootstrap,
+            self._rules,
+            tuple(self._sketches.values()),
+            self._classes,
+        )

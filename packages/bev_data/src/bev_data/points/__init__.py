@@ -1,0 +1,20 @@
+"""Readers of LiDAR frames: nuScenes and KITTI `.bin`, `.npz`, NVIDIA `.tensor`, folders of them."""
+
+from __future__ import annotations
+
+from bev_data.points._errors import PointsError
+from bev_data.points._frame import Frame, Labels, VoxelData
+from bev_data.points._nvidia_tensor import load_tensor, save_tensor
+from bev_data.points._read import FrameFiles, read_frames, read_points
+
+__all__ = [
+    "Frame",
+    "FrameFiles",
+    "Labels",
+    "PointsError",
+    "VoxelData",
+    "load_tensor",
+    "read_frames",
+    "read_points",
+    "save_tensor",
+]

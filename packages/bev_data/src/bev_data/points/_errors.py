@@ -1,0 +1,15 @@
+"""The one error of the readers."""
+
+from __future__ import annotations
+
+from bev_data._errors import InputError
+
+__all__ = ["PointsError"]
+
+
+class PointsError(InputError):
+    """A frame cannot be read or holds something that must not be used.
+
+    The message names the file, what was found, what was expected and what to do. It is meant to
+    be shown to the user as it is.
+    """

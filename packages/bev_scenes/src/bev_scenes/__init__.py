@@ -1,0 +1,42 @@
+"""Procedural scenes: a street from a seed, a LiDAR that drives through it, and six cameras.
+
+Importing this package lets `bev_data.datasets.open_dataset("street", …)` open streets.
+"""
+
+from __future__ import annotations
+
+from bev_data.datasets import register_dataset
+from bev_scenes._dataset import open_streets
+from bev_scenes._frame import SIZES, SceneSettings, street_frame
+from bev_scenes._ground import Ground
+from bev_scenes._lidar import SpinningLidar
+from bev_scenes._render import Picture, render_street
+from bev_scenes._rig import RIGS, CameraMount, CameraRig
+from bev_scenes._scan import Scan, scan_street
+from bev_scenes._solids import Material, SceneObject, Shape, Solid
+from bev_scenes._street import EgoPath, Street, build_street
+
+__all__ = [
+    "RIGS",
+    "SIZES",
+    "CameraMount",
+    "CameraRig",
+    "EgoPath",
+    "Ground",
+    "Material",
+    "Picture",
+    "Scan",
+    "SceneObject",
+    "SceneSettings",
+    "Shape",
+    "Solid",
+    "SpinningLidar",
+    "Street",
+    "build_street",
+    "open_streets",
+    "render_street",
+    "scan_street",
+    "street_frame",
+]
+
+register_dataset("street", open_streets)

@@ -1,0 +1,121 @@
+"""The embedded default frame: a street from a seed, scanned and, if asked for, photographed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+from bev_data.points import Frame
+from bev_scenes._labels import scanner_pose
+from bev_scenes._lidar import SpinningLidar
+from bev_scenes._render import Picture, render_street
+from bev_scenes._rig import RIGS, CameraRig
+from bev_scenes._scan import scan_street
+from bev_scenes._street import build_street
+
+__all__ = ["SIZES", "SceneSettings", "street_frame"]
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class SceneSettings:
+    """How finely the LiDAR scans a street.
+
+    Args:
+        beams: lasers, evenly spaced from −30.67° to 10.67°.
+        sweeps: turns, the newest at time lag 0, 0.05 s apart.
+        azimuth_steps: firings per turn.
+        max_range: [m].
+    """
+
+    beams: int = 32
+    sweeps: int = 10
+    azimuth_steps: int = 1084
+    max_range: float = 70.0
+
+
+SIZES: dict[str, SceneSettings] = {
+    "nuscenes": SceneSettings(),
+    # About one firing per 0.3 m voxel at 25 m.
+    "tiny": SceneSettings(sweeps=3, azimuth_steps=512),
+}
+
+
+def street_frame(
+    seed: int = 0,
+    *,
+    size: str | SceneSettings = "nuscenes",
+    cameras: str | CameraRig | None = None,
+    beams: int | None = None,
+    sweeps: int | None = None,
+    azimuth_steps: int | None = None,
+    max_range: float | None = None,
+    scan_seed: int | None = None,
+    threads: int | None = None,
+) -> Frame:
+    """A street seen by a spinning LiDAR and by cameras, ray-cast; needs no file and no download.
+
+    The frame is that of nuScenes' scanner: x right, y forward, z up, the ground about 1.84 m
+    below the origin. The same arguments give the same frame, bit for bit, with one numpy version
+    (its generators decide the noise) and any number of threads.
+
+    Args:
+        seed: of the street: every seed is another street.
+        size: of the scan, a key of `SIZES` or one's own: "nuscenes" has nuScenes' ten sweeps,
+            "tiny" what suits the configuration `tiny`, its 0.3 m voxels and its seconds.
+        cameras: a key of `RIGS` ("nuscenes", six images of 1600x900; "tiny", of 320x180) or one's
+            own rig; no pictures where None.
+        beams: instead of the size's.
+        sweeps: instead of the size's.
+        azimuth_steps: instead of the size's.
+        max_range: instead of the size's [m].
+        scan_seed: of noise and dropout; `seed` where None.
+        threads: that render pictures; one for each processor where None.
+
+    Returns:
+        A frame with points, with labels of the labelled objects that have returns (boxes,
+        velocities, visibility, numbers of points), and with cameras.
+
+    Raises:
+        ValueError: numbers that make no street or no scanner, a size or rig of unknown name.
+
+    Examples:
+        >>> frame = street_frame(size="tiny", beams=8, sweeps=1, azimuth_steps=90, cameras="tiny")
+        >>> frame.points.shape[1], [camera.name for camera in frame.cameras][:2]
+        (5, ['CAM_FRONT', 'CAM_FRONT_RIGHT'])
+        >>> set(frame.labels.names) <= {
+        ...     "car", "truck", "construction_vehicle", "bus", "trailer", "barrier",
+        ...     "traffic_cone", "pedestrian", "bicycle", "motorcycle"}
+        True
+    """
+    if seed < 0:
+        raise ValueError(f"seed={seed}: must not be negative")
+    if threads is not None and threads < 1:
+        raise ValueError(f"threads={threads}: at least 1, or None for one per processor")
+    settings = _named("size", size, SIZES) if isinstance(size, str) else size
+    rig = _named("cameras", cameras, RIGS) if isinstance(cameras, str) else cameras
+    lidar = SpinningLidar(
+        beams=settings.beams if beams is None else beams,
+        azimuth_steps=settings.azimuth_steps if azimuth_steps is None else azimuth_steps,
+        max_range=settings.max_range if max_range is None else max_range,
+    )
+    sweeps = settings.sweeps if sweeps is None else sweeps
+    street = build_street(seed)
+    scan = scan_street(street, lidar, sweeps=sweeps, seed=seed if scan_seed is None else scan_seed)
+    pictures: tuple[Picture, ...] = ()
+    if rig is not None:
+        pose = scanner_pose(street, lidar.height)
+        pictures = render_street(street, rig, pose, seed=seed, threads=threads)
+    return Frame(
+        f"street_{seed}",
+        scan.points,
+        labels=scan.labels,
+        cameras=tuple(picture.camera for picture in pictures),
+    )
+
+
+def _named(what: str, name: str, known: dict[str, _T]) -> _T:
+    if name not in known:
+        raise ValueError(f"{what}={name!r}: unknown; expected one of {', '.join(known)}")
+    return known[name]

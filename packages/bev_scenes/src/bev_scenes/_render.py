@@ -1,0 +1,178 @@
+"""Pictures of a street from the cameras of a car, at one instant."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from bev_data.cameras import Camera
+from bev_scenes._candidates import candidates_by_cell, screen_rectangles
+from bev_scenes._daylight import make_daylight
+from bev_scenes._labels import Pose
+from bev_scenes._paint import colours_of
+from bev_scenes._raycast import CELL, GROUND, cast_pixels, cast_shadows
+from bev_scenes._rig import CameraMount, CameraRig
+from bev_scenes._shade import shade
+from bev_scenes._solid_arrays import SolidArrays, gather, in_order, place
+from bev_scenes._street import Street
+
+__all__ = ["GROUND_PIXEL", "SKY_PIXEL", "Picture", "render_street"]
+
+GROUND_PIXEL, SKY_PIXEL = -1, -2
+
+_Array = npt.NDArray[np.float64]
+_TILE = 16  # pixels
+_BAND = 64  # rows that one task renders; what it needs stays in the caches
+_FAR = 400.0  # m
+_SHADOWS = 110.0  # shadows fall up to here from the middle of the street [m]
+
+
+@dataclass(frozen=True, eq=False)
+class Picture:
+    """What one camera sees.
+
+    Args:
+        camera: the image and its calibration.
+        objects: int32 [height, width], index into `Street.objects` of what each pixel shows; -1
+            for the ground, -2 for the sky.
+    """
+
+    camera: Camera
+    objects: npt.NDArray[np.int32]
+
+
+def render_street(
+    street: Street, rig: CameraRig, pose: Pose, *, seed: int = 0, threads: int | None = None
+) -> tuple[Picture, ...]:
+    """Render every camera of `rig` at time 0, one ray through the middle of each pixel.
+
+    Light and paint come from `seed` too. Rays meet the same solids and the same ground as those
+    of the LiDAR; window panes lie 0.15 m behind their walls, and foliage lets some rays through.
+
+    Args:
+        street: the scene.
+        rig: the cameras.
+        pose: of the LiDAR at time 0, which the cameras' places count from.
+        seed: of sun, sky and colours.
+        threads: at most; as many as there are processors where None. Pictures do not depend on
+            it.
+    """
+    solids = gather(street)
+    scene = _Scene(street, solids, place(street, solids, 0.0), seed)
+    views = [_View(scene, mount, pose) for mount in rig.cameras]
+    tasks = [
+        (view, row, min(row + _BAND, view.mount.height))
+        for view in views
+        for row in range(0, view.mount.height, _BAND)
+    ]
+    workers = min(threads or _processors(), len(tasks))
+    if workers == 1:
+        for task in tasks:
+            _render_rows(scene, *task)
+    else:
+        with ThreadPoolExecutor(workers) as pool:
+            list(pool.map(lambda task: _render_rows(scene, *task), tasks))
+    return tuple(
+        Picture(
+            Camera(view.mount.name, view.image, view.mount.intrinsics, view.mount.lidar_to_camera),
+            view.objects,
+        )
+        for view in views
+    )
+
+
+def _processors() -> int:
+    # Not every system tells which processors this process may use.
+    tell = getattr(os, "sched_getaffinity", None)
+    return len(tell(0)) if tell else os.cpu_count() or 1
+
+
+class _Scene:
+    """What all cameras share: solids from anywhere, their colours, the light, shadows."""
+
+    def __init__(self, street: Street, solids: SolidArrays, centre: _Array, seed: int) -> None:
+        rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, 5])))
+        self.solids, self.centre = solids, centre
+        self.road, self.bumps = street.ground.parameters, street.ground.bumps
+        self.daylight = make_daylight(rng)
+        self.colour = colours_of(street, seed)
+        every = np.arange(len(centre))
+        self.arrays = in_order(solids, centre, every, np.zeros(len(centre)))
+        self.corner = np.array([-_SHADOWS, -_SHADOWS])
+        cells = int(2 * _SHADOWS / CELL)
+        self.grid = (cells, cells)
+        # The largest first: most shadows are those of houses, and one hit is enough.
+        by_size = np.argsort(-solids.half.prod(1), kind="stable")
+        starts, members = candidates_by_cell(self._shadow_cells()[by_size], cells, cells)
+        self.shadows = (starts, by_size[members])
+
+    def _shadow_cells(self) -> npt.NDArray[np.int64]:
+        """Cells of the plane z = 0 that each solid's shadow touches."""
+        sun, half, centre = self.daylight.towards, self.solids.half, self.centre
+        c, s = np.abs(self.solids.turn).T
+        reach_x = half[:, 0] * c + half[:, 1] * s
+        reach_y = half[:, 0] * s + half[:, 1] * c
+        spans = []
+        for axis, reach in ((0, reach_x), (1, reach_y)):
+            slide = sun[axis] / sun[2]
+            middle = centre[:, axis] - centre[:, 2] * slide - self.corner[axis]
+            wide = reach + half[:, 2] * abs(slide) + 0.05
+            spans += [np.floor((middle - wide) / CELL), np.floor((middle + wide) / CELL)]
+        return np.stack(spans, 1).astype(np.int64)
+
+
+class _View:
+    """What one camera adds: its place, its pixels, and which solids each tile of them may show."""
+
+    def __init__(self, scene: _Scene, mount: CameraMount, pose: Pose) -> None:
+        origin, (c, s) = pose
+        turn = np.array([[c, s, 0.0], [-s, c, 0.0], [0.0, 0.0, 1.0]])  # rows: LiDAR's x, y, z
+        self.mount = mount
+        self.origin = origin + np.array(mount.position) @ turn
+        self.axes = mount.axes @ turn
+        k = mount.intrinsics
+        self.lens = np.array([k[0, 0], k[1, 1], k[0, 2], k[1, 2]])
+        solids, centre = scene.solids, scene.centre - self.origin
+        box = screen_rectangles(self.lens, self.axes, centre, solids.turn, solids.half)
+        box += np.array([-1.0, 1.0, -1.0, 1.0])
+        inside = (box[:, 0] < mount.width) & (box[:, 1] > 0) & (box[:, 2] < mount.height)
+        inside &= (box[:, 3] > 0) & (box[:, 0] <= box[:, 1])
+        radius = np.sqrt(solids.half[:, 0] ** 2 + solids.half[:, 1] ** 2)
+        near = np.maximum(np.sqrt(centre[:, 0] ** 2 + centre[:, 1] ** 2) - radius, 0.0)
+        inside &= near < _FAR
+        seen = np.flatnonzero(inside)
+        self.order = seen[np.argsort(near[seen], kind="stable")]
+        across, down = -(-mount.width // _TILE), -(-mount.height // _TILE)
+        tiles = np.clip(np.floor(box[self.order] / _TILE), -1, max(across, down))
+        self.tiles = candidates_by_cell(tiles.astype(np.int64), across, down)
+        self.solids = in_order(solids, centre, self.order, near[self.order])
+        self.image = np.empty((mount.height, mount.width, 3), np.uint8)
+        self.objects = np.empty((mount.height, mount.width), np.int32)
+
+
+def _render_rows(scene: _Scene, view: _View, first: int, last: int) -> None:
+    size = (last - first, view.mount.width)
+    where, normal = np.empty((2, *size, 3), np.float32)
+    hit, material = np.empty(size, np.int32), np.empty(size, np.uint8)
+    light = np.empty(size, np.float32)
+    cast_pixels(
+        view.lens, view.axes, (first, last), view.mount.width, _TILE, view.tiles, view.solids,
+        view.origin, scene.road, scene.bumps, _FAR, where, hit, material, normal,
+    )  # fmt: skip
+    solid = np.where(hit >= 0, view.order[np.maximum(hit, 0)], hit).astype(np.int32)
+    cast_shadows(
+        where, solid, normal, scene.daylight.towards, scene.corner, scene.grid, scene.shadows,
+        scene.arrays, light,
+    )  # fmt: skip
+    shade(
+        where, solid, material, normal, light, view.origin, scene.daylight.numbers, scene.colour,
+        scene.arrays, view.image[first:last],
+    )  # fmt: skip
+    owner = scene.solids.owner[np.maximum(solid, 0)]
+    view.objects[first:last] = np.where(
+        solid >= 0, owner, np.where(solid == GROUND, GROUND_PIXEL, SKY_PIXEL)
+    )

@@ -1,0 +1,132 @@
+"""Several sweeps of a street by a LiDAR on a moving vehicle, in the newest sweep's frame."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from bev_data.points import Labels
+from bev_scenes._candidates import candidates_by_column
+from bev_scenes._labels import Pose, into_frame, labels_of, scanner_pose
+from bev_scenes._lidar import SpinningLidar
+from bev_scenes._raycast import GROUND, NOTHING, cast_rays
+from bev_scenes._solid_arrays import SolidArrays, columns_of, gather, in_order, place
+from bev_scenes._solids import REFLECTIVITY, Material, units
+from bev_scenes._street import Street
+
+__all__ = ["Scan", "scan_street"]
+
+_REFLECTIVITY = np.array([REFLECTIVITY[m][0] for m in Material])
+_LOSS = np.array([REFLECTIVITY[m][1] for m in Material])
+
+
+@dataclass(frozen=True, eq=False)
+class Scan:
+    """What the scanner saw, in the frame of the newest sweep (x right, y forward, z up).
+
+    Args:
+        points: float32 [points, 5], x, y, z [m], intensity 0..255, time lag [s].
+        objects: int32 [points], index into `Street.objects`, -1 for the ground.
+        materials: uint8 [points], `Material` of each return.
+        labels: of the objects with at least one return: tight boxes at time 0, velocities over
+            ground, share of the silhouette that nothing hides (see `visible_shares`), and returns
+            of all sweeps, also those of a trail outside the box.
+    """
+
+    points: npt.NDArray[np.float32]
+    objects: npt.NDArray[np.int32]
+    materials: npt.NDArray[np.uint8]
+    labels: Labels
+
+
+def scan_street(
+    street: Street, lidar: SpinningLidar | None = None, *, sweeps: int = 10, seed: int = 0
+) -> Scan:
+    """Scan `street` with the newest sweep at time 0 and the others before it.
+
+    Each sweep is taken at one instant, objects and vehicle at that instant's places; its points
+    are moved into the newest sweep's frame by the vehicle's motion alone, so that moving objects
+    leave a trail, as accumulated nuScenes sweeps do.
+
+    Args:
+        street: the scene.
+        lidar: the scanner; the default one where None.
+        sweeps: how many.
+        seed: of noise, dropout and the first firing's angle.
+
+    Raises:
+        ValueError: fewer than one sweep, negative seed.
+    """
+    if sweeps < 1 or seed < 0:
+        raise ValueError(f"sweeps={sweeps}, seed={seed}: at least one sweep, no negative seed")
+    lidar = lidar or SpinningLidar()
+    solids = gather(street)
+    now = scanner_pose(street, lidar.height)
+    parts = []
+    for sweep in range(sweeps):
+        rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, 2, sweep])))
+        parts.append(_one_sweep(street, lidar, solids, sweep, now, rng))
+    points, objects, materials = (np.concatenate(column) for column in zip(*parts, strict=True))
+    return Scan(points, objects, materials, labels_of(street, solids, objects, now))
+
+
+def _one_sweep(
+    street: Street,
+    lidar: SpinningLidar,
+    solids: SolidArrays,
+    sweep: int,
+    now: Pose,
+    rng: np.random.Generator,
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
+    lag = sweep * lidar.sweep_time
+    origin, _ = scanner_pose(street, lidar.height, -lag)
+    columns, beams = lidar.azimuth_steps, lidar.beams
+    step = 2 * math.pi / columns
+    phase = float(rng.random()) * step
+    azimuth = units(phase + step * np.arange(columns, dtype=np.float64))
+    low, high = lidar.elevation
+    elevation = units(np.linspace(low, high, beams) * (math.pi / 180.0))
+    chance, luck, fade = rng.random((3, columns, beams))
+    noise = rng.standard_normal((columns, beams))
+    flicker = rng.standard_normal((columns, beams))
+
+    centre = place(street, solids, -lag) - origin
+    order, near, first, last = columns_of(centre, solids, phase, step)
+    distance, hit, material, cosine = cast_rays(
+        azimuth,
+        elevation,
+        candidates_by_column(first, last, columns),
+        in_order(solids, centre, order, near),
+        origin,
+        street.ground.parameters,
+        street.ground.bumps,
+        chance,
+        lidar.max_range,
+    )
+    gain = np.append(solids.gain[order], 1.0)[np.where(hit >= 0, hit, len(order))]
+    back = _REFLECTIVITY[material] * gain
+    # A dark or grazed surface is lost sooner: the range at which half the light it would need
+    # comes back, with a soft edge over its last fifth.
+    visible = 75.0 * np.sqrt(back * (0.12 + 0.88 * cosine) / 0.05)
+    kept = luck >= _LOSS[material]
+    kept &= (visible - distance) > 0.2 * visible * fade
+    kept &= (hit != NOTHING) & (distance > 1.0)
+    measured = np.round((distance + lidar.range_noise * noise) * 500.0) / 500.0
+    intensity = 255.0 * back * (0.35 + 0.65 * cosine) * (1.0 + 0.22 * flicker)
+    intensity = np.clip(np.round(intensity), 0.0, 255.0)
+
+    at, beam = np.nonzero(kept)  # firing by firing, lowest beam first, as nuScenes files
+    flat = measured[kept] * elevation[beam, 0]
+    world = origin + np.stack(
+        [flat * azimuth[at, 0], flat * azimuth[at, 1], measured[kept] * elevation[beam, 1]], 1
+    )
+    points = np.empty((len(at), 5), np.float32)
+    points[:, :3] = into_frame(world, now)
+    points[:, 3] = intensity[kept]
+    points[:, 4] = lag
+    owner = np.append(solids.owner[order], GROUND)
+    objects = np.maximum(owner[np.where(hit >= 0, hit, len(order))][kept], -1)
+    return points, objects.astype(np.int32), material[kept]

@@ -1,0 +1,56 @@
+"""Streets as a data set."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from silhouettes import agreement, assert_sharpest_unmoved
+
+from bev_data import InputError
+from bev_data.datasets import FrameList, open_dataset
+from bev_scenes import street_frame
+from bev_scenes._poster import draw_scene
+
+SMALL = {"beams": 8, "sweeps": 1, "azimuth_steps": 90}
+
+
+def test_streets_are_made_when_asked_for():
+    frames = open_dataset("street", count=10**9, first_seed=5, **SMALL)
+    assert len(frames) == 10**9
+    np.testing.assert_array_equal(frames[2].points, street_frame(7, **SMALL).points)
+    assert frames[-1].name == f"street_{10**9 + 4}"
+    part = frames[10:30:10]
+    assert isinstance(part, FrameList)
+    assert [frame.name for frame in part] == ["street_15", "street_25"]
+    with pytest.raises(IndexError):
+        part[2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "options", "message"),
+    [
+        ("street", "x", {}, "leave the path out"),
+        ("street", None, {"count": 0}, "at least one street"),
+        ("street", None, {"first_seed": -1}, "no negative seed"),
+        ("street", None, {"lasers": 3}, "lasers: a street has count, first_seed, .*beams"),
+    ],
+)
+def test_bad_requests(kind, path, options, message):
+    with pytest.raises(InputError, match=message):
+        open_dataset(kind, path, **options)
+
+
+def test_a_street_that_cannot_be_made_is_bad_input():
+    with pytest.raises(InputError, match="street 0: "):
+        open_dataset("street", beams=0)[0]
+
+
+def test_street_silhouettes():
+    frames = open_dataset("street", first_seed=1, cameras="tiny", sweeps=1)
+    assert_sharpest_unmoved(agreement(frames, band=3, gap=5, ratio=1.2), 1.08)
+
+
+def test_pictures_without_matplotlib_name_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setattr("bev_scenes._poster.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"pip install 'bev-scenes\[poster\]'"):
+        draw_scene(tmp_path)

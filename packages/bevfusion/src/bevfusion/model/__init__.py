@@ -1,0 +1,51 @@
+"""mit-bevfusion's model: build it, fill it with random weights, or load a checkpoint."""
+
+from bevfusion.model._batch import Batch
+from bevfusion.model._build import build_lidar_branch, build_model
+from bevfusion.model._checkpoint import LoadReport, load_state_dict, load_weights
+from bevfusion.model._checkpoint_file import read_state_dict
+from bevfusion.model._config import (
+    CONFIGS,
+    BEVFusionConfig,
+    CameraConfig,
+    DecoderConfig,
+    FuserConfig,
+    LidarConfig,
+)
+from bevfusion.model._fuser import ConvFuser
+from bevfusion.model._model import BEVFusion
+from bevfusion.model._parts import PART_PATHS, PARTS, STAGES, exclude_all_but
+from bevfusion.model._second import SECOND, SECONDFPN
+from bevfusion.model._trained import named_weights, trained_weights
+from bevfusion.model._weight_layout import LAYOUTS
+from bevfusion.model._weights import random_weights
+from bevfusion.model.head import HeadConfig
+
+__all__ = [
+    "CONFIGS",
+    "LAYOUTS",
+    "PARTS",
+    "PART_PATHS",
+    "SECOND",
+    "SECONDFPN",
+    "STAGES",
+    "BEVFusion",
+    "BEVFusionConfig",
+    "Batch",
+    "CameraConfig",
+    "ConvFuser",
+    "DecoderConfig",
+    "FuserConfig",
+    "HeadConfig",
+    "LidarConfig",
+    "LoadReport",
+    "build_lidar_branch",
+    "build_model",
+    "exclude_all_but",
+    "load_state_dict",
+    "load_weights",
+    "named_weights",
+    "random_weights",
+    "read_state_dict",
+    "trained_weights",
+]

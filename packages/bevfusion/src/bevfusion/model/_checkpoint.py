@@ -1,0 +1,151 @@
+"""Loading an mit-bevfusion state dict into the model, sparse weight layout included."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from bev_data import InputError
+from bevfusion.model._checkpoint_file import read_state_dict
+from bevfusion.model._checkpoint_kind import config_of, kind_of
+from bevfusion.model._parts import PART_PATHS
+from bevfusion.model._weight_layout import LAYOUTS, source_layout
+from bevquant_sparse import is_sparse_conv, set_weight
+
+if TYPE_CHECKING:
+    from bevfusion.model._model import BEVFusion
+
+__all__ = ["LoadReport", "load_state_dict", "load_weights"]
+
+# What the view transform derives from its configuration: a file's values must be the model's own.
+_GEOMETRY = tuple(f"encoders.camera.vtransform.{name}" for name in ("dx", "bx", "nx", "frustum"))
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What a checkpoint gave.
+
+    Attributes:
+        loaded: Entries that the model took.
+        not_used: Entries of parts that the model does not have.
+        layout: How the file stores sparse weights; empty without a LiDAR branch.
+    """
+
+    loaded: tuple[str, ...]
+    not_used: tuple[str, ...]
+    layout: str
+
+
+def load_weights(model: BEVFusion, path: str | Path, *, layout: str = "auto") -> LoadReport:
+    """Load a `.pth` or `.safetensors` checkpoint into `model`, in place.
+
+    See `load_state_dict` for the rules.
+    """
+    return load_state_dict(model, read_state_dict(path), layout=layout)
+
+
+def load_state_dict(
+    model: BEVFusion, state: Mapping[str, Tensor], *, layout: str = "auto"
+) -> LoadReport:
+    """Load an mit-bevfusion state dict into `model`, in place, or leave `model` as it was.
+
+    Entries of the parts that `model` has must match it one to one; entries of other parts are
+    reported as not used. `num_batches_tracked`, which no inference reads, may be absent.
+    Floating-point weights are converted to the model's type. The view transform's geometry (`dx`,
+    `bx`, `nx`, `frustum`) must be the one that the configuration gives.
+
+    Args:
+        model: From `build_model`.
+        state: Tensors by name.
+        layout: How the file stores sparse weights: "RSCK" ([k1, k2, k3, in, out]: spconv 1,
+            mmdet3d, mit-bevfusion), "KRSC" ([out, k1, k2, k3, in]: spconv 2), "KCRS" ([out, in,
+            k1, k2, k3]: torch Conv3d), or "auto":
+            taken from the shapes if each and every convolution's shape allows one layout only, and
+            all the same one.
+
+    Raises:
+        InputError: Missing, unexpected, misshapen, non-finite or contradicting entries, all in one
+            message, with what the file seems to be instead; or shapes that leave the layout open.
+    """
+    if layout != "auto" and layout not in LAYOUTS:
+        raise InputError(
+            f"weight layout {layout!r} is unknown: use one of auto, {', '.join(LAYOUTS)}"
+        )
+    prefixes = tuple(f"{PART_PATHS[part]}." for part in model.parts)
+    given = {name: t for name, t in state.items() if name.startswith(prefixes)}
+    convs = {f"{path}.weight": m for path, m in model.named_modules() if is_sparse_conv(m)}
+    wanted = model.state_dict()
+    absent = [p for p in model.parts if not any(n.startswith(f"{PART_PATHS[p]}.") for n in given)]
+    problems = [f"missing: every entry of {PART_PATHS[part]}" for part in absent]
+    skipped = tuple(f"{PART_PATHS[part]}." for part in absent)
+    expected = {name: t for name, t in wanted.items() if not name.startswith(skipped)}
+    problems += _mismatches(expected, given, convs)
+    others = tuple(f"{path}." for path in PART_PATHS.values())
+    relevant = [n for n in state if n.startswith(prefixes) or not n.startswith(others)]
+    if problems and (kind := kind_of(relevant, absent, state)):
+        # Before the layout, which cannot be told from another model's weights.
+        raise _refusal(model, state, problems, kind)
+    present = {name: convs[name] for name in convs if name in given}
+    source, misfits = source_layout(present, given, layout)
+    problems += misfits
+    if problems:
+        raise _refusal(model, state, problems, None)
+    with torch.no_grad():
+        for name, module in convs.items():
+            set_weight(module, given[name].to(wanted[name].dtype), source)
+        for name, target in wanted.items():
+            if name in given and name not in convs and name not in _GEOMETRY:
+                target.copy_(given[name])
+    not_used = tuple(sorted(name for name in state if name not in given))
+    return LoadReport(tuple(sorted(given)), not_used, source.name if convs else "")
+
+
+def _mismatches(
+    wanted: Mapping[str, Tensor], given: Mapping[str, Tensor], convs: Mapping[str, object]
+) -> list[str]:
+    """What is wrong apart from the sparse weights' shapes, one line for each entry."""
+    problems = [
+        f"missing: {name}"
+        for name in wanted
+        if name not in given and not name.endswith("num_batches_tracked")
+    ]
+    problems += [f"unexpected: {name}" for name in given if name not in wanted]
+    for name, tensor in given.items():
+        if name in wanted and name not in convs and tensor.shape != wanted[name].shape:
+            problems.append(
+                f"misshapen: {name} should be {list(wanted[name].shape)}, is {list(tensor.shape)}"
+            )
+        elif tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            problems.append(f"not finite: {name} holds NaN or Inf")
+        elif name in _GEOMETRY and not torch.allclose(
+            tensor.double(), wanted[name].double(), rtol=1e-4, atol=1e-4
+        ):
+            small = tensor.numel() <= 3
+            values = f" is {tensor.tolist()}, here {wanted[name].tolist()}" if small else ""
+            problems.append(f"another geometry: {name}{values}")
+    return problems
+
+
+def _refusal(
+    model: BEVFusion, state: Mapping[str, Tensor], problems: list[str], kind: str | None
+) -> InputError:
+    parts = ", ".join(model.parts)
+    advice = kind
+    if advice is None and (config := config_of(state, model)) is not None:
+        advice = f"this is a checkpoint of the sizes of config {config!r}: use that"
+    return InputError(
+        f"the state dict does not fit the model ({parts}); "
+        + (f"{advice}; " if advice else "")
+        + f"{len(problems)} problems:\n  "
+        + "\n  ".join(problems)
+        + (
+            ""
+            if advice
+            else "\nuse the checkpoint's own --config, or a checkpoint trained with these sizes"
+        )
+    )

@@ -1,0 +1,87 @@
+"""The sparse encoder: 21 convolutions from voxels to a bird's-eye-view feature map."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, fx, nn
+
+from bevfusion.model._block import SparseBasicBlock, conv_bn_relu
+from bevfusion.model._spconv import require_spconv
+from bevquant_sparse import to_dense
+
+if TYPE_CHECKING:
+    from bevfusion.model._config import LidarConfig
+
+__all__ = ["SparseEncoder"]
+
+spconv = require_spconv()
+fx.wrap("to_dense")
+
+
+class SparseEncoder(nn.Module):
+    """mit-bevfusion's SparseEncoder (order conv, norm, act; residual blocks), same parameter names.
+
+    Stage i halves x, y and z; the last convolution folds z once more. With the `nuscenes` sizes
+    the grid goes 1440×1440×41 → 720×720×21 → 360×360×11 → 180×180×5 → 180×180×2.
+    """
+
+    def __init__(self, config: LidarConfig) -> None:
+        super().__init__()
+        self.sparse_shape = list(config.sparse_shape)
+        channels = config.base_channels
+        self.conv_input = conv_bn_relu(
+            spconv.SubMConv3d(
+                config.in_channels, channels, 3, padding=1, bias=False, indice_key="subm1"
+            )
+        )
+        stages: OrderedDict[str, nn.Module] = OrderedDict()
+        last = len(config.encoder_channels)
+        for stage, (widths, paddings) in enumerate(
+            zip(config.encoder_channels, config.encoder_paddings, strict=True), start=1
+        ):
+            blocks = list(widths) if stage == last else list(widths[:-1])
+            members: list[nn.Module] = [SparseBasicBlock(w, f"subm{stage}") for w in blocks]
+            if stage != last:
+                down = spconv.SparseConv3d(
+                    channels,
+                    widths[-1],
+                    3,
+                    stride=2,
+                    padding=paddings[-1],
+                    bias=False,
+                    indice_key=f"spconv{stage}",
+                )
+                members.append(conv_bn_relu(down))
+            channels = widths[-1]
+            stages[f"encoder_layer{stage}"] = spconv.SparseSequential(*members)
+        self.encoder_layers = spconv.SparseSequential(stages)
+        self.conv_out = conv_bn_relu(
+            spconv.SparseConv3d(
+                channels,
+                config.output_channels,
+                (1, 1, 3),
+                stride=(1, 1, 2),
+                bias=False,
+                indice_key="spconv_down2",
+            )
+        )
+
+    def forward(self, features: Tensor, coords: Tensor, batch_size: int) -> Tensor:
+        """Voxels to the bird's-eye view.
+
+        Args:
+            features: float [voxels, in_channels].
+            coords: int32 [voxels, 4]: batch, x, y, z.
+            batch_size: Number of frames in the batch.
+
+        Returns:
+            float [batch, output_channels · z, x, y]: channel c·Z + z holds channel c at height z.
+        """
+        x: Any = spconv.SparseConvTensor(features, coords, self.sparse_shape, batch_size)
+        x = self.conv_input(x)
+        x = self.encoder_layers(x)
+        x = self.conv_out(x)
+        dense = to_dense(x.features, x.indices, x.spatial_shape, x.batch_size)
+        return dense.permute(0, 1, 4, 2, 3).flatten(1, 2)

@@ -1,0 +1,125 @@
+"""BEVFusion under the names that mit-bevfusion gives its modules, whole or in part."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, fx, nn
+
+from bevfusion.model._inputs import check_camera, require
+from bevfusion.model._parts import PART_PATHS, PARTS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["BEVFusion"]
+
+fx.wrap("check_camera")
+
+
+class BEVFusion(nn.Module):
+    """mit-bevfusion's detector, any part of it: sensors, fuser, decoder, head.
+
+    `encoders.camera.{backbone, neck, vtransform}`, `encoders.lidar.{voxelize, backbone}`,
+    `fuser`, `decoder.{backbone, neck}` and `heads.object`; what is not built is not there.
+    `build_model` makes it. Called with the members of a `Batch`, it answers the head's dict of
+    tensors, or without a head the last part's bird's-eye-view map, float [batch, channels, x, y].
+
+    Args:
+        camera: backbone, neck and vtransform.
+        lidar: voxelize and backbone.
+        fuser: Joins the two maps; wanted if both sensors are there.
+        decoder: backbone and neck.
+        head: Answers the dict.
+    """
+
+    def __init__(
+        self,
+        *,
+        camera: Mapping[str, nn.Module] | None = None,
+        lidar: Mapping[str, nn.Module] | None = None,
+        fuser: nn.Module | None = None,
+        decoder: Mapping[str, nn.Module] | None = None,
+        head: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        sensors = {"camera": camera, "lidar": lidar}
+        self.encoders = nn.ModuleDict(
+            {name: nn.ModuleDict(parts) for name, parts in sensors.items() if parts is not None}
+        )
+        self.fuser = fuser
+        self.decoder = None if decoder is None else nn.ModuleDict(decoder)
+        self.heads = None if head is None else nn.ModuleDict({"object": head})
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The parts that are built, in the order in which they run."""
+        paths = {path for path, _ in self.named_modules()}
+        return tuple(part for part in PARTS if PART_PATHS[part] in paths)
+
+    @property
+    def camera(self) -> nn.ModuleDict:
+        """The camera branch: backbone, neck and vtransform."""
+        return self._sensor("camera")
+
+    @property
+    def lidar(self) -> nn.ModuleDict:
+        """The LiDAR branch: voxelize and backbone."""
+        return self._sensor("lidar")
+
+    @property
+    def head(self) -> Any:
+        """The detection head, whose `decode` turns the model's outputs into boxes."""
+        if self.heads is None:
+            raise LookupError(f"this model has no head, only {', '.join(self.parts)}")
+        return self.heads["object"]
+
+    def forward(
+        self,
+        features: Tensor | None,
+        coords: Tensor | None,
+        batch_size: int,
+        images: Tensor | None = None,
+        depth: Tensor | None = None,
+        cells: Tensor | None = None,
+    ) -> Any:
+        """Run the parts that are built.
+
+        Args:
+            features: float [voxels, channels]; may be None without a LiDAR branch.
+            coords: int32 [voxels, 4] as batch, x, y, z.
+            batch_size: Number of frames.
+            images: float [batch, cameras, 3, height, width]; read by the camera branch alone.
+            depth: float [batch, cameras, 1, height, width] in metres.
+            cells: int64 [batch · cameras · depth bins · height / 8 · width / 8], from
+                `camera["vtransform"].cells`.
+
+        Raises:
+            InputError: An input is missing that one of the branches reads, or the camera branch's
+                inputs do not fit each other or its configuration.
+        """
+        maps = []
+        if "camera" in self.encoders:
+            require("camera", images=images, depth=depth, cells=cells)
+            maps.append(self._camera_map(images, depth, cells, batch_size))
+        if "lidar" in self.encoders:
+            require("LiDAR", features=features, coords=coords)
+            maps.append(self.lidar["backbone"](features, coords, batch_size))
+        x = maps[0] if self.fuser is None else self.fuser(*maps)
+        if self.decoder is not None:
+            x = self.decoder["neck"](self.decoder["backbone"](x))
+        return x if self.heads is None else self.heads["object"](x)
+
+    def _camera_map(self, images: Any, depth: Any, cells: Any, batch_size: int) -> Any:
+        camera = self.camera
+        frustum: Any = camera["vtransform"].frustum
+        check_camera(images, depth, cells, batch_size, frustum)
+        x = camera["neck"](camera["backbone"](images.flatten(0, 1)))[0]
+        return camera["vtransform"](x.unflatten(0, (batch_size, -1)), depth, cells)
+
+    def _sensor(self, name: str) -> nn.ModuleDict:
+        if name not in self.encoders:
+            raise LookupError(f"this model has no {name} branch, only {', '.join(self.parts)}")
+        sensor = self.encoders[name]
+        assert isinstance(sensor, nn.ModuleDict)
+        return sensor

@@ -1,0 +1,94 @@
+"""Seeded random weights that behave: no layer dies, none explodes."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+if TYPE_CHECKING:
+    from bevfusion.model._model import BEVFusion
+
+__all__ = ["random_weights"]
+
+
+def random_weights(model: BEVFusion, *batch: Any, seed: int = 0) -> None:
+    """Fill `model` in place with random weights whose BatchNorms fit the given batch.
+
+    Convolutions and linear layers are normal with the standard deviation √(2 / fan-in) of He et al.
+    2015, attention projections √(1 / fan-in). Norm weights lie in [0.5, 1.5], BatchNorm biases are
+    normal around 0.5 with deviation 0.1 (so that most values pass the ReLUs), other biases normal
+    around 0 with deviation 0.1. The norms of dense layers, which are up to fifty in a row, are
+    milder, [0.75, 1.25] and around 1.5: a random ReLU network enlarges every small difference from
+    layer to layer, as a trained one does not, the more so the more of its values the ReLUs cut.
+    Running mean and variance are those of the batch, layer after layer, in one forward pass. The
+    same parts, seed and batch give the same weights.
+
+    Args:
+        model: Changed in place; left in eval mode.
+        *batch: The members of a `Batch`; features and coords of one frame are enough for the
+            LiDAR branch.
+        seed: Any integer.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    inputs = (*batch, 1) if len(batch) == 2 else batch
+    hooks = []
+    with torch.no_grad():
+        for module in model.modules():
+            _fill(module, generator)
+            if isinstance(module, _BatchNorm):
+                hooks.append(module.register_forward_pre_hook(_fit))
+        model.eval()
+        try:
+            model(*inputs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def _fill(module: nn.Module, generator: torch.Generator) -> None:
+    """Draw the parameters that `module` itself holds; geometry and what it names otherwise stay."""
+    own = module._parameters
+
+    def normal(name: str, deviation: float, mean: float = 0.0) -> None:
+        parameter = own.get(name)
+        if parameter is not None:
+            draw = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(draw * deviation + mean)
+
+    if isinstance(module, _BatchNorm | nn.LayerNorm | nn.GroupNorm):
+        weight, mild = own.get("weight"), isinstance(module, nn.BatchNorm2d)
+        if weight is not None:
+            spread = 0.5 if mild else 1.0
+            weight.copy_(1 + (torch.rand(weight.shape, generator=generator) - 0.5) * spread)
+        normal("bias", 0.1, 1.5 if mild else 0.5 if isinstance(module, _BatchNorm) else 0.0)
+    elif isinstance(module, nn.MultiheadAttention):
+        normal("in_proj_weight", 1 / math.sqrt(module.embed_dim))
+        normal("in_proj_bias", 0.1)
+    elif isinstance(weight := own.get("weight"), Tensor):
+        normal("weight", math.sqrt(2.0 / _fan_in(module, weight)))
+        normal("bias", 0.1)
+
+
+def _fan_in(module: nn.Module, weight: Tensor) -> float:
+    """Number of inputs that one output sums."""
+    if isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d):
+        # [in, out / groups, *kernel]: of the kernel, an output sees one tap in each stride.
+        return weight[:, 0].numel() / (math.prod(module.stride) * module.groups)
+    return weight[0].numel()  # dense [out, in, *kernel], and spconv 2 stores [out, *kernel, in]
+
+
+def _fit(norm: Any, inputs: tuple[Tensor]) -> None:
+    """Take mean and variance of the values about to be normalised."""
+    (x,) = inputs
+    axes = [axis for axis in range(x.ndim) if axis != 1]
+    variance, mean = torch.var_mean(x, axes, unbiased=False)
+    # A channel that is constant on this batch (one voxel, or nothing but zeros) keeps a spread
+    # comparable to the others, so that it does not blow up on the next one.
+    floor = variance.mean() * 1e-3
+    floor = floor if bool(floor > 0) else mean.square().mean().clamp_min(1e-3)
+    norm.running_mean.copy_(mean)
+    norm.running_var.copy_(variance.clamp_min(float(floor)))

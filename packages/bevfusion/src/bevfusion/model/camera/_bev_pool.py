@@ -1,0 +1,156 @@
+"""Summing what lies in the same cell of the bird's-eye view, with gradients."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from bevfusion.model.camera import _pool_torch
+from bevfusion.model.camera._pool_plan import PoolPlan, as_plan, numba_kernels
+
+__all__ = ["bev_pool", "lift_splat_pool"]
+
+
+def bev_pool(features: Tensor, cells: Tensor | PoolPlan, num_cells: int) -> Tensor:
+    """Sum the features of the points of each cell: out[c] = Σ_{p: cells[p] = c} features[p].
+
+    What mit-bevfusion's bev_pool computes. The sum runs over the points in the order of their
+    numbers, in float64, and is rounded once to the features' type: the result is that of a
+    float64 index_add, bit for bit, at any number of threads and on any device.
+
+    Args:
+        features: float [points, channels].
+        cells: int64 [points], negative outside; or its `PoolPlan`.
+        num_cells: Cells of the map, all of the batch.
+
+    Returns:
+        float [num_cells, channels]; zero where no point lies.
+
+    Raises:
+        ValueError: Shapes, types or devices that do not belong together.
+
+    Example:
+        >>> bev_pool(torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([1, -1, 1]), 2)
+        tensor([[0.],
+                [5.]])
+    """
+    plan = as_plan(cells, num_cells)
+    if features.dim() != 2 or features.shape[0] != plan.cells.numel():
+        raise ValueError(
+            f"features is {list(features.shape)}: expected [{plan.cells.numel()}, channels], one "
+            "row per entry of cells"
+        )
+    _check("features", features, plan)
+    out: Tensor = _Pool.apply(features, plan)  # type: ignore[no-untyped-call]
+    return out
+
+
+def lift_splat_pool(
+    depth: Tensor, context: Tensor, cells: Tensor | PoolPlan, num_cells: int
+) -> Tensor:
+    """Weigh each pixel's context by its depth distribution and sum by cell.
+
+    out[cell] = Σ depth[i, d, h, w] · context[i, :, h, w] over the frustum points (i, d, h, w) in
+    the cell: `bev_pool` of the outer product of depth and context, which is never in memory
+    (638 MB for one nuScenes frame), neither forward nor backward. As exact as `bev_pool`.
+
+    Args:
+        depth: float [images, bins, height, width].
+        context: float [images, channels, height, width].
+        cells: int64 [images · bins · height · width], negative outside; or its `PoolPlan`.
+        num_cells: Cells of the map, all of the batch.
+
+    Returns:
+        float [num_cells, channels]; zero where no point lies.
+
+    Raises:
+        ValueError: Shapes, types or devices that do not belong together.
+
+    Example:
+        >>> depth = torch.tensor([0.25, 0.75]).view(1, 2, 1, 1)
+        >>> context = torch.tensor([4.0, 8.0, 12.0]).view(1, 3, 1, 1)
+        >>> lift_splat_pool(depth, context, torch.tensor([0, 1]), 2)
+        tensor([[1., 2., 3.],
+                [3., 6., 9.]])
+    """
+    if torch.compiler.is_compiling() and isinstance(cells, Tensor):
+        traced: Tensor = _operator(depth, context, cells, num_cells)
+        return traced
+    plan = as_plan(cells, num_cells)
+    if (
+        depth.dim() != 4
+        or context.dim() != 4
+        or (len(depth), *depth.shape[2:]) != (len(context), *context.shape[2:])
+        or depth.numel() != plan.cells.numel()
+    ):
+        raise ValueError(
+            f"depth is {list(depth.shape)}, context {list(context.shape)}, with "
+            f"{plan.cells.numel()} cells: expected [images, bins, height, width], [images, "
+            "channels, height, width] and images · bins · height · width cells"
+        )
+    if depth.dtype != context.dtype:
+        raise ValueError(f"depth is {depth.dtype}, context {context.dtype}: give both one type")
+    _check("depth", depth, plan)
+    _check("context", context, plan)
+    rows = context.permute(0, 2, 3, 1).reshape(-1, context.shape[1])
+    out: Tensor = _LiftSplat.apply(depth, rows, plan)  # type: ignore[no-untyped-call]
+    return out
+
+
+@torch.library.custom_op("bevfusion_quant::lift_splat_pool", mutates_args=())
+def _operator(depth: Tensor, context: Tensor, cells: Tensor, num_cells: int) -> Tensor:
+    """`lift_splat_pool` as one operator of a traced graph: its plan follows from the cells."""
+    return lift_splat_pool(depth, context, cells, num_cells)
+
+
+@_operator.register_fake
+def _(depth: Tensor, context: Tensor, cells: Tensor, num_cells: int) -> Tensor:
+    return depth.new_empty(num_cells, context.shape[1])
+
+
+def _check(name: str, tensor: Tensor, plan: PoolPlan) -> None:
+    if not tensor.is_floating_point() or tensor.device != plan.cells.device:
+        raise ValueError(
+            f"{name} is {tensor.dtype} on {tensor.device}: expected floating point on "
+            f"{plan.cells.device}, where the cells are"
+        )
+
+
+def _backend(tensor: Tensor) -> ModuleType:
+    fits = tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.float64)
+    return (numba_kernels() if fits else None) or _pool_torch
+
+
+class _Pool(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, features: Tensor, plan: PoolPlan) -> Tensor:
+        ctx.plan = plan
+        out: Tensor = _backend(features).pool(features, plan)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        cells, outside = ctx.plan.cells, ctx.plan.num_cells
+        padded = torch.cat([grad, grad.new_zeros(1, grad.shape[1])])
+        return padded[torch.where(cells < 0, outside, cells)], None
+
+
+class _LiftSplat(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, depth: Tensor, rows: Tensor, plan: PoolPlan) -> Tensor:
+        ctx.save_for_backward(depth, rows)
+        ctx.plan = plan
+        out: Tensor = _backend(depth).lift(depth, rows, plan)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        depth, rows = ctx.saved_tensors
+        to_depth, to_rows = _backend(depth).lift_backward(grad, depth, rows, ctx.plan)
+        return to_depth, to_rows, None

@@ -1,0 +1,153 @@
+"""From the head's outputs to boxes in metres."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from bev_data import InputError
+from bev_data.boxes import Detections
+from bevfusion.model.head._branches import BRANCHES
+from bevfusion.model.head._config import HeadConfig
+from bevfusion.model.head._nms import circle_nms, rotated_nms
+
+__all__ = ["decode"]
+
+_LOG = logging.getLogger(__name__)
+Floats = npt.NDArray[np.float64]
+
+
+def decode(
+    outputs: Mapping[str, Tensor], config: HeadConfig, *, score_threshold: float | None = None
+) -> list[Detections]:
+    """Boxes from the outputs of `TransFusionHead`: mit-bevfusion's TransFusionBBoxCoder.
+
+    With c the query's class and o the map's origin: score = σ(heatmap_c) · query_heatmap_score_c,
+    x = center_0 · cell + o, size = e^dim, z = height − size_z / 2.
+
+    mmdetection3d 0.x, on which mit-bevfusion stands, holds boxes as x, y, z, width, length, height
+    and a yaw a; nuScenes' yaw is −a − π/2 (`output_to_nusc_box`), so that sin yaw = −cos a and
+    cos yaw = −sin a. Its boxes stand on z. mit-bevfusion, however, puts the centre of nuScenes'
+    boxes there (`NuScenesDataset.get_ann_info`, origin (0.5, 0.5, 0)), so that its `height` is the
+    top of a box and z, half a box lower, the centre; its tools/visualize.py takes off another half
+    to find the bottom.
+
+    Args:
+        outputs: From the head; other entries than those named in its forward are not read.
+        config: Of the head.
+        score_threshold: In place of the configuration's.
+
+    Returns:
+        One per frame. Boxes with a score above the threshold and the centre inside
+        `post_center_range`, after non-maximum suppression where the configuration wants it. Boxes
+        that hold NaN or infinity are dropped, and their number is logged as a warning.
+
+    Raises:
+        InputError: Outputs are missing or do not fit each other.
+    """
+    threshold = config.score_threshold if score_threshold is None else score_threshold
+    values = {name: _array(outputs, name) for name in (*BRANCHES, "heatmap", "query_heatmap_score")}
+    labels = _array(outputs, "query_labels").astype(np.int64)
+    _check(values, labels, config)
+    found = []
+    for frame in range(len(labels)):
+        rows = {name: array[frame] for name, array in values.items()}
+        found.append(_decode_frame(rows, labels[frame], config, threshold, frame))
+    return found
+
+
+def _decode_frame(
+    rows: dict[str, Floats], labels: npt.NDArray[np.int64], config: HeadConfig,
+    threshold: float, frame: int,
+) -> Detections:  # fmt: skip
+    query = np.arange(len(labels))
+    with np.errstate(over="ignore", invalid="ignore"):  # answered by the test for finite values
+        scores = rows["query_heatmap_score"][labels, query] / (
+            1.0 + np.exp(-rows["heatmap"][labels, query])
+        )
+        boxes = _boxes(rows, config)
+    velocities = rows["vel"].T
+    finite = np.isfinite(boxes).all(1) & np.isfinite(velocities).all(1) & np.isfinite(scores)
+    if not finite.all():
+        _LOG.warning(
+            "frame %d: %d of %d boxes hold NaN or infinity and are dropped; look for NaN in the "
+            "head's input or weights", frame, int((~finite).sum()), len(finite),
+        )  # fmt: skip
+    low, high = config.post_center_range[:3], config.post_center_range[3:]
+    inside = (boxes[:, :3] >= low).all(1) & (boxes[:, :3] <= high).all(1)
+    kept = np.flatnonzero(finite & inside & (scores > threshold))
+    kept = kept[np.argsort(-scores[kept], kind="stable")]
+    kept = kept[_suppress(boxes[kept], scores[kept], labels[kept], config)]
+    return Detections(
+        boxes[kept].astype(np.float32),
+        scores[kept].astype(np.float32),
+        labels[kept],
+        velocities[kept].astype(np.float32),
+    )
+
+
+def _boxes(rows: dict[str, Floats], config: HeadConfig) -> Floats:
+    """float64 [queries, 7] in this package's convention."""
+    center, dim, rot = rows["center"], rows["dim"], rows["rot"]
+    width, length, height = np.exp(dim)
+    return np.stack(
+        [
+            center[0] * config.cell_size[0] + config.origin[0],
+            center[1] * config.cell_size[1] + config.origin[1],
+            rows["height"][0] - height / 2,
+            length,
+            width,
+            height,
+            np.arctan2(-rot[1], -rot[0]),
+        ],
+        axis=1,
+    )
+
+
+def _suppress(
+    boxes: Floats, scores: Floats, labels: npt.NDArray[np.int64], config: HeadConfig
+) -> npt.NDArray[np.int64]:
+    """Rows that stay, in order."""
+    stays = np.ones(len(boxes), bool)
+    if config.nms != "none":
+        for name in config.nms_classes:
+            rows = np.flatnonzero(labels == config.classes.index(name))
+            if config.nms == "circle":
+                best = circle_nms(boxes[rows, :2], scores[rows], config.nms_radius)
+            else:
+                best = rotated_nms(boxes[rows], scores[rows], config.nms_iou)
+            stays[rows] = False
+            stays[rows[best]] = True
+    return np.flatnonzero(stays)
+
+
+def _array(outputs: Mapping[str, Tensor], name: str) -> Floats:
+    if name not in outputs:
+        raise InputError(
+            f"decode: the outputs have no {name!r}, only {', '.join(outputs)}; hand over what "
+            "TransFusionHead returned"
+        )
+    array: Floats = outputs[name].detach().double().cpu().numpy()
+    return array
+
+
+def _check(values: dict[str, Floats], labels: npt.NDArray[np.int64], config: HeadConfig) -> None:
+    if labels.ndim != 2:
+        raise InputError(f"decode: query_labels must be [batch, queries], not {list(labels.shape)}")
+    batch, queries = labels.shape
+    rows = {**BRANCHES, "heatmap": config.num_classes, "query_heatmap_score": config.num_classes}
+    for name, array in values.items():
+        if array.shape != (batch, rows[name], queries):
+            raise InputError(
+                f"decode: {name} must be [{batch}, {rows[name]}, {queries}] as query_labels and "
+                f"the configuration have it, not {list(array.shape)}"
+            )
+    if labels.size and not 0 <= labels.min() <= labels.max() < config.num_classes:
+        raise InputError(
+            f"decode: query_labels must lie from 0 to {config.num_classes - 1}, not from "
+            f"{labels.min()} to {labels.max()}"
+        )

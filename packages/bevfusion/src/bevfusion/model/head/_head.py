@@ -1,0 +1,164 @@
+"""The head as a whole: heatmap, queries, decoder layer, prediction branches."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx, nn
+
+from bev_data import InputError
+from bev_data.boxes import Detections
+from bevfusion.model.head._add import add_in_float
+from bevfusion.model.head._branches import BRANCHES, ConvUnit, PredictionBranches
+from bevfusion.model.head._config import HeadConfig
+from bevfusion.model.head._decode import decode
+from bevfusion.model.head._decoder_layer import DecoderLayer
+from bevfusion.model.head._queries import QueryPicker, local_maxima
+
+__all__ = ["TransFusionHead"]
+
+# Tracers see that these are called and do not look inside.
+fx.wrap("add_in_float")
+fx.wrap("local_maxima")
+
+
+class TransFusionHead(nn.Module):
+    """mit-bevfusion's detection head with one decoder layer, its parameters' names and shapes.
+
+    Example:
+        >>> import torch
+        >>> from bevfusion.model.head import HeadConfig, TransFusionHead
+        >>> config = HeadConfig(in_channels=4, hidden_channels=16, num_queries=50, map_size=(9, 9))
+        >>> head = TransFusionHead(config).eval()
+        >>> with torch.no_grad():
+        ...     outputs = head(torch.zeros(1, 4, 9, 9))
+        >>> {name: list(t.shape) for name, t in outputs.items() if name in ("center", "vel")}
+        {'center': [1, 2, 50], 'vel': [1, 2, 50]}
+        >>> len(head.decode(outputs))
+        1
+    """
+
+    bev_pos: Tensor
+    every_cell: Tensor
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        self.config = config
+        width, classes = config.hidden_channels, config.num_classes
+        self.shared_conv = nn.Conv2d(config.in_channels, width, 3, padding=1)
+        self.heatmap_head = nn.Sequential(
+            ConvUnit(nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)),
+            nn.Conv2d(width, classes, 3, padding=1),
+        )
+        self.query_picker = QueryPicker(config.num_queries)
+        self.class_encoding = nn.Conv1d(classes, width, 1)
+        self.decoder = nn.ModuleList(
+            [DecoderLayer(width, config.num_heads, config.ffn_channels, config.dropout)]
+        )
+        self.prediction_heads = nn.ModuleList(
+            [PredictionBranches(width, config.branch_channels, {**BRANCHES, "heatmap": classes})]
+        )
+        for parameter in self.decoder.parameters():
+            if parameter.ndim > 1:
+                nn.init.xavier_uniform_(parameter)
+        # Neither is in a state dict: mit-bevfusion makes its bev_pos anew as well.
+        self.register_buffer("bev_pos", _cell_centres(*config.map_size), persistent=False)
+        every_cell = torch.tensor([name in config.point_classes for name in config.classes])
+        self.register_buffer("every_cell", every_cell.view(1, -1, 1, 1), persistent=False)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        """From the bird's-eye view to what `decode` reads.
+
+        Args:
+            x: float [batch, in_channels, x, y], the axes of `map_size`.
+
+        Returns:
+            mit-bevfusion's outputs, each float [batch, …, queries]: center (2, in cells), height
+            (1, the top of the box [m]), dim (3, ln of width, length, height [m]), rot (2, sine and
+            cosine), vel (2 [m/s]), heatmap (classes, before the sigmoid), query_heatmap_score
+            (classes, the suppressed heatmap at the query); dense_heatmap, float [batch, classes,
+            x, y], before the sigmoid; and query_labels, int64 [batch, queries], the classes that
+            the queries were picked for, which mit-bevfusion keeps as an attribute of the head.
+
+        Raises:
+            InputError: `x` has other channels or another size than the configuration.
+        """
+        _check_map(x, self.config)
+        features = self.shared_conv(x)
+        dense_heatmap = self.heatmap_head(features)
+        # No gradient: which cells become queries is no smooth function of the heatmap.
+        scores = dense_heatmap.detach().sigmoid()
+        scores = local_maxima(scores, self.config.nms_kernel, self.every_cell)
+        positions = self.query_picker(scores)
+        labels, cells = split_positions(positions, scores)
+
+        features = features.flatten(2)
+        encoding = self.class_encoding(one_hot(labels, features, self.config.num_classes))
+        query = add_in_float(at_cells(features, cells), encoding)
+        key_pos = positions_for(features, self.bev_pos)
+        query_pos = self.bev_pos[0][cells]
+
+        query = self.decoder[0](query, features, query_pos, key_pos)
+        predicted = self.prediction_heads[0](query)
+        return {
+            **{name: predicted[name] for name in (*BRANCHES, "heatmap")},
+            "center": add_in_float(predicted["center"], query_pos.transpose(1, 2)),
+            "query_heatmap_score": at_cells(scores.flatten(2), cells),
+            "dense_heatmap": dense_heatmap,
+            "query_labels": labels,
+        }
+
+    def decode(
+        self, outputs: dict[str, Tensor], *, score_threshold: float | None = None
+    ) -> list[Detections]:
+        """Boxes of each frame; see `bevfusion.model.head.decode`."""
+        return decode(outputs, self.config, score_threshold=score_threshold)
+
+
+def _cell_centres(size_x: int, size_y: int) -> Tensor:
+    """X and y of every cell's centre, in cells, float [1, x · y, 2], y innermost."""
+    x, y = torch.meshgrid(torch.arange(size_x), torch.arange(size_y), indexing="ij")
+    return torch.stack([x.flatten(), y.flatten()], 1)[None] + 0.5
+
+
+@fx.wrap
+def _check_map(x: Tensor, config: HeadConfig) -> None:
+    wanted = (config.in_channels, *config.map_size)
+    if x.ndim != 4 or tuple(x.shape[1:]) != wanted:
+        raise InputError(
+            f"the head takes a map [batch, {', '.join(map(str, wanted))}] (channels, x, y), not "
+            f"{list(x.shape)}; use the configuration that the map was made with"
+        )
+
+
+# What follows is wrapped because it only moves values: a tracer needs to see that it happens, not
+# how, and sizes that depend on the input stay out of its way.
+
+
+@fx.wrap
+def positions_for(features: Tensor, centres: Tensor) -> Tensor:
+    """`centres`, [1, cells, 2], once per frame of `features`: float [batch, cells, 2].
+
+    Made from the features in a tracer's eyes: a convolution that reads a constant has no input
+    whose batch norm could be folded or whose range could be watched.
+    """
+    return centres.to(features.dtype).expand(len(features), -1, -1)
+
+
+@fx.wrap
+def split_positions(positions: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Class and cell of each position, int64 [batch, queries] each."""
+    cells = scores.shape[2] * scores.shape[3]
+    return positions // cells, positions % cells
+
+
+@fx.wrap
+def one_hot(labels: Tensor, like: Tensor, classes: int) -> Tensor:
+    """1 in the row of the query's class: dtype of `like`, [batch, classes, queries]."""
+    return nn.functional.one_hot(labels, classes).transpose(1, 2).to(like.dtype)
+
+
+@fx.wrap
+def at_cells(values: Tensor, cells: Tensor) -> Tensor:
+    """The columns of `values`, float [batch, rows, cells], that `cells`, [batch, n], names."""
+    index = cells[:, None, :].expand(-1, values.shape[1], -1)
+    return values.gather(2, index)

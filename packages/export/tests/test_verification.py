@@ -1,0 +1,112 @@
+"""A file is run before it gets its name, by whatever there is, and a wrong one gets none."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import numpy_helper
+from torch import nn
+
+from bevquant_export import export_qdq_onnx
+from bevquant_qnn import quantize_model
+from bevquant_quantizers import calibrate
+
+PROFILES = ["tensorrt", "onnxruntime", "horizon", "openvino"]
+NEITHER = ("openvino", "onnxruntime")
+
+
+@pytest.fixture
+def hide(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """As where libraries are not installed: importing them fails, and no search finds them."""
+
+    def away(*libraries: str) -> None:
+        for library in libraries:
+            monkeypatch.setitem(sys.modules, library, None)
+
+    return away
+
+
+def net_of_two() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(1, 3, 8, 8)
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 1), nn.Sigmoid()).eval()
+    net = quantize_model(net, example_inputs=x).model
+    calibrate(net, [x], method="max", progress=False)
+    return net, x
+
+
+def note(path: Path) -> str:
+    return next(p.value for p in onnx.load(path).metadata_props if p.key == "verified")
+
+
+def unnoted(path: Path) -> bytes:
+    proto = onnx.load(path)
+    kept = [p for p in proto.metadata_props if p.key != "verified"]
+    del proto.metadata_props[:]
+    proto.metadata_props.extend(kept)
+    return proto.SerializeToString(deterministic=True)
+
+
+def with_other_weights(content: bytes) -> bytes:
+    """The file with one weight tensor turned round: right in form, wrong in numbers."""
+    proto = onnx.load_from_string(content)
+    # The last of several values: the first layer is not the one to blame.
+    tensor = [t for t in proto.graph.initializer if len(t.dims) > 1 or np.prod(t.dims) > 8][-1]
+    values = numpy_helper.to_array(tensor)
+    tensor.CopyFrom(numpy_helper.from_array(np.ascontiguousarray(-values), tensor.name))
+    return proto.SerializeToString()
+
+
+@pytest.mark.parametrize(
+    ("profile", "missing", "runner"),
+    [
+        ("tensorrt", (), "onnxruntime"),
+        ("openvino", ("openvino",), "onnxruntime"),
+        *((profile, NEITHER, "onnx.reference") for profile in PROFILES),
+    ],
+)
+def test_whatever_is_installed_runs_a_dense_file(
+    hide: Callable[..., None], tmp_path: Path, profile: str, missing: tuple[str, ...],
+    runner: str,
+) -> None:  # fmt: skip
+    pytest.importorskip("onnxruntime")
+    model, x = net_of_two()
+    export_qdq_onnx(model, x, tmp_path / "all.onnx", profile)
+    hide(*missing)
+    file = export_qdq_onnx(model, x, tmp_path / "some.onnx", profile)
+    assert note(tmp_path / "some.onnx") == file.verified
+    assert file.verified.split()[0] == runner
+    assert unnoted(tmp_path / "some.onnx") == unnoted(tmp_path / "all.onnx")
+
+
+@pytest.mark.parametrize(
+    ("profile", "missing"),
+    [("tensorrt", ()), ("openvino", ("openvino",)), ("horizon", NEITHER), ("onnxruntime", NEITHER)],
+)
+def test_a_wrong_dense_file_gets_no_name(
+    hide: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    profile: str,
+    missing: tuple[str, ...],
+) -> None:
+    export = importlib.import_module("bevquant_export.dense._export")
+    real = export.verified
+    damaged = lambda file, content, *rest, **more: real(  # noqa: E731
+        file, with_other_weights(content), *rest, **more
+    )
+    monkeypatch.setattr(export, "verified", damaged)
+    hide(*missing)
+    model, x = net_of_two()
+    with pytest.raises(ValueError, match=r"export_qdq_onnx: .*nothing was written"):
+        export_qdq_onnx(model, x, tmp_path / "n.onnx", profile)
+    assert list(tmp_path.iterdir()) == []
+    export_qdq_onnx(model, x, tmp_path / "n.onnx", profile, verify=False)
+    assert note(tmp_path / "n.onnx") == "no"
