@@ -326,3 +326,14 @@ def test_operators_that_keep_values_do() -> None:
         assert set(made.flatten().tolist()) <= set(x.flatten().tolist())
         if spec.order:
             assert torch.equal(made.flatten(), x.flatten())
+
+
+def test_fixed_sizes_are_those_of_the_example() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU())
+    graph = capture(net, torch.randn(2, 3, 5, 5), open_sizes=False)
+    assert [str(node.target) for node in graph.operations] == [
+        str(node.target) for node in capture(net, torch.randn(2, 3, 5, 5)).operations
+    ]
+    assert graph.fixed == {"input": {0: 2, 1: 3, 2: 5, 3: 5}}
+    with pytest.raises(ValueError, match="which the forward fixes"):
+        graph.replay(torch.randn(1, 3, 5, 5))

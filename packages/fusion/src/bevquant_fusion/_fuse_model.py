@@ -143,7 +143,8 @@ def fuse_model(
     failure = ""
     if example_inputs is not None and graph is None:
         try:
-            graph = capture(model, example_inputs, check=False)  # the outputs are compared below
+            # The outputs are compared below.
+            graph = capture(model, example_inputs, check=False, open_sizes=False)
         except CaptureError as error:
             failure = str(error)
     plan = plan_fusion(model, graph, failure)

@@ -200,7 +200,7 @@ def _captured(root: nn.Module, given: Any) -> Graph:
     if any(t.is_inference() for t in (*root.parameters(), *root.buffers())):
         model = copy.deepcopy(root)
     with _visible(model):
-        return capture(model, kwargs or tuple(args), check=False)
+        return capture(model, kwargs or tuple(args), check=False, open_sizes=False)
 
 
 def _recorded(
