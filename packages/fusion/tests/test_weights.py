@@ -1,5 +1,6 @@
 """Folded weights against the unfused computation in float64."""
 
+import inspect
 import itertools
 
 import pytest
@@ -121,6 +122,19 @@ def test_channel_mismatch_names_both():
         fuse_conv_bn_weights(
             torch.randn(4, 3, 1), torch.ones(3), *[torch.ones(4)] * 2, 0.0, None, None
         )
+
+
+def test_what_is_no_tensor_is_named():
+    one = torch.ones(1)
+    # These tests check annotations as well; users' calls are not so checked.
+    fold, fold_linear = map(inspect.unwrap, (fuse_conv_bn_weights, fuse_linear_bn_weights))
+    for place, name in enumerate(("weight", "bias", "running mean", "running variance")):
+        given = [torch.ones(1, 1, 1), None, one, one, 0.0, None, None]
+        given[place] = "ones"
+        with pytest.raises(TypeError, match=f"{name}: expected a tensor, got str"):
+            fold(*given)
+    with pytest.raises(TypeError, match="weight: expected a tensor, got list"):
+        fold_linear([[1.0]], None, one, one, 0.0, None, None)
 
 
 def test_groups_that_do_not_divide():

@@ -333,7 +333,14 @@ def test_refusals_name_the_layer():
         run(padding=-1)
     with pytest.raises(ValueError, match=r"stem: outputs of \(1, 20000000.*there may be 2\*\*31"):
         run(padding=10**9)
-    for stride in (10**9, (10**9, 1), (10**5, 10**5), 10**30):
+    for setting in ("stride", "dilation", "padding"):
+        with pytest.raises(ValueError, match=f"stem: {setting}=.*below 2³¹"):
+            run(**{setting: 10**30})
+    for operands in ((None, w), (x, "w"), (5, w), (x, None)):
+        for convolution in (int8_conv2d, int8_conv_transpose2d):
+            with pytest.raises(TypeError, match="must be a tensor"):
+                convolution(*operands)
+    for stride in (10**9, (10**9, 1), (10**5, 10**5)):
         with pytest.raises(ValueError, match=r"deconv: outputs of .*there may be 2\*\*31"):
             int8_conv_transpose2d(x, w.movedim(0, 1).contiguous(), stride=stride, name="deconv")
     with pytest.raises(ValueError, match="stem: stride=0"):

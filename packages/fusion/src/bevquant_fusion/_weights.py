@@ -7,7 +7,7 @@ W' = W·γ/√(σ² + ε) and b' = (b − μ)·γ/√(σ² + ε) + β. All of it
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,16 @@ else:
         class Float:
             def __class_getitem__(cls, item):
                 return item[0]
+
+
+def check_tensors(weight: Any, bias: Any, mean: Any, var: Any, gamma: Any, beta: Any) -> None:
+    """Refuse what is no tensor; a layer may have no bias, a batch norm no γ and no β."""
+    needed = {"the layer's weight": weight, "running mean": mean, "running variance": var}
+    optional = {"the layer's bias": bias, "batch norm weight": gamma, "batch norm bias": beta}
+    given = {n: t for n, t in optional.items() if t is not None}
+    for name, value in {**needed, **given}.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
 
 
 def scale_and_bias(
@@ -95,6 +105,7 @@ def fuse_conv_bn_weights(
         the weight did.
 
     Raises:
+        TypeError: An operand is no tensor.
         ValueError: The number of channels differs, or does not divide by ``groups``.
 
     Example:
@@ -106,6 +117,7 @@ def fuse_conv_bn_weights(
         >>> w.item(), b.item()
         (3.0, 4.0)
     """
+    check_tensors(conv_w, conv_b, bn_rm, bn_rv, bn_w, bn_b)
     if not transpose:
         channels = int(conv_w.shape[0])
         scale, bias = scale_and_bias(
@@ -141,6 +153,7 @@ def fuse_linear_bn_weights(
     that of ``torch.nn.utils.fusion.fuse_linear_bn_weights``.
 
     Raises:
+        TypeError: An operand is no tensor.
         ValueError: The number of features differs.
 
     Example:
@@ -150,6 +163,7 @@ def fuse_linear_bn_weights(
         >>> w.tolist(), b.tolist()
         ([[2.0, 0.0], [0.0, 2.0]], [1.0, 1.0])
     """
+    check_tensors(linear_w, linear_b, bn_rm, bn_rv, bn_w, bn_b)
     return fuse_conv_bn_weights(linear_w, linear_b, bn_rm, bn_rv, bn_eps, bn_w, bn_b)
 
 

@@ -182,12 +182,10 @@ def _convolution(
     backend: str = "auto",
     **output: Any,
 ) -> Tensor:
-    memo = None
-    if isinstance(x, Tensor) and isinstance(weight, Tensor):
-        given = (stride, padding, dilation, groups, backend, addend_multiplier, *output.items())
-        memo = Memo(x, addend, weight, bias, multiplier, given)
-        if memo.prepared is not None:
-            return memo.prepared(x, addend)
+    given = (stride, padding, dilation, groups, backend, addend_multiplier, *output.items())
+    memo = Memo(x, addend, weight, bias, multiplier, given)
+    if memo.prepared is not None:
+        return memo.prepared(x, addend)
     _check_shapes(x, weight, bias, ndim, groups, 1, name)
     channels = weight.shape[0]
     check_bias(bias, channels, name)

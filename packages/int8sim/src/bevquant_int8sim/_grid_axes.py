@@ -8,8 +8,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Axis", "check_outputs", "conv_axis", "per_axis", "per_side", "transposed_axis",
-           "transposed_size"]  # fmt: skip
+__all__ = [
+    "Axis",
+    "check_outputs",
+    "conv_axis",
+    "per_axis",
+    "per_side",
+    "transposed_axis",
+    "transposed_size",
+]
+
+_MOST = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -98,9 +107,10 @@ def per_axis(value: int | Sequence[int], ndim: int, what: str, minimum: int) -> 
         ValueError: A wrong number of entries, or one below `minimum`.
     """
     values = _integers((value,) * ndim if isinstance(value, int) else value)
-    if values is None or len(values) != ndim or min(values) < minimum:
+    if values is None or len(values) != ndim or min(values) < minimum or max(values) > _MOST:
         raise ValueError(
-            f"{what}={value!r}: expected one integer or {ndim} of them, at least {minimum} each"
+            f"{what}={value!r}: expected one integer or {ndim} of them, at least {minimum} each "
+            "and below 2³¹"
         )
     return values
 
@@ -115,10 +125,10 @@ def per_side(
     """
     sides = value if isinstance(value, list | tuple) else (value,) * ndim
     pairs = [_integers((v, v) if isinstance(v, int) else v) or () for v in sides]
-    if len(pairs) != ndim or any(len(p) != 2 or min(p) < 0 for p in pairs):
+    if len(pairs) != ndim or any(len(p) != 2 or min(p) < 0 or max(p) > _MOST for p in pairs):
         raise ValueError(
             f"{what}={value!r}: expected one integer, {ndim} of them, or {ndim} pairs (before, "
-            "behind), none negative"
+            "behind), none negative, all below 2³¹"
         )
     return tuple((p[0], p[1]) for p in pairs)
 
