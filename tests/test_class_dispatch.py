@@ -30,9 +30,9 @@ _LISTS = "lists or describes modules by name; computes nothing from the answer"
 ALLOWED = {
     "bevquant_quantizers._channel_axis": _SHAPE,
     "bevquant_sparse.layout_of": _SHAPE,
-    "bevfusion_quant._fan_in": _SHAPE,
-    "bevfusion_quant.random_weights": "fits the statistics that a module holds, by running it",
-    "bevfusion_quant._fill": "draws the parameters that a module holds, by what they are for",
+    "bevfusion._fan_in": _SHAPE,
+    "bevfusion.random_weights": "fits the statistics that a module holds, by running it",
+    "bevfusion._fill": "draws the parameters that a module holds, by what they are for",
     "bevfusion_quant._Hooks._judge.hook": "which axis of an output holds channels, for statistics",
     "bevfusion_quant.keep_batch_norms": _LISTS,
     "bevfusion_quant.folding_record": _LISTS,
