@@ -1,6 +1,6 @@
 """BEVFusion from float PyTorch to verified INT8: the whole job, one command.
 
-`bev_data.points`, `.cameras`, `.scenes` and `.datasets` give frames, `.voxelize` voxels,
+`bevfusion_quant.points`, `.cameras`, `.scenes` and `.datasets` give frames, `.voxelize` voxels,
 `.model` the detector or parts of it, `.ptq` the steps of the job and the whole of it, `.report` and
 `.pictures` what a run looks like.
 """

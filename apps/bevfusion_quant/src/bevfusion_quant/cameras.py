@@ -1,25 +1,4 @@
 """`bev_data.cameras` under the name that it had here."""
 
-from bev_data.cameras import (
-    CAMERA_NAMES,
-    IMAGE_MEAN,
-    IMAGE_STD,
-    Camera,
-    CameraInputs,
-    depth_images,
-    order_cameras,
-    prepare_cameras,
-    project,
-)
-
-__all__ = [
-    "CAMERA_NAMES",
-    "IMAGE_MEAN",
-    "IMAGE_STD",
-    "Camera",
-    "CameraInputs",
-    "depth_images",
-    "order_cameras",
-    "prepare_cameras",
-    "project",
-]
+from bev_data.cameras import *  # noqa: F403
+from bev_data.cameras import __all__ as __all__

@@ -1,15 +1,4 @@
 """`bev_data.voxelize` under the name that it had here."""
 
-from bev_data.voxelize import (
-    Voxelization,
-    VoxelizeError,
-    Voxelizer,
-    Voxels,
-)
-
-__all__ = [
-    "Voxelization",
-    "VoxelizeError",
-    "Voxelizer",
-    "Voxels",
-]
+from bev_data.voxelize import *  # noqa: F403
+from bev_data.voxelize import __all__ as __all__

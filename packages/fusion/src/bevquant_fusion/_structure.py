@@ -9,14 +9,14 @@ for calls without example inputs, and for the inside of modules that cannot be c
 from __future__ import annotations
 
 import copy
-import logging
 import traceback
-import warnings
 from collections import defaultdict
 from collections.abc import Iterable
 
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from bevquant_graph import quiet
 
 from ._chains import has_base, is_chain, is_sparse_chain, is_sparse_module
 from ._foldable import fold_problem, has_hooks, is_convolution
@@ -132,26 +132,19 @@ class _Reader:
     def traced(self, path: str, module: nn.Module) -> fx.Graph | None:
         """The forward by `torch.fx`; modules that it cannot follow are one node each."""
         unknown: set[nn.Module] = set()
-        log = logging.getLogger("torch.fx")
-        level = log.level
-        log.setLevel(logging.CRITICAL + 1)
-        try:
-            while True:
-                try:
-                    with warnings.catch_warnings():
-                        warnings.simplefilter("ignore")
-                        return _Tracer(unknown).trace(module)
-                except Exception as error:
-                    frames = [f for f, _ in traceback.walk_tb(error.__traceback__)]
-                    owners = [f.f_locals.get("self") for f in reversed(frames)]
-                    failed = next((m for m in owners if m in self.names and m is not module), None)
-                    reason = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
-                    if not isinstance(failed, nn.Module) or failed in unknown:
-                        self.untraced[path] = f"{type(module).__name__}.forward: {reason}"
-                        return None
-                    unknown.add(failed)
-        finally:
-            log.setLevel(level)
+        while True:
+            try:
+                with quiet():
+                    return _Tracer(unknown).trace(module)
+            except Exception as error:
+                frames = [f for f, _ in traceback.walk_tb(error.__traceback__)]
+                owners = [f.f_locals.get("self") for f in reversed(frames)]
+                failed = next((m for m in owners if m in self.names and m is not module), None)
+                reason = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+                if not isinstance(failed, nn.Module) or failed in unknown:
+                    self.untraced[path] = f"{type(module).__name__}.forward: {reason}"
+                    return None
+                unknown.add(failed)
 
     def block(self, module: nn.Module) -> fx.Graph | None:
         """The layers of a residual block in the order of their names, if its code has it."""

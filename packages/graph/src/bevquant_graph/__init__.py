@@ -12,6 +12,7 @@ from ._graph import REQUIRE, Graph
 from ._layer_class import layer_class, own_code
 from ._opaque import OPAQUE, Opaque
 from ._operators import OPERATORS, OpSpec, op_spec
+from ._quiet import quiet
 from ._signature import arguments, flatten, is_sparse_tensor, leaf_names, rebuild
 
 __all__ = [
@@ -31,5 +32,6 @@ __all__ = [
     "leaf_names",
     "op_spec",
     "own_code",
+    "quiet",
     "rebuild",
 ]

@@ -8,9 +8,7 @@ is replayed on the example against the model before anybody sees it.
 from __future__ import annotations
 
 import copy
-import logging
 import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -24,6 +22,7 @@ from torch.export import Dim, ExportedProgram
 from ._functional import functional
 from ._graph import NUMBERS, Graph, fixed_number
 from ._opaque import Opaque, opaque_modules, recorded
+from ._quiet import quiet
 from ._signature import Arguments, Tree, arguments, flatten, rebuild
 
 __all__ = ["CaptureError", "capture", "evaluation"]
@@ -33,7 +32,15 @@ tracing_config: Any = functorch_config
 
 
 class CaptureError(ValueError):
-    """A forward that cannot be captured: where, what was met, and what to do."""
+    """A forward that cannot be captured: where, what was met, and what to do.
+
+    Attributes:
+        reason: What was met and where, without the rest; "" where the graph is not the model.
+    """
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 def capture(
@@ -82,8 +89,7 @@ def capture(
     opaque: dict[str, Opaque] = {}
     numbers = open_sizes  # such as a batch size: open, unless the forward counts with them
     values: Exception | None = None  # what asks for numbers out of tensors, as in the example
-    with evaluation(model), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with evaluation(model), quiet():
         while True:
             leaves, inputs = flatten(given, numbers=numbers)
             try:
@@ -138,7 +144,6 @@ def _exported(
     dims = (tuple(_open(leaf) for leaf in given),) if open_sizes else None
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        stack.enter_context(_quiet())
         # A size of 1 in the example stays open as any other.
         config: Any = symbolic_shapes_config
         stack.enter_context(config.patch(backed_size_oblivious=True))
@@ -168,22 +173,6 @@ def _fixes_numbers(program: ExportedProgram, leaves: list[Any]) -> bool:
 
 def _open(value: Any) -> Any:
     return dict.fromkeys(range(value.dim()), Dim.AUTO) if isinstance(value, Tensor) else Dim.AUTO
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without torch's remarks about sizes that turn out to be fixed: `Graph.fixed` says which."""
-    loggers = [
-        logging.getLogger(name) for name in ("torch.export", "torch._export", "torch.fx", "torch")
-    ]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 @contextmanager
@@ -217,7 +206,8 @@ def _close(model: nn.Module, error: Exception, opaque: dict[str, Opaque], given:
         raise CaptureError(
             f"capture: {type(model).__name__} cannot be followed: {reason}. Capture the parts of "
             "it that can, each with its own example inputs, or keep decisions on the values of "
-            "tensors out of its forward"
+            "tensors out of its forward",
+            reason,
         ) from error
     args, kwargs = copy.deepcopy(given)
     opaque[where] = recorded(model, where, reason, lambda: model(*args, **kwargs))

@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import nn
 
+from bevquant_graph import is_sparse_tensor
 from bevquant_qnn._descriptors import check_fake_quant, default_input_descriptor
-from bevquant_qnn._sparse_tensor import features_of, is_sparse_tensor, with_features
+from bevquant_qnn._sparse_tensor import features_of, with_features
 from bevquant_quantizers import QuantDescriptor, TensorQuantizer
 
 __all__ = ["QuantAdd"]

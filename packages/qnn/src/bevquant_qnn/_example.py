@@ -9,19 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from bevquant_qnn._sparse_tensor import is_sparse_tensor, with_features
+from bevquant_graph import evaluation as in_evaluation
+from bevquant_graph import is_sparse_tensor
+from bevquant_qnn._sparse_tensor import with_features
 from bevquant_quantizers import TensorQuantizer
 
-__all__ = ["arguments", "evaluation", "fresh", "run"]
-
-
-def arguments(example_inputs: Any) -> tuple[list[Any], dict[str, Any]]:
-    """Return positional and named arguments: of a tuple, a dict, or one input."""
-    if isinstance(example_inputs, dict):
-        return [], {name: fresh(value) for name, value in example_inputs.items()}
-    if isinstance(example_inputs, tuple):
-        return [fresh(value) for value in example_inputs], {}
-    return [fresh(example_inputs)], {}
+__all__ = ["evaluation", "fresh", "run"]
 
 
 def fresh(value: Any) -> Any:
@@ -49,18 +42,14 @@ def run(model: nn.Module, args: list[Any], kwargs: dict[str, Any]) -> Any:
 @contextmanager
 def evaluation(model: nn.Module) -> Iterator[None]:
     """Evaluation mode, no gradients, quantizers bypassed; each put back as it was."""
-    training = [(module, module.training) for module in model.modules()]
     quantizers = [m for m in model.modules() if isinstance(m, TensorQuantizer)]
     disabled = [(quantizer, quantizer._disabled) for quantizer in quantizers]
     try:
-        model.eval()
         for quantizer in quantizers:
             quantizer.disable()
         # Inference tensors do not count in-place changes, which the analysis has to see.
-        with torch.inference_mode(False), torch.no_grad():
+        with in_evaluation(model), torch.inference_mode(False), torch.no_grad():
             yield
     finally:
-        for module, flag in training:
-            module.training = flag
         for quantizer, flag in disabled:
             quantizer._disabled = flag

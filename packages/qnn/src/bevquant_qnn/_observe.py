@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from bevquant_graph import CaptureError, Graph, capture, flatten
+from bevquant_graph import CaptureError, Graph, arguments, capture, flatten
 from bevquant_qnn._config import QuantConfig
-from bevquant_qnn._example import arguments, evaluation, fresh, run
+from bevquant_qnn._example import evaluation, fresh, run
 from bevquant_qnn._holders import activation_quantizers
 from bevquant_qnn._join_calls import JoinCall, Recorder, join_class, plan_of
 from bevquant_qnn._kinds import is_quantized
@@ -48,8 +48,7 @@ def observe(
     found = Followed()
     paths = {module: path for path, module in model.named_modules()}
     with evaluation(model):
-        args, kwargs = arguments(example_inputs)
-        _Observer(paths, config, found).part(model, (args, kwargs), graph)
+        _Observer(paths, config, found).part(model, arguments(example_inputs), graph)
     return found
 
 
@@ -70,8 +69,7 @@ class _Observer:
         try:
             graph = _captured(root, given) if graph is None else graph
         except CaptureError as error:
-            opaque[root] = str(error).partition("cannot be followed: ")[2] or str(error)
-            opaque[root] = opaque[root].partition(". Capture the parts")[0]
+            opaque[root] = error.reason or str(error)
         else:
             reasons = {path: entry.reason for path, entry in graph.opaque.items()}
             opaque |= {root.get_submodule(path): reason for path, reason in reasons.items()}

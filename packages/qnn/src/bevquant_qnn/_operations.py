@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from bevquant_graph import is_sparse_tensor
 from bevquant_qnn._sparse_convolution import QuantSparseConvolution
-from bevquant_qnn._sparse_tensor import features_of, is_sparse_tensor
+from bevquant_qnn._sparse_tensor import features_of
 from bevquant_quantizers import TensorQuantizer
 from bevquant_sparse import Rulebook, build_rulebook
 

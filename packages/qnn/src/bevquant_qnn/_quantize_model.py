@@ -102,7 +102,7 @@ def _quantized(
     ]
     model, replaced, skipped = replace_layers(model, config)
     observed = example_inputs is not None
-    found = observe(model, config, example_inputs, graph) if observed else trace(model, config)
+    found = observe(model, config, example_inputs, graph) if observed else trace(model)
     joined, passed_over, placed = quantize_joins(model, config, found, observed)
     flow = follow(found, placed)
     shared, apart = share_quantizers(model, flow)

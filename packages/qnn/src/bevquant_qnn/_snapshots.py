@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bevquant_qnn._sparse_tensor import is_sparse_tensor, with_features
+from bevquant_graph import is_sparse_tensor
+from bevquant_qnn._sparse_tensor import with_features
 
 __all__ = ["UnknownValue", "copied", "kept", "same", "tensors"]
 

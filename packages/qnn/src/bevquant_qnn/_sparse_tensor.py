@@ -10,14 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["features_of", "is_sparse_tensor", "with_features"]
+from bevquant_graph import is_sparse_tensor
 
-
-def is_sparse_tensor(value: object) -> bool:
-    """Tell whether `value` is an spconv-style sparse tensor."""
-    return not isinstance(value, Tensor) and all(
-        hasattr(value, name) for name in ("features", "indices", "spatial_shape", "batch_size")
-    )
+__all__ = ["features_of", "with_features"]
 
 
 def features_of(value: Any) -> Any:

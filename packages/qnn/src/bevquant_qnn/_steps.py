@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +39,7 @@ class Steps:
         paths: First paths of the modules in the model.
         source: The captured graph, if it is one.
         nodes: In order of execution.
+        inputs: What the graph takes, `features` those of them that are of sparse tensors.
         lengths: How often each module is called.
     """
 
@@ -56,8 +57,11 @@ class Steps:
         self.lengths: Counter[nn.Module] = Counter()
         self.nodes = [n for n in graph.nodes if n.op.startswith("call_")]
         self.inputs = [n for n in graph.nodes if n.op == "placeholder"]
+        self.features: set[fx.Node] = set()
         if source is not None:
             self.inputs = list(source.placeholders)
+            named = zip(source.input_names, source.placeholders, strict=True)
+            self.features = {node for name, node in named if name.endswith(".features")}
         for node in self.nodes:
             self._calls[node] = tuple(self._stack(node))
         self._origins: dict[fx.Node, fx.Node] = {}
@@ -167,7 +171,8 @@ class Steps:
         spec = self.spec(node)
         if node.op == "call_module":
             module = self._modules[str(node.target)]
-            return inputs[0] if is_identity(module) or _is_quantizer(module) else None
+            same = is_identity(module) or isinstance(module, TensorQuantizer)
+            return inputs[0] if same else None
         if spec.kind in ("identity", "quantize") or spec.name in _CASTS:
             return inputs[0]
         if self.source is None:
@@ -189,32 +194,29 @@ class Steps:
 
     def producers(self, node: fx.Node, call: Call) -> list[nn.Module]:
         """The children nearest behind `node`, looking through functions and what only shapes."""
+        return self._nearest([node], call, lambda value: reversed(self.read(value)), only_shapes)
+
+    def readers(self, node: fx.Node, call: Call) -> list[nn.Module]:
+        """The children nearest after `node`, looking through functions and identities."""
+        return self._nearest(node.users, call, lambda value: value.users, is_identity)
+
+    def _nearest(
+        self,
+        start: Iterable[fx.Node],
+        call: Call,
+        onward: Callable[[fx.Node], Iterable[fx.Node]],
+        passes: Callable[[nn.Module], bool],
+    ) -> list[nn.Module]:
         found: dict[Call, None] = {}
-        pending, seen = [node], set()
+        pending, seen = list(start), set()
         while pending:
             value = pending.pop()
             if value in seen or call not in self.calls(value):
                 continue
             seen.add(value)
             child = self.child(value, call)
-            if child is None or only_shapes(child.module):
-                pending += reversed(self.read(value))
-            else:
-                found[child] = None
-        return [child.module for child in found]
-
-    def readers(self, node: fx.Node, call: Call) -> list[nn.Module]:
-        """The children nearest after `node`, looking through functions and identities."""
-        found: dict[Call, None] = {}
-        pending, seen = list(node.users), set()
-        while pending:
-            user = pending.pop()
-            if user in seen or call not in self.calls(user):
-                continue
-            seen.add(user)
-            child = self.child(user, call)
-            if child is None or is_identity(child.module):
-                pending += user.users
+            if child is None or passes(child.module):
+                pending += onward(value)
             else:
                 found[child] = None
         return [child.module for child in found]
@@ -274,15 +276,6 @@ class Steps:
             pending += self.read(value) if self.spec(value).name != "dense" else []
         return False
 
-    @property
-    def features(self) -> set[fx.Node]:
-        """Inputs that are the features of sparse tensors."""
-        source = self.source
-        if source is None:
-            return set()
-        names = zip(source.input_names, source.placeholders, strict=True)
-        return {node for name, node in names if name.endswith(".features")}
-
 
 _ARITHMETIC = frozenset(
     {operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod}
@@ -298,10 +291,6 @@ _SELECTIONS = frozenset(
 def _makes_sparse(node: fx.Node) -> bool:
     """Whether a traced step puts features and coordinates together to a sparse tensor."""
     return isinstance(node.target, type) and node.target.__name__ == "SparseConvTensor"
-
-
-def _is_quantizer(module: nn.Module) -> bool:
-    return isinstance(module, TensorQuantizer)
 
 
 def _tensors(node: fx.Node) -> list[fx.Node]:

@@ -7,20 +7,17 @@ the size of what it gets, which tensors are sparse, and who reads a tensor that 
 from __future__ import annotations
 
 import dis
-import logging
 import sys
 import traceback
-import warnings
 from collections import Counter
 from typing import Any
 
 from torch import fx, nn
 
-from bevquant_qnn._config import QuantConfig
+from bevquant_graph import is_sparse_tensor, quiet
 from bevquant_qnn._join_calls import CALLS, Site, plan_of, site_of
 from bevquant_qnn._kinds import is_library_module, is_plain_chain, is_quantized
 from bevquant_qnn._place_joins import Followed, Join, may_join
-from bevquant_qnn._sparse_tensor import is_sparse_tensor
 from bevquant_qnn._steps import Steps
 from bevquant_quantizers import TensorQuantizer
 
@@ -30,75 +27,61 @@ _JOIN = "bevquant_join"
 _TRACE = fx.Tracer.trace.__code__
 
 
-def trace(model: nn.Module, config: QuantConfig) -> Followed:
+def trace(model: nn.Module) -> Followed:
     """Follow the model's forward on symbols; where that fails, the forwards of its children."""
-    paths = {module: path for path, module in model.named_modules()}
-    found = Followed()
-    _part(model, paths, config, found, set())
-    return found
+    parts = _Parts(model)
+    parts.follow(model)
+    return parts.found
 
 
-def _part(
-    root: nn.Module,
-    paths: dict[nn.Module, str],
-    config: QuantConfig,
-    found: Followed,
-    reached: set[nn.Module],
-) -> None:
-    unknown: dict[nn.Module, str] = {}
-    graph = None
-    if not isinstance(root, nn.ModuleList | nn.ModuleDict):
-        graph = _graph(root, unknown)
-    found.unfollowed |= {paths[m]: reason for m, reason in unknown.items()}
-    if graph is not None:
-        steps = Steps(paths, graph, root)
-        found.parts.append(steps)
-        found.joins += _joins(steps)
-        reached |= {call.module for node in steps.nodes for call in steps.calls(node)}
-        reached -= set(unknown)
-    _below(root, paths, config, found, reached)
+class _Parts:
+    """What of a model could be followed so far, and the modules in it."""
 
+    def __init__(self, model: nn.Module) -> None:
+        self.paths = {module: path for path, module in model.named_modules()}
+        self.found = Followed()
+        self.reached: set[nn.Module] = set()
 
-def _below(
-    root: nn.Module,
-    paths: dict[nn.Module, str],
-    config: QuantConfig,
-    found: Followed,
-    reached: set[nn.Module],
-) -> None:
-    for child in root.children():
-        if any(m in reached for m in child.modules()):
-            _below(child, paths, config, found, reached)
-        elif not _is_leaf(child) and next(child.children(), None) is not None:
-            _part(child, paths, config, found, reached)
+    def follow(self, root: nn.Module) -> None:
+        unknown: dict[nn.Module, str] = {}
+        graph = None
+        if not isinstance(root, nn.ModuleList | nn.ModuleDict):
+            graph = _graph(root, unknown)
+        self.found.unfollowed |= {self.paths[m]: reason for m, reason in unknown.items()}
+        if graph is not None:
+            steps = Steps(self.paths, graph, root)
+            self.found.parts.append(steps)
+            self.found.joins += _joins(steps)
+            self.reached |= {call.module for node in steps.nodes for call in steps.calls(node)}
+            self.reached -= set(unknown)
+        self.below(root)
+
+    def below(self, root: nn.Module) -> None:
+        for child in root.children():
+            if any(m in self.reached for m in child.modules()):
+                self.below(child)
+            elif not _is_leaf(child) and next(child.children(), None) is not None:
+                self.follow(child)
 
 
 def _graph(root: nn.Module, unknown: dict[nn.Module, str]) -> fx.Graph | None:
     """The forward of `root`; modules inside that cannot be followed are one node each."""
-    log = logging.getLogger("torch.fx")
-    level = log.level
-    log.setLevel(logging.CRITICAL + 1)
     inside = set(root.modules())
-    try:
-        while True:
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    return _Tracer(unknown).trace(root)
-            except Exception as error:
-                frames = [f for f, _ in traceback.walk_tb(error.__traceback__)]
-                owners = [f.f_locals.get("self") for f in reversed(frames)]
-                modules = [m for m in owners if isinstance(m, nn.Module) and m in inside]
-                failed = next((m for m in modules if m not in unknown), root)
-                where = traceback.extract_tb(error.__traceback__)
-                unknown[failed] = _reason(failed, error, where)
-                if failed is root:
-                    return None
-    finally:
-        log.setLevel(level)
+    while True:
+        try:
+            with quiet():
+                return _Tracer(unknown).trace(root)
+        except Exception as error:
+            frames = [f for f, _ in traceback.walk_tb(error.__traceback__)]
+            owners = [f.f_locals.get("self") for f in reversed(frames)]
+            modules = [m for m in owners if isinstance(m, nn.Module) and m in inside]
+            failed = next((m for m in modules if m not in unknown), root)
+            unknown[failed] = _reason(failed, error)
+            if failed is root:
+                return None
 
 
-def _reason(module: nn.Module, error: Exception, where: traceback.StackSummary) -> str:
+def _reason(module: nn.Module, error: Exception) -> str:
     name = f"{type(module).__name__}.forward"
     if isinstance(error, fx.proxy.TraceError):
         met = str(error).splitlines()[0]
@@ -124,9 +107,8 @@ class _Tracer(fx.Tracer):
     def __init__(self, unknown: dict[nn.Module, str]) -> None:
         super().__init__()
         self._unknown = unknown
-        self._written: dict[
-            fx.Node, fx.Node
-        ] = {}  # what was changed in place, and as what it goes on
+        # What was changed in place, and as what it goes on.
+        self._written: dict[fx.Node, fx.Node] = {}
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Whether the module is one node."""

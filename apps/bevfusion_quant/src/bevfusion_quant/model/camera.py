@@ -1,23 +1,4 @@
 """`bevfusion.model.camera` under the name that it had here."""
 
-from bevfusion.model.camera import (
-    Bottleneck,
-    DepthLSSTransform,
-    GeneralizedLSSFPN,
-    PoolPlan,
-    ResNet,
-    bev_pool,
-    lift_splat_pool,
-    make_pool_plan,
-)
-
-__all__ = [
-    "Bottleneck",
-    "DepthLSSTransform",
-    "GeneralizedLSSFPN",
-    "PoolPlan",
-    "ResNet",
-    "bev_pool",
-    "lift_splat_pool",
-    "make_pool_plan",
-]
+from bevfusion.model.camera import *  # noqa: F403
+from bevfusion.model.camera import __all__ as __all__

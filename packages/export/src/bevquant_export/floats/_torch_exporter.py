@@ -5,22 +5,21 @@ from __future__ import annotations
 import ast
 import contextlib
 import io
-import logging
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from bevquant_export.floats._ports import arguments
+from bevquant_graph import quiet
 
 __all__ = ["OPSET", "exported"]
 
 OPSET = 18
 """What torch's exporter writes; it writes no earlier one."""
 
-_LOGGERS = ("torch.onnx", "torch.export", "onnxscript", "onnx_ir", "torch.fx")
+_LOGGERS = ("torch.onnx", "onnxscript", "onnx_ir")
 
 
 def exported(
@@ -45,7 +44,7 @@ def exported(
         ) from error
     positional, named = arguments(args)
     try:
-        with _quiet(), torch.no_grad():
+        with quiet(*_LOGGERS), contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
             program = torch.onnx.export(
                 module, positional, kwargs=named or None, dynamo=True, verbose=False,
                 input_names=list(inputs), output_names=list(outputs), opset_version=opset,
@@ -60,22 +59,6 @@ def exported(
     proto = program.model_proto
     _name_nodes(proto.graph)
     return proto
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Nothing of the exporter's talk: what fails is told by its exception."""
-    loggers = [logging.getLogger(name) for name in _LOGGERS]
-    before = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, before, strict=True):
-            logger.setLevel(level)
 
 
 def _reason(error: BaseException) -> str:

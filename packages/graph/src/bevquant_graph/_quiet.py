@@ -1,0 +1,32 @@
+"""torch without its remarks, where what fails is told by an exception."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["quiet"]
+
+_LOGGERS = ("torch", "torch.export", "torch._export", "torch.fx")
+
+
+@contextmanager
+def quiet(*more: str) -> Iterator[None]:
+    """Neither warnings nor what torch logs while it traces, such as which sizes are fixed.
+
+    Args:
+        more: Loggers beside torch's own for tracing.
+    """
+    loggers = [logging.getLogger(name) for name in (*_LOGGERS, *more)]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL + 1)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
