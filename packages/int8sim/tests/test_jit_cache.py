@@ -48,8 +48,9 @@ def run(tmp_path):
     environment = os.environ | {"XDG_CACHE_HOME": str(script), "HOME": str(script)}
 
     def call(cache, mode="plain"):
+        # -B: bytecode written under the limit would be cut off, and all others would read it.
         done = subprocess.run(
-            [sys.executable, str(script), mode, jit.__file__],
+            [sys.executable, "-B", str(script), mode, jit.__file__],
             env=environment | {"NUMBA_CACHE_DIR": str(cache)},
             capture_output=True,
             text=True,
