@@ -115,6 +115,37 @@ def test_a_step_with_other_integers_is_named() -> None:
         simulate(net, x, verify=False)
 
 
+class Upsampled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.first(x).relu()
+        return y, self.second(nn.functional.interpolate(y, scale_factor=2, mode="bilinear"))
+
+
+@pytest.mark.parametrize("clip", [0.2, 1.0])
+def test_a_resize_reads_clamped_integers(clip: float) -> None:
+    """And a resize that is itself off by two steps is found."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 3, 8, 8)
+    net = calibrated(Upsampled(), x)
+    amax: Any = net.second._input_quantizer.amax
+    net.second._input_quantizer.amax = amax * clip
+    simulate(net, x)
+    from bevquant_int8sim.model import _read_graph
+
+    def shifted(*given: Any, **settings: Any) -> torch.Tensor:
+        return resize(*given, **settings).clamp(max=125) + 2
+
+    with pytest.MonkeyPatch.context() as patch:
+        resize = _read_graph.resize
+        patch.setattr(_read_graph, "resize", shifted)
+        with pytest.raises(ValueError, match=r"<resize> \(resize\) differs by [23] steps"):
+            simulate(net, x)
+
+
 @pytest.mark.parametrize("scale", [0.0, 1e-12, 1.0, 1e4])
 def test_no_alarm_on_other_inputs(scale: float) -> None:
     """Zeros, next to nothing, and values far beyond the ranges."""

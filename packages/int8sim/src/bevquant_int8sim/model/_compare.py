@@ -161,8 +161,6 @@ def _op(step: Step) -> str:
 
 def _why(step: Step) -> str:
     """What may part a layer from its fake-quantized form by more than one step."""
-    if step.op == "resize" and step.kwargs.get("mode") == "bilinear":
-        return "interpolates integers: rounded before and behind"
     multiplier = step.tensors.get("multiplier")
     if multiplier is None or step.tensors.get("bias") is None:
         return ""

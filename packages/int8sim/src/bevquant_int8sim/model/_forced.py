@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor, fx, nn
 from bevquant_int8sim.model._form import ACCUMULATORS, FLOAT, Demand, Integers
 from bevquant_int8sim.model._integer_model import IntegerModel
 from bevquant_int8sim.model._layer_sums import blocks
-from bevquant_int8sim.model._program import Step
+from bevquant_int8sim.model._program import Ref, Step
 from bevquant_int8sim.model._reference import GraphRun, spent_nodes, tensor_of
 from bevquant_int8sim.model._rowwise import dequantized
 from bevquant_int8sim.model._signature import copied
@@ -62,6 +64,15 @@ class ForcedRun:
         last = {
             value: node for node in self.graph.nodes for value in source.held.get(node, {}).values()
         }
+        # Interpolating does not commute with clamping: what a resize of integers reads, which its
+        # operand may hold beside its accumulators, is what the forced one reads too.
+        self._resized: dict[fx.Node, str] = {}
+        for node, values in self.values.items():
+            for step in (self.makers[value] for value in values):
+                operand = step.args[0]
+                if step.op == "resize" and isinstance(operand, Ref) and operand.name in known:
+                    self._resized[node] = operand.name
+                    last[operand.name] = node
         self._spent = spent_nodes(self.graph)
         self._spent_values: dict[fx.Node, list[str]] = {}
         for value, at in last.items():
@@ -98,7 +109,8 @@ class ForcedRun:
         kept = {value: None for value in graph.outputs if isinstance(value, fx.Node)}
         for node in self.graph.nodes:
             for run, beside in zip(runs, (None, *runs), strict=False):
-                run.step(node, beside)
+                with self._reading(node, made, run if run is runs[-1] else None):
+                    run.step(node, beside)
             self.judge(node, made, *(run.values[node] for run in runs))
             self._force(node, made, runs[-1])
             if node in kept:
@@ -122,6 +134,21 @@ class ForcedRun:
             if value in made and old is not None:
                 run.values[node] = self.as_float(value, made[value]).to(old.dtype)
                 return
+
+    @contextmanager
+    def _reading(
+        self, node: fx.Node, made: dict[str, Tensor], run: GraphRun | None
+    ) -> Iterator[None]:
+        """Give the forced run of a resize the integers that the integer step read."""
+        value = self._resized.get(node)
+        if run is None or value not in made:
+            yield
+            return
+        operand: Any = node.args[0]
+        kept = run.values[operand]
+        run.values[operand] = self.as_float(value, made[value]).to(kept.dtype)
+        yield
+        run.values[operand] = kept
 
     def as_float(self, value: str, got: Tensor) -> Tensor:
         """What a value of the program stands for."""

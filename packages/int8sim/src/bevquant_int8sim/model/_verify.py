@@ -36,9 +36,9 @@ def verify(integer: IntegerModel, example_inputs: Any) -> None:
 
     steps: one for a value on the border of two integers, b for the bias, which is rounded to half
     a unit of the accumulator, and e for the fake-quantized model's own float32 sums,
-    2⁻¹⁴·Σ|w|·max|x|. Bilinear resizing of integers rounds once more. What is held in floats may
-    differ by b + e and 2⁻¹² of its largest value, or by noise 40 dB below it. As every step is
-    judged on the same inputs, neither the depth of a model nor its data move these bounds.
+    2⁻¹⁴·Σ|w|·max|x|. What is held in floats may differ by b + e and 2⁻¹² of its largest value, or
+    by noise 40 dB below it. As every step is judged on the same inputs, neither the depth of a
+    model nor its data move these bounds.
 
     Raises:
         ValueError: The first step beyond its bound is named.
@@ -82,8 +82,7 @@ class _Verification(ForcedRun):
                 continue
             raw = (forced.double() / form.scale).round_().clamp_(form.low, form.high)
             steps = float((got.double() - raw).abs().max()) if got.numel() else 0.0
-            bilinear = step.op == "resize" and step.kwargs.get("mode") == "bilinear"
-            explained = 1 + bilinear + slack / form.scale
+            explained = 1 + slack / form.scale
             # NaN is no number of steps, and never explained.
             if not steps <= explained:
                 raise _departure(
