@@ -12,7 +12,7 @@ from torch.utils import checkpoint
 
 import bevquant_qnn as qnn
 from bevquant_graph import capture
-from bevquant_quantizers import TensorQuantizer
+from bevquant_quantizers import TensorQuantizer, calibrate
 
 
 def conv(channels=3):
@@ -188,6 +188,48 @@ def test_a_graph_that_is_there_already_is_read():
     assert result.shared == other.shared
     with pytest.raises(ValueError, match="a graph of another Sequential"):
         qnn.quantize_model(twin, example_inputs=x, graph=capture(nn.Sequential(conv()), x))
+
+
+class Dense(nn.ModuleDict):
+    """Goes through its children, as DenseNet's blocks do."""
+
+    def __init__(self, count):
+        super().__init__({f"layer{i}": nn.Conv2d(4 + 2 * i, 2, 1) for i in range(count)})
+
+    def forward(self, x, inner=None):
+        kept = [x if inner is None else inner(x)]
+        for layer in self.values():
+            kept.append(layer(torch.cat(kept, 1)))
+        return torch.cat(kept, 1)
+
+
+class DenseNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block, self.last = Dense(3), nn.Conv2d(10, 4, 1)
+
+    def forward(self, x):
+        return self.last(self.block(x))
+
+
+def test_a_forward_that_goes_through_its_children_does_not_meet_the_joins():
+    x = torch.randn(2, 4, 3, 3, generator=torch.Generator().manual_seed(0))
+    net = DenseNet().eval()
+    wanted = net(x)
+    quantized = qnn.quantize_model(net, example_inputs=x).model
+    assert isinstance(quantized.block.quant_concat, qnn.QuantConcat)
+    calibrate(quantized, [x])
+    assert (quantized(x) - wanted).abs().max() < 0.05 * wanted.abs().max()
+
+    def fails(_):
+        raise KeyError("in the middle")
+
+    keys = list(quantized.state_dict())
+    with pytest.raises(KeyError, match="in the middle"):
+        quantized.block(x, inner=fails)
+    assert list(quantized.state_dict()) == keys
+    nested = quantized.block(x, inner=lambda y: quantized.block(y)[:, :4])
+    assert torch.equal(nested, quantized.block(x))
 
 
 class Gate(nn.Module):

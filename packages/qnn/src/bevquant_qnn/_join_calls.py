@@ -7,6 +7,9 @@ it knows an addition by its place: functions, lines and columns from the call up
 and how often that place was passed before in this call of the module. Places that the example did
 not show stay float. A place that is passed more or fewer times than then is an error, since nobody
 could say which of its quantizers is meant.
+
+While the forward runs, the children that joins are sent to are out of its sight, for a forward that
+goes through its own children (as DenseNet's blocks do) must not meet them.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ _ADDS = frozenset({torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__
 _CATS = frozenset({torch.cat, torch.concat, torch.concatenate})
 _JOINS = _ADDS | _CATS
 _BASE, _PLAN = "_bevquant_float_class", "_bevquant_joins"
+_CHILDREN = "_bevquant_join_children"
 
 
 class Place(NamedTuple):
@@ -125,6 +129,7 @@ class _JoinMode(TorchFunctionMode):
         self.module, self.plan, self.note = module, plan, note
         self.frame: FrameType | None = None
         self.passes: Counter[Site] = Counter()
+        self.children: dict[str, nn.Module | None] = {}
         if note is not None:
             self.call = note.calls[module]
             note.calls[module] += 1
@@ -164,7 +169,7 @@ class _JoinMode(TorchFunctionMode):
         if target is None:
             return func(*args, **kwargs)
         self.refuse_checkpoint(frames)
-        child = getattr(self.module, target.name)
+        child: Any = self.children[target.name]
         if kind == "cat":
             return child(*_operands(args, kwargs))
         if target.operand is None:
@@ -226,24 +231,31 @@ def plan_of(module: nn.Module) -> Plan:
 
 def _made(base: type[Any], plan: Plan, recorder: Recorder | None) -> type[Any]:
     places = {item.site: item for item in plan}
+    names = {target.name for item in plan for target in item.targets if target is not None}
 
     @functools.wraps(base.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         joins = _JoinMode(self, places, recorder)
         joins.frame = sys._getframe()
+        outer = self.__dict__.get(_CHILDREN)  # of a call that is under way
+        own = [name for name in self._modules if name in names]
+        children = {name: self._modules.pop(name) for name in own} if outer is None else outer
+        self.__dict__[_CHILDREN] = joins.children = children
         try:
             with joins:
                 result = base.forward(self, *args, **kwargs)
         finally:
             joins.frame = None  # or the frame and the mode would keep each other alive
+            if outer is None:
+                self._modules.update(self.__dict__.pop(_CHILDREN))
         joins.finish()
         return result
 
     forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
-    names = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+    kept = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
     # torch.compile cannot ask for frames; it runs these forwards as they are.
     eager = torch.compiler.disable(forward)  # type: ignore[no-untyped-call]
-    made = {**names, _BASE: base, _PLAN: plan, "forward": eager, "__reduce_ex__": _reduce}
+    made = {**kept, _BASE: base, _PLAN: plan, "forward": eager, "__reduce_ex__": _reduce}
     return type(base.__name__, (base,), made)
 
 

@@ -107,11 +107,13 @@ class _Tracer(fx.Tracer):
     def __init__(self, unknown: dict[nn.Module, str]) -> None:
         super().__init__()
         self._unknown = unknown
+        self._called: nn.Module | None = None
         # What was changed in place, and as what it goes on.
         self._written: dict[fx.Node, fx.Node] = {}
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Whether the module is one node."""
+        """Whether the module, which is called now, is one node."""
+        self._called = m
         return m in self._unknown or _is_leaf(m)
 
     def create_arg(self, a: Any) -> Any:
@@ -128,7 +130,7 @@ class _Tracer(fx.Tracer):
         name = str(target) if kind == "call_method" else getattr(target, "__name__", "")
         inplace = node.kwargs.get("inplace") or (name.endswith("_") and name[:2] != "__")
         if kind == "call_module":
-            inplace = getattr(self.root.get_submodule(str(target)), "inplace", False)
+            inplace = getattr(self._called, "inplace", False)
         if inplace is True and node.args and isinstance(node.args[0], fx.Node):
             self._written[node.args[0]] = node
         if kind in ("call_function", "call_method") and name in _NAMES:

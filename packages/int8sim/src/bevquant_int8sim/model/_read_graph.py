@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -67,13 +67,14 @@ class _Reader:
             if not (self._is_constant(node) or spec.kind == "rulebook" or _is_coords(node)):
                 self._refs[node] = self._visit(node, spec)
         leaves = [self._ref(value) for value in self.graph.outputs]
+        result = _nested(self.graph.result, leaves, self._sparse_output)  # may add sites
         return Operations(
             operations=tuple(self.operations),
             signature=_nested(
                 self.graph.inputs, self._leaves, lambda tree: self._leaves[tree.features.index]
             ),
             sparse_inputs=self.sparse_inputs,
-            result=_nested(self.graph.result, leaves, self._sparse_output),
+            result=result,
             hosts=frozenset(self._hosts),
             nodes=self.nodes,
             fixed=self._fixed,
@@ -515,13 +516,13 @@ class _Reader:
 
     # What is returned
 
-    def _sparse_output(self, tree: Any) -> SparseRef | None:
+    def _sparse_output(self, tree: Any) -> SparseRef:
         """A sparse tensor among the results, by features and sites."""
-        features = self.graph.outputs[tree.features.index]
-        indices = self._first(self.graph.outputs[tree.indices.index])
-        if indices not in self._sites:
-            return None
-        return SparseRef(self._ref(features).name, self._sites[indices])
+        features, indices, shape, batch_size = (
+            _nested(getattr(tree, part), self.graph.outputs, self._sparse_output)
+            for part in ("features", "indices", "spatial_shape", "batch_size")
+        )
+        return SparseRef(self._ref(features).name, self._sites_at(indices, shape, batch_size))
 
 
 _TYPES = ("to", "_to_copy", "int", "type_as")
@@ -594,16 +595,10 @@ def _python_call(
     return name, node.target, args
 
 
-def _nested(tree: Any, leaves: list[Any], sparse: Callable[[Any], SparseRef | None]) -> Any:
+def _nested(tree: Any, leaves: Sequence[Any], sparse: Callable[[Any], SparseRef]) -> Any:
     """The result as dicts, lists and tuples of references."""
     if hasattr(tree, "features"):
-        found = sparse(tree)
-        if found is not None:
-            return found
-        return {
-            part: _nested(getattr(tree, part), leaves, sparse)
-            for part in ("features", "indices", "spatial_shape", "batch_size")
-        }
+        return sparse(tree)
     if hasattr(tree, "members"):
         members = [_nested(member, leaves, sparse) for member in tree.members]
         if tree.keys is not None:
