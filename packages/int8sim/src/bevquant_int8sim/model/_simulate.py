@@ -110,12 +110,6 @@ def simulate(
 
 
 def _captured(model: nn.Module, example_inputs: Any) -> Graph:
-    for path, module in model.named_modules():
-        if module._forward_hooks or module._forward_pre_hooks:
-            raise ValueError(
-                f"simulate: {path or 'the model'} has forward hooks, which may change what it "
-                "computes; remove the hooks first"
-            )
     try:
         return capture(model, example_inputs)
     except CaptureError as error:
