@@ -24,6 +24,7 @@ from bevquant_export.dense._ties import Ties
 from bevquant_int8sim import simulate
 from bevquant_int8sim.program import Step
 from bevquant_qnn import QuantAdd, quantize_model
+from bevquant_quantizers import calibrate
 
 Fixture = Callable[..., Any]
 Integers = np.ndarray[Any, np.dtype[Any]]
@@ -78,7 +79,7 @@ def test_openvino_counts_levels_from_the_lowest_value(
     values = {layer.args[0].name: np.array([0.0, 1.0]).reshape(1, 2, 1, 1)}
     one = (1, 1, 1, 1)
     for name, ties in ("onnxruntime", 0), ("openvino", openvino):
-        found = Ties(integers.program, values, profile_of(name))
+        found = Ties(integers.program, values, {}, profile_of(name))
         assert found.count(layer.outputs[0], np.zeros(one), np.ones(one)) == ties
 
 
@@ -211,3 +212,18 @@ def test_sums_at_places_are_those_of_torch(name: str) -> None:
     assert (magnitude == size.reshape(-1).numpy()).all()
     read = 4 // getattr(layer, "groups", 1)
     assert terms == read * (weight[0, 0].numel() if rank > 0 else 1)
+
+
+@pytest.mark.parametrize("function", [nn.GELU, nn.SiLU])
+def test_floats_next_to_zero_are_off_by_what_their_operands_are(tmp_path: Path, function) -> None:
+    """x·(1 + erf(x/√2))/2 loses what is left of 1 − 1; and a value that is no tie is none."""
+    x = torch.linspace(-6, -1, 60_000).view(1, 3, 200, 100)
+    net = nn.Sequential(function(), nn.Conv2d(3, 4, 1)).eval()
+    quantized = quantize_model(net, example_inputs=x).model
+    calibrate(quantized, [x])
+    file = export_qdq_onnx(quantized, x, tmp_path / "net.onnx", "horizon", verify=False)
+    assert compare_qdq_onnx(file, quantized, x)[0].unexplained == 0
+    other = copy.deepcopy(quantized)
+    quantizer = other[1]._input_quantizer
+    quantizer.amax = quantizer.amax * 1.0001
+    assert compare_qdq_onnx(file, other, x)[0].unexplained > 0

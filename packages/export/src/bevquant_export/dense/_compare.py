@@ -93,8 +93,9 @@ def compare_qdq_onnx(file: QdqFile, model: nn.Module, args: Any) -> tuple[Tensor
     everything else that differs is `unexplained`. Sums that run in float are given the error that
     n float32 additions spread to, 4·√n·2⁻²⁴ of the sum of their terms' magnitudes; layers of
     `bevquant_hybrid`, whose biases onnxruntime rounds to int32, half a step of the accumulators.
-    Layers, sums, bilinear resizing and requantization are computed again for that, averages and
-    float functions are not: of these every difference counts as unexplained.
+    Layers, sums, bilinear resizing and requantization are computed again for that, averages are
+    not: of these every difference counts as unexplained. Functions of floats may be off by 8·2⁻²⁴
+    of their largest operand or result.
 
     Args:
         file: From `export_qdq_onnx`.
@@ -159,7 +160,12 @@ def compared(
     read = _read_by_rounding(integer)
     held = {n: v.cpu().numpy() for n, v in inputs_of(integer.program, args) if n in read}
 
+    sizes: dict[str, float] = {}
+
     def see(step: Step, given: tuple[Any, ...], made: tuple[Any, ...]) -> None:
+        if step.op == "float" and step.outputs[0] in read:
+            floats = [t for t in _tensors([given, made]) if t.is_floating_point() and t.numel()]
+            sizes[step.outputs[0]] = max((float(t.abs().max()) for t in floats), default=0.0)
         for name, value in _named(step.outputs[0], made[0]):
             if name in read:
                 held[name] = value.cpu().numpy()
@@ -186,7 +192,7 @@ def compared(
         given = {n: v.astype(np.float16) if v.dtype == np.float32 else v for n, v in given.items()}
     own = [name for name in file.outputs if outputs and name not in made]
     results = dict(zip([*made, *own], running.run([*made.values(), *own], given), strict=True))
-    ties = Ties(integer.program, held, profile)
+    ties = Ties(integer.program, held, sizes, profile)
     rows = []
     for tensor, (step, name, value) in found.items():
         want, got = value.astype(np.int32), results[tensor].astype(np.int32) - profile.zero

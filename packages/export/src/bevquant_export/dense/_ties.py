@@ -47,20 +47,29 @@ class Ties:
     and nowhere else; in OpenVINO, which counts levels from the lowest value, |v| + 256 stands for
     |v| here. Where a file runs in float, a sum of n products rounds each of them too, by
     4·√n·2⁻²⁴ of the sum of their magnitudes (N. Higham and T. Mary, A new approach to probabilistic
-    rounding error analysis, 2019). With a zero point z, sums are made of numbers up to |q| + z. A
+    rounding error analysis, 2019). A function
+    of floats (x·(1 + erf(x/√2))/2, say) is off by as much as its largest operand or result is
+    rounded, 8·2⁻²⁴ of it. With a zero point z, sums are made of numbers up to |q| + z. A
     bias in floats, as `bevquant_hybrid`'s models have it, is rounded to int32 for onnxruntime, by
     half a step of the sums.
 
     Args:
         program: Its steps and forms.
         values: Integers by name, and floats that are quantized.
+        sizes: Of a function of floats, the largest of its operands and results.
         profile: The file's.
     """
 
-    def __init__(self, program: Program, values: Mapping[str, Array], profile: Profile) -> None:
+    def __init__(
+        self,
+        program: Program,
+        values: Mapping[str, Array],
+        sizes: Mapping[str, float],
+        profile: Profile,
+    ) -> None:
         self._forms = {name: value.form for name, value in program.values.items()}
         self._makers = {name: step for step in program.steps for name in step.outputs}
-        self._values = values
+        self._values, self._sizes = values, sizes
         self._profile = profile
 
     def count(self, name: str, want: Array, got: Array) -> int:
@@ -132,7 +141,9 @@ class Ties:
             return None
         read = values[tuple(places.T)] * self._scale(name)
         half = self._profile.half and not isinstance(self._forms[name], Integers)
-        return _Real(read, (_HALVES if half else 2 * _UNIT) * np.abs(read))
+        error = (_HALVES if half else 2 * _UNIT) * np.abs(read)
+        error = error + _ROUNDINGS * _UNIT * self._sizes.get(name, 0.0)
+        return _Real(read, error)
 
     def _resized(self, step: Step, places: Array, shape: tuple[int, ...]) -> _Real | None:
         """Bilinear resizing by torch, in float64. Coordinates are float32 elsewhere."""
