@@ -15,7 +15,7 @@ from ._fuse_pair import fold_into
 from ._plan import Fold, Plan, Skipped, plan_fusion
 from ._remove_bn import Removal, neutralise, norm_at, remove_batch_norms
 from ._structure import activations
-from ._verify import Inputs, in_float64, relative_difference, run, tolerance
+from ._verify import Inputs, float64_by_default, in_float64, relative_difference, run, tolerance
 
 _HOW = {
     "identity": "now nn.Identity",
@@ -188,8 +188,9 @@ def _difference_in_float64(
     exact = copy.deepcopy(model).double()
     inputs = in_float64(inputs)
     try:
-        before = run(exact, inputs)
-        after = run(_fuse(exact, plan, stopped).model, inputs)
+        with float64_by_default():
+            before = run(exact, inputs)
+            after = run(_fuse(exact, plan, stopped).model, inputs)
         difference = relative_difference(before, after)
     except Exception:  # whatever a model that does not run in float64 raises
         return None

@@ -1,0 +1,165 @@
+"""What public sparse networks do besides convolving, float to integers, and on a second frame."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("spconv.pytorch", reason="the spconv extra is not installed")
+
+import spconv.pytorch as spconv
+
+from bevquant_fusion import fuse_model
+from bevquant_int8sim import IntegerModel, simulate
+from bevquant_qnn import quantize_model
+from bevquant_quantizers import calibrate
+from bevquant_sparse import use_bevquant_kernels
+
+
+def layer(conv: Any, channels: int) -> nn.Module:
+    made: nn.Module = spconv.SparseSequential(conv, nn.BatchNorm1d(channels), nn.ReLU())
+    return made
+
+
+def subm(channels: int, out: int, key: str, size: int = 3) -> nn.Module:
+    return layer(spconv.SubMConv3d(channels, out, size, bias=False, indice_key=key), out)
+
+
+def voxels(seed: int, count: int, extent: int) -> tuple[Tensor, Tensor]:
+    """Features, and coordinates of different voxels in a grid of that extent."""
+    random = torch.Generator().manual_seed(seed)
+    cells = torch.randperm(extent**3, generator=random)[:count].sort().values
+    coords = torch.stack([cells // extent**2, cells // extent % extent, cells % extent], 1)
+    return torch.randn(count, 4, generator=random), coords
+
+
+class ComputedGrid(nn.Module):
+    """A U-Net whose grid and batch size come out of the coordinates and counts of the scans."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = subm(4, 8, "stem", 5)
+        down = spconv.SparseConv3d(8, 12, 2, stride=2, bias=False, indice_key="down")
+        up = spconv.SparseInverseConv3d(12, 8, 2, bias=False, indice_key="down")
+        self.down, self.up, self.mixed = layer(down, 12), layer(up, 8), subm(16, 8, "mixed")
+        self.last = spconv.SubMConv3d(8, 3, 1, bias=True)
+
+    def forward(self, scans: dict[str, Tensor]) -> Tensor:
+        ends, coords = scans["offset"], scans["coords"]
+        counts = torch.diff(ends, prepend=torch.tensor([0]))
+        batch = torch.arange(len(counts)).repeat_interleave(counts)
+        grid = (coords.max(dim=0).values + 3).tolist()
+        indices = torch.cat([batch[:, None].int(), coords.int()], dim=1).contiguous()
+        x = spconv.SparseConvTensor(scans["features"], indices, grid, batch[-1].tolist() + 1)
+        skip = self.stem(x)
+        x = self.up(self.down(skip))
+        x = x.replace_feature(torch.cat((x.features, skip.features), dim=1))
+        result: Tensor = self.last(self.mixed(x)).features
+        return result
+
+
+def scans(frame: int) -> tuple[dict[str, Tensor]]:
+    features, coords = voxels(frame, 300 + 40 * frame, 12 + frame)
+    return ({"features": features, "coords": coords, "offset": torch.tensor([len(coords)])},)
+
+
+class Scales(nn.Module):
+    """Voxels of a coarser grid put among those of a finer one, and all summed from above."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fine = subm(4, 8, "fine")
+        strided = spconv.SparseConv3d(8, 8, 3, stride=2, padding=1, bias=False)
+        self.coarse = layer(strided, 8)
+        self.flat = layer(spconv.SubMConv2d(8, 6, 3, bias=False, indice_key="flat"), 6)
+
+    def forward(self, batch: dict[str, Any]) -> dict[str, Any]:
+        x = spconv.SparseConvTensor(batch["features"], batch["coords"].int(), [16, 16, 16], 1)
+        fine = self.fine(x)
+        coarse = self.coarse(fine)
+        coarse.indices[:, 1:] *= 2
+        both = fine.replace_feature(torch.cat([fine.features, coarse.features]))
+        both.indices = torch.cat([fine.indices, coarse.indices])
+        places, inverse = torch.unique(both.indices[:, [0, 2, 3]], dim=0, return_inverse=True)
+        sums = both.features.new_zeros((places.shape[0], both.features.shape[1]))
+        sums.index_add_(0, inverse, both.features)
+        above = spconv.SparseConvTensor(sums, places, both.spatial_shape[1:], both.batch_size)
+        batch.update({"above": self.flat(above), "scales": {"fine": both}})
+        return batch
+
+
+def batch(frame: int) -> tuple[dict[str, Tensor]]:
+    features, coords = voxels(frame, 300 + 40 * frame, 15)
+    return ({"features": features, "coords": nn.functional.pad(coords, (1, 0)).float()},)
+
+
+class Chosen(nn.Module):
+    """The half of the voxels that a layer finds important goes on, and rounding changes who."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.judge = subm(4, 8, "first"), subm(8, 1, "judge")
+        self.last = subm(8, 6, "last")
+
+    def forward(self, batch: dict[str, Any]) -> Any:
+        x = spconv.SparseConvTensor(batch["features"], batch["coords"].int(), [16, 16, 16], 1)
+        x = self.first(x)
+        important = self.judge(x).features[:, 0]
+        kept = important > important.median()
+        if kept.sum() > 3:
+            indices, features = x.indices[kept], x.features[kept]
+            x = spconv.SparseConvTensor(features, indices, x.spatial_shape, x.batch_size)
+        return self.last(x)
+
+
+@cache
+def quantized(make: Any, inputs: Any) -> nn.Module:
+    """The model folded, quantized and calibrated on two frames."""
+    torch.manual_seed(0)
+    model = make().train()
+    use_bevquant_kernels(model)
+    with torch.no_grad():
+        for frame in (0, 1, 0, 1):
+            model(*inputs(frame))
+    result = fuse_model(model.eval(), inputs(0))
+    assert len(result.fused) == sum(isinstance(m, nn.BatchNorm1d) for m in model.modules())
+    made: nn.Module = quantize_model(result.model, example_inputs=inputs(0)).model
+    calibrate(made, [inputs(0), inputs(1)], method="max")
+    return made
+
+
+@cache
+def integers(make: Any, inputs: Any) -> IntegerModel:
+    return simulate(quantized(make, inputs), inputs(0))
+
+
+def close(wanted: Tensor, made: Tensor) -> bool:
+    return bool((wanted - made).norm() < 0.05 * wanted.norm())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("frame", [0, 1, 2])
+@pytest.mark.parametrize(("make", "inputs"), [(ComputedGrid, scans), (Scales, batch)])
+def test_integers_follow_on_frames_of_any_size(make: Any, inputs: Any, frame: int) -> None:
+    wanted = quantized(make, inputs)(*inputs(frame))
+    made = integers(make, inputs)(*inputs(frame))
+    if make is ComputedGrid:
+        assert close(wanted, made)
+        return
+    for wanted_tensor, tensor in (
+        (wanted["above"], made["above"]),
+        (wanted["scales"]["fine"], made["scales"]["fine"]),
+    ):
+        assert torch.equal(wanted_tensor.indices, tensor.indices)
+        assert list(wanted_tensor.spatial_shape) == list(tensor.spatial_shape)
+        assert close(wanted_tensor.features, tensor.features)
+
+
+@torch.no_grad()
+def test_what_chooses_voxels_is_folded_and_refused_by_file_and_line() -> None:
+    with pytest.raises(ValueError, match=r"needs them as a number \(.*test_sparse_idioms\.py:\d+"):
+        integers(Chosen, batch)
