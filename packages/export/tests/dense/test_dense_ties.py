@@ -227,3 +227,20 @@ def test_floats_next_to_zero_are_off_by_what_their_operands_are(tmp_path: Path, 
     quantizer = other[1]._input_quantizer
     quantizer.amax = quantizer.amax * 1.0001
     assert compare_qdq_onnx(file, other, x)[0].unexplained > 0
+
+
+@pytest.mark.parametrize("profile", ["tensorrt", "onnxruntime", "horizon"])
+def test_linear_layers_on_three_axes_are_compared(tmp_path: Path, profile: str) -> None:
+    """Gemm has two axes; what it makes is held against the integers of the layer all the same."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 8)
+    net = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.Linear(8, 4)).eval()
+    quantized = quantize_model(net, example_inputs=x).model
+    calibrate(quantized, [x])
+    file = export_qdq_onnx(quantized, x, tmp_path / "net.onnx", profile)
+    other = copy.deepcopy(quantized)
+    with torch.no_grad():
+        other[2].weight *= -1
+    rows = {row.path: row.unexplained for row in compare_qdq_onnx(file, other, x)}
+    assert rows["2"] > 0
+    assert sum(rows.values()) == rows["2"]

@@ -157,7 +157,7 @@ def export_qdq_onnx(
         opset=chosen.opset,
         inputs=shapes_in,
         outputs=shapes_out,
-        integers={name: held.integers for name, held in made.items() if held.integers},
+        integers={n: h.integers or h.flat for n, h in made.items() if h.integers or h.flat},
         floats=tuple(f"{i.path}: {i.what}: {i.reason}" for i in source.program.islands),
         notes=(*graph.notes, *fixed),
         run_on_cpu=on_cpu if chosen.name == "horizon" else (),

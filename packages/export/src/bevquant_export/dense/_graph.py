@@ -31,6 +31,8 @@ class Held:
         integers: The integers that these come from; empty where they come from floats, and where
             they are handed on without a pair of their own.
         form: Scale of the integers.
+        flat: The integers of a linear layer's result in two axes, where a Reshape alone is behind
+            them: read by nobody, and compared.
         low: None of these integers lies below it, where that is known, without zero point.
     """
 
@@ -38,6 +40,7 @@ class Held:
     integers: str = ""
     form: Integers | None = None
     low: int | None = None
+    flat: str = ""
 
 
 class Graph:

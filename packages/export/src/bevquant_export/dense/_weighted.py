@@ -128,7 +128,7 @@ def unflattened(graph: Graph, step: Step, held: Held, sizes: Sizes) -> Held:
         return held
     name = reshaped(graph, step.path, held.name, sizes.target(step.path, step.outputs[0]))
     if held.form is None or not graph.profile.repeats:
-        return Held(name, form=held.form)
+        return Held(name, form=held.form, flat=held.integers)
     return graph.quantized(step.path, name, held.form)
 
 
