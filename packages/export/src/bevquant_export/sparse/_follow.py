@@ -80,7 +80,7 @@ def follow(model: IntegerModel) -> Followed:
 
 class _Follower:
     def __init__(self, model: IntegerModel) -> None:
-        self.program = model.program
+        self.program, self.source = model.program, model.source
         self.made = {name for step in model.steps for name in step.outputs}
         self.holds: dict[str, tuple[str, bool]] = {}  # value to tensor and whether behind a ReLU
         self.input = ""
@@ -141,9 +141,19 @@ class _Follower:
         else:
             remedy = _REMEDIES.get(what, "export the model up to it, or replace it")
             raise ValueError(
-                f"export_sparse_onnx: {place(step)} has no operator in the libspconv dialect "
+                f"export_sparse_onnx: {place(step)}{self._location(step)} has no operator in the "
+                "libspconv dialect "
                 "(sparse convolutions, additions, ReLU, dense(), permute, reshape); " + remedy
             )
+
+    def _location(self, step: Step) -> str:
+        """File and line of the forward."""
+        source = self.source
+        if source is None:
+            return ""
+        nodes = (n for n, forms in source.held.items() if step.outputs[0] in forms.values())
+        location = next(map(source.graph.location, nodes), "")
+        return f" ({location})" if location else ""
 
     def _pass(self, step: Step) -> None:
         """Another form of the same tensor."""
