@@ -154,7 +154,7 @@ def export_qdq_onnx(
     file = QdqFile(
         path=target,
         profile=profile,
-        opset=chosen.opset,
+        opset=graph.opset,
         inputs=shapes_in,
         outputs=shapes_out,
         integers={n: h.integers or h.flat for n, h in made.items() if h.integers or h.flat},

@@ -48,10 +48,13 @@ class Graph:
 
     Args:
         profile: What the runtime wants.
+
+    Attributes:
+        opset: The file's operator set: the profile's, or a later one that an operator needs.
     """
 
     def __init__(self, profile: Profile) -> None:
-        self.profile = profile
+        self.profile, self.opset = profile, profile.opset
         self.nodes: list[Any] = []
         self.constants: dict[str, Array] = {}
         self.notes: list[str] = []

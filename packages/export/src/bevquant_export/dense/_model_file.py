@@ -13,7 +13,7 @@ from bevquant_export.targets._cpu import CPU_KEY
 __all__ = ["assemble"]
 
 Shape = tuple[int | str, ...]
-_IR_VERSIONS = {11: 6, 13: 7}
+_IR_VERSIONS = {11: 6, 13: 7, 16: 8}
 # TensorProto's numbers.
 _TYPES = {torch.float32: 1, torch.bool: 9, torch.int32: 6, torch.int64: 7, torch.float64: 11}
 
@@ -65,8 +65,8 @@ def assemble(
             [numpy_helper.from_array(a, n) for n, a in graph.constants.items() if n in used],
         ),
         producer_name="bevquant_export",
-        opset_imports=[helper.make_opsetid("", graph.profile.opset)],
-        ir_version=_IR_VERSIONS[graph.profile.opset],
+        opset_imports=[helper.make_opsetid("", graph.opset)],
+        ir_version=_IR_VERSIONS[graph.opset],
     )
     if graph.profile.weight == "int8":
         helper.set_model_props(proto, {CPU_KEY: "vnni"})
