@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
+from torch.export import ExportedProgram
 
-from bevquant_graph import CaptureError, Graph, arguments, capture
+from bevquant_graph import CaptureError, Graph, arguments, as_module, capture
 
 from ._fuse_pair import fold_into
 from ._plan import Fold, Plan, Skipped, plan_fusion
@@ -88,7 +89,7 @@ class FusionResult:
 
 
 def fuse_model(
-    model: nn.Module,
+    model: nn.Module | ExportedProgram,
     example_inputs: Any = None,
     inplace: bool = False,
     *,
@@ -112,7 +113,9 @@ def fuse_model(
     changes the outputs. Parameters are replaced: make optimizers afterwards.
 
     Args:
-        model: Batch norms in training mode are kept, so call ``eval()`` first.
+        model: Batch norms in training mode are kept, so call ``eval()`` first. Of an exported
+            program its module (``bevquant_graph.module_of``) is fused, on the program's own example
+            inputs where none are given.
         example_inputs: Tuple of arguments, dict of keyword arguments, or one argument. Where
             given, model and result are run on it in evaluation mode and compared.
         inplace: Change ``model`` itself rather than a copy.
@@ -135,6 +138,13 @@ def fuse_model(
         >>> result.model[1], type(net[1]).__name__
         (Identity(), 'BatchNorm2d')
     """
+    module, example_inputs = as_module(model, example_inputs)
+    return _fused(module, example_inputs, inplace, graph)
+
+
+def _fused(
+    model: nn.Module, example_inputs: Any, inplace: bool, graph: Graph | None
+) -> FusionResult:
     if graph is not None and graph.model is not model:
         raise ValueError(
             f"graph: expected one captured from this {type(model).__name__}, got one of another "

@@ -12,6 +12,7 @@ from ._graph import REQUIRE, Graph
 from ._layer_class import layer_class, own_code
 from ._opaque import OPAQUE, Opaque
 from ._operators import OPERATORS, OpSpec, op_spec
+from ._program import as_module, module_of
 from ._quiet import quiet
 from ._signature import arguments, flatten, is_sparse_tensor, leaf_names, rebuild
 
@@ -24,12 +25,14 @@ __all__ = [
     "OpSpec",
     "Opaque",
     "arguments",
+    "as_module",
     "capture",
     "evaluation",
     "flatten",
     "is_sparse_tensor",
     "layer_class",
     "leaf_names",
+    "module_of",
     "op_spec",
     "own_code",
     "quiet",

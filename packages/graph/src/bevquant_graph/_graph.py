@@ -16,7 +16,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from ._opaque import Opaque, opaque_call
 from ._signature import Tree, arguments, flatten, leaf_names, rebuild
 
-__all__ = ["REQUIRE", "Graph"]
+__all__ = ["NO_VALUE", "REQUIRE", "Graph", "author_line"]
 
 REQUIRE = torch.ops.aten._assert_scalar.default
 """Demands that a number taken out of a tensor is what it was in the example."""
@@ -24,7 +24,7 @@ REQUIRE = torch.ops.aten._assert_scalar.default
 NUMBERS = ("aten.item.default", "aten._local_scalar_dense.default")
 
 _SHELL = "model"  # what holds the model inside of an exported program
-_NO_VALUE = (
+NO_VALUE = (
     "_assert_tensor_metadata",
     "sym_constrain_range",
     "sym_constrain_range_for_size",
@@ -135,11 +135,7 @@ class Graph:
 
     def location(self, node: fx.Node) -> str:
         """``file:line`` of the author's code that computes the node; "" where it is not known."""
-        from ._capture import _is_authors
-
-        places = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-        own = [(file, line) for file, line in places if _is_authors(file)]
-        return ":".join(own[-1]) if own else ""
+        return author_line(node)
 
     def describe(self, node: fx.Node) -> str:
         """A node in words: operator, module, file and line."""
@@ -289,6 +285,16 @@ class Graph:
         return f"Graph of {type(self.model).__name__}: {count} operations{opaque}"
 
 
+def author_line(node: fx.Node) -> str:
+    """``file:line`` of the author's code that computes a node; "" where it is not known."""
+    from ._capture import _is_authors
+
+    noted: str = (node.meta.get("custom") or {}).get("bevquant_place", "")
+    places = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    own = [(file, line) for file, line in places if _is_authors(file)]
+    return noted or (":".join(own[-1]) if own else "")
+
+
 class _Runner(fx.Interpreter):
     def __init__(self, module: fx.GraphModule, watch: Any) -> None:
         super().__init__(module)
@@ -363,7 +369,7 @@ def _tidy(module: fx.GraphModule) -> None:
                 graph.erase_node(node)
         elif node.target is REQUIRE and not _takes_numbers(node):
             graph.erase_node(node)  # that there is a voxel; the operators say so themselves
-        elif any(name in str(node.target) for name in _NO_VALUE) and not node.users:
+        elif any(name in str(node.target) for name in NO_VALUE) and not node.users:
             graph.erase_node(node)
     graph.eliminate_dead_code()
     module.recompile()
