@@ -112,9 +112,9 @@ class _Builder:
         names = list(info.orig_args)
         types = (self.entries(node)[0] for node in self.steps if self.entries(node))
         kind = next((t for _, path, t in types if not path), "Program")
-        if library_class(kind) == "Sequential" and len(returned) == 1 and len(names) == 1:
+        if self.whole and library_class(kind) == "Sequential" and len(names) == 1:
             chain = self.chain("", self.groups(self.steps, 1), self.inputs, returned)
-            if chain is not None and str(info.out_spec) == "*":
+            if chain is not None and info.out_spec.is_leaf():
                 self.attach(chain)
                 return chain
         sizes = {
@@ -307,10 +307,13 @@ class _Builder:
 
     def attach(self, root: nn.Module) -> None:
         """Put modules at their paths, and parameters and buffers where the program has them."""
-        for path in sorted(self.modules, key=self.ranks().__getitem__):
+        for path in self.in_order():
             owner = self.holder(root, path.rpartition(".")[0])
             if path.rpartition(".")[2] not in owner._modules:
-                owner.add_module(path.rpartition(".")[2], self.modules[path])
+                made = self.modules.get(path)
+                self.holder(root, path) if made is None else owner.add_module(
+                    path.rpartition(".")[2], made
+                )
         # A module() may hold what a pass has folded away.
         read = {str(n.target) for n in self.program.graph.nodes if n.op == "get_attr" and n.users}
         for path, parameter in self.program.named_parameters(remove_duplicate=False):
@@ -334,20 +337,23 @@ class _Builder:
                 setattr(self.holder(root, path), name, getattr(where, name))
         root.eval()
 
-    def ranks(self) -> dict[str, tuple[int, int]]:
+    def in_order(self) -> list[str]:
         """Parents before children, and these in the order in which the author made them.
 
         Parameters tell that; a module without any comes behind the one that runs before it.
         """
         first: dict[str, int] = {}
         for index, name in enumerate(self.state):
-            for end in range(name.count(".")):
-                first.setdefault(".".join(name.split(".")[: end + 1]), index)
+            for end in range(1, name.count(".") + 1):
+                first.setdefault(".".join(name.split(".")[:end]), index)
         last: dict[str, int] = {}
+        paths: dict[str, None] = {}
         for path in self.modules:
             parent = path.rpartition(".")[0]
             last[parent] = first.setdefault(path, last.get(parent, -1))
-        return {path: (path.count("."), first[path]) for path in self.modules}
+            for end in range(1, path.count(".") + 2):
+                paths[".".join(path.split(".")[:end])] = None
+        return sorted(paths, key=lambda path: (path.count("."), first.get(path, -1)))
 
     def holder(self, root: nn.Module, path: str) -> nn.Module:
         """The module at `path`; where there is none, one of its class's name that only holds."""

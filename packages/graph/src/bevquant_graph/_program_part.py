@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -56,16 +58,11 @@ class Part(nn.Module):
     def forward(self, *values: Any, plan: int = 0) -> Any:
         """Run the steps of one plan."""
         made = list(values)
-        noted = torch.compiler.is_compiling()
         for step in self.plans[plan].steps:
             args = _with(step.args, made)
             kwargs = {name: _with(value, made) for name, value in step.kwargs}
-            if not noted:
+            with _noted(step):  # one line for all: whoever watches tells steps by their order
                 made.append(self._run(step, args, kwargs))
-            else:  # for graphs of this module: where the step came from
-                note = {"bevquant_origin": step.origin, "bevquant_place": step.place}
-                with traceback.preserve_node_meta(), traceback.annotate(note):
-                    made.append(self._run(step, args, kwargs))
             for index in step.dead:
                 made[index] = None
         return _with(self.plans[plan].result, made)
@@ -122,6 +119,17 @@ def root_class(info: Any, sizes: dict[int, tuple[str, dict[int, int]]]) -> type[
     own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     Root.forward.__signature__ = inspect.Signature([own, *parameters])  # type: ignore[attr-defined]
     return Root
+
+
+@contextmanager
+def _noted(step: Step) -> Iterator[None]:
+    """Where a step comes from, in the graphs that are captured of this module."""
+    if not torch.compiler.is_compiling():
+        yield
+        return
+    note = {"bevquant_origin": step.origin, "bevquant_place": step.place}
+    with traceback.preserve_node_meta(), traceback.annotate(note):
+        yield
 
 
 def named(name: str, base: Any) -> type[Part]:

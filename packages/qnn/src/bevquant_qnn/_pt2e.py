@@ -7,6 +7,7 @@ project's calibrators, s = amax/127, zero point 0, so that equal data gives equa
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
@@ -58,8 +59,10 @@ def pt2e_quantizer(config: QuantConfig | None = None, *, method: str = "mse") ->
 def _classes() -> tuple[Any, Any, Any]:
     """The quantizer and two observers, subclasses of what torchao has."""
     try:
-        from torchao.quantization.pt2e.observer import UniformQuantizationObserverBase
-        from torchao.quantization.pt2e.quantizer import Quantizer
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of its own code, which nobody here can mend
+            from torchao.quantization.pt2e.observer import UniformQuantizationObserverBase
+            from torchao.quantization.pt2e.quantizer import Quantizer
     except ImportError as error:
         raise ImportError(
             "bevquant_qnn.pt2e_quantizer needs torchao, which is not installed; "
@@ -129,11 +132,13 @@ def _annotate(program: fx.GraphModule, config: QuantConfig, method: str) -> Quan
     notes = list(result.skipped)
 
     annotated: dict[fx.Node, Any] = defaultdict(lambda: QuantizationAnnotation(_annotated=True))
-    weights = {}
+    weights: dict[str, TensorQuantizer] = {}
+    left: set[str] = set()
     for path, module in result.model.named_modules():
         if isinstance(module, QuantWeighted) and isinstance(module._weight_quantizer.axis, tuple):
             reason = "PT2E has one axis for ranges, a grouped transposed weight needs two: float"
             notes.append(SkippedModule(path, reason))
+            left.add(path)
         elif isinstance(module, QuantWeighted):
             weights[path] = module._weight_quantizer
     shared = _spec(config.input_descriptor(), method)
@@ -142,7 +147,11 @@ def _annotate(program: fx.GraphModule, config: QuantConfig, method: str) -> Quan
         node = own.get(read.node)
         value = node and _argument(read.node, read.value, node)
         layer = None if node is None else _path(node)
-        if node is None or value is None or layer in {n.path for n in notes[len(result.skipped) :]}:
+        if node is None or value is None:
+            reason = f"{read.node.name} is not found in the program again: left float"
+            notes.append(SkippedModule(layer or "", reason))
+            continue
+        if layer in left:
             continue
         group = groups.find(read.quantizer)
         edges = annotated[node].input_qspec_map
