@@ -10,7 +10,16 @@ from typing import Any
 from torch import nn
 from torch.export import ExportedProgram
 
-from bevquant_graph import CaptureError, Graph, arguments, as_module, capture
+from bevquant_graph import (
+    CaptureError,
+    Graph,
+    arguments,
+    as_module,
+    capture,
+    first_fault,
+    refuse_unusable,
+    running,
+)
 
 from ._fuse_pair import fold_into
 from ._plan import Fold, Plan, Skipped, plan_fusion
@@ -150,6 +159,7 @@ def _fused(
             f"graph: expected one captured from this {type(model).__name__}, got one of another "
             f"{type(graph.model).__name__}; pass capture(model, example_inputs)"
         )
+    refuse_unusable(model, "fuse_model")
     failure = ""
     if example_inputs is not None and graph is None:
         try:
@@ -162,7 +172,8 @@ def _fused(
         stopped = [path for path, alone in activations(model) if alone]
         return _fuse(model if inplace else copy.deepcopy(model), plan, stopped)
     inputs: Inputs = arguments(example_inputs)
-    before = run(model, inputs)
+    with running(model, "fuse_model", "Give inputs that it takes; it is as it was before"):
+        before = run(model, inputs)
     stopped = _may_stop(model, inputs, before)
     result = _fuse(copy.deepcopy(model), plan, stopped)
     try:
@@ -177,10 +188,11 @@ def _fused(
     if not difference <= tolerance(before):
         exact = _difference_in_float64(model, inputs, plan, stopped)
     if exact is None:
+        fault = first_fault(model, lambda: run(model, inputs))
         raise ValueError(
             f"the fused model's outputs differ from the model's by {difference:.2e} (relative), "
-            f"beyond {tolerance(before):.0e}: some module is used in a way its forward does not "
-            f"show\n{result}"
+            f"beyond {tolerance(before):.0e}: "
+            + (fault or f"some module is used in a way its forward does not show\n{result}")
         )
     if inplace:
         result = _fuse(model, plan, stopped)

@@ -8,6 +8,7 @@ Graph of Sequential: 2 operations
 """
 
 from ._capture import CaptureError, capture, evaluation
+from ._faults import first_fault, forward_line, refuse_unusable, running
 from ._graph import REQUIRE, Graph
 from ._layer_class import layer_class, own_code
 from ._opaque import OPAQUE, Opaque
@@ -28,7 +29,9 @@ __all__ = [
     "as_module",
     "capture",
     "evaluation",
+    "first_fault",
     "flatten",
+    "forward_line",
     "is_sparse_tensor",
     "layer_class",
     "leaf_names",
@@ -37,4 +40,6 @@ __all__ = [
     "own_code",
     "quiet",
     "rebuild",
+    "refuse_unusable",
+    "running",
 ]

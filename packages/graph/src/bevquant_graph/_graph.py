@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
+from ._faults import first_fault, is_authors
 from ._opaque import Opaque, opaque_call
 from ._signature import Tree, arguments, flatten, leaf_names, rebuild
 
@@ -199,10 +200,24 @@ class Graph:
             if not _same_bits(one, other):
                 raise CaptureError(
                     f"capture: output {index} of the graph of {type(self.model).__name__} is not "
-                    f"the model's: {self._departure(leaves) or 'no module departs alone'}; its "
-                    "forward decides by something that is no input, such as a counter or a random "
-                    "number"
+                    f"the model's: {self._fault(leaves)}"
                 )
+
+    def _fault(self, leaves: list[Any]) -> str:
+        """Why the graph gives other values than the model, as far as can be told."""
+        from ._capture import evaluation
+
+        def run() -> None:
+            args, kwargs = rebuild(self.inputs, [_copied(leaf) for leaf in leaves])
+            with evaluation(self.model), torch.no_grad():
+                self.model(*args, **kwargs)
+
+        taken = [self.describe(n) for n in self.operations if str(n.target) in NUMBERS]
+        counts = f"; it takes a number out of a tensor: {taken[0]}" if taken else ""
+        return first_fault(self.model, run) or (
+            f"{self._departure(leaves) or 'no module departs alone'}; its forward decides by "
+            f"something that is no input, such as a counter or a random number{counts}"
+        )
 
     def leaves(self, inputs: Any) -> list[Any]:
         """Values of `placeholders` for a call: a tuple, a dict of named inputs, or one input.
@@ -287,11 +302,9 @@ class Graph:
 
 def author_line(node: fx.Node) -> str:
     """``file:line`` of the author's code that computes a node; "" where it is not known."""
-    from ._capture import _is_authors
-
     noted: str = (node.meta.get("custom") or {}).get("bevquant_place", "")
     places = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    own = [(file, line) for file, line in places if _is_authors(file)]
+    own = [(file, line) for file, line in places if is_authors(file)]
     return noted or (":".join(own[-1]) if own else "")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.export import ExportedProgram
 
-from bevquant_graph import Graph, as_module
+from bevquant_graph import Graph, as_module, refuse_unusable
 from bevquant_qnn._config import QuantConfig
 from bevquant_qnn._float_parts import float_layers
 from bevquant_qnn._flow import Flow, follow
@@ -99,6 +99,7 @@ def quantized(
     model: nn.Module, config: QuantConfig, example_inputs: Any, graph: Graph | None = None
 ) -> tuple[QuantizeResult, Flow]:
     """The quantized model with its account, and who reads which tensor in it."""
+    refuse_unusable(model, "quantize_model")
     _check_patterns(model, config)
     with unchanged_on_error(model):
         return _quantized(model, config, example_inputs, graph)

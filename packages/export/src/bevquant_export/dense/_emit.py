@@ -14,6 +14,7 @@ from bevquant_export.dense._graph import Graph, Held
 from bevquant_export.dense._grid import average_pool, max_pool, resize
 from bevquant_export.dense._joins import float_join
 from bevquant_export.dense._moves import keeps_scale, moved
+from bevquant_export.dense._program_of import location
 from bevquant_export.dense._results import finished
 from bevquant_export.dense._sizes import Sizes
 from bevquant_export.dense._source import Integers, Ref, Source, Step
@@ -263,8 +264,10 @@ class _Emitter:
         why = ", ".join(filter(None, (f"value {step.outputs[0]}", step.reason, more)))
         form = self.source.form(step.outputs[0])
         kind = "integers" if isinstance(form, Integers) else "floats"
+        line = location(self.source.integer, step)
+        place = f"{step.path or 'the model'}{f' ({line})' if line else ''}"
         raise ValueError(
-            f"export_qdq_onnx: {step.path or 'the model'}: {what} of {kind} has no form in profile "
+            f"export_qdq_onnx: {place}: {what} of {kind} has no form in profile "
             f"{self.graph.profile.name!r} ({why}); replace it by layers, or export the parts "
             "before and behind it, each a module of its own"
         )
