@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -144,3 +145,24 @@ def test_random_numbers_are_refused_and_other_things_are_no_programs() -> None:
         module_of(export(Noise(), (IMAGE,)))
     with pytest.raises(TypeError, match="expected an ExportedProgram"):
         module_of(nn.Linear(1, 1))  # type: ignore[arg-type]
+
+
+def test_a_decomposed_program_computes_its_bits_and_a_flag_is_held_to_the_example() -> None:
+    class Flag(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)
+
+        def forward(self, x: Tensor, double: bool = True) -> Tensor:
+            x = self.norm(self.conv(x))
+            return x * 2 if double else x
+
+    net = Flag().eval()
+    program = export(net, (IMAGE,), {"double": True})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of torch's own copying
+        made = module_of(program.run_decompositions())
+    assert type(made.get_submodule("conv")) is nn.Conv2d
+    assert same(capture(made, {"x": IMAGE, "double": True}).replay(x=IMAGE), net(IMAGE))
+    with pytest.raises(ValueError, match="input double must be True"):
+        module_of(program)(IMAGE, double=False)

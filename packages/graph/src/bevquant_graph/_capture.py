@@ -114,7 +114,8 @@ def capture(
                     _close(model, error if values is None else values, opaque, given)
                     values = None
     graph = Graph(model, program, inputs, result, opaque)
-    if not any(isinstance(value, fx.Node) for value in graph.outputs):
+    made = [v.meta.get("val") if isinstance(v, fx.Node) else v for v in graph.outputs]
+    if not any(isinstance(value, Tensor) for value in made):
         line = forward_line(model)
         reason = "it returns no tensor" + (f" ({line})" if line else "")
         raise CaptureError(

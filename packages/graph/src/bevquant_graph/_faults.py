@@ -84,8 +84,13 @@ def forward_line(module: nn.Module) -> str:
     return f"{code.co_filename}:{code.co_firstlineno}"
 
 
-def refuse_unusable(model: Any, who: str) -> None:
+def refuse_unusable(model: Any, who: str, *, finite: bool = True) -> None:
     """Refuse what can be run but not read, and parameters that are no numbers.
+
+    Args:
+        model: What was given as a model.
+        who: The function that it was given to.
+        finite: Whether parameters are looked at for NaN and infinite values.
 
     Raises:
         TypeError: No torch module.
@@ -109,13 +114,15 @@ def refuse_unusable(model: Any, who: str) -> None:
         if met:
             raise ValueError(f"{who}: {described(path, module)} {met}")
         for name, value in module._parameters.items():
-            met = "" if value is None or torch.nn.parameter.is_lazy(value) else _unusable(value)
+            met = ""
+            if value is not None and not torch.nn.parameter.is_lazy(value):
+                met = _unusable(value, finite)
             if met:
                 full = f"{path}.{name}" if path else name
                 raise ValueError(f"{who}: parameter {full} of {described(path, module)} {met}")
 
 
-def _unusable(value: Tensor) -> str:
+def _unusable(value: Tensor, finite: bool) -> str:
     if value.is_meta:
         return "is on the meta device, without values; load weights (to_empty, load_state_dict)"
     if value.is_complex():
@@ -123,7 +130,7 @@ def _unusable(value: Tensor) -> str:
             f"is complex ({value.dtype}), for which there are no integers; compute with real and "
             "imaginary parts as channels"
         )
-    if value.is_floating_point() and not bool(value.isfinite().all()):
+    if finite and value.is_floating_point() and not bool(value.isfinite().all()):
         count = int((~value.isfinite()).sum())
         return f"has {count} NaN or infinite values; load a checkpoint that trained without them"
     return ""

@@ -212,8 +212,8 @@ class Graph:
             with evaluation(self.model), torch.no_grad():
                 self.model(*args, **kwargs)
 
-        taken = [self.describe(n) for n in self.operations if str(n.target) in NUMBERS]
-        counts = f"; it takes a number out of a tensor: {taken[0]}" if taken else ""
+        taken = next((self.describe(n) for n in self._numbers()), "")
+        counts = f"; it takes a number out of a tensor: {taken}" if taken else ""
         return first_fault(self.model, run) or (
             f"{self._departure(leaves) or 'no module departs alone'}; its forward decides by "
             f"something that is no input, such as a counter or a random number{counts}"
@@ -258,13 +258,18 @@ class Graph:
                 made = runner.run(*values)
         except RuntimeError as error:
             if "Runtime assertion failed" in str(error):
+                taken = next((self.describe(n) for n in self._numbers()), "")
                 raise ValueError(
                     f"{type(self.model).__name__}: its forward counts with numbers that it takes "
-                    "out of tensors, and these are others than in the example; capture again with "
-                    "inputs like these"
+                    f"out of tensors{f' ({taken})' if taken else ''}, and these are others than in "
+                    "the example; capture again with inputs like these"
                 ) from error
             raise
         return list(made[len(made) - len(self.outputs) :])
+
+    def _numbers(self) -> Iterator[fx.Node]:
+        """What takes numbers out of tensors."""
+        return (node for node in self.operations if str(node.target) in NUMBERS)
 
     def _departure(self, leaves: list[Any]) -> str:
         """The first module of the model whose output the graph never makes."""
@@ -375,6 +380,7 @@ def _tidy(module: fx.GraphModule) -> None:
             for user in list(node.users):
                 if user.target is operator.getitem and user.args[1] == 0:
                     user.replace_all_uses_with(made)
+                if user.target is operator.getitem and not user.users:
                     graph.erase_node(user)
             if node.users:
                 graph.erase_node(made)

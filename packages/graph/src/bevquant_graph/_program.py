@@ -118,8 +118,9 @@ class _Builder:
                 self.attach(chain)
                 return chain
         sizes = {
-            index: (node.name, _fixed(node.meta.get("val")))
+            index: (node.name, _fixed(node.meta.get("val")), node.meta.get("val"))
             for index, node in enumerate(self.inputs)
+            if isinstance(node.meta.get("val"), Tensor | bool | int | float | str | None)
         }
         root = named(_short(kind), root_class(info, sizes))()
         root.plans.append(self.plan("", self.steps, 1, self.inputs, returned))
@@ -380,9 +381,10 @@ def _short(kind: str) -> str:
     return name if name.isidentifier() else "Program"
 
 
-def _fixed(value: Any) -> dict[int, int]:
+def _fixed(value: Any) -> dict[int, int] | None:
+    """Sizes that the program fixes; None where the value itself is."""
     if not isinstance(value, Tensor):
-        return {}
+        return None
     return {axis: size for axis, size in enumerate(value.shape) if isinstance(size, int)}
 
 

@@ -77,7 +77,7 @@ class Part(nn.Module):
         return child(*args, plan=step.plan) if step.plan else child(*args)
 
 
-def root_class(info: Any, sizes: dict[int, tuple[str, dict[int, int]]]) -> type[Part]:
+def root_class(info: Any, sizes: dict[int, tuple[str, dict[int, int] | None, Any]]) -> type[Part]:
     """The class of a whole program, by how its inputs and outputs are nested and their sizes."""
     names = list(info.orig_args)
 
@@ -104,9 +104,14 @@ def root_class(info: Any, sizes: dict[int, tuple[str, dict[int, int]]]) -> type[
                     f"{type(self).__name__}: expected inputs nested as the program's, {wanted}, "
                     f"got {spec}"
                 )
-            for index, (name, fixed) in sizes.items():
-                shape = tuple(leaves[index].shape)
-                for axis, size in fixed.items():
+            for index, (name, fixed, number) in sizes.items():
+                if fixed is None and leaves[index] != number:
+                    raise ValueError(
+                        f"{type(self).__name__}: input {name} must be {number!r}, as which the "
+                        f"program was exported, got {leaves[index]!r}; export again with it"
+                    )
+                shape = () if fixed is None else tuple(leaves[index].shape)
+                for axis, size in (fixed or {}).items():
                     if axis >= len(shape) or shape[axis] != size:
                         raise ValueError(
                             f"{type(self).__name__}: input {name} must have size {size} in axis "
