@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -109,7 +110,7 @@ def refuse_unusable(model: Any, who: str, *, finite: bool = True) -> None:
             )
         elif "torch._dynamo.eval_frame.OptimizedModule" in names:
             met = "is compiled; give the module itself (._orig_mod), and compile the result"
-        elif any(n.startswith(("torch.ao.nn.", "torch.nn.quantized.")) for n in names):
+        elif any(re.match(r"torch\.(ao\.)?nn\..*\bquantized\.", n) for n in names):
             met = "is quantized by torch already; give the float model"
         if met:
             raise ValueError(f"{who}: {described(path, module)} {met}")

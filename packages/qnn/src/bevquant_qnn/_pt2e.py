@@ -146,12 +146,13 @@ def _annotate(program: fx.GraphModule, config: QuantConfig, method: str) -> Quan
     for read in flow.reads:
         node = own.get(read.node)
         value = node and _argument(read.node, read.value, node)
-        layer = None if node is None else _path(node)
         if node is None or value is None:
             reason = f"{read.node.name} is not found in the program again: left float"
-            notes.append(SkippedModule(layer or "", reason))
+            path = _path(read.node).removeprefix("model").lstrip(".")
+            notes.append(SkippedModule(path, reason))
+            left.add(path)
             continue
-        if layer in left:
+        if _path(node) in left:
             continue
         group = groups.find(read.quantizer)
         edges = annotated[node].input_qspec_map
@@ -159,7 +160,8 @@ def _annotate(program: fx.GraphModule, config: QuantConfig, method: str) -> Quan
             edges[value] = SharedQuantizationSpec(first[group]) if group in first else shared
             first.setdefault(group, (value, node))
     for node in nodes.values():
-        quantizer = weights.get(_path(node)) if op_spec(node.target).kind == "layer" else None
+        layer = op_spec(node.target).kind == "layer" and _path(node) not in left
+        quantizer = weights.get(_path(node)) if layer else None
         if quantizer is not None and isinstance(node.args[1], fx.Node):
             edges = annotated[node].input_qspec_map
             axis = quantizer.axis if config.weight_per_channel else None
@@ -204,12 +206,11 @@ def _example(node: fx.Node) -> Any:
 def _origins(flow: Flow, nodes: dict[str, fx.Node]) -> dict[fx.Node, fx.Node]:
     """Which node of the program each step of its module comes from."""
     steps: dict[str, dict[fx.Node, None]] = defaultdict(dict)
-    for read in flow.reads:
-        for node in read.node.graph.nodes:
+    for graph in dict.fromkeys(read.node.graph for read in flow.reads):
+        for node in graph.nodes:
             noted = (node.meta.get("custom") or {}).get("bevquant_origin")
             if noted:
                 steps[noted][node] = None
-        break
     found = {}
     for noted, made in steps.items():
         left = list(made)
