@@ -107,7 +107,7 @@ def _sizes(cls: Any, weight: Tensor, settings: dict[str, Any]) -> dict[str, Any]
     if cls is nn.Linear:
         return {"in_features": weight.shape[1], "out_features": weight.shape[0]}
     inner, outer = weight.shape[1] * settings["groups"], weight.shape[0]
-    if issubclass(cls, nn.modules.conv._ConvTransposeNd):
+    if cls.__name__.startswith("ConvTranspose"):
         inner, outer = outer, inner
     return {
         "in_channels": inner, "out_channels": outer, "kernel_size": tuple(weight.shape[2:]),

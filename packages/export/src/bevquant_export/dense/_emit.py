@@ -261,13 +261,12 @@ class _Emitter:
 
     def _refuse(self, step: Step, more: str = "") -> NoReturn:
         what = step.attributes.get("what", step.op)
-        why = ", ".join(filter(None, (f"value {step.outputs[0]}", step.reason, more)))
+        line = location(self.source.integer, step)
+        why = ", ".join(filter(None, (f"value {step.outputs[0]}", line, step.reason, more)))
         form = self.source.form(step.outputs[0])
         kind = "integers" if isinstance(form, Integers) else "floats"
-        line = location(self.source.integer, step)
-        place = f"{step.path or 'the model'}{f' ({line})' if line else ''}"
         raise ValueError(
-            f"export_qdq_onnx: {place}: {what} of {kind} has no form in profile "
+            f"export_qdq_onnx: {step.path or 'the model'}: {what} of {kind} has no form in profile "
             f"{self.graph.profile.name!r} ({why}); replace it by layers, or export the parts "
             "before and behind it, each a module of its own"
         )
