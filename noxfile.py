@@ -213,7 +213,14 @@ def wheels(session: nox.Session) -> None:
     built = [str(wheel) for wheel in sorted(dist.glob("*.whl"))]
     # The extras that examples of the READMEs use.
     session.install(
-        "-c", "constraints.txt", *built, "spconv", "onnxruntime", "onnxscript", env=environment()
+        "-c",
+        "constraints.txt",
+        *built,
+        "spconv",
+        "onnxruntime",
+        "onnxscript",
+        "torchao",
+        env=environment(),
     )
     session.run("pytest", "tests", *session.posargs)
 

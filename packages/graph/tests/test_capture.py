@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import OrderedDict
 from typing import Any
 
@@ -337,3 +338,45 @@ def test_fixed_sizes_are_those_of_the_example() -> None:
     assert graph.fixed == {"input": {0: 2, 1: 3, 2: 5, 3: 5}}
     with pytest.raises(ValueError, match="which the forward fixes"):
         graph.replay(torch.randn(1, 3, 5, 5))
+
+
+class Counted(nn.Module):
+    """The number is gone from torch's graph: only its symbol tells of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, : int(x.abs().sum().item()) % 3 + 1]
+
+
+class Keeps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.conv = 0, nn.Conv2d(3, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen = self.conv(x)
+        return self.seen
+
+
+class GivesObject(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return iter([x + 1])
+
+
+def test_a_number_computed_from_floats_is_no_constant() -> None:
+    with pytest.raises(
+        CaptureError, match=rf"needs them as a number \({re.escape(__file__)}:\d+\)"
+    ):
+        capture(Counted(), torch.ones(2, 3), check=False)
+
+
+def test_attributes_that_a_forward_assigns_are_as_before() -> None:
+    net = Keeps()
+    capture(net, torch.ones(1, 3, 2, 2), check=False)
+    assert net.calls == 0
+    assert not hasattr(net, "seen")
+
+
+def test_a_model_that_returns_no_tensor_is_refused_with_its_line() -> None:
+    with pytest.raises(CaptureError, match=rf"returns no tensor \({re.escape(__file__)}:\d+\)"):
+        capture(GivesObject(), torch.ones(2))

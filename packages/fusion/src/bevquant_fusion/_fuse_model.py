@@ -8,8 +8,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
+from torch.export import ExportedProgram
 
-from bevquant_graph import CaptureError, Graph, arguments, capture
+from bevquant_graph import (
+    CaptureError,
+    Graph,
+    arguments,
+    as_module,
+    capture,
+    first_fault,
+    refuse_unusable,
+    running,
+)
 
 from ._fuse_pair import fold_into
 from ._plan import Fold, Plan, Skipped, plan_fusion
@@ -88,7 +98,7 @@ class FusionResult:
 
 
 def fuse_model(
-    model: nn.Module,
+    model: nn.Module | ExportedProgram,
     example_inputs: Any = None,
     inplace: bool = False,
     *,
@@ -112,7 +122,9 @@ def fuse_model(
     changes the outputs. Parameters are replaced: make optimizers afterwards.
 
     Args:
-        model: Batch norms in training mode are kept, so call ``eval()`` first.
+        model: Batch norms in training mode are kept, so call ``eval()`` first. Of an exported
+            program its module (``bevquant_graph.module_of``) is fused, on the program's own example
+            inputs where none are given.
         example_inputs: Tuple of arguments, dict of keyword arguments, or one argument. Where
             given, model and result are run on it in evaluation mode and compared.
         inplace: Change ``model`` itself rather than a copy.
@@ -135,11 +147,19 @@ def fuse_model(
         >>> result.model[1], type(net[1]).__name__
         (Identity(), 'BatchNorm2d')
     """
+    module, example_inputs = as_module(model, example_inputs)
+    return _fused(module, example_inputs, inplace, graph)
+
+
+def _fused(
+    model: nn.Module, example_inputs: Any, inplace: bool, graph: Graph | None
+) -> FusionResult:
     if graph is not None and graph.model is not model:
         raise ValueError(
             f"graph: expected one captured from this {type(model).__name__}, got one of another "
             f"{type(graph.model).__name__}; pass capture(model, example_inputs)"
         )
+    refuse_unusable(model, "fuse_model")
     failure = ""
     if example_inputs is not None and graph is None:
         try:
@@ -152,7 +172,8 @@ def fuse_model(
         stopped = [path for path, alone in activations(model) if alone]
         return _fuse(model if inplace else copy.deepcopy(model), plan, stopped)
     inputs: Inputs = arguments(example_inputs)
-    before = run(model, inputs)
+    with running(model, "fuse_model", "Give inputs that it takes; it is as it was before"):
+        before = run(model, inputs)
     stopped = _may_stop(model, inputs, before)
     result = _fuse(copy.deepcopy(model), plan, stopped)
     try:
@@ -167,10 +188,11 @@ def fuse_model(
     if not difference <= tolerance(before):
         exact = _difference_in_float64(model, inputs, plan, stopped)
     if exact is None:
+        fault = first_fault(model, lambda: run(model, inputs))
         raise ValueError(
             f"the fused model's outputs differ from the model's by {difference:.2e} (relative), "
-            f"beyond {tolerance(before):.0e}: some module is used in a way its forward does not "
-            f"show\n{result}"
+            f"beyond {tolerance(before):.0e}: "
+            + (fault or f"some module is used in a way its forward does not show\n{result}")
         )
     if inplace:
         result = _fuse(model, plan, stopped)

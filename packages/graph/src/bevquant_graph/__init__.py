@@ -8,10 +8,12 @@ Graph of Sequential: 2 operations
 """
 
 from ._capture import CaptureError, capture, evaluation
+from ._faults import first_fault, forward_line, refuse_unusable, running
 from ._graph import REQUIRE, Graph
 from ._layer_class import layer_class, own_code
 from ._opaque import OPAQUE, Opaque
 from ._operators import OPERATORS, OpSpec, op_spec
+from ._program import as_module, module_of
 from ._quiet import quiet
 from ._signature import arguments, flatten, is_sparse_tensor, leaf_names, rebuild
 
@@ -24,14 +26,20 @@ __all__ = [
     "OpSpec",
     "Opaque",
     "arguments",
+    "as_module",
     "capture",
     "evaluation",
+    "first_fault",
     "flatten",
+    "forward_line",
     "is_sparse_tensor",
     "layer_class",
     "leaf_names",
+    "module_of",
     "op_spec",
     "own_code",
     "quiet",
     "rebuild",
+    "refuse_unusable",
+    "running",
 ]

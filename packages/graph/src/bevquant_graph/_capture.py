@@ -8,7 +8,6 @@ is replayed on the example against the model before anybody sees it.
 from __future__ import annotations
 
 import copy
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -17,12 +16,21 @@ from unittest import mock
 import torch
 import torch._functorch.config as functorch_config
 import torch.fx.experimental._config as symbolic_shapes_config
+<<<<<<< HEAD
 from torch import Tensor, nn
 from torch._library.utils import MutationChecker
+=======
+from torch import Tensor, fx, nn
+>>>>>>> pt2e
 from torch.export import Dim, ExportedProgram
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
+<<<<<<< HEAD
 from bevquant_sparse import open_shapes
 
+=======
+from ._faults import forward_line, running, where
+>>>>>>> pt2e
 from ._functional import functional
 from ._graph import NUMBERS, Graph, fixed_number
 from ._opaque import Opaque, opaque_modules, recorded
@@ -33,6 +41,7 @@ __all__ = ["CaptureError", "capture", "evaluation"]
 
 
 tracing_config: Any = functorch_config
+_FLOATS = (SymT.FLOAT, SymT.UNBACKED_FLOAT)
 
 
 class CaptureError(ValueError):
@@ -93,7 +102,7 @@ def capture(
     opaque: dict[str, Opaque] = {}
     numbers = open_sizes  # such as a batch size: open, unless the forward counts with them
     values: Exception | None = None  # what asks for numbers out of tensors, as in the example
-    with evaluation(model), quiet():
+    with evaluation(model), quiet(), _attributes_kept(model):
         while True:
             leaves, inputs = flatten(given, numbers=numbers)
             try:
@@ -116,6 +125,15 @@ def capture(
                     _close(model, error if values is None else values, opaque, given)
                     values = None
     graph = Graph(model, program, inputs, result, opaque)
+    made = [v.meta.get("val") if isinstance(v, fx.Node) else v for v in graph.outputs]
+    if not any(isinstance(value, Tensor) for value in made):
+        line = forward_line(model)
+        reason = "it returns no tensor" + (f" ({line})" if line else "")
+        raise CaptureError(
+            f"capture: {type(model).__name__} cannot be followed: {reason}. Return tensors, alone "
+            "or in tuples, lists, dicts or dataclasses",
+            reason,
+        )
     if check:
         graph.check(example_inputs)
     return graph
@@ -164,10 +182,14 @@ def _exported(
 
 
 def _takes_integers(program: ExportedProgram) -> bool:
-    """Whether all that is taken out of tensors are integers: no branch on values is."""
+    """Whether all that is taken out of tensors are integers: no branch on values is.
+
+    What is taken to compute a size with may be gone from the graph; its symbol is not.
+    """
     taken = [n for n in program.graph.nodes if str(n.target) in NUMBERS]
     kinds = [n.args[0].meta["val"].dtype for n in taken]
-    return not any(kind.is_floating_point or kind == torch.bool for kind in kinds)
+    floats = any(symbol_is_type(symbol, _FLOATS) for symbol in program.range_constraints)
+    return not floats and not any(k.is_floating_point or k == torch.bool for k in kinds)
 
 
 def _fixes_numbers(program: ExportedProgram, leaves: list[Any]) -> bool:
@@ -194,22 +216,24 @@ def evaluation(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
+@contextmanager
+def _attributes_kept(model: nn.Module) -> Iterator[None]:
+    """What a forward assigns to attributes is not kept: while it is traced these are no values."""
+    held = [(module, dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes in held:
+            for name in vars(module).keys() - attributes.keys():
+                del vars(module)[name]
+            vars(module).update(attributes)
+
+
 def _close(model: nn.Module, error: Exception, opaque: dict[str, Opaque], given: Arguments) -> None:
     """Make the module that the error comes from one node, or say that nothing can be done."""
-    # While it is traced a module may be seen through a proxy, which has the module's attributes.
-    paths = {id(vars(module)): path for path, module in model.named_modules()}
-    where, place = "", ""
-    known: set[str] = {f"{path}." for path in opaque} | set(opaque)
-    for frame, line in _frames(error):
-        file = frame.f_code.co_filename
-        if not place and _is_authors(file):
-            place = f"{file}:{line}"
-        owner = frame.f_locals.get("self")
-        path = paths.get(id(vars(owner)), "") if isinstance(owner, nn.Module) else ""
-        if path and not where and not any(path == k or path.startswith(k) for k in known):
-            where = path
+    found, place = where(error, model, opaque)
     reason = f"{_met(error)}" + (f" ({place})" if place else "")
-    if not where:
+    if not found:
         raise CaptureError(
             f"capture: {type(model).__name__} cannot be followed: {reason}. Capture the parts of "
             "it that can, each with its own example inputs, or keep decisions on the values of "
@@ -217,26 +241,10 @@ def _close(model: nn.Module, error: Exception, opaque: dict[str, Opaque], given:
             reason,
         ) from error
     args, kwargs = copy.deepcopy(given)
-    opaque[where] = recorded(model, where, reason, lambda: model(*args, **kwargs))
-    for path in [p for p in opaque if p.startswith(f"{where}.")]:
+    with running(model, "capture", "Give inputs that it takes"):
+        opaque[found] = recorded(model, found, reason, lambda: model(*args, **kwargs))
+    for path in [p for p in opaque if p.startswith(f"{found}.")]:
         del opaque[path]
-
-
-def _frames(error: BaseException | None) -> Iterator[tuple[Any, int]]:
-    """Frames of an error and of those that it came from, innermost first."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield from reversed(list(traceback.walk_tb(error.__traceback__)))
-        error = error.__cause__ or error.__context__
-
-
-def _is_authors(file: str) -> bool:
-    """Whether a source file is neither torch's nor this project's, nor part of Python."""
-    parts = file.replace("\\", "/").split("/")
-    ours = any(part.startswith("bevquant_") for part in parts)
-    library = "torch" in parts or ("lib" in parts and "python3" in file)
-    return not (ours or library or "<" in file)
 
 
 def _counts(error: Exception) -> bool:

@@ -13,10 +13,11 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
+from ._faults import first_fault, is_authors
 from ._opaque import Opaque, opaque_call
 from ._signature import Tree, arguments, flatten, leaf_names, rebuild
 
-__all__ = ["REQUIRE", "Graph"]
+__all__ = ["NO_VALUE", "REQUIRE", "Graph", "author_line"]
 
 REQUIRE = torch.ops.aten._assert_scalar.default
 """Demands that a number taken out of a tensor is what it was in the example."""
@@ -24,7 +25,7 @@ REQUIRE = torch.ops.aten._assert_scalar.default
 NUMBERS = ("aten.item.default", "aten._local_scalar_dense.default")
 
 _SHELL = "model"  # what holds the model inside of an exported program
-_NO_VALUE = (
+NO_VALUE = (
     "_assert_tensor_metadata",
     "sym_constrain_range",
     "sym_constrain_range_for_size",
@@ -135,11 +136,7 @@ class Graph:
 
     def location(self, node: fx.Node) -> str:
         """``file:line`` of the author's code that computes the node; "" where it is not known."""
-        from ._capture import _is_authors
-
-        places = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-        own = [(file, line) for file, line in places if _is_authors(file)]
-        return ":".join(own[-1]) if own else ""
+        return author_line(node)
 
     def describe(self, node: fx.Node) -> str:
         """A node in words: operator, module, file and line."""
@@ -203,10 +200,24 @@ class Graph:
             if not _same_bits(one, other):
                 raise CaptureError(
                     f"capture: output {index} of the graph of {type(self.model).__name__} is not "
-                    f"the model's: {self._departure(leaves) or 'no module departs alone'}; its "
-                    "forward decides by something that is no input, such as a counter or a random "
-                    "number"
+                    f"the model's: {self._fault(leaves)}"
                 )
+
+    def _fault(self, leaves: list[Any]) -> str:
+        """Why the graph gives other values than the model, as far as can be told."""
+        from ._capture import evaluation
+
+        def run() -> None:
+            args, kwargs = rebuild(self.inputs, [_copied(leaf) for leaf in leaves])
+            with evaluation(self.model), torch.no_grad():
+                self.model(*args, **kwargs)
+
+        taken = next((self.describe(n) for n in self._numbers()), "")
+        counts = f"; it takes a number out of a tensor: {taken}" if taken else ""
+        return first_fault(self.model, run) or (
+            f"{self._departure(leaves) or 'no module departs alone'}; its forward decides by "
+            f"something that is no input, such as a counter or a random number{counts}"
+        )
 
     def leaves(self, inputs: Any) -> list[Any]:
         """Values of `placeholders` for a call: a tuple, a dict of named inputs, or one input.
@@ -247,13 +258,18 @@ class Graph:
                 made = runner.run(*values)
         except RuntimeError as error:
             if "Runtime assertion failed" in str(error):
+                taken = next((self.describe(n) for n in self._numbers()), "")
                 raise ValueError(
                     f"{type(self.model).__name__}: its forward counts with numbers that it takes "
-                    "out of tensors, and these are others than in the example; capture again with "
-                    "inputs like these"
+                    f"out of tensors{f' ({taken})' if taken else ''}, and these are others than in "
+                    "the example; capture again with inputs like these"
                 ) from error
             raise
         return list(made[len(made) - len(self.outputs) :])
+
+    def _numbers(self) -> Iterator[fx.Node]:
+        """What takes numbers out of tensors."""
+        return (node for node in self.operations if str(node.target) in NUMBERS)
 
     def _departure(self, leaves: list[Any]) -> str:
         """The first module of the model whose output the graph never makes."""
@@ -287,6 +303,14 @@ class Graph:
         count = sum(1 for _ in self.operations)
         opaque = f", {len(self.opaque)} modules not followed" if self.opaque else ""
         return f"Graph of {type(self.model).__name__}: {count} operations{opaque}"
+
+
+def author_line(node: fx.Node) -> str:
+    """``file:line`` of the author's code that computes a node; "" where it is not known."""
+    noted: str = (node.meta.get("custom") or {}).get("bevquant_place", "")
+    places = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    own = [(file, line) for file, line in places if is_authors(file)]
+    return noted or (":".join(own[-1]) if own else "")
 
 
 class _Runner(fx.Interpreter):
@@ -356,6 +380,7 @@ def _tidy(module: fx.GraphModule) -> None:
             for user in list(node.users):
                 if user.target is operator.getitem and user.args[1] == 0:
                     user.replace_all_uses_with(made)
+                if user.target is operator.getitem and not user.users:
                     graph.erase_node(user)
             if node.users:
                 graph.erase_node(made)
@@ -363,7 +388,7 @@ def _tidy(module: fx.GraphModule) -> None:
                 graph.erase_node(node)
         elif node.target is REQUIRE and not _takes_numbers(node):
             graph.erase_node(node)  # that there is a voxel; the operators say so themselves
-        elif any(name in str(node.target) for name in _NO_VALUE) and not node.users:
+        elif any(name in str(node.target) for name in NO_VALUE) and not node.users:
             graph.erase_node(node)
     graph.eliminate_dead_code()
     module.recompile()

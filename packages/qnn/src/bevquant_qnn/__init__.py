@@ -30,6 +30,7 @@ from bevquant_qnn._pool import (
 )
 from bevquant_qnn._precision_groups import PrecisionGroup, precision_groups
 from bevquant_qnn._precision_plan import PlannedGroup, PrecisionPlan
+from bevquant_qnn._pt2e import pt2e_quantizer
 from bevquant_qnn._quantize_model import quantize_model
 from bevquant_qnn._ranks import Kept
 from bevquant_qnn._refine_plan import RefinedPlan, refine_plan
@@ -84,6 +85,7 @@ __all__ = [
     "freeze",
     "learn_ranges",
     "precision_groups",
+    "pt2e_quantizer",
     "quantize_model",
     "refine_plan",
     "round_weights",

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from bevquant_graph import evaluation as in_evaluation
-from bevquant_graph import is_sparse_tensor
+from bevquant_graph import is_sparse_tensor, running
 from bevquant_qnn._sparse_tensor import with_features
 from bevquant_quantizers import TensorQuantizer
 
@@ -29,14 +29,9 @@ def fresh(value: Any) -> Any:
 
 def run(model: nn.Module, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Call the model; an error says in a note what became of the model."""
-    try:
+    advice = "It is as it was before; give inputs that it takes."
+    with running(model, "quantize_model", advice):
         return model(*args, **kwargs)
-    except Exception as error:
-        error.add_note(
-            "quantize_model: the model does not run on these example_inputs. It is as it was "
-            "before; give inputs that it takes."
-        )
-        raise
 
 
 @contextmanager

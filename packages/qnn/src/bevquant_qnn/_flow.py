@@ -27,10 +27,13 @@ class Read:
     Attributes:
         quantizer: The reader.
         tensor: The tensor, by its place in the flow.
+        value: The node that hands it over, `node` the one that reads it.
     """
 
     quantizer: TensorQuantizer
     tensor: object
+    value: fx.Node
+    node: fx.Node
 
 
 @dataclass
@@ -114,7 +117,7 @@ class _Reader:
                     continue  # a sparse convolution may add another tensor after its own product
                 entering = entering[:1]
             self.entered.add((steps, call))
-            self.flow.reads += [Read(quantizer, self.tensor(steps, v)) for v in entering]
+            self.flow.reads += [Read(quantizer, self.tensor(steps, v), v, node) for v in entering]
             if isinstance(module, QuantConcat):
                 self.joined(steps, node, values)
         self.note(steps, node, values)
@@ -146,7 +149,9 @@ class _Reader:
         quantizer = child if isinstance(child, TensorQuantizer) else _input_quantizer(child)
         assert quantizer is not None
         chosen: list[Any] = operands if target.operand is None else [join.operands[target.operand]]
-        self.flow.reads += [Read(quantizer, self.tensor(join.steps, v)) for v in chosen]
+        self.flow.reads += [
+            Read(quantizer, self.tensor(join.steps, v), v, join.node) for v in chosen
+        ]
         if isinstance(child, QuantConcat):
             self.joined(join.steps, join.node, chosen)
 

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from torch.export import ExportedProgram
 
-from bevquant_graph import Graph
+from bevquant_graph import Graph, as_module, refuse_unusable
 from bevquant_qnn._config import QuantConfig
 from bevquant_qnn._float_parts import float_layers
 from bevquant_qnn._flow import Flow, follow
@@ -21,11 +22,11 @@ from bevquant_qnn._takeover import unchanged_on_error
 from bevquant_qnn._trace import trace
 from bevquant_quantizers import TensorQuantizer, adopt_quantizers
 
-__all__ = ["quantize_model"]
+__all__ = ["quantize_model", "quantized"]
 
 
 def quantize_model(
-    model: nn.Module,
+    model: nn.Module | ExportedProgram,
     config: QuantConfig | None = None,
     example_inputs: Any = None,
     *,
@@ -49,12 +50,14 @@ def quantize_model(
 
     Args:
         model: The float model. It is changed in place and returned; where this raises, it is as it
-            was.
+            was. Of an exported program its module (`bevquant_graph.module_of`) is quantized and
+            returned: paths, parameter names and parameter objects are the program's. Fold batch
+            norms with ``fuse_model(program)`` and pass its model.
         config: Settings; `QuantConfig()` by default.
         example_inputs: A tuple of positional inputs, a dict of named ones, or a single input. The
             model is captured on them, in evaluation mode without gradients. Recommended: what
             really runs is followed then, and modules that cannot be captured are followed child
-            by child.
+            by child. A program brings its own.
         graph: ``capture(model, example_inputs)``, where that was done already.
 
     Returns:
@@ -81,21 +84,30 @@ calibrator=HistogramCalibrator scale=1.0 quant)
 calibrator=MaxCalibrator scale=1.0 quant)
         )
     """
+    module, example_inputs = as_module(model, example_inputs)
     config = QuantConfig() if config is None else config
-    _check_patterns(model, config)
-    if graph is not None and (graph.model is not model or example_inputs is None):
+    if graph is not None and (graph.model is not module or example_inputs is None):
         raise ValueError(
             f"quantize_model: expected graph=capture(model, example_inputs) of this "
             f"{type(model).__name__}, together with these example_inputs; got a graph of "
-            f"{'another' if graph.model is not model else 'this'} {type(graph.model).__name__}"
+            f"{'another' if graph.model is not module else 'this'} {type(graph.model).__name__}"
         )
+    return quantized(module, config, example_inputs, graph)[0]
+
+
+def quantized(
+    model: nn.Module, config: QuantConfig, example_inputs: Any, graph: Graph | None = None
+) -> tuple[QuantizeResult, Flow]:
+    """The quantized model with its account, and who reads which tensor in it."""
+    refuse_unusable(model, "quantize_model")
+    _check_patterns(model, config)
     with unchanged_on_error(model):
         return _quantized(model, config, example_inputs, graph)
 
 
 def _quantized(
     model: nn.Module, config: QuantConfig, example_inputs: Any, graph: Graph | None
-) -> QuantizeResult:
+) -> tuple[QuantizeResult, Flow]:
     adopted = [
         QuantizedModule(path, "TensorQuantizer", "pytorch_quantization's TensorQuantizer")
         for path in adopt_quantizers(model)
@@ -112,12 +124,13 @@ def _quantized(
     notes = _notes(model, flow, not observed)
     floats = float_layers(model, config, {norm for norm, _ in flow.unfolded})
     skipped = [*skipped, *passed_over, *apart, *notes, *floats]
-    return QuantizeResult(
+    result = QuantizeResult(
         model=model,
         quantized=tuple([*adopted, *replaced, *joined]),
         shared=tuple(shared),
         skipped=tuple(skipped),
     )
+    return result, flow
 
 
 def _check_patterns(model: nn.Module, config: QuantConfig) -> None:

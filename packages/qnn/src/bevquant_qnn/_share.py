@@ -14,7 +14,7 @@ from bevquant_qnn._holders import Holder, activation_quantizers
 from bevquant_qnn._result import SharedQuantizer, SkippedModule
 from bevquant_quantizers import merge
 
-__all__ = ["Groups", "share_quantizers"]
+__all__ = ["Groups", "ranges_of", "share_quantizers"]
 
 
 class Groups:
@@ -35,6 +35,16 @@ class Groups:
         self._parent[self.find(b)] = self.find(a)
 
 
+def ranges_of(flow: Flow) -> Groups:
+    """The sets of quantizers and tensors that must have one range."""
+    groups = Groups()
+    for read in flow.reads:
+        groups.union(("tensor", read.tensor), read.quantizer)
+    for output, operand in flow.joins:
+        groups.union(("tensor", output), ("tensor", operand))
+    return groups
+
+
 def share_quantizers(
     model: nn.Module, flow: Flow
 ) -> tuple[list[SharedQuantizer], list[SkippedModule]]:
@@ -44,11 +54,7 @@ def share_quantizers(
     the widest of all, and what their calibrators have collected is merged. Quantizers with other
     settings (bits, axis, sign, learned range, switched off) are left apart and reported.
     """
-    groups = Groups()
-    for read in flow.reads:
-        groups.union(("tensor", read.tensor), read.quantizer)
-    for output, operand in flow.joins:
-        groups.union(("tensor", output), ("tensor", operand))
+    groups = ranges_of(flow)
     tensors: dict[object, dict[object, None]] = defaultdict(dict)
     for read in flow.reads:
         tensors[groups.find(read.quantizer)][read.tensor] = None

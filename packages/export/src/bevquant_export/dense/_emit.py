@@ -14,6 +14,7 @@ from bevquant_export.dense._graph import Graph, Held
 from bevquant_export.dense._grid import average_pool, max_pool, resize
 from bevquant_export.dense._joins import float_join
 from bevquant_export.dense._moves import keeps_scale, moved
+from bevquant_export.dense._program_of import location
 from bevquant_export.dense._results import finished
 from bevquant_export.dense._sizes import Sizes
 from bevquant_export.dense._source import Integers, Ref, Source, Step
@@ -260,7 +261,8 @@ class _Emitter:
 
     def _refuse(self, step: Step, more: str = "") -> NoReturn:
         what = step.attributes.get("what", step.op)
-        why = ", ".join(filter(None, (f"value {step.outputs[0]}", step.reason, more)))
+        line = location(self.source.integer, step)
+        why = ", ".join(filter(None, (f"value {step.outputs[0]}", line, step.reason, more)))
         form = self.source.form(step.outputs[0])
         kind = "integers" if isinstance(form, Integers) else "floats"
         raise ValueError(

@@ -10,7 +10,7 @@ from torch import nn
 from bevquant_int8sim import IntegerModel, simulate
 from bevquant_int8sim.program import Program, Ref, Step, arguments, names_in
 
-__all__ = ["Observe", "QdqProgram", "Sums", "inputs_of", "integer_model", "program_of"]
+__all__ = ["Observe", "QdqProgram", "Sums", "inputs_of", "integer_model", "location", "program_of"]
 
 Observe = Callable[[Step, tuple[Any, ...], tuple[Any, ...]], None]
 Sums = bool | Mapping[str, float]
@@ -75,6 +75,16 @@ class _Simulated:
     def run(self, inputs: Any, *, observe: Observe) -> Any:
         returned, _ = self.model.run(inputs, record=False, observe=observe)
         return returned
+
+
+def location(program: QdqProgram, step: Step) -> str:
+    """``file:line`` of the author's code that computes a step; "" where it is not known."""
+    source = program.model.source if isinstance(program, _Simulated) else None
+    if source is None:
+        return ""
+    made = set(step.outputs)
+    nodes = (node for node, held in source.held.items() if made & set(held.values()))
+    return next((source.graph.location(node) for node in nodes), "")
 
 
 def integer_model(program: QdqProgram) -> IntegerModel | None:

@@ -86,6 +86,13 @@ def read_model(
         ValueError: Not calibrated, not traceable, in training mode, a sparse model, inputs of
             another type than float32, or a batch that cannot vary.
     """
+    for path, value in model.named_parameters() if isinstance(model, nn.Module) else ():
+        if value.is_floating_point() and value.dtype != torch.float32:
+            raise ValueError(
+                f"export_qdq_onnx: parameter {path} is {value.dtype}; expected float32. Call "
+                "model.float() before it is quantized and calibrated; the profile says what the "
+                "file's floats are"
+            )
     integer = program_of(model, args, integer_sums, verify=verify)
     program = integer.program
     if program.sparse_inputs or any(step.op in ("sites", "sparse_conv") for step in program.steps):

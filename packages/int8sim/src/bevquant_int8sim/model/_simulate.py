@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bevquant_graph import CaptureError, Graph, arguments, capture, flatten
+from bevquant_graph import CaptureError, Graph, arguments, capture, flatten, refuse_unusable
 from bevquant_int8sim._quantize import dequantize
 from bevquant_int8sim.model._form import ACCUMULATORS, Integers
 from bevquant_int8sim.model._integer_model import IntegerModel
@@ -82,17 +82,17 @@ def simulate(
         >>> simulate(quantized, x)(x).shape
         torch.Size([1, 4, 2, 2])
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"simulate: expected a torch module, got {type(model).__name__}")
+    refuse_unusable(model, "simulate", finite=False)  # layers name the channel
     if not flatten(arguments(example_inputs))[0]:
         raise ValueError(
             "simulate: example_inputs hold no tensor; give what one call of the model takes"
         )
-    if any(module.training for module in model.modules()):
-        raise ValueError(
-            "simulate: the model is in training mode; call model.eval() first, dropout and batch "
-            "norm behave otherwise there"
-        )
+    for path, module in model.named_modules():
+        if module.training:
+            raise ValueError(
+                f"simulate: {path or 'the model'} ({type(module).__name__}) is in training mode; "
+                "call model.eval() first, dropout and batch norm behave otherwise there"
+            )
     check_calibrated(model)
     if graph is None:
         graph = _captured(model, example_inputs)

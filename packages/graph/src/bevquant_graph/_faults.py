@@ -1,0 +1,202 @@
+"""Whose fault it is: the module, file and line of what a model's own code does."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ._signature import flatten
+
+__all__ = ["first_fault", "forward_line", "is_authors", "refuse_unusable", "running", "where"]
+
+
+def is_authors(file: str) -> bool:
+    """Whether a source file is neither torch's nor this project's, nor part of Python."""
+    parts = file.replace("\\", "/").split("/")
+    ours = any(part.startswith("bevquant_") for part in parts)
+    library = "torch" in parts or ("lib" in parts and "python3" in file)
+    return not (ours or library or "<" in file)
+
+
+def where(error: BaseException, model: nn.Module, beside: Collection[str] = ()) -> tuple[str, str]:
+    """Path of the innermost module that an error comes from, and ``file:line`` of the author's.
+
+    Args:
+        error: As it was caught where the model was run.
+        model: The model.
+        beside: Modules that are not meant, nor what is in them.
+    """
+    # While it is traced a module may be seen through a proxy, which has the module's attributes.
+    paths = {id(vars(module)): path for path, module in model.named_modules()}
+    found, place = "", ""
+    for frame, line in _frames(error):
+        file = frame.f_code.co_filename
+        if not place and is_authors(file):
+            place = f"{file}:{line}"
+        owner = frame.f_locals.get("self")
+        path = paths.get(id(vars(owner)), "") if isinstance(owner, nn.Module) else ""
+        if path and not found and not any(path == b or path.startswith(f"{b}.") for b in beside):
+            found = path
+    return found, place
+
+
+def _frames(error: BaseException | None) -> Iterator[tuple[Any, int]]:
+    """Frames of an error and of those that it came from, innermost first."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield from reversed(list(traceback.walk_tb(error.__traceback__)))
+        error = error.__cause__ or error.__context__
+
+
+@contextmanager
+def running(model: nn.Module, who: str, advice: str) -> Iterator[None]:
+    """While a model runs: an error of its own gets a note with module, file, line and advice."""
+    try:
+        yield
+    except Exception as error:
+        path, place = where(error, model)
+        module = model.get_submodule(path)
+        error.add_note(
+            f"{who}: the model does not run on these example_inputs: {type(error).__name__} in "
+            f"{described(path, module, place)}. {advice}"
+        )
+        raise
+
+
+def described(path: str, module: nn.Module, place: str = "") -> str:
+    """A module in words: path, class and line, of its forward where no other is known."""
+    place = place or forward_line(module)
+    return f"{path or 'the model'} ({type(module).__name__}{f', {place}' if place else ''})"
+
+
+def forward_line(module: nn.Module) -> str:
+    """``file:line`` of a module's forward; "" where it is no author's."""
+    forward = getattr(type(module), "forward", None)
+    code = getattr(getattr(forward, "__wrapped__", forward), "__code__", None)
+    if code is None or not is_authors(code.co_filename):
+        return ""
+    return f"{code.co_filename}:{code.co_firstlineno}"
+
+
+def refuse_unusable(model: Any, who: str, *, finite: bool = True) -> None:
+    """Refuse what can be run but not read, and parameters that are no numbers.
+
+    Args:
+        model: What was given as a model.
+        who: The function that it was given to.
+        finite: Whether parameters are looked at for NaN and infinite values.
+
+    Raises:
+        TypeError: No torch module.
+        ValueError: Scripted, compiled or quantized by torch; parameters on the meta device, complex
+            ones, or with NaN or infinite values. Module path and remedy are named.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{who}: expected a torch module, got {type(model).__name__}")
+    for path, module in model.named_modules():
+        kind = type(module)
+        names = {f"{c.__module__}.{c.__name__}" for c in kind.__mro__}
+        met = ""
+        if isinstance(module, torch.jit.ScriptModule):
+            met = (
+                "is scripted, so that its code is not seen; give the Python model it was made from"
+            )
+        elif "torch._dynamo.eval_frame.OptimizedModule" in names:
+            met = "is compiled; give the module itself (._orig_mod), and compile the result"
+        elif any(re.match(r"torch\.(ao\.)?nn\..*\bquantized\.", n) for n in names):
+            met = "is quantized by torch already; give the float model"
+        if met:
+            raise ValueError(f"{who}: {described(path, module)} {met}")
+        for name, value in module._parameters.items():
+            met = ""
+            if value is not None and not torch.nn.parameter.is_lazy(value):
+                met = _unusable(value, finite)
+            if met:
+                full = f"{path}.{name}" if path else name
+                raise ValueError(f"{who}: parameter {full} of {described(path, module)} {met}")
+
+
+def _unusable(value: Tensor, finite: bool) -> str:
+    if value.is_meta:
+        return "is on the meta device, without values; load weights (to_empty, load_state_dict)"
+    if value.is_complex():
+        return (
+            f"is complex ({value.dtype}), for which there are no integers; compute with real and "
+            "imaginary parts as channels"
+        )
+    if finite and value.is_floating_point() and not bool(value.isfinite().all()):
+        count = int((~value.isfinite()).sum())
+        return f"has {count} NaN or infinite values; load a checkpoint that trained without them"
+    return ""
+
+
+def first_fault(model: nn.Module, run: Callable[[], Any]) -> str:
+    """Which module gives other values for equal ones in a second run, or NaN for numbers.
+
+    Args:
+        model: The model.
+        run: Runs it, each time on the same inputs.
+
+    Returns:
+        The innermost one, in words, with what to do; "" where there is none.
+    """
+    first, second = _observed(model, run), _observed(model, run)
+    for (path, module, taken, given), (_, _, taken2, given2) in zip(first, second, strict=False):
+        if _finite(taken) and not _finite(given):
+            return (
+                f"{described(path, module)} makes NaN or infinite values of finite ones; mend its "
+                "parameters, or give inputs as in real use"
+            )
+        if taken == taken2 and given != given2:
+            return (
+                f"{described(path, module)} gives other values in a second run on the same inputs: "
+                "it computes with random numbers, a counter or a clock; make that an input, or "
+                "switch it off in evaluation mode"
+            )
+    if first and not _finite(first[-1][2]):
+        return "the example inputs hold NaN or infinite values; give inputs as in real use"
+    return ""
+
+
+def _observed(model: nn.Module, run: Callable[[], Any]) -> list[Any]:
+    found: list[Any] = []
+    names = {module: path for path, module in model.named_modules()}
+    handles = []
+    before: list[Any] = []
+
+    def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
+        before.append(_print((args, kwargs)))
+
+    def leave(module: nn.Module, _: Any, output: Any) -> None:
+        found.append((names[module], module, before.pop(), _print(output)))
+
+    for module in names:
+        handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+        handles.append(module.register_forward_hook(leave))
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def _print(value: Any) -> tuple[Any, ...]:
+    """What tells tensors apart that are not bit for bit the same, most likely."""
+    tensors = [t.detach() for t in flatten(value)[0] if isinstance(t, Tensor)]
+    flat = [t.to(torch.complex128 if t.is_complex() else torch.float64).flatten() for t in tensors]
+    return tuple(
+        (tuple(t.shape), str(f.sum().item()), str(f.abs().sum().item()))
+        for t, f in zip(tensors, flat, strict=True)
+    )
+
+
+def _finite(prints: tuple[Any, ...]) -> bool:
+    return not any("nan" in total or "inf" in total for _, *totals in prints for total in totals)
