@@ -186,7 +186,7 @@ def portability(session: nox.Session) -> None:
     tests themselves go through 1 to 4 threads and every address from 4 to 64 bytes. A machine
     with instructions that this CPU lacks is passed over, with a line that says so.
 
-    MKL obeys `MKL_ENABLE_INSTRUCTIONS` on Intel CPUs only: on AMD ones (tried on a Zen 5) the
+    MKL obeys `MKL_ENABLE_INSTRUCTIONS` on Intel CPUs only: on AMD ones (tried on one) the
     results of its products did not change with it, while `MKL_CBWR` did change them.
     """
     short = "short" in session.posargs
