@@ -5,8 +5,10 @@
 `targets.toml` says which files hold numbers and which tests are about each; `equivalent.toml` lists
 mutations that change no result, with the reason. The sample is the `count` mutations of least rank
 under the seed, so that it stays the same where the code around them changes. Every mutant is
-written to a copy of its package and its tests run there; the working tree is never touched. It is
-noticed where a test fails, or none ends in time.
+written to a copy of its package and its tests run there, until one fails; the working tree is never
+touched. It is noticed where a test fails, or none ends in time. Tests that ran the line when the
+code was whole go first, the quickest of them ahead, so that a mutant costs seconds; one that none
+of them notices meets all the others too.
 
 A script of our own: mutmut and cosmic-ray know neither numba's caches on disk, which keep the code
 of a function that was mutated in another file, nor several packages that import each other, and
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import multiprocessing
 import os
 import re
@@ -24,6 +27,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -54,7 +58,8 @@ def main() -> int:
     unknown = set(options.packages) - set(targets)
     if unknown:
         parser.error(f"no numerics listed for {', '.join(sorted(unknown))}")
-    _SERVER.set_forkserver_preload(["torch", "numba"])  # not what pytest has plugins of
+    # What takes long to import, and pytest has no plugin of; what is not installed is passed over.
+    _SERVER.set_forkserver_preload(["torch", "numba", "spconv.pytorch", "onnxruntime", "msgspec"])
     short = []
     for package in options.packages:
         sample = _sample(package, targets[package], options)
@@ -91,7 +96,7 @@ def _judge(package: str, target: dict[str, Any], sample: Sequence[Mutation]) -> 
     noticed, missed = 0, []
     began = time.monotonic()
     with _copy(package) as place:
-        healthy: dict[tuple[str, ...], float] = {}
+        healthy: dict[tuple[str, ...], tuple[float, dict[str, Any]]] = {}
         for mutation in sample:
             name = str((ROOT / mutation.path).relative_to(source))
             tests = tuple(
@@ -99,14 +104,17 @@ def _judge(package: str, target: dict[str, Any], sample: Sequence[Mutation]) -> 
             )
             if tests not in healthy:
                 start = time.monotonic()
-                if not _passes(place, package, tests, 1200.0):
+                if not _passes(place, package, tests, 1200.0, watched=_files(package, target)):
                     log = (place / "log").read_text()
                     raise SystemExit(
                         f"{package}: {' '.join(tests)} fail as they are\n{log[-3000:]}"
                     )
-                healthy[tests] = time.monotonic() - start
+                ran = json.loads((place / "ran.json").read_text())
+                healthy[tests] = time.monotonic() - start, ran
+            seconds, ran = healthy[tests]
             with _mutated(place, mutation):
-                if _passes(place, package, tests, 60.0 + 5 * healthy[tests]):
+                first = _near(ran, mutation)
+                if _passes(place, package, tests, 60.0 + 5 * seconds, first=first):
                     missed.append(mutation)
                     print(f"NOT NOTICED {mutation}", flush=True)
                 else:
@@ -171,9 +179,29 @@ def _caches(place: Path, file: Path) -> list[Path]:
     return [c for p in found for c in (p.parent / "__pycache__").glob(f"{p.stem}.*.nb?")]
 
 
-def _passes(place: Path, package: str, tests: Sequence[str], limit: float) -> bool:
-    """Whether the tests pass in the copy before the limit, in seconds, runs out."""
-    process = _SERVER.Process(target=_run_tests, args=(place, package, list(tests)))
+def _near(ran: dict[str, Any], mutation: Mutation) -> list[str]:
+    """The tests that ran the mutated line, then those that ran its file, the quickest first."""
+    lines = {test: found.get(mutation.path, []) for test, (_, found) in ran.items()}
+    near = [test for test in ran if lines[test]]
+    return sorted(near, key=lambda test: (mutation.line not in lines[test], ran[test][0]))
+
+
+def _passes(
+    place: Path,
+    package: str,
+    tests: Sequence[str],
+    limit: float,
+    *,
+    first: Sequence[str] = (),
+    watched: Sequence[str] = (),
+) -> bool:
+    """Whether the tests pass in the copy before the limit, in seconds, runs out.
+
+    Those named by `first` run before the others. With files to be watched, ``ran.json`` tells of
+    each test its seconds and the lines of these files that it ran.
+    """
+    given = (place, package, list(tests), list(first), list(watched))
+    process = _SERVER.Process(target=_run_tests, args=given)
     process.start()
     process.join(limit)
     with contextlib.suppress(ProcessLookupError):
@@ -182,7 +210,9 @@ def _passes(place: Path, package: str, tests: Sequence[str], limit: float) -> bo
     return process.exitcode == 0
 
 
-def _run_tests(place: Path, package: str, tests: list[str]) -> None:
+def _run_tests(
+    place: Path, package: str, tests: list[str], first: list[str], watched: list[str]
+) -> None:
     os.setsid()
     sys.dont_write_bytecode = True
     own = str(place / "packages" / package / "src")
@@ -195,8 +225,58 @@ def _run_tests(place: Path, package: str, tests: list[str]) -> None:
         os.dup2(log, stream)
     import pytest
 
+    class Order:
+        """Sorts the tests, and keeps what each of them ran."""
+
+        def __init__(self) -> None:
+            self.ran: dict[str, tuple[float, dict[str, list[int]]]] = {}
+
+        def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+            place_of = {test: i for i, test in enumerate(first)}
+            items.sort(key=lambda item: place_of.get(item.nodeid, len(place_of)))
+
+        @pytest.hookimpl(wrapper=True)
+        def pytest_runtest_protocol(self, item: Any) -> Iterator[None]:
+            began = time.monotonic()
+            with _watching(place, watched) as lines:
+                result = yield
+            self.ran[item.nodeid] = time.monotonic() - began, lines
+            return result
+
+        def pytest_sessionfinish(self) -> None:
+            if watched:
+                (place / "ran.json").write_text(json.dumps(self.ran))
+
     folder = place / "packages" / package / "tests"
-    sys.exit(int(pytest.main([*_OPTIONS, *(str(folder / test) for test in tests)])))
+    chosen = [str(folder / test) for test in tests]
+    sys.exit(int(pytest.main([*_OPTIONS, *chosen], plugins=[Order()])))
+
+
+@contextlib.contextmanager
+def _watching(place: Path, files: Sequence[str]) -> Iterator[dict[str, list[int]]]:
+    """What runs of the files' lines meanwhile; compiled code goes unseen."""
+    names = {str(place / file): file for file in files}
+    seen: set[tuple[str, int]] = set()
+    lines: dict[str, list[int]] = {}
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename not in names:
+            return None
+        seen.add((frame.f_code.co_filename, frame.f_lineno))
+        return trace
+
+    if not names:
+        yield lines
+        return
+    threading.settrace(trace)
+    sys.settrace(trace)
+    try:
+        yield lines
+    finally:
+        sys.settrace(None)
+        threading.settrace(None)
+        for name, line in sorted(seen):
+            lines.setdefault(names[name], []).append(line)
 
 
 if __name__ == "__main__":

@@ -80,8 +80,9 @@ class Mutation:
 def mutations(root: Path, path: str) -> list[Mutation]:
     """Every mutation of a file that is still Python.
 
-    Left alone: docstrings and other text, annotations, what is raised (a test of each error's words
-    would be a copy of them), decorators, type aliases, `__all__`, and branches for type checkers.
+    Left alone: docstrings and other text, annotations, what is raised and a branch that ends there
+    (a test of each error's words would be a copy of them), decorators, type aliases, `__all__`, and
+    branches for type checkers.
     """
     source = (root / path).read_bytes()
     found = []
@@ -158,6 +159,8 @@ def _children(node: ast.AST) -> Iterator[ast.AST]:
             return
         case ast.If(test=ast.Name(id="TYPE_CHECKING")):
             return
+        case ast.If(body=[*body, ast.Raise()]) if _only_names(body):
+            skipped = [*body]
         case ast.Assign(targets=[ast.Name(id=name)], value=value):
             if name == "__all__" or _is_type(value):
                 return
@@ -176,6 +179,11 @@ def _children(node: ast.AST) -> Iterator[ast.AST]:
     for child in ast.iter_child_nodes(node):
         if not any(child is other for other in skipped):
             yield child
+
+
+def _only_names(body: list[ast.stmt]) -> bool:
+    """Whether statements do no more than name values: here, words of the error behind them."""
+    return all(isinstance(statement, ast.Assign) for statement in body)
 
 
 def _is_type(value: ast.expr) -> bool:

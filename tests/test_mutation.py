@@ -22,7 +22,8 @@ Pair = tuple[int, int] | None
 def f(x: int | None, *rest, y: float = 0.5, **more) -> list[int] | None:
     """Also 2 * 2."""
     if x is None or not rest:
-        raise ValueError(f"expected {1 + 2}, got " + str(3 * 4))
+        got = min(x, 7)
+        raise ValueError(f"expected {1 + 2}, got {got} " + str(3 * 4))
     for i in range(10):  # 5 + 5
         x -= max(i, y) - rest[-1]
     while x <= 3 and isinstance(x, int | float):

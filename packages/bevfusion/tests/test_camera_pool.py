@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,6 @@ from torch import Tensor
 
 from bevfusion.model.camera import (
     PoolPlan,
-    _bev_pool,
     _pool_numba,
     _pool_plan,
     _pool_torch,
@@ -157,12 +158,17 @@ def test_gradients_reach_half_precision_inputs(half: torch.dtype) -> None:
 
 
 @pytest.mark.bits
-def test_without_compiled_kernels_no_bit_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_numba_no_bit_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     depth, context, cells = scene(6)
     fast = lift_splat_pool(depth, context, cells, NUM_CELLS)
-    for module in (_pool_plan, _bev_pool):
-        monkeypatch.setattr(module, "numba_kernels", lambda: None)
-    assert torch.equal(lift_splat_pool(depth, context, cells.clone(), NUM_CELLS), fast)
+    monkeypatch.setitem(sys.modules, _pool_numba.__name__, None)  # importing it fails
+    monkeypatch.delattr(sys.modules[_pool_numba.__package__ or ""], "_pool_numba")
+    _pool_plan.numba_kernels.cache_clear()
+    try:
+        assert _pool_plan.numba_kernels() is None
+        assert torch.equal(lift_splat_pool(depth, context, cells.clone(), NUM_CELLS), fast)
+    finally:
+        _pool_plan.numba_kernels.cache_clear()
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 import torch
@@ -29,11 +30,17 @@ def maps(*, channels_last: bool, seed: int = 0):
     return wanted, fake, taught, integer
 
 
+def without_numba(monkeypatch):
+    """As where numba is not installed: importing what it compiles fails."""
+    monkeypatch.setitem(sys.modules, "bevquant_int8sim._compiled", None)
+    assert _layer_sums._kernels(torch.zeros(_layer_sums._SMALL)) is None
+
+
 @pytest.mark.parametrize("by", ["numba", "torch"])
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_a_row_says_what_its_definitions_say(monkeypatch, by, channels_last):
     if by == "torch":
-        monkeypatch.setattr(_layer_sums, "_kernels", lambda *_: None)
+        without_numba(monkeypatch)
     else:
         pytest.importorskip("numba")
     sums = LayerSums("p", "conv", "int8")
@@ -63,7 +70,7 @@ def test_a_row_says_what_its_definitions_say(monkeypatch, by, channels_last):
 @pytest.mark.parametrize("by", ["numba", "torch"])
 def test_floats_have_no_steps(monkeypatch, by):
     if by == "torch":
-        monkeypatch.setattr(_layer_sums, "_kernels", lambda *_: None)
+        without_numba(monkeypatch)
     wanted, fake, taught, _ = maps(channels_last=False)
     sums = LayerSums("p", "softmax", "float")
     sums.add_floats(wanted, fake, taught)

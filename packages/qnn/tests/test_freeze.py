@@ -92,6 +92,22 @@ def test_trap_07_every_unusable_range_is_listed_and_nothing_changes():
     assert model[5].weight_quantizer.amax is None
 
 
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [(float("nan"), "NaN or Inf"), (float("inf"), "NaN or Inf"), (-1, "negative")],
+)
+@pytest.mark.parametrize("channel", [0, 1, 2])
+def test_one_unusable_channel_among_others_is_enough(value, reason, channel):
+    layer = qnn.QuantLinear(2, 3)
+    layer.input_quantizer.amax = 1.0
+    amax = torch.tensor([[0.0], [0.5], [2.0]])
+    layer.weight_quantizer.amax = amax.index_fill(0, torch.tensor(channel), value)
+    with pytest.raises(ValueError, match=rf"_weight_quantizer \({reason}\)"):
+        qnn.freeze(layer)
+    layer.weight_quantizer.amax = amax
+    qnn.freeze(layer)
+
+
 def test_disabled_quantizers_are_left_alone():
     model = nn.Sequential(nn.Linear(2, 2))
     qnn.quantize_model(model)

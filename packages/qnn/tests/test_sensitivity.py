@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bevquant_qnn import (
     PrecisionPlan,
     SensitivityTable,
+    _scores,
     apply_precision,
     precision_groups,
     quantize_model,
@@ -373,3 +374,15 @@ def test_an_interrupted_measurement_goes_on(without):
     assert list(memory.kept) == [("sensitivity", 0)]
     assert sensitivity(model, images, **options) == wanted
     assert memory.found == [0]
+
+
+@pytest.mark.parametrize("shape", [(7,), (5, 7), (2, 7, 3, 4)])
+def test_a_divergence_runs_over_the_classes_of_any_output(shape):
+    q, f = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0)).double()
+    axis = min(1, len(shape) - 1)
+    wanted = nn.functional.kl_div(
+        q.log_softmax(axis), f.log_softmax(axis), reduction="sum", log_target=True
+    )
+    total, count = _scores._divergence(q, f, None)
+    assert total == pytest.approx(float(wanted), rel=1e-12)
+    assert count == f.numel() // 7
