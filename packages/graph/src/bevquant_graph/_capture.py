@@ -16,21 +16,14 @@ from unittest import mock
 import torch
 import torch._functorch.config as functorch_config
 import torch.fx.experimental._config as symbolic_shapes_config
-<<<<<<< HEAD
-from torch import Tensor, nn
-from torch._library.utils import MutationChecker
-=======
 from torch import Tensor, fx, nn
->>>>>>> pt2e
+from torch._library.utils import MutationChecker
 from torch.export import Dim, ExportedProgram
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
-<<<<<<< HEAD
 from bevquant_sparse import open_shapes
 
-=======
 from ._faults import forward_line, running, where
->>>>>>> pt2e
 from ._functional import functional
 from ._graph import NUMBERS, Graph, fixed_number
 from ._opaque import Opaque, opaque_modules, recorded
