@@ -116,7 +116,7 @@ def points_npz() -> Target:
 def points_binary() -> Target:
     from bev_data.points import read_points
 
-    rows = np.random.default_rng(0).uniform(0, 1, (40, 4)).astype("<f4")
+    rows = np.random.default_rng(0).uniform(0, 1, (41, 4)).astype("<f4")
     files = {"p.bin": rows.tobytes()}
     return Target(files, {"p.bin": changed_bytes}, lambda f: read_points(f / "p.bin"))
 
@@ -185,7 +185,7 @@ def kitti() -> Target:
         top = folder / "training"
         rows = np.random.default_rng(0).uniform(0, 1, (40, 4)).astype("<f4")
         rows.tofile(top / "velodyne" / "000000.bin")
-        matrix = "7e2 0 6e2 0 0 7e2 1e2 0 0 0 1 0"
+        matrix = "7e0 0 4.5 0 0 7e0 4 0 0 0 1 0"
         turn = "0 -1 0 0 0 0 -1 0 1 0 0 0"
         text = f"P2: {matrix}\nR0_rect: 1 0 0 0 1 0 0 0 1\nTr_velo_to_cam: {turn}\n"
         (top / "calib" / "000000.txt").write_text(text)

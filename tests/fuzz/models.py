@@ -316,7 +316,7 @@ def descriptor_yaml() -> Target:
     read = lambda f: QuantDescriptor.from_yaml(  # noqa: E731
         (f / "q.yaml").read_text("utf-8", "replace")
     )
-    return Target({"q.yaml": made.to_yaml().encode()}, {"q.yaml": change}, read)
+    return Target({"q.yaml": made.to_yaml().encode()}, {"q.yaml": change}, read, types=True)
 
 
 def engine_layers() -> Target:

@@ -92,9 +92,12 @@ def frame_record() -> Target:
 
     labels = Labels(np.ones((2, 7), np.float32), ("car", "bus"))
     poor = PoorData("encoders.lidar", "f", "few voxels", "1 voxel", "calibrate")
-    empty = {name: np.ones((2, 9) if name == "boxes" else 2) for name in Detections._fields}
+    found = Detections(
+        np.ones((2, 7), np.float32), np.ones(2, np.float32), np.zeros(2, np.int64),
+        np.zeros((2, 2), np.float32),
+    )  # fmt: skip
     kept = note_record(FrameNote("f", 9, labels, (poor,)))
-    kept |= detections_record("found", Detections(**empty))
+    kept |= detections_record("found", found)
 
     def read(folder: Path) -> None:
         found = unpack((folder / "r.npz").read_bytes())

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import dis
+import functools
 import multiprocessing
 import os
 import resource
@@ -37,8 +38,10 @@ import torch
 from fuzz import frames, models, runs
 from fuzz.kernels import changed_argument, kernels
 from fuzz.mutate import Rng
+from fuzz.target import Files
 
 SECONDS, GIBIBYTES, STUCK = 10.0, 2, 60.0
+SHOWN = 12  # kinds of what is wrong, for each target
 OF_A_KERNEL = 1000
 READERS = {**models.READERS, **frames.READERS, **runs.READERS}
 OUTCOMES = ("ok", "clean", "wrong", "crash", "hang", "memory")
@@ -48,12 +51,12 @@ class Hang(BaseException):
     """A mutant has had its time."""
 
 
-def clean(error: BaseException, kernel: bool) -> bool:
+def clean(error: BaseException, types: bool) -> bool:
     """Whether somebody wrote this message for a user: a `raise` of the project, of a kind it says.
 
     `OverflowError`s of ours are classes of their own, which say where an accumulator left int32.
     """
-    kinds = (ValueError, TypeError) if kernel else (ValueError,)
+    kinds = (ValueError, TypeError) if types else (ValueError,)
     ours = type(error).__module__.startswith(("bevquant", "bevfusion", "bev_"))
     return (ours or type(error) in kinds) and bool(str(error)) and _raised_by_us(error)
 
@@ -87,7 +90,9 @@ class Mutants:
         signal.signal(signal.SIGALRM, _alarm)
         self.call = kernels()[name.removeprefix("kernel ")] if name.startswith("kernel ") else None
         self.target = None if self.call else READERS[name][1]()
+        self.types = self.target is None or self.target.types
         self.folder = Path(tempfile.mkdtemp(prefix="fuzz-", dir=_fast()))
+        self.check()
 
     def run(self, number: int) -> tuple[str, str]:
         """The outcome of one mutant, and what it said."""
@@ -108,8 +113,8 @@ class Mutants:
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 raise
-            outcome = "clean" if clean(error, self.call is not None) else "wrong"
-            said = f"{type(error).__name__}: {str(error)[:300]}"
+            outcome = "clean" if clean(error, self.types) else "wrong"
+            said = f"{type(error).__name__}: {' '.join(str(error)[:300].split())}"
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
         if grown > GIBIBYTES * 2**19:  # half of what it may have at most
             return "memory", said
@@ -124,19 +129,31 @@ class Mutants:
                     args[at] = changed_argument(rng, args[at])
                 else:
                     kwargs[at] = changed_argument(rng, kwargs[at])
-            function = self.call.function
-            return lambda: function(*args, **kwargs)
+            return functools.partial(self.call.function, *args, **kwargs)
         assert self.target is not None
         files = dict(self.target.files)
         name = rng.choice(sorted(self.target.change))
         files[name] = self.target.change[name](rng, files[name])
         if self.target.sign is not None and rng.random() < 0.9:
             files = self.target.sign(files)
+        return self._reading(files)
+
+    def _reading(self, files: Files) -> Callable[[], Any]:
+        assert self.target is not None
         for path, content in files.items():
             (self.folder / path).parent.mkdir(parents=True, exist_ok=True)
             (self.folder / path).write_bytes(content)
-        read = self.target.read
-        return lambda: read(self.folder)
+        return functools.partial(self.target.read, self.folder)
+
+    def check(self) -> None:
+        """What is good is taken: else no mutant would tell anything."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if self.call is not None:
+                self.call.function(*self.call.args, **self.call.kwargs)
+            else:
+                assert self.target is not None
+                self._reading(self.target.files)()
 
     def close(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -208,7 +225,7 @@ def attack(name: str, count: int, seed: int, show: Callable[[str], None] = print
             tally[outcome] += 1
             start = number + 1
             kind = f"{outcome} {text[:60]}"
-            if outcome not in ("ok", "clean") and kind not in seen:
+            if outcome not in ("ok", "clean") and kind not in seen and len(seen) < SHOWN:
                 seen.add(kind)
                 show(f"  {name} #{number}: {outcome}: {text}")
         process.join()

@@ -21,12 +21,14 @@ class Target(NamedTuple):
         change: By name of a file; one of them is changed in each mutant.
         read: Reads them from a folder.
         sign: Brings checksums up to date in nine of ten mutants.
+        types: Whether values of another type are a TypeError, as the reader says.
     """
 
     files: Files
     change: dict[str, Callable[[Rng, bytes], bytes]]
     read: Callable[[Path], Any]
     sign: Callable[[Files], Files] | None = None
+    types: bool = False
 
 
 def written(write: Callable[[Path], Any]) -> Files:

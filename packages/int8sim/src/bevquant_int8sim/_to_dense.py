@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from bevquant_int8sim._grid_axes import check_outputs, per_axis
 from bevquant_int8sim._integers import check_integer_tensor
 
 __all__ = ["int8_to_dense"]
@@ -47,15 +48,16 @@ def int8_to_dense(
         ((1, 2, 3, 4), [7, -7])
     """
     check_integer_tensor(name, "features", features, (torch.int8, torch.int16, torch.int32))
-    if indices.is_floating_point():
-        raise TypeError(f"{name}: indices must be integers, got {indices.dtype}")
-    shape = tuple(int(n) for n in spatial_shape)
-    if features.dim() != 2 or tuple(indices.shape) != (len(features), 1 + len(shape)):
+    check_integer_tensor(name, "indices", indices, (torch.int32, torch.int64))
+    axes = indices.shape[1] - 1 if indices.dim() == 2 else 0
+    if features.dim() != 2 or axes < 1 or len(indices) != len(features):
         raise ValueError(
-            f"{name}: features {tuple(features.shape)} and indices {tuple(indices.shape)} "
-            f"do not fit a grid of {len(shape)} axes: expected [rows, channels] and "
-            f"[rows, {1 + len(shape)}]"
+            f"{name}: features {tuple(features.shape)} and indices {tuple(indices.shape)}: "
+            "expected [rows, channels] and [rows, 1 + axes]"
         )
+    shape = per_axis(spatial_shape, axes, f"{name}: spatial_shape", 0)
+    (batch_size,) = per_axis(batch_size, 1, f"{name}: batch_size", 0)
+    check_outputs((batch_size, *shape), name)
     sizes = torch.tensor((batch_size, *shape), device=indices.device)
     outside = ((indices < 0) | (indices >= sizes)).any(1)
     if bool(outside.any()):
