@@ -49,13 +49,17 @@ def int8_to_dense(
     """
     check_integer_tensor(name, "features", features, (torch.int8, torch.int16, torch.int32))
     check_integer_tensor(name, "indices", indices, (torch.int32, torch.int64))
-    axes = indices.shape[1] - 1 if indices.dim() == 2 else 0
-    if features.dim() != 2 or axes < 1 or len(indices) != len(features):
+    try:
+        shape = tuple(spatial_shape)
+    except TypeError as error:
+        raise TypeError(f"{name}: spatial_shape={spatial_shape!r}: expected integers") from error
+    if features.dim() != 2 or not shape or indices.shape != (len(features), 1 + len(shape)):
         raise ValueError(
-            f"{name}: features {tuple(features.shape)} and indices {tuple(indices.shape)}: "
-            "expected [rows, channels] and [rows, 1 + axes]"
+            f"{name}: features {tuple(features.shape)} and indices {tuple(indices.shape)} "
+            f"do not fit a grid of {len(shape)} axes: expected [rows, channels] and "
+            f"[rows, {1 + len(shape)}]"
         )
-    shape = per_axis(spatial_shape, axes, f"{name}: spatial_shape", 0)
+    shape = per_axis(shape, len(shape), f"{name}: spatial_shape", 0)
     (batch_size,) = per_axis(batch_size, 1, f"{name}: batch_size", 0)
     check_outputs((batch_size, *shape), name)
     sizes = torch.tensor((batch_size, *shape), device=indices.device)
