@@ -89,6 +89,9 @@ def kernels() -> dict[str, Call]:
         "int8_lookup": Call(sim.int8_lookup, (q8(3, 4), q8(256))),
         "lookup_table": Call(sim.lookup_table, (torch.tanh, 0.1, 0.05)),
         "int8_resize": Call(sim.int8_resize, (q8(1, 2, 4, 4), (8, 8)), {"mode": "bilinear"}),
+        "int8_resize by a factor": Call(
+            sim.int8_resize, (q8(1, 2, 4, 4),), {"scale_factor": 2.0, "align_corners": False}
+        ),
         "int8_to_dense": Call(sim.int8_to_dense, (q8(3, 2), rows, (4, 4, 4), 1)),
         "fixed_point_multiplier": Call(sim.fixed_point_multiplier, (multiplier,), {"bits": 31}),
         "quantize_bias": Call(sim.quantize_bias, (f32(4), 0.1, torch.full((4,), 0.01))),

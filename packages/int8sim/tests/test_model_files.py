@@ -259,6 +259,18 @@ def test_settings_that_only_show_in_the_run_name_the_step(saved):
         IntegerModel.load(saved)()
 
 
+def test_a_step_that_makes_another_number_of_values_is_named(saved):
+    number = step_of(saved, "pool")
+
+    def change(program):
+        outputs = program["steps"][number]["outputs"]
+        program["steps"][number]["outputs"] = [*outputs, *program["steps"][0]["outputs"]]
+
+    rewrite(saved, change)
+    with pytest.raises(ValueError, match=r"pool: .* makes 1 values where 2 are named"):
+        IntegerModel.load(saved)(X)
+
+
 def test_only_listed_functions_can_be_called(saved):
     def change(data):
         next(s for s in data["steps"] if s.get("function"))["function"] = "torch.load"

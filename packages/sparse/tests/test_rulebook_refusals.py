@@ -147,3 +147,19 @@ def test_trap_36_column_major_indices_give_the_right_rulebook(kind, backend, pai
         assert torch.equal(found.neighbours, expected.neighbours)
         assert torch.equal(found.out_indices, expected.out_indices)
         assert found.in_indices.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"spatial_shape": 4}, TypeError, "spatial_shape=4: expected a sequence"),
+        ({"spatial_shape": None}, TypeError, "spatial_shape=None: expected a sequence"),
+        ({"batch_size": "x"}, TypeError, "batch_size"),
+        ({"batch_size": 1.5}, TypeError, "batch_size"),
+        ({"kernel_size": 10**9}, ValueError, "more than 16777216 offsets"),
+    ],
+)
+def test_arguments_of_another_type_are_named(change, error, words):
+    arguments = {"spatial_shape": SHAPE, "kernel_size": 3, "stride": 2, "padding": 1} | change
+    with pytest.raises(error, match=words):
+        build_rulebook(GOOD, **arguments, subm=False)

@@ -114,9 +114,8 @@ class ScaledQuantDescriptor:
         axes = axis if isinstance(axis, list | tuple) else [] if axis is None else [axis]
         if any(not isinstance(a, int) for a in axes):
             raise TypeError(f"axis must be an integer, a tuple of them or None, not {axis!r}")
-        if factor is not None and (
-            not isinstance(factor, int | float | np.floating) or not abs(factor) <= _LARGEST
-        ):
+        size: Any = abs(factor) if isinstance(factor, int | float | np.floating) else np.inf
+        if factor is not None and not size <= _LARGEST:
             raise TypeError(f"scale_amax must be a finite number or None, not {factor!r}")
         self._num_bits = num_bits
         self._name = name

@@ -187,11 +187,10 @@ def _unpacked(message: bytes) -> dict[int, Any]:
         start += size
         try:
             array = np.frombuffer(bytearray(data), dtype).reshape(shape)
+            values = torch.from_numpy(array) if kind == "tensor" else array
+            found[index] = data if kind == "bytes" else values
         except (TypeError, ValueError) as error:
             raise DocumentError(f"a rank's message does not hold item {index}: {error}") from error
-        found[index] = data if kind == "bytes" else array
-        if kind == "tensor":
-            found[index] = torch.from_numpy(array)
     return found
 
 
