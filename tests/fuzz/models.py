@@ -132,7 +132,8 @@ def integer_model() -> Target:
         if model.program.signature == signature:
             model(x)
 
-    return Target(files, change, read, sign)
+    # A program that reads another input than it says calls the input wrong: a TypeError.
+    return Target(files, change, read, sign, types=True)
 
 
 def integer_manifest() -> Target:

@@ -341,13 +341,13 @@ def test_a_table_of_what_is_no_function_is_refused(function):
     ("settings", "words"),
     [
         ({"size": 10**9}, "of which there may be"),
-        ({"scale_factor": "x"}, "scale_factor=.*expected a number"),
-        ({"scale_factor": (2.0, None)}, "scale_factor=.*expected a number"),
-        ({"scale_factor": 10**400}, "scale_factor=.* is beyond"),
-        ({"scale_factor": (1.0, 2.0, 3.0)}, "one or two"),
+        ({"scale_factor": "x"}, "one or two positive"),
+        ({"scale_factor": (2.0, None)}, "one or two positive"),
+        ({"scale_factor": 10**400}, "one or two positive"),
+        ({"scale_factor": (1.0, 2.0, 3.0)}, "one or two positive"),
         ({"scale_factor": 1e300}, "output size"),
     ],
 )
 def test_sizes_that_no_picture_has_are_named(settings, words):
-    with pytest.raises((TypeError, ValueError), match=words):
+    with pytest.raises(ValueError, match=words):
         int8_resize(EVERY.view(1, 1, 16, 16), **settings)

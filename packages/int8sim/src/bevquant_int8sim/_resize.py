@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -115,8 +116,11 @@ def _sizes(
         return sizes, tuple(n / out for n, out in zip(x.shape[2:], sizes, strict=True))
     assert scale_factor is not None
     given = scale_factor if isinstance(scale_factor, list | tuple) else (scale_factor,) * 2
-    if len(given) != 2:
-        raise ValueError(f"{name}: scale_factor={given}: expected one or two positive ones")
-    factors = [single_scale(f, f"{name}: scale_factor={given}") for f in given]
+    try:
+        factors = tuple(float(f) for f in given)
+    except (TypeError, ValueError, OverflowError):
+        factors = ()
+    if len(factors) != 2 or not all(0 < f < math.inf for f in factors):
+        raise ValueError(f"{name}: scale_factor={scale_factor}: expected one or two positive ones")
     sizes = tuple(int(n * factor) for n, factor in zip(x.shape[2:], factors, strict=True))
     return per_axis(sizes, 2, f"{name}: output size", 1), tuple(1 / f for f in factors)

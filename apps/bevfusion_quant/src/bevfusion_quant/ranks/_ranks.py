@@ -173,7 +173,8 @@ def _packed(own: Mapping[int, Any]) -> bytes:
 
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
-_Described = list[tuple[int, Literal["bytes", "array", "tensor"], str, list[_Count], _Count]]
+_Dtype = Annotated[str, msgspec.Meta(pattern=r"^[<>|=]?[biufcSU]\d+$")]  # numpy evaluates others
+_Described = list[tuple[int, Literal["bytes", "array", "tensor"], _Dtype, list[_Count], _Count]]
 
 
 def _unpacked(message: bytes) -> dict[int, Any]:

@@ -268,6 +268,9 @@ def run_on_frame(
         np.ones(len(features), np.int32),
     )
     arrays = {name: value for name, value in made.items() if isinstance(value, np.ndarray)}
+    odd = [f"{n} is {array.dtype}" for n, array in arrays.items() if array.dtype.kind not in "biuf"]
+    if odd:
+        raise ValueError(f"{os.fspath(path)}: no tensors of torch: {', '.join(odd)}")
     return {
         name: torch.from_numpy(np.require(array, requirements=["C", "W"]))
         for name, array in arrays.items()
