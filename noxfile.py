@@ -258,7 +258,8 @@ def bench(session: nox.Session) -> None:
 def fuzz(session: nox.Session) -> None:
     """Over 100,000 damaged files and bad arguments, for every reader and every kernel; a table."""
     install(session, everything())
-    session.run("python", "tests/fuzz.py", *session.posargs, env={"OMP_WAIT_POLICY": "PASSIVE"})
+    env = {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": str(ROOT / "tests")}
+    session.run("python", "-m", "fuzz", *session.posargs, env=env)
 
 
 # Imported by the packages below, which are installed without what they ask for: they ask for a

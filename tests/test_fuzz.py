@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
 import pytest
-from fuzz import KERNELS, OUTCOMES, READERS, WHOLE, WHOLE_KERNEL, Mutants, changed_json, table
+from fuzz import session
+from fuzz.mutate import changed_json
+from fuzz.session import OUTCOMES, Mutants, clean, counts, table
 
 # What is slow to make or to read is left to the session.
 QUICK = (
@@ -13,7 +18,8 @@ QUICK = (
     "compiled .hbm", ".pth zip", ".pth legacy", ".safetensors", "training checkpoint",
     "prepared frame", "points .npz", "points .bin", "points .tensor", "record of a rank",
     "settings of a run", "KITTI frame", "run for report", "engine's layers",
-    "nuScenes tables", "message of a rank",
+    "nuScenes tables", "message of a rank", "list of prepared frames", "record of a frame",
+    "descriptor's YAML",
 )  # fmt: skip
 
 
@@ -27,8 +33,9 @@ def test_damaged_files_end_on_a_clean_error(name: str) -> None:
 
 
 def test_the_whole_run_covers_every_target_a_hundred_thousand_times() -> None:
-    assert WHOLE.keys() == READERS.keys()
-    assert sum(WHOLE.values()) + WHOLE_KERNEL * len(KERNELS) >= 100_000
+    whole = counts(1.0)
+    assert min(whole.values()) >= 500
+    assert sum(whole.values()) >= 100_000
 
 
 def test_a_mutant_is_made_again_by_its_number() -> None:
@@ -53,3 +60,28 @@ def test_a_wrong_exception_is_told_from_a_clean_one(monkeypatch: pytest.MonkeyPa
     assert table({"x": Counter(wrong=2)}).splitlines()[-1].split()[-len(OUTCOMES) - 1 :] == [
         "2", "0", "0", "2", "0", "0", "0"
     ]  # fmt: skip
+
+
+def test_only_what_the_project_raises_is_clean(tmp_path: Path) -> None:
+    from bevquant_quantizers.documents import DocumentError, read_json
+
+    def caught(call: Callable[[], object]) -> Exception:
+        with pytest.raises(ValueError) as error:  # noqa: PT011
+            call()
+        return error.value
+
+    assert clean(caught(lambda: read_json(tmp_path / "none.json")), types=False)
+    assert not clean(caught(lambda: int("x")), types=False)
+    assert not clean(caught(lambda: np.zeros(3).reshape(2)), types=True)
+    assert not clean(DocumentError("never raised"), types=False)
+
+
+def test_a_target_that_refuses_what_is_good_is_no_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(folder: object) -> None:
+        raise ValueError("no file is good enough")
+
+    number, make = session.READERS["quant config"]
+    broken = (number, lambda: make()._replace(read=refuse))
+    monkeypatch.setitem(session.READERS, "quant config", broken)
+    with pytest.raises(ValueError, match="good enough"):
+        Mutants("quant config", seed=0)

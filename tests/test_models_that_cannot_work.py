@@ -394,7 +394,6 @@ CASES: dict[str, tuple[Callable[[], Any], Told | None]] = {
         quantized_inside,
         Told(r"1 \(Conv2d\)", "quantized by torch", "give the float model", line=False),
     ),
-    "no_module": (lambda: torch.relu, Told("fuse_model", "got builtin", "expected a torch", False)),
     "hooked": (Hooked, None),
     "tied_twice": (TiedTwice, None),
     "writes_input": (WritesInput, None),

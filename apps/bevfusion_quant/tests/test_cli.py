@@ -334,6 +334,8 @@ def test_closed_pipe_is_not_a_traceback(here: Path) -> None:
         (["--seed", "99999999999999999999999"], "--seed 99999999999999999999999: it must be"),
         (["--seed", "-1"], "--seed -1: it must be from 0 to"),
         (["--name", ""], "--name '': it names nothing"),
+        (["--runs", ""], "--runs '': it names nothing"),
+        (["--runs="], "--runs '': it names nothing"),
         (
             ["--cameras", "CAM_NOPE", "--branch", "lidar"],
             "--cameras CAM_NOPE: what is run",

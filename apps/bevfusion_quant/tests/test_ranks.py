@@ -20,7 +20,13 @@ from bevfusion.model.head import Detections
 from bevfusion_quant import InputError
 from bevfusion_quant._commands import check_processes
 from bevfusion_quant._options import Evaluate, Ptq, Tree
-from bevfusion_quant.ptq._frame_record import FrameNote, note_of, note_record
+from bevfusion_quant.ptq._frame_record import (
+    FrameNote,
+    detections_of,
+    detections_record,
+    note_of,
+    note_record,
+)
 from bevfusion_quant.ptq._poor_data import PoorData
 from bevfusion_quant.qat import FramePart, add_up
 from bevfusion_quant.qat._share import parts_in_order
@@ -34,7 +40,7 @@ from bevfusion_quant.ranks import (
     unpack,
 )
 from bevfusion_quant.ranks._line import Line
-from bevfusion_quant.ranks._ranks import _exchange
+from bevfusion_quant.ranks._ranks import _exchange, _packed, _unpacked
 from bevfusion_quant.sensitivity._kept_scores import KeptScores
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
@@ -115,6 +121,14 @@ def test_messages_travel_by_gloo_and_by_nccl(device: str, backend: str) -> None:
         assert _exchange(b"three\0\n", 1, device) == [b"three\0\n"]
     finally:
         dist.destroy_process_group()
+
+
+def test_a_message_with_bytes_in_another_order_is_refused() -> None:
+    message = _packed({0: torch.ones(2)})
+    with pytest.raises(ValueError, match="does not hold item 0"):
+        _unpacked(message.replace(b"<f4", b">f4"))
+    with pytest.raises(ValueError, match="not a JSON document"):  # numpy evaluates such a text
+        _unpacked(message.replace(b"<f4", b"<f4,(,"))
 
 
 def test_a_rank_with_other_settings_is_named(together: Together) -> None:
@@ -336,3 +350,26 @@ def test_last_words_are_passed_on_and_an_end_in_order_is_none(lines: list[Line])
     assert lines[0].wait(10) == (1, "frame 7: no points")
     assert "rank 1 of 3: frame 7: no points" in str(Ranks(0, 3, lines[0]).told(lines[0].ending))
     lines[0].close()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("frame.name", None), ("frame.size", np.zeros(2)), ("labels.names", np.zeros(3)),
+        ("labels.boxes", np.float32(1)), ("frame.findings", np.array("[{}]")),
+        ("frame.findings", np.array("[" * 5000)), ("found.scores", np.zeros(3, np.float32)),
+        ("found.labels", None),
+    ],
+)  # fmt: skip
+def test_a_record_of_another_form_is_one_value_error(name: str, value: object) -> None:
+    labels = Labels(np.ones((2, 7), np.float32), ("car", "bus"))
+    poor = PoorData("encoders.lidar", "f", "few voxels", "1 voxel", "calibrate")
+    kept = note_record(FrameNote("f", 9, labels, (poor,)))
+    floats = np.zeros((2, 9), np.float32)
+    found = Detections(floats[:, :7], floats[:, 0], np.zeros(2, np.int64), floats[:, :2])
+    kept |= detections_record("found", found)
+    assert note_of(kept).findings == (poor,)
+    assert len(detections_of("found", kept).scores) == 2
+    changed = {key: array for key, array in (kept | {name: value}).items() if array is not None}
+    with pytest.raises(ValueError, match=r"not a (record of a frame|list of findings)"):
+        (note_of(changed), detections_of("found", changed))

@@ -28,6 +28,7 @@ from bevfusion_quant.train import (
     training_frames,
 )
 from bevfusion_quant.train._prepare import prepare_frames
+from bevquant_quantizers.documents import read_arrays, write_arrays
 
 MOTIONS = (
     Motion(0.7),
@@ -229,3 +230,13 @@ def test_pandasets_frames_become_batches(real_data: Path) -> None:
     assert len(batch.features) > 1000
     assert len(targets) > 3
     assert np.isnan(targets.velocities).all()
+
+
+def test_a_frame_of_other_arrays_is_refused(frame: Frame, tmp_path: Path) -> None:
+    """`boxes` without an axis has no length."""
+    compact(frame, None).save(tmp_path / "0.npz")
+    arrays = read_arrays(tmp_path / "0.npz")
+    for changed in ({"boxes": np.float32(1)}, {"names": np.zeros(3, bool)}, {"xyz": np.zeros(3)}):
+        write_arrays(tmp_path / "1.npz", {**arrays, **changed})
+        with pytest.raises(InputError, match=r"not a prepared frame: .*remove it"):
+            CompactFrame.load(tmp_path / "1.npz")

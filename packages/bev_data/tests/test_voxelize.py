@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -232,3 +233,21 @@ def test_module_takes_the_limit_of_its_mode():
     assert len(module.train()(points)) == 1
     assert len(module.eval()(points)) == 2
     assert len(Voxelization(max_voxels=3, **SMALL)(points)) == 3
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"voxel_size": 1}, {"voxel_size": (1, "x", 1)}, {"voxel_size": None},
+        {"point_cloud_range": (0, 0, 0, 1, 1, None)}, {"max_num_points": "x"},
+        {"max_num_points": True}, {"max_voxels": 1.5}, {"max_voxels": 2**63},
+    ],
+)  # fmt: skip
+def test_settings_that_are_no_grid_are_named(settings: dict[str, Any]) -> None:
+    with pytest.raises(VoxelizeError, match=next(iter(settings))):
+        Voxelizer(**settings)
+
+
+def test_points_of_unequal_rows_are_refused() -> None:
+    with pytest.raises(VoxelizeError, match="points are no array"):
+        Voxelizer()([[1.0, 2.0, 3.0], [1.0]])  # type: ignore[arg-type]

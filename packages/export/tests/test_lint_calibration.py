@@ -8,8 +8,10 @@ import torch
 from onnx import helper
 from torch import nn
 
-from bevquant_export import lint_onnx, note_calibration
+from bevquant_export import find_target, lift_horizon_onnx, lint_onnx, note_calibration
 from bevquant_export.lint import TARGETS
+from bevquant_export.targets import autoware
+from bevquant_export.targets.autoware._reference import run_autoware_onnx
 from bevquant_quantizers import QuantDescriptor, TensorQuantizer, calibrate
 
 
@@ -64,3 +66,22 @@ def test_what_somebody_else_wrote_there_is_quoted(path, value):
     path.write_bytes(model.SerializeToString())
     assert all(len(text) < 100 for text in texts(path, "tensorrt"))
     assert texts(path, "tensorrt")
+
+
+def test_what_is_no_file_is_named_by_every_reader(tmp_path):
+    whole = tmp_path / "whole.onnx"
+    cut = tmp_path / "cut.onnx"
+    cut.write_bytes(b"\x08\x0a\x12\xff")
+    calls = [
+        lambda path: note_calibration(path, ["poor"]),
+        lift_horizon_onnx,
+        find_target("tensorrt10").commands,
+        lambda path: autoware.join_autoware_onnx(path, [], whole),
+        lambda path: autoware.behind_encoder(path, "x"),
+        lambda path: run_autoware_onnx(path, None, None, None),
+    ]
+    for call in calls:
+        for path in (cut, tmp_path / "none.onnx"):
+            with pytest.raises(ValueError, match=path.name):
+                call(path)
+    assert not whole.exists()

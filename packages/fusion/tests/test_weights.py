@@ -177,3 +177,19 @@ def test_kernels_in_one_axis_have_three(axes):
             torch.ones([2] * axes), None, *[torch.ones(2)] * 2, 0.0, None, None,
             layout=WeightLayout.VCK,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("eps", [-1.0, float("nan"), float("inf")])
+def test_an_eps_that_is_no_number_is_named(eps):
+    one = torch.ones(2)
+    with pytest.raises(ValueError, match="batch norm eps"):
+        inspect.unwrap(fuse_conv_bn_weights)(torch.eye(2), None, one, one, eps, one, one)
+
+
+@pytest.mark.parametrize("place", [0, 2, 3])
+def test_sparse_operands_that_are_no_tensors_are_named(place):
+    one = torch.ones(2)
+    operands = [torch.ones(27, 3, 2), None, one, one, 1e-5, one, one]
+    operands[place] = [1.0]
+    with pytest.raises(TypeError, match="expected a tensor, got list"):
+        inspect.unwrap(fuse_sparse_conv_bn_weights)(*operands, layout=WeightLayout.VCK)

@@ -355,3 +355,11 @@ def test_refusals_name_the_layer():
         int8_linear(torch.zeros(2, 3, dtype=torch.int8), torch.zeros(2, 4, dtype=torch.int8))
     with pytest.raises(ValueError, match="output_padding"):
         int8_conv_transpose2d(x, w.movedim(0, 1).contiguous(), stride=2, output_padding=2)
+
+
+@pytest.mark.parametrize("call", [int8_conv1d, int8_conv2d, int8_conv3d, int8_conv_transpose2d])
+def test_a_weight_that_is_no_tensor_is_named(call):
+    bias = torch.ones(1, dtype=torch.int32)
+    x = torch.ones((1,) * (2 + {int8_conv1d: 1, int8_conv3d: 3}.get(call, 2)), dtype=torch.int8)
+    with pytest.raises(TypeError, match="weight must be a tensor of int8, got NoneType"):
+        call(x, None, bias)

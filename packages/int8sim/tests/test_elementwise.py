@@ -309,3 +309,45 @@ def test_unusable_multipliers_are_refused_by_name(scale):
         int8_relu(X, "1", name="head")
     with pytest.raises(ValueError, match="head: negative_slope=nan"):
         int8_leaky_relu(X, math.nan, name="head")
+
+
+@pytest.mark.parametrize("slope", ["x", None, [1], 10**400, math.nan])
+def test_a_slope_that_is_no_number_is_named(slope):
+    with pytest.raises(ValueError, match=r"negative_slope=.* is no finite number"):
+        int8_leaky_relu(EVERY, slope)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "multipliers", "axis", "words"),
+    [
+        (None, [1.0], 0, "expected a sequence of tensors"),
+        ([EVERY], 1.0, 0, "expected a sequence of multipliers"),
+        ([EVERY], [1.0], None, "axis None"),
+        ([EVERY], [1.0], False, "axis False"),
+    ],
+)
+def test_what_cannot_be_joined_is_named(tensors, multipliers, axis, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        int8_concat(tensors, multipliers, axis)
+
+
+@pytest.mark.parametrize("function", [None, "tanh", 3])
+def test_a_table_of_what_is_no_function_is_refused(function):
+    with pytest.raises(TypeError, match="expected a function"):
+        lookup_table(function, 0.1, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"size": 10**9}, "of which there may be"),
+        ({"scale_factor": "x"}, "one or two positive"),
+        ({"scale_factor": (2.0, None)}, "one or two positive"),
+        ({"scale_factor": 10**400}, "one or two positive"),
+        ({"scale_factor": (1.0, 2.0, 3.0)}, "one or two positive"),
+        ({"scale_factor": 1e300}, "output size"),
+    ],
+)
+def test_sizes_that_no_picture_has_are_named(settings, words):
+    with pytest.raises(ValueError, match=words):
+        int8_resize(EVERY.view(1, 1, 16, 16), **settings)

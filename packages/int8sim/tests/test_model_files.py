@@ -259,6 +259,18 @@ def test_settings_that_only_show_in_the_run_name_the_step(saved):
         IntegerModel.load(saved)()
 
 
+def test_a_step_that_makes_another_number_of_values_is_named(saved):
+    number = step_of(saved, "stem.2")
+
+    def change(program):
+        outputs = program["steps"][number]["outputs"]
+        program["steps"][number]["outputs"] = [*outputs, *program["steps"][0]["outputs"]]
+
+    rewrite(saved, change)
+    with pytest.raises(ValueError, match=r"stem\.2: expected 2 values, its call gives a Tensor"):
+        IntegerModel.load(saved)(X)
+
+
 def test_only_listed_functions_can_be_called(saved):
     def change(data):
         next(s for s in data["steps"] if s.get("function"))["function"] = "torch.load"
@@ -285,3 +297,16 @@ def test_own_modules_cannot_be_saved(tmp_path):
     with pytest.raises(ValueError, match=r"act \(Own\): .*Own is not among the layer types"):
         model_of(activation=Own()).save(tmp_path / "model")
     assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize("name", ["stride", "padding", "dilation"])
+def test_steps_that_no_layer_takes_are_refused(saved, name):
+    """A transposed convolution of stride 65536 has as many phases."""
+
+    def change(program):
+        attributes = program["steps"][step_of(saved, "stem.0")]["attributes"]["$dict"]
+        attributes[name] = {"$tuple": [65536, 1]}
+
+    rewrite(saved, change)
+    with pytest.raises(ValueError, match=r"stem\.0: strides, paddings and dilations .* above 1024"):
+        IntegerModel.load(saved)

@@ -154,3 +154,21 @@ def test_inference_mode(random_voxels):
             ours.out_indices, ours.out_shape, batch_size=1, **GEOMETRIES["subm"]
         )
         assert (table_of(plan_for(after, 8), after)[0] == theirs.neighbours.numpy()).all()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"spatial_shape": 8}, {"spatial_shape": (8, 8, None)}, {"kernel_size": 1.5},
+        {"kernel_size": None}, {"stride": "xyz"}, {"padding": (1, 2**63, 1)},
+    ],
+)  # fmt: skip
+def test_bad_arguments_are_named_as_by_the_other(change):
+    indices = torch.tensor([[0, 0, 0, 0], [0, 5, 5, 5]], dtype=torch.int32)
+    given = {"spatial_shape": (8, 8, 8), "kernel_size": 3, "stride": 2, "padding": 1} | change
+    said = []
+    for build in (build_rulebook, plan_rulebook):
+        with pytest.raises((TypeError, ValueError), match=next(iter(change))) as error:
+            build(indices, **given, subm=False, batch_size=1)
+        said.append(str(error.value))
+    assert said[0] == said[1]

@@ -47,3 +47,25 @@ def test_refusals():
         int8_to_dense(q, place, (3, 3, 3), 1)
     with pytest.raises(TypeError, match="features must be a tensor of int8"):
         int8_to_dense(q.float(), place, (3, 3), 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"indices": None}, "indices must be a tensor"),
+        ({"indices": torch.ones(3, dtype=torch.int32)}, "do not fit a grid"),
+        ({"spatial_shape": 3}, "spatial_shape=3: expected integers"),
+        ({"spatial_shape": ()}, "do not fit a grid of 0 axes"),
+        ({"spatial_shape": (3, "x")}, "spatial_shape"),
+        ({"spatial_shape": (2**31 - 1, 2**31 - 1)}, "of which there may be"),
+        ({"batch_size": None}, "batch_size=None"),
+        ({"batch_size": 10**12}, "batch_size"),
+    ],
+)
+def test_arguments_that_make_no_grid_are_named(change, words):
+    arguments = {
+        "features": torch.ones(1, 2, dtype=torch.int8), "indices": torch.tensor([[0, 1, 2]]),
+        "spatial_shape": (3, 4), "batch_size": 1,
+    }  # fmt: skip
+    with pytest.raises((TypeError, ValueError), match=words):
+        int8_to_dense(**arguments | change)

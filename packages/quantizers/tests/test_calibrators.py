@@ -439,3 +439,32 @@ def test_percentiles_of_a_ramp():
     assert abs(calibrator.compute_amax("percentile", percentile=90) - 89) < 100 / 1024
     calibrator.collect(torch.arange(0, 50, 0.5))
     assert abs(calibrator.compute_amax("percentile", percentile=99) - 97) < 100 / 1024
+
+
+@pytest.mark.parametrize("settings", [{"num_bins": 10**9}, {"num_bins": "8"}, {"num_bins": True}])
+def test_bins_that_no_memory_holds_are_refused(settings):
+    with pytest.raises(ValueError, match="num_bins must be an integer from 1 to"):
+        HistogramCalibrator(8, None, False, **settings)
+
+
+@pytest.mark.parametrize("bits", [10**9, -1, None])
+@pytest.mark.parametrize("cls", [HistogramCalibrator, MaxCalibrator])
+def test_bits_that_no_integer_has_are_refused(cls, bits):
+    with pytest.raises((ValueError, TypeError), match="num_bits must be"):
+        cls(bits, None, False)
+
+
+@pytest.mark.parametrize("cls", [HistogramCalibrator, MaxCalibrator])
+@pytest.mark.parametrize("value", [None, [1.0], torch.ones(2, dtype=torch.complex64)])
+def test_only_real_tensors_are_collected(cls, value):
+    with pytest.raises(TypeError, match="expected a tensor of real numbers"):
+        cls(8, None, False).collect(value)
+
+
+@pytest.mark.parametrize("method", ["mse", "entropy"])
+@pytest.mark.parametrize("search", [{"start_bin": 64}, {"start_bin": 2**63}, {"stride": 2**63}])
+def test_a_search_without_candidates_gives_what_it_has(method, search):
+    calibrator = HistogramCalibrator(8, None, False, num_bins=64)
+    calibrator.collect(torch.linspace(0, 3, 500))
+    amax = calibrator.compute_amax(method, **{"start_bin": 63, **search})
+    assert 2.9 < amax.item() <= 3.0

@@ -97,3 +97,29 @@ def test_yaml_needs_a_mapping():
     pytest.importorskip("yaml", reason="PyYAML is not installed")
     with pytest.raises(TypeError, match="mapping"):
         QuantDescriptor.from_yaml("- 1")
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        ({"num_bits": 64}, ValueError, "at most 32"),
+        ({"amax": [10**400]}, ValueError, "amax must be numbers"),
+        ({"amax": [[1.0], [2.0, 3.0]]}, ValueError, "amax must be numbers"),
+        ({"axis": "0"}, TypeError, "axis must be an integer"),
+        ({"axis": (0, None)}, TypeError, "axis must be an integer"),
+        ({"scale_amax": 10**400}, TypeError, "scale_amax must be a finite number"),
+        ({"scale_amax": {}}, TypeError, "scale_amax must be a finite number"),
+    ],
+)
+def test_settings_that_no_quantizer_can_use(settings, error, words):
+    with pytest.raises(error, match=words):
+        QuantDescriptor(**settings)
+
+
+@pytest.mark.parametrize(
+    "text", ["num_bits: [", "num_bits: `", "\x07", "[" * 5000, "&a [*a", "amax: 2020-99-99"]
+)
+def test_yaml_that_is_none_is_one_value_error(text):
+    pytest.importorskip("yaml")
+    with pytest.raises(ValueError, match="YAML cannot be read"):
+        QuantDescriptor.from_yaml(text)

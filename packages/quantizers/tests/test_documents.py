@@ -21,6 +21,7 @@ from bevquant_quantizers.documents import (
     DocumentError,
     Finite,
     Size,
+    check_arrays,
     pack_arrays,
     parse_json,
     read_arrays,
@@ -283,3 +284,24 @@ def test_sizes_that_fit_an_axis():
     assert parse_json("[0, 2147483647]", list[Size]) == [0, 2**31 - 1]
     with pytest.raises(DocumentError, match="<= 2147483647"):
         parse_json("[2147483648]", list[Size])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"boxes": None}, "boxes is missing"),
+        ({"boxes": np.array(1.0)}, r"boxes is float64 \[\], expected f \['rows', 7\]"),
+        ({"boxes": np.zeros((2, 7), np.int64)}, "boxes is int64"),
+        ({"names": np.array(["a"])}, r"names is <U1 \[1\], expected U \['rows'\]"),
+        ({"count": np.zeros((), np.int64)}, "count is int64"),
+    ],
+)
+def test_arrays_of_another_form_are_named(change, words):
+    forms = {"boxes": ("f", ("rows", 7)), "names": ("U", ("rows",)), "count": (np.int32, ())}
+    arrays = {
+        "boxes": np.zeros((2, 7)), "names": np.array(["a", "b"]), "count": np.zeros((), np.int32)
+    }  # fmt: skip
+    check_arrays(arrays, forms, "record")
+    changed = {name: array for name, array in {**arrays, **change}.items() if array is not None}
+    with pytest.raises(DocumentError, match=f"not a record: {words}"):
+        check_arrays(changed, forms, "record")

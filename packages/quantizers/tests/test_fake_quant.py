@@ -222,3 +222,26 @@ def test_cuda_agrees_with_the_cpu():
     x = torch.randn(1000, 64)
     for amax in (torch.tensor(1.5), torch.rand(64) + 0.1):
         assert same_bits(fake_quantize(x.cuda(), amax.cuda()).cpu(), fake_quantize(x, amax))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"x": [1.0]}, TypeError, "floating-point input, got list"),
+        ({"x": None}, TypeError, "floating-point input, got NoneType"),
+        ({"amax": "x"}, TypeError, "amax 'x' is no number"),
+        ({"amax": 10**400}, TypeError, "is no number"),
+        ({"amax": torch.ones(1, dtype=torch.complex64)}, TypeError, "must be real"),
+        ({"amax": torch.ones(4)}, ValueError, r"\(4,\) does not fit"),
+        ({"amax": torch.ones(0)}, ValueError, r"\(0,\) does not fit"),
+        ({"num_bits": 10**4}, ValueError, "at most 32"),
+        ({"num_bits": "8"}, TypeError, "num_bits must be an integer"),
+        ({"axis": 2}, ValueError, "axis 2 is out of range"),
+        ({"axis": "x"}, TypeError, "axis 'x'"),
+        ({"x": torch.tensor(1.0), "axis": 0}, ValueError, "axis 0 is out of range"),
+    ],
+)
+def test_arguments_that_cannot_be_used_are_named(change, error, words):
+    arguments = {"x": torch.ones(2, 3), "amax": torch.tensor(1.5)} | change
+    with pytest.raises(error, match=words):
+        fake_quantize(**arguments)

@@ -33,3 +33,21 @@ def test_empty_and_refused():
         to_dense(torch.zeros(1, 2), torch.tensor([[0, 3]]), (3,), 1)
     with pytest.raises(ValueError, match="one row per row of indices"):
         to_dense(torch.zeros(2, 2), torch.tensor([[0, 1]]), (3,), 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"features": [[1.0]]}, TypeError, "features: expected a torch.Tensor"),
+        ({"spatial_shape": 3}, TypeError, "spatial_shape=3: expected a sequence"),
+        ({"batch_size": None}, TypeError, "batch_size"),
+        ({"spatial_shape": (2**31 - 1,) * 2}, ValueError, "cannot be held"),
+    ],
+)
+def test_arguments_that_make_no_grid_are_named(change, error, words):
+    arguments = {
+        "features": torch.ones(1, 2), "indices": torch.tensor([[0, 1, 2]]),
+        "spatial_shape": (3, 4), "batch_size": 1,
+    }  # fmt: skip
+    with pytest.raises(error, match=words):
+        to_dense(**arguments | change)

@@ -147,3 +147,50 @@ def test_trap_36_column_major_indices_give_the_right_rulebook(kind, backend, pai
         assert torch.equal(found.neighbours, expected.neighbours)
         assert torch.equal(found.out_indices, expected.out_indices)
         assert found.in_indices.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"spatial_shape": 4}, TypeError, "spatial_shape=4: expected a sequence"),
+        ({"spatial_shape": None}, TypeError, "spatial_shape=None: expected a sequence"),
+        ({"batch_size": "x"}, TypeError, "batch_size"),
+        ({"batch_size": 1.5}, TypeError, "batch_size"),
+        ({"kernel_size": 10**9}, ValueError, "more than 16777216 offsets"),
+    ],
+)
+def test_arguments_of_another_type_are_named(change, error, words):
+    arguments = {"spatial_shape": SHAPE, "kernel_size": 3, "stride": 2, "padding": 1} | change
+    with pytest.raises(error, match=words):
+        build_rulebook(GOOD, **arguments, subm=False)
+
+
+@pytest.mark.parametrize("stride", [1000, 1025, 2**31 - 1])
+def test_a_stride_beyond_the_grid_takes_no_longer(stride):
+    """One output at most, by table or without one; a loop over remainders never ended."""
+    indices = torch.tensor([[0, 0, 0], [0, 1, 1], [0, 3, 4]], dtype=torch.int32)
+    made = build_rulebook(indices, (4, 5), 3, stride, 1, subm=False, backend="torch")
+    assert made.out_indices.tolist() == [[0, 0, 0]]
+    assert made.neighbours.tolist() == [[-1, -1, -1, -1, 0, -1, -1, -1, 1]]
+
+
+@pytest.mark.parametrize(("stride", "dilation"), [(1026, 4), (1030, 15), (1031, 6), (2048, 64)])
+def test_many_remainders_are_solved_as_few_are(stride, dilation, monkeypatch):
+    g = torch.Generator().manual_seed(stride)
+    indices = torch.randint(0, 9000, (400, 2), generator=g).unique(dim=0)
+    indices[:, 0] = 0
+    indices = indices.unique(dim=0)
+    made = []
+    for few in (1024, 4096):
+        monkeypatch.setattr("bevquant_sparse._pairs._FEW_REMAINDERS", few)
+        made.append(
+            build_rulebook(
+                indices, (9000,), 40, stride, 7, dilation, subm=False, batch_size=1, backend="torch"
+            )
+        )
+    assert torch.equal(made[0].neighbours, made[1].neighbours)
+    outputs, offsets = (made[0].neighbours >= 0).nonzero().unbind(1)
+    rows = made[0].neighbours[outputs, offsets].long()
+    assert len(rows) > 5
+    places = made[0].out_indices[outputs, 1] * stride - 7 + offsets * dilation
+    assert torch.equal(indices[rows, 1], places)

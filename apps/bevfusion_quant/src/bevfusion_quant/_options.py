@@ -459,7 +459,7 @@ _LARGEST = {"seed": 2**63 - 1, "resample_seed": 2**63 - 1, "resamples": 100_000,
 
 
 def check_options(options: Command) -> None:
-    """Refuse numbers and names that no command can use, before anything is read.
+    """Refuse numbers that no command can use, before anything is read.
 
     Raises:
         InputError: The first of them, by its option.
@@ -474,7 +474,3 @@ def check_options(options: Command) -> None:
                 raise InputError(f"{option} {value}: it must be from 0 to {largest}")
         elif isinstance(value, float) and not isfinite(value):
             raise InputError(f"{option} {value}: it must be a finite number")
-        elif value == "":
-            raise InputError(f"{option} '': it names nothing; leave it out or give a name")
-        elif isinstance(value, tuple) and "" in value:
-            raise InputError(f"{option}: one of its names is empty")

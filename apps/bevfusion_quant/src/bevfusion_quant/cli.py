@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import re
 import shlex
 import signal
 import sys
@@ -61,6 +62,11 @@ def _run(arguments: list[str]) -> int:
 
     from bevfusion_quant._options import Command
 
+    for place, argument in enumerate(arguments):
+        # Said before they are read: a path that is empty would be the folder one is in.
+        if not argument or re.fullmatch(r"--[\w-]+=", argument):
+            option = argument.rstrip("=") or "".join(arguments[max(place - 1, 0) : place])
+            return _fail(f"{option} '': it names nothing; leave it out or give a name")
     rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
     with _silent() if rank != "0" else nullcontext():
         command: Command = tyro.cli(

@@ -90,8 +90,9 @@ class Voxelizer:
     def __post_init__(self) -> None:
         _check_grid(self.voxel_size, self.point_cloud_range)
         for name in ("max_num_points", "max_voxels"):
-            if getattr(self, name) < 1:
-                raise VoxelizeError(f"{name}={getattr(self, name)}: must be at least 1")
+            most = getattr(self, name)
+            if not _is_count(most) or not most:
+                raise VoxelizeError(f"{name}={most!r}: must be an integer from 1 to 2³¹ - 1")
 
     @property
     def grid_size(self) -> tuple[int, int, int]:
@@ -115,8 +116,8 @@ class Voxelizer:
         from bev_data._voxel_hash import assign_voxels, mean_features  # compiles late
 
         rows = _checked_rows(points)
-        if batch < 0:
-            raise VoxelizeError(f"batch={batch}: must not be negative")
+        if not _is_count(batch):
+            raise VoxelizeError(f"batch={batch!r}: must be an integer from 0 to 2³¹ - 1")
         low = np.asarray(self.point_cloud_range[:3], np.float32)
         size = np.asarray(self.voxel_size, np.float32)
         grid = np.asarray(self.grid_size, np.int64)
@@ -218,13 +219,23 @@ def _cells(voxel_size: Sequence[float], bounds: Sequence[float]) -> list[int]:
     return [round((bounds[a + 3] - bounds[a]) / voxel_size[a]) for a in range(3)]
 
 
+def _is_count(value: object) -> bool:
+    return (
+        type(value) is not bool and isinstance(value, int | np.integer) and 0 <= int(value) < 2**31
+    )
+
+
 def _check_grid(voxel_size: Sequence[float], bounds: Sequence[float]) -> None:
-    if len(voxel_size) != 3 or len(bounds) != 6:
+    try:
+        numbers = [np.asarray(given, np.float64) for given in (voxel_size, bounds)]
+    except (TypeError, ValueError, OverflowError):
+        numbers = []
+    if [array.shape for array in numbers] != [(3,), (6,)]:
         raise VoxelizeError(
-            f"voxel_size={list(voxel_size)} and point_cloud_range={list(bounds)}: expected 3 "
-            "edges and 6 bounds"
+            f"voxel_size={voxel_size!r} and point_cloud_range={bounds!r}: expected 3 edges and 6 "
+            "bounds, all numbers"
         )
-    if not np.isfinite([*voxel_size, *bounds]).all() or min(voxel_size) <= 0:
+    if not np.isfinite(np.concatenate(numbers)).all() or min(voxel_size) <= 0:
         raise VoxelizeError(
             f"voxel_size={list(voxel_size)}, point_cloud_range={list(bounds)}: edges must be "
             "positive and every bound finite"
@@ -245,7 +256,10 @@ def _checked_rows(points: npt.NDArray[Any] | Tensor) -> npt.NDArray[np.float32]:
     if isinstance(points, Tensor):
         points = points.detach().cpu()  # numpy has no bfloat16
         points = (points.float() if points.dtype == torch.bfloat16 else points).numpy()
-    array = np.asarray(points)
+    try:
+        array = np.asarray(points)
+    except ValueError as error:  # rows of unequal length
+        raise VoxelizeError(f"points are no array: {error}") from error
     if array.ndim != 2 or array.shape[1] < 3:
         raise VoxelizeError(
             f"points have shape {list(array.shape)}; expected [N, columns], the first three x, y, z"

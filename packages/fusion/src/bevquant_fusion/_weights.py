@@ -7,6 +7,8 @@ W' = W·γ/√(σ² + ε) and b' = (b − μ)·γ/√(σ² + ε) + β. All of it
 
 from __future__ import annotations
 
+import sys
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,6 +49,8 @@ def scale_and_bias(
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
     """γ/√(σ² + ε) and b' of each output channel, in float64 on ``device``."""
+    if not isinstance(eps, Real) or not 0 <= eps <= sys.float_info.max:
+        raise ValueError(f"batch norm eps={eps!r}: expected a number that is not negative")
     for name, tensor in (("mean", mean), ("var", var), ("weight", gamma), ("bias", beta)):
         if tensor is not None and tuple(tensor.shape) != (channels,):
             raise ValueError(
@@ -124,7 +128,7 @@ def fuse_conv_bn_weights(
             conv_b, bn_rm, bn_rv, bn_eps, bn_w, bn_b, channels, conv_w.device
         )
         return _parameters(conv_w, conv_b, _along(conv_w.detach().double(), scale, 0), bias)
-    if groups < 1 or conv_w.shape[0] % groups:
+    if not isinstance(groups, int) or groups < 1 or conv_w.shape[0] % groups:
         raise ValueError(
             f"a transposed convolution weight of shape {tuple(conv_w.shape)} cannot have "
             f"{groups} groups; pass the groups of the convolution"
@@ -210,6 +214,7 @@ def fuse_sparse_conv_bn_weights(
     """
     if not isinstance(layout, WeightLayout):
         raise TypeError(f"layout: expected a WeightLayout, got {layout!r}")
+    check_tensors(weight, bias, bn_mean, bn_var, bn_weight, bn_bias)
     ranks = (3, 3) if layout is WeightLayout.VCK else (3, 6)
     if not ranks[0] <= weight.ndim <= ranks[1]:
         raise ValueError(

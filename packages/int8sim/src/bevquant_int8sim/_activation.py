@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import math
+import sys
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -91,7 +92,7 @@ def int8_leaky_relu(
         >>> int8_leaky_relu(torch.tensor([-128, -2, 3], dtype=torch.int8), 0.25).tolist()
         [-32, 0, 3]
     """
-    return _rescaled(x, multiplier, float(negative_slope), None, rounding, name)
+    return _rescaled(x, multiplier, negative_slope, None, rounding, name)
 
 
 def _rescaled(
@@ -100,11 +101,11 @@ def _rescaled(
     check_integer_tensor(name, "x", x, (torch.int8, torch.int16))
     factor = single_scale(multiplier, f"{name}: multiplier")
     check_rounding(rounding, f"{name}: rounding")
-    if not math.isfinite(slope):
-        raise ValueError(f"{name}: negative_slope={slope} is not finite")
+    if not isinstance(slope, Real) or not abs(slope) <= sys.float_info.max:
+        raise ValueError(f"{name}: negative_slope={slope!r} is no finite number")
     low, high = integer_range(torch.iinfo(x.dtype).bits)
     values = x.to(torch.float64)
-    values = torch.where(values < 0, values * (slope * factor), values * factor)
+    values = torch.where(values < 0, values * (float(slope) * factor), values * factor)
     if ceiling is not None:
         values = values.clamp(max=ceiling)
     return round_float(values, rounding).clamp_(low, high).to(x.dtype)

@@ -295,7 +295,7 @@ def _check_shapes(
 ) -> None:
     """Operands, channels of `x` and of `weight` along `channel_axis`, and the groups of both."""
     check_operands(x, weight, bias, name)
-    if not isinstance(groups, int) or groups < 1:
+    if type(groups) is not int or groups < 1:
         raise ValueError(f"{name}: groups={groups}: expected a positive integer")
     fits = x.dim() == weight.dim() == ndim + 2
     if fits:

@@ -39,8 +39,8 @@ def fixed_point_multiplier(
         >>> int(m), int(shift), int(m) / 2 ** int(shift)
         (1288490189, 32, 0.30000000004656613)
     """
-    if not 7 <= bits <= 31:
-        raise ValueError(f"{name}: a mantissa of {bits} bits: expected 7 to 31")
+    if not isinstance(bits, int) or not 7 <= bits <= 31:
+        raise ValueError(f"{name}: a mantissa of {bits!r} bits: expected 7 to 31")
     values = checked_scale(multiplier, f"{name}: multiplier")
     fraction, exponent = torch.frexp(values)  # fraction in [½, 1)
     mantissa = torch.floor(fraction * 2.0**bits + 0.5).to(torch.int64)

@@ -126,6 +126,9 @@ def int8_concat(
         >>> int8_concat([a, b], [1.0, 0.5], axis=0).tolist()
         [10, -2]
     """
+    for what, value in (("tensors", tensors), ("multipliers", multipliers)):
+        if not isinstance(value, Sequence):
+            raise TypeError(f"{name}: expected a sequence of {what}, got {type(value).__name__}")
     if not tensors or len(tensors) != len(multipliers):
         raise ValueError(
             f"{name}: {len(tensors)} tensors and {len(multipliers)} multipliers; expected as many "
@@ -134,7 +137,7 @@ def int8_concat(
     check_rounding(rounding, f"{name}: rounding")
     check_arithmetic(arithmetic, f"{name}: arithmetic")
     first = check_integer_tensor(name, "tensors[0]", tensors[0], (torch.int8, torch.int16))
-    if not -first.dim() <= axis < first.dim():
+    if type(axis) is not int or not -first.dim() <= axis < first.dim():
         raise ValueError(f"{name}: axis {axis} does not exist in shape {tuple(first.shape)}")
     parts = []
     for number, (tensor, multiplier) in enumerate(zip(tensors, multipliers, strict=True)):

@@ -45,6 +45,8 @@ def lookup_table(
         >>> int8_lookup(torch.tensor([-128, 0, 127], dtype=torch.int8), table).tolist()
         [0, 64, 127]
     """
+    if not callable(function):
+        raise TypeError(f"{name}: expected a function, got {type(function).__name__}")
     step = single_scale(input_scale, f"{name}: input_scale")
     check_rounding(rounding, f"{name}: rounding")
     single_scale(output_scale, f"{name}: output_scale")

@@ -51,7 +51,7 @@ def plan_rulebook(
         5
     """
     arguments: dict[str, Any] = dict(
-        spatial_shape=tuple(spatial_shape), kernel_size=kernel_size, stride=stride,
+        spatial_shape=spatial_shape, kernel_size=kernel_size, stride=stride,
         padding=padding, dilation=dilation, subm=subm, transposed=transposed,
         output_padding=output_padding, batch_size=batch_size,
     )  # fmt: skip

@@ -47,7 +47,9 @@ class Memo:
         self._held = (bias, multiplier)
         self._kept: dict[Hashable, tuple[Any, Any, Prepared]] | None = None
         self.prepared: Prepared | None = None
-        if any(not isinstance(t, Tensor | None) for t in (x, addend, weight)):
+        if not isinstance(addend, Tensor | None) or any(
+            not isinstance(t, Tensor) for t in (x, weight)
+        ):
             return  # which the checks refuse
         tensors = [t for t in (x, weight, *self._held) if isinstance(t, Tensor)]
         if len(tensors) < 2 or any(t.is_inference() for t in tensors[1:]):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bevquant_int8sim._grid_axes import per_axis
+from bevquant_int8sim._grid_axes import check_outputs, per_axis
 from bevquant_int8sim._integers import check_integer_tensor, integer_range
 from bevquant_int8sim._rounding import check_rounding, round_float
 from bevquant_int8sim._scales import single_scale
@@ -66,6 +66,7 @@ def int8_resize(
         raise ValueError(f"{name}: there is nothing to resize in shape {tuple(x.shape)}")
     factor = single_scale(multiplier, f"{name}: multiplier")
     sizes, steps = _sizes(x, size, scale_factor, name)
+    check_outputs((len(x), *sizes), name)
     if mode == "nearest":
         if factor != 1.0:
             raise ValueError(
@@ -114,11 +115,11 @@ def _sizes(
         sizes = per_axis(size, 2, f"{name}: size", 1)
         return sizes, tuple(n / out for n, out in zip(x.shape[2:], sizes, strict=True))
     assert scale_factor is not None
-    factors = (
-        (float(scale_factor),) * 2
-        if isinstance(scale_factor, int | float)
-        else tuple(float(f) for f in scale_factor)
-    )
+    given = scale_factor if isinstance(scale_factor, list | tuple) else (scale_factor,) * 2
+    try:
+        factors = tuple(float(f) for f in given)
+    except (TypeError, ValueError, OverflowError):
+        factors = ()
     if len(factors) != 2 or not all(0 < f < math.inf for f in factors):
         raise ValueError(f"{name}: scale_factor={scale_factor}: expected one or two positive ones")
     sizes = tuple(int(n * factor) for n, factor in zip(x.shape[2:], factors, strict=True))

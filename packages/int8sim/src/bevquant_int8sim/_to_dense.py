@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from bevquant_int8sim._grid_axes import check_outputs, per_axis
 from bevquant_int8sim._integers import check_integer_tensor
 
 __all__ = ["int8_to_dense"]
@@ -47,15 +48,20 @@ def int8_to_dense(
         ((1, 2, 3, 4), [7, -7])
     """
     check_integer_tensor(name, "features", features, (torch.int8, torch.int16, torch.int32))
-    if indices.is_floating_point():
-        raise TypeError(f"{name}: indices must be integers, got {indices.dtype}")
-    shape = tuple(int(n) for n in spatial_shape)
-    if features.dim() != 2 or tuple(indices.shape) != (len(features), 1 + len(shape)):
+    check_integer_tensor(name, "indices", indices, (torch.int32, torch.int64))
+    try:
+        shape = tuple(spatial_shape)
+    except TypeError as error:
+        raise TypeError(f"{name}: spatial_shape={spatial_shape!r}: expected integers") from error
+    if features.dim() != 2 or not shape or indices.shape != (len(features), 1 + len(shape)):
         raise ValueError(
             f"{name}: features {tuple(features.shape)} and indices {tuple(indices.shape)} "
             f"do not fit a grid of {len(shape)} axes: expected [rows, channels] and "
             f"[rows, {1 + len(shape)}]"
         )
+    shape = per_axis(shape, len(shape), f"{name}: spatial_shape", 0)
+    (batch_size,) = per_axis(batch_size, 1, f"{name}: batch_size", 0)
+    check_outputs((batch_size, *shape), name)
     sizes = torch.tensor((batch_size, *shape), device=indices.device)
     outside = ((indices < 0) | (indices >= sizes)).any(1)
     if bool(outside.any()):

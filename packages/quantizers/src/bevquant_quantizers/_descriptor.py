@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy.typing as npt
 __all__ = ["QuantDescriptor", "ScaledQuantDescriptor"]
 
 _log = logging.getLogger(__name__)
+_LARGEST = float(np.finfo(np.float32).max)
 _DEFAULTS: dict[str, Any] = {
     "fake_quant": True,
     "axis": None,
@@ -25,11 +27,42 @@ _DEFAULTS: dict[str, Any] = {
 Axis = int | tuple[int, ...] | None
 
 
+def check_bits(num_bits: object) -> int:
+    """`num_bits` as it is.
+
+    Raises:
+        TypeError: It is no integer.
+        ValueError: It is not from 0 to 32.
+    """
+    if not isinstance(num_bits, int):
+        raise TypeError(f"num_bits must be an integer, not {type(num_bits)}.")
+    if not 0 <= num_bits <= 32:
+        raise ValueError(f"num_bits must be >= 0 and at most 32, not {num_bits}.")
+    return num_bits
+
+
+def kept_axes(axis: int | Sequence[int] | None, shape: Sequence[int], who: str) -> list[int]:
+    """Axes of a tensor that keep a range of their own, counted from the front.
+
+    Raises:
+        TypeError: They are no integers.
+        ValueError: The tensor has not so many axes.
+    """
+    if axis is None:
+        return []
+    axes: Sequence[Any] = axis if isinstance(axis, list | tuple) else [axis]
+    if any(not isinstance(a, int) for a in axes):
+        raise TypeError(f"{who}: axis {axis!r}: expected an integer, several, or None")
+    if any(not -len(shape) <= a < len(shape) for a in axes):
+        raise ValueError(f"{who}: axis {axis} is out of range for a tensor of shape {tuple(shape)}")
+    return sorted({a % len(shape) for a in axes})
+
+
 class ScaledQuantDescriptor:
     """Bits, range and granularity of a quantized tensor; read-only, as in pytorch-quantization.
 
     Args:
-        num_bits: Bits of the integer, at least 0; 0 quantizes everything to zero.
+        num_bits: Bits of the integer, 0 to 32; 0 quantizes everything to zero.
         name: A name for messages, or None.
         fake_quant: Return floats that lie on the integer grid (True), or integers and a scale.
         axis: Axis or axes of the tensor that each have their own range; None is one range for the
@@ -43,9 +76,10 @@ class ScaledQuantDescriptor:
         narrow_range: Leave out the most negative integer.
 
     Raises:
-        TypeError: `num_bits` is no int, `name` no string, `amax` neither float, list nor array, an
-            unknown keyword, or `axis` together with `learn_amax`.
-        ValueError: `num_bits` is negative.
+        TypeError: `num_bits` is no int, `name` no string, `amax` neither float, list nor array,
+            `axis` no axes, `scale_amax` no number, an unknown keyword, or `axis` together with
+            `learn_amax`.
+        ValueError: `num_bits` is negative or above 32, or `amax` holds no numbers.
 
     Examples:
         >>> str(ScaledQuantDescriptor(8, axis=0))
@@ -55,11 +89,7 @@ class ScaledQuantDescriptor:
     """
 
     def __init__(self, num_bits: int = 8, name: str | None = None, **kwargs: Any) -> None:
-        if not isinstance(num_bits, int):
-            raise TypeError(f"num_bits must be an integer, not {type(num_bits)}.")
-        if num_bits < 0:
-            raise ValueError(f"num_bits must be >= 0, not {num_bits}.")
-        if num_bits == 0:
+        if check_bits(num_bits) == 0:
             _log.error("num_bits is 0: every value will be quantized to zero, for debugging only")
         if name is not None and not isinstance(name, str):
             raise TypeError(f"name must be a string or None, not {type(name)}.")
@@ -76,7 +106,17 @@ class ScaledQuantDescriptor:
         if amax is not None:
             if not isinstance(amax, float | list | np.ndarray):
                 raise TypeError(f"amax must be float, list or ndarray, not {type(amax)}")
-            amax = np.array(amax, dtype=np.float32)
+            try:
+                amax = np.array(amax, dtype=np.float32)
+            except (TypeError, ValueError, OverflowError) as error:
+                raise ValueError(f"amax must be numbers that float32 holds: {error}") from error
+        axis, factor = values["axis"], values["scale_amax"]
+        axes = axis if isinstance(axis, list | tuple) else [] if axis is None else [axis]
+        if any(not isinstance(a, int) for a in axes):
+            raise TypeError(f"axis must be an integer, a tuple of them or None, not {axis!r}")
+        size: Any = abs(factor) if isinstance(factor, int | float | np.floating) else np.inf
+        if factor is not None and not size <= _LARGEST:
+            raise TypeError(f"scale_amax must be a finite number or None, not {factor!r}")
         self._num_bits = num_bits
         self._name = name
         self._fake_quant = bool(values["fake_quant"])
@@ -190,11 +230,19 @@ class ScaledQuantDescriptor:
         """Build a descriptor from what `to_yaml` wrote.
 
         Raises:
-            TypeError: The text holds no mapping, or an unknown key.
+            TypeError: The text holds no mapping, an unknown key, or a value of another type.
+            ValueError: It is no YAML, or a value is out of range.
         """
-        values = _yaml().safe_load(yaml_str)
+        yaml = _yaml()
+        try:
+            values = yaml.safe_load(yaml_str)
+        except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(f"a descriptor's YAML cannot be read: {reason}") from error
         if not isinstance(values, dict):
             raise TypeError(f"a descriptor in YAML is a mapping, got {type(values).__name__}")
+        if any(not isinstance(key, str) for key in values):
+            raise TypeError(f"a descriptor in YAML has names for keys, got {list(values)}")
         if isinstance(values.get("axis"), list):
             values["axis"] = tuple(values["axis"])
         return cls(**values)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from ._descriptor import check_bits, kept_axes
 from ._jit import use_numba
 
 __all__ = ["fake_quantize"]
@@ -70,17 +71,27 @@ def fake_quantize(
         >>> fake_quantize(torch.tensor([0.3, -1.0, 9.0]), torch.tensor(1.27))
         tensor([ 0.3000, -1.0000,  1.2700])
     """
-    if not x.is_floating_point():
-        raise TypeError(
-            f"fake_quantize needs floating-point input, got {x.dtype}: convert it first"
-        )
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        came = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"fake_quantize needs floating-point input, got {came}: convert it first")
     if not isinstance(amax, Tensor):
-        amax = torch.tensor(amax, dtype=torch.float32, device=x.device)
+        try:
+            amax = torch.tensor(amax, dtype=torch.float32, device=x.device)
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise TypeError(f"fake_quantize: amax {amax!r:.80} is no number of float32") from error
+    elif amax.is_complex():
+        raise TypeError(f"fake_quantize: amax must be real, got {amax.dtype}")
     if axis is not None:
         amax = _along(amax, x, axis)
     if torch.compiler.is_compiling():  # torch.export too: one operator, whatever computes it
         traced: Tensor = _operator(x, amax, num_bits, unsigned, narrow_range)
         return traced
+    if any(
+        a not in (1, n) and n != 1 for a, n in zip(amax.shape[::-1], x.shape[::-1], strict=False)
+    ):
+        raise ValueError(
+            f"amax of shape {tuple(amax.shape)} does not fit an input of shape {tuple(x.shape)}"
+        )
     return _computed(x, amax, (num_bits, unsigned, narrow_range), backend)
 
 
@@ -137,7 +148,7 @@ def _worth_a_kernel(x: Tensor) -> bool:
 
 def _along(amax: Tensor, x: Tensor, axis: int | Sequence[int]) -> Tensor:
     """Reshape amax so that it broadcasts to x along `axis`."""
-    axes = {a % x.dim() for a in ([axis] if isinstance(axis, int) else axis)}
+    axes = kept_axes(axis, x.shape, "fake_quantize")
     shape = [size if i in axes else 1 for i, size in enumerate(x.shape)]
     if list(amax.shape) == shape or amax.numel() == 1:
         return amax
@@ -151,7 +162,7 @@ def _along(amax: Tensor, x: Tensor, axis: int | Sequence[int]) -> Tensor:
 
 def integer_bounds(num_bits: int, unsigned: bool, narrow_range: bool) -> tuple[float, float]:
     """Return the smallest and the largest integer."""
-    top = 2.0 ** (num_bits - 1 + int(unsigned)) - 1.0
+    top = 2.0 ** (check_bits(num_bits) - 1 + bool(unsigned)) - 1.0
     return (0.0 if unsigned else -top if narrow_range else -top - 1.0), top
 
 

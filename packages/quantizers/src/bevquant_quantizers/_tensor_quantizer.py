@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._descriptor import kept_axes
 from ._quantizer_state import QuantizerState
 from .tensor_quant import fake_tensor_quant, tensor_quant
 
@@ -153,14 +154,7 @@ class TensorQuantizer(QuantizerState):
     def _dynamic_amax(self, inputs: Tensor) -> Tensor:
         if inputs.numel() == 0:
             return inputs.new_ones(())
-        axes = (
-            ()
-            if self._axis is None
-            else (self._axis,)
-            if isinstance(self._axis, int)
-            else self._axis
-        )
-        kept = {a % inputs.dim() for a in axes}
+        kept = kept_axes(self._axis, inputs.shape, self._who())
         reduced = [i for i in range(inputs.dim()) if i not in kept]
         size = inputs.abs()
         amax = size.amax(reduced, keepdim=True) if reduced else size

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from bevquant_sparse._geometry import make_geometry
+from bevquant_sparse._geometry import as_tuple, make_geometry
 from bevquant_sparse._indices import check_range, require_indices
 from bevquant_sparse._operator import operator
 
@@ -39,16 +39,19 @@ def to_dense(
         >>> tuple(dense.shape), float(dense[0, 1, 1, 2])
         ((1, 2, 3, 4), 1.0)
     """
-    shape = tuple(spatial_shape)
+    shape = as_tuple("spatial_shape", spatial_shape, None, minimum=1)
     rows = require_indices(indices, len(shape))
+    if not isinstance(features, Tensor):
+        raise TypeError(f"features: expected a torch.Tensor, got {type(features).__name__}")
     if features.ndim != 2 or features.shape[0] != rows.shape[0]:
         raise ValueError(
             f"features have shape {tuple(features.shape)}; expected [{rows.shape[0]}, channels]: "
             "one row per row of indices"
         )
     geometry = make_geometry(
-        shape, 1, 1, 0, 1, 0, subm=True, transposed=False, batch_size=batch_size
-    )
+        shape, 1, 1, 0, 1, 0, subm=True, transposed=False,
+        batch_size=as_tuple("batch_size", (batch_size,), 1, minimum=0)[0],
+    )  # fmt: skip
     out: Tensor = _to_dense(features, rows, list(geometry.in_shape), geometry.batch_size)
     return out
 
@@ -64,7 +67,11 @@ def _to_dense(
         spatial_shape, 1, 1, 0, 1, 0, subm=True, transposed=False, batch_size=batch_size
     )
     check_range(indices, geometry)
-    dense = features.new_zeros(batch_size, *spatial_shape, features.shape[1])
+    sizes = (batch_size, *spatial_shape, features.shape[1])
+    try:
+        dense = features.new_zeros(sizes)
+    except RuntimeError as error:
+        raise ValueError(f"a dense grid {sizes} of {features.dtype} cannot be held") from error
     dense.index_put_(tuple(indices.long().unbind(1)), features)
     return dense.movedim(-1, 1).contiguous()
 

@@ -10,6 +10,7 @@ from typing import SupportsInt
 import torch
 
 INT32_MAX = 2**31 - 1
+_MOST_OFFSETS = 2**24  # of a kernel: a row of a rulebook has as many entries
 
 
 @dataclass(frozen=True)
@@ -55,22 +56,24 @@ def make_geometry(
     batch_size: int,
 ) -> Geometry:
     """Expand scalars, check every value and compute the output shape."""
-    in_shape = _as_tuple("spatial_shape", spatial_shape, None, minimum=1)
+    in_shape = as_tuple("spatial_shape", spatial_shape, None, minimum=1)
     ndim = len(in_shape)
     if not 1 <= ndim <= 4:
         raise ValueError(
             f"spatial_shape={in_shape} has {ndim} axes; sparse convolutions of rank 1 to 4 are "
             "supported"
         )
-    kernel = _as_tuple("kernel_size", kernel_size, ndim, minimum=1)
-    steps = _as_tuple("stride", stride, ndim, minimum=1)
-    pads = _as_tuple("padding", padding, ndim, minimum=0)
-    dilations = _as_tuple("dilation", dilation, ndim, minimum=1)
-    out_pads = _as_tuple("output_padding", output_padding, ndim, minimum=0)
+    kernel = as_tuple("kernel_size", kernel_size, ndim, minimum=1)
+    steps = as_tuple("stride", stride, ndim, minimum=1)
+    pads = as_tuple("padding", padding, ndim, minimum=0)
+    dilations = as_tuple("dilation", dilation, ndim, minimum=1)
+    out_pads = as_tuple("output_padding", output_padding, ndim, minimum=0)
     if is_open((batch_size,)):
         torch._check(batch_size >= 1)  # type: ignore[no-untyped-call]
     elif batch_size < 1 or batch_size > INT32_MAX:
         raise ValueError(f"batch_size={batch_size}: expected a positive int32")
+    if math.prod(kernel) > _MOST_OFFSETS:
+        raise ValueError(f"kernel_size={kernel}: more than {_MOST_OFFSETS} offsets")
     if not transposed and any(out_pads):
         raise ValueError(
             f"output_padding={out_pads} has a meaning for a transposed convolution only; "
@@ -88,12 +91,15 @@ def make_geometry(
     )
 
 
-def _as_tuple(
+def as_tuple(
     name: str, value: int | Sequence[int], ndim: int | None, *, minimum: int
 ) -> tuple[int, ...]:
-    if ndim is not None and not isinstance(value, Iterable):
+    """One integer for every axis, from one or from a sequence of them, each checked."""
+    if not isinstance(value, Iterable):
+        if ndim is None:
+            raise TypeError(f"{name}={value!r}: expected a sequence of integers")
         value = (value,) * ndim
-    values = tuple(value)  # type: ignore[arg-type]
+    values = tuple(value)
     if ndim is not None and len(values) != ndim:
         raise ValueError(
             f"{name}={values} has {len(values)} entries for {ndim} spatial axes; pass one integer "

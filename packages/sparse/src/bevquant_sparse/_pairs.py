@@ -14,6 +14,8 @@ from bevquant_sparse._keys import lexicographic_rank, row_major_strides
 _INT32_LIMIT = 2**31
 _INT64_LIMIT = 2**63
 
+_FEW_REMAINDERS = 1024  # by so many, rows look theirs up
+
 
 def list_pairs(indices: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, int, int]:
     """All pairs, by input row: ``(input row, output key << bits | kernel offset, bound, bits)``.
@@ -95,26 +97,33 @@ def _axis_slots(column: Tensor, geometry: Geometry, axis: int) -> tuple[Tensor, 
     else:
         common = math.gcd(stride, dilation)
         step = stride // common
-        first, lead = _first_kernel_index(size, stride, dilation)
         slot = torch.arange(-(-size // step), device=device)
         quotient, rest = _divide(column + padding, stride)
-        start = torch.tensor(first, device=device).index_select(0, rest)
-        quotient += torch.tensor(lead, device=device).index_select(0, rest)
+        few = stride <= _FEW_REMAINDERS
+        remainders = torch.arange(stride, device=device) if few else rest
+        start, lead = _first_kernel_index(remainders, size, stride, dilation)
+        if few:
+            start, lead = start.index_select(0, rest), lead.index_select(0, rest)
+        quotient += lead
         kernel = start.unsqueeze(1) + slot * step
         out = quotient.unsqueeze(1) - slot * (dilation // common)
     inside = (out >= 0).logical_and_(out < geometry.out_shape[axis])
     return kernel, out, inside.logical_and_(kernel < size)
 
 
-def _first_kernel_index(size: int, stride: int, dilation: int) -> tuple[list[int], list[int]]:
-    """By remainder: the first kernel index that divides, and its output's lead on the quotient."""
-    first, lead = [], []
-    for rest in range(stride):
-        fits = (k for k in range(min(stride, size)) if (rest - k * dilation) % stride == 0)
-        kernel = next(fits, size)
-        first.append(kernel)
-        lead.append((rest - kernel * dilation) // stride)
-    return first, lead
+def _first_kernel_index(
+    rest: Tensor, size: int, stride: int, dilation: int
+) -> tuple[Tensor, Tensor]:
+    """For each remainder the first kernel index that divides, and its output's lead.
+
+    The least k with ``k·dilation ≡ rest (mod stride)``: with ``g = gcd(stride, dilation)`` it is
+    ``rest/g · (dilation/g)⁻¹ mod stride/g`` where g divides the remainder; `size` where none is.
+    """
+    common = math.gcd(stride, dilation)
+    step = stride // common
+    inverse = pow(dilation // common, -1, step)
+    first = torch.where(rest % common == 0, rest // common * inverse % step, size).clamp(max=size)
+    return first, torch.div(rest - first * dilation, stride, rounding_mode="floor")
 
 
 def _divide(values: Tensor, stride: int) -> tuple[Tensor, Tensor]:

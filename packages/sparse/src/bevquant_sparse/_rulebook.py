@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bevquant_sparse._geometry import INT32_MAX, Geometry, make_geometry
+from bevquant_sparse._geometry import INT32_MAX, Geometry, as_tuple, make_geometry
 from bevquant_sparse._indices import infer_batch_size, require_indices, to_int32
 from bevquant_sparse._operator import operator
 from bevquant_sparse._rulebook_torch import build_torch
@@ -204,8 +204,10 @@ def build_rulebook(
     """
     if backend not in _BACKENDS:
         raise ValueError(f"backend={backend!r}: expected one of {', '.join(_BACKENDS)}")
-    shape = tuple(spatial_shape)
+    shape = as_tuple("spatial_shape", spatial_shape, None, minimum=1)
     rows = require_indices(indices, len(shape))
+    if batch_size is None:
+        batch_size = infer_batch_size(rows)
     geometry = make_geometry(
         shape,
         kernel_size,
@@ -215,7 +217,7 @@ def build_rulebook(
         output_padding,
         subm=subm,
         transposed=transposed,
-        batch_size=infer_batch_size(rows) if batch_size is None else int(batch_size),
+        batch_size=as_tuple("batch_size", (batch_size,), 1, minimum=0)[0],
     )
     return build_from_geometry(rows, geometry, backend)
 

@@ -9,6 +9,7 @@ import numpy as np
 from bev_data.points import Labels
 from bevfusion.model.head import Detections
 from bevfusion_quant.ptq._poor_data import PoorData, from_text, to_text
+from bevquant_quantizers.documents import check_arrays
 
 if TYPE_CHECKING:
     from bevfusion_quant.ranks import Record
@@ -16,6 +17,21 @@ if TYPE_CHECKING:
 __all__ = ["FrameNote", "detections_of", "detections_record", "note_of", "note_record"]
 
 _OPTIONAL = ("velocities", "visibility", "num_points")
+_Forms = dict[str, tuple[Any, tuple[int | str, ...]]]
+_FORMS: _Forms = {"frame.name": ("U", ()), "frame.size": ("iu", ())}
+_LABEL_FORMS: _Forms = {"labels.boxes": ("f", ("objects", 7)), "labels.names": ("U", ("objects",))}
+_OPTIONAL_FORMS: _Forms = {
+    "frame.findings": ("U", ()),
+    "labels.velocities": ("f", ("objects", 2)),
+    "labels.visibility": ("f", ("objects",)),
+    "labels.num_points": ("iu", ("objects",)),
+}
+_DETECTION_FORMS: _Forms = {
+    "boxes": ("f", ("found", 7)),
+    "scores": ("f", ("found",)),
+    "labels": ("iu", ("found",)),
+    "velocities": ("f", ("found", 2)),
+}
 
 
 class FrameNote(NamedTuple):
@@ -41,9 +57,16 @@ def note_record(note: FrameNote) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def note_of(record: Record) -> FrameNote:
-    """The note that `note_record` wrote."""
+    """The note that `note_record` wrote.
+
+    Raises:
+        DocumentError: The record holds something else.
+    """
+    optional = {name: form for name, form in _OPTIONAL_FORMS.items() if name in record}
+    labelled = _LABEL_FORMS if "labels.boxes" in record else {}
+    check_arrays(record, {**_FORMS, **labelled, **optional}, "record of a frame")
     labels = None
-    if "labels.boxes" in record:
+    if labelled:
         names = tuple(str(name) for name in record["labels.names"])
         rest = (record.get(f"labels.{name}") for name in _OPTIONAL)
         labels = Labels(record["labels.boxes"], names, *rest)
@@ -57,5 +80,11 @@ def detections_record(who: str, found: Detections) -> dict[str, np.ndarray[Any, 
 
 
 def detections_of(who: str, record: Record) -> Detections:
-    """The detections that `detections_record` wrote."""
+    """The detections that `detections_record` wrote.
+
+    Raises:
+        DocumentError: The record holds something else.
+    """
+    forms = {f"{who}.{name}": form for name, form in _DETECTION_FORMS.items()}
+    check_arrays(record, forms, "record of a frame")
     return Detections(*(record[f"{who}.{name}"] for name in Detections._fields))

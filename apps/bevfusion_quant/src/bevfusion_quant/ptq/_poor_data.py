@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bevfusion_quant._errors import VerificationError
+from bevquant_quantizers.documents import parse_json
 
 if TYPE_CHECKING:
     from bev_data.points import Frame
@@ -136,5 +137,10 @@ def to_text(findings: Sequence[PoorData]) -> str:
 
 
 def from_text(text: str) -> tuple[PoorData, ...]:
-    """What `to_text` wrote in this run's own files."""
-    return tuple(PoorData(**entry) for entry in json.loads(text))
+    """What `to_text` wrote in this run's own files.
+
+    Raises:
+        DocumentError: It is something else.
+    """
+    found: tuple[PoorData, ...] = parse_json(text, tuple[PoorData, ...], what="list of findings")
+    return found

@@ -173,7 +173,8 @@ def _packed(own: Mapping[int, Any]) -> bytes:
 
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
-_Described = list[tuple[int, Literal["bytes", "array", "tensor"], str, list[_Count], _Count]]
+_Dtype = Annotated[str, msgspec.Meta(pattern=r"^[<>|=]?[biufcSU]\d+$")]  # numpy evaluates others
+_Described = list[tuple[int, Literal["bytes", "array", "tensor"], _Dtype, list[_Count], _Count]]
 
 
 def _unpacked(message: bytes) -> dict[int, Any]:
@@ -187,11 +188,10 @@ def _unpacked(message: bytes) -> dict[int, Any]:
         start += size
         try:
             array = np.frombuffer(bytearray(data), dtype).reshape(shape)
+            values = torch.from_numpy(array) if kind == "tensor" else array
+            found[index] = data if kind == "bytes" else values
         except (TypeError, ValueError) as error:
             raise DocumentError(f"a rank's message does not hold item {index}: {error}") from error
-        found[index] = data if kind == "bytes" else array
-        if kind == "tensor":
-            found[index] = torch.from_numpy(array)
     return found
 
 

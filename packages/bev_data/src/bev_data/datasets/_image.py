@@ -37,7 +37,10 @@ def read_image(path: Path, size: tuple[int, int] | None = None) -> npt.NDArray[n
             return np.array(picture.convert("RGB"))
     except InputError:
         raise
-    except (UnidentifiedImageError, OSError, ValueError, SyntaxError) as error:
+    except (
+        UnidentifiedImageError, Image.DecompressionBombError, OSError, ValueError, SyntaxError,
+        MemoryError,
+    ) as error:  # fmt: skip
         raise InputError(
             f"{path}: not a readable image ({error}); it is damaged, cut off or of a format that "
             "Pillow does not know"

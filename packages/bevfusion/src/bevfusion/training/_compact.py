@@ -20,7 +20,7 @@ from bev_data.cameras import (
     prepare_cameras,
 )
 from bev_data.points import Labels
-from bevquant_quantizers.documents import read_arrays, write_arrays
+from bevquant_quantizers.documents import check_arrays, read_arrays, write_arrays
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -97,7 +97,7 @@ class CompactFrame:
             values: dict[str, Any] = dict(
                 read_arrays(path, [f.name for f in fields(cls)], what="prepared frame")
             )
-            _check(values)
+            check_arrays(values, _FORMS, "prepared frame")
         except ValueError as error:
             place = "" if str(path) in str(error) else f"{path}: "
             raise InputError(f"{place}{error}: remove it, and it is made anew") from error
@@ -105,7 +105,9 @@ class CompactFrame:
         return cls(**values)
 
 
-_SHAPES = {
+_FORMS: dict[str, tuple[Any, tuple[int | str, ...]]] = {
+    "name": ("U", ()),
+    "names": ("Uf", ("objects",)),  # none are float64 [0]
     "xyz": (np.int16, ("points", 3)),
     "rest": (np.float16, ("points", 2)),
     "boxes": (np.float32, ("objects", 7)),
@@ -115,31 +117,6 @@ _SHAPES = {
     "depth": (np.float16, ("cameras", 1, "height", "width")),
     "calibration": (np.float64, (3, "cameras", 4, 4)),
 }
-
-
-def _check(values: dict[str, Any]) -> None:
-    """Types, and sizes that are the same wherever they have the same name.
-
-    Raises:
-        ValueError: They are not.
-    """
-    sizes: dict[str, int] = {}
-    texts = {"name": ((), "U"), "names": ((len(values["boxes"]),), "Uf")}  # none are float64 [0]
-    for key, (shape, kinds) in texts.items():
-        if values[key].shape != shape or values[key].dtype.kind not in kinds:
-            raise ValueError(f"not a prepared frame: {key} is {values[key].dtype} of another size")
-    for key, (dtype, wanted) in _SHAPES.items():
-        array = values[key]
-        fits = array.dtype == dtype and array.ndim == len(wanted)
-        for size, name in zip(array.shape, wanted, strict=False):
-            fits = fits and size == (
-                sizes.setdefault(name, size) if isinstance(name, str) else name
-            )
-        if not fits:
-            raise ValueError(
-                f"not a prepared frame: {key} is {array.dtype} {list(array.shape)}, expected "
-                f"{np.dtype(dtype)} {list(wanted)}"
-            )
 
 
 def compact(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 from bevquant_export.dense._runnable import lifted
+from bevquant_export.lint._read import load_model
 
 __all__ = ["lift_horizon_onnx"]
 
@@ -37,6 +37,4 @@ def lift_horizon_onnx(path: str | os.PathLike[str]) -> Any:
         >>> lift_horizon_onnx(file.path).opset_import[0].version
         13
     """
-    import onnx
-
-    return lifted(onnx.load(Path(path)))
+    return lifted(load_model(path))

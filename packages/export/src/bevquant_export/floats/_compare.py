@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from bevquant_export.dense._runnable import session
 from bevquant_export.floats._ports import called, tensors_in
+from bevquant_export.lint._read import load_model
 
 if TYPE_CHECKING:
     from bevquant_export.floats._export import FloatFile
@@ -56,8 +57,6 @@ def compare_float_onnx(
         >>> [d.relative < 1e-5 for d in compare_float_onnx(file, net, -x)]
         [True]
     """
-    import onnx
-
     wanted = [value for _, value in called(module, args)]
     if len(wanted) != len(file.outputs):
         raise ValueError(
@@ -65,7 +64,7 @@ def compare_float_onnx(
             f"{len(file.outputs)}; compare it with the module that it was written from"
         )
     given = dict(zip(file.inputs, tensors_in(args), strict=True))
-    return differences(onnx.load(file.path), given, dict(zip(file.outputs, wanted, strict=True)))
+    return differences(load_model(file.path), given, dict(zip(file.outputs, wanted, strict=True)))
 
 
 def differences(

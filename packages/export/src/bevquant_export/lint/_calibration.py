@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from bevquant_export.lint._read import load_model
 from bevquant_export.lint._rule import Finding, Rule, quoted
 from bevquant_quantizers import write_whole
 
@@ -47,9 +48,8 @@ def note_calibration(path: str | os.PathLike[str], findings: Sequence[object]) -
     """
     if not findings:
         return
-    import onnx
 
-    model = onnx.load(path, load_external_data=False)
+    model = load_model(path, external_data=False)
     entry = model.metadata_props.add()
     entry.key, entry.value = _KEY, json.dumps([str(finding) for finding in findings])
     write_whole(path, model.SerializeToString(deterministic=True))

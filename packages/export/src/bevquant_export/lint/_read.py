@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bevquant_export.lint._rule import Finding, Rule
 from bevquant_export.lint._wire import wire_problem
+from bevquant_quantizers.documents import read_content
 
 if TYPE_CHECKING:
     import onnx
 
-__all__ = ["EMPTY", "UNREADABLE", "read_model"]
+__all__ = ["EMPTY", "UNREADABLE", "load_model", "read_model"]
 
 _MOST_BYTES = 2**31 - 1
 
@@ -58,6 +60,25 @@ def read_model(path: Path) -> onnx.ModelProto | Finding:
     if data.startswith(b"version https://git-lfs"):
         return UNREADABLE.found("file", "the file is a Git LFS pointer and not the model")
     return _decoded(data)
+
+
+def load_model(path: str | os.PathLike[str], *, external_data: bool = True) -> onnx.ModelProto:
+    """A model, with the weights beside it unless `external_data` is False.
+
+    Raises:
+        ValueError: The file is none; the message names it.
+    """
+    from onnx.external_data_helper import load_external_data_for_model
+
+    found = _decoded(read_content(path, "ONNX file", _MOST_BYTES))
+    if isinstance(found, Finding):
+        raise ValueError(f"{os.fspath(path)} cannot be read as an ONNX file: {found.reason}")
+    if external_data:
+        try:
+            load_external_data_for_model(found, str(Path(path).parent))
+        except Exception as error:  # whatever onnx raises, its weights cannot be had
+            raise ValueError(f"{os.fspath(path)}: its weights cannot be read: {error}") from error
+    return found
 
 
 def _decoded(data: bytes) -> onnx.ModelProto | Finding:

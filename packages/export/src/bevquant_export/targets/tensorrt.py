@@ -11,6 +11,7 @@ import numpy as np
 
 from bevquant_export.dense._profile import Profile
 from bevquant_export.lint import _tensorrt
+from bevquant_export.lint._read import load_model
 from bevquant_export.targets._qdq import QdqTarget
 from bevquant_export.targets._target import LintFile
 
@@ -47,9 +48,7 @@ class _TensorRT10(QdqTarget):
 
     def commands(self, path: Path, *, quantized: bool = True) -> tuple[str, ...]:
         """Precisions are flags; bindings are halves, as CUDA-BEVFusion asserts."""
-        import onnx
-
-        graph = onnx.load(path, load_external_data=False).graph
+        graph = load_model(path, external_data=False).graph
         halves = [",".join(["fp16:chw"] * len(ports)) for ports in (graph.input, graph.output)]
         precision = "--fp16 --int8" if quantized else "--fp16"
         return (

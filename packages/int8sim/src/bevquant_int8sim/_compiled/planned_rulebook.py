@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
@@ -191,15 +192,14 @@ def planned_rulebook(indices: Tensor, arguments: dict[str, Any]) -> PlannedRuleb
     """
     if indices.device.type != "cpu" or indices.dtype != torch.int32 or not indices.is_contiguous():
         return None
-    shape = tuple(int(n) for n in arguments["spatial_shape"])
-    if len(shape) != 3 or indices.dim() != 2 or indices.shape[1] != 4 or not len(indices):
+    if indices.dim() != 2 or indices.shape[1] != 4 or not len(indices):
         return None
-    names = ("kernel_size", "stride", "padding", "dilation")
+    names = ("spatial_shape", "kernel_size", "stride", "padding", "dilation")
     sizes = [_triple(arguments[name]) for name in names]
     batch = arguments["batch_size"]
     if None in sizes or not isinstance(batch, int) or batch < 1:
         return None
-    kernel, stride, padding, dilation = (s for s in sizes if s is not None)
+    shape, kernel, stride, padding, dilation = (s for s in sizes if s is not None)
     lines = batch * shape[0]
     if (
         math.prod(kernel) > _MAX_OFFSETS
@@ -209,6 +209,8 @@ def planned_rulebook(indices: Tensor, arguments: dict[str, Any]) -> PlannedRuleb
         or lines >= 2**31
         or min(*kernel, *stride, *dilation, *shape) < 1
         or min(padding) < 0
+        or max(*stride, *padding, *dilation, *shape) >= 2**31
+        or isinstance(arguments["spatial_shape"], int)
     ):
         return None
     if arguments["subm"]:
@@ -223,10 +225,11 @@ def planned_rulebook(indices: Tensor, arguments: dict[str, Any]) -> PlannedRuleb
 def _triple(value: Any) -> tuple[int, int, int] | None:
     if isinstance(value, int):
         return (value,) * 3
-    values = tuple(value)
-    if len(values) != 3 or not all(isinstance(v, int) for v in values):
+    try:
+        first, second, third = (operator.index(v) for v in value)
+    except (TypeError, ValueError):
         return None
-    return values
+    return first, second, third
 
 
 def _subm(

@@ -202,7 +202,12 @@ def _constant(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Tensor]
 def _call(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Any, ...]:
     function: Any = step.module if step.function is None else step.function
     result = function(*args, **kwargs)
-    return result if len(step.outputs) > 1 else (result,)
+    if len(step.outputs) == 1:
+        return (result,)
+    if not isinstance(result, list | tuple) or len(result) != len(step.outputs):
+        where, came = step.path or "the model", type(result).__name__
+        raise ValueError(f"{where}: expected {len(step.outputs)} values, its call gives a {came}")
+    return tuple(result)
 
 
 _OPERATIONS: dict[str, Callable[[Step, Any, Any, str], Any]] = {

@@ -123,6 +123,8 @@ _READS = {
 }  # fmt: skip
 _MAKES = {"sparse_conv": 2, "sorted_sites": 2}
 
+_LARGEST_STEP = 1024  # of a layer; kernels take a time that grows with it
+
 
 def validate(program: Program) -> None:
     """Check every step.
@@ -245,6 +247,11 @@ def _check_layer(step: Step, path: str) -> None:
         axes = len(step.attributes["kernel_size"]) if step.op == "sparse_conv" else weight.dim() - 2
         if isinstance(sizes, list | tuple) and len(sizes) != axes:
             raise ValueError(f"{path}: {name}={sizes} for {axes} axes")
+    moves = [
+        step.attributes.get(name) for name in ("stride", "padding", "dilation", "output_padding")
+    ]
+    if any(number > _LARGEST_STEP for number in _numbers(moves)):
+        raise ValueError(f"{path}: strides, paddings and dilations {moves}: above {_LARGEST_STEP}")
     if "padding" in step.attributes:
         _check_padding(step.attributes["padding"], path)
     dense = step.op != "sparse_conv"  # whose residual has a multiplier of 1 unless it says so

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bevquant_quantizers._descriptor import Axis
+from bevquant_quantizers._descriptor import Axis, check_bits, kept_axes
 
 __all__ = ["Calibrator"]
 
@@ -26,7 +26,7 @@ class Calibrator(ABC):
     """The quantizer this calibrator belongs to, for messages."""
 
     def __init__(self, num_bits: int, axis: Axis, unsigned: bool) -> None:
-        self._num_bits = num_bits
+        self._num_bits = check_bits(num_bits)
         self._axis: Axis = axis
         self._unsigned = unsigned
 
@@ -55,15 +55,10 @@ class Calibrator(ABC):
 
     def _kept_axes(self, x: Tensor) -> list[int]:
         """Axes of `x` that keep their own range, counted from the front."""
-        if self._axis is None:
-            return []
-        axes = [self._axis] if isinstance(self._axis, int) else list(self._axis)
-        if any(not -x.dim() <= a < x.dim() for a in axes):
-            raise ValueError(
-                f"{self._who()}: axis {self._axis} is out of range for a tensor of shape "
-                f"{tuple(x.shape)}"
-            )
-        return sorted(a % x.dim() for a in axes)
+        if not isinstance(x, Tensor) or x.is_complex():
+            came = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise TypeError(f"{self._who()}: expected a tensor of real numbers, got {came}")
+        return kept_axes(self._axis, x.shape, self._who())
 
     def _refuse_non_finite(self, x: Tensor, largest: Tensor) -> None:
         """Raise where the largest absolute value says that `x` holds NaN or infinity."""

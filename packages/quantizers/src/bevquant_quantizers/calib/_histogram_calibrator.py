@@ -19,6 +19,7 @@ __all__ = ["HistogramCalibrator", "combine"]
 
 _log = logging.getLogger(__name__)
 _GROWTH = 32
+_MOST_BINS = 1 << 20
 
 
 class HistogramCalibrator(Calibrator):
@@ -40,7 +41,8 @@ class HistogramCalibrator(Calibrator):
         torch_hist: Unused: both of upstream's collections are this one.
 
     Raises:
-        ValueError: `num_bins` below 1.
+        TypeError: `num_bits` is no integer.
+        ValueError: `num_bins` below 1 or above 2²⁰.
 
     Examples:
         >>> import torch
@@ -61,8 +63,8 @@ class HistogramCalibrator(Calibrator):
         torch_hist: bool = True,
     ) -> None:
         super().__init__(num_bits, axis, unsigned)
-        if num_bins < 1:
-            raise ValueError(f"num_bins must be at least 1, got {num_bins}")
+        if type(num_bins) is not int or not 1 <= num_bins <= _MOST_BINS:
+            raise ValueError(f"num_bins must be an integer from 1 to {_MOST_BINS}, got {num_bins}")
         if grow_method is not None:
             _log.warning("grow_method is deprecated. Got %s, ignored!", grow_method)
         self._num_bins = num_bins
@@ -85,9 +87,9 @@ class HistogramCalibrator(Calibrator):
         Raises:
             ValueError: NaN or infinite values, or a number of channels that differs from before.
         """
+        kept = self._kept_axes(x)
         if x.numel() == 0:
             return
-        kept = self._kept_axes(x)
         shape = tuple(n if i in kept else 1 for i, n in enumerate(x.shape)) if kept else ()
         if self._rows and shape != self._shape:
             raise ValueError(

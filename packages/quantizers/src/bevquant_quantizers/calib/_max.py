@@ -55,9 +55,9 @@ class MaxCalibrator(Calibrator):
             ValueError: NaN or infinite values.
             RuntimeError: The number of channels differs from the tensors before.
         """
+        kept = self._kept_axes(x)
         if x.numel() == 0:
             return
-        kept = self._kept_axes(x)
         reduced = [i for i in range(x.dim()) if i not in kept]
         # The larger of max and −min is one pass each and no copy; abs() would make one.
         local = torch.maximum(x.amax(reduced, keepdim=True), -x.amin(reduced, keepdim=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from numbers import Real
 
 import numpy as np
 import numpy.typing as npt
@@ -50,7 +51,7 @@ def search_amax(
         raise TypeError(
             f"Unknown calibration method {method!r}: use 'mse', 'entropy', 'percentile' or 'max'"
         )
-    if not 0 <= percentile <= 100:
+    if not isinstance(percentile, Real) or not 0 <= percentile <= 100:
         raise ValueError(
             f"Invalid percentile. Must be in range 0 <= percentile <= 100, got {percentile}."
         )
@@ -63,8 +64,10 @@ def search_amax(
             f"need integers stride >= 1 and start_bin >= 0, got {stride!r} and {start_bin!r}"
         )
     top = float(edges[-1]) if largest is None else largest
-    if top == 0.0 or method == "max":
+    # Without a candidate the largest value is left.
+    if top == 0.0 or method == "max" or (method != "percentile" and start_bin >= len(counts)):
         return top
+    stride = min(stride, len(counts))
     if method == "percentile":
         return percentile_amax(counts, edges, percentile)
     if method == "entropy":

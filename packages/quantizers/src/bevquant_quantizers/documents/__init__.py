@@ -19,7 +19,15 @@ removed by the next that writes there.
 
 from __future__ import annotations
 
-from ._arrays import Tensors, pack_arrays, read_arrays, read_tensors, write_arrays, write_tensors
+from ._arrays import (
+    Tensors,
+    check_arrays,
+    pack_arrays,
+    read_arrays,
+    read_tensors,
+    write_arrays,
+    write_tensors,
+)
 from ._json import (
     Count,
     DocumentError,
@@ -44,6 +52,7 @@ __all__ = [
     "Size",
     "Tensors",
     "as_form",
+    "check_arrays",
     "pack_arrays",
     "parse_json",
     "read_arrays",

@@ -17,7 +17,15 @@ from torch import Tensor
 from ._json import DocumentError, a, read_content
 from ._write import write_whole
 
-__all__ = ["Tensors", "pack_arrays", "read_arrays", "read_tensors", "write_arrays", "write_tensors"]
+__all__ = [
+    "Tensors",
+    "check_arrays",
+    "pack_arrays",
+    "read_arrays",
+    "read_tensors",
+    "write_arrays",
+    "write_tensors",
+]
 
 Arrays = dict[str, "np.ndarray[Any, Any]"]
 
@@ -182,6 +190,40 @@ def _array(
         raise DocumentError(f"{where} holds {len(data)} bytes or more where {shape} takes {size}")
     flat = np.frombuffer(data, dtype, math.prod(shape)) if size else np.zeros(0, dtype)
     return flat.reshape(shape, order="F" if fortran else "C")
+
+
+def check_arrays(
+    arrays: Mapping[str, Any], forms: Mapping[str, tuple[Any, tuple[int | str, ...]]], what: str
+) -> None:
+    """Refuse arrays of another type or shape.
+
+    Args:
+        arrays: By name, as `read_arrays` gives them.
+        forms: For each name its type, or a text of the kinds of numpy that it may have, and its
+            sizes; those that are names, such as "points", are equal wherever they are named.
+        what: What the arrays should be, for messages.
+
+    Raises:
+        DocumentError: One is missing or does not fit.
+
+    Example:
+        >>> check_arrays({"sums": np.zeros((3, 2))}, {"sums": ("f", ("rows", 2))}, "record")
+    """
+    sizes: dict[str, int] = {}
+    for name, (kind, wanted) in forms.items():
+        array = arrays.get(name)
+        fits = array is not None and array.ndim == len(wanted)
+        if array is not None and fits:
+            fits = array.dtype.kind in kind if isinstance(kind, str) else array.dtype == kind
+            for size, length in zip(array.shape, wanted, strict=True):
+                known = sizes.setdefault(length, size) if isinstance(length, str) else length
+                fits = fits and size == known
+        if not fits:
+            came = "missing" if array is None else f"{array.dtype} {list(array.shape)}"
+            raise DocumentError(
+                f"not {a(what)}: {name} is {came}, expected "
+                f"{kind if isinstance(kind, str) else np.dtype(kind)} {list(wanted)}"
+            )
 
 
 def pack_arrays(arrays: Mapping[str, Any], *, compress: bool = False) -> bytes:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bevquant_export.lint._read import load_model
 from bevquant_quantizers import write_whole
 
 if TYPE_CHECKING:
@@ -30,9 +31,7 @@ def join_autoware_onnx(
     Raises:
         ValueError: Two files do not fit each other.
     """
-    import onnx
-
-    proto = joined(onnx.load(first), [Path(tail) for tail in tails])
+    proto = joined(load_model(first), [Path(tail) for tail in tails])
     write_whole(path, proto.SerializeToString(deterministic=True))
 
 
@@ -40,7 +39,7 @@ def behind_encoder(path: str | os.PathLike[str], name: str) -> ModelProto:
     """What of a joined file reads the encoder's output `name`: a model of standard operators."""
     import onnx
 
-    model = onnx.load(path)
+    model = load_model(path)
     places = {output: place for place, n in enumerate(model.graph.node) for output in n.output}
     if name not in places:
         raise ValueError(f"{Path(path).name}: no node makes {name!r}, the encoder's output")
@@ -67,7 +66,7 @@ def joined(first: ModelProto, tails: Sequence[Path]) -> ModelProto:
 
     model = first
     for number, path in enumerate(tails, start=1):
-        tail = onnx.load(path)
+        tail = load_model(path)
         version = max(_opset(model), _opset(tail))
         model, tail = _raised(model, version), _raised(tail, version)
         given = [value.name for value in tail.graph.input]

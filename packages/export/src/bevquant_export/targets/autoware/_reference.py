@@ -18,6 +18,7 @@ from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 from torch import Tensor
 
+from bevquant_export.lint._read import load_model
 from bevquant_export.sparse._compare import LayerDifference, counted
 from bevquant_export.sparse._graph import Add, Conv, Graph, Move, Relu, Scatter
 from bevquant_export.sparse._reference import Made
@@ -201,20 +202,26 @@ def run_autoware_onnx(
 
     Returns:
         Every tensor that the file makes, by name.
-    """
-    import onnx
 
-    model = onnx.load(path)
+    Raises:
+        ValueError: It is no file that runs.
+    """
+    model = load_model(path)
     feeds: dict[str, Array] = {
         "voxels": voxels, "coors": coors, "num_points_per_voxel": num_points_per_voxel,
     }  # fmt: skip
-    feeds |= _rulebooks(model, coors)
     known = {value.name for value in model.graph.input}
-    evaluator = ReferenceEvaluator(model, new_ops=list(PLUGIN_OPERATORS))
-    made: Any = evaluator.run(
-        None, {name: value for name, value in feeds.items() if name in known}, intermediate=True
-    )
-    found: dict[str, Array] = made
+    try:
+        feeds |= _rulebooks(model, coors)
+        evaluator = ReferenceEvaluator(model, new_ops=list(PLUGIN_OPERATORS))
+        found: dict[str, Array] = evaluator.run(  # type: ignore[assignment]
+            None, {name: value for name, value in feeds.items() if name in known}, intermediate=True
+        )
+    except Exception as error:  # whatever the evaluator raises, the file is none that runs
+        reason = str(error).split("\n")[0][:200]
+        raise ValueError(
+            f"{os.fspath(path)} cannot be run: {type(error).__name__}: {reason}"
+        ) from error
     return found
 
 
@@ -261,6 +268,9 @@ def run_on_frame(
         np.ones(len(features), np.int32),
     )
     arrays = {name: value for name, value in made.items() if isinstance(value, np.ndarray)}
+    odd = [f"{n} is {array.dtype}" for n, array in arrays.items() if array.dtype.kind not in "biuf"]
+    if odd:
+        raise ValueError(f"{os.fspath(path)}: no tensors of torch: {', '.join(odd)}")
     return {
         name: torch.from_numpy(np.require(array, requirements=["C", "W"]))
         for name, array in arrays.items()

@@ -1,0 +1,1 @@
+"""Damaged files for every public reader, bad arguments for every kernel."""
