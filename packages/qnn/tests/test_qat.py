@@ -73,6 +73,14 @@ def test_a_gradient_step_on_the_range_moves_the_step_as_in_the_paper():
     assert ours == pytest.approx(papers, rel=1e-5)
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 9])
+def test_the_steps_gradient_goes_by_how_many_values_share_it(count):
+    """q_max·Σ ∂y/∂s/√(N·q_max), of N equal values beyond the range q_max·√(N·q_max)."""
+    amax = torch.tensor(7.0, requires_grad=True)
+    lsq(torch.full((count,), 20.0), amax, 4).sum().backward()
+    assert float(amax.grad) == pytest.approx(7 * 7 * count / math.sqrt(count * 7), rel=1e-6)
+
+
 def test_a_range_beyond_zero_counts_as_the_smallest():
     amax = torch.tensor(-0.5, requires_grad=True)
     y = lsq(torch.tensor([0.3, -2.0]), amax, 8)

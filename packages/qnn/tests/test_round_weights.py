@@ -244,3 +244,15 @@ def test_a_trained_net_comes_back_from_4_bit_weights(trained):
     before = noise(model, exact, held_out)
     round_weights(model, [images])
     assert noise(model, exact, held_out) < 0.4 * before
+
+
+def test_a_row_of_zeros_stays_zero_whatever_the_others_are_rounded_by():
+    torch.manual_seed(0)
+    patches = torch.randn(50, 4, dtype=torch.float64)
+    weight = torch.randn(3, 4, dtype=torch.float64)
+    weight[1] = 0
+    step = weight.abs().amax(1, keepdim=True) / 7
+    rounded = gptq(weight, patches.T @ patches / 50, step, -7, 7)
+    assert torch.equal(rounded[1], torch.zeros(4, dtype=torch.float64))
+    alone = gptq(weight[::2], patches.T @ patches / 50, step[::2], -7, 7)
+    assert torch.equal(rounded[::2], alone)
