@@ -197,7 +197,7 @@ def test_negative_batch():
         ({"point_cloud_range": (0, 0, 0, 3, 3, -1)}, "range along z, -1 m, is not a whole number"),
         ({"voxel_size": (0.07, 0.075, 0.2)}, "range along x, 108 m, is not a whole number"),
         ({"voxel_size": (0.00003, 0.075, 0.2)}, "3600000 cells along x"),
-        ({"max_num_points": 0}, "max_num_points=0: must be at least 1"),
+        ({"max_num_points": 0}, "max_num_points=0: must be an integer from 1"),
     ],
 )
 def test_grids_that_are_none(options, message):

@@ -65,7 +65,7 @@ def test_what_only_a_later_operator_set_has_is_named(
 
     model = calibrated(nn.Sequential(nn.Conv2d(3, 4, 1), Warp()), x)
     with pytest.raises(ValueError, match=r"1: grid_sampler of floats .*GridSample of operator set"):
-        export_qdq_onnx(model, x, tmp_path / "net.onnx")
+        export_qdq_onnx(model, x, tmp_path / "net.onnx", "horizon")
     assert list(tmp_path.iterdir()) == []
 
 
