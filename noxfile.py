@@ -100,7 +100,7 @@ def pytest(session: nox.Session, *folders: str) -> None:
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """The whole of BEVFusion on a street with six cameras; needs no data and no GPU."""
+    """A trained BEVFusion on a street with six cameras, quantized; needs no data and no GPU."""
     fast = {"sparse": "numba,cpu", "quantizers": "numba", "int8sim": "numba"}
     install(session, {**fast, "bevfusion_quant": "cpu,export"})
     session.run("bevfusion-quant", "demo", *session.posargs)

@@ -24,6 +24,7 @@ from bevfusion.model.head import NUSCENES_CLASSES, Detections
 from bevfusion_quant.cli import main
 from bevfusion_quant.datasets import labelled_region, open_dataset, range_origin, scene_name
 from bevfusion_quant.ptq import FrameBatches, LoadedRun, load_run
+from bevquant_int8sim import IntegerModel, simulate
 
 if importlib.util.find_spec("spconv") is None:
     pytest.skip("spconv is not installed", allow_module_level=True)
@@ -220,6 +221,13 @@ def test_integers_stand_beside_float_and_quantized(
     page = (runs / "simulate/report.html").read_text(encoding="utf-8")
     assert 'class="box integer"' in page
     assert 'class="box label"' in page
+    # The whole detector is one file, its view transform's operator included.
+    run = load_run(runs / "a")
+    batch = FrameBatches(open_dataset("street", first_seed=9, count=1, size="tiny", cameras="tiny"), TINY, run.quantized_model)[0]
+    saved = IntegerModel.load(runs / "simulate/integer/model", operators=["bevfusion"])
+    made, expected = saved(*batch), simulate(run.quantized_model, tuple(batch))(*batch)
+    assert made.keys() == expected.keys()
+    assert all(torch.equal(made[name], expected[name]) for name in made)
 
 
 def test_frames_without_labels_are_passed_over() -> None:

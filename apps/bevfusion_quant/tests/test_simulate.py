@@ -220,7 +220,7 @@ def test_a_simulation_that_is_replaced_stays_when_the_new_one_fails(
         raise OSError(28, "No space left on device", "model")
 
     before = digest(runs / "one")
-    monkeypatch.setattr("bevfusion_quant.integer._simulation.save_parts", full)
+    monkeypatch.setattr("bevquant_int8sim.IntegerModel.save", full)
     assert "No space left" in refused(runs, runs / "a", capsys, "--name one --overwrite")
     assert digest(runs / "one") == before
 

@@ -280,6 +280,53 @@ def test_only_listed_functions_can_be_called(saved):
         IntegerModel.load(saved)
 
 
+@torch.library.custom_op("bevquant_int8sim_tests::halved", mutates_args=())
+def halved(x: torch.Tensor) -> torch.Tensor:
+    """Half of it."""
+    return x / 2
+
+
+@halved.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+class Halved(nn.Module):
+    def forward(self, x):
+        return halved(x)
+
+
+def test_an_operator_of_another_library_is_called_where_that_is_trusted(tmp_path):
+    model = model_of(activation=Halved())
+    model.save(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"act: .*load\(\.\.\., operators=\['bevquant_int8sim_te"):
+        IntegerModel.load(tmp_path / "model")
+    loaded = IntegerModel.load(tmp_path / "model", operators=["bevquant_int8sim_tests"])
+    assert_same(loaded(X), model(X))
+
+
+def test_an_operator_that_nobody_registered_is_named(tmp_path):
+    model_of(activation=Halved()).save(tmp_path / "model")
+
+    def change(data):
+        step = next(s for s in data["steps"] if "halved" in s.get("function", ""))
+        step["function"] = "bevquant_int8sim_tests.doubled.default"
+
+    rewrite(tmp_path / "model", change)
+    with pytest.raises(ValueError, match="not registered here: import the library first"):
+        IntegerModel.load(tmp_path / "model", operators=["bevquant_int8sim_tests"])
+
+
+@pytest.mark.parametrize("name", ["aten.relu_.default", "aten.from_file.default", "aten.relu"])
+def test_no_operator_that_writes_or_reads_files_is_called(saved, name):
+    def change(data):
+        next(s for s in data["steps"] if s.get("function"))["function"] = name
+
+    rewrite(saved, change)
+    with pytest.raises(ValueError, match="which a saved program may not"):
+        IntegerModel.load(saved)
+
+
 def test_steps_must_read_what_was_made(saved):
     def change(data):
         data["steps"][1]["args"] = {"$tuple": [{"$ref": data["steps"][-1]["outputs"][0]}]}

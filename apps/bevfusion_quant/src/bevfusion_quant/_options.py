@@ -79,7 +79,8 @@ class Demo:
     """Do all of it on an embedded street scene with six cameras; no download, no data.
 
     Args:
-        config: Sizes of the model.
+        config: Sizes of the model: tiny comes trained and takes seconds; nuscenes is
+            mit-bevfusion's, with random weights, and takes minutes.
         branch: What to quantize; see `ptq`.
         method: How activation ranges are chosen.
         weights: trained: those that come with the package, by default where it has some for the
@@ -90,7 +91,7 @@ class Demo:
         overwrite: Replace an earlier run of that name.
     """
 
-    config: ConfigName = "nuscenes"
+    config: ConfigName = "tiny"
     branch: Branch = "all"
     method: Method = "mse"
     weights: Literal["trained", "random"] | None = None

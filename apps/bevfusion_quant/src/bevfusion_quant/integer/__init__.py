@@ -1,8 +1,13 @@
 """A quantized model in integer arithmetic: what an INT8 chip computes, beside float and fake."""
 
 from bevfusion_quant.integer._islands import FloatIsland
-from bevfusion_quant.integer._save import SavedPart
-from bevfusion_quant.integer._simulation import Backend, Simulation, check_backend, simulate_model
+from bevfusion_quant.integer._simulation import (
+    Backend,
+    SavedPart,
+    Simulation,
+    check_backend,
+    simulate_model,
+)
 from bevfusion_quant.integer._stages import IntegerStage
 from bevfusion_quant.integer._text import QUERIES, simulation_text
 

@@ -10,7 +10,6 @@ import numpy as np
 
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.integer._islands import FloatIsland, float_islands
-from bevfusion_quant.integer._save import SavedPart, save_parts
 from bevfusion_quant.integer._stages import IntegerStage, integer_stages
 from bevfusion_quant.ranks import current_ranks, in_order
 
@@ -27,9 +26,25 @@ if TYPE_CHECKING:
     from bevfusion_quant.ranks import Shards
     from bevquant_int8sim import IntegerModel, LayerRow
 
-__all__ = ["Backend", "Simulation", "check_backend", "simulate_model"]
+__all__ = ["Backend", "SavedPart", "Simulation", "check_backend", "simulate_model"]
 
 Backend = Literal["auto", "vnni", "portable", "torch"]
+
+
+@dataclass(frozen=True)
+class SavedPart:
+    """An integer model on disk.
+
+    Attributes:
+        part: Path of the module, or "model" for all of it.
+        folder: Where `IntegerModel.load` finds it, below the run's folder; empty where it is not
+            saved.
+        reason: Why not.
+    """
+
+    part: str
+    folder: str
+    reason: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +60,7 @@ class Simulation:
         found: Labelled objects that both find; empty without a head or labels.
         backend: The kernels that ran, and the instructions they use.
         frame_seconds: Of the integer model alone, frame by frame; the first one warms up.
-        saved: The integer models in the run folder, and what could not be saved.
+        saved: The integer model in the run folder, or why it is not there.
         detections: Of the integer model on the first frame; None without a head.
     """
 
@@ -155,7 +170,7 @@ def simulate_model(
     saved: tuple[SavedPart, ...] = ()
     if current_ranks().first:
         with clock.step("save integers"):
-            saved = save_parts(folder / "integer", model, quantized_model, batches[0], backend)
+            saved = (_saved(model, folder),)
     return Simulation(
         layers,
         integer_stages(layers, quantized_model.parts),
@@ -190,6 +205,15 @@ def lowered(quantized_model: BEVFusion, batch: Batch, backend: str) -> IntegerMo
             "with bevfusion-quant ptq and fewer --exclude"
         )
     return model
+
+
+def _saved(model: IntegerModel, folder: Path) -> SavedPart:
+    (folder / "integer").mkdir()
+    try:
+        model.save(folder / "integer" / "model")
+    except ValueError as error:
+        return SavedPart("model", "", str(error))
+    return SavedPart("model", "integer/model")
 
 
 _LAYERS = frozenset({"sparse_conv", "conv", "conv_transpose", "linear"})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -203,6 +203,7 @@ class IntegerModel:
         *,
         backend: str = "auto",
         device: torch.device | str = "cpu",
+        operators: Collection[str] = (),
     ) -> IntegerModel:
         """Read what `save` wrote. Nothing is unpickled.
 
@@ -210,14 +211,16 @@ class IntegerModel:
             folder: The saved model.
             backend: Kernels to run on, see `int8_sparse_conv`.
             device: Where its tensors go; its inputs must be there too.
+            operators: Namespaces of `torch.library` whose operators it may call beside torch's
+                own, such as "mmcv"; import what registers them first.
 
         Raises:
-            ValueError: A file is missing or changed, the schema is another one, or a tensor does
-                not fit its step; the message says which.
+            ValueError: A file is missing or changed, the schema is another one, a tensor does not
+                fit its step, or a step calls what a file may not; the message says which.
         """
         from bevquant_int8sim.model._load import load_program
 
-        program = load_program(folder, device)
+        program = load_program(folder, device, operators)
         try:
             return cls(program, backend=backend)
         except (LookupError, AttributeError, TypeError, ArithmeticError, RuntimeError) as error:

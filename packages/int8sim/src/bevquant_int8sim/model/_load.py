@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -30,12 +31,17 @@ from bevquant_quantizers.documents import (
 __all__ = ["load_program"]
 
 
-def load_program(folder: str | os.PathLike[str], device: torch.device | str = "cpu") -> Program:
+def load_program(
+    folder: str | os.PathLike[str],
+    device: torch.device | str = "cpu",
+    libraries: Collection[str] = (),
+) -> Program:
     """Read what `save_program` wrote. Nothing is unpickled, no code is looked up by name.
 
     Args:
         folder: Where it was written.
         device: Where its tensors go.
+        libraries: Whose operators it may call beside torch's.
 
     Raises:
         ValueError: A file is missing or changed, the schema is another one, a tensor is missing or
@@ -47,7 +53,7 @@ def load_program(folder: str | os.PathLike[str], device: torch.device | str = "c
     tensors = read_tensors(content[TENSORS], where=f"{folder / TENSORS}").tensors
     data = parse_json(content[PROGRAM], _ProgramData, where=f"{folder / PROGRAM}", what="program")
     try:
-        program = replace(_program(data, tensors), origin=os.fspath(folder))
+        program = replace(_program(data, tensors, libraries), origin=os.fspath(folder))
         validate(program)
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise DocumentError(f"{folder}: {error}") from error
@@ -123,9 +129,13 @@ def _content(folder: Path) -> dict[str, bytes]:
     return content
 
 
-def _program(data: _ProgramData, tensors: dict[str, Tensor]) -> Program:
+def _program(
+    data: _ProgramData, tensors: dict[str, Tensor], libraries: Collection[str]
+) -> Program:
     used: set[str] = set()
-    steps = tuple(_step(number, step, tensors, used) for number, step in enumerate(data.steps))
+    steps = tuple(
+        _step(number, step, tensors, used, libraries) for number, step in enumerate(data.steps)
+    )
     unused = sorted(set(tensors) - used)
     if unused:
         raise ValueError(f"tensors that no step uses: {', '.join(unused)}")
@@ -151,7 +161,13 @@ def _form(data: _FormData | str) -> Form:
     return Integers(data.scale, data.bits, data.low, data.high)
 
 
-def _step(number: int, data: _StepData, tensors: dict[str, Tensor], used: set[str]) -> Step:
+def _step(
+    number: int,
+    data: _StepData,
+    tensors: dict[str, Tensor],
+    used: set[str],
+    libraries: Collection[str],
+) -> Step:
     path = data.path or "the model"
     own: dict[str, Tensor] = {}
     state: dict[str, Tensor] = {}
@@ -171,7 +187,7 @@ def _step(number: int, data: _StepData, tensors: dict[str, Tensor], used: set[st
         if type(args) is not tuple or type(kwargs) is not dict or type(attributes) is not dict:
             raise ValueError("its arguments or attributes are not as they are written")
         if data.function is not None:
-            function = named_function(data.function)
+            function = named_function(data.function, libraries)
             if function is getattr and (len(args) < 2 or args[1] not in READABLE):
                 raise ValueError(f"it reads the attribute {args[1:]!r}")
         if data.module is not None:

@@ -67,8 +67,9 @@ def _program_data(program: Program, tensors: dict[str, Tensor]) -> dict[str, Any
     if problems:
         raise ValueError(
             f"save: {len(problems)} steps cannot be written to a file: {'; '.join(problems)}. "
-            "Simulate the part of the model without them, or keep them outside of it: only "
-            "torch's own layers and functions are saved"
+            "Simulate the part of the model without them, keep them outside of it, or make them "
+            "operators (torch.library.custom_op): only torch's own layers and functions and "
+            "registered operators are saved"
         )
     return {
         "signature": to_json(program.signature),

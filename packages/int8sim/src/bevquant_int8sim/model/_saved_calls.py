@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict
 from typing import Any
 
@@ -109,43 +109,51 @@ def function_name(function: Callable[..., Any]) -> str | None:
     if isinstance(function, Method):
         return f"method.{function.__name__}" if function.__name__ in _METHODS else None
     if isinstance(function, torch._ops.OpOverload):
-        name = str(function)
-        return name if _is_allowed(name) else None
+        return str(function) if _computes(function) else None
     return _NAMES.get(id(function))
 
 
-def _is_allowed(name: str) -> bool:
-    """Whether ``aten.<operator>.<overload>`` computes tensors from tensors, and does nothing else.
-
-    Operators that write, that make tensors of nothing (files among them) or take text other than
-    the name of a mode are not allowed.
-    """
-    space, _, rest = name.partition(".")
+def _operator(name: str) -> torch._ops.OpOverload | None:
+    """The operator ``<library>.<operator>.<overload>`` that torch knows."""
+    library, _, rest = name.partition(".")
     packet, _, overload = rest.partition(".")
-    operator = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
-    if space != "aten" or not isinstance(operator, torch._ops.OpOverload):
-        return False
-    schema = operator._schema
-    writes = any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
-    return not writes and any("Tensor" in str(a.type) for a in schema.arguments)
+    known = getattr(getattr(torch.ops, library, None), packet, None)
+    found = getattr(known, overload or "default", None)
+    return found if isinstance(found, torch._ops.OpOverload) and str(found) == name else None
 
 
-def named_function(name: str) -> Callable[..., Any]:
-    """The function of that name.
+def _computes(operator: torch._ops.OpOverload) -> bool:
+    """Whether it computes tensors from tensors, and writes nothing.
+
+    Operators that make tensors of nothing (files among them) do not.
+    """
+    given = operator._schema.arguments
+    writes = any(a.alias_info is not None and a.alias_info.is_write for a in given)
+    return not writes and any("Tensor" in str(a.type) for a in given)
+
+
+def named_function(name: str, libraries: Collection[str] = ()) -> Callable[..., Any]:
+    """The function of that name: torch's own, or an operator of one of the libraries.
 
     Raises:
-        ValueError: It is not among those allowed.
+        ValueError: It is not among those allowed, or nothing is registered under the name.
     """
-    kind, _, method = name.partition(".")
-    if kind == "method" and method in _METHODS:
-        return Method(method)
-    if _is_allowed(name):
-        packet, _, overload = name.removeprefix("aten.").partition(".")
-        found: Callable[..., Any] = getattr(getattr(torch.ops.aten, packet), overload)
-        return found
-    if name not in _NAMED:
+    kind, _, rest = name.partition(".")
+    if kind == "method" and rest in _METHODS:
+        return Method(rest)
+    if name in _NAMED:
+        return _NAMED[name]
+    operator = _operator(name)
+    if operator is None and kind in libraries:
+        raise ValueError(f"it calls {name!r}, which is not registered here: import the library first")
+    if operator is None or not _computes(operator):
         raise ValueError(f"it calls {name!r}, which a saved program may not")
-    return _NAMED[name]
+    if kind != "aten" and kind not in libraries:
+        raise ValueError(
+            f"it calls {name!r}, an operator of another library than torch; where you trust that "
+            f"library with this file, load(..., operators=[{kind!r}])"
+        )
+    return operator
 
 
 def module_config(module: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]] | str:

@@ -101,7 +101,7 @@ def lift_splat_pool(
     return out
 
 
-@torch.library.custom_op("bevfusion_quant::lift_splat_pool", mutates_args=())
+@torch.library.custom_op("bevfusion::lift_splat_pool", mutates_args=())
 def _operator(depth: Tensor, context: Tensor, cells: Tensor, num_cells: int) -> Tensor:
     """`lift_splat_pool` as one operator of a traced graph: its plan follows from the cells."""
     return lift_splat_pool(depth, context, cells, num_cells)
