@@ -223,7 +223,11 @@ def test_integers_stand_beside_float_and_quantized(
     assert 'class="box label"' in page
     # The whole detector is one file, its view transform's operator included.
     run = load_run(runs / "a")
-    batch = FrameBatches(open_dataset("street", first_seed=9, count=1, size="tiny", cameras="tiny"), TINY, run.quantized_model)[0]
+    batch = FrameBatches(
+        open_dataset("street", first_seed=9, count=1, size="tiny", cameras="tiny"),
+        TINY,
+        run.quantized_model,
+    )[0]
     saved = IntegerModel.load(runs / "simulate/integer/model", operators=["bevfusion"])
     made, expected = saved(*batch), simulate(run.quantized_model, tuple(batch))(*batch)
     assert made.keys() == expected.keys()

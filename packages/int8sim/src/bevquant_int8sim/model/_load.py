@@ -129,9 +129,7 @@ def _content(folder: Path) -> dict[str, bytes]:
     return content
 
 
-def _program(
-    data: _ProgramData, tensors: dict[str, Tensor], libraries: Collection[str]
-) -> Program:
+def _program(data: _ProgramData, tensors: dict[str, Tensor], libraries: Collection[str]) -> Program:
     used: set[str] = set()
     steps = tuple(
         _step(number, step, tensors, used, libraries) for number, step in enumerate(data.steps)

@@ -145,7 +145,9 @@ def named_function(name: str, libraries: Collection[str] = ()) -> Callable[..., 
         return _NAMED[name]
     operator = _operator(name)
     if operator is None and kind in libraries:
-        raise ValueError(f"it calls {name!r}, which is not registered here: import the library first")
+        raise ValueError(
+            f"it calls {name!r}, which is not registered here: import the library first"
+        )
     if operator is None or not _computes(operator):
         raise ValueError(f"it calls {name!r}, which a saved program may not")
     if kind != "aten" and kind not in libraries:
