@@ -212,6 +212,23 @@ class DenseNet(nn.Module):
         return self.last(self.block(x))
 
 
+class Fuser(nn.Sequential):
+    """Joins its inputs and goes through its children, as a chain does."""
+
+    def forward(self, x):
+        return super().forward(torch.cat([x, x * 2], 1))
+
+
+@pytest.mark.parametrize("net", [DenseNet(), Fuser(nn.Conv2d(8, 4, 1), nn.ReLU())])
+def test_the_graph_does_not_meet_the_joins_as_children(net):
+    x = torch.randn(2, 4, 3, 3, generator=torch.Generator().manual_seed(0))
+    quantized = qnn.quantize_model(net.eval(), example_inputs=x).model
+    calibrate(quantized, [x])
+    graph = capture(quantized, x)  # which holds it against the model, bit for bit
+    paths = {graph.path(n) for n in graph.operations if "cat" in str(n.target)}
+    assert paths and all("quant_concat" in path for path in paths)
+
+
 def test_a_forward_that_goes_through_its_children_does_not_meet_the_joins():
     x = torch.randn(2, 4, 3, 3, generator=torch.Generator().manual_seed(0))
     net = DenseNet().eval()

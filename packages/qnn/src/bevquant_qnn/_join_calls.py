@@ -238,8 +238,11 @@ def _made(base: type[Any], plan: Plan, recorder: Recorder | None) -> type[Any]:
         joins = _JoinMode(self, places, recorder)
         joins.frame = sys._getframe()
         outer = self.__dict__.get(_CHILDREN)  # of a call that is under way
-        own = [name for name in self._modules if name in names]
-        children = {name: self._modules.pop(name) for name in own} if outer is None else outer
+        # While torch.export traces, `_modules` is a copy, and an attribute the child under its path.
+        there = self.__dict__["_modules"]
+        own = [name for name in there if name in names] if outer is None else []
+        children = outer or {name: getattr(self, name) for name in own}
+        hidden = {name: there.pop(name) for name in own}
         self.__dict__[_CHILDREN] = joins.children = children
         try:
             with joins:
@@ -247,7 +250,8 @@ def _made(base: type[Any], plan: Plan, recorder: Recorder | None) -> type[Any]:
         finally:
             joins.frame = None  # or the frame and the mode would keep each other alive
             if outer is None:
-                self._modules.update(self.__dict__.pop(_CHILDREN))
+                del self.__dict__[_CHILDREN]
+                there.update(hidden)
         joins.finish()
         return result
 
