@@ -337,7 +337,7 @@ class Told(NamedTuple):
 
 
 KEEP_OUT = r"keep decisions on the values of tensors out of its forward"
-VALUES = r"decides by the values of a tensor, or needs them as a number"
+VALUES = r"branches on the values of a tensor, or needs them as a number"
 TWICE = r"other values in a second run on the same inputs"
 TENSORS = r"Return tensors, alone or in tuples"
 INPUTS = r"[Gg]ive inputs"

@@ -192,7 +192,7 @@ def test_a_forward_that_cannot_be_followed_is_reported(
     head: TransFusionHead, feature_map: torch.Tensor
 ) -> None:
     fusion = fuse_model(Wrapped(copy.deepcopy(head)), (feature_map,))
-    assert "decides by the values of a tensor" in fusion.untraced[""]
+    assert "branches on the values of a tensor" in fusion.untraced[""]
     assert len(fusion.fused) == 9
     result = quantize_model(fusion.model)
     assert any(item.path == "" and "branches on" in item.reason for item in result.skipped)

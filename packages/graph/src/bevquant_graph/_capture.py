@@ -250,6 +250,6 @@ def _met(error: Exception) -> str:
     """What went wrong, in a line."""
     name = type(error).__name__
     if _counts(error):
-        return "it decides by the values of a tensor, or needs them as a number"
+        return "it branches on the values of a tensor, or needs them as a number"
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return f"{name}: {first[:200]}"

@@ -6,6 +6,9 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest import mock
+
+from torch.export import _trace
 
 __all__ = ["quiet"]
 
@@ -16,6 +19,8 @@ _LOGGERS = ("torch", "torch.export", "torch._export", "torch.fx")
 def quiet(*more: str) -> Iterator[None]:
     """Neither warnings nor what torch logs while it traces, such as which sizes are fixed.
 
+    Nor the graph so far, which torch.export prints where a forward asks for values.
+
     Args:
         more: Loggers beside torch's own for tracing.
     """
@@ -24,9 +29,14 @@ def quiet(*more: str) -> Iterator[None]:
     for logger in loggers:
         logger.setLevel(logging.CRITICAL + 1)
     try:
-        with warnings.catch_warnings():
+        silent = mock.patch.object(_trace, "print", _say_nothing, create=True)
+        with warnings.catch_warnings(), silent:
             warnings.simplefilter("ignore")
             yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+def _say_nothing(*_: object, **__: object) -> None:
+    """In place of `print`."""

@@ -79,8 +79,6 @@ class _Observer:
             recorder.seen = [event for event in recorder.seen if event.module not in within]
             self.joins(steps, recorder, watched, given, outputs)
         for module, reason in opaque.items():
-            # capture's word for it
-            reason = reason.replace("it decides by the values", "it branches on the values")
             self.found.unfollowed[self.paths[module]] = f"{type(module).__name__}.forward: {reason}"
         inside = {m: list(_children(m)) for m in opaque}
         if any(inside.values()):
