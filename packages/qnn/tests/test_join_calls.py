@@ -226,7 +226,8 @@ def test_the_graph_does_not_meet_the_joins_as_children(net):
     calibrate(quantized, [x])
     graph = capture(quantized, x)  # which holds it against the model, bit for bit
     paths = {graph.path(n) for n in graph.operations if "cat" in str(n.target)}
-    assert paths and all("quant_concat" in path for path in paths)
+    assert paths
+    assert all("quant_concat" in path for path in paths)
 
 
 def test_a_forward_that_goes_through_its_children_does_not_meet_the_joins():
