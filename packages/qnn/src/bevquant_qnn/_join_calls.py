@@ -238,7 +238,7 @@ def _made(base: type[Any], plan: Plan, recorder: Recorder | None) -> type[Any]:
         joins = _JoinMode(self, places, recorder)
         joins.frame = sys._getframe()
         outer = self.__dict__.get(_CHILDREN)  # of a call that is under way
-        # While torch.export traces, `_modules` is a copy, and an attribute the child under its path.
+        # In torch.export, `_modules` is a copy, and an attribute the child under its path.
         there = self.__dict__["_modules"]
         own = [name for name in there if name in names] if outer is None else []
         children = outer or {name: getattr(self, name) for name in own}
