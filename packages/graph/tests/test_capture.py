@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import re
 from collections import OrderedDict
@@ -383,3 +384,21 @@ def test_attributes_that_a_forward_assigns_are_as_before() -> None:
 def test_a_model_that_returns_no_tensor_is_refused_with_its_line() -> None:
     with pytest.raises(CaptureError, match=rf"returns no tensor \({re.escape(__file__)}:\d+\)"):
         capture(GivesObject(), torch.ones(2))
+
+
+@torch.no_grad()
+def test_what_a_forward_notes_in_its_containers_is_not_kept() -> None:
+    class Notes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.share: dict[str, object] = {"of": "voxels", "by": [1.0]}
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.share["rows"] = x.shape[0] / 3
+            self.share["by"].append(x)
+            return x * 2
+
+    net = Notes()
+    capture(net, image(2, 4), check=False)
+    assert net.share == {"of": "voxels", "by": [1.0]}
+    copy.deepcopy(net)

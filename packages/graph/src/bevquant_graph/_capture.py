@@ -211,8 +211,9 @@ def evaluation(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _attributes_kept(model: nn.Module) -> Iterator[None]:
-    """What a forward assigns to attributes is not kept: while it is traced these are no values."""
+    """What a forward notes in attributes is not kept: while it is traced these are no values."""
     held = [(module, dict(vars(module))) for module in model.modules()]
+    inside = [pair for _, attributes in held for pair in _containers(attributes)]
     try:
         yield
     finally:
@@ -220,6 +221,24 @@ def _attributes_kept(model: nn.Module) -> Iterator[None]:
             for name in vars(module).keys() - attributes.keys():
                 del vars(module)[name]
             vars(module).update(attributes)
+        for container, content in inside:
+            container.clear()
+            (container.extend if isinstance(container, list) else container.update)(content)
+
+
+def _containers(attributes: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """Dicts, lists and sets that are attributes, or lie in such, and what is in them."""
+    pending = [value for name, value in attributes.items() if name not in _TORCHS]
+    seen: set[int] = set()
+    while pending:
+        value = pending.pop()
+        if type(value) in (dict, list, set) and id(value) not in seen:
+            seen.add(id(value))
+            yield value, copy.copy(value)
+            pending += value.values() if isinstance(value, dict) else value
+
+
+_TORCHS = vars(nn.Module()).keys()
 
 
 def _close(model: nn.Module, error: Exception, opaque: dict[str, Opaque], given: Arguments) -> None:
