@@ -37,7 +37,7 @@ def simulation(*layers: LayerRow, **changes: Any) -> Simulation:
     start = Simulation(
         layers=layers,
         stages=integer_stages(layers, PARTS),
-        islands=(FloatIsland("heads.object", "sigmoid", "sigmoid has no integer form"),),
+        islands=(FloatIsland("heads.object", "sigmoid", "sigmoid has no integer form", 0.0125),),
         agreement=(),
         found=(),
         backend="portable (AVX2)",

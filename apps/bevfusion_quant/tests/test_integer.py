@@ -76,7 +76,7 @@ def test_the_text_lists_layers_in_integers_and_counts_the_others() -> None:
     text = simulation_text(simulation(*rows, frame_seconds=(0.5,) * 9), layers=True)
     assert "lidar.a" in text
     assert re.search(r"^f +conv", text, re.MULTILINE)
-    assert "and 1 step in float" in text
+    assert "and 1 step in float with 1.2 % of the operations; the page says why" in text
     assert "portable (AVX2)" in text
     assert "0.50, 0.50 …" in text
     long = layer_row("encoders.lidar." + "deep." * 20 + "conv")
@@ -99,7 +99,7 @@ def test_the_page_says_who_departs_where_and_by_what_kernels(tmp_path: Path) -> 
     assert "Wrong on the same input" in text
     assert "portable (AVX2)" in text
     assert "not saved: a file cannot hold splat" in text
-    assert "sigmoid has no integer form" in text
+    assert "sigmoid has no integer form (1.2 % of the operations)" in text
 
 
 def test_float_steps_that_are_equal_in_all_three_have_no_row(tmp_path: Path) -> None:

@@ -240,6 +240,37 @@ def test_activations_without_integer_form_are_islands():
     assert float((model(image) - expected).abs().max() / expected.abs().max()) < 0.05
 
 
+def test_the_share_of_the_operations_in_float_is_told():
+    net = nn.Sequential(
+        nn.Conv2d(2, 8, 3),
+        nn.SiLU(),
+        nn.ConvTranspose2d(8, 4, 2, 2),
+        nn.Flatten(),
+        nn.Linear(64, 5),
+    )
+    x = torch.randn(3, 2, 4, 4)
+    quantized = quantize_model(net.eval(), QuantConfig(exclude=("4",)), example_inputs=x).model
+    calibrate(quantized, [x])
+    model = simulate(quantized, x)
+    paths = {step.outputs[0]: (step.path, step.op) for step in model.steps}
+    counted = {paths[name]: count for name, count in model.program.operations.items()}
+    conv, up, linear = 3 * 2 * 2 * 8 * 2 * 9, 3 * 2 * 2 * 8 * 4 * 4, 3 * 64 * 5
+    assert counted["0", "conv"] == conv
+    assert counted["1", "float"] == 3 * 8 * 2 * 2
+    assert counted["2", "conv_transpose"] == up
+    assert counted["4", "float"] == linear
+    assert counted["3", "move"] == 0
+    total = sum(model.program.operations.values())
+    shares = {island.path: island.share for island in model.islands}
+    assert shares == {"1": 96 / total, "4": linear / total}
+    assert f"2 float islands with {100 * (96 + linear) / total:.2g} % of the operations" in repr(
+        model
+    )
+    unseen = simulate(quantized, x, verify=False)
+    assert {island.share for island in unseen.islands} == {None}
+    assert "of the operations" not in repr(unseen)
+
+
 def test_layers_excluded_from_quantization_are_islands():
     quantized = calibrated(float_net(), config=QuantConfig(exclude=("down", "head")))
     model = simulate(quantized, images(0))

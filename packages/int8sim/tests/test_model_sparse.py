@@ -301,7 +301,14 @@ def test_every_tensor_stays_in_integers_between_layers():
 def test_layers_left_float_are_listed_and_run():
     net = calibrated_net(QuantConfig(exclude=("block.conv1",)), up=False)
     model = simulate(net, frame(0))
-    assert [island.path for island in model.islands] == ["block.conv1"]
+    (island,) = model.islands
+    assert island.path == "block.conv1"
+    coords = frame(0)[1]
+    apart = (coords[:, None] - coords[None]).abs()
+    pairs = int(((apart[..., 0] == 0) & (apart[..., 1:] <= 1).all(-1)).sum())
+    counts = {model.program.operations[s.outputs[0]] for s in model.steps if "block.conv" in s.path}
+    assert max(counts) == pairs * 8 * 8
+    assert island.share == max(counts) / sum(model.program.operations.values())
     inputs = frame(3)
     expected = net(*inputs).detach()
     noise = (model(*inputs) - expected).square().sum() / expected.square().sum()

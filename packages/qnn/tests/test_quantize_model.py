@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import bevquant_qnn as qnn
-from bevquant_quantizers import TensorQuantizer
+from bevquant_quantizers import TensorQuantizer, calibrate
 
 FLOWS = pytest.mark.parametrize("observed", [True, False], ids=["observed", "static"])
 
@@ -297,9 +297,22 @@ def test_layers_that_cannot_be_replaced_are_reported():
     reasons = {item.path: item.reason for item in result.skipped}
     assert "has a forward of its own" in reasons["0"]
     assert "its weight is computed" in reasons["1"]
-    for name in ("3.linear1", "3.linear2", "3.self_attn.out_proj"):
-        assert "reads this layer's weight without calling it" in reasons[name]
-    assert result.quantized == ()
+    assert "reads this layer's weight without calling it" in reasons["3.self_attn.out_proj"]
+    assert [layer.path for layer in result.quantized] == ["3.linear1", "3.linear2"]
+
+
+def test_torchs_fused_encoder_layer_does_not_go_past_quantized_layers():
+    torch.manual_seed(0)
+    net = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+    x = torch.randn(2, 5, 16)
+    with torch.no_grad():
+        wanted = net(x)
+        quantized = qnn.quantize_model(net, example_inputs=x).model
+        calibrate(quantized, [x])
+        made = quantized(x)
+    assert quantized.linear1._input_quantizer.amax is not None
+    assert 0 < (made - wanted).abs().max() < 0.05 * wanted.abs().max()
+    assert torch.equal(made, quantized(x).detach())  # with gradients, nothing is ever fused
 
 
 def test_products_by_function_calls_are_reported():

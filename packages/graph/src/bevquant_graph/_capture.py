@@ -199,12 +199,18 @@ def _open(value: Any) -> Any:
 
 @contextmanager
 def evaluation(model: nn.Module) -> Iterator[None]:
-    """Every module in evaluation mode, and each back in its own mode afterwards."""
+    """Every module in evaluation mode, and each back in its own mode afterwards.
+
+    Attention is computed as it is while torch traces, without torch's fused form of it.
+    """
     modes = {module: module.training for module in model.modules()}
+    fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
     model.eval()
     try:
         yield
     finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
         for module, mode in modes.items():
             module.training = mode
 

@@ -31,8 +31,6 @@ _DENSE: tuple[type[Any], ...] = (
 _POOLS: tuple[type[Any], ...] = tuple(
     getattr(_pool, name) for name in _pool.__all__ if name != "QuantPool"
 )
-# torch's fused attention reads these children's weights without calling them.
-_FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 # spconv's other modules that read features: class name to what keeps them float.
 _SPARSE_FLOAT = {
     "SparseMaxPool": "sparse pooling stays float: it computes no products",
@@ -69,6 +67,9 @@ def replace_layers(
             model = built[module]
         else:
             parent._modules[path.rpartition(".")[2]] = built[module]
+            if isinstance(parent, nn.TransformerEncoderLayer):
+                # Its fused form, in evaluation, reads the layers' weights without calling them.
+                parent.activation_relu_or_gelu = 0
     return model, done, skipped
 
 
@@ -147,7 +148,7 @@ def _refusal(
         return "quantize_pool is False"
     if isinstance(module, nn.Linear) and not config.quantize_linear:
         return "quantize_linear is False"
-    if isinstance(parent, _FUSED):
+    if isinstance(parent, nn.MultiheadAttention):
         return (
             f"torch's {_name(parent)} reads this layer's weight without calling it; "
             "use an attention written with plain Linear layers to quantize it"

@@ -21,11 +21,15 @@ __all__ = ["FloatIsland", "float_islands"]
 
 @dataclass(frozen=True)
 class FloatIsland:
-    """Something computed in float: the module, its class or the function's name, and why."""
+    """Something computed in float: the module, its class or the function's name, and why.
+
+    `share` is that of the model's operations, 0 to 1; None where they were not counted.
+    """
 
     path: str
     what: str
     reason: str
+    share: float | None = None
 
 
 def float_islands(
@@ -51,7 +55,7 @@ def float_islands(
             reason = left[part]
         elif _could_be_quantized(known.get(island.path), island.what):
             reason = "it was left without quantizers, as --exclude said"
-        found.append(FloatIsland(island.path, island.what, reason))
+        found.append(FloatIsland(island.path, island.what, reason, island.share))
     return tuple(found)
 
 

@@ -28,7 +28,10 @@ def simulation_text(simulation: Simulation, *, layers: bool) -> str:
     if layers:
         computed = [row for row in simulation.layers if in_integers(row)]
         floats = len(simulation.layers) - len(computed)
-        more = f"\nand {_counted(floats, 'step')} in float; the page says why" if floats else ""
+        counted = [island.share for island in simulation.islands if island.share is not None]
+        much = f" with {100 * sum(counted):.2g} % of the operations" if counted else ""
+        steps = f"\nand {_counted(floats, 'step')} in float{much}; the page says why"
+        more = steps if floats else ""
         parts.insert(0, _layer_table(computed) + more)
     if simulation.agreement:
         detections = agreement_text(simulation.agreement, simulation.found, "integer")

@@ -158,7 +158,8 @@ def _whole(value: int | None) -> str:
 def _islands(islands: Sequence[FloatIsland]) -> Html:
     """A reason, then everything that it holds for."""
     items = []
-    for reason, group in groupby(islands, key=lambda island: island.reason):
+    for reason, found in groupby(islands, key=lambda island: island.reason):
+        group = list(found)
         members: dict[str, list[str]] = {}
         for island in group:
             members.setdefault(island.path, []).append(island.what)
@@ -167,7 +168,9 @@ def _islands(islands: Sequence[FloatIsland]) -> Html:
                 class_="stem"))
             for path, what in members.items()
         )  # fmt: skip
-        items.append(tag("li", tag("p", reason), *paths))
+        counted = [island.share for island in group if island.share is not None]
+        much = f" ({100 * sum(counted):.2g} % of the operations)" if counted else ""
+        items.append(tag("li", tag("p", f"{reason}{much}"), *paths))
     return _list("islands", "Computed in float", len(islands), items)
 
 

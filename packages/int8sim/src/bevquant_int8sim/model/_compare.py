@@ -132,7 +132,7 @@ class LayerComparison(ForcedRun):
         """A row per layer, over the records added."""
         return LayerTable(tuple(sums.row() for sums in self._totals.values()))
 
-    def see(self, step: Step, given: tuple[Any, ...]) -> None:
+    def see(self, step: Step, given: tuple[Any, ...], made: tuple[Any, ...]) -> None:
         """Note the largest accumulator of a layer."""
         sums = self.sums.get(step.outputs[0])
         if sums is not None and step.op in _LAYERS:

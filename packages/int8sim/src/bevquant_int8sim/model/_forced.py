@@ -78,8 +78,8 @@ class ForcedRun:
         for value, at in last.items():
             self._spent_values.setdefault(at, []).append(value)
 
-    def see(self, step: Step, given: tuple[Any, ...]) -> None:
-        """Called behind each step of the integer model, with what it read."""
+    def see(self, step: Step, given: tuple[Any, ...], made: tuple[Any, ...]) -> None:
+        """Called behind each step of the integer model, with what it read and made."""
 
     def judge(self, node: fx.Node, made: dict[str, Tensor], *runs: Any) -> None:
         """Called behind each node, with the integer model's values and the runs' results."""
@@ -96,7 +96,7 @@ class ForcedRun:
         def keep(step: Step, given: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
             if isinstance(outputs[0], Tensor):
                 made[step.outputs[0]] = outputs[0]
-            self.see(step, given)
+            self.see(step, given, outputs)
 
         graph = self.source.graph
         # Each run has inputs of its own: a module that is one node may write to them.

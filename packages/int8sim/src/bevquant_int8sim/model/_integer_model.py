@@ -87,7 +87,7 @@ class IntegerModel:
 
     @property
     def islands(self) -> tuple[Island, ...]:
-        """Everything that is computed in float, and why."""
+        """Everything that is computed in float, why, and how much of the operations it is."""
         return self.program.islands
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

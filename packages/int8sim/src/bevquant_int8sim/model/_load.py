@@ -20,6 +20,7 @@ from bevquant_int8sim.model._save import KIND, MANIFEST, PROGRAM, SCHEMA, TENSOR
 from bevquant_int8sim.model._saved_calls import READABLE, named_function, rebuilt_module
 from bevquant_int8sim.model._validate import validate
 from bevquant_quantizers.documents import (
+    Count,
     DocumentError,
     Finite,
     Size,
@@ -95,6 +96,7 @@ class _ProgramData(msgspec.Struct):
     values: dict[str, _ValueData]
     steps: list[_StepData]
     fixed: dict[str, list[tuple[Size, Size]]] = {}
+    operations: dict[str, Count] = {}
 
 
 class _Manifest(msgspec.Struct):
@@ -150,6 +152,7 @@ def _program(data: _ProgramData, tensors: dict[str, Tensor], libraries: Collecti
         steps=steps,
         values={n: Value(_form(v.form), v.source, v.relu) for n, v in data.values.items()},
         result=from_json(data.result),
+        operations=data.operations,
     )
 
 

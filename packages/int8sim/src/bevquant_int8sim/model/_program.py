@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -86,11 +86,13 @@ class Island:
         path: The module, or the module whose forward calls the function.
         what: Class of the module, or name of the function.
         reason: Why.
+        share: Of the model's operations, 0 to 1; None where they were not counted.
     """
 
     path: str
     what: str
     reason: str
+    share: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,6 +108,9 @@ class Program:
         values: Every value by name.
         result: What a call returns: nested containers of `Ref`s, `SparseRef`s and constants.
         origin: The folder that it was read from, for messages; empty where it was lowered here.
+        operations: Multiplications of each step on the example inputs, by its first output; of one
+            that multiplies no matrices, the values that it computes. Filled where the model is held
+            against the one that it was made from.
     """
 
     signature: tuple[tuple[Any, ...], Mapping[str, Any]]
@@ -115,15 +120,18 @@ class Program:
     result: Any
     origin: str = ""
     fixed: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+    operations: dict[str, int] = field(default_factory=dict)
 
     @property
     def islands(self) -> tuple[Island, ...]:
         """Everything that is computed in float, in order, each once."""
-        found: dict[Island, None] = {}
+        found: dict[Island, int] = {}
         for step in self.steps:
             if step.reason:
-                found[Island(step.path, str(step.attributes["what"]), step.reason)] = None
-        return tuple(found)
+                island = Island(step.path, str(step.attributes["what"]), step.reason)
+                found[island] = found.get(island, 0) + self.operations.get(step.outputs[0], 0)
+        total = sum(self.operations.values())
+        return tuple(replace(i, share=n / total if total else None) for i, n in found.items())
 
 
 def names_in(value: Any) -> list[str]:

@@ -81,6 +81,7 @@ def _program_data(program: Program, tensors: dict[str, Tensor]) -> dict[str, Any
             for name, v in program.values.items()
         },
         "steps": steps,
+        "operations": program.operations,
     }
 
 

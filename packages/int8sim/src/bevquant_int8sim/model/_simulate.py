@@ -106,6 +106,7 @@ def simulate(
     given = None if integer_sums is True else integer_sums
     ranges = _sum_ranges(integer, example_inputs, given)
     program, held = lower(operations, {n: _eight_bits(amax) for n, amax in ranges.items()})
+    program.operations.update(integer.program.operations)
     return IntegerModel(program, Source(graph, held), backend=backend, sum_ranges=ranges)
 
 

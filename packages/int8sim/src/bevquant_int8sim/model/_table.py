@@ -9,7 +9,7 @@ __all__ = ["program_table"]
 
 
 def program_table(program: Program) -> str:
-    """One line per step that computes: operation, module, result, then the float islands."""
+    """One line per step that computes: operation, module, result, why it is in float."""
     rows = [("op", "module", "result", "note")]
     rows += [_row(step, program) for step in program.steps if step.op not in ("host", "constant")]
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
@@ -17,8 +17,12 @@ def program_table(program: Program) -> str:
         "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]).rstrip()
         for row in rows
     ]
-    count = len(program.islands)
-    title = f"IntegerModel: {len(rows) - 1} steps, {count} float island{'s' * (count != 1)}"
+    islands = program.islands
+    title = f"IntegerModel: {len(rows) - 1} steps, {len(islands)} float island"
+    title += "s" * (len(islands) != 1)
+    if islands and program.operations:
+        share = sum(island.share or 0 for island in islands)
+        title += f" with {100 * share:.2g} % of the operations"
     return "\n".join([title, *("  " + line for line in lines)])
 
 

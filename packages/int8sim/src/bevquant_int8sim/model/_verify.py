@@ -13,6 +13,7 @@ from bevquant_int8sim.model._form import ACCUMULATORS, Integers
 from bevquant_int8sim.model._integer_model import IntegerModel
 from bevquant_int8sim.model._program import Ref, Step
 from bevquant_int8sim.model._reference import tensor_of
+from bevquant_int8sim.model._work import Products, operations
 
 __all__ = ["verify"]
 
@@ -40,11 +41,15 @@ def verify(integer: IntegerModel, example_inputs: Any) -> None:
     by noise 40 dB below it. As every step is judged on the same inputs, neither the depth of a
     model nor its data move these bounds.
 
+    What each step multiplies on the way is kept as `Program.operations`.
+
     Raises:
         ValueError: The first step beyond its bound is named.
     """
+    verification = _Verification(integer)
     try:
-        returned, forced = _Verification(integer).follow(example_inputs)
+        with verification.products:
+            returned, forced = verification.follow(example_inputs)
     except RuntimeError as error:
         raise ValueError(
             f"simulate: the integer model does not run on the example inputs: {error}"
@@ -64,6 +69,13 @@ class _Verification(ForcedRun):
     def __init__(self, integer: IntegerModel) -> None:
         super().__init__(integer)
         self._slack: dict[str, float] = {}
+        self.products, self._counted = Products(), 0  # type: ignore[no-untyped-call]
+
+    def see(self, step: Step, given: tuple[Any, ...], made: tuple[Any, ...]) -> None:
+        """Count what the step computed."""
+        before, self._counted = self._counted, self.products.count
+        count = operations(step, given, made, self._counted - before)
+        self.model.program.operations[step.outputs[0]] = count
 
     def judge(self, node: fx.Node, made: dict[str, Tensor], *runs: Any) -> None:
         """Hold each value that stands for a node against the forced run."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_flop
 
 from bevquant_int8sim.model._execute import geometry
 from bevquant_int8sim.model._float_sparse import FloatSparseConv
@@ -14,8 +15,13 @@ from bevquant_int8sim.model._program import Step
 
 __all__ = ["Products", "operations"]
 
+_FORMULAS = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
+    **flop_registry,
+}
 
-class Products(TorchDispatchMode):
+
+class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the multiplications of torch's own convolutions and matrix products.
 
     Attributes:
@@ -29,16 +35,17 @@ class Products(TorchDispatchMode):
     ) -> Any:
         """Run one operator, and count."""
         out = func(*args, **(kwargs or {}))
-        formula = flop_registry.get(getattr(func, "overloadpacket", None))
+        formula = _FORMULAS.get(getattr(func, "overloadpacket", None))
         if formula is not None:
             self.count += formula(*args, **(kwargs or {}), out_val=out) // 2
         return out
 
 
 def operations(step: Step, given: tuple[Any, ...], made: tuple[Any, ...], products: int) -> int:
-    """Multiplications of a step; of one that multiplies no matrices, the values that it makes.
+    """Multiplications of a step; of one that multiplies no matrices, the values that it computes.
 
-    A sparse convolution multiplies where an input meets an output: pairs · in · out channels.
+    A sparse convolution multiplies where an input meets an output: pairs · in · out channels. What
+    moves values, or makes no tensor, has none.
 
     Args:
         step: Any.
@@ -46,6 +53,8 @@ def operations(step: Step, given: tuple[Any, ...], made: tuple[Any, ...], produc
         made: What it made.
         products: What `Products` counted in it.
     """
+    if step.op in ("host", "constant", "sites", "move"):
+        return 0
     module, weight = step.module, step.tensors.get("weight")
     if isinstance(module, FloatSparseConv):
         rulebook, _ = given[1].convolved(module.geometry, module.key, step.path)
@@ -53,9 +62,7 @@ def operations(step: Step, given: tuple[Any, ...], made: tuple[Any, ...], produc
     if weight is None:
         return products or sum(v.numel() for v in made if isinstance(v, Tensor))
     if step.op == "sparse_conv":
-        rulebook, _ = given[1].convolved(
-            geometry(step), step.attributes["indice_key"], step.path
-        )
+        rulebook, _ = given[1].convolved(geometry(step), step.attributes["indice_key"], step.path)
         return int(rulebook.num_pairs) * weight[0].numel()
     each = given[0] if step.op == "conv_transpose" else made[0]
     return int(each.numel()) * weight[0].numel()
