@@ -41,7 +41,8 @@ def fake_quantize(
     Bit for bit what ``pytorch_quantization.tensor_quant.fake_tensor_quant`` 2.1.3 computes.
     Rounding is half to even, after the multiplication and before the clamp. The clamp range is
     −127…127 for eight signed bits, −128…127 with ``narrow_range=False``, 0…255 when unsigned.
-    Where amax is at most 2⁻²⁴ the output is zero. float16 is computed in float32.
+    Where amax is at most 2⁻²⁴ the output is zero, where it is infinite or NaN it is NaN. float16 is
+    computed in float32.
 
     The gradient passes straight through where \|x\| ≤ amax and is zero elsewhere. Where amax asks
     for a gradient it gets what a clip to [−amax, amax] gives: the gradients above the range minus
