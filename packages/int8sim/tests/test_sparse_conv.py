@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from bevquant_int8sim import AccumulatorOverflowError, int8_sparse_conv, requantize
+from bevquant_int8sim._accumulator import check_accumulators
 from bevquant_sparse import WeightLayout, build_rulebook, permute_weight
 
 SUBM = dict(kernel_size=3, stride=1, padding=1, dilation=1, subm=True)
@@ -182,8 +183,16 @@ def test_overflow_is_named_and_its_neighbourhood_is_exact(backend):
         int8_sparse_conv(x, w, bias + 1, rulebook, **settings)
     low = int8_sparse_conv(-x, w, -bias - 1, rulebook, **settings)
     assert low[0, 1:].tolist() == [-(2**31)] * 2
-    with pytest.raises(AccumulatorOverflowError, match="reaches -2147483649"):
+    with pytest.raises(AccumulatorOverflowError, match="reaches -2147483649, which takes 33 bits"):
         int8_sparse_conv(-x, w, -bias - 2, rulebook, **settings)
+
+
+def test_the_bits_that_a_sum_needs_are_those_of_twos_complement():
+    for value, bits in ((2**32 - 1, 33), (2**32, 34), (-(2**32), 33), (-(2**32) - 1, 34)):
+        with pytest.raises(
+            AccumulatorOverflowError, match=f"reaches {value}, which takes {bits} b"
+        ):
+            check_accumulators(torch.tensor([[0, value]]), "conv")
 
 
 @pytest.mark.parametrize("sign", [1, -1])

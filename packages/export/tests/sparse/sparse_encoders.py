@@ -96,6 +96,20 @@ class Hourglass(nn.Module):
         return self.last(self.up(self.mix(self.down(self.stem(x)))))
 
 
+class SmallKernels(nn.Module):
+    """A 1×1×1 convolution, which keeps the rows, and one as wide as its stride, which does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = chain(spconv.SubMConv3d(5, 8, 3, padding=1, bias=False, indice_key="a"))
+        self.point = chain(spconv.SparseConv3d(8, 8, 1, bias=False, indice_key="point"))
+        self.halve = spconv.SparseConv3d(8, 4, 2, stride=2, indice_key="halve")
+
+    def forward(self, features, coords, batch_size):
+        x = spconv.SparseConvTensor(features, coords, list(GRID), batch_size)
+        return self.halve(self.point(self.stem(x)))
+
+
 def frame(seed, share=0.2, batch_size=1, grid=GRID):
     generator = torch.Generator().manual_seed(seed)
     occupied = torch.rand(batch_size, *grid, generator=generator) < share
@@ -133,6 +147,10 @@ def encoder(**settings):
 
 def hourglass():
     return copy.deepcopy(_kept(Hourglass, ()))
+
+
+def small_kernels():
+    return copy.deepcopy(_kept(SmallKernels, ()))
 
 
 def switch_off(model, *paths):

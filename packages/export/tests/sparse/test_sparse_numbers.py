@@ -44,6 +44,15 @@ def test_inverse_convolutions_return_to_the_voxels(nets, tmp_path):
     assert nets.mismatches(dump, records) == dict.fromkeys([f"conv{i}" for i in range(5)], 0)
 
 
+def test_a_convolution_of_one_cell_keeps_the_rows_and_one_of_its_stride_does_not(nets, tmp_path):
+    inputs = nets.frame(3)
+    out, dump, wanted, records = both(nets, nets.small_kernels(), tmp_path / "a.onnx", inputs)
+    assert len(dump["conv1"].value) == len(inputs[0]) > len(out.features)
+    assert torch.equal(out.features, wanted.features)
+    assert torch.equal(out.indices, wanted.indices)
+    assert nets.mismatches(dump, records) == dict.fromkeys([f"conv{i}" for i in range(3)], 0)
+
+
 @pytest.mark.parametrize("tail", ["xyz", "none"])
 def test_reversed_coordinates_give_the_same_grid(nets, tmp_path, tail):
     model = nets.encoder(tail=tail)
