@@ -209,6 +209,13 @@ def test_a_sparse_layer_learns_its_ranges(spconv, cloud):
     assert all(float(p.grad.abs().max()) > 0 for p in ranges)
 
 
+def test_a_range_of_zero_is_one_to_start_from():
+    layer = QuantLinear(2, 2)
+    layer._input_quantizer.amax = 0.0
+    (start, _) = learn_ranges(layer)
+    assert float(start.detach()) == 0.0
+
+
 def test_ranges_must_be_there_before_they_learn():
     layer = QuantLinear(2, 2)
     with pytest.raises(ValueError, match="_input_quantizer have no range to start from"):

@@ -160,7 +160,7 @@ class _OldConv(_OldSparseModule):
         self.kernel_size, self.stride, self.dilation = [3] * 3, [1] * 3, [1] * 3
         self.padding, self.output_padding = [1] * 3, [0] * 3
         self.conv1x1, self.transposed, self.inverse, self.subm = False, False, False, True
-        self.groups, self.indice_key, self.fused_bn = 1, "subm", False
+        self.indice_key, self.fused_bn = "subm", False  # one group, without saying so
         self.weight = nn.Parameter(torch.randn(3, 3, 3, inputs, outputs))
         self.bias = nn.Parameter(torch.randn(outputs))
 

@@ -25,6 +25,8 @@ FLOATS: dict[str, Callable[[Tensor], Tensor]] = {
     "at least": lambda x: torch.clamp(x, min=-0.2),
     "matmul": lambda x: torch.matmul(x, x.transpose(-1, -2)),
     "glu": lambda x: F.glu(x, 1),
+    "prelu": lambda x: F.prelu(x, torch.tensor([0.1, -0.2, 0.3, 0.0])),
+    "prelu of a slope": nn.PReLU(),
     "power": lambda x: x**2,
     "sine": lambda x: x.sin() * x.reciprocal().cos(),
     "softmax": lambda x: torch.softmax(x, 1),

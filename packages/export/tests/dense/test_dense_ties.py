@@ -30,17 +30,18 @@ Fixture = Callable[..., Any]
 Integers = np.ndarray[Any, np.dtype[Any]]
 
 
-@pytest.fixture(scope="module")
-def on_borders() -> tuple[nn.Module, Tensor, Integers, Integers]:
+@pytest.fixture(scope="module", params=[1.0, 0.25], ids=["unit 1", "unit 1/4"])
+def on_borders(request: Any) -> tuple[nn.Module, Tensor, Integers, Integers]:
     """A convolution that sums to all of −16256 … 16256, its image, and two roundings of the sums.
 
-    The output's step is 30, so that 15, 45, 75, … lie on borders, and the product with 1/30 falls
+    A sum's unit is 1 or 1/4, the output's step is 30 of it, so that 15, 45, 75, … lie on borders, and the product with 1/30 falls
     to one side in float64, as in the integer model, and often to the other one in float32, as in
     onnxruntime.
     """
+    unit: float = request.param
     net = nn.Sequential(nn.Conv2d(2, 1, 1, bias=False), nn.Conv2d(1, 1, 1)).eval()
     with torch.no_grad():
-        net[0].weight.copy_(torch.tensor([127.0, 1.0]).view(1, 2, 1, 1))
+        net[0].weight.copy_(torch.tensor([127.0, 1.0]).view(1, 2, 1, 1) * unit)
     steps = torch.arange(-127.0, 128.0)
     image = torch.stack(torch.meshgrid(steps, steps, indexing="ij"))[None]
     model: Any = quantize_model(net, example_inputs=image).model.eval()
@@ -49,8 +50,8 @@ def on_borders() -> tuple[nn.Module, Tensor, Integers, Integers]:
     products = np.rint(sums.astype(np.float32) * (np.float32(1) / np.float32(30))).clip(-128, 127)
     for quantizer, largest in (
         (model[0]._input_quantizer, 127.0),
-        (model[0]._weight_quantizer, torch.full((1, 1, 1, 1), 127.0)),
-        (model[1]._input_quantizer, 30 * 127.0),
+        (model[0]._weight_quantizer, torch.full((1, 1, 1, 1), 127.0 * unit)),
+        (model[1]._input_quantizer, 30 * 127.0 * unit),
         (model[1]._weight_quantizer, torch.ones(1, 1, 1, 1)),
     ):
         quantizer.amax = largest
@@ -73,7 +74,7 @@ def test_openvino_counts_levels_from_the_lowest_value(
     """A sum of 1 lies `apart` from the border of 0 and 1: float32 tells them apart, but not 127.5
     from 127.5 and a little, which OpenVINO rounds."""
     model, image, *_ = copy.deepcopy(on_borders)
-    model[1]._input_quantizer.amax = 127 / (0.5 - apart)
+    model[1]._input_quantizer.amax = model[0]._weight_quantizer.amax.item() / (0.5 - apart)
     integers = simulate(model, image)
     (layer, *_) = (step for step in integers.steps if step.op == "conv")
     values = {layer.args[0].name: np.array([0.0, 1.0]).reshape(1, 2, 1, 1)}
