@@ -34,9 +34,9 @@ Integers = np.ndarray[Any, np.dtype[Any]]
 def on_borders(request: Any) -> tuple[nn.Module, Tensor, Integers, Integers]:
     """A convolution that sums to all of −16256 … 16256, its image, and two roundings of the sums.
 
-    A sum's unit is 1 or 1/4, the output's step is 30 of it, so that 15, 45, 75, … lie on borders, and the product with 1/30 falls
-    to one side in float64, as in the integer model, and often to the other one in float32, as in
-    onnxruntime.
+    A sum's unit is 1 or 1/4, the output's step is 30 of it, so that 15, 45, 75, … lie on borders,
+    and the product with 1/30 falls to one side in float64, as in the integer model, and often to
+    the other one in float32, as in onnxruntime.
     """
     unit: float = request.param
     net = nn.Sequential(nn.Conv2d(2, 1, 1, bias=False), nn.Conv2d(1, 1, 1)).eval()
