@@ -24,7 +24,8 @@ def frames_of(options: FrameOptions, *, with_cameras: bool, size: str) -> Sequen
         size: Of the street's scan and images, "nuscenes" or "tiny".
 
     Raises:
-        InputError: None of the two or both, options that do not go with the choice, no frames left.
+        InputError: None of the two or both, options that do not go with the choice, cameras that
+            the street's car lacks, no frames left.
     """
     if bool(options.points) == (options.dataset is not None):
         raise InputError(
@@ -46,6 +47,8 @@ def frames_of(options: FrameOptions, *, with_cameras: bool, size: str) -> Sequen
     from bevfusion_quant.datasets import open_dataset
 
     if options.dataset == "street":
+        if options.cameras:
+            _refuse_unmounted(options.cameras, size)
         return open_dataset(
             "street",
             count=options.count or 1,
@@ -95,6 +98,19 @@ def _part(frames: Sequence[Frame], options: FrameOptions) -> Sequence[Frame]:
     if not options.first and not options.count:
         return frames
     return frames[options.first : options.first + options.count if options.count else None]
+
+
+def _refuse_unmounted(names: Sequence[str], size: str) -> None:
+    """Refuse cameras that the street's car lacks before a street is rendered, which takes long."""
+    from bev_scenes import RIGS
+
+    mounted = [mount.name for mount in RIGS[size].cameras]
+    missing = [name for name in names if name not in mounted]
+    if missing:
+        raise InputError(
+            f"--cameras {' '.join(missing)}: the street's car has {', '.join(mounted)}; name some "
+            "of these, or leave it out for all"
+        )
 
 
 def _refuse_options_of_others(options: FrameOptions) -> None:
