@@ -1,35 +1,77 @@
-"""What the READMEs show is run as it stands, each README from its first example to its last.
+"""What READMEs and the documentation show is run as it stands, each page from top to bottom.
 
-Packages whose tests do so themselves are left out.
+Blocks of Python are run, and lines of blocks marked ``sh``; of other blocks the command lines are
+held against the commands' own help. Packages whose tests run their README are left out.
 """
 
 from __future__ import annotations
 
+import io
 import re
+import shlex
 import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stdout
+from functools import cache
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
 READMES = [ROOT / "README.md", *sorted(ROOT.glob("*/*/README.md"))]
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
 
 
-def python_blocks(readme: Path) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", readme.read_text(encoding="utf-8"), re.DOTALL)
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).with_suffix("").as_posix()
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """Language and text of each block."""
+    text = page.read_text(encoding="utf-8")
+    return re.findall(r"^```(\w*)[^\n]*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def command_lines(text: str) -> Iterator[tuple[str, str, list[str]]]:
+    """Program, sub-command and options of every command line of ours."""
+    found = re.finditer(r"\b(bevfusion-quant|bevfusion_quant|bevquant-lint)\b([^\n;|\"#]*)", text)
+    for program, rest in (m.groups() for m in found):
+        words = rest.split()
+        command = words[0] if program != "bevquant-lint" and words else ""
+        if command.isalpha() or program == "bevquant-lint":
+            yield program.replace("_", "-"), command, re.findall(r"(?<!\S)--[\w-]+", rest)
+
+
+@cache
+def main_of(program: str) -> Callable[[Sequence[str]], int]:
+    """What a command of ours runs."""
+    (found,) = entry_points(group="console_scripts", name=program)
+    return found.load()
+
+
+@cache
+def known_options(program: str, command: str) -> frozenset[str]:
+    """What a command's help names; the command is refused there if there is none."""
+    shown = io.StringIO()
+    with pytest.raises(SystemExit) as left, redirect_stdout(shown):
+        main_of(program)([command, "--help"] if command else ["--help"])
+    assert left.value.code == 0, f"{program} {command}"
+    return frozenset(re.findall(r"--[\w-]+", shown.getvalue()))
 
 
 @pytest.mark.parametrize(
-    "readme",
+    "page",
     [
-        r
-        for r in READMES
-        if not (r.parent / "tests" / "test_readme.py").exists() or r.parent == ROOT
+        page
+        for page in [*READMES, *PAGES]
+        if page.parent == ROOT or not (page.parent / "tests" / "test_readme.py").exists()
+        if any(language in ("python", "sh") for language, _ in blocks(page))
     ],
-    ids=lambda p: p.parent.name,
+    ids=name_of,
 )
 def test_examples_run(
-    readme: Path,
+    page: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -39,15 +81,29 @@ def test_examples_run(
         pytest.importorskip("spconv", reason="spconv is not installed")
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "readme"}
-    for block in python_blocks(readme):
-        exec(compile(block, str(readme), "exec"), names)
-    if readme.parent == ROOT:
+    for language, block in blocks(page):
+        if language == "python":
+            exec(compile(block, str(page), "exec"), names)
+        elif language == "sh":
+            for line in block.replace("\\\n", " ").splitlines():
+                program, *words = shlex.split(line, comments=True) or [""]
+                if program:
+                    assert main_of(program)(words) == 0, line
+    if page.parent == ROOT:
         found = re.search(r"SQNR (\S+) dB", capsys.readouterr().out)
         assert found
         assert float(found[1]) > 25
         assert (tmp_path / "ranges.json").exists()
 
 
-@pytest.mark.parametrize("readme", READMES, ids=lambda p: p.parent.name)
-def test_has_an_example(readme: Path) -> None:
-    assert python_blocks(readme)
+@pytest.mark.parametrize("page", [*READMES, *PAGES], ids=name_of)
+def test_commands_have_the_options_shown(page: Path) -> None:
+    for program, command, options in command_lines(page.read_text(encoding="utf-8")):
+        unknown = [o for o in options if o not in known_options(program, command)]
+        assert not unknown, f"{program} {command}"
+
+
+@pytest.mark.parametrize("page", READMES, ids=name_of)
+def test_has_an_example(page: Path) -> None:
+    text = "".join(block for _, block in blocks(page))
+    assert any(language == "python" for language, _ in blocks(page)) or list(command_lines(text))
