@@ -237,3 +237,27 @@ def test_learned_range_gets_a_gradient():
     clip = layer.input_quantizer.clip
     assert clip.clip_value_max.grad.abs().item() > 0
     assert layer.weight.grad.abs().sum().item() > 0
+
+
+def test_defaults_of_a_class_are_those_of_modules_built_from_then_on(upstream, monkeypatch):
+    for cls in (qnn.QuantConv2d, qnn.QuantMaxPool2d):
+        monkeypatch.setattr(cls, "default_quant_desc_input", None)
+    monkeypatch.setattr(qnn.QuantConv2d, "default_quant_desc_weight", None)
+    before = qnn.QuantConv2d(3, 4, 1)
+    for library, conv in ((upstream.nn, upstream.nn.QuantConv2d), (None, qnn.QuantConv2d)):
+        descriptor = upstream.tensor_quant.QuantDescriptor if library else QuantDescriptor
+        kept = conv.default_quant_desc_input, conv.default_quant_desc_weight
+        try:
+            conv.set_default_quant_desc_input(descriptor(num_bits=6, calib_method="histogram"))
+            conv.set_default_quant_desc_weight(descriptor(num_bits=4, axis=(0,)))
+            layer = conv(3, 4, 1)
+        finally:
+            conv.default_quant_desc_input, conv.default_quant_desc_weight = kept
+        assert type(layer._input_quantizer._calibrator).__name__ == "HistogramCalibrator"
+        assert (layer._input_quantizer.num_bits, layer._weight_quantizer.num_bits) == (6, 4)
+    assert before._input_quantizer.num_bits == 8
+    qnn.QuantMaxPool2d.set_default_quant_desc_input(QuantDescriptor(num_bits=5))
+    assert qnn.QuantMaxPool2d(2)._input_quantizer.num_bits == 5
+    assert qnn.QuantMaxPool2d(2, quant_desc_input=QuantDescriptor())._input_quantizer.num_bits == 8
+    with pytest.raises(TypeError, match="set_default_quant_desc_input: value must be a QuantDesc"):
+        qnn.QuantConv2d.set_default_quant_desc_input(8)

@@ -311,8 +311,8 @@ def test_torchs_fused_encoder_layer_does_not_go_past_quantized_layers():
         calibrate(quantized, [x])
         made = quantized(x)
     assert quantized.linear1._input_quantizer.amax is not None
-    assert 0 < (made - wanted).abs().max() < 0.05 * wanted.abs().max()
-    assert torch.equal(made, quantized(x).detach())  # with gradients, nothing is ever fused
+    # Past its layers it would be the float model, but for the last bits of the sums.
+    assert 1e-4 < (made - wanted).abs().max() < 0.05 * wanted.abs().max()
 
 
 def test_products_by_function_calls_are_reported():

@@ -7,14 +7,14 @@ from typing import Any
 from torch import nn
 
 from bevquant_graph import is_sparse_tensor
-from bevquant_qnn._descriptors import check_fake_quant, default_input_descriptor
+from bevquant_qnn._descriptors import InputDefault
 from bevquant_qnn._sparse_tensor import features_of, with_features
 from bevquant_quantizers import QuantDescriptor, TensorQuantizer
 
 __all__ = ["QuantAdd"]
 
 
-class QuantAdd(nn.Module):
+class QuantAdd(InputDefault, nn.Module):
     """Add two tensors after fake-quantizing both with one quantizer.
 
     y = fq(a) + fq(b). One range for both operands lets an integer kernel add the integers as they
@@ -36,10 +36,7 @@ class QuantAdd(nn.Module):
 
     def __init__(self, *, quant_desc_input: QuantDescriptor | None = None) -> None:
         super().__init__()
-        descriptor = quant_desc_input or default_input_descriptor()
-        self._input_quantizer = TensorQuantizer(
-            check_fake_quant(descriptor, type(self).__name__, "quant_desc_input")
-        )
+        self._input_quantizer = TensorQuantizer(self._input_descriptor(quant_desc_input))
 
     @property
     def input_quantizer(self) -> TensorQuantizer:

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from bevquant_graph import is_sparse_tensor
-from bevquant_qnn._descriptors import check_fake_quant, default_input_descriptor
+from bevquant_qnn._descriptors import InputDefault
 from bevquant_qnn._sparse_tensor import features_of, with_features
 from bevquant_quantizers import QuantDescriptor, TensorQuantizer
 
 __all__ = ["QuantConcat"]
 
 
-class QuantConcat(nn.Module):
+class QuantConcat(InputDefault, nn.Module):
     """Concatenate tensors after fake-quantizing each with one quantizer.
 
     y = cat(fq(x₀), fq(x₁), …). One range lets an integer kernel copy the integers side by side.
@@ -38,10 +38,7 @@ class QuantConcat(nn.Module):
     def __init__(self, dim: int = 1, *, quant_desc_input: QuantDescriptor | None = None) -> None:
         super().__init__()
         self.dim = dim
-        descriptor = quant_desc_input or default_input_descriptor()
-        self._input_quantizer = TensorQuantizer(
-            check_fake_quant(descriptor, type(self).__name__, "quant_desc_input")
-        )
+        self._input_quantizer = TensorQuantizer(self._input_descriptor(quant_desc_input))
 
     @property
     def input_quantizer(self) -> TensorQuantizer:

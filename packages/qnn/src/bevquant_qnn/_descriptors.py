@@ -8,19 +8,14 @@ from __future__ import annotations
 
 from bevquant_quantizers import QuantDescriptor
 
-__all__ = ["Axis", "check_fake_quant", "default_input_descriptor", "default_weight_descriptor"]
+__all__ = [
+    "Axis",
+    "InputDefault",
+    "WeightDefault",
+    "check_fake_quant",
+]
 
 Axis = int | tuple[int, ...] | None
-
-
-def default_input_descriptor() -> QuantDescriptor:
-    """Per tensor, 8 bit, `MaxCalibrator`."""
-    return QuantDescriptor(num_bits=8)
-
-
-def default_weight_descriptor(axis: Axis) -> QuantDescriptor:
-    """Per channel along `axis`, 8 bit, `MaxCalibrator`."""
-    return QuantDescriptor(num_bits=8, axis=axis)
 
 
 def check_fake_quant(descriptor: QuantDescriptor, owner: str, argument: str) -> QuantDescriptor:
@@ -35,3 +30,52 @@ def check_fake_quant(descriptor: QuantDescriptor, owner: str, argument: str) -> 
         )
         raise ValueError(msg)
     return descriptor
+
+
+class InputDefault:
+    """Mixin: the input's descriptor where a constructor is given none, class by class.
+
+    As in pytorch-quantization, what is set on a class holds for its subclasses too, for modules
+    that are built from then on. `quantize_model` goes by its `QuantConfig` alone.
+
+    Attributes:
+        default_quant_desc_input: ``None`` for 8 bit per tensor.
+    """
+
+    default_quant_desc_input: QuantDescriptor | None = None
+
+    @classmethod
+    def set_default_quant_desc_input(cls, value: QuantDescriptor) -> None:
+        """Use `value` for inputs from now on.
+
+        Raises:
+            TypeError: `value` is no `QuantDescriptor`.
+            ValueError: It asks for integers (``fake_quant=False``).
+        """
+        owner = f"{cls.__name__}.set_default_quant_desc_input"
+        cls.default_quant_desc_input = check_fake_quant(value, owner, "value")
+
+    def _input_descriptor(self, given: QuantDescriptor | None) -> QuantDescriptor:
+        chosen = given or self.default_quant_desc_input or QuantDescriptor(num_bits=8)
+        return check_fake_quant(chosen, type(self).__name__, "quant_desc_input")
+
+
+class WeightDefault(InputDefault):
+    """Mixin: the same for the weight.
+
+    Attributes:
+        default_quant_desc_weight: ``None`` for 8 bit per output channel.
+    """
+
+    default_quant_desc_weight: QuantDescriptor | None = None
+
+    @classmethod
+    def set_default_quant_desc_weight(cls, value: QuantDescriptor) -> None:
+        """Use `value` for weights from now on; errors as for the input."""
+        owner = f"{cls.__name__}.set_default_quant_desc_weight"
+        cls.default_quant_desc_weight = check_fake_quant(value, owner, "value")
+
+    def _weight_descriptor(self, given: QuantDescriptor | None, axis: Axis) -> QuantDescriptor:
+        chosen = given or self.default_quant_desc_weight
+        chosen = chosen or QuantDescriptor(num_bits=8, axis=axis)
+        return check_fake_quant(chosen, type(self).__name__, "quant_desc_weight")

@@ -7,7 +7,7 @@ from typing import Any, Self
 from torch import Tensor, nn
 
 from bevquant_graph import layer_class, own_code
-from bevquant_qnn._descriptors import check_fake_quant, default_input_descriptor
+from bevquant_qnn._descriptors import InputDefault
 from bevquant_qnn._takeover import attach_quantizer, take_over
 from bevquant_quantizers import QuantDescriptor, TensorQuantizer
 
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 
-class QuantPool(nn.Module):
+class QuantPool(InputDefault, nn.Module):
     """Mixin: `_input_quantizer` and `from_float` for a pooling class named by `float_class`."""
 
     float_class: type[nn.Module]
@@ -61,8 +61,7 @@ class QuantPool(nn.Module):
         return quantized
 
     def _add_quantizer(self, quant_desc_input: QuantDescriptor | None) -> None:
-        descriptor = quant_desc_input or default_input_descriptor()
-        check_fake_quant(descriptor, type(self).__name__, "quant_desc_input")
+        descriptor = self._input_descriptor(quant_desc_input)
         attach_quantizer(self, "_input_quantizer", TensorQuantizer(descriptor))
 
     def forward(self, input: Tensor) -> Any:

@@ -6,11 +6,7 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
-from bevquant_qnn._descriptors import (
-    check_fake_quant,
-    default_input_descriptor,
-    default_weight_descriptor,
-)
+from bevquant_qnn._descriptors import WeightDefault
 from bevquant_qnn._takeover import attach_quantizer, take_over
 from bevquant_quantizers import QuantDescriptor, TensorQuantizer
 from bevquant_sparse import WeightLayout, conv_forward, get_weight, is_sparse_conv, layout_of
@@ -30,7 +26,7 @@ def sparse_weight_axis(module: nn.Module) -> int:
     return layout_of(module).out_axis % weight.dim()
 
 
-class QuantSparseConvolution(nn.Module):
+class QuantSparseConvolution(WeightDefault, nn.Module):
     """A sparse convolution of fake-quantized features and a fake-quantized weight.
 
     y = act(conv(fq(x.features), fq(w)) + b) on the rulebook of the module it takes over, whatever
@@ -95,10 +91,8 @@ class QuantSparseConvolution(nn.Module):
         take_over(self, module)
         self.weight_layout = layout
         self.reads_as_matrix = reads_as_matrix
-        input_descriptor = quant_desc_input or default_input_descriptor()
-        weight_descriptor = quant_desc_weight or default_weight_descriptor(axis)
-        check_fake_quant(input_descriptor, name, "quant_desc_input")
-        check_fake_quant(weight_descriptor, name, "quant_desc_weight")
+        input_descriptor = self._input_descriptor(quant_desc_input)
+        weight_descriptor = self._weight_descriptor(quant_desc_weight, axis)
         attach_quantizer(self, "_input_quantizer", TensorQuantizer(input_descriptor))
         attach_quantizer(self, "_weight_quantizer", TensorQuantizer(weight_descriptor))
 

@@ -9,9 +9,7 @@ from torch import Tensor, nn
 from bevquant_graph import layer_class, own_code
 from bevquant_qnn._descriptors import (
     Axis,
-    check_fake_quant,
-    default_input_descriptor,
-    default_weight_descriptor,
+    WeightDefault,
 )
 from bevquant_qnn._takeover import attach_quantizer, take_over
 from bevquant_quantizers import QuantDescriptor, TensorQuantizer
@@ -19,7 +17,7 @@ from bevquant_quantizers import QuantDescriptor, TensorQuantizer
 __all__ = ["QuantWeighted"]
 
 
-class QuantWeighted(nn.Module):
+class QuantWeighted(WeightDefault, nn.Module):
     """Mixin: `_input_quantizer`, `_weight_quantizer` and `from_float`.
 
     A class that uses it is also a subclass of its float torch class, named by `float_class`.
@@ -77,16 +75,10 @@ class QuantWeighted(nn.Module):
     def _add_quantizers(
         self, quant_desc_input: QuantDescriptor | None, quant_desc_weight: QuantDescriptor | None
     ) -> None:
-        owner = type(self).__name__
-        given = {
-            "quant_desc_input": quant_desc_input or default_input_descriptor(),
-            "quant_desc_weight": quant_desc_weight
-            or default_weight_descriptor(self.weight_axis(self)),
-        }
-        for argument, descriptor in given.items():
-            check_fake_quant(descriptor, owner, argument)
-            name = "_" + argument.removeprefix("quant_desc_") + "_quantizer"
-            attach_quantizer(self, name, TensorQuantizer(descriptor))
+        read = self._input_descriptor(quant_desc_input)
+        weight = self._weight_descriptor(quant_desc_weight, self.weight_axis(self))
+        attach_quantizer(self, "_input_quantizer", TensorQuantizer(read))
+        attach_quantizer(self, "_weight_quantizer", TensorQuantizer(weight))
 
     def weight_to_quantize(self) -> Tensor:
         """Return the weight in the shape in which its quantizer's axes number output channels."""
