@@ -37,7 +37,7 @@ def blocks(page: Path) -> list[tuple[str, str]]:
 
 def command_lines(text: str) -> Iterator[tuple[str, str, list[str]]]:
     """Program, sub-command and options of every command line of ours."""
-    found = re.finditer(r"\b(bevfusion-quant|bevfusion_quant|bevquant-lint)\b([^\n;|\"#]*)", text)
+    found = re.finditer(r"\b(bevfusion-quant|bevfusion_quant|bevquant-lint)\b([^\n;|\"#`]*)", text)
     for program, rest in (m.groups() for m in found):
         words = rest.split()
         command = words[0] if program != "bevquant-lint" and words else ""
