@@ -145,6 +145,8 @@ BOXES = torch.tensor(
         [30.0, 30.0, 75.0, 90.0],  # beyond the map
         [1.0, 2.0, 62.0, 61.0],
         [10.0, 10.0, 10.0, 10.0],
+        [10.0, 10.0, 14.0, 10.0],
+        [10.0, 10.0, 10.0, 14.0],
     ]
 )
 
@@ -166,6 +168,14 @@ def test_boxes_are_aligned_on_the_map_that_fits_them(ratio: int, aligned: bool) 
             expected = align_one(plane, box, size, 1 / strides[level], ratio, aligned)
             assert np.allclose(result[k, c], expected, atol=1e-12)
     assert used == {0, 1}
+
+
+@pytest.mark.parametrize("ratio", [0, 2])
+def test_no_boxes_are_no_values(ratio: int) -> None:
+    maps = [torch.randn(1, 3, 16, 16), torch.randn(1, 3, 8, 8)]
+    for strides in ([4], [4, 8]):
+        align = MultiScaleRoIAlign((2, 3), strides, ratio, 32, 3)
+        assert align(maps[: len(strides)], [BOXES[:0]]).shape == (0, 3, 2, 3)
 
 
 def test_alignment_is_differentiable() -> None:
@@ -204,7 +214,7 @@ def test_boxes_and_maps_that_do_not_fit_are_named() -> None:
     maps = [torch.zeros(1, 1, 8, 8), torch.zeros(1, 1, 4, 4)]
     with pytest.raises(ValueError, match=r"expected 2 feature maps .* got 1"):
         align(maps[:1], [BOXES])
-    with pytest.raises(ValueError, match=r"boxes \[n, 4\].*each of 1 samples, got \[\(5, 4\), \(5"):
+    with pytest.raises(ValueError, match=r"boxes \[n, 4\].*each of 1 samples, got \[\(7, 4\), \(7"):
         align(maps, [BOXES, BOXES])
     with pytest.raises(ValueError, match=r"feature_strides=\[3\]: expected .* powers of 2"):
         MultiScaleRoIAlign(2, [3])

@@ -73,9 +73,10 @@ def int8_resize(
                 f"{name}: nearest resizing keeps the scale, multiplier={factor} does not; call "
                 "requantize() before it"
             )
+        # Never past the last pixel: (out − 1) · step < n, with room for float64's rounding.
         rows, columns = (
-            (torch.arange(out, dtype=torch.float64) * step).floor().long().clamp(max=n - 1)
-            for out, step, n in zip(sizes, steps, x.shape[2:], strict=True)
+            (torch.arange(out, dtype=torch.float64) * step).floor().long()
+            for out, step in zip(sizes, steps, strict=True)
         )
         return x[:, :, rows.to(x.device)[:, None], columns.to(x.device)]
     values = x.double()
