@@ -214,11 +214,14 @@ def lint(session: nox.Session) -> None:
         session.run("mypy", str(folder / "src"))
 
 
+DOCS = ["mkdocs-material", "mkdocstrings", "mkdocstrings-python", "ruff"]
+
+
 @nox.session
 def docs(session: nox.Session) -> None:
     """The documentation into site/; a dead link or a missing public docstring fails."""
     # Pages print the tables of export and hybrid; all else is read as text.
-    install(session, {"hybrid": "onnx"}, "mkdocs-material", "mkdocstrings", "mkdocstrings-python")
+    install(session, {"export": "", "hybrid": "onnx"}, *DOCS)
     session.run("mkdocs", "build", "--strict", *session.posargs, env={"NO_MKDOCS_2_WARNING": "1"})
 
 

@@ -107,7 +107,6 @@ def targets_page() -> str:
     from bevquant_export.lint import rules
     from bevquant_export.targets import targets
     from bevquant_hybrid.march import KNOWN, March
-    from bevquant_hybrid.operators import render_support_table
 
     def yes(value: object) -> str:
         return "yes" if value else "no"
@@ -120,12 +119,12 @@ def targets_page() -> str:
         "This page is made from the targets that the code knows. `find_target(name)` returns one, "
         "`bevquant-lint --rules --target NAME` lists its rules.",
         table(
-            ["Target", "Also called", "Files of", "Sparse encoder goes to", "Rules of the linter"],
+            ["Target", "Also called", "Engine", "Its sparse encoder", "Rules of the linter"],
             [
                 [
                     f"`{t.name}`",
                     ", ".join(f"`{a}`" for a in t.aliases) or "–",
-                    f"{t.title}, {t.kind}",
+                    t.title,
                     f"`{t.sparse}`" if t.sparse else "–",
                     str(count[t.name]),
                 ]
@@ -168,11 +167,20 @@ def targets_page() -> str:
     rows = [[f"`{n}`", chips.get(n.upper().replace("-", "_"), "")] for n in KNOWN]
     text.append(table(["March", "Chips"], rows))
     text += [
-        "What each march runs: `python -m bevquant_hybrid` users ask the table with "
-        "`check_model`; a row is an operator with the limits of its own.",
-        render_support_table(),
+        "What each runs, and under which limits: [BPU operators](bpu_operators.md).",
     ]
     return "\n\n".join(text) + "\n"
+
+
+def operators_page() -> str:
+    """The operators of the marches, as the package's own table has them."""
+    from bevquant_hybrid.operators import render_support_table
+
+    return (
+        "# BPU operators\n\nWhich operators run on a BPU, in which types and under which limits. "
+        "This page is made from the table that `check_model` asks.\n\n"
+        + render_support_table(markdown=True)
+    )
 
 
 # The API ----------------------------------------------------------------------------------------
@@ -238,7 +246,8 @@ def warn_undocumented(shown: Any) -> None:
         if shown.is_class and not n.startswith("_") and not m.is_alias and m.is_function
     ]
     for found in [shown, *inner]:
-        if not found.has_docstring:
+        # What `extra_repr` returns is torch's to say.
+        if not found.has_docstring and found.name != "extra_repr":
             log.warning("%s has no docstring", found.path)
 
 
@@ -260,6 +269,7 @@ def on_files(files: Any, config: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         pages = {"howto/symptoms.md": symptoms_page(), "reference/targets.md": targets_page()}
+        pages["reference/bpu_operators.md"] = operators_page()
     pages |= {f"api/{name}.md": text for name, text in api_pages().items()}
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))

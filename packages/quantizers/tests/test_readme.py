@@ -1,6 +1,8 @@
 import re
 from pathlib import Path
 
+PAGE = Path(__file__).parents[3] / "docs" / "packages" / "quantizers.md"
+
 
 def test_the_example_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -14,12 +16,12 @@ def test_the_example_runs(tmp_path, monkeypatch, capsys):
 def test_every_public_name_is_described():
     import bevquant_quantizers
 
-    text = (Path(__file__).parents[1] / "README.md").read_text()
+    text = PAGE.read_text(encoding="utf-8")
     assert [name for name in bevquant_quantizers.__all__ if f"`{name}`" not in text] == []
 
 
 def test_every_named_test_exists():
-    text = (Path(__file__).parents[1] / "README.md").read_text()
+    text = PAGE.read_text(encoding="utf-8")
     tests = "".join(p.read_text() for p in Path(__file__).parent.glob("test_*.py"))
     named = re.findall(r"`(test_\w+)", text)
     assert len(named) > 15

@@ -28,10 +28,11 @@ class NamedQuantizer:
 def named_quantizers(model: nn.Module) -> list[NamedQuantizer]:
     """List every quantizer once, a shared one under all of its paths.
 
-    >>> from torch import nn
-    >>> shared = TensorQuantizer()
-    >>> [entry.names for entry in named_quantizers(nn.ModuleDict({"a": shared, "b": shared}))]
-    [('a', 'b')]
+    Example:
+        >>> from torch import nn
+        >>> shared = TensorQuantizer()
+        >>> [entry.names for entry in named_quantizers(nn.ModuleDict({"a": shared, "b": shared}))]
+        [('a', 'b')]
     """
     found: dict[int, tuple[TensorQuantizer, list[str]]] = {}
     for path, module in model.named_modules(remove_duplicate=False):

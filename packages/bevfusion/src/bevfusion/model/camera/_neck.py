@@ -31,7 +31,7 @@ class ConvNormAct(nn.Module):
 class GeneralizedLSSFPN(nn.Module):
     """From the coarsest map down: enlarge, concatenate with the next finer one, convolve.
 
-    z_i = fpn_convs[i](lateral_convs[i](concat(x_i, up(z_{i+1})))), with z of the last level being
+    `z_i = fpn_convs[i](lateral_convs[i](concat(x_i, up(z_{i+1}))))`, with z of the last level being
     its x. The enlargement is bilinear with corners not aligned, as mit-bevfusion's camera+lidar
     configurations set it (the class's own default there is aligned). The last level has no output.
 
