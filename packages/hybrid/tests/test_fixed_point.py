@@ -302,3 +302,11 @@ def test_what_a_bpu_does_not_do_is_refused_by_name() -> None:
         fixed(prepared(nn.Conv2d(1, 1, 1), qconfig=wide))
     with pytest.raises(ValueError, match=r"PReLU.*one table holds one slope, got 3"):
         prepared(nn.PReLU(3))
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_integers_of_a_scale_for_each_channel_become_floats(axis: int) -> None:
+    values = torch.randint(-128, 128, (3, 3), dtype=torch.int8)
+    scale = torch.tensor([0.25, 0.5, 2.0])
+    real = torch.ops.bevquant_hybrid.dequantize(values, scale, axis)
+    assert torch.equal(real, values * (scale[:, None] if axis == 0 else scale))
