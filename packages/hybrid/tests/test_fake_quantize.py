@@ -63,6 +63,8 @@ def test_a_scale_set_gives_the_symmetric_range() -> None:
     torch.testing.assert_close(fake_quant.activation_post_process.max_val, torch.tensor([2.55]))
     with pytest.raises(ValueError, match="zero_point=1"):
         fake_quant.set_qparams(0.02, 1)
+    with pytest.raises(ValueError, match="expected 0"):
+        fake_quant.set_qparams(torch.tensor([0.02, 0.03]), torch.tensor([0, 1]))
 
 
 def test_a_fixed_scale_stays() -> None:

@@ -16,6 +16,7 @@ from bevquant_hybrid.nn.qat import qat_form
 from bevquant_hybrid.nn.quantized import FloatFunctional, fixed_point_form
 from bevquant_hybrid.qtensor import QTensor
 from bevquant_hybrid.quantization import get_default_qat_out_qconfig, get_default_qat_qconfig
+from bevquant_int8sim import AccumulatorOverflowError
 
 S_IN, S_OTHER, S_OUT = 0.031, 0.0457, 0.0723
 RANGES = {"qint8": (-128, 127), "qint16": (-32768, 32767)}
@@ -302,3 +303,26 @@ def test_what_a_bpu_does_not_do_is_refused_by_name() -> None:
         fixed(prepared(nn.Conv2d(1, 1, 1), qconfig=wide))
     with pytest.raises(ValueError, match=r"PReLU.*one table holds one slope, got 3"):
         prepared(nn.PReLU(3))
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_integers_of_a_scale_for_each_channel_become_floats(axis: int) -> None:
+    values = torch.randint(-128, 128, (3, 3), dtype=torch.int8)
+    scale = torch.tensor([0.25, 0.5, 2.0])
+    real = torch.ops.bevquant_hybrid.dequantize(values, scale, axis)
+    assert torch.equal(real, values * (scale[:, None] if axis == 0 else scale))
+
+
+def test_one_sum_of_a_product_that_leaves_int32_is_refused() -> None:
+    largest = torch.full((1, 3), 32767, dtype=torch.int16)
+    other = torch.stack([largest[0], torch.zeros(3, dtype=torch.int16)], 1)
+    with pytest.raises(AccumulatorOverflowError, match="mm: a sum of the product leaves int32"):
+        torch.ops.bevquant_hybrid.matmul(largest, other, "mm")
+
+
+def test_one_scale_of_a_weight_serves_every_bias() -> None:
+    bias = torch.tensor([0.5, -1.0, 3.0])
+    steps = torch.ops.bevquant_hybrid.quantize_bias(
+        bias, torch.tensor([0.5]), torch.tensor([0.25]), "conv"
+    )
+    assert steps.tolist() == [4, -8, 24]

@@ -173,3 +173,10 @@ def test_newer_extremes_are_averaged() -> None:
     for top in (1.0, 3.0):
         observer(torch.tensor([-top, top]))
     assert observer.max_val.item() == 1.5
+
+
+def test_both_bounds_of_all_tensors_are_kept() -> None:
+    observer = obs.MinMaxObserver()
+    for values in ([-1.0, 0.5], [-0.25, 2.0], [0.0, 1.0]):
+        observer(torch.tensor(values))
+    assert (float(observer.min_val), float(observer.max_val)) == (-1.0, 2.0)

@@ -86,3 +86,15 @@ def test_without_numba_torch_serves(monkeypatch):
     assert torch.equal(fake_quantize(x, 1.0), wanted)
     with pytest.raises(ValueError, match="pip install"):
         fake_quantize(x, 1.0, backend="numba")
+
+
+@pytest.mark.parametrize("axis", [None, 0, 1])
+@pytest.mark.parametrize("learns", [False, True])
+def test_unsigned_values_below_a_step_are_not_negative(axis, learns):
+    x = torch.tensor([[0.0, 1e-9, 0.3], [0.7, 0.999, 1.0]])
+    amax = torch.full((x.shape[axis],), 0.9) if axis is not None else torch.tensor(0.9)
+    found = [
+        fake_quantize(x.clone().requires_grad_(learns), amax, 8, True, axis=axis, backend=backend)
+        for backend in ("numba", "torch")
+    ]
+    assert torch.equal(*found)
