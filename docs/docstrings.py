@@ -22,7 +22,8 @@ _SIGNS = {
     r"\ne": "≠", r"\partial": "∂", r"\theta": "θ", r"\pi": "π", r"\delta": "δ", r"\exp": "exp",
     r"\cos": "cos", r"\sin": "sin", r"\tan": "tan", r"\mathrm": "", r"\text": "",
     r"\operatorname": "", r"\bigl": "", r"\bigr": "", r"\Bigl": "", r"\Bigr": "",
-    r"\textstyle": "", r"\hat": "", r"\tfrac": "", r"\odot": "⊙", r"\ast": "∗", r"\{": "{", r"\}": "}",
+    r"\textstyle": "", r"\hat": "", r"\tfrac": "", r"\odot": "⊙", r"\ast": "∗",
+    r"\{": "{", r"\}": "}",
 }  # fmt: skip
 
 
