@@ -351,3 +351,9 @@ def test_a_table_of_what_is_no_function_is_refused(function):
 def test_sizes_that_no_picture_has_are_named(settings, words):
     with pytest.raises(ValueError, match=words):
         int8_resize(EVERY.view(1, 1, 16, 16), **settings)
+
+
+def test_one_setting_out_of_range_is_named():
+    x = torch.zeros(1, 1, 4, 4, dtype=torch.int8)
+    with pytest.raises(ValueError, match="pool: stride="):
+        int8_max_pool(x, 2, (1, 2**40), name="pool")
