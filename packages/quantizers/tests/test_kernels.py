@@ -91,6 +91,7 @@ def test_without_numba_torch_serves(monkeypatch):
 @pytest.mark.parametrize("axis", [None, 0, 1])
 @pytest.mark.parametrize("learns", [False, True])
 def test_unsigned_values_below_a_step_are_not_negative(axis, learns):
+    pytest.importorskip("numba", reason="numba is not installed")
     x = torch.tensor([[0.0, 1e-9, 0.3], [0.7, 0.999, 1.0]])
     amax = torch.full((x.shape[axis],), 0.9) if axis is not None else torch.tensor(0.9)
     found = [
