@@ -77,6 +77,7 @@ def symptoms_page() -> str:
 
     known = {rule.id: rule for rule in rules()}
     text = [
+        "---\nhide: [toc]\n---",
         "# Symptom, cause, command",
         "Failures that others met in public, each made again in small and held by a test: the "
         "linter, the calibration, the export or the comparison names the cause. This page is made "
@@ -177,7 +178,8 @@ def operators_page() -> str:
     from bevquant_hybrid.operators import render_support_table
 
     return (
-        "# BPU operators\n\nWhich operators run on a BPU, in which types and under which limits. "
+        "---\nhide: [navigation, toc]\n---\n\n# BPU operators\n\n"
+        "Which operators run on a BPU, in which types and under which limits. "
         "This page is made from the table that `check_model` asks.\n\n"
         + render_support_table(markdown=True)
     )
