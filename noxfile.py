@@ -13,6 +13,8 @@ import nox
 ROOT = Path(__file__).parent
 MEMBERS = {p.parent.name: p.parent for p in sorted(ROOT.glob("*/*/pyproject.toml"))}
 BUILD_TOOLS = ["hatchling", "editables"]
+# A worker that ends (it crashed, or a test waited for ever) is replaced once, not eight times.
+WORKERS = ["-n", "2", "--max-worker-restart", "1"]
 
 nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.sessions = ["tests"]
@@ -95,7 +97,7 @@ def pytest(session: nox.Session, *folders: str) -> None:
     chosen = [*session.posargs, *(() if named else folders)]
     # Compiled modules are kept: tests start many processes, each of which imports torch.
     env = {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONDONTWRITEBYTECODE": ""}
-    session.run("pytest", "-n", "2", "--dist", "loadfile", *chosen, env=env)
+    session.run("pytest", *WORKERS, "--dist", "loadfile", *chosen, env=env)
 
 
 @nox.session
@@ -201,7 +203,7 @@ def portability(session: nox.Session) -> None:
         # One folder a CPU name: numba's cache holds the name in its key, this holds the rest.
         cache = Path(session.create_tmp()) / settings.get("NUMBA_CPU_NAME", "host")
         env = {"OMP_WAIT_POLICY": "PASSIVE", "NUMBA_CACHE_DIR": str(cache), **settings}
-        session.run("pytest", "-q", "-n", "2", "-m", "bits", *folders, env=env)
+        session.run("pytest", "-q", *WORKERS, "-m", "bits", *folders, env=env)
 
 
 @nox.session

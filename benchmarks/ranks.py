@@ -66,8 +66,8 @@ def calibrate(folder: Path, count: int) -> dict[str, Any]:
         fuse_branch,
         quantize_branch,
     )
-    from bevfusion_quant.ptq._summary import peak_memory_mib
     from bevfusion_quant.ranks import launched
+    from bevfusion_quant.run._record import peak_memory_mib
     from bevquant_quantizers import named_quantizers
 
     # torch.fx notes once that spconv's tensor class asks about tracing.

@@ -80,14 +80,14 @@ def frame_record() -> Target:
     """A frame's note and boxes, as a process keeps them for the next run."""
     from bev_data.points import Labels
     from bevfusion.model.head import Detections
-    from bevfusion_quant.ptq._frame_record import (
+    from bevfusion_quant.frames._note import (
         FrameNote,
         detections_of,
         detections_record,
         note_of,
         note_record,
-    )  # fmt: skip
-    from bevfusion_quant.ptq._poor_data import PoorData
+    )
+    from bevfusion_quant.frames._poor_data import PoorData
     from bevfusion_quant.ranks._records import pack, unpack
 
     labels = Labels(np.ones((2, 7), np.float32), ("car", "bus"))
@@ -137,7 +137,7 @@ def command_line() -> Target:
     def read(folder: Path) -> None:
         said = io.StringIO()
         with (
-            mock.patch("bevfusion_quant._commands.execute", return_value=""),
+            mock.patch("bevfusion_quant.commands.execute", return_value=""),
             redirect_stderr(said),
             redirect_stdout(io.StringIO()),
         ):
@@ -169,10 +169,10 @@ def record() -> Target:
 
 
 def run_evidence() -> Target:
-    from bevfusion_quant.ptq._run_folder import RUN_FORMAT, RUN_VERSIONS, write_digests
-    from bevfusion_quant.ptq._summary import write_json
     from bevfusion_quant.report import ReportContent, write_report
     from bevfusion_quant.review._evidence import read_evidence
+    from bevfusion_quant.run._folder import RUN_FORMAT, RUN_VERSIONS, write_digests
+    from bevfusion_quant.run._record import write_json
 
     head = {"format": RUN_FORMAT, "version": RUN_VERSIONS[-1]}
 

@@ -18,10 +18,9 @@ from bev_data.metrics import Accuracy, AccuracyTally, Bootstrap
 from bevfusion.model.head import NUSCENES_CLASSES
 from bevfusion_quant.export import ExportedFile, ExportedSet, FileLayer, FilePort
 from bevfusion_quant.ptq import LayerRow, QuantizerValues
-from bevfusion_quant.ptq._record import sha256
-from bevfusion_quant.ptq._run_folder import RUN_FORMAT, RUN_VERSIONS, write_digests
-from bevfusion_quant.ptq._summary import versions, write_json
 from bevfusion_quant.report import ReportBoxes, ReportContent, ReportScene, write_report
+from bevfusion_quant.run._folder import RUN_FORMAT, RUN_VERSIONS, sha256, write_digests
+from bevfusion_quant.run._record import versions, write_json
 from bevfusion_quant.sensitivity import SensitivityOutcome
 from bevquant_qnn import SensitivityRow, SensitivityTable
 

@@ -115,7 +115,7 @@ def test_branches_without_a_bpu_part() -> None:
     for branch in ("lidar", "head"):
         with pytest.raises(InputError, match=f"--branch {branch}.*--branch camera, fuser"):
             bpu_parts(branch)
-    assert BpuConfig().without_march().method == "percentile"
+    assert BpuConfig().method == "percentile"
 
 
 @pytest.mark.parametrize(

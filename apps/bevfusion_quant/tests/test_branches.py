@@ -19,7 +19,7 @@ from bevfusion_quant.ptq import (
     quantize_branch,
     quantized_parts,
 )
-from bevfusion_quant.ptq._branches import expand_patterns
+from bevfusion_quant.steps._branches import expand_patterns
 from bevquant_quantizers import TensorQuantizer
 
 if importlib.util.find_spec("spconv") is None:

@@ -236,7 +236,7 @@ def test_a_full_disk(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device", "bev.png")
 
-    monkeypatch.setattr("bevfusion_quant.ptq._run.random_weights", full)
+    monkeypatch.setattr("bevfusion_quant.steps._stages.random_weights", full)
     message = refused(capsys, here, "--points", "good.npz")
     assert "No space left on device (bev.png)" in message
     assert "--runs" in message

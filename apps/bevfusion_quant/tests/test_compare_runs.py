@@ -48,7 +48,7 @@ def without_pictures() -> Iterator[None]:
     """Pictures and pages of runs are not what this is about."""
     with pytest.MonkeyPatch.context() as patch:
         for module in ("_run", "_evaluate"):
-            for name in ("write_pictures", "write_page"):
+            for name in ("write_pictures", "write_run_page"):
                 patch.setattr(f"bevfusion_quant.ptq.{module}.{name}", lambda *given, **more: None)
         yield
 

@@ -1,4 +1,4 @@
-"""`bevfusion-quant export --target autoware`: a LiDAR detector as the file of Autoware's node."""
+"""`bevfusion-quant export` of a LiDAR detector: one file for Autoware's node, a set for others."""
 
 from __future__ import annotations
 
@@ -55,6 +55,22 @@ def test_the_set_is_right(folder: Path) -> None:
     assert "8 pair generations for 21 layers" in whole["notes"]
     encoder = files["lidar.backbone.xyz.onnx"]["checked"]
     assert (encoder["tensors"], encoder["wrong"], encoder["different"]) == (30, 0, [])
+
+
+@pytest.mark.parametrize("target", ["tensorrt", "onnxruntime"])
+def test_the_detector_for_other_engines(folder: Path, target: str) -> None:
+    runs = folder.parent.parent
+    given = f"--points {runs}/frame.npz --runs {runs} --name {target}"
+    assert main(f"export --run {runs}/a {given} --target {target}".split()) == 0
+    content = json.loads((runs / target / "onnx/manifest.json").read_text())
+    assert content["verified"], content["failures"]
+    files = {file["name"]: file for file in content["files"]}
+    assert list(files) == ["lidar.backbone.xyz.onnx", "decoder.onnx", "head.bbox.onnx"]
+    assert all(file["findings"] == [] for file in files.values())
+    assert [p["name"] for p in files["decoder.onnx"]["inputs"]] == ["lidar"]
+    stages = content["chain"]["stages"]
+    right = [(row["tensor"], row["is_right"]) for row in stages]
+    assert right == [("lidar", True), ("middle", True)]
 
 
 def test_the_whole_file_is_its_parts(folder: Path) -> None:

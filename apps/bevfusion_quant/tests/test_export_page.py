@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from bevfusion_quant._commands import _demo_target, _verified
 from bevfusion_quant._errors import VerificationError
+from bevfusion_quant.commands._text import refuse_wrong_files
+from bevfusion_quant.commands.demo import demo_target
 from bevfusion_quant.export import (
     ExportedFile,
     ExportedSet,
@@ -101,7 +102,7 @@ def test_a_wrong_layer_is_named_everywhere(tmp_path: Path) -> None:
     assert told in text
     assert "wrong: allowed is one step on 50 values" in text
     with pytest.raises(VerificationError, match=r"decoder\.1 \(resize\).*do not deploy") as caught:
-        _verified("what was printed", made)
+        refuse_wrong_files(made, "what was printed")
     assert caught.value.told == "what was printed"
 
 
@@ -110,7 +111,7 @@ def test_findings_of_the_linter_that_are_errors_fail() -> None:
     found = ("TRT004 warning at x: slow; wait", "TRT001 error at y: no importer; replace it")
     files = (replace(made.files[0], findings=found), made.files[1])
     assert replace(made, files=files).failures == (f"fuser.onnx: {found[1]}",)
-    assert _verified("text", made) == "text"
+    refuse_wrong_files(made, "text")
 
 
 def test_files_further_from_float_than_the_integers_fail() -> None:
@@ -124,8 +125,8 @@ def test_the_demo_goes_on_without_the_libraries(
 ) -> None:
     monkeypatch.setattr("bevfusion_quant.export.missing_libraries", lambda: "onnxscript")
     with caplog.at_level(logging.WARNING):
-        assert _demo_target("all") is None
+        assert demo_target("all") is None
     assert "no ONNX files without onnxscript: pip install 'bevfusion-quant[export]'" in caplog.text
     monkeypatch.setattr("bevfusion_quant.export.missing_libraries", lambda: "")
-    assert _demo_target("all") == "tensorrt"
-    assert _demo_target("head") is None
+    assert demo_target("all") == "tensorrt"
+    assert demo_target("head") is None

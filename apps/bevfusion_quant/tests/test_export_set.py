@@ -29,7 +29,7 @@ from bevfusion_quant.ptq import (
     fuse_branch,
     quantize_branch,
 )
-from bevfusion_quant.ptq._clock import Clock
+from bevfusion_quant.run._record import Clock
 from bevquant_export import cpu_at_hand, lint_onnx
 
 TINY = CONFIGS["tiny"]
@@ -226,6 +226,9 @@ def test_sets_of_other_branches() -> None:
 
     assert names(nvidia_files(("camera",))) == ["camera.backbone", "camera.vtransform"]
     assert names(nvidia_files(("lidar",))) == ["lidar.backbone.xyz"]
+    assert names(nvidia_files(("camera", "decoder", "head"))) == [
+        "camera.backbone", "camera.vtransform", "decoder", "head.bbox",
+    ]  # fmt: skip
     front = ["camera.backbone", "camera.depth", "camera.vtransform", "lidar.backbone.xyz"]
     assert names(bpu_files(PARTS, ("fuser", "decoder"))) == [*front, "fuser", "head.bbox"]
     assert names(bpu_files(PARTS, ("camera", "fuser"))) == [

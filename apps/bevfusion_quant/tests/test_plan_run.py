@@ -23,7 +23,7 @@ from bevfusion_quant.ptq import (
     load_run,
     run_ptq,
 )
-from bevfusion_quant.ptq._plan import apply_plan, before_calibration, read_plan
+from bevfusion_quant.steps._plan import apply_plan, before_calibration, read_plan
 from bevquant_qnn import PlannedGroup, PrecisionPlan, precision_groups
 
 if importlib.util.find_spec("spconv") is None:

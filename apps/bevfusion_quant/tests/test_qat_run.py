@@ -27,10 +27,11 @@ from bevfusion_quant.cli import main
 from bevfusion_quant.export._pieces import _with_weights_of
 from bevfusion_quant.integer._simulation import lowered
 from bevfusion_quant.ptq import FrameBatches, LoadedRun, PtqConfig, load_run, run_evaluate, run_ptq
-from bevfusion_quant.ptq._record import save_model, sha256
 from bevfusion_quant.qat import QatConfig, QatResult, add_up, run_qat
 from bevfusion_quant.qat._trainer import Trainer
 from bevfusion_quant.qat._weighted import weighted_layers
+from bevfusion_quant.run._folder import sha256
+from bevfusion_quant.steps._record import save_model
 from bevfusion_quant.train import Augmentation, FrameSource, Motion, TrainConfig, head_loss
 from bevfusion_quant.train._checkpoint import CHECKPOINT, read_checkpoint
 from bevfusion_quant.train._prepare import prepare_frames
@@ -61,7 +62,7 @@ def without_pictures() -> Iterator[None]:
     """Pictures and pages are not what this is about."""
     with pytest.MonkeyPatch.context() as patch:
         for module in ("ptq._run", "ptq._evaluate", "qat._write"):
-            for name in ("write_pictures", "write_page"):
+            for name in ("write_pictures", "write_run_page"):
                 patch.setattr(f"bevfusion_quant.{module}.{name}", lambda *given, **more: None)
         yield
 

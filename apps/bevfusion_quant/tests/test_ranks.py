@@ -18,16 +18,18 @@ from rank_threads import Together
 from bev_data.points import Labels
 from bevfusion.model.head import Detections
 from bevfusion_quant import InputError
-from bevfusion_quant._commands import check_processes
-from bevfusion_quant._options import Evaluate, Ptq, Tree
-from bevfusion_quant.ptq._frame_record import (
+from bevfusion_quant.commands import check_processes
+from bevfusion_quant.commands.evaluate import Evaluate
+from bevfusion_quant.commands.ptq import Ptq
+from bevfusion_quant.commands.tree import Tree
+from bevfusion_quant.frames._note import (
     FrameNote,
     detections_of,
     detections_record,
     note_of,
     note_record,
 )
-from bevfusion_quant.ptq._poor_data import PoorData
+from bevfusion_quant.frames._poor_data import PoorData
 from bevfusion_quant.qat import FramePart, add_up
 from bevfusion_quant.qat._share import parts_in_order
 from bevfusion_quant.ranks import (

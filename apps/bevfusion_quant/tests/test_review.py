@@ -14,10 +14,10 @@ from review_runs import MadeUpRuns, accuracy
 from bev_data.metrics import Interval, points, span
 from bevfusion_quant import InputError
 from bevfusion_quant.cli import main
-from bevfusion_quant.ptq._run_folder import sha256, write_digests
 from bevfusion_quant.report import read_sections
 from bevfusion_quant.review import HeadlineRow, ReviewResult, review_text, run_review
 from bevfusion_quant.review._checks import _loss
+from bevfusion_quant.run._folder import sha256, write_digests
 
 EVIL = "fuser.</script><script>window.hurt=1</script>"
 KEYS = [

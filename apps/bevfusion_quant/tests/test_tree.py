@@ -12,8 +12,8 @@ import re
 
 import pytest
 
-from bevfusion_quant._commands import tree
 from bevfusion_quant.cli import main
+from bevfusion_quant.commands.tree import tree
 from bevfusion_quant.ptq import Branch
 
 if importlib.util.find_spec("spconv") is None:

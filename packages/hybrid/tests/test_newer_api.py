@@ -51,8 +51,13 @@ from bevquant_hybrid.quantization.qconfig_setter import (
 )
 from bevquant_hybrid.quantization.qconfig_template import (
     ModuleNameQconfigSetter,
+    calibration_8bit_weight_16bit_act_qconfig_setter,
     default_calibration_qconfig_setter,
+    default_qat_fixed_act_qconfig_setter,
     default_qat_fixed_qconfig_setter,
+    default_qat_qconfig_setter,
+    qat_8bit_weight_16bit_act_qconfig_setter,
+    qat_8bit_weight_16bit_fixed_act_qconfig_setter,
 )
 from bevquant_hybrid.runtime import load
 from bevquant_hybrid.stand_in import stand_in
@@ -163,6 +168,26 @@ def test_several_setters_and_what_is_refused(x: Tensor) -> None:
     eager = Net().eval()
     eager.qconfig = get_qconfig()
     assert type(prepare(eager, x, method=PrepareMethod.EAGER)) is Net
+
+
+@pytest.mark.parametrize(
+    ("setter", "dtype", "constant"),
+    [
+        (default_calibration_qconfig_setter, "qint8", 0.01),
+        (default_qat_qconfig_setter, "qint8", 0.01),
+        (default_qat_fixed_act_qconfig_setter, "qint8", 0),
+        (calibration_8bit_weight_16bit_act_qconfig_setter, "qint16", 0.01),
+        (qat_8bit_weight_16bit_act_qconfig_setter, "qint16", 0.01),
+        (qat_8bit_weight_16bit_fixed_act_qconfig_setter, "qint16", 0),
+    ],
+)
+def test_the_basic_templates(setter: object, dtype: str, constant: float, x: Tensor) -> None:
+    """Calibration, QAT, and QAT with fixed scales of activations; of 8 bits, and of 16."""
+    set_march(March.NASH_M)
+    qat = prepare(Net().eval(), x, setter)
+    found = types(qat)
+    assert (found["conv"], found["conv.weight_fake_quant"]) == (dtype, "qint8")
+    assert qat.conv.activation_post_process.activation_post_process.averaging_constant == constant
 
 
 def test_weights_of_four_bits(x: Tensor) -> None:

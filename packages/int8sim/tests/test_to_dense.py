@@ -8,7 +8,7 @@ from bevquant_int8sim import int8_to_dense
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int16])
-@pytest.mark.parametrize("shape", [(6, 5, 4), (7, 3), (9,)])
+@pytest.mark.parametrize("shape", [(6, 5, 4), (7, 3), (9,), (3, 4, 2, 5)])
 def test_equals_a_loop(shape, dtype, random_voxels):
     generator = np.random.default_rng(0)
     indices = random_voxels(generator, 2, shape, 12)

@@ -99,6 +99,15 @@ def test_outliers_begin_where_the_crowd_has_two_integers(size, flagged):
         assert "9,999 values other than zero made the range 67" in str(found)
 
 
+def test_a_later_batch_finds_outliers_between_the_bins_of_the_first():
+    """A range of 1.01 doubles bins made for 1: 98 % reach 16 / 1024, a 64.6th of it."""
+    first, second = torch.full((10_000,), 15.5 / 1024), torch.full((10_000,), 15.5 / 1024)
+    first[0], second[0] = 1.0, 1.01
+    assert "outliers" in kinds(report(first, second, method="max"))
+    first[0] = second[0] = 1.0  # 64 times, and not more
+    assert "outliers" not in kinds(report(first, second, method="max"))
+
+
 def test_many_large_values_are_no_outliers():
     x = torch.rand(10_000)
     x[::30] = 1000.0  # three in a hundred

@@ -65,6 +65,14 @@ def test_axis_of_the_quantizer():
     )
 
 
+@pytest.mark.parametrize(("axis", "along"), [((1,), 1), ((1, 2), 0), (None, 0)])
+def test_of_several_axes_it_is_the_output_channels(axis, along):
+    layer = quantized(nn.Conv2d(6, 5, 3), axis)
+    calibrate_weights(layer, "max")
+    shape = [size if place == along else 1 for place, size in enumerate(layer.weight.shape)]
+    assert list(layer.weight_quantizer.amax.shape) == shape
+
+
 def test_num_bins_holds_per_tensor_too():
     """Upstream always takes 2048 there."""
     layer = quantized(nn.Linear(50, 50))

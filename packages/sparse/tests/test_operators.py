@@ -13,6 +13,7 @@ from bevquant_sparse import (
     build_rulebook,
     conv_forward,
     register_sparse_tensor,
+    to_dense,
     use_bevquant_kernels,
 )
 
@@ -231,3 +232,18 @@ def test_old_tensors_keep_their_class():
     got = program.module()(*cloud(30, 1))
     assert type(got) is Tensor
     assert same_bits(got, net(*cloud(30, 1)))
+
+
+def test_a_traced_size_has_the_limits_of_a_given_one():
+    """A grid whose size is in a tensor: one cell is enough, none is refused by the graph."""
+
+    class Grid(nn.Module):
+        def forward(self, features, indices, size):
+            return to_dense(features, indices, (size.item(), 3), 1)
+
+    features, indices = torch.ones(1, 2), torch.tensor([[0, 0, 1]])
+    program = torch.export.export(Grid(), (features, indices, torch.tensor(4)), strict=False)
+    module = program.module()
+    assert module(features, indices, torch.tensor(1)).shape == (1, 2, 1, 3)
+    with pytest.raises(RuntimeError, match="assert"):
+        module(features, indices, torch.tensor(0))

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from bevfusion_quant._options import Command
+    from bevfusion_quant.commands import Command
 
 __all__ = ["main"]
 
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     import tyro
 
-    from bevfusion_quant._options import Command
+    from bevfusion_quant.commands import Command
 
     for place, argument in enumerate(arguments):
         # Said before they are read: a path that is empty would be the folder one is in.
@@ -81,9 +81,9 @@ def _run(arguments: list[str]) -> int:
     _reuse_freed_memory()
     from bev_data.points import PointsError
     from bev_data.voxelize import VoxelizeError
-    from bevfusion_quant._commands import check_processes, execute
     from bevfusion_quant._errors import InputError, VerificationError
-    from bevfusion_quant._options import check_options
+    from bevfusion_quant.commands import check_processes, execute
+    from bevfusion_quant.options import check_options
     from bevfusion_quant.ranks import RankError, launched
     from bevquant_quantizers.documents import DocumentError
 

@@ -1,7 +1,5 @@
 """`bev_data.datasets` under the name that it had here, with the procedural streets."""
 
-from typing import Literal
-
 import bev_scenes  # noqa: F401  registers the kind "street"
 from bev_data.datasets import (
     FrameList,
@@ -11,6 +9,7 @@ from bev_data.datasets import (
     scene_name,
     write_frame_folder,
 )
+from bevfusion_quant.options import DatasetKind
 
 __all__ = [
     "DatasetKind",
@@ -21,5 +20,3 @@ __all__ = [
     "scene_name",
     "write_frame_folder",
 ]
-
-DatasetKind = Literal["street", "pandaset", "kitti", "files", "nuscenes"]

@@ -61,6 +61,22 @@ def test_functions_of_floats_are_torchs(
     export_qdq_onnx(model, x, tmp_path / "mapper.onnx", "horizon")
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_is_written_without_torchs_exporter(
+    masked: bool, calibrated: Fixture, run: Fixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attend(x: Tensor) -> Tensor:
+        mask = x.abs().mean(1, keepdim=True) if masked else None
+        return F.scaled_dot_product_attention(x, x * 2, x + 1, attn_mask=mask)
+
+    x = torch.randn(2, 4, 6, 6)
+    model = calibrated(Behind(attend), x)
+    monkeypatch.setattr("bevquant_export.dense._emit.torch_form", None)
+    file = export_qdq_onnx(model, x, tmp_path / "net.onnx")
+    (made,), _ = run(file, x, optimised=False)
+    torch.testing.assert_close(made, simulate(model, x)(x), rtol=1e-4, atol=1e-5)
+
+
 def _drawn_over(x: Tensor) -> Tensor:
     x = x.clone()
     x[:, :, 1:3] = 0

@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from bevquant_export import compare_qdq_onnx, export_qdq_onnx
 from bevquant_export.dense import _compare
 from bevquant_export.dense._products import products_at
-from bevquant_export.dense._profile import profile_of
 from bevquant_export.dense._ties import Ties
+from bevquant_export.targets._qdq import profile_of
 from bevquant_int8sim import simulate
 from bevquant_int8sim.program import Step
 from bevquant_qnn import QuantAdd, quantize_model
@@ -82,6 +82,49 @@ def test_openvino_counts_levels_from_the_lowest_value(
     for name, ties in ("onnxruntime", 0), ("openvino", openvino):
         found = Ties(integers.program, values, {}, profile_of(name))
         assert found.count(layer.outputs[0], np.zeros(one), np.ones(one)) == ties
+
+
+@pytest.mark.parametrize(("apart", "ties"), [(500, 1), (600, 0)])
+def test_openvino_rounds_a_product_before_its_bias(
+    on_borders: Any, apart: float, ties: int
+) -> None:
+    """8·2⁻²⁴ of the product, of the sum with the bias, and of the sum's level, 100.5 + 256."""
+    model, image, *_ = copy.deepcopy(on_borders)
+    total = 127 * 100 * model[0]._weight_quantizer.amax.item() / 127
+    border = 100.5 + 8 * 2.0**-24 * apart
+    model[1]._input_quantizer.amax = 127 * total / border
+    integers = simulate(model, image)
+    (layer, *_) = (step for step in integers.steps if step.op == "conv")
+    values = {layer.args[0].name: np.array([100.0, 0.0]).reshape(1, 2, 1, 1)}
+    found = Ties(integers.program, values, {}, profile_of("openvino"))
+    lower = np.full((1, 1, 1, 1), 100.0)
+    assert found.count(layer.outputs[0], lower, lower + 1) == ties
+    unknown = Ties(integers.program, {}, {}, profile_of("openvino"))
+    assert unknown.count(layer.outputs[0], lower, lower + 1) == 0
+
+
+def test_a_sum_on_a_border_is_a_tie() -> None:
+    """(1 + 2)/4 lies between one and two steps of a half; (1 + 1)/4 and (1 + 3)/4 are steps."""
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.join, self.last = QuantAdd(), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.last(self.join(x, y))
+
+    given = torch.ones(1, 3), torch.ones(1, 3)
+    model: Any = quantize_model(Sum().eval(), example_inputs=given).model
+    calibrate(model, [given], forward=lambda net, pair: net(*pair))
+    model.join._input_quantizer.amax = torch.tensor(127 / 4)
+    model.last._input_quantizer.amax = torch.tensor(127 / 2)
+    integers = simulate(model, given)
+    (step,) = (step for step in integers.steps if step.op == "add")
+    a, b = np.array([[1.0, 1.0, 1.0]]), np.array([[1.0, 2.0, 3.0]])
+    values = dict(zip((ref.name for ref in step.args), (a, b), strict=True))
+    found = Ties(integers.program, values, {}, profile_of("onnxruntime"))
+    assert found.count(step.outputs[0], np.array([[1.0] * 3]), np.array([[2.0] * 3])) == 1
 
 
 def test_a_weight_that_is_a_step_off_is_no_tie(tmp_path: Path, on_borders: Any) -> None:

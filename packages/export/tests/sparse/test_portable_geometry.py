@@ -68,6 +68,10 @@ AXES = {
     grid=(9, 2, 9), kernel=(3, 5, 3), stride=(1, 1, 1), padding=(0, 0, 0), dilation=(2, 2, 2),
     kind="subm", share=1.0, batch_size=2, seed=0,
 )  # fmt: skip
+@example(  # a pointwise kernel moves nothing, unless one axis is padded
+    grid=(4, 3, 5), kernel=(1, 1, 1), stride=(1, 1, 1), padding=(1, 0, 0), dilation=(1, 1, 1),
+    kind="strided", share=0.3, batch_size=2, seed=0,
+)  # fmt: skip
 @settings(max_examples=25, deadline=None, derandomize=True)
 def test_any_geometry(grid, kernel, stride, padding, dilation, kind, share, batch_size, seed):
     if kind == "subm":

@@ -100,9 +100,11 @@ def own_code(module: object, cls: type[Any] | None = None) -> str | None:
         return None
     known = {name for base in cls.__mro__ for name in vars(base)} - _HARMLESS
     name = type(module).__name__
-    # `Module.compile` keeps its result there, which computes the same.
-    for method in sorted(known & set(getattr(module, "__dict__", {})) - {"_compiled_call_impl"}):
-        if callable(getattr(cls, method)):
+    own = getattr(module, "__dict__", {})
+    # `Module.compile` keeps its result there, which computes the same. What cannot be called is a
+    # note of the model's (a parser's `module.type = "Upsample"`) and replaces no code.
+    for method in sorted(known & set(own) - {"_compiled_call_impl"}):
+        if callable(getattr(cls, method)) and callable(own[method]):
             return f"{name}.{method} was replaced on the instance"
     values = _value_names(module, cls)
     settled: set[type] = set()

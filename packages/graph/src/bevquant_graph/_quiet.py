@@ -12,7 +12,7 @@ from torch.export import _trace
 
 __all__ = ["quiet"]
 
-_LOGGERS = ("torch", "torch.export", "torch._export", "torch.fx")
+_LOGGERS = ("torch", "torch.__trace", "torch.export", "torch._export", "torch.fx")
 
 
 @contextmanager

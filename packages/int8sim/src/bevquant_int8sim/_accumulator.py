@@ -19,8 +19,6 @@ class AccumulatorOverflowError(ValueError):
 
 def sums_of_sizes(weight: Tensor, channel_axis: int) -> Tensor:
     """Σ|w| of each output channel, int64; `channel_axis` numbers the channels."""
-    if weight.numel() == 0:
-        return torch.zeros(weight.shape[channel_axis], dtype=torch.int64)
     rest = [a for a in range(weight.dim()) if a != channel_axis % weight.dim()]
     return weight.to(torch.int64).abs().sum(rest)
 

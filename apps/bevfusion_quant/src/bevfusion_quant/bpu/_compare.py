@@ -9,19 +9,16 @@ import torch
 
 from bevfusion_quant.bpu._follow import Follower, Models
 from bevfusion_quant.bpu._probe import NodeProbe
-from bevfusion_quant.bpu._rows import BpuComparison
 from bevfusion_quant.bpu._tallies import Tallies
-from bevfusion_quant.ptq import LayerRow
-from bevfusion_quant.ptq._judge import Judgement
-from bevfusion_quant.ptq._stage_maps import whole_output
-from bevfusion_quant.ptq._sums import PairSums
+from bevfusion_quant.measure import Judgement, LayerRow, PairSums, whole_output
+from bevfusion_quant.results import BpuComparison
 
 if TYPE_CHECKING:
     from bev_data.metrics import AccuracyTally
     from bevfusion.model import BEVFusionConfig
     from bevfusion_quant.bpu._labels import Label
     from bevfusion_quant.bpu._quantize import Forms
-    from bevfusion_quant.ptq import FrameBatches
+    from bevfusion_quant.frames import FrameBatches
 
 __all__ = ["compare_forms", "node_probes"]
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, cast
 
 from bevfusion.model import PART_PATHS
 from bevfusion_quant.bpu._config import bpu_parts
-from bevfusion_quant.ptq._branches import Branch, why_float
+from bevfusion_quant.options import Branch
+from bevfusion_quant.steps import why_float
 from bevquant_hybrid.partition import Plan, PlanNode, number_segments
 
 if TYPE_CHECKING:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from bevfusion_quant.results import BpuEstimate
 from bevquant_hybrid.operators import find_violations, trace_calls
 from bevquant_hybrid.performance import estimate_layers, load_chip_figures
 
@@ -16,31 +17,8 @@ if TYPE_CHECKING:
 
     from bevfusion_quant.bpu._labels import Label
     from bevquant_hybrid.operators import OperatorCall
-    from bevquant_hybrid.performance import ChipFigures, LayerEstimate
 
-__all__ = ["BpuEstimate", "estimate_unit"]
-
-
-@dataclass(frozen=True)
-class BpuEstimate:
-    """A roofline estimate from public figures, no measurement.
-
-    Attributes:
-        figures: What is known of the chip, each number with its source.
-        cores: How many of the chip's cores share the work.
-        layers: One for each call on the BPU, named as in the model; boundaries left out.
-        violations: What the march's table of operators does not allow, one line each.
-    """
-
-    figures: ChipFigures
-    cores: int
-    layers: tuple[LayerEstimate, ...]
-    violations: tuple[str, ...]
-
-    @property
-    def seconds(self) -> float:
-        """Layers one after the other."""
-        return sum(layer.seconds for layer in self.layers)
+__all__ = ["estimate_unit"]
 
 
 def estimate_unit(

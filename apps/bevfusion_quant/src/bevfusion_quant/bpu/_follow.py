@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from bevfusion_quant.bpu._probe import NodeProbe
-from bevfusion_quant.bpu._rows import BpuLayer, BpuStage
-from bevfusion_quant.ptq._lockstep import Leader, lead
-from bevfusion_quant.ptq._stage_maps import StageMaps, StageProbe
-from bevfusion_quant.ptq._sums import PairSums
+from bevfusion_quant.measure import Leader, PairSums, StageMaps, StageProbe, lead
+from bevfusion_quant.results import BpuLayer, BpuStage
 from bevquant_hybrid.qtensor import QTensor, as_float
 
 if TYPE_CHECKING:

@@ -13,9 +13,8 @@ from bevfusion_quant.bpu._follow import Models
 from bevfusion_quant.bpu._prepare import SplitUnits
 from bevfusion_quant.bpu._quantize import Forms, for_march
 from bevfusion_quant.bpu._save import WEIGHTS, cpu_weights, graph_weights
-from bevfusion_quant.ptq._branches import built_parts
-from bevfusion_quant.ptq._load_run import read_run_config
-from bevfusion_quant.ptq._record import sha256
+from bevfusion_quant.run import sha256
+from bevfusion_quant.steps import built_parts, read_run_config
 from bevquant_quantizers.documents import read_tensors
 
 __all__ = ["LoadedBpuRun", "load_bpu_run"]

@@ -10,13 +10,14 @@ import torch
 
 from bevfusion_quant.bpu._compose import compose_plan
 from bevfusion_quant.bpu._config import bpu_parts
-from bevfusion_quant.bpu._estimate import BpuEstimate, estimate_unit
+from bevfusion_quant.bpu._estimate import estimate_unit
 from bevfusion_quant.bpu._follow import Models
 from bevfusion_quant.bpu._labels import node_labels
 from bevfusion_quant.bpu._plan import unit_plan
 from bevfusion_quant.bpu._quantize import Forms, calibrating_form, finished_forms, names_on_cpu
 from bevfusion_quant.bpu._split import SplitModel
 from bevfusion_quant.bpu._units import bpu_units
+from bevfusion_quant.results import BpuEstimate
 from bevquant_hybrid.quantization import fuse_fx
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from bevfusion_quant.bpu._rows import BpuLayer
-from bevfusion_quant.ptq._sums import PairSums
+from bevfusion_quant.measure import PairSums
+from bevfusion_quant.results import BpuLayer
 
 if TYPE_CHECKING:
     from bevfusion_quant.bpu._labels import Label

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.bpu._units import PREFIXES
-from bevfusion_quant.ptq._branches import expand_patterns
+from bevfusion_quant.steps import expand_patterns
 from bevquant_hybrid.march import get_march, set_march
 from bevquant_hybrid.quantization import (
     FakeQuantState,

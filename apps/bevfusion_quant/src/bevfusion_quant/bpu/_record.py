@@ -11,9 +11,9 @@ from bevfusion_quant.bpu._labels import node_labels
 from bevfusion_quant.bpu._units import PREFIXES
 
 if TYPE_CHECKING:
-    from bevfusion_quant.bpu._outcome import BpuOutcome
     from bevfusion_quant.bpu._prepare import SplitUnits
     from bevfusion_quant.bpu._quantize import Forms
+    from bevfusion_quant.results import BpuOutcome
 
 __all__ = ["folding_record", "placement_record"]
 

@@ -13,27 +13,16 @@ from bevfusion.model import CONFIGS, build_model
 from bevfusion_quant.bpu._compare import compare_forms, node_probes
 from bevfusion_quant.bpu._labels import node_labels
 from bevfusion_quant.bpu._load import load_bpu_run
-from bevfusion_quant.bpu._outcome import BpuOutcome
 from bevfusion_quant.bpu._prepare import SplitUnits
 from bevfusion_quant.bpu._quantize import for_march
 from bevfusion_quant.bpu._record import folding_record, placement_record
 from bevfusion_quant.bpu._save import save_weights
 from bevfusion_quant.bpu._write import BpuResult, RunWriter
-from bevfusion_quant.ptq import (
-    FrameBatches,
-    built_parts,
-    data_findings,
-    finding_lines,
-    quantized_parts,
-    read_run_config,
-    run_folder,
-)
-from bevfusion_quant.ptq._accuracy_tally import accuracy_tally
-from bevfusion_quant.ptq._clock import Clock
-from bevfusion_quant.ptq._config import calibration_count
-from bevfusion_quant.ptq._run import fill_weights
-from bevfusion_quant.ptq._stage_maps import whole_output
-from bevfusion_quant.ptq._sums import relative_change
+from bevfusion_quant.frames import FrameBatches, data_findings, finding_lines
+from bevfusion_quant.measure import accuracy_tally, relative_change, whole_output
+from bevfusion_quant.results import BpuOutcome
+from bevfusion_quant.run import Clock, run_folder
+from bevfusion_quant.steps import built_parts, fill_weights, quantized_parts, read_run_config
 
 if TYPE_CHECKING:
     from bev_data.metrics import AccuracyTally, Bootstrap
@@ -67,8 +56,8 @@ def run_bpu(
     Raises:
         InputError: Whatever is wrong with the input; nothing is written then.
     """
-    clock, settings = Clock(), config.without_march()
-    count = calibration_count(settings, len(frames))
+    clock = Clock()
+    count = config.calibration_count(len(frames))
     with run_folder(runs, name, overwrite=overwrite) as folder, for_march(config.march):
         sizes = CONFIGS[config.config]
         with clock.step("build"):
@@ -76,7 +65,7 @@ def run_bpu(
             batches = FrameBatches(frames, sizes, model, config.cameras)
         with clock.step("read and voxelize"):
             first = batches[0]
-        weights = fill_weights(model, settings, first, clock)
+        weights = fill_weights(model, config, first, clock)
         with clock.step("fuse", blame="the weights cannot be folded"):
             units = SplitUnits(model, config)
         with clock.step("calibrate", blame="no ranges can be found"):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from bevfusion.model import PART_PATHS
 from bevfusion_quant.bpu._config import bpu_parts
-from bevfusion_quant.ptq._record import sha256
+from bevfusion_quant.run import sha256
 from bevquant_quantizers.documents import write_tensors
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, fx, nn
 
-from bevfusion_quant.ptq._stage_maps import whole_output
+from bevfusion_quant.measure import whole_output
 
 if TYPE_CHECKING:
     from bevfusion.model import BEVFusion

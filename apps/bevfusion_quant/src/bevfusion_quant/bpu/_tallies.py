@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from bevfusion_quant.ptq import DetectionTally
+from bevfusion_quant.measure import DetectionTally
 
 if TYPE_CHECKING:
     from bev_data.metrics import AccuracyTally
     from bev_data.points import Labels
     from bevfusion.model import BEVFusion, BEVFusionConfig
     from bevfusion.model.head import Detections
-    from bevfusion_quant.ptq import AgreementRow, FoundRow
+    from bevfusion_quant.measure import AgreementRow, FoundRow
 
 __all__ = ["Tallies"]
 

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from bev_data.metrics import accuracy_text, aligned_table
-from bevfusion_quant.ptq import agreement_text, layer_table
-from bevfusion_quant.ptq._summary import or_dash
+from bevfusion_quant.measure import agreement_text, layer_table, or_dash
 
 if TYPE_CHECKING:
-    from bevfusion_quant.bpu._outcome import BpuOutcome
+    from bevfusion_quant.results import BpuOutcome
     from bevquant_hybrid.partition import Plan
 
 __all__ = ["bpu_text"]

@@ -7,20 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from bevfusion.model import CONFIGS
-from bevfusion_quant.bpu._outcome import BpuOutcome
-from bevfusion_quant.ptq import FrameBatches, PoorData
-from bevfusion_quant.ptq._clock import Clock
-from bevfusion_quant.ptq._page import write_page, write_pictures
-from bevfusion_quant.ptq._run_folder import CONFIG_FILE, RUN_FORMAT, RUN_VERSIONS
-from bevfusion_quant.ptq._summary import peak_memory_mib, versions, write_json
+from bevfusion_quant.frames import FrameBatches, PoorData
+from bevfusion_quant.report import write_pictures, write_run_page
+from bevfusion_quant.results import BpuOutcome
+from bevfusion_quant.run import (
+    Clock,
+    RunRecord,
+)
 from bevquant_quantizers.documents import write_whole
 
 __all__ = ["BpuResult", "RunWriter"]
-
-HEAD = {"format": RUN_FORMAT, "version": RUN_VERSIONS[-1]}
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +63,7 @@ class RunWriter:
 
     def __post_init__(self) -> None:
         self.sizes = CONFIGS[self.settings["config"]]
+        self.record = RunRecord(self.folder, self.command, self.clock, ("bevquant-hybrid",))
         self.warnings += (*self.outcome.plan.warnings, *self.outcome.violations)
 
     def draw(self, stage: str) -> None:
@@ -81,49 +79,30 @@ class RunWriter:
 
     def config(self, more: Mapping[str, Any]) -> None:
         """config.json."""
-        write_json(self.folder / CONFIG_FILE, {**HEAD, **self.settings, **more})
+        self.record.write_settings({**self.settings, **more})
 
     def page(self, title: str) -> None:
         """report.html."""
+        judgement = self.outcome.comparison.judgement
         with self.clock.step("page"):
-            write_page(
-                self.folder / "report.html",
-                title=title,
-                command=self.command,
-                config=self.sizes,
-                settings={**self.settings, "threads": torch.get_num_threads()},
-                frame=self.batches.first_frame,
-                cameras=self.batches.used_cameras(self.batches.first_frame),
-                frames=[frame for _, (frame, _) in sorted(self.batches.names.items())],
-                judgement=self.outcome.comparison.judgement,
+            write_run_page(
+                self.record, title, self.sizes, self.settings, self.batches, judgement,
                 records=self.records,
-                seconds=self.clock.seconds(),
-                peak_memory_mib=peak_memory_mib(),
                 bpu=self.outcome,
                 accuracy=self.outcome.accuracy,
-            )
+            )  # fmt: skip
 
     def summary(self, more: Mapping[str, Any]) -> tuple[dict[str, float], float]:
         """summary.json, and the seconds and the peak memory that it names."""
-        seconds, peak = self.clock.seconds(), round(peak_memory_mib(), 1)
-        frames = [
-            {"name": frame, "size": size} for _, (frame, size) in sorted(self.batches.names.items())
-        ]
-        content = {
-            **HEAD,
-            "target": "bpu",
-            "command": self.command,
-            "versions": versions("bevquant-hybrid"),
-            "threads": torch.get_num_threads(),
-            "branch": self.settings.get("branch"),
-            "frames": frames,
-            **more,
-            **self.records,
-            **self.outcome.comparison.judgement.summary(),
-            "bpu": self.outcome.summary(),
-            "warnings": self.warnings,
-            "seconds": seconds,
-            "peak_memory_mib": peak,
-        }
-        write_json(self.folder / "summary.json", content)
-        return seconds, peak
+        return self.record.write_summary(
+            {
+                "target": "bpu",
+                "branch": self.settings.get("branch"),
+                "frames": self.batches.listed(),
+                **more,
+                **self.records,
+                **self.outcome.comparison.judgement.summary(),
+                "bpu": self.outcome.summary(),
+                "warnings": self.warnings,
+            }
+        )

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.ptq import built_parts, load_run, read_run_config
-from bevfusion_quant.ptq._stage_maps import whole_output
-from bevfusion_quant.ptq._sums import relative_change
+from bevfusion_quant.measure import relative_change, whole_output
+from bevfusion_quant.steps import built_parts, load_run, read_run_config
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from bev_data.metrics import accuracy_notes, nds_title, points, span
 from bevfusion_quant.compare._text import setting_text
-from bevfusion_quant.ptq._summary import peak_memory_mib, versions
 from bevfusion_quant.report import ReportContent, Section, write_page
 from bevfusion_quant.report._format import count
 from bevfusion_quant.report._html import Html, tag
@@ -19,6 +16,7 @@ from bevfusion_quant.report._overview import head, reproduce
 if TYPE_CHECKING:
     from bev_data.metrics import Difference, Interval, ModelAccuracy
     from bevfusion_quant.compare._outcome import Comparison
+    from bevfusion_quant.run import RunRecord
 
 __all__ = ["comparison_section", "write_comparison_page"]
 
@@ -32,40 +30,31 @@ WIDE, HIGH = 100.0, 12.0  # of a bar, in its own units
 
 
 def write_comparison_page(
-    path: Path,
-    title: str,
-    command: str,
-    comparison: Comparison,
-    frames: Sequence[str],
-    seconds: Mapping[str, float],
+    record: RunRecord, title: str, comparison: Comparison, frames: Sequence[str]
 ) -> Path:
     """Write report.html: the tables, and how to repeat them.
 
     Args:
-        path: The file.
-        title: Name of the comparison.
-        command: The command line that repeats it.
+        record: Of the comparison.
+        title: Its name.
         comparison: What was found.
         frames: Names of all frames.
-        seconds: By step.
     """
+    settings = comparison.runs[0].settings
     content = ReportContent(
         title=title,
-        config=str(comparison.runs[0].settings.get("config", "")),
-        command=command,
-        versions=versions(),
-        settings={
-            "runs": ", ".join(run.folder for run in comparison.runs),
-            "weights": comparison.runs[0].settings.get("weights"),
-            "threads": torch.get_num_threads(),
-        },
-        frames=tuple(frames),
-        seconds=seconds,
-        peak_memory_mib=peak_memory_mib(),
+        config=str(settings.get("config", "")),
+        frames=frames,
+        **record.on_page(
+            {
+                "runs": ", ".join(run.folder for run in comparison.runs),
+                "weights": settings.get("weights"),
+            }
+        ),
     )
     again = reproduce(content)
     sections = [comparison_section(comparison), *([] if again is None else [again])]
-    return write_page(path, title, head(content), sections)
+    return write_page(record.folder / "report.html", title, head(content), sections)
 
 
 def comparison_section(comparison: Comparison) -> Section:

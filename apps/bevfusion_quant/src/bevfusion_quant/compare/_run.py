@@ -8,20 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from bev_data.cameras import CAMERA_NAMES
 from bevfusion.model import CONFIGS
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.compare._alike import AlikeRuns, check_settings, load_alike, names_of
 from bevfusion_quant.compare._outcome import ComparedRun, Comparison
 from bevfusion_quant.compare._page import write_comparison_page
-from bevfusion_quant.ptq import FrameBatches, run_folder
-from bevfusion_quant.ptq._accuracy_tally import Model, accuracy_tally, tally_models
-from bevfusion_quant.ptq._clock import Clock
-from bevfusion_quant.ptq._run_folder import CONFIG_FILE, RUN_FORMAT, RUN_VERSIONS
-from bevfusion_quant.ptq._run_shards import run_shards
-from bevfusion_quant.ptq._summary import peak_memory_mib, versions, write_json
+from bevfusion_quant.frames import FrameBatches
+from bevfusion_quant.measure import Model, accuracy_tally, tally_models
+from bevfusion_quant.run import (
+    Clock,
+    RunRecord,
+    peak_memory_mib,
+    run_folder,
+    run_shards,
+)
 
 if TYPE_CHECKING:
     from bev_data.metrics import Accuracy, AccuracyTally, Bootstrap
@@ -112,31 +113,20 @@ def run_compare(
         seconds, peak = clock.seconds(), round(peak_memory_mib(), 1)
         if not shards.ranks.first:  # the first one writes
             return CompareResult(runs / name, comparison, seconds, peak)
-        names = [frame for _, (frame, _) in sorted(batches.names.items())]
+        record = RunRecord(folder, command, clock)
         entries = [run.summary() for run in told]
-        head = {"format": RUN_FORMAT, "version": RUN_VERSIONS[-1]}
         settings = {"compares": entries, "config": sizes.name, "cameras": cameras}
-        write_json(
-            folder / CONFIG_FILE, {**head, "evaluates": [run.folder for run in told], **settings}
-        )
+        record.write_settings({"evaluates": [run.folder for run in told], **settings})
         with clock.step("page"):
-            write_comparison_page(
-                folder / "report.html", name, command, comparison, names, clock.seconds()
-            )
-        seconds, peak = clock.seconds(), round(peak_memory_mib(), 1)
-        content = {
-            **head,
-            "command": command,
-            **settings,
-            "versions": versions(),
-            "threads": torch.get_num_threads(),
-            "frames": names,
-            "accuracy": comparison.accuracy.summary(),
-            "notes": comparison.left_out(),
-            "seconds": seconds,
-            "peak_memory_mib": peak,
-        }
-        write_json(folder / "summary.json", content)
+            write_comparison_page(record, name, comparison, batches.frame_names)
+        seconds, peak = record.write_summary(
+            {
+                **settings,
+                "frames": batches.frame_names,
+                "accuracy": comparison.accuracy.summary(),
+                "notes": comparison.left_out(),
+            }
+        )
     shards.remove()
     return CompareResult(runs / name, comparison, seconds, peak)
 
@@ -163,7 +153,7 @@ def _batches(
 ) -> FrameBatches:
     """The frames as batches, made by a model of the right parts, which is not run."""
     from bevfusion.model import build_model
-    from bevfusion_quant.ptq import built_parts
+    from bevfusion_quant.steps import built_parts
 
     sizes = CONFIGS[config["config"]]
     model = build_model(sizes, built_parts(config.get("branch", "lidar")))

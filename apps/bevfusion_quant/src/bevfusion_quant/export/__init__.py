@@ -1,16 +1,18 @@
 """A run's model as ONNX files: written, linted, run and held against the integer model."""
 
 from bevfusion_quant.export._export import ONNX_FOLDER, export_model, missing_libraries
-from bevfusion_quant.export._outcome import (
+from bevfusion_quant.export._run import ExportResult, export_run
+from bevfusion_quant.options import ExportTarget
+from bevfusion_quant.results import (
     ExportedFile,
     ExportedSet,
-    ExportTarget,
     FileLayer,
     FilePort,
     SetStage,
+    export_text,
+    file_size,
+    set_verdict,
 )
-from bevfusion_quant.export._run import ExportResult, export_run
-from bevfusion_quant.export._text import export_text, file_size, set_verdict
 
 __all__ = [
     "ONNX_FOLDER",

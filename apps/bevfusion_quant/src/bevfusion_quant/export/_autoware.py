@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bevfusion_quant.export._check import TOLERANCE
 from bevfusion_quant.export._files import AUTOWARE_BOXES, HEAD, LIDAR
-from bevfusion_quant.export._outcome import FileLayer
+from bevfusion_quant.results import FileLayer
 
 if TYPE_CHECKING:
     from bevfusion.model import BEVFusion

@@ -12,7 +12,8 @@ from bevfusion_quant.export._export import export_pieces
 from bevfusion_quant.export._files import LIDAR, FilePart, bpu_files
 from bevfusion_quant.export._join import beside_bpu_layers
 from bevfusion_quant.export._pieces import Piece
-from bevfusion_quant.ptq import FrameBatches, example_batch, fuse_branch
+from bevfusion_quant.frames import FrameBatches
+from bevfusion_quant.steps import example_batch, fuse_branch
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
     from bev_data.points import Frame
     from bevfusion.model import BEVFusion
     from bevfusion_quant.bpu import LoadedBpuRun
-    from bevfusion_quant.export._outcome import ExportedSet
-    from bevfusion_quant.ptq._clock import Clock
+    from bevfusion_quant.results import ExportedSet
+    from bevfusion_quant.run import Clock
 
 __all__ = ["export_bpu"]
 

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from bevfusion_quant.export._files import HEAD
-from bevfusion_quant.export._outcome import SetStage
 from bevfusion_quant.export._walk import walk
-from bevfusion_quant.ptq._agreement import AgreementRow, DetectionTally
-from bevfusion_quant.ptq._sums import PairSums
+from bevfusion_quant.measure import AgreementRow, DetectionTally, PairSums
+from bevfusion_quant.results import SetStage
 
 if TYPE_CHECKING:
     from bevfusion.model import Batch, BEVFusion, BEVFusionConfig

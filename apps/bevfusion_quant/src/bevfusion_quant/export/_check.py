@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from bevfusion_quant.export._files import HEAD
-from bevfusion_quant.export._outcome import FileLayer
 from bevfusion_quant.export._pieces import outputs_of
 from bevfusion_quant.export._run_files import runner
+from bevfusion_quant.results import FileLayer
 
 if TYPE_CHECKING:
     from bevfusion_quant.export._write import Written

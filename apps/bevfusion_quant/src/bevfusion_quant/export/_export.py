@@ -15,17 +15,17 @@ from bevfusion_quant.export._check import file_layers
 from bevfusion_quant.export._files import LIDAR
 from bevfusion_quant.export._join import beside_layers
 from bevfusion_quant.export._manifest import exported_file, write_manifest
-from bevfusion_quant.export._outcome import ExportedSet
 from bevfusion_quant.export._pieces import nvidia_pieces
 from bevfusion_quant.export._run_files import runner
 from bevfusion_quant.export._walk import walk
 from bevfusion_quant.export._write import write_piece
+from bevfusion_quant.results import ExportedSet
 
 if TYPE_CHECKING:
     from bevfusion.model import BEVFusion, BEVFusionConfig
     from bevfusion_quant.export._pieces import Piece
-    from bevfusion_quant.ptq._batches import FrameBatches
-    from bevfusion_quant.ptq._clock import Clock
+    from bevfusion_quant.frames import FrameBatches
+    from bevfusion_quant.run import Clock
     from bevquant_int8sim import LayerRow
 
 __all__ = ["ONNX_FOLDER", "check_libraries", "export_model", "export_pieces", "missing_libraries"]

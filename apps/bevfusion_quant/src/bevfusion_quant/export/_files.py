@@ -87,8 +87,6 @@ _FUSED_ALONE = FilePart(
     "fuser", {"camera": "camera", "lidar": "lidar"}, {"fused": "fused"},
     lambda m: FusedPart(m, decoder=False),
 )  # fmt: skip
-_DECODER = FilePart("decoder", {"fused": "fused"}, {"middle": "middle"}, DecodedPart)
-_LIDAR_DECODER = FilePart("decoder", {"lidar": "lidar"}, {"middle": "middle"}, DecodedPart)
 AUTOWARE_BOXES = FilePart(
     "head.autoware", {"middle": "middle"},
     {name: name for name in ("bbox_pred", "score", "label_pred")},
@@ -105,15 +103,25 @@ class _Named(HeldPart):
 
 
 def nvidia_files(parts: Iterable[str]) -> tuple[FilePart, ...]:
-    """CUDA-BEVFusion's set, as far as a model of these parts has it, in the order of execution."""
+    """CUDA-BEVFusion's set, as far as a model of these parts has it, in the order of execution.
+
+    A detector of one sensor has its decoder, which elsewhere is in the fuser's file, in one alone.
+    """
+    parts = tuple(parts)
     wanted = {"camera": (_CAMERA, _VIEW), "lidar": (_LIDAR,), "fuser": (_FUSER,), "head": (_HEAD,)}
+    if "fuser" not in parts:
+        wanted["decoder"] = (_decoder(reads=parts[0]),)
     return tuple(file for part in parts for file in wanted.get(part, ()))
 
 
 def autoware_files(parts: Iterable[str]) -> tuple[FilePart, ...]:
     """The LiDAR encoder, and of a LiDAR detector what follows it."""
-    detector = tuple(parts) == ("lidar", "decoder", "head")
-    return (_LIDAR, _LIDAR_DECODER, _HEAD) if detector else (_LIDAR,)
+    parts = tuple(parts)
+    return nvidia_files(("lidar",) if "fuser" in parts else parts)
+
+
+def _decoder(reads: str) -> FilePart:
+    return FilePart("decoder", {reads: reads}, {"middle": "middle"}, DecodedPart)
 
 
 def bpu_files(parts: Iterable[str], on_bpu: Iterable[str]) -> tuple[FilePart, ...]:
@@ -127,7 +135,7 @@ def bpu_files(parts: Iterable[str], on_bpu: Iterable[str]) -> tuple[FilePart, ..
     wanted = {
         "camera": (_FEATURES, _DEPTH, _VIEW),
         "lidar": (_LIDAR,),
-        "fuser": (_FUSER,) if together else (_FUSED_ALONE, _DECODER),
+        "fuser": (_FUSER,) if together else (_FUSED_ALONE, _decoder(reads="fused")),
         "head": (_HEAD,),
     }
     return tuple(file for part in parts for file in wanted.get(part, ()))

@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from bevfusion_quant.bpu import BpuLayer
-    from bevfusion_quant.export._outcome import ExportedFile
+    from bevfusion_quant.results import BpuLayer, ExportedFile
     from bevquant_int8sim import LayerRow
 
 __all__ = ["beside_bpu_layers", "beside_layers"]

@@ -6,16 +6,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bevfusion_quant.export._outcome import ExportedFile, FileLayer, FilePort
 from bevfusion_quant.export._pieces import quantizers_on
-from bevfusion_quant.ptq._record import sha256
-from bevfusion_quant.ptq._summary import versions, write_json
+from bevfusion_quant.results import ExportedFile, FileLayer, FilePort
+from bevfusion_quant.run import sha256, versions, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from bevfusion_quant.export._outcome import ExportedSet
     from bevfusion_quant.export._write import Written
+    from bevfusion_quant.results import ExportedSet
 
 __all__ = ["MANIFEST", "MANIFEST_FORMAT", "MANIFEST_VERSION", "exported_file", "write_manifest"]
 

@@ -77,8 +77,7 @@ def nvidia_pieces(
     """The files for TensorRT, libspconv, ONNX Runtime or Autoware, in the order of execution.
 
     Raises:
-        InputError: The head is quantized, the model is a detector of one sensor, or for Autoware
-            has no LiDAR branch.
+        InputError: The head is quantized, or for Autoware the model has no LiDAR branch.
     """
     if target == "autoware":
         if "lidar" not in quantized_model.parts:
@@ -87,11 +86,6 @@ def nvidia_pieces(
                 "quantize with ptq --branch lidar or lidar-detector"
             )
         return _pieces(autoware_files(quantized_model.parts), float_model, quantized_model)
-    if "decoder" in quantized_model.parts and "fuser" not in quantized_model.parts:
-        raise InputError(
-            "a detector of one sensor has no set of files: CUDA-BEVFusion's decoder reads the "
-            "fused map; export the encoder, quantized with ptq --branch lidar or camera"
-        )
     return _pieces(nvidia_files(quantized_model.parts), float_model, quantized_model)
 
 

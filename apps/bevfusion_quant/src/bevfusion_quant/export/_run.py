@@ -7,29 +7,36 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-import torch
-
 from bev_data.cameras import CAMERA_NAMES
 from bevfusion.model import CONFIGS
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.export._bpu import export_bpu
 from bevfusion_quant.export._export import ONNX_FOLDER, check_libraries, export_model
-from bevfusion_quant.export._outcome import ExportTarget
-from bevfusion_quant.ptq import FrameBatches, load_run, read_run_config, run_folder
-from bevfusion_quant.ptq._clock import Clock
-from bevfusion_quant.ptq._load_run import refuse_unfolded
-from bevfusion_quant.ptq._plan import PLAN_FILE, read_plan, refuse_in_files
-from bevfusion_quant.ptq._run_folder import CONFIG_FILE, RUN_FORMAT, RUN_VERSIONS
-from bevfusion_quant.ptq._summary import peak_memory_mib, versions, write_json
+from bevfusion_quant.frames import FrameBatches
+from bevfusion_quant.options import ExportTarget
+from bevfusion_quant.run import (
+    Clock,
+    RunRecord,
+    run_folder,
+)
+from bevfusion_quant.steps import (
+    PLAN_FILE,
+    load_run,
+    read_plan,
+    read_run_config,
+    refuse_in_files,
+    refuse_unfolded,
+)
 
 if TYPE_CHECKING:
     from bev_data.points import Frame
-    from bevfusion_quant.export._outcome import ExportedSet
+    from bevfusion_quant.results import ExportedSet
 
 __all__ = ["ExportResult", "export_run"]
 
 _ON_CPU = ("onnxruntime", "openvino")
 _TARGETS = get_args(ExportTarget)
+_PACKAGES = ("bevquant-export", "onnx", "onnxruntime", "onnxscript")
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +83,8 @@ def export_run(
         InputError: Whatever is wrong with the run, the target or the input; nothing is written
             then.
     """
+    from bevfusion_quant.report import ReportContent, write_report
+
     check_libraries()
     config = read_run_config(run)
     chosen = _target(target, config, run)
@@ -101,25 +110,23 @@ def export_run(
             exported, batches = _export(
                 run, frames, clock, folder / ONNX_FOLDER, chosen, cpu or "any", cameras, given
             )
-        names = [frame for _, (frame, _) in sorted(batches.names.items())]
-        head = {"format": RUN_FORMAT, "version": RUN_VERSIONS[-1]}
+        record = RunRecord(folder, command, clock, _PACKAGES)
         read = {"evaluates": str(run), "run_sha256": config.get("sha256")}
-        write_json(folder / CONFIG_FILE, {**head, **read, **settings})
+        record.write_settings({**read, **settings})
         with clock.step("page"):
-            _page(folder / "report.html", name, command, settings, names, clock, exported)
-        seconds, peak = clock.seconds(), round(peak_memory_mib(), 1)
-        content = {
-            **head,
-            "command": command,
-            **settings,
-            "versions": versions("bevquant-export", "onnx", "onnxruntime", "onnxscript"),
-            "threads": torch.get_num_threads(),
-            "frames": names,
-            "export": exported.summary(),
-            "seconds": seconds,
-            "peak_memory_mib": peak,
-        }
-        write_json(folder / "summary.json", content)
+            write_report(
+                folder / "report.html",
+                ReportContent(
+                    title=name,
+                    config=settings["config"],
+                    frames=batches.frame_names,
+                    export=exported,
+                    **record.on_page(settings),
+                ),
+            )
+        seconds, peak = record.write_summary(
+            {**settings, "frames": batches.frame_names, "export": exported.summary()}
+        )
     folder = runs / name
     return ExportResult(folder, replace(exported, folder=folder / ONNX_FOLDER), seconds, peak)
 
@@ -180,28 +187,3 @@ def _export(
         **given,
     )
     return exported, batches
-
-
-def _page(
-    path: Path,
-    title: str,
-    command: str,
-    settings: dict[str, Any],
-    names: Sequence[str],
-    clock: Clock,
-    exported: ExportedSet,
-) -> None:
-    from bevfusion_quant.report import ReportContent, write_report
-
-    content = ReportContent(
-        title=title,
-        config=settings["config"],
-        command=command,
-        versions=versions("bevquant-export", "onnx", "onnxruntime", "onnxscript"),
-        settings={**settings, "threads": torch.get_num_threads()},
-        frames=tuple(names),
-        seconds=clock.seconds(),
-        peak_memory_mib=peak_memory_mib(),
-        export=exported,
-    )
-    write_report(path, content)

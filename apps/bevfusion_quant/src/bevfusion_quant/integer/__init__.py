@@ -2,7 +2,6 @@
 
 from bevfusion_quant.integer._islands import FloatIsland
 from bevfusion_quant.integer._simulation import (
-    Backend,
     SavedPart,
     Simulation,
     check_backend,
@@ -10,6 +9,7 @@ from bevfusion_quant.integer._simulation import (
 )
 from bevfusion_quant.integer._stages import IntegerStage
 from bevfusion_quant.integer._text import QUERIES, simulation_text
+from bevfusion_quant.options import Backend
 
 __all__ = [
     "QUERIES",

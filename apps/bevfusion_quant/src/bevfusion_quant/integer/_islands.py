@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, cast
 from torch import nn
 
 from bevfusion.model import PART_PATHS
-from bevfusion_quant.ptq._branches import Branch, quantized_parts, why_float
+from bevfusion_quant.options import Branch
+from bevfusion_quant.steps import quantized_parts, why_float
 from bevquant_sparse import is_sparse_conv
 
 if TYPE_CHECKING:

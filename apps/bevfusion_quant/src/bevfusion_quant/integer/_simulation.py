@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,16 +19,13 @@ if TYPE_CHECKING:
     from bev_data.metrics import AccuracyTally
     from bevfusion.model import Batch, BEVFusion, BEVFusionConfig
     from bevfusion.model.head import Detections
-    from bevfusion_quant.ptq._agreement import AgreementRow, FoundRow
-    from bevfusion_quant.ptq._batches import FrameBatches
-    from bevfusion_quant.ptq._clock import Clock
-    from bevfusion_quant.ptq._judge import Judgement
+    from bevfusion_quant.frames import FrameBatches
+    from bevfusion_quant.measure import AgreementRow, FoundRow, Judgement
     from bevfusion_quant.ranks import Shards
+    from bevfusion_quant.run import Clock
     from bevquant_int8sim import IntegerModel, LayerRow
 
-__all__ = ["Backend", "SavedPart", "Simulation", "check_backend", "simulate_model"]
-
-Backend = Literal["auto", "vnni", "portable", "torch"]
+__all__ = ["SavedPart", "Simulation", "check_backend", "simulate_model"]
 
 
 @dataclass(frozen=True)
@@ -236,8 +233,8 @@ def _run(
         How well the integer model's detections agree with the float model's, and what both find;
         empty without a head. Detections of the first frame, seconds of each.
     """
-    from bevfusion_quant.ptq._agreement import DetectionTally
-    from bevfusion_quant.ptq._frame_record import detections_of, detections_record
+    from bevfusion_quant.frames import detections_of, detections_record
+    from bevfusion_quant.measure import DetectionTally
 
     low_x, low_y, _, high_x, high_y, _ = config.lidar.point_cloud_range
     tally = DetectionTally(config.head.classes, (low_x, low_y, high_x, high_y))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from bev_data.metrics import aligned_table
 from bevfusion_quant.integer._stages import in_integers
-from bevfusion_quant.ptq._summary import agreement_text, or_dash
+from bevfusion_quant.measure import agreement_text, or_dash
 
 if TYPE_CHECKING:
     from bevfusion_quant.integer._simulation import Simulation

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from bevfusion.model import LidarConfig
-    from bevfusion_quant.ptq import StageMaps
+    from bevfusion_quant.measure import StageMaps
 
 __all__ = ["bev_picture"]
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bevfusion_quant.measure import short_names
 from bevfusion_quant.pictures._style import BLUE, GREY, INK, ORANGE, figure, save
-from bevfusion_quant.ptq._summary import short_names
 
 if TYPE_CHECKING:
-    from bevfusion_quant.ptq._compare import LayerRow
+    from bevfusion_quant.measure import LayerRow
 
 __all__ = ["layer_picture"]
 

@@ -7,24 +7,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from bev_data.cameras import CAMERA_NAMES
 from bev_data.metrics import Accuracy, Bootstrap
 from bevfusion.model import CONFIGS
-from bevfusion_quant.ptq._accuracy_tally import accuracy_tally
-from bevfusion_quant.ptq._agreement import AgreementRow, FoundRow
-from bevfusion_quant.ptq._batches import FrameBatches
-from bevfusion_quant.ptq._branches import quantized_parts
-from bevfusion_quant.ptq._clock import Clock
-from bevfusion_quant.ptq._compare import LayerRow
-from bevfusion_quant.ptq._judge import judge
-from bevfusion_quant.ptq._load_run import load_run, read_run_config, refuse_unfolded
-from bevfusion_quant.ptq._page import write_page, write_pictures
-from bevfusion_quant.ptq._run_folder import CONFIG_FILE, RUN_FORMAT, RUN_VERSIONS, run_folder
-from bevfusion_quant.ptq._run_shards import run_shards
-from bevfusion_quant.ptq._stage_maps import StageRow
-from bevfusion_quant.ptq._summary import peak_memory_mib, versions, write_json
+from bevfusion_quant.frames import FrameBatches
+from bevfusion_quant.measure import (
+    AgreementRow,
+    FoundRow,
+    LayerRow,
+    StageRow,
+    accuracy_tally,
+    judge,
+)
+from bevfusion_quant.report import write_pictures, write_run_page
+from bevfusion_quant.run import (
+    Clock,
+    RunRecord,
+    peak_memory_mib,
+    run_folder,
+    run_shards,
+)
+from bevfusion_quant.steps import load_run, quantized_parts, read_run_config, refuse_unfolded
 
 if TYPE_CHECKING:
     from bev_data.points import Frame
@@ -146,45 +149,22 @@ def run_evaluate(
             "weights": config.get("weights"),
             "cameras": cameras,
         }
-        head = {"format": RUN_FORMAT, "version": RUN_VERSIONS[-1]}
-        write_json(folder / CONFIG_FILE, {**head, "run_sha256": config.get("sha256"), **settings})
+        record = RunRecord(folder, command, clock)
+        record.write_settings({"run_sha256": config.get("sha256"), **settings})
         with clock.step("page"):
-            write_page(
-                folder / "report.html",
-                title=name,
-                command=command,
-                config=sizes,
-                settings={**settings, "threads": torch.get_num_threads()},
-                frame=batches.first_frame,
-                cameras=batches.used_cameras(batches.first_frame),
-                frames=[frame for _, (frame, _) in sorted(batches.names.items())],
-                judgement=judgement,
-                records={},
-                seconds=clock.seconds(),
-                peak_memory_mib=peak_memory_mib(),
+            write_run_page(
+                record, name, sizes, settings, batches, judgement,
                 simulation=simulation,
                 accuracy=accuracy,
-            )
-        seconds, peak = clock.seconds(), round(peak_memory_mib(), 1)
-        write_json(
-            folder / "summary.json",
+            )  # fmt: skip
+        seconds, peak = record.write_summary(
             {
-                "format": RUN_FORMAT,
-                "version": RUN_VERSIONS[-1],
-                "command": command,
                 "evaluates": str(run),
-                "versions": versions(),
-                "threads": torch.get_num_threads(),
-                "frames": [
-                    {"name": frame, "size": size}
-                    for _, (frame, size) in sorted(batches.names.items())
-                ],
+                "frames": batches.listed(),
                 **judgement.summary(),
                 **({} if simulation is None else {"integers": simulation.summary()}),
                 "accuracy": None if accuracy is None else accuracy.summary(),
-                "seconds": seconds,
-                "peak_memory_mib": peak,
-            },
+            }
         )
     shards.remove()
     return EvaluateResult(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -10,57 +9,59 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bevfusion.model import CONFIGS, build_model, load_weights, random_weights
-from bevfusion_quant.ptq._agreement import AgreementRow, FoundRow
-from bevfusion_quant.ptq._batches import FrameBatches
-from bevfusion_quant.ptq._branches import built_parts, quantized_parts
-from bevfusion_quant.ptq._clock import Clock
-from bevfusion_quant.ptq._compare import LayerRow
-from bevfusion_quant.ptq._config import PtqConfig, calibration_count, check_weights
-from bevfusion_quant.ptq._judge import judge
-from bevfusion_quant.ptq._page import write_page, write_pictures
-from bevfusion_quant.ptq._plan import (
+from bevfusion.model import CONFIGS, build_model
+from bevfusion_quant.frames import FrameBatches, PoorData, data_findings
+from bevfusion_quant.measure import (
+    AgreementRow,
+    FoundRow,
+    LayerRow,
+    QuantizerRow,
+    StageRow,
+    judge,
+    relative_change,
+    whole_output,
+)
+from bevfusion_quant.ptq._config import PtqConfig, check_weights
+from bevfusion_quant.report import write_pictures, write_run_page
+from bevfusion_quant.run import (
+    Clock,
+    RunRecord,
+    peak_memory_mib,
+    run_folder,
+    run_shards,
+    sha256,
+)
+from bevfusion_quant.steps import (
     PLAN_FILE,
     apply_plan,
     before_calibration,
+    built_parts,
+    calibrate_branch,
+    calibration_record,
+    calibration_warnings,
+    example_batch,
+    fill_weights,
+    fuse_branch,
+    fusion_record,
+    keep_batch_norms,
     planned_layers,
+    quantization_record,
+    quantize_branch,
+    quantized_parts,
     quantizes_first_layer,
     read_plan,
     refuse_in_files,
-)
-from bevfusion_quant.ptq._poor_data import PoorData, data_findings
-from bevfusion_quant.ptq._quantizer_values import QuantizerRow
-from bevfusion_quant.ptq._record import (
-    calibration_record,
-    calibration_warnings,
-    fusion_record,
-    quantization_record,
+    round_branch,
+    rounding_record,
     save_model,
-    sha256,
 )
-from bevfusion_quant.ptq._rounding import round_branch, rounding_record
-from bevfusion_quant.ptq._run_folder import CONFIG_FILE, RUN_FORMAT, RUN_VERSIONS, run_folder
-from bevfusion_quant.ptq._run_shards import run_shards
-from bevfusion_quant.ptq._stage_maps import StageRow, whole_output
-from bevfusion_quant.ptq._stages import (
-    calibrate_branch,
-    example_batch,
-    fuse_branch,
-    keep_batch_norms,
-    quantize_branch,
-)
-from bevfusion_quant.ptq._summary import peak_memory_mib, versions, write_json
-from bevfusion_quant.ptq._sums import relative_change
 
 if TYPE_CHECKING:
     from bev_data.points import Frame
-    from bevfusion.model import Batch, BEVFusion
-    from bevfusion_quant.export import ExportedSet
     from bevfusion_quant.integer import Simulation
+    from bevfusion_quant.results import ExportedSet
 
-__all__ = ["PtqResult", "fill_weights", "run_ptq"]
-
-LOG = logging.getLogger(__name__)
+__all__ = ["PtqResult", "run_ptq"]
 
 
 @dataclass(frozen=True)
@@ -115,14 +116,14 @@ def run_ptq(
     from bevfusion_quant.integer import simulate_model
 
     clock = Clock()
-    count = calibration_count(config, len(frames))
+    count = config.calibration_count(len(frames))
     needs = "integers" if integers is not None else "files" if export is not None else ""
     check_weights(config, needs_folding=needs)
     plan = None if config.plan is None else read_plan(config.plan)
     if plan is not None and export is not None:
         refuse_in_files(plan, f"a run with {config.plan}")
     with run_folder(runs, name, overwrite=overwrite) as folder:
-        sizes = CONFIGS[config.config]
+        sizes, record = CONFIGS[config.config], RunRecord(folder, command, clock)
         with clock.step("build"):
             float_model = build_model(sizes, built_parts(config.branch))
             batches = FrameBatches(frames, sizes, float_model, config.cameras)
@@ -220,16 +221,13 @@ def run_ptq(
             if plan is not None:
                 plan.save(folder / PLAN_FILE)
                 digests[PLAN_FILE] = sha256(folder / PLAN_FILE)
-            write_json(
-                folder / CONFIG_FILE,
+            record.write_settings(
                 {
-                    "format": RUN_FORMAT,
-                    "version": RUN_VERSIONS[-1],
                     **asdict(config),
                     "sizes": asdict(sizes),
                     "sha256": digests,
                     **({"poor_calibration": poor} if poor else {}),
-                },
+                }
             )
         records: dict[str, Any] = {
             "fusion": {**fusion_record(fused.result), "largest_relative_change": folding_error},
@@ -237,44 +235,27 @@ def run_ptq(
             "calibration": calibration_record(report, findings),
         }
         with clock.step("page"):
-            write_page(
-                folder / "report.html",
-                title=name,
-                command=command,
-                config=sizes,
-                settings={**asdict(config), "threads": torch.get_num_threads()},
-                frame=batches.first_frame,
-                cameras=batches.used_cameras(batches.first_frame),
-                frames=[frame for _, (frame, _) in sorted(batches.names.items())],
-                judgement=judgement,
+            write_run_page(
+                record, name, sizes, asdict(config), batches, judgement,
                 records=records,
-                seconds=clock.seconds(),
-                peak_memory_mib=peak_memory_mib(),
                 simulation=simulation,
                 exported=exported,
-            )
-        seconds, peak = clock.seconds(), round(peak_memory_mib(), 1)
-        summary = {
-            "format": RUN_FORMAT,
-            "version": RUN_VERSIONS[-1],
-            "command": command,
-            "versions": versions(),
-            "threads": torch.get_num_threads(),
-            "branch": config.branch,
-            "frames": [
-                {"name": frame, "size": size, "calibration": index < count}
-                for index, (frame, size) in sorted(batches.names.items())
-            ],
-            "weights": weights,
-            **records,
-            **({} if rounded is None else {"rounding": rounding_record(rounded)}),
-            **judgement.summary(),
-            **({} if simulation is None else {"integers": simulation.summary()}),
-            **({} if exported is None else {"export": exported.summary()}),
-            "seconds": seconds,
-            "peak_memory_mib": peak,
-        }
-        write_json(folder / "summary.json", summary)
+            )  # fmt: skip
+        read = [
+            {**frame, "calibration": index < count} for index, frame in enumerate(batches.listed())
+        ]
+        seconds, peak = record.write_summary(
+            {
+                "branch": config.branch,
+                "frames": read,
+                "weights": weights,
+                **records,
+                **({} if rounded is None else {"rounding": rounding_record(rounded)}),
+                **judgement.summary(),
+                **({} if simulation is None else {"integers": simulation.summary()}),
+                **({} if exported is None else {"export": exported.summary()}),
+            }
+        )
     shards.remove()
     return PtqResult(
         runs / name,
@@ -290,23 +271,3 @@ def run_ptq(
         simulation,
         None if exported is None else replace(exported, folder=runs / name / ONNX_FOLDER),
     )
-
-
-def fill_weights(
-    model: BEVFusion, config: PtqConfig, first: Batch, clock: Clock
-) -> dict[str, object]:
-    """Weights from the file, or random ones fitted to the first frame; says which."""
-    if config.weights is None:
-        with clock.step("random weights"):
-            random_weights(model, *first, seed=config.seed)
-        return {"source": "random", "seed": config.seed, "batch_norms_fitted_to": "the first frame"}
-    with clock.step("load weights"):
-        report = load_weights(model, config.weights, layout=config.weight_layout)
-    if report.not_used:
-        LOG.info("%d entries of other branches are not used", len(report.not_used))
-    return {
-        "source": str(config.weights),
-        "layout": report.layout,
-        "loaded": len(report.loaded),
-        "not_used": report.not_used,
-    }

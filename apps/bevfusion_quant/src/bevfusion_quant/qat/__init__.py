@@ -1,6 +1,5 @@
 """Quantization-aware training: a quantized run goes on learning with its rounding in place."""
 
-from bevfusion_quant.qat._command import qat_from_options, qat_text
 from bevfusion_quant.qat._config import QatConfig
 from bevfusion_quant.qat._frame_part import FramePart, StepSum, add_up
 from bevfusion_quant.qat._run import QatResult, run_qat
@@ -11,7 +10,5 @@ __all__ = [
     "QatResult",
     "StepSum",
     "add_up",
-    "qat_from_options",
-    "qat_text",
     "run_qat",
 ]

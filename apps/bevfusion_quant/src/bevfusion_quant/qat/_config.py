@@ -4,29 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from bevfusion.training import Augmentation
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.train import Augmentation
-from bevfusion_quant.train._config import check_optimization
+from bevfusion_quant.options import QatOptions
 
 __all__ = ["QatConfig"]
 
 
-@dataclass(frozen=True)
-class QatConfig:
-    """Settings of a run of `run_qat`.
+@dataclass(frozen=True, kw_only=True)
+class QatConfig(QatOptions):
+    """Settings of a run of `run_qat`; see `QatOptions`.
 
     Args:
-        steps: Of the optimizer.
-        batch: Frames in each step; each is run by itself, and their gradients are averaged.
-        lr: The largest learning rate of the one-cycle schedule.
-        weight_decay: AdamW's, of weights with more than one axis.
-        clip: The weights' gradient is scaled down to this norm.
-        seed: Of the order of the frames, the augmentation and dropout.
         augmentation: How frames are moved.
-        freeze_after: Steps after which all ranges stand still: 0 leaves them as calibrated, None
-            means half of the steps.
-        learn_ranges: Learn the ranges by gradient (LSQ) instead of following the values' maxima.
-        distill: Weight of the distance to the float model in the loss; 0 for none.
 
     Raises:
         InputError: A setting outside its range, named as the option of the command.
@@ -37,19 +27,10 @@ class QatConfig:
         150
     """
 
-    steps: int = 200
-    batch: int = 2
-    lr: float = 3e-4
-    weight_decay: float = 0.01
-    clip: float = 10.0
-    seed: int = 0
     augmentation: Augmentation = field(default_factory=Augmentation)
-    freeze_after: int | None = None
-    learn_ranges: bool = False
-    distill: float = 0.0
 
     def __post_init__(self) -> None:
-        check_optimization(self)
+        self.check_optimizer()
         if not 0 <= self.distill < float("inf"):
             raise InputError(f"--distill {self.distill}: it must be a weight from 0 up")
         if self.freeze_after is not None and self.freeze_after < 0:

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.ptq import load_run, run_folder
-from bevfusion_quant.ptq._clock import Clock
 from bevfusion_quant.qat._start import read_trainable
 from bevfusion_quant.qat._trainer import Trainer
 from bevfusion_quant.qat._write import write_run
 from bevfusion_quant.ranks import current_ranks
+from bevfusion_quant.run import Clock, run_folder
+from bevfusion_quant.steps import load_run
 from bevfusion_quant.train import TrainConfig
 from bevfusion_quant.train._checkpoint import CHECKPOINT, read_checkpoint, restore, write_checkpoint
 from bevfusion_quant.train._device import usable_device

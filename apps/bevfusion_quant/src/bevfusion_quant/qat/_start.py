@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from bev_data.cameras import CAMERA_NAMES
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.ptq import built_parts, read_run_config
+from bevfusion_quant.options import TrainedBranch
+from bevfusion_quant.steps import built_parts, read_run_config
 
 __all__ = ["TrainableRun", "read_trainable"]
 
@@ -31,7 +32,7 @@ class TrainableRun:
         return built_parts(self.config.get("branch", "lidar"))
 
     @property
-    def sensors(self) -> Literal["lidar", "camera", "all"]:
+    def sensors(self) -> TrainedBranch:
         """What `train` calls a detector that reads the same."""
         both = {"lidar", "camera"} <= set(self.parts)
         return "all" if both else "camera" if "camera" in self.parts else "lidar"

@@ -7,26 +7,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from tqdm import tqdm
 
 from bevfusion.model import CONFIGS
-from bevfusion_quant.ptq import FrameBatches, quantized_parts
-from bevfusion_quant.ptq._accuracy_tally import accuracy_tally, tally_models
-from bevfusion_quant.ptq._judge import judge
-from bevfusion_quant.ptq._page import write_page, write_pictures
-from bevfusion_quant.ptq._plan import PLAN_FILE
-from bevfusion_quant.ptq._record import save_model, sha256
-from bevfusion_quant.ptq._run_folder import CONFIG_FILE, RUN_FORMAT, RUN_VERSIONS
-from bevfusion_quant.ptq._summary import peak_memory_mib, versions, write_json
+from bevfusion_quant.frames import FrameBatches
+from bevfusion_quant.measure import accuracy_tally, judge, tally_models
 from bevfusion_quant.ranks import current_ranks
+from bevfusion_quant.report import write_pictures, write_run_page
+from bevfusion_quant.run import (
+    RunRecord,
+    sha256,
+)
+from bevfusion_quant.steps import PLAN_FILE, quantized_parts, save_model
 
 if TYPE_CHECKING:
     from bev_data.metrics import Accuracy
     from bev_data.points import Frame
     from bevfusion.model import BEVFusion
-    from bevfusion_quant.ptq import LoadedRun
-    from bevfusion_quant.ptq._clock import Clock
+    from bevfusion_quant.run import Clock
+    from bevfusion_quant.steps import LoadedRun
 
 __all__ = ["write_run"]
 
@@ -76,6 +75,7 @@ def write_run(
     judgement = judge(start.float_model, model, batches.head(1), sizes, clock)
     if not current_ranks().first:
         return accuracy
+    record = RunRecord(folder, command, clock)
     with clock.step("draw"):
         write_pictures(folder, sizes, batches.first_frame, judgement, quantized_parts(branch)[-1])
     with clock.step("write"):
@@ -83,51 +83,22 @@ def write_run(
         if config.get("plan") is not None:
             shutil.copyfile(run / PLAN_FILE, folder / PLAN_FILE)
             digests[PLAN_FILE] = sha256(folder / PLAN_FILE)
-        head = {"format": RUN_FORMAT, "version": RUN_VERSIONS[-1]}
-        write_json(
-            folder / CONFIG_FILE,
-            {**config, **head, "cameras": cameras, "sha256": digests, "qat": told},
-        )
+        record.write_settings({**config, "cameras": cameras, "sha256": digests, "qat": told})
     settings = {
         key: value for key, value in told["settings"].items() if key not in ("run", "cameras")
     }
     with clock.step("page"):
-        write_page(
-            folder / "report.html",
-            title=name,
-            command=command,
-            config=sizes,
-            settings={
-                "trained from": told["run"],
-                "weights": config.get("weights"),
-                **settings,
-                "threads": torch.get_num_threads(),
-            },
-            frame=batches.first_frame,
-            cameras=batches.used_cameras(batches.first_frame),
-            frames=[frame for _, (frame, _) in sorted(batches.names.items())],
-            judgement=judgement,
-            records={},
-            seconds=clock.seconds(),
-            peak_memory_mib=peak_memory_mib(),
-            accuracy=accuracy,
-        )
-    summary = {
-        **head,
-        "command": command,
-        "versions": versions(),
-        "threads": torch.get_num_threads(),
-        "branch": branch,
-        "frames": [
-            {"name": frame, "size": size} for _, (frame, size) in sorted(batches.names.items())
-        ],
-        "qat": told,
-        **judgement.summary(),
-        "accuracy": None if accuracy is None else accuracy.summary(),
-        "seconds": clock.seconds(),
-        "peak_memory_mib": round(peak_memory_mib(), 1),
-    }
-    write_json(folder / "summary.json", summary)
+        shown_settings = {"trained from": told["run"], "weights": config.get("weights"), **settings}
+        write_run_page(record, name, sizes, shown_settings, batches, judgement, accuracy=accuracy)
+    record.write_summary(
+        {
+            "branch": branch,
+            "frames": batches.listed(),
+            "qat": told,
+            **judgement.summary(),
+            "accuracy": None if accuracy is None else accuracy.summary(),
+        }
+    )
     return accuracy
 
 

@@ -7,6 +7,7 @@ from bevfusion_quant.report._content import (
     ReportScene,
     ReportStage,
 )
+from bevfusion_quant.report._run_page import write_pictures, write_run_page
 from bevfusion_quant.report._section import PAGE_DATA, Section, read_page_data, read_sections
 from bevfusion_quant.report._write import write_page, write_report
 
@@ -21,5 +22,7 @@ __all__ = [
     "read_page_data",
     "read_sections",
     "write_page",
+    "write_pictures",
     "write_report",
+    "write_run_page",
 ]

@@ -17,7 +17,7 @@ from bevfusion_quant.report._html import Html, join, path_name, tag
 from bevfusion_quant.report._section import Section
 
 if TYPE_CHECKING:
-    from bevfusion_quant.bpu import BpuOutcome
+    from bevfusion_quant.results import BpuOutcome
     from bevquant_hybrid.partition import Plan, Segment
 
 __all__ = ["bpu_section"]

@@ -9,7 +9,7 @@ from bevfusion_quant.report._format import count, fixed, percent
 from bevfusion_quant.report._html import Content, Html, join, path_name, tag
 
 if TYPE_CHECKING:
-    from bevfusion_quant.bpu import BpuEstimate, BpuLayer, BpuStage
+    from bevfusion_quant.results import BpuEstimate, BpuLayer, BpuStage
     from bevquant_hybrid.partition import Plan
 
 __all__ = ["boundary_table", "estimate_table", "layer_table", "stage_table"]

@@ -12,11 +12,9 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from bev_data.cameras import Camera
     from bev_data.metrics import Accuracy
-    from bevfusion_quant.bpu import BpuOutcome
-    from bevfusion_quant.export import ExportedSet
     from bevfusion_quant.integer import Simulation
-    from bevfusion_quant.ptq import LayerRow, QuantizerValues
-    from bevfusion_quant.sensitivity import SensitivityOutcome
+    from bevfusion_quant.measure import LayerRow, QuantizerValues
+    from bevfusion_quant.results import BpuOutcome, ExportedSet, SensitivityOutcome
 
 __all__ = ["ReportBoxes", "ReportContent", "ReportFigure", "ReportScene", "ReportStage"]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from bevfusion_quant.export import file_size, set_verdict
 from bevfusion_quant.report._format import count, fixed, number
 from bevfusion_quant.report._html import Content, Html, join, path_name, tag
 from bevfusion_quant.report._section import Section
+from bevfusion_quant.results import file_size, set_verdict
 
 if TYPE_CHECKING:
-    from bevfusion_quant.export import ExportedFile, ExportedSet, FileLayer, FilePort
+    from bevfusion_quant.results import ExportedFile, ExportedSet, FileLayer, FilePort
 
 __all__ = ["export_section"]
 

@@ -14,7 +14,7 @@ from bevfusion_quant.report._section import Section
 
 if TYPE_CHECKING:
     from bevfusion_quant.integer import FloatIsland, IntegerStage, SavedPart, Simulation
-    from bevfusion_quant.ptq import AgreementRow
+    from bevfusion_quant.measure import AgreementRow
     from bevquant_int8sim import LayerRow
 
 __all__ = ["integers_section"]

@@ -13,7 +13,7 @@ from bevfusion_quant.report._section import Section, field, select
 from bevfusion_quant.report._table import Column, cell, share, table_head
 
 if TYPE_CHECKING:
-    from bevfusion_quant.ptq import LayerRow
+    from bevfusion_quant.measure import LayerRow
 
 __all__ = ["finite_rows", "layers_section"]
 

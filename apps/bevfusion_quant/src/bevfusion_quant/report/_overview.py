@@ -12,10 +12,10 @@ from bevfusion_quant.report._section import Section
 
 if TYPE_CHECKING:
     from bev_data.metrics import Accuracy
-    from bevfusion_quant.bpu import BpuOutcome
     from bevfusion_quant.integer import Simulation
-    from bevfusion_quant.ptq import LayerRow
+    from bevfusion_quant.measure import LayerRow
     from bevfusion_quant.report._content import ReportContent
+    from bevfusion_quant.results import BpuOutcome
 
 __all__ = ["head", "reproduce"]
 

@@ -14,7 +14,7 @@ from bevfusion_quant.report._html import Html, join, path_name, tag
 from bevfusion_quant.report._section import Section, field, select
 
 if TYPE_CHECKING:
-    from bevfusion_quant.ptq import QuantizerValues
+    from bevfusion_quant.measure import QuantizerValues
 
 __all__ = ["quantizers_section"]
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from bevfusion_quant.report._format import fixed, number, percent
 from bevfusion_quant.report._html import Html, path_name, tag
 from bevfusion_quant.report._section import Section
-from bevfusion_quant.sensitivity._text import headline, plan_line
+from bevfusion_quant.results import headline, plan_line
 
 if TYPE_CHECKING:
-    from bevfusion_quant.sensitivity import SensitivityOutcome
+    from bevfusion_quant.results import SensitivityOutcome
     from bevquant_qnn import SensitivityRow
 
 __all__ = ["sensitivity_section"]

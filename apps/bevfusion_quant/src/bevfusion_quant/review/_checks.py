@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from bev_data.metrics import points, span
 from bevfusion_quant.export import ONNX_FOLDER
-from bevfusion_quant.ptq._record import sha256
 from bevfusion_quant.review._frames_text import frames_text
 from bevfusion_quant.review._headline import judged
 from bevfusion_quant.review._missing import command_for
+from bevfusion_quant.run import sha256
 from bevfusion_quant.train._split import FIRST_TRAINING_SEED
 
 if TYPE_CHECKING:

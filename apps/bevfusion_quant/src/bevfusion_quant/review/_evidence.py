@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.ptq._run_folder import (
+from bevfusion_quant.report import PAGE_DATA, read_page_data
+from bevfusion_quant.run import (
     CONFIG_FILE,
     DIGESTS_FILE,
     RUN_FORMAT,
     RUN_VERSIONS,
+    SUMMARY_FILE,
     read_digests,
     sha256,
 )
-from bevfusion_quant.report import PAGE_DATA, read_page_data
 from bevquant_quantizers.documents import DocumentError, as_form, read_json
 
 if TYPE_CHECKING:
@@ -25,9 +26,9 @@ if TYPE_CHECKING:
 
     from bevfusion_quant.report import Section
 
-__all__ = ["PAGE_FILE", "SUMMARY_FILE", "Evidence", "kind_of", "read_config", "read_evidence"]
+__all__ = ["PAGE_FILE", "Evidence", "kind_of", "read_config", "read_evidence"]
 
-SUMMARY_FILE, PAGE_FILE = "summary.json", "report.html"
+PAGE_FILE = "report.html"
 # What the settings of a folder name, and what the folder is then; the first that fits.
 _KINDS = {
     "reviews": "report",

@@ -9,13 +9,13 @@ from typing import Any
 
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.review._evidence import (
-    SUMMARY_FILE,
     Evidence,
     kind_of,
     read_config,
     read_evidence,
 )
 from bevfusion_quant.review._model import check_alike, read_model
+from bevfusion_quant.run import SUMMARY_FILE
 
 __all__ = ["Gathered", "Measured", "gather"]
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bev_data.metrics import Interval
-from bevfusion_quant.ptq import quantized_parts
 from bevfusion_quant.review._evidence import kind_of
+from bevfusion_quant.steps import quantized_parts
 
 if TYPE_CHECKING:
     from bevfusion_quant.review._evidence import Evidence

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.ptq._record import sha256
 from bevfusion_quant.review._evidence import Evidence, read_evidence
+from bevfusion_quant.run import sha256
 
 __all__ = ["check_alike", "read_model"]
 

@@ -5,22 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.ptq import run_folder
-from bevfusion_quant.ptq._run_folder import CONFIG_FILE, RUN_FORMAT, RUN_VERSIONS
-from bevfusion_quant.ptq._summary import versions, write_json
 from bevfusion_quant.review._checks import Check, checks
-from bevfusion_quant.review._evidence import PAGE_FILE, SUMMARY_FILE
+from bevfusion_quant.review._evidence import PAGE_FILE
 from bevfusion_quant.review._gather import Gathered, gather
 from bevfusion_quant.review._headline import HeadlineGroup, headline
 from bevfusion_quant.review._page import write_review
 from bevfusion_quant.review._print import find_browser, print_pdf
+from bevfusion_quant.run import (
+    RunRecord,
+    run_folder,
+    versions,
+)
 
 __all__ = ["PDF_FILE", "ReviewResult", "run_review"]
 
 PDF_FILE = "report.pdf"
+_PACKAGES = ("bevquant-export", "bevquant-hybrid")
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +76,6 @@ def run_review(
         gathered = gather(Path(run), runs, qat=qat, bpu=bpu, take=take)
         groups = headline(gathered)
         found = checks(gathered, groups)
-        own = versions("bevquant-export", "bevquant-hybrid")
         page = write_review(
             folder / PAGE_FILE,
             gathered,
@@ -82,25 +83,23 @@ def run_review(
             found,
             title=gathered.main.run.folder.resolve().name,
             command=command,
-            versions=own,
+            versions=versions(*_PACKAGES),
         )
         if printer is not None:
             print_pdf(page, folder / PDF_FILE, printer)
-        head = {"format": RUN_FORMAT, "version": RUN_VERSIONS[-1]}
+        record = RunRecord(folder, command, None, _PACKAGES)
         read = {"evaluates": str(run), "run_sha256": gathered.main.run.model_digests}
-        write_json(folder / CONFIG_FILE, {**head, "reviews": str(run), **read})
-        content: dict[str, Any] = {
-            **head,
-            "command": command,
-            "reviews": str(run),
-            "versions": own,
-            "sources": [
-                {"folder": str(e.folder), "kind": e.kind, "command": e.command, **e.digests}
-                for e in gathered.all
-            ],
-            "headline": [asdict(group) for group in groups],
-            "checks": [asdict(check) for check in found],
-            "notes": gathered.notes,
-        }
-        write_json(folder / SUMMARY_FILE, content)
+        record.write_settings({"reviews": str(run), **read})
+        record.write_summary(
+            {
+                "reviews": str(run),
+                "sources": [
+                    {"folder": str(e.folder), "kind": e.kind, "command": e.command, **e.digests}
+                    for e in gathered.all
+                ],
+                "headline": [asdict(group) for group in groups],
+                "checks": [asdict(check) for check in found],
+                "notes": gathered.notes,
+            }
+        )
     return ReviewResult(runs / name, gathered, groups, found)

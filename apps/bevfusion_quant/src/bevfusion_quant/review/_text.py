@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bev_data.metrics import aligned_table, points, span
-from bevfusion_quant.ptq._summary import or_dash
+from bevfusion_quant.measure import or_dash
 from bevfusion_quant.review._frames_text import frames_text
 
 if TYPE_CHECKING:

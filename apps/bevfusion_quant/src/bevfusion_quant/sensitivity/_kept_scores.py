@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bevfusion.model.head import Detections
-from bevfusion_quant.ptq._frame_record import detections_of, detections_record
+from bevfusion_quant.frames import detections_of, detections_record
 
 if TYPE_CHECKING:
     from bevfusion_quant.ranks import Record, Shards

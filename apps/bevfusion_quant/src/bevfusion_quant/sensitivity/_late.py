@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from bevfusion.model import Batch
-    from bevfusion_quant.ptq import FrameBatches
+    from bevfusion_quant.frames import FrameBatches
 
 __all__ = ["Late", "TakenLate", "run_late"]
 

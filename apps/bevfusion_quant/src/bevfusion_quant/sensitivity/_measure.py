@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, get_args
 
 from torch import nn
 
 from bevfusion_quant._errors import InputError
+from bevfusion_quant.options import Precision, SensitivityMetric, SensitivityOutput
 from bevfusion_quant.sensitivity._kept_scores import KeptScores
 from bevfusion_quant.sensitivity._late import TakenLate, run_late
 from bevfusion_quant.sensitivity._task import MeanAp
 
 if TYPE_CHECKING:
     from bevfusion.model import BEVFusion, BEVFusionConfig
-    from bevfusion_quant.ptq import FrameBatches
+    from bevfusion_quant.frames import FrameBatches
     from bevfusion_quant.ranks import Shards
     from bevquant_qnn import SensitivityTable
 
-__all__ = ["METRICS", "PRECISIONS", "Output", "measure_sensitivity", "sensitivity_output"]
+__all__ = ["METRICS", "PRECISIONS", "measure_sensitivity", "sensitivity_output"]
 
-Output = Literal["map", "heatmap"]
-METRICS = ("sqnr", "kl", "mAP")
-PRECISIONS = ("int4", "int8", "int16")
+METRICS = get_args(SensitivityMetric)
+OUTPUTS = get_args(SensitivityOutput)
+PRECISIONS = get_args(Precision)
 _HEATMAP = "heads.object.heatmap_head"
 
 
@@ -40,8 +41,8 @@ def sensitivity_output(model: BEVFusion, metric: str = "sqnr", output: str | Non
     """
     if metric not in METRICS:
         raise InputError(f"--metric {metric}: expected one of {', '.join(METRICS)}")
-    if output not in (None, "map", "heatmap"):
-        raise InputError(f"--output {output}: expected map or heatmap")
+    if output not in (None, *OUTPUTS):
+        raise InputError(f"--output {output}: expected {' or '.join(OUTPUTS)}")
     if metric == "mAP":
         if output is not None:
             raise InputError(f"--output {output}: mAP judges the boxes; leave it out")

@@ -12,7 +12,7 @@ from bevfusion_quant.sensitivity._task import MeanAp
 
 if TYPE_CHECKING:
     from bevfusion.model import BEVFusion, BEVFusionConfig
-    from bevfusion_quant.ptq import FrameBatches
+    from bevfusion_quant.frames import FrameBatches
     from bevfusion_quant.ranks import Shards
     from bevquant_qnn import Budget, PrecisionPlan, RefinedPlan, SensitivityTable
 

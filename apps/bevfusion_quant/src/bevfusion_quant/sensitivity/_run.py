@@ -7,25 +7,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from bev_data.cameras import CAMERA_NAMES
 from bevfusion.model import CONFIGS
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.ptq import FrameBatches, load_run, read_run_config, run_folder
-from bevfusion_quant.ptq._clock import Clock
-from bevfusion_quant.ptq._run_folder import CONFIG_FILE, RUN_FORMAT, RUN_VERSIONS
-from bevfusion_quant.ptq._run_shards import run_shards
-from bevfusion_quant.ptq._summary import peak_memory_mib, versions, write_json
+from bevfusion_quant.frames import FrameBatches
+from bevfusion_quant.results import SensitivityOutcome
+from bevfusion_quant.run import (
+    Clock,
+    RunRecord,
+    peak_memory_mib,
+    run_folder,
+    run_shards,
+)
 from bevfusion_quant.sensitivity._budget import check_reachable, parse_budget, plan_within
 from bevfusion_quant.sensitivity._measure import (
     check_precisions,
     measure_sensitivity,
     sensitivity_output,
 )
-from bevfusion_quant.sensitivity._outcome import SensitivityOutcome
 from bevfusion_quant.sensitivity._precisions import precisions_of
 from bevfusion_quant.sensitivity._refine import ROUNDS, refine_within
+from bevfusion_quant.steps import load_run, read_run_config
 
 if TYPE_CHECKING:
     from bev_data.points import Frame
@@ -85,6 +87,8 @@ def run_sensitivity(
         InputError: Whatever is wrong with the run, the options or the input; nothing is written
             then.
     """
+    from bevfusion_quant.report import ReportContent, write_report
+
     if precisions:
         check_precisions(precisions)
     if plan_rounds < 0:
@@ -166,51 +170,22 @@ def run_sensitivity(
         table.save(folder / "sensitivity.json")
         if refined is not None:
             refined.plan.save(folder / "plan.json")
-        names = [frame for _, (frame, _) in sorted(batches.names.items())]
-        head = {"format": RUN_FORMAT, "version": RUN_VERSIONS[-1]}
+        record = RunRecord(folder, command, clock)
         read = {"evaluates": str(run), "run_sha256": config.get("sha256")}
-        write_json(folder / CONFIG_FILE, {**head, **read, **settings})
+        record.write_settings({**read, **settings})
         with clock.step("page"):
-            _page(folder / "report.html", name, command, settings, names, clock, outcome)
-        seconds, peak = clock.seconds(), round(peak_memory_mib(), 1)
-        content = {
-            **head,
-            "command": command,
-            **settings,
-            "versions": versions(),
-            "threads": torch.get_num_threads(),
-            "frames": names,
-            "sensitivity": outcome.summary(),
-            "seconds": seconds,
-            "peak_memory_mib": peak,
-        }
-        write_json(folder / "summary.json", content)
+            write_report(
+                folder / "report.html",
+                ReportContent(
+                    title=name,
+                    config=sizes.name,
+                    frames=batches.frame_names,
+                    sensitivity=outcome,
+                    **record.on_page(settings),
+                ),
+            )
+        seconds, peak = record.write_summary(
+            {**settings, "frames": batches.frame_names, "sensitivity": outcome.summary()}
+        )
     shards.remove()
     return SensitivityResult(runs / name, outcome, seconds, peak)
-
-
-def _page(
-    path: Path,
-    title: str,
-    command: str,
-    settings: dict[str, object],
-    names: Sequence[str],
-    clock: Clock,
-    outcome: SensitivityOutcome,
-) -> None:
-    from bevfusion_quant.report import ReportContent, write_report
-
-    write_report(
-        path,
-        ReportContent(
-            title=title,
-            config=str(settings["config"]),
-            command=command,
-            versions=versions(),
-            settings={**settings, "threads": torch.get_num_threads()},
-            frames=tuple(names),
-            seconds=clock.seconds(),
-            peak_memory_mib=peak_memory_mib(),
-            sensitivity=outcome,
-        ),
-    )

@@ -12,7 +12,7 @@ from bevfusion_quant._errors import InputError
 if TYPE_CHECKING:
     from bevfusion.model import BEVFusion, BEVFusionConfig
     from bevfusion.model.head import Detections
-    from bevfusion_quant.ptq import FrameBatches
+    from bevfusion_quant.frames import FrameBatches
     from bevfusion_quant.ranks import Shards
 
 __all__ = ["MeanAp"]

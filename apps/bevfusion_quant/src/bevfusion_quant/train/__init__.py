@@ -16,7 +16,6 @@ from bevfusion.training import (
     matching_cost,
     targets_of,
 )
-from bevfusion_quant.train._command import train_from_options, train_text
 from bevfusion_quant.train._config import TrainConfig
 from bevfusion_quant.train._run import TrainResult, run_train
 from bevfusion_quant.train._split import FrameSource, held_out, training_frames
@@ -41,7 +40,5 @@ __all__ = [
     "matching_cost",
     "run_train",
     "targets_of",
-    "train_from_options",
-    "train_text",
     "training_frames",
 ]

@@ -11,7 +11,7 @@ from tqdm import tqdm
 from bev_data.metrics import Bootstrap, DetectionMeter, interval_of_mean_ap, metrics_of
 from bevfusion.model import CONFIGS
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.ptq import FrameBatches
+from bevfusion_quant.frames import FrameBatches
 
 if TYPE_CHECKING:
     from bev_data.points import Frame

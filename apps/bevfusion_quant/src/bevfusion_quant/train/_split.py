@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from bev_data.datasets import FrameList
 from bevfusion_quant._errors import InputError
-from bevfusion_quant._frames import frames_of
+from bevfusion_quant.frames import frames_of
 
 if TYPE_CHECKING:
     from bev_data.points import Frame
-    from bevfusion_quant._options import FrameOptions
+    from bevfusion_quant.options import FrameOptions
 
 __all__ = ["FIRST_TRAINING_SEED", "HELD_OUT_FRAME", "FrameSource", "held_out", "training_frames"]
 

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from bevquant_export.dense._graph import Array
 from bevquant_export.dense._half import in_half
-from bevquant_export.dense._profile import profile_of
 from bevquant_export.dense._program_of import QdqProgram, inputs_of, program_of
 from bevquant_export.dense._runnable import forced, session
 from bevquant_export.dense._source import Integers, Step
 from bevquant_export.dense._ties import Ties
 from bevquant_export.dense._written import QdqFile
+from bevquant_export.targets._qdq import profile_of
+from bevquant_graph import is_sparse_tensor
 
 __all__ = ["TensorDifference", "compare_qdq_onnx", "compared"]
 
@@ -235,6 +236,8 @@ def _named(name: str, value: Any) -> list[tuple[str, Any]]:
 def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
+    if is_sparse_tensor(value):
+        return [value.features, value.indices]
     if isinstance(value, dict):
         return [t for item in value.values() for t in _tensors(item)]
     if isinstance(value, list | tuple):

@@ -17,8 +17,9 @@ from bevquant_export.dense._moves import keeps_scale, moved
 from bevquant_export.dense._program_of import location
 from bevquant_export.dense._results import finished
 from bevquant_export.dense._sizes import Sizes
-from bevquant_export.dense._source import Integers, Ref, Source, Step
+from bevquant_export.dense._source import Integers, Ref, Source, Step, names_in
 from bevquant_export.dense._torch_form import torch_form
+from bevquant_export.dense._voxels import Voxels
 from bevquant_export.dense._weighted import block_of, unflattened, weighted_layer
 
 __all__ = ["emit"]
@@ -46,8 +47,9 @@ def emit(
     """
     emitter = _Emitter(source, graph, inputs, integer_sums)
     for step in source.program.steps:
-        if step.op != "host":
-            emitter.add(step)
+        emitter.add(step)
+    for name in names_in(source.program.result):  # sites among them
+        emitter.give(name)
     return emitter.held
 
 
@@ -67,9 +69,16 @@ class _Emitter:
         self.several: dict[str, list[Held]] = {}
         self._constants: dict[str, Step] = {}  # written where something reads them
         self._called: Step  # as the program has it
+        self.voxels = Voxels(source, graph, self.sizes, inputs)
 
     def add(self, step: Step) -> None:
         made = step.outputs[0]
+        if step.op == "host":
+            self.voxels.host(step)
+            return
+        if step.op == "sites":
+            self.voxels.sites(step, self._read)
+            return
         if step.op == "constant":
             self._constants[made] = step
             return
@@ -81,6 +90,16 @@ class _Emitter:
             if constant is not None and name not in self.held and _is_float(constant):
                 self._write(constant)
         self._write(step)
+
+    def give(self, name: str) -> None:
+        """Write what the model returns and no step reads: coordinates."""
+        for found in (name, f"{name}.indices"):
+            self._write_coords(found)
+
+    def _write_coords(self, name: str) -> None:
+        coords = self.voxels.indices(name) if name not in self.held else None
+        if coords is not None:
+            self.held[name] = Held(coords)
 
     def _values(self) -> dict[str, Tensor]:
         return {name: step.tensors["value"] for name, step in self._constants.items()}
@@ -139,6 +158,10 @@ class _Emitter:
     def _result(self, step: Step) -> str | Held | list[str]:
         """What the operator of a step makes, before it is brought into its form."""
         graph, path = self.graph, step.path
+        if step.op == "sparse_conv":
+            return self.voxels.convolution(step, self.held[step.args[0].name])
+        if step.op == "requantize" and (held := self.voxels.requantized(step)) is not None:
+            return held
         if step.op in ("quantize", "requantize", "dequantize", "relu"):
             return self.held[step.args[0].name]
         if step.op == "constant":
@@ -152,6 +175,9 @@ class _Emitter:
             return self._grid(step)
         if step.op not in ("move", "float"):
             self._refuse(step)
+        rows = self.voxels.written(step, self._read)
+        if rows is not None:
+            return rows
         made = None
         floats = self._reads_floats(step)
         if floats or (step.attributes["what"] != "pad" and self._all_held(step)):
@@ -210,6 +236,7 @@ class _Emitter:
             )
         if name not in self.held and name in self._constants:
             self._write(self._constants[name])
+        self._write_coords(name)
         return self.held[name].name
 
     def _each(self, operands: Any) -> list[Held]:

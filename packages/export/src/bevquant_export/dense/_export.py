@@ -17,12 +17,13 @@ from bevquant_export.dense._mapper_settings import MARCHES, write_settings
 from bevquant_export.dense._model_file import assemble
 from bevquant_export.dense._ports import input_names as named_inputs
 from bevquant_export.dense._ports import output_names as named_outputs
-from bevquant_export.dense._profile import profile_of
 from bevquant_export.dense._program_of import integer_model
 from bevquant_export.dense._sizes import Sizes
 from bevquant_export.dense._source import read_model
 from bevquant_export.dense._verify import verified
 from bevquant_export.dense._written import QdqFile
+from bevquant_export.sparse.portable._body import OPSET
+from bevquant_export.targets._qdq import profile_of
 from bevquant_quantizers import write_whole
 
 __all__ = ["export_qdq_onnx"]
@@ -68,6 +69,9 @@ def export_qdq_onnx(
     * ``"onnxruntime"``: opset 13, uint8 with zero point 128, int32 bias, a ReLU as Clip on the
       integers: convolutions, additions, concatenations and pooling run in integers; a
       transposed convolution whose windows lie side by side is a 1×1 one and a DepthToSpace.
+      Sparse convolutions may be among the layers, on grids of one to three axes: opset 18, any
+      number of voxels, as many frames as in `args` or as the forward reads from the voxels; sparse
+      tensors are features and coordinates.
     * ``"openvino"``: the same with int8 weights, which it alone takes as integers.
     * ``"horizon"``: opset 11, int8 with zero point 0, scales ⟨1⟩ or ⟨C⟩ without axis and as nodes
       of their own, nodes named ``<operator>_<place>``, no pair behind what keeps its input's scale,
@@ -77,7 +81,8 @@ def export_qdq_onnx(
         model: A `bevquant_qnn` model, calibrated, in evaluation mode; or one from
             ``prepare_qat_fx``, ``prepare_calibration_fx`` or ``prepare_qat`` of `bevquant_hybrid`,
             which is written as it evaluates. It is not changed.
-        args: A tuple of positional inputs, a dict of named ones, or one input; float32.
+        args: A tuple of positional inputs, a dict of named ones, or one input; float32, but for
+            coordinates of voxels.
         path: The file. It appears whole or not at all.
         profile: One of the above, or the name of another `QdqTarget`.
         input_names: One for each tensor among `args`; the parameters' names by default.
@@ -133,11 +138,12 @@ def export_qdq_onnx(
     if not target.parent.is_dir():
         raise ValueError(f"export_qdq_onnx: there is no folder {target.parent}; make it first")
     source = read_model(
-        model, args, dynamic_batch=dynamic_batch, integer_sums=integer_sums, verify=verify
-    )
+        model, args, dynamic_batch=dynamic_batch, voxels=chosen.voxels, integer_sums=integer_sums,
+        verify=verify,
+    )  # fmt: skip
     inputs = named_inputs(source, input_names)
     outputs = named_outputs(source, output_names)
-    graph, sizes = Graph(chosen), Sizes(source)
+    graph, sizes = Graph(chosen, OPSET if source.sparse else None), Sizes(source)
     for name in (*inputs.values(), *(name for _, name in outputs)):
         graph.unique(name)
     made = emit(source, graph, inputs, integer_sums=integer_sums)
@@ -145,12 +151,13 @@ def export_qdq_onnx(
     shapes_out = {name: sizes.named(ref) for ref, name in outputs}
     proto = assemble(
         graph, shapes_in, shapes_out, [(made[ref].name, name) for ref, name in outputs],
-        {name: sizes.dtype(ref) for ref, name in outputs},
+        {name: sizes.dtype(ref) for ref, name in (*inputs.items(), *outputs)},
     )  # fmt: skip
     if chosen.half:
         proto = half_typed(proto)
     on_cpu = tuple(node.name for node in graph.on_cpu)
     fixed = [f"{name}: is {value!r} in the file" for name, value in source.fixed.items()]
+    fixed += [f"frames: {frames} of {grid}, in the file" for grid, frames in source.grids.values()]
     file = QdqFile(
         path=target,
         profile=profile,

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bevquant_export.dense._profile import Profile
 from bevquant_export.dense._source import Integers
+from bevquant_export.lint._model import VOXELS
+from bevquant_export.sparse.portable._emit import OPEN
+
+if TYPE_CHECKING:
+    from bevquant_export.sparse.portable._emit import Settings
 
 __all__ = ["Graph", "Held"]
+
+_AXES_AS_INPUT = ("ReduceMax", "ReduceMean")  # from operator set 18 on
 
 # Operators whose result a runtime holds in the integers of their input.
 _KEEP = set(
@@ -48,18 +56,20 @@ class Graph:
 
     Args:
         profile: What the runtime wants.
+        opset: The operator set to begin with; by default the profile's.
 
     Attributes:
         opset: The file's operator set: the profile's, or a later one that an operator needs.
     """
 
-    def __init__(self, profile: Profile) -> None:
-        self.profile, self.opset = profile, profile.opset
+    def __init__(self, profile: Profile, opset: int | None = None) -> None:
+        self.profile, self.opset = profile, opset or profile.opset
         self.nodes: list[Any] = []
         self.constants: dict[str, Array] = {}
         self.notes: list[str] = []
         self.on_cpu: list[Any] = []
         self.forms: dict[Any, Any] = {}  # torch's, of calls that may come again
+        self.functions: set[str] = set()  # of voxels, called somewhere
         self._taken: set[str] = set()
         self._dequantized: set[str] = set()
         self._shared: dict[tuple[Any, ...], str] = {}
@@ -77,6 +87,8 @@ class Graph:
         """Add a node of the module at `path`; returns the name of what it makes."""
         from onnx import helper
 
+        if operator in _AXES_AS_INPUT and self.opset >= 18 and "axes" in attributes:
+            inputs = [*inputs, self.numbers(attributes.pop("axes"))]
         name = self.unique(f"{path}.{operator}" if path else operator)
         output = f"{name}.out"
         self.nodes.append(helper.make_node(operator, inputs, [output], name=name, **attributes))
@@ -84,6 +96,30 @@ class Graph:
         if operator in _KEEP and self._dequantized.issuperset(read):
             self._dequantized.add(output)
         return output
+
+    def call(
+        self,
+        function: str,
+        inputs: Sequence[str],
+        name: str,
+        settings: Settings | None = None,
+        *,
+        made: int = 1,
+    ) -> list[str]:
+        """Call a function of voxels, which comes along in the file; the tensors that it makes."""
+        from onnx import helper
+
+        given = dict[str, Any](settings or {})
+        tensors = [key for key, value in given.items() if isinstance(value, str)]
+        if tensors:
+            function, inputs = function + OPEN, [*inputs, *(given.pop(key) for key in tensors)]
+        self.functions.add(function)
+        name = self.unique(name)
+        outputs = [f"{name}.out{i}" for i in range(made)]
+        self.nodes.append(
+            helper.make_node(function, inputs, outputs, name=name, domain=VOXELS, **given)
+        )
+        return outputs
 
     def copied(self, node: Any, path: str, inputs: list[str]) -> list[str]:
         """Add a copy of a node from elsewhere; returns the names of what it makes."""
@@ -126,7 +162,6 @@ class Graph:
 
         Integers are clipped where asked, and `block`² channels become pixels.
         """
-        self._check(path, form)
         q = self.node("QuantizeLinear", path, [held, *self._scale(path, form)])
         q = self.clipped(path, q, low, high)
         return self.dequantized(path, self.pixels(path, q, block) if block else q, form)
@@ -136,7 +171,12 @@ class Graph:
         return self.node("DepthToSpace", path, [name], blocksize=block, mode="CRD")
 
     def dequantized(self, path: str, q: str, form: Integers) -> Held:
-        """DequantizeLinear behind integers."""
+        """DequantizeLinear behind integers.
+
+        Raises:
+            ValueError: They have other than eight bits, or a scale that float32 does not hold.
+        """
+        self._check(path, form)
         made = self.node("DequantizeLinear", path, [q, *self._scale(path, form)])
         self._dequantized.add(made)
         return Held(made, q, form)

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from bevquant_export.dense._graph import Graph
+from bevquant_export.lint._model import VOXELS
 from bevquant_export.targets._cpu import CPU_KEY
 
 __all__ = ["assemble"]
 
 Shape = tuple[int | str, ...]
-_IR_VERSIONS = {11: 6, 13: 7, 16: 8}
+_IR_VERSIONS = {11: 6, 13: 7, 16: 8, 18: 8}
 # TensorProto's numbers.
 _TYPES = {torch.float32: 1, torch.bool: 9, torch.int32: 6, torch.int64: 7, torch.float64: 11}
 
@@ -32,13 +33,13 @@ def assemble(
         inputs: Name to shape.
         outputs: Likewise.
         made: Tensor and the output that it is, for each output.
-        types: Output to its type, as torch's.
+        types: Inputs and outputs to their types, as torch's.
 
     Raises:
         onnx.checker.ValidationError: The file would be invalid.
     """
     import onnx
-    from onnx import TensorProto, helper, numpy_helper
+    from onnx import helper, numpy_helper
 
     taken = set(inputs) | set(graph.constants)
     renamed: dict[str, str] = {}
@@ -60,18 +61,35 @@ def assemble(
         helper.make_graph(
             graph.nodes,
             "model",
-            [helper.make_tensor_value_info(n, TensorProto.FLOAT, s) for n, s in inputs.items()],
+            [helper.make_tensor_value_info(n, _TYPES[types[n]], s) for n, s in inputs.items()],
             [helper.make_tensor_value_info(n, _TYPES[types[n]], s) for n, s in outputs.items()],
             [numpy_helper.from_array(a, n) for n, a in graph.constants.items() if n in used],
         ),
         producer_name="bevquant_export",
-        opset_imports=[helper.make_opsetid("", graph.opset)],
+        functions=_functions(graph),
+        opset_imports=[
+            helper.make_opsetid("", graph.opset),
+            *([helper.make_opsetid(VOXELS, 1)] if graph.functions else []),
+        ],
         ir_version=_IR_VERSIONS[graph.opset],
     )
     if graph.profile.weight == "int8":
         helper.set_model_props(proto, {CPU_KEY: "vnni"})
     onnx.checker.check_model(proto, full_check=graph.profile.axis)
     return proto
+
+
+def _functions(graph: Graph) -> list[Any]:
+    """The functions of voxels that the graph calls."""
+    from bevquant_export.sparse.portable._emit import FUNCTIONS, OPEN, opened
+
+    found = [
+        opened(FUNCTIONS[name.removesuffix(OPEN)]()) if name.endswith(OPEN) else FUNCTIONS[name]()
+        for name in sorted(graph.functions)
+    ]
+    for function in found:
+        function.domain = VOXELS
+    return found
 
 
 def _with_scales(graph: Graph) -> Iterator[Any]:

@@ -107,6 +107,11 @@ def _parts(graph: Graph, step: Step, x: str, args: Any, kwargs: Any, sizes: Size
     drops = len(made[0]) < len(shape)
     given = {**dict(zip(("x", "size", "dim"), args, strict=False)), **kwargs}
     axis = int(given.get("dim", given.get("size", 0) if drops else 0)) % len(shape)
+    if isinstance(sizes.named(args[0].name)[axis], str):
+        raise ValueError(
+            f"export_qdq_onnx: {path or 'the model'}: {step.attributes['what']} along an axis "
+            "whose size is free in the file; the number of parts would be that of the example"
+        )
     names, start = [], 0
     for part in probe:
         length = 1 if drops else part.shape[axis]
@@ -155,13 +160,16 @@ def _sliced(graph: Graph, step: Step, x: str, args: Any, kwargs: Any, sizes: Siz
         at = index.index(Ellipsis)
         index = (*index[:at], *[slice(None)] * missing, *index[at + 1 :])
     cuts, dropped = {}, set()
+    free = [isinstance(size, str) for size in sizes.named(source)]
     for axis, i in enumerate(index):
         if isinstance(i, int):
-            start = i % shape[axis]
-            cuts[axis] = (start, start + 1, 1)
+            start = i if free[axis] else i % shape[axis]
+            cuts[axis] = (start, start + 1 if start != -1 else _LAST, 1)
             dropped.add(axis)
         elif i != slice(None):
-            start, stop, stride = i.indices(shape[axis])
+            # From the end of an axis of any length as it was said, in ONNX as in Python.
+            said = (i.start or 0, i.stop, i.step or 1)
+            start, stop, stride = said if free[axis] else i.indices(shape[axis])
             cuts[axis] = (start, _LAST if i.stop is None else stop, stride)
     name = sliced(graph, step.path, x, cuts) if cuts else x
     if not dropped:

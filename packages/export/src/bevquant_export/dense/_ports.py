@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from bevquant_export.dense._source import Ref, Source
+from bevquant_export.dense._source import Ref, Source, SparseRef
 
 __all__ = ["input_names", "output_names"]
 
@@ -44,6 +44,9 @@ def _members(source: Source, value: Any, where: str) -> Iterator[tuple[str, str]
             yield f"{value.name}[{index}]", f"{where}_{index}"
     elif isinstance(value, Ref) and value.name in source.shapes:
         yield value.name, where
+    elif isinstance(value, SparseRef):
+        yield value.features, f"{where}_features"
+        yield f"{value.sites}.indices", f"{where}_indices"
     elif isinstance(value, Mapping):
         for key, item in value.items():
             yield from _members(source, item, f"{where}_{key}")

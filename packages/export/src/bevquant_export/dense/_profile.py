@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from numpy.typing import DTypeLike
 
-__all__ = ["Profile", "profile_of"]
+__all__ = ["Profile"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Profile:
         half: What is not quantized is float16, inputs and outputs too; else all floats are float32.
         depth_to_space: A transposed convolution whose windows lie side by side is one of 1×1 whose
             channels become pixels; else it stays what it is, and runs in float.
+        voxels: Sparse convolutions may be among a model's layers, as functions of the file.
         runner: What runs a file to check it: ``"onnxruntime"`` or ``"openvino"`` optimised as in
             use, ``"plain"`` for ONNX Runtime without optimisations.
     """
@@ -51,32 +52,5 @@ class Profile:
     one_scale: bool
     half: bool = False
     depth_to_space: bool = False
+    voxels: bool = False
     runner: str = "plain"
-
-
-def profile_of(name: str, weights: str | None = None) -> Profile:
-    """The profile of the target of this name.
-
-    Args:
-        name: Of a dense target.
-        weights: ``"uint8"`` or ``"int8"``, where the target has a choice.
-
-    Raises:
-        ValueError: Another name, or weights that the target has no choice of.
-    """
-    from bevquant_export.targets._qdq import QdqTarget
-    from bevquant_export.targets._registry import targets
-
-    known = {n: t for t in targets() if isinstance(t, QdqTarget) for n in (t.name, *t.aliases)}
-    if name not in known:
-        raise ValueError(
-            f"export_qdq_onnx: profile={name!r}: expected one of {', '.join(map(repr, known))}"
-        )
-    target = known[name]
-    if weights is not None and weights not in target.weights:
-        choice = " or ".join(map(repr, target.weights))
-        raise ValueError(
-            f"export_qdq_onnx: weights={weights!r} with profile={name!r}: expected None"
-            + (f", {choice}" if choice else "; 'uint8' or 'int8' go with profile='onnxruntime'")
-        )
-    return replace(target.form, name=name, weight=weights or target.form.weight)

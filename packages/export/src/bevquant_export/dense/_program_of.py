@@ -7,10 +7,14 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from bevquant_graph import is_sparse_tensor
 from bevquant_int8sim import IntegerModel, simulate
 from bevquant_int8sim.program import Program, Ref, Step, arguments, names_in
 
-__all__ = ["Observe", "QdqProgram", "Sums", "inputs_of", "integer_model", "location", "program_of"]
+__all__ = [
+    "Observe", "QdqProgram", "Sums", "bound", "inputs_of", "integer_model", "location", "ports_of",
+    "program_of",
+]  # fmt: skip
 
 Observe = Callable[[Step, tuple[Any, ...], tuple[Any, ...]], None]
 Sums = bool | Mapping[str, float]
@@ -68,13 +72,28 @@ class _Simulated:
 
     @property
     def names(self) -> Mapping[str, str]:
-        assert self.model.source is not None
-        called = self.model.source.graph.input_names
-        return dict(zip(names_in(self.program.signature), called, strict=True))
+        return {name: path for name, (path, _) in ports_of(self.model).items()}
 
     def run(self, inputs: Any, *, observe: Observe) -> Any:
         returned, _ = self.model.run(inputs, record=False, observe=observe)
         return returned
+
+
+def ports_of(model: IntegerModel) -> dict[str, tuple[str, Any]]:
+    """Inputs of a program to the parameters that they are, and to the nodes of the graph.
+
+    A sparse tensor is one input, and its features' node stands for it.
+    """
+    assert model.source is not None
+    graph = model.source.graph
+    owners = [p.removesuffix(".features") for p in graph.input_names if p.endswith(".features")]
+    parts = {f"{owner}.{part}" for owner in owners for part in ("indices", "batch_size")}
+    found = [
+        (path.removesuffix(".features"), node)
+        for path, node in zip(graph.input_names, graph.placeholders, strict=True)
+        if path not in parts
+    ]
+    return dict(zip(names_in(model.program.signature), found, strict=True))
 
 
 def location(program: QdqProgram, step: Step) -> str:
@@ -115,7 +134,20 @@ def program_of(model: nn.Module, args: Any, sums: Sums = False, *, verify: bool)
 
 
 def inputs_of(program: Program, args: Any) -> Iterator[tuple[str, Any]]:
-    """Inputs of the program and what a call gives for them."""
+    """Inputs of the program and what a call gives for them.
+
+    Of a sparse tensor ``x`` the features, as ``x``, and the coordinates, as ``x.indices``.
+    """
+    for name, value in bound(program, args):
+        if is_sparse_tensor(value):
+            yield name, value.features
+            yield f"{name}.indices", value.indices
+        else:
+            yield name, value
+
+
+def bound(program: Program, args: Any) -> Iterator[tuple[str, Any]]:
+    """Inputs of the program and what a call gives for them, sparse tensors whole."""
     yield from _bound(program.signature, arguments(args))
 
 

@@ -38,7 +38,7 @@ class Sizes:
     def dtype(self, name: str) -> Any:
         """Type of the tensor in the file, as torch's: float32 for what is integers of a scale."""
         form = self._source.program.values.get(name.partition("[")[0])
-        if form is not None and form.form != "float":
+        if form is not None and form.form not in ("float", "host"):
             return torch.float32
         return self._source.dtypes.get(name, torch.float32)
 
@@ -47,7 +47,7 @@ class Sizes:
         shape = self._source.shapes[name]
         other = self._source.wider.get(name, shape)
         return tuple(
-            n if n == m else "batch" if axis == 0 else f"{name}_{axis}"
+            m if isinstance(m, str) else n if n == m else "batch" if axis == 0 else f"{name}_{axis}"
             for axis, (n, m) in enumerate(zip(shape, other, strict=True))
         )
 
@@ -65,6 +65,12 @@ class Sizes:
             )
         return sizes
 
+    def varies(self, value: Any) -> bool:
+        """Whether a size or number among arguments is computed from what the file is given."""
+        if not isinstance(value, Ref) or value.name not in self._source.hosts:
+            return False
+        return self.free and value.name not in self._source.wider_hosts
+
     def constants(self, path: str, values: Any, *, sizes: bool = False) -> Any:
         """Arguments with every host value as it was.
 
@@ -77,12 +83,18 @@ class Sizes:
             ValueError: A host value that follows the batch.
         """
         if self.free and not sizes:
-            for name in names_in(values):
-                hosts, wider = self._source.hosts, self._source.wider_hosts
-                if name in hosts and hosts[name] != wider.get(name):
+            hosts, wider = self._source.hosts, self._source.wider_hosts
+            for name in (name for name in names_in(values) if name in hosts):
+                if name not in wider:
+                    raise ValueError(
+                        f"export_qdq_onnx: {path or 'the model'}: an argument, {hosts[name]} on "
+                        "the example, is computed from the voxels, and the file would hold it as a "
+                        "constant; give the model a fixed one"
+                    )
+                if hosts[name] != wider[name]:
                     raise ValueError(
                         f"export_qdq_onnx: {path or 'the model'}: an argument follows the batch "
-                        f"({hosts[name]}, then {wider.get(name)}), which the file holds as a "
+                        f"({hosts[name]}, then {wider[name]}), which the file holds as a "
                         "constant. Export with dynamic_batch=False"
                     )
 

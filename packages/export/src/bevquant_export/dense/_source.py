@@ -7,17 +7,19 @@ cannot disagree on which tensors are integers of which scale.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bevquant_export.dense._program_of import QdqProgram, inputs_of, program_of
+from bevquant_export.dense._free_sizes import free_sizes
+from bevquant_export.dense._program_of import QdqProgram, bound, inputs_of, program_of
 from bevquant_int8sim.program import (
     Integers,
     Program,
     Ref,
+    SparseRef,
     Step,
     grid_call,
     integers_of,
@@ -28,9 +30,8 @@ from bevquant_int8sim.program import (
 )
 
 __all__ = [
-    "Integers", "Program", "Ref", "Source", "Step", "grid_call", "integers_of", "is_active",
-    "module_call", "names_in",
-    "read_model", "replaced",
+    "Integers", "Program", "Ref", "Source", "SparseRef", "Step", "grid_call", "integers_of",
+    "is_active", "module_call", "names_in", "read_model", "replaced",
 ]  # fmt: skip
 
 Shape = tuple[int, ...]
@@ -45,13 +46,17 @@ class Source:
         shapes: Tensor to its shape; of several tensors, a tuple of shapes, and ``name[i]`` to each.
         hosts: Sizes, numbers and the like by name.
         dtypes: Type of each tensor as the program holds it.
-        wider: Shapes of a second run with twice the batch; empty where the batch is fixed.
-        wider_hosts: Hosts of that run.
+        wider: Shapes of a second run with twice the batch; with a name in the place of a size that
+            follows the number of voxels. Empty where all sizes are constants.
+        wider_hosts: Hosts of that run; those that no voxel changes.
         inputs: Tensors that a call takes, in order, to the parameters that they go to.
         fixed: Numbers among the arguments, which are constants of the file.
         ranges: Accumulators that a sum reads to their largest absolute value in the run.
         sum_ranges: Ranges that sums' operands have in the program itself (`IntegerModel`).
         integer: What the program was read from, to run it again.
+        grids: Of sparse tensors among the inputs, by the name of their sites: grid and frames.
+            Their coordinates are the input ``<features>.indices``.
+        sparse: Whether there are voxels among its tensors.
     """
 
     program: Program
@@ -65,6 +70,8 @@ class Source:
     ranges: Mapping[str, float]
     sum_ranges: Mapping[str, float]
     integer: QdqProgram
+    grids: Mapping[str, tuple[Shape, int]] = field(default_factory=dict)
+    sparse: bool = False
 
     def form(self, name: str) -> Any:
         """`Integers`, or ``"int32"`` or ``"float"``."""
@@ -76,10 +83,14 @@ def read_model(
     args: Any,
     *,
     dynamic_batch: bool,
+    voxels: bool = False,
     integer_sums: bool = False,
     verify: bool = True,
 ) -> Source:
     """Lower `model` and run it on `args`.
+
+    With `voxels` sparse convolutions may be among its steps: the number of voxels is free then,
+    and the number of frames a constant.
 
     Raises:
         TypeError: No module.
@@ -95,15 +106,27 @@ def read_model(
             )
     integer = program_of(model, args, integer_sums, verify=verify)
     program = integer.program
-    if program.sparse_inputs or any(step.op in ("sites", "sparse_conv") for step in program.steps):
-        path = next((s.path for s in program.steps if s.op in ("sites", "sparse_conv")), "an input")
+    sparse = [s.path for s in program.steps if s.op in ("sites", "sparse_conv")]
+    sparse += ["an input"] if program.sparse_inputs else []
+    if sparse and (not voxels or dynamic_batch):
         raise ValueError(
-            f"export_qdq_onnx: {path} is sparse; write that part with export_sparse_onnx and the "
-            "dense parts, each a module of its own, with export_qdq_onnx"
+            f"export_qdq_onnx: {next(filter(None, sparse), 'the model')} is sparse; "
+            + (
+                "the number of frames is a constant of such files: dynamic_batch=False"
+                if voxels
+                else "write that part with export_sparse_onnx and the dense parts, each a module "
+                "of its own, with export_qdq_onnx, or all of it with profile='onnxruntime'"
+            )
         )
-    given, called = dict(inputs_of(program, args)), integer.names
+    given, called = dict(inputs_of(program, args)), dict(integer.names)
+    grids: dict[str, tuple[Shape, int]] = {}
+    for name, value in bound(program, args):
+        if name in program.sparse_inputs:
+            called[f"{name}.indices"] = f"{called[name]}.indices"
+            shape = tuple(int(size) for size in value.spatial_shape)
+            grids[program.sparse_inputs[name]] = shape, int(value.batch_size)
     for name, value in given.items():
-        if isinstance(value, Tensor) and value.dtype != torch.float32:
+        if not sparse and isinstance(value, Tensor) and value.dtype != torch.float32:
             raise ValueError(
                 f"export_qdq_onnx: input {called[name]} is {value.dtype}; expected float32. Give "
                 "float32 tensors, and compute what depends on others outside of this model"
@@ -113,6 +136,13 @@ def read_model(
     shapes, hosts = _run(integer, args, ranges, dtypes)
     wider: dict[str, Any] = {}
     wider_hosts: dict[str, Any] = {}
+    if sparse:
+        for name in names_in(program.result):  # a sparse tensor's coordinates are a result too
+            if program.values[name].form == "sites":
+                if name in hosts:
+                    shapes[f"{name}.indices"] = tuple(hosts[name].indices.shape)
+                dtypes.setdefault(f"{name}.indices", torch.int32)
+        wider, wider_hosts = free_sizes(integer, shapes, hosts)
     if dynamic_batch:
         double = _doubled(args)
         try:
@@ -129,6 +159,8 @@ def read_model(
         ranges,
         getattr(integer, "sum_ranges", {}),
         integer,
+        grids,
+        bool(sparse),
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from bevquant_export.dense._graph import Graph
 from bevquant_export.dense._sizes import Sizes
 from bevquant_export.dense._source import Ref, Step, replaced
 from bevquant_export.floats._torch_exporter import OPSET, exported
+from bevquant_export.sparse.portable._body import INT32, INT64
 
 __all__ = ["torch_form"]
 
@@ -54,6 +55,12 @@ def torch_form(
     call = _Call(step, args, constants)
     examples = tuple(_example(sizes, name) for name in call.names)
     free = tuple({0: torch.export.Dim.DYNAMIC} if _is_free(sizes, n) else None for n in call.names)
+    inputs = [read(name) for name in call.names]
+    # ONNX Runtime has Unique of 64-bit integers alone.
+    wide = "unique" in str(step.attributes["what"]) and examples[0].dtype == torch.int32
+    if wide:
+        examples = (examples[0].long(), *examples[1:])
+        inputs[0] = graph.node("Cast", step.path, [inputs[0]], to=INT64)
     made = sizes.of(step.outputs[0])
     count = len(made) if made and isinstance(made[0], tuple) else 1
     key = call.key(examples, free)
@@ -71,7 +78,9 @@ def torch_form(
                 raise
             graph.forms[key], graph.opset = _lowered(proto, newer), newer
     proto = graph.forms[key]
-    names = _spliced(graph, step.path, proto, [read(name) for name in call.names])
+    names = _spliced(graph, step.path, proto, inputs)
+    if wide:
+        names[0] = graph.node("Cast", step.path, [names[0]], to=INT32)
     return names if made and isinstance(made[0], tuple) else names[0]
 
 

@@ -8,10 +8,10 @@ import numpy as np
 
 from bevquant_export.dense._compare import TensorDifference, compared
 from bevquant_export.dense._graph import Array
-from bevquant_export.dense._profile import profile_of
 from bevquant_export.dense._program_of import QdqProgram, integer_model
 from bevquant_export.dense._runnable import any_session
 from bevquant_export.dense._written import QdqFile
+from bevquant_export.targets._qdq import profile_of
 
 __all__ = ["verified"]
 
@@ -47,7 +47,15 @@ def verified(
         made, ran = any_session(proto, runner)
         return made
 
-    rows, outputs = compared(file, content, integer, args, run_in, outputs=True)
+    try:
+        rows, outputs = compared(file, content, integer, args, run_in, outputs=True)
+    except Exception as error:
+        if not type(error).__module__.startswith("onnxruntime"):
+            raise
+        raise ValueError(
+            f"export_qdq_onnx: onnxruntime does not run the file on the example inputs: {error}; "
+            "nothing was written. verify=False writes it all the same"
+        ) from error
     profile = profile_of(file.profile)
     share = _FLOAT_SUMS if profile.half else 0.0
     if integer_model(integer) is None:

@@ -15,10 +15,15 @@ _CONVERSIONS = ("quantize", "requantize", "dequantize", "relu")
 _PERMUTATIONS = ("permute", "transpose", "movedim", "swapaxes", "moveaxis", "swapdims")
 _RESHAPES = ("flatten", "view", "reshape", "unflatten", "squeeze", "unsqueeze")
 _ADDITIONS = ("add", "add_", "iadd")
+_REMEDY = (
+    "export the model up to it, or replace it; ONNX Runtime takes the model as it is "
+    "(export_qdq_onnx, profile='onnxruntime')"
+)
 _REMEDIES = {
     "BatchNorm1d": "fold it first with bevquant_fusion.fuse_model",
     "batch_norm": "fold it first with bevquant_fusion.fuse_model",
-    "cat": "the engine has no concatenation: add the branches, or split the model there",
+    "cat": "the engine has no concatenation: add the branches, or split the model there; ONNX "
+    "Runtime takes the model as it is (export_qdq_onnx, profile='onnxruntime')",
 }
 
 
@@ -139,7 +144,7 @@ class _Follower:
         elif step.op == "move" and what in _RESHAPES:
             self._draft("reshape", step, 1)
         else:
-            remedy = _REMEDIES.get(what, "export the model up to it, or replace it")
+            remedy = _REMEDIES.get(what, _REMEDY)
             raise ValueError(
                 f"export_sparse_onnx: {place(step)}{self._location(step)} has no operator in the "
                 "libspconv dialect "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -90,7 +92,8 @@ class QuantizedGraphModule(GraphModuleWithAttr):
 def clone_containers(root: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> nn.Module:
     """Copy the containers of a model; leaves, parameters and buffers stay the same objects.
 
-    What is then replaced in the copy leaves the original as it was.
+    What is then replaced in the copy leaves the original as it was. Attributes that lead to copied
+    modules (lists of layers, methods put on a module) lead to the copies.
     """
     made: dict[int, nn.Module] = {}
 
@@ -106,7 +109,35 @@ def clone_containers(root: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> n
                         copied._modules[name] = clone(child, False)
         return made[id(module)]
 
-    return clone(root, True)
+    copied_root = clone(root, True)
+    for original, module in made.items():
+        if id(module) == original:  # a leaf, which is the user's own
+            continue
+        for name, value in module.__dict__.items():
+            if name not in ("_modules", "_parameters", "_buffers"):
+                module.__dict__[name] = _of_clones(value, made)
+    return copied_root
+
+
+def _of_clones(value: Any, made: dict[int, nn.Module]) -> Any:
+    """An attribute that leads to modules of a model, leading to those of its copy.
+
+    Forwards keep such: lists of their layers, a module under another name, and methods that were
+    put on one module (``block.forward = types.MethodType(traceable, block)``).
+    """
+    if isinstance(value, nn.Module):
+        return made.get(id(value), value)
+    if isinstance(value, MethodType):
+        owner = _of_clones(value.__self__, made)
+        return value if owner is value.__self__ else MethodType(value.__func__, owner)
+    if type(value) in (list, tuple):
+        items = [_of_clones(item, made) for item in value]
+        changed = any(a is not b for a, b in zip(items, value, strict=True))
+        return type(value)(items) if changed else value
+    if type(value) in (dict, OrderedDict):
+        found = {name: _of_clones(item, made) for name, item in value.items()}
+        return type(value)(found) if any(found[n] is not value[n] for n in found) else value
+    return value
 
 
 def replace_module(root: Any, path: str, module: nn.Module) -> None:

@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 from bevquant_graph import layer_class
 from bevquant_hybrid._fx._functionals import mapper_place
 from bevquant_hybrid._fx._settings import Names, Settings, anchor_path_of
-from bevquant_hybrid._fx._tracer import number_nodes, scope_of
+from bevquant_hybrid._fx._tracer import number_nodes, scope_of, with_items
 from bevquant_hybrid._quant_stub import QuantStub
 from bevquant_hybrid._scale_keeping import rule_of
 from bevquant_hybrid.nn import _functions as functions
@@ -34,7 +34,7 @@ class Kind(Enum):
     """What a node is to the partition.
 
     Attributes:
-        EDGE: Inputs, outputs and attributes of the model.
+        EDGE: Inputs, outputs and attributes of the model, and dictionaries of values.
         NUMBER: A size, or what is computed of sizes.
         QUANT: A QuantStub.
         DEQUANT: A DeQuantStub.
@@ -92,6 +92,8 @@ class Placement:
         names: What the user wants on the CPU.
         hybrid: Whether operators may run on the CPU at all.
         march: Whose list of operators decides what must.
+        strip: Let layers that read float values alone stay float: what lies before the QuantStubs
+            and behind the DeQuantStubs.
     """
 
     def __init__(
@@ -102,7 +104,9 @@ class Placement:
         names: Names,
         hybrid: bool,
         march: str,
+        strip: bool = False,
     ) -> None:
+        self.strip = strip
         self.modules = dict(root.named_modules(remove_duplicate=False))
         self.settings, self.names, self.hybrid, self.march = settings, names, hybrid, march
         self._numbers = number_nodes(graph)
@@ -180,7 +184,7 @@ class Placement:
         return isinstance(self.modules.get(str(node.target)), nn.Module)
 
     def _kind(self, node: Node) -> Kind:
-        if node.op in ("placeholder", "output", "get_attr"):
+        if node.op in ("placeholder", "output", "get_attr") or node.target is with_items:
             self._outside.add(node)
             return Kind.EDGE
         if node in self._numbers:
@@ -202,7 +206,7 @@ class Placement:
                 self._outside.add(node)
             return Kind.CPU
         outside = all(n in self._outside for n in self.inputs(node))
-        if outside and not has_weight(module):
+        if outside and (self.strip or not has_weight(module)):
             self._outside.add(node)
             return Kind.CPU
         return Kind.BPU

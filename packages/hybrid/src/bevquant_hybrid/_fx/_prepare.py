@@ -73,8 +73,9 @@ def prepare(
     hybrid_dict: dict[str, Any] | None,
     caller: str,
     optimize_graph: bool = False,
+    strip: bool = False,
 ) -> ObservedGraphModule:
-    """Prepare a model; see `prepare_qat_fx`."""
+    """Prepare a model; see `prepare_qat_fx`, and for `strip` `Placement`."""
     march = require_march(caller)
     names = Names(hybrid_dict if hybrid else None)
     if hybrid_dict and not hybrid:
@@ -96,7 +97,12 @@ def prepare(
         replace_functions(fused.graph, fused)
     names.warn_of_strangers(fused)
     settings = Settings(fused, qconfig_dict)
-    placement = Placement(fused.graph, fused, settings, names, hybrid, march)
+    placement = Placement(fused.graph, fused, settings, names, hybrid, march, strip)
+    if strip and Kind.QUANT not in placement.kinds.values():
+        raise ValueError(
+            f"{caller}: no QuantStub is called: what is before the first one stays float, which is "
+            "all of the model; put one on each input"
+        )
     _warn_of_edges(placement)
     _warn_of_missing_qconfigs(placement)
     on_cpu = list_cpu_operators(placement) if hybrid else ()

@@ -6,7 +6,9 @@ import math
 import operator
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from bevquant_hybrid.nn.intrinsic import Fused
 from bevquant_hybrid.nn.qat import has_qat_form
 from bevquant_hybrid.nn.qat._weighted import Weighted
 
-__all__ = ["HybridTracer", "is_leaf", "line_of", "number_nodes", "scope_of", "trace"]
+__all__ = ["HybridTracer", "is_leaf", "line_of", "number_nodes", "scope_of", "trace", "with_items"]
 
 _LIBRARIES = tuple(f"{os.path.dirname(file)}{os.sep}" for file in (torch.__file__, __file__))
 
@@ -36,8 +38,79 @@ def _writing(function: Callable[..., Any]) -> Callable[[Proxy, Any], Proxy]:
     return call
 
 
+def with_items(
+    mapping: Mapping[str, Any], items: Mapping[str, Any], taken: Collection[str] = ()
+) -> dict[str, Any]:
+    """A dictionary that a forward was given, with what it wrote into it, less what it took out."""
+    return {**{name: mapping[name] for name in mapping if name not in taken}, **items}
+
+
 class _WritableProxy(Proxy):
-    """A traced value that records ``x += y`` as what it is: other names show the result too."""
+    """A traced value that records ``x += y`` as what it is: other names show the result too.
+
+    What a forward writes into a dictionary that it was given (``batch["maps"] = x``) it reads back
+    from there; who is handed the dictionary gets another one that has it, and has not what was
+    taken out.
+    """
+
+    def __init__(self, node: Node, tracer: Tracer) -> None:
+        super().__init__(node, tracer)
+        self.written: dict[str, Any] = {}
+        self.taken: set[str] = set()
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if not isinstance(key, str):
+            raise TypeError(
+                f"it writes into a part of {self.node.name}; compute the new tensor with torch.cat "
+                "or torch.where instead"
+            )
+        self.written[key] = value
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._read("call_function", operator.getitem, key)
+
+    def __delitem__(self, key: str) -> None:
+        self.written.pop(key, None)
+        self.taken.add(key)
+
+    def __contains__(self, key: Any) -> bool:
+        if key in self.written:
+            return True
+        if key in self.taken:
+            return False
+        raise TypeError(
+            f"it asks whether {key!r} is in {self.node.name}, which a trace cannot know of what it "
+            "is given; settle that before the model is made"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("update", "get", "pop"):
+            return getattr(self, f"_{name}")
+        if name in ("setdefault", "popitem", "clear"):
+            raise TypeError(f"it calls {name}() of {self.node.name}; write and read single names")
+        return super().__getattr__(name)
+
+    def _read(self, op: str, target: Any, key: Any, *default: Any) -> Any:
+        if isinstance(key, str) and key in self.written:
+            return self.written[key]
+        if isinstance(key, str) and key in self.taken:
+            if default:
+                return default[0]
+            raise TypeError(f"it reads {key!r} of {self.node.name}, which it took out before")
+        return self.tracer.create_proxy(op, target, (self, key, *default), {})
+
+    def _update(self, items: Any = (), **more: Any) -> None:
+        self.written.update(items, **more)
+
+    def _get(self, key: Any, default: Any = None) -> Any:
+        return self._read("call_method", "get", key, default)
+
+    def _pop(self, *args: Any) -> Any:
+        if not args or not isinstance(args[0], str):  # of a list
+            return self.tracer.create_proxy("call_method", "pop", (self, *args), {})
+        found = self._get(*args) if len(args) > 1 else self[args[0]]
+        del self[args[0]]
+        return found
 
     __iadd__ = _writing(operator.iadd)
     __isub__ = _writing(operator.isub)
@@ -59,12 +132,24 @@ class HybridTracer(Tracer):
         self.methods: dict[str, nn.Module] = {}
         self.where: list[str] = []
 
+    def create_arg(self, a: Any) -> Any:
+        """What a node reads: of a dictionary that the forward changed, the changed one."""
+        if isinstance(a, _WritableProxy) and (a.written or a.taken):
+            written, a.written, taken, a.taken = a.written, {}, a.taken, set()
+            args = (a, written, tuple(sorted(taken))) if taken else (a, written)
+            whole = self.create_proxy("call_function", with_items, args, {})
+            a.written, a.taken = written, taken
+            return whole.node
+        return super().create_arg(a)
+
     def proxy(self, node: Node) -> Proxy:
         """What stands for a node's value in the forward."""
         return _WritableProxy(node, self)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Whether a module is one node."""
+        if "forward" in m.__dict__ and not getattr(m, LEAF_MARK, False):
+            return False  # put on this one module: it does not do what its class does
         return is_leaf(m) or super().is_leaf_module(m, module_qualified_name)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
@@ -217,6 +302,32 @@ def _writes(node: Node, model: nn.Module) -> bool:
     return False
 
 
+@contextmanager
+def _own_forward(model: nn.Module, caller: str) -> Iterator[None]:
+    """Have a forward that was put on the model itself found where a tracer looks: in its class.
+
+    Afterwards the model has none of its own: what is made of it has the traced one.
+
+    Raises:
+        ValueError: It is no method of the model.
+    """
+    own = model.__dict__.pop("forward", None)
+    if own is None:
+        yield
+        return
+    if not isinstance(own, MethodType) or own.__self__ is not model:
+        raise ValueError(
+            f"{caller}: the model's forward was replaced by {own!r}, which is no method of it; "
+            "give types.MethodType(function, model), or a class with that forward"
+        )
+    cls = type(model)
+    model.__class__ = type(cls.__name__, (cls,), {"forward": own.__func__})
+    try:
+        yield
+    finally:
+        model.__class__ = cls
+
+
 def trace(model: nn.Module, caller: str) -> Graph:
     """Trace a model; what it writes in place is written anew.
 
@@ -225,7 +336,8 @@ def trace(model: nn.Module, caller: str) -> Graph:
     """
     tracer = HybridTracer()
     try:
-        graph = tracer.trace(model)
+        with _own_forward(model, caller):
+            graph = tracer.trace(model)
     # What Python and NumPy raise where a proxy is no value: of len(), of asarray(), of iteration.
     except (TraceError, TypeError, RuntimeError, ValueError, AttributeError) as error:
         where = tracer.where[-1] if tracer.where else ""

@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 
 from bevquant_hybrid._fx._prepare import fuse
+from bevquant_hybrid._fx._prepare import prepare as prepare_traced
 from bevquant_hybrid._fx._settings import Names
 from bevquant_hybrid.quantization.qconfig_setter import QconfigSetterBase
 from bevquant_hybrid.quantization.quantize import prepare_qat, run_once
-from bevquant_hybrid.quantization.quantize_fx import prepare_qat_fx
 
 __all__ = ["PrepareMethod", "prepare"]
 
@@ -24,8 +24,8 @@ class PrepareMethod(Enum):
         EAGER: It is not: modules are replaced one by one, as by `prepare_qat`.
         SYMBOLIC: By tracing, as by `prepare_qat_fx`.
         JIT: The same here; example inputs are run through the result.
-        JIT_STRIP: The same; what lies before the QuantStubs and behind the DeQuantStubs is float
-            with each method.
+        JIT_STRIP: The same; layers before the QuantStubs and behind the DeQuantStubs stay float,
+            whatever their settings.
     """
 
     EAGER = "eager"
@@ -88,7 +88,9 @@ def prepare(
         made = prepare_qat(model)
     else:
         fused = fuse(model, Names(None), "prepare")
-        made = prepare_qat_fx(fused, _qconfig_dict(qconfig_setter, fused))
+        settings = _qconfig_dict(qconfig_setter, fused)
+        strip = method is PrepareMethod.JIT_STRIP
+        made = prepare_traced(fused, settings, False, None, "prepare", strip=strip)
     if example_inputs is not None:
         run_once(made, example_inputs)
     return made

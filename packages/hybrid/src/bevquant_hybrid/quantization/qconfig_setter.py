@@ -24,8 +24,11 @@ __all__ = [
     "QconfigSetterBase",
     "calibration_8bit_weight_16bit_act_qconfig_setter",
     "default_calibration_qconfig_setter",
+    "default_qat_fixed_act_qconfig_setter",
     "default_qat_fixed_qconfig_setter",
     "default_qat_qconfig_setter",
+    "qat_8bit_weight_16bit_act_qconfig_setter",
+    "qat_8bit_weight_16bit_fixed_act_qconfig_setter",
 ]
 
 _LAYERS = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.Linear)
@@ -221,8 +224,11 @@ class _OneForAll(QconfigSetterBase):
 
 default_qat_qconfig_setter = _OneForAll()
 default_qat_fixed_qconfig_setter = _OneForAll(fix_scale=True)
+default_qat_fixed_act_qconfig_setter = default_qat_fixed_qconfig_setter
 default_calibration_qconfig_setter = _OneForAll(observer="mse")
 calibration_8bit_weight_16bit_act_qconfig_setter = _OneForAll(observer="mse", out_dtype=qint16)
+qat_8bit_weight_16bit_act_qconfig_setter = _OneForAll(out_dtype=qint16)
+qat_8bit_weight_16bit_fixed_act_qconfig_setter = _OneForAll(out_dtype=qint16, fix_scale=True)
 
 
 def _of_types(qconfig: Any, dtype: QuantDType, weight: QuantDType) -> Any:

@@ -7,8 +7,11 @@ from bevquant_hybrid.quantization.qconfig_setter import (
     QconfigSetterBase,
     calibration_8bit_weight_16bit_act_qconfig_setter,
     default_calibration_qconfig_setter,
+    default_qat_fixed_act_qconfig_setter,
     default_qat_fixed_qconfig_setter,
     default_qat_qconfig_setter,
+    qat_8bit_weight_16bit_act_qconfig_setter,
+    qat_8bit_weight_16bit_fixed_act_qconfig_setter,
 )
 
 __all__ = [
@@ -16,6 +19,9 @@ __all__ = [
     "QconfigSetterBase",
     "calibration_8bit_weight_16bit_act_qconfig_setter",
     "default_calibration_qconfig_setter",
+    "default_qat_fixed_act_qconfig_setter",
     "default_qat_fixed_qconfig_setter",
     "default_qat_qconfig_setter",
+    "qat_8bit_weight_16bit_act_qconfig_setter",
+    "qat_8bit_weight_16bit_fixed_act_qconfig_setter",
 ]

@@ -15,14 +15,17 @@ from bevquant_export.sparse.portable._body import DOMAIN, OPSET
 if TYPE_CHECKING:
     from onnx import FunctionProto, ModelProto, ValueInfoProto
 
-__all__ = ["FUNCTIONS", "Emitter", "Settings"]
+__all__ = ["FUNCTIONS", "OPEN", "Emitter", "Settings", "opened"]
+
+OPEN = "OfAnyGrid"  # ends the names of functions that read the grid from a tensor
 
 _IR_VERSION = 8  # the first with model-local functions
 _VERSION = 1
-Settings = Mapping[str, int | float | tuple[int, ...]]
+Settings = Mapping[str, int | float | str | tuple[int, ...]]  # a string: a tensor in its place
 
 FUNCTIONS: Mapping[str, Callable[[], FunctionProto]] = {
     "CheckedVoxels": voxel.checked_voxels,
+    "DistinctCoords": voxel.distinct_coords,
     "DistinctVoxels": voxel.distinct_voxels,
     "StridedVoxels": voxel.strided_voxels,
     **{f"PillarMap{c}": partial(voxel.pillar_map, c) for c in range(3)},
@@ -41,6 +44,20 @@ FUNCTIONS: Mapping[str, Callable[[], FunctionProto]] = {
     "ScatterDense": layer.scattered,
     "Int8": layer.signed,
 }
+
+
+def opened(function: FunctionProto) -> FunctionProto:
+    """The function with the spatial shape that it has as an attribute as its last input."""
+    from onnx import helper
+
+    (shape,) = (name for name in function.attribute if name.endswith("spatial_shape"))
+    function.attribute.remove(shape)
+    function.input.append(shape)
+    for node in function.node:
+        if any(attribute.ref_attr_name == shape for attribute in node.attribute):
+            node.CopyFrom(helper.make_node("Identity", [shape], list(node.output)))
+    function.name += OPEN
+    return function
 
 
 class Emitter:

@@ -2,17 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
-from bevquant_export.sparse._graph import Conv
-from bevquant_export.sparse.portable._emit import Emitter, Settings
+from bevquant_export.sparse.portable._emit import Settings
 from bevquant_sparse import build_rulebook
 
 __all__ = ["Sites", "Surroundings"]
 
 Sizes = tuple[int, ...]
+
+
+class Calls(Protocol):
+    """Where calls of functions are added: the model under construction."""
+
+    def call(
+        self,
+        function: str,
+        inputs: Sequence[str],
+        name: str,
+        settings: Settings | None = None,
+        *,
+        made: int = 1,
+    ) -> list[str]:
+        """The tensors that a function makes; see `Emitter`."""
+
+
+class Window(Protocol):
+    """What voxels a convolution or pooling reads; see `Conv`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def kernel_size(self) -> Sizes: ...
+    @property
+    def stride(self) -> Sizes: ...
+    @property
+    def padding(self) -> Sizes: ...
+    @property
+    def dilation(self) -> Sizes: ...
+    @property
+    def subm(self) -> bool: ...
+    @property
+    def inverse(self) -> bool: ...
+    @property
+    def rulebook(self) -> str: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +62,8 @@ class Sites:
         maker: Node that made them, for names.
         known: Tables of neighbours by geometry, with the voxels of the result.
         map: Pillar map, once it is there: pillars, cells, each voxel's own cell.
+        open: Tensor int64 ``[3]`` that holds the spatial shape where it is no constant; `grid` is
+            then that of the example. Empty where it is one.
     """
 
     voxels: str
@@ -32,6 +71,12 @@ class Sites:
     maker: str
     known: dict[object, tuple[str, Sites]] = field(default_factory=dict)
     map: list[str] = field(default_factory=list)
+    open: str = ""
+
+    @property
+    def shape(self) -> Sizes | str:
+        """The spatial shape as functions take it."""
+        return self.open or self.grid
 
     @property
     def rows(self) -> str:
@@ -49,33 +94,42 @@ class Surroundings:
 
     Args:
         emitter: Takes the nodes.
+        batch_size: Tensor that holds the number of frames, int64 ``[1]``.
+        behind: Of a grid that is a tensor, the one behind a convolution of these padding.
     """
 
-    def __init__(self, emitter: Emitter) -> None:
-        self.emitter = emitter
-        self._strided: dict[str, tuple[Conv, Sizes, Sites, Sites]] = {}
+    def __init__(
+        self,
+        emitter: Calls,
+        batch_size: str = "batch_size",
+        behind: Callable[[str, Window, Sizes], str] | None = None,
+    ) -> None:
+        self.emitter, self.batch_size, self.behind = emitter, batch_size, behind
+        self._strided: dict[str, tuple[Window, Sizes, Sites, Sites]] = {}
 
-    def given(self, grid: Sizes) -> Sites:
-        """The voxels of the input, checked."""
-        (voxels,) = self.emitter.call(
-            "CheckedVoxels", ["coords", "batch_size"], "voxels", {"spatial_shape": grid}
-        )
-        return Sites(voxels, grid, "input")
+    def given(
+        self, grid: Sizes, coords: str = "coords", maker: str = "input", open: str = ""
+    ) -> Sites:
+        """Voxels at coordinates, checked to lie in the grid."""
+        name = "voxels" if maker == "input" else f"{maker}.voxels"
+        settings: Settings = {"spatial_shape": open or grid}
+        (voxels,) = self.emitter.call("CheckedVoxels", [coords, self.batch_size], name, settings)
+        return Sites(voxels, grid, maker, open=open)
 
     def map_of(self, sites: Sites) -> list[str]:
         """Tensors of the pillar map."""
         if not sites.map:
             made = self.emitter.call(
                 f"PillarMap{sites.column}",
-                [sites.voxels, "batch_size"],
+                [sites.voxels, self.batch_size],
                 f"{sites.maker}.map",
-                {"spatial_shape": sites.grid},
+                {"spatial_shape": sites.shape},
                 made=3,
             )
             sites.map.extend(made)
         return sites.map
 
-    def convolved(self, sites: Sites, conv: Conv) -> tuple[str, Sites]:
+    def convolved(self, sites: Sites, conv: Window) -> tuple[str, Sites]:
         """Table of rows that a convolution reads, and the voxels of its output.
 
         Raises:
@@ -97,7 +151,7 @@ class Surroundings:
         return rows, made
 
     def _forward(
-        self, sites: Sites, conv: Conv, padding: Sizes, grid: Sizes, *, subm: bool
+        self, sites: Sites, conv: Window, padding: Sizes, grid: Sizes, *, subm: bool
     ) -> tuple[str, Sites]:
         settings: Settings = {
             "kernel_size": conv.kernel_size,
@@ -107,23 +161,27 @@ class Surroundings:
         }
         made = sites
         if not subm:
+            open = ""
+            if sites.open:
+                assert self.behind is not None
+                open = self.behind(sites.open, conv, padding)
             (voxels,) = self.emitter.call(
                 "StridedVoxels",
-                [sites.voxels, "batch_size"],
+                [sites.voxels, self.batch_size],
                 f"{conv.name}.voxels",
-                {**settings, "output_spatial_shape": grid},
+                {**settings, "output_spatial_shape": open or grid},
             )
-            made = Sites(voxels, grid, conv.name)
+            made = Sites(voxels, grid, conv.name, open=open)
         pillars, cells, _ = self.map_of(sites)
         (rows,) = self.emitter.call(
             f"Neighbours{sites.column}",
             [made.voxels, pillars, cells],
             f"{conv.name}.rows",
-            {**settings, "spatial_shape": sites.grid},
+            {**settings, "spatial_shape": sites.shape},
         )
         return rows, made
 
-    def _inverse(self, sites: Sites, conv: Conv) -> tuple[str, Sites]:
+    def _inverse(self, sites: Sites, conv: Window) -> tuple[str, Sites]:
         if conv.rulebook not in self._strided:
             raise ValueError(
                 f"{conv.name}: nothing to invert: no strided convolution before it has the "
@@ -144,7 +202,7 @@ class Surroundings:
                 [before.voxels, pillars, cells],
                 f"{conv.name}.rows",
                 {
-                    "spatial_shape": sites.grid,
+                    "spatial_shape": sites.shape,
                     "kernel_size": partner.kernel_size,
                     "stride": partner.stride,
                     "padding": padding,
@@ -155,7 +213,7 @@ class Surroundings:
         return sites.known[key]
 
 
-def _geometry(sites: Sites, conv: Conv, *, subm: bool) -> tuple[Sizes, Sizes]:
+def _geometry(sites: Sites, conv: Window, *, subm: bool) -> tuple[Sizes, Sizes]:
     """Padding and grid of the output: those of the rulebook, which checks them too."""
     nothing = torch.zeros(0, 4, dtype=torch.int32)
     sizes = (conv.kernel_size, conv.stride, conv.padding, conv.dilation)

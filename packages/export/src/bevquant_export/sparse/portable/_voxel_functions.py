@@ -15,7 +15,10 @@ from bevquant_export.sparse.portable._body import FLOAT, INT32, INT64, UINT8, Bo
 if TYPE_CHECKING:
     from onnx import FunctionProto
 
-__all__ = ["checked_voxels", "distinct_voxels", "neighbours", "pillar_map", "strided_voxels"]
+__all__ = [
+    "checked_voxels", "distinct_coords", "distinct_voxels", "neighbours", "pillar_map",
+    "strided_voxels",
+]  # fmt: skip
 
 _FAR = -(1 << 60)  # of three added to an index none becomes positive, and nothing overflows
 _AXES = (0, 1, 2)
@@ -41,10 +44,22 @@ def distinct_voxels() -> FunctionProto:
     """The features, unless a voxel occurs twice: then its cell shows another row than its own."""
     body = Body("DistinctVoxels", {"features": FLOAT, "found": INT32})
     features, found = body.inputs.values()
+    return body.function(features + _nothing_unless_twice(body, found, FLOAT))
+
+
+def distinct_coords() -> FunctionProto:
+    """The voxels, unless one occurs twice."""
+    body = Body("DistinctCoords", {"voxels": INT64, "found": INT32})
+    voxels, found = body.inputs.values()
+    return body.function(voxels + _nothing_unless_twice(body, found, INT64))
+
+
+def _nothing_unless_twice(body: Body, found: Value, kind: int) -> Value:
+    """A zero for each row; a row whose cell shows another one ends the run."""
     own = found.equals(body.count(1, found.size(0), INT32))
     wrong = body.op("Not", own).cast(INT32)
-    nothing = body.constant([0.0], FLOAT)
-    return body.function(features + nothing.rows(wrong, label="voxels_occur_once").spread(1))
+    nothing = body.constant([0], kind)
+    return nothing.rows(wrong, label="voxels_occur_once").spread(1)
 
 
 def pillar_map(column: int) -> FunctionProto:

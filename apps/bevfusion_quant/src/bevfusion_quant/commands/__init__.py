@@ -1,0 +1,52 @@
+"""The sub-commands of `bevfusion-quant`, a file each: its options, what it does, what it prints.
+
+The options' classes are read by tyro, and their docstrings are the help. Libraries are imported
+when a command is executed, so that help and refusals of options are quick.
+"""
+
+from __future__ import annotations
+
+from bevfusion_quant._errors import InputError
+from bevfusion_quant.commands.compare import Compare
+from bevfusion_quant.commands.demo import Demo
+from bevfusion_quant.commands.evaluate import Evaluate, Simulate
+from bevfusion_quant.commands.export import Export
+from bevfusion_quant.commands.ptq import Ptq
+from bevfusion_quant.commands.qat import Qat
+from bevfusion_quant.commands.report import Report
+from bevfusion_quant.commands.sensitivity import Sensitivity
+from bevfusion_quant.commands.train import Train
+from bevfusion_quant.commands.tree import Tree
+
+__all__ = ["Command", "check_processes", "execute"]
+
+Command = (
+    Demo | Ptq | Evaluate | Compare | Sensitivity | Simulate | Export | Report | Train | Qat | Tree
+)
+
+_SHARED = (Ptq, Evaluate, Compare, Sensitivity, Qat)
+
+
+def check_processes(options: Command, world: int) -> None:
+    """Refuse several processes for what runs in one.
+
+    Raises:
+        InputError: There are several, and they would all do the same.
+    """
+    for_bpu = getattr(options, "target", None) == "bpu"
+    if world > 1 and (for_bpu or not isinstance(options, _SHARED)):
+        name = type(options).__name__.lower() + (" --target bpu" if for_bpu else "")
+        raise InputError(
+            f"{name} runs in one process, and {world} were started: start it without torchrun or "
+            "srun; ptq, evaluate, simulate, compare, sensitivity and qat share their frames"
+        )
+
+
+def execute(options: Command, command: str) -> str:
+    """Run one sub-command and answer what to print.
+
+    Args:
+        options: Of the sub-command.
+        command: The command line, kept in the run's summary.
+    """
+    return options.execute(command)

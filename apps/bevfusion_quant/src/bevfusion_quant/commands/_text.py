@@ -1,0 +1,113 @@
+"""What several commands print, and how they end where something is not right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from bevfusion_quant._errors import VerificationError
+
+if TYPE_CHECKING:
+    from bevfusion_quant.bpu import BpuResult
+    from bevfusion_quant.export import ExportedSet
+    from bevfusion_quant.ptq import EvaluateResult, PoorData, PtqResult
+
+__all__ = ["bpu_run_text", "end_text", "joined", "refuse_wrong_files", "run_text"]
+
+
+def joined(parts: Iterable[str]) -> str:
+    """Paragraphs, after an empty line."""
+    return "\n" + "\n\n".join(parts)
+
+
+def end_text(seconds: Mapping[str, float], peak: float, warnings: Sequence[str] = ()) -> str:
+    """Warnings, seconds by step, peak memory in MiB."""
+    steps = ", ".join(f"{name} {spent:.1f} s" for name, spent in seconds.items())
+    told = "".join(f"\nwarning: {text}" for text in warnings)
+    return f"{told}\n{steps}\npeak memory {peak:,.0f} MiB"
+
+
+def run_text(result: PtqResult | EvaluateResult, *, allow_poor: bool = False) -> str:
+    """A run of `run_ptq` or `run_evaluate`: layers, stages, detections, integers, labels, files.
+
+    Raises:
+        VerificationError: Files that the run wrote are not right.
+        InputError: The ranges cannot be right, unless `allow_poor`.
+    """
+    from bev_data.metrics import accuracy_text
+    from bevfusion_quant.export import export_text
+    from bevfusion_quant.integer import simulation_text
+    from bevfusion_quant.ptq import (
+        EvaluateResult,
+        agreement_text,
+        layer_table,
+        stage_table,
+        written_text,
+    )
+
+    accuracy, exported = None, None
+    warnings: Sequence[str] = ()
+    findings: Sequence[PoorData] = ()
+    by_layer = False  # whether the integers' table is what was asked for
+    if isinstance(result, EvaluateResult):
+        accuracy, by_layer = result.accuracy, result.simulation is not None
+    else:
+        exported, warnings, findings = result.exported, result.warnings, result.findings
+    parts: list[str] = []
+    if not by_layer:
+        parts += ["Float against fake-quantized, output of each layer", layer_table(result.layers)]
+    parts += ["Stages, float against fake-quantized", stage_table(result.stages)]
+    if result.agreement:
+        found = agreement_text(result.agreement, result.labels_found)
+        parts += ["Detections, float against fake-quantized, same class", found]
+    if result.simulation is not None:
+        text = simulation_text(result.simulation, layers=by_layer)
+        parts += ["In integers, against float and fake-quantized", text]
+    if accuracy is not None:
+        parts += ["Against labels", accuracy_text(accuracy)]
+    if exported is not None:
+        parts += export_text(exported)
+    parts += [end_text(result.seconds, result.peak_memory_mib, warnings)]
+    text = joined([*parts, *written_text(result.folder)])
+    refuse_wrong_files(exported, text)
+    return _calibrated(text, findings, allow_poor=allow_poor)
+
+
+def bpu_run_text(result: BpuResult, *, allow_poor: bool = False) -> str:
+    """A run of `run_bpu` or `run_bpu_evaluate`.
+
+    Raises:
+        InputError: The ranges cannot be right, unless `allow_poor`.
+    """
+    from bevfusion_quant.bpu import bpu_text
+    from bevfusion_quant.ptq import written_text
+
+    end = end_text(result.seconds, result.peak_memory_mib, result.warnings)
+    text = joined([*bpu_text(result.outcome), end, *written_text(result.folder)])
+    return _calibrated(text, result.findings, allow_poor=allow_poor)
+
+
+def refuse_wrong_files(made: ExportedSet | None, text: str) -> None:
+    """End the command where files do not compute what the model does.
+
+    Raises:
+        VerificationError: After `text`, the first of what differs.
+    """
+    if made is None or not made.failures:
+        return
+    more = f" and {len(made.failures) - 1} more" if len(made.failures) > 1 else ""
+    raise VerificationError(
+        f"the ONNX files in {made.folder} are not what the model computes: "
+        f"{made.failures[0]}{more}: do not deploy them; the page shows every layer",
+        text,
+    )
+
+
+def _calibrated(text: str, findings: Sequence[PoorData], *, allow_poor: bool) -> str:
+    """The text of a run whose ranges may be right; raises what ends the command where not."""
+    from bevfusion_quant.ptq import refuse_poor
+    from bevfusion_quant.ranks import current_ranks
+
+    if not allow_poor and current_ranks().first:
+        refuse_poor(findings, text)
+    return text

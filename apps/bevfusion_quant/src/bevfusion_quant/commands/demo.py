@@ -1,0 +1,71 @@
+"""`bevfusion-quant demo`: all of it on one street."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from bevfusion_quant.commands._text import run_text
+from bevfusion_quant.options import ConfigName, Method, PartBranch, RunOptions, config_from
+
+__all__ = ["Demo", "demo_target"]
+
+LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demo(RunOptions):
+    """Do all of it on an embedded street scene with six cameras; no download, no data.
+
+    Args:
+        config: Sizes of the model: tiny comes trained and takes seconds; nuscenes is
+            mit-bevfusion's, with random weights, and takes minutes.
+        branch: What to quantize; see `ptq`.
+        method: How activation ranges are chosen.
+        weights: trained: those that come with the package, by default where it has some for the
+            sizes; or random ones.
+        seed: Seed of the street and of random weights.
+        name: The run's folder in it; by default demo, demo-2, …
+    """
+
+    config: ConfigName = "tiny"
+    branch: PartBranch = "all"
+    method: Method = "mse"
+    weights: Literal["trained", "random"] | None = None
+    seed: int = 0
+
+    def execute(self, command: str) -> str:
+        """Run it and answer what to print."""
+        from bev_scenes import street_frame
+        from bevfusion.model import named_weights, trained_weights
+        from bevfusion_quant.ptq import PtqConfig, run_ptq
+
+        if self.weights is None:
+            weights: Path | None = trained_weights(self.config)
+        else:
+            weights = named_weights(self.weights, self.config)
+        cameras = None if self.branch == "lidar" else self.config
+        frame = street_frame(seed=self.seed, size=self.config, cameras=cameras)
+        return run_text(
+            run_ptq(
+                [frame],
+                config_from(PtqConfig, self, weights=weights),
+                **self.place(command),
+                integers="auto",
+                export=demo_target(self.branch),
+            )
+        )
+
+
+def demo_target(branch: PartBranch) -> str | None:
+    """What the demo's files are for; None where none can be written, which is said."""
+    from bevfusion_quant.export import missing_libraries
+
+    missing = missing_libraries()
+    if missing:
+        LOG.warning("no ONNX files without %s: pip install 'bevfusion-quant[export]'", missing)
+    elif branch == "head":
+        LOG.warning("no ONNX files: a quantized head has no form in a file")
+    return None if missing or branch == "head" else "tensorrt"

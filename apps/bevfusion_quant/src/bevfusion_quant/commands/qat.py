@@ -1,0 +1,79 @@
+"""`bevfusion-quant qat`: a quantized run and labelled frames to a better run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bevfusion_quant.commands._text import joined
+from bevfusion_quant.options import (
+    FrameOptions,
+    QatOptions,
+    RunOptions,
+    TrainingOptions,
+    config_from,
+)
+
+if TYPE_CHECKING:
+    from bevfusion_quant.qat import QatResult
+
+__all__ = ["Qat"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qat(RunOptions, TrainingOptions, QatOptions, FrameOptions):
+    """Train a saved run's quantized model on labelled frames; the run stays as it is.
+
+    Frames to train on are those of `train`: of street, the seeds from 1,000,000 + --first on, 1,000
+    of them unless --count says otherwise; of pandaset, the frames numbered below 28.
+
+    Args:
+        held_out: Streets, from seed 0, to judge float and trained model by; of pandaset, 0 for none
+            of the frames from 28 on, anything else for all.
+        resume: Go on from the checkpoint of a run that was stopped, or begin where there is none.
+        cache: Folder of prepared frames, which runs on the same frames may share, those of `train`
+            with cameras too; by default in --runs, in the new run's name with .training.
+        runs: Folder of all runs; the trained run is a new one.
+        name: Its folder in it; by default qat, qat-2, …
+        overwrite: Replace an earlier run of that name, or forget its checkpoint.
+        run: The folder of a run that ptq, demo or qat wrote, with a head, for NVIDIA.
+    """
+
+    run: Path
+
+    def execute(self, command: str) -> str:
+        """Run it and answer what to print.
+
+        Raises:
+            InputError: As `run_qat`, and whatever the frame options refuse.
+        """
+        from bevfusion_quant.qat import QatConfig, run_qat
+        from bevfusion_quant.qat._start import read_trainable
+        from bevfusion_quant.train import held_out, training_frames
+
+        config = config_from(QatConfig, self, augmentation=self.augmentation())
+        start = read_trainable(self.run)
+        size, images = start.config["config"], "camera" in start.parts
+        result = run_qat(
+            self.run,
+            training_frames(self, size=size, with_cameras=images),
+            config,
+            **self.place(command),
+            **self.execution(),
+            judge_by=held_out(self, size=size, with_cameras=images, count=self.held_out),
+            cameras=self.cameras or None,
+        )
+        return _text(result)
+
+
+def _text(result: QatResult) -> str:
+    """The losses along the run, and how good the model is where that was asked."""
+    from bev_data.metrics import accuracy_text
+    from bevfusion_quant.ptq import written_text
+    from bevfusion_quant.train._loop import losses_table
+
+    table = losses_table(result.terms, result.losses)
+    judged = [] if result.accuracy is None else [accuracy_text(result.accuracy)]
+    took = f"{result.steps} steps in {result.seconds['train']:,.0f} s"
+    return joined([table, *judged, took, *written_text(result.folder)])

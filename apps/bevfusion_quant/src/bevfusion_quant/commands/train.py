@@ -1,0 +1,85 @@
+"""`bevfusion-quant train`: labelled frames to a float detector."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bevfusion_quant.commands._text import joined
+from bevfusion_quant.options import FrameOptions, TrainingOptions, TrainOptions, config_from
+
+if TYPE_CHECKING:
+    from bevfusion_quant.train import TrainResult
+
+__all__ = ["Train"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train(TrainingOptions, TrainOptions, FrameOptions):
+    """Train a float detector on labelled frames; a run that was stopped goes on where it was.
+
+    Of street, training takes the seeds from 1,000,000 + --first on, 1,000 of them unless --count
+    says otherwise; of pandaset, the frames numbered below 28.
+
+    Args:
+        held_out: Streets, from seed 0, to judge the weights by; of pandaset, 0 for none of the
+            frames from 28 on, anything else for all.
+        resume: Go on from the checkpoint in --out, or begin where there is none.
+        cache: Folder of prepared frames, which runs on the same frames may share; by default in
+            --out.
+        out: Folder of the run: checkpoint, prepared frames, and in the end weights.safetensors.
+    """
+
+    out: Path
+
+    def execute(self, command: str) -> str:
+        """Run it and answer what to print.
+
+        Raises:
+            InputError: As `run_train`, and whatever the frame options refuse.
+        """
+        from bevfusion_quant.frames import camera_names
+        from bevfusion_quant.train import TrainConfig, held_out, run_train, training_frames
+
+        config = config_from(
+            TrainConfig, self, augmentation=self.augmentation(), cameras=camera_names(self)
+        )
+        images = "camera" in config.parts
+        result = run_train(
+            training_frames(self, size=self.config, with_cameras=images),
+            config,
+            self.out,
+            **self.execution(),
+            judge_by=held_out(self, size=self.config, with_cameras=images, count=self.held_out),
+            command=command,
+        )
+        return _text(result)
+
+
+def _text(result: TrainResult) -> str:
+    """The losses along the run, and how good the weights are where that was asked."""
+    from bevfusion_quant.train._loop import losses_table
+    from bevfusion_quant.train._weights import WEIGHTS
+
+    table = losses_table(("heatmap", "class", "box"), result.losses)
+    judged = [] if result.held_out is None else [_judged(result.held_out)]
+    took = f"{result.steps} steps in {result.seconds:,.0f} s"
+    return joined([table, *judged, took, f"Weights: {result.folder / WEIGHTS}"])
+
+
+def _judged(found: dict[str, Any]) -> str:
+    def told(value: float | None) -> str:
+        return "none" if value is None else f"{value:.3f}"
+
+    interval = ""
+    if found["interval"] is not None:
+        interval = f" ({told(found['interval'][0])} to {told(found['interval'][1])})"
+    without = ""
+    if "mean_ap_without_pictures" in found:
+        without = f", with grey pictures {told(found['mean_ap_without_pictures'])}"
+    classes = ", ".join(f"{name} {told(value)}" for name, value in found["classes"].items())
+    return (
+        f"Held out: {found['frames']}, {found['labels']:,} labels\n"
+        f"mAP {told(found['mean_ap'])}{interval}{without}, NDS {told(found['nds'])}\n{classes}"
+    )

@@ -1,0 +1,256 @@
+"""Frames become what the model is called with: once each, and only when asked for."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bev_data.cameras import (
+    CAMERA_NAMES,
+    Camera,
+    depth_images,
+    order_cameras,
+    prepare_cameras,
+)
+from bev_data.voxelize import VoxelizeError
+from bevfusion.model import Batch
+from bevfusion_quant._errors import InputError
+from bevfusion_quant.frames._note import FrameNote, note_of, note_record
+from bevfusion_quant.frames._poor_data import PoorData, frame_findings
+from bevfusion_quant.ranks import current_ranks, in_order
+
+if TYPE_CHECKING:
+    from bev_data.points import Frame, Labels
+    from bevfusion.model import BEVFusion, BEVFusionConfig, LidarConfig
+    from bevfusion_quant.ranks import Record, Shards
+    from bevquant_quantizers import CalibrationReport
+
+__all__ = ["FrameBatches", "data_findings"]
+
+# Bytes of finished batches that are kept; a voxel frame takes about 2 MB, six cameras 35 MB.
+KEPT_BYTES = 200 * 2**20
+
+
+class FrameBatches(Sequence[Batch]):
+    """The frames of a sequence as batches of one; the first few are kept, the rest made anew.
+
+    A model with a LiDAR branch gets voxels, one with a camera branch images, depth and cells. The
+    frame's parts that the model does not read are not made.
+
+    Args:
+        frames: Any number; each is asked for when its batch is.
+        config: Sizes.
+        model: The model that will be called; its voxelizer and its view transform are used.
+        cameras: Names of the cameras to use, in this order.
+    """
+
+    def __init__(
+        self,
+        frames: Sequence[Frame],
+        config: BEVFusionConfig,
+        model: BEVFusion,
+        cameras: Sequence[str] = CAMERA_NAMES,
+    ) -> None:
+        self.names: dict[int, tuple[str, int]] = {}
+        self._frames, self._config, self._cameras = frames, config, tuple(cameras)
+        self._count = len(frames)
+        self._kept: dict[int, Batch] = {}
+        self._labels: dict[int, Labels | None] = {}
+        self._findings: dict[int, tuple[PoorData, ...]] = {}
+        self._first: Frame | None = None
+        self._notes_shared = False
+        parts = model.parts
+        self._voxelize = model.lidar["voxelize"] if "lidar" in parts else None
+        self._view: Any = model.camera["vtransform"] if "camera" in parts else None
+
+    def head(self, count: int) -> FrameBatches:
+        """The first `count` frames, sharing what is already made."""
+        part = copy.copy(self)
+        part._count = count
+        return part
+
+    @property
+    def dataset(self) -> str | None:
+        """The kind of data set that the frames are of, where they say so."""
+        return getattr(self._frames, "kind", None)
+
+    @property
+    def first_frame(self) -> Frame:
+        """The frame of the first batch."""
+        if self._first is None:
+            self._first = self._frames[0]
+        return self._first
+
+    def frame_labels(self, index: int) -> Labels | None:
+        """The labels of a batch's frame, kept from when the batch was made."""
+        if index not in self._labels:
+            self._labels[index] = self._frames[index].labels
+        return self._labels[index]
+
+    @property
+    def frame_names(self) -> tuple[str, ...]:
+        """Names of the frames made so far, in their order."""
+        return tuple(name for _, (name, _) in sorted(self.names.items()))
+
+    def listed(self) -> list[dict[str, Any]]:
+        """Name and size of the frames made so far, for summary.json."""
+        made = sorted(self.names.items())
+        return [{"name": name, "size": size} for _, (name, size) in made]
+
+    def note(self, index: int) -> FrameNote:
+        """Name, size, labels and findings of a frame whose batch was made."""
+        return FrameNote(*self.names[index], self._labels[index], self._findings[index])
+
+    def share_notes(self, shards: Shards | None = None) -> None:
+        """Let all ranks know every frame's name, size and labels; a process alone knows them.
+
+        Args:
+            shards: Keeps what is finished.
+        """
+        if current_ranks().alone or self._notes_shared:
+            return
+
+        def note(index: int) -> Record:
+            if index not in self.names:
+                self[index]
+            return note_record(self.note(index))
+
+        for index, record in in_order("frame", len(self), note, shards):
+            self.learn(index, note_of(record))
+        self._notes_shared = True
+
+    def learn(self, index: int, note: FrameNote) -> None:
+        """Take another process's word for a frame, which is then not read here."""
+        self.names[index] = note.name, note.size
+        self._labels[index], self._findings[index] = note.labels, note.findings
+
+    def used_cameras(self, frame: Frame) -> tuple[Camera, ...]:
+        """The frame's cameras that the model reads, in its order.
+
+        Raises:
+            InputError: The frame has no cameras, or not all of those wanted.
+        """
+        if self._view is None:
+            return ()
+        if not frame.cameras:
+            raise InputError(
+                f"{frame.name}: the frame has no cameras, and this branch reads images: give "
+                "frames with cameras (--dataset street, pandaset, kitti, files or nuscenes), or "
+                "quantize --branch lidar"
+            )
+        try:
+            return order_cameras(frame.cameras, self._cameras)
+        except InputError as error:
+            raise InputError(
+                f"{frame.name}: {error}; --cameras names the ones to use where a frame has fewer"
+            ) from error
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> Batch:  # type: ignore[override]
+        if not 0 <= index < self._count:
+            raise IndexError(index)
+        current_ranks().check()  # where another process has ended, so does this one
+        if index in self._kept:
+            return self._kept[index]
+        frame = self.first_frame if index == 0 else self._frames[index]
+        batch = self._batch(frame)
+        self.names[index] = (frame.name, len(frame))
+        self._labels[index] = frame.labels
+        reads_points = self._voxelize is not None
+        self._findings[index] = frame_findings(frame, len(batch.coords)) if reads_points else ()
+        if sum(map(_bytes, self._kept.values())) + _bytes(batch) <= KEPT_BYTES or not self._kept:
+            self._kept[index] = batch
+        return batch
+
+    def __iter__(self) -> Iterator[Batch]:
+        return (self[i] for i in range(len(self)))
+
+    def _batch(self, frame: Frame) -> Batch:
+        images = depth = cells = None
+        cameras = self.used_cameras(frame)
+        if cameras:
+            if frame.points is None:
+                raise InputError(
+                    f"{frame.name}: the file holds voxels, and the camera branch wants the depth "
+                    "of single points: give points, or quantize --branch lidar"
+                )
+            size = self._config.camera.image_size
+            try:
+                inputs = prepare_cameras(cameras, size)
+                geometry = (inputs.intrinsics, inputs.lidar_to_camera, inputs.image_aug)
+                cells = self._view.cells(*(matrices[None] for matrices in geometry))
+            except InputError as error:
+                raise InputError(f"{frame.name}: {error}") from error
+            images, depth = inputs.images[None], depth_images(frame.points, inputs, size)[None]
+        features, coords = self._voxels(frame)
+        return Batch(features, coords, 1, images, depth, cells)
+
+    def _voxels(self, frame: Frame) -> tuple[torch.Tensor, torch.Tensor]:
+        """Voxels that came with the frame, or its points put into voxels.
+
+        Raises:
+            InputError: No point in range, or voxels that are not of this configuration's grid.
+        """
+        if self._voxelize is None:
+            columns = self._config.lidar.in_channels
+            return torch.zeros(0, columns), torch.zeros(0, 4, dtype=torch.int32)
+        if frame.points is not None:
+            try:
+                features, coords, _ = self._voxelize(frame.points)
+            except VoxelizeError as error:
+                raise InputError(f"{frame.name}: {error}") from error
+            return features, coords
+        assert frame.voxels is not None
+        features, coords = (torch.from_numpy(a) for a in frame.voxels)
+        if len(features) == 0:
+            raise InputError(f"{frame.name}: the file holds no voxels: there is nothing to run")
+        _check_grid(frame.name, coords, self._config.lidar)
+        return features, coords
+
+
+def _bytes(batch: Batch) -> int:
+    return sum(value.nbytes for value in batch if isinstance(value, torch.Tensor))
+
+
+def _check_grid(name: str, coords: torch.Tensor, config: LidarConfig) -> None:
+    extent = torch.tensor([1, *config.sparse_shape], dtype=coords.dtype)
+    wrong = ((coords < 0) | (coords >= extent)).any(1)
+    if bool(wrong.any()):
+        row = coords[int(wrong.nonzero()[0])].tolist()
+        raise InputError(
+            f"{name}: {int(wrong.sum())} of {len(coords)} voxels lie outside the grid of config "
+            f"{config.name!r}, {list(config.sparse_shape)} (x, y, z), such as batch, x, y, z = "
+            f"{row}: "
+            "the voxels were made for another grid; choose the --config they were made for, or "
+            "give points"
+        )
+
+
+def data_findings(
+    batches: FrameBatches, count: int, report: CalibrationReport | None = None
+) -> tuple[PoorData, ...]:
+    """All that is known of the first `count` frames, which set the ranges, those of frames first.
+
+    A frame of few voxels among others that are right adds little, and forbids nothing.
+
+    Args:
+        batches: The frames, made.
+        count: How many of them calibrated.
+        report: What the calibration found.
+    """
+    notes = {index: batches.note(index) for index in range(count) if index in batches.names}
+    every = [finding for note in notes.values() for finding in note.findings]
+    few = [finding for finding in every if finding.kind == "few voxels"]
+    found = [f for f in every if f not in few]
+    found += [PoorData(**{**asdict(f), "poor": len(few) == count}) for f in few]
+    whole = notes[0].name if count == 1 else f"all {count} frames"
+    for item in report.findings if report is not None else ():
+        at = whole if item.frame not in notes else notes[item.frame].name
+        found.append(PoorData(**{**asdict(item), "frame": at}))
+    return tuple(found)

@@ -1,0 +1,132 @@
+"""The frames that the options name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from bev_data.cameras import CAMERA_NAMES
+from bevfusion_quant._errors import InputError
+
+if TYPE_CHECKING:
+    from bev_data.points import Frame
+    from bevfusion_quant.options import FrameOptions
+
+__all__ = ["camera_names", "frames_of"]
+
+
+def frames_of(options: FrameOptions, *, with_cameras: bool, size: str) -> Sequence[Frame]:
+    """Open what `--points` or `--dataset` names.
+
+    Args:
+        options: The frame options.
+        with_cameras: Whether images are read at all.
+        size: Of the street's scan and images, "nuscenes" or "tiny".
+
+    Raises:
+        InputError: None of the two or both, options that do not go with the choice, cameras that
+            the street's car lacks, no frames left.
+    """
+    if bool(options.points) == (options.dataset is not None):
+        raise InputError(
+            "no frames given, or given twice: name LiDAR files with --points, or a data set with "
+            "--dataset (street needs no files)"
+        )
+    if options.cameras and not with_cameras:
+        raise InputError(
+            f"--cameras {' '.join(options.cameras)}: what is run reads no images; leave it out, or "
+            "choose a --branch with cameras"
+        )
+    _refuse_options_of_others(options)
+    reading = {"columns": options.columns, "dtype": options.dtype, "nonfinite": options.nonfinite}
+    if options.dataset is None:
+        from bev_data.points import read_frames
+
+        return _part(read_frames(options.points, **reading), options)
+
+    from bevfusion_quant.datasets import open_dataset
+
+    if options.dataset == "street":
+        if options.cameras:
+            _refuse_unmounted(options.cameras, size)
+        return open_dataset(
+            "street",
+            count=options.count or 1,
+            first_seed=options.first,
+            size=size,
+            cameras=size if with_cameras else None,
+        )
+    if not options.data:
+        raise InputError(f"--dataset {options.dataset} needs --data, the folder that holds it")
+    if options.dataset == "files":
+        return _part(open_dataset("files", options.data, **reading), options)
+    if len(options.data) > 1:
+        raise InputError(f"--dataset {options.dataset} is one folder, not {len(options.data)}")
+    settings: dict[str, Any] = {"cameras": "all" if with_cameras else "none"}
+    if with_cameras and options.incomplete == "skip":
+        settings["cameras"] = "available"
+    if options.dataset == "nuscenes":
+        settings |= {"split": options.split} if options.split else {}
+        settings |= {"version": options.data_version} if options.data_version else {}
+    try:
+        frames = open_dataset(options.dataset, options.data[0], **settings)
+    except InputError as error:
+        # The data set names its own option; here it has another name.
+        hint = "='available'" in str(error)
+        told = f"{error}: that is --incomplete skip, or --branch lidar" if hint else str(error)
+        raise InputError(told) from error
+    return _part(frames, options)
+
+
+def camera_names(options: FrameOptions) -> tuple[str, ...]:
+    """The cameras to use: those named, else those that the data set has."""
+    if options.cameras:
+        return options.cameras
+    return ("CAM_FRONT",) if options.dataset == "kitti" else CAMERA_NAMES
+
+
+def _part(frames: Sequence[Frame], options: FrameOptions) -> Sequence[Frame]:
+    if options.first < 0 or options.count < 0:
+        raise InputError(
+            f"--first {options.first} --count {options.count}: neither may be negative"
+        )
+    if options.first >= len(frames):
+        raise InputError(
+            f"--first {options.first} of {len(frames)} frames: it must be from 0 to "
+            f"{len(frames) - 1}"
+        )
+    if not options.first and not options.count:
+        return frames
+    return frames[options.first : options.first + options.count if options.count else None]
+
+
+def _refuse_unmounted(names: Sequence[str], size: str) -> None:
+    """Refuse cameras that the street's car lacks before a street is rendered, which takes long."""
+    from bev_scenes import RIGS
+
+    mounted = [mount.name for mount in RIGS[size].cameras]
+    missing = [name for name in names if name not in mounted]
+    if missing:
+        raise InputError(
+            f"--cameras {' '.join(missing)}: the street's car has {', '.join(mounted)}; name some "
+            "of these, or leave it out for all"
+        )
+
+
+def _refuse_options_of_others(options: FrameOptions) -> None:
+    """Say which options the chosen source does not read, instead of passing them over."""
+    source = f"--dataset {options.dataset}" if options.dataset else "--points"
+    reads_files = options.dataset in (None, "files")
+    misplaced = {
+        "--data": bool(options.data) and options.dataset in (None, "street"),
+        "--split": options.split is not None and options.dataset != "nuscenes",
+        "--data-version": options.data_version is not None and options.dataset != "nuscenes",
+        "--incomplete": options.incomplete != "refuse"
+        and options.dataset not in ("pandaset", "kitti"),
+        "--columns": options.columns is not None and not reads_files,
+        "--dtype": options.dtype is not None and not reads_files,
+        "--nonfinite": options.nonfinite != "raise" and not reads_files,
+    }
+    wrong = [name for name, is_wrong in misplaced.items() if is_wrong]
+    if wrong:
+        raise InputError(f"{', '.join(wrong)}: {source} does not read it; leave it out")

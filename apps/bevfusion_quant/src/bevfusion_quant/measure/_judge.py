@@ -1,0 +1,137 @@
+"""Everything that is measured on a float and a quantized model, whatever made them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from bevfusion_quant.frames import detections_of, detections_record, note_of, note_record
+from bevfusion_quant.measure._agreement import AgreementRow, DetectionTally, FoundRow
+from bevfusion_quant.measure._compare import LayerComparison, LayerRow
+from bevfusion_quant.measure._quantizer_values import QuantizerRow, QuantizerValues, QuantizerWatch
+from bevfusion_quant.measure._stage_maps import StageMaps, StageRow
+from bevfusion_quant.ranks import Shards, current_ranks, in_order
+
+if TYPE_CHECKING:
+    from bev_data.metrics import AccuracyTally
+    from bevfusion.model import BEVFusion, BEVFusionConfig
+    from bevfusion.model.head import Detections
+    from bevfusion_quant.frames import FrameBatches
+    from bevfusion_quant.run import Clock
+
+__all__ = ["Judgement", "judge"]
+
+
+@dataclass(frozen=True, eq=False)
+class Judgement:
+    """How far the quantized model is from the float one.
+
+    Attributes:
+        layers: The layer table, pooled over all frames.
+        stages: Maps of the first frame and figures over all frames, stage by stage.
+        values: What each quantizer saw on the first frame; empty but on the first rank.
+        agreement: How well the detections agree; empty without a head.
+        found: How many labelled objects both find; empty without a head or labels.
+        detections: Float and quantized ones of the first frame; None without a head.
+        float_detections: The float model's, frame by frame; empty without a head.
+        wanted: The float model's output for the first frame; None but on the first rank.
+    """
+
+    layers: list[LayerRow]
+    stages: list[StageMaps]
+    values: list[QuantizerValues]
+    agreement: list[AgreementRow]
+    found: list[FoundRow]
+    detections: tuple[Detections, Detections] | None
+    float_detections: list[Detections]
+    wanted: Any
+
+    @property
+    def quantizers(self) -> list[QuantizerRow]:
+        """What each quantizer saw, as one line."""
+        return [QuantizerRow.of(values) for values in self.values]
+
+    @property
+    def stage_rows(self) -> list[StageRow]:
+        """The stages without their maps."""
+        return [stage.row for stage in self.stages]
+
+    def summary(self) -> dict[str, Any]:
+        """The tables, for summary.json."""
+        return {
+            "layers": self.layers,
+            "stages": self.stage_rows,
+            "agreement": self.agreement,
+            "labels_found": self.found,
+            "quantizers": self.quantizers,
+        }
+
+
+def judge(
+    float_model: BEVFusion,
+    quantized_model: BEVFusion,
+    batches: FrameBatches,
+    config: BEVFusionConfig,
+    clock: Clock,
+    accuracy: AccuracyTally | None = None,
+    shards: Shards | None = None,
+) -> Judgement:
+    """Compare layers, stages and detections over all batches; watch the quantizers on the first.
+
+    Several ranks share the batches and each gets the tables, the bits of one process.
+
+    Args:
+        float_model: The folded float model.
+        quantized_model: The calibrated model made from it.
+        batches: At least one.
+        config: Sizes.
+        clock: Times the steps.
+        accuracy: Is handed both models' detections, as "float" and "quantized".
+        shards: Keeps what is finished while several ranks work.
+    """
+    low_x, low_y, _, high_x, high_y, _ = config.lidar.point_cloud_range
+    tally = DetectionTally(config.head.classes, (low_x, low_y, high_x, high_y))
+    first: tuple[Detections, Detections] | None = None
+    float_detections: list[Detections] = []
+    has_head = "head" in float_model.parts
+    watch = QuantizerWatch(quantized_model)
+    comparison = LayerComparison(float_model, quantized_model, watch)
+
+    def run(index: int) -> dict[str, Any]:
+        record, *outputs = comparison.run(index, batches[index])
+        record |= note_record(batches.note(index))
+        if has_head:
+            for who, output in zip(("float", "quantized"), outputs, strict=True):
+                record |= detections_record(who, float_model.head.decode(output)[0])
+        return record
+
+    with clock.step("compare"), comparison.watching():
+        for index, record in in_order("compare", len(batches), run, shards, anew=1):
+            comparison.add(record)
+            note = note_of(record)
+            batches.learn(index, note)
+            if not has_head:
+                continue
+            found, quantized = (detections_of(who, record) for who in ("float", "quantized"))
+            first = first or (found, quantized)
+            tally.add(found, quantized, note.labels)
+            float_detections.append(found)
+            if accuracy is not None:
+                accuracy.add("float", index, note.name, found, note.labels)
+                accuracy.add("quantized", index, note.name, quantized, note.labels)
+        rows, stages, wanted, _ = comparison.result()
+    is_first = current_ranks().first
+    if is_first:
+        with clock.step("watch quantizers"), watch.counting():
+            quantized_model(*batches[0])
+    agreement = tally.agreement() if has_head else []
+    return Judgement(
+        rows,
+        stages,
+        watch.values() if is_first else [],
+        agreement,
+        tally.found(),
+        first,
+        float_detections,
+        wanted,
+    )

@@ -1,0 +1,144 @@
+"""The maps between the parts of the model: one pair of pictures and one row for each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from bevfusion.model import STAGES
+from bevfusion_quant.measure._sums import PairSums
+
+__all__ = ["StageMaps", "StageRow", "stage_probes", "whole_output"]
+
+Map = npt.NDArray[np.float32]
+_NOTHING: Map = np.zeros((0, 0), np.float32)
+NORM, ERROR = "L2 norm over channels", "L2 norm of quantized − float"
+
+TITLES = {
+    "neck": "Camera features",
+    "camera": "Camera, bird's-eye view",
+    "lidar": "LiDAR, bird's-eye view",
+    "fuser": "Fused, bird's-eye view",
+    "decoder": "Decoder",
+    "head": "Heatmap of the head",
+}
+PATHS = {"neck": "encoders.camera.neck", **STAGES}
+
+
+@dataclass(frozen=True)
+class StageRow:
+    """How far the two models are apart at the end of one stage, pooled over all frames."""
+
+    stage: str
+    title: str
+    channels: int
+    sqnr_db: float | None
+    cosine: float | None
+
+
+@dataclass(frozen=True, eq=False)
+class StageMaps:
+    """The first frame at the end of one stage, as pictures; NaN in cells that hold nothing.
+
+    Bird's-eye maps are float32 [x, y]; camera features [cameras, rows, columns]. Feature maps are
+    shown as their norm over the channels, the difference as the norm of the difference vector; the
+    heatmap as the highest class probability, the difference as quantized − float. Empty in a
+    process that another one spared the first frame.
+    """
+
+    row: StageRow
+    float_map: Map
+    quantized_map: Map
+    difference_map: Map
+    quantity: str
+    difference_quantity: str
+
+    @property
+    def is_image(self) -> bool:
+        """Whether the maps lie in the images instead of the bird's-eye view."""
+        return self.float_map.ndim == 3
+
+
+class StageProbe:
+    """Collects one stage from both models: sums over all frames, pictures of the first.
+
+    Attributes:
+        frame_sums: Of the frame that is run.
+        draws: Whether that one is pictured.
+    """
+
+    def __init__(self, stage: str, path: str) -> None:
+        self.stage, self.path = stage, path
+        self.frame_sums = PairSums()
+        self.channels = 0
+        self.draws = True
+        self._sums = PairSums()
+        self._maps: tuple[Map, Map, Map] = (_NOTHING, _NOTHING, _NOTHING)
+
+    def judge(self, wanted: Tensor, got: Tensor) -> None:
+        """One batch, whose sums stand apart."""
+        self.frame_sums.add(wanted, got)
+        self.channels = wanted.shape[1]
+        if self.draws:
+            draw = _probabilities if self.stage == "head" else _norms
+            self._maps = draw(wanted, got, image=self.stage == "neck")
+
+    def add(self, wanted: Tensor, got: Tensor) -> None:
+        """One batch, where this process runs all of them."""
+        self.judge(wanted, got)
+        self.add_sums(self.frame_sums.as_sums(), self.channels)
+        self.frame_sums, self.draws = PairSums(), False
+
+    def add_sums(self, sums: Sequence[float], channels: int) -> None:
+        """A frame's sums, in order of frames."""
+        self._sums.add_sums(sums)
+        self.channels = channels
+
+    def result(self) -> StageMaps:
+        """What was collected."""
+        row = StageRow(
+            self.stage, TITLES[self.stage], self.channels, self._sums.sqnr_db, self._sums.cosine
+        )
+        head = self.stage == "head"
+        quantity = "highest class probability" if head else NORM
+        return StageMaps(row, *self._maps, quantity, "quantized − float" if head else ERROR)
+
+
+def stage_probes(model: nn.Module) -> list[StageProbe]:
+    """One probe for every stage that the model has."""
+    paths = {path for path, _ in model.named_modules()}
+    return [StageProbe(stage, path) for stage, path in PATHS.items() if path in paths]
+
+
+def whole_output(output: Any) -> Tensor:
+    """The dense tensor that stands for what a module or model answers: its map, or heatmap."""
+    if isinstance(output, dict):
+        heatmap: Tensor = output["dense_heatmap"]
+        return heatmap
+    if isinstance(output, Sequence):
+        return whole_output(output[0])
+    values: Tensor = output if isinstance(output, Tensor) else output.features
+    return values
+
+
+def _norms(wanted: Tensor, got: Tensor, *, image: bool) -> tuple[Map, Map, Map]:
+    if not image:
+        wanted, got = wanted[:1], got[:1]
+    empty = ~((wanted != 0).any(1) | (got != 0).any(1))
+    maps = [
+        values.float().norm(dim=1).masked_fill(empty, torch.nan).numpy()
+        for values in (wanted, got, got - wanted)
+    ]
+    first, second, third = maps if image else (m[0] for m in maps)
+    return first, second, third
+
+
+def _probabilities(wanted: Tensor, got: Tensor, *, image: bool) -> tuple[Map, Map, Map]:
+    first, second = (values[0].float().sigmoid().amax(0).numpy() for values in (wanted, got))
+    return first, second, second - first

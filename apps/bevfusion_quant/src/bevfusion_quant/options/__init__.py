@@ -1,0 +1,69 @@
+"""What a command can be told: read from the command line, stored in runs, passed by callers.
+
+The configurations (`ptq.PtqConfig`, `bpu.BpuConfig`, `train.TrainConfig`, `qat.QatConfig`) are
+these classes with every default decided, and the commands (`commands`) are them with frames and a
+folder for the run. Help texts are the docstrings. Nothing here imports torch: `--help` is quick.
+"""
+
+from bevfusion_quant.options._choices import (
+    Backend,
+    Branch,
+    ConfigName,
+    Cpu,
+    DatasetKind,
+    ExportTarget,
+    MarchName,
+    Method,
+    PartBranch,
+    Precision,
+    Rounding,
+    SensitivityMetric,
+    SensitivityOutput,
+    Target,
+    TrainedBranch,
+    WeightLayout,
+)
+from bevfusion_quant.options._quantization import PtqOptions, TargetOptions
+from bevfusion_quant.options._run import (
+    BootstrapOptions,
+    FrameOptions,
+    RunOptions,
+    check_options,
+    config_from,
+    free_name,
+)
+from bevfusion_quant.options._training import (
+    QatOptions,
+    TrainingOptions,
+    TrainOptions,
+)
+
+__all__ = [
+    "Backend",
+    "BootstrapOptions",
+    "Branch",
+    "ConfigName",
+    "Cpu",
+    "DatasetKind",
+    "ExportTarget",
+    "FrameOptions",
+    "MarchName",
+    "Method",
+    "PartBranch",
+    "Precision",
+    "PtqOptions",
+    "QatOptions",
+    "Rounding",
+    "RunOptions",
+    "SensitivityMetric",
+    "SensitivityOutput",
+    "Target",
+    "TargetOptions",
+    "TrainOptions",
+    "TrainedBranch",
+    "TrainingOptions",
+    "WeightLayout",
+    "check_options",
+    "config_from",
+    "free_name",
+]

@@ -1,0 +1,155 @@
+"""What most commands are told: where frames come from, and where the run is written."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
+
+from bevfusion_quant._errors import InputError
+from bevfusion_quant.options._choices import DatasetKind
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    from bev_data.metrics import Bootstrap
+
+__all__ = [
+    "BootstrapOptions",
+    "FrameOptions",
+    "Place",
+    "RunOptions",
+    "check_options",
+    "config_from",
+    "free_name",
+]
+
+Config = TypeVar("Config", bound="DataclassInstance")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrameOptions:
+    """Where frames come from: `--points`, or `--dataset` with `--data`.
+
+    Args:
+        points: LiDAR frames: nuScenes or KITTI .bin, .npz, NVIDIA .tensor, or folders of them.
+        dataset: A data set instead, with cameras and labels: street (made from seeds, no files),
+            pandaset, kitti, nuscenes, or files (points files and frame folders of your own).
+        data: Where the data set lies; files takes several paths, street none.
+        first: The first frame to use, counted from 0; the first seed of street.
+        count: How many frames from there; 0 for all (one of street).
+        split: nuScenes' split, such as val or mini_val.
+        data_version: nuScenes' version, such as v1.0-trainval.
+        incomplete: What to do with frames of which images are missing.
+        cameras: Names of the cameras to use, in this order; mit-bevfusion's six by default (KITTI:
+            CAM_FRONT).
+        columns: Columns of a .bin, 4 or 5, where the file leaves it open.
+        dtype: Number type of a .bin, where the file leaves it open.
+        nonfinite: What to do with NaN and Inf points.
+    """
+
+    points: tuple[Path, ...] = ()
+    dataset: DatasetKind | None = None
+    data: tuple[Path, ...] = ()
+    first: int = 0
+    count: int = 0
+    split: str | None = None
+    data_version: str | None = None
+    incomplete: Literal["refuse", "skip"] = "refuse"
+    cameras: tuple[str, ...] = ()
+    columns: Literal[4, 5] | None = None
+    dtype: Literal["float32", "float16"] | None = None
+    nonfinite: Literal["raise", "drop"] = "raise"
+
+
+class Place(TypedDict):
+    """What every `run_…` is told of the folder that it writes."""
+
+    runs: Path
+    name: str
+    overwrite: bool
+    command: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Where the run is written.
+
+    Args:
+        runs: Folder of all runs.
+        name: The run's folder in it.
+        overwrite: Replace an earlier run of that name.
+    """
+
+    runs: Path = Path("runs")
+    name: str | None = None
+    overwrite: bool = False
+
+    def place(self, command: str) -> Place:
+        """As keywords; without a name, the command's, with a number where that is taken."""
+        name = self.name or free_name(self.runs, type(self).__name__.lower())
+        return {"runs": self.runs, "name": name, "overwrite": self.overwrite, "command": command}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BootstrapOptions:
+    """How sure the figures by labels are.
+
+    Args:
+        resamples: Where frames have labels, bootstrap resamples for the intervals of the mean
+            average precision; 0 for none.
+        resample_seed: Seed of the resamples.
+    """
+
+    resamples: int = 1000
+    resample_seed: int = 0
+
+    def bootstrap(self) -> Bootstrap:
+        """As the metrics take it."""
+        from bev_data.metrics import Bootstrap
+
+        return Bootstrap(self.resamples, self.resample_seed)
+
+
+def free_name(runs: Path, stem: str) -> str:
+    """`stem`, or `stem-2`, `stem-3`, …: the first that no run in `runs` has."""
+    number = 1
+    while os.path.lexists(runs / (name := stem if number == 1 else f"{stem}-{number}")):
+        number += 1
+    return name
+
+
+def config_from(form: type[Config], options: DataclassInstance, **decided: Any) -> Config:
+    """The configuration in the options: each of its fields that they have, or as decided.
+
+    Args:
+        form: A dataclass, such as `PtqConfig`.
+        options: Of a command, whose class has the fields of `form` too.
+        decided: Fields of which the options leave the value open, or that they do not have.
+    """
+    told = {field.name: getattr(options, field.name) for field in fields(options)}
+    own = {field.name for field in fields(form)}
+    return form(**{**{name: value for name, value in told.items() if name in own}, **decided})
+
+
+_LARGEST = {"seed": 2**63 - 1, "resample_seed": 2**63 - 1, "resamples": 100_000, "workers": 1024}
+
+
+def check_options(options: DataclassInstance) -> None:
+    """Refuse numbers that no command can use, before anything is read.
+
+    Raises:
+        InputError: The first of them, by its option.
+    """
+    for field in fields(options):
+        value, option = getattr(options, field.name), f"--{field.name.replace('_', '-')}"
+        if isinstance(value, bool):
+            continue
+        if isinstance(value, int):
+            largest = _LARGEST.get(field.name, 2**31 - 1)
+            if not 0 <= value <= largest:
+                raise InputError(f"{option} {value}: it must be from 0 to {largest}")
+        elif isinstance(value, float) and not isfinite(value):
+            raise InputError(f"{option} {value}: it must be a finite number")

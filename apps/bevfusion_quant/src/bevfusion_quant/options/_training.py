@@ -1,0 +1,162 @@
+"""What decides the result of training, in float and with quantizers, and how it goes on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict
+
+from bevfusion_quant._errors import InputError
+from bevfusion_quant.options._choices import ConfigName, TrainedBranch
+
+if TYPE_CHECKING:
+    from bevfusion.training import Augmentation
+
+__all__ = [
+    "AugmentationOptions",
+    "OptimizerOptions",
+    "QatOptions",
+    "TrainOptions",
+    "TrainingOptions",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AugmentationOptions:
+    """How frames are moved.
+
+    Args:
+        flip: Mirror frames along x and y, each in half of the draws.
+        rotation: Turn frames by up to this angle [rad].
+        scale: Scale frames by up to this share.
+    """
+
+    flip: bool = True
+    rotation: float = 0.2
+    scale: float = 0.05
+
+    def augmentation(self) -> Augmentation:
+        """As training takes it."""
+        from bevfusion.training import Augmentation
+
+        return Augmentation(self.flip, self.rotation, self.scale)
+
+
+class _Execution(TypedDict):
+    """What `run_train` and `run_qat` are told of how to go about it."""
+
+    resume: bool
+    device: str
+    workers: int
+    cache: Path | None
+    checkpoint_every: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions(AugmentationOptions):
+    """Augmentation, and how a training run goes about it, which does not change its result.
+
+    Args:
+        held_out: Streets, from seed 0, to judge by; of pandaset, 0 for none of the frames from 28
+            on, anything else for all.
+        resume: Go on from the checkpoint, or begin where there is none.
+        device: Where to train, such as cpu or cuda.
+        workers: Processes that prepare frames ahead.
+        cache: Folder of prepared frames, which runs on the same frames may share.
+        checkpoint_every: Steps between checkpoints.
+    """
+
+    held_out: int = 100
+    resume: bool = False
+    device: str = "cpu"
+    workers: int = 1
+    cache: Path | None = None
+    checkpoint_every: int = 100
+
+    def execution(self) -> _Execution:
+        """As keywords of `run_train` and `run_qat`."""
+        return {
+            "resume": self.resume,
+            "device": self.device,
+            "workers": self.workers,
+            "cache": self.cache,
+            "checkpoint_every": self.checkpoint_every,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerOptions:
+    """AdamW on a one-cycle schedule.
+
+    Args:
+        steps: Steps of the optimizer.
+        batch: Frames in each step.
+        lr: Largest learning rate of the one-cycle schedule.
+        weight_decay: AdamW's.
+        clip: Gradients are scaled down to this norm.
+        seed: Of weights, order, augmentation and dropout.
+    """
+
+    steps: int = 2000
+    batch: int = 4
+    lr: float = 2e-3
+    weight_decay: float = 0.01
+    clip: float = 10.0
+    seed: int = 0
+
+    def check_optimizer(self) -> None:
+        """Refuse what nothing can be trained with.
+
+        Raises:
+            InputError: A setting outside its range, named as the option of the command.
+        """
+        for name in ("steps", "batch"):
+            if getattr(self, name) < 1:
+                raise InputError(f"--{name} {getattr(self, name)}: it must be at least 1")
+        for name in ("lr", "clip"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise InputError(f"--{name} {getattr(self, name)}: it must be above 0")
+        if not 0 <= self.weight_decay < 1:
+            raise InputError(f"--weight-decay {self.weight_decay}: it must be from 0 to 1")
+        if self.seed < 0:
+            raise InputError(f"--seed {self.seed}: it must not be negative")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(OptimizerOptions):
+    """A float detector.
+
+    Args:
+        config: Sizes of the model.
+        branch: A detector of the LiDAR alone, of the cameras alone (with the LiDAR's depth, as
+            mit-bevfusion's view transform reads it), or of both, fused.
+        start: Weights to start from; the entries that fit are taken.
+        half: Store the weights as float16, norms apart.
+    """
+
+    config: ConfigName = "tiny"
+    branch: TrainedBranch = "all"
+    start: Path | None = None
+    half: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class QatOptions(OptimizerOptions):
+    """A quantized model, of which a run gives everything else.
+
+    Args:
+        batch: Frames in each step; each is run by itself.
+        seed: Of order, augmentation and dropout.
+        freeze_after: Steps after which all ranges stand still; 0 leaves them as calibrated. By
+            default half of the steps.
+        learn_ranges: Learn the ranges by gradient (LSQ) instead of following the largest values.
+        distill: Weight in the loss of the distance to the float model's decoder map and heat map; 0
+            for none.
+    """
+
+    steps: int = 200
+    batch: int = 2
+    lr: float = 3e-4
+    freeze_after: int | None = None
+    learn_ranges: bool = False
+    distill: float = 0.0

@@ -1,0 +1,191 @@
+"""A run as a page and as pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bevfusion_quant.measure import or_dash
+from bevfusion_quant.report._content import (
+    ReportBoxes,
+    ReportContent,
+    ReportFigure,
+    ReportScene,
+    ReportStage,
+)
+from bevfusion_quant.report._write import write_report
+
+if TYPE_CHECKING:
+    from bev_data.cameras import Camera
+    from bev_data.metrics import Accuracy
+    from bev_data.points import Frame
+    from bevfusion.model import BEVFusionConfig
+    from bevfusion.model.head import Detections
+    from bevfusion_quant.frames import FrameBatches
+    from bevfusion_quant.integer import Simulation
+    from bevfusion_quant.measure import AgreementRow, Judgement
+    from bevfusion_quant.results import BpuOutcome, ExportedSet
+    from bevfusion_quant.run import RunRecord
+
+__all__ = ["write_pictures", "write_run_page"]
+
+Extent = tuple[float, float, float, float]
+
+
+def write_run_page(
+    record: RunRecord,
+    title: str,
+    config: BEVFusionConfig,
+    settings: Mapping[str, object],
+    batches: FrameBatches,
+    judgement: Judgement,
+    *,
+    records: Mapping[str, Any] | None = None,
+    simulation: Simulation | None = None,
+    bpu: BpuOutcome | None = None,
+    accuracy: Accuracy | None = None,
+    exported: ExportedSet | None = None,
+) -> Path:
+    """Write report.html.
+
+    Args:
+        record: Of the run.
+        title: Name of the run.
+        config: Sizes.
+        settings: What decides the result; without `weights` they were random.
+        batches: The frames; the first is shown.
+        judgement: What was measured.
+        records: `fusion`, `quantization` and `calibration`, as far as the run did them.
+        simulation: What running in integers gave, if the run did that.
+        bpu: Of a run for a BPU: what runs where, and how it compares.
+        accuracy: How well the models find what is labelled.
+        exported: The ONNX files that the run wrote.
+    """
+    frame = batches.first_frame
+    cameras = batches.used_cameras(frame)
+    return write_report(
+        record.folder / "report.html",
+        ReportContent(
+            title=title,
+            config=config.name,
+            frames=batches.frame_names,
+            figures=[_weights(settings), *_agreement_figures(judgement.agreement)],
+            scene=_scene(config, frame, cameras, judgement, simulation),
+            stages=_stages(config, judgement),
+            layers=judgement.layers,
+            quantizers=judgement.values,
+            integers=simulation,
+            bpu=bpu,
+            accuracy=accuracy,
+            export=exported,
+            **record.on_page(settings),
+            **(records or {}),
+        ),
+    )
+
+
+def write_pictures(
+    folder: Path, config: BEVFusionConfig, frame: Frame, judgement: Judgement, stage: str
+) -> list[Path]:
+    """Write bev.png (the frame, and one stage in float, quantized and their difference)."""
+    from bevfusion_quant.pictures import bev_picture, layer_picture
+
+    maps = next(maps for maps in judgement.stages if maps.row.stage == stage)
+    points, kind = _scene_points(frame)
+    inside = _inside(points, config.lidar.point_cloud_range)
+    return [
+        bev_picture(folder, config.lidar, points[inside], kind, maps),
+        *layer_picture(folder, judgement.layers),
+    ]
+
+
+def _scene_points(frame: Frame) -> tuple[npt.NDArray[np.float32], str]:
+    """Points of a frame, float32 [n, 3] in metres, or its voxels' mean points; and which."""
+    if frame.points is not None:
+        return frame.points[:, :3], "points"
+    assert frame.voxels is not None
+    return frame.voxels.features[:, :3], "voxels"
+
+
+def _inside(points: npt.NDArray[np.float32], limits: tuple[float, ...]) -> npt.NDArray[np.bool_]:
+    low, high = np.array(limits[:3]), np.array(limits[3:])
+    within = (points >= low) & (points < high)
+    inside: npt.NDArray[np.bool_] = np.logical_and.reduce(within, axis=1)
+    return inside
+
+
+def _extent(config: BEVFusionConfig) -> Extent:
+    low_x, low_y, _, high_x, high_y, _ = config.lidar.point_cloud_range
+    return (low_x, low_y, high_x, high_y)
+
+
+def _scene(
+    config: BEVFusionConfig,
+    frame: Frame,
+    cameras: Sequence[Camera],
+    judgement: Judgement,
+    simulation: Simulation | None,
+) -> ReportScene:
+    points, kind = _scene_points(frame)
+    labels = frame.labels
+    found = judgement.detections
+    integers = None if simulation is None else simulation.detections
+    classes = config.head.classes
+    return ReportScene(
+        name=frame.name,
+        points=points[_inside(points, config.lidar.point_cloud_range)],
+        extent=_extent(config),
+        kind=kind,
+        labels=None if labels is None else ReportBoxes(labels.boxes, labels.names),
+        float_detections=None if found is None else _boxes(found[0], classes),
+        quantized_detections=None if found is None else _boxes(found[1], classes),
+        integer_detections=None if integers is None else _boxes(integers, classes),
+        cameras=tuple(cameras),
+    )
+
+
+def _boxes(found: Detections, classes: Sequence[str]) -> ReportBoxes:
+    return ReportBoxes(found.boxes, [classes[n] for n in found.labels], found.scores)
+
+
+def _stages(config: BEVFusionConfig, judgement: Judgement) -> list[ReportStage]:
+    return [
+        ReportStage(
+            name=maps.row.stage,
+            title=maps.row.title,
+            float_map=maps.float_map,
+            quantized_map=maps.quantized_map,
+            difference_map=maps.difference_map,
+            extent=None if maps.is_image else _extent(config),
+            quantity=maps.quantity,
+            difference_quantity=maps.difference_quantity,
+            sqnr_db=maps.row.sqnr_db,
+            cosine=maps.row.cosine,
+        )
+        for maps in judgement.stages
+    ]
+
+
+def _weights(settings: Mapping[str, object]) -> ReportFigure:
+    source = settings.get("weights")
+    if source is not None:
+        return ReportFigure("Weights", Path(str(source)).name)
+    return ReportFigure(
+        "Weights", "random", "errors grow from layer to layer as they do in no trained model"
+    )
+
+
+def _agreement_figures(rows: Sequence[AgreementRow]) -> list[ReportFigure]:
+    return [
+        ReportFigure(
+            f"Detections within {row.distance:g} m",
+            f"{row.matched / row.float_detections:.1%}" if row.float_detections else "–",
+            f"{row.matched} of the float model's {row.float_detections}, same class; scores differ "
+            f"by {or_dash(row.score_mean, '.4f')} on average",
+        )
+        for row in rows[-1:]
+    ]

@@ -1,0 +1,175 @@
+"""Everything that a run for a BPU found out: for the page, the screen and summary.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from bevquant_hybrid.operators import load_support_table
+
+if TYPE_CHECKING:
+    from bev_data.metrics import Accuracy
+    from bevfusion_quant.measure import AgreementRow, FoundRow, Judgement
+    from bevquant_hybrid.partition import Plan, PlanNode
+    from bevquant_hybrid.performance import ChipFigures, LayerEstimate
+
+__all__ = ["BpuComparison", "BpuEstimate", "BpuLayer", "BpuOutcome", "BpuStage"]
+
+
+@dataclass(frozen=True)
+class BpuLayer:
+    """One operator on the BPU, over all frames.
+
+    Attributes:
+        layer: Its path in the model.
+        operator: What it computes.
+        channels: Of the result.
+        cells: Of the result, in a frame.
+        fake_sqnr_db: Of the fake-quantized result against float; None where equal or all zero.
+        fake_cosine: Of the two as vectors.
+        integer_sqnr_db: The same of the integers.
+        integer_cosine: The same of the integers.
+        max_steps: Largest difference of integers and fake-quantized result, in steps of it, each
+            model on its own activations.
+        mean_steps: Mean of its size.
+        differ: Share of values that differ.
+        saturated: Share of the float model's input values beyond the input's range.
+        input_amax: End of that range, the widest input's.
+    """
+
+    layer: str
+    operator: str
+    channels: int
+    cells: float
+    fake_sqnr_db: float | None
+    fake_cosine: float | None
+    integer_sqnr_db: float | None
+    integer_cosine: float | None
+    max_steps: int
+    mean_steps: float
+    differ: float
+    saturated: float | None
+    input_amax: float | None
+
+
+@dataclass(frozen=True)
+class BpuStage:
+    """The end of one stage, over all frames: both quantized models against float."""
+
+    stage: str
+    title: str
+    channels: int
+    fake_sqnr_db: float | None
+    fake_cosine: float | None
+    integer_sqnr_db: float | None
+    integer_cosine: float | None
+
+
+@dataclass(frozen=True, eq=False)
+class BpuComparison:
+    """Everything that was compared.
+
+    Attributes:
+        judgement: Float against fake-quantized, as the report shows it.
+        layers: Operators on the BPU in the order of execution.
+        stages: Of the model, in order.
+        agreement: Detections, float against integers; empty without a head.
+        found: Labelled objects that both find.
+    """
+
+    judgement: Judgement
+    layers: tuple[BpuLayer, ...]
+    stages: tuple[BpuStage, ...]
+    agreement: tuple[AgreementRow, ...]
+    found: tuple[FoundRow, ...]
+
+
+@dataclass(frozen=True)
+class BpuEstimate:
+    """A roofline estimate from public figures, no measurement.
+
+    Attributes:
+        figures: What is known of the chip, each number with its source.
+        cores: How many of the chip's cores share the work.
+        layers: One for each call on the BPU, named as in the model; boundaries left out.
+        violations: What the march's table of operators does not allow, one line each.
+    """
+
+    figures: ChipFigures
+    cores: int
+    layers: tuple[LayerEstimate, ...]
+    violations: tuple[str, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Layers one after the other."""
+        return sum(layer.seconds for layer in self.layers)
+
+
+@dataclass(frozen=True, eq=False)
+class BpuOutcome:
+    """Plan, comparison and estimate of one run.
+
+    Attributes:
+        plan: Of the whole model.
+        comparison: Float, fake-quantized and integers on the run's frames.
+        estimates: What the units cost on the BPU, by unit.
+        accuracy: All three models judged by labels; None where a run does not, without a head or
+            without labels.
+    """
+
+    plan: Plan
+    comparison: BpuComparison
+    estimates: Mapping[str, BpuEstimate]
+    accuracy: Accuracy | None = None
+
+    @property
+    def march(self) -> str:
+        """The BPU's architecture as its maker writes it."""
+        return load_support_table().march(self.plan.march).title
+
+    @property
+    def picture(self) -> str:
+        """The plan as SVG text."""
+        return self.plan.draw(title=f"BEVFusion on CPU and BPU ({self.march})")
+
+    @property
+    def on_cpu(self) -> tuple[PlanNode, ...]:
+        """Operators that run on the CPU."""
+        return tuple(n for n in self.plan.nodes if n.kind == "operator" and n.place == "CPU")
+
+    @property
+    def violations(self) -> tuple[str, ...]:
+        """What the march's table of operators does not allow."""
+        return tuple(text for e in self.estimates.values() for text in e.violations)
+
+    def summary(self) -> dict[str, Any]:
+        """Everything but the plan's nodes, which plan.json holds."""
+        return {
+            "march": self.plan.march,
+            "transfer_bytes": self.plan.transfer_bytes,
+            "segments": [asdict(segment) for segment in self.plan.segments],
+            "boundaries": [asdict(boundary) for boundary in self.plan.boundaries],
+            "on_cpu": [
+                {"path": n.path, "what": n.operator, "reason": n.reason} for n in self.on_cpu
+            ],
+            "stages": self.comparison.stages,
+            "layers": self.comparison.layers,
+            "integer_agreement": self.comparison.agreement,
+            "integer_labels_found": self.comparison.found,
+            "estimates": {
+                unit: {
+                    "what": "a roofline estimate from public figures, no measurement",
+                    "cores": estimate.cores,
+                    "seconds": estimate.seconds,
+                    "figures": asdict(estimate.figures),
+                    "layers": [
+                        {**asdict(layer), "seconds": layer.seconds, "bound": layer.bound}
+                        for layer in estimate.layers
+                    ],
+                    "violations": estimate.violations,
+                }
+                for unit, estimate in self.estimates.items()
+            },
+        }

@@ -1,0 +1,336 @@
+"""What writing and checking a set of files gave: plain rows, and as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bev_data.metrics import aligned_table
+from bevfusion_quant.measure import agreement_text, or_dash
+
+if TYPE_CHECKING:
+    from bevfusion_quant.measure import AgreementRow
+
+__all__ = [
+    "ExportedFile",
+    "ExportedSet",
+    "FileLayer",
+    "FilePort",
+    "SetStage",
+    "difference",
+    "export_text",
+    "file_size",
+    "set_verdict",
+]
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class FilePort:
+    """An input or output of a file: its name, type and shape; a name stands for a free size."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
+class FileLayer:
+    """One tensor that a file makes, held against the model that the file was written from.
+
+    Attributes:
+        file: Name of the file.
+        path: Module that makes it; of a float file the output's name.
+        op: What computes it.
+        form: "int8", "float", or "places" for the cells that became queries.
+        elements: How many values it has.
+        different: How many differ, where integers are counted; None for floats.
+        largest: Largest difference: in steps of int8, for floats relative to the largest value.
+        allowed: In words, what may differ.
+        is_right: Whether no more than that does.
+        fake_sqnr_db: Of the fake-quantized model's output there, against float.
+        integer_sqnr_db: Of the integer model's.
+        integer_steps: Largest difference of the integer model from the fake-quantized one, in steps
+            of the output.
+        ties: How many of the different lie on the border of two steps, as near as float32 can tell.
+    """
+
+    file: str
+    path: str
+    op: str
+    form: str
+    elements: int
+    different: int | None
+    largest: float
+    allowed: str
+    is_right: bool
+    fake_sqnr_db: float | None = None
+    integer_sqnr_db: float | None = None
+    integer_steps: int | None = None
+    ties: int = 0
+
+
+@dataclass(frozen=True)
+class ExportedFile:
+    """One file of the set.
+
+    Attributes:
+        name: With its ending.
+        kind: "int8", "sparse", "float", or "bpu".
+        runs_on: The engine that takes it.
+        build: The command, or the call, that makes an engine of it.
+        size: Bytes.
+        sha256: Digest.
+        companions: Digests of the files that belong to it, by name: hb_mapper's settings.
+        opset: Version of the standard operators.
+        inputs: In order.
+        outputs: In order.
+        ranges: Largest magnitude of each quantized tensor, by the quantizer's path.
+        voxel_bound: Most voxels that a layer of a sparse file holds; None for others.
+        runs_in_float: What in it runs in float, and why.
+        notes: What is other than one might expect.
+        findings: What the linter finds for the target.
+        layers: Each tensor against the model.
+        unverified: What nobody could run, one sentence each.
+    """
+
+    name: str
+    kind: str
+    runs_on: str
+    build: str
+    size: int
+    sha256: str
+    companions: dict[str, str]
+    opset: int
+    inputs: tuple[FilePort, ...]
+    outputs: tuple[FilePort, ...]
+    ranges: dict[str, float]
+    voxel_bound: int | None
+    runs_in_float: tuple[str, ...]
+    notes: tuple[str, ...]
+    findings: tuple[str, ...]
+    layers: tuple[FileLayer, ...]
+    unverified: tuple[str, ...] = ()
+
+    @property
+    def different(self) -> int:
+        """Integers that differ, all tensors together."""
+        return sum(layer.different or 0 for layer in self.layers if layer.form == "int8")
+
+    @property
+    def unexplained(self) -> int:
+        """Those of them that do not lie on the border of two steps."""
+        return self.different - sum(layer.ties for layer in self.layers if layer.form == "int8")
+
+    @property
+    def largest_steps(self) -> int:
+        """Largest difference of an integer tensor."""
+        return int(max((v.largest for v in self.layers if v.form == "int8"), default=0))
+
+
+@dataclass(frozen=True)
+class SetStage:
+    """The end of one stage when the files run one behind the other, against float.
+
+    Attributes:
+        tensor: What lies between the files there.
+        title: In words.
+        fake_sqnr_db: Of the fake-quantized model; None where equal.
+        integer_sqnr_db: Of the integer model.
+        onnx_sqnr_db: Of the files.
+        is_right: Whether the files are as near to float as the integers are.
+    """
+
+    tensor: str
+    title: str
+    fake_sqnr_db: float | None
+    integer_sqnr_db: float | None
+    onnx_sqnr_db: float | None
+    is_right: bool
+
+
+@dataclass(frozen=True, eq=False)
+class ExportedSet:
+    """A set of files, written and checked.
+
+    Attributes:
+        target: What it was written for.
+        folder: Where it lies.
+        files: In the order of execution.
+        stages: The files one behind the other on the first frame.
+        agreement: Boxes of the integer model against those of the files; empty without a head.
+        frame: Name of that frame.
+    """
+
+    target: str
+    folder: Path
+    files: tuple[ExportedFile, ...]
+    stages: tuple[SetStage, ...]
+    agreement: tuple[AgreementRow, ...]
+    frame: str
+
+    @property
+    def layers(self) -> tuple[FileLayer, ...]:
+        """Of all files."""
+        return tuple(layer for file in self.files for layer in file.layers)
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """What is wrong, each line naming file and layer; empty for a set that was proved."""
+        lines = [
+            f"{file.name}: {text}"
+            for file in self.files
+            for text in file.findings
+            if " error at " in text
+        ]
+        for layer in self.layers:
+            if not layer.is_right:
+                lines.append(f"{layer.file}: {layer.path} ({layer.op}): {difference(layer)}")
+        lines += [
+            f"the files one behind the other, {stage.title}: {stage.onnx_sqnr_db:.1f} dB against "
+            f"float, where the integer model has {_decibels(stage.integer_sqnr_db)}"
+            for stage in self.stages
+            if not stage.is_right and stage.onnx_sqnr_db is not None
+        ]
+        return tuple(lines)
+
+    def summary(self) -> dict[str, Any]:
+        """Everything, for summary.json."""
+        return {
+            "target": self.target,
+            "verified": not self.failures,
+            "failures": self.failures,
+            "frame": self.frame,
+            "files": self.files,
+            "stages": self.stages,
+            "agreement": self.agreement,
+        }
+
+
+def difference(layer: FileLayer) -> str:
+    """How far a tensor is from the model, and what would be allowed."""
+    if layer.form == "float":
+        return f"{layer.largest:.2g} of the largest value off; allowed: {layer.allowed}"
+    if layer.form == "places":
+        return f"{layer.different} of {layer.elements} are others; allowed: {layer.allowed}"
+    steps = f"{layer.largest:g} step{'s' * (layer.largest != 1)}"
+    ties = f", {layer.ties:,} of them on the border of two steps" if layer.ties else ""
+    return (
+        f"{layer.different:,} of {layer.elements:,} values differ, by up to {steps}{ties}; "
+        f"allowed: {layer.allowed}"
+    )
+
+
+def _decibels(value: float | None) -> str:
+    return "none: it is equal" if value is None else f"{value:.1f} dB"
+
+
+def export_text(made: ExportedSet) -> tuple[str, ...]:
+    """Files, what in them differs from the integer model, the files one behind the other."""
+    parts = [
+        f"ONNX files for {made.target}",
+        _file_table(made.files),
+        "\n".join([set_verdict(made), *_departures(made)]),
+    ]
+    if made.stages:
+        parts += ["The files one behind the other, against float", _stage_table(made)]
+    if made.agreement:
+        parts += [
+            "Boxes of the integer model against those of the files, same class",
+            agreement_text(made.agreement, (), "files").replace("float", "integer"),
+        ]
+    parts.append("\n".join(["Engines", *(f"  {file.build}" for file in made.files)]))
+    return tuple(parts)
+
+
+def set_verdict(made: ExportedSet) -> str:
+    """Whether the files compute what the integer model computes, in a sentence."""
+    if made.failures:
+        return f"Not verified, {len(made.failures)} of the checks failed."
+    quantized = [layer for layer in made.layers if layer.form == "int8"]
+    equal = sum(not layer.different for layer in quantized)
+    more = ""
+    if equal < len(quantized):
+        values = sum(layer.different or 0 for layer in quantized)
+        many = sum(layer.elements for layer in quantized)
+        unexplained = sum(file.unexplained for file in made.files)
+        where = "each" if not unexplained else f"all but {unexplained:,}"
+        more = (
+            f"; in the others {values:,} of all {many:,} values are one step off, {where} on the "
+            "border of two steps, where float32 falls to either side"
+        )
+    model = "fake-quantized" if made.target == "bpu" else "integer"
+    return (
+        f"Verified: {equal} of {len(quantized)} quantized tensors are equal to the {model} model's"
+        f"{more}. Floats agree with torch's within {_largest_float(made):.1g}."
+    )
+
+
+def _largest_float(made: ExportedSet) -> float:
+    return max((v.largest for v in made.layers if v.form == "float"), default=0.0)
+
+
+def _departures(made: ExportedSet) -> list[str]:
+    """Every failure; of the rest, the tensors with most differences."""
+    lines = [f"FAILED {text}" for text in made.failures]
+    if lines:
+        return lines
+    rows = [layer for layer in made.layers if layer.different and layer.form == "int8"]
+    rows.sort(key=lambda layer: -(layer.different or 0) / layer.elements)
+    shown = [
+        f"  {layer.path} ({layer.op}): {layer.different:,} of {layer.elements:,}"
+        for layer in rows[:_SHOWN]
+    ]
+    return shown + [f"  and {len(rows) - _SHOWN} more"] * (len(rows) > _SHOWN)
+
+
+def _file_table(files: Sequence[ExportedFile]) -> str:
+    head = (
+        "file", "size", "opset", "int8 tensors", "differ", "but for ties", "steps", "lint",
+        "inputs → outputs",
+    )  # fmt: skip
+    return aligned_table(
+        head,
+        [
+            (
+                file.name,
+                file_size(file.size),
+                str(file.opset),
+                str(sum(layer.form == "int8" for layer in file.layers)),
+                f"{file.different:,}",
+                f"{file.unexplained:,}",
+                str(file.largest_steps),
+                str(len(file.findings)) if file.findings else "–",
+                f"{_ports(file.inputs)} → {_ports(file.outputs)}",
+            )
+            for file in files
+        ],
+    )
+
+
+def _ports(ports: Sequence[FilePort]) -> str:
+    return ", ".join(port.name for port in ports)
+
+
+def file_size(count: int) -> str:
+    """Bytes as a person reads them."""
+    return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.0f} KiB"
+
+
+def _stage_table(made: ExportedSet) -> str:
+    head = ("stage", "fake dB", "int dB", "ONNX dB")
+    return aligned_table(
+        head,
+        [
+            (
+                stage.title,
+                or_dash(stage.fake_sqnr_db, ".2f"),
+                or_dash(stage.integer_sqnr_db, ".2f"),
+                or_dash(stage.onnx_sqnr_db, ".2f"),
+            )
+            for stage in made.stages
+        ],
+    )

@@ -1,0 +1,167 @@
+"""What a sensitivity run found, for the terminal, the page and summary.json."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from bev_data.metrics import aligned_table
+from bevfusion_quant.measure import or_dash
+
+if TYPE_CHECKING:
+    from bevquant_qnn import PrecisionPlan, RefinedPlan, SensitivityRow, SensitivityTable
+
+__all__ = ["SensitivityOutcome", "group_name", "headline", "plan_line", "sensitivity_text"]
+
+_DIGITS = {"sqnr": ".1f", "kl": ".2e", "mAP": ".2f"}
+_TITLES = {"sqnr": "SQNR", "kl": "KL divergence, negative,", "mAP": "mAP"}
+_UNITS = {"sqnr": "dB", "kl": "nats", "mAP": "points"}
+_SCORED = {
+    "": "the model's own output",
+    "decoder.neck": "the decoder's map",
+    "heads.object.heatmap_head": "the head's heat map",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class SensitivityOutcome:
+    """The table, what was scored, and the plan where a budget was given.
+
+    Attributes:
+        table: What every group of layers loses.
+        output: Path of the module whose output was scored; "" for the model's own.
+        precisions: At which groups were measured alone, in that order.
+        plan: Within the budget; None without one.
+        budget: As it was written, such as "time=1.2"; "" without one.
+        refusal: Why there is no plan although a budget was given; else "".
+        estimated: The plan by losses added up, from which the measured one was found.
+        refined: The measured plan, that first one measured, and how many were run.
+    """
+
+    table: SensitivityTable
+    output: str
+    precisions: tuple[str, ...]
+    plan: PrecisionPlan | None = None
+    budget: str = ""
+    refusal: str = ""
+    estimated: PrecisionPlan | None = None
+    refined: RefinedPlan | None = None
+
+    @property
+    def unit(self) -> str:
+        """The unit of scores."""
+        return _UNITS[self.table.metric]
+
+    @property
+    def scored(self) -> str:
+        """What was scored, in words."""
+        return "the boxes" if self.table.metric == "mAP" else _SCORED[self.output]
+
+    @property
+    def operations(self) -> int:
+        """Operations of all groups on the first frame."""
+        return sum(row.operations for row in self.table)
+
+    def share(self, row: SensitivityRow, precision: str) -> float:
+        """A group's part of what all groups lose at that precision; 0 where nothing is lost."""
+        whole = sum(self.table.loss(other, precision) for other in self.table)
+        return self.table.loss(row, precision) / whole if whole else 0.0
+
+    def gain(self, row: SensitivityRow) -> float | None:
+        """What the score wins where this group alone is left in float."""
+        if row.without is None or self.table.quantized_score is None:
+            return None
+        return row.without - self.table.quantized_score
+
+    def chosen(self, row: SensitivityRow) -> str | None:
+        """The plan's precision for a group."""
+        return None if self.plan is None else self.plan[row.name]
+
+    def summary(self) -> dict[str, Any]:
+        """Everything, for summary.json."""
+        return {
+            "scored": self.scored,
+            "output": self.output,
+            "unit": self.unit,
+            "precisions": self.precisions,
+            "budget": self.budget or None,
+            "refusal": self.refusal or None,
+            "table": json.loads(self.table.to_json()),
+            "plan": None if self.plan is None else json.loads(self.plan.to_json()),
+            "plan_from": self._plan_from(),
+        }
+
+    def _plan_from(self) -> dict[str, Any] | None:
+        """How the measured plan was found."""
+        if self.refined is None or self.estimated is None:
+            return None
+        start = self.refined.start
+        return {
+            "plans_measured": self.refined.tried,
+            "first": {
+                "time": start.time,
+                "estimated_score": self.estimated.score,
+                "measured_score": start.score,
+            },
+        }
+
+
+def sensitivity_text(outcome: SensitivityOutcome) -> tuple[str, ...]:
+    """Headline, one line for each group of layers, the largest loss first; the plan in a line."""
+    table, form = outcome.table, _DIGITS[outcome.table.metric]
+    measured = outcome.precisions
+    unit = f" {outcome.unit}"
+    head = ["layers", "operations"]
+    for name in measured:
+        head += [f"{name} alone{unit}", "share of loss"]
+    both, planned = table.quantized_score is not None, outcome.plan is not None
+    head += [*["gain in float"] * both, *["plan"] * planned]
+    rows = []
+    for row in table.worst_first(measured[0]):
+        cells = [group_name(row), f"{row.operations / max(1, outcome.operations):.1%}"]
+        for name in measured:
+            cells += [format(row.alone[name], form), f"{outcome.share(row, name):.1%}"]
+        gains = [or_dash(outcome.gain(row), f"+{form}")] * both
+        rows.append([*cells, *gains, *[outcome.chosen(row) or ""] * planned])
+    return (headline(outcome), aligned_table(head, rows), *[plan_line(outcome)] * planned)
+
+
+def headline(outcome: SensitivityOutcome) -> str:
+    """What was scored, and the two ends of the scale."""
+    table, form = outcome.table, _DIGITS[outcome.table.metric]
+    frames = f"{table.batches} frame{'s' * (table.batches != 1)}"
+    groups = len(table.rows)
+    title = _TITLES[table.metric]
+    text = f"{title} of {outcome.scored}, {frames}, {groups} group{'s' * (groups != 1)}"
+    text += f" of layers: float {format(table.float_score, form)}"
+    if table.quantized_score is not None:
+        text += f", quantized {format(table.quantized_score, form)} {outcome.unit}"
+    return text
+
+
+def plan_line(outcome: SensitivityOutcome) -> str:
+    """The plan in a line: what is chosen how often, estimated time and score."""
+    plan = outcome.plan
+    if plan is None:
+        return ""
+    counts: dict[str, int] = {}
+    for group in plan:
+        counts[group.precision] = counts.get(group.precision, 0) + 1
+    chosen = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
+    score = or_dash(plan.score, _DIGITS[outcome.table.metric])
+    how = "measured" if plan.measured else "estimated"
+    text = (
+        f"Plan for {outcome.budget}: {chosen}; estimated time {or_dash(plan.time, '.3g')} of "
+        f"int8, {how} score {score} {outcome.unit}"
+    )
+    if outcome.refined is not None:
+        first = or_dash(outcome.refined.start.score, _DIGITS[outcome.table.metric])
+        text += f", the best of {outcome.refined.tried} measured; the first had {first}"
+    return text
+
+
+def group_name(row: SensitivityRow) -> str:
+    """The group's first path without the stem that all share, and how many more it has."""
+    more = len(row.modules) - 1
+    return row.name.removeprefix("encoders.") + (f" +{more}" if more else "")

@@ -1,0 +1,183 @@
+"""A run folder appears whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from bevfusion_quant._errors import InputError
+from bevfusion_quant.ranks import current_ranks
+from bevquant_quantizers.documents import (
+    DocumentError,
+    read_json,
+    sweep,
+    write_folder,
+    write_whole,
+)
+
+__all__ = [
+    "CONFIG_FILE",
+    "DIGESTS_FILE",
+    "RUN_FORMAT",
+    "RUN_VERSIONS",
+    "read_digests",
+    "run_folder",
+    "sha256",
+    "write_digests",
+    "written_text",
+]
+
+CONFIG_FILE, DIGESTS_FILE = "config.json", "digests.json"
+RUN_FORMAT = "bevfusion-quant run"
+RUN_VERSIONS = (1, 2, 3)
+"""Schemas of runs that can be read; the last one is written."""
+
+# Runs from before digests.json was written hold such files alone at their top.
+_OF_OLDER_RUNS = (
+    ".json", ".html", ".pdf", ".png", ".safetensors", ".svg", ".onnx", ".yaml", ".txt", ".hbm",
+)  # fmt: skip
+
+
+@contextmanager
+def run_folder(
+    runs: Path, name: str, *, overwrite: bool, keep: Path | None = None
+) -> Iterator[Path]:
+    """Give an empty folder to write into; at the end it becomes `runs/name` in one step.
+
+    Whatever ends the block early, Ctrl-C included, leaves no trace of it, and an older run that was
+    to be replaced stays as it was. Of several ranks the first alone gets one; the path that the
+    others get is no folder, and nothing becomes of it.
+
+    Args:
+        runs: Folder of all runs; made when missing, and removed again if the run fails.
+        name: One path component: letters, digits, `.`, `_`, `-`, not starting with a dot.
+        overwrite: Replace `runs/name`, if it is a run of this program.
+        keep: A run that is read and must not be replaced.
+
+    Raises:
+        InputError: The name is unusable, or taken and not to be overwritten, or taken by something
+            that is not a run, or by the run to keep.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", name):
+        raise InputError(
+            f"{name!r} cannot name a run: use letters, digits, '.', '_' and '-', no leading dot"
+        )
+    target = runs / name
+    if keep is not None and target.exists() and keep.exists() and target.samefile(keep):
+        raise InputError(
+            f"{target} is the run that is read, and would be replaced: choose another --name"
+        )
+    _refuse(target, overwrite)
+    if not current_ranks().first:
+        yield runs / f".{name}.not-here"
+        return
+    made = _missing_parents(runs)
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+        sweep(runs)
+
+        def ready(work: Path) -> None:
+            _refuse(target, overwrite)
+            write_digests(work)
+
+        with write_folder(target, ready=ready) as work:
+            yield work
+    finally:
+        for folder in made:
+            if folder.is_dir() and not any(folder.iterdir()):
+                folder.rmdir()
+
+
+def write_digests(folder: Path) -> Path:
+    """Write digests.json: every file of a finished run with its sha256."""
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and p != folder / DIGESTS_FILE)
+    sums = {path.relative_to(folder).as_posix(): sha256(path) for path in files}
+    content = {"format": "bevfusion-quant digests", "version": 1, "sha256": sums}
+    return write_whole(folder / DIGESTS_FILE, json.dumps(content, indent=1) + "\n")
+
+
+def read_digests(folder: Path) -> dict[str, str] | None:
+    """What `write_digests` wrote; None where there is none, as of runs before it was written.
+
+    Raises:
+        DocumentError: It is damaged.
+    """
+    if not (folder / DIGESTS_FILE).exists():
+        return None
+    head = {"format": "bevfusion-quant digests", "version": 1}
+    found: _Digests = read_json(folder / DIGESTS_FILE, _Digests, what="list of digests", head=head)
+    return found.sha256
+
+
+class _Digests(msgspec.Struct):
+    sha256: dict[str, str]
+
+
+def written_text(folder: Path) -> tuple[str, ...]:
+    """The lines that say what a run left in its folder, and where its page is.
+
+    None in a process that writes nothing, where the folder may not be there yet.
+    """
+    if not current_ranks().first:
+        return ()
+    names = sorted(f"{path.name}/" if path.is_dir() else path.name for path in folder.iterdir())
+    others = ", ".join(name for name in names if name != "report.html")
+    return f"Written to {folder}: {others}", f"Page: {(folder / 'report.html').absolute()}"
+
+
+def sha256(path: Path) -> str:
+    """The digest of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _refuse(target: Path, overwrite: bool) -> None:
+    if not os.path.lexists(target):
+        return
+    if not overwrite:
+        raise InputError(
+            f"{target} exists already: choose another --name, or pass --overwrite to replace it"
+        )
+    if not _is_run(target):
+        raise InputError(
+            f"{target} is not a run of bevfusion-quant (no {CONFIG_FILE} of ours in it), so "
+            "--overwrite "
+            "leaves it alone: choose another --name, or move it away yourself"
+        )
+    others = _files_of_others(target)
+    if others:
+        raise InputError(
+            f"{target} holds files that no run has written, such as {others[0]}, which --overwrite "
+            "would delete: move them away, or choose another --name"
+        )
+
+
+def _files_of_others(folder: Path) -> list[str]:
+    """Files in a run's folder that the run does not name; of older runs, that no run has."""
+    known = read_digests(folder)
+    there = [p.relative_to(folder).as_posix() for p in folder.rglob("*") if not p.is_dir()]
+    if known is None:
+        return [n for n in there if "/" not in n and not n.endswith(_OF_OLDER_RUNS)]
+    return [name for name in there if name not in known and name != DIGESTS_FILE]
+
+
+def _is_run(folder: Path) -> bool:
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    try:
+        read_json(folder / CONFIG_FILE, head={"format": RUN_FORMAT})
+    except DocumentError:
+        return False
+    return True
+
+
+def _missing_parents(folder: Path) -> list[Path]:
+    """`folder` and its parents that do not exist yet, deepest first."""
+    return [p for p in (folder, *folder.parents) if not p.exists()]

@@ -1,0 +1,146 @@
+"""What every run writes down, the same for all commands: settings, summary, and what its page says.
+
+A field that all runs are to have is added here alone.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+import platform
+import resource
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bevfusion_quant._errors import InputError
+from bevfusion_quant.run._folder import CONFIG_FILE, RUN_FORMAT, RUN_VERSIONS
+from bevquant_quantizers.documents import write_whole
+
+__all__ = ["SUMMARY_FILE", "Clock", "RunRecord", "peak_memory_mib", "versions", "write_json"]
+
+LOG = logging.getLogger(__name__)
+SUMMARY_FILE = "summary.json"
+_HEAD = {"format": RUN_FORMAT, "version": RUN_VERSIONS[-1]}
+PACKAGES = (
+    "bevfusion-quant", "bevquant-sparse", "bevquant-fusion", "bevquant-quantizers", "bevquant-qnn",
+    "bevquant-int8sim", "torch", "numpy", "numba", "spconv",
+)  # fmt: skip
+
+
+def versions(*more: str) -> dict[str, str]:
+    """Versions of Python and of every package that decides the result; absent ones left out.
+
+    Args:
+        *more: Packages that this run needed besides.
+    """
+    found = {"python": platform.python_version()}
+    for name in (*PACKAGES, *more):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def peak_memory_mib() -> float:
+    """Largest resident memory of this process so far, in MiB, as the kernel counts it."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> Path:
+    """Write JSON that any reader takes: no NaN, no Infinity."""
+    text = json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False, default=_plain)
+    return write_whole(path, text + "\n")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    if hasattr(value, "__dataclass_fields__"):
+        return asdict(value)
+    raise TypeError(f"{type(value).__name__} has no place in a summary")
+
+
+@dataclass
+class Clock:
+    """Times the steps of a run.
+
+    Attributes:
+        taken: Seconds by step, so far.
+    """
+
+    taken: dict[str, float] = field(default_factory=dict)
+    _start: float = field(default_factory=time.perf_counter)
+
+    @contextmanager
+    def step(self, name: str, blame: str = "") -> Iterator[None]:
+        """Time a step; with `blame`, what it refuses is the input's fault and is said so."""
+        LOG.info("%s …", name)
+        start = time.perf_counter()
+        try:
+            yield
+        except ValueError as error:
+            if not blame or isinstance(error, InputError):
+                raise
+            raise InputError(f"{blame}: {error}") from error
+        self.taken[name] = round(time.perf_counter() - start, 3)
+
+    def seconds(self) -> dict[str, float]:
+        """The steps, and `total` from the first moment."""
+        return {**self.taken, "total": round(time.perf_counter() - self._start, 3)}
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One run's record, while its folder is written.
+
+    Args:
+        folder: The run's.
+        command: The command line that repeats it.
+        clock: Times its steps; None where nothing was computed.
+        packages: That this run needed besides those of every run.
+    """
+
+    folder: Path
+    command: str
+    clock: Clock | None
+    packages: tuple[str, ...] = ()
+
+    def write_settings(self, settings: Mapping[str, Any]) -> None:
+        """config.json: what decides the result."""
+        write_json(self.folder / CONFIG_FILE, {**_HEAD, **settings, **_HEAD})
+
+    def write_summary(self, found: Mapping[str, Any]) -> tuple[dict[str, float], float]:
+        """summary.json: what was found; answers seconds by step and the peak memory in MiB."""
+        content = {**_HEAD, "command": self.command, "versions": versions(*self.packages)}
+        if self.clock is None:
+            write_json(self.folder / SUMMARY_FILE, {**content, **found})
+            return {}, 0.0
+        seconds, peak = self.clock.seconds(), round(peak_memory_mib(), 1)
+        content |= {"threads": torch.get_num_threads(), **found}
+        content |= {"seconds": seconds, "peak_memory_mib": peak}
+        write_json(self.folder / SUMMARY_FILE, content)
+        return seconds, peak
+
+    def on_page(self, settings: Mapping[str, object]) -> dict[str, Any]:
+        """What the page of any run says, as fields of `ReportContent`.
+
+        Args:
+            settings: What decides the result, as far as the page tells.
+        """
+        return {
+            "command": self.command,
+            "versions": versions(*self.packages),
+            "settings": {**settings, "threads": torch.get_num_threads()},
+            "seconds": {} if self.clock is None else self.clock.seconds(),
+            "peak_memory_mib": peak_memory_mib(),
+        }

@@ -1,0 +1,81 @@
+"""The steps of the job one by one, from a float model to a calibrated one, on disk and back."""
+
+from bevfusion_quant.steps._branches import (
+    built_parts,
+    expand_patterns,
+    is_detector,
+    quantized_parts,
+    reads_images,
+    why_float,
+)
+from bevfusion_quant.steps._load_run import (
+    LoadedRun,
+    frames_for_run,
+    load_quantized,
+    load_run,
+    read_run_config,
+    refuse_unfolded,
+)
+from bevfusion_quant.steps._plan import (
+    PLAN_FILE,
+    apply_plan,
+    before_calibration,
+    planned_layers,
+    quantizes_first_layer,
+    read_plan,
+    refuse_in_files,
+)
+from bevfusion_quant.steps._record import (
+    calibration_record,
+    calibration_warnings,
+    fusion_record,
+    quantization_record,
+    rounding_record,
+    save_model,
+)
+from bevfusion_quant.steps._stages import (
+    Stage,
+    calibrate_branch,
+    example_batch,
+    fill_weights,
+    fuse_branch,
+    keep_batch_norms,
+    quantize_branch,
+    round_branch,
+)
+
+__all__ = [
+    "PLAN_FILE",
+    "LoadedRun",
+    "Stage",
+    "apply_plan",
+    "before_calibration",
+    "built_parts",
+    "calibrate_branch",
+    "calibration_record",
+    "calibration_warnings",
+    "example_batch",
+    "expand_patterns",
+    "fill_weights",
+    "frames_for_run",
+    "fuse_branch",
+    "fusion_record",
+    "is_detector",
+    "keep_batch_norms",
+    "load_quantized",
+    "load_run",
+    "planned_layers",
+    "quantization_record",
+    "quantize_branch",
+    "quantized_parts",
+    "quantizes_first_layer",
+    "read_plan",
+    "read_run_config",
+    "reads_images",
+    "refuse_in_files",
+    "refuse_unfolded",
+    "round_branch",
+    "rounding_record",
+    "save_model",
+    "why_float",
+]

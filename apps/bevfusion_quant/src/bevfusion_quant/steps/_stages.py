@@ -1,0 +1,302 @@
+"""The model at each stage: float, folded, quantized, calibrated."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+from torch import nn
+
+from bevfusion.model import PART_PATHS, Batch, exclude_all_but, load_weights, random_weights
+from bevfusion_quant.options import Branch, Method
+from bevfusion_quant.steps._branches import (
+    FOLDED_APART,
+    expand_patterns,
+    quantized_parts,
+    why_float,
+)
+from bevquant_sparse import is_sparse_conv
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bevfusion.model import BEVFusion, BEVFusionConfig
+    from bevfusion_quant.frames import FrameBatches
+    from bevfusion_quant.options import PtqOptions, TargetOptions
+    from bevfusion_quant.run import Clock
+    from bevquant_fusion import FusionResult
+    from bevquant_qnn import QuantizeResult, RoundingResult
+    from bevquant_quantizers import CalibrationReport
+
+__all__ = [
+    "ROUNDING_FRAMES",
+    "Stage",
+    "calibrate_branch",
+    "example_batch",
+    "fill_weights",
+    "first_sparse_conv",
+    "fuse_branch",
+    "keep_batch_norms",
+    "quantize_branch",
+    "round_branch",
+    "run_batch",
+]
+
+LOG = logging.getLogger(__name__)
+FIRST_LAYER = (
+    "the first sparse convolution: fp16, as NVIDIA deploys it (--quantize-first-layer for int8)"
+)
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Stage(Generic[Result]):
+    """A model, and what was done to get it."""
+
+    model: BEVFusion
+    result: Result
+
+
+def example_batch(config: BEVFusionConfig) -> Batch:
+    """A few voxels in the middle of the grid and one grey picture: enough to trace a model with.
+
+    A frame's six cameras and all its voxels would do as well; one camera keeps the memory of
+    tracing, where every activation is held, to a sixth.
+    """
+    lidar, camera = config.lidar, config.camera
+    x, y, z = (n // 2 for n in lidar.sparse_shape)
+    steps = torch.arange(8, dtype=torch.int32)
+    coords = torch.stack([steps * 0, x + steps, y + steps % 3, z + steps % 2], dim=1)
+    features = torch.linspace(-1, 1, 8 * lidar.in_channels).reshape(8, lidar.in_channels)
+    images = torch.linspace(-1, 1, 3 * camera.image_size[0] * camera.image_size[1])
+    images = images.reshape(1, 1, 3, *camera.image_size)
+    depth = images[:, :, :1].abs() * camera.dbound[1]
+    rows, columns = camera.feature_size
+    points = len(torch.arange(*camera.dbound)) * rows * columns
+    (low, high, step), (first, last, width) = camera.xbound, camera.ybound
+    cells = round((high - low) / step) * round((last - first) / width)
+    # A stride prime to the number of cells spreads the points over all of them.
+    spread = torch.arange(points) * 7919 % cells
+    return Batch(features, coords.contiguous(), 1, images, depth, spread)
+
+
+def fill_weights(
+    model: BEVFusion, config: TargetOptions, first: Batch, clock: Clock
+) -> dict[str, object]:
+    """Weights from the file, or random ones fitted to the first frame; says which."""
+    if config.weights is None:
+        with clock.step("random weights"):
+            random_weights(model, *first, seed=config.seed)
+        return {"source": "random", "seed": config.seed, "batch_norms_fitted_to": "the first frame"}
+    with clock.step("load weights"):
+        report = load_weights(model, config.weights, layout=config.weight_layout)
+    if report.not_used:
+        LOG.info("%d entries of other branches are not used", len(report.not_used))
+    return {
+        "source": str(config.weights),
+        "layout": report.layout,
+        "loaded": len(report.loaded),
+        "not_used": report.not_used,
+    }
+
+
+def fuse_branch(model: BEVFusion, example: Batch) -> Stage[FusionResult]:
+    """A copy of the float model with every BatchNorm folded into its convolution.
+
+    Each module with a forward of its own is folded by itself, on the inputs that the example gives
+    it. The head is folded without: which cells become queries hangs on differences as small as
+    rounding, so its outputs before and after cannot be compared one by one.
+    """
+    from bevquant_fusion import fuse_model
+
+    model = copy.deepcopy(model)
+    results = []
+    for path, inputs in _inputs(model, example).items():
+        unit = model.get_submodule(path)
+        given = None if path == PART_PATHS["head"] else inputs
+        result = fuse_model(unit, example_inputs=given)
+        model.set_submodule(path, result.model)
+        results.append(_below(path, result))
+    errors = [r.max_error for r in results if r.max_error is not None]
+    whole = replace(
+        results[0],
+        model=model,
+        fused=tuple(item for r in results for item in r.fused),
+        skipped=tuple(item for r in results for item in r.skipped),
+        not_inplace=tuple(path for r in results for path in r.not_inplace),
+        untraced={path: why for r in results for path, why in r.untraced.items()},
+        max_error=max(errors, default=None),
+    )
+    return Stage(model.eval(), whole)
+
+
+def keep_batch_norms(model: BEVFusion, example: Batch) -> Stage[FusionResult]:
+    """A copy of the float model as it is, with an account of the batch norms that stay."""
+    from bevquant_fusion import FusionResult, Skipped
+
+    model = copy.deepcopy(model).eval()
+    left = tuple(
+        Skipped(path, "--no-fold leaves batch norms as they are")
+        for path, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+    )
+    return Stage(model, FusionResult(model, fused=(), skipped=left))
+
+
+def quantize_branch(
+    fused: BEVFusion,
+    example: Batch,
+    branch: Branch = "lidar",
+    *,
+    method: Method = "mse",
+    exclude: Iterable[str] = (),
+    with_head: bool = False,
+    weight_bits: int = 8,
+    first_layer: bool = True,
+) -> Stage[QuantizeResult]:
+    """A copy of the folded model with quantizers in place, not calibrated yet.
+
+    Args:
+        fused: From `fuse_branch`; stays as it is.
+        example: Anything the model can run on.
+        branch: Which part gets quantizers; of `all` and of detectors every part, the head only
+            `with_head`.
+        method: "max" puts running-maximum calibrators on activations, the others histograms.
+        exclude: Paths or globs to leave float, in full or below the part, such as `conv_input.*`.
+        with_head: Quantize the head too; says nothing for a single part.
+        weight_bits: Of every quantized weight; activations have 8.
+        first_layer: Quantize the first sparse convolution too, which NVIDIA deploys in fp16.
+    """
+    from bevquant_qnn import QuantConfig, SkippedModule, quantize_model
+
+    model = copy.deepcopy(fused)
+    parts = quantized_parts(branch, with_head=with_head)
+    apart = exclude_all_but(parts, model.parts)
+    first = [] if first_layer else first_sparse_conv(model)
+    config = QuantConfig(
+        weight_bits=weight_bits,
+        input_calibrator="max" if method == "max" else "histogram",
+        exclude=(*expand_patterns(model, exclude), *apart, *first),
+    )
+    result = quantize_model(model, config, example_inputs=tuple(example))
+    # One line for a part that stays float, not one for each of its layers.
+    told = {f"excluded by {pattern!r}" for pattern in apart}
+    notes = [
+        SkippedModule(PART_PATHS[part], why_float(part, branch))
+        for part in model.parts
+        if part not in parts
+    ]
+    rest = [
+        SkippedModule(item.path, FIRST_LAYER) if item.path in first else item
+        for item in result.skipped
+        if item.reason not in told
+    ]
+    return Stage(model, replace(result, skipped=(*notes, *rest)))
+
+
+def first_sparse_conv(model: nn.Module) -> list[str]:
+    """Path of the first sparse convolution; none in a model without."""
+    paths = (path for path, module in model.named_modules() if is_sparse_conv(module))
+    return list(islice(paths, 1))
+
+
+def calibrate_branch(
+    model: BEVFusion,
+    batches: Iterable[Batch],
+    *,
+    method: Method = "mse",
+    resume: Path | None = None,
+) -> CalibrationReport:
+    """Find every quantizer's range from the batches, in place.
+
+    Several ranks share the batches, and each gets the ranges of one process, bit for bit.
+
+    Args:
+        model: The quantized model.
+        batches: At least one.
+        method: How ranges are chosen.
+        resume: File that takes what was collected, and that an interrupted run goes on from.
+
+    Raises:
+        ValueError: As `calibrate`; the frame is named where the batches know theirs.
+    """
+    from bevquant_quantizers import calibrate
+
+    try:
+        return calibrate(model, batches, forward=run_batch, method=method, resume=resume)
+    except ValueError as error:
+        read = list(getattr(batches, "names", {}).values())
+        if not read or not hasattr(error, "__notes__"):  # notes say that a batch was running
+            raise
+        raise ValueError(f"{read[-1][0]}: {error}") from error
+
+
+ROUNDING_FRAMES = 16
+"""Most frames that rounding reads: it holds all of them, and runs each of them for each layer."""
+
+
+def round_branch(model: BEVFusion, batches: FrameBatches, config: PtqOptions) -> RoundingResult:
+    """Round the weights of a calibrated model and correct its biases, in place.
+
+    `bevquant_qnn.round_weights` on the first 16 frames at most.
+
+    Args:
+        model: Calibrated, batch norms folded.
+        batches: The calibration frames.
+        config: Says which of the two.
+
+    Raises:
+        ValueError: A layer's input is NaN or infinite.
+    """
+    from bevquant_qnn import round_weights
+
+    return round_weights(
+        model,
+        batches.head(min(len(batches), ROUNDING_FRAMES)),
+        rounding=config.rounding,
+        correct_bias=config.bias_correction,
+        forward=run_batch,
+    )
+
+
+def run_batch(model: nn.Module, batch: Any) -> Any:
+    """What the model makes of a `Batch`."""
+    return model(*batch)
+
+
+def _inputs(model: nn.Module, example: Batch) -> dict[str, tuple[Any, ...]]:
+    """What each module that is folded by itself is called with, in the order of the calls."""
+    seen: dict[str, tuple[Any, ...]] = {}
+    known = dict(model.named_modules())
+    with ExitStack() as stack, torch.no_grad():
+        for path in FOLDED_APART:
+            if path in known:
+                hook = known[path].register_forward_pre_hook(
+                    lambda module, args, path=path: seen.setdefault(path, args) and None
+                )
+                stack.callback(hook.remove)
+        model(*example)
+    return seen
+
+
+def _below(path: str, result: FusionResult) -> FusionResult:
+    """The same account with full paths."""
+    return replace(
+        result,
+        fused=tuple(
+            replace(f, conv=_join(path, f.conv), bn=_join(path, f.bn)) for f in result.fused
+        ),
+        skipped=tuple(replace(s, bn=_join(path, s.bn)) for s in result.skipped),
+        not_inplace=tuple(_join(path, p) for p in result.not_inplace),
+        untraced={_join(path, p): why for p, why in result.untraced.items()},
+    )
+
+
+def _join(path: str, below: str) -> str:
+    return f"{path}.{below}" if below else path

@@ -1,0 +1,104 @@
+"""Options: the lists of names are their owners', the configurations are in the commands."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+import torch
+
+import bev_scenes  # noqa: F401  registers "street"
+from bev_data.datasets import open_dataset
+from bevfusion.model import CONFIGS, PARTS
+from bevfusion_quant import options
+from bevfusion_quant.bpu import BpuConfig
+from bevfusion_quant.commands.ptq import Ptq
+from bevfusion_quant.commands.qat import Qat
+from bevfusion_quant.commands.train import Train
+from bevfusion_quant.ptq import PtqConfig, is_detector
+from bevfusion_quant.qat import QatConfig
+from bevfusion_quant.train import TrainConfig
+from bevfusion_quant.train._config import TRAINED_BRANCHES
+from bevquant_hybrid.march import KNOWN
+from bevquant_int8sim import backend_report
+from bevquant_qnn import PlannedGroup, round_weights
+from bevquant_quantizers import calibrate
+from bevquant_sparse import WeightLayout
+
+
+def listed(error: pytest.ExceptionInfo[ValueError]) -> set[str]:
+    """The names at the end of a refusal."""
+    return set(re.split(r", ", str(error.value).rpartition(" of ")[2]))
+
+
+def test_names_of_the_model_are_the_models() -> None:
+    assert get_args(options.ConfigName) == tuple(CONFIGS)
+    assert get_args(options.PartBranch) == (*PARTS, "all")
+    detectors = {name for name in get_args(options.Branch) if is_detector(name)}
+    assert detectors == {*get_args(options.Branch)} - {*PARTS}
+    assert set(get_args(options.TrainedBranch)) == set(TRAINED_BRANCHES)
+
+
+def test_names_of_other_packages_are_theirs() -> None:
+    with pytest.raises(ValueError, match="nope") as unknown:
+        open_dataset("nope")
+    assert set(get_args(options.DatasetKind)) == listed(unknown)
+    with pytest.raises(ValueError, match="nope") as unknown:
+        calibrate(torch.nn.Linear(1, 1), [], method="nope")
+    assert set(get_args(options.Method)) == listed(unknown)
+    rounding = get_type_hints(round_weights)["rounding"]
+    assert set(get_args(options.Rounding)) == set(get_args(rounding))
+    precisions = get_args(get_type_hints(PlannedGroup)["precision"])
+    assert {*get_args(options.Precision), "float"} == set(precisions)
+    backends = {status.name for status in backend_report()}
+    assert set(get_args(options.Backend)) == {"auto", *backends}
+    assert set(get_args(options.MarchName)) <= set(KNOWN)
+    assert set(get_args(options.WeightLayout)) - {"auto"} <= set(WeightLayout.__members__)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("onnx") is None, reason="onnx is not installed")
+def test_targets_of_files_are_those_of_export() -> None:
+    from bevquant_export.targets import CPUS, targets
+
+    # tensorrt is tensorrt10; a BPU's files are written by way of hybrid.
+    own = {"tensorrt", "bpu"}
+    assert set(get_args(options.ExportTarget)) - own <= {target.name for target in targets()}
+    assert set(get_args(options.Cpu)) == set(CPUS)
+
+
+@pytest.mark.parametrize(
+    ("command", "config", "decided"),
+    [
+        (Ptq(), PtqConfig, {"branch": "lidar", "method": "mse"}),
+        (Ptq(), BpuConfig, {"branch": "all", "method": "percentile", "march": "bayes"}),
+        (Train(out=Path("runs/x")), TrainConfig, {}),
+        (Qat(run=Path("runs/x")), QatConfig, {}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_command_without_options_is_its_configuration(
+    command: Any, config: Any, decided: dict[str, str]
+) -> None:
+    if "cameras" in {field.name for field in fields(config)}:
+        decided = {**decided, "cameras": config().cameras}
+    assert options.config_from(config, command, **decided) == config()
+
+
+def test_options_reach_the_configuration_and_what_is_decided_goes_before() -> None:
+    given = Ptq(weight_bits=5, exclude=("a",), method="max", fold=False, runs=Path("elsewhere"))
+    made = options.config_from(PtqConfig, given, branch="decoder", cameras=("b",))
+    assert made == PtqConfig(
+        branch="decoder", cameras=("b",), weight_bits=5, exclude=("a",), method="max", fold=False
+    )
+
+
+def test_options_are_read_without_torch() -> None:
+    code = "import sys, bevfusion_quant.commands; print('torch' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "False"

@@ -1,0 +1,388 @@
+r"""Sparse convolutions inside of a larger model: rows of voxels, and where these lie.
+
+A tensor of voxels has rows in a file, ``[voxels, channels]``, whose number is free; whatever works
+row by row is written as for any other tensor. Tables of neighbours are those of the portable
+sparse files. Sums of integers are exact and rounded once, in float64, as the simulator does:
+
+.. math:: y_q = \operatorname{clamp}\bigl(\operatorname{round}((\textstyle\sum x_q w_q + b_q)\,
+          m)\bigr)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bevquant_export.dense._graph import Graph, Held
+from bevquant_export.dense._sizes import Sizes
+from bevquant_export.dense._source import Integers, Ref, Source, Step, replaced
+from bevquant_export.sparse.portable._body import DOUBLE, FLOAT, INT32, INT64, UINT8
+from bevquant_export.sparse.portable._sites import Sites, Surroundings
+
+__all__ = ["Voxels"]
+
+_AXES = 3
+_ARITHMETIC = {"add": "Add", "sub": "Sub", "mul": "Mul", "floordiv": "Div"}
+_FILLED = frozenset(("zeros", "ones", "new_zeros", "new_ones"))
+_PADDING = 2  # place among kernel, stride, padding and dilation
+
+
+@dataclass(frozen=True)
+class _Window:
+    """A sparse convolution or pooling as `Surroundings` reads it."""
+
+    name: str
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    subm: bool
+    inverse: bool
+    rulebook: str
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether every row meets itself alone."""
+        ones = (1,) * _AXES
+        still = self.subm or not any(self.padding)
+        return self.kernel_size == self.stride == ones and still and not self.inverse
+
+
+class Voxels:
+    """Writes the steps of a program that know where voxels are.
+
+    Args:
+        source: The program.
+        graph: Where nodes are added.
+        sizes: Of its tensors.
+        inputs: Name in the program to name in the file.
+    """
+
+    def __init__(
+        self, source: Source, graph: Graph, sizes: Sizes, inputs: Mapping[str, str]
+    ) -> None:
+        self.source, self.graph, self.sizes = source, graph, sizes
+        self._sites: dict[str, Sites] = {}
+        self._parts: dict[str, Sites] = {}  # coordinates, grid and batch size, by their own names
+        self._missing: dict[str, int] = {}  # axes to three, by what made the voxels
+        self._numbers: dict[str, Step] = {}  # steps that compute sizes and the like
+        self._unchecked: set[str] = set()  # who gave voxels that may occur twice
+        self._sums: dict[str, str] = {}  # int32, of layers whose readers want several forms
+        self._surroundings: Surroundings | None = None
+        for features, sites in source.program.sparse_inputs.items():
+            grid, frames = source.grids[sites]
+            coords = inputs[f"{features}.indices"]
+            self._given(sites, coords, grid, graph.numbers([frames]), features)
+
+    def indices(self, name: str) -> str | None:
+        """Coordinates, int32 ``[voxels, 4]``, where a value is those of sites."""
+        sites = self._parts.get(name) or self._sites.get(name.removesuffix(".indices"))
+        if sites is None or name in self._sites:
+            return None
+        coords = self.graph.node("Cast", "coords", [sites.voxels], to=INT32)
+        missing = self._missing_axes(sites)
+        if not missing:
+            return coords
+        kept = self.graph.numbers([0, *range(1 + missing, 1 + _AXES)])
+        return self.graph.node("Gather", "coords", [coords, kept], axis=1)
+
+    def host(self, step: Step) -> None:
+        """Note a step that computes sites or asks for a part of them."""
+        made, first = step.outputs[0], step.args[0] if step.args else None
+        self._numbers[made] = step
+        sites = self._sites.get(first.name) if isinstance(first, Ref) else None
+        if sites is None:
+            return
+        what = step.attributes.get("what")
+        if what == "getattr":
+            self._parts[made] = sites
+        elif what == "convolved_sites":
+            self._sites[made] = self._walked(step, sites, step.args[1], step.args[2:])[1]
+
+    def sites(self, step: Step, read: Callable[[str], str]) -> None:
+        """Coordinates that a model has as a tensor."""
+        indices, shape, batch = step.args
+        hosts = self.source.hosts
+        example, count = replaced((shape, batch), lambda ref: hosts[ref.name])
+        grid, open = tuple(int(size) for size in example), ""
+        if any(self.sizes.varies(size) for size in shape):
+            parts = [self._number(step, size, read) for size in shape]
+            open = self.graph.node("Concat", step.path, parts, axis=0)
+        frames = self.graph.numbers([int(count)])
+        if self.sizes.varies(batch):
+            frames = self._number(step, batch, read)
+        self._given(step.outputs[0], read(indices.name), grid, frames, step.path, open)
+
+    def _number(self, step: Step, value: Any, read: Callable[[str], str]) -> str:
+        """A number as a tensor, int64 ``[1]``."""
+        graph, path = self.graph, step.path
+        if not self.sizes.varies(value):
+            return graph.numbers([int(self.sizes.constants(path, value))])
+        maker = self._numbers.get(value.name)
+        what = "" if maker is None else str(maker.attributes.get("what"))
+        if maker is not None and what == "size":
+            axis = int(maker.args[1])
+            return graph.node("Shape", path, [read(maker.args[0].name)], start=axis, end=axis + 1)
+        if maker is not None and what == "item":
+            tensor = graph.node("Cast", path, [read(maker.args[0].name)], to=INT64)
+            return graph.node("Reshape", path, [tensor, graph.numbers([1])])
+        if maker is None or what not in _ARITHMETIC or len(maker.args) != 2:
+            self._refuse(path, f"a size comes from {what or 'a number'}, which has no form")
+        operands = [self._number(step, operand, read) for operand in maker.args]
+        return graph.node(_ARITHMETIC[what], path, operands)
+
+    def _behind(self, grid: str, window: Any, padding: tuple[int, ...]) -> str:
+        """``(n + 2·padding − dilation·(kernel − 1) − 1) / stride + 1``, axis by axis."""
+        numbers, node = self.graph.numbers, self.graph.node
+        axes = zip(window.kernel_size, padding, window.dilation, strict=True)
+        room = numbers([2 * p - d * (k - 1) - 1 for k, p, d in axes])
+        made = node("Div", window.name, [node("Add", window.name, [grid, room]),
+                                         numbers(window.stride)])  # fmt: skip
+        return node("Add", window.name, [made, numbers([1] * _AXES)])
+
+    def _given(
+        self, name: str, coords: str, grid: tuple[int, ...], frames: str, path: str, open: str = ""
+    ) -> None:
+        missing = _AXES - len(grid)
+        if missing < 0:
+            self._refuse(path, f"voxels on a grid of {len(grid)} axes have no form; expected 1…3")
+        if self._surroundings is None:
+            self._surroundings = Surroundings(self.graph, frames, self._behind)
+        elif self._surroundings.batch_size != frames:
+            self._refuse(path, "sparse tensors of two numbers of frames have no form in one file")
+        if missing and open:
+            self._refuse(path, "a grid of fewer than three axes, computed from voxels, has no form")
+        coords = self.graph.node("Cast", path, [coords], to=INT32)
+        if missing:  # a grid of one cell along axes that it lacks
+            places = self.graph.numbers([0, *[0] * missing, *range(1, 1 + len(grid))])
+            coords = self.graph.node("Gather", path, [coords, places], axis=1)
+            real = [1, *[0] * missing, *[1] * len(grid)]
+            keep = self.graph.constant(f"int32_{real}", real, np.int32)
+            coords = self.graph.node("Mul", path, [coords, keep])
+        sites = self._surroundings.given((1,) * missing + grid, coords, name, open)
+        self._missing[sites.maker] = missing
+        self._sites[name] = sites
+        self._unchecked.add(sites.maker)
+
+    def convolution(self, step: Step, x: Held) -> Held | str:
+        """A quantized sparse convolution."""
+        graph, path, attributes = self.graph, step.path, step.attributes
+        if len(step.args) > 2 or attributes["transposed"]:
+            what = "with a sum in it" if len(step.args) > 2 else "that is transposed"
+            self._refuse(path, f"a sparse convolution {what} has no form")
+        geometry = [tuple(attributes[k]) for k in ("kernel_size", "stride", "padding", "dilation")]
+        geometry += [(), *(attributes[k] for k in ("subm", "transposed", "inverse"))]
+        rows = self._walk(step, attributes["indice_key"], tuple(geometry))
+        weight, bias = step.tensors["weight"], step.tensors.get("bias")
+        signed = graph.profile.weight == "int8"
+        matrix = weight.to(torch.int32).reshape(-1, weight.shape[-1]).cpu().numpy()
+        self._check_sums(step, matrix, bias)
+        dtype, zero = (np.int8, 0) if signed else (np.uint8, 128)
+        read = self._gathered(path, x.integers, rows, weight.shape[:2], np.uint8, 128)
+        inputs = [
+            read,
+            graph.constant(f"{path}.weight", matrix + zero, dtype),
+            graph.zeros(graph.profile.dtype, graph.profile.zero, ()),
+            graph.zeros(dtype, zero, ()),
+        ]
+        sums = graph.node("MatMulInteger", path, inputs)
+        if bias is not None:
+            constant = graph.constant(f"{path}.bias", bias.cpu().numpy(), np.int32)
+            sums = graph.node("Add", path, [sums, constant])
+        made = step.outputs[0]
+        form = self.source.form(made)
+        if form == "int32":
+            self._sums[made] = sums
+            return self._scaled(path, sums, step.tensors["scale"])
+        if not isinstance(form, Integers):
+            return self._scaled(path, sums, step.tensors["multiplier"])
+        return self._rounded(step, sums, form)
+
+    def requantized(self, step: Step) -> Held | None:
+        """One form of a layer that has several."""
+        sums, form = self._sums.get(step.args[0].name), self.source.form(step.outputs[0])
+        return None if sums is None else self._rounded(step, sums, form)
+
+    def written(self, step: Step, read: Callable[[str], str]) -> str | None:
+        """A step in float, or one that moves values, where it is about voxels."""
+        what = step.attributes.get("what")
+        if type(step.module).__name__ == "FloatSparseConv":
+            return self._float_convolution(step, read(step.args[0].name))
+        if what == "sparse_max_pool":
+            return self._pooled(step, read(step.args[0].name))
+        if what == "to_dense":
+            return self._dense(step, read(step.args[0].name))
+        return self._filled(step, read) if what in _FILLED else None
+
+    def _filled(self, step: Step, read: Callable[[str], str]) -> str | None:
+        """A tensor of one value, as long as another one that is as long as there are voxels."""
+        from onnx import numpy_helper
+
+        shape = step.args[1 if str(what := step.attributes["what"]).startswith("new_") else 0]
+        if not any(self.sizes.varies(size) for size in shape):
+            return None
+        parts = [self._number(step, size, read) for size in shape]
+        lengths = self.graph.node("Concat", step.path, parts, axis=0)
+        dtype = torch.empty(0, dtype=self.sizes.dtype(step.outputs[0])).numpy().dtype
+        value = numpy_helper.from_array(np.full(1, float(what.endswith("ones")), dtype))
+        return self.graph.node("ConstantOfShape", step.path, [lengths], value=value)
+
+    def _float_convolution(self, step: Step, x: str) -> str:
+        module: Any = step.module
+        if module.quantizer is not None or module.activation not in ("None", "ReLU"):
+            self._refuse(step.path, "a float convolution on quantized voxels has no form")
+        if module.geometry.transposed:
+            self._refuse(step.path, "a sparse convolution that is transposed has no form")
+        rows = self._walk(step, module.key, module.geometry.numbers())
+        weight: Tensor = module.weight.detach().float().cpu()
+        read = self._gathered(step.path, x, rows, weight.shape[:2], np.float32, 0)
+        matrix = self.graph.constant(
+            f"{step.path}.weight", weight.reshape(-1, weight.shape[-1]).numpy()
+        )
+        made = self.graph.node("MatMul", step.path, [read, matrix])
+        if module.bias is not None:
+            bias = self.graph.constant(f"{step.path}.bias", module.bias.detach().float().numpy())
+            made = self.graph.node("Add", step.path, [made, bias])
+        return self.graph.node("Relu", step.path, [made]) if module.activation == "ReLU" else made
+
+    def _pooled(self, step: Step, x: str) -> str:
+        """The largest features of each window."""
+        rows = self._walk(step, step.args[3], step.args[4:])
+        channels = self.sizes.of(step.outputs[0])[1]
+        if rows is None:
+            return x
+        volume, lowest = math.prod(step.args[4]), float(np.finfo(np.float32).min)
+        read = self._gathered(step.path, x, rows, (volume, channels), np.float32, lowest)
+        windows = self.graph.numbers([-1, volume, channels])
+        read = self.graph.node("Reshape", step.path, [read, windows])
+        return self.graph.node("ReduceMax", step.path, [read], axes=[1], keepdims=0)
+
+    def _dense(self, step: Step, x: str) -> str:
+        """Voxels on their grid, ``[batch, channels, …]``, zero where there is none."""
+        sites = self._parts.get(step.args[1].name)
+        if sites is None:
+            self._refuse(step.path, "dense() of coordinates that no sparse tensor has")
+        if sites.open:
+            self._refuse(step.path, "dense() on a grid that is computed from voxels has no form")
+        assert self._surroundings is not None
+        (made,) = self.graph.call(
+            "ScatterDense", [x, sites.voxels, self._surroundings.batch_size],
+            f"{step.path}.dense" if step.path else "dense", {"spatial_shape": sites.grid},
+        )  # fmt: skip
+        if not (missing := self._missing_axes(sites)):
+            return made
+        channels, *grid = self.sizes.of(step.outputs[0])[1:]
+        assert len(grid) == _AXES - missing
+        return self.graph.node(
+            "Reshape", step.path, [made, self.graph.numbers([-1, channels, *grid])]
+        )
+
+    # Parts
+
+    def _walk(self, step: Step, key: str | None, geometry: tuple[Any, ...]) -> str | None:
+        """The table of neighbours of a step on sites; its own sites become known."""
+        sites = self._sites.get(step.args[1].name)
+        if sites is None:
+            self._refuse(step.path, "its voxels are made by something that has no form")
+        rows, made = self._walked(step, sites, key, geometry)
+        if len(step.outputs) > 1:
+            self._sites[step.outputs[1]] = made
+        return rows
+
+    def _walked(
+        self, step: Step, sites: Sites, key: str | None, geometry: tuple[Any, ...]
+    ) -> tuple[str | None, Sites]:
+        *sizes, _, subm, transposed, inverse = geometry
+        if transposed:
+            self._refuse(step.path, "a sparse convolution that is transposed has no form")
+        name = step.path or step.outputs[0]
+        missing = self._missing_axes(sites)
+        kernel, stride, padding, dilation = (
+            (1 - (i == _PADDING),) * missing + tuple(given) for i, given in enumerate(sizes)
+        )
+        window = _Window(
+            name, kernel, stride, padding, dilation, bool(subm), bool(inverse), key or ""
+        )
+        if window.keeps_rows:
+            return None, sites
+        sites = self._distinct(sites)
+        assert self._surroundings is not None
+        try:
+            rows, made = self._surroundings.convolved(sites, window)
+        except ValueError as error:
+            raise ValueError(f"export_qdq_onnx: {error}") from error
+        self._missing[made.maker] = missing
+        return rows, made
+
+    def _distinct(self, sites: Sites) -> Sites:
+        """The same, each given voxel once: what convolutions read, and nothing else has to be."""
+        if sites.maker not in self._unchecked:
+            return sites
+        assert self._surroundings is not None
+        self._unchecked.remove(sites.maker)
+        found = self._surroundings.map_of(sites)[2]
+        name = f"{sites.maker} checked"
+        (once,) = self.graph.call("DistinctCoords", [sites.voxels, found], name)
+        checked = replace(sites, voxels=once)
+        for known in (self._sites, self._parts):
+            known.update({key: checked for key, held in known.items() if held is sites})
+        return checked
+
+    def _missing_axes(self, sites: Sites) -> int:
+        """How many axes its grid has fewer than three."""
+        return self._missing[sites.maker]
+
+    def _gathered(
+        self, path: str, x: str, rows: str | None, sizes: Sequence[int], dtype: Any, absent: float
+    ) -> str:
+        """The rows that each voxel reads, side by side; row 0 stands for an absent neighbour."""
+        if rows is None:
+            return x
+        volume, channels = sizes
+        name = f"absent_{np.dtype(dtype)}_{absent:g}_{channels}"
+        nothing = self.graph.constant(name, np.full((1, channels), absent), dtype)
+        padded = self.graph.node("Concat", path, [nothing, x], axis=0)
+        read = self.graph.node("Gather", path, [padded, rows], axis=0)
+        side_by_side = self.graph.numbers([-1, volume * channels])
+        return self.graph.node("Reshape", path, [read, side_by_side])
+
+    def _scaled(self, path: str, sums: str, scale: Tensor) -> str:
+        """Sums in float32, multiplied in float64."""
+        return self.graph.node("Cast", path, [self._product(path, sums, scale, "scale")], to=FLOAT)
+
+    def _product(self, path: str, sums: str, factor: Tensor, name: str) -> str:
+        factors = self.graph.constant(f"{path}.{name}", factor.double().cpu().numpy(), np.float64)
+        return self.graph.node(
+            "Mul", path, [self.graph.node("Cast", path, [sums], to=DOUBLE), factors]
+        )
+
+    def _rounded(self, step: Step, sums: str, form: Integers) -> Held:
+        """Sums as integers of the form, with those of their values."""
+        graph, path, zero = self.graph, step.path, self.graph.profile.zero
+        low = 0 if step.attributes.get("relu") else form.low
+        real = self._product(path, sums, step.tensors["multiplier"], "multiplier")
+        q = graph.node("Round", path, [real])
+        ends = [graph.constant(f"float64_{n}", n, np.float64) for n in (low, form.high)]
+        q = graph.node("Clip", path, [q, *ends])
+        q = graph.node("Add", path, [q, graph.constant(f"float64_{zero}", zero, np.float64)])
+        held = graph.dequantized(path, graph.node("Cast", path, [q], to=UINT8), form)
+        return Held(held.name, held.integers, form, low=low)
+
+    def _check_sums(self, step: Step, matrix: Any, bias: Tensor | None) -> None:
+        largest = np.abs(matrix).sum(0, dtype=np.int64) * 256
+        if bias is not None:
+            largest = largest + np.abs(bias.cpu().numpy().astype(np.int64))
+        if largest.max(initial=0) >= 2**31:
+            self._refuse(step.path, "its sums may leave int32; disable() its quantizers")
+
+    def _refuse(self, path: str, why: str) -> NoReturn:
+        raise ValueError(
+            f"export_qdq_onnx: {path or 'the model'}: {why}. Export the sparse encoder with "
+            "export_sparse_onnx and the dense parts, each a module of its own, with export_qdq_onnx"
+        )
