@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import re
 from collections import OrderedDict
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -249,6 +249,48 @@ def test_integers_taken_out_of_tensors_are_held_to_the_example() -> None:
     assert torch.equal(graph.replay(*frame(2)), net(*frame(2)))
     with pytest.raises(ValueError, match="numbers that it takes out of tensors"):
         graph.replay(*frame(1))
+
+
+@torch.no_grad()
+def test_integers_taken_out_of_parameters_are_those_that_they_hold() -> None:
+    class Grid(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.nx = nn.Parameter(torch.tensor([6, 5, 1]), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            wide, high = int(self.nx[0]), self.nx[1].item()
+            return x.new_ones(x.shape[0], 1, wide, high) + x.mean((2, 3), keepdim=True)
+
+    net = Grid().eval()
+    graph = capture(net, image(1, 1, 8, 8))
+    assert not graph.opaque
+    x = image(2, 1, 4, 4)
+    assert torch.equal(graph.replay(x), net(x))
+    net.nx[0] = 7
+    with pytest.raises(ValueError, match="numbers that it takes out of tensors"):
+        graph.replay(x)
+
+
+def test_a_loop_over_values_ends_as_in_the_model() -> None:
+    class Halves(nn.Module):
+        rounds: ClassVar[list[int]] = []
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((4,), 16.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y, n = x * self.weight, 0
+            while y.abs().max() > 1:
+                y, n = y / 2, n + 1
+                assert n <= 4, "more than the values ask for"
+            self.rounds.append(n)
+            return y
+
+    with pytest.raises(CaptureError, match="branches on the values of a tensor"):
+        capture(Halves(), torch.ones(4))
+    assert set(Halves.rounds) == {4}
 
 
 def test_a_forward_that_changes_from_run_to_run_is_refused() -> None:

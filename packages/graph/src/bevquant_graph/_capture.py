@@ -18,6 +18,7 @@ import torch._functorch.config as functorch_config
 import torch.fx.experimental._config as symbolic_shapes_config
 from torch import Tensor, fx, nn
 from torch._library.utils import MutationChecker
+from torch._subclasses import meta_utils
 from torch.export import Dim, ExportedProgram
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
@@ -166,6 +167,8 @@ def _exported(
         if values:
             # The example's own numbers run along; what is decided by them becomes a requirement.
             stack.enter_context(tracing_config.patch(fake_tensor_propagate_real_tensors=True))
+            # torch copies tensors alone: a parameter's number would be whatever the memory held.
+            stack.enter_context(mock.patch.object(meta_utils, "_safe_copy", Tensor.copy_))
             # Its check that operators leave their operands alone takes an absent one for changed.
             stack.enter_context(mock.patch.object(MutationChecker, "check"))
         program = torch.export.export(shell, given, dynamic_shapes=dims, strict=False)
