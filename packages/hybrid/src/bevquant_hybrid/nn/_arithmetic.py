@@ -89,8 +89,8 @@ class Arithmetic:
         if isinstance(tensors, Tensor):
             name = getattr(self, "qualified_name", "") or type(self).__name__
             raise TypeError(
-                f"{name}: cat: expected a list or tuple of tensors, got one tensor of shape "
-                f"{tuple(tensors.shape)}; hand over all that are joined"
+                f"{name}: cat: expected a list or tuple of tensors, got one tensor of "
+                f"{tensors.dim()} axes; hand over all that are joined"
             )
         return self.operate("cat", list(tensors), dim=dim)
 
