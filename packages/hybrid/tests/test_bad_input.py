@@ -383,3 +383,23 @@ def test_a_quantizer_of_ones_own_is_named_with_its_layer(settings) -> None:
     on_cpu = {"hybrid": True, "hybrid_dict": {"module_name": ["conv"]}}
     with pytest.raises((TypeError, ValueError), match=rf"node conv: {wrong}"):
         prepare_qat_fx(Net(), {"": QAT, "module_name": {"conv": qconfig}}, **on_cpu)
+
+
+@pytest.mark.filterwarnings("ignore:.*has not collected:UserWarning")  # nothing runs before
+def test_joining_one_tensor_is_refused_as_torch_refuses_it() -> None:
+    class Joined(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.quant, self.dequant = QuantStub(), DeQuantStub()
+            self.conv = nn.Conv2d(2, 2, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.dequant(torch.cat(self.conv(self.quant(x)), 1))
+
+    x = torch.rand(2, 2, 4, 4)
+    with pytest.raises(TypeError, match="must be tuple of Tensors"):
+        Joined()(x)
+    qat = prepare_qat_fx(Joined(), {"": QAT})
+    for model in (qat, convert_fx(qat)):
+        with pytest.raises(TypeError, match=r"cat_0: cat: expected a list .* \(2, 2, 4, 4\)"):
+            model(x)

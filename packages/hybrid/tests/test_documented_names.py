@@ -68,6 +68,7 @@ NAMES = {
         default_qat_8bit_lsq_quant_qconfig""",
     "utils.onnx_helper": "export_to_onnx export_quantized_onnx",
     "utils.fx_helper": "wrap",
+    "fx.fx_helper": "wrap",
     "utils.quant_profiler": """check_deploy_device check_qconfig check_unfused_operations
         compare_script_models compare_weights featuremap_similarity get_module_called_count
         get_raw_features model_profiler profile_featuremap script_profile set_preserve_qat_mode

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.quantization import DeQuantStub
 
 from bevquant_hybrid.march import KNOWN, March, set_march
+from bevquant_hybrid.nn.quantized import FloatFunctional
 from bevquant_hybrid.quantization import (
     FakeQuantState,
     QuantStub,
@@ -209,6 +210,29 @@ def test_differences_add_up_behind_many_layers_and_are_small_in_each(images: lis
     stages = compare_stages(qat, convert_fx(qat), images[0])
     assert max(s.forced_steps for s in stages) <= 1
     assert sum(s.free for s in stages) > sum(s.forced for s in stages)
+
+
+def test_methods_of_a_tensor_that_a_module_keeps_are_no_stage(images: list[Tensor]) -> None:
+    class Embedded(nn.Module):
+        """Adds a table that is a plain tensor, moved to the input's device as its models do."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.quant, self.table_quant, self.dequant = QuantStub(), QuantStub(), DeQuantStub()
+            self.conv, self.add = nn.Conv2d(3, 4, 1), FloatFunctional()
+            self.table = torch.rand(4, 1, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            table = self.table_quant(self.table.to(x.device))
+            return self.dequant(self.add.add(self.conv(self.quant(x)), table))
+
+    qat = prepare_qat_fx(Embedded(), {"": get_default_qat_qconfig()})
+    qat(images[0])
+    qat.eval()
+    stages = compare_stages(qat, convert_fx(qat), images[0])
+    on_bpu = [stage for stage in stages if stage.place == "BPU"]
+    assert {stage.name for stage in on_bpu} == {"quant", "table_quant", "add"}  # conv is in add
+    assert max(stage.forced_steps for stage in on_bpu) <= 1
 
 
 def test_stages_of_other_models_are_refused(images: list[Tensor]) -> None:

@@ -81,7 +81,17 @@ class Arithmetic:
         return self.operate("matmul", [x, y], x_trans=x_trans, y_trans=y_trans)
 
     def cat(self, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-        """Join along `dim`."""
+        """Join along `dim`.
+
+        Raises:
+            TypeError: One tensor in the place of the list, as torch raises.
+        """
+        if isinstance(tensors, Tensor):
+            name = getattr(self, "qualified_name", "") or type(self).__name__
+            raise TypeError(
+                f"{name}: cat: expected a list or tuple of tensors, got one tensor of shape "
+                f"{tuple(tensors.shape)}; hand over all that are joined"
+            )
         return self.operate("cat", list(tensors), dim=dim)
 
     def mean(self, x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:

@@ -116,7 +116,7 @@ def _stage(node: Node, trained: _Run, integers: _Run, steps: dict[str, Tensor]) 
     mine, theirs = trained.made[node.name], integers.made[node.name]
     if not isinstance(theirs, Tensor) or not theirs.numel():
         return None
-    owner = _owner(node, trained.module)
+    owner = _owner(node, trained)
     name = owner if owner else node.name
     module = trained.module.get_submodule(owner) if owner else None
     operator = getattr(node.target, "__name__", str(node.target))
@@ -137,13 +137,13 @@ def _stage(node: Node, trained: _Run, integers: _Run, steps: dict[str, Tensor]) 
     return Stage(name, operator, place, theirs.numel(), *free, *own, compiled)
 
 
-def _owner(node: Node, model: Any) -> str:
+def _owner(node: Node, run: _Run) -> str:
     """The module that a node calls, or whose method it calls."""
     if node.op == "call_module":
         return str(node.target)
     first = node.args[0] if node.op == "call_method" and node.args else None
     if isinstance(first, Node) and first.op == "get_attr":
-        held = model.get_submodule(str(first.target))
+        held = run.fetch_attr(str(first.target))
         if isinstance(held, Arithmetic | torch_quantized.FloatFunctional):
             return str(first.target)
     return ""
