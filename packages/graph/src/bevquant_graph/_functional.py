@@ -45,12 +45,14 @@ def functional(program: ExportedProgram) -> ExportedProgram:
 def _copy_views(graph: fx.Graph) -> None:
     """Numbers are taken out of tensors of their own: torch's second trace loses those of views."""
     for node in graph.nodes:
-        if str(node.target) not in NUMBERS or op_spec(node.args[0].target).kind != "move":
+        if str(node.target) not in NUMBERS:
             continue
-        with graph.inserting_before(node):
-            copy = graph.call_function(torch.ops.aten.clone.default, node.args[:1])
-        copy.meta = dict(node.args[0].meta)
-        node.args = (copy,)
+        (value,) = node.args
+        if value.op == "call_function" and op_spec(value.target).kind == "move":
+            with graph.inserting_before(node):
+                copy = graph.call_function(torch.ops.aten.clone.default, (value,))
+            copy.meta = dict(value.meta)
+            node.args = (copy,)
 
 
 def _written(node: fx.Node) -> tuple[fx.Node, ...]:

@@ -32,18 +32,18 @@ def placed(
         return None
     rank, path = len(sizes.of(x.name)), step.path
     entries = [(axis, entry) for axis, entry in enumerate(given["indices"]) if entry is not None]
-    first = entries[0][0]
-    refs = [entry for _, entry in entries]
-    together = [axis for axis, _ in entries] == list(range(first, first + len(refs)))
-    found = _rows(graph, path, refs, read, sizes) if together else None
-    if found is None:
-        return None
-    rows, shape, axes, spread = found
+    first, refs = entries[0][0], [entry for _, entry in entries]
+    masks = [sizes.dtype(ref.name) == torch.bool for ref in refs]
+    axes = len(sizes.of(refs[0].name)) if masks == [True] else len(refs)
     named, behind = sizes.named(x.name), list(range(first + axes, rank))
     order = [*range(first, first + axes), *range(first), *behind]
     around = [named[axis] for axis in order[axes:]]
-    if any(isinstance(size, str) for size in around):
+    together = [axis for axis, _ in entries] == list(range(first, first + len(refs)))
+    fixed = masks == [True] or not (any(masks) or sizes.free)
+    if not together or not fixed or any(isinstance(size, str) for size in around):
         return None
+    made = _masked if masks == [True] else _indexed
+    rows, shape, spread = made(graph, path, refs, read, sizes)
     parts = [graph.numbers(around[:first]), shape, graph.numbers(around[first:])]
     wanted = graph.node("Concat", path, parts, axis=0)
     updates = graph.node("Expand", path, [read(values.name), wanted])
@@ -54,32 +54,29 @@ def placed(
         rows,
         _transposed(graph, path, updates, turned),
     ]
-    made = graph.node("ScatterND", path, inputs)
-    return _transposed(graph, path, made, [order.index(axis) for axis in range(rank)])
+    written = graph.node("ScatterND", path, inputs)
+    return _transposed(graph, path, written, [order.index(axis) for axis in range(rank)])
 
 
-def _rows(
+def _masked(
     graph: Graph, path: str, refs: list[Ref], read: Callable[[str], str], sizes: Sizes
-) -> tuple[str, str, int, int] | None:
-    """Places as ScatterND reads them, one a row.
+) -> tuple[str, str, int]:
+    """Places of a mask, one a row; the shape of their tensor, as a tensor; how many axes it has."""
+    found = graph.node("NonZero", path, [read(refs[0].name)])
+    rows = graph.node("Transpose", path, [found], perm=[1, 0])
+    shape = graph.node("Shape", path, [found])
+    return rows, graph.node("Gather", path, [shape, graph.numbers([1])], axis=0), 1
 
-    With the shape of their tensor, as a tensor; how many axes they index; how many they have.
-    """
-    masks = [sizes.dtype(ref.name) == torch.bool for ref in refs]
-    if masks == [True]:
-        found = graph.node("NonZero", path, [read(refs[0].name)])
-        rows = graph.node("Transpose", path, [found], perm=[1, 0])
-        shape = graph.node("Shape", path, [found])
-        shape = graph.node("Gather", path, [shape, graph.numbers([1])], axis=0)
-        return rows, shape, len(sizes.of(refs[0].name)), 1
-    if any(masks) or sizes.free:
-        return None
+
+def _indexed(
+    graph: Graph, path: str, refs: list[Ref], read: Callable[[str], str], sizes: Sizes
+) -> tuple[str, str, int]:
+    """The same of indices, one tensor an axis."""
     spread = np.broadcast_shapes(*(sizes.of(ref.name) for ref in refs))
-    shape = graph.numbers(list(spread))
+    shape, one = graph.numbers(list(spread)), graph.numbers([*spread, 1])
     wide = [graph.node("Expand", path, [read(ref.name), shape]) for ref in refs]
-    one = graph.numbers([*spread, 1])
     parts = [graph.node("Reshape", path, [name, one]) for name in wide]
-    return graph.node("Concat", path, parts, axis=-1), shape, len(refs), len(spread)
+    return graph.node("Concat", path, parts, axis=-1), shape, len(spread)
 
 
 def _transposed(graph: Graph, path: str, name: str, order: list[int]) -> str:
