@@ -272,6 +272,26 @@ def test_integers_taken_out_of_parameters_are_those_that_they_hold() -> None:
         graph.replay(x)
 
 
+@pytest.mark.parametrize("count", [lambda c: int(c[-1, 0]) + 1, lambda c: c[:, 0].max().item() + 1])
+@torch.no_grad()
+def test_a_number_out_of_a_view_beside_writes(count: Any) -> None:
+    class Scatter(nn.Module):
+        def forward(self, x: Tensor, coords: Tensor) -> Tensor:
+            maps = []
+            for frame in range(count(coords)):
+                rows = coords[:, 0] == frame
+                canvas = torch.zeros(3, 16, dtype=x.dtype)
+                canvas[:, coords[rows, 1].long()] = x[rows].t()
+                maps.append(canvas)
+            return torch.stack(maps)
+
+    coords = torch.stack([torch.arange(10) // 5, torch.arange(10)], 1).int()
+    net, x = Scatter().eval(), image(10, 3)
+    graph = capture(net, (x, coords))
+    assert not graph.opaque
+    assert torch.equal(graph.replay(x * 2, coords), net(x * 2, coords))
+
+
 def test_a_loop_over_values_ends_as_in_the_model() -> None:
     class Halves(nn.Module):
         rounds: ClassVar[list[int]] = []

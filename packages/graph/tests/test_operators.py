@@ -122,14 +122,17 @@ def test_a_kind_means_the_same_in_every_row(spec: OpSpec) -> None:
         ("__getitem__", "__getitem__", "float"),
         (torch.ops.aten.add_.Tensor, "add", "add"),
         (torch.erf, "erf", "float"),
-        (nn.Conv3d(1, 1, 1), "conv1d", "layer"),
+        (nn.Conv3d(1, 1, 1), "conv3d", "layer"),
+        (nn.Flatten(), "flatten", "move"),
+        (nn.Dropout, "dropout", "identity"),
+        (nn.BatchNorm2d, "batch_norm", "norm"),
         (nn.Softmax, "Softmax", "float"),
     ],
 )
 def test_names(target: object, name: str, kind: str) -> None:
     spec = op_spec(target)
     assert spec.kind == kind
-    assert spec.name == name or kind == "layer"
+    assert spec.name == name
     if kind == "float":
         assert spec == OpSpec(name, "float", False, False, False, True, ())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -108,6 +109,21 @@ def trained(model: nn.Module, images: list[Tensor], hybrid: bool) -> nn.Module:
     return qat
 
 
+def round_biases(qat: nn.Module, image: Tensor) -> None:
+    """Biases in the steps in which they are added to sums: b · round(bias / b), b = s_x · s_w."""
+
+    def rounded(layer: Any, inputs: tuple[Any, ...]) -> None:
+        step = (inputs[0].scale.double() * layer.weight_fake_quant.scale.double()).flatten()
+        with torch.no_grad():
+            layer.bias.copy_((layer.bias.double() / step).round() * step)
+
+    layers = [m for m in qat.modules() if hasattr(m, "weight_fake_quant")]
+    handles = [layer.register_forward_pre_hook(rounded) for layer in layers]
+    qat(image)
+    for handle in handles:
+        handle.remove()
+
+
 @pytest.mark.parametrize("march", KNOWN)
 def test_a_hybrid_detector_through_every_stage(
     march: str, images: list[Tensor], tmp_path: Path
@@ -116,7 +132,7 @@ def test_a_hybrid_detector_through_every_stage(
     torch.manual_seed(1)
     qat = trained(Detector(), images, hybrid=True)
     assert {"layernorm", "softmax", "gelu"} <= {entry.operator.lower() for entry in qat.on_cpu}
-    # Halves to even, as training rounds them, every operator gives the same integers.
+    # Halves to even, as training rounds them: what is left are biases, which sums take in steps.
     converted = convert_fx(qat, rounding="half_even")
     stages = compare_stages(qat, converted, images[2])
     assert {s.place for s in stages} == {"BPU", "CPU"}
@@ -127,6 +143,11 @@ def test_a_hybrid_detector_through_every_stage(
     with torch.no_grad():
         for y, z in zip(qat(images[2]), converted(images[2]), strict=True):
             assert float((y - z).abs().max()) <= 2.1 * step
+    round_biases(qat, images[2])
+    stages = compare_stages(qat, convert_fx(qat, rounding="half_even"), images[2])
+    different = {s.operator: s.forced for s in stages if s.place == "BPU" and s.forced}
+    assert different.keys() <= {"LinearAdd"}  # what is added is taken in steps of the sums, too
+    assert sum(different.values()) <= 1
     pytest.importorskip("onnx")
     runtime = pytest.importorskip("onnxruntime")
     file = tmp_path / "net.onnx"
@@ -161,6 +182,9 @@ def test_the_same_detector_on_the_bpu_alone_is_compiled(
     assert all(s.forced_steps <= 1 for s in stages if not s.operator.startswith("Soft"))
     assert {s.compiled for s in stages} <= {0, None}
     assert sum(s.compiled == 0 for s in stages) >= 12
+    round_biases(qat, images[2])
+    stages = compare_stages(qat, convert_fx(qat, rounding="half_even"), images[2])
+    assert {s.free for s in stages} == {0}  # the integers of training, at every operator
     table = render_stages(stages)
     assert table.splitlines()[0].split()[:3] == ["operator", "class", "on"]
     assert len(table.splitlines()) == len(stages) + 2

@@ -374,3 +374,51 @@ def test_concatenated_outputs_of_the_model_stay_float():
     result = qnn.quantize_model(Head(), example_inputs=torch.randn(1, 3, 4, 4))
     assert [item.path for item in result.quantized] == ["boxes", "scores"]
     assert "is an output of the model" in result.skipped[0].reason
+
+
+def test_boxes_that_a_part_concatenates_for_the_caller_stay_float():
+    class Decoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.both, self.mix = nn.Conv2d(3, 6, 1), nn.Conv2d(6, 6, 1)
+
+        def forward(self, x):
+            y = self.mix(torch.cat([self.both(x)[:, :3], x], 1))
+            boxes = torch.cat([y[:, :2] * 100, y[:, 2:4].exp()], 1)
+            return torch.cat([boxes, y[:, 4:].sigmoid()], 1), y
+
+    class Detector(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.detect = nn.Conv2d(3, 3, 1), Decoder()
+
+        def forward(self, x):
+            return self.detect(self.stem(x))
+
+    result = qnn.quantize_model(Detector().eval(), example_inputs=torch.randn(1, 3, 4, 4))
+    joins = [item.path for item in result.quantized if "concat" in item.path]
+    assert joins == ["detect.quant_concat"]  # the one that a convolution reads
+    notes = [note.reason for note in result.skipped if note.path == "detect"]
+    assert sum("that no layer reads" in note for note in notes) == 2
+
+
+def test_what_only_tells_places_stays_float():
+    class Lift(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net, self.offsets = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 2, 1)
+            self.out = nn.Conv2d(4, 2, 1)
+
+        def forward(self, x, points):
+            y = self.net(x)
+            cells = torch.cat([points[:, :1] * 7, points[:, 1:] * 7], 1).long()
+            canvas = torch.zeros(1, 4, 8, 8)
+            canvas[0, :, cells[:, 0], cells[:, 1]] = y[0].flatten(1)
+            shift = self.offsets(x).tanh()
+            grid = torch.cat([shift[:, :1], shift[:, 1:]], 1).permute(0, 2, 3, 1)
+            return self.out(torch.nn.functional.grid_sample(canvas, grid, align_corners=False))
+
+    given = torch.randn(1, 3, 4, 4), torch.rand(16, 2)
+    result = qnn.quantize_model(Lift().eval(), example_inputs=given)
+    assert [item.path for item in result.quantized] == ["net", "offsets", "out"]
+    assert sum("or places" in note.reason for note in result.skipped) == 2

@@ -31,6 +31,7 @@ FLOATS: dict[str, Callable[[Tensor], Tensor]] = {
     "sine": lambda x: x.sin() * x.reciprocal().cos(),
     "softmax": lambda x: torch.softmax(x, 1),
     "softmax at the end": lambda x: F.softmax(x, dim=-1),
+    "softmax before the end": lambda x: torch.softmax(x, 2),
     "repeat": lambda x: x.sigmoid().repeat(1, 1, 1, 2),
     "layer norm": lambda x: F.layer_norm(x, (6, 6)),
     "reflect": lambda x: F.pad(x.sigmoid(), (1, 1, 2, 0), mode="reflect"),
@@ -83,7 +84,23 @@ def _drawn_over(x: Tensor) -> Tensor:
     return x
 
 
+def _painted(x: Tensor, *index: Any) -> Tensor:
+    canvas = torch.ones_like(x)
+    canvas[index] = x[index].sin()
+    return canvas
+
+
+_MASK = torch.arange(6) % 3 > 0
+_ROWS, _COLUMNS = torch.tensor([[0], [3]]), torch.tensor([5, 1, 2])
+
 OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "painted by a mask behind": lambda x: _painted(x, slice(None), slice(None), slice(None), _MASK),
+    "painted by a mask between": lambda x: _painted(x, slice(None), slice(None), _MASK),
+    "painted by a mask of values": lambda x: _painted(x.sigmoid(), slice(None), x[0] > 0),
+    "painted at crossings": lambda x: _painted(x, slice(None), slice(None), _ROWS, _COLUMNS),
+    "painted at crossings in front": lambda x: _painted(x, torch.tensor([[0], [1]]), _ROWS[:, 0]),
+    "painted apart": lambda x: _painted(x, torch.tensor([0, 1]), slice(None), _ROWS[:, 0]),
+    "painted with one value": lambda x: x.sigmoid().index_put((_ROWS[:1, 0],), torch.tensor(0.5)),
     "mean in float64": lambda x: torch.mean(x, 1, dtype=torch.float64).float(),
     "clamp to a tensor": lambda x: torch.clamp(x, x.mean(), None),
     "circular": lambda x: F.pad(x.sigmoid(), (1, 1, 1, 1), mode="circular"),

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime
+import pytest
 import torch
+from onnx import helper
 from torch import nn
 
 from bevquant_export import export_qdq_onnx, lift_horizon_onnx
@@ -38,3 +40,29 @@ def test_other_files_stay_as_they_are(calibrated: Callable[..., Any], tmp_path: 
     x = torch.randn(1, 3, 5, 5)
     file = export_qdq_onnx(calibrated(nn.Sequential(nn.Conv2d(3, 4, 3)), x), x, tmp_path / "n.onnx")
     assert lift_horizon_onnx(file.path) == onnx.load(file.path)
+
+
+@pytest.mark.parametrize("operator", ["Softmax", "LogSoftmax", "Hardmax"])
+@pytest.mark.parametrize("axis", [None, 0, 1, 2, 3])
+def test_a_softmax_of_the_mappers_set_flattens(
+    operator: str, axis: int | None, tmp_path: Path
+) -> None:
+    given = {} if axis is None else {"axis": axis}
+    value = helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [2, 3, 4, 5])
+    made = helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [2, 3, 4, 5])
+    node = helper.make_node(operator, ["x"], ["y"], **given)
+    proto = helper.make_model(
+        helper.make_graph([node], "net", [value], [made]),
+        opset_imports=[helper.make_opsetid("", 11)],
+        ir_version=7,
+    )
+    onnx.save(proto, tmp_path / "net.onnx")
+    x = np.random.default_rng(0).standard_normal((2, 3, 4, 5)).astype(np.float32)
+
+    def run(model: onnx.ModelProto) -> Any:
+        own = onnxruntime.InferenceSession(model.SerializeToString())
+        return own.run(None, {"x": x})[0]
+
+    lifted = lift_horizon_onnx(tmp_path / "net.onnx")
+    assert lifted.opset_import[0].version == 13
+    np.testing.assert_allclose(run(lifted), run(proto), rtol=1e-6)  # which runs set 11 as it is

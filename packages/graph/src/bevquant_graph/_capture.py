@@ -167,14 +167,22 @@ def _exported(
         if values:
             # The example's own numbers run along; what is decided by them becomes a requirement.
             stack.enter_context(tracing_config.patch(fake_tensor_propagate_real_tensors=True))
-            # torch copies tensors alone: a parameter's number would be whatever the memory held.
-            stack.enter_context(mock.patch.object(meta_utils, "_safe_copy", Tensor.copy_))
+            stack.enter_context(mock.patch.object(meta_utils, "_safe_copy", _copied))
             # Its check that operators leave their operands alone takes an absent one for changed.
             stack.enter_context(mock.patch.object(MutationChecker, "check"))
         program = torch.export.export(shell, given, dynamic_shapes=dims, strict=False)
         result = results[-1]
         program = functional(program)
     return program, result
+
+
+def _copied(value: Tensor, source: Any) -> None:
+    """What torch's copy of real values does for tensors, for parameters as well.
+
+    These it passes over, and their numbers are whatever the memory held before.
+    """
+    if type(source) in (Tensor, nn.Parameter):
+        value.copy_(source)
 
 
 def _takes_integers(program: ExportedProgram) -> bool:

@@ -15,6 +15,9 @@ import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 
+from ._graph import NUMBERS
+from ._operators import op_spec
+
 __all__ = ["functional"]
 
 
@@ -24,6 +27,7 @@ def functional(program: ExportedProgram) -> ExportedProgram:
     if not writes:
         return program
     if any(not _is_plain(node) for node in writes) or not _alone(program.graph, writes):
+        _copy_views(program.graph)
         whole: ExportedProgram = program.run_decompositions({})
         return whole
     for node in writes:
@@ -36,6 +40,19 @@ def functional(program: ExportedProgram) -> ExportedProgram:
     program.graph_module.recompile()
     _rename_outputs(program)
     return program
+
+
+def _copy_views(graph: fx.Graph) -> None:
+    """Numbers are taken out of tensors of their own: torch's second trace loses those of views."""
+    for node in graph.nodes:
+        if str(node.target) not in NUMBERS:
+            continue
+        (value,) = node.args
+        if value.op == "call_function" and op_spec(value.target).kind == "move":
+            with graph.inserting_before(node):
+                copy = graph.call_function(torch.ops.aten.clone.default, (value,))
+            copy.meta = dict(value.meta)
+            node.args = (copy,)
 
 
 def _written(node: fx.Node) -> tuple[fx.Node, ...]:

@@ -117,7 +117,18 @@ OPERATORS: dict[str, OpSpec] = {
     **_rows("matmul mm bmm addmm baddbmm einsum scaled_dot_product_attention", "float"),
 }  # fmt: skip
 
-_BY_MODULE = {module: spec for spec in OPERATORS.values() for module in spec.modules}
+
+def _by_module() -> dict[str, OpSpec]:
+    """Of a row's operators that of the class's own name, else the first."""
+    found: dict[str, OpSpec] = {}
+    for name, spec in OPERATORS.items():
+        for module in spec.modules:
+            if module not in found or name.replace("_", "") == module.lower():
+                found[module] = spec
+    return found
+
+
+_BY_MODULE = _by_module()
 
 
 def op_spec(target: object) -> OpSpec:

@@ -251,10 +251,10 @@ class _Placer:
         if len(nodes) < len(operands) or not isinstance(dim, int):
             self._pass_over(join, "has operands or an axis that are only known when it runs")
             return
-        readers = steps.readers(node, join.call)
-        if not readers and not self._path:
-            self._pass_over(join, "is an output of the model that no layer reads")
+        if not steps.is_read(node):
+            self._pass_over(join, "is an output of the model, or places, that no layer reads")
             return
+        readers = steps.readers(node, join.call)
         feeders = [child for value in nodes for child in steps.producers(value, join.call)]
         if not any(is_quantized(m) for child in (*readers, *feeders) for m in child.modules()):
             self._pass_over(join, "is neither fed nor read by a quantized layer")

@@ -198,7 +198,38 @@ class Steps:
 
     def readers(self, node: fx.Node, call: Call) -> list[nn.Module]:
         """The children nearest after `node`, looking through functions and identities."""
-        return self._nearest(node.users, call, lambda value: value.users, is_identity)
+        return self._nearest(self._users(node), call, self._users, is_identity)
+
+    def is_read(self, node: fx.Node) -> bool:
+        """Whether some other module reads the values of `node`, wherever in the model.
+
+        What a part hands on to the rest of the model, which its graph does not show, is read.
+        """
+        around = set(self.calls(node))
+        pending, seen = self._users(node), set[fx.Node]()
+        while pending:
+            value = pending.pop()
+            if value in seen:
+                continue
+            seen.add(value)
+            if value.op == "output" and self.paths[self.root]:
+                return True
+            if any(c not in around and not is_identity(c.module) for c in self.calls(value)):
+                return True
+            pending += self._users(value)
+        return False
+
+    def _users(self, node: fx.Node) -> list[fx.Node]:
+        """What reads the values of a node; not what only asks it where to read or to write."""
+        value = node.meta.get("val")
+        if self.source is not None and isinstance(value, Tensor) and not value.is_floating_point():
+            return []
+        places = {u for u in node.users if self._samples(u) and u.args[0] is not node}
+        return [user for user in node.users if user not in places]
+
+    def _samples(self, node: fx.Node) -> bool:
+        """Whether a node reads its first operand at the places that its second holds."""
+        return node.op != "output" and self.spec(node).name in _SAMPLERS
 
     def _nearest(
         self,
@@ -280,6 +311,7 @@ class Steps:
 _ARITHMETIC = frozenset(
     {operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod}
 )
+_SAMPLERS = frozenset({"grid_sample", "grid_sampler", "grid_sampler_2d", "grid_sampler_3d"})
 # Of what moves values: these drop or repeat some. A captured graph knows by the sizes.
 _SELECTIONS = frozenset(
     "slice select split split_with_sizes chunk tensor_split unbind expand expand_as broadcast_to "

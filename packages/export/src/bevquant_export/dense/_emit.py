@@ -85,9 +85,12 @@ class _Emitter:
         self._called = step
         if step.op == "float":
             step = as_layer(step, self._values())
+        placed = step.attributes.get("what") == "index_put"  # which reads places, too
         for name in step.inputs:
             constant = self._constants.get(name)
-            if constant is not None and name not in self.held and _is_float(constant):
+            if constant is None or name in self.held:
+                continue
+            if placed or _is_float(constant):
                 self._write(constant)
         self._write(step)
 
@@ -247,13 +250,9 @@ class _Emitter:
         ]
 
     def _constant(self, step: Step) -> str:
-        value = step.tensors["value"]
-        if not value.is_floating_point():
-            raise ValueError(
-                f"export_qdq_onnx: {step.path}: a constant of {value.dtype}; expected floats. "
-                "Compute what depends on it outside of this model"
-            )
-        return self.graph.constant(step.path or "constant", value.float().cpu().numpy())
+        value = step.tensors["value"].cpu()
+        held = (value.float() if value.is_floating_point() else value).numpy()
+        return self.graph.constant(step.path or "constant", held, held.dtype)
 
     def _grid(self, step: Step) -> str:
         name, made = step.args[0].name, step.outputs[0]

@@ -16,7 +16,8 @@ def lift_horizon_onnx(path: str | os.PathLike[str]) -> Any:
 
     Set 11, which the mapper takes, has no axis for scales per channel: onnx's checker passes such a
     file, and onnxruntime reads the scales along axis 1, which is wrong. Here every one of them gets
-    its axis; nothing else changes. A file of another profile comes back as it is.
+    its axis, and a softmax, which flattens in set 11, is written with that; what is computed stays
+    the same. A file of another profile comes back as it is.
 
     Args:
         path: From ``export_qdq_onnx(…, profile="horizon")``.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from bevquant_export.dense._graph import Graph
+from bevquant_export.dense._places import placed
 from bevquant_export.dense._sizes import Sizes
 from bevquant_export.dense._source import Ref, Step, names_in
 
@@ -78,6 +79,8 @@ def moved(
         return _shuffled(graph, step, read(first.name), int(args[1]), sizes)
     if what in ("repeat", "tile") and len(args) > 1:
         return _repeated(graph, step, read(first.name), args[1:], sizes)
+    if what == "index_put":
+        return placed(graph, step, read, args, kwargs, sizes)
     return None
 
 

@@ -66,7 +66,7 @@ def _given(step: Step, *names: str) -> dict[str, Any]:
 
 
 def _matmul(graph: Graph, step: Step, read: Read, sizes: Sizes) -> str | None:
-    if len(step.args) != 2 or not all(isinstance(ref, Ref) for ref in step.args):
+    if len(step.args) != 2:
         return None
     names = []
     for ref, turned in zip(step.args, ("x_trans", "y_trans"), strict=True):

@@ -21,7 +21,8 @@ def lifted(proto: Any) -> Any:
     """A model of operator set 11 in set 13: scales per channel get the axis that they run along.
 
     Set 11 has no axis, and onnxruntime reads such scales along axis 1. Axes of a sum and the like,
-    and lengths of parts, are attributes there and tensors here.
+    and lengths of parts, are attributes there and tensors here. A softmax flattens there, all axes
+    from its own on, and does not here.
     """
     if proto.opset_import[0].version >= 13:
         return proto
@@ -43,7 +44,27 @@ def lifted(proto: Any) -> Any:
             node.attribute.append(helper.make_attribute("axis", axis))
             zero = values[node.input[2]]
             zero.CopyFrom(numpy_helper.from_array(np.zeros(channels, np.int8), zero.name))
+    nodes = [part for node in proto.graph.node for part in _flattened(node)]
+    del proto.graph.node[:]
+    proto.graph.node.extend(nodes)
     return proto
+
+
+def _flattened(node: Any) -> list[Any]:
+    """A node of set 11 as nodes of set 13 that say that it flattens, where it does."""
+    from onnx import helper
+
+    if node.op_type not in ("Softmax", "LogSoftmax", "Hardmax"):
+        return [node]
+    axis = next((a.i for a in node.attribute if a.name == "axis"), 1)
+    (given,), (made,) = node.input, node.output
+    shape, rows, flat = (f"{made}.{part}" for part in ("shape", "rows", "flat"))
+    return [
+        helper.make_node("Shape", [given], [shape]),
+        helper.make_node("Flatten", [given], [rows], axis=axis),
+        helper.make_node(node.op_type, [rows], [flat], axis=1),
+        helper.make_node("Reshape", [flat, shape], [made], node.name),
+    ]
 
 
 def _with_tensor(graph: Any, node: Any, name: str) -> None:
