@@ -401,5 +401,5 @@ def test_joining_one_tensor_is_refused_as_torch_refuses_it() -> None:
         Joined()(x)
     qat = prepare_qat_fx(Joined(), {"": QAT})
     for model in (qat, convert_fx(qat)):
-        with pytest.raises(TypeError, match="cat_0: cat: expected a list .* of 4 axes"):
+        with pytest.raises(TypeError, match=r"cat_0: cat: expected a list .* of 4 axes"):
             model(x)
