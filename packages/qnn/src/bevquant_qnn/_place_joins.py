@@ -99,7 +99,8 @@ def quantize_joins(
     - An addition of sparse tensors or their features becomes `self.quant_add(a, b)`.
     - A dense addition behind a convolution gets `self.residual_quantizer` on the other operand,
       the one with fewer layers before it: TensorRT then adds inside the convolution.
-    - A concatenation fed by or read by quantized layers becomes `self.quant_concat(…)`.
+    - A concatenation fed by or read by quantized layers becomes `self.quant_concat(…)`. One that
+      nothing reads stays float, unless a part of the model hands on what its layers made.
 
     The forward stays its author's (`_join_calls`); the module's class keeps its name.
 
@@ -251,7 +252,8 @@ class _Placer:
         if len(nodes) < len(operands) or not isinstance(dim, int):
             self._pass_over(join, "has operands or an axis that are only known when it runs")
             return
-        if not steps.is_read(node):
+        computed = any(steps.computes(steps.origin(value), join.call) for value in nodes)
+        if not steps.is_read(node) and (computed or not self._path):
             self._pass_over(join, "is an output of the model, or places, that no layer reads")
             return
         readers = steps.readers(node, join.call)

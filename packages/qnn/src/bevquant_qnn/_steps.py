@@ -258,6 +258,10 @@ class Steps:
         after = calls.index(call) + 1
         return calls[after] if after < len(calls) else None
 
+    def computes(self, node: fx.Node, call: Call) -> bool:
+        """Whether the node is a function that a call's own forward computes, not a child's."""
+        return call in self.calls(node) and self.child(node, call) is None
+
     def depths(self, call: Call) -> dict[fx.Node, int]:
         """How many layers with a weight lie behind each node of a call, on the longest way."""
         before: dict[Call, int] = {}
