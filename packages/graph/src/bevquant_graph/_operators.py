@@ -40,6 +40,7 @@ class OpSpec:
         shape: Whether the output has the input's shape.
         mixes: Whether an output value is made of several input values.
         modules: Classes of torch.nn (by name) whose forward is this operator alone.
+        places: Whether what is behind the first operand only tells where that is read.
     """
 
     name: str
@@ -49,6 +50,7 @@ class OpSpec:
     shape: bool = False
     mixes: bool = True
     modules: tuple[str, ...] = ()
+    places: bool = False
 
 
 def _rows(names: str, kind: str, **about: Any) -> dict[str, OpSpec]:
@@ -115,6 +117,7 @@ OPERATORS: dict[str, OpSpec] = {
     **_rows("bevquant_sparse::to_dense", "to_dense", values=True, mixes=False),
     **_rows("sym_size sym_numel sym_stride sym_storage_offset size numel dim", "size"),
     **_rows("matmul mm bmm addmm baddbmm einsum scaled_dot_product_attention", "float"),
+    **_rows("grid_sample grid_sampler grid_sampler_2d grid_sampler_3d", "float", places=True),
 }  # fmt: skip
 
 

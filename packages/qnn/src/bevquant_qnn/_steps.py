@@ -224,12 +224,11 @@ class Steps:
         value = node.meta.get("val")
         if self.source is not None and isinstance(value, Tensor) and not value.is_floating_point():
             return []
-        places = {u for u in node.users if self._samples(u) and u.args[0] is not node}
-        return [user for user in node.users if user not in places]
+        return [user for user in node.users if not self._asks_where(user, node)]
 
-    def _samples(self, node: fx.Node) -> bool:
-        """Whether a node reads its first operand at the places that its second holds."""
-        return node.op != "output" and self.spec(node).name in _SAMPLERS
+    def _asks_where(self, user: fx.Node, node: fx.Node) -> bool:
+        """Whether `user` only reads from `node` where its first operand is read."""
+        return user.op != "output" and self.spec(user).places and user.args[0] is not node
 
     def _nearest(
         self,
@@ -315,7 +314,6 @@ class Steps:
 _ARITHMETIC = frozenset(
     {operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod}
 )
-_SAMPLERS = frozenset({"grid_sample", "grid_sampler", "grid_sampler_2d", "grid_sampler_3d"})
 # Of what moves values: these drop or repeat some. A captured graph knows by the sizes.
 _SELECTIONS = frozenset(
     "slice select split split_with_sizes chunk tensor_split unbind expand expand_as broadcast_to "
