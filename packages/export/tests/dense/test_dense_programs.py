@@ -11,15 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from bevquant_export import QdqProgram, compare_qdq_onnx, export_qdq_onnx, lint_onnx
-from bevquant_int8sim.program import Integers, Program, Ref, Step, Value
+from bevquant_int8sim.program import PROGRAM_READERS, Integers, Program, Ref, Step, Value
 
 
 class Grid(nn.Module):
     """Rounds to steps of a tenth: what another package's models consist of."""
-
-    @staticmethod
-    def __qdq_program__(model: nn.Module, args: Any) -> QdqProgram:
-        return _Said(model)
 
     def forward(self, x: Tensor) -> Tensor:
         return (x / 0.1).round().clamp(-128, 127) * 0.1
@@ -62,7 +58,10 @@ class _Said:
 
 
 @pytest.mark.parametrize("profile", ["tensorrt", "onnxruntime", "horizon"])
-def test_a_model_that_says_its_program_is_written(profile: str, tmp_path: Path) -> None:
+def test_a_model_that_says_its_program_is_written(
+    profile: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PROGRAM_READERS, Grid, lambda model, args: _Said(model))
     x = torch.linspace(-3, 3, 60).view(1, 3, 4, 5)
     file = export_qdq_onnx(Model(), x, tmp_path / "net.onnx", profile)
     assert file.inputs == {"picture": (1, 3, 4, 5)}
@@ -73,13 +72,14 @@ def test_a_model_that_says_its_program_is_written(profile: str, tmp_path: Path) 
     assert all(d.different == 0 for d in differences)
 
 
-def test_what_a_package_refuses_is_what_the_caller_reads(tmp_path: Path) -> None:
-    class Refusing(Grid):
-        @staticmethod
-        def __qdq_program__(model: nn.Module, args: Any) -> QdqProgram:
-            raise ValueError("export_qdq_onnx: grid: no steps seen")
+def test_what_a_package_refuses_is_what_the_caller_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(model: nn.Module, args: Any) -> QdqProgram:
+        raise ValueError("export_qdq_onnx: grid: no steps seen")
 
-    model = nn.Sequential(Refusing())
+    monkeypatch.setitem(PROGRAM_READERS, Grid, refuse)
+    model = nn.Sequential(Grid())
     with pytest.raises(ValueError, match=r"^export_qdq_onnx: grid: no steps seen$"):
         export_qdq_onnx(model, torch.ones(1, 3), tmp_path / "net.onnx")
     assert list(tmp_path.iterdir()) == []

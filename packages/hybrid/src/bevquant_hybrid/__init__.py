@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bevquant_hybrid import _qdq as _qdq  # says how the exporter reads this package's models
 from bevquant_hybrid import (
     dtype,
     functional,
@@ -16,6 +17,7 @@ from bevquant_hybrid import (
     runtime,
     utils,
 )
+from bevquant_hybrid._version import __version__
 from bevquant_hybrid.functional import (
     argmax,
     bgr2centered_gray,
@@ -66,5 +68,3 @@ __all__ = [
     "set_march",
     "utils",
 ]
-
-__version__ = "0.1.0"

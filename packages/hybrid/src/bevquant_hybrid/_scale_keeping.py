@@ -15,11 +15,9 @@ from torch.jit._trace import TracerWarning
 
 from bevquant_hybrid import _both_forms as both
 from bevquant_hybrid.dtype import qinfo
-from bevquant_hybrid.qtensor import QTensor, along, payload
+from bevquant_hybrid.qtensor import RULES, QTensor, Rule, along, call_on, on_floats, payload
 
-__all__ = ["gives_plain", "on_floats", "rule_of"]
-
-Rule = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+__all__ = ["gives_plain", "rule_of"]
 
 _SEEN_OTHERWISE = ("H", "T", "mH", "mT", "data")  # attributes that are views
 _NO_FACTS = (*_SEEN_OTHERWISE, "real", "imag", "__weakref__")
@@ -69,7 +67,7 @@ _CLAMP = {torch.clamp, Tensor.clamp, torch.clip, Tensor.clip, F.hardtanh, F.relu
 
 def rule_of(func: Callable[..., Any]) -> Rule | None:
     """Return how a function applies to quantized tensors, or None where it does not."""
-    return _RULES.get(func)
+    return RULES.get(func)
 
 
 def gives_plain(func: Callable[..., Any]) -> bool:
@@ -85,33 +83,17 @@ def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> QTensor:
     raise NotImplementedError("a list of quantized tensors takes FloatFunctional().cat")
 
 
-def _on(func: Rule | Callable[..., Any], args: Any, kwargs: Any, part: Callable[..., Any]) -> Any:
-    """Call with `part` taken of every quantized tensor."""
-
-    def of(value: Any) -> Any:
-        if isinstance(value, list | tuple) and type(value) in (list, tuple):
-            return type(value)(of(item) for item in value)
-        return part(value) if isinstance(value, QTensor) else value
-
-    return func(*of(args), **{name: of(value) for name, value in kwargs.items()})
-
-
 def _facts(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _on(func, args, kwargs, payload)
-
-
-def on_floats(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call with the float values; the result is a plain tensor."""
-    return _on(func, args, kwargs, QTensor.dequantize)
+    return call_on(func, args, kwargs, payload)
 
 
 def _view(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     source = _first(args, kwargs)
-    values = _on(func, args, kwargs, payload)
+    values = call_on(func, args, kwargs, payload)
     if source.has_one_scale:
         return _wrapped(values, source.like)
     # Channels of a high-precision output have scales of their own, which move with them.
-    scales = _on(func, args, kwargs, QTensor.scale_of_each)
+    scales = call_on(func, args, kwargs, QTensor.scale_of_each)
     if isinstance(values, Tensor):
         return source.rescaled(values, scales)
     return type(values)(map(source.rescaled, values, scales))
@@ -125,7 +107,7 @@ def _order(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
             "their own; put a DeQuantStub before it, or give the layer before it an activation "
             "qconfig"
         )
-    return _wrapped(_on(func, args, kwargs, payload), source.like)
+    return _wrapped(call_on(func, args, kwargs, payload), source.like)
 
 
 def _wrapped(result: Any, wrap: Callable[[Tensor], QTensor]) -> Any:
@@ -140,7 +122,7 @@ def _dropout(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     source = _first(args, kwargs)
     if source.holds_integers:
         return source
-    return source.like(_on(func, args, kwargs, payload))
+    return source.like(call_on(func, args, kwargs, payload))
 
 
 def _relu(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -175,7 +157,7 @@ def _clamp(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 def _max_pool(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     source = _first(args, kwargs)
     if not source.holds_integers:
-        return source.like(_on(func, args, kwargs, payload))
+        return source.like(call_on(func, args, kwargs, payload))
     defaults = (("stride", None), ("padding", 0), ("dilation", 1), ("ceil_mode", False))
     kernel, *rest = _arguments(args, kwargs, ("kernel_size", None), *defaults)
     return source.like(both.max_pool(payload(source), kernel, *rest))
@@ -214,7 +196,7 @@ def _double(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
             "double of a QTensor may mean its integers or its values; say int_repr() or "
             "dequantize() first"
         )
-    return _on(func, args, kwargs, payload)
+    return call_on(func, args, kwargs, payload)
 
 
 def _pad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -233,7 +215,7 @@ def _arguments(
     return tuple(given.get(name, default) for name, default in names)
 
 
-_RULES: dict[Any, Rule] = {
+RULES |= {
     **dict.fromkeys(_FACTS, _facts),
     **dict.fromkeys(_VIEWS, _view),
     **dict.fromkeys(_ORDER, _order),

@@ -9,11 +9,10 @@ from typing import IO, Any
 
 import torch
 
-import bevquant_hybrid
-
 # Registers the operators that traced models call:
 from bevquant_hybrid import _integer_ops as _integer_ops
 from bevquant_hybrid import _integer_sums as _integer_sums
+from bevquant_hybrid._version import __version__
 
 __all__ = ["load", "save", "to_device"]
 
@@ -46,7 +45,7 @@ def save(m: torch.jit.ScriptModule, f: File, _extra_files: dict[str, Any] | None
         raise TypeError(
             f"jit.save: m is a {type(m).__name__}: expected what torch.jit.trace returns"
         )
-    extra = dict(_extra_files or {}) | {_VERSION: bevquant_hybrid.__version__}
+    extra = dict(_extra_files or {}) | {_VERSION: __version__}
     with _without_deprecation():
         torch.jit.save(m, f, _extra_files=extra)
 
@@ -74,11 +73,11 @@ def load(
         )
     found = extra.pop(_VERSION)
     found = found.decode() if isinstance(found, bytes) else found
-    if found != bevquant_hybrid.__version__:
+    if found != __version__:
         saved = f"version {found} of bevquant_hybrid" if found else "torch.jit.save"
         warnings.warn(
             f"jit.load: {f} was saved by {saved}, and this is version "
-            f"{bevquant_hybrid.__version__}; trace the model again if its outputs differ",
+            f"{__version__}; trace the model again if its outputs differ",
             stacklevel=2,
         )
     wanted.update(extra)

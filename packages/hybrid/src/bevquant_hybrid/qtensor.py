@@ -17,6 +17,11 @@ from bevquant_hybrid.dtype import QuantDType, as_quant_dtype, qinfo
 __all__ = ["QTensor", "as_float", "payload"]
 
 
+Rule = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+# What functions do to quantized tensors; `bevquant_hybrid._scale_keeping` writes it.
+RULES: dict[Any, Rule] = {}
+
+
 class _AlsoTraced(type(Tensor)):  # type: ignore[misc]
     """Has isinstance count what stands for a quantized tensor while torch.export traces."""
 
@@ -162,9 +167,7 @@ class QTensor(Tensor, metaclass=_AlsoTraced):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        from bevquant_hybrid._scale_keeping import on_floats, rule_of
-
-        rule = rule_of(func)
+        rule = RULES.get(func)
         lenient = rule is None and any(q.lenient for q in args if isinstance(q, QTensor))
         if rule is None and lenient:
             rule = on_floats
@@ -257,3 +260,21 @@ def along(scale: Tensor, dims: int, axis: int) -> Tensor:
     shape = [1] * dims
     shape[axis] = -1
     return scale.reshape(shape)
+
+
+def call_on(
+    func: Rule | Callable[..., Any], args: Any, kwargs: Any, part: Callable[..., Any]
+) -> Any:
+    """Call with `part` taken of every quantized tensor."""
+
+    def of(value: Any) -> Any:
+        if isinstance(value, list | tuple) and type(value) in (list, tuple):
+            return type(value)(of(item) for item in value)
+        return part(value) if isinstance(value, QTensor) else value
+
+    return func(*of(args), **{name: of(value) for name, value in kwargs.items()})
+
+
+def on_floats(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call with the float values; the result is a plain tensor."""
+    return call_on(func, args, kwargs, QTensor.dequantize)

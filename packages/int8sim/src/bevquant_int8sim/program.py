@@ -23,6 +23,11 @@ Example:
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
 from bevquant_graph import arguments
 from bevquant_int8sim.model._form import Form, Integers
 from bevquant_int8sim.model._grid_operations import grid_call, module_call
@@ -39,6 +44,7 @@ from bevquant_int8sim.model._program import (
 from bevquant_int8sim.model._quantizers import integers_of, is_active
 
 __all__ = [
+    "PROGRAM_READERS",
     "Form",
     "Integers",
     "Island",
@@ -55,3 +61,8 @@ __all__ = [
     "names_in",
     "replaced",
 ]
+
+PROGRAM_READERS: dict[type[nn.Module], Callable[[nn.Module, Any], Any]] = {}
+"""How a package tells its own models' programs: a class of modules that such models hold, to a
+function of the whole model and example inputs. `bevquant_export.QdqProgram` says what it returns;
+what it raises the exporter's caller reads. Models that hold none of these are simulated."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from bevquant_export.dense._compare import TensorDifference, compare_qdq_onnx
+from bevquant_export.dense._compare import compare_qdq_onnx
 from bevquant_export.dense._export import export_qdq_onnx
 from bevquant_export.dense._lift_file import lift_horizon_onnx
 from bevquant_export.dense._program_of import QdqProgram
-from bevquant_export.dense._written import QdqFile
+from bevquant_export.dense._written import QdqFile, TensorDifference
 
 __all__ = [
     "QdqFile",

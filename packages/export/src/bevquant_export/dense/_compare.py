@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,69 +10,15 @@ from torch import Tensor, nn
 
 from bevquant_export.dense._graph import Array
 from bevquant_export.dense._half import in_half
+from bevquant_export.dense._profile import profile_of
 from bevquant_export.dense._program_of import QdqProgram, inputs_of, program_of
 from bevquant_export.dense._runnable import forced, session
 from bevquant_export.dense._source import Integers, Step
 from bevquant_export.dense._ties import Ties
-from bevquant_export.dense._written import QdqFile
-from bevquant_export.targets._qdq import profile_of
+from bevquant_export.dense._written import QdqFile, TensorDifference
 from bevquant_graph import is_sparse_tensor
 
-__all__ = ["TensorDifference", "compare_qdq_onnx", "compared"]
-
-# What is computed again, value by value: no difference but ties.
-_RECOMPUTED = frozenset(
-    "conv conv_transpose linear add requantize resize max_pool move relu constant".split()
-)
-# Share of the other values that may be a step off, and a few in any case.
-_SHARES = {"quantize": 1e-6}
-_OTHERS, _FEW = 1e-4, 4
-
-
-@dataclass(frozen=True)
-class TensorDifference:
-    """One quantized tensor.
-
-    Attributes:
-        path: Module that makes it.
-        op: Operation, as in an `IntegerModel`.
-        tensor: Its name in the file.
-        elements: How many it has.
-        different: How many are other integers.
-        largest: Largest difference in steps.
-        ties: How many of the different are one step off because the real value lies between the
-            two steps, as near to the middle as float32's rounding reaches: computed again, in
-            integers and float64, by neither of the two that are compared.
-    """
-
-    path: str
-    op: str
-    tensor: str
-    elements: int
-    different: int
-    largest: int
-    ties: int = 0
-
-    @property
-    def unexplained(self) -> int:
-        """How many of the different are no ties."""
-        return self.different - self.ties
-
-    @property
-    def allowed(self) -> int:
-        """How many of the unexplained rounding in float32 may come to.
-
-        None where the operation was computed again; else, of averages and functions in float, four
-        values or one in 10,000 (of what is quantized, one in a million).
-        """
-        if self.op in _RECOMPUTED:
-            return 0
-        return max(_FEW, int(_SHARES.get(self.op, _OTHERS) * self.elements))
-
-    @property
-    def is_wrong(self) -> bool:
-        """Whether the file computes something else than the integer model."""
-        return self.unexplained > 0 and (self.unexplained > self.allowed or self.largest > 1)
+__all__ = ["compare_qdq_onnx", "compared"]
 
 
 def compare_qdq_onnx(file: QdqFile, model: nn.Module, args: Any) -> tuple[TensorDifference, ...]:

@@ -17,13 +17,13 @@ from bevquant_export.dense._mapper_settings import MARCHES, write_settings
 from bevquant_export.dense._model_file import assemble
 from bevquant_export.dense._ports import input_names as named_inputs
 from bevquant_export.dense._ports import output_names as named_outputs
+from bevquant_export.dense._profile import profile_of
 from bevquant_export.dense._program_of import integer_model
 from bevquant_export.dense._sizes import Sizes
 from bevquant_export.dense._source import read_model
 from bevquant_export.dense._verify import verified
 from bevquant_export.dense._written import QdqFile
 from bevquant_export.sparse.portable._body import OPSET
-from bevquant_export.targets._qdq import profile_of
 from bevquant_quantizers import write_whole
 
 __all__ = ["export_qdq_onnx"]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from numpy.typing import DTypeLike
 
-__all__ = ["Profile"]
+from bevquant_export.targets._registry import targets
+
+__all__ = ["Profile", "profile_of"]
 
 
 @dataclass(frozen=True)
@@ -54,3 +57,30 @@ class Profile:
     depth_to_space: bool = False
     voxels: bool = False
     runner: str = "plain"
+
+
+def profile_of(name: str, weights: str | None = None) -> Profile:
+    """The profile of the target of this name.
+
+    Args:
+        name: Of a dense target.
+        weights: ``"uint8"`` or ``"int8"``, where the target has a choice.
+
+    Raises:
+        ValueError: Another name, or weights that the target has no choice of.
+    """
+    dense: list[Any] = [t for t in targets() if isinstance(getattr(t, "form", None), Profile)]
+    known = {name: t for t in dense for name in (t.name, *t.aliases)}
+    if name not in known:
+        raise ValueError(
+            f"export_qdq_onnx: profile={name!r}: expected one of {', '.join(map(repr, known))}"
+        )
+    target = known[name]
+    if weights is not None and weights not in target.weights:
+        choice = " or ".join(map(repr, target.weights))
+        raise ValueError(
+            f"export_qdq_onnx: weights={weights!r} with profile={name!r}: expected None"
+            + (f", {choice}" if choice else "; 'uint8' or 'int8' go with profile='onnxruntime'")
+        )
+    form: Profile = target.form
+    return replace(form, name=name, weight=weights or form.weight)

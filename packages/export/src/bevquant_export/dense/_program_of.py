@@ -9,7 +9,7 @@ from torch import nn
 
 from bevquant_graph import is_sparse_tensor
 from bevquant_int8sim import IntegerModel, simulate
-from bevquant_int8sim.program import Program, Ref, Step, arguments, names_in
+from bevquant_int8sim.program import PROGRAM_READERS, Program, Ref, Step, arguments, names_in
 
 __all__ = [
     "Observe", "QdqProgram", "Sums", "bound", "inputs_of", "integer_model", "location", "ports_of",
@@ -18,16 +18,14 @@ __all__ = [
 
 Observe = Callable[[Step, tuple[Any, ...], tuple[Any, ...]], None]
 Sums = bool | Mapping[str, float]
-_HOOK = "__qdq_program__"
 
 
 class QdqProgram(Protocol):
     """What `export_qdq_onnx` writes, and what `compare_qdq_onnx` holds a file against.
 
-    Models of `bevquant_qnn` are simulated. Other packages' models are read by themselves: a class
-    of modules that such models hold has a static method ``__qdq_program__(model, args)``, which
-    gets the whole model and returns such an object, or raises what the caller shall read. Steps
-    are those of `bevquant_int8sim.program`; beyond an `IntegerModel`'s,
+    Models of `bevquant_qnn` are simulated. Other packages read their own models, through
+    `bevquant_int8sim.program.PROGRAM_READERS`. Steps are those of `bevquant_int8sim.program`;
+    beyond an `IntegerModel`'s,
 
     * ``tensors["weight_scale"]`` of a layer is the value of one step of each output channel, and
       its ``tensors["bias"]`` may be floats;
@@ -126,10 +124,10 @@ def program_of(model: nn.Module, args: Any, sums: Sums = False, *, verify: bool)
         ValueError: Not calibrated, not traceable, or in training mode.
     """
     for module in model.modules() if isinstance(model, nn.Module) else ():
-        read = getattr(type(module), _HOOK, None)
-        if read is not None:
-            found: QdqProgram = read(model, args)
-            return found
+        for kind, read in PROGRAM_READERS.items():
+            if isinstance(module, kind):
+                found: QdqProgram = read(model, args)
+                return found
     return _Simulated(model, args, sums, verify)
 
 

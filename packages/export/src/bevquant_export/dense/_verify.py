@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from bevquant_export.dense._compare import TensorDifference, compared
+from bevquant_export.dense._compare import compared
 from bevquant_export.dense._graph import Array
+from bevquant_export.dense._profile import profile_of
 from bevquant_export.dense._program_of import QdqProgram, integer_model
 from bevquant_export.dense._runnable import any_session
-from bevquant_export.dense._written import QdqFile
-from bevquant_export.targets._qdq import profile_of
+from bevquant_export.dense._written import QdqFile, TensorDifference
 
 __all__ = ["verified"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bevquant_export.floats._compare import FloatDifference, compare_float_onnx
-from bevquant_export.floats._export import FloatFile, export_float_onnx
+from bevquant_export.floats._compare import FloatDifference, FloatFile, compare_float_onnx
+from bevquant_export.floats._export import export_float_onnx
 
 __all__ = ["FloatDifference", "FloatFile", "compare_float_onnx", "export_float_onnx"]

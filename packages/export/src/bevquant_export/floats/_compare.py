@@ -1,9 +1,10 @@
-"""onnxruntime's floats against torch's, output by output."""
+"""A float file, and onnxruntime's floats against torch's, output by output."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
@@ -12,10 +13,7 @@ from bevquant_export.dense._runnable import session
 from bevquant_export.floats._ports import called, tensors_in
 from bevquant_export.lint._read import load_model
 
-if TYPE_CHECKING:
-    from bevquant_export.floats._export import FloatFile
-
-__all__ = ["FloatDifference", "compare_float_onnx", "differences"]
+__all__ = ["FloatDifference", "FloatFile", "compare_float_onnx", "differences"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +31,26 @@ class FloatDifference:
     elements: int
     largest: float
     relative: float
+
+
+@dataclass(frozen=True)
+class FloatFile:
+    """A float file.
+
+    Attributes:
+        path: The file.
+        opset: Its operator set.
+        inputs: Name to shape.
+        outputs: Likewise.
+        differences: onnxruntime against torch on the example, output by output; empty where that
+            was not wanted.
+    """
+
+    path: Path
+    opset: int
+    inputs: dict[str, tuple[int, ...]]
+    outputs: dict[str, tuple[int, ...]]
+    differences: tuple[FloatDifference, ...]
 
 
 def compare_float_onnx(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,34 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from bevquant_export.dense._half import half_typed
-from bevquant_export.floats._compare import FloatDifference, differences
+from bevquant_export.floats._compare import FloatDifference, FloatFile, differences
 from bevquant_export.floats._ports import called, tensors_in
 from bevquant_export.floats._ports import input_names as named_inputs
 from bevquant_export.floats._ports import output_names as named_outputs
 from bevquant_export.floats._torch_exporter import OPSET, exported
 from bevquant_quantizers import write_whole
 
-__all__ = ["FloatFile", "export_float_onnx"]
-
-
-@dataclass(frozen=True)
-class FloatFile:
-    """A float file.
-
-    Attributes:
-        path: The file.
-        opset: Its operator set.
-        inputs: Name to shape.
-        outputs: Likewise.
-        differences: onnxruntime against torch on the example, output by output; empty where that
-            was not wanted.
-    """
-
-    path: Path
-    opset: int
-    inputs: dict[str, tuple[int, ...]]
-    outputs: dict[str, tuple[int, ...]]
-    differences: tuple[FloatDifference, ...]
+__all__ = ["export_float_onnx"]
 
 
 def export_float_onnx(

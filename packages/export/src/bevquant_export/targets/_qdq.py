@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,14 +12,13 @@ from torch import nn
 from bevquant_export.dense._profile import Profile
 from bevquant_export.lint._qdq import Pairs, check_axis, check_pairs
 from bevquant_export.targets._cpu import weights_for
-from bevquant_export.targets._registry import targets
 from bevquant_export.targets._target import LintFile, Target
 
 if TYPE_CHECKING:
     from bevquant_export.dense import QdqFile, TensorDifference
     from bevquant_export.lint._rule import Finding
 
-__all__ = ["QdqTarget", "profile_of"]
+__all__ = ["QdqTarget"]
 
 
 class QdqTarget(Target):
@@ -69,28 +67,3 @@ class QdqTarget(Target):
     @abstractmethod
     def lint_pairs(self, pairs: Pairs, file: LintFile) -> Iterator[Finding]:
         """Rules of the engine about one graph."""
-
-
-def profile_of(name: str, weights: str | None = None) -> Profile:
-    """The profile of the target of this name.
-
-    Args:
-        name: Of a dense target.
-        weights: ``"uint8"`` or ``"int8"``, where the target has a choice.
-
-    Raises:
-        ValueError: Another name, or weights that the target has no choice of.
-    """
-    known = {n: t for t in targets() if isinstance(t, QdqTarget) for n in (t.name, *t.aliases)}
-    if name not in known:
-        raise ValueError(
-            f"export_qdq_onnx: profile={name!r}: expected one of {', '.join(map(repr, known))}"
-        )
-    target = known[name]
-    if weights is not None and weights not in target.weights:
-        choice = " or ".join(map(repr, target.weights))
-        raise ValueError(
-            f"export_qdq_onnx: weights={weights!r} with profile={name!r}: expected None"
-            + (f", {choice}" if choice else "; 'uint8' or 'int8' go with profile='onnxruntime'")
-        )
-    return replace(target.form, name=name, weight=weights or target.form.weight)

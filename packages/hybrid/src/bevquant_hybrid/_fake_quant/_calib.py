@@ -57,8 +57,6 @@ class CalibFakeQuantize(FakeQuantizeBase):
         found: tuple[Tensor, Tensor] = self.activation_post_process.calculate_qparams()
         return found
 
-    __qdq_program__ = staticmethod(FakeQuantize.__qdq_program__)
-
     def fake_quantize(self, x: Tensor) -> Tensor:
         """Return the tensor."""
         return x

@@ -204,13 +204,6 @@ class FakeQuantize(FakeQuantizeBase):
             f"scale={self.scale.detach()}, zero_point={self.zero_point}"
         )
 
-    @staticmethod
-    def __qdq_program__(model: torch.nn.Module, args: Any) -> Any:
-        """What `bevquant_export.export_qdq_onnx` asks for of a model that holds one of these."""
-        from bevquant_hybrid._qdq import read
-
-        return read(model, args)
-
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:

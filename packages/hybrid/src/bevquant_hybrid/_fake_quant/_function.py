@@ -1,4 +1,4 @@
-"""clamp(round(x / s))·s with a gradient that passes straight through."""
+"""clamp(round(x / s))·s with a gradient that passes straight through, two nodes in an ONNX file."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bevquant_hybrid._calling_module import calling_module
 from bevquant_hybrid.qtensor import along
 
 __all__ = ["fake_quantize", "is_written"]
@@ -44,14 +45,12 @@ def fake_quantize(
         tensor([ 0.2500, 31.7500])
     """  # noqa: E501
     if torch.onnx.is_in_onnx_export():
-        from bevquant_hybrid._fake_quant._onnx_nodes import quantize_dequantize
-
-        return quantize_dequantize(x, scale, ch_axis, quant_min, quant_max)
+        return _quantize_dequantize(x, scale, ch_axis, quant_min, quant_max)
     result: Tensor = _FakeQuantize.apply(x, scale, ch_axis, quant_min, quant_max, saturate)  # type: ignore[no-untyped-call]
     return result
 
 
-def rounded(x: Tensor, scale: Tensor, ch_axis: int, quant_min: int, quant_max: int) -> Tensor:
+def _rounded(x: Tensor, scale: Tensor, ch_axis: int, quant_min: int, quant_max: int) -> Tensor:
     """The forward pass alone."""
     if ch_axis < 0:
         step = scale.reshape(()).float()
@@ -78,7 +77,7 @@ class _FakeQuantize(torch.autograd.Function):
             steps = x / along(scale, x.dim(), ch_axis)
             ctx.save_for_backward((steps >= quant_min - 0.5) & (steps <= quant_max + 0.5))
         ctx.saturate = saturate
-        return rounded(x, scale.detach(), ch_axis, quant_min, quant_max)
+        return _rounded(x, scale.detach(), ch_axis, quant_min, quant_max)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -87,3 +86,63 @@ class _FakeQuantize(torch.autograd.Function):
             (inside,) = ctx.saved_tensors
             grad = grad * inside
         return grad, None, None, None, None, None
+
+
+def _quantize_dequantize(
+    x: Tensor, scale: Tensor, ch_axis: int, quant_min: int, quant_max: int
+) -> Tensor:
+    """Quantize and dequantize, and be two nodes with two constants in the file.
+
+    Raises:
+        ValueError: Integers of 16 bits, which QuantizeLinear cannot make before opset 21.
+    """
+    if (quant_min, quant_max) != (-128, 127):
+        raise ValueError(
+            f"{calling_module()}: ONNX export: a tensor quantized to {quant_min} … {quant_max}: "
+            "QuantizeLinear of opset 11 and 13 makes 8-bit integers only; give that layer a qint8 "
+            "qconfig, or run it on the CPU (hybrid_dict)"
+        )
+    axis = -1 if scale.shape[0] == 1 else ch_axis
+    if torch.compiler.is_exporting():
+        return _traced(x, scale.detach(), axis)
+    result: Tensor = _Nodes.apply(x, scale.detach().reshape(-1).tolist(), axis)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _traced(x: Tensor, scale: Tensor, axis: int) -> Tensor:
+    """The two nodes for the exporter that goes by torch.export."""
+    step = scale.reshape(()) if axis < 0 else scale
+    zero = torch.zeros(step.shape, dtype=torch.int8)
+    attributes: Any = {} if axis < 0 else {"axis": axis}
+    node = torch.onnx.ops.symbolic
+    shape = list(x.shape)
+    integers = node(
+        "QuantizeLinear", (x, step, zero), attributes, dtype=torch.int8, shape=shape, version=18
+    )
+    result: Tensor = node(
+        "DequantizeLinear",
+        (integers, step, zero),
+        attributes,
+        dtype=torch.float32,
+        shape=shape,
+        version=18,
+    )
+    return result
+
+
+class _Nodes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: list[float], ch_axis: int) -> Tensor:
+        return _rounded(x, torch.tensor(scale), ch_axis, -128, 127)
+
+    @staticmethod
+    def symbolic(g: Any, x: Any, scale: list[float], ch_axis: int) -> Any:
+        per_channel = ch_axis >= 0 and g.opset >= 13
+        zeros = torch.zeros(len(scale) if per_channel else (), dtype=torch.int8)
+        # Before opset 13 there is no axis attribute, and the file is for hb_mapper, which takes a
+        # scale per output channel with a single zero point.
+        axis = {"axis_i": ch_axis} if per_channel else {}
+        step = g.op("Constant", value_t=torch.tensor(scale))
+        zero = g.op("Constant", value_t=zeros)
+        integers = g.op("QuantizeLinear", x, step, zero, **axis)
+        return g.op("DequantizeLinear", integers, step, zero, **axis).setType(x.type())

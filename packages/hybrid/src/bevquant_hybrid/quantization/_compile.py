@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import nn
 
-import bevquant_hybrid
 from bevquant_hybrid._compile._arguments import (
     check_options,
     check_path,
@@ -19,6 +18,7 @@ from bevquant_hybrid._compile._arguments import (
 )
 from bevquant_hybrid._compile._layouts import with_layouts
 from bevquant_hybrid._compile._program_of import program_of
+from bevquant_hybrid._version import __version__
 from bevquant_hybrid.operators import find_violations, load_support_table
 from bevquant_hybrid.quantization._bpu_calls import bpu_calls
 from bevquant_hybrid.quantization._check import violation_table
@@ -185,7 +185,7 @@ def _written(
     program = program_of(model, arguments, caller, called, chosen, options)
     _refuse_what_the_march_lacks(caller, module, arguments, chosen)
     program = with_layouts(program, options["input_layout"], options["output_layout"])
-    write_program(program, path, f"bevquant-hybrid {bevquant_hybrid.__version__}")
+    write_program(program, path, f"bevquant-hybrid {__version__}")
     print(
         f"{caller}: {path} holds {len(program.steps)} integer operators for "
         "bevquant_hybrid.runtime; it is no binary for a BPU, and no chip runs it"

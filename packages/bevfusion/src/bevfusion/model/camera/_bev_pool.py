@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bevfusion.model.camera import _pool_torch
-from bevfusion.model.camera._pool_plan import PoolPlan, as_plan, numba_kernels
+from bevfusion.model.camera._pool_plan import PoolPlan
+from bevfusion.model.camera._pool_sort import as_plan, numba_kernels
 
 __all__ = ["bev_pool", "lift_splat_pool"]
 

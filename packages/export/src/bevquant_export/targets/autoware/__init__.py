@@ -12,8 +12,9 @@ from bevquant_export.lint import _tensorrt
 from bevquant_export.lint._qdq import Pairs, check_axis, check_pairs
 from bevquant_export.targets._target import LintFile, Target
 from bevquant_export.targets.autoware._contract import RULES, check_contract
-from bevquant_export.targets.autoware._emit import DOMAIN, AutowareFile, export_autoware_onnx
+from bevquant_export.targets.autoware._export import export_autoware_onnx
 from bevquant_export.targets.autoware._join import behind_encoder, join_autoware_onnx
+from bevquant_export.targets.autoware._plugin import DOMAIN, AutowareFile
 
 if TYPE_CHECKING:
     from bevquant_export.lint._rule import Finding

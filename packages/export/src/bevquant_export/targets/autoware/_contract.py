@@ -17,7 +17,7 @@ import numpy as np
 from bevquant_export.lint._graph import Graph, Node
 from bevquant_export.lint._rule import Finding, Rule, Severity, quoted
 from bevquant_export.lint._tensors import shape_of, values
-from bevquant_export.targets.autoware._emit import DOMAIN, MOST_VOXELS, SLOTS, quantized_weight
+from bevquant_export.targets.autoware._plugin import DOMAIN, MOST_VOXELS, SLOTS, quantized_weight
 
 if TYPE_CHECKING:
     import onnx

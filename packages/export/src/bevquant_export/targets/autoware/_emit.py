@@ -2,279 +2,29 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
-import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch import nn
 
-from bevquant_export.sparse._compare import LayerDifference
-from bevquant_export.sparse._export import sparse_graph
 from bevquant_export.sparse._graph import Add, Conv, Graph, Move, Node, Relu, Scatter
-from bevquant_export.sparse._verify import with_note
-from bevquant_export.targets.autoware._join import joined
-from bevquant_quantizers import quantization_disabled, write_whole
+from bevquant_export.targets.autoware._plugin import DOMAIN, MOST_VOXELS, SLOTS, quantized_weight
 
 if TYPE_CHECKING:
     from onnx import ModelProto
 
-__all__ = [
-    "DOMAIN", "MOST_VOXELS", "SLOTS", "AutowareFile", "export_autoware_onnx", "geometry_of",
-    "quantized_weight",
-]  # fmt: skip
+__all__ = ["GraphWriter"]
 
-DOMAIN = "autoware"
-MOST_VOXELS = 256_000  # compiled into the plugin, as the rows that a pair generation may make
-SLOTS = ("out_indices", "pair_fwd", "pair_mask", "mask_argsort")
 _OPSET, _IR_VERSION = 17, 8
 _MASK_IMPLICIT_GEMM = 1
 _BITS_OF_A_MASK = 32
-_ORDERS = {"xyz": (2, 1, 0), "zyx": (0, 1, 2), "yxz": (1, 2, 0)}
-_PRECISIONS = ("int8", "fp16")
-Sizes = tuple[int, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class AutowareFile:
-    """A file for Autoware's plugin.
-
-    Attributes:
-        path: The file.
-        precision: ``"int8"`` or ``"fp16"``.
-        fused: Whether bias and ReLU are inside the convolutions.
-        layers: Node to the module that it comes from and ``"int8"`` or ``"fp16"``.
-        pair_generations: How many the file has, and in how many a layer each would be done.
-        voxel_bound: Most voxels of any layer on the frames that were shown, with head room.
-        permutation: Column of ``coors`` (z, y, x) that each column of the encoder comes from.
-        graph: What was written, before its operators were chosen; what a comparison runs.
-        outputs: Names of what the encoder makes.
-        tensors: Tensor of `graph` to its name in the file.
-        coords: Tensor of `graph` to the tensor of the file that has its voxels.
-        differences: From `compare_autoware_onnx` on the example inputs; empty where `verify` was
-            off.
-    """
-
-    path: Path
-    precision: str
-    fused: bool
-    layers: Mapping[str, tuple[str, str]]
-    pair_generations: tuple[int, int]
-    voxel_bound: int
-    permutation: Sizes
-    outputs: tuple[str, ...]
-    graph: Graph
-    tensors: Mapping[str, str]
-    coords: Mapping[str, str]
-    differences: tuple[LayerDifference, ...] = ()
-
-
-def export_autoware_onnx(
-    model: nn.Module,
-    example_inputs: Any,
-    path: str | os.PathLike[str],
-    *,
-    precision: str = "int8",
-    model_order: str = "xyz",
-    batches: Iterable[Any] = (),
-    head_room: float = 1.5,
-    points_per_voxel: int = 10,
-    fused: bool = True,
-    do_sort: bool = False,
-    rulebook_inputs: bool = False,
-    tails: Sequence[str | os.PathLike[str]] = (),
-    output_names: Sequence[str] = ("lidar_bev",),
-    verify: bool = True,
-) -> AutowareFile:
-    r"""Write a sparse encoder for Autoware's TensorRT plugin, from points of voxels on.
-
-    The operators are ``GetIndicePairsImplicitGemm`` and ``ImplicitGemm`` of the domain
-    ``autoware`` (autoware_tensorrt_plugins), features are float16 between layers. In int8 a layer
-    computes
-
-    .. math:: q = \operatorname{clamp}(\operatorname{roundf}(x_{16} \cdot (1/s_x)), -128, 127),
-              \quad y = \operatorname{fp16}\bigl(\operatorname{act}(a\, s_x s_w + b)\bigr)
-
-    with a the int32 sum of q and of the filter's integers, which the plugin makes of fp16(q_w·s_w)
-    again; ties go away from zero. That they survive is computed here, in the plugin's arithmetic.
-    Sums of residual blocks are ``Add`` in float16: no operand is quantized for them. One pair
-    generation serves all layers of one set of voxels and one geometry.
-
-    Args:
-        model: Calibrated, in evaluation mode, batch norms folded; as `export_sparse_onnx` takes
-            it. It is not changed.
-        example_inputs: Features, coordinates and the batch size, 1; run once.
-        path: The file; it appears whole or not at all.
-        precision: ``"int8"``: every layer whose input and weight are quantized, the others in
-            float16; the plugin's revision must have the attribute ``precision``. ``"fp16"``: every
-            layer, from the float weights.
-        model_order: Order of the model's coordinate columns: ``"xyz"`` (mit-bevfusion), ``"zyx"``
-            (mmdetection3d) or ``"yxz"`` (Autoware's BEVFusion); ``coors`` come as z, y, x.
-        batches: Further inputs, whose voxels are counted.
-        head_room: Voxels of a layer may be this many times those of the frames.
-        points_per_voxel: Second axis of ``voxels``; their mean is what the encoder reads.
-        fused: Bias and ReLU inside ``ImplicitGemm`` (six inputs, ``act_type``). False for plugins
-            before these: they have an ``Add`` and a ``Relu`` of their own; fp16 only.
-        do_sort: Sort the pairs by their masks, which takes longer than it saves on most frames.
-        rulebook_inputs: The pairs of strided convolutions are inputs
-            ``rulebook/<indice_key>/<slot>``, for a node that computes them beforehand, with the
-            metadata ``rulebook_stages`` and ``rulebook_coors_permutation`` that it reads.
-        tails: Files of what follows the encoder, one behind the other, each with one input; they
-            become part of this one. Their outputs are the file's.
-        output_names: Of the encoder; used where there are no tails.
-        verify: Hold the integer model against `model`, and the file, run by the definition of the
-            plugin's operators, against the integer model, on `example_inputs` before the file gets
-            its name. The metadata say so (``verified``).
-
-    Raises:
-        TypeError: `model` is no module.
-        ValueError: Something has no form for the plugin: an inverse convolution, a kernel of more
-            than 32 offsets, a batch of several frames, more than 256,000 voxels, weights whose
-            integers float16 does not carry; or the file computes something else than the model.
-            The module is named; nothing is written.
-
-    Example:
-        >>> def write(encoder, frames):
-        ...     return export_autoware_onnx(encoder, frames[0], "bevfusion_lidar.onnx",
-        ...                                 batches=frames, rulebook_inputs=True)
-    """
-    _check(model, precision, model_order, fused, points_per_voxel)
-    example = tuple(example_inputs)
-    if len(example) == 3 and int(example[2]) != 1:
-        raise ValueError(
-            f"export_autoware_onnx: a batch of {example[2]} frames; the node gives one: export "
-            "with one frame at a time"
-        )
-    order = "xyz" if model_order == "yxz" else model_order
-    if precision == "fp16":
-        model = copy.deepcopy(model)
-        with quantization_disabled(model):
-            _, graph = sparse_graph(model, example_inputs, batches, order, head_room, verify=verify)
-    else:
-        _, graph = sparse_graph(model, example_inputs, batches, order, head_room, verify=verify)
-    writer = _Writer(
-        graph,
-        permutation=_ORDERS[model_order],
-        points=points_per_voxel,
-        fused=fused,
-        do_sort=do_sort,
-        rulebook_inputs=rulebook_inputs,
-    )
-    proto = writer.model(list(output_names))
-    proto = joined(proto, [Path(tail) for tail in tails])
-    target = Path(path)
-    if not target.parent.is_dir():
-        raise ValueError(f"export_autoware_onnx: there is no folder {target.parent}; make it first")
-    content = proto.SerializeToString(deterministic=True)
-    file = AutowareFile(
-        path=target,
-        precision=precision,
-        fused=fused,
-        layers=writer.layers,
-        pair_generations=(writer.generations, sum(isinstance(n, Conv) for n in graph.nodes)),
-        voxel_bound=max(n.output_bound for n in graph.nodes if isinstance(n, Conv)),
-        permutation=writer.permutation,
-        outputs=tuple(output_names),
-        graph=graph,
-        tensors=writer.names,
-        coords=writer.coords,
-    )
-    if verify:
-        file = replace(file, differences=_verified(file, content, example))
-    write_whole(target, with_note(content, "onnx reference" if verify else "no"))
-    return file
-
-
-def _verified(
-    file: AutowareFile, content: bytes, inputs: tuple[Any, ...]
-) -> tuple[LayerDifference, ...]:
-    """What `compare_autoware_onnx` finds in the file before it has its name.
-
-    Raises:
-        ValueError: One value of one layer differs; its node is named.
-    """
-    from bevquant_export.targets.autoware._reference import compare_autoware_onnx
-
-    with TemporaryDirectory() as folder:
-        unnamed = replace(file, path=write_whole(Path(folder) / file.path.name, content))
-        rows = compare_autoware_onnx(unnamed, inputs)
-    for row in rows:
-        if row.different:
-            raise ValueError(
-                f"export_autoware_onnx: when the file is run by the definition of the plugin's "
-                f"operators, {row.node} ({row.path or 'the result'}) departs from the integer "
-                f"model: {row.different:,} of {row.elements:,} values differ, by up to "
-                f"{row.largest:g}; nothing was written. verify=False writes it all the same"
-            )
-    return rows
-
-
-def _check(model: object, precision: str, order: str, fused: bool, points: int) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"export_autoware_onnx: expected a module, got {type(model).__name__}")
-    if precision not in _PRECISIONS:
-        raise ValueError(
-            f"export_autoware_onnx: precision={precision!r}: expected 'int8' or 'fp16'"
-        )
-    if order not in _ORDERS:
-        raise ValueError(
-            f"export_autoware_onnx: model_order={order!r}: expected one of {', '.join(_ORDERS)}"
-        )
-    if precision == "int8" and not fused:
-        raise ValueError(
-            "export_autoware_onnx: fused=False with precision='int8': a plugin that has int8 has "
-            "bias and activation inside too; leave fused=True"
-        )
-    if points < 1:
-        raise ValueError(f"export_autoware_onnx: points_per_voxel={points}: expected 1 or more")
-
-
-def geometry_of(conv: Conv) -> dict[str, Any]:
-    """What pairs follow from, as attributes; of one form where the results are equal.
-
-    A submanifold convolution moves nothing, so its stride is 1 and its padding what keeps the
-    grid; so does a 1×1×1 convolution of stride 1.
-    """
-    ones = (1, 1, 1)
-    still = conv.kernel_size == conv.stride == ones and not any(conv.padding)
-    subm = conv.subm or still
-    padding = tuple(d * (k // 2) for k, d in zip(conv.kernel_size, conv.dilation, strict=True))
-    return {
-        "spatial_shape": list(conv.input_spatial_shape),
-        "ksize": list(conv.kernel_size),
-        "stride": list(ones if subm else conv.stride),
-        "padding": list(padding if subm else conv.padding),
-        "dilation": list(conv.dilation),
-        "out_padding": [0, 0, 0],
-        "subm": int(subm),
-    }
-
-
-def quantized_weight(
-    half: np.ndarray[Any, Any], channel_scale: np.ndarray[Any, Any], input_scale: float
-) -> np.ndarray[Any, Any]:
-    """Integers that the plugin makes of float16 filters: roundf(w · (1/s_w)), in float32.
-
-    s_w is ``channel_scale / input_scale``, as the plugin computes it back.
-    """
-    one = np.float32(1)
-    scale = channel_scale.astype(np.float32) / np.float32(input_scale)
-    inverse = (one / scale).reshape(-1, *[1] * (half.ndim - 1))
-    value = half.astype(np.float32) * inverse
-    whole = np.trunc(value)
-    rounded = whole + (np.abs(value - whole) >= np.float32(0.5)) * np.sign(value)
-    integers: np.ndarray[Any, Any] = np.clip(rounded, -128, 127).astype(np.int8)
-    return integers
 
 
 @dataclass
-class _Writer:
+class GraphWriter:
     """Nodes and constants of one file.
 
     Attributes:
@@ -284,7 +34,7 @@ class _Writer:
     """
 
     graph: Graph
-    permutation: Sizes
+    permutation: tuple[int, ...]
     points: int
     fused: bool
     do_sort: bool
@@ -411,7 +161,7 @@ class _Writer:
         half = node.weight.numpy()
         weight = self._constant(f"{base}.weight", half)
         relu = node.activation == "ReLU"
-        subm = geometry_of(node)["subm"]
+        subm = _geometry(node)["subm"]
         inputs = [self.names[node.x], weight, pair_fwd, pair_mask, argsort]
         attributes: dict[str, Any] = {
             "act_alpha": 0.0, "act_beta": 0.0, "is_subm": subm, "is_train": 0,
@@ -444,7 +194,7 @@ class _Writer:
         """Tensors of the pairs of a convolution: made once for its voxels and geometry."""
         from onnx import TensorProto, helper
 
-        voxels, geometry = self.coords[node.x], geometry_of(node)
+        voxels, geometry = self.coords[node.x], _geometry(node)
         key = voxels, json.dumps(geometry)
         if key not in self.known:
             subm = geometry["subm"]
@@ -549,6 +299,27 @@ class _Writer:
             found, count = f"{name}.{count}", count + 1
         self._taken.add(found)
         return found
+
+
+def _geometry(conv: Conv) -> dict[str, Any]:
+    """What pairs follow from, as attributes; of one form where the results are equal.
+
+    A submanifold convolution moves nothing, so its stride is 1 and its padding what keeps the
+    grid; so does a 1×1×1 convolution of stride 1.
+    """
+    ones = (1, 1, 1)
+    still = conv.kernel_size == conv.stride == ones and not any(conv.padding)
+    subm = conv.subm or still
+    padding = tuple(d * (k // 2) for k, d in zip(conv.kernel_size, conv.dilation, strict=True))
+    return {
+        "spatial_shape": list(conv.input_spatial_shape),
+        "ksize": list(conv.kernel_size),
+        "stride": list(ones if subm else conv.stride),
+        "padding": list(padding if subm else conv.padding),
+        "dilation": list(conv.dilation),
+        "out_padding": [0, 0, 0],
+        "subm": int(subm),
+    }
 
 
 def _scales(node: Conv) -> tuple[float, np.ndarray[Any, Any]]:

@@ -23,7 +23,7 @@ from bevquant_export.sparse._compare import LayerDifference, counted
 from bevquant_export.sparse._graph import Add, Conv, Graph, Move, Relu, Scatter
 from bevquant_export.sparse._reference import Made
 from bevquant_export.sparse._voxels import Voxels, convolved
-from bevquant_export.targets.autoware._emit import (
+from bevquant_export.targets.autoware._plugin import (
     DOMAIN,
     MOST_VOXELS,
     SLOTS,

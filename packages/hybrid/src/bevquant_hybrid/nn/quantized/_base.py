@@ -60,13 +60,6 @@ class FixedPoint(nn.Module):
             self.register_buffer("zero_point", torch.zeros_like(self.scale, dtype=torch.long))
         self.training = False
 
-    @staticmethod
-    def __qdq_program__(model: nn.Module, args: Any) -> Any:
-        """Tell `bevquant_export.export_qdq_onnx` that files are written before converting."""
-        from bevquant_hybrid._qdq import read
-
-        return read(model, args)
-
     @property
     def bits(self) -> int:
         """Bits of the output."""

@@ -1,0 +1,187 @@
+"""A calibrated sparse encoder as a file for the plugin, held against the model."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from torch import nn
+
+from bevquant_export.sparse._compare import LayerDifference
+from bevquant_export.sparse._export import sparse_graph
+from bevquant_export.sparse._graph import Conv
+from bevquant_export.sparse._verify import with_note
+from bevquant_export.targets.autoware._emit import GraphWriter
+from bevquant_export.targets.autoware._join import joined
+from bevquant_export.targets.autoware._plugin import AutowareFile
+from bevquant_quantizers import quantization_disabled, write_whole
+
+__all__ = ["export_autoware_onnx"]
+
+_ORDERS = {"xyz": (2, 1, 0), "zyx": (0, 1, 2), "yxz": (1, 2, 0)}
+_PRECISIONS = ("int8", "fp16")
+
+
+def export_autoware_onnx(
+    model: nn.Module,
+    example_inputs: Any,
+    path: str | os.PathLike[str],
+    *,
+    precision: str = "int8",
+    model_order: str = "xyz",
+    batches: Iterable[Any] = (),
+    head_room: float = 1.5,
+    points_per_voxel: int = 10,
+    fused: bool = True,
+    do_sort: bool = False,
+    rulebook_inputs: bool = False,
+    tails: Sequence[str | os.PathLike[str]] = (),
+    output_names: Sequence[str] = ("lidar_bev",),
+    verify: bool = True,
+) -> AutowareFile:
+    r"""Write a sparse encoder for Autoware's TensorRT plugin, from points of voxels on.
+
+    The operators are ``GetIndicePairsImplicitGemm`` and ``ImplicitGemm`` of the domain
+    ``autoware`` (autoware_tensorrt_plugins), features are float16 between layers. In int8 a layer
+    computes
+
+    .. math:: q = \operatorname{clamp}(\operatorname{roundf}(x_{16} \cdot (1/s_x)), -128, 127),
+              \quad y = \operatorname{fp16}\bigl(\operatorname{act}(a\, s_x s_w + b)\bigr)
+
+    with a the int32 sum of q and of the filter's integers, which the plugin makes of fp16(q_w·s_w)
+    again; ties go away from zero. That they survive is computed here, in the plugin's arithmetic.
+    Sums of residual blocks are ``Add`` in float16: no operand is quantized for them. One pair
+    generation serves all layers of one set of voxels and one geometry.
+
+    Args:
+        model: Calibrated, in evaluation mode, batch norms folded; as `export_sparse_onnx` takes
+            it. It is not changed.
+        example_inputs: Features, coordinates and the batch size, 1; run once.
+        path: The file; it appears whole or not at all.
+        precision: ``"int8"``: every layer whose input and weight are quantized, the others in
+            float16; the plugin's revision must have the attribute ``precision``. ``"fp16"``: every
+            layer, from the float weights.
+        model_order: Order of the model's coordinate columns: ``"xyz"`` (mit-bevfusion), ``"zyx"``
+            (mmdetection3d) or ``"yxz"`` (Autoware's BEVFusion); ``coors`` come as z, y, x.
+        batches: Further inputs, whose voxels are counted.
+        head_room: Voxels of a layer may be this many times those of the frames.
+        points_per_voxel: Second axis of ``voxels``; their mean is what the encoder reads.
+        fused: Bias and ReLU inside ``ImplicitGemm`` (six inputs, ``act_type``). False for plugins
+            before these: they have an ``Add`` and a ``Relu`` of their own; fp16 only.
+        do_sort: Sort the pairs by their masks, which takes longer than it saves on most frames.
+        rulebook_inputs: The pairs of strided convolutions are inputs
+            ``rulebook/<indice_key>/<slot>``, for a node that computes them beforehand, with the
+            metadata ``rulebook_stages`` and ``rulebook_coors_permutation`` that it reads.
+        tails: Files of what follows the encoder, one behind the other, each with one input; they
+            become part of this one. Their outputs are the file's.
+        output_names: Of the encoder; used where there are no tails.
+        verify: Hold the integer model against `model`, and the file, run by the definition of the
+            plugin's operators, against the integer model, on `example_inputs` before the file gets
+            its name. The metadata say so (``verified``).
+
+    Raises:
+        TypeError: `model` is no module.
+        ValueError: Something has no form for the plugin: an inverse convolution, a kernel of more
+            than 32 offsets, a batch of several frames, more than 256,000 voxels, weights whose
+            integers float16 does not carry; or the file computes something else than the model.
+            The module is named; nothing is written.
+
+    Example:
+        >>> def write(encoder, frames):
+        ...     return export_autoware_onnx(encoder, frames[0], "bevfusion_lidar.onnx",
+        ...                                 batches=frames, rulebook_inputs=True)
+    """
+    _check(model, precision, model_order, fused, points_per_voxel)
+    example = tuple(example_inputs)
+    if len(example) == 3 and int(example[2]) != 1:
+        raise ValueError(
+            f"export_autoware_onnx: a batch of {example[2]} frames; the node gives one: export "
+            "with one frame at a time"
+        )
+    order = "xyz" if model_order == "yxz" else model_order
+    if precision == "fp16":
+        model = copy.deepcopy(model)
+        with quantization_disabled(model):
+            _, graph = sparse_graph(model, example_inputs, batches, order, head_room, verify=verify)
+    else:
+        _, graph = sparse_graph(model, example_inputs, batches, order, head_room, verify=verify)
+    writer = GraphWriter(
+        graph,
+        permutation=_ORDERS[model_order],
+        points=points_per_voxel,
+        fused=fused,
+        do_sort=do_sort,
+        rulebook_inputs=rulebook_inputs,
+    )
+    proto = writer.model(list(output_names))
+    proto = joined(proto, [Path(tail) for tail in tails])
+    target = Path(path)
+    if not target.parent.is_dir():
+        raise ValueError(f"export_autoware_onnx: there is no folder {target.parent}; make it first")
+    content = proto.SerializeToString(deterministic=True)
+    file = AutowareFile(
+        path=target,
+        precision=precision,
+        fused=fused,
+        layers=writer.layers,
+        pair_generations=(writer.generations, sum(isinstance(n, Conv) for n in graph.nodes)),
+        voxel_bound=max(n.output_bound for n in graph.nodes if isinstance(n, Conv)),
+        permutation=writer.permutation,
+        outputs=tuple(output_names),
+        graph=graph,
+        tensors=writer.names,
+        coords=writer.coords,
+    )
+    if verify:
+        file = replace(file, differences=_verified(file, content, example))
+    write_whole(target, with_note(content, "onnx reference" if verify else "no"))
+    return file
+
+
+def _verified(
+    file: AutowareFile, content: bytes, inputs: tuple[Any, ...]
+) -> tuple[LayerDifference, ...]:
+    """What `compare_autoware_onnx` finds in the file before it has its name.
+
+    Raises:
+        ValueError: One value of one layer differs; its node is named.
+    """
+    from bevquant_export.targets.autoware._reference import compare_autoware_onnx
+
+    with TemporaryDirectory() as folder:
+        unnamed = replace(file, path=write_whole(Path(folder) / file.path.name, content))
+        rows = compare_autoware_onnx(unnamed, inputs)
+    for row in rows:
+        if row.different:
+            raise ValueError(
+                f"export_autoware_onnx: when the file is run by the definition of the plugin's "
+                f"operators, {row.node} ({row.path or 'the result'}) departs from the integer "
+                f"model: {row.different:,} of {row.elements:,} values differ, by up to "
+                f"{row.largest:g}; nothing was written. verify=False writes it all the same"
+            )
+    return rows
+
+
+def _check(model: object, precision: str, order: str, fused: bool, points: int) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"export_autoware_onnx: expected a module, got {type(model).__name__}")
+    if precision not in _PRECISIONS:
+        raise ValueError(
+            f"export_autoware_onnx: precision={precision!r}: expected 'int8' or 'fp16'"
+        )
+    if order not in _ORDERS:
+        raise ValueError(
+            f"export_autoware_onnx: model_order={order!r}: expected one of {', '.join(_ORDERS)}"
+        )
+    if precision == "int8" and not fused:
+        raise ValueError(
+            "export_autoware_onnx: fused=False with precision='int8': a plugin that has int8 has "
+            "bias and activation inside too; leave fused=True"
+        )
+    if points < 1:
+        raise ValueError(f"export_autoware_onnx: points_per_voxel={points}: expected 1 or more")

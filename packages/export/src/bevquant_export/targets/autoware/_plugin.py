@@ -1,0 +1,70 @@
+"""What the plugin takes: its limits, the integers that it makes of filters, and a file for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bevquant_export.sparse._compare import LayerDifference
+from bevquant_export.sparse._graph import Graph
+
+__all__ = ["DOMAIN", "MOST_VOXELS", "SLOTS", "AutowareFile", "quantized_weight"]
+
+DOMAIN = "autoware"
+MOST_VOXELS = 256_000  # compiled into the plugin, as the rows that a pair generation may make
+SLOTS = ("out_indices", "pair_fwd", "pair_mask", "mask_argsort")
+
+
+@dataclass(frozen=True, eq=False)
+class AutowareFile:
+    """A file for Autoware's plugin.
+
+    Attributes:
+        path: The file.
+        precision: ``"int8"`` or ``"fp16"``.
+        fused: Whether bias and ReLU are inside the convolutions.
+        layers: Node to the module that it comes from and ``"int8"`` or ``"fp16"``.
+        pair_generations: How many the file has, and in how many a layer each would be done.
+        voxel_bound: Most voxels of any layer on the frames that were shown, with head room.
+        permutation: Column of ``coors`` (z, y, x) that each column of the encoder comes from.
+        graph: What was written, before its operators were chosen; what a comparison runs.
+        outputs: Names of what the encoder makes.
+        tensors: Tensor of `graph` to its name in the file.
+        coords: Tensor of `graph` to the tensor of the file that has its voxels.
+        differences: From `compare_autoware_onnx` on the example inputs; empty where `verify` was
+            off.
+    """
+
+    path: Path
+    precision: str
+    fused: bool
+    layers: Mapping[str, tuple[str, str]]
+    pair_generations: tuple[int, int]
+    voxel_bound: int
+    permutation: tuple[int, ...]
+    outputs: tuple[str, ...]
+    graph: Graph
+    tensors: Mapping[str, str]
+    coords: Mapping[str, str]
+    differences: tuple[LayerDifference, ...] = ()
+
+
+def quantized_weight(
+    half: np.ndarray[Any, Any], channel_scale: np.ndarray[Any, Any], input_scale: float
+) -> np.ndarray[Any, Any]:
+    """Integers that the plugin makes of float16 filters: roundf(w · (1/s_w)), in float32.
+
+    s_w is ``channel_scale / input_scale``, as the plugin computes it back.
+    """
+    one = np.float32(1)
+    scale = channel_scale.astype(np.float32) / np.float32(input_scale)
+    inverse = (one / scale).reshape(-1, *[1] * (half.ndim - 1))
+    value = half.astype(np.float32) * inverse
+    whole = np.trunc(value)
+    rounded = whole + (np.abs(value - whole) >= np.float32(0.5)) * np.sign(value)
+    integers: np.ndarray[Any, Any] = np.clip(rounded, -128, 127).astype(np.int8)
+    return integers
