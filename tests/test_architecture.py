@@ -123,14 +123,18 @@ def module_imports(source: Path) -> dict[str, set[str]]:
     }
     named: dict[str, set[str]] = {}
     for module, path in paths.items():
+        parts = module.split(".")
+        package = parts if path.stem == "__init__" else parts[:-1]
         found: set[str] = set()
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 found |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            elif isinstance(node, ast.ImportFrom):
+                above = package[: len(package) + 1 - node.level] if node.level else []
+                home = ".".join([*above, *([node.module] if node.module else [])])
                 for alias in node.names:
-                    whole = f"{node.module}.{alias.name}"
-                    found.add(whole if whole in paths else node.module)
+                    whole = f"{home}.{alias.name}"
+                    found.add(whole if whole in paths else home)
         named[module] = found & paths.keys() - {module}
     return named
 
@@ -154,6 +158,15 @@ def circles(named: dict[str, set[str]]) -> list[set[str]]:
         if module in reach[module]
     }
     return sorted(map(set, found), key=len, reverse=True)
+
+
+def test_relative_imports_are_read(tmp_path: Path) -> None:
+    files = {"a/__init__": "from .b import c", "a/b": "from . import d", "a/d": "from .b import e"}
+    for name, text in files.items():
+        path = tmp_path / f"{name}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    assert module_imports(tmp_path) == {"a": {"a.b"}, "a.b": {"a.d"}, "a.d": {"a.b"}}
 
 
 def test_circles_are_found() -> None:

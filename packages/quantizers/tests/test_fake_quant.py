@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bevquant_quantizers import fake_quantize
-from bevquant_quantizers._fake_quant import integer_bounds
 from bevquant_quantizers._jit import has_numba
+from bevquant_quantizers._steps import integer_bounds
 
 BACKENDS = ["torch", "numba"] if has_numba() else ["torch"]
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bevquant_quantizers._histogram import abs_histogram, add_counts, merge_bins
+from bevquant_quantizers._abs_histogram import add_counts, merge_bins
+from bevquant_quantizers._histogram import abs_histogram
 from bevquant_quantizers._jit import has_numba
 
 BACKENDS = ["torch", "numba"] if has_numba() else ["torch"]

@@ -21,8 +21,9 @@ from bevquant_graph import (
     running,
 )
 
+from ._fold import Fold, Skipped
 from ._fuse_pair import fold_into
-from ._plan import Fold, Plan, Skipped, plan_fusion
+from ._plan import Plan, plan_fusion
 from ._remove_bn import Removal, neutralise, norm_at, remove_batch_norms
 from ._structure import activations
 from ._verify import Inputs, float64_by_default, in_float64, relative_difference, run, tolerance

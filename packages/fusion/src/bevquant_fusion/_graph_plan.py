@@ -17,8 +17,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from bevquant_graph import Graph, op_spec
 from bevquant_sparse import is_sparse_conv
 
+from ._fold import Fold, NormPaths, Skipped, layer_problem, tensor_owners, tied_to
 from ._foldable import bn_problem, has_hooks, is_convolution
-from ._plan import Fold, NormPaths, Skipped, layer_problem, tensor_owners, tied_to
 
 _BATCH_NORM = torch.ops.aten.batch_norm.default
 

@@ -1,4 +1,4 @@
-"""What is to be folded where, and what both ways of finding it ask of a layer and a batch norm."""
+"""What becomes of every batch norm of a model: by its graph, or by the structure of its modules."""
 
 from __future__ import annotations
 
@@ -10,55 +10,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from bevquant_graph import Graph
 
-from ._foldable import conv_problem, out_channels
-
-
-@dataclass(frozen=True)
-class Skipped:
-    """A batch norm that stays, and why.
-
-    Attributes:
-        bn: Its path in the model.
-        reason: One sentence that names what stands in the way.
-        location: ``file:line`` of the code that calls it, where that is known.
-    """
-
-    bn: str
-    reason: str
-    location: str = ""
-
-
-@dataclass(frozen=True)
-class NormPaths:
-    """Where the model keeps what a batch norm computes with, and its ε."""
-
-    mean: str
-    var: str
-    weight: str | None
-    bias: str | None
-    eps: float
-
-
-@dataclass(frozen=True)
-class Fold:
-    """A batch norm that reads all that one layer makes, and nobody else does.
-
-    Attributes:
-        conv: Path of the layer.
-        bn: Path of the batch norm, or of the module that has the parameters of a functional one.
-        norm: Where its numbers are.
-        caller: Path of the module whose forward calls it.
-        rest: Names of its own children that run after the normalisation, in order; None where
-            something else does, so that the normalisation has to stay and do nothing.
-        indexed: Whether other code picks members out of the chain that it is in.
-    """
-
-    conv: str
-    bn: str
-    norm: NormPaths
-    caller: str
-    rest: tuple[str, ...] | None = ()
-    indexed: bool = False
+from ._fold import Fold, Skipped
+from ._foldable import conv_problem
+from ._graph_plan import from_graph
+from ._structure import from_structure
 
 
 @dataclass(frozen=True)
@@ -79,9 +34,6 @@ def plan_fusion(model: nn.Module, graph: Graph | None, failure: str = "") -> Pla
             together is told by the structure of the modules.
         failure: Why there is no graph although example inputs were given.
     """
-    from ._graph_plan import from_graph
-    from ._structure import from_structure
-
     found: dict[str, Fold | Skipped] = {}
     untraced: dict[str, str] = {}
     if graph is not None:
@@ -124,53 +76,3 @@ def _never_called(path: str, untraced: Mapping[str, str], graph: Graph | None) -
     if graph is None:
         return "is never called by the forward of the model, as far as it can be read"
     return "is never called by the forward of the model"
-
-
-def layer_problem(
-    model: nn.Module, owners: Mapping[str, list[str]], conv: str, channels: int
-) -> str | None:
-    """What keeps the layer at ``conv`` from taking any batch norm of ``channels`` channels."""
-    module = model.get_submodule(conv)
-    problem = conv_problem(module)
-    if problem is not None:
-        return f"{conv}: {problem}"
-    made = out_channels(module)
-    if made != channels:
-        return (
-            f"{conv}: {type(module).__name__} makes {made} channels but its batch norm "
-            f"normalises {channels}"
-        )
-    own = {f"{conv}.{name}".lstrip(".") for name, _ in module.named_parameters(recurse=False)}
-    tied = tied_to(owners, own)
-    return None if tied is None else f"{tied[0]} is tied to {tied[1]}"
-
-
-def tensor_owners(model: nn.Module) -> dict[str, list[str]]:
-    """Each parameter's and buffer's path, and all paths of the same tensor."""
-    owners: dict[int, list[str]] = {}
-    for prefix, module in model.named_modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None:
-                    owners.setdefault(id(tensor), []).append(f"{prefix}.{name}".lstrip("."))
-    return {path: paths for paths in owners.values() for path in paths}
-
-
-def tied_to(owners: Mapping[str, list[str]], paths: set[str]) -> tuple[str, str] | None:
-    """One of ``paths`` and another path of the same tensor; None where each is its own."""
-    for path in sorted(paths):
-        others = [name for name in owners.get(path, ()) if name not in paths]
-        if others:
-            return path, ", ".join(others)
-    return None
-
-
-def norm_paths(bn: str, module: nn.Module) -> NormPaths:
-    """Where a batch norm module keeps its numbers."""
-    prefix = f"{bn}." if bn else ""
-    weight, bias = (
-        f"{prefix}{name}" if getattr(module, name, None) is not None else None
-        for name in ("weight", "bias")
-    )
-    eps = float(module.eps)  # type: ignore[arg-type]
-    return NormPaths(f"{prefix}running_mean", f"{prefix}running_var", weight, bias, eps)

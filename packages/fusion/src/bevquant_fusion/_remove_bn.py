@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from bevquant_sparse import is_sparse_conv
 
 from ._chains import is_chain, is_sparse_chain, remove_member
+from ._fold import Fold
 from ._fuse_pair import Norm
-from ._plan import Fold
 from ._without_calls import drop_calls
 
 Removal = Literal["identity", "removed", "rebuilt", "rest", "neutral"]

@@ -19,8 +19,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from bevquant_graph import quiet
 
 from ._chains import has_base, is_chain, is_sparse_chain, is_sparse_module
+from ._fold import Fold, Skipped, layer_problem, norm_paths, tensor_owners
 from ._foldable import fold_problem, has_hooks, is_convolution
-from ._plan import Fold, Skipped, layer_problem, norm_paths, tensor_owners
 
 _BLOCKS = frozenset({"SparseBasicBlock", "SparseBottleneck", "BasicBlock", "Bottleneck"})
 _ACTIVATIONS = (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SiLU, nn.Hardswish)

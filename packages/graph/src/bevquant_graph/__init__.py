@@ -7,14 +7,14 @@
 Graph of Sequential: 2 operations
 """
 
-from ._capture import CaptureError, capture, evaluation
-from ._faults import first_fault, forward_line, refuse_unusable, running
+from ._capture import capture
+from ._faults import CaptureError, first_fault, forward_line, refuse_unusable, running
 from ._graph import REQUIRE, Graph
 from ._layer_class import layer_class, own_code
 from ._opaque import OPAQUE, Opaque
 from ._operators import OPERATORS, OpSpec, op_spec
 from ._program import as_module, module_of
-from ._quiet import quiet
+from ._quiet import evaluation, quiet
 from ._signature import arguments, flatten, is_sparse_tensor, leaf_names, rebuild
 
 __all__ = [

@@ -24,30 +24,18 @@ from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from bevquant_sparse import open_shapes
 
-from ._faults import forward_line, running, where
+from ._faults import CaptureError, forward_line, running, where
 from ._functional import functional
 from ._graph import NUMBERS, Graph, fixed_number
 from ._opaque import Opaque, opaque_modules, recorded
-from ._quiet import quiet
+from ._quiet import evaluation, quiet
 from ._signature import Arguments, Tree, arguments, flatten, rebuild
 
-__all__ = ["CaptureError", "capture", "evaluation"]
+__all__ = ["capture"]
 
 
 tracing_config: Any = functorch_config
 _FLOATS = (SymT.FLOAT, SymT.UNBACKED_FLOAT)
-
-
-class CaptureError(ValueError):
-    """A forward that cannot be captured: where, what was met, and what to do.
-
-    Attributes:
-        reason: What was met and where, without the rest; "" where the graph is not the model.
-    """
-
-    def __init__(self, message: str, reason: str = "") -> None:
-        super().__init__(message)
-        self.reason = reason
 
 
 def capture(
@@ -206,24 +194,6 @@ def _fixes_numbers(program: ExportedProgram, leaves: list[Any]) -> bool:
 
 def _open(value: Any) -> Any:
     return dict.fromkeys(range(value.dim()), Dim.AUTO) if isinstance(value, Tensor) else Dim.AUTO
-
-
-@contextmanager
-def evaluation(model: nn.Module) -> Iterator[None]:
-    """Every module in evaluation mode, and each back in its own mode afterwards.
-
-    Attention is computed as it is while torch traces, without torch's fused form of it.
-    """
-    modes = {module: module.training for module in model.modules()}
-    fused = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    model.eval()
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fused)
-        for module, mode in modes.items():
-            module.training = mode
 
 
 @contextmanager

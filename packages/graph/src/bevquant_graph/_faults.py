@@ -13,7 +13,27 @@ from torch import Tensor, nn
 
 from ._signature import flatten
 
-__all__ = ["first_fault", "forward_line", "is_authors", "refuse_unusable", "running", "where"]
+__all__ = [
+    "CaptureError",
+    "first_fault",
+    "forward_line",
+    "is_authors",
+    "refuse_unusable",
+    "running",
+    "where",
+]
+
+
+class CaptureError(ValueError):
+    """A forward that cannot be captured: where, what was met, and what to do.
+
+    Attributes:
+        reason: What was met and where, without the rest; "" where the graph is not the model.
+    """
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 def is_authors(file: str) -> bool:

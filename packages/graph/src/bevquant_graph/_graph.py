@@ -13,8 +13,9 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from ._faults import first_fault, is_authors
+from ._faults import CaptureError, first_fault, is_authors
 from ._opaque import Opaque, opaque_call
+from ._quiet import evaluation
 from ._signature import Tree, arguments, flatten, leaf_names, rebuild
 
 __all__ = ["NO_VALUE", "REQUIRE", "Graph", "author_line"]
@@ -182,8 +183,6 @@ class Graph:
         Raises:
             CaptureError: It does not; the first module that departs is named.
         """
-        from ._capture import CaptureError, evaluation
-
         leaves = [_copied(leaf) for leaf in self.leaves(example_inputs)]
         given, named = rebuild(self.inputs, [_copied(leaf) for leaf in leaves])
         with evaluation(self.model), torch.no_grad():
@@ -205,7 +204,6 @@ class Graph:
 
     def _fault(self, leaves: list[Any]) -> str:
         """Why the graph gives other values than the model, as far as can be told."""
-        from ._capture import evaluation
 
         def run() -> None:
             args, kwargs = rebuild(self.inputs, [_copied(leaf) for leaf in leaves])

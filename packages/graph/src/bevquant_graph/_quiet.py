@@ -1,4 +1,4 @@
-"""torch without its remarks, where what fails is told by an exception."""
+"""How a model runs while it is looked at: in evaluation mode, and torch without its remarks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
+import torch
+from torch import nn
 from torch.export import _trace
 
-__all__ = ["quiet"]
+__all__ = ["evaluation", "quiet"]
 
 _LOGGERS = ("torch", "torch.__trace", "torch.export", "torch._export", "torch.fx")
 
@@ -40,3 +42,21 @@ def quiet(*more: str) -> Iterator[None]:
 
 def _say_nothing(*_: object, **__: object) -> None:
     """In place of `print`."""
+
+
+@contextmanager
+def evaluation(model: nn.Module) -> Iterator[None]:
+    """Every module in evaluation mode, and each back in its own mode afterwards.
+
+    Attention is computed as it is while torch traces, without torch's fused form of it.
+    """
+    modes = {module: module.training for module in model.modules()}
+    fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    model.eval()
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
+        for module, mode in modes.items():
+            module.training = mode

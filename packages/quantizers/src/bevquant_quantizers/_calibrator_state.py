@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import torch
 
-from ._histogram import AbsHistogram, impossible
+from ._abs_histogram import AbsHistogram, impossible
 from .calib._calibrator import Calibrator
 from .calib._histogram_calibrator import HistogramCalibrator
 from .calib._max import MaxCalibrator

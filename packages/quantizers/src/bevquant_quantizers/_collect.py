@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ._abs_histogram import AbsHistogram
 from ._checkpoint import Checkpoint
 from ._distributed import Peers, adopt_widths, lacks_width, widths
-from ._histogram import AbsHistogram
 from ._progress import progress_bar
 from ._select import NamedQuantizer, named_quantizers
 from ._shares import NO_BATCH, Shares

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ._abs_histogram import AbsHistogram
 from ._calibrator_state import calibrator_state, load_calibrator_state
-from ._histogram import AbsHistogram
 from ._merge import merge
 from .calib._calibrator import Calibrator
 from .calib._histogram_calibrator import HistogramCalibrator

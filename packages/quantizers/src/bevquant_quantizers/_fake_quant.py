@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ._descriptor import check_bits, kept_axes
+from ._descriptor import kept_axes
 from ._jit import use_numba
+from ._steps import integer_bounds, refuse_negative, scales
 
 __all__ = ["fake_quantize"]
 
-# Upstream's threshold: below the smallest float16 above zero a range counts as zero.
-_SMALLEST_AMAX = 1.0 / (1 << 24)
 # Loading numba for less than this is not worth it.
 _SMALLEST_KERNEL = 1 << 14
 
@@ -159,36 +158,6 @@ def _along(amax: Tensor, x: Tensor, axis: int | Sequence[int]) -> Tensor:
             f"{tuple(x.shape)}: expected {tuple(shape)}"
         )
     return amax.reshape(shape)
-
-
-def integer_bounds(num_bits: int, unsigned: bool, narrow_range: bool) -> tuple[float, float]:
-    """Return the smallest and the largest integer."""
-    top = 2.0 ** (check_bits(num_bits) - 1 + bool(unsigned)) - 1.0
-    return (0.0 if unsigned else -top if narrow_range else -top - 1.0), top
-
-
-def scales(amax: Tensor, top: float) -> tuple[Tensor, Tensor]:
-    """Return the scale to multiply with and the scale to divide by: 0 and 1 where amax is 0.
-
-    Raises:
-        ValueError: A negative amax.
-    """
-    if amax.dtype == torch.half:
-        amax = amax.float()
-    if bool((amax < 0).any()):
-        raise ValueError(f"amax must not be negative, its smallest value is {amax.min().item():g}")
-    # A tensor over a tensor: a Python number over a tensor would be a reciprocal times the number.
-    scale = torch.full((), top, dtype=torch.float32, device=amax.device) / amax
-    dead = amax <= _SMALLEST_AMAX
-    return scale.masked_fill(dead, 0.0), scale.masked_fill(dead, 1.0)
-
-
-def refuse_negative(x: Tensor) -> None:
-    """Raise the error of unsigned quantization that met negative values."""
-    raise TypeError(
-        f"negative values (down to {x.min().item():g}) in unsigned quantization: use a signed "
-        "quantizer, or put it after the ReLU"
-    )
 
 
 def _torch_step(

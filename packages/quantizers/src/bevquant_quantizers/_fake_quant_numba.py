@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ._fake_quant import integer_bounds, refuse_negative, scales
 from ._jit import jit
 from ._recycle import empty
+from ._steps import integer_bounds, refuse_negative, scales
 from ._stream_numba import LANES, keep_stream, quantize_stream
 from ._threads import run_parts
 

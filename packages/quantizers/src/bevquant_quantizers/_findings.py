@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from ._histogram import AbsHistogram
+from ._abs_histogram import AbsHistogram
 from .calib._calibrator import Calibrator
 from .calib._histogram_calibrator import HistogramCalibrator
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ._histogram import AbsHistogram, plan_bins, wide_bins
+from ._abs_histogram import AbsHistogram, plan_bins, wide_bins
 from ._jit import jit
 from ._threads import run_parts
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-__all__ = ["fake_affine_tensor_quant", "tensor_quant"]
+from ._steps import SMALLEST_AMAX
 
-_SMALLEST_AMAX = 1.0 / (1 << 24)
+__all__ = ["fake_affine_tensor_quant", "tensor_quant"]
 
 
 def tensor_quant(
@@ -103,7 +103,7 @@ class _TensorQuant(Function):
         low = 0.0 if unsigned else -top if narrow_range else -top - 1.0
         # A tensor over a tensor: a Python number over one is a reciprocal times the number.
         scale = torch.full((), top, dtype=torch.float32, device=amax.device) / amax
-        dead = amax <= _SMALLEST_AMAX
+        dead = amax <= SMALLEST_AMAX
         q = torch.clamp((wide * scale.masked_fill(dead, 0.0)).round(), low, top)
         scale = scale.masked_fill(dead, 1.0)
         if x.dtype == torch.float16 and scale.numel() and bool(scale.max() > 65504):

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from torch import Tensor
 
-from ._fake_quant import integer_bounds
+from ._abs_histogram import AbsHistogram
 from ._findings import CalibrationFinding, bin_width, find, reach
-from ._histogram import AbsHistogram
+from ._steps import integer_bounds
 from .calib._calibrator import Calibrator
 from .calib._histogram_calibrator import HistogramCalibrator
 

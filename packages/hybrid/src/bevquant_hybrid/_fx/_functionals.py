@@ -14,7 +14,7 @@ from bevquant_hybrid._fx._recipes import Recipe, Step, recipe_of
 from bevquant_hybrid._fx._tracer import number_nodes, scope_of
 from bevquant_hybrid._quant_stub import QuantStub
 from bevquant_hybrid.operators import load_support_table, row_of_module
-from bevquant_hybrid.partition import Listed, place_operator
+from bevquant_hybrid.partition._placement import Listed, place_operator
 
 __all__ = ["mapper_place", "replace_functions"]
 

@@ -25,7 +25,7 @@ from bevquant_hybrid.nn._scatter import PointPillarsScatter
 from bevquant_hybrid.nn.intrinsic import Fused
 from bevquant_hybrid.nn.qat import has_qat_form
 from bevquant_hybrid.operators import load_support_table, row_of_function
-from bevquant_hybrid.partition import Listed, place_operator
+from bevquant_hybrid.partition._placement import Listed, place_operator
 
 __all__ = ["Kind", "Placement", "has_weight", "keeps_scale"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bevquant_quantizers._histogram import AbsHistogram, add_counts, merge_bins
+from bevquant_quantizers._abs_histogram import AbsHistogram, add_counts, merge_bins
 
 __all__ = ["bin_edges", "combine"]
 

@@ -8,8 +8,9 @@ import math
 import torch
 from torch import Tensor
 
+from bevquant_quantizers._abs_histogram import AbsHistogram
 from bevquant_quantizers._descriptor import Axis
-from bevquant_quantizers._histogram import AbsHistogram, abs_histogram
+from bevquant_quantizers._histogram import abs_histogram
 
 from ._bins import bin_edges, combine
 from ._calibrator import Calibrator

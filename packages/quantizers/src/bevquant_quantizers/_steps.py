@@ -1,0 +1,43 @@
+"""The steps of a range: their integers, and the scale that leads there and back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ._descriptor import check_bits
+
+__all__ = ["SMALLEST_AMAX", "integer_bounds", "refuse_negative", "scales"]
+
+# Upstream's threshold: below the smallest float16 above zero a range counts as zero.
+SMALLEST_AMAX = 1.0 / (1 << 24)
+
+
+def integer_bounds(num_bits: int, unsigned: bool, narrow_range: bool) -> tuple[float, float]:
+    """Return the smallest and the largest integer."""
+    top = 2.0 ** (check_bits(num_bits) - 1 + bool(unsigned)) - 1.0
+    return (0.0 if unsigned else -top if narrow_range else -top - 1.0), top
+
+
+def scales(amax: Tensor, top: float) -> tuple[Tensor, Tensor]:
+    """Return the scale to multiply with and the scale to divide by: 0 and 1 where amax is 0.
+
+    Raises:
+        ValueError: A negative amax.
+    """
+    if amax.dtype == torch.half:
+        amax = amax.float()
+    if bool((amax < 0).any()):
+        raise ValueError(f"amax must not be negative, its smallest value is {amax.min().item():g}")
+    # A tensor over a tensor: a Python number over a tensor would be a reciprocal times the number.
+    scale = torch.full((), top, dtype=torch.float32, device=amax.device) / amax
+    dead = amax <= SMALLEST_AMAX
+    return scale.masked_fill(dead, 0.0), scale.masked_fill(dead, 1.0)
+
+
+def refuse_negative(x: Tensor) -> None:
+    """Raise the error of unsigned quantization that met negative values."""
+    raise TypeError(
+        f"negative values (down to {x.min().item():g}) in unsigned quantization: use a signed "
+        "quantizer, or put it after the ReLU"
+    )
