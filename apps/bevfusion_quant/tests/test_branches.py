@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,9 @@ from bevfusion_quant.ptq import (
     quantize_branch,
     quantized_parts,
 )
+from bevfusion_quant.steps import _load_run
 from bevfusion_quant.steps._branches import expand_patterns
+from bevquant_fusion import fuse_model
 from bevquant_quantizers import TensorQuantizer
 
 if importlib.util.find_spec("spconv") is None:
@@ -33,6 +36,25 @@ WEIGHTED = (nn.Conv1d, nn.Conv2d, nn.ConvTranspose2d, nn.Linear)
 def fused() -> nn.Module:
     torch.manual_seed(0)
     return fuse_branch(build_model(TINY), example_batch(TINY)).model
+
+
+def test_a_runs_folded_modules_follow_from_its_weights(
+    fused: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By structure where that leaves what the run has weights for, else by capturing."""
+    captured: list[str] = []
+    monkeypatch.setattr(
+        _load_run, "fuse_branch", lambda *args: captured.append("") or fuse_branch(*args)
+    )
+    model, example, state = build_model(TINY).eval(), example_batch(TINY), fused.state_dict()
+    assert repr(_load_run._folded(model, example, state)) == repr(fused)
+    assert not captured
+    monkeypatch.setattr(
+        "bevquant_fusion.fuse_model",
+        lambda m, **given: fuse_model(m, **given) if given else SimpleNamespace(model=m),
+    )
+    assert repr(_load_run._folded(model, example, state)) == repr(fused)
+    assert captured
 
 
 def parts_with_quantizers(model: nn.Module) -> set[str]:
