@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from bevquant_export import compare_float_onnx, export_float_onnx, lint_onnx
+from bevquant_export.floats import _torch_exporter
 from bevquant_qnn import quantize_model
 from bevquant_quantizers import calibrate
 
@@ -175,3 +177,15 @@ def test_a_missing_library_is_named_with_its_extra(
     with pytest.raises(ImportError, match=re.escape(f"bevquant-export[{extra}]")):
         export_float_onnx(nn.ReLU().eval(), torch.ones(1), tmp_path / "net.onnx")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_torchs_table_is_read_once_and_everybody_gets_a_copy() -> None:
+    reads: list[int] = []
+
+    def read(opset: int) -> SimpleNamespace:
+        reads.append(opset)
+        return SimpleNamespace(functions={"aten::add": ["Add"]})
+
+    _torch_exporter._forms(read, 18).functions["aten::add"].clear()
+    assert _torch_exporter._forms(read, 18).functions == {"aten::add": ["Add"]}
+    assert _torch_exporter._forms(read, 20).functions and reads == [18, 20]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import copy
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -43,8 +46,14 @@ def exported(
             "export_float_onnx needs onnxscript: pip install 'bevquant-export[float]'"
         ) from error
     positional, named = arguments(args)
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+    read_once = partial(_forms, ONNXRegistry.from_torchlib)
+    known = mock.patch.object(ONNXRegistry, "from_torchlib", read_once)
     try:
-        with quiet(*_LOGGERS), contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
+        with (
+            quiet(*_LOGGERS), contextlib.redirect_stdout(io.StringIO()), torch.no_grad(), known,
+        ):  # fmt: skip
             program = torch.onnx.export(
                 module, positional, kwargs=named or None, dynamo=True, verbose=False,
                 input_names=list(inputs), output_names=list(outputs), opset_version=opset,
@@ -59,6 +68,19 @@ def exported(
     proto = program.model_proto
     _name_nodes(proto.graph)
     return proto
+
+
+@cache
+def _read_forms(read: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return read(*args, **kwargs)
+
+
+def _forms(read: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What torch reads from the sources of 500 functions again for every export, read once."""
+    held = _read_forms(read, *args, **kwargs)
+    own = copy.copy(held)
+    own.functions = {name: [*forms] for name, forms in held.functions.items()}
+    return own
 
 
 def _reason(error: BaseException) -> str:
