@@ -188,4 +188,5 @@ def test_torchs_table_is_read_once_and_everybody_gets_a_copy() -> None:
 
     _torch_exporter._forms(read, 18).functions["aten::add"].clear()
     assert _torch_exporter._forms(read, 18).functions == {"aten::add": ["Add"]}
-    assert _torch_exporter._forms(read, 20).functions and reads == [18, 20]
+    assert _torch_exporter._forms(read, 20).functions
+    assert reads == [18, 20]
