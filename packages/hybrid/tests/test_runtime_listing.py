@@ -97,7 +97,7 @@ def test_saved_traced_models_compute_the_same_and_compile(model, tmp_path) -> No
 @deprecated
 def test_other_versions_are_warned_of(monkeypatch) -> None:
     traced, file = torch.jit.trace(nn.ReLU(), X), io.BytesIO()
-    monkeypatch.setattr(horizon, "__version__", "9.8.7")
+    monkeypatch.setattr(horizon.jit, "__version__", "9.8.7")
     horizon.jit.save(traced, file)
     monkeypatch.undo()
     file.seek(0)

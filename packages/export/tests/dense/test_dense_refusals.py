@@ -92,7 +92,9 @@ def test_other_than_eight_bits_are_refused(calibrated: Fixture, x: Tensor, tmp_p
         export_qdq_onnx(model, x, tmp_path / "net.onnx")
 
 
-def test_inputs_of_integers_are_refused(calibrated: Fixture, x: Tensor, tmp_path: Path) -> None:
+def test_hb_mapper_takes_no_inputs_of_integers(
+    calibrated: Fixture, x: Tensor, tmp_path: Path
+) -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -104,7 +106,9 @@ def test_inputs_of_integers_are_refused(calibrated: Fixture, x: Tensor, tmp_path
     index = torch.arange(3)
     model = calibrated(Two(), x, index)
     with pytest.raises(ValueError, match=r"input index is torch\.int64; expected float32"):
-        export_qdq_onnx(model, (x, index), tmp_path / "net.onnx")
+        export_qdq_onnx(model, (x, index), tmp_path / "net.onnx", "horizon")
+    with pytest.raises(ValueError, match=r"input index is torch\.float64; expected float32"):
+        export_qdq_onnx(model, (x, index.double()), tmp_path / "net.onnx")
 
 
 @pytest.mark.parametrize(

@@ -202,13 +202,20 @@ class _Typing:
 
     def _retyped(self, node: Any) -> None:
         """Types that a node's attributes say."""
-        from onnx import numpy_helper
+        from onnx import helper, numpy_helper
 
+        if (
+            node.op_type == "ConstantOfShape"
+            and not node.attribute
+            and node.output[0] in self.floats
+        ):
+            zero = numpy_helper.from_array(np.zeros(1, np.float32))  # what it means by nothing
+            node.attribute.append(helper.make_attribute("value", zero))
         for attribute in node.attribute:
             if node.op_type == "Cast" and attribute.name == "to" and attribute.i == _FLOAT:
                 attribute.i = _HALF
             if attribute.type == 4 and attribute.t.data_type == _FLOAT:
-                value = _in_half(numpy_helper.to_array(attribute.t), node.name or node.output[0])
+                value = _in_half(numpy_helper.to_array(attribute.t), node.name or made)
                 attribute.t.CopyFrom(numpy_helper.from_array(value, attribute.t.name))
 
     def _outputs(self, nodes: list[Any]) -> list[Any]:

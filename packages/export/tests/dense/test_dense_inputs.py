@@ -1,0 +1,84 @@
+"""Inputs beside float32: a pillar's number of points and its place, indices of a table, masks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bevquant_export import compare_qdq_onnx, export_qdq_onnx, lint_onnx
+from bevquant_int8sim import simulate
+
+Fixture = Callable[..., Any]
+SIDE, POINTS, PILLARS = 8, 5, 20
+
+
+class Pillars(nn.Module):
+    """Points to a map: padding is masked, the largest of each pillar goes to its cell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Linear(4, 16)
+        self.map = nn.Conv2d(16, 8, 3, padding=1)
+
+    def forward(self, voxels: Tensor, num_points: Tensor, coords: Tensor) -> Tensor:
+        real = torch.arange(POINTS)[None] < num_points[:, None]
+        best = torch.relu(self.features(voxels * real[..., None].type_as(voxels))).amax(1)
+        canvas = best.new_zeros(16, SIDE * SIDE)
+        canvas[:, (coords[:, 0] * SIDE + coords[:, 1]).long()] = best.t()
+        made: Tensor = self.map(canvas.view(1, 16, SIDE, SIDE))
+        return made
+
+
+class Tokens(nn.Module):
+    """Rows of a table by their numbers; what a mask names is zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer = nn.Embedding(10, 16), nn.Linear(16, 8)
+
+    def forward(self, numbers: Tensor, mask: Tensor) -> Tensor:
+        made: Tensor = self.layer(self.table(numbers)).masked_fill(mask[..., None], 0.0)
+        return made
+
+
+def pillars(kind: torch.dtype) -> tuple[Tensor, ...]:
+    cells = torch.randperm(SIDE * SIDE)[:PILLARS]
+    coords = torch.stack([cells // SIDE, cells % SIDE], 1).to(kind)
+    return torch.randn(PILLARS, POINTS, 4), torch.randint(1, POINTS, (PILLARS,)).to(kind), coords
+
+
+def tokens() -> tuple[Tensor, ...]:
+    return torch.randint(0, 10, (2, 7)), torch.rand(2, 7) < 0.3
+
+
+CASES: dict[str, tuple[type[nn.Module], Callable[[], tuple[Tensor, ...]], list[str]]] = {
+    "pillars of int32": (Pillars, lambda: pillars(torch.int32), ["FLOAT", "INT32", "INT32"]),
+    "pillars of int64": (Pillars, lambda: pillars(torch.int64), ["FLOAT", "INT64", "INT64"]),
+    "tokens": (Tokens, tokens, ["INT64", "BOOL"]),
+}
+
+
+@pytest.mark.parametrize("profile", ["tensorrt10", "tensorrt11", "onnxruntime", "openvino"])
+@pytest.mark.parametrize("case", CASES)
+def test_integers_and_truth_values_keep_their_type(
+    case: str, profile: str, calibrated: Fixture, run: Fixture, tmp_path: Path
+) -> None:
+    if profile == "openvino":
+        pytest.importorskip("openvino", reason="openvino is not installed")
+    net, frame, types = CASES[case]
+    model, other = calibrated(net(), *frame()), frame()
+    file = export_qdq_onnx(model, frame(), tmp_path / "net.onnx", profile)
+    ports = onnx.load(file.path).graph.input
+    found = [onnx.TensorProto.DataType.Name(p.type.tensor_type.elem_type) for p in ports]
+    assert found == ["FLOAT16" if t == "FLOAT" and "11" in profile else t for t in types]
+    assert sum(row.unexplained for row in compare_qdq_onnx(file, model, other)) == 0
+    assert lint_onnx(file.path, profile) == []
+    if profile == "onnxruntime":
+        (made,), _ = run(file, *other)
+        torch.testing.assert_close(made, simulate(model, frame())(*other), rtol=1e-5, atol=1e-6)
