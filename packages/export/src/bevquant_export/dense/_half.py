@@ -204,11 +204,8 @@ class _Typing:
         """Types that a node's attributes say."""
         from onnx import helper, numpy_helper
 
-        if (
-            node.op_type == "ConstantOfShape"
-            and not node.attribute
-            and node.output[0] in self.floats
-        ):
+        made = node.output[0]
+        if node.op_type == "ConstantOfShape" and not node.attribute and made in self.floats:
             zero = numpy_helper.from_array(np.zeros(1, np.float32))  # what it means by nothing
             node.attribute.append(helper.make_attribute("value", zero))
         for attribute in node.attribute:
