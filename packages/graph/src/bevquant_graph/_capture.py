@@ -162,7 +162,7 @@ def _exported(
             stack.enter_context(mock.patch.object(meta_utils, "_safe_copy", _copied))
             # Its check that operators leave their operands alone takes an absent one for changed.
             stack.enter_context(mock.patch.object(MutationChecker, "check"))
-        stack.enter_context(mock.patch.object(fx.proxy, "CapturedTraceback", _Calls))
+        stack.enter_context(mock.patch.object(fx.proxy, "CapturedTraceback", _Calls, create=True))
         program = torch.export.export(shell, given, dynamic_shapes=dims, strict=False)
         result = results[-1]
         program = functional(program)
@@ -177,7 +177,7 @@ class _Calls:
     """
 
     @classmethod
-    def extract(cls) -> _Calls:
+    def extract(cls, **_: Any) -> _Calls:
         """Of where it is called."""
         return cls()
 
