@@ -81,9 +81,9 @@ def export_qdq_onnx(
         model: A `bevquant_qnn` model, calibrated, in evaluation mode; or one from
             ``prepare_qat_fx``, ``prepare_calibration_fx`` or ``prepare_qat`` of `bevquant_hybrid`,
             which is written as it evaluates. It is not changed.
-        args: A tuple of positional inputs, a dict of named ones, or one input: float32, and but
-            for horizon integers and truth values, such as a pillar's number of points and its
-            place, or a mask. They keep their type in the file.
+        args: A tuple of positional inputs, a dict of named ones, or one input: float32, and, but
+            for horizon, integers and truth values, which keep their type in the file (a pillar's
+            number of points and its place, a mask).
         path: The file. It appears whole or not at all.
         profile: One of the above, or the name of another `QdqTarget`.
         input_names: One for each tensor among `args`; the parameters' names by default.
@@ -140,7 +140,7 @@ def export_qdq_onnx(
         raise ValueError(f"export_qdq_onnx: there is no folder {target.parent}; make it first")
     source = read_model(
         model, args, dynamic_batch=dynamic_batch, voxels=chosen.voxels,
-        integer_inputs=chosen.name != "horizon", integer_sums=integer_sums, verify=verify,
+        integer_inputs=chosen.integer_inputs, integer_sums=integer_sums, verify=verify,
     )  # fmt: skip
     inputs = named_inputs(source, input_names)
     outputs = named_outputs(source, output_names)

@@ -37,6 +37,7 @@ class Profile:
         depth_to_space: A transposed convolution whose windows lie side by side is one of 1×1 whose
             channels become pixels; else it stays what it is, and runs in float.
         voxels: Sparse convolutions may be among a model's layers, as functions of the file.
+        integer_inputs: Inputs may be integers and truth values; else all are float32.
         runner: What runs a file to check it: ``"onnxruntime"`` or ``"openvino"`` optimised as in
             use, ``"plain"`` for ONNX Runtime without optimisations.
     """
@@ -56,6 +57,7 @@ class Profile:
     half: bool = False
     depth_to_space: bool = False
     voxels: bool = False
+    integer_inputs: bool = True
     runner: str = "plain"
 
 
@@ -70,7 +72,7 @@ def profile_of(name: str, weights: str | None = None) -> Profile:
         ValueError: Another name, or weights that the target has no choice of.
     """
     dense: list[Any] = [t for t in targets() if isinstance(getattr(t, "form", None), Profile)]
-    known = {name: t for t in dense for name in (t.name, *t.aliases)}
+    known = {called: t for t in dense for called in (t.name, *t.aliases)}
     if name not in known:
         raise ValueError(
             f"export_qdq_onnx: profile={name!r}: expected one of {', '.join(map(repr, known))}"

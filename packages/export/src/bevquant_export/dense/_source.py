@@ -95,9 +95,9 @@ def read_model(
 
     Raises:
         TypeError: No module.
-        ValueError: Not calibrated, not traceable, in training mode, a sparse model, floats other
-            than float32, integers or truth values among the inputs without `integer_inputs`, or a
-            batch that cannot vary.
+        ValueError: Not calibrated, not traceable, in training mode, a sparse model, inputs of
+            another type than float32 (or with `integer_inputs` other floats), or a batch that
+            cannot vary.
     """
     for path, value in model.named_parameters() if isinstance(model, nn.Module) else ():
         if value.is_floating_point() and value.dtype != torch.float32:
@@ -128,17 +128,12 @@ def read_model(
             shape = tuple(int(size) for size in value.spatial_shape)
             grids[program.sparse_inputs[name]] = shape, int(value.batch_size)
     for name, value in given.items():
-        if not isinstance(value, Tensor) or value.dtype == torch.float32:
+        if sparse or not isinstance(value, Tensor) or value.dtype == torch.float32:
             continue
-        if value.is_floating_point() or not (sparse or integer_inputs):
+        if value.is_floating_point() or value.is_complex() or not integer_inputs:
             raise ValueError(
-                f"export_qdq_onnx: input {called[name]} is {value.dtype}; expected float32. "
-                + (
-                    "Convert it; the profile says what the file's floats are"
-                    if value.is_floating_point()
-                    else "hb_mapper takes float feature maps alone: compute what depends on "
-                    "others outside of this model"
-                )
+                f"export_qdq_onnx: input {called[name]} is {value.dtype}; expected float32. Give "
+                "float32 tensors, and compute what depends on others outside of this model"
             )
     ranges: dict[str, float] = {}
     dtypes: dict[str, torch.dtype] = {}

@@ -30,7 +30,7 @@ class _Horizon(QdqTarget):
         "horizon", 11, np.int8, 0, "float",
         integer_bias=False, integer_relu=False, axis=False,
         transposed_per_channel=True, numbered=True,
-        repeats=False, one_scale=False,
+        repeats=False, one_scale=False, integer_inputs=False,
     )  # fmt: skip
 
     def lint(self, file: LintFile) -> Iterator[Finding]:
