@@ -14,7 +14,7 @@ import torch
 
 from bevquant_int8sim import backend_report
 
-BACKENDS = ("vnni", "portable", "torch")
+BACKENDS = ("amx", "vnni", "portable", "torch")
 
 
 @pytest.fixture(params=BACKENDS)

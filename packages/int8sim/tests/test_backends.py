@@ -35,7 +35,7 @@ def failing(monkeypatch, *kinds):
 
 def test_the_report_says_what_runs():
     report = {status.name: status for status in backend_report()}
-    assert list(report) == ["vnni", "portable", "torch"]
+    assert list(report) == ["amx", "vnni", "portable", "torch"]
     assert report["torch"].available
     assert all(status.detail for status in report.values())
     first = next(status.name for status in report.values() if status.available)
@@ -71,7 +71,7 @@ def test_other_devices_go_to_torch():
 
 def test_unknown_backends_name_the_layer():
     x = torch.ones(2, 3, dtype=torch.int8)
-    with pytest.raises(ValueError, match="fc: backend='cuda': expected one of auto, vnni"):
+    with pytest.raises(ValueError, match="fc: backend='cuda': expected one of auto, amx, vnni"):
         int8_linear(x, x, backend="cuda", name="fc")
 
 

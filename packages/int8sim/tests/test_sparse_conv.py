@@ -149,7 +149,7 @@ def test_int16_features(backend, loop_sparse_conv, random_voxels):
     x = generator.integers(-(2**15), 2**15, (70, 8)).astype(np.int16)
     w = numbers(generator, (3, 3, 3, 8, 16), "random")
     arguments = torch.from_numpy(x), torch.from_numpy(w), None, rulebook
-    if backend == "vnni":
+    if backend in ("amx", "vnni"):
         with pytest.raises(ValueError, match=r"backend='vnni' cannot be used: .* int8"):
             int8_sparse_conv(*arguments, layout=WeightLayout.RSCK, backend=backend)
         return
@@ -160,7 +160,7 @@ def test_int16_features(backend, loop_sparse_conv, random_voxels):
 
 
 def test_overflow_is_named_and_its_neighbourhood_is_exact(backend):
-    if backend == "vnni":
+    if backend in ("amx", "vnni"):
         pytest.skip("it takes int8 features only")
     channels = 520
     indices = torch.tensor([[0, 0], [0, 1]], dtype=torch.int32)

@@ -14,7 +14,8 @@ from bevquant_int8sim._matmul import matmul_method
 __all__ = ["BackendStatus", "backend_report", "check_backend", "choose_backend"]
 
 logger = logging.getLogger(__name__)
-_BACKENDS = ("auto", "vnni", "portable", "torch")
+_COMPILED = ("amx", "vnni", "portable")
+_BACKENDS = ("auto", *_COMPILED, "torch")
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class BackendStatus:
     """Whether a backend can be used here, and through what.
 
     Attributes:
-        name: ``"vnni"``, ``"portable"`` or ``"torch"``.
+        name: ``"amx"``, ``"vnni"``, ``"portable"`` or ``"torch"``.
         available: It is there and computed the self-test's saturating operands right.
         detail: The instructions it compiles to or the products it uses, or why it cannot be used.
     """
@@ -45,7 +46,7 @@ def backend_report() -> tuple[BackendStatus, ...]:
         f"{matmul_method(device, 'torch.int16')}"
         for device in devices
     ]
-    return _status("vnni"), _status("portable"), BackendStatus("torch", True, "; ".join(methods))
+    return *map(_status, _COMPILED), BackendStatus("torch", True, "; ".join(methods))
 
 
 @functools.cache
@@ -59,7 +60,14 @@ def _status(kind: str) -> BackendStatus:
         )
     instructions = dot_product.instruction_set(kind)
     if instructions is None:
-        return BackendStatus(kind, False, "this CPU has no VNNI instructions")
+        return BackendStatus(kind, False, f"this CPU has no {kind.upper()} instructions")
+    if kind == "amx":
+        if not _status("vnni").available:
+            return BackendStatus(kind, False, "needs vnni for layers that whole tiles do not fit")
+        access = importlib.import_module("bevquant_int8sim._compiled.amx_access")
+        if (reason := access.refusal()) is not None:
+            logger.warning("AMX cannot be used on this machine: %s", reason)
+            return BackendStatus(kind, False, f"{instructions}: {reason}")
     variants = ("portable", "portable16") if kind == "portable" else (kind,)
     if not all(self_test.kernels_are_exact(variant) for variant in variants):
         logger.warning("the %s kernels fail their self-test on this machine", kind)
@@ -81,7 +89,7 @@ def choose_backend(backend: str, device: torch.device, dtype: torch.dtype, name:
         ValueError: An unknown backend, or one that cannot run this here; `name` is the layer.
     """
     check_backend(backend, name)
-    for kind in ("vnni", "portable"):
+    for kind in _COMPILED:
         if backend not in ("auto", kind):
             continue
         reason = _refusal(kind, device, dtype)
@@ -97,7 +105,7 @@ def choose_backend(backend: str, device: torch.device, dtype: torch.dtype, name:
 def _refusal(kind: str, device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type != "cpu":
         return f"it runs on a CPU, the inputs are on {device}"
-    if kind == "vnni" and dtype != torch.int8:
+    if kind in ("amx", "vnni") and dtype != torch.int8:
         return f"its instructions multiply int8, the inputs are {dtype}"
     status = _status(kind)
     return None if status.available else status.detail

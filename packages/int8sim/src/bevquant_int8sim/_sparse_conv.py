@@ -69,7 +69,8 @@ def int8_sparse_conv(
         narrow_range: Leave out the most negative integer of the output.
         rounding: ``"half_even"``, ``"half_up"`` or ``"half_away"`` (see `quantize`).
         arithmetic: ``"float64"`` or ``"fixed_point"`` (see `requantize`).
-        backend: ``"vnni"`` (numba, VNNI instructions, int8), ``"portable"`` (numba, any CPU),
+        backend: ``"amx"`` (numba, AMX instructions where the channels fit them and VNNI elsewhere,
+            int8), ``"vnni"`` (numba, VNNI instructions, int8), ``"portable"`` (numba, any CPU),
             ``"torch"`` (any device) or ``"auto"``, the first of these that runs here and passes its
             self-test (`backend_report`).
         name: The layer that a message names.

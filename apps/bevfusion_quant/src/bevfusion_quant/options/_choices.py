@@ -59,7 +59,7 @@ Target = Literal["nvidia", "bpu"]
 MarchName = Literal["bayes", "bernoulli2", "bayes-e"]
 """Of `bevquant_hybrid.march` those whose estimates and partition the app knows."""
 
-Backend = Literal["auto", "vnni", "portable", "torch"]
+Backend = Literal["auto", "amx", "vnni", "portable", "torch"]
 """Kernels of `bevquant_int8sim`."""
 
 ExportTarget = Literal[

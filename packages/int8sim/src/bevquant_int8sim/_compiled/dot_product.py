@@ -21,7 +21,7 @@ __all__ = [
     "FLIP", "STEP_CHANNELS", "dot", "input_bytes", "instruction_set", "is_wide", "load_inputs",
 ]  # fmt: skip
 
-STEP_CHANNELS = {"vnni": 4, "portable": 2, "portable16": 2}
+STEP_CHANNELS = {"amx": 4, "vnni": 4, "portable": 2, "portable16": 2}
 FLIP = np.full(64, 0x80, np.uint8)  # adds 128 to every byte
 _HALF = ir.VectorType(INT32, LANES // 2)
 
@@ -34,6 +34,8 @@ def is_wide() -> bool:
 def instruction_set(kind: str) -> str | None:
     """What `kind` compiles to on the CPU that numba compiles for; ``None`` where it cannot."""
     features = cpu_features()
+    if kind == "amx":  # what it is no use for goes to VNNI
+        return "AMX" if {"amx-tile", "amx-int8", "avx512vnni", "avx512bw"} <= features else None
     if kind == "vnni":
         if {"avx512vnni", "avx512bw"} <= features:
             return "AVX512-VNNI"

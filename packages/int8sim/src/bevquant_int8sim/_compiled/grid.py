@@ -68,7 +68,8 @@ def grid_calls(
         if group.offset_init is not None:
             columns = slice(group.first, group.first + group.offset_init.shape[1])
             init[columns] += group.offset_init.sum(0, dtype=np.int32)
-    joined = _side_by_side(plan.deltas) if _without_gaps(pixels, packed) else 1
+    joins = packed.kind != "amx" and _without_gaps(pixels, packed)
+    joined = _side_by_side(plan.deltas) if joins else 1
     tables: dict[P, npt.NDArray[Any]] = {
         P.ROWS: plan.in_rows,
         P.OUT_ROWS: plan.out_rows,

@@ -18,7 +18,10 @@ if config.DISABLE_JIT:
 
 __all__ = ["compile_loop", "compiled"]
 
-_GENERATORS = "dot_product", "epilogue", "ir", "jit", "kernels", "parameters", "tile_loops"
+_GENERATORS = (
+    "amx_loops", "dot_product", "epilogue", "ir", "jit", "kernels", "parameters",
+    "tile_instructions", "tile_loops",
+)  # fmt: skip
 _SIGNATURE = "void(int64, int64, int64)"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from bevquant_int8sim._compiled import amx_loops
 from bevquant_int8sim._compiled.dot_product import is_wide
 from bevquant_int8sim._compiled.jit import compile_loop
 from bevquant_int8sim._compiled.tile_loops import grid_loop, sparse_loop
@@ -12,6 +13,7 @@ from bevquant_int8sim._compiled.tile_loops import grid_loop, sparse_loop
 __all__ = ["column_groups", "kernel", "tile_rows"]
 
 _LOOPS = {"sparse": sparse_loop, "grid": grid_loop}
+_AMX_LOOPS = {"sparse": amx_loops.sparse_loop, "grid": amx_loops.grid_loop}
 
 
 def column_groups(vectors: int) -> list[tuple[int, int]]:
@@ -40,9 +42,11 @@ def kernel(kind: str, job: str, rows: int, vectors: int) -> Any:
     """The C function ``void(first tile, last tile + 1, address of the parameters)``.
 
     Args:
-        kind: ``"vnni"``, ``"portable"`` or ``"portable16"``.
+        kind: ``"amx"``, ``"vnni"``, ``"portable"`` or ``"portable16"``.
         job: ``"sparse"`` or ``"grid"``.
         rows: Rows of a tile.
-        vectors: Vectors of 16 output channels of a tile.
+        vectors: Vectors of 16 output channels of a tile; AMX has one kernel for any number.
     """
+    if kind == "amx":
+        return compile_loop(f"{job}_amx", _AMX_LOOPS[job]())
     return compile_loop(f"{job}_{kind}_{rows}x{vectors}", _LOOPS[job](kind, rows, vectors))

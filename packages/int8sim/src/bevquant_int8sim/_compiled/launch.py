@@ -10,7 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from bevquant_int8sim._compiled.amx_loops import COLUMNS
 from bevquant_int8sim._compiled.dot_product import FLIP
+from bevquant_int8sim._compiled.ir import LANES
 from bevquant_int8sim._compiled.kernels import kernel
 from bevquant_int8sim._compiled.packed import PackedWeight
 from bevquant_int8sim._compiled.parameters import P
@@ -79,6 +81,9 @@ def kernel_calls(
         p[P.INPUT], p[P.INPUT_STRIDE] = inputs.ctypes.data, inputs.strides[0]
         p[P.ABSENT], p[P.FLIP] = packed.absent.ctypes.data, FLIP.ctypes.data
         p[P.VOLUME], p[P.STEPS] = packed.volume, packed.steps
+        if packed.kind == "amx":
+            p[P.TILES], p[P.STEP_BYTES] = packed.tiles.ctypes.data, packed.step_channels
+            p[P.PAIRS] = group.vectors * LANES // COLUMNS
         p[P.WEIGHT] = group.weight.ctypes.data
         p[P.INIT] = init[group.first :].ctypes.data
         if job == "sparse" and group.offset_init is not None:

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from bevquant_int8sim._compiled import amx_loops
 from bevquant_int8sim._compiled.dot_product import STEP_CHANNELS, input_bytes
 from bevquant_int8sim._compiled.ir import LANES
 from bevquant_int8sim._compiled.kernels import column_groups, tile_rows
+from bevquant_int8sim._compiled.tile_instructions import TILE_BYTES, TILE_ROWS, configuration
 
 __all__ = ["ColumnGroup", "PackedWeight", "pack_weight"]
 
@@ -23,7 +25,8 @@ class ColumnGroup:
     """The output channels of one tile: ``first … first + 16·vectors``.
 
     Attributes:
-        weight: ``[volume, steps, vectors, 16, channels of a step]``, int8 or int16.
+        weight: ``[volume, steps, vectors, 16, channels of a step]``, int8 or int16; of AMX
+            ``[volume, pairs of vectors, steps, channels of a step / 4, 32, 4]``, int8.
         offset_init: int32 ``[volume, 16·vectors]``: −128 · Σw of each offset, for inputs that
             get 128 added; ``None`` for others.
     """
@@ -36,7 +39,18 @@ class ColumnGroup:
 
 @dataclass(frozen=True, eq=False)
 class PackedWeight:
-    """A layer's weight for one kind of kernel."""
+    """A layer's weight for one kind of kernel.
+
+    Attributes:
+        kind: Of the kernel; a layer whose shape is of no use for AMX has ``"vnni"``.
+        volume: Number of kernel offsets.
+        in_channels: Of the layer.
+        out_channels: Of the layer.
+        steps: Steps of an input row.
+        rows: Rows of a tile.
+        groups: Of output channels.
+        step_channels: Input channels of a step.
+    """
 
     kind: str
     volume: int
@@ -45,11 +59,12 @@ class PackedWeight:
     steps: int
     rows: int
     groups: tuple[ColumnGroup, ...]
+    step_channels: int
 
     @property
     def padded_inputs(self) -> int:
         """Input channels with those added that fill the last step."""
-        return self.steps * STEP_CHANNELS[self.kind]
+        return self.steps * self.step_channels
 
     @property
     def padded_outputs(self) -> int:
@@ -62,6 +77,12 @@ class PackedWeight:
         return np.int8 if input_bytes(self.kind) == 1 else np.int16
 
     @cached_property
+    def tiles(self) -> npt.NDArray[np.uint8]:
+        """The configuration of AMX's tiles: four of sums, two of inputs, two of weights."""
+        inputs, weights = (TILE_ROWS, self.step_channels), (self.step_channels // 4, TILE_BYTES)
+        return configuration([(TILE_ROWS, TILE_BYTES)] * 4 + [inputs] * 2 + [weights] * 2)
+
+    @cached_property
     def absent(self) -> npt.NDArray[Any]:
         """An input row of zeros."""
         return np.zeros(self.padded_inputs, self.input_dtype)
@@ -70,6 +91,10 @@ class PackedWeight:
 def pack_weight(weight: npt.NDArray[np.int8], kind: str) -> PackedWeight:
     """Pack a weight ``[volume, in_channels, out_channels]``."""
     volume, in_channels, out_channels = weight.shape
+    if kind == "amx":
+        if _fits_tiles(volume, in_channels, out_channels):
+            return _pack_tiles(weight)
+        kind = "vnni"
     per_step = STEP_CHANNELS[kind]
     steps, vectors = max(1, -(-in_channels // per_step)), -(-out_channels // LANES)
     wide = np.zeros((volume, steps * per_step, vectors * LANES), np.int8)
@@ -85,5 +110,23 @@ def pack_weight(weight: npt.NDArray[np.int8], kind: str) -> PackedWeight:
         packed = np.ascontiguousarray(part, dtype)
         groups.append(ColumnGroup(first * LANES, count, packed, init))
     return PackedWeight(
-        kind, volume, in_channels, out_channels, steps, tile_rows(vectors), tuple(groups)
+        kind, volume, in_channels, out_channels, steps, tile_rows(vectors), tuple(groups), per_step
     )
+
+
+def _fits_tiles(volume: int, in_channels: int, out_channels: int) -> bool:
+    """Whether whole tiles hold the layer: nothing is padded, and a tile's inputs fit the block."""
+    steps_fit = in_channels in (16, 32) or (in_channels > 0 and in_channels % TILE_BYTES == 0)
+    rows_fit = volume * amx_loops.ROWS * in_channels <= amx_loops.BLOCK
+    return steps_fit and rows_fit and out_channels > 0 and out_channels % amx_loops.COLUMNS == 0
+
+
+def _pack_tiles(weight: npt.NDArray[np.int8]) -> PackedWeight:
+    volume, in_channels, out_channels = weight.shape
+    step = min(in_channels, TILE_BYTES)
+    steps, pairs = in_channels // step, out_channels // amx_loops.COLUMNS
+    blocks = weight.reshape(volume, steps, step // 4, 4, pairs, amx_loops.COLUMNS)
+    packed = np.ascontiguousarray(blocks.transpose(0, 4, 1, 2, 5, 3))
+    group = ColumnGroup(0, out_channels // LANES, packed, None)
+    rows = amx_loops.ROWS
+    return PackedWeight("amx", volume, in_channels, out_channels, steps, rows, (group,), step)

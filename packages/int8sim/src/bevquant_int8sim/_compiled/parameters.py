@@ -35,3 +35,6 @@ class P(IntEnum):
     ABSENT = 18  # a row of zeros, which row −1 stands for
     FLIP = 19  # 64 bytes that inputs are xored with before they meet the weights
     SINGLES = 20  # float32 [columns]: MULTIPLIER
+    TILES = 21  # AMX: the configuration of the tiles
+    STEP_BYTES = 22  # AMX: bytes of a step of an input row
+    PAIRS = 23  # AMX: blocks of 32 output channels; WEIGHT is [offset, pair, step, …]

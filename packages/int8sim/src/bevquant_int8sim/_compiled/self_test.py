@@ -20,19 +20,21 @@ from bevquant_int8sim._saturating import saturating_operands
 
 __all__ = ["kernels_are_exact"]
 
-_ROWS, _VOLUME, _CHANNELS = 20, 2, 24
-_OUTPUTS = (16, 32, 48, 64)  # one of each width of tile
+_ROWS, _VOLUME = 20, 2
+_SHAPES = tuple((24, outputs) for outputs in (16, 32, 48, 64))  # one of each width of tile
+_AMX_SHAPES = (16, 32), (32, 64), (64, 32), (128, 64)  # each step, one and several, pairs likewise
 
 
 @functools.cache
 def kernels_are_exact(kind: str) -> bool:
     """Whether every kernel of `kind` computes what int64 does."""
-    return all(_sparse_is_exact(kind, n) and _grid_is_exact(kind, n) for n in _OUTPUTS)
+    shapes = _AMX_SHAPES if kind == "amx" else _SHAPES
+    return all(_sparse_is_exact(kind, *s) and _grid_is_exact(kind, *s) for s in shapes)
 
 
-def _operands(outputs: int) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.int8]]:
-    x, w = saturating_operands(_ROWS, _VOLUME * _CHANNELS, outputs)
-    return x.reshape(_ROWS * _VOLUME, _CHANNELS), w.reshape(_VOLUME, _CHANNELS, outputs)
+def _operands(channels: int, outputs: int) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.int8]]:
+    x, w = saturating_operands(_ROWS, _VOLUME * channels, outputs)
+    return x.reshape(_ROWS * _VOLUME, channels), w.reshape(_VOLUME, channels, outputs)
 
 
 def _expected(
@@ -43,8 +45,8 @@ def _expected(
     return chosen @ w.astype(np.int64).reshape(-1, w.shape[2])
 
 
-def _sparse_is_exact(kind: str, outputs: int) -> bool:
-    x, w = _operands(outputs)
+def _sparse_is_exact(kind: str, channels: int, outputs: int) -> bool:
+    x, w = _operands(channels, outputs)
     packed = pack_weight(w, kind)
     tiles = -(-_ROWS // packed.rows)
     pairs = np.arange(_ROWS * _VOLUME, dtype=np.int32).reshape(_ROWS, _VOLUME)
@@ -68,8 +70,8 @@ def _sparse_is_exact(kind: str, outputs: int) -> bool:
     return bool((out == _expected(x, w, pairs)).all())
 
 
-def _grid_is_exact(kind: str, outputs: int) -> bool:
-    x, w = _operands(outputs)
+def _grid_is_exact(kind: str, channels: int, outputs: int) -> bool:
+    x, w = _operands(channels, outputs)
     packed = pack_weight(w, kind)
     pairs = np.arange(_ROWS * _VOLUME, dtype=np.int32).reshape(_ROWS, _VOLUME)
     plan = make_plan(pairs[:, 0], np.arange(_ROWS), np.arange(_VOLUME), packed.rows)

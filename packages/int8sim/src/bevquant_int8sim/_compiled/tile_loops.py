@@ -29,7 +29,7 @@ from bevquant_int8sim._compiled.ir import (
 )
 from bevquant_int8sim._compiled.parameters import P
 
-__all__ = ["grid_loop", "sparse_loop"]
+__all__ = ["fetch_early", "grid_loop", "present", "sparse_loop"]
 
 _Registers = list[list[Any]]
 _WRITTEN_OUT = (2, 4, 8)  # steps of 5 … 8, 16 and 32 input channels with VNNI
@@ -52,7 +52,7 @@ def sparse_loop(kind: str, rows: int, vectors: int) -> Any:
         with cgutils.for_range_slice(builder, first, stop, INT64(1), intp=INT64) as (entry, _):
             offset = builder.sext(load_at(builder, p[P.OFFSETS], INT32, entry, 4), INT64)
             names = add_bytes(builder, p[P.ROWS], entry, 4 * rows)
-            sources = [_present(builder, p, names, r) for r in range(rows)]
+            sources = [present(builder, p, names, r) for r in range(rows)]
             _multiply(builder, kind, p, offset, sources, sums)
 
     return _loop(tile, rows, vectors)
@@ -88,7 +88,7 @@ def _loop(
         memory = builder.ptrtoint(block, INT64)
         with cgutils.for_range_slice(builder, first, stop, INT64(1), intp=INT64) as (t, _):
             out_rows = add_bytes(builder, p[P.OUT_ROWS], t, 4 * rows)
-            _fetch_early(builder, p, out_rows, rows)
+            fetch_early(builder, p, out_rows, rows)
             tile(builder, p, t, sums)
             for i, place in enumerate(place for line in sums for place in line):
                 at = builder.gep(pointer(builder, memory, INTS), [INT64(i)])
@@ -102,7 +102,7 @@ def _loop(
     return intrinsic(loop)
 
 
-def _fetch_early(builder: ir.IRBuilder, p: dict[P, Any], out_rows: Any, rows: int) -> None:
+def fetch_early(builder: ir.IRBuilder, p: dict[P, Any], out_rows: Any, rows: int) -> None:
     """Fetch what the epilogue will read and write, anywhere in memory, during the products."""
     adds = builder.icmp_signed("!=", p[P.RESIDUAL], INT64(0))
     for r in range(rows):
@@ -113,7 +113,7 @@ def _fetch_early(builder: ir.IRBuilder, p: dict[P, Any], out_rows: Any, rows: in
             prefetch(builder, other, write=False)
 
 
-def _present(builder: ir.IRBuilder, p: dict[P, Any], names: Any, r: int) -> Any:
+def present(builder: ir.IRBuilder, p: dict[P, Any], names: Any, r: int) -> Any:
     """Address of the input row that entry `r` of the list at `names` names; of zeros for −1."""
     row = builder.sext(load_at(builder, names, INT32, r, align=4), INT64)
     there = add_bytes(builder, p[P.INPUT], row, p[P.INPUT_STRIDE])

@@ -1,0 +1,103 @@
+"""When AMX is used: what LLVM makes of its kernels, and machines on which they cannot run."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+pytest.importorskip("numba", reason="the numba extra is not installed")
+
+from bevquant_int8sim import _backends, backend_report
+from bevquant_int8sim._backends import choose_backend
+from bevquant_int8sim._compiled import amx_access, dot_product
+
+pytestmark = pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "AMD64"), reason="instructions of x86"
+)
+
+ASSEMBLY = """
+from bevquant_int8sim._compiled.dot_product import instruction_set
+from bevquant_int8sim._compiled.kernels import kernel
+
+assert instruction_set("amx") == "AMX", instruction_set("amx")
+for job in ("sparse", "grid"):
+    print(kernel("amx", job, 32, 2)._library.get_asm_str())
+    print("END OF A KERNEL")
+"""
+FEATURES = (
+    "+sse4.2,+popcnt,+avx,+avx2,+fma,+bmi,+bmi2,+avx512f,+avx512bw,+avx512dq,+avx512vl,+avx512vnni,"
+    "+amx-tile,+amx-int8"
+)
+
+
+def test_the_code_for_such_a_cpu_has_the_instructions(tmp_path):
+    """Compiled, looked at, not run; between the first and the last tile nothing is called."""
+    environment = os.environ | {
+        "NUMBA_CPU_NAME": "sapphirerapids",
+        "NUMBA_CPU_FEATURES": FEATURES,
+        "NUMBA_CACHE_DIR": str(tmp_path),
+    }
+    run = subprocess.run(
+        [sys.executable, "-c", ASSEMBLY], env=environment, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    kernels = run.stdout.split("END OF A KERNEL")[:-1]
+    assert len(kernels) == 2
+    for text in kernels:
+        lines = [line.split()[0] for line in text.splitlines() if line.startswith("\t")]
+        assert lines.count("ldtilecfg") == lines.count("tilerelease") == 1
+        assert lines.count("tdpbssd") >= 4
+        first, last = (
+            order.index(True)
+            for order in (
+                [line == "tileloadd" for line in lines],
+                [line == "tilestored" for line in reversed(lines)],
+            )
+        )
+        between = lines[first : len(lines) - last]
+        assert between.count("tdpbssd") == lines.count("tdpbssd")
+        assert not {"callq", "call", "vzeroupper"} & set(between)
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "fork") or dot_product.instruction_set("amx") is not None,
+    reason="needs fork, and a CPU without AMX",
+)
+@pytest.mark.parametrize(
+    ("has_leave", "reason"),
+    [(False, "does not give this process leave"), (True, "self-test ended with signal")],
+)
+def test_a_cpu_that_only_says_so_costs_nothing_but_a_warning(
+    monkeypatch, caplog, has_leave, reason
+):
+    """Here the instructions are none, and end the child that tries them."""
+    real = dot_product.instruction_set
+    monkeypatch.setattr(
+        dot_product, "instruction_set", lambda kind: "AMX" if kind == "amx" else real(kind)
+    )
+    monkeypatch.setattr(amx_access, "_has_leave", lambda: has_leave)
+    _backends._status.cache_clear()
+    try:
+        status = backend_report()[0]
+        assert (status.name, status.available) == ("amx", False)
+        assert reason in status.detail
+        assert reason in caplog.text
+        with pytest.raises(ValueError, match="backend='amx' cannot be used: AMX: "):
+            choose_backend("amx", torch.device("cpu"), torch.int8, "conv")
+        assert choose_backend("auto", torch.device("cpu"), torch.int8, "conv") != "amx"
+    finally:
+        _backends._status.cache_clear()
+
+
+def test_a_child_that_does_not_answer_is_ended(monkeypatch):
+    monkeypatch.setattr(amx_access, "_PATIENCE", 0.05)
+    assert amx_access._ended(lambda: time.sleep(60) or True) is None
+    monkeypatch.setattr(amx_access, "_PATIENCE", 30.0)
+    assert amx_access._ended(lambda: True) == 0
+    assert amx_access._ended(lambda: False) == 1
