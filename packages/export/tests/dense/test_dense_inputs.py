@@ -82,3 +82,32 @@ def test_integers_and_truth_values_keep_their_type(
     if profile == "onnxruntime":
         (made,), _ = run(file, *other)
         torch.testing.assert_close(made, simulate(model, frame())(*other), rtol=1e-5, atol=1e-6)
+
+
+class Scaled(nn.Module):
+    """A camera's map, by a number that a quantized layer makes of its pose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map, self.pose = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(9, 4)
+
+    def forward(self, image: Tensor, intrinsics: Tensor) -> Tensor:
+        number = self.pose(torch.inverse(intrinsics).flatten(1)).sum()
+        made: Tensor = torch.relu(self.map(image)) + number
+        return made
+
+
+def views() -> tuple[Tensor, Tensor]:
+    return torch.randn(1, 3, 6, 6), torch.randn(2, 3, 3) + 3 * torch.eye(3)
+
+
+@pytest.mark.parametrize("profile", ["tensorrt10", "onnxruntime", "horizon"])
+def test_inverses_and_a_quantized_number_without_axes(
+    profile: str, calibrated: Fixture, run: Fixture, tmp_path: Path
+) -> None:
+    model, other = calibrated(Scaled(), *views()), views()
+    file = export_qdq_onnx(model, views(), tmp_path / "net.onnx", profile)
+    assert sum(row.unexplained for row in compare_qdq_onnx(file, model, other)) == 0
+    if profile == "onnxruntime":
+        (made,), _ = run(file, *other)
+        torch.testing.assert_close(made, simulate(model, views())(*other), rtol=1e-5, atol=1e-5)

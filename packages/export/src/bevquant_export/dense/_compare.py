@@ -137,6 +137,8 @@ def compared(
     if profile.half:
         given = {n: v.astype(np.float16) if v.dtype == np.float32 else v for n, v in given.items()}
     own = [name for name in file.outputs if outputs and name not in made]
+    # A tensor without axes comes out of numpy's arithmetic as a number, which is no input.
+    given = {name: np.asarray(value) for name, value in given.items()}
     results = dict(zip([*made, *own], running.run([*made.values(), *own], given), strict=True))
     ties = Ties(integer.program, held, sizes, profile)
     rows = []

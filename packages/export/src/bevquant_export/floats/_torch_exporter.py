@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from bevquant_export.floats._ports import arguments
+from bevquant_export.floats._small_inverse import SmallInverses
 from bevquant_graph import quiet
 
 __all__ = ["OPSET", "exported"]
@@ -53,6 +54,7 @@ def exported(
     try:
         with (
             quiet(*_LOGGERS), contextlib.redirect_stdout(io.StringIO()), torch.no_grad(), known,
+            SmallInverses(),
         ):  # fmt: skip
             program = torch.onnx.export(
                 module, positional, kwargs=named or None, dynamo=True, verbose=False,

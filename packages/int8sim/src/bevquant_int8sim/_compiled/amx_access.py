@@ -12,7 +12,6 @@ import ctypes
 import faulthandler
 import os
 import platform
-import resource
 import signal
 import sys
 import time
@@ -66,6 +65,8 @@ def _ended(trial: Callable[[], bool]) -> int | None:
 def _try_and_exit(trial: Callable[[], bool]) -> None:
     code = 1
     try:
+        import resource  # not on every system
+
         faulthandler.disable()  # what ends the child is the answer, not an accident
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         nowhere = os.open(os.devnull, os.O_WRONLY)
