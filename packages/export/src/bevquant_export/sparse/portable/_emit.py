@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import permutations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,6 +43,10 @@ FUNCTIONS: Mapping[str, Callable[[], FunctionProto]] = {
     "AddEqual": partial(layer.add_requantized, equal=True),
     "AddDequantize": layer.add_floats,
     "ScatterDense": layer.scattered,
+    **{
+        "ScatterDense" + "".join(map(str, order)): partial(layer.scattered, order)
+        for order in list(permutations(range(3)))[1:]
+    },
     "Int8": layer.signed,
 }
 

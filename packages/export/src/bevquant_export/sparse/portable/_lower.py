@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bevquant_export.sparse._graph import Add, Conv, Graph, Move, Node, Relu, Scatter
+from bevquant_export.sparse._graph import Add, Conv, Graph, Move, Node, Relu, Scatter, inputs_of
 from bevquant_export.sparse._ranges import tensor_ranges
 from bevquant_export.sparse.portable._body import FLOAT, INT32, INT64
 from bevquant_export.sparse.portable._emit import Emitter
@@ -59,6 +59,7 @@ class _Lowering:
         self.shapes: dict[str, Shape] = {}
         self.outputs = Outputs(self.emitter)
         self.before_relu = {node.x for node in graph.nodes if isinstance(node, Relu)}
+        self.turned: set[str] = set()  # by a Transpose that its Scatter writes
 
     def run(self, record: Mapping[str, str], *, all_layers: bool) -> Lowered:
         from onnx import helper
@@ -197,11 +198,26 @@ class _Lowering:
     def _scatter(self, node: Scatter) -> Held:
         sites = self._on_voxels(node, node.x)
         inputs = [self.held[node.x].floats(), sites.voxels, "batch_size"]
-        tensor = self.emitter.call(
-            "ScatterDense", inputs, node.name, {"spatial_shape": sites.grid}, path=node.path
-        )[0]
+        function = "ScatterDense"
+        turn = self._turn_behind(node)
+        if turn is not None:
+            function += "".join(str(axis - 2) for axis in turn.dims[2:])
+            self.turned.add(turn.y)
+        settings = {"spatial_shape": sites.grid}
+        tensor = self.emitter.call(function, inputs, node.name, settings, path=node.path)[0]
         self.shapes[node.y] = ("batch", self.shapes[node.x][1], *sites.grid)
         return self._floats(node, tensor)
+
+    def _turn_behind(self, node: Scatter) -> Move | None:
+        """The Transpose of the grid's axes that alone reads what a Scatter makes."""
+        readers = [other for other in self.graph.nodes if node.y in inputs_of(other)]
+        if node.y in self.graph.outputs or len(readers) != 1:
+            return None
+        (reader,) = readers
+        if not isinstance(reader, Move) or reader.op != "Transpose":
+            return None
+        whole = sorted(reader.dims) == list(range(5)) and reader.dims[:2] == (0, 1)
+        return reader if whole and reader.dims != (0, 1, 2, 3, 4) else None
 
     def _move(self, node: Move) -> Held:
         if node.x in self.sites:
@@ -210,9 +226,11 @@ class _Lowering:
         if node.op == "Transpose":
             if len(node.dims) != len(shape) or node.dims[0] != 0:
                 raise ValueError(f"{node.name}: dims {node.dims} of {len(shape)} axes, batch first")
+            self.shapes[node.y] = tuple(shape[d] for d in node.dims)
+            if node.y in self.turned:
+                return self._floats(node, x)
             settings = {"perm": node.dims}
             tensor = self.emitter.standard("Transpose", [x], node.name, settings, path=node.path)
-            self.shapes[node.y] = tuple(shape[d] for d in node.dims)
         else:
             made = _reshaped(node, shape)
             sizes = self.emitter.constant(f"{node.name}.shape", np.array((0, *made), np.int64))
