@@ -126,5 +126,5 @@ def test_what_is_no_model_no_input_no_backend():
     for nothing in (None, (), {}):
         with pytest.raises(ValueError, match="example_inputs hold no tensor"):
             simulate(net, nothing)
-    with pytest.raises(ValueError, match="backend='cuda': expected one of auto, vnni"):
+    with pytest.raises(ValueError, match="backend='cuda': expected one of auto, amx, vnni"):
         simulate(net, X, backend="cuda")
