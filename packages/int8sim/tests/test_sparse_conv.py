@@ -150,7 +150,7 @@ def test_int16_features(backend, loop_sparse_conv, random_voxels):
     w = numbers(generator, (3, 3, 3, 8, 16), "random")
     arguments = torch.from_numpy(x), torch.from_numpy(w), None, rulebook
     if backend in ("amx", "vnni"):
-        with pytest.raises(ValueError, match=r"backend='vnni' cannot be used: .* int8"):
+        with pytest.raises(ValueError, match=rf"backend='{backend}' cannot be used: .* int8"):
             int8_sparse_conv(*arguments, layout=WeightLayout.RSCK, backend=backend)
         return
     acc = int8_sparse_conv(*arguments, layout=WeightLayout.RSCK, backend=backend)

@@ -129,7 +129,9 @@ def compared(
     for name, value in zip(file.inputs, _tensors(args), strict=True):
         inputs[name] = value.detach().cpu().numpy()
     for tensor, (_, _, value) in found.items():
-        inputs[tensor] = (value.astype(np.int32) + profile.zero).astype(profile.dtype)
+        # A tensor without axes comes out of numpy's arithmetic as a number, which is no input.
+        moved = np.asarray(value.astype(np.int32) + profile.zero)
+        inputs[tensor] = moved.astype(profile.dtype)
     proto, made = forced(content, tuple(found))
     running = run_in(proto, profile.runner)
     taken = {port.name for port in running.get_inputs()}
@@ -137,8 +139,6 @@ def compared(
     if profile.half:
         given = {n: v.astype(np.float16) if v.dtype == np.float32 else v for n, v in given.items()}
     own = [name for name in file.outputs if outputs and name not in made]
-    # A tensor without axes comes out of numpy's arithmetic as a number, which is no input.
-    given = {name: np.asarray(value) for name, value in given.items()}
     results = dict(zip([*made, *own], running.run([*made.values(), *own], given), strict=True))
     ties = Ties(integer.program, held, sizes, profile)
     rows = []

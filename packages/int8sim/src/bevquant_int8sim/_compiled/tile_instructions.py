@@ -21,7 +21,6 @@ __all__ = ["TILE_BYTES", "TILE_ROWS", "configuration", "configure", "load", "mul
            "store"]  # fmt: skip
 
 TILE_ROWS, TILE_BYTES = 16, 64
-_ADDRESS = BYTE.as_pointer()
 
 
 def configuration(tiles: Sequence[tuple[int, int]]) -> npt.NDArray[np.uint8]:

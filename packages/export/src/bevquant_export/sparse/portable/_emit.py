@@ -42,11 +42,7 @@ FUNCTIONS: Mapping[str, Callable[[], FunctionProto]] = {
     "Add": layer.add_requantized,
     "AddEqual": partial(layer.add_requantized, equal=True),
     "AddDequantize": layer.add_floats,
-    "ScatterDense": layer.scattered,
-    **{
-        "ScatterDense" + "".join(map(str, order)): partial(layer.scattered, order)
-        for order in list(permutations(range(3)))[1:]
-    },
+    **{layer.scatter_name(o): partial(layer.scattered, o) for o in permutations(range(3))},
     "Int8": layer.signed,
 }
 

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "add_floats", "add_requantized", "dequantized", "dequantized_int8", "float_convolution",
-    "integer_convolution", "quantized", "requantized", "scattered", "signed",
-    "signed_convolution",
+    "integer_convolution", "quantized", "requantized", "scatter_name", "scattered",
+    "signed", "signed_convolution",
 ]  # fmt: skip
 
 _STEPS = 127
@@ -137,7 +137,12 @@ def signed() -> FunctionProto:
     return body.function((body.inputs["q"].cast(INT32) - _ZERO).cast(INT8))
 
 
-def scattered(order: tuple[int, ...] = (0, 1, 2)) -> FunctionProto:
+def scatter_name(order: tuple[int, ...]) -> str:
+    """Of the function `scattered`; that of the grid's own order has none in it."""
+    return "ScatterDense" + "".join(map(str, order)) * (order != (0, 1, 2))
+
+
+def scattered(order: tuple[int, ...]) -> FunctionProto:
     """Voxels to ``[batch, channels, n0, n1, n2]``, zero where there is none.
 
     Args:
@@ -145,8 +150,7 @@ def scattered(order: tuple[int, ...] = (0, 1, 2)) -> FunctionProto:
             in here to a permutation that onnxruntime takes nine times as long for.
     """
     inputs = {"x": FLOAT, "voxels": INT64, "batch_size": INT64}
-    name = "ScatterDense" + "".join(map(str, order)) * (order != (0, 1, 2))
-    body = Body(name, inputs, ["spatial_shape"])
+    body = Body(scatter_name(order), inputs, ["spatial_shape"])
     x, voxels, batch_size = body.inputs.values()
     grid = body.integers("spatial_shape")
     place = voxels.column(0)

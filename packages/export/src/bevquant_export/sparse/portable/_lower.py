@@ -14,6 +14,7 @@ from bevquant_export.sparse._ranges import tensor_ranges
 from bevquant_export.sparse.portable._body import FLOAT, INT32, INT64
 from bevquant_export.sparse.portable._emit import Emitter
 from bevquant_export.sparse.portable._held import Accumulators, Floats, Held, Integers, Sum
+from bevquant_export.sparse.portable._layer_functions import scatter_name
 from bevquant_export.sparse.portable._outputs import LayerOutput, Outputs, Shape
 from bevquant_export.sparse.portable._sites import Sites, Surroundings
 from bevquant_export.sparse.portable._weights import float_matrix, integer_matrix
@@ -198,13 +199,12 @@ class _Lowering:
     def _scatter(self, node: Scatter) -> Held:
         sites = self._on_voxels(node, node.x)
         inputs = [self.held[node.x].floats(), sites.voxels, "batch_size"]
-        function = "ScatterDense"
         turn = self._turn_behind(node)
         if turn is not None:
-            function += "".join(str(axis - 2) for axis in turn.dims[2:])
             self.turned.add(turn.y)
+        name = scatter_name((0, 1, 2) if turn is None else tuple(d - 2 for d in turn.dims[2:]))
         settings = {"spatial_shape": sites.grid}
-        tensor = self.emitter.call(function, inputs, node.name, settings, path=node.path)[0]
+        tensor = self.emitter.call(name, inputs, node.name, settings, path=node.path)[0]
         self.shapes[node.y] = ("batch", self.shapes[node.x][1], *sites.grid)
         return self._floats(node, tensor)
 
@@ -216,8 +216,8 @@ class _Lowering:
         (reader,) = readers
         if not isinstance(reader, Move) or reader.op != "Transpose":
             return None
-        whole = sorted(reader.dims) == list(range(5)) and reader.dims[:2] == (0, 1)
-        return reader if whole and reader.dims != (0, 1, 2, 3, 4) else None
+        of_the_grid = sorted(reader.dims) == list(range(5)) and reader.dims[:2] == (0, 1)
+        return reader if of_the_grid else None
 
     def _move(self, node: Move) -> Held:
         if node.x in self.sites:
