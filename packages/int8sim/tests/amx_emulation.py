@@ -11,6 +11,10 @@ import ctypes
 import threading
 
 import numpy as np
+import pytest
+
+pytest.importorskip("numba", reason="the numba extra is not installed")
+
 from llvmlite import ir
 from numba import cfunc
 
