@@ -14,7 +14,8 @@ import torch
 from onnx import numpy_helper
 from torch import nn
 
-from bevquant_export import export_qdq_onnx
+from bevquant_export import compare_qdq_onnx, export_qdq_onnx
+from bevquant_int8sim import IntegerModel, simulate
 from bevquant_qnn import quantize_model
 from bevquant_quantizers import calibrate
 
@@ -110,3 +111,31 @@ def test_a_wrong_dense_file_gets_no_name(
     assert list(tmp_path.iterdir()) == []
     export_qdq_onnx(model, x, tmp_path / "n.onnx", profile, verify=False)
     assert note(tmp_path / "n.onnx") == "no"
+
+
+def test_an_integer_model_is_written_as_the_model_it_was_made_of(tmp_path: Path) -> None:
+    x = torch.randn(2, 3, 16, 16)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1)).eval()
+    quantized = quantize_model(net, example_inputs=x).model
+    calibrate(quantized, [x])
+    integers = simulate(quantized, x[:1])  # on a smaller example
+    files = [
+        export_qdq_onnx(model, x, tmp_path / f"{i}.onnx")
+        for i, model in enumerate((quantized, integers))
+    ]
+    assert files[0].path.read_bytes() == files[1].path.read_bytes()
+    assert files[1].integer_model is integers
+    assert compare_qdq_onnx(files[1], integers, x) == compare_qdq_onnx(files[0], quantized, x)
+
+
+def test_an_integer_model_that_no_file_can_be_written_from(tmp_path: Path) -> None:
+    x = torch.randn(1, 3, 8, 8)
+    quantized = quantize_model(nn.Sequential(nn.Conv2d(3, 4, 1)).eval(), example_inputs=x).model
+    calibrate(quantized, [x])
+    integers = simulate(quantized, x)
+    with pytest.raises(ValueError, match=r"adds accumulators; .* simulate\(…, integer_sums=True\)"):
+        export_qdq_onnx(integers, x, tmp_path / "n.onnx", "onnxruntime", integer_sums=True)
+    integers.save(tmp_path / "saved")
+    with pytest.raises(ValueError, match="was loaded from a folder; give the calibrated model"):
+        export_qdq_onnx(IntegerModel.load(tmp_path / "saved"), x, tmp_path / "n.onnx")
+    assert not (tmp_path / "n.onnx").exists()

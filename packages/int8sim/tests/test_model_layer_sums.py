@@ -10,7 +10,7 @@ import torch
 
 from bevquant_int8sim.model import _layer_sums
 from bevquant_int8sim.model._form import Integers
-from bevquant_int8sim.model._layer_sums import LayerSums
+from bevquant_int8sim.model._layer_sums import LayerSums, float_gaps, largest_steps, planes
 
 FORM = Integers(0.05, 8, -127, 127)
 
@@ -118,3 +118,44 @@ def test_the_peak_is_that_of_the_tensor_alone(form):
     assert sums.row().peak_bits == 4
     sums.add_peak(memory[:2])
     assert sums.row().peak_bits == 13
+
+
+@pytest.mark.parametrize("by", ["numba", "torch"])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_the_largest_difference_in_steps(monkeypatch, by, channels_last):
+    if by == "torch":
+        without_numba(monkeypatch)
+    else:
+        pytest.importorskip("numba")
+    _, _, taught, integer = maps(channels_last=channels_last)
+    raw = (taught.double() / FORM.scale).round().clamp(-127, 127)
+    assert largest_steps(taught, integer, FORM) == float((integer.double() - raw).abs().max())
+    assert torch.equal(planes(taught), taught)
+    spoiled = taught.clone()
+    spoiled[1, 3, 4, 5] = torch.nan
+    assert not largest_steps(spoiled, integer, FORM) <= 1e9
+    assert largest_steps(taught[:0], integer[:0], FORM) == 0
+
+
+@pytest.mark.parametrize("by", ["numba", "torch"])
+def test_gaps_between_floats(monkeypatch, by):
+    if by == "torch":
+        without_numba(monkeypatch)
+    else:
+        pytest.importorskip("numba")
+    wanted, got, *_ = maps(channels_last=False)
+    for tensor in (wanted, got):  # where both are infinite or no number there is no gap
+        tensor[0, 0, 0, :2] = torch.tensor([torch.nan, torch.inf])
+    most, energy, top, power = float_gaps(wanted, got)
+    real = wanted.isfinite()
+    apart = (wanted.double() - got.double())[real]
+    assert most == float(apart.abs().max())
+    assert energy == pytest.approx(float(apart.square().sum()), rel=1e-12)
+    assert top == float(wanted[real].abs().max())
+    assert power == pytest.approx(float(wanted[real].double().square().sum()), rel=1e-12)
+    for value in (torch.nan, torch.inf):
+        got[1, 2, 3, 4] = value
+        most, energy, *_ = float_gaps(wanted, got)
+        assert not most <= 1e30
+        assert not energy <= 1e30
+    assert float_gaps(wanted[:0], got[:0]) == (0, 0, 0, 0)

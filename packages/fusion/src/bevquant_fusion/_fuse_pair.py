@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 from typing import NamedTuple, TypeVar, cast
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from bevquant_graph import all_finite
 from bevquant_sparse import WeightLayout, get_weight, is_sparse_conv, set_weight
 
 from ._foldable import fold_problem
@@ -142,7 +142,7 @@ def _folded_copy(conv: ConvT, bn: nn.Module) -> ConvT:
 
 def _check_finite(conv: nn.Module, weight: Tensor, bias: Tensor) -> None:
     for name, tensor in (("weight", weight), ("bias", bias)):
-        if not torch.isfinite(tensor).all():
+        if not all_finite(tensor):
             raise ValueError(
                 f"cannot fold into {type(conv).__name__}: the folded {name} is not finite in "
                 f"{tensor.dtype}; check the statistics, or fold in float32"

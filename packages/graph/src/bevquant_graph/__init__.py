@@ -8,7 +8,14 @@ Graph of Sequential: 2 operations
 """
 
 from ._capture import capture
-from ._faults import CaptureError, first_fault, forward_line, refuse_unusable, running
+from ._faults import (
+    CaptureError,
+    all_finite,
+    first_fault,
+    forward_line,
+    refuse_unusable,
+    running,
+)
 from ._graph import REQUIRE, Graph
 from ._layer_class import layer_class, own_code
 from ._opaque import OPAQUE, Opaque
@@ -25,6 +32,7 @@ __all__ = [
     "Graph",
     "OpSpec",
     "Opaque",
+    "all_finite",
     "arguments",
     "as_module",
     "capture",

@@ -20,9 +20,13 @@ from bevfusion_quant.export._run_files import runner
 from bevfusion_quant.export._walk import walk
 from bevfusion_quant.export._write import write_piece
 from bevfusion_quant.results import ExportedSet
+from bevfusion_quant.steps import example_batch
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from bevfusion.model import BEVFusion, BEVFusionConfig
+    from bevfusion_quant.export._files import FilePart
     from bevfusion_quant.export._pieces import Piece
     from bevfusion_quant.frames import FrameBatches
     from bevfusion_quant.run import Clock
@@ -90,20 +94,23 @@ def export_model(
         target=target, cpu=cpu, command=command, run=run, settings=settings or {},
         calibration=calibration,
     )  # fmt: skip
-    rows = layers or _compared(float_model, quantized_model, batches, clock)
+    rows = layers or _compared(float_model, quantized_model, batches, config, clock)
     return replace(made, files=beside_layers(made.files, rows))
 
 
 def _compared(
-    float_model: BEVFusion, quantized_model: BEVFusion, batches: FrameBatches, clock: Clock
+    float_model: BEVFusion,
+    quantized_model: BEVFusion,
+    batches: FrameBatches,
+    config: BEVFusionConfig,
+    clock: Clock,
 ) -> Sequence[LayerRow]:
     from bevfusion_quant.integer._simulation import lowered
     from bevquant_int8sim import compare
 
-    batch = batches[0]
     with clock.step("compare layers", blame="float and integer model cannot be compared"):
-        model = lowered(quantized_model, batch, "auto")
-        return compare(float_model, model, [tuple(batch)]).rows
+        model = lowered(quantized_model, example_batch(config), "auto")
+        return compare(float_model, model, [tuple(batches[0])]).rows
 
 
 def export_pieces(
@@ -122,18 +129,31 @@ def export_pieces(
     cpu: str = "any",
     calibration: Sequence[str] = (),
 ) -> ExportedSet:
-    """Write the pieces, run them file by file and one behind the other, and write the manifest."""
+    """Write the pieces, run them file by file and one behind the other, and write the manifest.
+
+    Pieces are captured and lowered on a small example; each file is held against its integers on
+    the first frame.
+    """
     from bevquant_export import note_calibration
 
     folder.mkdir()
     batch = batches[0]
     files = [piece.file for piece in pieces]
     known = {piece.file.name: piece for piece in pieces}
+
+    def run_fake(file: FilePart, args: tuple[Any, ...]) -> Sequence[Tensor]:
+        return known[file.name].fake(args)
+
     with clock.step("write ONNX files"):
-        inputs, fake = walk(files, lambda file, args: known[file.name].fake(args), batch, model)
+        inputs, fake = walk(files, run_fake, batch, model)
+        examples: Mapping[str, Any] = {}
+        if any(piece.kind == "int8" for piece in pieces):
+            examples, _ = walk(files, run_fake, example_batch(config), model)
         voxels = _voxels(batches) if LIDAR in known else []
         written = {
-            name: write_piece(piece, inputs[name], voxels, folder, target, march, cpu)
+            name: write_piece(
+                piece, inputs[name], voxels, folder, target, march, cpu, examples.get(name)
+            )
             for name, piece in known.items()
         }
         for item in written.values():

@@ -47,6 +47,7 @@ def write_piece(
     target: str,
     march: str = "bayes",
     cpu: str = "any",
+    example: tuple[Any, ...] | None = None,
 ) -> Written:
     """Write one file.
 
@@ -58,6 +59,8 @@ def write_piece(
         target: Name of an engine, as `ExportTarget`.
         march: Of a BPU.
         cpu: Where files for a CPU shall run: "vnni" or "any".
+        example: Smaller inputs, on which an int8 piece is captured; the file is held against its
+            integers on `args`.
 
     Raises:
         InputError: The exporter refuses it.
@@ -73,7 +76,8 @@ def write_piece(
             return _sparse(piece, args, frames, path, engine, cpu)
         if piece.kind == "float":
             return _float(piece, args, path, engine)
-        return _quantized(piece, args, path, engine, march, cpu)
+        more = {"march": march} if engine.name == "horizon" else engine.fastest(cpu)
+        return _quantized(piece, args, path, engine, more, example)
     except ValueError as error:
         raise InputError(f"{piece.file.name} cannot be exported: {error}") from error
 
@@ -86,13 +90,15 @@ def engine_of(target: str) -> Any:
 
 
 def _quantized(
-    piece: Piece, args: tuple[Any, ...], path: Path, engine: Any, march: str, cpu: str
+    piece: Piece, args: tuple[Any, ...], path: Path, engine: Any, more: Any, example: Any
 ) -> Written:
     from bevquant_export import export_qdq_onnx
 
-    more = {"march": march} if engine.name == "horizon" else engine.fastest(cpu)
+    model: Any = piece.fake_module
+    if piece.lower is not None and example is not None and not more.get("integer_sums"):
+        model = piece.lower(model, example)  # what sums read has its range on the frame itself
     made = export_qdq_onnx(
-        piece.fake_module,
+        model,
         args,
         path,
         engine.name,

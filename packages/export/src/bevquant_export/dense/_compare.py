@@ -17,11 +17,14 @@ from bevquant_export.dense._source import Integers, Step
 from bevquant_export.dense._ties import Ties
 from bevquant_export.dense._written import QdqFile, TensorDifference
 from bevquant_graph import is_sparse_tensor
+from bevquant_int8sim import IntegerModel
 
 __all__ = ["compare_qdq_onnx", "compared"]
 
 
-def compare_qdq_onnx(file: QdqFile, model: nn.Module, args: Any) -> tuple[TensorDifference, ...]:
+def compare_qdq_onnx(
+    file: QdqFile, model: nn.Module | IntegerModel, args: Any
+) -> tuple[TensorDifference, ...]:
     r"""Run every operation of a file by itself and count what it makes other than `simulate`.
 
     A model of `bevquant_hybrid` is held against what it itself rounds to. Each operation reads the
@@ -45,7 +48,7 @@ def compare_qdq_onnx(file: QdqFile, model: nn.Module, args: Any) -> tuple[Tensor
 
     Args:
         file: From `export_qdq_onnx`.
-        model: The model that it was written from.
+        model: The model that it was written from, or what `simulate` made of it.
         args: Inputs, structured like the example inputs.
 
     Returns:

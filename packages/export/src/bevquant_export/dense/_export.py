@@ -24,13 +24,14 @@ from bevquant_export.dense._source import read_model
 from bevquant_export.dense._verify import verified
 from bevquant_export.dense._written import QdqFile
 from bevquant_export.sparse.portable._body import OPSET
+from bevquant_int8sim import IntegerModel
 from bevquant_quantizers import write_whole
 
 __all__ = ["export_qdq_onnx"]
 
 
 def export_qdq_onnx(
-    model: nn.Module,
+    model: nn.Module | IntegerModel,
     args: Any,
     path: str | os.PathLike[str],
     profile: str = "tensorrt",
@@ -78,9 +79,10 @@ def export_qdq_onnx(
       hb_mapper's settings next to the file, with the nodes that it must leave in float.
 
     Args:
-        model: A `bevquant_qnn` model, calibrated, in evaluation mode; or one from
-            ``prepare_qat_fx``, ``prepare_calibration_fx`` or ``prepare_qat`` of `bevquant_hybrid`,
-            which is written as it evaluates. It is not changed.
+        model: A `bevquant_qnn` model, calibrated, in evaluation mode; what `simulate` made of it,
+            which saves a second capture; or one from ``prepare_qat_fx``,
+            ``prepare_calibration_fx`` or ``prepare_qat`` of `bevquant_hybrid`, which is written as
+            it evaluates. It is not changed.
         args: A tuple of positional inputs, a dict of named ones, or one input: float32, and, but
             for horizon, integers and truth values, which keep their type in the file (a pillar's
             number of points and its place, a mask).

@@ -53,9 +53,21 @@ class QdqProgram(Protocol):
 class _Simulated:
     """A `bevquant_qnn` model."""
 
-    def __init__(self, model: nn.Module, args: Any, sums: Sums, verify: bool) -> None:
+    def __init__(
+        self, model: nn.Module | IntegerModel, args: Any, sums: Sums, verify: bool
+    ) -> None:
+        self.model: IntegerModel
+        if isinstance(model, IntegerModel):
+            self.model = model
+            if model.source is None or (sums and not model.sum_ranges):
+                met = "was loaded from a folder" if model.source is None else "adds accumulators"
+                raise ValueError(
+                    f"export_qdq_onnx: the integer model {met}; give the calibrated model, or what "
+                    f"simulate(…, integer_sums={bool(sums)}) makes of it"
+                )
+            return
         try:
-            self.model: IntegerModel = simulate(model, args, integer_sums=sums, verify=verify)
+            self.model = simulate(model, args, integer_sums=sums, verify=verify)
         except (TypeError, ValueError) as error:
             message = str(error).replace("simulate:", "export_qdq_onnx:", 1)
             raise type(error)(message) from error
@@ -109,11 +121,13 @@ def integer_model(program: QdqProgram) -> IntegerModel | None:
     return program.model if isinstance(program, _Simulated) else None
 
 
-def program_of(model: nn.Module, args: Any, sums: Sums = False, *, verify: bool) -> QdqProgram:
+def program_of(
+    model: nn.Module | IntegerModel, args: Any, sums: Sums = False, *, verify: bool
+) -> QdqProgram:
     """Read a model.
 
     Args:
-        model: The model.
+        model: The model, or the integer model that was made of it.
         args: Example inputs.
         sums: What sums read of layers, as ``simulate(integer_sums=…)`` takes it; a package that
             reads its models itself has its own answer.
@@ -123,9 +137,10 @@ def program_of(model: nn.Module, args: Any, sums: Sums = False, *, verify: bool)
         TypeError: No module.
         ValueError: Not calibrated, not traceable, or in training mode.
     """
-    for module in model.modules() if isinstance(model, nn.Module) else ():
+    if isinstance(model, nn.Module):
+        held = list(model.modules())
         for kind, read in PROGRAM_READERS.items():
-            if isinstance(module, kind):
+            if any(isinstance(module, kind) for module in held):
                 found: QdqProgram = read(model, args)
                 return found
     return _Simulated(model, args, sums, verify)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from bevquant_export.dense._free_sizes import free_sizes
 from bevquant_export.dense._program_of import QdqProgram, bound, inputs_of, program_of
+from bevquant_int8sim import IntegerModel
 from bevquant_int8sim.program import (
     Integers,
     Program,
@@ -79,7 +80,7 @@ class Source:
 
 
 def read_model(
-    model: nn.Module,
+    model: nn.Module | IntegerModel,
     args: Any,
     *,
     dynamic_batch: bool,

@@ -1,4 +1,4 @@
-"""Pixels with their channels side by side, from planes of channels, on all of torch's threads."""
+"""Pixels with their channels side by side from planes of channels, and back, on all threads."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from bevquant_int8sim import _workspace
 from bevquant_int8sim._compiled.jit import compiled
 from bevquant_int8sim._compiled.threads import share
 
-__all__ = ["pixel_rows"]
+__all__ = ["pixel_rows", "planes"]
 
 _TASK = 2048  # pixels
 _WORD = 4  # bytes of a number
 _BLOCK = 64  # pixels, and channels: what a block reads and writes stays in the first cache
+_FEW = (
+    32  # channels of a task that makes planes: as long a line of memory as there are at the least
+)
 
 
 def pixel_rows(x: Tensor, channels: int) -> Any:
@@ -37,13 +40,33 @@ def pixel_rows(x: Tensor, channels: int) -> Any:
     return rows.reshape(-1, channels)
 
 
+def planes(x: Tensor) -> Tensor:
+    """``x.contiguous()``, by blocks where `x` has its channels side by side in memory."""
+    rows = x.movedim(1, -1) if x.dim() > 2 else x
+    if x.is_contiguous() or 0 in x.shape or not rows.is_contiguous() or x.itemsize not in _WORDS:
+        return x.contiguous()
+    word, transpose = _WORDS[x.itemsize]
+    out = torch.empty(x.shape, dtype=x.dtype)
+    channels = x.shape[1]
+    given, filled = rows.detach().view(word).numpy(), out.view(word).numpy()
+    given, filled = given.reshape(len(x), -1, channels), filled.reshape(len(x), channels, -1)
+    tasks = -(-channels // _FEW)
+
+    def run(index: int) -> None:
+        b, first = index // tasks, index % tasks * _FEW
+        transpose(first, min(first + _FEW, channels), given[b], filled[b])
+
+    share(run, len(x) * tasks)
+    return out
+
+
 def _transpose_all(x: Any, out: Any) -> None:
     pixels = x.shape[2]
     tasks = -(-pixels // _TASK)
     if out.shape[2] == _WORD and sys.byteorder == "little":  # a pixel is one number
         transpose, x, out = _interleave, x.view(np.uint8), out.view(np.uint32)[..., 0]
     else:
-        transpose = _transpose
+        transpose = _transpose[1]
 
     def run(index: int) -> None:
         b, first = index // tasks, index % tasks * _TASK
@@ -52,11 +75,20 @@ def _transpose_all(x: Any, out: Any) -> None:
     share(run, len(x) * tasks)
 
 
-@compiled("void(int64, int64, int8[:, ::1], int8[:, ::1])")
+def _for_sizes(function: Any) -> dict[int, Any]:
+    """Decorator: the function compiled for numbers of one and of four bytes."""
+    kinds = {1: "int8", 4: "int32"}
+    return {
+        size: compiled(f"void(int64, int64, {kind}[:, ::1], {kind}[:, ::1])")(function)
+        for size, kind in kinds.items()
+    }
+
+
+@_for_sizes
 def _transpose(first, stop, x, out):  # type: ignore[no-untyped-def]
     given = x.shape[0]
     # Planes whose sizes are multiples of a page would evict each other from the first cache.
-    near = np.empty((_BLOCK, _BLOCK), np.int8)
+    near = np.empty((_BLOCK, _BLOCK), x.dtype)
     for start in range(first, stop, _BLOCK):
         pixels = min(_BLOCK, stop - start)
         for lowest in range(0, given, _BLOCK):
@@ -68,6 +100,10 @@ def _transpose(first, stop, x, out):  # type: ignore[no-untyped-def]
                 for channel in range(count):
                     line[channel] = near[channel, pixel]
         out[start : start + pixels, given:] = 0
+
+
+_WORDS = {1: (torch.int8, _transpose[1]), 4: (torch.int32, _transpose[4])}
+"""Bytes of a number, to what it is moved as and what moves it."""
 
 
 @compiled("void(int64, int64, uint8[:, ::1], uint32[::1])")

@@ -1,4 +1,4 @@
-"""The sums of a row in one pass over memory, on all of torch's threads; needs numba.
+"""The sums of a row, and gaps, in one pass over memory on all of torch's threads; needs numba.
 
 Each block of values writes a line of its own, in the order of `FIELDS`, so that the sums do not
 depend on the number of threads.
@@ -13,7 +13,7 @@ import numpy as np
 from bevquant_int8sim._compiled.jit import compiled
 from bevquant_int8sim._compiled.threads import share
 
-__all__ = ["float_lines", "integer_lines"]
+__all__ = ["float_gaps", "float_lines", "integer_lines", "largest_steps"]
 
 _VALUES = 1 << 16  # of a block
 
@@ -43,6 +43,63 @@ def integer_lines(
 
     share(run, len(lines))
     return lines
+
+
+def largest_steps(taught: Any, integer: Any, scale: float, low: float, high: float) -> float:
+    """``max |integer − clamp(rint(taught / scale))|`` of flat float32 and int8; inf with NaN."""
+    found = np.zeros(-(-len(taught) // _VALUES))
+
+    def run(i: int) -> None:
+        first, stop = i * _VALUES, min((i + 1) * _VALUES, len(taught))
+        found[i] = _steps(first, stop, taught, integer, scale, low, high)
+
+    share(run, len(found))
+    return float(found.max(initial=0))
+
+
+def float_gaps(wanted: Any, got: Any) -> tuple[float, float, float, float]:
+    """Largest and energy of the gaps of flat float32 arrays, and of what is finite in `wanted`.
+
+    A NaN or an infinity that the other lacks is an infinite gap.
+    """
+    lines = np.zeros((-(-len(wanted) // _VALUES), 4))
+
+    def run(i: int) -> None:
+        first, stop = i * _VALUES, min((i + 1) * _VALUES, len(wanted))
+        _gaps(first, stop, wanted, got, lines[i])
+
+    share(run, len(lines))
+    most, top = (float(lines[:, i].max(initial=0)) for i in (0, 2))
+    return most, float(lines[:, 1].sum()), top, float(lines[:, 3].sum())
+
+
+@compiled("float64(int64, int64, float32[::1], int8[::1], float64, float64, float64)")
+def _steps(first, stop, taught, integer, scale, low, high):  # type: ignore[no-untyped-def]
+    most = np.float64(0)
+    unknown = 0
+    for i in range(first, stop):
+        raw = np.rint(np.float64(taught[i]) / scale)
+        unknown += raw != raw
+        apart = abs(np.float64(integer[i]) - min(max(raw, low), high))
+        most = max(most, apart)
+    return np.inf if unknown else most
+
+
+@compiled("void(int64, int64, float32[::1], float32[::1], float64[::1])")
+def _gaps(first, stop, wanted, got, line):  # type: ignore[no-untyped-def]
+    most = energy = top = power = 0.0
+    for i in range(first, stop):
+        w, q = np.float64(wanted[i]), np.float64(got[i])
+        if not (w == q or (w != w and q != q)):
+            apart = abs(w - q)
+            if apart != apart:
+                apart = np.float64(np.inf)
+            most = max(most, apart)
+            energy += apart * apart
+        if abs(w) < np.inf:
+            top = max(top, abs(w))
+            power += w * w
+    line[0], line[1], line[2], line[3] = most, energy, top, power
 
 
 @compiled("void(int64, int64, float32[::1], float32[::1], float32[::1], float64[::1])")

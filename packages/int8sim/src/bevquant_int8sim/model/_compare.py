@@ -93,6 +93,7 @@ class LayerComparison(ForcedRun):
         self.float_model = float_model
         self.sums: dict[str, LayerSums] = {}  # of the batch that is run
         self._totals: dict[str, LayerSums] = {}
+        self._added = 0
         for value in self.placed:
             step, form = self.makers[value], model.program.values[value].form
             kind = f"int{form.bits}" if isinstance(form, Integers) else str(form)
@@ -110,10 +111,11 @@ class LayerComparison(ForcedRun):
         return {
             "sums": np.array([sums for sums, _ in numbers], np.float64),
             "counts": np.array([counts for _, counts in numbers], np.int64),
+            "operations": np.array(list(self.operations.values()), np.int64),
         }
 
     def add(self, record: Mapping[str, np.ndarray[Any, Any]]) -> None:
-        """Add the record of a batch.
+        """Add the record of a batch; the first one's operations become the model's.
 
         Raises:
             ValueError: It is of another model.
@@ -123,6 +125,11 @@ class LayerComparison(ForcedRun):
                 f"compare: a record of {len(record['sums'])} steps, where this model has "
                 f"{len(self._totals)}: add records of the same model"
             )
+        if not self._added:
+            steps = (step.outputs[0] for step in self.model.steps)
+            counts = (int(count) for count in record["operations"])
+            self.model.program.operations.update(zip(steps, counts, strict=True))
+        self._added += 1
         for total, *numbers in zip(
             self._totals.values(), record["sums"], record["counts"], strict=True
         ):

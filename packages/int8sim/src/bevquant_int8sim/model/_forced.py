@@ -11,12 +11,13 @@ from torch import Tensor, fx, nn
 
 from bevquant_int8sim.model._form import ACCUMULATORS, FLOAT, Demand, Integers
 from bevquant_int8sim.model._integer_model import IntegerModel
-from bevquant_int8sim.model._layer_sums import blocks
+from bevquant_int8sim.model._layer_sums import planes
 from bevquant_int8sim.model._program import Ref, Step
 from bevquant_int8sim.model._reference import GraphRun, spent_nodes, tensor_of
 from bevquant_int8sim.model._rowwise import dequantized
 from bevquant_int8sim.model._signature import copied
 from bevquant_int8sim.model._traced_source import Source
+from bevquant_int8sim.model._work import Products, operations
 
 __all__ = ["ForcedRun", "place"]
 
@@ -38,6 +39,7 @@ class ForcedRun:
     Attributes:
         placed: Values of the program that are judged, in order.
         makers: The step that makes each value.
+        operations: What each step of the last batch multiplied, as `Program.operations`.
 
     Raises:
         ValueError: An integer model that was loaded from a file.
@@ -52,6 +54,7 @@ class ForcedRun:
         source: Source = model.source
         self.model, self.source, self.graph = model, source, source.graph.graph
         self.makers = {step.outputs[0]: step for step in model.steps}
+        self.operations: dict[str, int] = {}
         known = {step.outputs[0] for step in model.steps if step.op in _COMPUTES}
         self.values: dict[fx.Node, list[str]] = {}
         placed: set[str] = set()
@@ -92,15 +95,21 @@ class ForcedRun:
             What the integer model returned, and the forced graph as a list of its leaves.
         """
         made: dict[str, Tensor] = {}
+        counted, products = 0, Products()  # type: ignore[no-untyped-call]
 
         def keep(step: Step, given: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
+            nonlocal counted
+            before, counted = counted, products.count
+            self.operations[step.outputs[0]] = operations(step, given, outputs, counted - before)
             if isinstance(outputs[0], Tensor):
                 made[step.outputs[0]] = outputs[0]
             self.see(step, given, outputs)
+            counted = products.count  # what `see` computed is none of the model's
 
         graph = self.source.graph
         # Each run has inputs of its own: a module that is one node may write to them.
-        returned, _ = self.model.run(copied(batch), record=False, observe=keep)
+        with products:
+            returned, _ = self.model.run(copied(batch), record=False, observe=keep)
         leaves = graph.leaves(batch)
         runs = [
             GraphRun(graph, model, copied(leaves) if graph.opaque else leaves)
@@ -111,6 +120,9 @@ class ForcedRun:
             for run, beside in zip(runs, (None, *runs), strict=False):
                 with self._reading(node, made, run if run is runs[-1] else None):
                     run.step(node, beside)
+            for value in self.values.get(node, ()):
+                if value in made:
+                    made[value] = planes(made[value])
             self.judge(node, made, *(run.values[node] for run in runs))
             self._force(node, made, runs[-1])
             if node in kept:
@@ -153,16 +165,14 @@ class ForcedRun:
     def as_float(self, value: str, got: Tensor) -> Tensor:
         """What a value of the program stands for."""
         form = self.model.program.values[value].form
-        if isinstance(form, Integers):
-            made = got.new_empty(got.shape, dtype=torch.float32)
-            for integers, floats in blocks(got, made):
-                floats.copy_(integers.double().mul_(form.scale))
-            return made
         if form == FLOAT:
-            return got
-        step = self.makers[value]
-        axis = step.attributes.get("channel_axis", -1)
-        return dequantized(got, step.tensors["scale"], axis, relu=False)
+            return planes(got)
+        if isinstance(form, Integers):
+            scale, axis = torch.tensor(form.scale, dtype=torch.float64), -1
+        else:
+            step = self.makers[value]
+            scale, axis = step.tensors["scale"], step.attributes.get("channel_axis", -1)
+        return planes(dequantized(got, scale, axis, relu=False))
 
 
 def place(step: Step) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 from bevquant_int8sim.model._form import Integers
 from bevquant_int8sim.model._layer_table import LayerRow
 
-__all__ = ["FIELDS", "LayerSums", "blocks"]
+__all__ = ["FIELDS", "LayerSums", "blocks", "float_gaps", "largest_steps", "planes"]
 
 FIELDS = (
     "power fake_power integer_power fake_dot integer_dot fake_error integer_error "
@@ -34,6 +34,51 @@ def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     flat = [tensor.detach().reshape(-1) for tensor in tensors]
     for start in range(0, flat[0].numel(), _BLOCK):
         yield tuple(values[start : start + _BLOCK] for values in flat)
+
+
+def planes(x: Tensor) -> Tensor:
+    """``x.contiguous()``: what is compared lies in memory in one order."""
+    if x.is_contiguous() or x.numel() < _SMALL or x.device.type != "cpu":
+        return x.contiguous()
+    try:
+        from bevquant_int8sim._compiled import channels_last
+    except ImportError:
+        return x.contiguous()
+    return channels_last.planes(x)
+
+
+def largest_steps(taught: Tensor, integer: Tensor, form: Integers) -> float:
+    """``max |q − clamp(round(x / s))|`` over all values; infinite or NaN with a NaN in `taught`."""
+    if not integer.numel():
+        return 0.0
+    kernels = _kernels(taught) if integer.dtype == torch.int8 else None
+    if kernels is not None:
+        flat = _flat(taught, integer)
+        return float(kernels.largest_steps(*flat, form.scale, float(form.low), float(form.high)))
+    raw = (taught.double() / form.scale).round_().clamp_(form.low, form.high)
+    return float((integer.double() - raw).abs().max())
+
+
+def float_gaps(wanted: Tensor, got: Tensor) -> tuple[float, float, float, float]:
+    """How far two tensors of floats are apart.
+
+    Returns:
+        Largest gap and energy of all gaps, infinite or NaN where one is no number and the other
+        is; largest value and energy of `wanted` where that is finite.
+    """
+    if not wanted.numel():
+        return 0.0, 0.0, 0.0, 0.0
+    kernels = _kernels(wanted, got)
+    if kernels is not None:
+        gaps: tuple[float, float, float, float] = kernels.float_gaps(*_flat(wanted, got))
+        return gaps
+    wanted, got = wanted.detach().double(), got.detach().double()
+    same = (wanted == got) | (wanted.isnan() & got.isnan())
+    apart = torch.where(same, torch.zeros_like(wanted), wanted - got).abs_()
+    finite = torch.where(wanted.isfinite(), wanted, torch.zeros_like(wanted))
+    sums = apart.max(), apart.square().sum(), finite.abs().max(), finite.square().sum()
+    most, energy, top, power = (float(value) for value in sums)
+    return most, energy, top, power
 
 
 @dataclass(eq=False)
@@ -167,7 +212,7 @@ def _kernels(*floats: Tensor) -> Any:
 
 
 def _flat(*tensors: Tensor) -> list[Any]:
-    return [tensor.detach().reshape(-1).numpy() for tensor in tensors]
+    return [planes(tensor.detach()).reshape(-1).numpy() for tensor in tensors]
 
 
 def _float_line(wanted: Tensor, fake: Tensor, integer: Tensor) -> list[float]:

@@ -11,9 +11,9 @@ from bevquant_graph import flatten
 from bevquant_int8sim.model._forced import ForcedRun, place
 from bevquant_int8sim.model._form import ACCUMULATORS, Integers
 from bevquant_int8sim.model._integer_model import IntegerModel
+from bevquant_int8sim.model._layer_sums import float_gaps, largest_steps
 from bevquant_int8sim.model._program import Ref, Step
 from bevquant_int8sim.model._reference import tensor_of
-from bevquant_int8sim.model._work import Products, operations
 
 __all__ = ["verify"]
 
@@ -46,10 +46,10 @@ def verify(integer: IntegerModel, example_inputs: Any) -> None:
     Raises:
         ValueError: The first step beyond its bound is named.
     """
-    verification = _Verification(integer)
     try:
-        with verification.products:
-            returned, forced = verification.follow(example_inputs)
+        verification = _Verification(integer)
+        returned, forced = verification.follow(example_inputs)
+        integer.program.operations.update(verification.operations)
     except RuntimeError as error:
         raise ValueError(
             f"simulate: the integer model does not run on the example inputs: {error}"
@@ -69,13 +69,6 @@ class _Verification(ForcedRun):
     def __init__(self, integer: IntegerModel) -> None:
         super().__init__(integer)
         self._slack: dict[str, float] = {}
-        self.products, self._counted = Products(), 0  # type: ignore[no-untyped-call]
-
-    def see(self, step: Step, given: tuple[Any, ...], made: tuple[Any, ...]) -> None:
-        """Count what the step computed."""
-        before, self._counted = self._counted, self.products.count
-        count = operations(step, given, made, self._counted - before)
-        self.model.program.operations[step.outputs[0]] = count
 
     def judge(self, node: fx.Node, made: dict[str, Tensor], *runs: Any) -> None:
         """Hold each value that stands for a node against the forced run."""
@@ -92,8 +85,7 @@ class _Verification(ForcedRun):
                     apart = (forced.double() - self.as_float(value, got).double()).abs().max()
                     raise _departure(step, f"differs by up to {float(apart):.3g}")
                 continue
-            raw = (forced.double() / form.scale).round_().clamp_(form.low, form.high)
-            steps = float((got.double() - raw).abs().max()) if got.numel() else 0.0
+            steps = largest_steps(forced, got, form)
             explained = 1 + slack / form.scale
             # NaN is no number of steps, and never explained.
             if not steps <= explained:
@@ -140,16 +132,8 @@ def _departure(step: Step, what: str) -> ValueError:
 def _alike(want: Tensor, got: Tensor, slack: float) -> bool:
     if want.shape != got.shape:
         return False
-    want, got = want.detach().double(), got.detach().double()
-    same = (want == got) | (want.isnan() & got.isnan())
-    if bool(same.all()):
-        return True
-    apart = torch.where(same, torch.zeros_like(want), want - got).abs_()
-    finite = torch.where(want.isfinite(), want, torch.zeros_like(want))
-    bound = slack + _FLOAT * float(finite.abs().max())
-    return bool((apart <= bound).all()) or bool(
-        apart.square().sum() <= _ENERGY * finite.square().sum()
-    )
+    most, energy, top, power = float_gaps(want, got)
+    return most <= slack + _FLOAT * top or energy <= _ENERGY * power
 
 
 def _is_some(value: Tensor | None) -> bool:
