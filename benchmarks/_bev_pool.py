@@ -15,7 +15,6 @@ difference from a float64 index_add, over that one's largest value.
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import subprocess
 import sys
@@ -200,8 +199,7 @@ def main() -> None:
     print(
         f"{cells.numel():,} points, {int((cells >= 0).sum()):,} of them in "
         f"{cells[cells >= 0].unique().numel():,} of {CELLS:,} cells, {CHANNELS} channels, torch "
-        f"{torch.__version__}, 2 threads, medians of {rounds} interleaved runs; load average "
-        f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores\n"
+        f"{torch.__version__}, 2 threads, medians of {rounds} interleaved runs\n"
     )
     print_table(measure(rounds))
     print("\nOnce per calibration:")

@@ -21,6 +21,7 @@ from functools import partial
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded
 import torch
+from _machine import print_machine
 from _rounding_peers import adaround, equalized
 from _trained_nets import Task, accuracy, cifar10, mnist
 from torch import Tensor, nn
@@ -291,8 +292,7 @@ def main() -> None:
     if unknown:
         parser.error(f"unknown parts {sorted(unknown)}")
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
-    load, threads = os.getloadavg()[0], torch.get_num_threads()
-    print(f"load {load:.1f}, {threads} threads, torch {torch.__version__}")
+    print_machine(peaks=False)
     tasks = {"ptq": (cifar10, mnist), "qat": (cifar10,), "mixed": (cifar10,)}
     for name in options.parts or parts:
         for make in tasks.get(name, (cifar10,)):

@@ -28,6 +28,7 @@ import numpy as np
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded
 import torch
+from _machine import print_machine
 from torch import Tensor
 
 from bevquant_quantizers import TensorQuantizer, fake_quantize
@@ -324,6 +325,7 @@ def main() -> None:
         names = ("torch", "numpy", "numba", "pytorch-quantization", "nvidia-modelopt")
         found = {name: _version(name) for name in names}
         print(", ".join(f"{name} {version}" for name, version in found.items() if version))
+        print_machine(peaks=False)
         compare_searches(upstream, modelopt, rounds)
         compare_errors(upstream, modelopt)
         compare_weights(upstream)

@@ -34,6 +34,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # a peer's threads sleep th
 import onnxruntime
 import torch
 from _int8_timing import Runs, interleave
+from _machine import print_machine
 from torch import nn
 
 from bev_scenes import street_frame
@@ -231,7 +232,8 @@ def main() -> None:
         parser.error(f"unknown tables {', '.join(unknown)}: expected files, dense, sparse")
     warnings.simplefilter("ignore")
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
-    print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores; {options.config}\n")
+    print_machine()
+    print(f"{options.config}\n")
     pieces, inputs = pieces_of(options.config)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -33,6 +33,7 @@ import _int8_jit
 import _int8_memory
 import _int8_scale
 import torch
+from _machine import print_machine
 
 from bevquant_int8sim import backend_report
 
@@ -72,7 +73,8 @@ def main() -> None:
     if unknown:
         parser.error(f"unknown tables {', '.join(unknown)}: expected {', '.join(known)}")
     warnings.simplefilter("ignore")
-    print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    if not options.plain:
+        print_machine()
     for status in backend_report():
         print(f"{status.name}: {status.detail}")
     print()

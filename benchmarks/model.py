@@ -25,6 +25,7 @@ from typing import Any
 
 import _bev_pool
 import torch
+from _machine import print_machine
 from torch import nn
 
 from bev_scenes import street_frame
@@ -154,9 +155,9 @@ def memory(config: str, kind: str) -> dict[str, float]:
 def print_table(config: str, rounds: int) -> None:
     taken = times(config, rounds)
     peaks = {kind: memory(config, kind) for kind in KINDS}
+    print_machine()
     print(
-        f"`{config}`, torch {torch.__version__}, 2 threads, medians of {rounds} interleaved runs; "
-        f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores\n\n"
+        f"`{config}`, 2 threads, medians of {rounds} interleaved runs\n\n"
         "| stage | float, ms | fake-quant, ms | ratio | float, peak MB | fake-quant, peak MB |\n"
         "|---|---:|---:|---:|---:|---:|"
     )

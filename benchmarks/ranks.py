@@ -25,6 +25,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from _machine import print_machine
+
 STREETS = 20
 FRAMES = 60
 ROUNDS = 3
@@ -125,7 +127,7 @@ def started(world: int, folder: Path, count: int) -> dict[str, Any]:
 def main() -> None:
     """Measure, and print two tables."""
     count = int(sys.argv[1]) if len(sys.argv) > 1 else FRAMES
-    load = os.getloadavg()[0]
+    print_machine(peaks=False)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_streets(folder)
@@ -137,7 +139,7 @@ def main() -> None:
             w: statistics.median(run["seconds"] for run in runs) for w, runs in found.items()
         }
         same = len({run["ranges"] for runs in found.values() for run in runs}) == 1
-        print(f"{count} frames, load {load:.1f} before; ranges of all runs equal: {same}\n")
+        print(f"{count} frames; ranges of all runs equal: {same}\n")
         print("ranks    seconds   frames/s      ratio")
         for world, taken in seconds.items():
             print(f"{world:5} {taken:10.1f} {count / taken:10.2f} {seconds[1] / taken:9.2f}×")

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from _machine import print_machine
 from torch import Tensor, nn
 
 from bevquant_sparse import Rulebook, build_rulebook, conv_forward, to_dense
@@ -347,9 +348,9 @@ def main() -> None:
     print(
         f"{len(indices):,} voxels, {count_gmac(encoder, indices):.2f} GMAC, spconv "
         f"{spconv.__version__}, torch {torch.__version__}, {numba}, medians of {rounds} "
-        "interleaved runs"
+        "interleaved runs\n"
     )
-    print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores\n")
+    print_machine()
     rulebook_table(indices, rounds)
     print("BN unfolded:\n")
     encoder_table(encoder, features, indices, rounds)
