@@ -468,4 +468,5 @@ def test_layers_that_the_forward_does_not_call_stay_float():
     assert "reads its weight without calling it" in reasons["qkv"]
     assert "test_quantize_model.py:" in reasons["qkv"]
     assert "does not call it" in reasons["auxiliary"]
-    assert not calibrate(model, [x]).poor
+    report = calibrate(model, [torch.randn(64, 4)])
+    assert all(entry.amax is not None for entry in report.quantizers)
