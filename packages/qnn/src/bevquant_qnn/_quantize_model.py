@@ -139,34 +139,26 @@ def _quantized(
 
 
 def _unused(found: Followed, layers: Collection[nn.Module]) -> dict[nn.Module, SkippedModule]:
-    """Layers that the captured forward does not call: no batch would give them a range.
+    """Layers whose weight a function is given while nobody calls them: no batch gives them a range.
 
-    Heads of other modes, and layers whose weight a function is given (torchvision's Swin: its
-    attention is one function of ``qkv.weight``). Where a part was not captured, none is told.
+    As in torchvision's Swin, whose attention is one function of ``qkv.weight``.
     """
-    if found.unfollowed or not found.parts:
-        return {}
-    steps = found.parts[0]
-    called = {call.module for node in steps.nodes for call in steps.calls(node)}
-    readers: dict[str, fx.Node] = {}
-    for node in steps.nodes:
-        for value in node.all_input_nodes:
-            path = None if steps.source is None else steps.source.constant_path(value)
-            if path is not None:
-                readers.setdefault(path, node)
     unused: dict[nn.Module, SkippedModule] = {}
-    for layer in layers:
-        if layer in called:
-            continue
-        path = steps.path(layer)
-        reader = readers.get(f"{path}.weight")
-        reason = "the forward on example_inputs does not call it: it stays float"
-        if reader is not None and steps.source is not None:
-            reason = (
-                f"{steps.source.describe(reader)} reads its weight without calling it: it stays "
-                "float; call the layer to quantize it"
-            )
-        unused[layer] = SkippedModule(path, reason)
+    for steps in found.parts:
+        called = {call.module for node in steps.nodes for call in steps.calls(node)}
+        readers: dict[str, fx.Node] = {}
+        for node in steps.nodes:
+            for value in node.all_input_nodes:
+                path = None if steps.source is None else steps.source.constant_path(value)
+                readers.setdefault(path or "", node)
+        for path, layer in steps.root.named_modules():
+            reader = readers.get(f"{path}.weight")
+            if layer in layers and layer not in called and reader is not None and steps.source:
+                unused[layer] = SkippedModule(
+                    steps.path(layer),
+                    f"{steps.source.describe(reader)} reads its weight without calling it: it "
+                    "stays float; call the layer to quantize it",
+                )
     return unused
 
 
