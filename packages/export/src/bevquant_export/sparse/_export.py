@@ -61,7 +61,9 @@ def export_sparse_onnx(
         example_inputs: What one call takes; run once, for the sizes in the file.
         path: The file; it appears whole or not at all.
         dialect: ``"libspconv"``, or ``"portable"``: the same file in standard operators, which
-            stock onnxruntime runs on a CPU (inputs and outputs: `lower_to_portable`).
+            stock onnxruntime runs on a CPU (inputs and outputs: `lower_to_portable`). It also has
+            what UNets need: tensors on the same voxels concatenated, and their channels summed in
+            groups. What the model makes of coordinates alone is left out of either.
         model_order: Order of the model's coordinate columns behind the batch: ``"xyz"``
             (mit-bevfusion) or ``"zyx"`` (mmdetection3d).
         order: Order that the file wants them in; by default the model's. The dense result is the
