@@ -467,7 +467,7 @@ def test_what_a_forward_notes_in_its_containers_is_not_kept() -> None:
 
 
 class Sliced(nn.Module):
-    """Runs slices of its layers: of a Sequential (names stay) and of a ModuleList (counted anew)."""
+    """Slices of a Sequential (names stay) and of a ModuleList (members are counted anew)."""
 
     def __init__(self, holder: Any) -> None:
         super().__init__()

@@ -24,9 +24,7 @@ def unet(nets):
             self.out = layer(spconv.SubMConv3d(8, 6, 3, indice_key="subm1"))
 
         def forward(self, features, coords, batch_size):
-            skip = self.stem(
-                spconv.SparseConvTensor(features, coords, list(nets.GRID), batch_size)
-            )
+            skip = self.stem(spconv.SparseConvTensor(features, coords, list(nets.GRID), batch_size))
             up = self.up(self.down(skip))
             both = up.replace_feature(torch.cat((up.features, skip.features), dim=1))
             mixed = self.mix(both)

@@ -77,7 +77,7 @@ def put_back(model: nn.Module, layers: Mapping[nn.Module, nn.Module]) -> None:
     """Hold the float layers again in the places of the quantized ones that map to them."""
     for module in list(model.modules()):
         for name, child in module._modules.items():
-            if child in layers:
+            if child is not None and child in layers:
                 module._modules[name] = layers[child]
 
 

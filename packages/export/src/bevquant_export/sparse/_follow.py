@@ -27,8 +27,8 @@ _REMEDIES = {
     "batch_norm": "fold it first with bevquant_fusion.fuse_model",
 }
 _EXTENSIONS = {
-    "concat": "the engine has no concatenation of tensors on voxels: add the branches, or write the "
-    "file for ONNX Runtime (dialect='portable')",
+    "concat": "the engine has no concatenation of tensors on voxels: add the branches, or write "
+    "the file for ONNX Runtime (dialect='portable')",
     "fold": "the engine has no sum over groups of channels: write the file for ONNX Runtime "
     "(dialect='portable')",
 }
@@ -212,8 +212,8 @@ class _Follower:
         else:
             remedy = _REMEDIES.get(what, _REMEDY)
             raise ValueError(
-                f"export_sparse_onnx: {place(step)}{_location(self.source, step)} has no operator in the "
-                "libspconv dialect "
+                f"export_sparse_onnx: {place(step)}{_location(self.source, step)} has no operator "
+                "in the libspconv dialect "
                 "(sparse convolutions, additions, ReLU, dense(), permute, reshape); " + remedy
             )
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 __all__ = [
-    "Add", "Concat", "Conv", "Fold", "Graph", "Move", "Node", "Relu", "Scatter", "inputs_of", "renamed",
+    "Add", "Concat", "Conv", "Fold", "Graph", "Move", "Node", "Relu", "Scatter", "inputs_of",
+    "renamed",
 ]  # fmt: skip
 
 Sizes = tuple[int, ...]

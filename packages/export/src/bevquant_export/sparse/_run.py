@@ -94,7 +94,7 @@ class FrameRun:
         if isinstance(node, Fold):
             self.voxels[node.y] = self._on_voxels(node, node.x)
             x = self.held[node.x].floats()
-            folded = x.unflatten(1, (node.channels, -1)).sum(2)
+            folded = x.reshape(len(x), node.channels, x.shape[1] // node.channels).sum(2)
             return self._stored(Floats(folded), node.y, node.name)
         if isinstance(node, Scatter):
             return self._scatter(node)

@@ -6,7 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from bevquant_export.sparse._graph import Add, Concat, Conv, Fold, Graph, Move, Node, Scatter, inputs_of
+from bevquant_export.sparse._graph import (
+    Add,
+    Concat,
+    Conv,
+    Fold,
+    Graph,
+    Move,
+    Node,
+    Scatter,
+    inputs_of,
+)
 
 if TYPE_CHECKING:
     from onnx import NodeProto, TensorProto
