@@ -251,6 +251,25 @@ def test_inside_of_what_cannot_be_captured_chains_are_folded(randomise, error_of
     assert error_of(result.model(x), model(x)) <= 1e-12
 
 
+class TokenLayer(nn.Module):
+    """LeViT's: a batch norm over flattened tokens, put back into the shape of what it reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 6, bias=False), nn.BatchNorm1d(6)
+
+    def forward(self, x):
+        x = self.linear(x)
+        return self.norm(x.flatten(0, 1)).reshape_as(x)
+
+
+def test_a_value_of_which_only_the_shape_is_read_has_one_reader(randomise, error_of):
+    model, x = randomise(TokenLayer()), torch.randn(2, 3, 4, dtype=torch.float64)
+    result = fuse_model(model, x)
+    assert [f.bn for f in result.fused] == ["norm"]
+    assert error_of(result.model(x), model(x)) <= 1e-12
+
+
 class SparseLike(nn.Module):
     """A block of this file, so that it can be pickled."""
 

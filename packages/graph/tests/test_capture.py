@@ -464,3 +464,26 @@ def test_what_a_forward_notes_in_its_containers_is_not_kept() -> None:
     capture(net, image(2, 4), check=False)
     assert net.share == {"of": "voxels", "by": [1.0]}
     copy.deepcopy(net)
+
+
+class Sliced(nn.Module):
+    """Slices of a Sequential (names stay) and of a ModuleList (members are counted anew)."""
+
+    def __init__(self, holder: Any) -> None:
+        super().__init__()
+        layers = [nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)]
+        self.layers = nn.Sequential(*layers) if holder is nn.Sequential else holder(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[1:]:
+            x = layer(x)
+        for layer in self.layers[1:][1:]:
+            x = layer(x).relu()
+        return self.layers[0](x)
+
+
+@pytest.mark.parametrize("holder", [nn.Sequential, nn.ModuleList])
+def test_members_of_a_slice_have_their_own_paths(holder):
+    graph = capture(Sliced(holder), torch.ones(2, 4))
+    paths = [graph.path(node) for node in graph.operations if "linear" in str(node.target)]
+    assert paths == ["layers.1", "layers.2", "layers.2", "layers.0"]

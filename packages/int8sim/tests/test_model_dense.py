@@ -385,3 +385,13 @@ def test_sums_behind_folded_batch_norms_and_sums_are_integers():
     image = images(3)
     expected = quantized(image).detach()
     assert float((model(image) - expected).abs().max() / expected.abs().max()) < 0.05
+
+
+def test_padding_set_after_a_convolution_was_made():
+    net = nn.Sequential(nn.Conv2d(3, 4, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3))
+    for conv in (net[0], net[2]):  # as backbones are dilated
+        conv.stride, conv.dilation, conv.padding = (1, 1), (2, 2), (2, 2)
+    model, x = calibrated(net.eval()), images(1)
+    made = simulate(model, x)(x)
+    assert made.shape == net(x).shape == x[:, :1].expand(-1, 4, -1, -1).shape
+    torch.testing.assert_close(made, model(x), rtol=0, atol=float(made.abs().max()) / 64)

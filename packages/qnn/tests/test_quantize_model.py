@@ -441,3 +441,27 @@ def test_the_account_can_be_printed(nets):
     text = str(result)
     assert "conv1: Conv2d -> QuantConv2d" in text
     assert "they read the same tensor" in text
+
+
+class Functional(nn.Module):
+    """As torchvision's Swin: a function is given the weights of a layer, which nobody calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.qkv, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(nn.functional.linear(self.stem(x), self.qkv.weight, self.qkv.bias))
+
+
+def test_layers_whose_weight_is_read_without_a_call_stay_float():
+    model = Functional().eval()
+    qkv = model.qkv
+    result = qnn.quantize_model(model, example_inputs=torch.randn(2, 4))
+    assert [item.path for item in result.quantized] == ["stem", "head"]
+    assert model.qkv is qkv
+    (note,) = [item for item in result.skipped if item.path == "qkv"]
+    assert "reads its weight without calling it" in note.reason
+    assert "test_quantize_model.py:" in note.reason
+    report = calibrate(model, [torch.randn(64, 4)])
+    assert all(entry.amax is not None for entry in report.quantizers)

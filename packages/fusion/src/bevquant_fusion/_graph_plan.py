@@ -20,6 +20,7 @@ from bevquant_sparse import is_sparse_conv
 from ._fold import Fold, NormPaths, Skipped, layer_problem, tensor_owners, tied_to
 from ._foldable import bn_problem, has_hooks, is_convolution
 
+_SHAPE_OF_SECOND = ("reshape_as", "view_as", "expand_as")
 _BATCH_NORM = torch.ops.aten.batch_norm.default
 
 
@@ -196,7 +197,7 @@ class _Reader:
             for user in node.users:
                 if user.op == "output":
                     others["the outside of the model"] = None
-                elif user not in inside and op_spec(user.target).kind != "size":
+                elif user not in inside and _reads_values(user, node):
                     others[self.describe(user)] = None
         if others:
             raise _Refused(f"{conv}'s output is also read by {', '.join(others)}")
@@ -263,6 +264,13 @@ class _Reader:
         if any(user not in made for n in made if n is not last for user in n.users):
             return None
         return tuple(order)
+
+
+def _reads_values(user: fx.Node, node: fx.Node) -> bool:
+    """Whether a step reads more of a value than its shape."""
+    spec = op_spec(user.target)
+    given = user.all_input_nodes if spec.name not in _SHAPE_OF_SECOND else list(user.args[:1])
+    return spec.kind != "size" and node in given
 
 
 def _is_float(node: fx.Node) -> bool:

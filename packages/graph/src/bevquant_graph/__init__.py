@@ -20,6 +20,7 @@ from ._graph import REQUIRE, Graph
 from ._layer_class import layer_class, own_code
 from ._opaque import OPAQUE, Opaque
 from ._operators import OPERATORS, OpSpec, op_spec
+from ._padding import zero_padding
 from ._program import as_module, module_of
 from ._quiet import evaluation, quiet
 from ._signature import arguments, flatten, is_sparse_tensor, leaf_names, rebuild
@@ -50,4 +51,5 @@ __all__ = [
     "rebuild",
     "refuse_unusable",
     "running",
+    "zero_padding",
 ]

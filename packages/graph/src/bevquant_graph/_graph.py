@@ -25,6 +25,7 @@ REQUIRE = torch.ops.aten._assert_scalar.default
 
 NUMBERS = ("aten.item.default", "aten._local_scalar_dense.default")
 
+_SLICE = re.compile(r"slice\((None|-?\d+), (None|-?\d+), (None|-?\d+)\)")
 _SHELL = "model"  # what holds the model inside of an exported program
 NO_VALUE = (
     "_assert_tensor_metadata",
@@ -62,6 +63,7 @@ class Graph:
         self.model, self.program = model, program
         self.inputs, self.result, self.opaque = inputs, result, dict(opaque)
         _tidy(program.graph_module)
+        _name_sliced(program.graph_module, model)
         self._constants: dict[fx.Node, str] = {}
         self.placeholders: list[fx.Node] = []
         nodes = [node for node in self.graph.nodes if node.op == "placeholder"]
@@ -359,6 +361,40 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 def _inside(path: str) -> str:
     """A path in the shell as one in the model."""
     return path.removeprefix(_SHELL).removeprefix(".")
+
+
+def _name_sliced(module: fx.GraphModule, model: nn.Module) -> None:
+    """Members that a forward took out of a slice, as ``layers[:-1]``, have their own paths."""
+    for node in module.graph.nodes:
+        stack = node.meta.get("nn_module_stack") or {}
+        if any("slice(" in path for path, _ in stack.values()):
+            node.meta["nn_module_stack"] = {
+                key: (f"{_SHELL}.{_sliced(model, _inside(path))}", kind)
+                if path.startswith(f"{_SHELL}.")
+                else (path, kind)
+                for key, (path, kind) in stack.items()
+            }
+
+
+def _sliced(model: nn.Module, path: str) -> str:
+    """The path in the model for one of torch's, as ``layers.slice(None, -1, None).0``.
+
+    A slice of a Sequential keeps the names of its members, one of a ModuleList counts them anew.
+    """
+    names: list[str] = []
+    holder: nn.Module | None = model
+    members: list[str] | None = None  # of the last slice, while it renumbers them
+    for part in path.split("."):
+        bounds = _SLICE.fullmatch(part)
+        if bounds is not None and holder is not None:
+            chosen = slice(*(None if b == "None" else int(b) for b in bounds.groups()))
+            members = (list(holder._modules) if members is None else members)[chosen]
+            continue
+        counted = members is not None and isinstance(holder, nn.ModuleList)
+        names.append(members[int(part)] if counted and members is not None else part)
+        holder = None if holder is None else holder._modules.get(names[-1])
+        members = None
+    return ".".join(names)
 
 
 def _tidy(module: fx.GraphModule) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 from torch.export import ExportedProgram
 
 from bevquant_graph import Graph, as_module, refuse_unusable
@@ -14,8 +14,8 @@ from bevquant_qnn._float_parts import float_layers
 from bevquant_qnn._flow import Flow, follow
 from bevquant_qnn._holders import activation_quantizers
 from bevquant_qnn._observe import observe
-from bevquant_qnn._place_joins import quantize_joins
-from bevquant_qnn._replace import replace_layers
+from bevquant_qnn._place_joins import Followed, quantize_joins
+from bevquant_qnn._replace import put_back, replace_layers
 from bevquant_qnn._result import QuantizedModule, QuantizeResult, SkippedModule
 from bevquant_qnn._share import share_quantizers
 from bevquant_qnn._takeover import unchanged_on_error
@@ -112,9 +112,14 @@ def _quantized(
         QuantizedModule(path, "TensorQuantizer", "pytorch_quantization's TensorQuantizer")
         for path in adopt_quantizers(model)
     ]
-    model, replaced, skipped = replace_layers(model, config)
+    model, originals, replaced, skipped = replace_layers(model, config)
     observed = example_inputs is not None
     found = observe(model, config, example_inputs, graph) if observed else trace(model)
+    unused = _unused(found, originals) if observed else {}
+    put_back(model, {layer: originals[layer] for layer in unused})
+    left = {note.path for note in unused.values()}
+    replaced = [item for item in replaced if item.path not in left]
+    skipped = [*skipped, *unused.values()]
     joined, passed_over, placed = quantize_joins(model, config, found, observed)
     flow = follow(found, placed)
     shared, apart = share_quantizers(model, flow)
@@ -131,6 +136,30 @@ def _quantized(
         skipped=tuple(skipped),
     )
     return result, flow
+
+
+def _unused(found: Followed, layers: Collection[nn.Module]) -> dict[nn.Module, SkippedModule]:
+    """Layers whose weight a function is given while nobody calls them: no batch gives them a range.
+
+    As in torchvision's Swin, whose attention is one function of ``qkv.weight``.
+    """
+    unused: dict[nn.Module, SkippedModule] = {}
+    for steps in found.parts:
+        called = {call.module for node in steps.nodes for call in steps.calls(node)}
+        readers: dict[str, fx.Node] = {}
+        for node in steps.nodes:
+            for value in node.all_input_nodes:
+                path = None if steps.source is None else steps.source.constant_path(value)
+                readers.setdefault(path or "", node)
+        for path, layer in steps.root.named_modules():
+            reader = readers.get(f"{path}.weight")
+            if layer in layers and layer not in called and reader is not None and steps.source:
+                unused[layer] = SkippedModule(
+                    steps.path(layer),
+                    f"{steps.source.describe(reader)} reads its weight without calling it: it "
+                    "stays float; call the layer to quantize it",
+                )
+    return unused
 
 
 def _check_patterns(model: nn.Module, config: QuantConfig) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -17,7 +17,7 @@ from bevquant_qnn._weighted import QuantWeighted
 from bevquant_quantizers import TensorQuantizer
 from bevquant_sparse import is_sparse_conv
 
-__all__ = ["has_quantized_form", "replace_layers"]
+__all__ = ["has_quantized_form", "put_back", "replace_layers"]
 
 _DENSE: tuple[type[Any], ...] = (
     _conv.QuantConv1d,
@@ -43,12 +43,12 @@ _SPARSE_FLOAT = {
 
 def replace_layers(
     model: nn.Module, config: QuantConfig
-) -> tuple[nn.Module, list[QuantizedModule], list[SkippedModule]]:
+) -> tuple[nn.Module, dict[nn.Module, nn.Module], list[QuantizedModule], list[SkippedModule]]:
     """Replace every layer that `config` does not leave float.
 
     Returns:
-        The model (another object only where the model itself is a layer), what was replaced, and
-        what was passed over with the reason.
+        The model (another object only where the model itself is a layer), quantized layer to the
+        float one that it replaced, what was replaced, and what was passed over with the reason.
     """
     layers = list(_layers(model))
     edge = _edges(layers, config)
@@ -70,7 +70,15 @@ def replace_layers(
             if isinstance(parent, nn.TransformerEncoderLayer):
                 # Its fused form, in evaluation, reads the layers' weights without calling them.
                 parent.activation_relu_or_gelu = 0
-    return model, done, skipped
+    return model, {quantized: module for module, quantized in built.items()}, done, skipped
+
+
+def put_back(model: nn.Module, layers: Mapping[nn.Module, nn.Module]) -> None:
+    """Hold the float layers again in the places of the quantized ones that map to them."""
+    for module in list(model.modules()):
+        for name, child in module._modules.items():
+            if child is not None and child in layers:
+                module._modules[name] = layers[child]
 
 
 def _name(module: nn.Module) -> str:

@@ -17,7 +17,7 @@ from bevquant_export.dense._grid import average_pool
 from bevquant_export.dense._reductions import NAMED, softmax
 from bevquant_export.dense._sizes import Sizes
 from bevquant_export.dense._source import Ref, Step, grid_call, is_active, module_call
-from bevquant_graph import layer_class
+from bevquant_graph import layer_class, zero_padding
 from bevquant_quantizers import TensorQuantizer
 
 __all__ = ["float_operation"]
@@ -142,8 +142,8 @@ def _parameters(graph: Graph, path: str, module: Any) -> list[str]:
 
 
 def _conv(graph: Graph, path: str, x: str, module: Any) -> str:
-    sides = module._reversed_padding_repeated_twice
-    pads = [*sides[::2][::-1], *sides[1::2][::-1]]
+    before, after = zip(*zero_padding(module), strict=True)
+    pads = [*before, *after]
     return graph.node(
         "Conv", path, [x, *_parameters(graph, path, module)], pads=pads, **_settings(module)
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from bevquant_export.sparse._graph import Add, Conv, Graph, Node, Relu, inputs_of
+from bevquant_export.sparse._graph import Add, Concat, Conv, Fold, Graph, Node, Relu, inputs_of
 
 __all__ = ["check_graph"]
 
@@ -67,6 +67,14 @@ def _check_channels(graph: Graph) -> None:
         if isinstance(node, Conv):
             found |= {node.in_channels}
             channels[node.y] = node.out_channels
+        elif isinstance(node, Concat):
+            channels[node.y] = sum(channels.get(name, 0) for name in node.xs)
+            continue
+        elif isinstance(node, Fold):
+            (read,) = found
+            if node.channels < 1 or read % node.channels:
+                raise ValueError(f"{node.name} folds {read} channels into {node.channels}")
+            channels[node.y] = node.channels
         elif isinstance(node, Add | Relu):
             channels[node.y] = channels.get(node.x, 0)
         else:

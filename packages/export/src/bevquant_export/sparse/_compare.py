@@ -157,6 +157,8 @@ def _sorted(made: Made) -> Made:
 
 
 def _output(made: Any, wanted: Any, *, reversed_axes: bool) -> LayerDifference:
+    if isinstance(made, SparseOutput) and not isinstance(wanted, SparseOutput):
+        made = made.features  # what the model returns is the features alone
     if isinstance(made, SparseOutput):
         indices = made.indices[:, [0, 3, 2, 1]] if reversed_axes else made.indices
         mine = Made(made.features, None, indices)
@@ -170,15 +172,10 @@ def _output(made: Any, wanted: Any, *, reversed_axes: bool) -> LayerDifference:
 
 def _results(integers: IntegerModel, returned: Any) -> list[Any]:
     """What a file returns, each tensor once; inputs that the model hands through are left out."""
-    made = {name for step in integers.steps for name in step.outputs}
-    values = integers.program.values
-    given = [
-        value
-        for name, value in _named(integers.program.result, returned)
-        if name in made and values[name].form not in ("sites", "host")
-    ]
+    followed = follow(integers)
+    given = [v for name, v in _named(integers.program.result, returned) if name in followed.results]
     distinct: dict[str, Any] = {}
-    for reading, value in zip(follow(integers).outputs, given, strict=True):
+    for reading, value in zip(followed.outputs, given, strict=True):
         distinct.setdefault(reading.tensor, value)
     return list(distinct.values())
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from bevquant_export.sparse._compare import LayerDifference
-from bevquant_export.sparse._follow import follow
+from bevquant_export.sparse._follow import follow, refuse_extensions
 from bevquant_export.sparse._graph import Graph
 from bevquant_export.sparse._half_precision import with_half_constants
 from bevquant_export.sparse._layers import SparseExport, layers_of
@@ -61,7 +61,9 @@ def export_sparse_onnx(
         example_inputs: What one call takes; run once, for the sizes in the file.
         path: The file; it appears whole or not at all.
         dialect: ``"libspconv"``, or ``"portable"``: the same file in standard operators, which
-            stock onnxruntime runs on a CPU (inputs and outputs: `lower_to_portable`).
+            stock onnxruntime runs on a CPU (inputs and outputs: `lower_to_portable`). It also has
+            what UNets need: tensors on the same voxels concatenated, and their channels summed in
+            groups. What the model makes of coordinates alone is left out of either.
         model_order: Order of the model's coordinate columns behind the batch: ``"xyz"``
             (mit-bevfusion) or ``"zyx"`` (mmdetection3d).
         order: Order that the file wants them in; by default the model's. The dense result is the
@@ -112,13 +114,14 @@ def export_sparse_onnx(
     if not isinstance(model, nn.Module):
         raise TypeError(f"export_sparse_onnx: expected a module, got {type(model).__name__}")
     integers, graph = sparse_graph(
-        model, example_inputs, batches, model_order, head_room, verify=verify
+        model, example_inputs, batches, model_order, head_room, verify=verify, dialect=dialect
     )
     graph = numbered(official_keys(graph if order == model_order else turned(graph)))
     content = proto_bytes(graph)
     if dialect == "portable":
         # Through the bytes: both dialects then hold the very same numbers.
-        content = portable_bytes(graph_of_bytes(content), all_layers=all_layers, weights=weights)
+        whole = graph_of_bytes(content, extensions=True)
+        content = portable_bytes(whole, all_layers=all_layers, weights=weights)
     ran = "no"
     rows: tuple[LayerDifference, ...] = ()
     if verify:
@@ -137,6 +140,7 @@ def sparse_graph(
     head_room: float,
     *,
     verify: bool,
+    dialect: str = "libspconv",
 ) -> tuple[IntegerModel, Graph]:
     """The integer model of a calibrated encoder, and what a file says of it.
 
@@ -148,6 +152,8 @@ def sparse_graph(
     rounded = with_half_constants(model)
     integers = simulate(rounded, example_inputs, verify=verify)
     followed = follow(integers)
+    if dialect == "libspconv":
+        refuse_extensions(followed, integers)
     seen = observe(integers, example_inputs, batches)
     graph = make_graph(followed, seen, rounded, integers.program.values, order, head_room)
     check_rulebooks(graph)

@@ -9,12 +9,15 @@ from typing import Any
 from bevquant_int8sim import IntegerModel
 from bevquant_int8sim.model import Step
 
-__all__ = ["Draft", "Followed", "Reading", "follow", "is_float_conv", "place"]
+__all__ = [
+    "Draft", "Followed", "Reading", "follow", "is_float_conv", "place", "refuse_extensions",
+]  # fmt: skip
 
 _CONVERSIONS = ("quantize", "requantize", "dequantize", "relu")
 _PERMUTATIONS = ("permute", "transpose", "movedim", "swapaxes", "moveaxis", "swapdims")
 _RESHAPES = ("flatten", "view", "reshape", "unflatten", "squeeze", "unsqueeze")
 _ADDITIONS = ("add", "add_", "iadd")
+_JOINS = ("move", "float", "concat")
 _REMEDY = (
     "export the model up to it, or replace it; ONNX Runtime takes the model as it is "
     "(export_qdq_onnx, profile='onnxruntime')"
@@ -22,8 +25,12 @@ _REMEDY = (
 _REMEDIES = {
     "BatchNorm1d": "fold it first with bevquant_fusion.fuse_model",
     "batch_norm": "fold it first with bevquant_fusion.fuse_model",
-    "cat": "the engine has no concatenation: add the branches, or split the model there; ONNX "
-    "Runtime takes the model as it is (export_qdq_onnx, profile='onnxruntime')",
+}
+_EXTENSIONS = {
+    "concat": "the engine has no concatenation of tensors on voxels: add the branches, or write "
+    "the file for ONNX Runtime (dialect='portable')",
+    "fold": "the engine has no sum over groups of channels: write the file for ONNX Runtime "
+    "(dialect='portable')",
 }
 
 
@@ -46,7 +53,10 @@ class Reading:
 
 @dataclass(frozen=True, eq=False)
 class Draft:
-    """An operator to be written: a conv, an add, a scatter, a permute or a reshape."""
+    """An operator to be written: a conv, an add, a scatter, a permute or a reshape.
+
+    Of the portable dialect alone: a concat, and a fold (a sum over groups of channels).
+    """
 
     kind: str
     step: Step
@@ -56,11 +66,16 @@ class Draft:
 
 @dataclass(frozen=True, eq=False)
 class Followed:
-    """Operators in order, the tensor of the input features, and the results."""
+    """Operators in order, the tensor of the input features, and the results.
+
+    `results` are the values of the program that `outputs` read. What the model hands through (a
+    batch_dict with its inputs) or computes of coordinates alone is nothing of the file.
+    """
 
     drafts: tuple[Draft, ...]
     input: str
     outputs: tuple[Reading, ...]
+    results: tuple[str, ...]
 
 
 def place(step: Step) -> str:
@@ -83,6 +98,20 @@ def follow(model: IntegerModel) -> Followed:
     return _Follower(model).run()
 
 
+def refuse_extensions(followed: Followed, model: IntegerModel) -> None:
+    """Refuse what the portable dialect has and the engine does not.
+
+    Raises:
+        ValueError: The first such step, its file and line, and what to do.
+    """
+    for draft in followed.drafts:
+        if draft.kind in _EXTENSIONS:
+            raise ValueError(
+                f"export_sparse_onnx: {place(draft.step)}{_location(model.source, draft.step)}: "
+                + _EXTENSIONS[draft.kind]
+            )
+
+
 class _Follower:
     def __init__(self, model: IntegerModel) -> None:
         self.program, self.source = model.program, model.source
@@ -90,22 +119,26 @@ class _Follower:
         self.holds: dict[str, tuple[str, bool]] = {}  # value to tensor and whether behind a ReLU
         self.input = ""
         self.drafts: list[Draft] = []
+        self.dense: set[str] = set()  # tensors that lie on no voxels
+        self.groups: dict[str, str] = {}  # [voxels, channels, group] to the tensor it is a view of
+        self.rounded: dict[str, str] = {}  # floats to the integers that they are read from
+        self.constants: set[str] = set()
+        self.of_coords = self._coord_inputs()
 
     def run(self) -> Followed:
         coords = self._coords()
         for step in self.program.steps:
-            if step.outputs[0] not in coords:
+            if step.outputs[0] not in coords and not self._only_coords(step):
                 self._step(step)
-        # What the model hands through, as a batch_dict with its inputs, is nothing of the file.
         results = [
             name
             for name in _names(self.program.result)
-            if self._is_tensor(name) and name in self.made
+            if self._is_tensor(name) and name in self.made and name not in self.of_coords
         ]
         outputs = tuple(self._read(name, "the model's result") for name in results)
         if not self.input:
             raise ValueError("export_sparse_onnx: nothing in the model reads voxels' features")
-        return Followed(tuple(self.drafts), self.input, outputs)
+        return Followed(tuple(self.drafts), self.input, outputs, tuple(results))
 
     def _coords(self) -> set[str]:
         """What is computed for the coordinates alone: the engine gets these ready made."""
@@ -113,11 +146,34 @@ class _Follower:
         found: set[str] = set()
         for step in reversed(self.program.steps):
             made = set(step.outputs)
-            if step.op == "float" and not made & read and not is_float_conv(step):
+            if step.op in ("float", "move") and not made & read and not is_float_conv(step):
                 found |= made
             elif step.op not in ("host", "sites"):
                 read.update(step.inputs)
         return found
+
+    def _coord_inputs(self) -> set[str]:
+        """Inputs of the program that sets of voxels are made of, and nothing else."""
+        wanted: set[str] = set()
+        for step in reversed(self.program.steps):
+            if step.op == "sites" or wanted.intersection(step.outputs):
+                if step.op in ("sites", "host", "float", "move"):
+                    wanted.update(step.inputs)
+        layers = [s for s in self.program.steps if s.op not in ("sites", "host", "float", "move")]
+        return wanted - self.made - {name for step in layers for name in step.inputs}
+
+    def _only_coords(self, step: Step) -> bool:
+        """Whether a step computes with coordinates alone: whoever has these computes it, too."""
+        if step.op == "constant":
+            self.constants.update(step.outputs)
+        if step.op not in ("float", "move"):
+            return False
+        read = [name for name in step.inputs if name not in self.constants]
+        hosts = [not self._is_tensor(name) or name in self.of_coords for name in read]
+        if not read or not all(hosts):
+            return False
+        self.of_coords.update(step.outputs)
+        return True
 
     def _is_tensor(self, name: str) -> bool:
         return self.program.values[name].form not in ("sites", "host")
@@ -137,36 +193,64 @@ class _Follower:
             self._draft("conv", step, 1)
         elif step.op == "add" or (step.op == "float" and what in _ADDITIONS):
             self._draft("add", step, 2)
+        elif step.op in _JOINS and what == "cat" and _along_channels(step):
+            self._concatenation(step)
+        elif what in _RESHAPES and self._splits_channels(step):
+            self.groups[step.outputs[0]] = step.args[0].name
+        elif what == "sum" and self._sums_groups(step):
+            source = self.groups[step.args[0].name]
+            self._append("fold", step, (self._read(source, place(step)),))
         elif step.op == "move" and what == "to_dense":
             self._draft("scatter", step, 1)
+            self.dense.add(step.outputs[0])
         elif step.op == "move" and what in _PERMUTATIONS:
             self._draft("permute", step, 1)
+            self.dense.add(step.outputs[0])
         elif step.op == "move" and what in _RESHAPES:
             self._draft("reshape", step, 1)
+            self.dense.add(step.outputs[0])
         else:
             remedy = _REMEDIES.get(what, _REMEDY)
             raise ValueError(
-                f"export_sparse_onnx: {place(step)}{self._location(step)} has no operator in the "
-                "libspconv dialect "
+                f"export_sparse_onnx: {place(step)}{_location(self.source, step)} has no operator "
+                "in the libspconv dialect "
                 "(sparse convolutions, additions, ReLU, dense(), permute, reshape); " + remedy
             )
-
-    def _location(self, step: Step) -> str:
-        """File and line of the forward."""
-        source = self.source
-        if source is None:
-            return ""
-        nodes = (n for n, forms in source.held.items() if step.outputs[0] in forms.values())
-        location = next(map(source.graph.location, nodes), "")
-        return f" ({location})" if location else ""
 
     def _pass(self, step: Step) -> None:
         """Another form of the same tensor."""
         tensor, relu = self._tensor(step.args[0].name, place(step))
         self.holds[step.outputs[0]] = (tensor, relu or bool(step.attributes.get("relu")))
+        before = step.args[0].name
+        if step.op == "dequantize" and not isinstance(self.program.values[before].form, str):
+            self.rounded[step.outputs[0]] = before
 
     def _draft(self, kind: str, step: Step, operands: int) -> None:
-        reads = tuple(self._operand(arg, step) for arg in step.args[:operands])
+        self._append(kind, step, tuple(self._operand(arg, step) for arg in step.args[:operands]))
+
+    def _concatenation(self, step: Step) -> None:
+        """Integers that are joined as floats are read as integers: their values are the same."""
+        names = [ref.name for ref in step.args[0]]
+        rounded = [self.rounded.get(name) for name in names]
+        known = [name for name in rounded if name is not None]
+        forms = {self.program.values[name].form for name in known}
+        chosen = known if len(known) == len(names) and len(forms) == 1 else names
+        self._append("concat", step, tuple(self._read(name, place(step)) for name in chosen))
+
+    def _splits_channels(self, step: Step) -> bool:
+        """Whether it makes ``[voxels, channels, group]`` of the channels of voxels."""
+        name = getattr(step.args[0], "name", None)
+        sizes = step.args[1] if len(step.args) == 2 else ()
+        if name not in self.holds or self.holds[name][0] in self.dense:
+            return False
+        return isinstance(sizes, list | tuple) and len(sizes) == 3
+
+    def _sums_groups(self, step: Step) -> bool:
+        axes = step.args[1] if len(step.args) == 2 and not step.kwargs else ()
+        axes = [axes] if isinstance(axes, int) else list(axes)
+        return getattr(step.args[0], "name", None) in self.groups and axes in ([2], [-1])
+
+    def _append(self, kind: str, step: Step, reads: tuple[Reading, ...]) -> None:
         y = step.outputs[0]
         self.holds[y] = (y, bool(step.attributes.get("relu")))
         self.drafts.append(Draft(kind, step, reads, y))
@@ -196,6 +280,20 @@ class _Follower:
         if name not in self.holds:
             raise ValueError(f"export_sparse_onnx: {by} reads a constant of the model")
         return self.holds[name]
+
+
+def _along_channels(step: Step) -> bool:
+    axis = step.kwargs.get("dim", step.args[1] if len(step.args) > 1 else 0)
+    return axis in (1, -1) and all(hasattr(ref, "name") for ref in step.args[0])
+
+
+def _location(source: Any, step: Step) -> str:
+    """File and line of the forward."""
+    if source is None:
+        return ""
+    nodes = (n for n, forms in source.held.items() if step.outputs[0] in forms.values())
+    location = next(map(source.graph.location, nodes), "")
+    return f" ({location})" if location else ""
 
 
 def _names(value: Any) -> Iterator[str]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-__all__ = ["Add", "Conv", "Graph", "Move", "Node", "Relu", "Scatter", "inputs_of"]
+__all__ = [
+    "Add", "Concat", "Conv", "Fold", "Graph", "Move", "Node", "Relu", "Scatter", "inputs_of",
+    "renamed",
+]  # fmt: skip
 
 Sizes = tuple[int, ...]
 
@@ -103,6 +106,41 @@ class Relu:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
+class Concat:
+    """Channels of tensors on the same voxels side by side; libspconv has no such operator.
+
+    Attributes:
+        path: Module of the exported model.
+        xs: Tensors read, in order.
+        y: Tensor made.
+        precision: ``"int8"`` or ``"fp16"``.
+        output_precision: How `y` is held.
+        input_range: amax of all of them and of y; ``None`` in fp16.
+        name: Name of the node.
+    """
+
+    path: str
+    xs: tuple[str, ...]
+    y: str
+    precision: str
+    output_precision: str
+    input_range: float | None
+    name: str = ""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Fold:
+    """``y[n, c] = Σ_k x[n, c·K + k]`` in float, K channels of x to one of y; not in libspconv."""
+
+    path: str
+    x: str
+    y: str
+    channels: int
+    output_precision: str
+    name: str = ""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Scatter:
     """Voxels to a dense grid ``output_shape``: batch, channels, then the axes as `format` says."""
 
@@ -127,7 +165,7 @@ class Move:
     name: str = ""
 
 
-Node = Conv | Add | Relu | Scatter | Move
+Node = Conv | Add | Relu | Concat | Fold | Scatter | Move
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -154,4 +192,14 @@ class Graph:
 
 def inputs_of(node: Node) -> tuple[str, ...]:
     """Tensors that a node reads."""
+    if isinstance(node, Concat):
+        return node.xs
     return (node.x, node.other) if isinstance(node, Add) else (node.x,)
+
+
+def renamed(node: Node, names: Mapping[str, str], name: str) -> Node:
+    """The node under another name, its tensors under those that `names` gives them."""
+    if isinstance(node, Concat):
+        return replace(node, xs=tuple(names[x] for x in node.xs), y=names[node.y], name=name)
+    made = replace(node, x=names[node.x], y=names[node.y], name=name)
+    return replace(made, other=names[made.other]) if isinstance(made, Add) else made

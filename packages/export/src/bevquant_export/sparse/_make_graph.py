@@ -12,7 +12,7 @@ from torch import nn
 from bevquant_export.sparse._conv_node import conv_node
 from bevquant_export.sparse._follow import Draft, Followed, place
 from bevquant_export.sparse._forms import TensorForm, agreed_forms
-from bevquant_export.sparse._graph import Add, Conv, Graph, Move, Node, Relu, Scatter
+from bevquant_export.sparse._graph import Add, Concat, Conv, Fold, Graph, Move, Node, Relu, Scatter
 from bevquant_export.sparse._observe import Seen
 
 __all__ = ["make_graph"]
@@ -46,6 +46,10 @@ def make_graph(
             nodes.append(conv_node(draft, forms, size, model, values, head_room))
         elif draft.kind == "add":
             nodes += _addition(draft, forms)
+        elif draft.kind == "concat":
+            nodes.append(_concatenation(draft, forms))
+        elif draft.kind == "fold":
+            nodes.append(_folded(draft, size, forms))
         else:
             nodes.append(_tail(draft, size, forms, order))
     shapes = {r.tensor: _shape(seen[r.tensor]) for r in followed.outputs if r.tensor in seen}
@@ -103,6 +107,44 @@ def _addition(draft: Draft, forms: Mapping[str, TensorForm]) -> list[Node]:
         range_other=held[1].amax if integer else None,
     )
     return [add, Relu(path=draft.step.path, x=summed, y=draft.y)] if made.relu else [add]
+
+
+def _concatenation(draft: Draft, forms: Mapping[str, TensorForm]) -> Concat:
+    made = _without_relu(draft, forms)
+    integer = all(not isinstance(r.form, str) for r in draft.reads)
+    ranges = {forms[r.tensor].amax for r in draft.reads} if integer else {None}
+    if len(ranges) > 1 or (integer and made.amax not in (None, *ranges)):
+        raise ValueError(
+            f"export_sparse_onnx: {place(draft.step)} joins tensors of the ranges "
+            f"{', '.join(f'{r:g}' for r in ranges if r is not None)}, read in "
+            f"{made.amax or 'float'}; one is wanted: share one quantizer (bevquant_qnn.QuantConcat)"
+        )
+    return Concat(
+        path=draft.step.path,
+        xs=tuple(r.tensor for r in draft.reads),
+        y=draft.y,
+        precision="int8" if integer else "fp16",
+        output_precision=made.precision,
+        input_range=ranges.pop(),
+    )
+
+
+def _folded(draft: Draft, seen: Seen, forms: Mapping[str, TensorForm]) -> Fold:
+    made = _without_relu(draft, forms)
+    (x,) = draft.reads
+    return Fold(
+        path=draft.step.path, x=x.tensor, y=draft.y, channels=seen.made[1],
+        output_precision=made.precision,
+    )  # fmt: skip
+
+
+def _without_relu(draft: Draft, forms: Mapping[str, TensorForm]) -> TensorForm:
+    if forms[draft.y].relu:
+        raise ValueError(
+            f"export_sparse_onnx: {place(draft.step)}: a ReLU follows; the dialect has it behind a "
+            "convolution or an addition: apply it before"
+        )
+    return forms[draft.y]
 
 
 def _tail(draft: Draft, seen: Seen, forms: Mapping[str, TensorForm], order: str) -> Node:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
-from bevquant_export.sparse._graph import Add, Conv, Graph, Move, Node, Relu
+from bevquant_export.sparse._graph import Add, Concat, Conv, Fold, Graph, Move, Node, Relu, renamed
 
 __all__ = ["numbered"]
 
@@ -18,11 +17,8 @@ def numbered(graph: Graph) -> Graph:
     for node in graph.nodes:
         kind = _kind(node)
         names[node.y] = str(len(names))
-        renamed = replace(node, x=names[node.x], y=names[node.y], name=f"{kind}{counts[kind]}")
-        if isinstance(renamed, Add):
-            renamed = replace(renamed, other=names[renamed.other])
+        nodes.append(renamed(node, names, f"{kind}{counts[kind]}"))
         counts[kind] += 1
-        nodes.append(renamed)
     return Graph(
         input="0",
         channels=graph.channels,
@@ -35,4 +31,5 @@ def numbered(graph: Graph) -> Graph:
 def _kind(node: Node) -> str:
     if isinstance(node, Move):
         return node.op.lower()
-    return {Conv: "conv", Add: "add", Relu: "relu"}.get(type(node), "scatter")
+    kinds = {Conv: "conv", Add: "add", Relu: "relu", Concat: "concat", Fold: "fold"}
+    return kinds.get(type(node), "scatter")

@@ -46,7 +46,11 @@ def observe(model: IntegerModel, example: Any, batches: Iterable[Any]) -> dict[s
     seen: dict[str, Seen] = {}
 
     def look(step: Step, given: tuple[Any, ...], made: tuple[Any, ...]) -> None:
-        if not made or not isinstance(made[0], Tensor) or not isinstance(given[0], Tensor):
+        if not made or not given or not isinstance(made[0], Tensor):
+            return
+        if isinstance(given[0], list | tuple) and given[0]:  # of a concatenation
+            given = (given[0][0], *given[1:])
+        if not isinstance(given[0], Tensor):
             return
         name = step.outputs[0]
         if name not in seen:

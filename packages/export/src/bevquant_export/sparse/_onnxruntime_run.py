@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bevquant_export.sparse._graph import Add, Conv, Graph, Node
+from bevquant_export.sparse._graph import Add, Concat, Conv, Fold, Graph, Node
 from bevquant_export.sparse._held import Floats, Integers
 from bevquant_export.sparse._names import numbered
 from bevquant_export.sparse._run import See
@@ -110,4 +110,6 @@ def _float_node(node: Node) -> Node:
         return replace(
             node, precision="fp16", output_precision="fp16", range_x=None, range_other=None
         )
-    return node
+    if isinstance(node, Concat):
+        return replace(node, precision="fp16", output_precision="fp16", input_range=None)
+    return replace(node, output_precision="fp16") if isinstance(node, Fold) else node

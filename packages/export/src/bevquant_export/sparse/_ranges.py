@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from bevquant_export.sparse._graph import Add, Conv, Graph, Relu
+from bevquant_export.sparse._graph import Add, Concat, Conv, Fold, Graph, Relu
 
 __all__ = ["tensor_ranges"]
 
@@ -23,10 +23,13 @@ def tensor_ranges(graph: Graph) -> Mapping[str, float]:
             for name, amax in ((node.x, node.range_x), (node.other, node.range_other)):
                 if amax is not None:
                     said.setdefault(name, {})[node.name] = amax
+        if isinstance(node, Concat) and node.input_range is not None:
+            for name in (*node.xs, node.y):
+                said.setdefault(name, {})[node.name] = node.input_range
     behind = {node.x: node.y for node in graph.nodes if isinstance(node, Relu)}
     found: dict[str, float] = {}
     for node in graph.nodes:
-        if not isinstance(node, Conv | Add) or node.output_precision != "int8":
+        if not isinstance(node, Conv | Add | Concat | Fold) or node.output_precision != "int8":
             continue
         tensor = behind.get(node.y, node.y)
         readers = said.get(tensor, {})

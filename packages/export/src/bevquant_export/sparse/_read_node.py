@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from bevquant_export.sparse._graph import Add, Conv, Move, Node, Relu, Scatter
+from bevquant_export.sparse._graph import Add, Concat, Conv, Fold, Move, Node, Relu, Scatter
 
 if TYPE_CHECKING:
     from onnx import NodeProto
 
-__all__ = ["OPERATORS", "read_node"]
+__all__ = ["EXTENSIONS", "OPERATORS", "read_node"]
 
 OPERATORS = (
     "SparseConvolution", "Add", "QuantAdd", "Relu", "ScatterDense", "Reshape", "Transpose"
 )  # fmt: skip
+EXTENSIONS = ("Concat", "Fold")  # of the portable dialect
 _INPUTS = {"SparseConvolution": 3, "Add": 2, "QuantAdd": 2}
 _BOUND = 150000  # what the engine takes where a file says nothing
 
@@ -76,7 +77,7 @@ def read_node(proto: NodeProto, tensors: Mapping[str, Tensor], name: str) -> Nod
         ValueError: It has other inputs, weights or attributes than its operator needs.
     """
     op = proto.op_type
-    wanted = _INPUTS.get(op, 1)
+    wanted = len(proto.input) or 1 if op == "Concat" else _INPUTS.get(op, 1)
     if len(proto.input) != wanted or len(proto.output) != 1:
         raise ValueError(
             f"{name}: {op} takes {wanted} inputs and makes one output, got {len(proto.input)} and "
@@ -86,6 +87,12 @@ def read_node(proto: NodeProto, tensors: Mapping[str, Tensor], name: str) -> Nod
     settings: dict[str, Any] = {
         "path": proto.doc_string, "name": name, "x": proto.input[0], "y": proto.output[0]
     }  # fmt: skip
+    if op == "Concat":
+        return _concat(attributes, tuple(proto.input), settings)
+    if op == "Fold":
+        precision = attributes.precision("output_precision")
+        channels = int(attributes.get("channels", "INT", 0))
+        return Fold(channels=channels, output_precision=precision, **settings)
     if op == "SparseConvolution":
         weight, bias = (_tensor(n, tensors, name) for n in proto.input[1:])
         return _conv(attributes, weight, bias, settings)
@@ -151,6 +158,17 @@ def _add(a: _Attributes, other: str, settings: dict[str, Any]) -> Add:
         output_precision=a.precision("output_precision"),
         range_x=a.range("input0_dynamic_range"),
         range_other=a.range("input1_dynamic_range"),
+        **settings,
+    )
+
+
+def _concat(a: _Attributes, xs: tuple[str, ...], settings: dict[str, Any]) -> Concat:
+    settings = {key: value for key, value in settings.items() if key != "x"}
+    return Concat(
+        xs=xs,
+        precision=a.precision("precision"),
+        output_precision=a.precision("output_precision"),
+        input_range=a.range("input_dynamic_range"),
         **settings,
     )
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from bevquant_export.sparse._check_graph import check_graph
 from bevquant_export.sparse._graph import Graph, Node
-from bevquant_export.sparse._read_node import OPERATORS, read_node
+from bevquant_export.sparse._read_node import EXTENSIONS, OPERATORS, read_node
 from bevquant_export.sparse._read_tensors import read_tensors
 from bevquant_export.sparse.portable import is_portable, portable_graph
 
@@ -34,8 +34,12 @@ def read_graph(path: str | os.PathLike[str]) -> Graph:
         raise ValueError(f"{file.name}: {error}") from error
 
 
-def graph_of_bytes(content: bytes) -> Graph:
+def graph_of_bytes(content: bytes, *, extensions: bool = False) -> Graph:
     """The checked graph of a file's content.
+
+    Args:
+        content: The file.
+        extensions: Take operators that only the portable dialect has, on the way to it.
 
     Raises:
         ValueError: As `read_graph`; no file is named.
@@ -43,7 +47,7 @@ def graph_of_bytes(content: bytes) -> Graph:
     model = _parsed(content)
     if is_portable(model):
         return portable_graph(model)
-    graph = _graph(model.graph)
+    graph = _graph(model.graph, (*OPERATORS, *EXTENSIONS) if extensions else OPERATORS)
     check_graph(graph)
     return graph
 
@@ -66,7 +70,7 @@ def _parsed(content: bytes) -> ModelProto:
         raise ValueError(f"not an ONNX file ({error}); is it a Git LFS pointer?") from error
 
 
-def _graph(proto: GraphProto) -> Graph:
+def _graph(proto: GraphProto, known: tuple[str, ...]) -> Graph:
     _check_text(proto)
     tensors = read_tensors(proto)
     inputs = [value for value in proto.input if value.name not in tensors]
@@ -75,7 +79,7 @@ def _graph(proto: GraphProto) -> Graph:
         raise ValueError(f"expected one input, the features of the voxels, got {names}")
     if not proto.node or not proto.output:
         raise ValueError("it has no nodes or no outputs")
-    unknown = sorted({node.op_type for node in proto.node} - set(OPERATORS))
+    unknown = sorted({node.op_type for node in proto.node} - set(known))
     if unknown:
         raise ValueError(
             f"operators {', '.join(unknown)}: a libspconv file has {', '.join(OPERATORS)} only"

@@ -9,7 +9,18 @@ import torch
 from torch import Tensor
 
 from bevquant_export.sparse._constants import ConvConstants
-from bevquant_export.sparse._graph import Add, Conv, Graph, Move, Node, Relu, Scatter, inputs_of
+from bevquant_export.sparse._graph import (
+    Add,
+    Concat,
+    Conv,
+    Fold,
+    Graph,
+    Move,
+    Node,
+    Relu,
+    Scatter,
+    inputs_of,
+)
 from bevquant_export.sparse._held import Accumulators, Floats, Held, Integers, Sum
 from bevquant_export.sparse._voxels import Voxels, convolved
 from bevquant_int8sim import SparseOutput, int8_sparse_conv
@@ -78,6 +89,13 @@ class FrameRun:
             return self._conv(node)
         if isinstance(node, Add):
             return self._add(node)
+        if isinstance(node, Concat):
+            return self._concat(node)
+        if isinstance(node, Fold):
+            self.voxels[node.y] = self._on_voxels(node, node.x)
+            x = self.held[node.x].floats()
+            folded = x.reshape(len(x), node.channels, x.shape[1] // node.channels).sum(2)
+            return self._stored(Floats(folded), node.y, node.name)
         if isinstance(node, Scatter):
             return self._scatter(node)
         if isinstance(node, Move):
@@ -99,6 +117,13 @@ class FrameRun:
         if name not in self.voxels:
             raise ValueError(f"{node.name} reads {name!r}, a dense grid; it works on voxels")
         return self.voxels[name]
+
+    def _check_same(self, node: Node, first: Voxels, second: Voxels) -> None:
+        if first is not second and not torch.equal(first.indices, second.indices):
+            raise ValueError(
+                f"{node.name}: its operands lie on different voxels ({len(first.indices)} and "
+                f"{len(second.indices)})"
+            )
 
     def _conv(self, node: Conv) -> Held:
         pairs, self.voxels[node.y] = convolved(self._on_voxels(node, node.x), node, self._strided)
@@ -130,11 +155,7 @@ class FrameRun:
     def _add(self, node: Add) -> Held:
         first = self._on_voxels(node, node.x)
         second = self._on_voxels(node, node.other)
-        if first is not second and not torch.equal(first.indices, second.indices):
-            raise ValueError(
-                f"{node.name}: its operands lie on different voxels ({len(first.indices)} and "
-                f"{len(second.indices)})"
-            )
+        self._check_same(node, first, second)
         self.voxels[node.y] = first
         x, other = self.held[node.x], self.held[node.other]
         if self.ranges is None or node.precision != "int8":
@@ -146,6 +167,18 @@ class FrameRun:
             made = Sum(q_x, other.integers(scale_other, node.name), scale_x, scale_other)
         # A sum that a Relu reads is rounded once, behind it.
         return made if node.y in self._before_relu else self._stored(made, node.y, node.name)
+
+    def _concat(self, node: Concat) -> Held:
+        places = [self._on_voxels(node, name) for name in node.xs]
+        for place in places[1:]:
+            self._check_same(node, places[0], place)
+        self.voxels[node.y] = places[0]
+        given = [self.held[name] for name in node.xs]
+        if self.ranges is None or node.input_range is None:
+            made: Held = Floats(torch.cat([x.floats() for x in given], 1))
+            return self._stored(made, node.y, node.name)
+        scale = node.input_range / _STEPS
+        return Integers(torch.cat([x.integers(scale, node.name) for x in given], 1), scale)
 
     def _scatter(self, node: Scatter) -> Held:
         voxels = self._on_voxels(node, node.x)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from bevquant_export.sparse._graph import Conv, Graph, Move, Node, Scatter
+from bevquant_export.sparse._graph import Conv, Graph, Move, Node, Scatter, inputs_of
 
 __all__ = ["turned"]
 
@@ -30,7 +30,7 @@ def turned(graph: Graph) -> Graph:
                 format=_OTHER[node.format],
                 output_shape=(*node.output_shape[:2], *node.output_shape[:1:-1]),
             )
-            readers = [other for other in graph.nodes if getattr(other, "x", "") == node.y]
+            readers = [other for other in graph.nodes if node.y in inputs_of(other)]
             if node.y not in graph.outputs and all(_transposes(other) for other in readers):
                 nodes.append(turned_node)
                 back.add(node.y)

@@ -6,7 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from bevquant_export.sparse._graph import Add, Conv, Graph, Move, Node, Scatter, inputs_of
+from bevquant_export.sparse._graph import (
+    Add,
+    Concat,
+    Conv,
+    Fold,
+    Graph,
+    Move,
+    Node,
+    Scatter,
+    inputs_of,
+)
 
 if TYPE_CHECKING:
     from onnx import NodeProto, TensorProto
@@ -89,6 +99,15 @@ def node_attributes(node: Node) -> dict[str, Any]:
             "output_precision": node.output_precision,
             **{name: float(value) for name, value in ranges.items() if value is not None},
         }
+    if isinstance(node, Concat):
+        ranges = {"input_dynamic_range": node.input_range}
+        return {
+            "precision": node.precision,
+            "output_precision": node.output_precision,
+            **{name: float(value) for name, value in ranges.items() if value is not None},
+        }
+    if isinstance(node, Fold):
+        return {"channels": node.channels, "output_precision": node.output_precision}
     if isinstance(node, Scatter):
         return {
             "input_spatial_shape": list(node.input_spatial_shape),

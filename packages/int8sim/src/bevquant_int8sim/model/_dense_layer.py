@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bevquant_graph import layer_class, own_code
+from bevquant_graph import layer_class, own_code, zero_padding
 from bevquant_int8sim.model._form import Integers
 from bevquant_int8sim.model._layer import (
     Layer,
@@ -114,7 +114,4 @@ def _settings(module: Any, op: str) -> dict[str, Any]:
             "output_padding": tuple(module.output_padding),
         }
         return settings
-    # torch lists both sides of every axis, the last axis first; this covers "same" and "valid".
-    sides = module._reversed_padding_repeated_twice
-    pairs = [(sides[i], sides[i + 1]) for i in range(0, len(sides), 2)]
-    return settings | {"padding": tuple(reversed(pairs))}
+    return settings | {"padding": zero_padding(module)}

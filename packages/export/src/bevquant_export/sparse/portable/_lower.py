@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bevquant_export.sparse._graph import Add, Conv, Graph, Move, Node, Relu, Scatter, inputs_of
+from bevquant_export.sparse._graph import (
+    Add,
+    Concat,
+    Conv,
+    Fold,
+    Graph,
+    Move,
+    Node,
+    Relu,
+    Scatter,
+    inputs_of,
+)
 from bevquant_export.sparse._ranges import tensor_ranges
 from bevquant_export.sparse.portable._body import FLOAT, INT32, INT64
 from bevquant_export.sparse.portable._emit import Emitter
@@ -106,6 +117,10 @@ class _Lowering:
             self.held[node.y] = self._add(node)
         elif isinstance(node, Relu):
             self.held[node.y] = self._relu(node)
+        elif isinstance(node, Concat):
+            self.held[node.y] = self._concat(node)
+        elif isinstance(node, Fold):
+            self.held[node.y] = self._fold(node)
         elif isinstance(node, Scatter):
             self.held[node.y] = self._scatter(node)
         else:
@@ -160,14 +175,46 @@ class _Lowering:
         )
         return self._stored(summed, node.y, node)
 
+    def _on_same_voxels(self, node: Node, *names: str) -> Sites:
+        first, *others = (self._on_voxels(node, name) for name in names)
+        for other in others:
+            if other is not first:
+                raise ValueError(
+                    f"{node.name}: its operands lie on different voxels: those of {first.maker} "
+                    f"and of {other.maker}"
+                )
+        return first
+
+    def _concat(self, node: Concat) -> Held:
+        sites = self.sites[node.y] = self._on_same_voxels(node, *node.xs)
+        channels = sum(int(self.shapes[name][1]) for name in node.xs)
+        self.shapes[node.y] = (sites.rows, channels)
+        given, amax = [self.held[name] for name in node.xs], node.input_range
+        read = [x.floats() if amax is None else x.integers(amax) for x in given]
+        joined = self.emitter.standard("Concat", read, node.name, {"axis": 1}, path=node.path)
+        if amax is None:
+            return self._stored(self._floats(node, joined), node.y, node)
+        emitter, name, path = self.emitter, node.name, node.path
+        return Integers(emitter=emitter, name=name, path=path, tensor=joined, amax=amax)
+
+    def _fold(self, node: Fold) -> Held:
+        sites = self.sites[node.y] = self._on_voxels(node, node.x)
+        self.shapes[node.y] = (sites.rows, node.channels)
+        name, emitter, path = node.name, self.emitter, node.path
+        per_channel = int(self.shapes[node.x][1]) // node.channels
+        sizes = emitter.constant(
+            f"{name}.shape", np.array((0, node.channels, per_channel), np.int64)
+        )
+        x = self.held[node.x].floats()
+        split = emitter.standard("Reshape", [x, sizes], f"{name}.split", path=path)
+        axes = emitter.constant(f"{name}.axes", np.array([2], np.int64))
+        settings = {"keepdims": 0}
+        summed = emitter.standard("ReduceSum", [split, axes], name, settings, path=path)
+        return self._stored(self._floats(node, summed), node.y, node)
+
     def _add(self, node: Add) -> Held:
-        first, second = (self._on_voxels(node, name) for name in (node.x, node.other))
-        if first is not second:
-            raise ValueError(
-                f"{node.name}: its operands lie on different voxels: those of {first.maker} and of "
-                f"{second.maker}"
-            )
-        self.sites[node.y], self.shapes[node.y] = first, self.shapes[node.x]
+        self.sites[node.y] = self._on_same_voxels(node, node.x, node.other)
+        self.shapes[node.y] = self.shapes[node.x]
         x, other = self.held[node.x], self.held[node.other]
         made: Held
         if node.precision != "int8" or node.range_x is None or node.range_other is None:

@@ -133,7 +133,7 @@ class GraphWriter:
             self.coords[node.y] = self.coords[node.x]
         elif isinstance(node, Scatter):
             self._scatter(node)
-        else:
+        elif isinstance(node, Move):
             self._move(node)
 
     def _conv(self, node: Conv) -> None:
