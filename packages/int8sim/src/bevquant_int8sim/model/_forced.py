@@ -11,7 +11,6 @@ from torch import Tensor, fx, nn
 
 from bevquant_int8sim.model._form import ACCUMULATORS, FLOAT, Demand, Integers
 from bevquant_int8sim.model._integer_model import IntegerModel
-from bevquant_int8sim.model._layer_sums import planes
 from bevquant_int8sim.model._program import Ref, Step
 from bevquant_int8sim.model._reference import GraphRun, spent_nodes, tensor_of
 from bevquant_int8sim.model._rowwise import dequantized
@@ -120,9 +119,6 @@ class ForcedRun:
             for run, beside in zip(runs, (None, *runs), strict=False):
                 with self._reading(node, made, run if run is runs[-1] else None):
                     run.step(node, beside)
-            for value in self.values.get(node, ()):
-                if value in made:
-                    made[value] = planes(made[value])
             self.judge(node, made, *(run.values[node] for run in runs))
             self._force(node, made, runs[-1])
             if node in kept:
@@ -166,13 +162,13 @@ class ForcedRun:
         """What a value of the program stands for."""
         form = self.model.program.values[value].form
         if form == FLOAT:
-            return planes(got)
+            return got
         if isinstance(form, Integers):
             scale, axis = torch.tensor(form.scale, dtype=torch.float64), -1
         else:
             step = self.makers[value]
             scale, axis = step.tensors["scale"], step.attributes.get("channel_axis", -1)
-        return planes(dequantized(got, scale, axis, relu=False))
+        return dequantized(got, scale, axis, relu=False)
 
 
 def place(step: Step) -> str:

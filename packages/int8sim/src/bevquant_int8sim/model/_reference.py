@@ -14,10 +14,14 @@ __all__ = ["GraphRun", "spent_nodes", "tensor_of"]
 
 
 _VIEWS: Any = {torch.ops.aten.view.default: torch.ops.aten.reshape.default}
+_CONVOLUTIONS = (torch.ops.aten.conv2d, torch.ops.aten.conv_transpose2d)
 
 
 class GraphRun:
     """One execution of the graph; the caller steps from node to node and may change results.
+
+    Maps lie channels last in memory, as integer kernels make them: what is compared then lies in one
+    order, and float convolutions on a CPU take half to nine tenths of the time (oneDNN).
 
     Args:
         graph: The graph.
@@ -80,8 +84,10 @@ class GraphRun:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.values.__getitem__)
         if node.target is OPAQUE:
             return self._opaque(node, args)
-        # Integers may lie in another order than the floats that they stand for.
+        # Values may lie in another order than in the model.
         target: Any = _VIEWS.get(node.target, node.target)
+        if getattr(target, "overloadpacket", None) in _CONVOLUTIONS:
+            args = (_channels_last(args[0]), *args[1:])
         return target(*args, **kwargs)
 
     def _opaque(self, node: fx.Node, args: Any) -> Any:
@@ -90,6 +96,12 @@ class GraphRun:
         given, named = rebuild(call.inputs, args[0])
         with torch.no_grad():
             return flatten(module(*given, **named))[0]
+
+
+def _channels_last(x: Tensor) -> Tensor:
+    if x.dim() != 4 or x.dtype != torch.float32 or x.device.type != "cpu":
+        return x
+    return x.contiguous(memory_format=torch.channels_last)
 
 
 def tensor_of(value: Any) -> Tensor | None:
