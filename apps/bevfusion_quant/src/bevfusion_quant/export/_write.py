@@ -55,7 +55,7 @@ def write_piece(
         args: Its inputs on a frame.
         frames: Voxels of all frames, whose number bounds a sparse file's.
         folder: Where.
-        target: Name of an engine, as `ExportTarget`.
+        target: Name of an engine.
         march: Of a BPU.
         cpu: Where files for a CPU shall run: "vnni" or "any".
 
@@ -82,20 +82,17 @@ def engine_of(target: str) -> Any:
     """The `bevquant_export.Target` of a target of this command."""
     from bevquant_export import find_target
 
-    return find_target("horizon" if target == "bpu" else target)
+    return find_target(target)
 
 
 def _quantized(
     piece: Piece, args: tuple[Any, ...], path: Path, engine: Any, march: str, cpu: str
 ) -> Written:
-    from bevquant_export import export_qdq_onnx
-
     more = {"march": march} if engine.name == "horizon" else engine.fastest(cpu)
-    made = export_qdq_onnx(
+    made = engine.write(
         piece.fake_module,
         args,
         path,
-        engine.name,
         input_names=list(piece.file.inputs),
         output_names=list(piece.file.outputs),
         **more,
@@ -128,7 +125,7 @@ def _float(piece: Piece, args: tuple[Any, ...], path: Path, engine: Any) -> Writ
         input_names=list(piece.file.inputs),
         output_names=list(piece.file.outputs),
         tolerance=None,  # held against torch along with the other files
-        half=engine.form.half,
+        half=engine.half,
     )
     return Written(piece, path, made, "onnxruntime" if engine.name == "horizon" else engine.name)
 
@@ -164,6 +161,11 @@ def _sparse(
     from bevquant_export import export_sparse_onnx, find_target
 
     dialect = engine.sparse
+    if not dialect:
+        raise ValueError(
+            f"target {engine.name!r} names none that takes the sparse encoder; quantize a model "
+            "without LiDAR, or give it one as Target.sparse"
+        )
     more = find_target(dialect).fastest(cpu)
     made = export_sparse_onnx(
         piece.fake_module, args, path, dialect=dialect, batches=frames, **more
