@@ -135,9 +135,7 @@ def test_an_entry_point_bears_a_name_of_its_target(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(_registry, "entry_points", only(entry))
     monkeypatch.setattr(EntryPoint, "load", lambda self: Toy())
     _registry._loaded.cache_clear()
-    with pytest.raises(
-        ValueError, match=r"is called 'game', which is no name of it; .* toy"
-    ):
+    with pytest.raises(ValueError, match=r"is called 'game', which is no name of it; .* toy"):
         find_target("toy")
     _registry._loaded.cache_clear()
 

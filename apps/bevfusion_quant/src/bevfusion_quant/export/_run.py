@@ -13,16 +13,13 @@ from bevfusion_quant._errors import InputError
 from bevfusion_quant.export._bpu import export_bpu
 from bevfusion_quant.export._export import ONNX_FOLDER, check_libraries, export_model
 from bevfusion_quant.frames import FrameBatches
-from bevfusion_quant.run import (
-    Clock,
-    RunRecord,
-    run_folder,
-)
+from bevfusion_quant.run import Clock, RunRecord, run_folder
 from bevfusion_quant.steps import (
     PLAN_FILE,
+    ModelSettings,
     load_run,
+    read_model_settings,
     read_plan,
-    read_run_config,
     refuse_in_files,
     refuse_unfolded,
 )
@@ -84,13 +81,13 @@ def export_run(
     from bevfusion_quant.report import ReportContent, write_report
 
     check_libraries()
-    config = read_run_config(run)
-    chosen = _target(target, config, run)
-    refuse_unfolded(config, run, "written as files")
-    if config.get("plan") is not None:
+    ran = read_model_settings(run)
+    chosen = _target(target, ran, run)
+    refuse_unfolded(ran, run, "written as files")
+    if ran.plan is not None:
         refuse_in_files(read_plan(Path(run) / PLAN_FILE), run)
     clock = Clock()
-    settings = {"target": chosen, "exports": str(run), "config": config["config"]}
+    settings = {"target": chosen, "exports": str(run), "config": ran.config}
     on_cpu = _engines_on_cpu()
     if chosen in on_cpu:
         settings["cpu"] = cpu = _cpu(cpu)
@@ -110,7 +107,7 @@ def export_run(
                 run, frames, clock, folder / ONNX_FOLDER, chosen, cpu or "any", cameras, given
             )
         record = RunRecord(folder, command, clock, _PACKAGES)
-        read = {"evaluates": str(run), "run_sha256": config.get("sha256")}
+        read = {"evaluates": str(run), "run_sha256": ran.sha256}
         record.write_settings({**read, **settings})
         with clock.step("page"):
             write_report(
@@ -151,12 +148,12 @@ def _engines_on_cpu() -> list[str]:
     ]
 
 
-def _target(target: str | None, config: dict[str, Any], run: str | Path) -> str:
+def _target(target: str | None, ran: ModelSettings, run: str | Path) -> str:
     """The target wanted, if the run is of its kind."""
     from bevquant_export.targets import find_target, targets
 
     bpu = find_target("bpu")
-    for_bpu = config.get("target") == "bpu"
+    for_bpu = ran.for_bpu
     try:
         found = find_target(target or ("bpu" if for_bpu else "tensorrt"))
     except (ValueError, ImportError) as error:
@@ -191,9 +188,9 @@ def _export(
 ) -> tuple[ExportedSet, FrameBatches]:
     with clock.step("load the run"):
         loaded = load_run(run)
-    config, model = loaded.config, loaded.quantized_model
-    sizes = CONFIGS[config["config"]]
-    batches = FrameBatches(frames, sizes, model, cameras or config.get("cameras") or CAMERA_NAMES)
+    ran, model = loaded.settings, loaded.quantized_model
+    sizes = CONFIGS[ran.config]
+    batches = FrameBatches(frames, sizes, model, cameras or ran.cameras or CAMERA_NAMES)
     with clock.step("read and voxelize"):
         batches.head(1)[0]
     exported = export_model(
@@ -205,7 +202,7 @@ def _export(
         folder,
         target=target,
         cpu=cpu,
-        calibration=config.get("poor_calibration", ()),
+        calibration=ran.poor_calibration,
         **given,
     )
     return exported, batches

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.review._evidence import (
     Evidence,
-    kind_of,
     read_config,
     read_evidence,
 )
 from bevfusion_quant.review._model import check_alike, read_model
-from bevfusion_quant.run import SUMMARY_FILE
+from bevfusion_quant.run import SUMMARY_FILE, RunSettings
 
 __all__ = ["Gathered", "Measured", "gather"]
 
@@ -94,7 +92,7 @@ class _Finder:
         candidates = [read_evidence(f) for f in self._of(run)]
         found: dict[str, Evidence] = {}
         for slot, kinds in _SLOTS.items():
-            named = [e for e in self.taken if e.kind in kinds and _is_of(e.config, run)]
+            named = [e for e in self.taken if e.kind in kinds and _is_of(e.settings, run)]
             if len(named) > 1:
                 raise InputError(
                     f"--take names two of a kind, {named[0].folder} and {named[1].folder}: name one"
@@ -116,7 +114,7 @@ class _Finder:
     def comparison(self, run: Evidence) -> Evidence | None:
         named = [e for e in self.taken if e.kind == "comparison"]
         for one in named:
-            if not _compares(one.config, run):
+            if not _compares(one.settings, run):
                 raise InputError(
                     f"--take {one.folder}: it compares other runs than {run.folder}: compare "
                     "again with it, or leave it out"
@@ -124,7 +122,7 @@ class _Finder:
         there = named or [
             read_evidence(folder)
             for folder in self.folders
-            if _compares(read_config(folder) or {}, run)
+            if (settings := read_config(folder)) is not None and _compares(settings, run)
         ]
         newest = max(there, key=lambda e: _written(e.folder), default=None)
         others = [str(e.folder) for e in there if e is not newest]
@@ -134,12 +132,12 @@ class _Finder:
 
     def _of(self, run: Evidence) -> Iterable[Path]:
         for folder in self.folders:
-            config = read_config(folder)
-            if config is None or kind_of(config) not in _SLOTS:
+            settings = read_config(folder)
+            if settings is None or settings.kind not in _SLOTS:
                 continue
-            if _is_of(config, run):
+            if _is_of(settings, run):
                 yield folder
-            elif _same(Path(str(config.get("evaluates"))), run.folder):
+            elif _same(Path(str(settings.evaluates)), run.folder):
                 self.notes.append(
                     f"{folder} was made of other weights than those that {run.folder} holds now: "
                     "not taken"
@@ -184,9 +182,9 @@ def gather(
                 f"--take {evidence.folder} is a {evidence.kind}: name folders of evaluate, "
                 "simulate, sensitivity, export or compare"
             )
-        if evidence.kind == "comparison" or any(_is_of(evidence.config, m) for m in models):
+        if evidence.kind == "comparison" or any(_is_of(evidence.settings, m) for m in models):
             continue
-        of = evidence.config.get("evaluates", "no run")
+        of = evidence.settings.evaluates or "no run"
         raise InputError(
             f"--take {evidence.folder}: it is of {of} with other weights than those of "
             f"{', '.join(str(m.folder) for m in models)}: leave it out, or make it again"
@@ -202,13 +200,12 @@ def gather(
     )
 
 
-def _is_of(config: Mapping[str, Any], run: Evidence) -> bool:
-    return bool(run.model_digests) and config.get("run_sha256") == run.model_digests
+def _is_of(settings: RunSettings, run: Evidence) -> bool:
+    return bool(run.model_digests) and settings.run_sha256 == run.model_digests
 
 
-def _compares(config: Mapping[str, Any], run: Evidence) -> bool:
-    there = config.get("compares") or ()
-    return any(isinstance(one, dict) and one.get("sha256") == run.model_digests for one in there)
+def _compares(settings: RunSettings, run: Evidence) -> bool:
+    return any(one.sha256 == run.model_digests for one in settings.compares or ())
 
 
 def _same(one: Path, other: Path) -> bool:

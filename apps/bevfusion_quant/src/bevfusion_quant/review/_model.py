@@ -24,7 +24,7 @@ def read_model(folder: Path, option: str, kinds: tuple[str, ...]) -> Evidence:
     """
     evidence = read_evidence(folder)
     if evidence.kind not in kinds:
-        of = evidence.config.get("evaluates")
+        of = evidence.settings.evaluates
         told = f"{evidence.kind} of {of}" if of else f"run of kind {evidence.kind}"
         hint = f"give {option} {of}" if of else f"give one of {', '.join(kinds)}"
         raise InputError(f"{option} {folder} is a {told}: {hint}")
@@ -49,10 +49,11 @@ def check_alike(main: Evidence, other: Evidence, option: str) -> None:
     Raises:
         InputError: Sizes, weights or, of random weights, seeds differ.
     """
+    first, second = main.settings, other.settings
     for key in ("config", "weights", "seed"):
-        one, two = main.config.get(key), other.config.get(key)
+        one, two = getattr(first, key), getattr(second, key)
         alike = one == two or (key == "weights" and _same_bytes(one, two))
-        if not alike and not (key == "seed" and main.config.get("weights")):
+        if not alike and not (key == "seed" and first.weights):
             raise InputError(
                 f"{option} {other.folder}: its {key} is {two!r}, that of {main.folder} is {one!r}: "
                 "the two are not of one float model; name runs of the same weights"
