@@ -97,6 +97,24 @@ def test_unknown_names_are_answered_with_those_there_are(here: Path) -> None:
     assert "'nothing'" in run(here, "ptq", "--dataset", "broken", "--data", ".", code=2)
 
 
+def test_a_kind_that_a_program_registers_reaches_its_commands(here: Path) -> None:
+    code = """
+import sys
+from bev_data import InputError
+from bev_data.datasets import register_dataset
+from bevfusion_quant.cli import main
+
+def opener(path=None, *, cameras="all"):
+    raise InputError(f"nothing at {path} with cameras {cameras}")
+
+register_dataset("own", opener)
+sys.exit(main(["ptq", "--config", "tiny", "--branch", "lidar", "--dataset", "own"]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=here, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "bevfusion-quant: nothing at None with cameras none" in done.stderr
+
+
 @pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("onnxruntime", "onnxscript", "spconv")),
     reason="files need onnxruntime and onnxscript, the model spconv",

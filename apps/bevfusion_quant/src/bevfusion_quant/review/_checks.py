@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from bev_data.metrics import points, span
 from bevfusion_quant.export import ONNX_FOLDER
-from bevfusion_quant.review._frames_text import frames_text
+from bevfusion_quant.review._evidence import frames_text
 from bevfusion_quant.review._headline import judged
 from bevfusion_quant.review._missing import command_for
 from bevfusion_quant.run import sha256

@@ -23,11 +23,11 @@ from bevfusion_quant.run import (
 from bevquant_quantizers.documents import DocumentError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from bevfusion_quant.report import Section
 
-__all__ = ["PAGE_FILE", "Evidence", "read_config", "read_evidence"]
+__all__ = ["PAGE_FILE", "Evidence", "frames_text", "read_config", "read_evidence"]
 
 PAGE_FILE = "report.html"
 _FOUND = ("qat", "bpu", "sensitivity", "export")  # kinds whose summary has a field of that name
@@ -121,3 +121,18 @@ def _checked(folder: Path) -> dict[str, str]:
         if known.get(name) != found[name]:
             raise ValueError(f"{name} is not the file that the run wrote: it was changed")
     return found
+
+
+def frames_text(frames: Sequence[str]) -> str:
+    """How many frames, and which.
+
+    Examples:
+        >>> frames_text(["street_100", "street_101", "street_102"])
+        '3 frames, street_100 … street_102'
+        >>> frames_text(["a"])
+        '1 frame, a'
+    """
+    if not frames:
+        return "no frames"
+    ends = frames[0] if len(frames) == 1 else f"{frames[0]} … {frames[-1]}"
+    return f"{len(frames):,} frame{'s' * (len(frames) != 1)}, {ends}"

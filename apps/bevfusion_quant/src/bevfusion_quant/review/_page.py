@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from bevfusion_quant.report import Section, write_page
 from bevfusion_quant.report._html import Html, join, tag
-from bevfusion_quant.review._frames_text import frames_text
+from bevfusion_quant.review._evidence import frames_text
 from bevfusion_quant.review._headline import run_title
 from bevfusion_quant.review._trail import sign_section, trail_section
 from bevfusion_quant.review._verdict import verdict_section

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from bevfusion_quant.report import Section
 from bevfusion_quant.report._html import Html, tag
 from bevfusion_quant.review._checks import exported_files
-from bevfusion_quant.review._frames_text import frames_text
+from bevfusion_quant.review._evidence import frames_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
