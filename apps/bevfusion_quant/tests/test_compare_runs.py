@@ -30,6 +30,7 @@ from bevfusion_quant.compare import (
 from bevfusion_quant.compare._alike import names_of
 from bevfusion_quant.ptq import PtqConfig, run_evaluate, run_ptq
 from bevfusion_quant.report import read_sections
+from bevfusion_quant.run import settings_of
 
 if importlib.util.find_spec("spconv") is None:
     pytest.skip("spconv is not installed", allow_module_level=True)
@@ -125,7 +126,7 @@ def test_what_is_written_says_which_runs_and_how_they_differ(
 def test_a_trained_run_is_told_from_the_one_it_began_with() -> None:
     settings = {"method": "mse", "weight_bits": 4}
     runs = tuple(
-        ComparedRun(name, name, more, integers=False)
+        ComparedRun(name, name, settings_of(more), integers=False)
         for name, more in (("ptq", settings), ("qat", {**settings, "qat": {"steps": 1}}))
     )
     none: Any = None

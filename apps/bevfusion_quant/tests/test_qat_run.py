@@ -30,7 +30,8 @@ from bevfusion_quant.ptq import FrameBatches, LoadedRun, PtqConfig, load_run, ru
 from bevfusion_quant.qat import QatConfig, QatResult, add_up, run_qat
 from bevfusion_quant.qat._trainer import Trainer
 from bevfusion_quant.qat._weighted import weighted_layers
-from bevfusion_quant.run._folder import sha256
+from bevfusion_quant.run import sha256
+from bevfusion_quant.steps import model_settings
 from bevfusion_quant.steps._record import save_model
 from bevfusion_quant.train import Augmentation, FrameSource, Motion, TrainConfig, head_loss
 from bevfusion_quant.train._checkpoint import CHECKPOINT, read_checkpoint
@@ -359,7 +360,7 @@ def test_a_plan_stays_obeyed(
     kinds = [(e.quantizer._disabled, e.quantizer.num_bits) for e in named_quantizers(model)]
     assert {bits for off, bits in kinds if not off} == {8, 16}
     assert any(off for off, _ in kinds)
-    loaded = LoadedRun(config, copy.deepcopy(start.float_model), model)
+    loaded = LoadedRun(model_settings(config), copy.deepcopy(start.float_model), model)
     monkeypatch.setattr("bevfusion_quant.qat._run.load_run", lambda run: loaded)
     result = qat(runs, tmp_path, planned, steps=1, batch=1)
     assert (result.folder / "plan.json").read_bytes() == (planned / "plan.json").read_bytes()

@@ -298,6 +298,16 @@ def _break(made: MadeUpRuns, run: Path, what: str) -> dict[str, Any]:
         content = json.loads((evaluation / "summary.json").read_text())
         (evaluation / "summary.json").write_text(json.dumps({**content, "version": 99}))
         write_digests(evaluation)
+    if what == "lacking":
+        exported = made.export(run)
+        content = json.loads((exported / "summary.json").read_text())
+        (exported / "summary.json").write_text(json.dumps({**content, "export": None}))
+        write_digests(exported)
+    if what == "of another type":
+        content = json.loads((evaluation / "summary.json").read_text())
+        content["layers"][0]["sqnr_db"] = "loud"
+        (evaluation / "summary.json").write_text(json.dumps(content))
+        write_digests(evaluation)
     if what == "page":
         page = evaluation / "page.json"
         page.write_text(page.read_text().replace('"version":1', '"version":9'))
@@ -340,6 +350,8 @@ def _break(made: MadeUpRuns, run: Path, what: str) -> dict[str, Any]:
         ("evaluation", r"--run .*simulate is a simulation of .*ptq: give --run .*ptq"),
         ("summary", r"simulate cannot be put on a page: .*: run its command again"),
         ("newer", "summary.json is of version 99, this program reads"),
+        ("lacking", r"export cannot be put on a page: summary.json lacks .* kind export found"),
+        ("of another type", r"at layers\[0\].sqnr_db: expected .*: run its command again"),
         ("page", "version 9, expected 1: run its command again"),
         ("gone", "cannot be put on a page: .*No such file"),
         ("edited", "summary.json is not the file that the run wrote: it was changed: run its"),

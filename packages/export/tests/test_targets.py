@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,11 @@ def net(op: str, domain: str = "") -> onnx.ModelProto:
     ]
     graph = helper.make_graph([node], "g", ports[:1], ports[1:])
     return helper.make_model(graph, opset_imports=opsets, ir_version=8)
+
+
+def only(entry: EntryPoint) -> Callable[..., list[EntryPoint]]:
+    """What `entry_points` answers where one target alone is installed."""
+    return lambda group: [entry] if group == entry.group else []
 
 
 @pytest.fixture
@@ -109,7 +114,7 @@ def test_a_name_is_taken_once(registered: Toy) -> None:
 
 def test_a_broken_entry_point_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = EntryPoint("broken", "no_such_module_at_all:TARGET", "bevquant.targets")
-    monkeypatch.setattr(_registry, "entry_points", lambda group: [entry])
+    monkeypatch.setattr(_registry, "entry_points", only(entry))
     _registry._loaded.cache_clear()
     with pytest.raises(ImportError, match="target 'broken': its entry point no_such_module_at_all"):
         find_target("toy")
@@ -118,10 +123,20 @@ def test_a_broken_entry_point_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_entry_point_adds_a_target(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = EntryPoint("toy", f"{__name__}:TOY", "bevquant.targets")
-    monkeypatch.setattr(_registry, "entry_points", lambda group: [entry])
+    monkeypatch.setattr(_registry, "entry_points", only(entry))
     monkeypatch.setattr(EntryPoint, "load", lambda self: Toy())
     _registry._loaded.cache_clear()
     assert find_target("plaything").title == "A toy"
+    _registry._loaded.cache_clear()
+
+
+def test_an_entry_point_bears_a_name_of_its_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = EntryPoint("game", f"{__name__}:TOY", "bevquant.targets")
+    monkeypatch.setattr(_registry, "entry_points", only(entry))
+    monkeypatch.setattr(EntryPoint, "load", lambda self: Toy())
+    _registry._loaded.cache_clear()
+    with pytest.raises(ValueError, match=r"is called 'game', which is no name of it; .* toy"):
+        find_target("toy")
     _registry._loaded.cache_clear()
 
 

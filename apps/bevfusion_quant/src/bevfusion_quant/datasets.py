@@ -1,8 +1,9 @@
-"""`bev_data.datasets` under the name that it had here, with the procedural streets."""
+"""`bev_data.datasets` under the name that it had here, kinds of other packages among them."""
 
-import bev_scenes  # noqa: F401  registers the kind "street"
 from bev_data.datasets import (
     FrameList,
+    dataset_kinds,
+    find_dataset,
     labelled_region,
     open_dataset,
     range_origin,
@@ -14,6 +15,8 @@ from bevfusion_quant.options import DatasetKind
 __all__ = [
     "DatasetKind",
     "FrameList",
+    "dataset_kinds",
+    "find_dataset",
     "labelled_region",
     "open_dataset",
     "range_origin",

@@ -1,11 +1,10 @@
 """Procedural scenes: a street from a seed, a LiDAR that drives through it, and six cameras.
 
-Importing this package lets `bev_data.datasets.open_dataset("street", …)` open streets.
+With this package installed `bev_data.datasets.open_dataset("street", …)` opens streets.
 """
 
 from __future__ import annotations
 
-from bev_data.datasets import register_dataset
 from bev_scenes._dataset import open_streets
 from bev_scenes._frame import SIZES, SceneSettings, street_frame
 from bev_scenes._ground import Ground
@@ -38,5 +37,3 @@ __all__ = [
     "scan_street",
     "street_frame",
 ]
-
-register_dataset("street", open_streets)

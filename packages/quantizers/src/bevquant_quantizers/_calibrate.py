@@ -15,10 +15,9 @@ from ._ranges import set_range
 from ._report import CalibrationReport, describe
 from ._select import NamedQuantizer, named_quantizers
 from .calib._calibrator import Calibrator
+from .calib._search import METHODS
 
 __all__ = ["calibrate"]
-
-_METHODS = ("max", "mse", "entropy", "percentile")
 
 
 def calibrate(
@@ -85,8 +84,8 @@ def calibrate(
         >>> report["0"].amax, report["0"].values
         ((2.0,), 3)
     """
-    if method not in _METHODS:
-        raise ValueError(f"unknown method {method!r}: use one of {', '.join(_METHODS)}")
+    if method not in METHODS:
+        raise ValueError(f"unknown method {method!r}: use one of {', '.join(METHODS)}")
     if save_every < 1 or stride < 1 or start_bin < 0 or not 0 <= percentile <= 100:
         raise ValueError(
             "need save_every >= 1, stride >= 1, start_bin >= 0 and 0 <= percentile <= 100, got "

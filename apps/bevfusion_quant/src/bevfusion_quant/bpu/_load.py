@@ -14,7 +14,7 @@ from bevfusion_quant.bpu._prepare import SplitUnits
 from bevfusion_quant.bpu._quantize import Forms, for_march
 from bevfusion_quant.bpu._save import WEIGHTS, cpu_weights, graph_weights
 from bevfusion_quant.run import sha256
-from bevfusion_quant.steps import built_parts, read_run_config
+from bevfusion_quant.steps import built_parts, read_model_settings
 from bevquant_quantizers.documents import read_tensors
 
 __all__ = ["LoadedBpuRun", "load_bpu_run"]
@@ -37,13 +37,13 @@ def load_bpu_run(folder: str | Path) -> LoadedBpuRun:
         InputError: The folder is no run for a BPU, or its files are damaged.
     """
     folder = Path(folder)
-    saved = read_run_config(folder)
+    saved = read_model_settings(folder)
     try:
-        if saved.get("target") != "bpu":
+        if not saved.for_bpu:
             raise ValueError("it was not made with --target bpu")
-        if sha256(folder / WEIGHTS) != saved["sha256"][WEIGHTS]:
+        if sha256(folder / WEIGHTS) != saved.sha256[WEIGHTS]:
             raise ValueError(f"{WEIGHTS} is not the file that the run wrote")
-        config = _config(saved)
+        config = _config(saved.written)
         state = read_tensors(folder / WEIGHTS).tensors
         model = build_model(CONFIGS[config.config], built_parts(config.branch))
         wanted = cpu_weights(model.state_dict(), config.branch)

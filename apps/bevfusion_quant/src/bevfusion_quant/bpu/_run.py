@@ -22,7 +22,7 @@ from bevfusion_quant.frames import FrameBatches, data_findings, finding_lines
 from bevfusion_quant.measure import accuracy_tally, relative_change, whole_output
 from bevfusion_quant.results import BpuOutcome
 from bevfusion_quant.run import Clock, run_folder
-from bevfusion_quant.steps import built_parts, fill_weights, quantized_parts, read_run_config
+from bevfusion_quant.steps import built_parts, fill_weights, quantized_parts, read_model_settings
 
 if TYPE_CHECKING:
     from bev_data.metrics import AccuracyTally, Bootstrap
@@ -162,7 +162,7 @@ def run_bpu_evaluate(
         )
         writer.draw(quantized_parts(config.branch)[-1])
         writer.plan()
-        writer.config({"run_sha256": read_run_config(run).get("sha256")})
+        writer.config({"run_sha256": read_model_settings(run).sha256})
         writer.page(name)
         accuracy = None if outcome.accuracy is None else outcome.accuracy.summary()
         seconds, peak = writer.summary({"evaluates": str(run), "accuracy": accuracy})

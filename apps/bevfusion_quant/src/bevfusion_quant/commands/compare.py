@@ -32,8 +32,8 @@ class Compare(RunOptions, BootstrapOptions, FrameOptions):
     def execute(self, command: str) -> str:
         """Run it and answer what to print."""
         from bevfusion_quant.compare import comparison_text, run_compare
-        from bevfusion_quant.ptq import read_run_config, written_text
-        from bevfusion_quant.steps import frames_for_run
+        from bevfusion_quant.ptq import written_text
+        from bevfusion_quant.steps import frames_for_run, read_model_settings
 
         if self.backend != "auto" and not self.integers:
             raise InputError(f"--backend {self.backend} goes with --integers: add that")
@@ -46,7 +46,7 @@ class Compare(RunOptions, BootstrapOptions, FrameOptions):
             )
         result = run_compare(
             self.run,
-            frames_for_run(self, read_run_config(self.run[0])),
+            frames_for_run(self, read_model_settings(self.run[0])),
             integers=self.backend if self.integers else None,
             cameras=self.cameras or None,
             bootstrap=self.bootstrap(),

@@ -29,13 +29,13 @@ class Evaluate(RunOptions, BootstrapOptions, FrameOptions):
         return self._execute(command, integers=None)
 
     def _execute(self, command: str, *, integers: Backend | None) -> str:
-        from bevfusion_quant.ptq import read_run_config, run_evaluate
-        from bevfusion_quant.steps import frames_for_run
+        from bevfusion_quant.ptq import run_evaluate
+        from bevfusion_quant.steps import frames_for_run, read_model_settings
 
-        config = read_run_config(self.run)
-        frames = frames_for_run(self, config)
+        settings = read_model_settings(self.run)
+        frames = frames_for_run(self, settings)
         cameras, bootstrap = self.cameras or None, self.bootstrap()
-        if config.get("target") != "bpu":
+        if not settings.for_bpu:
             result = run_evaluate(
                 self.run,
                 frames,

@@ -38,14 +38,14 @@ class Export(RunOptions, FrameOptions):
     def execute(self, command: str) -> str:
         """Run it and answer what to print."""
         from bevfusion_quant.export import export_run, export_text
-        from bevfusion_quant.ptq import read_run_config, written_text
-        from bevfusion_quant.steps import frames_for_run
+        from bevfusion_quant.ptq import written_text
+        from bevfusion_quant.steps import frames_for_run, read_model_settings
 
-        config = read_run_config(self.run)
+        settings = read_model_settings(self.run)
         given = self.dataset is not None or self.points
         result = export_run(
             self.run,
-            frames_for_run(self if given else replace(self, dataset="street"), config),
+            frames_for_run(self if given else replace(self, dataset="street"), settings),
             target=self.target,
             cpu=self.cpu,
             cameras=self.cameras or None,

@@ -54,13 +54,13 @@ class Sensitivity(RunOptions, FrameOptions):
         Raises:
             VerificationError: No plan keeps within the budget; what was measured is kept.
         """
-        from bevfusion_quant.ptq import read_run_config, written_text
+        from bevfusion_quant.ptq import written_text
         from bevfusion_quant.sensitivity import run_sensitivity, sensitivity_text
-        from bevfusion_quant.steps import frames_for_run
+        from bevfusion_quant.steps import frames_for_run, read_model_settings
 
         result = run_sensitivity(
             self.run,
-            frames_for_run(self, read_run_config(self.run)),
+            frames_for_run(self, read_model_settings(self.run)),
             metric=self.metric,
             output=self.output,
             precisions=self.precisions,

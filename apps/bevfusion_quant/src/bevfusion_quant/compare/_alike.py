@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.measure import relative_change, whole_output
-from bevfusion_quant.steps import built_parts, load_run, read_run_config
+from bevfusion_quant.steps import built_parts, load_run, read_model_settings
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from bevfusion.model import Batch, BEVFusion
+    from bevfusion_quant.steps import ModelSettings
 
 __all__ = ["AlikeRuns", "check_settings", "load_alike", "names_of"]
 
@@ -33,7 +34,7 @@ class AlikeRuns:
     quantized: list[BEVFusion]
 
 
-def check_settings(folders: Sequence[Path]) -> list[dict[str, Any]]:
+def check_settings(folders: Sequence[Path]) -> list[ModelSettings]:
     """The runs' settings, if the runs can be compared as far as those tell.
 
     Raises:
@@ -42,26 +43,26 @@ def check_settings(folders: Sequence[Path]) -> list[dict[str, Any]]:
     """
     if not folders:
         raise InputError("no runs to compare: name finished runs with --run")
-    configs = [read_run_config(folder) for folder in folders]
-    for folder, config in zip(folders, configs, strict=True):
+    found = [read_model_settings(folder) for folder in folders]
+    for folder, settings in zip(folders, found, strict=True):
         if sum(folder.samefile(other) for other in folders) > 1:
             raise InputError(f"--run {folder} is given twice: name each run once")
-        if config.get("target") == "bpu":
+        if settings.for_bpu:
             raise InputError(
                 f"--run {folder} is a run for a BPU, whose model is in other parts: judge it with "
                 "bevfusion-quant evaluate"
             )
-        if "head" not in built_parts(config.get("branch", "lidar")):
+        if "head" not in built_parts(settings.branch):
             raise InputError(
-                f"--run {folder} holds the {config.get('branch', 'lidar')} branch alone, without a "
+                f"--run {folder} holds the {settings.branch} branch alone, without a "
                 "head: it detects nothing that labels could judge; compare detectors"
             )
-        for what, one, other in _differences(configs[0], config):
+        for what, one, other in _differences(found[0], settings):
             raise InputError(
                 f"--run {folder} is no run of the float model of {folders[0]}: its {what} is "
                 f"{one}, there it is {other}; compare runs of one model"
             )
-    return configs
+    return found
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
@@ -100,15 +101,13 @@ def load_alike(folders: Sequence[Path], batch: Batch) -> AlikeRuns:
     return AlikeRuns(first[0], quantized)
 
 
-def _differences(
-    first: Mapping[str, Any], other: Mapping[str, Any]
-) -> list[tuple[str, object, object]]:
-    def parts(config: Mapping[str, Any]) -> str:
-        return " and ".join(built_parts(config.get("branch", "lidar")))
+def _differences(first: ModelSettings, other: ModelSettings) -> list[tuple[str, object, object]]:
+    def parts(settings: ModelSettings) -> str:
+        return " and ".join(built_parts(settings.branch))
 
-    found = [
-        ("configuration", other["config"], first["config"]),
+    differ = [
+        ("configuration", other.config, first.config),
         ("set of parts", parts(other), parts(first)),
-        ("list of cameras", other.get("cameras"), first.get("cameras")),
+        ("list of cameras", other.cameras, first.cameras),
     ]
-    return [item for item in found if item[1] != item[2]]
+    return [item for item in differ if item[1] != item[2]]

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from bev_data.metrics import Accuracy
+    from bevfusion_quant.run import RunSettings
 
 __all__ = ["ComparedRun", "Comparison"]
 
 # Of a run's settings, what tells it from another run of the same float model.
 _TOLD = {
-    "method": ("ranges", "mse"),
-    "weight_bits": ("weight bits", 8),
-    "rounding": ("weights rounded", "nearest"),
-    "bias_correction": ("biases corrected", False),
-    "fold": ("batch norms folded", True),
-    "branch": ("branch", "lidar"),
-    "quantize_head": ("head", False),
-    "quantize_first_layer": ("first layer", True),
-    "exclude": ("left float", ()),
-    "plan": ("plan", None),
+    "method": "ranges",
+    "weight_bits": "weight bits",
+    "rounding": "weights rounded",
+    "bias_correction": "biases corrected",
+    "fold": "batch norms folded",
+    "branch": "branch",
+    "quantize_head": "head",
+    "quantize_first_layer": "first layer",
+    "exclude": "left float",
+    "plan": "plan",
 }
 
 
@@ -33,14 +33,14 @@ class ComparedRun:
     Attributes:
         name: Its name in the tables.
         folder: Where it lies.
-        settings: All that its config.json says.
+        settings: What its config.json says.
         integers: Whether it was run in integers too.
         why_not: Why it was not, where that was asked for.
     """
 
     name: str
     folder: str
-    settings: Mapping[str, Any]
+    settings: RunSettings
     integers: bool
     why_not: str = ""
 
@@ -52,13 +52,14 @@ class ComparedRun:
 
     def told(self) -> dict[str, Any]:
         """The settings that runs of one model can differ in, under the names of tables."""
-        told = {title: self.settings.get(key, usual) for key, (title, usual) in _TOLD.items()}
-        return {**told, "trained by qat": "qat" in self.settings}
+        told = {title: getattr(self.settings, name) for name, title in _TOLD.items()}
+        return {**told, "trained by qat": self.settings.qat is not None}
 
     def summary(self) -> dict[str, Any]:
         """For summary.json and config.json: where it lies, digests, settings."""
         apart = ("format", "version", "sizes")
-        settings = {key: value for key, value in self.settings.items() if key not in apart}
+        written = self.settings.written
+        settings = {key: value for key, value in written.items() if key not in apart}
         return {"run": self.folder, "name": self.name, **settings}
 
 

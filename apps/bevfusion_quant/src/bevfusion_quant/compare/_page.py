@@ -43,12 +43,12 @@ def write_comparison_page(
     settings = comparison.runs[0].settings
     content = ReportContent(
         title=title,
-        config=str(settings.get("config", "")),
+        config=settings.config,
         frames=frames,
         **record.on_page(
             {
                 "runs": ", ".join(run.folder for run in comparison.runs),
-                "weights": settings.get("weights"),
+                "weights": settings.weights,
             }
         ),
     )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bev_data.cameras import CAMERA_NAMES
 from bevfusion.model import CONFIGS
@@ -27,6 +27,7 @@ from bevfusion_quant.run import (
 if TYPE_CHECKING:
     from bev_data.metrics import Accuracy, AccuracyTally, Bootstrap
     from bev_data.points import Frame
+    from bevfusion_quant.steps import ModelSettings
 
 __all__ = ["CompareResult", "run_compare"]
 
@@ -85,21 +86,21 @@ def run_compare(
     if integers is not None:
         check_backend(integers)
     folders = [Path(folder) for folder in compared]
-    configs = check_settings(folders)
+    found = check_settings(folders)
     _keep(folders, runs / name)
     clock = Clock()
     told = tuple(
-        _compared(run, str(folder), config, integers)
-        for run, folder, config in zip(names_of(folders), folders, configs, strict=True)
+        _compared(run, str(folder), ran, integers)
+        for run, folder, ran in zip(names_of(folders), folders, found, strict=True)
     )
     with run_folder(runs, name, overwrite=overwrite) as folder:
-        sizes = CONFIGS[configs[0]["config"]]
+        sizes = CONFIGS[found[0].config]
         with clock.step("load the runs"):
-            batches = _batches(frames, configs[0], cameras)
+            batches = _batches(frames, found[0], cameras)
             alike = load_alike(folders, batches[0])
         with clock.step("lower to integers"):
             models = _models(alike, told, batches, integers)
-        digests = [run.settings.get("sha256") for run in told]
+        digests = [run.settings.sha256 for run in told]
         decides = {"compares": digests, "integers": integers, "cameras": cameras}
         shards = run_shards(runs, name, frames, {**decides, "command": command}, alike.float_model)
         tally = accuracy_tally(sizes, batches, bootstrap)
@@ -140,24 +141,21 @@ def _keep(folders: Sequence[Path], target: Path) -> None:
             )
 
 
-def _compared(
-    name: str, folder: str, config: Mapping[str, Any], integers: str | None
-) -> ComparedRun:
-    folded = config.get("fold", True)
-    why_not = "" if integers is None or folded else _UNFOLDED
-    return ComparedRun(name, folder, config, integers is not None and folded, why_not)
+def _compared(name: str, folder: str, ran: ModelSettings, integers: str | None) -> ComparedRun:
+    why_not = "" if integers is None or ran.fold else _UNFOLDED
+    return ComparedRun(name, folder, ran, integers is not None and ran.fold, why_not)
 
 
 def _batches(
-    frames: Sequence[Frame], config: Mapping[str, Any], cameras: Sequence[str] | None
+    frames: Sequence[Frame], ran: ModelSettings, cameras: Sequence[str] | None
 ) -> FrameBatches:
     """The frames as batches, made by a model of the right parts, which is not run."""
     from bevfusion.model import build_model
     from bevfusion_quant.steps import built_parts
 
-    sizes = CONFIGS[config["config"]]
-    model = build_model(sizes, built_parts(config.get("branch", "lidar")))
-    return FrameBatches(frames, sizes, model, cameras or config.get("cameras") or CAMERA_NAMES)
+    sizes = CONFIGS[ran.config]
+    model = build_model(sizes, built_parts(ran.branch))
+    return FrameBatches(frames, sizes, model, cameras or ran.cameras or CAMERA_NAMES)
 
 
 def _models(

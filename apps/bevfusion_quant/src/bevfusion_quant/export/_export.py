@@ -75,7 +75,7 @@ def export_model(
         config: Sizes.
         clock: Times the steps.
         folder: Made here; holds the files and manifest.json.
-        target: As `ExportTarget`.
+        target: Name of an engine.
         cpu: Where files for a CPU shall run: "vnni" or "any".
         layers: Of `bevquant_int8sim.compare`, to stand beside the files' tensors; compared on the
             first batch where none are given.

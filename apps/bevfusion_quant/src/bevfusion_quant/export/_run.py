@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from bev_data.cameras import CAMERA_NAMES
 from bevfusion.model import CONFIGS
@@ -13,17 +13,13 @@ from bevfusion_quant._errors import InputError
 from bevfusion_quant.export._bpu import export_bpu
 from bevfusion_quant.export._export import ONNX_FOLDER, check_libraries, export_model
 from bevfusion_quant.frames import FrameBatches
-from bevfusion_quant.options import ExportTarget
-from bevfusion_quant.run import (
-    Clock,
-    RunRecord,
-    run_folder,
-)
+from bevfusion_quant.run import Clock, RunRecord, run_folder
 from bevfusion_quant.steps import (
     PLAN_FILE,
+    ModelSettings,
     load_run,
+    read_model_settings,
     read_plan,
-    read_run_config,
     refuse_in_files,
     refuse_unfolded,
 )
@@ -34,8 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ExportResult", "export_run"]
 
-_ON_CPU = ("onnxruntime", "openvino")
-_TARGETS = get_args(ExportTarget)
 _PACKAGES = ("bevquant-export", "onnx", "onnxruntime", "onnxscript")
 
 
@@ -71,7 +65,8 @@ def export_run(
         run: A folder that `run_ptq` or `bpu.run_bpu` wrote.
         frames: At least one. The files are checked on the first; the voxels of all of them bound
             what the sparse file can hold.
-        target: One of `ExportTarget`; by default "bpu" for a run for a BPU, else "tensorrt".
+        target: Name of an engine (`bevquant_export.find_target`); by default "bpu" for a run for a
+            BPU, else "tensorrt".
         cpu: Of files for a CPU, "vnni" or "any"; by default what this one is.
         cameras: Names of the cameras to use; those of the run by default.
         runs: Folder of all runs.
@@ -86,19 +81,20 @@ def export_run(
     from bevfusion_quant.report import ReportContent, write_report
 
     check_libraries()
-    config = read_run_config(run)
-    chosen = _target(target, config, run)
-    refuse_unfolded(config, run, "written as files")
-    if config.get("plan") is not None:
+    ran = read_model_settings(run)
+    chosen = _target(target, ran, run)
+    refuse_unfolded(ran, run, "written as files")
+    if ran.plan is not None:
         refuse_in_files(read_plan(Path(run) / PLAN_FILE), run)
     clock = Clock()
-    settings = {"target": chosen, "exports": str(run), "config": config["config"]}
-    if chosen in _ON_CPU:
+    settings = {"target": chosen, "exports": str(run), "config": ran.config}
+    on_cpu = _engines_on_cpu()
+    if chosen in on_cpu:
         settings["cpu"] = cpu = _cpu(cpu)
     elif cpu is not None:
         raise InputError(
             f"--cpu {cpu}: --target {chosen} is no CPU; leave it out, or add --target "
-            f"{' or '.join(_ON_CPU)}"
+            f"{' or '.join(on_cpu)}"
         )
     with run_folder(runs, name, overwrite=overwrite, keep=Path(run)) as folder:
         given: dict[str, Any] = {"command": command, "run": str(run), "settings": settings}
@@ -111,7 +107,7 @@ def export_run(
                 run, frames, clock, folder / ONNX_FOLDER, chosen, cpu or "any", cameras, given
             )
         record = RunRecord(folder, command, clock, _PACKAGES)
-        read = {"evaluates": str(run), "run_sha256": config.get("sha256")}
+        read = {"evaluates": str(run), "run_sha256": ran.sha256}
         record.write_settings({**read, **settings})
         with clock.step("page"):
             write_report(
@@ -140,21 +136,44 @@ def _cpu(cpu: str | None) -> str:
     return cpu or cpu_at_hand()
 
 
-def _target(target: str | None, config: dict[str, Any], run: str | Path) -> str:
+def _engines_on_cpu() -> list[str]:
+    """Names of engines whose files depend on the CPU that they run on."""
+    from bevquant_export.targets import CPUS, targets
+
+    return [
+        name
+        for target in targets()
+        if target.sparse and any(target.fastest(cpu) != target.fastest(CPUS[0]) for cpu in CPUS)
+        for name in (target.name, *target.aliases)
+    ]
+
+
+def _target(target: str | None, ran: ModelSettings, run: str | Path) -> str:
     """The target wanted, if the run is of its kind."""
-    for_bpu = config.get("target") == "bpu"
-    chosen = target or ("bpu" if for_bpu else "tensorrt")
-    if chosen not in _TARGETS:
-        raise InputError(f"--target {chosen}: expected one of {', '.join(_TARGETS)}")
-    if (chosen == "bpu") != for_bpu:
-        made = "for a BPU (ptq --target bpu)" if for_bpu else "for NVIDIA's engines"
-        fitting = "bpu" if for_bpu else ", ".join(t for t in _TARGETS if t != "bpu")
+    from bevquant_export.targets import find_target, targets
+
+    bpu = find_target("bpu")
+    for_bpu = ran.for_bpu
+    try:
+        found = find_target(target or ("bpu" if for_bpu else "tensorrt"))
+    except (ValueError, ImportError) as error:
+        raise InputError(f"--target: {error}") from error
+    dialects = [dialect.name for dialect in map(find_target, {t.sparse for t in targets()} - {""})]
+    if found.name in dialects:
         raise InputError(
-            f"--target {chosen}: {run} is a run {made}; export it with --target {fitting}, or "
+            f"--target {target}: it takes the sparse encoder alone; name an engine, whose files "
+            "hold all of the model"
+        )
+    if (found is bpu) != for_bpu:
+        made = "for a BPU (ptq --target bpu)" if for_bpu else "for NVIDIA's engines"
+        others = [t.name for t in targets() if t is not bpu and t.name not in dialects]
+        fitting = "bpu" if for_bpu else ", ".join(others)
+        raise InputError(
+            f"--target {target}: {run} is a run {made}; export it with --target {fitting}, or "
             "quantize again with ptq"
             f"{'' if for_bpu else ' --target bpu'}"
         )
-    return chosen
+    return "bpu" if for_bpu else target or "tensorrt"
 
 
 def _export(
@@ -169,9 +188,9 @@ def _export(
 ) -> tuple[ExportedSet, FrameBatches]:
     with clock.step("load the run"):
         loaded = load_run(run)
-    config, model = loaded.config, loaded.quantized_model
-    sizes = CONFIGS[config["config"]]
-    batches = FrameBatches(frames, sizes, model, cameras or config.get("cameras") or CAMERA_NAMES)
+    ran, model = loaded.settings, loaded.quantized_model
+    sizes = CONFIGS[ran.config]
+    batches = FrameBatches(frames, sizes, model, cameras or ran.cameras or CAMERA_NAMES)
     with clock.step("read and voxelize"):
         batches.head(1)[0]
     exported = export_model(
@@ -183,7 +202,7 @@ def _export(
         folder,
         target=target,
         cpu=cpu,
-        calibration=config.get("poor_calibration", ()),
+        calibration=ran.poor_calibration,
         **given,
     )
     return exported, batches

@@ -56,7 +56,7 @@ def write_piece(
         args: Its inputs on a frame.
         frames: Voxels of all frames, whose number bounds a sparse file's.
         folder: Where.
-        target: Name of an engine, as `ExportTarget`.
+        target: Name of an engine.
         march: Of a BPU.
         cpu: Where files for a CPU shall run: "vnni" or "any".
         example: Smaller inputs, on which an int8 piece is captured; the file is held against its
@@ -86,22 +86,19 @@ def engine_of(target: str) -> Any:
     """The `bevquant_export.Target` of a target of this command."""
     from bevquant_export import find_target
 
-    return find_target("horizon" if target == "bpu" else target)
+    return find_target(target)
 
 
 def _quantized(
     piece: Piece, args: tuple[Any, ...], path: Path, engine: Any, more: Any, example: Any
 ) -> Written:
-    from bevquant_export import export_qdq_onnx
-
     model: Any = piece.fake_module
     if piece.lower is not None and example is not None and not more.get("integer_sums"):
         model = piece.lower(model, example)  # what sums read has its range on the frame itself
-    made = export_qdq_onnx(
+    made = engine.write(
         model,
         args,
         path,
-        engine.name,
         input_names=list(piece.file.inputs),
         output_names=list(piece.file.outputs),
         **more,
@@ -134,7 +131,7 @@ def _float(piece: Piece, args: tuple[Any, ...], path: Path, engine: Any) -> Writ
         input_names=list(piece.file.inputs),
         output_names=list(piece.file.outputs),
         tolerance=None,  # held against torch along with the other files
-        half=engine.form.half,
+        half=engine.half,
     )
     return Written(piece, path, made, "onnxruntime" if engine.name == "horizon" else engine.name)
 
@@ -170,6 +167,11 @@ def _sparse(
     from bevquant_export import export_sparse_onnx, find_target
 
     dialect = engine.sparse
+    if not dialect:
+        raise ValueError(
+            f"target {engine.name!r} names none that takes the sparse encoder; quantize a model "
+            "without LiDAR, or give it one as Target.sparse"
+        )
     more = find_target(dialect).fastest(cpu)
     made = export_sparse_onnx(
         piece.fake_module, args, path, dialect=dialect, batches=frames, **more

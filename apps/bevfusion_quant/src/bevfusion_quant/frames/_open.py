@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from inspect import Parameter, signature
+from typing import TYPE_CHECKING
 
 from bev_data.cameras import CAMERA_NAMES
+from bev_data.datasets import find_dataset, open_dataset
 from bevfusion_quant._errors import InputError
 
 if TYPE_CHECKING:
@@ -24,8 +26,8 @@ def frames_of(options: FrameOptions, *, with_cameras: bool, size: str) -> Sequen
         size: Of the street's scan and images, "nuscenes" or "tiny".
 
     Raises:
-        InputError: None of the two or both, options that do not go with the choice, cameras that
-            the street's car lacks, no frames left.
+        InputError: None of the two or both, a kind that no package has, options that do not go with
+            the choice, cameras that the street's car lacks, no frames left.
     """
     if bool(options.points) == (options.dataset is not None):
         raise InputError(
@@ -37,15 +39,13 @@ def frames_of(options: FrameOptions, *, with_cameras: bool, size: str) -> Sequen
             f"--cameras {' '.join(options.cameras)}: what is run reads no images; leave it out, or "
             "choose a --branch with cameras"
         )
-    _refuse_options_of_others(options)
+    reads = {} if options.dataset is None else _parameters(options.dataset)
+    _refuse_options_of_others(options, reads)
     reading = {"columns": options.columns, "dtype": options.dtype, "nonfinite": options.nonfinite}
     if options.dataset is None:
         from bev_data.points import read_frames
 
         return _part(read_frames(options.points, **reading), options)
-
-    from bevfusion_quant.datasets import open_dataset
-
     if options.dataset == "street":
         if options.cameras:
             _refuse_unmounted(options.cameras, size)
@@ -56,26 +56,35 @@ def frames_of(options: FrameOptions, *, with_cameras: bool, size: str) -> Sequen
             size=size,
             cameras=size if with_cameras else None,
         )
-    if not options.data:
+    if not options.data and reads["path"].default is Parameter.empty:
         raise InputError(f"--dataset {options.dataset} needs --data, the folder that holds it")
     if options.dataset == "files":
         return _part(open_dataset("files", options.data, **reading), options)
     if len(options.data) > 1:
         raise InputError(f"--dataset {options.dataset} is one folder, not {len(options.data)}")
-    settings: dict[str, Any] = {"cameras": "all" if with_cameras else "none"}
-    if with_cameras and options.incomplete == "skip":
-        settings["cameras"] = "available"
-    if options.dataset == "nuscenes":
-        settings |= {"split": options.split} if options.split else {}
-        settings |= {"version": options.data_version} if options.data_version else {}
+    cameras = "available" if options.incomplete == "skip" else "all"
+    told = {
+        "cameras": cameras if with_cameras else "none",
+        "split": options.split,
+        "version": options.data_version,
+    }
+    settings = {name: value for name, value in told.items() if value and name in reads}
     try:
-        frames = open_dataset(options.dataset, options.data[0], **settings)
+        frames = open_dataset(options.dataset, next(iter(options.data), None), **settings)
     except InputError as error:
         # The data set names its own option; here it has another name.
         hint = "='available'" in str(error)
-        told = f"{error}: that is --incomplete skip, or --branch lidar" if hint else str(error)
-        raise InputError(told) from error
+        text = f"{error}: that is --incomplete skip, or --branch lidar" if hint else str(error)
+        raise InputError(text) from error
     return _part(frames, options)
+
+
+def _parameters(kind: str) -> Mapping[str, Parameter]:
+    """What opens data sets of this kind can be told."""
+    try:
+        return signature(find_dataset(kind)).parameters
+    except InputError as error:
+        raise InputError(f"--dataset {kind}: {error}") from error
 
 
 def camera_names(options: FrameOptions) -> tuple[str, ...]:
@@ -113,16 +122,16 @@ def _refuse_unmounted(names: Sequence[str], size: str) -> None:
         )
 
 
-def _refuse_options_of_others(options: FrameOptions) -> None:
+def _refuse_options_of_others(options: FrameOptions, reads: Mapping[str, Parameter]) -> None:
     """Say which options the chosen source does not read, instead of passing them over."""
     source = f"--dataset {options.dataset}" if options.dataset else "--points"
     reads_files = options.dataset in (None, "files")
+    reads_cameras = "cameras" in reads and options.dataset != "nuscenes"  # which has all or none
     misplaced = {
         "--data": bool(options.data) and options.dataset in (None, "street"),
-        "--split": options.split is not None and options.dataset != "nuscenes",
-        "--data-version": options.data_version is not None and options.dataset != "nuscenes",
-        "--incomplete": options.incomplete != "refuse"
-        and options.dataset not in ("pandaset", "kitti"),
+        "--split": options.split is not None and "split" not in reads,
+        "--data-version": options.data_version is not None and "version" not in reads,
+        "--incomplete": options.incomplete != "refuse" and not reads_cameras,
         "--columns": options.columns is not None and not reads_files,
         "--dtype": options.dtype is not None and not reads_files,
         "--nonfinite": options.nonfinite != "raise" and not reads_files,

@@ -1,12 +1,16 @@
 """The names that options take.
 
-What another package owns is named here once more, since that package imports torch;
-tests/test_choices.py holds each list to its owner's.
+What packages can add, engines and kinds of data, are entry points, whose names are read without
+importing any of them. Other names that a package owns are closed lists in code that imports torch:
+they stand here once more, and tests/test_choices.py holds each to its owner's.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+
+from tyro.constructors import PrimitiveConstructorSpec
 
 __all__ = [
     "Backend",
@@ -27,6 +31,21 @@ __all__ = [
     "WeightLayout",
 ]
 
+
+def _installed(group: str) -> PrimitiveConstructorSpec[str]:
+    """The names that installed packages have in a group of entry points, for the help.
+
+    Any name is taken: a program may have registered one, and the registry refuses what it lacks.
+    """
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="{" + ",".join({entry.name: None for entry in entry_points(group=group)}) + "}",
+        instance_from_str=lambda given: given[0],
+        is_instance=lambda value: isinstance(value, str),
+        str_from_instance=lambda name: [name],
+    )
+
+
 ConfigName = Literal["nuscenes", "tiny"]
 """`bevfusion.model.CONFIGS`."""
 
@@ -36,8 +55,12 @@ Branch = Literal[PartBranch, "lidar-detector", "camera-detector"]
 
 TrainedBranch = Literal["lidar", "camera", "all"]
 
-DatasetKind = Literal["street", "pandaset", "kitti", "files", "nuscenes"]
-"""What `bev_data.datasets.open_dataset` knows, and the streets of `bev_scenes`."""
+if TYPE_CHECKING:
+    DatasetKind: TypeAlias = str
+    ExportTarget: TypeAlias = str
+else:
+    DatasetKind = Annotated[str, _installed("bevquant.datasets")]
+    ExportTarget = Annotated[str, _installed("bevquant.targets")]
 
 WeightLayout = Literal["auto", "RSCK", "KRSC", "KCRS"]
 """Of `bevquant_sparse.WeightLayout` those that checkpoints of BEVFusion have."""
@@ -61,10 +84,6 @@ MarchName = Literal["bayes", "bernoulli2", "bayes-e"]
 
 Backend = Literal["auto", "amx", "vnni", "portable", "torch"]
 """Kernels of `bevquant_int8sim`."""
-
-ExportTarget = Literal[
-    "tensorrt", "tensorrt10", "tensorrt11", "onnxruntime", "openvino", "autoware", "bpu"
-]
 
 Cpu = Literal["vnni", "any"]
 """Of `bevquant_export`: CPUs that files are written for."""

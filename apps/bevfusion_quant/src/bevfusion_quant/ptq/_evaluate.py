@@ -27,7 +27,7 @@ from bevfusion_quant.run import (
     run_folder,
     run_shards,
 )
-from bevfusion_quant.steps import load_run, quantized_parts, read_run_config, refuse_unfolded
+from bevfusion_quant.steps import load_run, quantized_parts, read_model_settings, refuse_unfolded
 
 if TYPE_CHECKING:
     from bev_data.points import Frame
@@ -92,14 +92,14 @@ def run_evaluate(
 
     if integers is not None:
         check_backend(integers)
-        refuse_unfolded(read_run_config(run), run, "run in integers")
+        refuse_unfolded(read_model_settings(run), run, "run in integers")
     clock = Clock()
     with run_folder(runs, name, overwrite=overwrite, keep=Path(run)) as folder:
         with clock.step("load the run"):
             loaded = load_run(run)
-        config, model = loaded.config, loaded.quantized_model
-        sizes = CONFIGS[config["config"]]
-        batches = FrameBatches(frames, sizes, model, cameras or config.get("cameras", CAMERA_NAMES))
+        ran, model = loaded.settings, loaded.quantized_model
+        sizes = CONFIGS[ran.config]
+        batches = FrameBatches(frames, sizes, model, cameras or ran.cameras or CAMERA_NAMES)
         tally = accuracy_tally(sizes, batches, bootstrap)
         shards = run_shards(
             runs,
@@ -110,7 +110,6 @@ def run_evaluate(
             model,
         )
         judgement = judge(loaded.float_model, model, batches, sizes, clock, tally, shards)
-        branch = config.get("branch", "lidar")
         simulation = None
         if integers is not None:
             simulation = simulate_model(
@@ -121,7 +120,7 @@ def run_evaluate(
                 judgement,
                 clock,
                 folder,
-                branch=branch,
+                branch=ran.branch,
                 backend=integers,
                 accuracy=tally,
                 shards=shards,
@@ -140,17 +139,17 @@ def run_evaluate(
                 simulation,
                 accuracy,
             )
-        stage = quantized_parts(branch)[-1]
+        stage = quantized_parts(ran.branch)[-1]
         with clock.step("draw"):
             write_pictures(folder, sizes, batches.first_frame, judgement, stage)
         settings = {
             "evaluates": str(run),
-            "config": config["config"],
-            "weights": config.get("weights"),
+            "config": ran.config,
+            "weights": ran.weights,
             "cameras": cameras,
         }
         record = RunRecord(folder, command, clock)
-        record.write_settings({"run_sha256": config.get("sha256"), **settings})
+        record.write_settings({"run_sha256": ran.sha256, **settings})
         with clock.step("page"):
             write_run_page(
                 record, name, sizes, settings, batches, judgement,

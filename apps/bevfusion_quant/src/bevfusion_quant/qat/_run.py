@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.qat._start import read_trainable
@@ -26,6 +26,7 @@ from bevfusion_quant.train._prepare import prepare_frames
 
 if TYPE_CHECKING:
     from bev_data.metrics import Accuracy
+    from bevfusion_quant.options import ConfigName
     from bevfusion_quant.qat._config import QatConfig
     from bevfusion_quant.train import FrameSource
     from bevfusion_quant.train._checkpoint import Checkpoint
@@ -119,12 +120,13 @@ def run_qat(
     checkpoint = work / CHECKPOINT
     with run_folder(runs, name, overwrite=overwrite, keep=Path(run)) as folder:
         used = tuple(cameras or start.cameras)
-        identity = identity_of(source, config, run=_digest(start.config), cameras=", ".join(used))
+        size, digest = cast("ConfigName", start.settings.config), _digest(start.settings.sha256)
+        identity = identity_of(source, config, run=digest, cameras=", ".join(used))
         begun = _open_checkpoint(checkpoint, identity, resume=resume, overwrite=overwrite)
         with clock.step("load the run"):
             loaded = load_run(run)
         # As `train` prepares them: both can share a cache.
-        form = TrainConfig(config=start.config["config"], branch=start.sensors, cameras=used)
+        form = TrainConfig(config=size, branch=start.sensors, cameras=used)
         ranks = current_ranks()
         ranks.goes_on(
             "run the same command with --resume, and it goes on from the last checkpoint, in "
@@ -170,7 +172,7 @@ def run_qat(
         model = trainer.finish()
         told = {
             "run": str(run),
-            "run_sha256": start.config.get("sha256"),
+            "run_sha256": start.settings.sha256,
             **identity,
             "device": device,
             "losses": [dict(zip(trainer.terms, part, strict=True)) for part in in_parts(losses)],
@@ -196,9 +198,9 @@ def run_qat(
     )
 
 
-def _digest(config: dict[str, Any]) -> str:
+def _digest(sha256: Mapping[str, str]) -> str:
     """What tells the run's model from another's."""
-    return ", ".join(f"{name} {digest[:16]}" for name, digest in config.get("sha256", {}).items())
+    return ", ".join(f"{name} {digest[:16]}" for name, digest in sha256.items())
 
 
 def _open_checkpoint(

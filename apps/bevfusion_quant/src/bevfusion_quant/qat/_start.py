@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from bev_data.cameras import CAMERA_NAMES
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.options import TrainedBranch
-from bevfusion_quant.steps import built_parts, read_run_config
+from bevfusion_quant.steps import ModelSettings, built_parts, read_model_settings
 
 __all__ = ["TrainableRun", "read_trainable"]
 
@@ -20,16 +19,16 @@ class TrainableRun:
 
     Attributes:
         folder: Where it lies.
-        config: Its settings.
+        settings: Its settings.
     """
 
     folder: Path
-    config: dict[str, Any]
+    settings: ModelSettings
 
     @property
     def parts(self) -> tuple[str, ...]:
         """The parts that are built."""
-        return built_parts(self.config.get("branch", "lidar"))
+        return built_parts(self.settings.branch)
 
     @property
     def sensors(self) -> TrainedBranch:
@@ -40,7 +39,7 @@ class TrainableRun:
     @property
     def cameras(self) -> tuple[str, ...]:
         """The cameras that its models read."""
-        return tuple(self.config.get("cameras") or CAMERA_NAMES)
+        return tuple(self.settings.cameras or CAMERA_NAMES)
 
 
 def read_trainable(run: str | Path) -> TrainableRun:
@@ -49,17 +48,17 @@ def read_trainable(run: str | Path) -> TrainableRun:
     Raises:
         InputError: No run with a model, one for a BPU, or one without a head.
     """
-    config = read_run_config(run)
-    if config.get("target") == "bpu":
+    settings = read_model_settings(run)
+    if settings.for_bpu:
         raise InputError(f"{run} is a run for a BPU: qat trains runs of ptq without --target bpu")
-    found = TrainableRun(Path(run), config)
+    found = TrainableRun(Path(run), settings)
     if "head" not in found.parts:
         raise InputError(
-            f"{run} holds the {config.get('branch', 'lidar')} encoder alone, and without a head "
+            f"{run} holds the {settings.branch} encoder alone, and without a head "
             "there are no detections to train by: quantize a detector, with ptq --branch all (or "
             "fuser, decoder, head, lidar-detector, camera-detector)"
         )
-    if not config.get("fold", True):
+    if not settings.fold:
         raise InputError(
             f"{run} has batch norms that are not folded, and qat trains folded models: quantize "
             "again with ptq without --no-fold"

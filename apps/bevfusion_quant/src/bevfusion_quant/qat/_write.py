@@ -65,8 +65,8 @@ def write_run(
     Returns:
         How well the models find what is labelled, if they were judged.
     """
-    config = start.config
-    sizes, branch = CONFIGS[config["config"]], config["branch"]
+    ran = start.settings
+    sizes, branch = CONFIGS[ran.config], ran.branch
     batches = FrameBatches(shown, sizes, model, cameras)
     accuracy = None
     if judged:
@@ -80,15 +80,15 @@ def write_run(
         write_pictures(folder, sizes, batches.first_frame, judgement, quantized_parts(branch)[-1])
     with clock.step("write"):
         digests = save_model(folder, model, start.float_model)
-        if config.get("plan") is not None:
+        if ran.plan is not None:
             shutil.copyfile(run / PLAN_FILE, folder / PLAN_FILE)
             digests[PLAN_FILE] = sha256(folder / PLAN_FILE)
-        record.write_settings({**config, "cameras": cameras, "sha256": digests, "qat": told})
+        record.write_settings({**ran.written, "cameras": cameras, "sha256": digests, "qat": told})
     settings = {
         key: value for key, value in told["settings"].items() if key not in ("run", "cameras")
     }
     with clock.step("page"):
-        shown_settings = {"trained from": told["run"], "weights": config.get("weights"), **settings}
+        shown_settings = {"trained from": told["run"], "weights": ran.weights, **settings}
         write_run_page(record, name, sizes, shown_settings, batches, judgement, accuracy=accuracy)
     record.write_summary(
         {

@@ -36,6 +36,9 @@ ENGINES = {
     "follows it in onnxruntime.",
     "bpu": "hb_mapper was not run: its files run node by node as they are written, in onnxruntime.",
 }
+OTHER_ENGINE = (
+    "The engine was not run: its files run node by node as they are written, in onnxruntime."
+)
 ENGINES["tensorrt10"] = ENGINES["tensorrt"]
 
 
@@ -45,7 +48,7 @@ def export_section(made: ExportedSet) -> Section:
         "div",
         tag("p", tag("strong", set_verdict(made), class_="low" if made.failures else None)),
         *(tag("p", text, class_="low") for text in made.failures),
-        tag("p", ENGINES[made.target], class_="note about"),
+        tag("p", ENGINES.get(made.target, OTHER_ENGINE), class_="note about"),
         *map(_file, made.files),
         tag("div", _stages(made), _boxes(made), class_="columns export-part"),
         tag("h3", "Every tensor of the files", class_="export-part"),

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bev_data.metrics import points, span
 from bevfusion_quant.export import ONNX_FOLDER
-from bevfusion_quant.review._frames_text import frames_text
+from bevfusion_quant.review._evidence import frames_text
 from bevfusion_quant.review._headline import judged
 from bevfusion_quant.review._missing import command_for
 from bevfusion_quant.run import sha256
 from bevfusion_quant.train._split import FIRST_TRAINING_SEED
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from bevfusion_quant.review._evidence import Evidence
     from bevfusion_quant.review._gather import Gathered, Measured
     from bevfusion_quant.review._headline import HeadlineGroup, HeadlineRow
+    from bevfusion_quant.run import BpuSummary, IntegersSummary
 
 __all__ = ["Check", "checks", "exported_files"]
 
@@ -104,8 +105,9 @@ def _held_out(main: Measured, groups: Sequence[HeadlineGroup]) -> Check:
     if found is None:
         return Check(question, "it was not judged", "missing", command_for("simulate", main))
     frames = found[0].frames
-    if main.run.kind == "qat":
-        return Check(question, *_trained_apart(main.run.summary["qat"], frames))
+    trained = main.run.summary.qat
+    if trained is not None:
+        return Check(question, *_trained_apart(trained.training_frames, frames))
     seen = set(main.run.frames) & set(frames)
     if seen:
         told = f"no: {len(seen)} of {len(frames)} frames set its ranges, or stand beside those"
@@ -113,9 +115,8 @@ def _held_out(main: Measured, groups: Sequence[HeadlineGroup]) -> Check:
     return Check(question, f"none of the {len(frames)} frames is one of the run's")
 
 
-def _trained_apart(told: Mapping[str, Any], frames: Sequence[str]) -> tuple[str, str]:
+def _trained_apart(source: str, frames: Sequence[str]) -> tuple[str, str]:
     """Streets to train on have seeds of their own; of other frames the reader must tell."""
-    source = str(told["training_frames"])
     seeds = [name.removeprefix("street_") for name in frames if name.startswith("street_")]
     apart = len(seeds) == len(frames) and all(int(seed) < FIRST_TRAINING_SEED for seed in seeds)
     known = apart and "dataset street" in source
@@ -125,31 +126,32 @@ def _trained_apart(told: Mapping[str, Any], frames: Sequence[str]) -> tuple[str,
 def _integers(main: Measured) -> Check:
     question = "Do integers compute what the quantized model says?"
     for evidence in (main.evaluation, main.run):
-        found = None if evidence is None else evidence.summary.get("integers")
-        if found:
-            return _simulated(question, found)
-        if evidence is not None and evidence.summary.get("bpu"):
-            return _on_chip(question, evidence.summary["bpu"])
+        if evidence is None:
+            continue
+        if evidence.summary.integers is not None:
+            return _simulated(question, evidence.summary.integers)
+        if evidence.summary.bpu is not None:
+            return _on_chip(question, evidence.summary.bpu)
     told = "it was not run in integers"
     return Check(question, told, "missing", command_for("simulate", main))
 
 
-def _simulated(question: str, found: Mapping[str, Any]) -> Check:
-    if found["wrong"]:
-        told = f"more than a step off on the same input: {', '.join(found['wrong'])}"
+def _simulated(question: str, found: IntegersSummary) -> Check:
+    if found.wrong:
+        told = f"more than a step off on the same input: {', '.join(found.wrong)}"
         return Check(question, told, "look")
-    many = len(found["layers"])
-    known = f", but for {len(found['explained'])} with a known reason" * bool(found["explained"])
+    many = len(found.layers)
+    known = f", but for {len(found.explained)} with a known reason" * bool(found.explained)
     return Check(question, f"within one step on the same input, {many} steps of the model{known}")
 
 
-def _on_chip(question: str, found: Mapping[str, Any]) -> Check:
+def _on_chip(question: str, found: BpuSummary) -> Check:
     """Nothing there is given the same input, so the two are compared by what they lose to float."""
-    most = max((row["max_steps"] or 0 for row in found["layers"]), default=0)
+    most = max((row.max_steps or 0 for row in found.layers), default=0)
     lost = [
-        (row["fake_sqnr_db"] - row["integer_sqnr_db"], row["title"])
-        for row in found["stages"]
-        if row["fake_sqnr_db"] is not None and row["integer_sqnr_db"] is not None
+        (row.fake_sqnr_db - row.integer_sqnr_db, row.title)
+        for row in found.stages
+        if row.fake_sqnr_db is not None and row.integer_sqnr_db is not None
     ]
     largest, where = max(lost, default=(0.0, ""))
     told = f"up to {most:.0f} steps apart, each model on its own activations"
@@ -160,29 +162,28 @@ def _on_chip(question: str, found: Mapping[str, Any]) -> Check:
 
 def _layers(main: Measured) -> Iterator[Check]:
     evidence = main.evaluation or main.run
-    rows = [r for r in evidence.summary.get("layers", ()) if r["sqnr_db"] is not None]
+    rows = [(r.sqnr_db, r.layer) for r in evidence.summary.layers if r.sqnr_db is not None]
     if not rows:
         return
-    low = [row for row in rows if row["sqnr_db"] < LOW_SQNR_DB]
-    worst = min(rows, key=lambda row: row["sqnr_db"])
-    told = f"{len(low)} of {len(rows)} layers, worst {worst['sqnr_db']:.1f} dB at {worst['layer']}"
+    low = [layer for decibels, layer in rows if decibels < LOW_SQNR_DB]
+    worst, where = min(rows, key=lambda row: row[0])
+    told = f"{len(low)} of {len(rows)} layers, worst {worst:.1f} dB at {where}"
     yield Check(f"Which layers are below {LOW_SQNR_DB:g} dB?", told, "look" if low else "good")
 
 
 def _calibration(run: Evidence) -> Iterator[Check]:
-    if "calibration" in run.summary:
-        found = run.summary["calibration"]
-        warnings = len(found["warnings"]) + sum(len(q["warnings"]) for q in found["quantizers"])
-        findings = found.get("findings", ())
-        poor = [item for item in findings if item["poor"]]
+    found = run.summary.calibration
+    if found is not None:
+        poor = [item for item in found.findings if item.poor]
         if poor:
             more = f" (and {len(poor) - 1} more)" if len(poor) > 1 else ""
-            told = "it cannot be right: {tensor}, {frame}: {evidence}".format(**poor[0]) + more
-            yield Check("Did the calibration warn?", told, "look")
+            first = f"{poor[0].tensor}, {poor[0].frame}: {poor[0].evidence}"
+            yield Check("Did the calibration warn?", f"it cannot be right: {first}{more}", "look")
             return
-        warnings += len(findings)
-    elif "warnings" in run.summary:
-        warnings = len(run.summary["warnings"])
+        warnings = len(found.warnings) + sum(len(q.warnings) for q in found.quantizers)
+        warnings += len(found.findings)
+    elif run.summary.warnings is not None:
+        warnings = len(run.summary.warnings)
     else:
         return
     told = f"{warnings} warning{'s' * (warnings != 1)}" if warnings else "no"
@@ -191,43 +192,42 @@ def _calibration(run: Evidence) -> Iterator[Check]:
 
 def _sensitivity(main: Measured) -> Check:
     question = "Which layers cost most?"
-    if main.sensitivity is None:
+    found = None if main.sensitivity is None else main.sensitivity.summary.sensitivity
+    if found is None:
         told = "nobody measured what single layers cost"
         return Check(question, told, "missing", command_for("sensitivity", main))
-    found = main.sensitivity.summary["sensitivity"]
-    precision = found["precisions"][0]
-    worst = min(found["table"]["rows"], key=lambda row: row["alone"][precision])
-    more = f" and {len(worst['modules']) - 1} more" * (len(worst["modules"]) > 1)
-    score = f"{worst['alone'][precision]:.4g} {found['unit']}".strip()
-    told = f"{worst['modules'][0]}{more}: {score} of {found['scored']}, alone in {precision}"
+    precision = found.precisions[0]
+    worst = min(found.table.rows, key=lambda row: row.alone[precision])
+    more = f" and {len(worst.modules) - 1} more" * (len(worst.modules) > 1)
+    score = f"{worst.alone[precision]:.4g} {found.unit}".strip()
+    told = f"{worst.modules[0]}{more}: {score} of {found.scored}, alone in {precision}"
     return Check(question, told)
 
 
 def _files(main: Measured) -> Check:
     question = "Are the files verified, and still the ones that were?"
-    evidence = main.export
-    if evidence is None and "export" in main.run.summary:
-        evidence = main.run
-    if evidence is None:
+    evidence = main.export or main.run
+    found = evidence.summary.export
+    if found is None:
         return Check(question, "no files were written", "missing", command_for("export", main))
-    found = evidence.summary["export"]
-    if not found["verified"]:
-        return Check(question, f"not verified: {found['failures'][0]}", "look")
+    if not found.verified:
+        return Check(question, f"not verified: {found.failures[0]}", "look")
     files = exported_files(evidence)
     changed = [name for name, _, same in files if not same]
     if changed:
         told = f"changed or gone since they were verified: {', '.join(changed)}"
         return Check(question, told, "look")
     many = f"{len(files)} file{'s' * (len(files) != 1)}"
-    return Check(question, f"{many} for {found['target']}, verified and unchanged")
+    return Check(question, f"{many} for {found.target}, verified and unchanged")
 
 
 def exported_files(evidence: Evidence) -> list[tuple[str, str, bool]]:
     """Each file's name, the sha256 it was verified with, and whether it still has it."""
     folder = evidence.folder / ONNX_FOLDER
     files = []
-    for file in evidence.summary["export"]["files"]:
-        for name, digest in {file["name"]: file["sha256"], **file["companions"]}.items():
+    made = evidence.summary.export
+    for file in () if made is None else made.files:
+        for name, digest in {file.name: file.sha256, **file.companions}.items():
             path = folder / name
             files.append((name, digest, path.is_file() and sha256(path) == digest))
     return files
@@ -248,15 +248,15 @@ def _trained(gathered: Gathered, groups: Sequence[HeadlineGroup]) -> Iterator[Ch
 def _partition(gathered: Gathered) -> Check:
     question = "What runs where on a BPU?"
     chip = gathered.main if gathered.main.run.kind == "bpu" else gathered.bpu
-    if chip is None:
+    found = None if chip is None else chip.run.summary.bpu
+    if found is None:
         told = "no run for a BPU stands beside (--bpu)"
         return Check(question, told, "missing", command_for("bpu", gathered.main))
-    found = chip.run.summary["bpu"]
-    on_bpu = sum(len(s["nodes"]) for s in found["segments"] if s["place"] == "BPU")
-    broken: Sequence[str] = [t for e in found["estimates"].values() for t in e["violations"]]
+    on_bpu = sum(len(segment.nodes) for segment in found.segments if segment.place == "BPU")
+    broken = [text for estimate in found.estimates.values() for text in estimate.violations]
     told = (
-        f"{on_bpu} operators on {found['march']}, {len(found['on_cpu'])} on its CPU, "
-        f"{found['transfer_bytes']:,} bytes between them in a frame"
+        f"{on_bpu} operators on {found.march}, {len(found.on_cpu)} on its CPU, "
+        f"{found.transfer_bytes:,} bytes between them in a frame"
     )
     if broken:
         return Check(question, f"{told}; not allowed: {broken[0]}", "look")

@@ -4,39 +4,33 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import msgspec
+from typing import TYPE_CHECKING
 
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.report import PAGE_DATA, read_page_data
 from bevfusion_quant.run import (
     CONFIG_FILE,
     DIGESTS_FILE,
-    RUN_FORMAT,
-    RUN_VERSIONS,
     SUMMARY_FILE,
+    RunSettings,
+    RunSummary,
     read_digests,
+    read_settings,
+    read_summary,
+    refuse_version,
     sha256,
 )
-from bevquant_quantizers.documents import DocumentError, as_form, read_json
+from bevquant_quantizers.documents import DocumentError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from bevfusion_quant.report import Section
 
-__all__ = ["PAGE_FILE", "Evidence", "kind_of", "read_config", "read_evidence"]
+__all__ = ["PAGE_FILE", "Evidence", "frames_text", "read_config", "read_evidence"]
 
 PAGE_FILE = "report.html"
-# What the settings of a folder name, and what the folder is then; the first that fits.
-_KINDS = {
-    "reviews": "report",
-    "compares": "comparison",
-    "measures": "sensitivity",
-    "exports": "export",
-    "evaluates": "evaluation",
-}
+_FOUND = ("qat", "bpu", "sensitivity", "export")  # kinds whose summary has a field of that name
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,9 +39,8 @@ class Evidence:
 
     Attributes:
         folder: Where it lies.
-        kind: "ptq", "qat", "bpu" of runs that hold a model; "evaluation", "simulation",
-            "sensitivity", "export", "comparison" of what was measured of one.
-        config: Its settings.
+        kind: `RunSettings.kind`; "simulation" where an evaluation ran integers.
+        settings: What decided it.
         summary: What it found.
         sections: Those of its page, by key, from their data.
         digests: sha256 of config.json, summary.json and page.json, as they were read.
@@ -55,65 +48,33 @@ class Evidence:
 
     folder: Path
     kind: str
-    config: Mapping[str, Any]
-    summary: Mapping[str, Any]
+    settings: RunSettings
+    summary: RunSummary
     sections: Mapping[str, Section]
     digests: Mapping[str, str]
 
     @property
     def command(self) -> str:
         """The command line that repeats it."""
-        return str(self.summary.get("command", ""))
+        return self.summary.command
 
     @property
     def frames(self) -> tuple[str, ...]:
         """Names of the frames it was made with."""
-        frames = self.summary.get("frames", ())
-        return tuple(f["name"] if isinstance(f, dict) else f for f in frames)
+        return self.summary.frame_names
 
     @property
     def model_digests(self) -> Mapping[str, str]:
         """sha256 of the model's files, of a run that holds one."""
-        found: Mapping[str, str] = self.config.get("sha256") or {}
-        return found
+        return self.settings.sha256 or {}
 
 
-def read_config(folder: Path) -> dict[str, Any] | None:
+def read_config(folder: Path) -> RunSettings | None:
     """The settings of a folder that this program wrote; None for any other folder."""
     try:
-        config: dict[str, Any] = read_json(
-            folder / CONFIG_FILE, dict[str, Any], head={"format": RUN_FORMAT}
-        )
-        as_form(config, _Known, where=CONFIG_FILE, what="run's settings")
+        return read_settings(folder)
     except DocumentError:
         return None
-    return config
-
-
-class _Known(msgspec.Struct):
-    sha256: dict[str, str] | None = None
-    run_sha256: dict[str, str] | None = None
-    compares: list[dict[str, Any]] = []
-
-
-class _FrameData(msgspec.Struct):
-    name: str
-
-
-class _SummaryData(msgspec.Struct):
-    """What every command's summary says in one form."""
-
-    command: str = ""
-    frames: list[str | _FrameData] = []
-    versions: dict[str, str] = {}
-
-
-def kind_of(config: Mapping[str, Any]) -> str:
-    """What a folder is by its settings; "evaluation" also of what `simulate` wrote."""
-    for key, kind in _KINDS.items():
-        if key in config:
-            return kind
-    return "bpu" if config.get("target") == "bpu" else "qat" if "qat" in config else "ptq"
 
 
 def read_evidence(folder: Path) -> Evidence:
@@ -128,23 +89,20 @@ def read_evidence(folder: Path) -> Evidence:
             f"{folder} is no run of bevfusion-quant (no {CONFIG_FILE} of ours in it): give a "
             "folder that one of its commands has written"
         )
-    kind = kind_of(config)
     try:
-        for name, content in (CONFIG_FILE, config), (SUMMARY_FILE, _summary(folder)):
-            if content.get("version", 1) not in RUN_VERSIONS:
-                raise ValueError(
-                    f"{name} is of version {content['version']!r}, this program reads "
-                    f"{RUN_VERSIONS[0]} to {RUN_VERSIONS[-1]}"
-                )
-        summary = _summary(folder)
+        refuse_version(f"{CONFIG_FILE} is of", config.version)
+        summary = read_summary(folder)
+        kind = config.kind
+        if kind in _FOUND and getattr(summary, kind) is None:
+            raise ValueError(f"{SUMMARY_FILE} lacks what a folder of kind {kind} found, {kind!r}")
         digests = _checked(folder)
         sections = read_page_data(folder / PAGE_DATA)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise InputError(
             f"{folder} cannot be put on a page: {error}: run its command again, or take the folder "
             "out of --runs"
         ) from error
-    if kind == "evaluation" and ("integers" in summary or config.get("target") == "bpu"):
+    if kind == "evaluation" and (summary.integers is not None or config.for_bpu):
         kind = "simulation"
     return Evidence(folder, kind, config, summary, sections, digests)
 
@@ -165,9 +123,16 @@ def _checked(folder: Path) -> dict[str, str]:
     return found
 
 
-def _summary(folder: Path) -> dict[str, Any]:
-    content: dict[str, Any] = read_json(
-        folder / SUMMARY_FILE, dict[str, Any], what="summary", head={"format": RUN_FORMAT}
-    )
-    as_form(content, _SummaryData, where=SUMMARY_FILE, what="summary")
-    return content
+def frames_text(frames: Sequence[str]) -> str:
+    """How many frames, and which.
+
+    Examples:
+        >>> frames_text(["street_100", "street_101", "street_102"])
+        '3 frames, street_100 … street_102'
+        >>> frames_text(["a"])
+        '1 frame, a'
+    """
+    if not frames:
+        return "no frames"
+    ends = frames[0] if len(frames) == 1 else f"{frames[0]} … {frames[-1]}"
+    return f"{len(frames):,} frame{'s' * (len(frames) != 1)}, {ends}"

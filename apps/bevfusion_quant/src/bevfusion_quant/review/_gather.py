@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.review._evidence import (
     Evidence,
-    kind_of,
     read_config,
     read_evidence,
 )
-from bevfusion_quant.review._model import check_alike, read_model
-from bevfusion_quant.run import SUMMARY_FILE
+from bevfusion_quant.run import SUMMARY_FILE, RunSettings, sha256
 
 __all__ = ["Gathered", "Measured", "gather"]
 
@@ -94,7 +91,7 @@ class _Finder:
         candidates = [read_evidence(f) for f in self._of(run)]
         found: dict[str, Evidence] = {}
         for slot, kinds in _SLOTS.items():
-            named = [e for e in self.taken if e.kind in kinds and _is_of(e.config, run)]
+            named = [e for e in self.taken if e.kind in kinds and _is_of(e.settings, run)]
             if len(named) > 1:
                 raise InputError(
                     f"--take names two of a kind, {named[0].folder} and {named[1].folder}: name one"
@@ -116,7 +113,7 @@ class _Finder:
     def comparison(self, run: Evidence) -> Evidence | None:
         named = [e for e in self.taken if e.kind == "comparison"]
         for one in named:
-            if not _compares(one.config, run):
+            if not _compares(one.settings, run):
                 raise InputError(
                     f"--take {one.folder}: it compares other runs than {run.folder}: compare "
                     "again with it, or leave it out"
@@ -124,7 +121,7 @@ class _Finder:
         there = named or [
             read_evidence(folder)
             for folder in self.folders
-            if _compares(read_config(folder) or {}, run)
+            if (settings := read_config(folder)) is not None and _compares(settings, run)
         ]
         newest = max(there, key=lambda e: _written(e.folder), default=None)
         others = [str(e.folder) for e in there if e is not newest]
@@ -134,12 +131,12 @@ class _Finder:
 
     def _of(self, run: Evidence) -> Iterable[Path]:
         for folder in self.folders:
-            config = read_config(folder)
-            if config is None or kind_of(config) not in _SLOTS:
+            settings = read_config(folder)
+            if settings is None or settings.kind not in _SLOTS:
                 continue
-            if _is_of(config, run):
+            if _is_of(settings, run):
                 yield folder
-            elif _same(Path(str(config.get("evaluates"))), run.folder):
+            elif _same(Path(str(settings.evaluates)), run.folder):
                 self.notes.append(
                     f"{folder} was made of other weights than those that {run.folder} holds now: "
                     "not taken"
@@ -170,13 +167,13 @@ def gather(
     Raises:
         InputError: A folder that is no run, of another kind, damaged, or of another model.
     """
-    main = read_model(run, "--run", ("ptq", "qat", "bpu"))
-    trained = None if qat is None else read_model(qat, "--qat", ("qat",))
-    chip = None if bpu is None else read_model(bpu, "--bpu", ("bpu",))
+    main = _read_model(run, "--run", ("ptq", "qat", "bpu"))
+    trained = None if qat is None else _read_model(qat, "--qat", ("qat",))
+    chip = None if bpu is None else _read_model(bpu, "--bpu", ("bpu",))
     models = [one for one in (main, trained, chip) if one is not None]
     for other, option in (trained, "--qat"), (chip, "--bpu"):
         if other is not None:
-            check_alike(main, other, option)
+            _check_alike(main, other, option)
     given = [read_evidence(folder) for folder in take]
     for evidence in given:
         if evidence.kind not in _TAKEN:
@@ -184,9 +181,9 @@ def gather(
                 f"--take {evidence.folder} is a {evidence.kind}: name folders of evaluate, "
                 "simulate, sensitivity, export or compare"
             )
-        if evidence.kind == "comparison" or any(_is_of(evidence.config, m) for m in models):
+        if evidence.kind == "comparison" or any(_is_of(evidence.settings, m) for m in models):
             continue
-        of = evidence.config.get("evaluates", "no run")
+        of = evidence.settings.evaluates or "no run"
         raise InputError(
             f"--take {evidence.folder}: it is of {of} with other weights than those of "
             f"{', '.join(str(m.folder) for m in models)}: leave it out, or make it again"
@@ -202,13 +199,67 @@ def gather(
     )
 
 
-def _is_of(config: Mapping[str, Any], run: Evidence) -> bool:
-    return bool(run.model_digests) and config.get("run_sha256") == run.model_digests
+def _read_model(folder: Path, option: str, kinds: tuple[str, ...]) -> Evidence:
+    """Read a run that holds a model, its files as they were written.
+
+    Args:
+        folder: Of the run.
+        option: What it was named with, for messages.
+        kinds: Of `Evidence.kind`: what is taken there.
+
+    Raises:
+        InputError: No such run, one of another kind, or its files were changed.
+    """
+    evidence = read_evidence(folder)
+    if evidence.kind not in kinds:
+        of = evidence.settings.evaluates
+        told = f"{evidence.kind} of {of}" if of else f"run of kind {evidence.kind}"
+        hint = f"give {option} {of}" if of else f"give one of {', '.join(kinds)}"
+        raise InputError(f"{option} {folder} is a {told}: {hint}")
+    if not evidence.model_digests:
+        raise InputError(
+            f"{option} {folder} does not say the digests of its files, so nothing can be told to "
+            "belong to it: quantize again with this version"
+        )
+    for name, digest in evidence.model_digests.items():
+        path = folder / name
+        if not path.is_file() or sha256(path) != digest:
+            raise InputError(
+                f"{path} is missing or not the file that the run wrote: nothing that was measured "
+                "of the run tells of it; quantize again"
+            )
+    return evidence
 
 
-def _compares(config: Mapping[str, Any], run: Evidence) -> bool:
-    there = config.get("compares") or ()
-    return any(isinstance(one, dict) and one.get("sha256") == run.model_digests for one in there)
+def _check_alike(main: Evidence, other: Evidence, option: str) -> None:
+    """Refuse a run that did not begin with the float model of the main one.
+
+    Raises:
+        InputError: Sizes, weights or, of random weights, seeds differ.
+    """
+    first, second = main.settings, other.settings
+    for key in ("config", "weights", "seed"):
+        one, two = getattr(first, key), getattr(second, key)
+        alike = one == two or (key == "weights" and _same_bytes(one, two))
+        if not alike and not (key == "seed" and first.weights):
+            raise InputError(
+                f"{option} {other.folder}: its {key} is {two!r}, that of {main.folder} is {one!r}: "
+                "the two are not of one float model; name runs of the same weights"
+            )
+
+
+def _same_bytes(one: str | None, two: str | None) -> bool:
+    """Whether two names of weights are of one content; not where a file is gone since."""
+    paths = [Path(str(name)) for name in (one, two)]
+    return all(path.is_file() for path in paths) and len({sha256(path) for path in paths}) == 1
+
+
+def _is_of(settings: RunSettings, run: Evidence) -> bool:
+    return bool(run.model_digests) and settings.run_sha256 == run.model_digests
+
+
+def _compares(settings: RunSettings, run: Evidence) -> bool:
+    return any(one.sha256 == run.model_digests for one in settings.compares or ())
 
 
 def _same(one: Path, other: Path) -> bool:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from bev_data.metrics import Interval
-from bevfusion_quant.review._evidence import kind_of
+from bevfusion_quant.run import AccuracySummary, ModelSummary
 from bevfusion_quant.steps import quantized_parts
 
 if TYPE_CHECKING:
+    from bevfusion_quant.options import Branch
     from bevfusion_quant.review._evidence import Evidence
     from bevfusion_quant.review._gather import Gathered
+    from bevfusion_quant.run import RunSettings, RunSummary
 
 __all__ = ["HeadlineGroup", "HeadlineRow", "headline", "judged", "run_title"]
 
@@ -66,9 +68,9 @@ class HeadlineGroup:
     missing: tuple[str, ...]
 
 
-def run_title(config: Mapping[str, Any]) -> str:
+def run_title(settings: RunSettings) -> str:
     """How a run's models are called, by its settings."""
-    bits, title = config.get("weight_bits", 8), TITLES[kind_of(config)]
+    bits, title = settings.weight_bits, TITLES[settings.kind]
     return title if bits == 8 else f"{title} W{bits}A8"
 
 
@@ -112,11 +114,11 @@ def judged(
 
 def _of_evaluation(run: Evidence, evidence: Evidence) -> HeadlineGroup:
     summary = evidence.summary
-    accuracy = summary.get("accuracy") or {}
+    accuracy = summary.accuracy or AccuracySummary()
     stage, decibels = _sqnr(run, summary)
-    title = run_title(run.config)
+    title = run_title(run.settings)
     names = {"float": "Float", "quantized": title, "integer": f"{title}, integers"}
-    models = accuracy.get("models") or dict.fromkeys(("float", *decibels))
+    models = accuracy.models or dict.fromkeys(("float", *decibels), ModelSummary())
     rows = tuple(
         _row(
             names.get(name, name),
@@ -131,16 +133,16 @@ def _of_evaluation(run: Evidence, evidence: Evidence) -> HeadlineGroup:
 
 def _of_comparison(gathered: Gathered, evidence: Evidence) -> HeadlineGroup:
     """Of models called float, "<run> quantized" and "<run> integers"."""
-    accuracy = evidence.summary.get("accuracy") or {}
-    there = {entry["name"]: entry for entry in evidence.config["compares"]}
+    accuracy = evidence.summary.accuracy or AccuracySummary()
+    there = {entry.name: entry for entry in evidence.settings.compares or ()}
     known = [m.run for m in gathered.measured]
     rows = []
-    for name, found in accuracy.get("models", {}).items():
+    for name, found in accuracy.models.items():
         run, _, form = name.rpartition(" ")
         if run not in there:
             rows.append(_row(name.capitalize(), "", found))
             continue
-        digests = there[run].get("sha256")
+        digests = there[run].sha256
         folder = next((str(e.folder) for e in known if e.model_digests == digests), "")
         told = f"{run_title(there[run])}, integers" if form == "integers" else run_title(there[run])
         rows.append(_row(f"{told} ({run})", folder, found))
@@ -148,57 +150,43 @@ def _of_comparison(gathered: Gathered, evidence: Evidence) -> HeadlineGroup:
 
 
 def _group(
-    evidence: Evidence, accuracy: Mapping[str, Any], stage: str, rows: tuple[HeadlineRow, ...]
+    evidence: Evidence, accuracy: AccuracySummary, stage: str, rows: tuple[HeadlineRow, ...]
 ) -> HeadlineGroup:
-    models = accuracy.get("models") or {}
-    first: Mapping[str, Any] = next(iter(models.values()), {})
+    first = next(iter(accuracy.models.values()), ModelSummary())
     return HeadlineGroup(
         str(evidence.folder),
         evidence.frames,
-        accuracy.get("labels"),
+        accuracy.labels,
         stage,
         rows,
-        tuple(first.get("missing", ())),
+        tuple(first.missing),
     )
 
 
-def _row(
-    model: str, run: str, found: Mapping[str, Any] | None, sqnr_db: float | None = None
-) -> HeadlineRow:
-    found = found or {}
-    apart = found.get("difference") or {}
+def _row(model: str, run: str, found: ModelSummary, sqnr_db: float | None = None) -> HeadlineRow:
+    apart = found.difference
     return HeadlineRow(
         model,
         run,
-        found.get("mean_ap"),
-        _interval(found.get("interval")),
-        apart.get("mean_ap"),
-        _interval(apart.get("interval")),
-        found.get("nds"),
+        found.mean_ap,
+        found.interval,
+        None if apart is None else apart.mean_ap,
+        None if apart is None else apart.interval,
+        found.nds,
         sqnr_db,
     )
 
 
-def _interval(found: Mapping[str, Any] | None) -> Interval | None:
-    return None if found is None else Interval(**found)
-
-
-def _sqnr(run: Evidence, summary: Mapping[str, Any]) -> tuple[str, dict[str, float | None]]:
+def _sqnr(run: Evidence, summary: RunSummary) -> tuple[str, dict[str, float | None]]:
     """Title of the last quantized stage, and its SQNR by model."""
-    branch = run.config.get("branch", "lidar")
-    last = quantized_parts(branch, with_head=run.config.get("quantize_head", False))[-1]
-    for row in _three_ways(summary):
-        if row["stage"] == last:
-            return row["title"], {
-                "quantized": row["fake_sqnr_db"], "integer": row["integer_sqnr_db"],
-            }  # fmt: skip
-    for row in summary.get("stages", ()):
-        if row["stage"] == last:
-            return row["title"], {"quantized": row["sqnr_db"]}
+    settings = run.settings
+    branch = cast("Branch", settings.branch)
+    last = quantized_parts(branch, with_head=settings.quantize_head)[-1]
+    for found in (summary.integers, summary.bpu):
+        for row in () if found is None else found.stages:
+            if row.stage == last:
+                return row.title, {"quantized": row.fake_sqnr_db, "integer": row.integer_sqnr_db}
+    for row in summary.stages:
+        if row.stage == last:
+            return row.title, {"quantized": row.sqnr_db}
     return "", {}
-
-
-def _three_ways(summary: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Stages with a fake-quantized and an integer model, of a simulation and of a BPU's run."""
-    for part in ("integers", "bpu"):
-        yield from (summary.get(part) or {}).get("stages", ())

@@ -32,7 +32,7 @@ def command_for(what: str, measured: Measured) -> str:
     if not source and run.frames and all(name.startswith("street_") for name in run.frames):
         source = ["--dataset", "street"]  # of a demo, which makes its own
     if what == "bpu":
-        words = ["bevfusion-quant", "ptq", "--target", "bpu", "--config", run.config["config"]]
+        words = ["bevfusion-quant", "ptq", "--target", "bpu", "--config", run.settings.config]
         return shlex.join([*words, *_weights(run), *source])
     words = ["bevfusion-quant", what, "--run", str(run.folder)]
     if what in ("simulate", "sensitivity"):
@@ -46,10 +46,10 @@ def command_for(what: str, measured: Measured) -> str:
 
 
 def _weights(run: Evidence) -> list[str]:
-    weights = run.config.get("weights")
+    weights = run.settings.weights
     if weights is None:
         return []
-    known = trained_weights(run.config["config"])
+    known = trained_weights(run.settings.config)
     return ["--weights", "trained" if str(weights) == str(known) else str(weights)]
 
 

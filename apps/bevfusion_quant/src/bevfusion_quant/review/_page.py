@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from bevfusion_quant.report import Section, write_page
 from bevfusion_quant.report._html import Html, join, tag
-from bevfusion_quant.review._frames_text import frames_text
+from bevfusion_quant.review._evidence import frames_text
 from bevfusion_quant.review._headline import run_title
 from bevfusion_quant.review._trail import sign_section, trail_section
 from bevfusion_quant.review._verdict import verdict_section
@@ -61,8 +61,8 @@ def _head(gathered: Gathered, title: str, checks: Sequence[Check]) -> Html:
         f"{len(checks)} questions: {states.count('good')} answered, {states.count('look')} to look "
         f"at closely, {states.count('missing')} unanswered"
     )
-    words = [run_title(run.config), f"config {run.config['config']}"]
-    words += [f"branch {run.config.get('branch', 'lidar')}", _made_from(run)]
+    words = [run_title(run.settings), f"config {run.settings.config}"]
+    words += [f"branch {run.settings.branch}", _made_from(run)]
     return join(
         tag("p", "A quantized model, to be reviewed and signed", class_="kicker"),
         tag("h1", title),
@@ -72,9 +72,9 @@ def _head(gathered: Gathered, title: str, checks: Sequence[Check]) -> Html:
 
 
 def _made_from(run: Evidence) -> str:
-    if run.kind == "qat":
-        told = run.summary["qat"]
-        return f"from {told['run']}, trained on {told['training_frames']}"
+    told = run.summary.qat
+    if told is not None:
+        return f"from {told.run}, trained on {told.training_frames}"
     return f"quantized on {frames_text(run.frames)}"
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from bev_data.metrics import aligned_table, points, span
 from bevfusion_quant.measure import or_dash
-from bevfusion_quant.review._frames_text import frames_text
+from bevfusion_quant.review._evidence import frames_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

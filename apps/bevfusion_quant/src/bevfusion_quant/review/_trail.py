@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from bevfusion_quant.report import Section
 from bevfusion_quant.report._html import Html, tag
 from bevfusion_quant.review._checks import exported_files
-from bevfusion_quant.review._frames_text import frames_text
+from bevfusion_quant.review._evidence import frames_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -73,7 +73,7 @@ def _line(text: str) -> Html:
 
 def _folder(evidence: Evidence, index: int) -> Html:
     digests = {**evidence.model_digests, **evidence.digests}
-    if "export" in evidence.summary:
+    if evidence.summary.export is not None:
         digests |= {f"onnx/{name}": digest for name, digest, _ in exported_files(evidence)}
     rows = [
         tag("tr", tag("th", name, scope="row"), tag("td", tag("code", digest)))
@@ -135,5 +135,5 @@ def _said(
     found: Sequence[Evidence], own: Mapping[str, str]
 ) -> Iterator[tuple[str, Mapping[str, str]]]:
     for evidence in found:
-        yield evidence.folder.name, evidence.summary.get("versions", {})
+        yield evidence.folder.name, evidence.summary.versions
     yield "this page", own

@@ -9,7 +9,7 @@ from bev_data.metrics import points, span
 from bevfusion_quant.report import Section
 from bevfusion_quant.report._format import count, fixed
 from bevfusion_quant.report._html import Html, join, tag
-from bevfusion_quant.review._frames_text import frames_text
+from bevfusion_quant.review._evidence import frames_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -27,7 +27,7 @@ from bevfusion_quant.sensitivity._measure import (
 )
 from bevfusion_quant.sensitivity._precisions import precisions_of
 from bevfusion_quant.sensitivity._refine import ROUNDS, refine_within
-from bevfusion_quant.steps import load_run, read_run_config
+from bevfusion_quant.steps import load_run, read_model_settings
 
 if TYPE_CHECKING:
     from bev_data.points import Frame
@@ -94,22 +94,22 @@ def run_sensitivity(
     if plan_rounds < 0:
         raise InputError(f"--plan-rounds {plan_rounds}: it must not be negative")
     limit = None if budget is None else parse_budget(budget)
-    config = read_run_config(run)
-    if config.get("target") == "bpu":
+    ran = read_model_settings(run)
+    if ran.for_bpu:
         raise InputError(
             f"{run} is a run for a BPU: its layers have one precision, int8, or run on the CPU; "
             "sensitivity takes runs of ptq without --target bpu"
         )
     clock = Clock()
-    precisions = precisions_of(config, precisions, run)
+    precisions = precisions_of(ran, precisions, run)
     settings = {
         "measures": str(run),
-        "config": config["config"],
+        "config": ran.config,
         "metric": metric,
         "precisions": list(precisions),
         "budget": budget,
         "plan_rounds": plan_rounds if budget is not None else None,
-        "weights": config.get("weights"),
+        "weights": ran.weights,
         "cameras": cameras,
     }
     with run_folder(runs, name, overwrite=overwrite, keep=Path(run)) as folder:
@@ -118,10 +118,8 @@ def run_sensitivity(
         path = sensitivity_output(model, metric, output)
         if limit is not None:
             check_reachable(limit, metric, precisions)
-        sizes = CONFIGS[config["config"]]
-        batches = FrameBatches(
-            frames, sizes, model, cameras or config.get("cameras") or CAMERA_NAMES
-        )
+        sizes = CONFIGS[ran.config]
+        batches = FrameBatches(frames, sizes, model, cameras or ran.cameras or CAMERA_NAMES)
         shards = run_shards(runs, name, frames, {**settings, "without": without}, model)
         with clock.step("measure", blame="the sensitivity cannot be measured"):
             table = measure_sensitivity(
@@ -171,7 +169,7 @@ def run_sensitivity(
         if refined is not None:
             refined.plan.save(folder / "plan.json")
         record = RunRecord(folder, command, clock)
-        read = {"evaluates": str(run), "run_sha256": config.get("sha256")}
+        read = {"evaluates": str(run), "run_sha256": ran.sha256}
         record.write_settings({**read, **settings})
         with clock.step("page"):
             write_report(

@@ -10,9 +10,12 @@ from bevfusion_quant.steps._branches import (
 )
 from bevfusion_quant.steps._load_run import (
     LoadedRun,
+    ModelSettings,
     frames_for_run,
     load_quantized,
     load_run,
+    model_settings,
+    read_model_settings,
     read_run_config,
     refuse_unfolded,
 )
@@ -47,6 +50,7 @@ from bevfusion_quant.steps._stages import (
 __all__ = [
     "PLAN_FILE",
     "LoadedRun",
+    "ModelSettings",
     "Stage",
     "apply_plan",
     "before_calibration",
@@ -64,11 +68,13 @@ __all__ = [
     "keep_batch_norms",
     "load_quantized",
     "load_run",
+    "model_settings",
     "planned_layers",
     "quantization_record",
     "quantize_branch",
     "quantized_parts",
     "quantizes_first_layer",
+    "read_model_settings",
     "read_plan",
     "read_run_config",
     "reads_images",

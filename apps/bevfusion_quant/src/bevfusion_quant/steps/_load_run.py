@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
-
-import msgspec
+from typing import TYPE_CHECKING, Any, cast
 
 from bevfusion.model import CONFIGS, build_model
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import frames_of
-from bevfusion_quant.options import Branch
-from bevfusion_quant.run import CONFIG_FILE, RUN_FORMAT, RUN_VERSIONS, sha256
+from bevfusion_quant.options import Branch, Method
+from bevfusion_quant.run import RunSettings, as_settings, read_written, refuse_version, sha256
 from bevfusion_quant.steps._branches import built_parts, reads_images
 from bevfusion_quant.steps._plan import PLAN_FILE, apply_plan, quantizes_first_layer, read_plan
 from bevfusion_quant.steps._record import FLOAT_FILE, MODEL_FILES
 from bevfusion_quant.steps._stages import example_batch, fuse_branch, quantize_branch
-from bevquant_quantizers.documents import as_form, read_json, read_tensors
+from bevquant_quantizers.documents import read_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,12 +27,34 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LoadedRun",
+    "ModelSettings",
     "frames_for_run",
     "load_quantized",
     "load_run",
+    "model_settings",
+    "read_model_settings",
     "read_run_config",
     "refuse_unfolded",
 ]
+
+
+class ModelSettings(RunSettings, kw_only=True):
+    """Settings of a run that holds a model, whichever command wrote it."""
+
+    config: str
+    branch: Branch = "lidar"
+    method: Method
+    exclude: list[str]
+    sha256: dict[str, str]
+
+
+def model_settings(written: dict[str, Any]) -> ModelSettings:
+    """Settings in that form.
+
+    Raises:
+        DocumentError: A field is of another type, or missing.
+    """
+    return as_settings(ModelSettings, written)
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,9 +64,14 @@ class LoadedRun:
     The float model's batch norms are folded, unless the run left them as they are.
     """
 
-    config: dict[str, Any]
+    settings: ModelSettings
     float_model: BEVFusion
     quantized_model: BEVFusion
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The settings as they were written."""
+        return self.settings.written
 
 
 def load_quantized(folder: str | Path) -> BEVFusion:
@@ -70,46 +95,27 @@ def read_run_config(folder: str | Path) -> dict[str, Any]:
     Raises:
         InputError: The folder is not a run that holds a model.
     """
+    return read_model_settings(folder).written
+
+
+def read_model_settings(folder: str | Path) -> ModelSettings:
+    """The settings of a run that holds a model.
+
+    Raises:
+        InputError: As `read_run_config`.
+    """
     folder = Path(folder)
     try:
-        config: dict[str, Any] = read_json(
-            folder / CONFIG_FILE,
-            dict[str, Any],
-            what="run's settings",
-            head={"format": RUN_FORMAT},
-        )
-        if config.get("version", 1) not in RUN_VERSIONS:
-            raise ValueError(
-                f"its schema is version {config['version']!r}, this program reads "
-                f"{RUN_VERSIONS[0]} to {RUN_VERSIONS[-1]}"
-            )
-        if "evaluates" in config:
-            raise ValueError(f"it is an evaluation of {config['evaluates']}, which has the model")
-        as_form(config, _Settings, where=CONFIG_FILE, what="run's settings")
-        if config["config"] not in CONFIGS:
-            raise ValueError(f"its sizes {config['config']!r} are unknown")
+        written = read_written(folder)
+        refuse_version("its schema is", written.get("version", 1))
+        if "evaluates" in written:
+            raise ValueError(f"it is an evaluation of {written['evaluates']}, which has the model")
+        settings = model_settings(written)
+        if settings.config not in CONFIGS:
+            raise ValueError(f"its sizes {settings.config!r} are unknown")
     except ValueError as error:
         raise _refusal(folder, error) from error
-    return config
-
-
-class _Settings(msgspec.Struct):
-    """What is read of the settings of a run, whichever command wrote it."""
-
-    config: str
-    method: str
-    exclude: list[str]
-    sha256: dict[str, str]
-    branch: Branch = "lidar"
-    fold: bool = True
-    quantize_head: bool = False
-    weight_bits: Annotated[int, msgspec.Meta(ge=2, le=16)] = 8
-    plan: str | None = None
-    target: str | None = None
-    seed: int = 0
-    calibration_frames: int = 0
-    cameras: list[str] = []
-    weights: str | None = None
+    return settings
 
 
 def load_run(folder: str | Path) -> LoadedRun:
@@ -124,17 +130,16 @@ def load_run(folder: str | Path) -> LoadedRun:
     from bevquant_quantizers import load_ranges
 
     folder = Path(folder)
-    config = read_run_config(folder)
-    if config.get("target") == "bpu":
+    settings = read_model_settings(folder)
+    if settings.for_bpu:
         raise InputError(
             f"{folder} is a run for a BPU (ptq --target bpu): load it with "
             "bevfusion_quant.bpu.load_bpu_run, or compare it with bevfusion-quant evaluate"
         )
     try:
-        sizes, branch = CONFIGS[config["config"]], config.get("branch", "lidar")
+        sizes, branch = CONFIGS[settings.config], settings.branch
         example = example_batch(sizes)
-        planned = config.get("plan") is not None  # older runs do not say
-        digests = config["sha256"]
+        planned, digests = settings.plan is not None, settings.sha256
         apart = FLOAT_FILE in digests
         for name in (
             *MODEL_FILES,
@@ -145,20 +150,19 @@ def load_run(folder: str | Path) -> LoadedRun:
                 raise ValueError(f"{name} is not the file that the run wrote")
         state = read_tensors(folder / "weights.safetensors").tensors
         fused = build_model(sizes, built_parts(branch)).eval()
-        if config.get("fold", True):
+        if settings.fold:
             fused = _folded(fused, example, state)
         model = quantize_branch(
             fused,
             example,
             branch,
-            method=config["method"],
-            exclude=config["exclude"],
-            with_head=config.get("quantize_head", False),
-            weight_bits=config.get("weight_bits", 8),
-            # Runs of earlier versions quantized it, and did not say so.
+            method=settings.method,
+            exclude=settings.exclude,
+            with_head=settings.quantize_head,
+            weight_bits=settings.weight_bits,
             first_layer=quantizes_first_layer(
                 fused,
-                config.get("quantize_first_layer", True),
+                settings.quantize_first_layer,
                 read_plan(folder / PLAN_FILE) if planned else None,
             ),
         ).model
@@ -170,32 +174,32 @@ def load_run(folder: str | Path) -> LoadedRun:
         fused.load_state_dict({**_float_part(state, fused.state_dict()), **own})
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise _refusal(folder, error) from error
-    return LoadedRun(config, fused, model)
+    return LoadedRun(settings, fused, model)
 
 
-def frames_for_run(options: FrameOptions, config: Mapping[str, Any]) -> Sequence[Frame]:
+def frames_for_run(options: FrameOptions, settings: ModelSettings) -> Sequence[Frame]:
     """The frames of the options, as the model of a finished run takes them.
 
     Args:
         options: The frame options.
-        config: The run's settings.
+        settings: Of the run.
     """
-    images = reads_images(config.get("branch", "lidar"))
-    return frames_of(options, with_cameras=images, size=config["config"])
+    images = reads_images(settings.branch)
+    return frames_of(options, with_cameras=images, size=settings.config)
 
 
-def refuse_unfolded(config: Mapping[str, Any], run: str | Path, what: str) -> None:
+def refuse_unfolded(settings: ModelSettings, run: str | Path, what: str) -> None:
     """Refuse what a run with batch norms in place cannot give.
 
     Args:
-        config: The run's settings.
+        settings: Of the run.
         run: Where it lies, for the message.
         what: What was asked for, such as "run in integers".
 
     Raises:
         InputError: The run has them.
     """
-    if not config.get("fold", True):
+    if not settings.fold:
         raise InputError(
             f"{run} cannot be {what}: ptq --no-fold left its batch norms between the convolutions, "
             "where no INT8 engine has them: quantize again without --no-fold"

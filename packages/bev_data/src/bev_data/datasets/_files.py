@@ -19,7 +19,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def files(
-    path: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], **options: object
+    path: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None, **options: object
 ) -> FrameList:
     """Frames of files and folders, in order.
 
@@ -39,6 +39,8 @@ def files(
     unknown = [name for name in options if name not in known]
     if unknown:
         raise InputError(f"{', '.join(unknown)}: files have the options {', '.join(known)}")
+    if path is None:
+        raise InputError("a data set of kind 'files' needs a path")
     listed = [path] if isinstance(path, (str, os.PathLike)) else list(path)
     keys: dict[Path, None] = {}
     for item in map(Path, listed):

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, overload
 
+from bev_data._errors import InputError
 from bev_data.points import Frame
 
-__all__ = ["FrameList"]
+__all__ = ["FrameList", "one_folder"]
+
+
+def one_folder(kind: str, path: object) -> Path:
+    """What `open_dataset` was given for a data set that is one folder.
+
+    Raises:
+        InputError: nothing, several paths, or no folder.
+    """
+    if path is None:
+        raise InputError(f"a data set of kind {kind!r} needs a path")
+    if not isinstance(path, (str, os.PathLike)):
+        raise InputError(f"a data set of kind {kind!r} is one folder, not several paths")
+    if not Path(path).is_dir():
+        raise InputError(f"{path}: no such folder")
+    return Path(path)
 
 
 class FrameList(Sequence[Frame]):

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from bev_data._errors import InputError
 from bev_data.boxes import count_inside
 from bev_data.cameras import Camera
-from bev_data.datasets._frame_list import FrameList
+from bev_data.datasets._frame_list import FrameList, one_folder
 from bev_data.datasets._image import read_camera
 from bev_data.datasets._matching import WhichCameras, check_which, with_cameras
 from bev_data.datasets._motion import FROM_FORWARD_X, inverse, move_points
@@ -39,6 +39,7 @@ def kitti(path: Path, *, cameras: WhichCameras = "all") -> FrameList:
     Raises:
         InputError: no such folders, frames without images, and at access whatever is damaged.
     """
+    path = one_folder("kitti", path)
     check_which(cameras)
     root = next(
         (

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from bev_data._errors import InputError
-from bev_data.datasets._frame_list import FrameList
+from bev_data.datasets._frame_list import FrameList, one_folder
 from bev_data.datasets._nuscenes_sample import read_sample
 from bev_data.points import Frame
 from bevquant_quantizers.documents import DocumentError, Finite, Size, as_form
@@ -139,6 +139,7 @@ def nuscenes(
         InputError: no devkit, no such folder, version, split or scene, damaged tables, and at
             access a missing file or camera.
     """
+    path = one_folder("nuscenes", path)
     if sweeps < 1:
         raise InputError(f"sweeps={sweeps}: at least 1, the keyframe itself")
     if cameras not in ("all", "none"):

@@ -5,20 +5,19 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import Any
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, TypeAlias
 
 from bev_data._errors import InputError
-from bev_data.datasets._files import files
 from bev_data.datasets._frame_list import FrameList
-from bev_data.datasets._kitti import kitti
-from bev_data.datasets._nuscenes import nuscenes
-from bev_data.datasets._pandaset import pandaset
 
-__all__ = ["open_dataset", "register_dataset"]
+__all__ = ["ENTRY_POINTS", "dataset_kinds", "find_dataset", "open_dataset", "register_dataset"]
+
+ENTRY_POINTS = "bevquant.datasets"
 
 _AnyPath = str | os.PathLike[str]
-Opener = Callable[..., FrameList]
+Opener: TypeAlias = Callable[..., FrameList]
+_added: dict[str, Opener] = {}
 
 
 def open_dataset(
@@ -36,7 +35,8 @@ def open_dataset(
     `cameras` is "all" (a frame without its images is an error), "available" (such frames are left
     out; not for nuScenes) or "none". Classes carry nuScenes' ten detection names where there is
     one, else the data set's own. What is missing is refused at once; files are read at access.
-    `register_dataset` adds kinds; importing `bev_scenes` adds "street".
+    A package adds a kind as an entry point of the group ``bevquant.datasets``, as `bev_scenes` does
+    with "street"; a program adds one with `register_dataset`.
 
     Args:
         kind: the data set.
@@ -60,19 +60,47 @@ def open_dataset(
         ...     len(frames), frames[0].points.shape
         (1, (9, 5))
     """
-    if kind not in _OPENERS:
-        raise InputError(f"kind {kind!r}: expected one of {', '.join(_OPENERS)}")
-    opener = _OPENERS[kind]
-    if kind in _FILE_KINDS and path is None:
-        raise InputError(f"a data set of kind {kind!r} needs a path")
-    if kind in _FOLDER_KINDS:
-        if not isinstance(path, (str, os.PathLike)):
-            raise InputError(f"a data set of kind {kind!r} is one folder, not several paths")
-        path = Path(path)
-        if not path.is_dir():
-            raise InputError(f"{path}: no such folder")
+    opener = find_dataset(kind)
     _check_options(kind, opener, options)
     return opener(path, **options)
+
+
+def dataset_kinds() -> tuple[str, ...]:
+    """Kinds that `open_dataset` knows: this package's, other packages', those registered.
+
+    Example:
+        >>> "kitti" in dataset_kinds()
+        True
+    """
+    return (*_installed(), *_added)
+
+
+def find_dataset(kind: str) -> Opener:
+    """What opens data sets of a kind, as `register_dataset` describes it.
+
+    Raises:
+        InputError: There is no such kind, or the package that has it cannot be imported.
+
+    Example:
+        >>> find_dataset("kitti").__name__
+        'kitti'
+    """
+    if kind in _added:
+        return _added[kind]
+    entry = _installed().get(kind)
+    if entry is None:
+        raise InputError(
+            f"kind {kind!r}: expected one of {', '.join(dataset_kinds())}; a package adds one as "
+            f"an entry point of the group {ENTRY_POINTS}, a program with register_dataset"
+        )
+    try:
+        opener: Opener = entry.load()
+    except (ImportError, AttributeError) as error:
+        raise InputError(
+            f"kind {kind!r}: its entry point {entry.value} cannot be loaded: {error}; repair or "
+            "remove the package that declares it"
+        ) from error
+    return opener
 
 
 def register_dataset(kind: str, opener: Opener) -> None:
@@ -84,7 +112,7 @@ def register_dataset(kind: str, opener: Opener) -> None:
             options, and returns the frames. It refuses what it cannot use with an `InputError`.
 
     Raises:
-        InputError: the name is one of the kinds that this package brings.
+        InputError: the name is one of the kinds that installed packages bring.
 
     Examples:
         >>> import numpy as np
@@ -96,19 +124,23 @@ def register_dataset(kind: str, opener: Opener) -> None:
         >>> open_dataset("zeros", count=3)
         FrameList(zeros, 3 frames)
     """
-    if kind in _FILE_KINDS:
-        raise InputError(f"kind {kind!r} is a data set of this package; choose another name")
-    _OPENERS[kind] = opener
+    entry = _installed().get(kind)
+    if entry is not None:
+        of = "this package" if _is_own(entry) else entry.value
+        raise InputError(f"kind {kind!r} is a data set of {of}; choose another name")
+    _added[kind] = opener
 
 
-_FOLDER_KINDS = ("pandaset", "kitti", "nuscenes")
-_FILE_KINDS = (*_FOLDER_KINDS, "files")
-_OPENERS: dict[str, Opener] = {
-    "pandaset": pandaset,
-    "kitti": kitti,
-    "files": files,
-    "nuscenes": nuscenes,
-}
+def _installed() -> dict[str, EntryPoint]:
+    """Entry points by kind, this package's first: nobody replaces a kind of it."""
+    found: dict[str, EntryPoint] = {}
+    for entry in sorted(entry_points(group=ENTRY_POINTS), key=lambda e: not _is_own(e)):
+        found.setdefault(entry.name, entry)
+    return found
+
+
+def _is_own(entry: EntryPoint) -> bool:
+    return entry.module.startswith("bev_data.")
 
 
 def _check_options(kind: str, opener: Opener, options: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from bev_data._errors import InputError
 from bev_data.boxes import count_inside
 from bev_data.cameras import CAMERA_NAMES, Camera
-from bev_data.datasets._frame_list import FrameList
+from bev_data.datasets._frame_list import FrameList, one_folder
 from bev_data.datasets._image import read_camera
 from bev_data.datasets._json_file import matrix, read_json
 from bev_data.datasets._matching import WhichCameras, check_which, with_cameras
@@ -67,6 +67,7 @@ def pandaset(
         InputError: no frames, no calibration, frames without images, and at access whatever is
             damaged.
     """
+    path = one_folder("pandaset", path)
     check_which(cameras)
     files = {file.stem.removeprefix("frame_"): file for file in sorted(path.glob("frame_*.npz"))}
     if not files:

@@ -1,10 +1,9 @@
-"""Targets by name: those of this package, those of entry points, and those added at run time."""
+"""Targets by name: of installed packages, of which this is one, and those added at run time."""
 
 from __future__ import annotations
 
 from functools import cache
-from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -12,28 +11,18 @@ if TYPE_CHECKING:
 
 __all__ = ["ENTRY_POINTS", "find_target", "register_target", "target_names", "targets"]
 
-ENTRY_POINTS = "bevquant.targets"
+# Engines, and forms of a sparse encoder's file alone. Each entry point is a name of a target.
+ENTRY_POINTS = ("bevquant.targets", "bevquant.dialects")
 
-# Module and object of each, as an entry point names them; imported when one is first asked for.
-_OWN = (
-    "bevquant_export.targets.libspconv:LIBSPCONV",
-    "bevquant_export.targets.portable:PORTABLE",
-    "bevquant_export.targets.tensorrt:TENSORRT10",
-    "bevquant_export.targets.tensorrt:TENSORRT11",
-    "bevquant_export.targets.onnxruntime:ONNXRUNTIME",
-    "bevquant_export.targets.openvino:OPENVINO",
-    "bevquant_export.targets.horizon:HORIZON",
-    "bevquant_export.targets.autoware:AUTOWARE",
-)
 _added: dict[str, Target] = {}
 
 
 def targets() -> tuple[Target, ...]:
-    """All targets: this package's first, then those of entry points, then those registered.
+    """All targets: this package's first, then those of other entry points, then those registered.
 
     Raises:
         ImportError: A package's entry point cannot be loaded; the entry point is named.
-        ValueError: Two targets have one name.
+        ValueError: Two targets have one name, or an entry point has a name that its target lacks.
     """
     return (*_loaded(), *_added.values())
 
@@ -57,7 +46,10 @@ def find_target(name: str) -> Target:
     for target in targets():
         if name == target.name or name in target.aliases:
             return target
-    raise ValueError(f"target {name!r}: expected one of {', '.join(target_names())}")
+    raise ValueError(
+        f"target {name!r}: expected one of {', '.join(target_names())}; a package adds one as an "
+        f"entry point of the group {ENTRY_POINTS[0]}, a program with register_target"
+    )
 
 
 def register_target(target: Target) -> None:
@@ -72,20 +64,30 @@ def register_target(target: Target) -> None:
 
 @cache
 def _loaded() -> tuple[Target, ...]:
-    found: list[Target] = []
-    for place in _OWN:
-        module, _, name = place.partition(":")
-        found.append(getattr(import_module(module), name))
-    for entry in sorted(entry_points(group=ENTRY_POINTS), key=lambda e: e.name):
-        try:
-            found.append(entry.load())
-        except (ImportError, AttributeError) as error:
-            raise ImportError(
-                f"target {entry.name!r}: its entry point {entry.value} cannot be loaded: {error}; "
-                "repair or remove the package that declares it"
-            ) from error
-    _check(tuple(found))
-    return tuple(found)
+    found: dict[int, Target] = {}
+    entries = [entry for group in reversed(ENTRY_POINTS) for entry in entry_points(group=group)]
+    for entry in sorted(entries, key=lambda e: not e.module.startswith("bevquant_export.")):
+        target = _load(entry)
+        found[id(target)] = target
+    _check(tuple(found.values()))
+    return tuple(found.values())
+
+
+def _load(entry: EntryPoint) -> Target:
+    try:
+        target: Target = entry.load()
+    except (ImportError, AttributeError) as error:
+        raise ImportError(
+            f"target {entry.name!r}: its entry point {entry.value} cannot be loaded: {error}; "
+            "repair or remove the package that declares it"
+        ) from error
+    names = (target.name, *target.aliases)
+    if entry.name not in names:
+        raise ValueError(
+            f"target {target.name!r}: its entry point {entry.value} is called {entry.name!r}, "
+            f"which is no name of it; call it one of {', '.join(names)}"
+        )
+    return target
 
 
 def _check(found: tuple[Target, ...]) -> None:

@@ -39,9 +39,9 @@ class LintFile:
 class Target(ABC):
     """An engine: what its files are, how they are written, inspected, checked and built.
 
-    A target is one object, found by its name (`find_target`). Those of this package are listed in
-    ``targets/_registry.py``; another package adds one by an entry point of the group
-    ``bevquant.targets``, or at run time with `register_target`.
+    A target is one object, found by its name (`find_target`). A package, this one too, adds one by
+    entry points of the group ``bevquant.targets``, one for each of its names, a program at run time
+    with `register_target`.
 
     Attributes:
         name: What users call it, as in ``bevquant-lint --target``.
@@ -120,6 +120,11 @@ class Target(ABC):
         """
         del cpu
         return {}
+
+    @property
+    def half(self) -> bool:
+        """Whether what is not quantized is float16 in its files."""
+        return False
 
     @property
     def labels(self) -> frozenset[str]:

@@ -10,8 +10,8 @@ import numpy as np
 
 from bevquant_export.dense._profile import Profile
 from bevquant_export.lint import _horizon, _horizon_limits
-from bevquant_export.targets._qdq import QdqTarget
 from bevquant_export.targets._target import LintFile
+from bevquant_export.targets.qdq import QdqTarget
 
 if TYPE_CHECKING:
     from bevquant_export.lint._qdq import Pairs
@@ -21,7 +21,7 @@ __all__ = ["HORIZON"]
 
 
 class _Horizon(QdqTarget):
-    name, title = "horizon", "BPU"
+    name, title, aliases = "horizon", "BPU", ("bpu",)
     sparse = "portable"
     domains = frozenset({"horizon"})
     rules = (*_horizon.RULES, *_horizon_limits.RULES)

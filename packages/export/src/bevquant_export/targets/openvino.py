@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bevquant_export.lint import _openvino
-from bevquant_export.targets._qdq import QdqTarget
 from bevquant_export.targets._target import LintFile
 from bevquant_export.targets.onnxruntime import ONNXRUNTIME
+from bevquant_export.targets.qdq import QdqTarget
 
 if TYPE_CHECKING:
     from bevquant_export.lint._qdq import Pairs

@@ -12,7 +12,9 @@ from ._entropy import entropy_amax
 from ._mse import mse_amax
 from ._percentile import percentile_amax
 
-__all__ = ["search_amax"]
+__all__ = ["METHODS", "search_amax"]
+
+METHODS = ("max", "mse", "entropy", "percentile")
 
 
 def search_amax(
@@ -47,7 +49,7 @@ def search_amax(
         TypeError: An unknown method.
         ValueError: A percentile outside 0…100, a stride below 1, a negative first bin.
     """
-    if method not in ("mse", "entropy", "percentile", "max"):
+    if method not in METHODS:
         raise TypeError(
             f"Unknown calibration method {method!r}: use 'mse', 'entropy', 'percentile' or 'max'"
         )

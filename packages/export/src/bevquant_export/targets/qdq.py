@@ -33,6 +33,11 @@ class QdqTarget(Target):
     form: Profile
     weights: tuple[str, ...] = ()
 
+    @property
+    def half(self) -> bool:
+        """Of the profile."""
+        return self.form.half
+
     def write(self, model: nn.Module, args: Any, path: Path, **options: Any) -> QdqFile:
         """`export_qdq_onnx` with this profile."""
         from bevquant_export.dense import export_qdq_onnx

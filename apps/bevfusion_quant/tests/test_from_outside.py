@@ -1,0 +1,143 @@
+"""A target and a data set of an installed package: in the help, and driven by the commands."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = """
+import numpy as np
+from bev_data.datasets import FrameList
+from bev_data.points import Frame
+from bevquant_export.targets.qdq import QdqTarget
+from bevquant_export.targets.tensorrt import TENSORRT10
+
+class Mine(QdqTarget):
+    name, title, aliases = "mine", "my engine", ("my-engine",)
+    sparse = "portable"
+    form = TENSORRT10.form
+    unverified = ("it runs nowhere",)
+
+    def lint_pairs(self, pairs, file):
+        return iter(())
+
+    def commands(self, path, *, quantized=True):
+        return (f"my-engine {path.name}",)
+
+MINE = Mine()
+
+def drives(path, *, split="day"):
+    def read(number):
+        points = np.zeros((3000, 5), np.float32)
+        random = np.random.default_rng(number)
+        points[:, :2] = random.uniform(-50, 50, (3000, 2))
+        points[:, 2] = random.uniform(-1.8, 2, 3000)
+        points[:, 3] = random.integers(0, 256, 3000)
+        return Frame(f"{split} of {path} {number}", points)
+    return FrameList("drives", range(3), read)
+"""
+ENTRY_POINTS = """
+[bevquant.targets]
+mine = outside:MINE
+my-engine = outside:MINE
+
+[bevquant.datasets]
+drives = outside:drives
+broken = outside:nothing
+"""
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which the package is found, as in site-packages."""
+    folder = tmp_path_factory.mktemp("outside")
+    (folder / "outside.py").write_text(PACKAGE)
+    told = folder / "outside-1.0.dist-info"
+    told.mkdir()
+    (told / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 1.0\n")
+    (told / "entry_points.txt").write_text(ENTRY_POINTS)
+    return folder
+
+
+def run(here: Path, *arguments: str, code: int = 0) -> str:
+    """A command's output in a process that finds the package; its last lines where refused."""
+    environment = {**os.environ, "PYTHONPATH": str(here), "COLUMNS": "400"}
+    done = subprocess.run(
+        [sys.executable, "-m", "bevfusion_quant", *arguments],
+        cwd=here, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout if code == 0 else done.stderr
+
+
+def test_help_names_what_packages_bring(here: Path) -> None:
+    data, target = run(here, "ptq", "--help"), run(here, "export", "--help")
+    kinds = next(line for line in data.splitlines() if "--dataset {" in line)
+    names = next(line for line in target.splitlines() if "--target {" in line)
+    assert {"drives", "street", "kitti"} <= set(
+        kinds.partition("{")[2].rpartition("}")[0].split(",")
+    )
+    assert {"mine", "my-engine", "bpu"} <= set(
+        names.partition("{")[2].rpartition("}")[0].split(",")
+    )
+
+
+def test_unknown_names_are_answered_with_those_there_are(here: Path) -> None:
+    message = run(here, "ptq", "--dataset", "waymo", code=2)
+    assert "--dataset waymo: kind 'waymo': expected one of files, kitti" in message
+    assert "drives" in message
+    assert "a package adds one as an entry point of the group bevquant.datasets" in message
+    assert "'nothing'" in run(here, "ptq", "--dataset", "broken", "--data", ".", code=2)
+
+
+def test_a_kind_that_a_program_registers_reaches_its_commands(here: Path) -> None:
+    code = """
+import sys
+from bev_data import InputError
+from bev_data.datasets import register_dataset
+from bevfusion_quant.cli import main
+
+def opener(path=None, *, cameras="all"):
+    raise InputError(f"nothing at {path} with cameras {cameras}")
+
+register_dataset("own", opener)
+sys.exit(main(["ptq", "--config", "tiny", "--branch", "lidar", "--dataset", "own"]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=here, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "bevfusion-quant: nothing at None with cameras none" in done.stderr
+
+
+@pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("onnxruntime", "onnxscript", "spconv")),
+    reason="files need onnxruntime and onnxscript, the model spconv",
+)
+def test_a_run_on_its_frames_is_written_for_its_engine(here: Path) -> None:
+    frames = ("--dataset", "drives", "--data", ".", "--split", "night", "--count", "1")
+    run(here, "ptq", "--config", "tiny", "--branch", "lidar-detector", *frames, "--name", "a")
+    summary = json.loads((here / "runs/a/summary.json").read_text())
+    assert [frame["name"] for frame in summary["frames"]] == ["night of . 0"]
+
+    message = run(here, "export", "--run", "runs/a", "--target", "nobody", code=2)
+    assert "target 'nobody': expected one of " in message
+    assert "mine" in message
+    assert "a package adds one as an entry point of the group bevquant.targets" in message
+    message = run(here, "export", "--run", "runs/a", "--target", "portable", code=2)
+    assert "it takes the sparse encoder alone" in message
+
+    run(here, "export", "--run", "runs/a", "--target", "my-engine", *frames, "--name", "b")
+    manifest = json.loads((here / "runs/b/onnx/manifest.json").read_text())
+    assert manifest["verified"] is True
+    dense = next(file for file in manifest["files"] if file["kind"] == "int8")
+    assert dense["runs_on"] == "my engine"
+    assert dense["build"] == f"my-engine {dense['name']}"
+    assert dense["unverified"] == ["it runs nowhere"]
+    page = (here / "runs/b/report.html").read_text()
+    assert "The engine was not run" in page
