@@ -111,9 +111,12 @@ class ForcedRun:
             returned, _ = self.model.run(copied(batch), record=False, observe=keep)
         leaves = graph.leaves(batch)
         runs = [
-            GraphRun(graph, model, copied(leaves) if graph.opaque else leaves)
-            for model in (*models, graph.model)
-        ]
+            GraphRun(
+                graph, model, copied(leaves) if graph.opaque else leaves,
+                channels_last=index == len(models),
+            )
+            for index, model in enumerate((*models, graph.model))
+        ]  # fmt: skip
         kept = {value: None for value in graph.outputs if isinstance(value, fx.Node)}
         for node in self.graph.nodes:
             for run, beside in zip(runs, (None, *runs), strict=False):

@@ -212,7 +212,7 @@ def _kernels(*floats: Tensor) -> Any:
 
 
 def _flat(*tensors: Tensor) -> list[Any]:
-    """The values of tensors of one shape, flat and in one order: theirs in memory where it is one."""
+    """The values of tensors of one shape, flat, in the order of memory where that is one."""
     one = {tensor.stride() for tensor in tensors if tensor.numel() > 1}
     if len(one) == 1 and torch.ops.aten.is_non_overlapping_and_dense(tensors[0]):
         return [t.detach().as_strided((t.numel(),), (1,)).numpy() for t in tensors]

@@ -20,21 +20,23 @@ _CONVOLUTIONS = (torch.ops.aten.conv2d, torch.ops.aten.conv_transpose2d)
 class GraphRun:
     """One execution of the graph; the caller steps from node to node and may change results.
 
-    Maps lie channels last in memory, as integer kernels make them: what is compared then lies in one
-    order, and float convolutions on a CPU take half to nine tenths of the time (oneDNN).
-
     Args:
         graph: The graph.
         model: Whose parameters and buffers are taken: the captured model itself, or the float one
             that it was made from, where fake quantization is passed over.
         inputs: Values of the graph's inputs.
+        channels_last: Keep maps channels last in memory, as integer kernels make them: they need
+            not be turned, and oneDNN's convolutions take half to nine tenths of the time. The sums
+            of a convolution are then others than the model's in their last bits.
 
     Raises:
         ValueError: `model` lacks a parameter of the graph.
     """
 
-    def __init__(self, graph: Graph, model: nn.Module, inputs: Sequence[Any]) -> None:
-        self.graph, self.model = graph, model
+    def __init__(
+        self, graph: Graph, model: nn.Module, inputs: Sequence[Any], *, channels_last: bool = False
+    ) -> None:
+        self.graph, self.model, self.channels_last = graph, model, channels_last
         self.floats = model is not graph.model
         self.values: dict[fx.Node, Any] = {}
         self._inputs = dict(zip(graph.placeholders, inputs, strict=True))
@@ -86,7 +88,7 @@ class GraphRun:
             return self._opaque(node, args)
         # Values may lie in another order than in the model.
         target: Any = _VIEWS.get(node.target, node.target)
-        if getattr(target, "overloadpacket", None) in _CONVOLUTIONS:
+        if self.channels_last and getattr(target, "overloadpacket", None) in _CONVOLUTIONS:
             args = (_channels_last(args[0]), *args[1:])
         return target(*args, **kwargs)
 
