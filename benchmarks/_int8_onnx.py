@@ -19,6 +19,7 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor
 
 from bevquant_int8sim import IntegerModel
+from bevquant_int8sim._grid_axes import per_axis
 from bevquant_int8sim.model._program import Step, names_in
 
 __all__ = ["Session"]
@@ -113,13 +114,13 @@ class _Graph:
     def max_pool(self, step: Step) -> None:
         x, given = self.values[step.args[0].name], step.kwargs
         self.values[step.outputs[0]] = y = _Value(step.outputs[0], x.scale, x.zero)
-        assert given["dilation"] == 1
         assert not given["ceil_mode"]
-        pair = {k: [given[k]] * 2 for k in ("kernel_size", "stride")}
+        names = ("kernel_size", "stride", "padding", "dilation")
+        kernel, stride, padding, dilation = (per_axis(given[k], 2, k, 0) for k in names)
+        assert dilation == (1, 1)
         self.node(
-            "MaxPool", [x.name], y.name, kernel_shape=pair["kernel_size"], strides=pair["stride"],
-            pads=[given["padding"]] * 4,
-        )  # fmt: skip
+            "MaxPool", [x.name], y.name, kernel_shape=kernel, strides=stride, pads=padding * 2
+        )
 
     def concatenation(self, step: Step) -> None:
         assert step.attributes["what"] == "cat"

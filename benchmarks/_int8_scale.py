@@ -25,17 +25,24 @@ _DENSITY = 0.5  # voxels per pillar
 
 
 def cloud(voxels: int, batch: int) -> Tensor:
-    """int32 ``[batch · voxels, 4]``: batch, x, y, z, no voxel twice."""
+    """int32 ``[batch · voxels, 4]``: batch, x, y, z, no voxel twice.
+
+    What the ground has no room for, at this density, lies on a second surface above it.
+    """
     generator = torch.Generator().manual_seed(0)
-    side = min(math.ceil(math.sqrt(voxels / _DENSITY)), float_bench.GRID[0])
-    frames = []
+    surfaces = math.ceil(voxels / (_DENSITY * float_bench.GRID[0] ** 2))
+    side = min(math.ceil(math.sqrt(voxels / surfaces / _DENSITY)), float_bench.GRID[0])
+    rows = []
     for b in range(batch):
-        pillars = torch.randperm(side * side, generator=generator)[:voxels].sort().values
-        x, y = pillars // side, pillars % side
-        ground = 18 + 8 * torch.sin(x / 37 + b) + 8 * torch.cos(y / 53)
-        z = (ground + torch.randint(0, 3, (voxels,), generator=generator)).long()
-        frames.append(torch.stack([torch.full_like(x, b), x, y, z], 1))
-    return torch.cat(frames).int()
+        for surface in range(surfaces):
+            count = voxels // surfaces + (surface < voxels % surfaces)
+            pillars = torch.randperm(side * side, generator=generator)[:count].sort().values
+            x, y = pillars // side, pillars % side
+            height, relief = (18, 8) if surfaces == 1 else (10 + 19 * surface, 4)
+            ground = height + relief * (torch.sin(x / 37 + b) + torch.cos(y / 53))
+            z = (ground + torch.randint(0, 3, (count,), generator=generator)).long()
+            rows.append(torch.stack([torch.full_like(x, b), x, y, z], 1))
+    return torch.cat(rows).int()
 
 
 def print_table(rounds: int) -> None:

@@ -139,3 +139,11 @@ def test_an_integer_model_that_no_file_can_be_written_from(tmp_path: Path) -> No
     with pytest.raises(ValueError, match="was loaded from a folder; give the calibrated model"):
         export_qdq_onnx(IntegerModel.load(tmp_path / "saved"), x, tmp_path / "n.onnx")
     assert not (tmp_path / "n.onnx").exists()
+
+
+def test_an_integer_model_that_rounds_otherwise_has_no_file(tmp_path: Path) -> None:
+    x = torch.randn(1, 3, 8, 8)
+    quantized = quantize_model(nn.Sequential(nn.Conv2d(3, 4, 1)).eval(), example_inputs=x).model
+    calibrate(quantized, [x])
+    with pytest.raises(ValueError, match=r"rounds otherwise than files do .*half_up"):
+        export_qdq_onnx(simulate(quantized, x, rounding="half_up"), x, tmp_path / "n.onnx")

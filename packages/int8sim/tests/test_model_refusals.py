@@ -1,5 +1,7 @@
 """What simulate() and an integer model refuse, and what their messages say."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -45,6 +47,56 @@ def test_zero_range_of_a_weight_that_is_not_zero():
 def test_training_mode():
     with pytest.raises(ValueError, match=r"call model\.eval\(\)"):
         simulate(calibrated(small()).train(), X)
+
+
+class FirstOf(nn.Module):
+    """A decoder's heads, of which evaluation calls the last alone (RT-DETR)."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.heads = nn.Conv2d(3, 4, 3), nn.ModuleList(nn.Conv2d(4, 2, 1) for _ in "ab")
+
+    def forward(self, x):
+        return self.heads[-1](self.stem(x))
+
+
+def test_layers_that_the_forward_does_not_call_need_no_range():
+    net = calibrated(FirstOf())
+    assert net.heads[0]._input_quantizer.amax is None
+    assert [step.path for step in simulate(net, X).steps if step.op == "conv"] == [
+        "stem",
+        "heads.1",
+    ]
+    net.heads[1]._input_quantizer.amax = 0.0
+    with pytest.raises(ValueError, match=r"1 quantizers .*heads\.1\._input_quantizer"):
+        simulate(net, X)
+
+
+class Rows(nn.Module):
+    """A layer that is made anew where it is copied, as those of einops are."""
+
+    def __getstate__(self):
+        return {}
+
+    def __setstate__(self, state):
+        self.__init__()
+
+    def forward(self, x):
+        return x.flatten(2).transpose(1, 2)
+
+
+class Dropped(Rows):
+    def forward(self, x):
+        return nn.functional.dropout(super().forward(x), 0.5, self.training)
+
+
+def test_a_copied_layer_in_training_mode_that_never_asks_for_it():
+    net = copy.deepcopy(calibrated(nn.Sequential(nn.Conv2d(3, 4, 3), Rows(), nn.Linear(4, 2))))
+    assert net[1].training
+    assert simulate(net, X)(X).shape == (2, 4, 2)
+    net = copy.deepcopy(calibrated(nn.Sequential(nn.Conv2d(3, 4, 3), Dropped(), nn.Linear(4, 2))))
+    with pytest.raises(ValueError, match=r"1 \(Dropped\) is in training mode"):
+        simulate(net, X)
 
 
 def test_forward_hooks_are_part_of_the_forward():

@@ -114,7 +114,7 @@ def test_hb_mapper_takes_no_inputs_of_integers(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"profile": "ncnn"}, "expected one of 'tensorrt10', 'tensorrt'"),
+        ({"profile": "ncnn"}, "expected one of .*'tensorrt10', 'tensorrt', 'tensorrt11'"),
         ({"weights": "int8"}, "weights='int8' with profile='tensorrt'"),
         ({"integer_sums": True}, "integer_sums=True with profile='tensorrt'"),
         ({"profile": "horizon", "march": "nash"}, "march='nash': expected one of"),

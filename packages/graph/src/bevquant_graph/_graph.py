@@ -123,6 +123,11 @@ class Graph:
         paths = [_inside(path) for path, _ in entries.values() if path.split(".")[0] == _SHELL]
         return tuple(paths) or ("",)
 
+    @cached_property
+    def called(self) -> frozenset[str]:
+        """Paths of all modules whose forwards compute something; the model itself is ""."""
+        return frozenset(path for node in self.operations for path in self.stack(node))
+
     def path(self, node: fx.Node) -> str:
         """Path of the module whose forward computes the node."""
         return self.stack(node)[-1]

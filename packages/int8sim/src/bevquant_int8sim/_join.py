@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -12,11 +13,9 @@ from bevquant_int8sim._fixed_point import fixed_point_multiplier
 from bevquant_int8sim._integers import check_integer_tensor, integer_range
 from bevquant_int8sim._requantize import check_arithmetic, requantize
 from bevquant_int8sim._rounding import check_rounding, round_float, shift_right
-from bevquant_int8sim._scales import single_scale
+from bevquant_int8sim._scales import along_axis, single_scale
 
-__all__ = ["int8_add", "int8_concat"]
-
-_MANTISSA_BITS = 31  # of the larger multiplier of a fixed-point addition
+__all__ = ["int8_add", "int8_concat", "rounded_sum"]
 
 
 def int8_add(
@@ -75,22 +74,57 @@ def int8_add(
         for which, value in (("a", multiplier_a), ("b", multiplier_b))
     ]
     check_rounding(rounding, f"{name}: rounding")
-    if check_arithmetic(arithmetic, f"{name}: arithmetic") == "fixed_point":
-        q = _fixed_point_sum(a, b, factors, rounding, name)
-    else:
-        q = round_float(a.double() * factors[0] + b.double() * factors[1], rounding)
+    multipliers = [torch.tensor(factor, dtype=torch.float64) for factor in factors]
+    q = rounded_sum((a, b), multipliers, rounding=rounding, arithmetic=arithmetic, name=name)
     low, high = integer_range(torch.iinfo(a.dtype).bits, narrow_range)
     return q.clamp_(0 if relu else low, high).to(a.dtype)
 
 
-def _fixed_point_sum(
-    a: Tensor, b: Tensor, factors: list[float], rounding: str, name: str
+def rounded_sum(
+    operands: Sequence[Tensor],
+    factors: Sequence[Tensor],
+    axis: int = -1,
+    *,
+    rounding: str = "half_even",
+    arithmetic: str = "float64",
+    name: str,
 ) -> Tensor:
-    _, shift = fixed_point_multiplier(max(factors), bits=_MANTISSA_BITS, name=name)
-    # Scaled by the same power of two; the smaller mantissa has fewer bits.
-    m_a, m_b = (math.floor(math.ldexp(factor, int(shift)) + 0.5) for factor in factors)
-    total = a.to(torch.int64) * m_a + b.to(torch.int64) * m_b
-    return shift_right(total, shift.clamp(max=62).to(a.device), rounding)
+    """``round(Σ q_i · M_i)``, rounded once and not clamped.
+
+    In fixed point all multipliers become mantissas over one power of two, the largest's with 31
+    bits, or with as many as leave the sum of int32 accumulators within int64.
+
+    Args:
+        operands: Integers of one shape, of at most 32 bits.
+        factors: Of each operand, float64: one number or one per entry of `axis`.
+        axis: Axis of the channels.
+        rounding: As of `quantize`.
+        arithmetic: As of `requantize`.
+        name: The layer that a message names.
+    """
+    if check_arithmetic(arithmetic, f"{name}: arithmetic") == "float64":
+        total = operands[0].double() * along_axis(factors[0], operands[0], axis, name)
+        for operand, factor in zip(operands[1:], factors[1:], strict=True):
+            total = total + operand.double() * along_axis(factor, operand, axis, name)
+        return round_float(total, rounding)
+    wide = any(operand.itemsize > 2 for operand in operands)
+    bits = 31 - (len(operands) - 1).bit_length() if wide else 31
+    largest = functools.reduce(torch.maximum, factors)
+    _, shift = fixed_point_multiplier(largest, bits=bits, name=name)
+    whole = torch.zeros((), dtype=torch.int64, device=operands[0].device)
+    for operand, factor in zip(operands, factors, strict=True):
+        mantissa = _scaled(factor, shift).to(operand.device)
+        whole = whole + operand.to(torch.int64) * along_axis(mantissa, operand, axis, name)
+    shifts = along_axis(shift.clamp(max=62).to(whole.device), operands[0], axis, name)
+    return shift_right(whole, shifts, rounding)
+
+
+def _scaled(factor: Tensor, shift: Tensor) -> Tensor:
+    """``⌊factor · 2^shift + ½⌋``, exact but for the last bit of the factor."""
+    values = factor.expand(shift.shape).reshape(-1).tolist()
+    pairs = zip(values, shift.reshape(-1).tolist(), strict=True)
+    made = [math.floor(math.ldexp(value, power) + 0.5) for value, power in pairs]
+    return torch.tensor(made, dtype=torch.int64).reshape(shift.shape)
 
 
 def int8_concat(

@@ -59,6 +59,12 @@ class _Simulated:
         self.model: IntegerModel
         if isinstance(model, IntegerModel):
             self.model = model
+            other = next((step.rounding for step in model.steps if step.rounding), None)
+            if other is not None:
+                raise ValueError(
+                    f"export_qdq_onnx: the integer model rounds otherwise than files do ({other}): "
+                    "half to even, in floats; give the calibrated model"
+                )
             if model.source is None or (sums and not model.sum_ranges):
                 met = "was loaded from a folder" if model.source is None else "adds accumulators"
                 raise ValueError(

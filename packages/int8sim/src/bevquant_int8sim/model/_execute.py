@@ -16,7 +16,10 @@ from bevquant_int8sim._conv import (
     int8_linear,
 )
 from bevquant_int8sim._integers import integer_range
-from bevquant_int8sim._quantize import dequantize
+from bevquant_int8sim._join import rounded_sum
+from bevquant_int8sim._quantize import dequantize, quantize
+from bevquant_int8sim._requantize import requantize
+from bevquant_int8sim._rounding import round_float
 from bevquant_int8sim._sparse_conv import int8_sparse_conv
 from bevquant_int8sim.model._grid_operations import average, average_pool
 from bevquant_int8sim.model._program import Step
@@ -65,20 +68,26 @@ def _quantize(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Tensor]
     attributes = step.attributes
     bits, narrow = attributes["bits"], attributes["narrow"]
     name = step.path or "the model"
-    q = quantized(args[0], attributes["scale"], bits=bits, narrow=narrow, name=name)
+    if step.rounding:
+        rounding, scale = attributes.get("rounding", "half_even"), attributes["scale"]
+        q = quantize(args[0], scale, bits=bits, narrow_range=narrow, rounding=rounding, name=name)
+    else:
+        q = quantized(args[0], attributes["scale"], bits=bits, narrow=narrow, name=name)
     return (q.clamp_(min=0) if attributes["relu"] else q,)
 
 
 def _requantize(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Tensor]:
-    q = requantized(
-        args[0],
-        step.tensors["multiplier"],
-        step.attributes["axis"],
-        bits=step.attributes["bits"],
-        narrow=step.attributes["narrow"],
-        relu=step.attributes["relu"],
-        name=step.path,
-    )
+    multiplier, attributes = step.tensors["multiplier"], step.attributes
+    axis, bits, narrow = attributes["axis"], attributes["bits"], attributes["narrow"]
+    relu, name = attributes["relu"], step.path
+    if step.rounding:
+        acc = args[0].to(torch.int32)
+        q = requantize(
+            acc, multiplier, axis=axis, bits=bits, narrow_range=narrow, relu=relu, name=name,
+            **step.rounding,
+        )  # fmt: skip
+    else:
+        q = requantized(args[0], multiplier, axis, bits=bits, narrow=narrow, relu=relu, name=name)
     return (q,)
 
 
@@ -103,6 +112,10 @@ def _add(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Tensor]:
         return ((values.clamp_(min=0) if attributes["relu"] else values).float(),)
     low, high = integer_range(attributes["bits"], attributes["narrow"])
     low = 0 if attributes["relu"] else low
+    if step.rounding:
+        factors = [scale / attributes["scale"] for scale in scales]
+        q = rounded_sum(args, factors, axis, name=step.path, **step.rounding)
+        return (q.clamp_(low, high).to(DTYPES[attributes["out"]]),)
     if all(s.dim() == 0 and float(s) == float(scales[0]) for s in scales):
         ones = [torch.ones((), dtype=torch.float64)] * len(args)
         factor = float(scales[0] / attributes["scale"])
@@ -121,10 +134,12 @@ def _avg_pool(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Tensor]
         values = average(args[0].double(), **kwargs) * attributes["scale"]
         return ((values.clamp_(min=0) if attributes["relu"] else values).float(),)
     dtype = DTYPES[attributes["out"]]
+    rounding = attributes.get("rounding", "half_even")
     if dtype == args[0].dtype:
-        q = average_pool(args[0], attributes["multiplier"], **kwargs)
+        q = average_pool(args[0], attributes["multiplier"], rounding=rounding, **kwargs)
     else:
-        q = torch.round(average(args[0].double(), **kwargs) * attributes["multiplier"])
+        values = average(args[0].double(), **kwargs) * attributes["multiplier"]
+        q = round_float(values, rounding)
     low = 0 if attributes["relu"] else attributes["low"]
     return (q.clamp_(low, attributes["high"]).to(dtype),)
 
@@ -152,6 +167,7 @@ def _sparse_conv(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Tens
         narrow_range=attributes["narrow"],
         backend=backend,
         name=step.path,
+        **step.rounding,
     )
     return out, out_sites
 
@@ -174,6 +190,7 @@ def _dense(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Tensor]:
         name=step.path,
         **{name: attributes[name] for name in names if name in attributes},
         **added,
+        **step.rounding,
     )
     return (out,)
 

@@ -29,6 +29,8 @@ def fuse_residuals(program: Program) -> Program:
     for number, step in enumerate(program.steps):
         if step.op != "add" or step.attributes["out"] != "int8" or "ceiling" in step.attributes:
             continue
+        if step.rounding:  # of the sum, and not of what is added
+            continue
         for mine, other in (step.args, step.args[::-1]):
             at = makers.get(mine.name, -1)
             before = makers.get(other.name, -1) < at

@@ -60,12 +60,20 @@ def require(met: Any, where: str) -> bool:
     return True
 
 
-def resize(x: Tensor, size: Any, scale_factor: Any, mode: str, align_corners: bool) -> Tensor:
+def resize(
+    x: Tensor,
+    size: Any,
+    scale_factor: Any,
+    mode: str,
+    align_corners: bool,
+    rounding: str = "half_even",
+) -> Tensor:
     """Nearest or bilinear resizing, of integers or floats."""
     if not x.is_floating_point() and x.dim() == 4:
         return int8_resize(
-            x, size, scale_factor=scale_factor, mode=mode, align_corners=align_corners
-        )
+            x, size, scale_factor=scale_factor, mode=mode, align_corners=align_corners,
+            rounding=rounding,
+        )  # fmt: skip
     corners = {} if mode == "nearest" else {"align_corners": align_corners}
     values = x if x.is_floating_point() else x.double()
     result = functional.interpolate(values, size, scale_factor, mode, **corners)
@@ -76,6 +84,7 @@ def average_pool(
     x: Tensor,
     multiplier: float,
     *,
+    rounding: str = "half_even",
     kernel_size: Any = None,
     stride: Any = None,
     padding: Any = 0,
@@ -88,6 +97,7 @@ def average_pool(
     Args:
         x: int8 or int16 ``[batch, channels, *grid]``.
         multiplier: s_x / s_y.
+        rounding: As of `quantize`.
         kernel_size: As in torch, like all that follow; ``None`` for an adaptive pooling.
         stride: Of the windows.
         padding: Zeros at every side.
@@ -100,7 +110,7 @@ def average_pool(
         if windows is None:
             values = average(x.double(), output_size=output_size) * multiplier
             info = torch.iinfo(x.dtype)
-            return round_float(values, "half_even").clamp_(info.min, info.max).to(x.dtype)
+            return round_float(values, rounding).clamp_(info.min, info.max).to(x.dtype)
         kernel_size, stride = windows, windows
     return int8_avg_pool(
         x,
@@ -110,6 +120,7 @@ def average_pool(
         multiplier,
         ceil_mode=ceil_mode,
         count_include_pad=count_include_pad,
+        rounding=rounding,
     )
 
 

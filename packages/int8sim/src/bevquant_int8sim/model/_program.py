@@ -10,7 +10,13 @@ from torch import Tensor, nn
 
 from bevquant_int8sim.model._form import Form
 
-__all__ = ["Island", "Program", "Ref", "SparseRef", "Step", "Value", "names_in", "replaced"]
+__all__ = [
+    "Island", "Program", "Ref", "SparseRef", "Step", "Value", "names_in", "replaced", "rounded",
+]  # fmt: skip
+
+_ROUNDS = frozenset(
+    "quantize requantize sparse_conv conv conv_transpose linear add avg_pool".split()
+)
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,12 @@ class Step:
     reason: str = ""
 
     @property
+    def rounding(self) -> dict[str, Any]:
+        """``rounding`` and ``arithmetic`` of what the step stores, where they are said."""
+        names = ("rounding", "arithmetic")
+        return {name: self.attributes[name] for name in names if name in self.attributes}
+
+    @property
     def inputs(self) -> tuple[str, ...]:
         """Names of the values read, each once."""
         return tuple(dict.fromkeys(names_in((self.args, self.kwargs))))
@@ -132,6 +144,26 @@ class Program:
                 found[island] = found.get(island, 0) + self.operations.get(step.outputs[0], 0)
         total = sum(self.operations.values())
         return tuple(replace(i, share=n / total if total else None) for i, n in found.items())
+
+
+def rounded(program: Program, rounding: str, arithmetic: str) -> Program:
+    """The program with another rounding of all that it stores as integers.
+
+    Half to even and float64 are what steps do that say nothing.
+    """
+    said = {} if rounding == "half_even" else {"rounding": rounding}
+    said |= {} if arithmetic == "float64" else {"arithmetic": arithmetic}
+
+    def with_rounding(step: Step) -> Step:
+        if step.op in _ROUNDS:
+            return replace(step, attributes={**step.attributes, **said})
+        if step.op == "resize" and "rounding" in said and step.kwargs["mode"] == "bilinear":
+            return replace(step, kwargs={**step.kwargs, "rounding": rounding})
+        return step
+
+    if not said:
+        return program
+    return replace(program, steps=tuple(map(with_rounding, program.steps)))
 
 
 def names_in(value: Any) -> list[str]:

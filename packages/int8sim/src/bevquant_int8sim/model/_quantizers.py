@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from bevquant_graph import Graph
 from bevquant_int8sim.model._form import Integers
 from bevquant_quantizers import TensorQuantizer
 
@@ -62,15 +63,20 @@ def integers_of(quantizer: TensorQuantizer, path: str) -> Integers:
     return Integers(float(amax) / high, quantizer.num_bits, low, high)
 
 
-def check_calibrated(model: nn.Module) -> None:
+def check_calibrated(model: nn.Module, graph: Graph | None = None) -> None:
     """Refuse a model with activations that have no usable range.
+
+    Args:
+        model: The model.
+        graph: Of the model: quantizers of modules that it does not call have no part in it.
 
     Raises:
         ValueError: Every such quantizer is named, and what to do.
     """
     problems = []
     for path, module in model.named_modules():
-        if isinstance(module, TensorQuantizer) and is_active(module):
+        unused = graph is not None and not _is_called(graph, path)
+        if isinstance(module, TensorQuantizer) and is_active(module) and not unused:
             # The range of a weight is its largest value where nobody says otherwise.
             weight = path.rpartition(".")[2] == "_weight_quantizer"
             amax = calibrated_range(module)
@@ -82,6 +88,13 @@ def check_calibrated(model: nn.Module) -> None:
             f"simulate: {len(problems)} quantizers have no usable range: {', '.join(problems)}; "
             f"{_REMEDY}"
         )
+
+
+def _is_called(graph: Graph, path: str) -> bool:
+    """Whether a quantizer, or the module that holds it, is called; all are inside of one node."""
+    owner = path.rpartition(".")[0]
+    opaque = any(not p or path.startswith(f"{p}.") for p in graph.opaque)
+    return opaque or bool({path, owner} & graph.called)
 
 
 def _problem(amax: Tensor | None, *, channels: bool = False) -> str:

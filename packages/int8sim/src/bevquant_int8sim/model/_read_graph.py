@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ class _Reader:
         for node in self.graph.operations:
             spec = op_spec(node.target)
             # Constants become operations, and coordinates steps, where something reads them.
-            if not (self._is_constant(node) or spec.kind == "rulebook" or _is_coords(node)):
+            if not (node in self._constants or spec.kind == "rulebook" or _is_coords(node)):
                 self._refs[node] = self._visit(node, spec)
         leaves = [self._ref(value) for value in self.graph.outputs]
         result = _nested(self.graph.result, leaves, self._sparse_output)  # may add sites
@@ -140,14 +141,17 @@ class _Reader:
                 raise KeyError(value)
         return self._values[value]
 
-    def _is_constant(self, node: fx.Node) -> bool:
-        if node in self._values or self.graph.constant(node) is not None:
-            return True
-        return (
-            node.op == "call_function"
-            and node.target is not OPAQUE
-            and all(self._is_constant(n) for n in node.all_input_nodes)
-        )
+    @cached_property
+    def _constants(self) -> set[fx.Node]:
+        """Nodes that no input reaches."""
+        found: set[fx.Node] = set()
+        for node in self.graph.graph.nodes:
+            called = node.op == "call_function" and node.target is not OPAQUE
+            if self.graph.constant(node) is not None or (
+                called and found.issuperset(node.all_input_nodes)
+            ):
+                found.add(node)
+        return found
 
     def _resolved(self, value: Any) -> Any:
         """Arguments with `Ref`s in the place of nodes."""

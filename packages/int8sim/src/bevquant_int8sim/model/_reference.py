@@ -100,7 +100,7 @@ class GraphRun:
             return flatten(module(*given, **named))[0]
 
 
-def _channels_last(x: Tensor) -> Tensor:
+def _channels_last(x: Any) -> Any:
     if x.dim() != 4 or x.dtype != torch.float32 or x.device.type != "cpu":
         return x
     return x.contiguous(memory_format=torch.channels_last)

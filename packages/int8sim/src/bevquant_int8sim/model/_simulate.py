@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -11,10 +13,12 @@ from torch import nn
 
 from bevquant_graph import CaptureError, Graph, arguments, capture, flatten, refuse_unusable
 from bevquant_int8sim._quantize import dequantize
+from bevquant_int8sim._requantize import check_arithmetic
+from bevquant_int8sim._rounding import check_rounding
 from bevquant_int8sim.model._form import ACCUMULATORS, Integers
 from bevquant_int8sim.model._integer_model import IntegerModel
 from bevquant_int8sim.model._lower import lower
-from bevquant_int8sim.model._program import Step
+from bevquant_int8sim.model._program import Step, rounded
 from bevquant_int8sim.model._quantizers import check_calibrated
 from bevquant_int8sim.model._read_graph import read_graph
 from bevquant_int8sim.model._traced_source import Source
@@ -30,6 +34,8 @@ def simulate(
     backend: str = "auto",
     graph: Graph | None = None,
     integer_sums: bool | Mapping[str, float] = False,
+    rounding: str = "half_even",
+    arithmetic: str = "float64",
     verify: bool = True,
 ) -> IntegerModel:
     r"""Lower a calibrated `bevquant_qnn` model to integer arithmetic.
@@ -38,13 +44,13 @@ def simulate(
               (\textstyle\sum x_q w_q + b_q)\, \tfrac{s_x s_w}{s_y}\bigr), q_\min, q_\max\Bigr),
               \quad w_q = \operatorname{round}(w/s_w), \; b_q = \operatorname{round}(b/(s_x s_w))
 
-    all rounded half to even, with s = amax/127 for eight bits, one per tensor for activations and
-    one per output channel for weights. The output scale s_y of a layer is that of whoever reads
-    its output, found in the data flow: a tensor stays in integers from a layer to its readers, and
-    where these want several forms the int32 accumulators are kept and requantized for each. A
-    ReLU is part of the step before it, identities vanish, reshaping and concatenation move the
-    integers as they are. What has no integer form runs in torch's float32 between dequantization
-    and quantization and is listed in `IntegerModel.islands` with the reason.
+    rounded half to even (what is stored, as `rounding` says), with s = amax/127 for eight bits, one
+    per tensor for activations and one per output channel for weights. The output scale s_y of a
+    layer is that of whoever reads its output, found in the data flow: a tensor stays in integers
+    from a layer to its readers, and where these want several forms the int32 accumulators are kept
+    and requantized for each. A ReLU is part of the step before it, identities vanish, reshaping and
+    concatenation move the integers as they are. What has no integer form runs in torch's float32
+    between dequantization and quantization and is listed in `IntegerModel.islands` with the reason.
 
     Args:
         model: In evaluation mode, calibrated; frozen or not. It is not changed, and later changes
@@ -59,16 +65,22 @@ def simulate(
             bits with s = amax/127, amax the largest absolute value on `example_inputs`, as engines
             add them that take integers alone (ONNX Runtime, OpenVINO); one more rounding. A
             mapping gives amax by tensor, as `IntegerModel.sum_ranges` of another call has it.
+        rounding: Of everything that is stored as integers, as of `requantize`: ``"half_even"``,
+            ``"half_up"`` (Horizon BPUs) or ``"half_away"`` (TensorRT plugins). But for the first,
+            layers requantize through torch, which is slower.
+        arithmetic: Of what multiplies accumulators and sums: ``"float64"``, or ``"fixed_point"``,
+            a mantissa and a right shift. What floats are quantized with, averages and
+            interpolation stay in float64.
         verify: Run both on `example_inputs`, step by step from the same values, and refuse an
             integer model that differs by more than rounding explains (a step, and what a rounded
             bias and float32 sums come to). False hands it out unseen.
 
     Raises:
         TypeError: `model` is no module.
-        ValueError: `example_inputs` hold no tensor, the model is in training mode, an activation
-            has no usable range (every one is named), a weight or its range is unusable, or the
-            forward cannot be followed; or a step of the integer model departs from the
-            fake-quantized one, which is named.
+        ValueError: `rounding` or `arithmetic` is unknown, `example_inputs` hold no tensor, the
+            model is in training mode, an activation has no usable range (every one is named), a
+            weight or its range is unusable, or the forward cannot be followed; or a step of the
+            integer model departs from the fake-quantized one, which is named.
 
     Example:
         >>> import torch
@@ -83,21 +95,24 @@ def simulate(
         torch.Size([1, 4, 2, 2])
     """
     refuse_unusable(model, "simulate", finite=False)  # layers name the channel
+    check_rounding(rounding, "simulate: rounding")
+    check_arithmetic(arithmetic, "simulate: arithmetic")
     if not flatten(arguments(example_inputs))[0]:
         raise ValueError(
             "simulate: example_inputs hold no tensor; give what one call of the model takes"
         )
     for path, module in model.named_modules():
-        if module.training:
+        if module.training and (not path or _asks_for_training(module)):
             raise ValueError(
                 f"simulate: {path or 'the model'} ({type(module).__name__}) is in training mode; "
                 "call model.eval() first, dropout and batch norm behave otherwise there"
             )
-    check_calibrated(model)
     if graph is None:
         graph = _captured(model, example_inputs)
+    check_calibrated(model, graph)
     operations = read_graph(graph)
     program, held = lower(operations)
+    program = rounded(program, rounding, arithmetic)
     integer = IntegerModel(program, Source(graph, held), backend=backend)
     if verify:
         verify_model(integer, example_inputs)
@@ -106,14 +121,31 @@ def simulate(
     given = None if integer_sums is True else integer_sums
     ranges = _sum_ranges(integer, example_inputs, given)
     program, held = lower(operations, {n: _eight_bits(amax) for n, amax in ranges.items()})
+    program = rounded(program, rounding, arithmetic)
     program.operations.update(integer.program.operations)
     return IntegerModel(program, Source(graph, held), backend=backend, sum_ranges=ranges)
+
+
+def _asks_for_training(module: nn.Module) -> bool:
+    """Whether training mode may change what a module computes.
+
+    It cannot where a module holds no other and no numbers, and no code of its class reads
+    `training`: a layer of einops, which a deep copy makes anew in training mode.
+    """
+    if next(chain(module.children(), module.parameters(), module.buffers()), None) is not None:
+        return True
+    classes = [c for c in type(module).__mro__ if c not in nn.Module.__mro__]
+    functions = (value for c in classes for value in vars(c).values() if inspect.isfunction(value))
+    return any("training" in function.__code__.co_names for function in functions)
 
 
 def _captured(model: nn.Module, example_inputs: Any) -> Graph:
     try:
         return capture(model, example_inputs)
-    except CaptureError as error:
+    except ValueError as error:
+        check_calibrated(model)  # which may be why
+        if not isinstance(error, CaptureError):
+            raise
         message = str(error).replace("capture:", "simulate:", 1)
         raise ValueError(message) from error
 

@@ -31,6 +31,8 @@ class _Any(Struct, kw_only=True):
 
     what: str = ""
     ceiling: float | None = None
+    rounding: Literal["half_even", "half_up", "half_away"] = "half_even"
+    arithmetic: Literal["float64", "fixed_point"] = "float64"
 
 
 class _Limited(_Any, kw_only=True):
