@@ -401,7 +401,7 @@ CASES: dict[str, tuple[Callable[[], Any], Told | None]] = {
     "no_elements": (GivesNoElements, None),
     "prints": (Prints, None),
     "recurrent": (Recurrent, Told("cell", "gru_cell", "replace it by layers")),
-    "leaves_out": (LeavesOut, Told(r"head\._input", "no usable range", "calibrate with", False)),
+    "leaves_out": (LeavesOut, None),
     "hyper": (Hyper, None),
     "own_function": (OwnFunction, None),
     "switches_mode": (SwitchesMode, None),

@@ -20,8 +20,10 @@ from bevfusion_quant.frames._note import FrameNote, note_of, note_record
 from bevfusion_quant.frames._poor_data import frame_findings
 from bevfusion_quant.ptq import FrameBatches, PoorData, calibrate_branch, finding_lines
 from bevfusion_quant.review._checks import _calibration
+from bevfusion_quant.run import RunSummary
 from bevquant_export import lint_onnx
 from bevquant_quantizers import QuantDescriptor, TensorQuantizer
+from bevquant_quantizers.documents import as_form
 
 if importlib.util.find_spec("spconv") is None:
     pytest.skip("spconv is not installed", allow_module_level=True)
@@ -174,17 +176,19 @@ def test_many_findings_are_told_in_short() -> None:
 
 
 def test_the_report_page_asks_for_a_look() -> None:
-    class Run:
-        summary: ClassVar = {
-            "calibration": {
-                "warnings": [],
-                "quantizers": [],
-                "findings": [
-                    {"tensor": "conv1", "frame": "f", "evidence": "all zero", "poor": True},
-                    {"tensor": "conv2", "frame": "f", "evidence": "all zero", "poor": True},
-                ],
-            }
+    written = {
+        "calibration": {
+            "warnings": [],
+            "quantizers": [],
+            "findings": [
+                {"tensor": "conv1", "frame": "f", "evidence": "all zero", "poor": True},
+                {"tensor": "conv2", "frame": "f", "evidence": "all zero", "poor": True},
+            ],
         }
+    }
+
+    class Run:
+        summary = as_form(written, RunSummary, where="summary.json", what="summary")
 
     (check,) = _calibration(Run())  # type: ignore[arg-type]
     assert check.state == "look"

@@ -20,7 +20,7 @@ from bevfusion_quant.export._run_files import runner
 from bevfusion_quant.export._walk import walk
 from bevfusion_quant.export._write import write_piece
 from bevfusion_quant.results import ExportedSet
-from bevfusion_quant.steps import example_batch
+from bevfusion_quant.steps import example_like
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -109,7 +109,7 @@ def _compared(
     from bevquant_int8sim import compare
 
     with clock.step("compare layers", blame="float and integer model cannot be compared"):
-        model = lowered(quantized_model, example_batch(config), "auto")
+        model = lowered(quantized_model, example_like(config, batches[0]), "auto")
         return compare(float_model, model, [tuple(batches[0])]).rows
 
 
@@ -148,7 +148,7 @@ def export_pieces(
         inputs, fake = walk(files, run_fake, batch, model)
         examples: Mapping[str, Any] = {}
         if any(piece.kind == "int8" for piece in pieces):
-            examples, _ = walk(files, run_fake, example_batch(config), model)
+            examples, _ = walk(files, run_fake, example_like(config, batch), model)
         voxels = _voxels(batches) if LIDAR in known else []
         written = {
             name: write_piece(

@@ -12,7 +12,7 @@ from bevfusion_quant._errors import InputError
 from bevfusion_quant.integer._islands import FloatIsland, float_islands
 from bevfusion_quant.integer._stages import IntegerStage, integer_stages
 from bevfusion_quant.ranks import current_ranks, in_order
-from bevfusion_quant.steps import example_batch
+from bevfusion_quant.steps import example_like
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -159,7 +159,7 @@ def simulate_model(
     used = check_backend(backend)
     with clock.step("lower to integers"):
         # Every frame is compared below, step by step.
-        model = lowered(quantized_model, example_batch(config), backend)
+        model = lowered(quantized_model, example_like(config, batches[0]), backend)
     with clock.step("run in integers", blame="the integer model cannot run on these frames"):
         agreement, found, detections, seconds = _run(
             model, float_model, batches, config, judgement, accuracy, shards

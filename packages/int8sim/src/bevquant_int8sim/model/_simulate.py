@@ -142,8 +142,8 @@ def _asks_for_training(module: nn.Module) -> bool:
 def _captured(model: nn.Module, example_inputs: Any) -> Graph:
     try:
         return capture(model, example_inputs)
-    except ValueError as error:
-        check_calibrated(model)  # which may be why
+    except Exception as error:  # whatever a model that has no ranges raises
+        check_calibrated(model)
         if not isinstance(error, CaptureError):
             raise
         message = str(error).replace("capture:", "simulate:", 1)
