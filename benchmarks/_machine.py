@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import platform
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -75,10 +74,10 @@ def _peaks() -> list[tuple[str, str]]:
 
 
 def _best(run: Callable[[], object]) -> float:
-    """Seconds of the fastest tenth of twenty runs: what the machine can do when it is let."""
+    """Seconds of the second fastest of twenty runs: what the machine can do when it is let."""
     seconds = []
     for _ in range(20):
         start = time.perf_counter()
         run()
         seconds.append(time.perf_counter() - start)
-    return statistics.median(sorted(seconds)[:3])
+    return sorted(seconds)[1]

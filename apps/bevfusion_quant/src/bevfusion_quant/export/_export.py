@@ -18,7 +18,7 @@ from bevfusion_quant.export._manifest import exported_file, write_manifest
 from bevfusion_quant.export._pieces import nvidia_pieces
 from bevfusion_quant.export._run_files import runner
 from bevfusion_quant.export._walk import walk
-from bevfusion_quant.export._write import write_piece
+from bevfusion_quant.export._write import engine_of, write_piece
 from bevfusion_quant.results import ExportedSet
 from bevfusion_quant.steps import example_like
 
@@ -147,7 +147,9 @@ def export_pieces(
     with clock.step("write ONNX files"):
         inputs, fake = walk(files, run_fake, batch, model)
         examples: Mapping[str, Any] = {}
-        if any(piece.kind == "int8" for piece in pieces):
+        # What sums read in eight bits has its range on the frame itself.
+        small = not engine_of(target).fastest(cpu).get("integer_sums")
+        if small and any(piece.kind == "int8" for piece in pieces):
             examples, _ = walk(files, run_fake, example_like(config, batch), model)
         voxels = _voxels(batches) if LIDAR in known else []
         written = {

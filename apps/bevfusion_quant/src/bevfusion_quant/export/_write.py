@@ -93,8 +93,8 @@ def _quantized(
     piece: Piece, args: tuple[Any, ...], path: Path, engine: Any, more: Any, example: Any
 ) -> Written:
     model: Any = piece.fake_module
-    if piece.lower is not None and example is not None and not more.get("integer_sums"):
-        model = piece.lower(model, example)  # what sums read has its range on the frame itself
+    if piece.lower is not None and example is not None:
+        model = piece.lower(model, example)
     made = engine.write(
         model,
         args,

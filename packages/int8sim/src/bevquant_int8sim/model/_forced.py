@@ -98,8 +98,8 @@ class ForcedRun:
 
         def keep(step: Step, given: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
             nonlocal counted
-            before, counted = counted, products.count
-            self.operations[step.outputs[0]] = operations(step, given, outputs, counted - before)
+            own = products.count - counted
+            self.operations[step.outputs[0]] = operations(step, given, outputs, own)
             if isinstance(outputs[0], Tensor):
                 made[step.outputs[0]] = outputs[0]
             self.see(step, given, outputs)

@@ -75,8 +75,9 @@ def check_calibrated(model: nn.Module, graph: Graph | None = None) -> None:
     """
     problems = []
     for path, module in model.named_modules():
-        unused = graph is not None and not _is_called(graph, path)
-        if isinstance(module, TensorQuantizer) and is_active(module) and not unused:
+        if isinstance(module, TensorQuantizer) and is_active(module):
+            if graph is not None and not _is_called(graph, path):
+                continue
             # The range of a weight is its largest value where nobody says otherwise.
             weight = path.rpartition(".")[2] == "_weight_quantizer"
             amax = calibrated_range(module)
