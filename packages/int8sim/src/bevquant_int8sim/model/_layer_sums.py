@@ -14,7 +14,7 @@ from torch import Tensor
 from bevquant_int8sim.model._form import Integers
 from bevquant_int8sim.model._layer_table import LayerRow
 
-__all__ = ["FIELDS", "LayerSums", "blocks", "float_gaps", "largest_steps", "planes"]
+__all__ = ["FIELDS", "LayerSums", "float_gaps", "largest_steps"]
 
 FIELDS = (
     "power fake_power integer_power fake_dot integer_dot fake_error integer_error "
@@ -34,17 +34,6 @@ def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     flat = [tensor.detach().reshape(-1) for tensor in tensors]
     for start in range(0, flat[0].numel(), _BLOCK):
         yield tuple(values[start : start + _BLOCK] for values in flat)
-
-
-def planes(x: Tensor) -> Tensor:
-    """``x.contiguous()``: what is compared lies in memory in one order."""
-    if x.is_contiguous() or x.numel() < _SMALL or x.device.type != "cpu":
-        return x.contiguous()
-    try:
-        from bevquant_int8sim._compiled import channels_last
-    except ImportError:
-        return x.contiguous()
-    return channels_last.planes(x)
 
 
 def largest_steps(taught: Tensor, integer: Tensor, form: Integers) -> float:
@@ -216,6 +205,8 @@ def _flat(*tensors: Tensor) -> list[Any]:
     one = {tensor.stride() for tensor in tensors if tensor.numel() > 1}
     if len(one) == 1 and torch.ops.aten.is_non_overlapping_and_dense(tensors[0]):
         return [t.detach().as_strided((t.numel(),), (1,)).numpy() for t in tensors]
+    from bevquant_int8sim._compiled.channels_last import planes
+
     return [planes(tensor.detach()).reshape(-1).numpy() for tensor in tensors]
 
 
