@@ -17,17 +17,20 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
 import torch.fx.experimental._config as symbolic_shapes_config
 from torch import Tensor, fx, nn
 from torch._library.utils import MutationChecker
 from torch._subclasses import meta_utils
 from torch.export import Dim, ExportedProgram
+from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import uninteresting_files
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from bevquant_sparse import open_shapes
 
+from ._elementwise_shapes import elementwise_shapes
 from ._faults import CaptureError, forward_line, running, where
 from ._functional import functional
 from ._graph import NUMBERS, Graph, fixed_number
@@ -153,6 +156,11 @@ def _exported(
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(open_shapes())
+        stack.enter_context(mock.patch.object(proxy_tensor, "_extract_tensor_metadata", _nothing))
+        if open_sizes:
+            stack.enter_context(elementwise_shapes())
+            # Of symbols hardly any answer is asked for twice, and making its key takes longer.
+            stack.enter_context(dynamo_config.patch(fake_tensor_cache_enabled=False))
         # A size of 1 in the example stays open as any other.
         config: Any = symbolic_shapes_config
         stack.enter_context(config.patch(backed_size_oblivious=True))
@@ -196,6 +204,10 @@ class _Calls:
                 break
             frame = frame.f_back
         return traceback.StackSummary.from_list(calls[::-1])
+
+
+def _nothing(_: Tensor) -> None:
+    """In place of what torch notes of strides beside every value; nobody here reads it."""
 
 
 def _copied(value: Tensor, source: Any) -> None:

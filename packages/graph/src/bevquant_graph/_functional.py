@@ -119,9 +119,9 @@ def _alone(graph: fx.Graph, writes: list[fx.Node]) -> bool:
             return False
         for other in sharing[storage]:
             base = other is sharing[storage][0] and other.op == "call_function"
-            if other in chains or base:
-                continue
-            # A view: harmless if it is neither written nor read from here on.
+            if other in chains or base or order[other] > order[node]:
+                continue  # the last is a view of what was written, and shows it
+            # A view from before: harmless if it is neither written nor read from here on.
             if other is old or any(order[user] >= order[node] for user in other.users):
                 return False
         if sharing[storage][0].op != "call_function":

@@ -1,0 +1,128 @@
+"""Shapes that are found at once are those that torch finds by itself."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from bevquant_graph import _capture as capturing
+from bevquant_graph import capture
+
+EXAMPLE = torch.linspace(-3, 3, 2 * 3 * 4 * 6).view(2, 3, 4, 6)
+ACTIVATIONS = {
+    "hardsigmoid": nn.functional.hardsigmoid,
+    "hardswish": nn.functional.hardswish,
+    "silu": nn.functional.silu,
+    "gelu": nn.functional.gelu,
+    "mish": nn.functional.mish,
+    "elu": nn.functional.elu,
+    "leaky_relu": nn.functional.leaky_relu,
+    "softplus": nn.functional.softplus,
+    "hardtanh": nn.functional.hardtanh,
+    "clamp": lambda x: x.clamp(-1, 1),
+    "exp": torch.exp,
+    "rsqrt": lambda x: x.abs().rsqrt(),
+    "tanh": torch.tanh,
+    "relu": torch.relu,
+    "relu_": lambda x: (x + 0).relu_(),
+    "silu_": lambda x: nn.functional.silu(x + 0, inplace=True),
+}
+# How the operand lies in memory: in rows, channels last, turned, with gaps, repeated.
+LAYOUTS = {
+    "rows": lambda x: x,
+    "channels last": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "turned": lambda x: x.permute(0, 3, 1, 2),
+    "gaps": lambda x: x[:, :, ::2],
+    "repeated": lambda x: x[:, :1].expand(-1, 3, -1, -1),
+    "half": lambda x: x.half(),
+    "integers": lambda x: (x * 8).int(),
+}
+
+
+class Applied(nn.Module):
+    """A function of one value in every layout that torch has it for."""
+
+    def __init__(self, function: Any, layouts: Any) -> None:
+        super().__init__()
+        self.function, self.layouts = function, layouts
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [self.function(layout(x)) * 2 for layout in self.layouts]
+
+
+def has(function: Any, layout: Any) -> bool:
+    try:
+        function(layout(EXAMPLE))
+    except RuntimeError:
+        return False
+    return True
+
+
+def values(net: nn.Module, *, shortened: bool) -> list[tuple[Any, ...]]:
+    """Operator, sizes, strides and type of every node, as torch traced them."""
+    off = nullcontext() if shortened else mock.patch.object(
+        capturing, "elementwise_shapes", nullcontext
+    )  # fmt: skip
+    with off:
+        graph = capture(net, EXAMPLE)
+    made = [(n.target, n.meta["val"]) for n in graph.operations]
+    return [
+        (target, str(tuple(v.shape)), str(v.stride()), v.dtype)
+        for target, v in made
+        if isinstance(v, Tensor)
+    ]
+
+
+@pytest.mark.parametrize("function", ACTIVATIONS.values(), ids=ACTIVATIONS)
+def test_activations_have_torchs_own_sizes_strides_and_types(function: Any) -> None:
+    layouts = [layout for layout in LAYOUTS.values() if has(function, layout)]
+    assert len(layouts) >= 5
+    net = Applied(function, layouts).eval()
+    assert values(net, shortened=True) == values(net, shortened=False)
+
+
+def test_batch_norms_have_torchs_own_sizes_strides_and_types() -> None:
+    net = Applied(nn.BatchNorm2d(3), [LAYOUTS[n] for n in ("rows", "channels last", "gaps", "repeated")])
+    assert values(net.eval(), shortened=True) == values(net, shortened=False)
+
+
+class Classifier(nn.Module):
+    """An activation in place, and a view of what it wrote: the head of a MobileNet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.activation = nn.Hardswish(inplace=True)
+        self.out = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.adaptive_avg_pool2d(x, 3)
+        return self.out(self.activation(self.conv(x)).flatten(1))
+
+
+class ReadsBefore(nn.Module):
+    """A view from before the write, read after it: it shows what was written."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + 1
+        flat = x.flatten(1)
+        x.relu_()
+        return flat * 2
+
+
+@pytest.mark.parametrize(("net", "again"), [(Classifier(), False), (ReadsBefore(), True)])
+def test_torch_traces_again_only_where_memory_is_shared(net: nn.Module, again: bool) -> None:
+    decompose = ExportedProgram.run_decompositions
+    with mock.patch.object(
+        ExportedProgram, "run_decompositions", autospec=True, side_effect=decompose
+    ) as traced:
+        graph = capture(net.eval(), torch.randn(1, 3, 8, 8))
+    assert traced.called is again
+    x = torch.randn(2, 3, 8, 8)
+    assert torch.equal(graph.replay(x), net(x))
