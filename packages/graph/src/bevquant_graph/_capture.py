@@ -48,7 +48,9 @@ def capture(
     """Follow `model` on example inputs and return its graph.
 
     Sizes of the inputs stay open where the forward allows it (batch, height, voxels), so one graph
-    serves frames of any size; sizes that the forward fixes are constants, see `Graph.fixed`. A
+    serves frames of any size; sizes that the forward fixes are constants, see `Graph.fixed`, and
+    all are where torch cannot solve for what a forward asks of them (maps of several strides
+    joined). A
     module that cannot be followed is one opaque node (`Graph.opaque`), with its reason, file and
     line; a number that the forward takes out of a tensor and counts with, such as the largest
     batch index, stays what it is in the example, and every later frame is held to that. The model
@@ -103,7 +105,9 @@ def capture(
                     raise values
                 break
             except Exception as error:
-                if any(isinstance(leaf, int) for leaf in leaves):
+                if open_sizes and _unsolved(error):
+                    open_sizes = numbers = False
+                elif any(isinstance(leaf, int) for leaf in leaves):
                     numbers = False
                 elif values is None and not opaque and _counts(error):
                     values = error
@@ -284,6 +288,16 @@ def _counts(error: Exception) -> bool:
     """Whether the forward needs what a tensor holds as a number."""
     name = type(error).__name__
     return "DataDependent" in name or "UserError" in name
+
+
+def _unsolved(error: BaseException | None) -> bool:
+    """Whether it is torch that cannot solve for the sizes, rather than the forward that cannot run."""
+    while error is not None:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if frame.f_globals.get("__name__", "").startswith("sympy.solvers"):
+                return True
+        error = error.__cause__
+    return False
 
 
 def _met(error: Exception) -> str:
