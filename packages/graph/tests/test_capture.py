@@ -490,7 +490,7 @@ def test_members_of_a_slice_have_their_own_paths(holder):
 
 
 class Pyramid(nn.Module):
-    """As YOLOv9's: means of shifted pairs, then half, so that a map and a map twice as fine join."""
+    """As YOLOv9's: means of shifted pairs, then half; a map joins one twice as fine."""
 
     def forward(self, x):
         fine = self.half(F.max_pool2d(x, 3, 2, 1))

@@ -291,7 +291,7 @@ def _counts(error: Exception) -> bool:
 
 
 def _unsolved(error: BaseException | None) -> bool:
-    """Whether it is torch that cannot solve for the sizes, rather than the forward that cannot run."""
+    """Whether torch cannot solve for the sizes, rather than the forward cannot run."""
     while error is not None:
         for frame, _ in traceback.walk_tb(error.__traceback__):
             if frame.f_globals.get("__name__", "").startswith("sympy.solvers"):

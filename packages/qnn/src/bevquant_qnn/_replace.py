@@ -134,10 +134,8 @@ def has_quantized_form(module: nn.Module) -> bool:
 def _target(module: nn.Module) -> type[Any] | None:
     if is_sparse_conv(module):
         return QuantSparseConvolution
-    for kind in (*_DENSE, *_POOLS, QuantMultiheadAttention):
-        if isinstance(module, kind.float_class):
-            return kind
-    return None
+    kinds: tuple[type[Any], ...] = (*_DENSE, *_POOLS, QuantMultiheadAttention)
+    return next((kind for kind in kinds if isinstance(module, kind.float_class)), None)
 
 
 def _sparse_float(module: nn.Module) -> str | None:
