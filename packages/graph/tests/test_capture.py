@@ -506,6 +506,20 @@ def test_sizes_that_torch_cannot_solve_for_are_those_of_the_example():
     assert not graph.opaque
 
 
+class Projected(nn.Module):
+    """As view transforms do: coordinates by their depth."""
+
+    def forward(self, points: Tensor) -> Tensor:
+        return points[..., :2] / points[..., 2:3].clamp(min=1e-5)
+
+
+def test_sizes_that_broadcast_only_as_in_the_example_are_fixed():
+    graph = capture(nn.Sequential(nn.Linear(4, 4), Projected()), torch.randn(2, 5, 4))
+    assert not graph.opaque
+    graph = capture(Projected(), torch.randn(2, 5, 4))
+    assert graph.fixed == {"points": {0: 2, 1: 5, 2: 4}}
+
+
 class Region(nn.Module):
     """As EfficientViT's linear attention: a part that must not run in half precision."""
 
