@@ -487,3 +487,62 @@ def test_members_of_a_slice_have_their_own_paths(holder):
     graph = capture(Sliced(holder), torch.ones(2, 4))
     paths = [graph.path(node) for node in graph.operations if "linear" in str(node.target)]
     assert paths == ["layers.1", "layers.2", "layers.2", "layers.0"]
+
+
+class Pyramid(nn.Module):
+    """As YOLOv9's: means of shifted pairs, then half; a map joins one twice as fine."""
+
+    def forward(self, x):
+        fine = self.half(F.max_pool2d(x, 3, 2, 1))
+        return torch.cat([F.interpolate(self.half(fine), scale_factor=2), fine], 1)
+
+    def half(self, x):
+        return F.max_pool2d(F.avg_pool2d(x, 2, 1), 3, 2, 1)
+
+
+def test_sizes_that_torch_cannot_solve_for_are_those_of_the_example():
+    graph = capture(Pyramid(), torch.randn(1, 2, 64, 64))
+    assert graph.fixed == {"x": {0: 1, 1: 2, 2: 64, 3: 64}}
+    assert not graph.opaque
+
+
+class Projected(nn.Module):
+    """As view transforms do: coordinates by their depth."""
+
+    def forward(self, points: Tensor) -> Tensor:
+        return points[..., :2] / points[..., 2:3].clamp(min=1e-5)
+
+
+def test_sizes_that_broadcast_only_as_in_the_example_are_fixed():
+    graph = capture(nn.Sequential(nn.Linear(4, 4), Projected()), torch.randn(2, 5, 4))
+    assert not graph.opaque
+    graph = capture(Projected(), torch.randn(2, 5, 4))
+    assert graph.fixed == {"points": {0: 2, 1: 5, 2: 4}}
+
+
+class Region(nn.Module):
+    """As EfficientViT's linear attention: a part that must not run in half precision."""
+
+    def __init__(self, enabled: bool) -> None:
+        super().__init__()
+        self.before, self.behind = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1)
+        self.enabled = enabled
+
+    def forward(self, x):
+        y = self.before(x)
+        with torch.autocast("cpu", enabled=self.enabled):
+            z = self.behind(y.float() * 2)
+        with torch.no_grad():
+            w = z.softmax(1)
+        return w, z
+
+
+def test_a_part_under_another_autocast_is_among_the_rest():
+    graph = capture(Region(False), torch.randn(1, 3, 4, 4))
+    kinds = [op_spec(node.target).name for node in graph.operations]
+    assert [k for k in kinds if k in ("conv2d", "mul", "softmax")] == [
+        "conv2d", "mul", "conv2d", "softmax",
+    ]  # fmt: skip
+    graph.check(torch.randn(2, 3, 5, 5))
+    with pytest.raises(CaptureError, match="behind departs first"):
+        capture(Region(True), torch.randn(1, 3, 4, 4))

@@ -60,6 +60,24 @@ class FirstOf(nn.Module):
         return self.heads[-1](self.stem(x))
 
 
+class Deciding(FirstOf):
+    """The same, where the heads' module is one node: it decides by values."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y * 2 if bool(y.mean() > 0) else y - 1
+
+
+def test_heads_that_a_module_of_one_node_does_not_call_need_no_range():
+    net = nn.Sequential(nn.Conv2d(3, 3, 1), Deciding(), nn.ReLU())
+    model = calibrated(net)
+    assert model[1].heads[0]._input_quantizer.amax is None
+    assert simulate(model, X)(X).shape == (2, 2, 2, 2)
+    model[1].heads[1]._input_quantizer._amax.fill_(0.0)
+    with pytest.raises(ValueError, match=r"1 quantizers .*heads\.1\._input_quantizer"):
+        simulate(model, X)
+
+
 def test_layers_that_the_forward_does_not_call_need_no_range():
     net = calibrated(FirstOf())
     assert net.heads[0]._input_quantizer.amax is None

@@ -28,11 +28,10 @@ class Attention(nn.Module):
         return self.linear(y) * self.scale + self.grid
 
 
-def test_norms_attention_and_own_parameters_are_reported() -> None:
+def test_norms_and_own_parameters_are_reported() -> None:
     model = nn.Sequential(Attention(4), nn.Identity())
     result = qnn.quantize_model(model, example_inputs=torch.randn(1, 3, 4))
     assert notes(result, "0.norm") == "LayerNorm has no quantized form: it stays float"
-    assert "projections and the attention in one function" in notes(result, "0.attend")
     assert "own parameters" in notes(result, "0")
     frozen = Attention(4)
     frozen.scale.requires_grad_(False)

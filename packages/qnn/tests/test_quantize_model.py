@@ -290,15 +290,12 @@ def test_layers_that_cannot_be_replaced_are_reported():
     model = nn.Sequential(
         Own(3, 3, 1),
         nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 3, 1)),
-        nn.Flatten(2),
-        nn.TransformerEncoderLayer(4, 2, 8, batch_first=True),
     )
     result = qnn.quantize_model(model, example_inputs=torch.randn(1, 3, 2, 2))
     reasons = {item.path: item.reason for item in result.skipped}
     assert "has a forward of its own" in reasons["0"]
     assert "its weight is computed" in reasons["1"]
-    assert "reads this layer's weight without calling it" in reasons["3.self_attn.out_proj"]
-    assert [layer.path for layer in result.quantized] == ["3.linear1", "3.linear2"]
+    assert not result.quantized
 
 
 def test_torchs_fused_encoder_layer_does_not_go_past_quantized_layers():

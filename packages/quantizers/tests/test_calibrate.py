@@ -248,13 +248,23 @@ def test_trap_08_empty_zero_and_outlying_batches():
     assert "exploding" in str(report)
 
 
-def test_dead_quantizers_are_warned_of_and_keep_their_range():
+def test_dead_quantizers_are_warned_of_and_keep_their_range_or_get_one():
     model = nn.ModuleDict({"new": histogram_quantizer(), "old": histogram_quantizer(amax=2.0)})
     report = calibrate(model, [torch.zeros(10)], lambda m, b: m["new"](m["old"](b)))
-    assert report["new"].amax is None
+    assert report["new"].amax == (1.0,)
+    assert "a guess" in report["new"].warnings[0]
     assert report["old"].amax == (2.0,)
     assert all("dead" in report[name].warnings[0] for name in model)
     assert report["old"].zeros == 1.0
+
+
+def test_a_vanishing_range_is_raised_until_it_has_a_scale():
+    model = histogram_quantizer()
+    x = torch.linspace(-1, 1, 1001) * 2e-8
+    report = calibrate(model, [x])
+    assert model.amax == 2.0**-23
+    assert "vanishing" in report.quantizers[0].warnings[0]
+    assert (model(x) - x).abs().max() <= 2.0**-24 / 127  # no longer zeros: on the finest grid
 
 
 def test_no_batches_is_a_warning():

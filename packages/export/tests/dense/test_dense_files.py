@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bevquant_export import compare_qdq_onnx, export_qdq_onnx
+from bevquant_export.dense import _compare
 from bevquant_int8sim import simulate
 
 Fixture = Callable[..., Any]
@@ -236,6 +237,11 @@ GRIDS: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...]]] = {
     ),
     "counted": (lambda: [nn.Conv2d(4, 8, 1), nn.AvgPool2d(3, 1, 1)], (2, 4, 9, 9)),
     "adaptive": (lambda: [nn.Conv2d(4, 8, 1), nn.AdaptiveAvgPool2d((3, 1))], (2, 4, 9, 5)),
+    "windows of several sizes": (
+        lambda: [nn.Conv2d(4, 8, 1), nn.AdaptiveAvgPool2d((4, 2))],
+        (2, 4, 9, 6),
+    ),
+    "finer than it was": (lambda: [nn.Conv2d(4, 8, 1), nn.AdaptiveAvgPool2d(6)], (2, 4, 4, 5)),
     "line": (lambda: [nn.Conv1d(4, 8, 3, padding=1), nn.ReLU()], (2, 4, 9)),
     "volume": (lambda: [nn.Conv3d(4, 8, 3, padding=1), nn.ReLU()], (2, 4, 5, 6, 7)),
     "corners": (
@@ -265,3 +271,70 @@ def test_layers_over_grids_have_torchs_geometry(
         assert d.largest <= mixes, d
         # Weights of a half and a quarter put many averages on half a step.
         assert d.different <= (0.1 if mixes else 0) * d.elements, d
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(6, 8)
+        self.attend = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.stem(x)
+        made, weights = self.attend(y + x.mean(-1, keepdim=True), y, y)
+        return y + made, weights
+
+
+@pytest.mark.parametrize("profile", ["tensorrt", "onnxruntime", "horizon"])
+def test_projections_of_torchs_attention_are_integers(
+    profile: str, calibrated: Fixture, tmp_path: Path
+) -> None:
+    x = torch.randn(2, 5, 6)
+    model = calibrated(Attending(), x)
+    integer = simulate(model, x)
+    paths = {f"attend.{name}_proj" for name in ("q", "k", "v", "out")}
+    assert {step.path for step in integer.steps if step.op == "linear"} == {"stem", *paths}
+    file = export_qdq_onnx(model, x, tmp_path / "net.onnx", profile)
+    differences = compare_qdq_onnx(file, model, x)
+    assert not any(d.unexplained for d in differences)
+
+
+def test_a_projection_without_its_input_quantizer_is_a_float_layer(
+    calibrated: Fixture, tmp_path: Path, run: Fixture
+) -> None:
+    x = torch.randn(2, 5, 6)
+    model = calibrated(Attending(), x)
+    model.attend.v_proj._input_quantizer.disable()
+    file = export_qdq_onnx(model, x, tmp_path / "net.onnx", "onnxruntime")
+    made, _ = run(file, x)
+    for y, want in zip(made, simulate(model, x)(x), strict=True):
+        torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-4)
+
+
+class Turned(nn.Module):
+    """Floats of several functions, moved before they are quantized, as windows of a Swin are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(5, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.layer_norm(self.first(x), (8,))
+        return self.last((y.softmax(-1) * 3).transpose(1, 2))
+
+
+def test_what_float32_rounds_on_the_way_counts_behind_a_move(
+    calibrated: Fixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[dict[str, float]] = []
+
+    class Noted(_compare.Ties):
+        def __init__(self, program: Any, values: Any, sizes: Any, profile: Any) -> None:
+            seen.append({s.attributes.get("what"): sizes.get(s.outputs[0]) for s in program.steps})
+            super().__init__(program, values, sizes, profile)
+
+    monkeypatch.setattr(_compare, "Ties", Noted)
+    x = torch.randn(2, 5, 6)
+    export_qdq_onnx(calibrated(Turned(), x), x, tmp_path / "net.onnx")
+    found = seen[-1]
+    assert found["layer_norm"] < found["softmax"] < found["mul"] == found["transpose"]

@@ -140,14 +140,6 @@ def test_what_is_no_module_is_refused(x: Tensor, tmp_path: Path) -> None:
         export_qdq_onnx("model", x, tmp_path / "net.onnx")  # type: ignore[arg-type]
 
 
-def test_adaptive_windows_of_several_sizes_are_refused(
-    calibrated: Fixture, x: Tensor, tmp_path: Path
-) -> None:
-    net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.AdaptiveAvgPool2d(3), nn.Conv2d(4, 4, 1))
-    with pytest.raises(ValueError, match=r"1: an adaptive average from \(8, 8\) to \(3, 3\)"):
-        export_qdq_onnx(calibrated(net, x), x, tmp_path / "net.onnx")
-
-
 def test_a_layer_with_another_padding_is_a_pad_and_a_layer(
     x: Tensor, tmp_path: Path, calibrated: Fixture, run: Fixture
 ) -> None:

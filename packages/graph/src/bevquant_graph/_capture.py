@@ -8,6 +8,7 @@ is replayed on the example against the model before anybody sees it.
 from __future__ import annotations
 
 import copy
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -51,7 +52,9 @@ def capture(
     """Follow `model` on example inputs and return its graph.
 
     Sizes of the inputs stay open where the forward allows it (batch, height, voxels), so one graph
-    serves frames of any size; sizes that the forward fixes are constants, see `Graph.fixed`. A
+    serves frames of any size; sizes that the forward fixes are constants, see `Graph.fixed`, and
+    all are where torch cannot compute with open ones (maps of several strides joined, slices of
+    coordinates divided by each other). A
     module that cannot be followed is one opaque node (`Graph.opaque`), with its reason, file and
     line; a number that the forward takes out of a tensor and counts with, such as the largest
     batch index, stays what it is in the example, and every later frame is held to that. The model
@@ -106,7 +109,9 @@ def capture(
                     raise values
                 break
             except Exception as error:
-                if any(isinstance(leaf, int) for leaf in leaves):
+                if open_sizes and _by_sizes(error):
+                    open_sizes = numbers = False
+                elif any(isinstance(leaf, int) for leaf in leaves):
                     numbers = False
                 elif values is None and not opaque and _counts(error):
                     values = error
@@ -292,10 +297,25 @@ def _close(model: nn.Module, error: Exception, opaque: dict[str, Opaque], given:
         del opaque[path]
 
 
-def _counts(error: Exception) -> bool:
+def _counts(error: BaseException) -> bool:
     """Whether the forward needs what a tensor holds as a number."""
     name = type(error).__name__
     return "DataDependent" in name or "UserError" in name
+
+
+def _by_sizes(error: BaseException | None) -> bool:
+    """Whether open sizes are in the way: they have no solution, or a message names one.
+
+    As ``points[..., :2] / points[..., 2:3]``, whose last size may be any where it is open.
+    """
+    if error is not None and not _counts(error) and re.search(r"\bs\d+\b", str(error)):
+        return True
+    while error is not None:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if frame.f_globals.get("__name__", "").startswith("sympy.solvers"):
+                return True
+        error = error.__cause__
+    return False
 
 
 def _met(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""In-place writes resolved: every operation makes a new value, and readers read the right one.
+"""One flat graph without in-place writes: every operation makes a new value, for the right readers.
 
 ``y = relu_(x)`` becomes ``y = relu(x)`` and whoever reads x afterwards reads y. That is all where
 no other tensor shares x's memory, which the traced storages tell exactly. Writes through views, to
@@ -22,7 +22,9 @@ __all__ = ["functional"]
 
 
 def functional(program: ExportedProgram) -> ExportedProgram:
-    """The same program without in-place operations."""
+    """The same program without in-place operations, and without regions."""
+    if _inline(program.graph_module):
+        _rename_outputs(program)
     writes = [node for node in program.graph.nodes if _written(node)]
     if not writes:
         return program
@@ -40,6 +42,33 @@ def functional(program: ExportedProgram) -> ExportedProgram:
     program.graph_module.recompile()
     _rename_outputs(program)
     return program
+
+
+def _inline(module: fx.GraphModule) -> bool:
+    """Put what runs under another autocast or gradient mode among the rest.
+
+    ``with torch.autocast(…, enabled=False)`` is one node to torch.export, with a graph of its own.
+    That it computes the same without is for the replay to say.
+    """
+    regions = [n for n in module.graph.nodes if str(n.target) in _REGIONS]
+    for node in regions:
+        body, *given = node.args[_REGIONS[str(node.target)] :]
+        inside = getattr(module, str(body.target))
+        _inline(inside)
+        inputs = [n for n in inside.graph.nodes if n.op == "placeholder"]
+        with module.graph.inserting_before(node):
+            made: Any = module.graph.graph_copy(inside.graph, dict(zip(inputs, given, strict=True)))
+        for user in list(node.users):
+            user.replace_all_uses_with(made[user.args[1]])
+            module.graph.erase_node(user)
+        module.graph.erase_node(node)
+        module.graph.erase_node(body)
+    if regions:
+        module.recompile()
+    return bool(regions)
+
+
+_REGIONS = {"wrap_with_autocast": 4, "wrap_with_set_grad_enabled": 1}  # arguments before the body
 
 
 def _copy_views(graph: fx.Graph) -> None:

@@ -125,8 +125,14 @@ class Graph:
 
     @cached_property
     def called(self) -> frozenset[str]:
-        """Paths of all modules whose forwards compute something; the model itself is ""."""
-        return frozenset(path for node in self.operations for path in self.stack(node))
+        """Paths of all modules whose forwards compute something; the model itself is "".
+
+        Of a module that is one node, all that run inside of it.
+        """
+        inside = (path for entry in self.opaque.values() for path in entry.called)
+        return frozenset(path for node in self.operations for path in self.stack(node)).union(
+            inside
+        )
 
     def path(self, node: fx.Node) -> str:
         """Path of the module whose forward computes the node."""

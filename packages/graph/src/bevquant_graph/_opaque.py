@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,11 +30,13 @@ class Opaque:
         path: The module.
         reason: What could not be followed, with file and line.
         calls: For each call in order: key, tree of the arguments, example outputs, tree of these.
+        called: Paths of the modules inside of it that run in these calls, its own among them.
     """
 
     path: str
     reason: str
     calls: list[_Call] = field(default_factory=list)
+    called: set[str] = field(default_factory=set)
 
 
 @dataclass(eq=False)
@@ -119,9 +122,14 @@ def recorded(model: nn.Module, path: str, reason: str, run: Any) -> Opaque:
         _calls[call.key] = call
         entry.calls.append(call)
 
-    handle = module.register_forward_hook(record, with_kwargs=True)
-    try:
+    with ExitStack() as hooks:
+        hooks.callback(module.register_forward_hook(record, with_kwargs=True).remove)
+        for name, inside in module.named_modules(prefix=path, remove_duplicate=False):
+            note = partial(_noted, entry.called, name)
+            hooks.callback(inside.register_forward_pre_hook(note).remove)
         run()
-    finally:
-        handle.remove()
     return entry
+
+
+def _noted(called: set[str], path: str, module: nn.Module, args: Any) -> None:
+    called.add(path)

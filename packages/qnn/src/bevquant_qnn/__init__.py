@@ -5,6 +5,7 @@ from __future__ import annotations
 from bevquant_qnn._add import QuantAdd
 from bevquant_qnn._apply_precision import apply_precision
 from bevquant_qnn._assign_precision import BIT_OPERATIONS, Budget, assign_precision
+from bevquant_qnn._attention import QuantMultiheadAttention
 from bevquant_qnn._concat import QuantConcat
 from bevquant_qnn._config import QuantConfig
 from bevquant_qnn._conv import QuantConv1d, QuantConv2d, QuantConv3d
@@ -68,6 +69,7 @@ __all__ = [
     "QuantMaxPool1d",
     "QuantMaxPool2d",
     "QuantMaxPool3d",
+    "QuantMultiheadAttention",
     "QuantSparseConvolution",
     "QuantizeResult",
     "QuantizedModule",

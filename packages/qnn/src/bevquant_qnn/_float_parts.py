@@ -84,11 +84,6 @@ def _computes_with_own(module: nn.Module) -> bool:
 
 def _reason(module: nn.Module) -> str:
     name = type(module).__name__
-    if isinstance(module, nn.MultiheadAttention):
-        return (
-            f"torch's {name} computes its projections and the attention in one function: they "
-            "stay float; use an attention written with plain Linear layers to quantize them"
-        )
     if is_batch_norm(module):
         return f"{name} stays float: it is not folded into a layer before it"
     if is_library_module(module):

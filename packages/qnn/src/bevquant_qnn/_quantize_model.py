@@ -117,8 +117,8 @@ def _quantized(
     found = observe(model, config, example_inputs, graph) if observed else trace(model)
     unused = _unused(found, originals) if observed else {}
     put_back(model, {layer: originals[layer] for layer in unused})
-    left = {note.path for note in unused.values()}
-    replaced = [item for item in replaced if item.path not in left]
+    left = [note.path for note in unused.values()]
+    replaced = [r for r in replaced if not any(f"{r.path}.".startswith(f"{p}.") for p in left)]
     skipped = [*skipped, *unused.values()]
     joined, passed_over, placed = quantize_joins(model, config, found, observed)
     flow = follow(found, placed)
@@ -152,8 +152,11 @@ def _unused(found: Followed, layers: Collection[nn.Module]) -> dict[nn.Module, S
                 path = None if steps.source is None else steps.source.constant_path(value)
                 readers.setdefault(path or "", node)
         for path, layer in steps.root.named_modules():
-            reader = readers.get(f"{path}.weight")
-            if layer in layers and layer not in called and reader is not None and steps.source:
+            if layer not in layers or called.intersection(layer.modules()):
+                continue
+            names = (f"{path}.{name}" for name, _ in layer.named_parameters())
+            reader = next((readers[name] for name in names if name in readers), None)
+            if reader is not None and steps.source:
                 unused[layer] = SkippedModule(
                     steps.path(layer),
                     f"{steps.source.describe(reader)} reads its weight without calling it: it "

@@ -9,6 +9,7 @@ from torch import nn
 
 from bevquant_graph import own_code
 from bevquant_qnn import _conv, _conv_transpose, _linear, _pool
+from bevquant_qnn._attention import QuantMultiheadAttention
 from bevquant_qnn._config import QuantConfig
 from bevquant_qnn._pool import QuantPool
 from bevquant_qnn._result import QuantizedModule, SkippedModule
@@ -56,11 +57,25 @@ def replace_layers(
     done: list[QuantizedModule] = []
     skipped: list[SkippedModule] = []
     for path, module, parent in layers:
-        reason = edge.get(module) or _refusal(path, module, parent, config)
+        if parent in built:  # an attention's own, decided with it
+            continue
+        reason = edge.get(module) or _refusal(path, module, config)
+        if isinstance(parent, nn.MultiheadAttention):
+            reason = f"its {_name(parent)} stays float, and reads its weight without calling it"
         if reason is not None:
             skipped.append(SkippedModule(path, reason))
             continue
-        if module not in built:
+        if module not in built and isinstance(module, nn.MultiheadAttention):
+            out = f"{path}.out_proj" if path else "out_proj"
+            reason = edge.get(module.out_proj) or _refusal(out, module.out_proj, config)
+            skipped += [] if reason is None else [SkippedModule(out, reason)]
+            built[module] = _attention(module, config, quantize_out=reason is None)
+            done += [
+                QuantizedModule(f"{path}.{name}" if path else name, _name(child), _name(module))
+                for name, child in built[module].named_children()
+                if _has_quantizers(child)
+            ]
+        elif module not in built:
             built[module] = _quantized_form(module, config)
             done.append(QuantizedModule(path, _name(built[module]), _name(module)))
         if parent is None:
@@ -70,6 +85,12 @@ def replace_layers(
             if isinstance(parent, nn.TransformerEncoderLayer):
                 # Its fused form, in evaluation, reads the layers' weights without calling them.
                 parent.activation_relu_or_gelu = 0
+    for encoder in model.modules():
+        # Nested tensors are for layers in their fused form.
+        if isinstance(encoder, nn.TransformerEncoder) and any(
+            getattr(layer, "activation_relu_or_gelu", 1) == 0 for layer in encoder.layers
+        ):
+            encoder.use_nested_tensor = False
     return model, {quantized: module for module, quantized in built.items()}, done, skipped
 
 
@@ -113,10 +134,8 @@ def has_quantized_form(module: nn.Module) -> bool:
 def _target(module: nn.Module) -> type[Any] | None:
     if is_sparse_conv(module):
         return QuantSparseConvolution
-    for kind in (*_DENSE, *_POOLS):
-        if isinstance(module, kind.float_class):
-            return kind
-    return None
+    kinds: tuple[type[Any], ...] = (*_DENSE, *_POOLS, QuantMultiheadAttention)
+    return next((kind for kind in kinds if isinstance(module, kind.float_class)), None)
 
 
 def _sparse_float(module: nn.Module) -> str | None:
@@ -141,9 +160,7 @@ def _edges(
     return edges
 
 
-def _refusal(
-    path: str, module: nn.Module, parent: nn.Module | None, config: QuantConfig
-) -> str | None:
+def _refusal(path: str, module: nn.Module, config: QuantConfig) -> str | None:
     kind = _target(module)
     pattern = config.excluded_by(path)
     if pattern is not None:
@@ -154,13 +171,8 @@ def _refusal(
         return _sparse_refusal(module)
     if kind in _POOLS and not config.quantize_pool:
         return "quantize_pool is False"
-    if isinstance(module, nn.Linear) and not config.quantize_linear:
+    if isinstance(module, nn.Linear | nn.MultiheadAttention) and not config.quantize_linear:
         return "quantize_linear is False"
-    if isinstance(parent, nn.MultiheadAttention):
-        return (
-            f"torch's {_name(parent)} reads this layer's weight without calling it; "
-            "use an attention written with plain Linear layers to quantize it"
-        )
     if isinstance(module, nn.modules.lazy.LazyModuleMixin):
         return "lazy: run the model once, then quantize it"
     float_class: type[nn.Module] = kind.float_class
@@ -181,6 +193,17 @@ def _sparse_refusal(module: nn.Module) -> str | None:
         return f"{name} is no spconv-style module (weight, indice_key, …), which is what can run"
     own = own_code(module)
     return None if own is None else f"{own}; taking it over would change what it computes"
+
+
+def _attention(
+    module: nn.MultiheadAttention, config: QuantConfig, *, quantize_out: bool
+) -> nn.Module:
+    return QuantMultiheadAttention.from_float(
+        module,
+        quant_desc_input=config.input_descriptor(),
+        quant_desc_weight=config.weight_descriptor(0),
+        quantize_out=quantize_out,
+    )
 
 
 def _quantized_form(module: nn.Module, config: QuantConfig) -> nn.Module:

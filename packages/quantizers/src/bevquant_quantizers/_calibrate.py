@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ._checkpoint import Checkpoint
 from ._collect import Collection, Forward
@@ -40,8 +41,9 @@ def calibrate(
     watch. Each quantizer's own state, and each module's training flag, are restored afterwards, on
     an exception or Ctrl-C too; ranges are loaded only once all of them are found. A quantizer
     reached under several paths is one quantizer. A MaxCalibrator (weights) keeps to its largest
-    value whatever the method. A quantizer that saw no values, or only zeros, keeps the range it
-    had, and the report says so. One that learns its range starts from the range found.
+    value whatever the method. A quantizer that saw no values keeps the range it had; one that saw
+    only zeros too, or gets the range 1 where it had none; a range too small for a scale is raised
+    to 2⁻²³; and the report says so. One that learns its range starts from the range found.
 
     Under torch.distributed each process is given the same batches and runs those whose index is
     its rank modulo the number of processes; bins are agreed on and integer counts added, and each
@@ -112,12 +114,23 @@ def calibrate(
 
     reports = []
     for entry, calibrator, amax in zip(entries, calibrators, found, strict=True):
-        if amax is not None and bool(amax.any()):
-            set_range(entry.quantizer, amax)
+        if amax is not None and (bool(amax.any()) or entry.quantizer.amax is None):
+            set_range(entry.quantizer, _with_scale(amax))
         now = entry.quantizer.amax
         reports.append(describe(entry.names, calibrator, amax, now, method))
     warnings = () if count else ("there were no batches: no range was calibrated",)
     return CalibrationReport(tuple(reports), count, warnings)
+
+
+def _with_scale(amax: Tensor) -> Tensor:
+    """A range that fake quantization does not count as zero (at most 2⁻²⁴).
+
+    Zeros are zeros on any grid, such as the first queries of a DETR; what a branch scaled by 1e-6
+    adds (LayerScale) is kept on the finest one. Of ranges per channel zeros stay zeros.
+    """
+    if amax.numel() != 1:
+        return amax
+    return torch.ones_like(amax) if not bool(amax.any()) else amax.clamp(min=2.0**-23)
 
 
 def _collectors(model: nn.Module) -> tuple[list[NamedQuantizer], list[Calibrator]]:

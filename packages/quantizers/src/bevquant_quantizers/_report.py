@@ -181,6 +181,13 @@ def describe(
 
 def _no_range(found: Tensor | None, amax: tuple[float, ...] | None) -> tuple[str, ...]:
     stays = "its range stays dynamic" if amax is None else "it keeps the range it had"
+    if found is not None and amax == (1.0,) and not bool(found.any()):
+        stays = "its range is 1, which is a guess should other values come"
+    if found is not None and amax is not None and 0 < float(found.max()) < max(amax) == 2.0**-23:
+        return (
+            f"vanishing: its values reach {float(found.max()):.2g}, too little for a scale; its "
+            "range is 2^-23",
+        )
     if found is None:
         return (f"it saw no values; {stays}: run batches that reach it, or disable it",)
     if not bool(found.any()):

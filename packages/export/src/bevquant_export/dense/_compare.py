@@ -109,12 +109,16 @@ def compared(
     read = _read_by_rounding(integer)
     held = {n: v.cpu().numpy() for n, v in inputs_of(integer.program, args) if n in read}
 
+    behind = _floats_behind(integer, read)
     sizes: dict[str, float] = {}
 
     def see(step: Step, given: tuple[Any, ...], made: tuple[Any, ...]) -> None:
-        if step.op == "float" and step.outputs[0] in read:
+        if step.op in ("float", "move") and step.outputs[0] in behind:
+            before = max((sizes.get(name, 0.0) for name in step.inputs), default=0.0)
             floats = [t for t in _tensors([given, made]) if t.is_floating_point() and t.numel()]
-            sizes[step.outputs[0]] = max((float(t.abs().max()) for t in floats), default=0.0)
+            floats = floats if step.op == "float" else []  # what is moved is rounded no more
+            own = max((float(t.abs().max()) for t in floats), default=0.0)
+            sizes[step.outputs[0]] = before + own
         for name, value in _named(step.outputs[0], made[0]):
             if name in read:
                 held[name] = value.cpu().numpy()
@@ -174,6 +178,15 @@ def _read_by_rounding(integer: QdqProgram) -> set[str]:
     return quantized | {
         name for name, value in program.values.items() if isinstance(value.form, Integers)
     }
+
+
+def _floats_behind(integer: QdqProgram, read: set[str]) -> set[str]:
+    """What is read by rounding, and every float that it is computed of."""
+    found = set(read)
+    for step in reversed(integer.program.steps):
+        if step.op in ("float", "move") and found.intersection(step.outputs):
+            found.update(step.inputs)
+    return found
 
 
 def _named(name: str, value: Any) -> list[tuple[str, Any]]:

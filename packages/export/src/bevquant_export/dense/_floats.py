@@ -106,6 +106,8 @@ def _plain(module: Any) -> Any:
     plain._modules, plain._parameters = {}, dict(module._parameters)
     if hasattr(module, "_weight_quantizer"):
         plain.weight = nn.Parameter(module._weight_quantizer(module.weight).detach())
+        bias = module.bias  # of a projection of an attention: rows of what is not its own
+        plain.bias = None if bias is None else nn.Parameter(bias.detach())
     return plain
 
 

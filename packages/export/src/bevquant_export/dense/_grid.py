@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from bevquant_export.dense._graph import Graph
+from bevquant_export.dense._moves import sliced
 from bevquant_export.dense._sizes import Sizes
 
 __all__ = ["average_pool", "max_pool", "resize"]
@@ -25,7 +26,7 @@ def max_pool(graph: Graph, path: str, x: str, given: Mapping[str, Any], rank: in
 def average_pool(
     graph: Graph, path: str, x: str, given: Mapping[str, Any], shapes: tuple[Any, Any]
 ) -> str:
-    """AveragePool or GlobalAveragePool, with torch's arguments.
+    """AveragePool, GlobalAveragePool or means of slices, with torch's arguments.
 
     Args:
         graph: Where nodes are added.
@@ -35,7 +36,7 @@ def average_pool(
         shapes: Of the input and of the output.
 
     Raises:
-        ValueError: Windows of several sizes, or windows that hang over the padding.
+        ValueError: Windows that hang over the padding.
     """
     rank = len(shapes[0]) - 2
     if given.get("kernel_size") is None:
@@ -57,13 +58,27 @@ def _adaptive(graph: Graph, path: str, x: str, shapes: tuple[Any, Any]) -> str:
     sizes, wanted = shapes[0][2:], shapes[1][2:]
     if all(n == 1 for n in wanted):
         return graph.node("GlobalAveragePool", path, [x])
-    if any(n % out for n, out in zip(sizes, wanted, strict=True)):
-        raise ValueError(
-            f"export_qdq_onnx: {path}: an adaptive average from {tuple(sizes)} to {tuple(wanted)} "
-            "has windows of several sizes; choose an output size that divides the input's"
-        )
-    window = [n // out for n, out in zip(sizes, wanted, strict=True)]
+    pairs = list(zip(sizes, wanted, strict=True))
+    for axis, (n, out) in enumerate(pairs, 2):
+        if n % out:
+            x = _uneven(graph, path, x, axis, n, out)
+    window = [1 if n % out else n // out for n, out in pairs]
+    if all(n == 1 for n in window):
+        return x
     return graph.node("AveragePool", path, [x], kernel_shape=window, strides=window)
+
+
+def _uneven(graph: Graph, path: str, x: str, axis: int, size: int, wanted: int) -> str:
+    """Means along one axis over windows of several sizes, ⌊i·size/wanted⌋ … ⌈(i+1)·size/wanted⌉.
+
+    ONNX has no such pooling; a mean over a rectangle is the mean of its rows' means.
+    """
+    means = []
+    for i in range(wanted):
+        ends = i * size // wanted, -(-(i + 1) * size // wanted)
+        part = sliced(graph, path, x, {axis: (*ends, 1)})
+        means.append(graph.node("ReduceMean", path, [part], axes=[axis], keepdims=1))
+    return graph.node("Concat", path, means, axis=axis)
 
 
 def resize(

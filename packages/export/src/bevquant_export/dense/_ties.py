@@ -49,14 +49,15 @@ class Ties:
     4·√n·2⁻²⁴ of the sum of their magnitudes (N. Higham and T. Mary, A new approach to probabilistic
     rounding error analysis, 2019). A function
     of floats (x·(1 + erf(x/√2))/2, say) is off by as much as its largest operand or result is
-    rounded, 8·2⁻²⁴ of it. With a zero point z, sums are made of numbers up to |q| + z. A
-    bias in floats, as `bevquant_hybrid`'s models have it, is rounded to int32 for onnxruntime, by
-    half a step of the sums.
+    rounded, 8·2⁻²⁴ of it, several behind each other by the sum of these. With a zero point z, sums
+    are made of numbers up to |q| + z. A bias in floats, as `bevquant_hybrid`'s models have it, is
+    rounded to int32 for onnxruntime, by half a step of the sums.
 
     Args:
         program: Its steps and forms.
         values: Integers by name, and floats that are quantized.
-        sizes: Of a function of floats, the largest of its operands and results.
+        sizes: Of a function of floats, the largest of its operands and results, added up over the
+            functions before it that run in float.
         profile: The file's.
     """
 
@@ -87,7 +88,7 @@ class Ties:
             return 0
         found = 0
         places = np.argwhere(np.abs(want - got) == 1)
-        sums = step.op != "resize"  # which is computed as a whole
+        sums = step.op not in ("resize", "avg_pool")  # which are computed as a whole
         places, at_once = (places[:_MOST], _AT_ONCE) if sums else (places, len(places) or 1)
         for start in range(0, len(places), at_once):
             at = places[start : start + at_once]
@@ -115,6 +116,8 @@ class Ties:
             return self._read(refs[0].name, places, shape)
         if step.op == "resize" and len(refs) == 1:
             return self._resized(step, places, shape)
+        if step.op == "avg_pool" and len(refs) == 1:
+            return self._averaged(step, places, shape)
         if step.op != "add":
             return None
         parts = [self._read(ref.name, places, shape) for ref in refs]
@@ -168,6 +171,23 @@ class Ties:
         most = float(np.abs(x.astype(np.int32)).max(initial=0)) + self._profile.zero
         error = _ROUNDINGS * _UNIT * (1 + farthest) * most * self._scale(name)
         return _Real(read, np.full(len(read), error))
+
+    def _averaged(self, step: Step, places: Array, shape: tuple[int, ...]) -> _Real | None:
+        """Average pooling by torch, in float64."""
+        name, given = step.args[0].name, dict(step.kwargs)
+        if name not in self._values or any(isinstance(v, Ref) for v in given.values()):
+            return None
+        adaptive = given.get("kernel_size") is None
+        pool = getattr(functional, f"{'adaptive_' if adaptive else ''}avg_pool{len(shape) - 2}d")
+        x = self._values[name]
+        averages = pool(
+            torch.from_numpy(x).double(), **{k: v for k, v in given.items() if v is not None}
+        )
+        if averages.shape != shape:
+            return None
+        read = averages.numpy()[tuple(places.T)] * self._scale(name)
+        most = float(np.abs(x.astype(np.int32)).max(initial=0)) + self._profile.zero
+        return _Real(read, np.full(len(read), _ROUNDINGS * _UNIT * most * self._scale(name)))
 
     def _scale(self, name: str) -> float:
         form = self._forms[name]

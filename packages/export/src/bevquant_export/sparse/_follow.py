@@ -22,10 +22,13 @@ _REMEDY = (
     "export the model up to it, or replace it; ONNX Runtime takes the model as it is "
     "(export_qdq_onnx, profile='onnxruntime')"
 )
-_REMEDIES = {
-    "BatchNorm1d": "fold it first with bevquant_fusion.fuse_model",
-    "batch_norm": "fold it first with bevquant_fusion.fuse_model",
-}
+_NORM = (
+    "bevquant_fusion.fuse_model folds a norm that alone reads a convolution, and says in `skipped` "
+    "why another is left; one behind a sum or ReLU has no form here. "
+    + _REMEDY[0].upper()
+    + _REMEDY[1:]
+)
+_REMEDIES = {"BatchNorm1d": _NORM, "batch_norm": _NORM}
 _EXTENSIONS = {
     "concat": "the engine has no concatenation of tensors on voxels: add the branches, or write "
     "the file for ONNX Runtime (dialect='portable')",

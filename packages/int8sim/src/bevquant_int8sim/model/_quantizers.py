@@ -76,7 +76,8 @@ def check_calibrated(model: nn.Module, graph: Graph | None = None) -> None:
     problems = []
     for path, module in model.named_modules():
         if isinstance(module, TensorQuantizer) and is_active(module):
-            if graph is not None and not _is_called(graph, path):
+            owner = path.rpartition(".")[0]
+            if graph is not None and graph.called.isdisjoint((path, owner)):
                 continue
             # The range of a weight is its largest value where nobody says otherwise.
             weight = path.rpartition(".")[2] == "_weight_quantizer"
@@ -89,13 +90,6 @@ def check_calibrated(model: nn.Module, graph: Graph | None = None) -> None:
             f"simulate: {len(problems)} quantizers have no usable range: {', '.join(problems)}; "
             f"{_REMEDY}"
         )
-
-
-def _is_called(graph: Graph, path: str) -> bool:
-    """Whether a quantizer, or the module that holds it, is called; all are inside of one node."""
-    owner = path.rpartition(".")[0]
-    opaque = any(not p or path.startswith(f"{p}.") for p in graph.opaque)
-    return opaque or bool({path, owner} & graph.called)
 
 
 def _problem(amax: Tensor | None, *, channels: bool = False) -> str:

@@ -1,0 +1,162 @@
+"""torch's multi-head attention: its projections are quantized, and it attends as torch does."""
+
+from __future__ import annotations
+
+import copy
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import bevquant_qnn as qnn
+from bevquant_quantizers import calibrate, quantization_disabled
+
+
+def masks(queries: int, keys: int, batch: int, heads: int):
+    open_first = torch.rand(batch, keys) > 0.6
+    open_first[:, 0] = False
+    shut = torch.rand(queries, keys) > 0.7
+    shut[:, 0] = False
+    yield {}
+    yield {"key_padding_mask": open_first}
+    yield {"attn_mask": shut, "average_attn_weights": False}
+    both = torch.randn(batch * heads, queries, keys), torch.randn(batch, keys)
+    yield {"attn_mask": both[0], "key_padding_mask": both[1]}
+    yield {"attn_mask": torch.randn(queries, keys), "need_weights": False}
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("width", [None, 6])
+@pytest.mark.parametrize(
+    "settings", [{}, {"bias": False}, {"add_bias_kv": True}, {"add_zero_attn": True}]
+)
+@torch.no_grad()
+def test_without_quantizers_it_attends_as_torch_does(batch_first, width, settings) -> None:
+    given = dict(batch_first=batch_first, kdim=width, vdim=width, **settings)
+    plain = nn.MultiheadAttention(8, 2, **given).eval()
+    attention = qnn.quantize_model(copy.deepcopy(plain)).model
+    query, key = torch.randn(3, 3, 8), torch.randn(3, 3, width or 8)
+    with quantization_disabled(attention):
+        for mask in masks(3, 3, 3, 2):
+            wanted, got = (m(query, key, key, **mask) for m in (plain, attention))
+            torch.testing.assert_close(got, wanted)
+        one = (query[0], key[0], key[0])
+        torch.testing.assert_close(attention(*one), plain(*one))
+
+
+class Coder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1)
+        self.cross = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x, padding=None):
+        y = self.encoder(x, src_key_padding_mask=padding)
+        z = y + x
+        return self.cross(z, z, y, need_weights=False)[0]
+
+
+def test_readers_of_one_tensor_share_a_quantizer_and_names_stay() -> None:
+    model, x = Coder().eval(), torch.randn(2, 4, 8)
+    parameters = dict(model.named_parameters())
+    result = qnn.quantize_model(model, example_inputs=x)
+    assert dict(model.named_parameters()) == parameters
+    own, cross = model.encoder.layers[0].self_attn, model.cross
+    assert own.q_proj._input_quantizer is own.v_proj._input_quantizer
+    assert cross.q_proj._input_quantizer is cross.k_proj._input_quantizer
+    assert cross.v_proj._input_quantizer is not cross.k_proj._input_quantizer
+    assert {i.path for i in result.quantized if "cross" in i.path} == {
+        f"cross.{name}_proj" for name in ("q", "k", "v", "out")
+    }
+    assert calibrate(model, [x]).quantizers
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        wanted = model(x)
+        other.load_state_dict(model.state_dict())
+        assert torch.equal(other(x), wanted)
+        other.cross.in_proj_weight.zero_()
+        assert not torch.equal(other(x), wanted)  # its projections read its own weight
+        padding = torch.tensor([[False] * 4, [False, False, True, True]])
+        assert model(x, padding).shape == x.shape  # no nested tensors
+
+
+def test_weights_are_trained_through_the_quantizers() -> None:
+    model, x = Coder(), torch.randn(2, 4, 8)
+    qnn.quantize_model(model, example_inputs=x)
+    calibrate(model.eval(), [x])
+    model.train()(x).square().sum().backward()
+    packed = model.cross.in_proj_weight
+    assert packed.grad is not None
+    assert bool((packed.grad.view(3, -1).abs().sum(1) > 0).all())
+    before = model.cross.k_proj.weight.clone()
+    torch.optim.SGD([packed], 0.1).step()
+    assert not torch.equal(model.cross.k_proj.weight, before)
+
+
+def test_rounding_writes_into_the_packed_weight() -> None:
+    model, x = Coder().eval(), torch.randn(2, 4, 8)
+    qnn.quantize_model(model, qnn.QuantConfig(weight_bits=4), x)
+    calibrate(model, [x])
+    before = model.cross.in_proj_weight.detach().clone()
+    done = {layer.path for layer in qnn.round_weights(model, [x]).layers}
+    assert done >= {"cross.q_proj", "cross.v_proj", "cross.out_proj"}
+    changed = (model.cross.in_proj_weight != before).view(3, -1).any(1)
+    assert changed.tolist() == [True, True, True]
+
+
+class Borrowed(nn.Module):
+    """As CLIP's pooling: a function of the layer's weights, which nobody calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.attend = nn.Linear(8, 8), nn.MultiheadAttention(8, 2)
+
+    def forward(self, x):
+        a, y = self.attend, self.stem(x)
+        return F.multi_head_attention_forward(
+            y, y, y, 8, 2, a.in_proj_weight, a.in_proj_bias, None, None, False, 0.0,
+            a.out_proj.weight, a.out_proj.bias, need_weights=False,
+        )[0]  # fmt: skip
+
+
+def test_one_whose_weights_a_function_reads_stays_float() -> None:
+    model, x = Borrowed().eval(), torch.randn(4, 2, 8)
+    result = qnn.quantize_model(model, example_inputs=x)
+    assert [item.path for item in result.quantized] == ["stem"]
+    assert type(model.attend) is nn.MultiheadAttention
+    assert "reads its weight" in next(s.reason for s in result.skipped if s.path == "attend")
+
+
+class Louder(nn.MultiheadAttention):
+    def forward(self, *args, **kwargs):
+        made, weights = super().forward(*args, **kwargs)
+        return 2 * made, weights
+
+
+@pytest.mark.parametrize(
+    ("attention", "exclude", "left"),
+    [
+        (nn.MultiheadAttention(8, 2), ("0",), {"0", "0.out_proj"}),
+        (nn.MultiheadAttention(8, 2), ("0.out_proj",), {"0.out_proj"}),
+        (Louder(8, 2), (), {"0", "0.out_proj"}),
+    ],
+    ids=["excluded", "its output excluded", "its own forward"],
+)
+def test_what_is_left_out_is_said(attention, exclude, left) -> None:
+    model = nn.ModuleList([attention])
+    result = qnn.quantize_model(model, qnn.QuantConfig(exclude=exclude))
+    assert {item.path for item in result.skipped} >= left
+    wanted = product(["0"], [".q_proj", ".k_proj", ".v_proj"]) if left == {"0.out_proj"} else ()
+    assert {i.path for i in result.quantized} == {"".join(path) for path in wanted}
+
+
+def test_causal_without_a_mask_is_refused() -> None:
+    attention = qnn.quantize_model(nn.MultiheadAttention(8, 2)).model
+    x = torch.randn(3, 1, 8)
+    with pytest.raises(ValueError, match="without attn_mask"):
+        attention(x, x, x, is_causal=True)
+    with pytest.raises(TypeError, match=r"expects MultiheadAttention, got .*forward of its own"):
+        qnn.QuantMultiheadAttention.from_float(Louder(8, 2))
