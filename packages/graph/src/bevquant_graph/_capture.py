@@ -23,8 +23,6 @@ from torch import Tensor, fx, nn
 from torch._library.utils import MutationChecker
 from torch._subclasses import meta_utils
 from torch.export import Dim, ExportedProgram
-from torch.fx.experimental.symbolic_shapes import uninteresting_files
-from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from bevquant_sparse import open_shapes
 
@@ -39,7 +37,6 @@ __all__ = ["capture"]
 
 
 tracing_config: Any = functorch_config
-_FLOATS = (SymT.FLOAT, SymT.UNBACKED_FLOAT)
 
 
 def capture(
@@ -183,6 +180,8 @@ class _Calls:
 
     def summary(self) -> traceback.StackSummary:
         """Outermost first, without what torch would drop."""
+        from torch.fx.experimental.symbolic_shapes import uninteresting_files  # and sympy
+
         passed_over = uninteresting_files()
         frame: FrameType | None = sys._getframe(1)
         calls: list[traceback.FrameSummary] = []
@@ -214,7 +213,10 @@ def _takes_integers(program: ExportedProgram) -> bool:
     """
     taken = [n for n in program.graph.nodes if str(n.target) in NUMBERS]
     kinds = [n.args[0].meta["val"].dtype for n in taken]
-    floats = any(symbol_is_type(symbol, _FLOATS) for symbol in program.range_constraints)
+    from torch.utils._sympy.symbol import SymT, symbol_is_type  # and sympy
+
+    taken_floats = (SymT.FLOAT, SymT.UNBACKED_FLOAT)
+    floats = any(symbol_is_type(symbol, taken_floats) for symbol in program.range_constraints)
     return not floats and not any(k.is_floating_point or k == torch.bool for k in kinds)
 
 
