@@ -98,7 +98,8 @@ def pytest(session: nox.Session, *folders: str) -> None:
     chosen = [*session.posargs, *(() if named else folders)]
     # Compiled modules are kept: tests start many processes, each of which imports torch.
     env = {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONDONTWRITEBYTECODE": ""}
-    session.run("pytest", *WORKERS, "--dist", "loadfile", *chosen, env=env)
+    by_file = ["--dist", "loadfile", "--no-loadscope-reorder"]  # in the order of conftest.py
+    session.run("pytest", *WORKERS, *by_file, *chosen, env=env)
 
 
 @nox.session

@@ -23,6 +23,7 @@ from torch import Tensor, fx, nn
 from torch._library.utils import MutationChecker
 from torch._subclasses import meta_utils
 from torch.export import Dim, ExportedProgram
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from bevquant_sparse import open_shapes
 
@@ -150,6 +151,8 @@ def _exported(
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(open_shapes())
+        # Passes of torch.export compile the graph anew each, and nobody runs what they compiled.
+        stack.enter_context(_use_lazy_graph_module(True))
         # A size of 1 in the example stays open as any other.
         config: Any = symbolic_shapes_config
         stack.enter_context(config.patch(backed_size_oblivious=True))
