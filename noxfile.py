@@ -214,8 +214,7 @@ def lint(session: nox.Session) -> None:
     install(session, everything(), "ruff", "mypy")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
-    for folder in MEMBERS.values():
-        session.run("mypy", str(folder / "src"))
+    session.run("mypy", *(str(folder / "src") for folder in MEMBERS.values()))
 
 
 DOCS = ["mkdocs-material", "mkdocstrings", "mkdocstrings-python", "ruff"]

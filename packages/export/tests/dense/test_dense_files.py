@@ -155,28 +155,12 @@ class Moving(nn.Module):
         return self.last(self.move(F.relu(self.first(x))))
 
 
-Made = tuple[nn.Module, IntegerModel, Tensor]
-
-
-@pytest.fixture(scope="module")
-def once() -> Callable[[str, Callable[[], Made]], Made]:
-    """A net of each name, its integer model and its input, for the files of all profiles."""
-    kept: dict[str, Made] = {}
-
-    def made(name: str, make: Callable[[], Made]) -> Made:
-        if name not in kept:
-            kept[name] = make()
-        return kept[name]
-
-    return made
-
-
 @pytest.mark.parametrize("profile", ["tensorrt", "onnxruntime", "horizon"])
 @pytest.mark.parametrize("name", MOVES)
 def test_values_are_moved_as_torch_does(
     name: str, profile: str, calibrated: Fixture, once: Fixture, tmp_path: Path
 ) -> None:
-    def make() -> Made:
+    def make() -> tuple[nn.Module, IntegerModel, Tensor]:
         x = torch.randn(2, 3, 4, 6)
         model = calibrated(Moving(MOVES[name]), x)
         return model, simulate(model, x), x
@@ -274,7 +258,7 @@ GRIDS: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...]]] = {
 def test_layers_over_grids_have_torchs_geometry(
     name: str, profile: str, calibrated: Fixture, once: Fixture, tmp_path: Path
 ) -> None:
-    def make() -> Made:
+    def make() -> tuple[nn.Module, IntegerModel, Tensor]:
         layers, shape = GRIDS[name]
         rank = len(shape) - 2
         last = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[rank](8, 4, 1)
