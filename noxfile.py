@@ -98,7 +98,8 @@ def pytest(session: nox.Session, *folders: str) -> None:
     chosen = [*session.posargs, *(() if named else folders)]
     # Compiled modules are kept: tests start many processes, each of which imports torch.
     env = {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONDONTWRITEBYTECODE": ""}
-    session.run("pytest", *WORKERS, "--dist", "loadfile", *chosen, env=env)
+    by_file = ["--dist", "loadfile", "--no-loadscope-reorder"]  # in the order of conftest.py
+    session.run("pytest", *WORKERS, *by_file, *chosen, env=env)
 
 
 @nox.session
@@ -213,8 +214,7 @@ def lint(session: nox.Session) -> None:
     install(session, everything(), "ruff", "mypy")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
-    for folder in MEMBERS.values():
-        session.run("mypy", str(folder / "src"))
+    session.run("mypy", *(str(folder / "src") for folder in MEMBERS.values()))
 
 
 DOCS = ["mkdocs-material", "mkdocstrings", "mkdocstrings-python", "ruff"]

@@ -126,11 +126,12 @@ def test_quantizing_simulating_and_exporting(
     fake = quantized(x).detach()
     integer = simulate(quantized, x)
     assert close(integer(x), fake, 1e-3)
-    for profile in ("tensorrt", "onnxruntime"):
+    # Files are written of both.
+    for profile, source in (("tensorrt", integer), ("onnxruntime", quantized)):
         path = tmp_path / f"{profile}.onnx"
         # Not verified, so that it is the exporter that is tested here.
         try:
-            export_qdq_onnx(quantized, x, path, profile, verify=False)
+            export_qdq_onnx(source, x, path, profile, verify=False)
         except ValueError as error:
             assert "export_qdq_onnx: 1" in str(error)  # noqa: PT017 - refused by its path
             assert not path.exists()

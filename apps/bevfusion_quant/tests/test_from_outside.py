@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -65,20 +66,47 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(here: Path, *arguments: str, code: int = 0) -> str:
-    """A command's output in a process that finds the package; its last lines where refused."""
+SERVE = """
+import contextlib, io, json, sys
+from bevfusion_quant.cli import main
+
+for line in sys.stdin:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main(json.loads(line))
+        except SystemExit as left:
+            code = left.code or 0
+    print(json.dumps([code, out.getvalue(), err.getvalue()]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def run(here: Path) -> Iterator[Callable[..., str]]:
+    """A command's output in a process that finds the package; what it says where it is refused.
+
+    One process runs them all: each would import torch and its compiler anew.
+    """
     environment = {**os.environ, "PYTHONPATH": str(here), "COLUMNS": "400"}
-    done = subprocess.run(
-        [sys.executable, "-m", "bevfusion_quant", *arguments],
-        cwd=here, env=environment, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == code, done.stderr
-    assert "Traceback" not in done.stderr
-    return done.stdout if code == 0 else done.stderr
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVE], cwd=here, env=environment,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdin is not None
+        assert process.stdout is not None
+
+        def command(*arguments: str, code: int = 0) -> str:
+            print(json.dumps(arguments), file=process.stdin, flush=True)
+            returned, out, err = json.loads(process.stdout.readline())
+            assert returned == code, err
+            assert "Traceback" not in err
+            return out if code == 0 else err
+
+        yield command
 
 
-def test_help_names_what_packages_bring(here: Path) -> None:
-    data, target = run(here, "ptq", "--help"), run(here, "export", "--help")
+def test_help_names_what_packages_bring(run: Callable[..., str]) -> None:
+    data, target = run("ptq", "--help"), run("export", "--help")
     kinds = next(line for line in data.splitlines() if "--dataset {" in line)
     names = next(line for line in target.splitlines() if "--target {" in line)
     assert {"drives", "street", "kitti"} <= set(
@@ -89,12 +117,12 @@ def test_help_names_what_packages_bring(here: Path) -> None:
     )
 
 
-def test_unknown_names_are_answered_with_those_there_are(here: Path) -> None:
-    message = run(here, "ptq", "--dataset", "waymo", code=2)
+def test_unknown_names_are_answered_with_those_there_are(run: Callable[..., str]) -> None:
+    message = run("ptq", "--dataset", "waymo", code=2)
     assert "--dataset waymo: kind 'waymo': expected one of files, kitti" in message
     assert "drives" in message
     assert "a package adds one as an entry point of the group bevquant.datasets" in message
-    assert "'nothing'" in run(here, "ptq", "--dataset", "broken", "--data", ".", code=2)
+    assert "'nothing'" in run("ptq", "--dataset", "broken", "--data", ".", code=2)
 
 
 def test_a_kind_that_a_program_registers_reaches_its_commands(here: Path) -> None:
@@ -119,20 +147,20 @@ sys.exit(main(["ptq", "--config", "tiny", "--branch", "lidar", "--dataset", "own
     any(importlib.util.find_spec(name) is None for name in ("onnxruntime", "onnxscript", "spconv")),
     reason="files need onnxruntime and onnxscript, the model spconv",
 )
-def test_a_run_on_its_frames_is_written_for_its_engine(here: Path) -> None:
+def test_a_run_on_its_frames_is_written_for_its_engine(here: Path, run: Callable[..., str]) -> None:
     frames = ("--dataset", "drives", "--data", ".", "--split", "night", "--count", "1")
-    run(here, "ptq", "--config", "tiny", "--branch", "lidar-detector", *frames, "--name", "a")
+    run("ptq", "--config", "tiny", "--branch", "lidar-detector", *frames, "--name", "a")
     summary = json.loads((here / "runs/a/summary.json").read_text())
     assert [frame["name"] for frame in summary["frames"]] == ["night of . 0"]
 
-    message = run(here, "export", "--run", "runs/a", "--target", "nobody", code=2)
+    message = run("export", "--run", "runs/a", "--target", "nobody", code=2)
     assert "target 'nobody': expected one of " in message
     assert "mine" in message
     assert "a package adds one as an entry point of the group bevquant.targets" in message
-    message = run(here, "export", "--run", "runs/a", "--target", "portable", code=2)
+    message = run("export", "--run", "runs/a", "--target", "portable", code=2)
     assert "it takes the sparse encoder alone" in message
 
-    run(here, "export", "--run", "runs/a", "--target", "my-engine", *frames, "--name", "b")
+    run("export", "--run", "runs/a", "--target", "my-engine", *frames, "--name", "b")
     manifest = json.loads((here / "runs/b/onnx/manifest.json").read_text())
     assert manifest["verified"] is True
     dense = next(file for file in manifest["files"] if file["kind"] == "int8")

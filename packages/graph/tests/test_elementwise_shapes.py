@@ -88,7 +88,9 @@ def test_activations_have_torchs_own_sizes_strides_and_types(function: Any) -> N
 
 
 def test_batch_norms_have_torchs_own_sizes_strides_and_types() -> None:
-    net = Applied(nn.BatchNorm2d(3), [LAYOUTS[n] for n in ("rows", "channels last", "gaps", "repeated")])
+    net = Applied(
+        nn.BatchNorm2d(3), [LAYOUTS[n] for n in ("rows", "channels last", "gaps", "repeated")]
+    )
     assert values(net.eval(), shortened=True) == values(net, shortened=False)
 
 

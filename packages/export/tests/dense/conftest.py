@@ -42,6 +42,22 @@ def calibrated() -> Calibrated:
     return make
 
 
+@pytest.fixture(scope="module")
+def once() -> Callable[[str, Callable[[], Any]], Any]:
+    """What is made for the first case of a name, such as a calibrated net, serves all its profiles.
+
+    Most of a case's time goes into following its net, which nobody changes.
+    """
+    kept: dict[str, Any] = {}
+
+    def made(name: str, make: Callable[[], Any]) -> Any:
+        if name not in kept:
+            kept[name] = make()
+        return kept[name]
+
+    return made
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     """Outputs of a file, and the operators that onnxruntime makes of it."""

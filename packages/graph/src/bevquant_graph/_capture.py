@@ -18,20 +18,16 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
 import torch.fx.experimental._config as symbolic_shapes_config
 from torch import Tensor, fx, nn
 from torch._library.utils import MutationChecker
 from torch._subclasses import meta_utils
 from torch.export import Dim, ExportedProgram
-from torch.fx.experimental import proxy_tensor
-from torch.fx.experimental.symbolic_shapes import uninteresting_files
-from torch.utils._sympy.symbol import SymT, symbol_is_type
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from bevquant_sparse import open_shapes
 
-from ._elementwise_shapes import elementwise_shapes
 from ._faults import CaptureError, forward_line, running, where
 from ._functional import functional
 from ._graph import NUMBERS, Graph, fixed_number
@@ -43,7 +39,6 @@ __all__ = ["capture"]
 
 
 tracing_config: Any = functorch_config
-_FLOATS = (SymT.FLOAT, SymT.UNBACKED_FLOAT)
 
 
 def capture(
@@ -153,6 +148,12 @@ class _Shell(nn.Module):
 def _exported(
     model: nn.Module, inputs: Tree, leaves: list[Any], *, values: bool, open_sizes: bool
 ) -> tuple[ExportedProgram, Tree]:
+    # Imported here: torch's compiler and sympy take as long as torch itself.
+    from torch._dynamo import config as dynamo_config
+    from torch.fx.experimental import proxy_tensor
+
+    from ._elementwise_shapes import elementwise_shapes
+
     results: list[Tree] = []
     shell = _Shell(model, inputs, results.append)
     shell.training = model.training
@@ -166,6 +167,8 @@ def _exported(
             stack.enter_context(elementwise_shapes())
             # Of symbols hardly any answer is asked for twice, and making its key takes longer.
             stack.enter_context(dynamo_config.patch(fake_tensor_cache_enabled=False))
+        # Passes of torch.export compile the graph anew each, and nobody runs what they compiled.
+        stack.enter_context(_use_lazy_graph_module(True))
         # A size of 1 in the example stays open as any other.
         config: Any = symbolic_shapes_config
         stack.enter_context(config.patch(backed_size_oblivious=True))
@@ -196,6 +199,8 @@ class _Calls:
 
     def summary(self) -> traceback.StackSummary:
         """Outermost first, without what torch would drop."""
+        from torch.fx.experimental.symbolic_shapes import uninteresting_files  # and sympy
+
         passed_over = uninteresting_files()
         frame: FrameType | None = sys._getframe(1)
         calls: list[traceback.FrameSummary] = []
@@ -231,7 +236,10 @@ def _takes_integers(program: ExportedProgram) -> bool:
     """
     taken = [n for n in program.graph.nodes if str(n.target) in NUMBERS]
     kinds = [n.args[0].meta["val"].dtype for n in taken]
-    floats = any(symbol_is_type(symbol, _FLOATS) for symbol in program.range_constraints)
+    from torch.utils._sympy.symbol import SymT, symbol_is_type  # and sympy
+
+    taken_floats = (SymT.FLOAT, SymT.UNBACKED_FLOAT)
+    floats = any(symbol_is_type(symbol, taken_floats) for symbol in program.range_constraints)
     return not floats and not any(k.is_floating_point or k == torch.bool for k in kinds)
 
 

@@ -10,7 +10,6 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch.export import _trace
 
 __all__ = ["evaluation", "quiet"]
 
@@ -28,6 +27,9 @@ def quiet(*more: str) -> Iterator[None]:
     """
     loggers = [logging.getLogger(name) for name in (*_LOGGERS, *more)]
     levels = [logger.level for logger in loggers]
+    # Imports torch's compiler, as long as torch itself takes: only where something is traced.
+    from torch.export import _trace
+
     for logger in loggers:
         logger.setLevel(logging.CRITICAL + 1)
     try:
