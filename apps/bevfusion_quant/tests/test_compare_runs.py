@@ -109,7 +109,7 @@ def test_what_is_written_says_which_runs_and_how_they_differ(
     assert summary["notes"] == [
         "apart is not among the integers: ptq --no-fold left batch norms in place."
     ]
-    sections = read_sections((result.folder / "report.html").read_text())
+    sections = read_sections(result.folder / "page.json")
     html = sections["comparison"].html
     for text in ("four integers", "Weight bits", "Batch norms folded"):
         assert text in html
@@ -118,7 +118,7 @@ def test_what_is_written_says_which_runs_and_how_they_differ(
         summary["accuracy"]["models"]
     )
     assert settings.splitlines()[0].split() == [
-        "run", "weight", "bits", "batch", "norms", "folded"
+        "Run", "Weight", "bits", "Batch", "norms", "folded", "Folder"
     ]  # fmt: skip
     assert "apart is not among the integers" in notes
 

@@ -17,6 +17,17 @@ from bevfusion_quant.results._sensitivity import (
     plan_line,
     sensitivity_text,
 )
+from bevfusion_quant.results._table import (
+    Cell,
+    CellParts,
+    Column,
+    Row,
+    Table,
+    mean_ap_apart,
+    plain_table,
+    setting_text,
+    with_interval,
+)
 
 __all__ = [
     "BpuComparison",
@@ -24,16 +35,25 @@ __all__ = [
     "BpuLayer",
     "BpuOutcome",
     "BpuStage",
+    "Cell",
+    "CellParts",
+    "Column",
     "ExportedFile",
     "ExportedSet",
     "FileLayer",
     "FilePort",
+    "Row",
     "SensitivityOutcome",
     "SetStage",
+    "Table",
     "export_text",
     "file_size",
     "headline",
+    "mean_ap_apart",
+    "plain_table",
     "plan_line",
     "sensitivity_text",
     "set_verdict",
+    "setting_text",
+    "with_interval",
 ]
