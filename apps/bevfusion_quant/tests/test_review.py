@@ -359,7 +359,7 @@ def _break(made: MadeUpRuns, run: Path, what: str) -> dict[str, Any]:
         ("no digests", "no digests.json, so nothing tells .*: run its command again"),
         (
             "script",
-            "what it says of 'scene' does not fill that section's template: .*: run its command again",
+            "what it says of 'scene' does not fill that section's .*: run its command again",
         ),
         ("weights", "weights.safetensors is missing or not the file that the run wrote"),
         ("bpu", "--bpu .*second is a run of kind ptq: give one of bpu"),

@@ -58,7 +58,7 @@ def _head(gathered: Gathered, title: str, checks: Sequence[Check]) -> Section:
     states = [check.state for check in checks]
     words = [run_title(run.settings), f"config {run.settings.config}"]
     words += [f"branch {run.settings.branch}", _made_from(run)]
-    data = {"title": title, "folder": str(run.folder), "words": words}
+    data: dict[str, Any] = {"title": title, "folder": str(run.folder), "words": words}
     data |= {state: states.count(state) for state in ("good", "look", "missing")}
     return Section("head_review", title, data)
 
