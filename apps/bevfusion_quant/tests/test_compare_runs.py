@@ -118,7 +118,7 @@ def test_what_is_written_says_which_runs_and_how_they_differ(
         summary["accuracy"]["models"]
     )
     assert settings.splitlines()[0].split() == [
-        "Run", "Weight", "bits", "Batch", "norms", "folded", "Folder"
+        "run", "weight", "bits", "batch", "norms", "folded", "folder"
     ]  # fmt: skip
     assert "apart is not among the integers" in notes
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from bev_data.metrics import accuracy_text, aligned_table
-from bevfusion_quant.measure import agreement_text, layer_table, or_dash
+from bevfusion_quant.measure import agreement_text, layer_table
+from bevfusion_quant.results import boundary_table, bpu_stage_table
 
 if TYPE_CHECKING:
     from bevfusion_quant.results import BpuOutcome
@@ -24,7 +25,7 @@ def bpu_text(outcome: BpuOutcome) -> Iterator[str]:
     yield "Float against fake-quantized, output of each layer on the BPU"
     yield layer_table(judgement.layers)
     yield "Stages, fake-quantized and integers against float"
-    yield _stages(outcome)
+    yield bpu_stage_table(comparison.stages).text()
     if judgement.agreement:
         yield "Detections, float against fake-quantized, same class"
         yield agreement_text(judgement.agreement, judgement.found)
@@ -35,27 +36,9 @@ def bpu_text(outcome: BpuOutcome) -> Iterator[str]:
         yield accuracy_text(outcome.accuracy)
     yield f"BPU and CPU, march {outcome.march}"
     yield _segments(outcome.plan)
-    yield _boundaries(outcome.plan)
+    yield boundary_table(outcome.plan).text()
     yield "On the CPU:\n" + "\n".join(f"  {n.name}: {n.reason}" for n in outcome.on_cpu)
     yield _estimate(outcome)
-
-
-def _stages(outcome: BpuOutcome) -> str:
-    head = ("stage", "channels", "fake dB", "int dB", "fake cosine", "int cosine")
-    return aligned_table(
-        head,
-        [
-            (
-                row.title,
-                str(row.channels),
-                or_dash(row.fake_sqnr_db, ".1f"),
-                or_dash(row.integer_sqnr_db, ".1f"),
-                or_dash(row.fake_cosine, ".6f"),
-                or_dash(row.integer_cosine, ".6f"),
-            )
-            for row in outcome.comparison.stages
-        ],
-    )
 
 
 def _segments(plan: Plan) -> str:
@@ -65,19 +48,6 @@ def _segments(plan: Plan) -> str:
         named = dict.fromkeys((segment.nodes[0], segment.nodes[-1]))
         rows.append((" … ".join(named), segment.place, str(len(operators))))
     return aligned_table(("segment", "runs on", "operators"), rows)
-
-
-def _boundaries(plan: Plan) -> str:
-    rows = [
-        (b.name, b.kind, b.source, ", ".join(b.readers), _bytes(b.transfer_bytes))
-        for b in plan.boundaries
-    ]
-    rows.append(("together", "", "", "", _bytes(plan.transfer_bytes)))
-    return aligned_table(("boundary", "kind", "from", "to", "bytes"), rows)
-
-
-def _bytes(count: int | None) -> str:
-    return or_dash(count, ",.0f")
 
 
 def _estimate(outcome: BpuOutcome) -> str:

@@ -50,7 +50,10 @@ def write_comparison_page(
     content = ReportContent(
         title=title, config=settings.config, frames=frames, **record.on_page(told)
     )
-    data = {"notes": _notes(comparison), "tables": _tables(comparison)}
+    data = {
+        "notes": _notes(comparison),
+        "tables": [table.on_page() for table in _tables(comparison)],
+    }
     again = reproduce(content)
     sections = [Section("comparison", "Comparison", data), *([] if again is None else [again])]
     return write_page(record.folder / "report.html", title, head(content), sections)
@@ -76,7 +79,7 @@ def _headline(comparison: Comparison) -> Table:
     reach = max(map(_reach, accuracy.models), default=0.0)
     scale = f"{-100 * reach:+.2f} to {100 * reach:+.2f}" if reach else ""
     columns = [Column("Model"), Column("mAP, of 100"), Column("Less float")]
-    columns += [Column(scale, "bars"), Column(nds_title(accuracy))]
+    columns += [Column(scale, "bars", only="page"), Column(nds_title(accuracy))]
     rows = [
         Row(
             (

@@ -1,6 +1,14 @@
 """What commands found, as plain rows and as text: pages and summaries are made of it."""
 
-from bevfusion_quant.results._bpu import BpuComparison, BpuEstimate, BpuLayer, BpuOutcome, BpuStage
+from bevfusion_quant.results._bpu import (
+    BpuComparison,
+    BpuEstimate,
+    BpuLayer,
+    BpuOutcome,
+    BpuStage,
+    boundary_table,
+    bpu_stage_table,
+)
 from bevfusion_quant.results._export import (
     ExportedFile,
     ExportedSet,
@@ -8,13 +16,16 @@ from bevfusion_quant.results._export import (
     FilePort,
     SetStage,
     export_text,
+    file_box_table,
     file_size,
+    file_stage_table,
     set_verdict,
 )
 from bevfusion_quant.results._sensitivity import (
     SensitivityOutcome,
     headline,
     plan_line,
+    sensitivity_table,
     sensitivity_text,
 )
 from bevfusion_quant.results._table import (
@@ -46,12 +57,17 @@ __all__ = [
     "SensitivityOutcome",
     "SetStage",
     "Table",
+    "boundary_table",
+    "bpu_stage_table",
     "export_text",
+    "file_box_table",
     "file_size",
+    "file_stage_table",
     "headline",
     "mean_ap_apart",
     "plain_table",
     "plan_line",
+    "sensitivity_table",
     "sensitivity_text",
     "set_verdict",
     "setting_text",

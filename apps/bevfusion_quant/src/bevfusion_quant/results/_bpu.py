@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from bevfusion_quant.measure import or_dash
+from bevfusion_quant.results._table import CellParts, Table, plain_table
 from bevquant_hybrid.operators import load_support_table
 
 if TYPE_CHECKING:
@@ -14,7 +16,15 @@ if TYPE_CHECKING:
     from bevquant_hybrid.partition import Plan, PlanNode
     from bevquant_hybrid.performance import ChipFigures, LayerEstimate
 
-__all__ = ["BpuComparison", "BpuEstimate", "BpuLayer", "BpuOutcome", "BpuStage"]
+__all__ = [
+    "BpuComparison",
+    "BpuEstimate",
+    "BpuLayer",
+    "BpuOutcome",
+    "BpuStage",
+    "boundary_table",
+    "bpu_stage_table",
+]
 
 
 @dataclass(frozen=True)
@@ -173,3 +183,37 @@ class BpuOutcome:
                 for unit, estimate in self.estimates.items()
             },
         }
+
+
+def boundary_table(plan: Plan) -> Table:
+    """Every crossing between float and integers, with its bytes."""
+    rows = [
+        (
+            CellParts(path=boundary.name),
+            boundary.kind,
+            CellParts(arrow=boundary.source, paths=boundary.readers),
+            or_dash(boundary.transfer_bytes, ","),
+        )
+        for boundary in plan.boundaries
+    ]
+    title = "Bytes of integers across each boundary, in a frame"
+    heads = ("Boundary", "Kind", "From → to", "Bytes")
+    together = ("together", "", "", or_dash(plan.transfer_bytes, ","))
+    return plain_table(title, heads, [*rows, together], "classes boundaries")
+
+
+def bpu_stage_table(stages: Sequence[BpuStage]) -> Table:
+    """Fake-quantized and integer model against float at the end of each stage."""
+    heads = ("Stage", "Channels", "Fake dB", "Integer dB", "Fake cosine", "Integer cosine")
+    rows = [
+        (
+            stage.title,
+            str(stage.channels),
+            or_dash(stage.fake_sqnr_db, ".1f"),
+            or_dash(stage.integer_sqnr_db, ".1f"),
+            or_dash(stage.fake_cosine, ".6f"),
+            or_dash(stage.integer_cosine, ".6f"),
+        )
+        for stage in stages
+    ]
+    return plain_table("SQNR and cosine against float", heads, rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 from bev_data.metrics import aligned_table, span
@@ -68,6 +68,7 @@ class Column(NamedTuple):
         note: What its head says when pointed at.
         first: How it is sorted at the first click.
         is_text: Whether it is sorted as text instead of numbers.
+        only: "page" or "terminal" where only that one shows it.
     """
 
     title: str
@@ -76,6 +77,7 @@ class Column(NamedTuple):
     note: str = ""
     first: str = "ascending"
     is_text: bool = False
+    only: str = ""
 
 
 @dataclass(frozen=True)
@@ -119,15 +121,23 @@ class Table:
     rows: Sequence[Row]
     form: str = "pairs"
     id: str = ""
-    kind: str = field(default="classes")
+    kind: str = "classes"
     hidden: bool = False
 
     def text(self) -> str:
-        """Head and rows for a terminal, which draws no bars."""
-        shown = [index for index, column in enumerate(self.columns) if "bars" not in column.kind]
-        heads = [self.columns[index].title for index in shown]
-        rows = [[_text(row.cells[index]) for index in shown] for row in self.rows]
-        return aligned_table(heads, rows)
+        """Head and rows for a terminal."""
+        told = self._shown("terminal")
+        heads = [_small(column.title) for column in told.columns]
+        return aligned_table(heads, [list(map(_text, row.cells)) for row in told.rows])
+
+    def on_page(self) -> Table:
+        """The columns that a page shows."""
+        return self._shown("page")
+
+    def _shown(self, where: str) -> Table:
+        kept = [i for i, column in enumerate(self.columns) if column.only in ("", where)]
+        rows = [replace(row, cells=[row.cells[i] for i in kept]) for row in self.rows]
+        return replace(self, columns=[self.columns[i] for i in kept], rows=rows)
 
 
 def plain_table(
@@ -171,8 +181,14 @@ def _text(cell: Cell) -> str:
     if isinstance(cell, str):
         return cell
     if "path" in cell:
-        return cell["path"]
+        more = len(cell.get("more", ()))
+        return cell["path"].removeprefix("encoders.") + (f" +{more}" if more else "")
     if "paths" in cell:
-        return ", ".join(cell["paths"])
+        return f"{cell['arrow']} → {', '.join(cell['paths'])}"
     told = cell.get("text", "")
     return f"{told} ({cell['interval']})" if cell.get("interval") else told
+
+
+def _small(head: str) -> str:
+    """A head as a terminal has it: its first letter small, but for abbreviations."""
+    return head if head[1:2].isupper() else head[:1].lower() + head[1:]

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from bevfusion_quant.report._format import count, fixed, percent
 from bevfusion_quant.report._page import Section
-from bevfusion_quant.results import CellParts, Column, Row, Table, plain_table
+from bevfusion_quant.results import CellParts, Column, Row, Table, boundary_table, bpu_stage_table
 
 if TYPE_CHECKING:
     from bevfusion_quant.report._content import ReportContent
-    from bevfusion_quant.results import BpuEstimate, BpuLayer, BpuOutcome, BpuStage
+    from bevfusion_quant.results import BpuEstimate, BpuLayer, BpuOutcome
     from bevquant_hybrid.partition import Plan
 
 __all__ = ["ORDER", "section"]
@@ -39,8 +39,8 @@ def section(content: ReportContent) -> Section | None:
         "segments": list(_segments(plan)),
         # The plan itself: the page draws the picture, so that no markup is ever read from data.
         "plan": plan.to_json(),
-        "boundaries": _boundaries(plan),
-        "stages": _stages(outcome.comparison.stages),
+        "boundaries": boundary_table(plan),
+        "stages": bpu_stage_table(outcome.comparison.stages),
         "on_cpu": [
             {"path": node.path or node.name, "what": node.operator, "reason": node.reason}
             for node in outcome.on_cpu
@@ -57,39 +57,6 @@ def _segments(plan: Plan) -> Iterator[dict[str, Any]]:
         operators = [name for name in segment.nodes if plan.node(name).kind == "operator"]
         ends = list(dict.fromkeys((segment.nodes[0], segment.nodes[-1])))
         yield {"place": segment.place, "ends": ends, "operators": len(operators)}
-
-
-def _boundaries(plan: Plan) -> Table:
-    """Every crossing between float and integers, with its bytes."""
-    rows = [
-        (
-            CellParts(path=boundary.name),
-            boundary.kind,
-            CellParts(arrow=boundary.source, paths=boundary.readers),
-            count(boundary.transfer_bytes),
-        )
-        for boundary in plan.boundaries
-    ]
-    title = "Bytes of integers across each boundary, in a frame"
-    heads = ("Boundary", "Kind", "From → to", "Bytes")
-    together = ("together", "", "", count(plan.transfer_bytes))
-    return plain_table(title, heads, [*rows, together], "classes boundaries")
-
-
-def _stages(stages: Sequence[BpuStage]) -> Table:
-    """Fake-quantized and integer model against float at the end of each stage."""
-    heads = ("Stage", "Fake dB", "Integer dB", "Fake cosine", "Integer cosine")
-    rows = [
-        (
-            stage.title,
-            fixed(stage.fake_sqnr_db, 1),
-            fixed(stage.integer_sqnr_db, 1),
-            fixed(stage.fake_cosine, 5),
-            fixed(stage.integer_cosine, 5),
-        )
-        for stage in stages
-    ]
-    return plain_table("SQNR and cosine against float", heads, rows)
 
 
 def _layers(layers: Sequence[BpuLayer]) -> Table:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from bevfusion_quant.report._format import count, fixed, number
@@ -12,14 +11,15 @@ from bevfusion_quant.results import (
     Column,
     Row,
     Table,
+    file_box_table,
     file_size,
-    plain_table,
+    file_stage_table,
     set_verdict,
 )
 
 if TYPE_CHECKING:
     from bevfusion_quant.report._content import ReportContent
-    from bevfusion_quant.results import ExportedFile, ExportedSet, FileLayer
+    from bevfusion_quant.results import ExportedFile, FileLayer
 
 __all__ = ["ORDER", "section"]
 
@@ -43,8 +43,8 @@ def section(content: ReportContent) -> Section | None:
         "verdict": set_verdict(made),
         "failures": made.failures,
         "files": list(map(_file, made.files)),
-        "stages": _stages(made) if made.stages else None,
-        "boxes": _boxes(made) if made.agreement else None,
+        "stages": file_stage_table(made) if made.stages else None,
+        "boxes": file_box_table(made) if made.agreement else None,
         "layers": Table(title, COLUMNS, rows, "long", "export-layers", "dense"),
     }
     return Section("export", "ONNX files", data)
@@ -71,30 +71,6 @@ def _file(file: ExportedFile) -> dict[str, Any]:
         "findings": file.findings,
         "lists": (("Runs in float", file.runs_in_float), ("Notes", file.notes)),
     }  # fmt: skip
-
-
-def _stages(made: ExportedSet) -> Table:
-    rows = [
-        (
-            stage.title,
-            fixed(stage.fake_sqnr_db, 2),
-            fixed(stage.integer_sqnr_db, 2),
-            fixed(stage.onnx_sqnr_db, 2),
-        )
-        for stage in made.stages
-    ]
-    title = "The files one behind the other: SQNR against float"
-    return plain_table(title, ("Stage", "Fake dB", "Integer dB", "ONNX dB"), rows)
-
-
-def _boxes(made: ExportedSet) -> Table:
-    rows: Sequence[tuple[str, ...]] = [
-        (f"{row.distance:g} m", str(row.float_detections), str(row.quantized_detections),
-         str(row.matched), fixed(row.score_mean, 4))
-        for row in made.agreement
-    ]  # fmt: skip
-    heads = ("Within", "Integer", "ONNX", "Matched", "Mean |Δscore|")
-    return plain_table("Boxes of the integer model and of the files, same class", heads, rows)
 
 
 def _row(layer: FileLayer) -> Row:
