@@ -80,15 +80,15 @@ def frame_record() -> Target:
     """A frame's note and boxes, as a process keeps them for the next run."""
     from bev_data.points import Labels
     from bevfusion.model.head import Detections
-    from bevfusion_quant.frames._note import (
+    from bevfusion_quant.frames._poor_data import (
         FrameNote,
+        PoorData,
         detections_of,
         detections_record,
         note_of,
         note_record,
     )
-    from bevfusion_quant.frames._poor_data import PoorData
-    from bevfusion_quant.ranks._records import pack, unpack
+    from bevfusion_quant.ranks._shards import pack, unpack
 
     labels = Labels(np.ones((2, 7), np.float32), ("car", "bus"))
     poor = PoorData("encoders.lidar", "f", "few voxels", "1 voxel", "calibrate")
@@ -161,7 +161,7 @@ WORDS = [
 
 
 def record() -> Target:
-    from bevfusion_quant.ranks._records import pack, unpack
+    from bevfusion_quant.ranks._shards import pack, unpack
 
     files = {"r.npz": pack({"sums": np.arange(9.0), "names": np.array(["a", "b"])})}
     read = lambda f: unpack((f / "r.npz").read_bytes())  # noqa: E731

@@ -27,7 +27,7 @@ from bevfusion_quant.compare import (
     comparison_text,
     run_compare,
 )
-from bevfusion_quant.compare._alike import names_of
+from bevfusion_quant.compare._run import names_of
 from bevfusion_quant.ptq import PtqConfig, run_evaluate, run_ptq
 from bevfusion_quant.report import read_sections
 from bevfusion_quant.run import settings_of

@@ -8,6 +8,7 @@ from bevfusion_quant.results._bpu import (
     BpuStage,
     boundary_table,
     bpu_stage_table,
+    bpu_text,
 )
 from bevfusion_quant.results._export import (
     ExportedFile,
@@ -59,6 +60,7 @@ __all__ = [
     "Table",
     "boundary_table",
     "bpu_stage_table",
+    "bpu_text",
     "export_text",
     "file_box_table",
     "file_size",

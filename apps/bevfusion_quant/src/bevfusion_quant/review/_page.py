@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from bevfusion_quant.review._gather import Gathered
     from bevfusion_quant.review._headline import HeadlineGroup
 
-__all__ = ["write_review"]
+__all__ = [
+    "review_text",
+    "write_review",
+]
 
 
 def write_review(

@@ -1,26 +1,118 @@
-"""The bird's-eye view: the frame, float features, quantized features, and their difference."""
+"""A run as PNG files: the frame and its maps from above, and its layers one after the other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from matplotlib import colormaps
+from matplotlib import colormaps, rc_context
 from matplotlib.colors import Colormap, ListedColormap
+from matplotlib.figure import Figure
 
-from bevfusion_quant.pictures._style import GREY, figure, save
+from bevfusion_quant.measure import short_names
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
     from bevfusion.model import LidarConfig
-    from bevfusion_quant.measure import StageMaps
+    from bevfusion_quant.measure import LayerRow, StageMaps
 
-__all__ = ["bev_picture"]
+__all__ = ["bev_picture", "layer_picture"]
+
+Layout = Literal["constrained"] | None
+
+INK = "#1f2933"
+GREY = "#7b8794"
+BLUE = "#2b6cb0"
+ORANGE = "#d9480f"
+
+STYLE = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "text.color": INK,
+    "axes.edgecolor": "#9aa5b1",
+    "axes.labelcolor": INK,
+    "axes.linewidth": 0.8,
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
+    "axes.titlepad": 7,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "figure.facecolor": "white",
+    "savefig.facecolor": "white",
+}
+
+
+@contextmanager
+def figure(width: float, height: float, layout: Layout = "constrained") -> Iterator[Figure]:
+    """A figure of the given size in inches, drawn without pyplot and so without a display."""
+    with rc_context(STYLE):
+        yield Figure(figsize=(width, height), layout=layout)
+
+
+def save(drawn: Figure, path: Path, *, dpi: int = 130) -> Path:
+    """Write the figure as PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    FigureCanvasAgg(drawn)
+    # No date or version in the file: the same run writes the same bytes.
+    drawn.savefig(path, dpi=dpi, metadata={"Software": None})
+    return path
+
+
+def layer_picture(folder: Path, rows: Sequence[LayerRow]) -> list[Path]:
+    """Write `layers.png`: SQNR of every layer's output in the order of execution."""
+    shown = [row for row in rows if row.sqnr_db is not None]
+    if not shown:
+        return []
+    # Narrower lines for the whole model, which has several times the layers of one branch.
+    step, size = (0.27, 8) if len(shown) <= 60 else (0.16, 6)
+    with figure(8.6, 1.3 + step * len(shown)) as whole:
+        axes = whole.subplots()
+        heights = range(len(shown))
+        decibels = [float(row.sqnr_db or 0) for row in shown]
+        names = [
+            name.replace("encoder_layers.encoder_layer", "layer") for name in short_names(shown)
+        ]
+        blocks = [not row.kind.startswith("Quant") for row in shown]
+        axes.hlines(heights, 0, decibels, color="#cbd2d9", linewidth=1.2)
+        for is_block, colour, label in ((False, BLUE, "layer"), (True, ORANGE, "block end")):
+            members = [i for i in heights if blocks[i] == is_block and i != len(shown) - 1]
+            axes.scatter(
+                [decibels[i] for i in members], members, s=34, color=colour, label=label, zorder=3
+            )
+        last = len(shown) - 1
+        axes.scatter(
+            [decibels[last]], [last], s=48, marker="D", color=INK, label="output", zorder=3
+        )
+        for height, value in zip(heights, decibels, strict=True):
+            axes.annotate(
+                f"{value:.1f}", (value, height), (7, 0),
+                textcoords="offset points", va="center", fontsize=size, color=GREY,
+            )  # fmt: skip
+        axes.set_yticks(list(heights), names, fontsize=size)
+        axes.invert_yaxis()
+        axes.set_xlim(min(0.0, min(decibels) * 1.1), max(decibels) * 1.12)
+        axes.set_xlabel("SQNR of the layer's output, fake-quantized against float [dB]")
+        axes.set_title("Error carried to each layer, first layer on top")
+        axes.grid(axis="x", color="#e4e7eb", linewidth=0.6)
+        axes.set_axisbelow(True)
+        axes.spines["left"].set_visible(False)
+        axes.tick_params(axis="y", length=0)
+        axes.legend(
+            loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False, fontsize=8,
+            borderaxespad=0.2, handletextpad=0.2,
+        )  # fmt: skip
+        return [save(whole, folder / "layers.png")]
+
 
 Map = npt.NDArray[np.floating[Any]]
 Draw = Callable[["Figure", "Axes"], None]
