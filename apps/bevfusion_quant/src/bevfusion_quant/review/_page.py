@@ -20,10 +20,7 @@ if TYPE_CHECKING:
     from bevfusion_quant.review._gather import Gathered
     from bevfusion_quant.review._headline import HeadlineGroup
 
-__all__ = [
-    "review_text",
-    "write_review",
-]
+__all__ = ["write_review"]
 
 
 def write_review(
