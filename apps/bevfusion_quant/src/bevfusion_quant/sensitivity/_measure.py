@@ -7,7 +7,7 @@ import gc
 import logging
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 import numpy as np
 from torch import nn
@@ -17,7 +17,8 @@ from bev_data.metrics import DetectionMeter, DetectionRules, metrics_of
 from bevfusion.model.head import Detections
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import detections_of, detections_record
-from bevfusion_quant.options import Precision, SensitivityMetric, SensitivityOutput
+from bevfusion_quant.options import SensitivityMetric, SensitivityOutput
+from bevquant_qnn import PlannedGroup
 
 if TYPE_CHECKING:
     from bevfusion.model import Batch, BEVFusion, BEVFusionConfig
@@ -210,7 +211,7 @@ class MeanAp:
 
 METRICS = get_args(SensitivityMetric)
 OUTPUTS = get_args(SensitivityOutput)
-PRECISIONS = get_args(Precision)
+PRECISIONS = tuple(p for p in get_args(get_type_hints(PlannedGroup)["precision"]) if p != "float")
 _HEATMAP = "heads.object.heatmap_head"
 
 
