@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from bevfusion_quant.measure import LayerRow, StageMaps
 
 __all__ = ["bev_picture", "layer_picture"]
-
-Layout = Literal["constrained"] | None
 
 INK = "#1f2933"
 GREY = "#7b8794"
@@ -52,19 +50,19 @@ STYLE = {
 
 
 @contextmanager
-def figure(width: float, height: float, layout: Layout = "constrained") -> Iterator[Figure]:
+def figure(width: float, height: float) -> Iterator[Figure]:
     """A figure of the given size in inches, drawn without pyplot and so without a display."""
     with rc_context(STYLE):
-        yield Figure(figsize=(width, height), layout=layout)
+        yield Figure(figsize=(width, height), layout="constrained")
 
 
-def save(drawn: Figure, path: Path, *, dpi: int = 130) -> Path:
+def save(drawn: Figure, path: Path) -> Path:
     """Write the figure as PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     FigureCanvasAgg(drawn)
     # No date or version in the file: the same run writes the same bytes.
-    drawn.savefig(path, dpi=dpi, metadata={"Software": None})
+    drawn.savefig(path, dpi=130, metadata={"Software": None})
     return path
 
 

@@ -34,14 +34,7 @@ if TYPE_CHECKING:
     from bevfusion_quant.frames import FrameBatches
     from bevfusion_quant.measure import AgreementRow, FoundRow
 
-__all__ = [
-    "Follower",
-    "Models",
-    "NodeProbe",
-    "Tallies",
-    "compare_forms",
-    "node_probes",
-]
+__all__ = ["Follower", "Models", "NodeProbe", "Tallies", "compare_forms", "node_probes"]
 
 
 class Tallies:

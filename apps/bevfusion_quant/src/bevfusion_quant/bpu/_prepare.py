@@ -30,12 +30,7 @@ if TYPE_CHECKING:
     from bevfusion_quant.bpu._units import Label
     from bevquant_hybrid.operators import OperatorCall
 
-__all__ = [
-    "SplitUnits",
-    "compose_plan",
-    "estimate_unit",
-    "unit_plan",
-]
+__all__ = ["SplitUnits", "compose_plan", "estimate_unit", "unit_plan"]
 
 
 def estimate_unit(

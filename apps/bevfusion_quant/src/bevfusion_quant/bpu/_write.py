@@ -21,12 +21,7 @@ if TYPE_CHECKING:
     from bevfusion_quant.bpu._prepare import SplitUnits
     from bevfusion_quant.bpu._quantize import Forms
 
-__all__ = [
-    "BpuResult",
-    "RunWriter",
-    "folding_record",
-    "placement_record",
-]
+__all__ = ["BpuResult", "RunWriter", "folding_record", "placement_record"]
 
 
 def folding_record(units: SplitUnits, change: float) -> dict[str, Any]:

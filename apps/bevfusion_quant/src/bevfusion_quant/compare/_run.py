@@ -35,14 +35,7 @@ if TYPE_CHECKING:
     from bevfusion.model import Batch, BEVFusion
     from bevfusion_quant.steps import ModelSettings
 
-__all__ = [
-    "AlikeRuns",
-    "CompareResult",
-    "check_settings",
-    "load_alike",
-    "names_of",
-    "run_compare",
-]
+__all__ = ["AlikeRuns", "CompareResult", "check_settings", "load_alike", "names_of", "run_compare"]
 
 # Folding moves a heat map by 1e-5 of its largest value, other weights by as much as it is.
 _SAME = 1e-3

@@ -18,12 +18,7 @@ if TYPE_CHECKING:
     from bevfusion.model.head import Detections
     from bevfusion_quant.export._pieces import Piece
 
-__all__ = [
-    "Execute",
-    "box_agreement",
-    "set_stages",
-    "walk",
-]
+__all__ = ["Execute", "box_agreement", "set_stages", "walk"]
 
 Execute = Callable[[FilePart, tuple[Any, ...]], Sequence[Tensor]]
 """A file and its inputs → its outputs."""

@@ -10,12 +10,7 @@ from torch import Tensor, nn
 
 from bevquant_quantizers import TensorQuantizer, named_quantizers
 
-__all__ = [
-    "RangeFollower",
-    "keep_within_ranges",
-    "narrow_weights",
-    "weighted_layers",
-]
+__all__ = ["RangeFollower", "keep_within_ranges", "narrow_weights", "weighted_layers"]
 
 
 def weighted_layers(model: nn.Module) -> list[Any]:

@@ -21,10 +21,7 @@ if TYPE_CHECKING:
     from bevfusion_quant.qat._config import QatConfig
     from bevfusion_quant.train._prepare import PreparedFrames
 
-__all__ = [
-    "Distiller",
-    "Trainer",
-]
+__all__ = ["Distiller", "Trainer"]
 
 
 class Distiller:

@@ -41,12 +41,9 @@ def head(content: ReportContent) -> Section:
     return Section("head_run", content.title, data)
 
 
-def _figure(
-    label: str, value: str, note: str = "", low: bool = False, href: str = "", link: str = ""
-) -> Figure:
-    """A figure, a note below it, and what the note ends with, linked."""
-    told = {"label": label, "value": value, "note": note, "low": low}
-    return {**told, "href": href, "link": link}
+def _figure(label: str, value: str, note: str = "", low: bool = False) -> Figure:
+    """A figure and a note below it, whose end may be made a link: `link`, to the id `href`."""
+    return {"label": label, "value": value, "note": note, "low": low, "href": "", "link": ""}
 
 
 def _figures(content: ReportContent) -> Iterator[Figure]:

@@ -146,12 +146,10 @@ def plain_table(
     rows: Iterable[Sequence[Cell]],
     kind: str = "classes",
     form: str = "pairs",
-    id: str = "",
 ) -> Table:
     """A table of titles and cells, nothing else said of them."""
-    return Table(
-        title, [Column(head) for head in heads], [Row(row) for row in rows], form, id, kind
-    )
+    columns = [Column(head) for head in heads]
+    return Table(title, columns, [Row(row) for row in rows], form, kind=kind)
 
 
 def with_interval(value: str, interval: Interval | None, *, signed: bool = False) -> Cell:

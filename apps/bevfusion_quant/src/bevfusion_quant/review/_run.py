@@ -18,14 +18,7 @@ from bevfusion_quant.review._headline import HeadlineGroup, headline
 from bevfusion_quant.review._page import write_review
 from bevfusion_quant.run import RunRecord, run_folder, versions
 
-__all__ = [
-    "PDF_FILE",
-    "ReviewResult",
-    "find_browser",
-    "print_pdf",
-    "review_text",
-    "run_review",
-]
+__all__ = ["PDF_FILE", "ReviewResult", "find_browser", "print_pdf", "review_text", "run_review"]
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 SECONDS = 300

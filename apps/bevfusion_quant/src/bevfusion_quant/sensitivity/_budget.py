@@ -21,13 +21,7 @@ if TYPE_CHECKING:
     from bevfusion_quant.ranks import Shards
     from bevquant_qnn import Budget, PrecisionPlan, RefinedPlan, SensitivityTable
 
-__all__ = [
-    "ROUNDS",
-    "check_reachable",
-    "parse_budget",
-    "plan_within",
-    "refine_within",
-]
+__all__ = ["ROUNDS", "check_reachable", "parse_budget", "plan_within", "refine_within"]
 
 # The float model's own scores: nothing is above.
 _BEST = {"sqnr": 144.5, "kl": 0.0, "mAP": 100.0}

@@ -31,11 +31,7 @@ if TYPE_CHECKING:
     from bev_data.points import Frame
     from bevfusion_quant.run import RunSettings
 
-__all__ = [
-    "SensitivityResult",
-    "precisions_of",
-    "run_sensitivity",
-]
+__all__ = ["SensitivityResult", "precisions_of", "run_sensitivity"]
 
 # Of activations of 8 bits, by the bits of weights.
 _OWN = {8: "int8", 4: "int4"}

@@ -17,13 +17,7 @@ from bev_data.metrics import aligned_table
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.ranks import current_ranks
 
-__all__ = [
-    "StopRequest",
-    "in_parts",
-    "losses_table",
-    "run_steps",
-    "stop_on_signals",
-]
+__all__ = ["StopRequest", "in_parts", "losses_table", "run_steps", "stop_on_signals"]
 
 
 @dataclass

@@ -27,13 +27,7 @@ if TYPE_CHECKING:
     from bev_data.points import Frame
     from bevfusion_quant.train._split import FrameSource
 
-__all__ = [
-    "FrameForm",
-    "PreparedFrames",
-    "moved",
-    "prepare_frames",
-    "usable_device",
-]
+__all__ = ["FrameForm", "PreparedFrames", "moved", "prepare_frames", "usable_device"]
 
 
 def usable_device(name: str) -> torch.device:
