@@ -169,6 +169,7 @@ def record() -> Target:
 
 
 def run_evidence() -> Target:
+    from bevfusion_quant.ptq import LayerRow
     from bevfusion_quant.report import ReportContent, write_report
     from bevfusion_quant.review._evidence import read_evidence
     from bevfusion_quant.run._folder import RUN_FORMAT, RUN_VERSIONS, write_digests
@@ -178,7 +179,12 @@ def run_evidence() -> Target:
 
     def write(folder: Path) -> None:
         write_json(folder / "config.json", {**head, "config": "tiny", "sha256": {"a": "b"}})
-        write_report(folder / "report.html", ReportContent("r", command="ptq", frames=("f",)))
+        content = ReportContent(
+            "r", command="ptq", frames=("f",), settings={"method": "mse"}, seconds={"total": 1.0},
+            quantization={"skipped": [{"path": "heads.object", "reason": "a softmax"}]},
+            layers=[LayerRow("decoder.0", "QuantConv2d", 8, 9.0, 40.0, 0.99, 0.0, 2.0)],
+        )  # fmt: skip
+        write_report(folder / "report.html", content)
         write_json(folder / "summary.json", {**head, "command": "ptq", "frames": [{"name": "f"}]})
         write_digests(folder)
 
