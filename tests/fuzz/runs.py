@@ -80,15 +80,15 @@ def frame_record() -> Target:
     """A frame's note and boxes, as a process keeps them for the next run."""
     from bev_data.points import Labels
     from bevfusion.model.head import Detections
-    from bevfusion_quant.frames._note import (
+    from bevfusion_quant.frames._poor_data import (
         FrameNote,
+        PoorData,
         detections_of,
         detections_record,
         note_of,
         note_record,
     )
-    from bevfusion_quant.frames._poor_data import PoorData
-    from bevfusion_quant.ranks._records import pack, unpack
+    from bevfusion_quant.ranks._shards import pack, unpack
 
     labels = Labels(np.ones((2, 7), np.float32), ("car", "bus"))
     poor = PoorData("encoders.lidar", "f", "few voxels", "1 voxel", "calibrate")
@@ -161,7 +161,7 @@ WORDS = [
 
 
 def record() -> Target:
-    from bevfusion_quant.ranks._records import pack, unpack
+    from bevfusion_quant.ranks._shards import pack, unpack
 
     files = {"r.npz": pack({"sums": np.arange(9.0), "names": np.array(["a", "b"])})}
     read = lambda f: unpack((f / "r.npz").read_bytes())  # noqa: E731
@@ -169,6 +169,7 @@ def record() -> Target:
 
 
 def run_evidence() -> Target:
+    from bevfusion_quant.ptq import LayerRow
     from bevfusion_quant.report import ReportContent, write_report
     from bevfusion_quant.review._evidence import read_evidence
     from bevfusion_quant.run._folder import RUN_FORMAT, RUN_VERSIONS, write_digests
@@ -178,7 +179,12 @@ def run_evidence() -> Target:
 
     def write(folder: Path) -> None:
         write_json(folder / "config.json", {**head, "config": "tiny", "sha256": {"a": "b"}})
-        write_report(folder / "report.html", ReportContent("r", command="ptq", frames=("f",)))
+        content = ReportContent(
+            "r", command="ptq", frames=("f",), settings={"method": "mse"}, seconds={"total": 1.0},
+            quantization={"skipped": [{"path": "heads.object", "reason": "a softmax"}]},
+            layers=[LayerRow("decoder.0", "QuantConv2d", 8, 9.0, 40.0, 0.99, 0.0, 2.0)],
+        )  # fmt: skip
+        write_report(folder / "report.html", content)
         write_json(folder / "summary.json", {**head, "command": "ptq", "frames": [{"name": "f"}]})
         write_digests(folder)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from bev_scenes import street_frame
 from bevfusion.model import CONFIGS, Batch, BEVFusion, build_model, random_weights
 from bevfusion_quant.bpu import BpuConfig
-from bevfusion_quant.bpu._follow import Models
+from bevfusion_quant.bpu._compare import Models
 from bevfusion_quant.bpu._prepare import SplitUnits
 from bevfusion_quant.bpu._quantize import Forms, for_march
 from bevfusion_quant.bpu._split import SplitModel

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from bpu_split import TINY, Split, split
 
 from bevfusion_quant.bpu._compare import compare_forms, node_probes
-from bevfusion_quant.bpu._labels import node_labels
+from bevfusion_quant.bpu._units import node_labels
 from bevfusion_quant.results._bpu import BpuComparison
 from bevquant_hybrid.qtensor import QTensor, as_float
 

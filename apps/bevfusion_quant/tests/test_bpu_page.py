@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
+import pytest
 from bpu_outcome import LAYERS, outcome
 
-from bevfusion_quant.report import ReportContent, write_report
-from bevfusion_quant.report._bpu_picture import partition_picture
+from bevfusion_quant.report import ReportContent, read_sections, write_report
+from bevfusion_quant.report._format import by_page_scheme, partition_picture
 
 EVIL = '</script><script>hurt()</script><b title="x">'
 
@@ -59,12 +61,13 @@ def test_what_the_march_does_not_allow_is_said_first(tmp_path: Path) -> None:
 
 
 def test_the_picture_takes_both_schemes_from_the_page() -> None:
-    svg = outcome().picture
+    made = outcome()
+    svg = made.picture
     light, dark = (
         dict(re.findall(r"(--[\w-]+):(#\w+)", part))
         for part in svg.split("@media (prefers-color-scheme: dark)")
     )
-    text = str(partition_picture(svg))
+    text = partition_picture(made.plan.to_json())
     assert "prefers-color-scheme" not in text
     for name, colour in light.items():
         assert f"{name}:light-dark({colour},{dark.get(name, colour)})" in text
@@ -74,9 +77,20 @@ def test_the_picture_takes_both_schemes_from_the_page() -> None:
 
 def test_a_picture_without_a_dark_scheme_stays_as_it_is() -> None:
     svg = "<svg><style>rect { --x:#fff }</style></svg>"
-    assert svg in partition_picture(svg)
+    assert by_page_scheme(svg) == svg
 
 
 def test_nothing_in_the_section_asks_the_network(tmp_path: Path) -> None:
     text = page(tmp_path, bpu=outcome())
     assert not re.findall(r'(?:src|srcset|data|action)="https?:', text)
+
+
+def test_data_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
+    page(tmp_path, bpu=outcome())
+    data = tmp_path / "page.json"
+    found = json.loads(data.read_text(encoding="utf-8"))
+    figure = found["sections"][0]["data"]["figures"]["cores"]
+    figure["source"] = "javascript:hurt()"
+    data.write_text(json.dumps(found), encoding="utf-8")
+    with pytest.raises(ValueError, match="'javascript:hurt\\(\\)' is no https:// address"):
+        read_sections(data)

@@ -177,7 +177,9 @@ def test_simulate_gives_the_runs_own_figures_and_leaves_it_alone(
     assert here["bpu"] == there["bpu"]
     assert here["stages"] == there["stages"]
     assert there["evaluates"] == str(runs / "a")
-    assert re.search(r"^stage +channels +fake dB +int dB", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(
+        r"^stage +channels +fake dB +integer dB", capsys.readouterr().out, re.MULTILINE
+    )
     assert '<section id="bpu"' in (again / "report.html").read_text(encoding="utf-8")
 
 

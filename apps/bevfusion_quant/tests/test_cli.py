@@ -21,7 +21,10 @@ import torch
 from bev_data.datasets import write_frame_folder
 from bev_scenes import street_frame
 from bevfusion.model import CONFIGS, build_model
+from bevfusion_quant import InputError
 from bevfusion_quant.cli import main
+from bevfusion_quant.commands.ptq import Ptq
+from bevfusion_quant.options import check_options
 
 if importlib.util.find_spec("spconv") is None:
     pytest.skip("spconv is not installed", allow_module_level=True)
@@ -217,7 +220,6 @@ def test_existing_folders(here: Path, capsys: pytest.CaptureFixture[str]) -> Non
         ["fly"],
         ["demo", "--unknown"],
         ["demo", "--config", "huge"],
-        ["ptq", "--points", "x.bin", "--method", "best"],
         ["ptq", "--points", "x.bin", "--branch", "radar"],
         ["tree", "--stage", "int8"],
     ],
@@ -228,6 +230,29 @@ def test_unknown_options(arguments: list[str], capsys: pytest.CaptureFixture[str
     assert caught.value.code == 2
     captured = capsys.readouterr()
     assert "Traceback" not in captured.err + captured.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("ptq --points x.bin --method best", "--method best: expected one of max, mse, entropy"),
+        ("ptq --points x.bin --rounding up", "--rounding up: expected one of gptq, nearest"),
+        ("ptq --points x.bin --target bpu --march nash-e", "--march nash-e: expected one of bern"),
+        ("sensitivity --run x --precisions int8 int3", "int3: expected one of int4, int8, int16"),
+    ],
+)
+def test_names_that_their_owners_do_not_know(
+    here: Path, arguments: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments.split()) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_name_that_its_owner_learns_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bevquant_quantizers.calib.METHODS", ("mse", "median"))
+    check_options(Ptq(method="median"))
+    with pytest.raises(InputError, match="--method max: expected one of mse, median"):
+        check_options(Ptq(method="max"))
 
 
 def test_a_full_disk(

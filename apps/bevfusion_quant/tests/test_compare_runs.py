@@ -27,7 +27,7 @@ from bevfusion_quant.compare import (
     comparison_text,
     run_compare,
 )
-from bevfusion_quant.compare._alike import names_of
+from bevfusion_quant.compare._run import names_of
 from bevfusion_quant.ptq import PtqConfig, run_evaluate, run_ptq
 from bevfusion_quant.report import read_sections
 from bevfusion_quant.run import settings_of
@@ -109,7 +109,7 @@ def test_what_is_written_says_which_runs_and_how_they_differ(
     assert summary["notes"] == [
         "apart is not among the integers: ptq --no-fold left batch norms in place."
     ]
-    sections = read_sections((result.folder / "report.html").read_text())
+    sections = read_sections(result.folder / "page.json")
     html = sections["comparison"].html
     for text in ("four integers", "Weight bits", "Batch norms folded"):
         assert text in html
@@ -118,7 +118,7 @@ def test_what_is_written_says_which_runs_and_how_they_differ(
         summary["accuracy"]["models"]
     )
     assert settings.splitlines()[0].split() == [
-        "run", "weight", "bits", "batch", "norms", "folded"
+        "run", "weight", "bits", "batch", "norms", "folded", "folder"
     ]  # fmt: skip
     assert "apart is not among the integers" in notes
 

@@ -19,9 +19,9 @@ from bpu_split import small_frame
 from bevfusion.model import CONFIGS, PARTS, BEVFusion, build_model, random_weights
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.export import ExportedSet, export_model, export_text
+from bevfusion_quant.export._chain import walk
 from bevfusion_quant.export._files import bpu_files, nvidia_files
 from bevfusion_quant.export._pieces import nvidia_pieces
-from bevfusion_quant.export._walk import walk
 from bevfusion_quant.ptq import (
     FrameBatches,
     calibrate_branch,

@@ -34,7 +34,7 @@ from bevfusion_quant.ptq import (
 )
 from bevfusion_quant.run import settings_of
 from bevfusion_quant.sensitivity import run_sensitivity
-from bevfusion_quant.sensitivity._precisions import precisions_of
+from bevfusion_quant.sensitivity._run import precisions_of
 from bevquant_quantizers import TensorQuantizer
 
 if importlib.util.find_spec("spconv") is None:

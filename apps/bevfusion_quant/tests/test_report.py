@@ -22,11 +22,12 @@ from bevfusion_quant.report import (
     ReportFigure,
     ReportScene,
     ReportStage,
+    Section,
+    head,
     read_sections,
     write_page,
     write_report,
 )
-from bevfusion_quant.report._html import Html
 
 EVIL = '</script><script>alert("x")</script>&amp;'
 EXTENT = (-10.0, -10.0, 10.0, 10.0)
@@ -370,21 +371,53 @@ def test_quantizers_that_saw_nothing_or_zeros(tmp_path: Path) -> None:
 
 
 def test_sections_read_back_make_the_same_page(tmp_path: Path) -> None:
-    written_page = write_report(tmp_path / "a.html", replace(full(), title=EVIL))
-    text = written_page.read_text(encoding="utf-8")
-    sections = read_sections(text)
+    content = replace(full(), title=EVIL)
+    written_page = write_report(tmp_path / "a.html", content)
+    sections = read_sections(tmp_path / "page.json")
     assert list(sections) == [
         "scene", "stages", "layers", "decisions", "quantizers", "reproduce",
     ]  # fmt: skip
     assert sections["layers"].title == "Layers"
-    top = text[text.index('<header class="head">') + 21 : text.index("</header>\n<noscript>")]
-    again = write_page(tmp_path / "b.html", EVIL, Html(top), list(sections.values()))
+    again = write_page(tmp_path / "b.html", EVIL, head(content), list(sections.values()))
     assert again.read_bytes() == written_page.read_bytes()
 
 
-@pytest.mark.parametrize("came", ["<p>another page</p>", "form"])
-def test_pages_of_another_form_are_not_read(tmp_path: Path, came: str) -> None:
-    text = write_report(tmp_path / "a.html", full()).read_text(encoding="utf-8")
-    newer = text.replace('quant-page" content="1"', 'quant-page" content="99"')
-    with pytest.raises(ValueError, match=r"no page of bevfusion-quant|has form 99"):
-        read_sections(newer if came == "form" else came)
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("<p>another page</p>", "not a page's data|is not JSON"),
+        ('{"format": "bevfusion-quant page", "version": 99}', "version 99, expected 2"),
+    ],
+)
+def test_pages_of_another_form_are_not_read(tmp_path: Path, written: str, said: str) -> None:
+    (tmp_path / "page.json").write_text(written)
+    with pytest.raises(ValueError, match=said):
+        read_sections(tmp_path / "page.json")
+
+
+@pytest.mark.parametrize(
+    ("key", "data"),
+    [
+        ("layers", {"low": "<b>"}),
+        ("base", {}),
+        ("macros", {}),
+        ("nowhere", {}),
+        ("decisions", [1, 2]),
+        ("reproduce", "text"),
+    ],
+)
+def test_data_that_fills_no_template_is_refused(tmp_path: Path, key: str, data: Any) -> None:
+    write_page(tmp_path / "a.html", "x", head(full()), [])
+    page = json.loads((tmp_path / "page.json").read_text())
+    page["sections"] = [{"key": key, "title": "t", "data": data}]
+    (tmp_path / "page.json").write_text(json.dumps(page))
+    with pytest.raises(ValueError, match=f"what it says of '{key}' does not fill that section's"):
+        read_sections(tmp_path / "page.json")
+
+
+def test_markup_in_data_is_text_on_the_page(tmp_path: Path) -> None:
+    entry = {"search": EVIL, "paths": [EVIL], "text": EVIL}
+    one = {"name": EVIL, "title": EVIL, "note": EVIL, "open": True, "entries": [entry]}
+    page = Page(str(Section("decisions", "Decisions", [one]).html))
+    assert not page.all("script")
+    assert "".join(page.text).count(EVIL) == 4

@@ -49,24 +49,25 @@ def answer(result: ReviewResult, words: str) -> Any:
     return check
 
 
-def test_all_sections_each_from_the_folder_that_it_names(text: str) -> None:
-    sections = read_sections(text)
+def test_all_sections_each_from_the_folder_that_it_names(full: ReviewResult, text: str) -> None:
+    sections = read_sections(full.folder / "page.json")
     assert list(sections) == KEYS
-    sources = {
-        key: match[1].rsplit("/", 1)[1]
-        for key, section in sections.items()
-        if (match := re.search(r'<p class="note source">From <code>([^<]*)</code>', section.html))
-    }
+    shown = re.findall(
+        r'<section id="(\w+)"[^>]*><h2[^>]*>[^<]*</h2><p class="note source">From <code>([^<]*)<',
+        text,
+    )
+    sources = {key: folder.rsplit("/", 1)[1] for key, folder in shown}
+    assert {k: s.source[0] for k, s in sections.items() if s.source} == dict(shown)
     assert sources == {
         "accuracy": "simulate", "scene": "simulate", "layers": "simulate",
         "sensitivity": "sensitivity", "quantizers": "simulate", "integers": "simulate",
         "export": "export", "bpu": "bpu", "decisions": "ptq",
     }  # fmt: skip
-    assert sections["layers"].data["layers"][0][0] == EVIL  # what its script draws came along
+    assert sections["layers"].script["layers"][0][0] == EVIL  # what its script draws came along
 
 
 def test_the_headline_has_every_model_with_intervals(full: ReviewResult, text: str) -> None:
-    verdict = read_sections(text)["verdict"].html
+    verdict = read_sections(full.folder / "page.json")["verdict"].html
     wanted = accuracy("float", "quantized", "integer")
     for entry in wanted.models:
         assert f">{points(entry.metrics.mean_ap)}<" in verdict
@@ -83,7 +84,7 @@ def test_the_headline_has_every_model_with_intervals(full: ReviewResult, text: s
 
 
 def test_every_folder_is_named_with_command_and_digests(full: ReviewResult, text: str) -> None:
-    trail = read_sections(text)["trail"].html
+    trail = read_sections(full.folder / "page.json")["trail"].html
     names = [evidence.folder.name for evidence in full.gathered.all]
     assert names == ["ptq", "simulate", "sensitivity", "export", "qat", "simulate-qat", "bpu"]
     for evidence in full.gathered.all:
@@ -132,7 +133,7 @@ def test_what_nobody_measured_is_named_with_its_command(made: MadeUpRuns) -> Non
         f"bevfusion-quant ptq --target bpu --config tiny --weights w.pth {source}",
     ]
     page = (result.folder / "report.html").read_text(encoding="utf-8")
-    assert list(read_sections(page)) == [
+    assert list(read_sections(result.folder / "page.json")) == [
         "verdict", "layers", "quantizers", "decisions", "trail", "sign",
     ]  # fmt: skip
     for command in commands:
@@ -310,7 +311,7 @@ def _break(made: MadeUpRuns, run: Path, what: str) -> dict[str, Any]:
         write_digests(evaluation)
     if what == "page":
         page = evaluation / "page.json"
-        page.write_text(page.read_text().replace('"version":1', '"version":9'))
+        page.write_text(page.read_text().replace('"version":2', '"version":9'))
         write_digests(evaluation)
     if what == "gone":
         (evaluation / "page.json").unlink()
@@ -322,7 +323,7 @@ def _break(made: MadeUpRuns, run: Path, what: str) -> dict[str, Any]:
     if what == "script":
         page = evaluation / "page.json"
         data = json.loads(page.read_text())
-        data["sections"][0]["content"].append(["script", {}, ["hurt()"]])
+        data["sections"][0]["data"] = [["script", {}, ["hurt()"]]]
         page.write_text(json.dumps(data))
         write_digests(evaluation)
     if what == "weights":
@@ -352,11 +353,14 @@ def _break(made: MadeUpRuns, run: Path, what: str) -> dict[str, Any]:
         ("newer", "summary.json is of version 99, this program reads"),
         ("lacking", r"export cannot be put on a page: summary.json lacks .* kind export found"),
         ("of another type", r"at layers\[0\].sqnr_db: expected .*: run its command again"),
-        ("page", "version 9, expected 1: run its command again"),
+        ("page", "version 9, expected 2: run its command again"),
         ("gone", "cannot be put on a page: .*No such file"),
         ("edited", "summary.json is not the file that the run wrote: it was changed: run its"),
         ("no digests", "no digests.json, so nothing tells .*: run its command again"),
-        ("script", r"\['script', \{\}, \['hurt\(\)'\]\] is no element of a page"),
+        (
+            "script",
+            "what it says of 'scene' does not fill that section's .*: run its command again",
+        ),
         ("weights", "weights.safetensors is missing or not the file that the run wrote"),
         ("bpu", "--bpu .*second is a run of kind ptq: give one of bpu"),
         ("float weights", "its weights is 'v.pth', that of .* is 'w.pth'"),

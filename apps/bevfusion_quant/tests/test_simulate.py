@@ -235,5 +235,5 @@ def test_the_page_to_sign_reads_what_the_commands_wrote(runs: Path, tmp_path: Pa
     states = {check.question: check.state for check in result.checks}
     assert states["Do integers compute what the quantized model says?"] == "good"
     assert states["What does it lose against float?"] == "missing"  # no head finds boxes
-    sections = read_sections((result.folder / "report.html").read_text(encoding="utf-8"))
+    sections = read_sections(result.folder / "page.json")
     assert {"verdict", "layers", "quantizers", "integers", "decisions"} <= set(sections)

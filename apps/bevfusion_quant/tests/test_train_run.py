@@ -23,8 +23,8 @@ from bevfusion_quant._errors import InputError
 from bevfusion_quant.cli import main
 from bevfusion_quant.train import Augmentation, FrameSource, TrainConfig, TrainResult, run_train
 from bevfusion_quant.train._checkpoint import CHECKPOINT, read_checkpoint
-from bevfusion_quant.train._stop import stop_on_signals
-from bevfusion_quant.train._weights import WEIGHTS
+from bevfusion_quant.train._loop import stop_on_signals
+from bevfusion_quant.train._run import WEIGHTS
 
 if importlib.util.find_spec("spconv") is None:
     pytest.skip("spconv is not installed", allow_module_level=True)

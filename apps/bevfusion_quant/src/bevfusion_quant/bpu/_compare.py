@@ -2,25 +2,243 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from bevfusion_quant.bpu._follow import Follower, Models
-from bevfusion_quant.bpu._probe import NodeProbe
-from bevfusion_quant.bpu._tallies import Tallies
-from bevfusion_quant.measure import Judgement, LayerRow, PairSums, whole_output
-from bevfusion_quant.results import BpuComparison
+from bevfusion_quant.measure import (
+    DetectionTally,
+    Judgement,
+    LayerRow,
+    Leader,
+    PairSums,
+    StageMaps,
+    StageProbe,
+    lead,
+    whole_output,
+)
+from bevfusion_quant.results import BpuComparison, BpuLayer, BpuStage
+from bevquant_hybrid.qtensor import QTensor, as_float
 
 if TYPE_CHECKING:
     from bev_data.metrics import AccuracyTally
-    from bevfusion.model import BEVFusionConfig
-    from bevfusion_quant.bpu._labels import Label
+    from bev_data.points import Labels
+    from bevfusion.model import Batch, BEVFusion, BEVFusionConfig
+    from bevfusion.model.head import Detections
     from bevfusion_quant.bpu._quantize import Forms
+    from bevfusion_quant.bpu._split import Note, SplitModel
+    from bevfusion_quant.bpu._units import Label
     from bevfusion_quant.frames import FrameBatches
+    from bevfusion_quant.measure import AgreementRow, FoundRow
 
-__all__ = ["compare_forms", "node_probes"]
+__all__ = ["Follower", "Models", "NodeProbe", "Tallies", "compare_forms", "node_probes"]
+
+
+class Tallies:
+    """Float against fake-quantized, and float against integers; empty without a head.
+
+    Args:
+        config: Sizes.
+        model: Whose head decodes.
+        accuracy: Is handed all three models' detections, as "float", "quantized" and "integer".
+
+    Attributes:
+        first: Float and fake-quantized detections of the first frame.
+        float_detections: The float model's, frame by frame.
+    """
+
+    def __init__(
+        self, config: BEVFusionConfig, model: BEVFusion, accuracy: AccuracyTally | None = None
+    ) -> None:
+        low_x, low_y, _, high_x, high_y, _ = config.lidar.point_cloud_range
+        extent = (low_x, low_y, high_x, high_y)
+        self._head = model.head if model.heads is not None else None
+        self._fake = DetectionTally(config.head.classes, extent)
+        self._integer = DetectionTally(config.head.classes, extent)
+        self._accuracy = accuracy
+        self.first: tuple[Detections, Detections] | None = None
+        self.float_detections: list[Detections] = []
+
+    def add(
+        self, frame: tuple[int, str], wanted: Any, fake: Any, got: Any, labels: Labels | None
+    ) -> None:
+        """Count one frame, of this number and name, from the three models' outputs."""
+        if self._head is None:
+            return
+        real, quantized, integers = (self._head.decode(o)[0] for o in (wanted, fake, got))
+        self._fake.add(real, quantized, labels)
+        self._integer.add(real, integers, labels)
+        self.float_detections.append(real)
+        if self._accuracy is not None:
+            for name, found in (("float", real), ("quantized", quantized), ("integer", integers)):
+                self._accuracy.add(name, *frame, found, labels)
+        self.first = self.first or (real, quantized)
+
+    def fake(self) -> tuple[list[AgreementRow], list[FoundRow]]:
+        """Float against fake-quantized: how detections agree, which labels both find."""
+        return self._rows(self._fake)
+
+    def integer(self) -> tuple[list[AgreementRow], list[FoundRow]]:
+        """Float against integers."""
+        return self._rows(self._integer)
+
+    def _rows(self, tally: DetectionTally) -> tuple[list[AgreementRow], list[FoundRow]]:
+        return (tally.agreement(), tally.found()) if self.float_detections else ([], [])
+
+
+_HALF_RANGE = 127.5  # steps from 0 to the end of int8's range, as scales are made
+
+
+@dataclass(eq=False)
+class NodeProbe:
+    """Sums over one node's results."""
+
+    label: Label
+    sources: tuple[str, ...]
+    fake: PairSums = field(default_factory=PairSums)
+    integer: PairSums = field(default_factory=PairSums)
+    shape: tuple[int, ...] = ()
+    frames: int = 0
+    max_steps: int = 0
+    sum_steps: int = 0
+    differ: int = 0
+    numel: int = 0
+    beyond: int = 0
+    amax: float | None = None
+
+    @property
+    def is_operator(self) -> bool:
+        """Whether it computes, instead of quantizing what comes in."""
+        return not self.label.operator.endswith("Stub")
+
+    def judge(self, wanted: Tensor, fake: QTensor, got: QTensor) -> None:
+        """One frame's results."""
+        self.fake.add(wanted, fake.dequantize())
+        self.integer.add(wanted, got.dequantize())
+        apart = (got.int_repr().int() - fake.int_repr().int()).abs_()
+        self.max_steps = max(self.max_steps, int(apart.max()))
+        self.sum_steps += int(apart.sum())
+        self.differ += int(torch.count_nonzero(apart))
+        self.shape, self.frames = tuple(wanted.shape), self.frames + 1
+        # How much of the float result the scale that its readers see cannot express.
+        self.amax = float(fake.scale) * _HALF_RANGE
+        self.numel += wanted.numel()
+        low, high = wanted.aminmax()
+        if max(-float(low), float(high)) > self.amax:
+            self.beyond += int(torch.count_nonzero(wanted.abs() > self.amax))
+
+    def row(self, sources: list[NodeProbe]) -> BpuLayer:
+        """What was seen, and of its inputs what they could not express."""
+        read = sum(source.numel for source in sources)
+        ranges = [source.amax for source in sources if source.amax is not None]
+        return BpuLayer(
+            self.label.path,
+            self.label.operator,
+            self.shape[1],
+            self.numel / self.shape[1] / self.frames,
+            self.fake.sqnr_db,
+            self.fake.cosine,
+            self.integer.sqnr_db,
+            self.integer.cosine,
+            self.max_steps,
+            self.sum_steps / self.numel,
+            self.differ / self.numel,
+            sum(source.beyond for source in sources) / read if read else None,
+            max(ranges, default=None),
+        )
+
+
+STAGES = ("neck", "camera", "lidar", "fuser", "decoder", "head")
+
+
+class Models(NamedTuple):
+    """The model three times; the parts on the CPU are the same modules."""
+
+    real: SplitModel
+    fake: SplitModel
+    integer: SplitModel
+
+
+@dataclass(eq=False)
+class Follower:
+    """Collects what three models compute, node by node.
+
+    Args:
+        probes: What to watch, by "unit/node"; nodes that all three have.
+    """
+
+    probes: Mapping[str, NodeProbe]
+    _stages: dict[str, tuple[StageProbe, PairSums]] = field(default_factory=dict)
+    _order: list[NodeProbe] = field(default_factory=list)
+
+    def follow(self, models: Models, batch: Batch) -> tuple[Any, Any, Any]:
+        """Run one batch; answers the three outputs.
+
+        Only what is watched is handed out, so that no model's values pile up.
+        """
+        leaders: list[Leader[Any]] = []
+
+        def leading(place: int) -> Callable[[], Any]:
+            def run() -> Any:
+                return models[place](*batch, note=self._watched(leaders[place].hand_out))
+
+            return run
+
+        def judge(name: str, got: Tensor) -> None:
+            wanted, quantized = (leader.take(name) for leader in leaders)
+            self._judge(name, wanted, quantized, got)
+
+        with lead(leading(0)) as real, lead(leading(1)) as fake:
+            leaders += [real, fake]
+            got = models.integer(*batch, note=self._watched(judge))
+            return real.result(), fake.result(), got
+
+    def _watched(self, note: Note) -> Note:
+        def tell(name: str, value: Tensor) -> None:
+            if name in self.probes or name in STAGES:
+                note(name, value)
+
+        return tell
+
+    def _judge(self, name: str, wanted: Tensor, fake: Tensor, got: Tensor) -> None:
+        if name in STAGES:
+            if name not in self._stages:
+                self._stages[name] = StageProbe(name, ""), PairSums()
+            stage, integers = self._stages[name]
+            stage.add(wanted, as_float(fake))
+            integers.add(wanted, as_float(got))
+        elif isinstance(fake, QTensor) and isinstance(got, QTensor):
+            probe = self.probes[name]
+            if probe not in self._order:
+                self._order.append(probe)
+            probe.judge(wanted, fake, got)
+
+    def layers(self) -> tuple[BpuLayer, ...]:
+        """Operators that gave integers, in the order of execution."""
+        known = {name: probe for name, probe in self.probes.items() if probe in self._order}
+        return tuple(
+            probe.row([known[name] for name in probe.sources if name in known])
+            for probe in self._order
+            if probe.is_operator
+        )
+
+    def maps(self) -> list[StageMaps]:
+        """Float and fake-quantized maps of the first frame at the end of each stage."""
+        return [stage.result() for stage, _ in self._stages.values()]
+
+    def stages(self) -> tuple[BpuStage, ...]:
+        """Both quantized models at the end of each stage."""
+        rows = [(stage.result().row, integers) for stage, integers in self._stages.values()]
+        return tuple(
+            BpuStage(
+                *(row.stage, row.title, row.channels, row.sqnr_db, row.cosine),
+                *(integers.sqnr_db, integers.cosine),
+            )
+            for row, integers in rows
+        )
 
 
 def node_probes(

@@ -11,13 +11,11 @@ import torch
 
 from bevfusion.model import CONFIGS, build_model
 from bevfusion_quant.bpu._compare import compare_forms, node_probes
-from bevfusion_quant.bpu._labels import node_labels
-from bevfusion_quant.bpu._load import load_bpu_run
 from bevfusion_quant.bpu._prepare import SplitUnits
 from bevfusion_quant.bpu._quantize import for_march
-from bevfusion_quant.bpu._record import folding_record, placement_record
-from bevfusion_quant.bpu._save import save_weights
-from bevfusion_quant.bpu._write import BpuResult, RunWriter
+from bevfusion_quant.bpu._save import load_bpu_run, save_weights
+from bevfusion_quant.bpu._units import node_labels
+from bevfusion_quant.bpu._write import BpuResult, RunWriter, folding_record, placement_record
 from bevfusion_quant.frames import FrameBatches, data_findings, finding_lines
 from bevfusion_quant.measure import accuracy_tally, relative_change, whole_output
 from bevfusion_quant.results import BpuOutcome

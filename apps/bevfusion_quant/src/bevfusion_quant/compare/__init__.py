@@ -1,8 +1,8 @@
 """Several finished runs of one float model, judged by the same labels in one pass."""
 
 from bevfusion_quant.compare._outcome import ComparedRun, Comparison
+from bevfusion_quant.compare._page import comparison_text
 from bevfusion_quant.compare._run import CompareResult, run_compare
-from bevfusion_quant.compare._text import comparison_text
 
 __all__ = [
     "CompareResult",

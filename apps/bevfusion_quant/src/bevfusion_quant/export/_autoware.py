@@ -50,7 +50,7 @@ def join_for_autoware(
 
 def whole_layers(written: Written, args: tuple[Any, ...]) -> tuple[FileLayer, ...]:
     """Boxes of the whole file against its parts, in onnxruntime, on the map of its encoder."""
-    from bevfusion_quant.export._run_files import open_session, session_of
+    from bevfusion_quant.export._check import open_session, session_of
     from bevquant_export.targets.autoware import behind_encoder, run_on_frame
 
     parts = {name: written.path.with_name(f"{name}.onnx") for name in (LIDAR, "decoder", HEAD)}

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bevfusion.model import CONFIGS
+from bevfusion_quant.export._check import beside_bpu_layers
 from bevfusion_quant.export._export import export_pieces
 from bevfusion_quant.export._files import LIDAR, FilePart, bpu_files
-from bevfusion_quant.export._join import beside_bpu_layers
 from bevfusion_quant.export._pieces import Piece
 from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.steps import example_batch, fuse_branch
@@ -51,9 +51,8 @@ def export_bpu(
     """
     from bevfusion_quant.bpu import load_bpu_run
     from bevfusion_quant.bpu._compare import compare_forms, node_probes
-    from bevfusion_quant.bpu._labels import node_labels
     from bevfusion_quant.bpu._quantize import for_march
-    from bevfusion_quant.bpu._units import PREFIXES
+    from bevfusion_quant.bpu._units import PREFIXES, node_labels
 
     with clock.step("load the run"):
         loaded = load_bpu_run(run)

@@ -10,14 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.export._autoware import join_for_autoware, whole_layers
-from bevfusion_quant.export._chain import box_agreement, set_stages
-from bevfusion_quant.export._check import file_layers
+from bevfusion_quant.export._chain import box_agreement, set_stages, walk
+from bevfusion_quant.export._check import beside_layers, file_layers, runner
 from bevfusion_quant.export._files import LIDAR
-from bevfusion_quant.export._join import beside_layers
 from bevfusion_quant.export._manifest import exported_file, write_manifest
 from bevfusion_quant.export._pieces import nvidia_pieces
-from bevfusion_quant.export._run_files import runner
-from bevfusion_quant.export._walk import walk
 from bevfusion_quant.export._write import engine_of, write_piece
 from bevfusion_quant.results import ExportedSet
 from bevfusion_quant.steps import example_like

@@ -1,9 +1,16 @@
 """Frames as a run takes them: opened as the options say, as batches, with what is noted of each."""
 
 from bevfusion_quant.frames._batches import FrameBatches, data_findings
-from bevfusion_quant.frames._note import detections_of, detections_record, note_of, note_record
 from bevfusion_quant.frames._open import camera_names, frames_of
-from bevfusion_quant.frames._poor_data import PoorData, finding_lines, refuse_poor
+from bevfusion_quant.frames._poor_data import (
+    PoorData,
+    detections_of,
+    detections_record,
+    finding_lines,
+    note_of,
+    note_record,
+    refuse_poor,
+)
 
 __all__ = [
     "FrameBatches",

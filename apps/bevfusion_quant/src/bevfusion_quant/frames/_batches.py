@@ -19,8 +19,13 @@ from bev_data.cameras import (
 from bev_data.voxelize import VoxelizeError
 from bevfusion.model import Batch
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.frames._note import FrameNote, note_of, note_record
-from bevfusion_quant.frames._poor_data import PoorData, frame_findings
+from bevfusion_quant.frames._poor_data import (
+    FrameNote,
+    PoorData,
+    frame_findings,
+    note_of,
+    note_record,
+)
 from bevfusion_quant.ranks import current_ranks, in_order
 
 if TYPE_CHECKING:

@@ -22,6 +22,7 @@ from bevfusion_quant.options._choices import (
     Target,
     TrainedBranch,
     WeightLayout,
+    unknown_name,
 )
 from bevfusion_quant.options._quantization import PtqOptions, TargetOptions
 from bevfusion_quant.options._run import (
@@ -66,4 +67,5 @@ __all__ = [
     "check_options",
     "config_from",
     "free_name",
+    "unknown_name",
 ]

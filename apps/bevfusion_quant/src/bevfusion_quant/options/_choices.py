@@ -1,14 +1,17 @@
 """The names that options take.
 
 What packages can add, engines and kinds of data, are entry points, whose names are read without
-importing any of them. Other names that a package owns are closed lists in code that imports torch:
-they stand here once more, and tests/test_choices.py holds each to its owner's.
+importing any of them. Other names belong to code that imports torch, for which `--help` does not
+wait: the help tells those known here, any name is taken, and before anything is read `unknown_name`
+asks the owner. tests/test_choices.py holds what the help tells to the owners.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args, get_type_hints
 
 from tyro.constructors import PrimitiveConstructorSpec
 
@@ -29,21 +32,100 @@ __all__ = [
     "Target",
     "TrainedBranch",
     "WeightLayout",
+    "unknown_name",
 ]
 
 
-def _installed(group: str) -> PrimitiveConstructorSpec[str]:
+@dataclass(frozen=True)
+class _Owned(PrimitiveConstructorSpec[str]):
+    """A name of which the help tells the known ones.
+
+    Attributes:
+        names: All of them, from their owner; None where whatever uses the name refuses it.
+    """
+
+    names: Callable[[], Iterable[str]] | None = None
+
+
+def _known(names: Iterable[str], owner: Callable[[], Iterable[str]] | None = None) -> _Owned:
+    return _Owned(
+        nargs=1,
+        metavar="{" + ",".join(names) + "}",
+        instance_from_str=lambda given: given[0],
+        is_instance=lambda value: isinstance(value, str),
+        str_from_instance=lambda name: [name],
+        names=owner,
+    )
+
+
+def _installed(group: str) -> _Owned:
     """The names that installed packages have in a group of entry points, for the help.
 
     Any name is taken: a program may have registered one, and the registry refuses what it lacks.
     """
-    return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="{" + ",".join({entry.name: None for entry in entry_points(group=group)}) + "}",
-        instance_from_str=lambda given: given[0],
-        is_instance=lambda value: isinstance(value, str),
-        str_from_instance=lambda name: [name],
-    )
+    return _known(dict.fromkeys(entry.name for entry in entry_points(group=group)))
+
+
+def unknown_name(hint: Any, value: Any) -> str:
+    """Why an option's value is none of the names that its type stands for; "" where it is.
+
+    Args:
+        hint: The option's type, with what is annotated.
+        value: A name, or several.
+    """
+    given = [value] if isinstance(value, str) else value if isinstance(value, tuple) else ()
+    for names in _owners(hint) if given else ():
+        there = tuple(names())
+        for name in given:
+            if name not in there:
+                return f"{name}: expected one of {', '.join(there)}"
+    return ""
+
+
+def _owners(hint: Any) -> Iterator[Callable[[], Iterable[str]]]:
+    for part in getattr(hint, "__metadata__", ()):
+        if isinstance(part, _Owned) and part.names is not None:
+            yield part.names
+    for inner in get_args(hint):
+        yield from _owners(inner)
+
+
+def _methods() -> Iterable[str]:
+    from bevquant_quantizers.calib import METHODS
+
+    return METHODS
+
+
+def _roundings() -> Iterable[str]:
+    from bevquant_qnn import round_weights
+
+    return get_args(get_type_hints(round_weights)["rounding"])
+
+
+def _precisions() -> Iterable[str]:
+    from bevquant_qnn import PlannedGroup
+
+    there = get_args(get_type_hints(PlannedGroup)["precision"])
+    return (name for name in there if name != "float")
+
+
+def _marches() -> Iterator[str]:
+    """Those of whose chips there are public figures, which the estimate needs."""
+    from bevquant_hybrid.march import KNOWN
+    from bevquant_hybrid.performance import load_chip_figures
+
+    for march in KNOWN:
+        try:
+            load_chip_figures(march)
+        except ValueError:
+            continue
+        yield march
+
+
+def _cpus() -> Iterable[str]:
+    from bevquant_export.targets import CPUS
+
+    return CPUS
 
 
 ConfigName = Literal["nuscenes", "tiny"]
@@ -58,32 +140,26 @@ TrainedBranch = Literal["lidar", "camera", "all"]
 if TYPE_CHECKING:
     DatasetKind: TypeAlias = str
     ExportTarget: TypeAlias = str
+    Method: TypeAlias = str
+    Rounding: TypeAlias = Literal["nearest", "gptq"]  # as `round_weights` is typed
+    Precision: TypeAlias = str
+    MarchName: TypeAlias = str
+    Backend: TypeAlias = str
+    Cpu: TypeAlias = str
 else:
     DatasetKind = Annotated[str, _installed("bevquant.datasets")]
     ExportTarget = Annotated[str, _installed("bevquant.targets")]
+    Method = Annotated[str, _known(("mse", "max", "entropy", "percentile"), _methods)]
+    Rounding = Annotated[str, _known(("nearest", "gptq"), _roundings)]
+    Precision = Annotated[str, _known(("int4", "int8", "int16"), _precisions)]
+    MarchName = Annotated[str, _known(("bayes", "bernoulli2", "bayes-e"), _marches)]
+    Backend = Annotated[str, _known(("auto", "amx", "vnni", "portable", "torch"))]
+    Cpu = Annotated[str, _known(("vnni", "any"), _cpus)]
 
 WeightLayout = Literal["auto", "RSCK", "KRSC", "KCRS"]
 """Of `bevquant_sparse.WeightLayout` those that checkpoints of BEVFusion have."""
-
-Method = Literal["mse", "max", "entropy", "percentile"]
-"""Of `bevquant_quantizers.calibrate`."""
-
-Rounding = Literal["nearest", "gptq"]
-"""Of `bevquant_qnn.round_weights`."""
-
-Precision = Literal["int4", "int8", "int16"]
-"""Of `bevquant_qnn.PrecisionPlan`, beside float."""
 
 SensitivityMetric = Literal["sqnr", "kl", "mAP"]
 SensitivityOutput = Literal["map", "heatmap"]
 
 Target = Literal["nvidia", "bpu"]
-
-MarchName = Literal["bayes", "bernoulli2", "bayes-e"]
-"""Of `bevquant_hybrid.march` those whose estimates and partition the app knows."""
-
-Backend = Literal["auto", "amx", "vnni", "portable", "torch"]
-"""Kernels of `bevquant_int8sim`."""
-
-Cpu = Literal["vnni", "any"]
-"""Of `bevquant_export`: CPUs that files are written for."""

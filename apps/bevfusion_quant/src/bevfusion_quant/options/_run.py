@@ -6,10 +6,10 @@ import os
 from dataclasses import dataclass, fields
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, get_type_hints
 
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.options._choices import DatasetKind
+from bevfusion_quant.options._choices import DatasetKind, unknown_name
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -138,13 +138,17 @@ _LARGEST = {"seed": 2**63 - 1, "resample_seed": 2**63 - 1, "resamples": 100_000,
 
 
 def check_options(options: DataclassInstance) -> None:
-    """Refuse numbers that no command can use, before anything is read.
+    """Refuse numbers that no command can use and names that nobody has, before anything is read.
 
     Raises:
         InputError: The first of them, by its option.
     """
+    hints = get_type_hints(type(options), include_extras=True)
     for field in fields(options):
         value, option = getattr(options, field.name), f"--{field.name.replace('_', '-')}"
+        unknown = unknown_name(hints[field.name], value) if value != field.default else ""
+        if unknown:
+            raise InputError(f"{option} {unknown}")
         if isinstance(value, bool):
             continue
         if isinstance(value, int):

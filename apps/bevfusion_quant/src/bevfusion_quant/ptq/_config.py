@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
 
 from bev_data.cameras import CAMERA_NAMES
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.options import Branch, Method, PtqOptions, Rounding
+from bevfusion_quant.options import Branch, Method, PtqOptions, Rounding, unknown_name
 
 __all__ = ["PtqConfig", "check_weights"]
 
@@ -49,8 +48,9 @@ def check_weights(config: PtqConfig, *, needs_folding: str = "") -> None:
             f"--weight-bits {config.weight_bits} with --plan {config.plan}: the plan says the bits "
             "of each layer; leave one of the two out"
         )
-    if config.rounding not in get_args(Rounding):
-        raise InputError(f"--rounding {config.rounding}: expected one of nearest, gptq")
+    unknown = unknown_name(Rounding, config.rounding)
+    if unknown:
+        raise InputError(f"--rounding {unknown}")
     if config.fold:
         return
     if config.changes_weights:

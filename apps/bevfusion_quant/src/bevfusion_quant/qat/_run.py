@@ -18,11 +18,16 @@ from bevfusion_quant.ranks import current_ranks
 from bevfusion_quant.run import Clock, run_folder
 from bevfusion_quant.steps import load_run
 from bevfusion_quant.train import TrainConfig
-from bevfusion_quant.train._checkpoint import CHECKPOINT, read_checkpoint, restore, write_checkpoint
-from bevfusion_quant.train._device import usable_device
-from bevfusion_quant.train._identity import check_identity, identity_of
+from bevfusion_quant.train._checkpoint import (
+    CHECKPOINT,
+    check_identity,
+    identity_of,
+    read_checkpoint,
+    restore,
+    write_checkpoint,
+)
 from bevfusion_quant.train._loop import in_parts, run_steps
-from bevfusion_quant.train._prepare import prepare_frames
+from bevfusion_quant.train._prepare import prepare_frames, usable_device
 
 if TYPE_CHECKING:
     from bev_data.metrics import Accuracy

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -11,20 +11,65 @@ from torch import Tensor, nn
 
 from bevfusion.training import Motion, head_loss, make_batch, one_cycle, order_of
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.qat._distill import Distiller
-from bevfusion_quant.qat._frame_part import FramePart, StepSum, add_up
-from bevfusion_quant.qat._ranges import RangeFollower
-from bevfusion_quant.qat._share import parts_in_order
-from bevfusion_quant.qat._weighted import keep_within_ranges, narrow_weights
-from bevfusion_quant.train._device import moved
-from bevquant_qnn import freeze, learn_ranges
+from bevfusion_quant.qat._frame_part import FramePart, StepSum, add_up, parts_in_order
+from bevfusion_quant.qat._ranges import RangeFollower, keep_within_ranges, narrow_weights
+from bevfusion_quant.train._prepare import moved
+from bevquant_qnn import distillation_loss, freeze, learn_ranges
 
 if TYPE_CHECKING:
-    from bevfusion.model import BEVFusion
+    from bevfusion.model import Batch, BEVFusion
     from bevfusion_quant.qat._config import QatConfig
     from bevfusion_quant.train._prepare import PreparedFrames
 
-__all__ = ["Trainer"]
+__all__ = ["Distiller", "Trainer"]
+
+
+class Distiller:
+    """Compares the decoder's map and the heat map, in which cells mean the same in both models.
+
+    Behind them each model looks at queries of its own choice, so their boxes cannot be compared
+    one by one.
+
+    Args:
+        student: In training.
+        teacher: The float model; put in eval mode.
+        weight: Of the distance in the loss.
+    """
+
+    def __init__(self, student: BEVFusion, teacher: BEVFusion, weight: float) -> None:
+        self._teacher, self._weight = teacher.eval(), weight
+        self._maps: dict[str, Any] = {}
+        self._handles = []
+        for name, model in (("student", student), ("teacher", teacher)):
+            decoder = model.decoder
+            assert decoder is not None
+            self._handles.append(decoder["neck"].register_forward_hook(self._keeper(name)))
+
+    def loss(self, batch: Batch, outputs: dict[str, Tensor]) -> Tensor:
+        """Weight · mean of Σ(q − f)²/Σf² of both maps, for what the student just answered.
+
+        Args:
+            batch: What it was called with.
+            outputs: What it answered, with gradient.
+        """
+        with torch.no_grad():
+            wanted = self._teacher(*batch)
+        pairs = [(self._maps[name], found["dense_heatmap"])
+                 for name, found in (("student", outputs), ("teacher", wanted))]  # fmt: skip
+        self._maps.clear()
+        return self._weight * distillation_loss(*pairs)
+
+    def stop(self) -> None:
+        """Keep no more maps."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _keeper(self, name: str) -> Any:
+        def keep(module: nn.Module, args: Any, output: Any) -> None:
+            self._maps[name] = output
+
+        return keep
+
 
 SURVEYED = 16  # frames whose maxima ranges are followed from
 RANGE_RATE = 10.0  # a learned range moves by this times the learning rate, relative to itself

@@ -10,12 +10,39 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.ranks._ranks import Ranks, current_ranks
-from bevfusion_quant.ranks._records import Record, pack, unpack
-from bevquant_quantizers.documents import read_arrays, write_whole
+from bevquant_quantizers.documents import pack_arrays, read_arrays, write_whole
 
-__all__ = ["Shards", "in_order"]
+__all__ = ["Record", "Shards", "in_order", "pack", "unpack"]
+
+Record = Mapping[str, "np.ndarray[Any, Any]"]
+"""Named arrays of numbers, booleans or text."""
+
+
+def pack(record: Record) -> bytes:
+    """The arrays as one .npz.
+
+    Raises:
+        ValueError: An array of Python objects.
+
+    Example:
+        >>> unpack(pack({"sums": np.array([0.1, 2.0])}))["sums"].tolist()
+        [0.1, 2.0]
+    """
+    return pack_arrays(record)
+
+
+def unpack(data: bytes) -> Record:
+    """The arrays that `pack` wrote, bit for bit.
+
+    Raises:
+        ValueError: These are not such bytes.
+    """
+    return read_arrays(data, what="record")
+
 
 LOG = logging.getLogger(__name__)
 # Frames of a rank between two exchanges: what waits for its turn is no more than that.

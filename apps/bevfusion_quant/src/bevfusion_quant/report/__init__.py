@@ -7,9 +7,10 @@ from bevfusion_quant.report._content import (
     ReportScene,
     ReportStage,
 )
-from bevfusion_quant.report._run_page import write_pictures, write_run_page
-from bevfusion_quant.report._section import PAGE_DATA, Section, read_page_data, read_sections
-from bevfusion_quant.report._write import write_page, write_report
+from bevfusion_quant.report._head import head
+from bevfusion_quant.report._page import PAGE_DATA, Section, read_sections, write_page
+from bevfusion_quant.report._run_page import write_pictures, write_report, write_run_page
+from bevfusion_quant.report._sections.reproduce import section as reproduce
 
 __all__ = [
     "PAGE_DATA",
@@ -19,8 +20,9 @@ __all__ = [
     "ReportScene",
     "ReportStage",
     "Section",
-    "read_page_data",
+    "head",
     "read_sections",
+    "reproduce",
     "write_page",
     "write_pictures",
     "write_report",

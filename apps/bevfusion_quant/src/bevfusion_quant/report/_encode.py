@@ -4,30 +4,18 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 import zlib
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["jpeg_uri", "packed_map", "packed_shares", "rounded", "rounded_or_none", "script_json"]
+__all__ = ["jpeg", "packed_map", "packed_shares", "rounded", "rounded_or_none"]
 
 # Twelve bits: a step is a fortieth of a per cent of the map's range, finer than the readout.
 LEVELS = 4095
 EMPTY = 0xFFFF
 JPEG_QUALITY = 80
-
-
-def script_json(value: Any) -> str:
-    r"""JSON that may stand inside a script element: no `<`, no NaN, nothing that ends the element.
-
-    Examples:
-        >>> script_json({"name": "</script>"})
-        '{"name":"\\u003c/script\\u003e"}'
-    """
-    text = json.dumps(value, allow_nan=False, ensure_ascii=True, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def rounded(value: float, digits: int = 6) -> float:
@@ -78,8 +66,8 @@ def _packed(values: npt.NDArray[np.uint8]) -> str:
     return base64.b64encode(zlib.compress(values.tobytes(), 9)).decode("ascii")
 
 
-def jpeg_uri(image: npt.NDArray[np.uint8], width: int) -> tuple[str, int, int]:
-    """An RGB picture as a data URI, no wider than `width` pixels, and its width and height."""
+def jpeg(image: npt.NDArray[np.uint8], width: int) -> tuple[str, int, int]:
+    """An RGB picture as base64 of JPEG, at most `width` pixels wide, and its width and height."""
     from PIL import Image
 
     picture = Image.fromarray(image)
@@ -89,4 +77,4 @@ def jpeg_uri(image: npt.NDArray[np.uint8], width: int) -> tuple[str, int, int]:
     file = io.BytesIO()
     picture.save(file, "JPEG", quality=JPEG_QUALITY, optimize=True)
     data = base64.b64encode(file.getvalue()).decode("ascii")
-    return f"data:image/jpeg;base64,{data}", picture.width, picture.height
+    return data, picture.width, picture.height

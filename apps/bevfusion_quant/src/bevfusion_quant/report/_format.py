@@ -1,10 +1,15 @@
-"""Numbers as a reader wants them."""
+"""Numbers and names as a reader wants them: what templates and tables are written with."""
 
 from __future__ import annotations
 
 import math
+import re
+
+from markupsafe import Markup
 
 __all__ = [
+    "breakable",
+    "by_page_scheme",
     "count",
     "decibels",
     "finite",
@@ -12,11 +17,20 @@ __all__ = [
     "memory",
     "number",
     "part_of",
+    "partition_picture",
+    "path_parts",
     "percent",
+    "plural",
     "seconds",
+    "share",
+    "web_address",
 ]
 
 DASH = "–"
+_DARK = re.compile(r"@media \(prefers-color-scheme: dark\) \{ svg \{(.*?)\} \}", re.DOTALL)
+_COLOUR = re.compile(r"(--[\w-]+):(#[0-9a-fA-F]+)")
+# How many leading parts of a path name where in the model it is, not what it is.
+_STEMS = {"encoders": 3, "decoder": 2, "heads": 2}
 
 
 def finite(value: float | None) -> float | None:
@@ -88,3 +102,74 @@ def part_of(path: str) -> str:
     if first == "encoders" and rest:
         return rest[0]
     return "head" if first == "heads" else first
+
+
+def plural(number: int | None, thing: str) -> str:
+    """A number of things.
+
+    Examples:
+        >>> plural(1, "step"), plural(None, "step"), plural(1200, "label")
+        ('1 step', '0 steps', '1,200 labels')
+    """
+    return f"{number or 0:,} {thing}{'s' * (number != 1)}"
+
+
+def path_parts(path: str) -> tuple[str, str]:
+    """Where in the model a path lies, and what lies there.
+
+    Examples:
+        >>> path_parts("encoders.camera.neck.0"), path_parts("fuser.0")
+        (('encoders.camera.neck.', '0'), ('', 'fuser.0'))
+    """
+    parts = path.split(".")
+    cut = min(_STEMS.get(parts[0], 0), len(parts) - 1)
+    return "".join(f"{part}." for part in parts[:cut]), ".".join(parts[cut:])
+
+
+def breakable(text: str) -> list[str]:
+    """A name in pieces between which a line may break: after its dots and low lines."""
+    return re.split(r"(?<=[._])(?=.)", text, flags=re.DOTALL)
+
+
+def share(value: float | None, whole: float) -> float | None:
+    """Length of a bar in per cent."""
+    return None if value is None or whole <= 0 else 100 * min(1.0, max(0.0, value) / whole)
+
+
+def web_address(text: str) -> str:
+    """An address that a link may lead to.
+
+    Raises:
+        ValueError: It is not one of the web, such as a script.
+    """
+    if not text.startswith("https://"):
+        raise ValueError(f"{text[:60]!r} is no https:// address")
+    return text
+
+
+def partition_picture(plan: str) -> Markup:
+    """The picture of a plan for a BPU, in the page's light or dark instead of the system's.
+
+    Args:
+        plan: From `bevquant_hybrid.partition.Plan.to_json`; it is drawn anew.
+    """
+    from bevquant_hybrid.operators import load_support_table
+    from bevquant_hybrid.partition import Plan
+
+    read = Plan.from_json(plan)
+    march = load_support_table().march(read.march).title
+    return Markup(by_page_scheme(read.draw(title=f"BEVFusion on CPU and BPU ({march})")))
+
+
+def by_page_scheme(svg: str) -> str:
+    """A picture whose colours follow the page's scheme, which a reader may choose."""
+    found = _DARK.search(svg)
+    if found is None:
+        return svg
+    dark = dict(_COLOUR.findall(found[1]))
+
+    def both(match: re.Match[str]) -> str:
+        name, light = match[1], match[2]
+        return f"{name}:light-dark({light},{dark.get(name, light)})"
+
+    return _COLOUR.sub(both, svg[: found.start()]) + svg[found.end() :]

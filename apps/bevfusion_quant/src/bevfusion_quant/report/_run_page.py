@@ -16,8 +16,11 @@ from bevfusion_quant.report._content import (
     ReportFigure,
     ReportScene,
     ReportStage,
+    check,
 )
-from bevfusion_quant.report._write import write_report
+from bevfusion_quant.report._head import head
+from bevfusion_quant.report._page import write_page
+from bevfusion_quant.report._sections import run_sections
 
 if TYPE_CHECKING:
     from bev_data.cameras import Camera
@@ -31,9 +34,38 @@ if TYPE_CHECKING:
     from bevfusion_quant.results import BpuOutcome, ExportedSet
     from bevfusion_quant.run import RunRecord
 
-__all__ = ["write_pictures", "write_run_page"]
+__all__ = ["write_pictures", "write_report", "write_run_page"]
 
 Extent = tuple[float, float, float, float]
+
+
+def write_report(path: Path | str, content: ReportContent) -> Path:
+    """Write the page, whole or not at all; the same content gives the same bytes.
+
+    The file holds its style, scripts, pictures and numbers; its content security policy forbids
+    every request and every script but its own. Whatever the content names is escaped.
+
+    Args:
+        path: The file to write; a file already there is replaced.
+        content: What to show.
+
+    Returns:
+        `path`.
+
+    Raises:
+        ValueError: Arrays of the wrong shape, maps of one stage that differ in shape, two stages of
+            one name; nothing is written then.
+
+    Examples:
+        >>> import tempfile
+        >>> from bevfusion_quant.report import ReportContent
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     page = write_report(Path(folder) / "report.html", ReportContent("demo"))
+        ...     page.read_text(encoding="utf-8")[:15]
+        '<!doctype html>'
+    """
+    check(content)
+    return write_page(path, content.title, head(content), run_sections(content))
 
 
 def write_run_page(

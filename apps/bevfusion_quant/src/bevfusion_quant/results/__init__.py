@@ -1,6 +1,15 @@
 """What commands found, as plain rows and as text: pages and summaries are made of it."""
 
-from bevfusion_quant.results._bpu import BpuComparison, BpuEstimate, BpuLayer, BpuOutcome, BpuStage
+from bevfusion_quant.results._bpu import (
+    BpuComparison,
+    BpuEstimate,
+    BpuLayer,
+    BpuOutcome,
+    BpuStage,
+    boundary_table,
+    bpu_stage_table,
+    bpu_text,
+)
 from bevfusion_quant.results._export import (
     ExportedFile,
     ExportedSet,
@@ -8,14 +17,28 @@ from bevfusion_quant.results._export import (
     FilePort,
     SetStage,
     export_text,
+    file_box_table,
     file_size,
+    file_stage_table,
     set_verdict,
 )
 from bevfusion_quant.results._sensitivity import (
     SensitivityOutcome,
     headline,
     plan_line,
+    sensitivity_table,
     sensitivity_text,
+)
+from bevfusion_quant.results._table import (
+    Cell,
+    CellParts,
+    Column,
+    Row,
+    Table,
+    mean_ap_apart,
+    plain_table,
+    setting_text,
+    with_interval,
 )
 
 __all__ = [
@@ -24,16 +47,31 @@ __all__ = [
     "BpuLayer",
     "BpuOutcome",
     "BpuStage",
+    "Cell",
+    "CellParts",
+    "Column",
     "ExportedFile",
     "ExportedSet",
     "FileLayer",
     "FilePort",
+    "Row",
     "SensitivityOutcome",
     "SetStage",
+    "Table",
+    "boundary_table",
+    "bpu_stage_table",
+    "bpu_text",
     "export_text",
+    "file_box_table",
     "file_size",
+    "file_stage_table",
     "headline",
+    "mean_ap_apart",
+    "plain_table",
     "plan_line",
+    "sensitivity_table",
     "sensitivity_text",
     "set_verdict",
+    "setting_text",
+    "with_interval",
 ]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from bev_data.metrics import accuracy_text, aligned_table
+from bevfusion_quant.measure import agreement_text, layer_table, or_dash
+from bevfusion_quant.results._table import CellParts, Table, plain_table
 from bevquant_hybrid.operators import load_support_table
 
 if TYPE_CHECKING:
@@ -14,7 +17,16 @@ if TYPE_CHECKING:
     from bevquant_hybrid.partition import Plan, PlanNode
     from bevquant_hybrid.performance import ChipFigures, LayerEstimate
 
-__all__ = ["BpuComparison", "BpuEstimate", "BpuLayer", "BpuOutcome", "BpuStage"]
+__all__ = [
+    "BpuComparison",
+    "BpuEstimate",
+    "BpuLayer",
+    "BpuOutcome",
+    "BpuStage",
+    "boundary_table",
+    "bpu_stage_table",
+    "bpu_text",
+]
 
 
 @dataclass(frozen=True)
@@ -173,3 +185,92 @@ class BpuOutcome:
                 for unit, estimate in self.estimates.items()
             },
         }
+
+
+def boundary_table(plan: Plan) -> Table:
+    """Every crossing between float and integers, with its bytes."""
+    rows = [
+        (
+            CellParts(path=boundary.name),
+            boundary.kind,
+            CellParts(arrow=boundary.source, paths=boundary.readers),
+            or_dash(boundary.transfer_bytes, ","),
+        )
+        for boundary in plan.boundaries
+    ]
+    title = "Bytes of integers across each boundary, in a frame"
+    heads = ("Boundary", "Kind", "From → to", "Bytes")
+    together = ("together", "", "", or_dash(plan.transfer_bytes, ","))
+    return plain_table(title, heads, [*rows, together], "classes boundaries")
+
+
+def bpu_stage_table(stages: Sequence[BpuStage]) -> Table:
+    """Fake-quantized and integer model against float at the end of each stage."""
+    heads = ("Stage", "Channels", "Fake dB", "Integer dB", "Fake cosine", "Integer cosine")
+    rows = [
+        (
+            stage.title,
+            str(stage.channels),
+            or_dash(stage.fake_sqnr_db, ".1f"),
+            or_dash(stage.integer_sqnr_db, ".1f"),
+            or_dash(stage.fake_cosine, ".6f"),
+            or_dash(stage.integer_cosine, ".6f"),
+        )
+        for stage in stages
+    ]
+    return plain_table("SQNR and cosine against float", heads, rows)
+
+
+_UNITS = {"camera": "camera", "bev": "bird's-eye view"}
+
+
+def bpu_text(outcome: BpuOutcome) -> Iterator[str]:
+    """Titles and tables: layers, stages, detections, accuracy, what runs where, estimate."""
+    comparison = outcome.comparison
+    judgement = comparison.judgement
+    yield "Float against fake-quantized, output of each layer on the BPU"
+    yield layer_table(judgement.layers)
+    yield "Stages, fake-quantized and integers against float"
+    yield bpu_stage_table(comparison.stages).text()
+    if judgement.agreement:
+        yield "Detections, float against fake-quantized, same class"
+        yield agreement_text(judgement.agreement, judgement.found)
+        yield "Detections, float against integers, same class"
+        yield agreement_text(comparison.agreement, comparison.found, "integer")
+    if outcome.accuracy is not None:
+        yield "Against labels"
+        yield accuracy_text(outcome.accuracy)
+    yield f"BPU and CPU, march {outcome.march}"
+    yield _segments(outcome.plan)
+    yield boundary_table(outcome.plan).text()
+    yield "On the CPU:\n" + "\n".join(f"  {n.name}: {n.reason}" for n in outcome.on_cpu)
+    yield _estimate(outcome)
+
+
+def _segments(plan: Plan) -> str:
+    rows = []
+    for segment in plan.segments:
+        operators = [name for name in segment.nodes if plan.node(name).kind == "operator"]
+        named = dict.fromkeys((segment.nodes[0], segment.nodes[-1]))
+        rows.append((" … ".join(named), segment.place, str(len(operators))))
+    return aligned_table(("segment", "runs on", "operators"), rows)
+
+
+def _estimate(outcome: BpuOutcome) -> str:
+    """Milliseconds of each unit, and what they are worth."""
+    rows = [
+        (
+            _UNITS[unit],
+            f"{sum(layer.operations for layer in estimate.layers) / 1e9:,.1f}",
+            f"{sum(x.loaded_bytes + x.stored_bytes for x in estimate.layers) / 1e6:,.1f}",
+            f"{estimate.seconds * 1e3:,.2f}",
+        )
+        for unit, estimate in outcome.estimates.items()
+    ]
+    first = next(iter(outcome.estimates.values()))
+    title = (
+        f"Estimate for one core of {first.figures.chip}: a roofline from public figures, no "
+        "measurement"
+    )
+    table = aligned_table(("unit", "10⁹ operations", "MB moved", "ms"), rows)
+    return f"{title}\n\n{table}"

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bev_data.metrics import aligned_table
-from bevfusion_quant.measure import agreement_text, or_dash
+from bevfusion_quant.measure import or_dash
+from bevfusion_quant.results._table import Table, plain_table
 
 if TYPE_CHECKING:
     from bevfusion_quant.measure import AgreementRow
@@ -21,7 +22,9 @@ __all__ = [
     "SetStage",
     "difference",
     "export_text",
+    "file_box_table",
     "file_size",
+    "file_stage_table",
     "set_verdict",
 ]
 
@@ -236,12 +239,9 @@ def export_text(made: ExportedSet) -> tuple[str, ...]:
         "\n".join([set_verdict(made), *_departures(made)]),
     ]
     if made.stages:
-        parts += ["The files one behind the other, against float", _stage_table(made)]
+        parts += [(stages := file_stage_table(made)).title, stages.text()]
     if made.agreement:
-        parts += [
-            "Boxes of the integer model against those of the files, same class",
-            agreement_text(made.agreement, (), "files").replace("float", "integer"),
-        ]
+        parts += [(boxes := file_box_table(made)).title, boxes.text()]
     parts.append("\n".join(["Engines", *(f"  {file.build}" for file in made.files)]))
     return tuple(parts)
 
@@ -320,17 +320,27 @@ def file_size(count: int) -> str:
     return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.0f} KiB"
 
 
-def _stage_table(made: ExportedSet) -> str:
-    head = ("stage", "fake dB", "int dB", "ONNX dB")
-    return aligned_table(
-        head,
-        [
-            (
-                stage.title,
-                or_dash(stage.fake_sqnr_db, ".2f"),
-                or_dash(stage.integer_sqnr_db, ".2f"),
-                or_dash(stage.onnx_sqnr_db, ".2f"),
-            )
-            for stage in made.stages
-        ],
-    )
+def file_stage_table(made: ExportedSet) -> Table:
+    """The files one behind the other, against float, beside both models."""
+    rows = [
+        (
+            stage.title,
+            or_dash(stage.fake_sqnr_db, ".2f"),
+            or_dash(stage.integer_sqnr_db, ".2f"),
+            or_dash(stage.onnx_sqnr_db, ".2f"),
+        )
+        for stage in made.stages
+    ]
+    title = "The files one behind the other: SQNR against float"
+    return plain_table(title, ("Stage", "Fake dB", "Integer dB", "ONNX dB"), rows)
+
+
+def file_box_table(made: ExportedSet) -> Table:
+    """Boxes of the integer model against those of the files."""
+    rows = [
+        (f"{row.distance:g} m", str(row.float_detections), str(row.quantized_detections),
+         str(row.matched), or_dash(row.score_mean, ".4f"), or_dash(row.score_max, ".4f"))
+        for row in made.agreement
+    ]  # fmt: skip
+    heads = ("Within", "Integer", "ONNX", "Matched", "Mean |Δscore|", "Max |Δscore|")
+    return plain_table("Boxes of the integer model and of the files, same class", heads, rows)

@@ -6,14 +6,15 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from bev_data.metrics import aligned_table
 from bevfusion_quant.measure import or_dash
+from bevfusion_quant.results._table import Cell, CellParts, Column, Row, Table
 
 if TYPE_CHECKING:
     from bevquant_qnn import PrecisionPlan, RefinedPlan, SensitivityRow, SensitivityTable
 
-__all__ = ["SensitivityOutcome", "group_name", "headline", "plan_line", "sensitivity_text"]
+__all__ = ["SensitivityOutcome", "headline", "plan_line", "sensitivity_table", "sensitivity_text"]
 
+_WIDE, _HIGH, _GAP = 100.0, 7.0, 2.0  # of a bar, in its own units
 _DIGITS = {"sqnr": ".1f", "kl": ".2e", "mAP": ".2f"}
 _TITLES = {"sqnr": "SQNR", "kl": "KL divergence, negative,", "mAP": "mAP"}
 _UNITS = {"sqnr": "dB", "kl": "nats", "mAP": "points"}
@@ -109,22 +110,62 @@ class SensitivityOutcome:
 
 def sensitivity_text(outcome: SensitivityOutcome) -> tuple[str, ...]:
     """Headline, one line for each group of layers, the largest loss first; the plan in a line."""
-    table, form = outcome.table, _DIGITS[outcome.table.metric]
-    measured = outcome.precisions
-    unit = f" {outcome.unit}"
-    head = ["layers", "operations"]
-    for name in measured:
-        head += [f"{name} alone{unit}", "share of loss"]
-    both, planned = table.quantized_score is not None, outcome.plan is not None
-    head += [*["gain in float"] * both, *["plan"] * planned]
-    rows = []
-    for row in table.worst_first(measured[0]):
-        cells = [group_name(row), f"{row.operations / max(1, outcome.operations):.1%}"]
-        for name in measured:
-            cells += [format(row.alone[name], form), f"{outcome.share(row, name):.1%}"]
-        gains = [or_dash(outcome.gain(row), f"+{form}")] * both
-        rows.append([*cells, *gains, *[outcome.chosen(row) or ""] * planned])
-    return (headline(outcome), aligned_table(head, rows), *[plan_line(outcome)] * planned)
+    plan = [plan_line(outcome)] if outcome.plan is not None else []
+    return (headline(outcome), sensitivity_table(outcome).text(), *plan)
+
+
+def sensitivity_table(outcome: SensitivityOutcome) -> Table:
+    """One line for each group of layers, the largest loss first."""
+    columns = [Column("Layers"), Column("Loss", "bars", only="page"), Column("Operations", "minor")]
+    for name in outcome.precisions:
+        share = Column("share of loss", only="terminal")
+        columns += [Column(f"{name} alone {outcome.unit}"), share]
+    if outcome.table.quantized_score is not None:
+        columns.append(Column("Gain in float", "minor"))
+    if outcome.plan is not None:
+        columns.append(Column("Plan"))
+    worst = outcome.table.worst_first(outcome.precisions[0])
+    rows = [Row(_cells(outcome, row)) for row in worst]
+    title = "Loss of each group of layers"
+    return Table(title, columns, rows, "long", "sensitivity-bars", "dense")
+
+
+def _cells(outcome: SensitivityOutcome, row: SensitivityRow) -> list[Cell]:
+    form = _DIGITS[outcome.table.metric]
+    cells: list[Cell] = [
+        CellParts(path=row.name, more=row.modules[1:]),
+        CellParts(bars=_bars(outcome, row)),
+        f"{row.operations / max(1, outcome.operations):.1%}",
+    ]
+    for name in outcome.precisions:
+        cells += [format(row.alone[name], form), f"{outcome.share(row, name):.1%}"]
+    if outcome.table.quantized_score is not None:
+        cells.append(or_dash(outcome.gain(row), f"+{form}"))
+    chosen = outcome.chosen(row)
+    if chosen is not None:
+        cells.append(CellParts(text=chosen, badge=f"precision {chosen}"))
+    return cells
+
+
+def _bars(outcome: SensitivityOutcome, row: SensitivityRow) -> dict[str, object]:
+    """One bar for each precision, as long as its loss beside the largest of all."""
+    losses = {name: outcome.table.loss(row, name) for name in outcome.precisions}
+    largest = max(
+        (outcome.table.loss(other, name) for other in outcome.table for name in losses), default=0.0
+    )
+    told = ", ".join(f"{name} {outcome.share(row, name):.1%}" for name in losses)
+    blocks = [
+        {
+            "kind": name,
+            "left": 0.0,
+            "top": index * (_HIGH + _GAP),
+            "width": _WIDE * loss / largest if largest else 0.0,
+            "height": _HIGH,
+        }
+        for index, (name, loss) in enumerate(losses.items())
+    ]
+    high = len(losses) * (_HIGH + _GAP) - _GAP
+    return {"height": high, "label": f"Share of loss: {told}", "blocks": blocks}
 
 
 def headline(outcome: SensitivityOutcome) -> str:
@@ -159,9 +200,3 @@ def plan_line(outcome: SensitivityOutcome) -> str:
         first = or_dash(outcome.refined.start.score, _DIGITS[outcome.table.metric])
         text += f", the best of {outcome.refined.tried} measured; the first had {first}"
     return text
-
-
-def group_name(row: SensitivityRow) -> str:
-    """The group's first path without the stem that all share, and how many more it has."""
-    more = len(row.modules) - 1
-    return row.name.removeprefix("encoders.") + (f" +{more}" if more else "")

@@ -4,8 +4,7 @@ from bevfusion_quant.review._checks import Check
 from bevfusion_quant.review._evidence import Evidence
 from bevfusion_quant.review._gather import Gathered, Measured, gather
 from bevfusion_quant.review._headline import HeadlineGroup, HeadlineRow
-from bevfusion_quant.review._run import ReviewResult, run_review
-from bevfusion_quant.review._text import review_text
+from bevfusion_quant.review._run import ReviewResult, review_text, run_review
 
 __all__ = [
     "Check",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.report import PAGE_DATA, read_page_data
+from bevfusion_quant.report import PAGE_DATA, read_sections
 from bevfusion_quant.run import (
     CONFIG_FILE,
     DIGESTS_FILE,
@@ -96,7 +96,7 @@ def read_evidence(folder: Path) -> Evidence:
         if kind in _FOUND and getattr(summary, kind) is None:
             raise ValueError(f"{SUMMARY_FILE} lacks what a folder of kind {kind} found, {kind!r}")
         digests = _checked(folder)
-        sections = read_page_data(folder / PAGE_DATA)
+        sections = read_sections(folder / PAGE_DATA)
     except (OSError, ValueError) as error:
         raise InputError(
             f"{folder} cannot be put on a page: {error}: run its command again, or take the folder "

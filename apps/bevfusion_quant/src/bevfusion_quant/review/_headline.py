@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from bev_data.metrics import Interval
+from bev_data.metrics import Interval, points
+from bevfusion_quant.measure import or_dash
+from bevfusion_quant.results import Column, Row, Table, with_interval
+from bevfusion_quant.review._evidence import frames_text
 from bevfusion_quant.run import AccuracySummary, ModelSummary
 from bevfusion_quant.steps import quantized_parts
 
@@ -18,6 +21,10 @@ if TYPE_CHECKING:
 
 __all__ = ["HeadlineGroup", "HeadlineRow", "headline", "judged", "run_title"]
 
+COLUMNS = (
+    Column("Model"), Column("mAP, of 100"), Column("less float"), Column("NDS", "minor"),
+    Column("SQNR, dB"),
+)  # fmt: skip
 TITLES = {"ptq": "PTQ", "qat": "QAT", "bpu": "BPU"}
 
 
@@ -66,6 +73,26 @@ class HeadlineGroup:
     stage: str
     rows: tuple[HeadlineRow, ...]
     missing: tuple[str, ...]
+
+    def table(self) -> Table:
+        """Its models; the title says of what frames."""
+        rows = [
+            Row(
+                (
+                    row.model,
+                    with_interval(points(row.mean_ap), row.interval),
+                    "–"
+                    if row.difference is None
+                    else with_interval(
+                        f"{100 * row.difference:+.2f}", row.difference_interval, signed=True
+                    ),
+                    points(row.nds),
+                    or_dash(row.sqnr_db, ".1f"),
+                )
+            )
+            for row in self.rows
+        ]
+        return Table(f"{self.source}: {frames_text(self.frames)}", COLUMNS, rows)
 
 
 def run_title(settings: RunSettings) -> str:

@@ -1,19 +1,18 @@
-"""One page from the sections of many."""
+"""One page to sign: the verdict, the sections of many runs' pages, where each is from."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from bevfusion_quant.report import Section, write_page
-from bevfusion_quant.report._html import Html, join, tag
+from bevfusion_quant.results import CellParts, Table, plain_table
+from bevfusion_quant.review._checks import exported_files
 from bevfusion_quant.review._evidence import frames_text
 from bevfusion_quant.review._headline import run_title
-from bevfusion_quant.review._trail import sign_section, trail_section
-from bevfusion_quant.review._verdict import verdict_section
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from bevfusion_quant.review._checks import Check
@@ -46,29 +45,22 @@ def write_review(
         versions: Of the packages that make it.
     """
     sections = [
-        verdict_section(groups, checks),
+        Section("verdict", "Verdict", _verdict(groups, checks)),
         *_borrowed(gathered),
-        trail_section(gathered, versions, command),
-        sign_section(),
+        Section("trail", "Reproduce", _trail(gathered, versions, command)),
+        Section("sign", "Sign", None),
     ]
     return write_page(path, title, _head(gathered, title, checks), sections)
 
 
-def _head(gathered: Gathered, title: str, checks: Sequence[Check]) -> Html:
+def _head(gathered: Gathered, title: str, checks: Sequence[Check]) -> Section:
     run = gathered.main.run
     states = [check.state for check in checks]
-    told = (
-        f"{len(checks)} questions: {states.count('good')} answered, {states.count('look')} to look "
-        f"at closely, {states.count('missing')} unanswered"
-    )
     words = [run_title(run.settings), f"config {run.settings.config}"]
     words += [f"branch {run.settings.branch}", _made_from(run)]
-    return join(
-        tag("p", "A quantized model, to be reviewed and signed", class_="kicker"),
-        tag("h1", title),
-        tag("p", "Run ", tag("code", str(run.folder)), " · ", " · ".join(words), class_="lead"),
-        tag("p", told, class_="lead strong"),
-    )  # fmt: skip
+    data: dict[str, Any] = {"title": title, "folder": str(run.folder), "words": words}
+    data |= {state: states.count(state) for state in ("good", "look", "missing")}
+    return Section("head_review", title, data)
 
 
 def _made_from(run: Evidence) -> str:
@@ -76,6 +68,22 @@ def _made_from(run: Evidence) -> str:
     if told is not None:
         return f"from {told.run}, trained on {told.training_frames}"
     return f"quantized on {frames_text(run.frames)}"
+
+
+def _verdict(groups: Sequence[HeadlineGroup], checks: Sequence[Check]) -> dict[str, Any]:
+    """Headline table and questions."""
+    shown = [
+        {
+            "frames": frames_text(group.frames),
+            "labels": group.labels,
+            "stage": group.stage,
+            "source": group.source,
+            "table": group.table(),
+        }
+        for group in groups
+    ]
+    without = list(dict.fromkeys(name for group in groups for name in group.missing))
+    return {"groups": shown, "without": without, "checks": checks}
 
 
 def _borrowed(gathered: Gathered) -> Iterator[Section]:
@@ -97,13 +105,56 @@ def _borrowed(gathered: Gathered) -> Iterator[Section]:
     for key, evidences in sources.items():
         for evidence in evidences:
             if evidence is not None and key in evidence.sections:
-                yield _from(evidence, evidence.sections[key])
+                source = (str(evidence.folder), frames_text(evidence.frames))
+                yield replace(evidence.sections[key], source=source)
                 break
 
 
-def _from(evidence: Evidence, section: Section) -> Section:
-    source = tag(
-        "p", "From ", tag("code", str(evidence.folder)), f": {frames_text(evidence.frames)}.",
-        class_="note source",
-    )  # fmt: skip
-    return section._replace(html=join(source, section.html))
+def _trail(gathered: Gathered, own: Mapping[str, str], command: str) -> dict[str, Any]:
+    """Folders with their commands and digests, versions of the packages."""
+    return {
+        "notes": gathered.notes,
+        "folders": list(map(_folder, gathered.all)),
+        "command": command,
+        "versions": _versions(gathered.all, own),
+    }
+
+
+def _folder(evidence: Evidence) -> dict[str, Any]:
+    digests = {**evidence.model_digests, **evidence.digests}
+    if evidence.summary.export is not None:
+        digests |= {f"onnx/{name}": digest for name, digest, _ in exported_files(evidence)}
+    rows = [(name, CellParts(text=digest, code=True)) for name, digest in digests.items()]
+    title = f"sha256 of files in {evidence.folder}"
+    table = plain_table(title, ("", ""), rows, "digests")
+    return {
+        "kind": evidence.kind,
+        "folder": str(evidence.folder),
+        "frames": frames_text(evidence.frames),
+        "command": evidence.command,
+        "digests": replace(table, hidden=True),
+    }
+
+
+def _versions(found: Sequence[Evidence], own: Mapping[str, str]) -> Table:
+    """One column where every folder was made with the same versions, else one for each set."""
+    sets: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    said = [(evidence.folder.name, evidence.summary.versions) for evidence in found]
+    for name, versions in [*said, ("this page", own)]:
+        sets.setdefault(tuple(sorted(versions.items())), []).append(name)
+    merged: list[tuple[dict[str, str], list[str]]] = []
+    for pairs, names in sets.items():
+        versions = dict(pairs)
+        for there, of in merged:
+            if all(there.get(key, value) == value for key, value in versions.items()):
+                there |= versions
+                of += names
+                break
+        else:
+            merged.append((versions, names))
+    packages = sorted({package for versions, _ in merged for package in versions})
+    heads = ["Package", *("Version" if len(merged) == 1 else ", ".join(of) for _, of in merged)]
+    rows = [
+        (package, *(versions.get(package, "–") for versions, _ in merged)) for package in packages
+    ]
+    return plain_table("Versions", heads, rows, "")

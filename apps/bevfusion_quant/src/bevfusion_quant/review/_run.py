@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -12,14 +16,73 @@ from bevfusion_quant.review._evidence import PAGE_FILE
 from bevfusion_quant.review._gather import Gathered, gather
 from bevfusion_quant.review._headline import HeadlineGroup, headline
 from bevfusion_quant.review._page import write_review
-from bevfusion_quant.review._print import find_browser, print_pdf
-from bevfusion_quant.run import (
-    RunRecord,
-    run_folder,
-    versions,
-)
+from bevfusion_quant.run import RunRecord, run_folder, versions
 
-__all__ = ["PDF_FILE", "ReviewResult", "run_review"]
+__all__ = ["PDF_FILE", "ReviewResult", "find_browser", "print_pdf", "review_text", "run_review"]
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+SECONDS = 300
+# Time of the page's own clock that may pass until every chart is drawn; it does not wait for it.
+DRAWN_MS = 10_000
+MARKS = {"good": "ok", "look": "LOOK", "missing": "missing"}
+
+
+def find_browser(named: Path | None = None) -> Path:
+    """Where Chromium or Chrome lies.
+
+    Args:
+        named: The browser to take; by default the first on the path.
+
+    Raises:
+        InputError: There is none.
+    """
+    for name in [str(named)] if named is not None else NAMES:
+        found = shutil.which(name)
+        if found is not None:
+            return Path(found)
+    told = f"--browser {named} is no program" if named is not None else (
+        f"--pdf needs Chromium or Chrome, and none of {', '.join(NAMES)} is on the path"
+    )  # fmt: skip
+    raise InputError(
+        f"{told}: name one with --browser, or leave out --pdf and print report.html from any "
+        "browser"
+    )
+
+
+def print_pdf(page: Path, pdf: Path, browser: Path) -> Path:
+    """Print a page as a browser's print command does, without its header and footer.
+
+    Args:
+        page: The page.
+        pdf: The file to write.
+        browser: From `find_browser`.
+
+    Raises:
+        InputError: The browser did not print it.
+    """
+    with tempfile.TemporaryDirectory(prefix="bevfusion-quant-") as profile:
+        words = [
+            str(browser), "--headless", "--disable-gpu", "--disable-dev-shm-usage",
+            "--disable-background-networking", "--no-first-run", f"--user-data-dir={profile}",
+            f"--virtual-time-budget={DRAWN_MS}", "--no-pdf-header-footer",
+            f"--print-to-pdf={pdf.absolute()}", page.absolute().as_uri(),
+        ]  # fmt: skip
+        if os.geteuid() == 0:  # Chromium's sandbox refuses root
+            words.insert(1, "--no-sandbox")
+        try:
+            done = subprocess.run(
+                words, capture_output=True, text=True, timeout=SECONDS, check=False
+            )
+            told = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+        except (OSError, subprocess.TimeoutExpired) as error:
+            told = [str(error)]
+    if not pdf.is_file() or not pdf.read_bytes().startswith(b"%PDF"):
+        raise InputError(
+            f"--pdf: {browser} did not print the page ({told[0]}): name another with --browser, or "
+            "leave out --pdf and print report.html from any browser"
+        )
+    return pdf
+
 
 PDF_FILE = "report.pdf"
 _PACKAGES = ("bevquant-export", "bevquant-hybrid")
@@ -103,3 +166,17 @@ def run_review(
             }
         )
     return ReviewResult(runs / name, gathered, groups, found)
+
+
+def review_text(result: ReviewResult) -> tuple[str, ...]:
+    """Headline tables, then each question with its answer, and what would answer the others."""
+    tables = [group.table() for group in result.headline]
+    parts = [f"{table.title}\n\n{table.text()}" for table in tables]
+    return (*parts, "\n".join(_lines(result.checks)), *result.gathered.notes)
+
+
+def _lines(checks: Sequence[Check]) -> Iterator[str]:
+    for check in checks:
+        yield f"{MARKS[check.state]:>7}  {check.question} {check.answer}"
+        if check.command:
+            yield f"{'':9}{check.command}"

@@ -6,9 +6,8 @@ estimated plan for a budget, `refine_within` the best measured one.
 
 from bevfusion_quant.options import SensitivityOutput as Output
 from bevfusion_quant.results import SensitivityOutcome, sensitivity_text
-from bevfusion_quant.sensitivity._budget import parse_budget, plan_within
+from bevfusion_quant.sensitivity._budget import parse_budget, plan_within, refine_within
 from bevfusion_quant.sensitivity._measure import measure_sensitivity, sensitivity_output
-from bevfusion_quant.sensitivity._refine import refine_within
 from bevfusion_quant.sensitivity._run import SensitivityResult, run_sensitivity
 
 __all__ = [

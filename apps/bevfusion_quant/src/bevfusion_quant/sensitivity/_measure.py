@@ -2,28 +2,216 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, get_args
+import ctypes
+import gc
+import logging
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
+import numpy as np
 from torch import nn
 
+from bev_data.datasets import labelled_region, range_origin
+from bev_data.metrics import DetectionMeter, DetectionRules, metrics_of
+from bevfusion.model.head import Detections
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.options import Precision, SensitivityMetric, SensitivityOutput
-from bevfusion_quant.sensitivity._kept_scores import KeptScores
-from bevfusion_quant.sensitivity._late import TakenLate, run_late
-from bevfusion_quant.sensitivity._task import MeanAp
+from bevfusion_quant.frames import detections_of, detections_record
+from bevfusion_quant.options import SensitivityMetric, SensitivityOutput
+from bevquant_qnn import PlannedGroup
 
 if TYPE_CHECKING:
-    from bevfusion.model import BEVFusion, BEVFusionConfig
+    from bevfusion.model import Batch, BEVFusion, BEVFusionConfig
     from bevfusion_quant.frames import FrameBatches
-    from bevfusion_quant.ranks import Shards
+    from bevfusion_quant.ranks import Record, Shards
     from bevquant_qnn import SensitivityTable
 
-__all__ = ["METRICS", "PRECISIONS", "measure_sensitivity", "sensitivity_output"]
+__all__ = [
+    "METRICS",
+    "PRECISIONS",
+    "KeptScores",
+    "Late",
+    "MeanAp",
+    "TakenLate",
+    "measure_sensitivity",
+    "run_late",
+    "sensitivity_output",
+]
+
+
+class KeptScores:
+    """`bevquant_qnn.Kept` in a run's shards: pairs of numbers, or boxes.
+
+    Args:
+        shards: Of the run.
+    """
+
+    def __init__(self, shards: Shards) -> None:
+        self._shards = shards
+
+    def load(self, step: str, index: int) -> list[Any] | None:
+        """The results of a frame, if it was finished before."""
+        record = self._shards.load(step, index)
+        if record is None:
+            return None
+        if "numbers" in record:
+            return [tuple(row) for row in record["numbers"].tolist()]
+        return _boxes(record)
+
+    def save(self, step: str, index: int, results: list[Any]) -> None:
+        """Keep the results of a frame, whole or not at all."""
+        if not isinstance(results[0], Detections):
+            self._shards.save(step, index, {"numbers": np.array(results, np.float64)})
+            return
+        together = Detections(*(np.concatenate(arrays) for arrays in zip(*results, strict=True)))
+        sizes = np.array([len(found.scores) for found in results], np.int64)
+        self._shards.save(step, index, {"sizes": sizes, **detections_record("found", together)})
+
+
+def _boxes(record: Record) -> list[Detections]:
+    ends = np.cumsum(record["sizes"])[:-1]
+    together = detections_of("found", record)
+    parts = zip(*(np.split(array, ends) for array in together), strict=True)
+    return [Detections(*arrays) for arrays in parts]
+
+
+LOG = logging.getLogger(__name__)
+
+
+class Late:
+    """One frame, made at its first use.
+
+    Args:
+        batches: All of them.
+        index: Which one.
+        told: Say so.
+    """
+
+    def __init__(self, batches: FrameBatches, index: int, *, told: bool) -> None:
+        self._batches, self._index, self._told = batches, index, told
+        self.used = False
+
+    @cached_property
+    def batch(self) -> Batch:
+        """What the model is called with."""
+        if self._told:
+            LOG.info("frame %d of %d", self._index + 1, len(self._batches))
+        self.used = True
+        return self._batches[self._index]
+
+
+class TakenLate:
+    """The frames, any number of times, with memory given back after each.
+
+    Args:
+        batches: All of them.
+        told: Say of each when it is run.
+    """
+
+    def __init__(self, batches: FrameBatches, *, told: bool = True) -> None:
+        self._batches, self._told = batches, told
+
+    def __iter__(self) -> Iterator[Late]:
+        for index in range(len(self._batches)):
+            late = Late(self._batches, index, told=self._told)
+            yield late
+            if late.used:
+                del late
+                _return_freed_memory()
+
+
+def run_late(model: nn.Module, late: Any) -> Any:
+    """What the model makes of the frame."""
+    return model(*late.batch)
+
+
+def _return_freed_memory() -> None:
+    """Give back what a frame's recorded run held: in pieces of other sizes it is of no use.
+
+    glibc keeps freed blocks, and frames with other numbers of voxels do not fit into them: memory
+    would grow from frame to frame.
+    """
+    gc.collect()
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError, TypeError):  # another C library, or none that can be asked
+        return
+
+
+class MeanAp:
+    """nuScenes' mean average precision over the labelled frames, in points of 100.
+
+    Called with a batch's outputs it answers the detections; `reduce` judges those of all batches,
+    in order. Frames without labels are passed over.
+
+    Args:
+        model: Whose head decodes.
+        batches: The frames, for their labels.
+        config: Sizes.
+        shards: Keeps what is finished while several ranks share the frames.
+
+    Raises:
+        InputError: The model has no head, or no frame has labels.
+    """
+
+    __name__ = "mAP"  # what the table calls it
+
+    def __init__(
+        self,
+        model: BEVFusion,
+        batches: FrameBatches,
+        config: BEVFusionConfig,
+        shards: Shards | None = None,
+    ) -> None:
+        if "head" not in model.parts:
+            raise InputError(
+                f"--metric mAP: the run's model is {' and '.join(model.parts)} alone and finds no "
+                "boxes: measure with --metric sqnr"
+            )
+        if all(batches.frame_labels(index) is None for index in range(len(batches))):
+            raise InputError(
+                "--metric mAP: none of the frames has labels: give frames that have (street, "
+                "pandaset, kitti, nuscenes), or measure with --metric sqnr"
+            )
+        self._head: Any = model.head
+        self._batches, self._shards = batches, shards
+        self._classes = config.head.classes
+        low_x, low_y, _, high_x, high_y, _ = config.lidar.point_cloud_range
+        self._rules = DetectionRules(
+            extent=(low_x, low_y, high_x, high_y), origin=range_origin(batches.dataset)
+        )
+        self._region = labelled_region(batches.dataset)
+
+    def __call__(self, output: Any, batch: object) -> Detections:
+        """Boxes of one frame."""
+        (found,) = self._head.decode(output)
+        detections: Detections = found
+        return detections
+
+    def reduce(self, found: Sequence[Detections]) -> float:
+        """Judge the boxes of all frames.
+
+        Raises:
+            InputError: No label counts.
+        """
+        self._batches.share_notes(self._shards)
+        meter = DetectionMeter(self._classes, self._rules)
+        for index, detections in enumerate(found):
+            labels = self._batches.frame_labels(index)
+            if labels is not None:
+                meter.add(detections, labels, region=self._region)
+        mean_ap = metrics_of(meter).mean_ap
+        if mean_ap is None:
+            raise InputError(
+                "--metric mAP: no label of these frames counts (too far away, or without a point): "
+                "give other frames, or more of them"
+            )
+        return 100 * mean_ap
+
 
 METRICS = get_args(SensitivityMetric)
 OUTPUTS = get_args(SensitivityOutput)
-PRECISIONS = get_args(Precision)
+PRECISIONS = tuple(p for p in get_args(get_type_hints(PlannedGroup)["precision"]) if p != "float")
 _HEATMAP = "heads.object.heatmap_head"
 
 

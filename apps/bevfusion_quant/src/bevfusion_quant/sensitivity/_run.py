@@ -12,27 +12,56 @@ from bevfusion.model import CONFIGS
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.results import SensitivityOutcome
-from bevfusion_quant.run import (
-    Clock,
-    RunRecord,
-    peak_memory_mib,
-    run_folder,
-    run_shards,
+from bevfusion_quant.run import Clock, RunRecord, peak_memory_mib, run_folder, run_shards
+from bevfusion_quant.sensitivity._budget import (
+    ROUNDS,
+    check_reachable,
+    parse_budget,
+    plan_within,
+    refine_within,
 )
-from bevfusion_quant.sensitivity._budget import check_reachable, parse_budget, plan_within
 from bevfusion_quant.sensitivity._measure import (
     check_precisions,
     measure_sensitivity,
     sensitivity_output,
 )
-from bevfusion_quant.sensitivity._precisions import precisions_of
-from bevfusion_quant.sensitivity._refine import ROUNDS, refine_within
 from bevfusion_quant.steps import load_run, read_model_settings
 
 if TYPE_CHECKING:
     from bev_data.points import Frame
+    from bevfusion_quant.run import RunSettings
 
-__all__ = ["SensitivityResult", "run_sensitivity"]
+__all__ = ["SensitivityResult", "precisions_of", "run_sensitivity"]
+
+# Of activations of 8 bits, by the bits of weights.
+_OWN = {8: "int8", 4: "int4"}
+
+
+def precisions_of(settings: RunSettings, asked: Sequence[str], run: str | Path) -> tuple[str, ...]:
+    """Those asked for, or the run's own: "int8", or of a run with weights of 4 bits "int4".
+
+    Args:
+        settings: Of the run.
+        asked: At which to measure; empty for the run's own.
+        run: Where it lies, for the message.
+
+    Raises:
+        InputError: The run's weights have bits that are no precision of a plan, or were rounded so
+            that its layers cannot be put back into float.
+    """
+    if settings.rounding != "nearest" or settings.bias_correction:
+        raise InputError(
+            f"{run}: its weights were rounded or its biases corrected (ptq --rounding gptq, "
+            "--bias-correction), so no layer can be put back into float: measure a run without, "
+            "and give its plan to ptq --plan together with these options"
+        )
+    bits = settings.weight_bits
+    if bits not in _OWN:
+        raise InputError(
+            f"{run}: weights of {bits} bits are none of the precisions of a plan, which are int4, "
+            "int8 and int16: measure a run of 8 or 4 bits"
+        )
+    return tuple(asked) or (_OWN[bits],)
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -20,7 +20,18 @@ from bevquant_quantizers.documents import (
     write_tensors,
 )
 
-__all__ = ["CHECKPOINT", "Checkpoint", "read_checkpoint", "restore", "write_checkpoint"]
+if TYPE_CHECKING:
+    from bevfusion_quant.train._split import FrameSource
+
+__all__ = [
+    "CHECKPOINT",
+    "Checkpoint",
+    "check_identity",
+    "identity_of",
+    "read_checkpoint",
+    "restore",
+    "write_checkpoint",
+]
 
 CHECKPOINT = "checkpoint.safetensors"
 _FORMAT, _VERSION, _KEY = "bevfusion-quant training checkpoint", 1, "bevfusion-quant"
@@ -158,3 +169,42 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Opt
 
 def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+
+
+def identity_of(source: FrameSource, config: Any, **more: str) -> dict[str, Any]:
+    """What decides the result, as it comes back from JSON.
+
+    Args:
+        source: Frames to train on.
+        config: A dataclass of settings.
+        more: Other things that decide it, by name.
+    """
+    about = {"training_frames": source.describe, "settings": {**asdict(config), **more}}
+    identity: dict[str, Any] = json.loads(json.dumps(about, default=str))
+    return identity
+
+
+def check_identity(
+    checkpoint: Path, begun: Checkpoint, identity: dict[str, Any], place: str
+) -> None:
+    """Refuse to go on with another run.
+
+    Args:
+        checkpoint: The file.
+        begun: What it holds.
+        identity: Of the run that is asked for.
+        place: The option that says where the run lies.
+
+    Raises:
+        InputError: Naming every setting that differs.
+    """
+    old, new = (
+        {"training_frames": d["training_frames"], **d["settings"]}
+        for d in (begun.identity, identity)
+    )
+    keys = [key for key in {**new, **old} if old.get(key) != new.get(key)]
+    if keys:
+        told = "; ".join(f"{key} was {old.get(key)!r}, now {new.get(key)!r}" for key in keys)
+        raise InputError(
+            f"{checkpoint} is of another run: {told}: give the same settings, or another {place}"
+        )

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
 
 import numpy as np
 import torch
@@ -12,9 +16,47 @@ from tqdm import tqdm
 from bev_data.metrics import aligned_table
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.ranks import current_ranks
-from bevfusion_quant.train._stop import stop_on_signals
 
-__all__ = ["in_parts", "losses_table", "run_steps"]
+__all__ = ["StopRequest", "in_parts", "losses_table", "run_steps", "stop_on_signals"]
+
+
+@dataclass
+class StopRequest:
+    """Whether somebody wants the run to end.
+
+    Attributes:
+        asked: Set by the first signal; the second one interrupts at once.
+    """
+
+    asked: bool = False
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[StopRequest]:
+    """Note SIGINT and SIGTERM instead of breaking off in the middle of a step.
+
+    The handlers that were there come back at the end. In a thread, where Python lets nobody handle
+    signals, the request stays as it is.
+    """
+    request = StopRequest()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if request.asked:
+            raise KeyboardInterrupt
+        request.asked = True
+
+    before = {}
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            try:
+                before[number] = signal.signal(number, note)
+            except ValueError:  # not the main thread
+                break
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
 
 SHOWN = 20  # steps whose mean loss the progress shows
 

@@ -12,10 +12,13 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from tqdm import tqdm
 
+from bevfusion.model import Batch
 from bevfusion.training import CompactFrame, compact
 from bevfusion_quant._errors import InputError
+from bevfusion_quant.ranks import current_ranks
 from bevquant_quantizers.documents import DocumentError, read_json, write_whole
 
 if TYPE_CHECKING:
@@ -24,7 +27,35 @@ if TYPE_CHECKING:
     from bev_data.points import Frame
     from bevfusion_quant.train._split import FrameSource
 
-__all__ = ["FrameForm", "PreparedFrames", "prepare_frames"]
+__all__ = ["FrameForm", "PreparedFrames", "moved", "prepare_frames", "usable_device"]
+
+
+def usable_device(name: str) -> torch.device:
+    """The device, tried; "cuda" is each rank's own GPU, where it has one.
+
+    Raises:
+        InputError: torch does not know it, or cannot use it here.
+    """
+    try:
+        device = torch.device(name)
+        if device.type == "cuda" and device.index is None and current_ranks().gpu is not None:
+            device = torch.device("cuda", current_ranks().gpu)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(
+            f"--device {name} cannot be used here ({str(error).splitlines()[0]}): use cpu, or "
+            "install a torch that drives the device"
+        ) from error
+    return device
+
+
+def moved(batch: Batch, device: torch.device) -> Batch:
+    """The batch with its tensors on the device."""
+    tensors: dict[str, Any] = {
+        n: v.to(device) for n, v in batch._asdict().items() if isinstance(v, torch.Tensor)
+    }
+    return batch._replace(**tensors)
+
 
 _INDEX = "frames.json"
 _VERSION = 1

@@ -2,39 +2,159 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from tqdm import tqdm
 
+from bev_data.metrics import Bootstrap, DetectionMeter, interval_of_mean_ap, metrics_of
+from bevfusion.model import CONFIGS, build_model, read_state_dict
 from bevfusion.training import head_loss, make_batch, one_cycle, order_of
 from bevfusion_quant._errors import InputError
+from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.train._checkpoint import (
     CHECKPOINT,
+    check_identity,
+    identity_of,
     read_checkpoint,
     restore,
     write_checkpoint,
 )
-from bevfusion_quant.train._device import moved, usable_device
-from bevfusion_quant.train._identity import check_identity, identity_of
 from bevfusion_quant.train._loop import in_parts, run_steps
-from bevfusion_quant.train._prepare import prepare_frames
-from bevfusion_quant.train._start import first_model
-from bevfusion_quant.train._weights import WEIGHTS, stored_weights, write_weights
+from bevfusion_quant.train._prepare import moved, prepare_frames, usable_device
+from bevquant_quantizers.documents import write_tensors
 
 if TYPE_CHECKING:
+    from bev_data.points import Frame
     from bevfusion.model import BEVFusion
     from bevfusion_quant.train._config import TrainConfig
     from bevfusion_quant.train._prepare import PreparedFrames
     from bevfusion_quant.train._split import FrameSource
 
-__all__ = ["TrainResult", "run_train"]
+__all__ = [
+    "WEIGHTS",
+    "TrainResult",
+    "first_model",
+    "judge_detector",
+    "run_train",
+    "stored_weights",
+    "write_weights",
+]
+
+WEIGHTS = "weights.safetensors"
+_KEY = "bevfusion-quant"
+
+
+def stored_weights(model: nn.Module, *, half: bool) -> dict[str, Tensor]:
+    """The model's state dict as it is stored.
+
+    Args:
+        model: On the CPU.
+        half: Weights with more than one axis become float16. Norms, biases and the view transform's
+            geometry stay as they are: they are few, a variance may exceed 65504, and the geometry
+            must be exact.
+    """
+    learned = {n for n, p in model.named_parameters() if p.requires_grad and p.ndim > 1}
+    return {
+        name: value.to(torch.float16) if half and name in learned else value.clone()
+        for name, value in model.state_dict().items()
+    }
+
+
+def write_weights(path: Path, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
+    """Write safetensors whole, with `about` as JSON in the file's metadata."""
+    write_tensors(path, tensors, {_KEY: json.dumps(about)})
+
 
 LOG = logging.getLogger(__name__)
+RARE = 0.1  # what the heatmap says before it has learned anything
+
+
+def first_model(config: TrainConfig) -> BEVFusion:
+    """A model with the seed's weights, or with those of `config.start` where they fit.
+
+    Every layer has its own default initialisation; the heatmap's bias is −ln((1 − p) / p) with p =
+    0.1, so that the many empty cells do not rule the first steps (Lin et al. 2017, section 4.1).
+    The global random generators are left as they were.
+
+    Raises:
+        InputError: No entry of `config.start` fits the model.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        model = build_model(CONFIGS[config.config], config.parts)
+    with torch.no_grad():
+        bias = math.log(RARE / (1 - RARE))
+        model.head.heatmap_head[1].bias.fill_(bias)
+        model.head.prediction_heads[0].heatmap[1].bias.fill_(bias)
+    if config.start is not None:
+        own = model.state_dict()
+        given = read_state_dict(config.start)
+        fits = {n: t for n, t in given.items() if n in own and t.shape == own[n].shape}
+        if not fits:
+            raise InputError(
+                f"{config.start}: no entry fits the model of config {config.config!r}, branch "
+                f"{config.branch!r}; start from weights that `train` wrote with this --config"
+            )
+        model.load_state_dict(fits, strict=False)
+        LOG.info("%d of %d entries from %s", len(fits), len(own), config.start)
+    return model
+
+
+def judge_detector(
+    model: BEVFusion, frames: Sequence[Frame], config: TrainConfig
+) -> dict[str, Any]:
+    """NuScenes' metrics of a float model, frame by frame in little memory.
+
+    Args:
+        model: In eval mode, on the CPU.
+        frames: Labelled.
+        config: Of the run.
+
+    Returns:
+        JSON: labels, mean_ap, interval (95 %, over frames), nds, and mean_ap by class; of a fused
+        model also what it finds with grey pictures (mean_ap_without_pictures), which tells what
+        the cameras add to the LiDAR in this very model.
+
+    Raises:
+        InputError: A frame has no labels.
+    """
+    sizes = CONFIGS[config.config]
+    batches = FrameBatches(frames, sizes, model, config.cameras)
+    meter, blind = (DetectionMeter(sizes.head.classes) for _ in range(2))
+    fused = {"camera", "lidar"} <= set(model.parts)
+    with torch.no_grad():
+        for index in tqdm(range(len(frames)), desc="held out"):
+            batch = batches[index]
+            labels = batches.frame_labels(index)
+            if labels is None:
+                raise InputError(f"{batches.names[index][0]}: no labels to judge by")
+            meter.add(model.head.decode(model(*batch))[0], labels)
+            if fused and batch.images is not None:
+                grey = batch._replace(images=torch.zeros_like(batch.images))
+                blind.add(model.head.decode(model(*grey))[0], labels)
+    interval = interval_of_mean_ap(meter, Bootstrap())
+    metrics = metrics_of(meter, interval)
+    without = {"mean_ap_without_pictures": metrics_of(blind).mean_ap} if fused else {}
+    return {
+        "count": metrics.frames,
+        "labels": metrics.labels,
+        "mean_ap": metrics.mean_ap,
+        "interval": None if interval is None else [interval.low, interval.high],
+        **without,
+        "nds": metrics.nds,
+        "classes": {row.name: row.mean_ap for row in metrics.classes},
+    }
+
+
 TERMS = ("heatmap", "class", "box")
 
 
@@ -130,8 +250,6 @@ def run_train(
     model.load_state_dict(tensors)
     held_out = None
     if judge_by is not None:
-        from bevfusion_quant.train._judge import judge_detector
-
         held_out = {"frames": judge_by.describe, **judge_detector(model, judge_by.open(), config)}
     about = {"command": command, **identity, "held_out": held_out}
     write_weights(out / WEIGHTS, tensors, about)

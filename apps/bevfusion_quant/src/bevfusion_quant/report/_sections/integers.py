@@ -1,0 +1,164 @@
+"""The model in integers: what departs first, stages, every step, what stays float."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from bevfusion_quant.integer import QUERIES
+from bevfusion_quant.report._format import count, finite, fixed, part_of, percent, share
+from bevfusion_quant.report._page import Section
+from bevfusion_quant.results import CellParts, Column, Row, Table, plain_table
+
+if TYPE_CHECKING:
+    from bevfusion_quant.integer import FloatIsland, IntegerStage
+    from bevfusion_quant.measure import AgreementRow
+    from bevfusion_quant.report._content import ReportContent
+    from bevquant_int8sim import LayerRow
+
+__all__ = ["ORDER", "section"]
+
+ORDER = 50
+COLUMNS = (
+    Column("#", "minor", "order", "order of execution"),
+    Column("Layer", "name", "layer", "path in the model", is_text=True),
+    Column("Step", "minor", "kind", "what it computes", is_text=True),
+    Column("Output", "minor", "form", "how the output is held", is_text=True),
+    Column("Fake dB", "minor", "fake", "SQNR of the fake-quantized output against float"),
+    Column("Integer dB", "", "sqnr", "SQNR of the integer output against float"),
+    Column("Fake cosine", "minor", "near", "cosine of fake-quantized and float output"),
+    Column("Integer cosine", "minor", "cosine", "cosine of integer and float output"),
+    Column("Max steps", "", "most", "largest difference of integer and fake-quantized output, each "
+           "model on its own, in steps of the output", "descending"),
+    Column("Mean steps", "minor", "mean", "mean of its size", "descending"),
+    Column("Differ", "minor", "off", "share of output values that differ", "descending"),
+    Column("Same input", "", "forced", "largest difference where the fake-quantized layer is given "
+           "the integer model's input", "descending"),
+    Column("Saturated", "minor", "saturated", "share of output values beyond the range",
+           "descending"),
+    Column("Acc. bits", "minor", "bits", "bits of the largest accumulator, sign included",
+           "descending"),
+)  # fmt: skip
+
+
+def section(content: ReportContent) -> Section | None:
+    """What departs first, then stages, steps and float islands."""
+    simulation = content.integers
+    if simulation is None:
+        return None
+    layers = simulation.layers
+    first, told = simulation.first_departure, [row for row in layers if _tells(row)]
+    parts = [part_of(row.path) for row in told if not row.path.startswith("<")]
+    data = {
+        "first": None if first is None else _departure(layers, first),
+        "wrong": [_departure(layers, row) for row in simulation.wrong],
+        "explained": [_departure(layers, row) for row in simulation.explained],
+        "backend": simulation.backend,
+        "seconds": simulation.frame_seconds,
+        "own_steps": any(row.path.startswith("<") for row in layers),
+        "queries": QUERIES
+        * any(r.path.startswith("heads.object.prediction_heads") for r in layers),
+        "stages": _stages(simulation.stages),
+        "agreement": _agreement(simulation.agreement) if simulation.agreement else None,
+        "parts": list(dict.fromkeys(parts)),
+        "table": _table(layers),
+        "islands": list(_islands(simulation.islands)),
+        "island_count": len(simulation.islands),
+        "saved": simulation.saved,
+    }
+    return Section("integers", "Integer simulation", data)
+
+
+def _departure(layers: Sequence[LayerRow], row: LayerRow) -> dict[str, Any]:
+    return {
+        "path": row.path,
+        "index": layers.index(row),
+        "steps": row.max_steps,
+        "differ": row.off,
+        "forced": row.forced_max_steps,
+        "why": row.why,
+    }
+
+
+def _stages(stages: Sequence[IntegerStage]) -> Table:
+    heads = ("Last step of the stage", "Fake dB", "Integer dB", "Max steps", "Same input")
+    rows = [
+        (
+            CellParts(text=stage.title, note_path=stage.layer),
+            fixed(stage.fake_sqnr_db, 1),
+            fixed(stage.integer_sqnr_db, 1),
+            fixed(stage.max_steps, 0),
+            fixed(stage.forced_max_steps, 0),
+        )
+        for stage in stages
+    ]
+    return plain_table("SQNR against float; largest differences in the stage", heads, rows)
+
+
+def _agreement(rows: Sequence[AgreementRow]) -> Table:
+    heads = ("Within", "Float", "Integer", "Matched", "Mean |\u2060Δscore|")
+    lines = [
+        (
+            f"{row.distance:g} m",
+            count(row.float_detections),
+            count(row.quantized_detections),
+            count(row.matched),
+            fixed(row.score_mean, 4),
+        )
+        for row in rows
+    ]
+    return plain_table("Detections, float against integer, same class", heads, lines)
+
+
+def _table(layers: Sequence[LayerRow]) -> Table:
+    """A row for each step that is no float step with equal results, in the order of execution."""
+    most = max((row.max_steps or 0 for row in layers), default=0)
+    best = max((finite(row.integer_sqnr_db) or 0 for row in layers), default=0.0)
+    rows = [_row(i, row, float(most), best) for i, row in enumerate(layers) if _tells(row)]
+    title = "Float, fake-quantized and integer results of each step"
+    return Table(title, COLUMNS, rows, "sorted", "integer-table", "dense")
+
+
+def _row(index: int, row: LayerRow, most: float, best: float) -> Row:
+    name = CellParts(path=row.path, value=row.path)
+    if row.why:
+        name["note"] = row.why
+    db, steps = row.integer_sqnr_db, row.max_steps
+    cells = (
+        CellParts(text=str(index + 1), value=index),
+        name,
+        CellParts(text=row.op, value=row.op),
+        CellParts(text=row.form, value=row.form),
+        CellParts(text=fixed(row.fake_sqnr_db, 1), value=row.fake_sqnr_db),
+        CellParts(text=fixed(db, 1), value=db, bar=share(db, best)),
+        CellParts(text=fixed(row.fake_cosine, 5), value=row.fake_cosine),
+        CellParts(text=fixed(row.integer_cosine, 5), value=row.integer_cosine),
+        CellParts(text=fixed(steps, 0), value=steps, bar=share(steps, most)),
+        CellParts(text=fixed(row.mean_steps, 4), value=row.mean_steps),
+        CellParts(text=percent(row.off), value=row.off),
+        CellParts(text=fixed(row.forced_max_steps, 0), value=row.forced_max_steps),
+        CellParts(text=percent(row.saturated), value=row.saturated),
+        CellParts(text=fixed(row.peak_bits, 0), value=row.peak_bits),
+    )
+    kind = "low" if (row.forced_max_steps or 0) > 1 else ""
+    search = f"{row.path} {row.op} {row.form}".lower()
+    return Row(cells, f"integer-{index}", kind, part_of(row.path), search)
+
+
+def _tells(row: LayerRow) -> bool:
+    """Float steps before anything quantized give the same in all three executions."""
+    figures = (row.max_steps, row.peak_bits, row.fake_sqnr_db, row.integer_sqnr_db)
+    return any(figure is not None for figure in figures)
+
+
+def _islands(islands: Sequence[FloatIsland]) -> Iterator[dict[str, Any]]:
+    """A reason, then everything that it holds for."""
+    for reason, found in groupby(islands, key=lambda island: island.reason):
+        group = list(found)
+        members: dict[str, list[str]] = {}
+        for island in group:
+            members.setdefault(island.path, []).append(island.what)
+        counted = [island.share for island in group if island.share is not None]
+        much = f" ({100 * sum(counted):.2g} % of the operations)" if counted else ""
+        yield {"reason": f"{reason}{much}", "members": list(members.items())}

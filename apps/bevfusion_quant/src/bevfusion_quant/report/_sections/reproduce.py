@@ -1,0 +1,39 @@
+"""Settings, versions and where the time went."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from bevfusion_quant.report._page import Section
+from bevfusion_quant.results import CellParts, Table, plain_table, setting_text
+
+if TYPE_CHECKING:
+    from bevfusion_quant.report._content import ReportContent
+    from bevfusion_quant.results import Cell
+
+__all__ = ["ORDER", "section"]
+
+ORDER = 110
+
+
+def section(content: ReportContent) -> Section | None:
+    """The tables, as far as there is something in them."""
+    tables = list(_tables(content))
+    return Section("reproduce", "Reproduce", tables) if tables else None
+
+
+def _tables(content: ReportContent) -> Iterator[Table]:
+    settings = {k.replace("_", " "): setting_text(v) for k, v in content.settings.items()}
+    for title, pairs in ("Settings", settings), ("Versions", content.versions):
+        if pairs:
+            yield plain_table(title, ("", ""), pairs.items(), "")
+    if any(content.seconds.values()):
+        yield plain_table("Time", ("", ""), _times(content.seconds), "times")
+
+
+def _times(seconds: Mapping[str, float]) -> Iterator[tuple[Cell, ...]]:
+    total = seconds.get("total") or sum(seconds.values())
+    for step, spent in seconds.items():
+        bar = None if step == "total" else 100 * spent / total
+        yield step, CellParts(text=f"{spent:.2f} s", bar=bar)

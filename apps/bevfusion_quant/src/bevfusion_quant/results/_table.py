@@ -1,0 +1,192 @@
+"""The one form of a table: a page draws it, a terminal prints it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
+
+from bev_data.metrics import aligned_table, span
+
+if TYPE_CHECKING:
+    from bev_data.metrics import Difference, Interval
+
+__all__ = [
+    "Cell", "CellParts", "Column", "Row", "Table", "mean_ap_apart", "plain_table", "setting_text",
+    "with_interval",
+]  # fmt: skip
+
+
+class CellParts(TypedDict, total=False):
+    """A cell of more than text.
+
+    Attributes:
+        text: What is shown.
+        path: A module's path, shown instead of text.
+        paths: Several of them, with commas between.
+        arrow: A path that an arrow leads from, to `paths`.
+        value: What the column is sorted by; None is sorted last.
+        bar: Length of a bar below it, in per cent.
+        note: Small print below.
+        note_path: A path in small print below.
+        more: Further paths in small print.
+        href: The id that the text leads to.
+        title: What is said when pointed at.
+        interval: An interval below the text.
+        code: Whether the text is a name on disk or a command.
+        badge: Class of a mark around the text.
+        bars: Bars to draw; see the macro of that name.
+    """
+
+    text: str
+    path: str
+    paths: Sequence[str]
+    arrow: str
+    value: float | str | None
+    bar: float | None
+    note: str
+    note_path: str
+    more: Sequence[str]
+    href: str
+    title: str
+    interval: str
+    code: bool
+    badge: str
+    bars: object
+
+
+Cell = str | CellParts
+
+
+class Column(NamedTuple):
+    """One column.
+
+    Attributes:
+        title: Its head.
+        kind: Classes of its cells: "minor" for what a narrow page leaves out.
+        key: Of a table that is sorted or counted: the name that the page's script knows it by.
+        note: What its head says when pointed at.
+        first: How it is sorted at the first click.
+        is_text: Whether it is sorted as text instead of numbers.
+        only: "page" or "terminal" where only that one shows it.
+    """
+
+    title: str
+    kind: str = ""
+    key: str = ""
+    note: str = ""
+    first: str = "ascending"
+    is_text: bool = False
+    only: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row.
+
+    Attributes:
+        cells: One for each column, the row's head first.
+        id: Of the row, where something leads to it.
+        kind: Its class: "low" for what to look at.
+        part: The part of the model that it belongs to.
+        search: What a search looks in.
+        name: What the page's script counts by.
+    """
+
+    cells: Sequence[Cell]
+    id: str = ""
+    kind: str = ""
+    part: str = ""
+    search: str = ""
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table.
+
+    Attributes:
+        title: What it is of.
+        columns: Its columns.
+        rows: Its rows.
+        form: "pairs" for a small table, "long" for one in a box that scrolls, "sorted" for one that
+            its reader sorts and searches.
+        id: Of the table on a page.
+        kind: Further classes.
+        hidden: Whether the title is for screen readers alone.
+    """
+
+    title: str
+    columns: Sequence[Column]
+    rows: Sequence[Row]
+    form: str = "pairs"
+    id: str = ""
+    kind: str = "classes"
+    hidden: bool = False
+
+    def text(self) -> str:
+        """Head and rows for a terminal."""
+        told = self._shown("terminal")
+        heads = [_small(column.title) for column in told.columns]
+        return aligned_table(heads, [list(map(_text, row.cells)) for row in told.rows])
+
+    def on_page(self) -> Table:
+        """The columns that a page shows."""
+        return self._shown("page")
+
+    def _shown(self, where: str) -> Table:
+        kept = [i for i, column in enumerate(self.columns) if column.only in ("", where)]
+        rows = [replace(row, cells=[row.cells[i] for i in kept]) for row in self.rows]
+        return replace(self, columns=[self.columns[i] for i in kept], rows=rows)
+
+
+def plain_table(
+    title: str,
+    heads: Iterable[str],
+    rows: Iterable[Sequence[Cell]],
+    kind: str = "classes",
+    form: str = "pairs",
+) -> Table:
+    """A table of titles and cells, nothing else said of them."""
+    columns = [Column(head) for head in heads]
+    return Table(title, columns, [Row(row) for row in rows], form, kind=kind)
+
+
+def with_interval(value: str, interval: Interval | None, *, signed: bool = False) -> Cell:
+    """A figure, its interval below it."""
+    if interval is None:
+        return value
+    return CellParts(text=value, interval=span(interval, signed=signed))
+
+
+def mean_ap_apart(apart: Difference | None) -> Cell:
+    """A difference of mean average precisions in points of 100, with its interval."""
+    if apart is None or apart.mean_ap is None:
+        return "–"
+    return with_interval(f"{100 * apart.mean_ap:+.2f}", apart.interval, signed=True)
+
+
+def setting_text(value: object) -> str:
+    """A setting as a cell."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value)) or "–"
+    return "–" if value is None else str(value)
+
+
+def _text(cell: Cell) -> str:
+    if isinstance(cell, str):
+        return cell
+    if "path" in cell:
+        more = len(cell.get("more", ()))
+        return cell["path"].removeprefix("encoders.") + (f" +{more}" if more else "")
+    if "paths" in cell:
+        return f"{cell['arrow']} → {', '.join(cell['paths'])}"
+    told = cell.get("text", "")
+    return f"{told} ({cell['interval']})" if cell.get("interval") else told
+
+
+def _small(head: str) -> str:
+    """A head as a terminal has it: its first letter small, but for abbreviations."""
+    return head if head[1:2].isupper() else head[:1].lower() + head[1:]
