@@ -16,16 +16,14 @@ from bevquant_hybrid._compile._arguments import (
     forward_arguments,
     march_of,
 )
-from bevquant_hybrid._compile._layouts import with_layouts
-from bevquant_hybrid._compile._program_of import program_of
+from bevquant_hybrid._compile._program_of import program_of, with_layouts
 from bevquant_hybrid._version import __version__
 from bevquant_hybrid.operators import find_violations, load_support_table
 from bevquant_hybrid.quantization._bpu_calls import bpu_calls
 from bevquant_hybrid.quantization._check import violation_table
 from bevquant_hybrid.quantization._model_name import model_name
-from bevquant_hybrid.runtime import _structure as structure
 from bevquant_hybrid.runtime._file import write_program
-from bevquant_hybrid.runtime._program import Program
+from bevquant_hybrid.runtime._program import Program, flatten
 
 __all__ = ["compile_model", "export_hbir"]
 
@@ -176,8 +174,8 @@ def _written(
     """Make the program of a model, write it and say what it is."""
     chosen = march_of(march, caller)
     arguments = forward_arguments(example_inputs, caller)
-    tensors, _ = structure.flatten(arguments, f"{caller}: example_inputs")
-    options = check_options(caller, **given, tensors=len(tensors))
+    tensors = len(flatten(arguments, f"{caller}: example_inputs").tensors)
+    options = check_options(caller, **given, tensors=tensors)
     model = converted_model(module, caller)
     if name is not None and not isinstance(name, str):
         raise TypeError(f"{caller}: name is a {type(name).__name__}: expected a string")
