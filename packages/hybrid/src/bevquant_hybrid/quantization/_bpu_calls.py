@@ -1,7 +1,8 @@
-"""The operator calls of a model that runs on the BPU alone."""
+"""What a model that the BPU runs alone calls, and what it is called."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from bevquant_hybrid.nn.quantized.quantize import is_fixed_point
 from bevquant_hybrid.operators import OperatorCall, is_float, trace_calls
 
-__all__ = ["bpu_calls", "is_float", "require_module"]
+__all__ = ["bpu_calls", "model_name", "require_module"]
 
 _QAT = "bevquant_hybrid.nn.qat."
 
@@ -62,3 +63,22 @@ def _is_quantized(module: nn.Module) -> bool:
     return any(
         is_fixed_point(part) or type(part).__module__.startswith(_QAT) for part in module.modules()
     )
+
+
+def model_name(caller: str, module: nn.Module, name: str | None = None) -> str:
+    """The name given, or that of the class that the model had before it was traced or converted.
+
+    Raises:
+        ValueError: The name is none for a file.
+
+    Example:
+        >>> model_name("perf_model", nn.Sequential())
+        'Sequential'
+    """
+    source: Any = getattr(module, "_source_name", None) or getattr(module, "original_name", None)
+    name = name or str(source or type(module).__name__)
+    if not re.fullmatch(r"\w[\w.-]*", name):
+        raise ValueError(
+            f"{caller}: name={name!r}: expected letters, digits, '_', '-' and '.', and no folder"
+        )
+    return name

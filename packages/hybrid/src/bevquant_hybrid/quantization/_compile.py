@@ -19,9 +19,8 @@ from bevquant_hybrid._compile._arguments import (
 from bevquant_hybrid._compile._program_of import program_of, with_layouts
 from bevquant_hybrid._version import __version__
 from bevquant_hybrid.operators import find_violations, load_support_table
-from bevquant_hybrid.quantization._bpu_calls import bpu_calls
+from bevquant_hybrid.quantization._bpu_calls import bpu_calls, model_name
 from bevquant_hybrid.quantization._check import violation_table
-from bevquant_hybrid.quantization._model_name import model_name
 from bevquant_hybrid.runtime._file import write_program
 from bevquant_hybrid.runtime._program import Program, flatten
 

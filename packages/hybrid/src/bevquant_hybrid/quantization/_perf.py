@@ -11,12 +11,11 @@ from torch import nn
 
 from bevquant_hybrid._compile._arguments import check_options, forward_arguments, march_of
 from bevquant_hybrid._whole_file import write_whole
-from bevquant_hybrid.operators._values import tensors_in
+from bevquant_hybrid.operators._attributes import tensors_in
 from bevquant_hybrid.performance import estimate_layers, estimate_performance, render_layers
 from bevquant_hybrid.performance._page import render_page
-from bevquant_hybrid.quantization._bpu_calls import bpu_calls, require_module
+from bevquant_hybrid.quantization._bpu_calls import bpu_calls, model_name, require_module
 from bevquant_hybrid.quantization._compile import compile_model
-from bevquant_hybrid.quantization._model_name import model_name
 
 __all__ = ["perf_model"]
 

@@ -157,7 +157,7 @@ def validate(program: Program) -> None:
             _check_layer(step, path)
         _check_factors(step, path)
         again = [name for name in step.outputs if name in known]
-        if again:
+        if again and step.op == "operator":
             raise ValueError(f"{path}: {step.op} makes {again[0]!r}, which is there already")
         unknown = [name for name in step.outputs if name not in program.values]
         if unknown:
