@@ -30,6 +30,51 @@ from bevquant_hybrid.qtensor import (
 
 __all__ = ["clamped", "gives_plain", "rule_of"]
 
+_SEEN_OTHERWISE = ("H", "T", "mH", "mT", "data")  # attributes that are views
+_NO_FACTS = (*_SEEN_OTHERWISE, "real", "imag", "__weakref__")
+_FACTS = {
+    *(
+        getattr(Tensor, name).__get__
+        for name in dir(Tensor)
+        if inspect.isgetsetdescriptor(getattr(Tensor, name)) and name not in _NO_FACTS
+    ),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_contiguous, Tensor.__len__),
+    *(Tensor.nelement, Tensor.ndimension, Tensor.data_ptr, Tensor.get_device, torch.numel),
+    *(Tensor.register_hook, Tensor.retain_grad, Tensor.is_complex, torch.is_complex),
+    *(Tensor.is_floating_point, torch.is_floating_point, Tensor.is_signed, torch.is_signed),
+}
+_VIEWS = {
+    *(getattr(Tensor, name).__get__ for name in _SEEN_OTHERWISE),
+    *(Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten),
+    *(Tensor.contiguous, Tensor.clone, torch.clone, Tensor.detach, torch.detach),
+    *(Tensor.squeeze, torch.squeeze, Tensor.unsqueeze, torch.unsqueeze, Tensor.unflatten),
+    *(Tensor.expand, Tensor.expand_as, Tensor.repeat, Tensor.tile, torch.tile, Tensor.__getitem__),
+    *(Tensor.split, torch.split, Tensor.chunk, torch.chunk, Tensor.unbind, torch.unbind),
+    *(Tensor.flip, torch.flip, Tensor.roll, torch.roll, Tensor.narrow, torch.narrow),
+    *(Tensor.select, torch.select, Tensor.index_select, torch.index_select),
+    *(Tensor.gather, torch.gather, Tensor.cpu, Tensor.cuda),
+    *(Tensor.permute, torch.permute, Tensor.transpose, torch.transpose, Tensor.swapaxes),
+    *(torch.swapaxes, Tensor.movedim, torch.movedim),
+    *(torch.pixel_shuffle, torch.pixel_unshuffle, torch.channel_shuffle),
+}
+_ORDER = {
+    *(torch.max, Tensor.max, torch.min, Tensor.min, torch.amax, Tensor.amax),
+    *(torch.amin, Tensor.amin, torch.topk, Tensor.topk, torch.sort, Tensor.sort),
+}
+# Results without a scale: indices and truth values.
+_PLAIN = {
+    *(torch.argmax, Tensor.argmax, torch.argmin, Tensor.argmin, torch.argsort, Tensor.argsort),
+    *(torch.eq, torch.ne, torch.gt, torch.ge, torch.lt, torch.le),
+    *(torch.greater, torch.greater_equal, torch.less, torch.less_equal),
+    *(Tensor.eq, Tensor.ne, Tensor.gt, Tensor.ge, Tensor.lt, Tensor.le),
+    *(Tensor.greater, Tensor.greater_equal, Tensor.less, Tensor.less_equal),
+    *(Tensor.__gt__, Tensor.__ge__, Tensor.__lt__, Tensor.__le__, Tensor.__eq__, Tensor.__ne__),
+}
+_DROPOUT = {F.dropout, F.dropout2d, torch.dropout}
+_RELU = {F.relu, torch.relu, Tensor.relu, torch.relu_, Tensor.relu_}
+_ABS = {torch.abs, Tensor.abs, Tensor.__abs__}
+_CLAMP = {torch.clamp, Tensor.clamp, torch.clip, Tensor.clip, F.hardtanh, F.relu6}
+
 
 def max_pooled(
     x: Tensor,
@@ -129,52 +174,6 @@ def padded(x: QTensor, sides: Sequence[int], mode: str, value: float) -> QTensor
     filler = clamped(x.like(torch.zeros_like(payload(x))), value, value) if value else None
     constant = float(payload(filler).reshape(-1)[0]) if filler is not None else 0.0
     return x.like(F.pad(payload(x), list(sides), value=constant))
-
-
-_SEEN_OTHERWISE = ("H", "T", "mH", "mT", "data")  # attributes that are views
-_NO_FACTS = (*_SEEN_OTHERWISE, "real", "imag", "__weakref__")
-_FACTS = {
-    *(
-        getattr(Tensor, name).__get__
-        for name in dir(Tensor)
-        if inspect.isgetsetdescriptor(getattr(Tensor, name)) and name not in _NO_FACTS
-    ),
-    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_contiguous, Tensor.__len__),
-    *(Tensor.nelement, Tensor.ndimension, Tensor.data_ptr, Tensor.get_device, torch.numel),
-    *(Tensor.register_hook, Tensor.retain_grad, Tensor.is_complex, torch.is_complex),
-    *(Tensor.is_floating_point, torch.is_floating_point, Tensor.is_signed, torch.is_signed),
-}
-_VIEWS = {
-    *(getattr(Tensor, name).__get__ for name in _SEEN_OTHERWISE),
-    *(Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten),
-    *(Tensor.contiguous, Tensor.clone, torch.clone, Tensor.detach, torch.detach),
-    *(Tensor.squeeze, torch.squeeze, Tensor.unsqueeze, torch.unsqueeze, Tensor.unflatten),
-    *(Tensor.expand, Tensor.expand_as, Tensor.repeat, Tensor.tile, torch.tile, Tensor.__getitem__),
-    *(Tensor.split, torch.split, Tensor.chunk, torch.chunk, Tensor.unbind, torch.unbind),
-    *(Tensor.flip, torch.flip, Tensor.roll, torch.roll, Tensor.narrow, torch.narrow),
-    *(Tensor.select, torch.select, Tensor.index_select, torch.index_select),
-    *(Tensor.gather, torch.gather, Tensor.cpu, Tensor.cuda),
-    *(Tensor.permute, torch.permute, Tensor.transpose, torch.transpose, Tensor.swapaxes),
-    *(torch.swapaxes, Tensor.movedim, torch.movedim),
-    *(torch.pixel_shuffle, torch.pixel_unshuffle, torch.channel_shuffle),
-}
-_ORDER = {
-    *(torch.max, Tensor.max, torch.min, Tensor.min, torch.amax, Tensor.amax),
-    *(torch.amin, Tensor.amin, torch.topk, Tensor.topk, torch.sort, Tensor.sort),
-}
-# Results without a scale: indices and truth values.
-_PLAIN = {
-    *(torch.argmax, Tensor.argmax, torch.argmin, Tensor.argmin, torch.argsort, Tensor.argsort),
-    *(torch.eq, torch.ne, torch.gt, torch.ge, torch.lt, torch.le),
-    *(torch.greater, torch.greater_equal, torch.less, torch.less_equal),
-    *(Tensor.eq, Tensor.ne, Tensor.gt, Tensor.ge, Tensor.lt, Tensor.le),
-    *(Tensor.greater, Tensor.greater_equal, Tensor.less, Tensor.less_equal),
-    *(Tensor.__gt__, Tensor.__ge__, Tensor.__lt__, Tensor.__le__, Tensor.__eq__, Tensor.__ne__),
-}
-_DROPOUT = {F.dropout, F.dropout2d, torch.dropout}
-_RELU = {F.relu, torch.relu, Tensor.relu, torch.relu_, Tensor.relu_}
-_ABS = {torch.abs, Tensor.abs, Tensor.__abs__}
-_CLAMP = {torch.clamp, Tensor.clamp, torch.clip, Tensor.clip, F.hardtanh, F.relu6}
 
 
 def rule_of(func: Callable[..., Any]) -> Rule | None:

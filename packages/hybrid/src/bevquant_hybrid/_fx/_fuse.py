@@ -24,6 +24,11 @@ from bevquant_hybrid.qat_mode import QATMode, get_qat_mode
 
 __all__ = ["fold", "fuse_graph"]
 
+_FUNCTIONS: dict[Any, type[nn.Module]] = {
+    **dict.fromkeys((F.relu, torch.relu, "relu", "relu_", F.relu_), nn.ReLU),
+    F.relu6: nn.ReLU6,
+}
+
 
 def fold(anchor: nn.Module, bn: nn.Module) -> nn.Module:
     """Return a copy of the layer with the batch norm's running statistics folded in.
@@ -39,12 +44,6 @@ def fold(anchor: nn.Module, bn: nn.Module) -> nn.Module:
         if mark in anchor.__dict__:
             setattr(made, mark, anchor.__dict__[mark])
     return made
-
-
-_FUNCTIONS: dict[Any, type[nn.Module]] = {
-    **dict.fromkeys((F.relu, torch.relu, "relu", "relu_", F.relu_), nn.ReLU),
-    F.relu6: nn.ReLU6,
-}
 
 
 @dataclass

@@ -31,6 +31,22 @@ from bevquant_hybrid.partition._placement import Listed, place_operator
 
 __all__ = ["Kind", "Placement", "has_weight", "keeps_scale", "replace_functions"]
 
+# Methods of FloatFunctional whose operator goes by another name.
+_OPERATORS = {"add_relu": "add", "add_scalar": "add", "mul_scalar": "mul"}
+_PASS_MODULES = (nn.Identity, nn.Dropout, nn.Dropout2d, nn.Flatten, nn.Unflatten)
+_PASS_FUNCTIONS = {operator.getitem, torch.flatten, torch.reshape, F.dropout, F.dropout2d}
+_PASS_METHODS = {
+    *("view", "reshape", "flatten", "contiguous", "clone", "detach", "permute", "transpose"),
+    *("squeeze", "unsqueeze", "chunk", "split", "expand", "repeat", "view_as", "unbind"),
+}
+# Modules that keep the scale of their input.
+_KEEPING = (
+    *(nn.ReLU, nn.ReLU6, nn.Hardtanh, nn.MaxPool2d, nn.Upsample, nn.UpsamplingBilinear2d),
+    *(nn.UpsamplingNearest2d, nn.ZeroPad2d, nn.ConstantPad2d, nn.ReplicationPad2d),
+    *(nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle, functions.Interpolate),
+    *(PointPillarsScatter, functions.GridSample),
+)
+
 
 def replace_functions(graph: Graph, root: nn.Module, march: str | None = None) -> list[str]:
     """Replace functions in place by calls of new modules of `root`.
@@ -141,10 +157,6 @@ class _Maker:
         return name
 
 
-# Methods of FloatFunctional whose operator goes by another name.
-_OPERATORS = {"add_relu": "add", "add_scalar": "add", "mul_scalar": "mul"}
-
-
 def mapper_place(module: nn.Module | None, method: str | None, march: str) -> Listed:
     """Where the mapper of a hybrid model runs a module, or a method of it, and why."""
     row = f"torch.{_OPERATORS.get(method, method)}" if method else ""
@@ -173,21 +185,6 @@ class Kind(Enum):
     PASS = "pass"
     BPU = "bpu"
     CPU = "cpu"
-
-
-_PASS_MODULES = (nn.Identity, nn.Dropout, nn.Dropout2d, nn.Flatten, nn.Unflatten)
-_PASS_FUNCTIONS = {operator.getitem, torch.flatten, torch.reshape, F.dropout, F.dropout2d}
-_PASS_METHODS = {
-    *("view", "reshape", "flatten", "contiguous", "clone", "detach", "permute", "transpose"),
-    *("squeeze", "unsqueeze", "chunk", "split", "expand", "repeat", "view_as", "unbind"),
-}
-# Modules that keep the scale of their input.
-_KEEPING = (
-    *(nn.ReLU, nn.ReLU6, nn.Hardtanh, nn.MaxPool2d, nn.Upsample, nn.UpsamplingBilinear2d),
-    *(nn.UpsamplingNearest2d, nn.ZeroPad2d, nn.ConstantPad2d, nn.ReplicationPad2d),
-    *(nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle, functions.Interpolate),
-    *(PointPillarsScatter, functions.GridSample),
-)
 
 
 def keeps_scale(module: nn.Module | None) -> bool:

@@ -37,6 +37,20 @@ _OPS: tuple[tuple[type[nn.Module], str], ...] = (
     (nn.Module, "conv"),
 )
 
+_RESIZING = (functions.Interpolate, nn.Upsample)
+_RESIZE_SETTINGS = ("size", "scale_factor", "mode", "align_corners", "recompute_scale_factor")
+_PADDINGS: dict[type[nn.Module], str] = {
+    nn.ZeroPad2d: "constant",
+    nn.ConstantPad2d: "constant",
+    nn.ReplicationPad2d: "replicate",
+    nn.ReflectionPad2d: "reflect",
+}
+_SAME = {"contiguous", "clone", "detach", "cpu", "cuda", "dropout", "dropout2d"}
+_GRIDS: dict[str, str] = {
+    "max_pool2d": "kernel_size stride padding dilation ceil_mode return_indices",
+    "interpolate": "size scale_factor mode align_corners recompute_scale_factor antialias",
+}
+
 
 def weighted(call: Call, layer: Any) -> list[Step]:
     """A layer, and the addition that is fused into it."""
@@ -129,16 +143,6 @@ def _settings(layer: Any, op: str) -> dict[str, Any]:
     # Of the last axis first, before and behind it.
     sides = layer._reversed_padding_repeated_twice
     return {**shared, "padding": list(zip(sides[::2], sides[1::2], strict=True))[::-1]}
-
-
-_RESIZING = (functions.Interpolate, nn.Upsample)
-_RESIZE_SETTINGS = ("size", "scale_factor", "mode", "align_corners", "recompute_scale_factor")
-_PADDINGS: dict[type[nn.Module], str] = {
-    nn.ZeroPad2d: "constant",
-    nn.ConstantPad2d: "constant",
-    nn.ReplicationPad2d: "replicate",
-    nn.ReflectionPad2d: "reflect",
-}
 
 
 def module_steps(call: Call, module: nn.Module) -> list[Step] | Ref:
@@ -255,13 +259,6 @@ def on_grid(call: Call, value: float | None) -> Any:
     if value is None or not isinstance(form, Integers):
         return value
     return min(max(math.floor(value / form.scale + 0.5), form.low), form.high) * form.scale
-
-
-_SAME = {"contiguous", "clone", "detach", "cpu", "cuda", "dropout", "dropout2d"}
-_GRIDS: dict[str, str] = {
-    "max_pool2d": "kernel_size stride padding dilation ceil_mode return_indices",
-    "interpolate": "size scale_factor mode align_corners recompute_scale_factor antialias",
-}
 
 
 def arithmetic_steps(call: Call, method: str) -> list[Step]:

@@ -27,6 +27,9 @@ from bevquant_int8sim.program import Program, Step, arguments
 
 __all__ = ["PreparedProgram", "read"]
 
+Observe = Callable[[Step, tuple[Any, ...], tuple[Any, ...]], None]
+_CALLER = "export_qdq_onnx"
+
 
 def deployed(model: nn.Module) -> nn.Module:
     """A copy in evaluation mode, in which every fake quantizer rounds and none observes.
@@ -93,10 +96,6 @@ def refuse_uncalibrated(model: nn.Module, graph: Graph) -> None:
             f"export_qdq_onnx: {', '.join(found)}: no values seen, so that there is no scale; run "
             "calibration or training batches through the model before it is exported"
         )
-
-
-Observe = Callable[[Step, tuple[Any, ...], tuple[Any, ...]], None]
-_CALLER = "export_qdq_onnx"
 
 
 def read(model: nn.Module, args: Any) -> PreparedProgram:

@@ -64,6 +64,24 @@ text { font-family:ui-monospace,"SF Mono",Menlo,Consolas,"DejaVu Sans Mono",mono
 
 _NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
+HEADER = 74.0  # height of title and legend
+MARGIN = 28.0
+GUTTER = 56.0  # between columns
+PAD = 9.0  # of a region around its nodes
+SPACE = 28.0  # between layers
+SIGNS = {"quantize": "Q", "dequantize": "DQ"}
+_HEIGHT, _SIGN_HEIGHT = 38.0, 22.0  # of a node, of a boundary's sign
+_GAP = 32.0  # between nodes of a layer
+_PASSING = 10.0  # width that a passing edge takes
+_WEIGHTS = (1e-6, 1e-3, 1.0)  # of passing edges, of signs and inputs, of operators
+_LETTERS = 32  # of a name, at most
+_PITCH = _HEIGHT + SPACE
+# Boundaries that were put in are called after whom they serve; Q and DQ say the rest.
+_SAID_BY_SIGN = re.compile(r"(?<=.)(_activation_post_process$|_input_dequant(_0$|(?=_\d+$)))")
+_RIM = 1.3
+_SLACK = 2 * _RIM
+_NEAR = 40.0  # between branches whose region has no hole between them
+
 
 def safe(text: str) -> str:
     """``text`` for XML: markup escaped, and what no XML file may hold shown as a box."""
@@ -96,22 +114,6 @@ def fit(text: str, letters: int) -> str:
 def number(value: float) -> str:
     """A coordinate without needless digits."""
     return f"{value:.2f}".rstrip("0").rstrip(".")
-
-
-HEADER = 74.0  # height of title and legend
-MARGIN = 28.0
-GUTTER = 56.0  # between columns
-PAD = 9.0  # of a region around its nodes
-SPACE = 28.0  # between layers
-SIGNS = {"quantize": "Q", "dequantize": "DQ"}
-_HEIGHT, _SIGN_HEIGHT = 38.0, 22.0  # of a node, of a boundary's sign
-_GAP = 32.0  # between nodes of a layer
-_PASSING = 10.0  # width that a passing edge takes
-_WEIGHTS = (1e-6, 1e-3, 1.0)  # of passing edges, of signs and inputs, of operators
-_LETTERS = 32  # of a name, at most
-_PITCH = _HEIGHT + SPACE
-# Boundaries that were put in are called after whom they serve; Q and DQ say the rest.
-_SAID_BY_SIGN = re.compile(r"(?<=.)(_activation_post_process$|_input_dequant(_0$|(?=_\d+$)))")
 
 
 @dataclass(frozen=True)
@@ -219,11 +221,6 @@ def _lines_and_widths(nodes: Sequence[DrawnNode]) -> tuple[dict[str, str], dict[
         elif node.place:
             widths[node.name] = card
     return lines, widths
-
-
-_RIM = 1.3
-_SLACK = 2 * _RIM
-_NEAR = 40.0  # between branches whose region has no hole between them
 
 
 def draw_regions(layering: Layering, by_name: Mapping[str, DrawnNode], plan: Plan) -> list[str]:

@@ -20,6 +20,11 @@ __all__ = [
 
 _SWEEPS = 12
 
+_ASPECT = 1.25  # width over height that a screen shows well
+_MOST_CROSSING = 3  # edges that one break may cut
+_CUT = 0.15  # how bad it is to cut one more
+_PULLS = 17  # odd, so that the last one goes down
+
 
 @dataclass(frozen=True)
 class Layering:
@@ -122,11 +127,6 @@ def _by_barycentre(layer: list[str], ties: Mapping[str, list[int]]) -> list[str]
     return [next(moving) if name in means else name for name in layer]
 
 
-_ASPECT = 1.25  # width over height that a screen shows well
-_MOST_CROSSING = 3  # edges that one break may cut
-_CUT = 0.15  # how bad it is to cut one more
-
-
 def break_columns(
     cut_edges: Sequence[int],
     width_of: Callable[[range], float],
@@ -179,9 +179,6 @@ def _split(cut_edges: Sequence[int], columns: int) -> list[range] | None:
         breaks.append(best)
     ends = [0, *breaks, count]
     return [range(a, b) for a, b in pairwise(ends)]
-
-
-_PULLS = 17  # odd, so that the last one goes down
 
 
 def place_layers(

@@ -32,6 +32,9 @@ __all__ = ["draw_partition", "write_partition"]
 _STEP = 15.0  # between edges that meet at one side of a node
 _CORNER = 7.0
 
+Shifts = dict[tuple[str, str], float]
+_NARROWEST = 600.0  # that the legend fits into
+
 
 def draw_edges(layering: Layering, by_name: Mapping[str, DrawnNode], plan: Plan) -> list[str]:
     """One path for each edge, with its head at the reader; dashed where floats travel."""
@@ -57,9 +60,6 @@ def draw_edges(layering: Layering, by_name: Mapping[str, DrawnNode], plan: Plan)
         style = "edge" if integer else "edge float"
         parts.append(f'<path class="{style}" marker-end="url(#head)" d="{d}"/>')
     return parts
-
-
-Shifts = dict[tuple[str, str], float]
 
 
 def _ports(layering: Layering, plan: Plan) -> tuple[Shifts, Shifts]:
@@ -120,9 +120,6 @@ def _turn(lower: Box, start: float, end: float, turn: int, right: float, bottom:
         f" L{n(end - _CORNER)} {n(head)} q{r} 0 {r} {r}"
         f" L{n(end)} {n(lower.top)}"
     )
-
-
-_NARROWEST = 600.0  # that the legend fits into
 
 
 def draw_partition(nodes: Sequence[DrawnNode], *, title: str = "Partition") -> str:

@@ -13,6 +13,8 @@ from bevquant_hybrid.qtensor import QTensor, as_float, payload
 
 __all__ = ["PointPillarsScatter", "point_pillars_preprocess"]
 
+Shape = Sequence[int] | Tensor
+
 
 @wrap()
 def point_pillars_preprocess(
@@ -179,9 +181,6 @@ def _normalized(features: Tensor, norm_range: Tensor, norm_dims: Tensor) -> Tens
     result = features.clone()
     result[..., dims] = (features[..., dims] - low[dims]) / (high[dims] - low[dims])
     return result
-
-
-Shape = Sequence[int] | Tensor
 
 
 class PointPillarsScatter(nn.Module):

@@ -24,6 +24,34 @@ __all__ = [
     "weighted_part",
 ]
 
+_STORED = {torch.int8: "qint8", torch.int16: "qint16"}
+Shape = tuple[int, ...]
+# Parameters after the first input, in order: torch's built-in functions have no signature.
+_PARAMETERS: dict[str, tuple[tuple[str, Any], ...]] = {
+    "avg_pool2d": (("kernel_size", None), ("stride", None), ("padding", 0)),
+    "max_pool2d": (("kernel_size", None), ("stride", None), ("padding", 0), ("dilation", 1)),
+    "interpolate": (
+        *(("size", None), ("scale_factor", None), ("mode", "nearest")),
+        *(("align_corners", None), ("recompute_scale_factor", None)),
+    ),
+    "grid_sample": (("grid", None), ("mode", "bilinear"), ("padding_mode", "zeros")),
+    "pad": (("pad", None), ("mode", "constant")),
+    "layer_norm": (("normalized_shape", None),),
+    "linear": (("weight", None), ("bias", None)),
+    "transpose": (("dim0", None), ("dim1", None)),
+    "conv2d": (
+        *(("weight", None), ("bias", None), ("stride", 1), ("padding", 0)),
+        *(("dilation", 1), ("groups", 1)),
+    ),
+    "conv_transpose2d": (
+        *(("weight", None), ("bias", None), ("stride", 1), ("padding", 0)),
+        *(("output_padding", 0), ("groups", 1), ("dilation", 1)),
+    ),
+}
+_PARAMETERS["conv3d"] = _PARAMETERS["conv2d"]
+_REDUCTIONS = ("mean", "sum", "max", "min", "argmax", "argmin", "amax", "amin")
+_OTHER: Any = object()
+
 
 def tensors_in(value: Any) -> Iterator[Any]:
     """Every tensor, and everything that has a shape and a dtype like one, inside ``value``."""
@@ -40,9 +68,6 @@ def tensors_in(value: Any) -> Iterator[Any]:
 def shape_of(value: Any) -> tuple[int, ...]:
     """The shape as plain integers."""
     return tuple(int(size) for size in value.shape)
-
-
-_STORED = {torch.int8: "qint8", torch.int16: "qint16"}
 
 
 def count(value: Any) -> int:
@@ -126,34 +151,6 @@ def _observed(module: nn.Module | None) -> str:
         if isinstance(dtype, str) and dtype in DTYPES:
             return str(dtype)
     return ""
-
-
-Shape = tuple[int, ...]
-
-# Parameters after the first input, in order: torch's built-in functions have no signature.
-_PARAMETERS: dict[str, tuple[tuple[str, Any], ...]] = {
-    "avg_pool2d": (("kernel_size", None), ("stride", None), ("padding", 0)),
-    "max_pool2d": (("kernel_size", None), ("stride", None), ("padding", 0), ("dilation", 1)),
-    "interpolate": (
-        *(("size", None), ("scale_factor", None), ("mode", "nearest")),
-        *(("align_corners", None), ("recompute_scale_factor", None)),
-    ),
-    "grid_sample": (("grid", None), ("mode", "bilinear"), ("padding_mode", "zeros")),
-    "pad": (("pad", None), ("mode", "constant")),
-    "layer_norm": (("normalized_shape", None),),
-    "linear": (("weight", None), ("bias", None)),
-    "transpose": (("dim0", None), ("dim1", None)),
-    "conv2d": (
-        *(("weight", None), ("bias", None), ("stride", 1), ("padding", 0)),
-        *(("dilation", 1), ("groups", 1)),
-    ),
-    "conv_transpose2d": (
-        *(("weight", None), ("bias", None), ("stride", 1), ("padding", 0)),
-        *(("output_padding", 0), ("groups", 1), ("dilation", 1)),
-    ),
-}
-_PARAMETERS["conv3d"] = _PARAMETERS["conv2d"]
-_REDUCTIONS = ("mean", "sum", "max", "min", "argmax", "argmin", "amax", "amin")
 
 
 def axis_names(rank: int) -> str:
@@ -284,9 +281,6 @@ def _box_format(shapes: Sequence[Shape]) -> str:
     if boxes and all(len(shape) == 3 and shape[0] == 1 and shape[2] == 4 for shape in boxes):
         return "list of [1, n, 4]"
     return ", ".join(str(list(shape)) for shape in boxes) or "none"
-
-
-_OTHER: Any = object()
 
 
 def _plain(value: Any) -> Any:

@@ -18,6 +18,20 @@ __all__ = ["ScriptRunner", "Step", "find_module", "learn", "row_of_script", "set
 
 _PACKAGE = __package__.partition(".")[0]
 
+Enter = Callable[[str, nn.Module, Sequence[Any], Callable[[], Any]], Any]
+_BUILDERS: dict[str, Callable[[list[Any]], Any]] = {
+    "prim::ListConstruct": list,
+    "prim::TupleConstruct": tuple,
+    "prim::DictConstruct": lambda given: dict(zip(given[::2], given[1::2], strict=True)),
+    "prim::ListUnpack": lambda given: tuple(given[0]),
+    "prim::TupleUnpack": lambda given: tuple(given[0]),
+    "prim::NumToTensor": lambda given: torch.tensor(given[0]),
+    "aten::Int": lambda given: int(given[0]),
+    "aten::Float": lambda given: float(given[0]),
+    "aten::Bool": lambda given: bool(given[0]),
+    "aten::ScalarImplicit": lambda given: given[0].item(),
+}
+
 
 def find_module(model: nn.Module, path: str) -> nn.Module | None:
     """The module at a path, traced or not; None where there is none."""
@@ -100,9 +114,6 @@ class _Held:
 
     module: nn.Module
     path: str
-
-
-Enter = Callable[[str, nn.Module, Sequence[Any], Callable[[], Any]], Any]
 
 
 class ScriptRunner:
@@ -209,17 +220,3 @@ def _refuse_branches(node: Any, path: str) -> None:
             f"{path or 'the model'} holds a {kind.removeprefix('prim::')}: it was scripted; make "
             "the model with torch.jit.trace"
         )
-
-
-_BUILDERS: dict[str, Callable[[list[Any]], Any]] = {
-    "prim::ListConstruct": list,
-    "prim::TupleConstruct": tuple,
-    "prim::DictConstruct": lambda given: dict(zip(given[::2], given[1::2], strict=True)),
-    "prim::ListUnpack": lambda given: tuple(given[0]),
-    "prim::TupleUnpack": lambda given: tuple(given[0]),
-    "prim::NumToTensor": lambda given: torch.tensor(given[0]),
-    "aten::Int": lambda given: int(given[0]),
-    "aten::Float": lambda given: float(given[0]),
-    "aten::Bool": lambda given: bool(given[0]),
-    "aten::ScalarImplicit": lambda given: given[0].item(),
-}

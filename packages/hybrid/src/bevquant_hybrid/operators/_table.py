@@ -29,6 +29,10 @@ __all__ = [
 # checked where the attribute is known and reported as advice where it is not.
 _DATA = ("input_amax", "weight_dtype")
 
+_ENTRY_KEYS = {"rows", "aliases", "eager", "needs", "any_rank", "advice", "on_cpu"}
+_SUPPORT_KEYS = {"input", "second_input", "output", "limits", "like"}
+_LIMIT_KEYS = {"require", "when", "remedy", "data", "source", "except"}
+
 
 @dataclass(frozen=True)
 class Limit:
@@ -216,11 +220,6 @@ def build_table(files: Mapping[str, Mapping[str, Any]], marches: dict[str, March
         for row, (family, entry) in entries.items()
     }
     return SupportTable(operators, marches, spellings)
-
-
-_ENTRY_KEYS = {"rows", "aliases", "eager", "needs", "any_rank", "advice", "on_cpu"}
-_SUPPORT_KEYS = {"input", "second_input", "output", "limits", "like"}
-_LIMIT_KEYS = {"require", "when", "remedy", "data", "source", "except"}
 
 
 def _march(name: str, data: Mapping[str, Any]) -> March:

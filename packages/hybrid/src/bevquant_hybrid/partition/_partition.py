@@ -21,6 +21,15 @@ from bevquant_hybrid.qtensor import QTensor
 
 __all__ = ["partition", "read_wishes"]
 
+_PACKAGE = __package__.partition(".")[0]
+_QAT = f"{_PACKAGE}.nn.qat."
+_EDGES = {"placeholder": "input", "output": "output", "get_attr": "attribute"}
+# The value of these is that of their input, seen otherwise; where the march has them at all.
+_PASSING = (
+    *("torch.nn.Identity", "torch.nn.Dropout", "torch.nn.Dropout2d", "torch.Tensor.reshape"),
+    *("torch.Tensor.transpose", "torch.Tensor.getitem"),
+)
+
 
 def read_wishes(
     hybrid_dict: Mapping[str, Iterable[Any]] | None,
@@ -149,11 +158,6 @@ def _describe(
     return "operator", row_of_function(function, name, table, tensors), path
 
 
-_PACKAGE = __package__.partition(".")[0]
-_QAT = f"{_PACKAGE}.nn.qat."
-_EDGES = {"placeholder": "input", "output": "output", "get_attr": "attribute"}
-
-
 def _around(
     node: fx.Node, path: str, modules: dict[str, nn.Module]
 ) -> tuple[tuple[str, type[nn.Module]], ...]:
@@ -199,13 +203,6 @@ class _Results(fx.Interpreter):
             dtype = str(result.dtype) if isinstance(result, QTensor) else ""
             self._found[n.name] = tuple(int(size) for size in result.shape), dtype
         return result
-
-
-# The value of these is that of their input, seen otherwise; where the march has them at all.
-_PASSING = (
-    *("torch.nn.Identity", "torch.nn.Dropout", "torch.nn.Dropout2d", "torch.Tensor.reshape"),
-    *("torch.Tensor.transpose", "torch.Tensor.getitem"),
-)
 
 
 def partition(

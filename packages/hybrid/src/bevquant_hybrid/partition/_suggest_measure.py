@@ -28,6 +28,10 @@ __all__ = [
 
 _BYTES = {"qint8": 1, "qint16": 2, "qint32": 4}
 
+Metric = Callable[[Any, Any], float]
+Forward = Callable[[nn.Module, Any], Any]
+_MOST = 20 * math.log10(2**24)  # what float32 itself resolves, in dB
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -81,12 +85,6 @@ def positional(graph: fx.Graph, args: Sequence[Any], kwargs: dict[str, Any]) -> 
         default = node.args[0] if node.args else None
         given.append(kwargs.get(str(node.target), default))
     return tuple(given)
-
-
-Metric = Callable[[Any, Any], float]
-Forward = Callable[[nn.Module, Any], Any]
-
-_MOST = 20 * math.log10(2**24)  # what float32 itself resolves, in dB
 
 
 def output_sqnr(output: Any, float_output: Any) -> float:

@@ -21,6 +21,28 @@ __all__ = [
     "estimate_performance",
 ]
 
+# Per element, by dtype; a constant operand is stored quantized, like a weight.
+BYTES = {"qint8": 1, "qint16": 2, "qint32": 4, "qbool": 1, "float32": 4, "constant": 1}
+_ANCHORS = ("Conv2d", "Conv3d", "ConvTranspose2d", "Linear")
+_FUSED = ("ReLU", "relu", "ReLU6", "relu6(fused)", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm")
+# Quantized outside the BPU, optimised away, another view of the same bytes, or constant.
+_FREE = (
+    "QuantStub",
+    "DeQuantStub",
+    "Identity",
+    "Dropout",
+    "Dropout2d",
+    "reshape",
+    "AnchorGenerator",
+)
+_WHAT_IT_IS = (
+    "An estimate by roofline, not a measurement: each layer takes the longer of its operations at "
+    "the peak rate of the cores and its bytes at the DDR bandwidth, every layer reads and writes "
+    "DDR memory, and layers follow one another. Full use of the cores and unpadded feature maps "
+    "are optimistic (small maps take several times as long), no reuse of data on the chip is "
+    "pessimistic."
+)
+
 
 def count_operations(call: OperatorCall) -> int:
     """Operations of one call.
@@ -79,22 +101,6 @@ def _met_weights(call: OperatorCall, side: str) -> int:
     sizes = kernel if isinstance(kernel, tuple) else (kernel,) * (len(call.output_shape) - 2)
     area = prod(int(size) for size in sizes if size is not None)
     return _int(call, side) // _int(call, "groups") * area
-
-
-# Per element, by dtype; a constant operand is stored quantized, like a weight.
-BYTES = {"qint8": 1, "qint16": 2, "qint32": 4, "qbool": 1, "float32": 4, "constant": 1}
-_ANCHORS = ("Conv2d", "Conv3d", "ConvTranspose2d", "Linear")
-_FUSED = ("ReLU", "relu", "ReLU6", "relu6(fused)", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm")
-# Quantized outside the BPU, optimised away, another view of the same bytes, or constant.
-_FREE = (
-    "QuantStub",
-    "DeQuantStub",
-    "Identity",
-    "Dropout",
-    "Dropout2d",
-    "reshape",
-    "AnchorGenerator",
-)
 
 
 @dataclass(frozen=True)
@@ -160,15 +166,6 @@ def _host(
         if source in layers and readers[source] == 1:
             return i
     return None
-
-
-_WHAT_IT_IS = (
-    "An estimate by roofline, not a measurement: each layer takes the longer of its operations at "
-    "the peak rate of the cores and its bytes at the DDR bandwidth, every layer reads and writes "
-    "DDR memory, and layers follow one another. Full use of the cores and unpadded feature maps "
-    "are optimistic (small maps take several times as long), no reuse of data on the chip is "
-    "pessimistic."
-)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,38 @@ from bevquant_hybrid.performance._estimate import LayerEstimate
 
 __all__ = ["render_layers", "render_page"]
 
+_STYLE = """
+:root { --page:#fff; --ink:#1d2733; --soft:#5b6876; --line:#dde3e9; --note:#fff6e0;
+  --rim:#e8c477; --compute:#c2741a; --memory:#2f6fb3; }
+@media (prefers-color-scheme: dark) { :root { --page:#12161b; --ink:#e8edf2; --soft:#a3afbb;
+  --line:#2b333c; --note:#332813; --rim:#7a5c23; --compute:#e5a14b; --memory:#6ea8e6; } }
+body { background:var(--page); color:var(--ink); margin:2rem auto; max-width:72rem;
+  padding:0 1.5rem; font:15px/1.5 system-ui,sans-serif }
+h1 { font-size:1.35rem; margin:0 0 .25rem } h2 { font-size:1.05rem; margin:2rem 0 .5rem }
+.note { background:var(--note); border:1px solid var(--rim); border-radius:8px; margin:1rem 0;
+  padding:.7rem 1rem } .note b { display:block }
+.facts { display:flex; flex-wrap:wrap; gap:.75rem; margin:1rem 0; padding:0; list-style:none }
+.facts li { border:1px solid var(--line); border-radius:8px; padding:.5rem .9rem; min-width:8rem }
+.facts b { display:block; font-size:1.15rem; font-variant-numeric:tabular-nums }
+.facts span, .soft, td.soft { color:var(--soft); font-size:.87rem }
+.scroll { overflow-x:auto }
+table { border-collapse:collapse; width:100%; font-size:.87rem }
+th { color:var(--soft); font-weight:600; text-align:left; white-space:nowrap }
+th, td { border-bottom:1px solid var(--line); padding:.3rem .7rem .3rem 0; vertical-align:middle }
+td.n, th.n { text-align:right; font-variant-numeric:tabular-nums; white-space:nowrap }
+td.path { font-family:ui-monospace,Menlo,Consolas,monospace; overflow-wrap:anywhere }
+td.bars { min-width:13rem; width:30% }
+.bar { height:6px; border-radius:3px; margin:2px 0; min-width:1px }
+.compute { background:var(--compute) } .memory { background:var(--memory) }
+.key { display:inline-block; width:1.4rem; height:6px; border-radius:3px; margin:0 .3rem .15rem 0 }
+tfoot td { border:0; font-weight:600 } a { color:var(--memory); overflow-wrap:anywhere }
+"""
+_FIGURES = {
+    "peak_tops": "10¹² int8 operations per second, all cores",
+    "cores": "BPU cores",
+    "ddr_gigabytes_per_second": "DDR memory, 10⁹ bytes per second",
+}
+
 
 def render_layers(layers: Sequence[LayerEstimate]) -> str:
     """A table of the layers: operations, bytes, operations per byte, time, and what bounds it.
@@ -48,34 +80,6 @@ def render_layers(layers: Sequence[LayerEstimate]) -> str:
         for row in rows
     ]
     return "\n".join([*lines, "An estimate, not a measurement."])
-
-
-_STYLE = """
-:root { --page:#fff; --ink:#1d2733; --soft:#5b6876; --line:#dde3e9; --note:#fff6e0;
-  --rim:#e8c477; --compute:#c2741a; --memory:#2f6fb3; }
-@media (prefers-color-scheme: dark) { :root { --page:#12161b; --ink:#e8edf2; --soft:#a3afbb;
-  --line:#2b333c; --note:#332813; --rim:#7a5c23; --compute:#e5a14b; --memory:#6ea8e6; } }
-body { background:var(--page); color:var(--ink); margin:2rem auto; max-width:72rem;
-  padding:0 1.5rem; font:15px/1.5 system-ui,sans-serif }
-h1 { font-size:1.35rem; margin:0 0 .25rem } h2 { font-size:1.05rem; margin:2rem 0 .5rem }
-.note { background:var(--note); border:1px solid var(--rim); border-radius:8px; margin:1rem 0;
-  padding:.7rem 1rem } .note b { display:block }
-.facts { display:flex; flex-wrap:wrap; gap:.75rem; margin:1rem 0; padding:0; list-style:none }
-.facts li { border:1px solid var(--line); border-radius:8px; padding:.5rem .9rem; min-width:8rem }
-.facts b { display:block; font-size:1.15rem; font-variant-numeric:tabular-nums }
-.facts span, .soft, td.soft { color:var(--soft); font-size:.87rem }
-.scroll { overflow-x:auto }
-table { border-collapse:collapse; width:100%; font-size:.87rem }
-th { color:var(--soft); font-weight:600; text-align:left; white-space:nowrap }
-th, td { border-bottom:1px solid var(--line); padding:.3rem .7rem .3rem 0; vertical-align:middle }
-td.n, th.n { text-align:right; font-variant-numeric:tabular-nums; white-space:nowrap }
-td.path { font-family:ui-monospace,Menlo,Consolas,monospace; overflow-wrap:anywhere }
-td.bars { min-width:13rem; width:30% }
-.bar { height:6px; border-radius:3px; margin:2px 0; min-width:1px }
-.compute { background:var(--compute) } .memory { background:var(--memory) }
-.key { display:inline-block; width:1.4rem; height:6px; border-radius:3px; margin:0 .3rem .15rem 0 }
-tfoot td { border:0; font-weight:600 } a { color:var(--memory); overflow-wrap:anywhere }
-"""
 
 
 def render_page(summary: Mapping[str, Any], layers: Sequence[LayerEstimate]) -> str:
@@ -175,13 +179,6 @@ def _row(layer: LayerEstimate, longest: float, total: float) -> str:
         f'<td class="n">{layer.intensity:,.1f}</td><td class="n">{layer.seconds * 1e6:,.1f}</td>'
         f'<td class="n">{100 * layer.seconds / total:.1f} %</td><td class="bars">{bars}</td></tr>'
     )
-
-
-_FIGURES = {
-    "peak_tops": "10¹² int8 operations per second, all cores",
-    "cores": "BPU cores",
-    "ddr_gigabytes_per_second": "DDR memory, 10⁹ bytes per second",
-}
 
 
 def _sources(figures: Mapping[str, Any]) -> list[str]:

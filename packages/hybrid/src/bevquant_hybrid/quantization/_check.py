@@ -26,6 +26,9 @@ from bevquant_hybrid.quantization._bpu_calls import bpu_calls, require_module
 
 __all__ = ["check_model", "violation_table"]
 
+_CAMERA_SCALE = 1 / 128
+_SELF_EVIDENT = ("Stub", ".Identity", ".Dropout", ".Dropout2d")  # their remarks hold for any model
+
 
 def text_table(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> str:
     """Lines of cells with two blanks between columns; columns in ``right`` end together.
@@ -43,10 +46,6 @@ def text_table(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) ->
         ).rstrip()
         for row in rows
     )
-
-
-_CAMERA_SCALE = 1 / 128
-_SELF_EVIDENT = ("Stub", ".Identity", ".Dropout", ".Dropout2d")  # their remarks hold for any model
 
 
 def check_model(

@@ -31,6 +31,8 @@ from bevquant_hybrid.quantization.quantize_fx import fuse_fx
 
 __all__ = ["visualize_model", "visualize_partition"]
 
+_PASSED_OVER = ("Identity", "Dropout", "Dropout2d")  # nothing of them is left on a BPU
+
 
 def show_picture(path: Path) -> None:
     """Show an SVG file in the notebook, or with the desktop's viewer; print where it lies."""
@@ -66,9 +68,6 @@ def _open(command: list[str]) -> None:
         subprocess.run(command, stdin=nothing, stdout=nothing, stderr=nothing, check=False)
     except OSError:
         pass  # the path was printed: the user can open it
-
-
-_PASSED_OVER = ("Identity", "Dropout", "Dropout2d")  # nothing of them is left on a BPU
 
 
 def visualize_model(

@@ -33,6 +33,8 @@ __all__ = [
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _PARTS = (Weighted, OutputQuantized, FixedPoint)
 
+END = -1  # who reads a result of the model
+
 
 def is_operator(module: nn.Module) -> bool:
     """Whether a module counts as one operator: this package's, torch's, and those without parts.
@@ -135,9 +137,6 @@ class Selection:
         if not self.prefixes and not self.types:
             return True
         return self.names(path) or (bool(self.types) and isinstance(module, self.types))
-
-
-END = -1  # who reads a result of the model
 
 
 @dataclass(eq=False)

@@ -52,6 +52,8 @@ _MESSAGES = ("Module Name", "Module Type", "Msg")
 _CROSSINGS = (qat.QuantStub, qat.DeQuantStub, FakeQuantizeBase, _WrappedCalibFakeQuantize)
 _QUESTION = "Please check if these OPs qconfigs are expected.."
 
+_LISTED = ("operator", "quantize", "dequantize")  # kinds of the plan's nodes
+
 
 @dataclass(frozen=True)
 class QConfigReport:
@@ -193,9 +195,6 @@ def _remarks(call: Call, given: list[Any], made: list[Any]) -> Iterable[str]:
     observer = getattr(fake_quant, "activation_post_process", None)
     if isinstance(observer, FixedScaleObserver):
         yield f"Fixed scale {observer.fixed_scale.item()}"
-
-
-_LISTED = ("operator", "quantize", "dequantize")  # kinds of the plan's nodes
 
 
 def check_deploy_device(

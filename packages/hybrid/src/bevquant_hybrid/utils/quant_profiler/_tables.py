@@ -26,6 +26,9 @@ __all__ = [
 
 Cell = str | int
 
+_COLOURS = ("#2a6f97", "#c8553d", "#588157", "#7b5ea7")
+_LEFT, _TOP, _HEIGHT, _STEP = 90, 20, 320, 16  # pixels: margins, plot, between two operators
+
 
 def simple_table(header: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
     """Columns under dashes.
@@ -95,10 +98,6 @@ def write_text(out_dir: str | os.PathLike[str] | None, name: str, text: str) -> 
         text: What to write.
     """
     return write_whole((Path() if out_dir is None else Path(out_dir)) / name, text)
-
-
-_COLOURS = ("#2a6f97", "#c8553d", "#588157", "#7b5ea7")
-_LEFT, _TOP, _HEIGHT, _STEP = 90, 20, 320, 16  # pixels: margins, plot, between two operators
 
 
 def curves_page(
