@@ -22,6 +22,7 @@ from bevquant_hybrid.quantization import (
     prepare_qat,
     prepare_qat_fx,
 )
+from bevquant_int8sim.program import rounded
 
 
 class Net(nn.Module):
@@ -207,6 +208,9 @@ def test_other_rounding(tmp_path) -> None:
     even = convert(made.eval(), rounding="half_even")
     assert_equal(compiled(even, ties, tmp_path)(ties), even(ties))
     assert not torch.equal(even(ties), convert(made)(ties))
+    up = compiled(convert(made), ties, tmp_path).program
+    again = horizon.runtime.CompiledModel(rounded(up, "half_even", "float64"))
+    assert_equal(again(ties), even(ties))
 
 
 def test_no_module_runs_and_nothing_is_unpickled(tmp_path, monkeypatch) -> None:

@@ -9,7 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bevquant_hybrid._compile._arguments import check_options, forward_arguments, march_of
+from bevquant_hybrid._compile._arguments import (
+    bpu_calls,
+    check_options,
+    forward_arguments,
+    march_of,
+    require_module,
+)
 from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
 from bevquant_hybrid.operators import (
     OperatorCall,
@@ -22,7 +28,6 @@ from bevquant_hybrid.operators import (
 from bevquant_hybrid.operators._attributes import tensors_in
 from bevquant_hybrid.operators._script_runner import find_module
 from bevquant_hybrid.performance import estimate_layers
-from bevquant_hybrid.quantization._bpu_calls import bpu_calls, require_module
 
 __all__ = ["check_model", "violation_table"]
 
@@ -98,17 +103,8 @@ def check_model(
     name = march_of(march, caller)
     title = load_support_table().march(name).title
     arguments = forward_arguments(example_inputs, caller)
-    sources = check_options(
-        caller,
-        input_source=input_source,
-        input_layout=None,
-        output_layout="NCHW",
-        opt="O2",
-        balance_factor=2,
-        jobs=16,
-        extra_args=None,
-        tensors=sum(1 for _ in tensors_in(arguments)),
-    )["input_source"]
+    count = sum(1 for _ in tensors_in(arguments))
+    sources = check_options(caller, count, input_source=input_source)["input_source"]
     if check_quanti_param and (found := list(_scale_violations(module, title))):
         print("No integers can be computed with such scales, so operators were not looked at.")
         return _fail(found, title)

@@ -15,7 +15,12 @@ from typing import Any
 
 from torch import fx, nn
 
-from bevquant_hybrid._compile._arguments import forward_arguments, march_of
+from bevquant_hybrid._compile._arguments import (
+    forward_arguments,
+    march_of,
+    model_name,
+    require_module,
+)
 from bevquant_hybrid._whole_file import write_whole
 from bevquant_hybrid.drawing import DrawnNode, draw_partition
 from bevquant_hybrid.operators import (
@@ -26,7 +31,6 @@ from bevquant_hybrid.operators import (
 )
 from bevquant_hybrid.operators._attributes import tensors_in
 from bevquant_hybrid.partition import Plan, partition
-from bevquant_hybrid.quantization._bpu_calls import model_name, require_module
 from bevquant_hybrid.quantization.quantize_fx import fuse_fx
 
 __all__ = ["visualize_model", "visualize_partition"]

@@ -9,13 +9,7 @@ from torch import Tensor, nn
 
 from bevquant_hybrid._fake_quant._fake_quantize import CalibFakeQuantize, FakeQuantize
 from bevquant_hybrid._observers._range import FixedScaleObserver
-from bevquant_hybrid.nn.qat._base import (
-    give_back,
-    module_path,
-    quantized_output,
-    remember_qconfig,
-    take_over,
-)
+from bevquant_hybrid.nn.qat._base import OfFloat, module_path, quantized_output, take_over
 from bevquant_hybrid.qtensor import QTensor, as_float
 
 __all__ = ["DeQuantStub", "QuantStub", "mark_forced", "take_marks_out"]
@@ -57,14 +51,13 @@ def take_marks_out(proto: Any) -> list[Any]:
     return [node for node in graph.node if node.output[0] in names]
 
 
-class QuantStub(nn.Module):
+class QuantStub(OfFloat):
     """Quantize what comes in.
 
     A value that is quantized already keeps its scale, which the stub then takes over.
     """
 
     activation_post_process: Any
-    _float_class: type[nn.Module]
 
     @classmethod
     def from_float(cls, source: nn.Module, qconfig: Any = None) -> Self:
@@ -78,9 +71,7 @@ class QuantStub(nn.Module):
             raise ValueError(
                 f"{module_path(source)} (QuantStub): it needs a qconfig with an activation"
             )
-        self = take_over(cls, source)
-        self._float_class = type(source)
-        remember_qconfig(self, source, qconfig)
+        self = super().from_float(source, qconfig)
         fake_quant = qconfig.activation()
         scale = getattr(source, "scale", None)
         if scale is not None:
@@ -88,12 +79,6 @@ class QuantStub(nn.Module):
             fake_quant = kind(observer=FixedScaleObserver, scale=scale, dtype=fake_quant.dtype)
         self.activation_post_process = fake_quant
         return self
-
-    def to_float(self) -> nn.Module:
-        """Return the stub that this one was made of."""
-        made = give_back(self._float_class, self)
-        made.__dict__.pop("_float_class")
-        return made
 
     def forward(self, x: Tensor) -> Tensor:
         """Quantize."""
