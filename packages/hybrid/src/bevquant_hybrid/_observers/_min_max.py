@@ -1,4 +1,4 @@
-"""Observers of the smallest and largest value: running, averaged; and calibration's."""
+"""Observers of extremes, running, averaged or per channel, and the histogram of calibration."""
 
 from __future__ import annotations
 
