@@ -160,19 +160,21 @@ class Program:
 def rounded(program: Program, rounding: str, arithmetic: str) -> Program:
     """The program with another rounding of all that it stores as integers.
 
-    Half to even and float64 are what steps do that say nothing.
+    Half to even and float64 are what steps do that say nothing. Operators have a rounding alone.
     """
     said = {} if rounding == "half_even" else {"rounding": rounding}
     said |= {} if arithmetic == "float64" else {"arithmetic": arithmetic}
 
     def with_rounding(step: Step) -> Step:
-        if step.op in _ROUNDS or (step.op == "operator" and "rounding" in step.attributes):
+        if step.op == "operator" and "rounding" in step.attributes:  # it says it always
+            return replace(step, attributes={**step.attributes, "rounding": rounding})
+        if step.op in _ROUNDS:
             return replace(step, attributes={**step.attributes, **said})
         if step.op == "resize" and "rounding" in said and step.kwargs["mode"] == "bilinear":
             return replace(step, kwargs={**step.kwargs, "rounding": rounding})
         return step
 
-    if not said:
+    if not said and all(step.op != "operator" for step in program.steps):
         return program
     return replace(program, steps=tuple(map(with_rounding, program.steps)))
 
