@@ -144,21 +144,20 @@ def integer_manifest() -> Target:
 def hbm() -> Target:
     from bevquant_hybrid import runtime
     from bevquant_hybrid.runtime._file import write_program
-    from bevquant_hybrid.runtime._program import Operand, Port, Program, Step, Value
+    from bevquant_hybrid.runtime._program import Port, Program, operator_step
+    from bevquant_int8sim.program import Ref, TensorType, Value
 
-    x, y, z = Operand("%0"), Operand("%1"), Operand("w", constant=True)
+    x, y, z = Ref("%0"), Ref("%1"), Ref("w")
     program = Program(
         name="net",
         march="bayes",
         inputs=(Port("x", x, torch.int8, (1, 4)),),
         outputs=(Port("y", y, torch.int8, (2, 4)),),
-        arguments={"tuple": [{"tensor": 0}]},
-        result={"tensor": 0},
-        steps=(
-            Step(
-                "aten::cat", {"tensors": (x, z), "dim": 0}, (Value("%1", torch.int8, (2, 4)),), "a"
-            ),
-        ),
+        signature=((x,), {}),
+        sparse_inputs={},
+        result=y,
+        steps=(operator_step("aten::cat", {"tensors": (x, z), "dim": 0}, ("%1",), "a"),),
+        values={"%1": Value(TensorType(torch.int8, (2, 4)), "%1")},
         constants={"w": torch.ones(1, 4, dtype=torch.int8)},
     )
     files = written(lambda f: write_program(program, f / "n.hbm", "fuzz"))

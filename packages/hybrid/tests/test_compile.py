@@ -22,6 +22,7 @@ from bevquant_hybrid.quantization import (
     prepare_qat,
     prepare_qat_fx,
 )
+from bevquant_int8sim.program import rounded
 
 
 class Net(nn.Module):
@@ -207,6 +208,20 @@ def test_other_rounding(tmp_path) -> None:
     even = convert(made.eval(), rounding="half_even")
     assert_equal(compiled(even, ties, tmp_path)(ties), even(ties))
     assert not torch.equal(even(ties), convert(made)(ties))
+
+
+def test_the_rounding_of_a_program_is_its_steps(tmp_path) -> None:
+    model = nn.Sequential(QuantStub(scale=1 / 64), nn.AvgPool2d(2), nn.Conv2d(4, 4, 1))
+    model.qconfig = get_default_qat_qconfig()
+    made = prepare_qat(model)
+    ties = hard_values(2, 4, 6, 6)[2]
+    made(ties)
+    up, even = convert(made.eval()), convert(made, rounding="half_even")
+    program = compiled(up, ties, tmp_path).program
+    assert [step.rounding for step in program.steps[:2]] == [{"rounding": "half_up"}] * 2
+    changed = horizon.runtime.CompiledModel(rounded(program, "half_even", "float64"))
+    assert torch.equal(changed(ties).int_repr(), even(ties).int_repr())
+    assert not torch.equal(up(ties).int_repr(), even(ties).int_repr())
 
 
 def test_no_module_runs_and_nothing_is_unpickled(tmp_path, monkeypatch) -> None:

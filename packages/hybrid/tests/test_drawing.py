@@ -8,12 +8,9 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from bevquant_hybrid.drawing import DrawnNode, draw_partition, write_partition
-from bevquant_hybrid.drawing._boxes import place_boxes
-from bevquant_hybrid.drawing._columns import break_columns
-from bevquant_hybrid.drawing._coordinates import place_layer
-from bevquant_hybrid.drawing._layers import count_crossings, layer_nodes
+from bevquant_hybrid.drawing._boxes import columns, fit, place_boxes
+from bevquant_hybrid.drawing._layers import break_columns, count_crossings, layer_nodes, place_layer
 from bevquant_hybrid.drawing._node import in_order
-from bevquant_hybrid.drawing._style import columns, fit
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -371,7 +371,9 @@ def test_names_of_modules_cover_what_is_inside_them() -> None:
     x = torch.randn(2, 3, 8, 8)
     made = trained(model, x, hybrid=True, hybrid_dict={"module_name": ["features.1"]})
     assert type(made.features[1].conv1).__name__ == "ConvReLU2d"
-    assert type(made.get_submodule("features_1_generated_add_0")).__module__.endswith("_fused")
+    assert type(made.get_submodule("features_1_generated_add_0")).__module__.endswith(
+        "nn.intrinsic"
+    )
     assert type(made.get_submodule("features_2_generated_add_0")) is qat.ConvAddReLU2d
     assert convert_fx(made)(x).shape == (2, 5, 1, 1)
 

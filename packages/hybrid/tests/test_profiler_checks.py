@@ -28,7 +28,7 @@ from bevquant_hybrid.utils.quant_profiler import (
     featuremap_similarity,
     get_module_called_count,
 )
-from bevquant_hybrid.utils.quant_profiler._curves import curves_page
+from bevquant_hybrid.utils.quant_profiler._tables import curves_page
 
 DATA = torch.rand(2, 3, 5, 5, generator=torch.Generator().manual_seed(7))
 

@@ -53,16 +53,17 @@ def sign(path: Path, data: dict[str, Any], tensors: dict[str, torch.Tensor] | No
 
 def test_what_a_file_says(path) -> None:
     data = metadata(path)
-    assert data["schema"] == 1
+    assert data["schema"] == 2
     assert data["march"] == "bernoulli2"
     assert data["name"] == "Sequential"
     assert data["options"]["opt"] == "O2"
     (port,) = data["inputs"]
     assert (port["name"], port["dtype"], port["shape"]) == ("input", "float32", [2, 1, 4, 4])
-    assert load_tensors(path.read_bytes())[port["scale"]].tolist() == [1 / 128]
-    calls = [step["operator"].partition("::")[2] for step in data["steps"]]
-    assert calls == ["quantize", "conv", "requantize", "lookup", "dequantize"]
-    assert [step["scope"] for step in data["steps"]] == ["0", "1", "1", "2", "3"]
+    assert load_tensors(path.read_bytes())[f"constant.{port['scale']}"].tolist() == [1 / 128]
+    steps = data["program"]["steps"]
+    calls = ["quantize", "conv", "requantize", "lookup", "dequantize"]
+    assert [step["function"] for step in steps] == [f"bevquant_hybrid.{c}.default" for c in calls]
+    assert [step["path"] for step in steps] == ["0", "1", "1", "2", "3"]
     content = path.read_bytes()
     digest = data["sha256"].encode()
     assert hashlib.sha256(content.replace(digest, b"0" * 64)).hexdigest().encode() == digest
@@ -120,60 +121,86 @@ def test_no_file(tmp_path) -> None:
 
 
 def test_another_schema_is_named(path) -> None:
-    sign(path, metadata(path) | {"schema": 2})
-    with pytest.raises(ValueError, match=r"net\.hbm is not .*schema 2, expected 1; compile"):
+    sign(path, metadata(path) | {"schema": 1})
+    with pytest.raises(ValueError, match=r"net\.hbm is not .*schema 1, expected 2; compile"):
         runtime.load(path)
 
 
 def test_missing_and_idle_tensors_are_named(path) -> None:
     data, tensors = metadata(path), load_tensors(path.read_bytes())
-    sign(path, data, {name: t for name, t in tensors.items() if name != "1.weight"})
-    with pytest.raises(ValueError, match=r"net\.hbm: step 1 .*conv.* reads the tensor '1\.weight'"):
+    sign(path, data, {name: t for name, t in tensors.items() if name != "constant.1.weight"})
+    with pytest.raises(ValueError, match=r"net\.hbm: the tensor '1\.weight' is missing"):
         runtime.load(path)
     sign(path, data, tensors | {"more": torch.ones(1)})
-    with pytest.raises(ValueError, match="tensors that nothing reads: more"):
+    with pytest.raises(ValueError, match="tensors that no step uses: more"):
         runtime.load(path)
     scale = data["inputs"][0]["scale"]
-    sign(path, data, {name: t for name, t in tensors.items() if name != scale})
+    sign(path, data, {name: t for name, t in tensors.items() if name != f"constant.{scale}"})
     with pytest.raises(ValueError, match=rf"'{scale}'.*missing"):
         runtime.load(path)
+    data["program"]["constants"].remove("1.weight")
+    sign(path, data, {name: t for name, t in tensors.items() if name != "constant.1.weight"})
+    with pytest.raises(ValueError, match=r"net\.hbm: 1: operator reads '1\.weight'"):
+        runtime.load(path)
+    data["program"]["constants"] += ["1.weight", "more"]
+    sign(path, data, tensors | {"constant.more": torch.ones(1)})
+    with pytest.raises(ValueError, match="tensors that nothing reads: more"):
+        runtime.load(path)
+
+
+def _step(data: dict[str, Any], number: int) -> dict[str, Any]:
+    return data["program"]["steps"][number]
 
 
 def _operator(data: dict[str, Any], name: str) -> None:
-    data["steps"][1]["operator"] = name
+    _step(data, 1)["function"] = name
 
 
 def _argument(data: dict[str, Any], step: int, **arguments: Any) -> None:
-    data["steps"][step]["arguments"].update(arguments)
+    for kind in ("kwargs", "attributes"):
+        for name in arguments:
+            _step(data, step)[kind]["$dict"].pop(name, None)
+    _step(data, step)["attributes"]["$dict"].update(arguments)
 
 
 WRONG = {
-    r"step 1 \(aten::system\): a program may not call that": lambda d: _operator(d, "aten::system"),
-    r"step 1 \(aten::rand\): a program may not": lambda d: _operator(d, "aten::rand"),
-    r"step 1 \(bevquant_hybrid::_x\): a program": lambda d: _operator(d, "bevquant_hybrid::_x"),
+    r"1: it calls 'aten.system.default', which": lambda d: _operator(d, "aten.system.default"),
+    r"1: it calls 'aten.rand.default', which": lambda d: _operator(d, "aten.rand.default"),
+    r"1: it calls 'bevquant_hybrid._x.*not registered": lambda d: _operator(
+        d, "bevquant_hybrid._x.default"
+    ),
+    r"step 1 \(aten::matmul\): a program may not": lambda d: _operator(d, "aten.matmul.default"),
+    r"1: it calls no operator of torch": lambda d: _operator(d, "torch.matmul"),
+    r"step 1 \(.*conv\): a program may not": lambda d: _step(d, 1).update(op="host"),
     r"step 1 .*no argument 'device'": lambda d: _argument(d, 1, device="cuda"),
     r"groups='one' is no int": lambda d: _argument(d, 1, groups="one"),
     r"groups=True is no int": lambda d: _argument(d, 1, groups=True),
-    r"stride=\('a',\) is no List\[int\]": lambda d: _argument(d, 1, stride=["a"]),
+    r"stride=\('a',\) is no List\[int\]": lambda d: _argument(d, 1, stride={"$tuple": ["a"]}),
     r"x=None is no Tensor": lambda d: _argument(d, 1, x=None),
-    r"step 1 .*: weight missing": lambda d: d["steps"][1]["arguments"].pop("weight"),
-    r"step 0 .*reads '%2', which nothing before": lambda d: _argument(d, 0, x={"value": "%2"}),
-    r"step 2 .*computes '%1', which is there": lambda d: d["steps"][2].update(
-        results=[["%1", "int8", [2, 2, 4, 4]]]
+    r"step 1 .*: weight missing": lambda d: _step(d, 1)["kwargs"]["$dict"].pop("weight"),
+    r"0: operator reads '%2', which no step": lambda d: _step(d, 0)["kwargs"]["$dict"].update(
+        x={"$ref": "%2"}
     ),
-    r"step 2 .*computes nothing": lambda d: d["steps"][2].update(results=[]),
-    r"steps\[1\].arguments: expected `object`": lambda d: d["steps"][1].update(arguments=[1]),
+    r"1: an attribute reads '%1'": lambda d: _argument(d, 1, x={"$ref": "%1"}),
+    r"1: operator makes '%1', which is there": lambda d: _step(d, 2).update(outputs=["%1"]),
+    r"outputs: expected `array` of length >= 1": lambda d: _step(d, 2).update(outputs=[]),
+    r"its arguments or attributes are not": lambda d: _step(d, 1).update(kwargs=[1]),
     r"required field `march`": lambda d: d.pop("march"),
-    r"'complex64' is no type": lambda d: d["inputs"][0].update(dtype="complex64"),
+    r"[Ii]nvalid enum value 'complex64'": lambda d: d["inputs"][0].update(dtype="complex64"),
     r"shape\[0\]: expected `int` >= 0": lambda d: d["inputs"][0].update(shape=[-1]),
-    r"is a constant or has no shape": lambda d: d["inputs"][0].update(shape=None),
-    r"required field `steps`": lambda d: d.pop("steps"),
-    r"the output 'output' reads '%9'": lambda d: d["outputs"][0].update(operand={"value": "%9"}),
-    r"outputs are not nested as many": lambda d: d.update(result={"list": []}),
-    r"says nothing of how values are nested": lambda d: d.update(result={"tensor": 1}),
-    r"its inputs are no tuple": lambda d: d.update(arguments={"tensor": 0}),
-    r"dtype='qint4'": lambda d: d["outputs"][0].update(quantized="qint4"),
-    r"rounding='up'": lambda d: d["outputs"][0].update(rounding="up"),
+    r"or has no shape": lambda d: d["inputs"][0].update(shape=None),
+    r"required field `steps`": lambda d: d["program"].pop("steps"),
+    r"the value '%1' has no type": lambda d: d["program"]["values"]["%1"].update(form="host"),
+    r"its outputs are not nested": lambda d: d["outputs"][0].update(operand="%9"),
+    r"its outputs are not nested as many": lambda d: d["program"].update(result=[]),
+    r"the result '%9' is made by no step": lambda d: d["program"].update(result={"$ref": "%9"}),
+    r"its outputs is a SparseRef: expected": lambda d: d["program"].update(
+        result={"$sparse": ["%1", "%1"]}
+    ),
+    r"unknown form 'tensor'": lambda d: d["program"].update(result={"tensor": 1}),
+    r"expected positional": lambda d: d["program"].update(signature={"$ref": "input"}),
+    r"[Ii]nvalid enum value 'qint4'": lambda d: d["outputs"][0].update(quantized="qint4"),
+    r"[Ii]nvalid enum value 'up'": lambda d: d["outputs"][0].update(rounding="up"),
 }
 
 
@@ -188,24 +215,22 @@ def test_what_no_program_says_is_refused(path, reason: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "argument", "value"),
-    [("conv", "weight", {"constant": "1.bias"}), ("conv", "stride", [2**62, 1]),
-     ("conv", "dilation", [1] * 5)],
+    [("conv", "weight", {"$ref": "1.bias"}), ("conv", "stride", {"$tuple": [2**62, 1]}),
+     ("conv", "dilation", {"$tuple": [1] * 5})],
 )  # fmt: skip
 def test_what_only_shows_when_it_runs_names_the_operator(path, name, argument, value) -> None:
     data = metadata(path)
-    (step,) = (s for s in data["steps"] if s["operator"].endswith(f"::{name}"))
-    assert argument in step["arguments"]
-    kept = {t for s in data["steps"] for a in s["arguments"].values() for t in _tensors(a)}
-    step["arguments"][argument] = value
-    now = {t for s in data["steps"] for a in s["arguments"].values() for t in _tensors(a)}
+    (step,) = (s for s in data["program"]["steps"] if f".{name}." in s["function"])
+    (kind,) = (k for k in ("kwargs", "attributes") if argument in step[k]["$dict"])
+    before = step[kind]["$dict"].pop(argument)
+    step[kind]["$dict"][argument] = value
     tensors = load_tensors(path.read_bytes())
-    sign(path, data, {n: t for n, t in tensors.items() if n in now or n not in kept})
+    if "$ref" in before:
+        data["program"]["constants"].remove(before["$ref"])
+        del tensors[f"constant.{before['$ref']}"]
+    sign(path, data, tensors)
     with pytest.raises(ValueError, match=f"{name}|{argument}="):
         runtime.load(path)(X)
-
-
-def _tensors(argument: Any) -> list[str]:
-    return [argument["constant"]] if isinstance(argument, dict) and "constant" in argument else []
 
 
 def test_nonsense_in_any_field_is_a_value_error(path) -> None:

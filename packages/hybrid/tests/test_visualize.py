@@ -19,7 +19,7 @@ from bevquant_hybrid.nn.quantized import FloatFunctional
 from bevquant_hybrid.quantization import (
     DeQuantStub,
     QuantStub,
-    _show,
+    _visualize,
     convert,
     convert_fx,
     fuse_fx,
@@ -204,15 +204,15 @@ class Shown:
 
     def __init__(self, monkeypatch, *, viewer=()):
         self.opened: list = []
-        monkeypatch.setattr(_show, "_viewer", lambda: list(viewer))
-        monkeypatch.setattr(_show, "_open", self.opened.append)
+        monkeypatch.setattr(_visualize, "_viewer", lambda: list(viewer))
+        monkeypatch.setattr(_visualize, "_open", self.opened.append)
 
 
 def test_without_a_display_the_path_is_printed_and_nothing_opens(tmp_path, monkeypatch, capsys):
     for name in ("DISPLAY", "WAYLAND_DISPLAY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(_show.subprocess, "run", lambda *a, **k: pytest.fail("opened"))
+    monkeypatch.setattr(_visualize.subprocess, "run", lambda *a, **k: pytest.fail("opened"))
     visualize_model(Five(), IMAGE, save_path=tmp_path / "net.svg")
     assert capsys.readouterr().out == f"the picture is {tmp_path / 'net.svg'}\n"
 
@@ -220,16 +220,16 @@ def test_without_a_display_the_path_is_printed_and_nothing_opens(tmp_path, monke
 def test_with_a_display_the_viewer_runs_beside(tmp_path, monkeypatch, capsys):
     shown = Shown(monkeypatch, viewer=["view"])
     visualize_model(Five(), IMAGE, save_path=tmp_path / "net.svg")
-    for thread in _show.threading.enumerate():
-        if thread is not _show.threading.main_thread() and thread.daemon:
+    for thread in _visualize.threading.enumerate():
+        if thread is not _visualize.threading.main_thread() and thread.daemon:
             thread.join(1)
     assert shown.opened == [["view", str(tmp_path / "net.svg")]]
     assert str(tmp_path / "net.svg") in capsys.readouterr().out
 
 
 def test_a_viewer_that_fails_is_no_error():
-    _show._open(["/no/such/viewer", "net.svg"])
-    _show._open([sys.executable, "-c", "raise SystemExit(3)"])
+    _visualize._open(["/no/such/viewer", "net.svg"])
+    _visualize._open([sys.executable, "-c", "raise SystemExit(3)"])
 
 
 def test_a_notebook_shows_the_picture_itself(tmp_path, monkeypatch, capsys):
@@ -247,7 +247,7 @@ def test_a_notebook_shows_the_picture_itself(tmp_path, monkeypatch, capsys):
 
 def test_without_a_path_the_picture_lies_in_a_folder_of_its_own(monkeypatch, capsys, tmp_path):
     Shown(monkeypatch)
-    monkeypatch.setattr(_show.os, "environ", {})
+    monkeypatch.setattr(_visualize.os, "environ", {})
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     visualize_model(Five(), IMAGE)
     path = re.fullmatch(r"the picture is (.*Five\.svg)\n", capsys.readouterr().out)[1]

@@ -1,9 +1,4 @@
-"""Integer arithmetic of converted models, as operators of torch.
-
-Each is registered as ``torch.ops.bevquant_hybrid.…``, so that a traced model names what it
-computes, and runs on the kernels of bevquant_int8sim. A tie is rounded up (⌊v + ½⌋) unless said
-otherwise.
-"""
+"""Integer operations that fixed-point modules call, registered with torch."""
 
 from __future__ import annotations
 
@@ -11,30 +6,15 @@ import functools
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import bevquant_int8sim as int8sim
 from bevquant_hybrid._torch_operator import operator
 
-_STORAGE = {8: torch.int8, 16: torch.int16, 32: torch.int32}
+__all__ = ["split_mask"]
 
-__all__ = [
-    "add",
-    "avg_pool",
-    "concat",
-    "conv",
-    "dequantize",
-    "linear",
-    "lookup",
-    "matmul",
-    "max_pool",
-    "multiply",
-    "pair",
-    "quantize",
-    "requantize",
-    "resize",
-    "subtract",
-]
+_STORAGE = {8: torch.int8, 16: torch.int16, 32: torch.int32}
 
 
 @operator("(Tensor x, Tensor scale, int axis, int bits, str rounding) -> Tensor")
@@ -283,3 +263,77 @@ def _narrow(q: Tensor, bits: int) -> Tensor:
 def pair(value: int | Sequence[int]) -> list[int]:
     """One integer twice, or the two given."""
     return [value, value] if isinstance(value, int) else [int(v) for v in value]
+
+
+@operator("(Tensor x, Tensor y, Tensor scale_x, Tensor scale_y) -> Tensor")
+def divide(x: Tensor, y: Tensor, scale_x: Tensor, scale_y: Tensor) -> Tensor:
+    """x·s_x / (y·s_y) in float64; x/0 is infinite with x's sign, 0/0 is 0."""
+    ratio = (x.double() * scale_x.double()) / (y.double() * scale_y.double())
+    return ratio.nan_to_num(0.0, torch.inf, -torch.inf)
+
+
+@operator("(Tensor x, Tensor scale, int dim) -> Tensor")
+def gate(x: Tensor, scale: Tensor, dim: int) -> Tensor:
+    """a·σ(b) of the halves a and b of x·s along an axis, in float64."""
+    return F.glu(x.double() * scale.double(), dim)
+
+
+def filled(x: Tensor, excluded: Tensor, lowest: bool, dim: int | None) -> Tensor:
+    """The tensor with its smallest value, or 0, where a mask is True.
+
+    With `dim`, rows along it that are True alone stay as they are: nothing would be left of them.
+    """
+    where = excluded if dim is None else excluded & ~excluded.all(dim, keepdim=True)
+    return x.masked_fill(where, x.detach().amin() if lowest and x.numel() else 0)
+
+
+@operator("(Tensor x, Tensor excluded, bool lowest, int? dim) -> Tensor")
+def exclude(x: Tensor, excluded: Tensor, lowest: bool, dim: int | None) -> Tensor:
+    """`filled` of integers."""
+    return filled(x, excluded, lowest, dim)
+
+
+@operator("(Tensor mask) -> (Tensor, Tensor)")
+def split_mask(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Where a float mask is −∞, and the mask with 0 there."""
+    excluded = mask.isneginf()
+    return excluded, mask.masked_fill(excluded, 0.0)
+
+
+@operator("(Tensor bias, Tensor input_scale, Tensor weight_scale, str name) -> Tensor")
+def quantize_bias(bias: Tensor, input_scale: Tensor, weight_scale: Tensor, name: str) -> Tensor:
+    """round(b / (s_x·s_w)) as int32, half to even."""
+    step = weight_scale if weight_scale.numel() > 1 else weight_scale.reshape(())
+    return int8sim.quantize_bias(bias, input_scale.reshape(()), step, name=name)
+
+
+@operator(
+    "(Tensor acc, Tensor other, Tensor multiplier, int axis, str rounding, str name) -> Tensor"
+)
+def accumulate(
+    acc: Tensor, other: Tensor, multiplier: Tensor, axis: int, rounding: str, name: str
+) -> Tensor:
+    """Acc + round(other · multiplier), the second input brought to the accumulator's scale.
+
+    Raises:
+        AccumulatorOverflowError: A sum leaves int32.
+    """
+    factor = multiplier.double()
+    if factor.numel() > 1:
+        shape = [1] * acc.dim()
+        shape[axis] = -1
+        factor = factor.reshape(shape)
+    aligned = other.double() * factor
+    aligned = torch.floor(aligned + 0.5) if rounding == "half_up" else aligned.round()
+    total = acc.long() + aligned.long()
+    if total.numel() and int(total.abs().max()) >= 2**31:
+        raise int8sim.AccumulatorOverflowError(
+            f"{name}: its accumulator and the second input together leave int32"
+        )
+    return total.to(torch.int32)
+
+
+@operator("(Tensor x, int[] dim, bool keepdim) -> Tensor")
+def sum_over(x: Tensor, dim: Sequence[int], keepdim: bool) -> Tensor:
+    """Exact sum over axes, int64."""
+    return x.to(torch.int64).sum(list(dim), keepdim=keepdim)

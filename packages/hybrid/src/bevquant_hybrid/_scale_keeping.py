@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,11 +13,22 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.jit._trace import TracerWarning
 
-from bevquant_hybrid import _both_forms as both
+from bevquant_hybrid import _integer_ops as ops
+from bevquant_hybrid._fake_quant._function import fake_quantize
+from bevquant_hybrid._sampling import grid_sample_integers
 from bevquant_hybrid.dtype import qinfo
-from bevquant_hybrid.qtensor import RULES, QTensor, Rule, along, call_on, on_floats, payload
+from bevquant_hybrid.qtensor import (
+    RULES,
+    QTensor,
+    Rule,
+    along,
+    as_float,
+    call_on,
+    on_floats,
+    payload,
+)
 
-__all__ = ["gives_plain", "rule_of"]
+__all__ = ["clamped", "gives_plain", "rule_of"]
 
 _SEEN_OTHERWISE = ("H", "T", "mH", "mT", "data")  # attributes that are views
 _NO_FACTS = (*_SEEN_OTHERWISE, "real", "imag", "__weakref__")
@@ -63,6 +74,106 @@ _DROPOUT = {F.dropout, F.dropout2d, torch.dropout}
 _RELU = {F.relu, torch.relu, Tensor.relu, torch.relu_, Tensor.relu_}
 _ABS = {torch.abs, Tensor.abs, Tensor.__abs__}
 _CLAMP = {torch.clamp, Tensor.clamp, torch.clip, Tensor.clip, F.hardtanh, F.relu6}
+
+
+def max_pooled(
+    x: Tensor,
+    kernel_size: int | Sequence[int],
+    stride: int | Sequence[int] | None = None,
+    padding: int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    ceil_mode: bool = False,
+) -> Tensor:
+    """Maximum over windows; the scale stays."""
+    steps = kernel_size if stride is None or stride == [] else stride
+    kernel, strides, sides = ops.pair(kernel_size), ops.pair(steps), ops.pair(padding)
+    return ops.max_pool(x, kernel, strides, sides, ops.pair(dilation), ceil_mode)
+
+
+def resized(
+    x: QTensor,
+    size: int | Sequence[int] | None,
+    scale_factor: float | Sequence[float] | None,
+    mode: str,
+    align_corners: bool,
+) -> QTensor:
+    """Resize height and width; the result lies on the grid of the input's scale."""
+    if mode not in ("nearest", "bilinear"):
+        raise NotImplementedError(
+            f"interpolate(mode={mode!r}): a BPU resizes by 'nearest' or 'bilinear'"
+        )
+    values = payload(x)
+    if x.holds_integers:
+        factors = scale_factor if isinstance(scale_factor, Sequence) else [scale_factor] * 2
+        given = [] if scale_factor is None else [float(f) for f in factors if f is not None]
+        sizes = [] if size is None else ops.pair(size)
+        return x.like(ops.resize(values, sizes, given, mode, align_corners, x.rounding))
+    values = F.interpolate(
+        values,
+        size,
+        scale_factor,
+        mode,
+        align_corners if mode == "bilinear" else None,
+    )
+    if not x.on_grid:
+        return x.like(values)
+    info = qinfo(x.dtype)
+    return x.like(fake_quantize(values, x.scale, -1, info.min, info.max))
+
+
+def sampled(x: QTensor, grid: Tensor, mode: str, padding_mode: str, align_corners: bool) -> QTensor:
+    """Sample by a grid; the result lies on the grid of the input's scale.
+
+    Raises:
+        NotImplementedError: Modes that a BPU does not do.
+    """
+    if mode not in ("nearest", "bilinear") or padding_mode not in ("zeros", "border"):
+        raise NotImplementedError(
+            f"grid_sample(mode={mode!r}, padding_mode={padding_mode!r}): a BPU samples by "
+            "'nearest' or 'bilinear' and pads by 'zeros' or 'border'"
+        )
+    places = as_float(grid)
+    if x.holds_integers:
+        settings = mode, padding_mode, align_corners, x.rounding
+        return x.like(grid_sample_integers(payload(x), places, *settings))
+    values = F.grid_sample(payload(x), places, mode, padding_mode, align_corners)
+    if not x.on_grid:
+        return x.like(values)
+    info = qinfo(x.dtype)
+    return x.like(fake_quantize(values, x.scale, -1, info.min, info.max))
+
+
+def clamped(x: QTensor, low: float | None, high: float | None) -> QTensor:
+    """Clamp to the steps nearest to the bounds."""
+    if not x.on_grid:
+        return x.like(payload(x).clamp(low, high))
+    scale = along(x.scale, x.dim(), x.q_per_channel_axis()).double()
+    info = qinfo(x.dtype)
+    values = payload(x)
+    for bound, cut in ((low, torch.maximum), (high, torch.minimum)):
+        if bound is None:
+            continue
+        steps = torch.floor(bound / scale + 0.5).clamp(info.min, info.max)
+        limit = steps if x.holds_integers else steps * scale
+        values = cut(values, limit.to(values.dtype).to(values.device))
+    return x.like(values)
+
+
+def padded(x: QTensor, sides: Sequence[int], mode: str, value: float) -> QTensor:
+    """Pad; a constant is rounded to the nearest step.
+
+    Raises:
+        NotImplementedError: Another mode than constant and replicate.
+    """
+    if mode not in ("constant", "replicate"):
+        raise NotImplementedError(f"pad(mode={mode!r}): a BPU pads by 'constant' or 'replicate'")
+    if mode == "replicate":
+        values = payload(x)
+        widened = values.double() if x.holds_integers else values
+        return x.like(F.pad(widened, list(sides), mode).to(values.dtype))
+    filler = clamped(x.like(torch.zeros_like(payload(x))), value, value) if value else None
+    constant = float(payload(filler).reshape(-1)[0]) if filler is not None else 0.0
+    return x.like(F.pad(payload(x), list(sides), value=constant))
 
 
 def rule_of(func: Callable[..., Any]) -> Rule | None:
@@ -151,7 +262,7 @@ def _clamp(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         low, high = _arguments(args, kwargs, ("min", None), ("max", None))
     if any(isinstance(bound, Tensor) for bound in (low, high)):
         raise NotImplementedError(f"{func.__name__} of a QTensor takes numbers as its bounds")
-    return both.clamp(source, low, high)
+    return clamped(source, low, high)
 
 
 def _max_pool(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -160,7 +271,7 @@ def _max_pool(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         return source.like(call_on(func, args, kwargs, payload))
     defaults = (("stride", None), ("padding", 0), ("dilation", 1), ("ceil_mode", False))
     kernel, *rest = _arguments(args, kwargs, ("kernel_size", None), *defaults)
-    return source.like(both.max_pool(payload(source), kernel, *rest))
+    return source.like(max_pooled(payload(source), kernel, *rest))
 
 
 def _interpolate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -175,7 +286,7 @@ def _interpolate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         with warnings.catch_warnings():  # a traced model takes the shapes it was traced with
             warnings.simplefilter("ignore", TracerWarning)
             size, factor = [int(n * f) for n, f in sides], None
-    return both.resize(source, size, factor, mode, bool(align))
+    return resized(source, size, factor, mode, bool(align))
 
 
 def _grid_sample(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -186,7 +297,7 @@ def _grid_sample(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     grid, mode, padding, align = _arguments(
         (source, *args[1:]), kwargs, *names, ("align_corners", None)
     )
-    return both.grid_sample(source, grid, mode, padding, bool(align))
+    return sampled(source, grid, mode, padding, bool(align))
 
 
 def _double(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -204,7 +315,7 @@ def _pad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     pad, mode, value = _arguments(
         args, kwargs, ("pad", None), ("mode", "constant"), ("value", None)
     )
-    return both.pad(source, pad, mode, float(value or 0.0))
+    return padded(source, pad, mode, float(value or 0.0))
 
 
 def _arguments(

@@ -11,7 +11,6 @@ import torch
 
 # Registers the operators that traced models call:
 from bevquant_hybrid import _integer_ops as _integer_ops
-from bevquant_hybrid import _integer_sums as _integer_sums
 from bevquant_hybrid._version import __version__
 
 __all__ = ["load", "save", "to_device"]

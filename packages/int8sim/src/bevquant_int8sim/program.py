@@ -4,6 +4,10 @@
 as `Integers`, as accumulators or as floats. A step's arguments hold `Ref`s in nested containers;
 `names_in` lists them and `replaced` puts values in their place.
 
+A package may make programs of its own: steps ``"operator"`` call operators of torch's registry on
+values of a `TensorType` and on the program's `constants`, `rounded` gives all steps another
+rounding, `IntegerModel` runs them, and `to_document` and `from_document` are what a file says.
+
 Example:
     >>> import torch
     >>> from bevquant_int8sim import simulate
@@ -29,8 +33,9 @@ from typing import Any
 from torch import nn
 
 from bevquant_graph import arguments
-from bevquant_int8sim.model._form import Form, Integers
+from bevquant_int8sim.model._form import Form, Integers, TensorType
 from bevquant_int8sim.model._grid_operations import grid_call, module_call
+from bevquant_int8sim.model._load import from_document
 from bevquant_int8sim.model._program import (
     Island,
     Program,
@@ -40,8 +45,10 @@ from bevquant_int8sim.model._program import (
     Value,
     names_in,
     replaced,
+    rounded,
 )
 from bevquant_int8sim.model._quantizers import integers_of, is_active
+from bevquant_int8sim.model._save import to_document
 
 __all__ = [
     "PROGRAM_READERS",
@@ -52,14 +59,18 @@ __all__ = [
     "Ref",
     "SparseRef",
     "Step",
+    "TensorType",
     "Value",
     "arguments",
+    "from_document",
     "grid_call",
     "integers_of",
     "is_active",
     "module_call",
     "names_in",
     "replaced",
+    "rounded",
+    "to_document",
 ]
 
 PROGRAM_READERS: dict[type[nn.Module], Callable[[nn.Module, Any], Any]] = {}

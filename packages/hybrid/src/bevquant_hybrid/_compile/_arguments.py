@@ -1,8 +1,9 @@
-"""Arguments of `compile_model`, checked and as one value."""
+"""Arguments of functions that take a model for a BPU, checked, and the operators that it calls."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,18 @@ from torch.ao.quantization import FakeQuantizeBase
 from bevquant_hybrid._fx._graph_module import GraphModuleWithAttr
 from bevquant_hybrid.march import KNOWN, get_march
 from bevquant_hybrid.nn.quantized._base import FixedPoint
+from bevquant_hybrid.nn.quantized.quantize import is_fixed_point
+from bevquant_hybrid.operators import OperatorCall, is_float, trace_calls
 
 __all__ = [
+    "bpu_calls",
     "check_options",
     "check_path",
     "converted_model",
     "forward_arguments",
     "march_of",
+    "model_name",
+    "require_module",
 ]
 
 _MARCHES = KNOWN
@@ -116,20 +122,21 @@ def check_path(file: Any, caller: str, what: str = "hbm") -> Path:
 
 def check_options(
     caller: str,
-    *,
-    input_source: Any,
-    input_layout: Any,
-    output_layout: Any,
-    opt: Any,
-    balance_factor: Any,
-    jobs: Any,
-    extra_args: Any,
     tensors: int,
+    *,
+    input_source: Any = "ddr",
+    input_layout: Any = None,
+    output_layout: Any = "NCHW",
+    opt: Any = "O2",
+    balance_factor: Any = 2,
+    jobs: Any = 16,
+    extra_args: Any = None,
 ) -> dict[str, Any]:
     """Return what a program notes of its compilation.
 
     Args:
         caller: Function that messages name.
+        tensors: How many inputs there are.
         input_source: Where inputs come from: one source, or one for each.
         input_layout: Order of their axes.
         output_layout: Order of the outputs' axes.
@@ -137,7 +144,6 @@ def check_options(
         balance_factor: For ``"balance"``.
         jobs: How many threads.
         extra_args: Further arguments of the vendor's compiler.
-        tensors: How many inputs there are.
 
     Raises:
         TypeError: A type does not fit.
@@ -180,3 +186,74 @@ def check_options(
         "balance_factor": balance_factor,
         "extra_args": list(extra),
     }
+
+
+_QAT = "bevquant_hybrid.nn.qat."
+
+
+def require_module(caller: str, module: object) -> None:
+    """Refuse what is no module.
+
+    Raises:
+        TypeError: It is none.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{caller}: expected a module, got {type(module).__name__}")
+
+
+def bpu_calls(caller: str, module: nn.Module, arguments: tuple[Any, ...]) -> list[OperatorCall]:
+    """List the calls of a model, run once.
+
+    Args:
+        caller: Named in errors.
+        module: Float with stubs, prepared, converted, or traced after it was converted.
+        arguments: Of its forward.
+
+    Raises:
+        TypeError: No module.
+        ValueError: A hybrid model: a prepared or converted one with operators on the CPU. Or one
+            that was traced before it was converted.
+        RuntimeError: It does not run on the arguments.
+    """
+    require_module(caller, module)
+    calls = trace_calls(module, arguments)
+    script = isinstance(module, torch.jit.ScriptModule)
+    if script and not any(call.operator.endswith("Stub") for call in calls):
+        raise ValueError(
+            f"{caller}: nothing in the traced model is quantized; give torch.jit.trace what "
+            "convert or convert_fx returns"
+        )
+    on_cpu = [f"{call.path} ({call.operator})" for call in calls if is_float(call)]
+    if on_cpu and (script or _is_quantized(module)):
+        raise ValueError(
+            f"{caller} takes models that the BPU runs alone, and this one is hybrid: on the CPU, "
+            f"in floats, run {', '.join(on_cpu)}. Look at its parts with visualize_partition, and "
+            "hand it to hb_mapper with utils.onnx_helper.export_to_onnx and mapper.write_config"
+        )
+    return calls
+
+
+def _is_quantized(module: nn.Module) -> bool:
+    """Whether the model was prepared or converted: its float operators are meant to be that."""
+    return any(
+        is_fixed_point(part) or type(part).__module__.startswith(_QAT) for part in module.modules()
+    )
+
+
+def model_name(caller: str, module: nn.Module, name: str | None = None) -> str:
+    """The name given, or that of the class that the model had before it was traced or converted.
+
+    Raises:
+        ValueError: The name is none for a file.
+
+    Example:
+        >>> model_name("perf_model", nn.Sequential())
+        'Sequential'
+    """
+    source: Any = getattr(module, "_source_name", None) or getattr(module, "original_name", None)
+    name = name or str(source or type(module).__name__)
+    if not re.fullmatch(r"\w[\w.-]*", name):
+        raise ValueError(
+            f"{caller}: name={name!r}: expected letters, digits, '_', '-' and '.', and no folder"
+        )
+    return name

@@ -1,8 +1,9 @@
-"""Record which operators a model calls while it runs."""
+"""Record which operators a model calls while it runs, and which of its modules calls them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bevquant_hybrid._compile._canonical import OF_NUMBERS, OF_SHAPE, canonical, only_moves
 from bevquant_hybrid.runtime._operators import (
     ARITHMETIC,
     LOOSE,
@@ -20,11 +20,33 @@ from bevquant_hybrid.runtime._operators import (
     is_known,
     sized_by_data,
 )
-from bevquant_hybrid.runtime._program import Argument, Operand, Step, Value
+from bevquant_hybrid.runtime._program import operator_step
+from bevquant_int8sim.program import Ref, Step, TensorType, Value
 
-__all__ = ["Recorder", "RefusedError"]
+__all__ = ["Recorder", "RefusedError", "following", "in_graph"]
 
 _Place = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype]
+
+_SAME_VALUES = ("aten::alias", "aten::detach", "aten::lift_fresh")  # the same values
+# Constants: they read a shape alone.
+_OF_SHAPE = (
+    *("aten::zeros_like", "aten::ones_like", "aten::full_like"),
+    *("aten::new_zeros", "aten::new_ones", "aten::new_full"),
+)
+_RESHAPES = ("aten::view", "aten::_unsafe_view", "aten::_reshape_alias")
+# A traced graph holds numbers as tensors, but torch hands them over as numbers.
+_OF_NUMBERS: dict[str, Callable[..., Any]] = {
+    "aten::_local_scalar_dense": lambda number: number,
+    "aten::equal": lambda one, other: type(one) is type(other) and one == other,
+}
+# What a graph calls beside the operators of programs.
+_NEUTRAL = tuple(
+    f"aten::{name}"
+    for name in (
+        *("Int", "ScalarImplicit", "contiguous", "detach", "flatten", "size", "to", "unflatten"),
+        *("view", "zeros_like"),
+    )
+)
 
 
 class RefusedError(ValueError):
@@ -59,6 +81,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         steps: The calls.
+        values: What they make, by name.
         constants: What they read, by name.
         refused: Why the model cannot be recorded, once that is known.
         refused_in: Path of the module that was the reason.
@@ -68,6 +91,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, module: nn.Module, scope: Callable[[], str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.steps: list[Step] = []
+        self.values: dict[str, Value] = {}
         self.constants: dict[str, Tensor] = {}
         self.refused: Exception | None = None
         self.refused_in = ""
@@ -82,29 +106,33 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._seen: list[Any] = [_number_kept(tensor) for tensor in tensors.values()]
         self._count = 0
 
-    def input(self, tensor: Tensor, name: str) -> Operand:
+    def input(self, tensor: Tensor, name: str) -> Ref:
         """Declare an input."""
         self._know(tensor, _Known(name, False))
-        return Operand(name)
+        self.values[name] = Value(TensorType(tensor.dtype, tuple(tensor.shape)), name)
+        return Ref(name)
 
-    def operand(self, tensor: Tensor, hint: str) -> Operand:
+    def operand(self, tensor: Tensor, hint: str) -> Ref:
         """Return what a tensor is in the program; a new constant is named after `hint`."""
         known = self._find(tensor)
-        return Operand(known.name) if known else self.constant(tensor, hint)
+        return Ref(known.name) if known else self.constant(tensor, hint)
 
-    def constant(self, tensor: Tensor, hint: str) -> Operand:
+    def constant(self, tensor: Tensor, hint: str) -> Ref:
         """Return the constant that a tensor is, and take it into the program."""
         place = _place(tensor)
         if place not in self._constant_of:
-            base = name = self._names.get(place) or hint
-            count = 1
-            while name in self.constants:
-                count += 1
-                name = f"{base}_{count}"
+            name = self._free(self._names.get(place) or hint)
             self.constants[name] = tensor.detach().cpu().clone().contiguous()
             self._constant_of[place] = name
             self._seen.append(_number_kept(tensor))
-        return Operand(self._constant_of[place], constant=True)
+        return Ref(self._constant_of[place])
+
+    def _free(self, base: str) -> str:
+        name, count = base, 1
+        while name in self.constants or name in self.values:
+            count += 1
+            name = f"{base}_{count}"
+        return name
 
     def is_loose(self, tensor: Tensor) -> bool:
         """Whether the data decide the size of a tensor."""
@@ -128,19 +156,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         reads = {leaf: known for leaf in leaves if (known := self._find(leaf)) is not None}
         if not reads:
-            if name in OF_NUMBERS and len(leaves) < len(args):
-                return OF_NUMBERS[name](*args)
+            if name in _OF_NUMBERS and len(leaves) < len(args):
+                return _OF_NUMBERS[name](*args)
             if torch.Tag.nondeterministic_seeded in func.tags:
                 raise RefusedError(name, "draws random numbers; a program has none")
             return func(*args, **kwargs)
         given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-        if only_moves(name, given):
+        if _only_moves(name, given):
             result = func(*args, **kwargs)
             self._know(result, reads[given["self"]])
             return result
-        if name in OF_SHAPE and not any(known.loose for known in reads.values()):
+        if name in _OF_SHAPE and not any(known.loose for known in reads.values()):
             return func(*args, **kwargs)
-        operator, given = canonical(name, given)
+        operator, given = _canonical(name, given)
         self._check(operator, reads)
         scope = self._path(given.get("name"))
         arguments = self._arguments(func, given, scope)
@@ -150,7 +178,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result  # a view of everything
         loose = any(known.loose for known in reads.values()) or sized_by_data(operator, given)
         made = tuple(self._value(tensor, loose) for tensor in results)
-        self.steps.append(Step(operator, arguments, made, scope))
+        self.steps.append(operator_step(operator, arguments, made, scope))
         return result
 
     def _path(self, name: str | None) -> str:
@@ -184,13 +212,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if operator not in LOOSE and any(known.loose for known in reads.values()):
             raise RefusedError(operator, "reads a tensor whose size depends on the data")
 
-    def _value(self, tensor: Tensor, loose: bool) -> Value:
+    def _value(self, tensor: Tensor, loose: bool) -> str:
         self._count += 1
-        name = f"%{self._count}"
+        name = self._free(f"%{self._count}")
         self._know(tensor, _Known(name, loose))
-        return Value(name, tensor.dtype, None if loose else tuple(tensor.shape))
+        shape = None if loose else tuple(tensor.shape)
+        self.values[name] = Value(TensorType(tensor.dtype, shape), name)
+        return name
 
-    def _arguments(self, func: Any, given: Mapping[str, Any], scope: str) -> Mapping[str, Argument]:
+    def _arguments(self, func: Any, given: Mapping[str, Any], scope: str) -> Mapping[str, Any]:
         defaults = {
             a.name: a.default_value for a in func._schema.arguments if a.has_default_value()
         }
@@ -201,7 +231,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(value, Tensor) or name not in defaults or value != defaults[name]
         }
 
-    def _argument(self, value: Any, hint: str) -> Argument:
+    def _argument(self, value: Any, hint: str) -> Any:
         if isinstance(value, Tensor):
             return self.operand(value, hint)
         if isinstance(value, list | tuple):
@@ -226,3 +256,83 @@ def _place(tensor: Tensor) -> _Place:
 def _number_kept(tensor: Tensor) -> Any:
     """Hold the number of a tensor's memory, so that no other gets it, and not the memory itself."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def _only_moves(name: str, given: Mapping[str, Any]) -> bool:
+    """Whether a call puts the same values in the same order into other memory."""
+    source: Any = given.get("self")
+    if name in _SAME_VALUES:
+        return True
+    if name == "aten::_to_copy":
+        return given.get("dtype") in (None, source.dtype)
+    if name == "aten::clone":
+        # A change of order stays in the program: sums of floats depend on it.
+        return source.is_contiguous() or given.get("memory_format") != torch.contiguous_format
+    if name == "aten::as_strided_":
+        # Of axes of length one, as pooling to one pixel does: that says nothing.
+        wide = [i for i, size in enumerate(source.shape) if size > 1]
+        sizes, strides = given["size"], given["stride"]
+        same = list(sizes) == list(source.shape) and given.get("storage_offset") is None
+        return same and all(strides[i] == source.stride(i) for i in wide)
+    return False
+
+
+def _canonical(name: str, given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the operator that a program holds in the place of this one, and its arguments."""
+    if name in _RESHAPES:
+        shape = given.get("size", given.get("shape"))
+        return "aten::reshape", {"self": given["self"], "shape": shape}
+    if name == "aten::_to_copy":
+        return "aten::to.dtype", {"self": given["self"], "dtype": given["dtype"]}
+    if name == "aten::clone":
+        return "aten::contiguous", {"self": given["self"]}
+    return name, given
+
+
+@contextlib.contextmanager
+def following(module: nn.Module) -> Iterator[Callable[[], str]]:
+    """Follow the calls of modules inside `module`; the result gives the innermost one's path."""
+    stack = [""]
+    hooks: list[Any] = []
+
+    def enter(path: str) -> Callable[..., None]:
+        return lambda *_: stack.append(path)
+
+    def leave(*_: Any) -> None:
+        stack.pop()
+
+    if not isinstance(module, torch.jit.ScriptModule):
+        for path, part in module.named_modules():
+            hooks.append(part.register_forward_pre_hook(enter(path)))
+            hooks.append(part.register_forward_hook(leave, always_call=True))
+    try:
+        yield lambda: stack[-1]
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def in_graph(module: Any, operator: str, behind: int) -> tuple[str, str]:
+    """Return what a traced model calls an operator that was refused, and the path of its module.
+
+    torch splits some calls before they are seen: the graph has ``aten::prelu`` in the place of
+    ``aten::_prelu_kernel``. The path is ``""`` where it is not found.
+
+    Args:
+        module: Traced.
+        operator: As torch's registry names it.
+        behind: How many operators of this package are called before.
+    """
+    calls = 0
+    found: list[tuple[str, str]] = []
+    for node in module.inlined_graph.nodes():
+        kind = node.kind()
+        calls += is_integer(kind)
+        if calls == behind and kind.startswith("aten::"):
+            innermost = str(node.scopeName()).rpartition("/")[2]
+            path = innermost.removeprefix("__module.").removeprefix("__module")
+            if kind == operator.partition(".")[0]:
+                return operator, path
+            if not is_known(kind, any_overload=True) and kind not in _NEUTRAL:
+                found.append((kind, path))
+    return found[0] if found else (operator, "")

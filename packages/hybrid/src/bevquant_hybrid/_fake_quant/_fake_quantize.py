@@ -1,7 +1,9 @@
-"""The fake quantizer of a tensor: an observer, a scale, and switches for both."""
+"""Fake quantizers: of training, and of calibration."""
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -11,14 +13,68 @@ from torch.ao.quantization import FakeQuantizeBase
 
 from bevquant_hybrid._calling_module import calling_module
 from bevquant_hybrid._fake_quant._function import fake_quantize, is_written
-from bevquant_hybrid._fake_quant._observer_of import made_observer
-from bevquant_hybrid._observers._fixed import FixedScaleObserver
-from bevquant_hybrid._observers._min_max import MovingAverageMinMaxObserver
-from bevquant_hybrid._observers._range import RangeObserver
+from bevquant_hybrid._observers._min_max import CalibObserver, MovingAverageMinMaxObserver
+from bevquant_hybrid._observers._range import FixedScaleObserver, RangeObserver
 from bevquant_hybrid.dtype import QuantDType
 from bevquant_hybrid.qtensor import QTensor, payload
 
-__all__ = ["FakeQuantize"]
+__all__ = ["CalibFakeQuantize", "FakeQuantize", "_WrappedCalibFakeQuantize", "strangers"]
+
+
+def _accepted(cls: type[Any]) -> set[str] | None:
+    """Names of what a class is made with, through ``**kwargs`` of its bases; None: any name."""
+    names: set[str] = set()
+    for base in cls.__mro__:
+        if "__init__" not in vars(base):
+            continue
+        parameters = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
+        names |= {p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            return names
+    return None
+
+
+def strangers(settings: Iterable[str], *classes: Any) -> str:
+    """Say which settings none of some classes takes, and what they do take; ``""`` if all are.
+
+    Example:
+        >>> from bevquant_hybrid.quantization import MinMaxObserver
+        >>> strangers(["dtype"], MinMaxObserver)
+        ''
+        >>> strangers(["dtipe"], MinMaxObserver).partition(";")[0]
+        "MinMaxObserver takes no 'dtipe' (nearest: dtype)"
+    """
+    known: set[str] = set()
+    for cls in classes:
+        accepted = _accepted(cls) if isinstance(cls, type) else None
+        if accepted is None:
+            return ""
+        known |= accepted
+    unknown = sorted(set(settings) - known)
+    if not unknown:
+        return ""
+    shown = []
+    for name in unknown:
+        near = difflib.get_close_matches(name, known, 1, 0.4)
+        shown.append(f"{name!r}" + (f" (nearest: {near[0]})" if near else ""))
+    owners = " and ".join(cls.__name__ for cls in classes)
+    take = "takes" if len(classes) == 1 else "take"
+    return f"{owners} {take} no {', '.join(shown)}; known are {', '.join(sorted(known))}"
+
+
+def made_observer(owner: str, observer: Any, settings: Mapping[str, Any]) -> Any:
+    """Make the observer of a fake quantizer.
+
+    Raises:
+        TypeError: A setting that it does not take.
+    """
+    try:
+        return observer(**settings)
+    except TypeError as error:
+        unknown = strangers(settings, observer)
+        if not unknown:
+            raise
+        raise TypeError(f"{owner}: {unknown}") from error
 
 
 class FakeQuantize(FakeQuantizeBase):
@@ -213,3 +269,69 @@ class FakeQuantize(FakeQuantizeBase):
             if loaded is not None and loaded.shape != present.shape:
                 present.data = torch.empty_like(loaded, device=present.device)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+class CalibFakeQuantize(FakeQuantizeBase):
+    """Show a tensor to an observer and pass it on as it is.
+
+    Args:
+        observer: Class of the observer; `NoopObserver` for weights.
+        **observer_kwargs: Passed to it.
+
+    Raises:
+        TypeError: An argument that it does not take.
+
+    Example:
+        >>> calib = CalibFakeQuantize()
+        >>> calib(torch.tensor([0.3, 0.7])).dequantize()
+        tensor([0.3000, 0.7000])
+    """
+
+    def __init__(self, observer: type[Any] = CalibObserver, **observer_kwargs: Any) -> None:
+        super().__init__()
+        self.activation_post_process = made_observer(type(self).__name__, observer, observer_kwargs)
+
+    @property
+    def dtype(self) -> QuantDType:
+        """The integer type that the model is calibrated for."""
+        found: QuantDType = self.activation_post_process.dtype
+        return found
+
+    @property
+    def observed(self) -> bool:
+        """Whether the observer has seen anything that gives a scale."""
+        return bool(getattr(self.activation_post_process, "observed", False))
+
+    def calculate_qparams(self) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Return the scale and zero point found; 1 and 0 where nothing was seen."""
+        if not self.observed:
+            return torch.ones(1), torch.zeros(1, dtype=torch.long)
+        found: tuple[Tensor, Tensor] = self.activation_post_process.calculate_qparams()
+        return found
+
+    def fake_quantize(self, x: Tensor) -> Tensor:
+        """Return the tensor."""
+        return x
+
+    def forward(self, x: Tensor) -> QTensor:
+        """Count where that is enabled; return the values as they are."""
+        x = payload(x)
+        if not is_written() and bool(self.observer_enabled[0]):
+            try:
+                self.activation_post_process(x.detach())
+            except ValueError as error:
+                raise ValueError(f"{calling_module()}: {error}") from error
+        return QTensor(x, torch.ones(1, device=x.device), self.dtype, on_grid=False)
+
+
+class _WrappedCalibFakeQuantize(torch.nn.Module):
+    """What a boundary's `CalibFakeQuantize` becomes in a QAT model: a `FakeQuantize` within."""
+
+    def __init__(self, fake_quant: FakeQuantize) -> None:
+        super().__init__()
+        self.activation_post_process = fake_quant
+
+    def forward(self, x: Tensor) -> QTensor:
+        """Fake-quantize."""
+        quantized: QTensor = self.activation_post_process(x)
+        return quantized

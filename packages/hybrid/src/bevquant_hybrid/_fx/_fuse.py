@@ -1,7 +1,8 @@
-"""Find a layer with batch norm, addition and activation behind it, and make it one module."""
+"""Layers, batch norms and activations of a traced model, fused."""
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,19 +15,35 @@ from torch.ao.nn import quantized as torch_quantized
 from torch.fx import Graph, Node
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from bevquant_fusion import fuse_conv_bn
 from bevquant_graph import layer_class
-from bevquant_hybrid._fold import fold
 from bevquant_hybrid._fx._graph_module import replace_module
-from bevquant_hybrid.nn.intrinsic._fused import ACTIVATIONS, ANCHORS, fused_class
+from bevquant_hybrid.nn.intrinsic import ACTIVATIONS, ANCHORS, fused_class
 from bevquant_hybrid.nn.qat._base import hand_over_qconfig, take_over
 from bevquant_hybrid.qat_mode import QATMode, get_qat_mode
 
-__all__ = ["fuse_graph"]
+__all__ = ["fold", "fuse_graph"]
 
 _FUNCTIONS: dict[Any, type[nn.Module]] = {
     **dict.fromkeys((F.relu, torch.relu, "relu", "relu_", F.relu_), nn.ReLU),
     F.relu6: nn.ReLU6,
 }
+
+
+def fold(anchor: nn.Module, bn: nn.Module) -> nn.Module:
+    """Return a copy of the layer with the batch norm's running statistics folded in.
+
+    Raises:
+        ValueError: The two do not fit, or there are no running statistics.
+    """
+    settled = copy.copy(bn)
+    settled.training = False
+    made = fuse_conv_bn(anchor, settled)
+    made.train(anchor.training)
+    for mark in ("qconfig", "preserve_qat_mode"):
+        if mark in anchor.__dict__:
+            setattr(made, mark, anchor.__dict__[mark])
+    return made
 
 
 @dataclass

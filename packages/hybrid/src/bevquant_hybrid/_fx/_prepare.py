@@ -10,12 +10,15 @@ from torch import nn
 from torch.fx import Graph, Node
 
 from bevquant_hybrid._convert import refuse_converted
-from bevquant_hybrid._fake_quant._calib import _WrappedCalibFakeQuantize
-from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
-from bevquant_hybrid._fx._boundaries import BOUNDARY, insert_boundaries
-from bevquant_hybrid._fx._calibrated import adopt_scales, calibrated_scales, is_calibration
+from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize, _WrappedCalibFakeQuantize
+from bevquant_hybrid._fx._boundaries import (
+    BOUNDARY,
+    adopt_scales,
+    calibrated_scales,
+    insert_boundaries,
+    is_calibration,
+)
 from bevquant_hybrid._fx._float_operators import list_cpu_operators, refuse_float_operators
-from bevquant_hybrid._fx._functionals import replace_functions
 from bevquant_hybrid._fx._fuse import fuse_graph
 from bevquant_hybrid._fx._graph_module import (
     GraphModuleWithAttr,
@@ -23,7 +26,7 @@ from bevquant_hybrid._fx._graph_module import (
     clone_containers,
     replace_module,
 )
-from bevquant_hybrid._fx._placement import Kind, Placement, has_weight
+from bevquant_hybrid._fx._placement import Kind, Placement, has_weight, replace_functions
 from bevquant_hybrid._fx._settings import Names, Settings
 from bevquant_hybrid._fx._tracer import is_leaf, scope_of, trace
 from bevquant_hybrid._fx._unify import unify_cat_scales

@@ -9,12 +9,11 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 
 from bevquant_graph import layer_class
-from bevquant_hybrid._fake_quant._calib import CalibFakeQuantize
-from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
+from bevquant_hybrid._fake_quant._fake_quantize import CalibFakeQuantize, FakeQuantize
 from bevquant_hybrid._fake_quant._learned import LearnedFakeQuantize
-from bevquant_hybrid._fx._calibrated import is_calibration
+from bevquant_hybrid._fx._boundaries import is_calibration
 from bevquant_hybrid._fx._placement import keeps_scale
-from bevquant_hybrid._observers._fixed import FixedScaleObserver
+from bevquant_hybrid._observers._range import FixedScaleObserver
 from bevquant_hybrid._scale_keeping import rule_of
 from bevquant_hybrid.march import March
 

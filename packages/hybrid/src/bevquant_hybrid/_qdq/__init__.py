@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from bevquant_hybrid._fake_quant._calib import CalibFakeQuantize
-from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
+from bevquant_hybrid._fake_quant._fake_quantize import CalibFakeQuantize, FakeQuantize
 from bevquant_hybrid._qdq._program import PreparedProgram, read
 from bevquant_hybrid.nn.quantized._base import FixedPoint
 from bevquant_int8sim.program import PROGRAM_READERS

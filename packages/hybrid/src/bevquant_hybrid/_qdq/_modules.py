@@ -1,25 +1,41 @@
-"""Modules without a quantized weight, as steps: float ones, and those whose result has a scale."""
+"""Layers, other modules and functions as steps."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from bevquant_graph import layer_class
-from bevquant_hybrid._qdq._call import Call
-from bevquant_hybrid._qdq._layers import expect_batch, limits
+from bevquant_hybrid._qdq._call import SUM, Call
 from bevquant_hybrid.nn import _functions as functions
 from bevquant_hybrid.nn import qat
 from bevquant_hybrid.nn._arithmetic import Div
 from bevquant_hybrid.nn._layer_norm import LayerNorm
 from bevquant_hybrid.nn.intrinsic import Fused
 from bevquant_hybrid.nn.qat import float_form
+from bevquant_hybrid.nn.qat.batchnorm import channel_affine
 from bevquant_hybrid.nn.qat.several_inputs import _top
+from bevquant_hybrid.qtensor import QTensor
 from bevquant_int8sim.program import Integers, Ref, Step, grid_call, module_call
 
-__all__ = ["clamped", "grid", "module_steps"]
+__all__ = [
+    "arithmetic_steps",
+    "batch_norm",
+    "changes_its_input",
+    "function_steps",
+    "module_steps",
+    "weighted",
+]
+
+_OPS: tuple[tuple[type[nn.Module], str], ...] = (
+    (nn.ConvTranspose2d, "conv_transpose"),
+    (nn.Linear, "linear"),
+    (nn.Module, "conv"),
+)
 
 _RESIZING = (functions.Interpolate, nn.Upsample)
 _RESIZE_SETTINGS = ("size", "scale_factor", "mode", "align_corners", "recompute_scale_factor")
@@ -29,6 +45,104 @@ _PADDINGS: dict[type[nn.Module], str] = {
     nn.ReplicationPad2d: "replicate",
     nn.ReflectionPad2d: "reflect",
 }
+_SAME = {"contiguous", "clone", "detach", "cpu", "cuda", "dropout", "dropout2d"}
+_GRIDS: dict[str, str] = {
+    "max_pool2d": "kernel_size stride padding dilation ceil_mode return_indices",
+    "interpolate": "size scale_factor mode align_corners recompute_scale_factor antialias",
+}
+
+
+def weighted(call: Call, layer: Any) -> list[Step]:
+    """A layer, and the addition that is fused into it."""
+    weight, scale, bias = layer.fixed_weight()
+    integers = _integers(call, weight)
+    op = next(name for kind, name in _OPS if isinstance(layer, kind))
+    if op != "linear":
+        expect_batch(call, integers.dim())
+    channels = integers.shape[layer.channel_axis]
+    if layer.channel_axis:
+        channels *= layer.groups
+    tensors = {"weight": integers, "weight_scale": scale.detach().reshape(-1).expand(channels)}
+    if bias is not None:
+        tensors["bias"] = bias
+    x, *other = call.args
+    behind = limits(call, layer.activation) if layer.activation else {}
+    what = type(layer).__name__
+    if not other:
+        attributes = {**_settings(layer, op), **behind}
+        return [call.step(op, what, (x,), attributes=attributes, tensors=tensors)]
+    made = f"{call.name}{SUM}"
+    first = call.step(op, what, (x,), output=made, attributes=_settings(layer, op), tensors=tensors)
+    return [first, call.step("add", "add", (Ref(made), *other), attributes=behind)]
+
+
+def batch_norm(call: Call, norm: Any) -> list[Step]:
+    """A batch norm alone: a convolution of each channel with one number."""
+    factor, offset = channel_affine(norm)
+    shape = (-1, *[1] * (len(call.result.shape) - 1))
+    quantized = norm.weight_fake_quant(factor.detach().reshape(-1, 1, 1, 1))
+    integers = _integers(call, quantized).reshape(shape)
+    count, rank = integers.shape[0], integers.dim() - 2
+    attributes = {
+        "stride": [1] * rank, "padding": [(0, 0)] * rank, "dilation": [1] * rank, "groups": count,
+    }  # fmt: skip
+    scale = quantized.scale.detach().reshape(-1).expand(count)
+    tensors = {"weight": integers, "weight_scale": scale, "bias": offset.detach()}
+    return [
+        call.step(
+            "conv", type(norm).__name__, call.args[:1], attributes=attributes, tensors=tensors
+        )
+    ]
+
+
+def limits(call: Call, activation: str) -> dict[str, Any]:
+    """What an exporter is told of a ReLU or ReLU6 behind a layer."""
+    if activation == "relu":
+        return {"relu": True}
+    if isinstance(call.form, Integers):
+        # Rounded first and clamped then: the same, as the nearest step to 6 is where 6 goes.
+        top = torch.tensor(6.0) / torch.tensor(call.form.scale, dtype=torch.float32)
+        return {"relu": True, "ceiling": min(call.form.high, int(top.round()))}
+    return {"relu": True, "ceiling": 6.0}
+
+
+def expect_batch(call: Call, rank: int) -> None:
+    """Refuse pictures without a batch, which operators of ONNX do not take.
+
+    Raises:
+        ValueError: There is no first axis.
+    """
+    found = call.given[0]
+    if isinstance(found, Tensor) and found.dim() != rank:
+        raise ValueError(
+            f"export_qdq_onnx: {call.path}: its input has shape {tuple(found.shape)}; expected "
+            f"{rank} axes. Give the model a batch, [1, C, H, W]"
+        )
+
+
+def _integers(call: Call, weight: QTensor) -> Tensor:
+    if weight.dtype != "qint8":
+        raise ValueError(
+            f"export_qdq_onnx: {call.path}: its weight is {weight.dtype}; expected qint8. Give it "
+            "a qconfig with weight_dtype='qint8'"
+        )
+    return weight.int_repr()
+
+
+def _settings(layer: Any, op: str) -> dict[str, Any]:
+    if op == "linear":
+        return {}
+    shared = {
+        "stride": list(layer.stride),
+        "dilation": list(layer.dilation),
+        "groups": layer.groups,
+    }
+    if op == "conv_transpose":
+        padding = {"padding": list(layer.padding), "output_padding": list(layer.output_padding)}
+        return {**shared, **padding}
+    # Of the last axis first, before and behind it.
+    sides = layer._reversed_padding_repeated_twice
+    return {**shared, "padding": list(zip(sides[::2], sides[1::2], strict=True))[::-1]}
 
 
 def module_steps(call: Call, module: nn.Module) -> list[Step] | Ref:
@@ -145,3 +259,74 @@ def on_grid(call: Call, value: float | None) -> Any:
     if value is None or not isinstance(form, Integers):
         return value
     return min(max(math.floor(value / form.scale + 0.5), form.low), form.high) * form.scale
+
+
+def arithmetic_steps(call: Call, method: str) -> list[Step]:
+    """A method of a FloatFunctional."""
+    args = call.args
+    if method in ("add", "add_relu"):
+        behind = {"relu": True} if method == "add_relu" else {}
+        return [call.step("add", "add", args, attributes=behind)]
+    if method in ("add_scalar", "mul_scalar"):
+        return [call.function(method.partition("_")[0], args)]
+    if method == "matmul":
+        names = ("x", "y", "x_trans", "y_trans")
+        given = {**dict(zip(names, args, strict=False)), **call.kwargs}
+        turned = {name: given.get(name, False) for name in names[2:]}
+        return [call.function("matmul", (given["x"], given["y"]), **turned)]
+    return [call.function(method, args, **call.kwargs)]
+
+
+def function_steps(call: Call, function: Callable[..., Any] | str) -> list[Step] | Ref:
+    """A function, or a method by its name; or the value that it hands on as it is."""
+    what = function if isinstance(function, str) else function.__name__
+    args, kwargs = call.args, dict(call.kwargs)
+    if not args and "input" in kwargs:
+        args = (kwargs.pop("input"),)
+    x = args[0]
+    if what in _SAME:
+        return x  # type: ignore[no-any-return]
+    if what in ("relu", "relu_"):
+        return clamped(call, x, 0.0, None)
+    if what == "relu6":
+        return clamped(call, x, 0.0, 6.0)
+    if what in ("hardtanh", "clamp", "clamp_", "clip"):
+        return _clamp(call, what, args, kwargs)
+    if what == "abs" and isinstance(call.form, Integers):
+        made = f"{call.name}:abs"
+        top = call.form.high * call.form.scale  # |−128| is one step too many
+        return [
+            call.function("abs", (x,), output=made),
+            call.function("clamp", (Ref(made),), min=None, max=top),
+        ]
+    if what == "pad":
+        given = _named("pad mode value", args, kwargs)
+        mode, value = given.get("mode", "constant"), on_grid(call, given.get("value") or 0.0)
+        return [call.function("pad", (x, given["pad"], mode, value))]
+    if what in _GRIDS:
+        return grid(call, what, x, _named(_GRIDS[what], args, kwargs))
+    known: Any = getattr(Tensor, what, None) if isinstance(function, str) else function
+    return [call.step("float", what, args, kwargs=kwargs, function=known)]
+
+
+def changes_its_input(what: str, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function writes into the tensor that it is given."""
+    in_place = what.endswith("_") and not what.endswith("__")
+    operators = ("iadd", "isub", "imul", "itruediv")
+    return in_place or what in operators or bool(kwargs.get("inplace"))
+
+
+def _clamp(call: Call, what: str, args: Any, kwargs: Mapping[str, Any]) -> list[Step]:
+    names = "min_val max_val" if what == "hardtanh" else "min max"
+    given = _named(names, args, kwargs)
+    low, high = (given.get(n, d) for n, d in zip(names.split(), (-1.0, 1.0), strict=True))
+    if what != "hardtanh":
+        low, high = given.get("min"), given.get("max")
+    if any(isinstance(bound, Ref) for bound in (low, high)):
+        return [call.step("float", what, args, kwargs=kwargs)]
+    return clamped(call, args[0], low, high)
+
+
+def _named(names: str, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments behind the first one, by name."""
+    return {**dict(zip(names.split(), args[1:], strict=False)), **kwargs}

@@ -12,13 +12,18 @@ from torch.ao.quantization import FakeQuantizeBase
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from bevquant_hybrid._fake_quant._calib import _WrappedCalibFakeQuantize
+from bevquant_hybrid._fake_quant._fake_quantize import _WrappedCalibFakeQuantize
 from bevquant_hybrid._fx._recipes import recipe_of
 from bevquant_hybrid._fx._tracer import number_nodes, scope_of
 from bevquant_hybrid._qdq._call import SUM, Call, form_of, has_tensor
-from bevquant_hybrid._qdq._functions import arithmetic_steps, changes_its_input, function_steps
-from bevquant_hybrid._qdq._layers import batch_norm, weighted
-from bevquant_hybrid._qdq._modules import module_steps
+from bevquant_hybrid._qdq._modules import (
+    arithmetic_steps,
+    batch_norm,
+    changes_its_input,
+    function_steps,
+    module_steps,
+    weighted,
+)
 from bevquant_hybrid._scale_keeping import rule_of
 from bevquant_hybrid.nn import qat
 from bevquant_hybrid.nn._arithmetic import Arithmetic

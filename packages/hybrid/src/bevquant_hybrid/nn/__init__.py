@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bevquant_hybrid.nn import functional, intrinsic, qat, quantized
-from bevquant_hybrid.nn._anchors import AnchorGenerator
 from bevquant_hybrid.nn._arithmetic import Div
 from bevquant_hybrid.nn._correlation import Correlation
 from bevquant_hybrid.nn._functions import (
@@ -31,9 +30,9 @@ from bevquant_hybrid.nn._functions import (
     Tan,
 )
 from bevquant_hybrid.nn._layer_norm import LayerNorm, RMSNorm
-from bevquant_hybrid.nn._rcnn import RcnnPostProcess
+from bevquant_hybrid.nn._pillars import PointPillarsScatter
+from bevquant_hybrid.nn._rcnn import AnchorGenerator, RcnnPostProcess
 from bevquant_hybrid.nn._roi_align import MultiScaleRoIAlign
-from bevquant_hybrid.nn._scatter import PointPillarsScatter
 from bevquant_hybrid.nn.bgr_to_yuv444 import BgrToYuv444
 from bevquant_hybrid.nn.detection_post_process import DetectionPostProcess
 from bevquant_hybrid.nn.detection_post_process_v1 import DetectionPostProcessV1

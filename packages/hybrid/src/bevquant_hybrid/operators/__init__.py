@@ -1,10 +1,18 @@
 """Which operators a BPU runs, under which limits: a table, a check, and a tracer that feeds it."""
 
 from ._call import OperatorCall
-from ._float_calls import is_float, runs_on_cpu
 from ._naming import row_of_function, row_of_module
-from ._render import render_support_table
-from ._table import Limit, March, Operator, Support, SupportTable, load_support_table
+from ._table import (
+    Limit,
+    March,
+    Operator,
+    Support,
+    SupportTable,
+    is_float,
+    load_support_table,
+    render_support_table,
+    runs_on_cpu,
+)
 from ._trace import trace_calls
 from ._violations import Advice, Violation, find_advice, find_violations
 

@@ -1,18 +1,31 @@
-"""Read what the limits ask for from modules and from the arguments of functions."""
+"""What the arguments, the weights and the result of a call tell of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from ._call import Value
+from bevquant_hybrid.operators._call import DTYPES, Value
+from bevquant_hybrid.operators._table import Operator
 
-__all__ = ["axis_names", "function_attributes", "module_attributes", "weighted_part"]
+__all__ = [
+    "count",
+    "function_attributes",
+    "module_attributes",
+    "output_dtype",
+    "parameter_counts",
+    "shape_of",
+    "tensors_in",
+    "weight_attributes",
+    "weighted_part",
+]
 
+_STORED = {torch.int8: "qint8", torch.int16: "qint16"}
 Shape = tuple[int, ...]
-
 # Parameters after the first input, in order: torch's built-in functions have no signature.
 _PARAMETERS: dict[str, tuple[tuple[str, Any], ...]] = {
     "avg_pool2d": (("kernel_size", None), ("stride", None), ("padding", 0)),
@@ -37,6 +50,107 @@ _PARAMETERS: dict[str, tuple[tuple[str, Any], ...]] = {
 }
 _PARAMETERS["conv3d"] = _PARAMETERS["conv2d"]
 _REDUCTIONS = ("mean", "sum", "max", "min", "argmax", "argmin", "amax", "amin")
+_OTHER: Any = object()
+
+
+def tensors_in(value: Any) -> Iterator[Any]:
+    """Every tensor, and everything that has a shape and a dtype like one, inside ``value``."""
+    if isinstance(value, Tensor) or (hasattr(value, "shape") and hasattr(value, "dtype")):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def shape_of(value: Any) -> tuple[int, ...]:
+    """The shape as plain integers."""
+    return tuple(int(size) for size in value.shape)
+
+
+def count(value: Any) -> int:
+    """Number of elements of a tensor, 0 of anything else."""
+    return value.numel() if isinstance(value, Tensor) else 0
+
+
+def parameter_counts(module: nn.Module) -> tuple[int, int]:
+    """Weights and bias values of a layer, by the names of its parameters or tensors."""
+    if hasattr(module, "weight"):
+        return count(module.weight), count(getattr(module, "bias", None))
+    biases = sum(p.numel() for name, p in module.named_parameters() if "bias" in name)
+    return sum(p.numel() for p in module.parameters()) - biases, biases
+
+
+def weight_attributes(module: nn.Module, part: nn.Module, input_dtype: str) -> dict[str, Value]:
+    """Attributes ``weight_dtype`` and, for qint16 inputs, ``weight_l1``.
+
+    ``weight_l1`` is the largest Σ|w| of a filter in integer steps of amax / 127.5, rounded up: the
+    accumulator cannot exceed it times 32768. Weights that are integers already are summed as they
+    are; vectors, as of a batch norm, have none.
+    """
+    found: dict[str, Value] = {}
+    for holder in (module, part):
+        dtype = getattr(getattr(holder, "weight_fake_quant", None), "dtype", None)
+        if isinstance(dtype, str) and dtype in DTYPES:
+            found["weight_dtype"] = str(dtype)
+    weight = getattr(part, "weight", None)
+    if isinstance(weight, Tensor) and weight.dtype in _STORED:
+        found["weight_dtype"] = _STORED[weight.dtype]
+    if input_dtype == "qint16" and isinstance(weight, Tensor) and weight.ndim > 1:
+        filters = weight.detach().to(torch.float64).flatten(1).abs()
+        if not weight.is_floating_point():
+            found["weight_l1"] = int(filters.sum(1).max())
+        else:
+            steps = filters.amax(1).clamp(min=torch.finfo(torch.float64).tiny) / 127.5
+            found["weight_l1"] = math.ceil(float((filters.sum(1) / steps).max()))
+    return found
+
+
+def output_dtype(
+    operator: str,
+    row: Operator | None,
+    module: nn.Module | None,
+    inputs: Sequence[str],
+    output: Any,
+) -> str:
+    """What the output says itself, else what its operator or module fixes, else its input's.
+
+    Args:
+        operator: Name of the operator.
+        row: Its row, where it has one.
+        module: The module that was called, if it was one.
+        inputs: Dtypes of its inputs.
+        output: The first tensor that it returned.
+    """
+    told = getattr(output, "dtype", None)
+    if isinstance(told, str) and told in DTYPES:  # a quantized tensor knows its own
+        return str(told)
+    if operator.endswith(".QuantStub"):
+        return _observed(module) or "qint8"
+    supports = row.support.values() if row else ()
+    fixed = {s.output for s in supports if s.output != "same"}
+    only = next(iter(fixed)) if len(fixed) == 1 else ()
+    if len(only) == 1 and only[0] in ("float32", "qbool", "qint32"):
+        return only[0]
+    source = next((dtype for dtype in inputs if dtype != "constant"), "float32")
+    if source == "float32":
+        return source
+    qconfig = getattr(module, "qconfig", None)
+    if qconfig is not None and getattr(qconfig, "activation", 0) is None:
+        # No activation: the accumulator itself leaves, where the operator has one.
+        return "qint32" if any("qint32" in outputs for outputs in fixed) else source
+    return _observed(module) or source
+
+
+def _observed(module: nn.Module | None) -> str:
+    """The dtype of what a module's own fake-quantize makes, or ``""``."""
+    for holder in (getattr(module, "activation_post_process", None), module):
+        dtype = getattr(holder, "dtype", None)
+        if isinstance(dtype, str) and dtype in DTYPES:
+            return str(dtype)
+    return ""
 
 
 def axis_names(rank: int) -> str:
@@ -167,9 +281,6 @@ def _box_format(shapes: Sequence[Shape]) -> str:
     if boxes and all(len(shape) == 3 and shape[0] == 1 and shape[2] == 4 for shape in boxes):
         return "list of [1, n, 4]"
     return ", ".join(str(list(shape)) for shape in boxes) or "none"
-
-
-_OTHER: Any = object()
 
 
 def _plain(value: Any) -> Any:

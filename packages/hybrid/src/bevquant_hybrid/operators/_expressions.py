@@ -1,8 +1,4 @@
-"""The small language of the limits: comparisons between quantities, numbers and sets.
-
-``1 <= kernel_size <= 7``, ``dilation in {1, 2, 4}``, ``padding <= kernel_size / stride``. A
-quantity of several numbers, such as a kernel size, is compared number by number.
-"""
+"""Limits as the table writes them: expressions over quantities of a call."""
 
 from __future__ import annotations
 
@@ -10,11 +6,14 @@ import ast
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
-from ._call import Value
+from bevquant_hybrid.operators._call import OperatorCall, Value
 
-__all__ = ["Expression"]
+__all__ = ["QUANTITIES", "Expression"]
+
+BYTES = {"qint8": 1, "qint16": 2, "qint32": 4, "qbool": 1, "float32": 4, "constant": 4}
 
 _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -30,6 +29,136 @@ _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
     ast.In: lambda value, choices: value in choices,
+}
+
+
+def _first(call: OperatorCall) -> tuple[int, ...]:
+    """Shape of the first input; without inputs, of the output."""
+    return call.input_shapes[0] if call.input_shapes else call.output_shape
+
+
+def _axis(call: OperatorCall, name: str) -> int:
+    shape = _first(call)
+    names = {3: "NCW", 5: "NCDHW"}.get(len(shape), "NCHW")[: len(shape)]
+    return shape[names.index(name)] if name in names else 1
+
+
+def _numbers(call: OperatorCall, name: str) -> tuple[int, ...]:
+    """An attribute as integers, whether it is one number or several."""
+    value = call.attributes[name]
+    values = value if isinstance(value, tuple) else (value,)
+    if not all(isinstance(v, int) for v in values):
+        raise ValueError(f"{call.path}: {name}={value!r}; expected integers")
+    return tuple(int(v) for v in values if v is not None)
+
+
+def _kernel_axis(call: OperatorCall, axis: int) -> int:
+    kernel = _numbers(call, "kernel_size")
+    return kernel[axis] if len(kernel) > 1 else kernel[0]
+
+
+def _channels_per_group(call: OperatorCall) -> int:
+    return _numbers(call, "in_channels")[0] // _numbers(call, "groups")[0]
+
+
+def _filter_size(call: OperatorCall) -> int:
+    """C/g·kH·kW, the weights of one filter."""
+    kernel = _numbers(call, "kernel_size")
+    if len(kernel) == 1:
+        kernel *= max(1, len(_first(call)) - 2)
+    return _channels_per_group(call) * prod(kernel)
+
+
+def _accumulator_bound(call: OperatorCall) -> int:
+    """The largest sum that can occur: Σ|w| of the worst filter times the largest input.
+
+    Attribute ``weight_l1`` is Σ|w| in integer steps; without it every weight counts as 128.
+    """
+    dtype = call.input_dtypes[0] if call.input_dtypes else "qint8"
+    largest = 32768 if dtype == "qint16" else 128
+    if "weight_l1" in call.attributes:
+        return _numbers(call, "weight_l1")[0] * largest
+    return _filter_size(call) * 128 * largest
+
+
+def _ungrouped_channels(call: OperatorCall) -> int:
+    groups = _numbers(call, "groups")[0]
+    return _numbers(call, "in_channels")[0] % groups + _numbers(call, "out_channels")[0] % groups
+
+
+def _data_shapes(call: OperatorCall) -> list[tuple[int, ...]]:
+    return [s for s in call.input_shapes if s]
+
+
+def _broadcast_inputs(call: OperatorCall) -> int:
+    return sum(shape != call.output_shape for shape in _data_shapes(call))
+
+
+def _batch_broadcasts(call: OperatorCall) -> bool:
+    rank = len(call.output_shape)
+    batches = {s[0] if len(s) == rank else 1 for s in _data_shapes(call)} if rank else set()
+    return len(batches) > 1
+
+
+def _constant_operands(call: OperatorCall) -> int:
+    return call.input_dtypes.count("constant") + _scalar_operands(call)
+
+
+def _scalar_operands(call: OperatorCall) -> int:
+    value = call.attributes.get("scalars", 0)
+    return value if isinstance(value, int) else 0
+
+
+def _repeated_shuffle_indices(call: OperatorCall) -> int:
+    indices = call.attributes.get("shuffle_index", ())
+    return len(indices) - len(set(indices)) if isinstance(indices, tuple) else 0
+
+
+def _correlation_room(call: OperatorCall) -> int:
+    """min(H, W) + 2·pad − 2·⌊d/s₂⌋·s₂ − K + 1, as the documents write it."""
+    names = ("max_displacement", "stride2", "pad_size", "kernel_size")
+    reach, step, pad, kernel = (_numbers(call, name)[0] for name in names)
+    side = min(_axis(call, "H"), _axis(call, "W"))
+    return side + 2 * pad - 2 * (reach // step * step) - kernel + 1
+
+
+QUANTITIES: dict[str, Callable[[OperatorCall], Value]] = {
+    "batch": lambda call: _axis(call, "N"),
+    "channels": lambda call: _axis(call, "C"),
+    "height": lambda call: _axis(call, "H"),
+    "width": lambda call: _axis(call, "W"),
+    "sizes": _first,
+    "input_rank": lambda call: tuple(
+        len(s) for s, d in zip(call.input_shapes, call.input_dtypes, strict=True) if d != "constant"
+    ),
+    "output_rank": lambda call: len(call.output_shape),
+    "input_count": lambda call: len(call.input_shapes),
+    "input_bytes": lambda call: tuple(
+        prod(s) * BYTES[d] for s, d in zip(call.input_shapes, call.input_dtypes, strict=True)
+    ),
+    "input_dtype": lambda call: call.input_dtypes[0] if call.input_dtypes else "float32",
+    "output_dtype": lambda call: call.output_dtype,
+    "is_model_output": lambda call: call.is_model_output,
+    "channels_per_group": _channels_per_group,
+    "filter_size": _filter_size,
+    "kernel_depth": lambda call: _kernel_axis(call, -3),
+    "kernel_height": lambda call: _kernel_axis(call, -2),
+    "kernel_width": lambda call: _kernel_axis(call, -1),
+    "distinct_strides": lambda call: len(set(_numbers(call, "stride"))),
+    "accumulator_bound": _accumulator_bound,
+    "ungrouped_channels": _ungrouped_channels,
+    "broadcast_inputs": _broadcast_inputs,
+    "batch_broadcasts": _batch_broadcasts,
+    "scalar_operands": _scalar_operands,
+    "constant_operands": _constant_operands,
+    "reduced_axes": lambda call: call.attributes["reduced_axes"],
+    "repeated_shuffle_indices": _repeated_shuffle_indices,
+    "correlation_room": _correlation_room,
+    "kernel_parity": lambda call: _numbers(call, "kernel_size")[0] % 2,
+    "normalized_size": lambda call: prod(_numbers(call, "normalized_shape")),
+    "resize": lambda call: tuple(
+        out / size for out, size in zip(call.output_shape[2:], _first(call)[2:], strict=True)
+    ),
 }
 
 

@@ -9,13 +9,20 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ._attributes import function_attributes, module_attributes, weighted_part
+from ._attributes import (
+    count,
+    function_attributes,
+    module_attributes,
+    output_dtype,
+    parameter_counts,
+    shape_of,
+    tensors_in,
+    weight_attributes,
+    weighted_part,
+)
 from ._call import OperatorCall, Value
 from ._naming import is_leaf, row_of_function, row_of_module
-from ._output_dtype import output_dtype
 from ._table import SupportTable
-from ._values import shape_of, tensors_in
-from ._weights import count, parameter_counts, weight_attributes
 
 __all__ = ["DtypeOf", "Recorder"]
 

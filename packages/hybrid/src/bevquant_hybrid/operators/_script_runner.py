@@ -1,15 +1,92 @@
-"""Run a traced model node by node, telling of every operation and every module's call."""
+"""Traced modules: what tracing leaves of their classes and settings, and running their graphs."""
 
 from __future__ import annotations
 
+import importlib
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-__all__ = ["ScriptRunner", "Step"]
+from bevquant_hybrid.operators._naming import is_leaf, row_of_module
+from bevquant_hybrid.operators._table import SupportTable
+
+__all__ = ["ScriptRunner", "Step", "find_module", "learn", "row_of_script", "settings_of"]
+
+_PACKAGE = __package__.partition(".")[0]
+
+Enter = Callable[[str, nn.Module, Sequence[Any], Callable[[], Any]], Any]
+_BUILDERS: dict[str, Callable[[list[Any]], Any]] = {
+    "prim::ListConstruct": list,
+    "prim::TupleConstruct": tuple,
+    "prim::DictConstruct": lambda given: dict(zip(given[::2], given[1::2], strict=True)),
+    "prim::ListUnpack": lambda given: tuple(given[0]),
+    "prim::TupleUnpack": lambda given: tuple(given[0]),
+    "prim::NumToTensor": lambda given: torch.tensor(given[0]),
+    "aten::Int": lambda given: int(given[0]),
+    "aten::Float": lambda given: float(given[0]),
+    "aten::Bool": lambda given: bool(given[0]),
+    "aten::ScalarImplicit": lambda given: given[0].item(),
+}
+
+
+def find_module(model: nn.Module, path: str) -> nn.Module | None:
+    """The module at a path, traced or not; None where there is none."""
+    found: Any = model
+    for name in path.split(".") if path else ():
+        found = getattr(found, name, None)
+    return found if isinstance(found, nn.Module) else None
+
+
+def settings_of(module: nn.Module) -> nn.Module:
+    """What stands for a traced module: it fills with the settings of its operations."""
+    settings = nn.Module()
+    for name in ("weight", "bias"):
+        value = getattr(module, name, None)
+        if isinstance(value, Tensor):
+            settings.__dict__[name] = value
+    return settings
+
+
+def learn(settings: nn.Module, arguments: dict[str, Any], *, weights: bool = True) -> None:
+    """Take over the arguments of an operation, the first of each name."""
+    for name, value in arguments.items():
+        if name == "dim" and isinstance(value, list):
+            name = "axes"
+        if (weights and name in ("weight", "bias")) or isinstance(value, int | float | str | list):
+            value = None if value == [] else value
+            settings.__dict__.setdefault(name, value)
+
+
+def row_of_script(module: nn.Module, table: SupportTable) -> str:
+    """The row of a traced module, by its class; ``""`` of one that holds others."""
+    cls = _class_of(module)
+    if cls is None:
+        return ""
+    function = getattr(module, "function", None)
+    if isinstance(function, nn.Module):  # a table is the function that it tabulates
+        return row_of_script(function, table)
+    empty = cls.__new__(cls)
+    if not is_leaf(empty, table):
+        return ""
+    return row_of_module(empty, table) or f"torch.nn.{cls.__name__}"
+
+
+def _class_of(module: nn.Module) -> type[nn.Module] | None:
+    """The class that a module had when it was traced, if it is torch's or this package's."""
+    kind = module._c._type().qualified_name()  # type: ignore[union-attr, operator]
+    kind = re.sub(r"___torch_mangle_\d+\.", "", kind.removeprefix("__torch__."))
+    home, _, name = kind.rpartition(".")
+    if not home.startswith(("torch.nn.", "torch.ao.nn.", f"{_PACKAGE}.")):
+        return None
+    try:
+        found = getattr(importlib.import_module(home), name, None)
+    except ModuleNotFoundError:  # traced by a version that has the class elsewhere
+        return None
+    return found if isinstance(found, type) and issubclass(found, nn.Module) else None
 
 
 @dataclass(frozen=True)
@@ -37,9 +114,6 @@ class _Held:
 
     module: nn.Module
     path: str
-
-
-Enter = Callable[[str, nn.Module, Sequence[Any], Callable[[], Any]], Any]
 
 
 class ScriptRunner:
@@ -146,17 +220,3 @@ def _refuse_branches(node: Any, path: str) -> None:
             f"{path or 'the model'} holds a {kind.removeprefix('prim::')}: it was scripted; make "
             "the model with torch.jit.trace"
         )
-
-
-_BUILDERS: dict[str, Callable[[list[Any]], Any]] = {
-    "prim::ListConstruct": list,
-    "prim::TupleConstruct": tuple,
-    "prim::DictConstruct": lambda given: dict(zip(given[::2], given[1::2], strict=True)),
-    "prim::ListUnpack": lambda given: tuple(given[0]),
-    "prim::TupleUnpack": lambda given: tuple(given[0]),
-    "prim::NumToTensor": lambda given: torch.tensor(given[0]),
-    "aten::Int": lambda given: int(given[0]),
-    "aten::Float": lambda given: float(given[0]),
-    "aten::Bool": lambda given: bool(given[0]),
-    "aten::ScalarImplicit": lambda given: given[0].item(),
-}

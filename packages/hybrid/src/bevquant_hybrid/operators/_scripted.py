@@ -14,14 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._attributes import function_attributes, module_attributes
+from ._attributes import (
+    function_attributes,
+    module_attributes,
+    parameter_counts,
+    shape_of,
+    tensors_in,
+    weight_attributes,
+)
 from ._call import OperatorCall
 from ._recorder import Recorder
-from ._script_modules import find_module, learn, row_of_script, settings_of
-from ._script_runner import ScriptRunner, Step
+from ._script_runner import ScriptRunner, Step, find_module, learn, row_of_script, settings_of
 from ._table import SupportTable
-from ._values import shape_of, tensors_in
-from ._weights import parameter_counts, weight_attributes
 
 __all__ = ["read_script"]
 

@@ -1,4 +1,4 @@
-"""The support table: one row per documented operator, read from data files and checked."""
+"""The support table: its rows, what they say of a call on floats, and how it is printed."""
 
 from __future__ import annotations
 
@@ -9,15 +9,29 @@ from functools import cache
 from importlib import resources
 from typing import Any, Literal
 
-from ._call import DTYPES
-from ._expressions import Expression
-from ._quantities import QUANTITIES
+from bevquant_hybrid.operators._call import DTYPES, OperatorCall
+from bevquant_hybrid.operators._expressions import QUANTITIES, Expression
 
-__all__ = ["Limit", "March", "Operator", "Support", "SupportTable", "load_support_table"]
+__all__ = [
+    "Limit",
+    "March",
+    "Operator",
+    "Support",
+    "SupportTable",
+    "build_table",
+    "is_float",
+    "load_support_table",
+    "render_support_table",
+    "runs_on_cpu",
+]
 
 # Attributes that a limit may name without the row declaring them: `data = true` limits are
 # checked where the attribute is known and reported as advice where it is not.
 _DATA = ("input_amax", "weight_dtype")
+
+_ENTRY_KEYS = {"rows", "aliases", "eager", "needs", "any_rank", "advice", "on_cpu"}
+_SUPPORT_KEYS = {"input", "second_input", "output", "limits", "like"}
+_LIMIT_KEYS = {"require", "when", "remedy", "data", "source", "except"}
 
 
 @dataclass(frozen=True)
@@ -208,11 +222,6 @@ def build_table(files: Mapping[str, Mapping[str, Any]], marches: dict[str, March
     return SupportTable(operators, marches, spellings)
 
 
-_ENTRY_KEYS = {"rows", "aliases", "eager", "needs", "any_rank", "advice", "on_cpu"}
-_SUPPORT_KEYS = {"input", "second_input", "output", "limits", "like"}
-_LIMIT_KEYS = {"require", "when", "remedy", "data", "source", "except"}
-
-
 def _march(name: str, data: Mapping[str, Any]) -> March:
     limits = tuple(_limit(name, limit, ()) for limit in data["limits"])
     column = data["column"]
@@ -277,3 +286,95 @@ def _once(spellings: dict[str, str], spelling: str, row: str) -> None:
     if spelling in spellings:
         raise ValueError(f"{spelling!r} is listed twice: {spellings[spelling]!r} and {row!r}")
     spellings[spelling] = row
+
+
+def is_float(call: OperatorCall) -> bool:
+    """Whether a call computes on floats; boxes beside quantized maps, say, may be floats."""
+    if call.operator.endswith("Stub") or "float32" not in call.input_dtypes:
+        return False
+    row = load_support_table().find(call.operator)
+    columns = row.support.values() if row else ()
+    if call.input_dtypes[0] == "float32":  # views take any dtype, wherever their input is
+        return not any("float32" in column.input for column in columns)
+    return any(
+        dtype == "float32" and not any(column.takes(index, dtype) for column in columns)
+        for index, dtype in enumerate(call.input_dtypes)
+    )
+
+
+def runs_on_cpu(call: OperatorCall) -> bool:
+    """Whether a call computes on floats, or is one that the documents give to the CPU."""
+    row = load_support_table().find(call.operator)
+    return is_float(call) or (row is not None and row.on_cpu)
+
+
+def render_support_table(
+    march: str | None = None, *, markdown: bool = False, table: SupportTable | None = None
+) -> str:
+    """The support table as text.
+
+    Args:
+        march: Its column alone; None: both columns.
+        markdown: A Markdown table with every limit spelled out; else one line per operator and
+            one below it for each limit.
+        table: Another table than the package's own.
+
+    Example:
+        >>> print(render_support_table("bernoulli2").splitlines()[0])
+        Operators on BERNOULLI2 (Journey 3, RDK X3)
+    """
+    table = table or load_support_table()
+    marches = list(table.marches.values()) if march is None else [table.march(march)]
+    columns = list(dict.fromkeys(m.column for m in marches))
+    titles = {
+        column: " and ".join(m.title for m in marches if m.column == column) for column in columns
+    }
+    if markdown:
+        return _markdown(table, columns, titles)
+    lines = []
+    for column in columns:
+        chips = ", ".join(m.chips for m in marches if m.column == column)
+        lines += [f"Operators on {titles[column]} ({chips})", ""]
+        general = next(m.limits for m in marches if m.column == column)
+        lines += ["every operator", *(f"    {limit.text}" for limit in general), ""] * bool(general)
+        lines += _plain(table, column)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _plain(table: SupportTable, column: str) -> list[str]:
+    lines: list[str] = []
+    unsupported: list[str] = []
+    for row in table.operators.values():
+        support = row.support.get(column)
+        if support is None:
+            unsupported.append(row.name)
+            continue
+        lines.append(f"{row.name:<50} {_flow(support)}")
+        lines += [f"    {limit.text}" for limit in support.limits]
+        lines += [f"    note: {text}" for text in row.advice]
+    return [*lines, "", "not supported", *(f"    {name}" for name in unsupported), ""]
+
+
+def _markdown(table: SupportTable, columns: list[str], titles: dict[str, str]) -> str:
+    head = ["operator", "eager mode", *(titles[c] for c in columns), "remarks"]
+    lines = [f"| {' | '.join(head)} |", "|" + " --- |" * len(head)]
+    for row in table.operators.values():
+        cells = [f"`{row.name}`", f"`{row.eager}`" if row.eager else ""]
+        cells += [_cell(row, column) for column in columns]
+        lines.append(f"| {' | '.join([*cells, '<br>'.join(row.advice)])} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(row: Operator, column: str) -> str:
+    support = row.support.get(column)
+    if support is None:
+        return "no"
+    limits = (f"`{limit.text}`" for limit in support.limits)
+    return "<br>".join([_flow(support), *limits])
+
+
+def _flow(support: Support) -> str:
+    inputs = " ".join(support.input) or "any"
+    if support.second_input is not None:
+        inputs += f", then {' '.join(support.second_input) or 'any'}"
+    return f"{inputs} → {support.output if support.output == 'same' else ' '.join(support.output)}"

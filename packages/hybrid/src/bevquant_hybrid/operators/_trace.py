@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.ao.quantization import FakeQuantizeBase
 
+from ._attributes import tensors_in
 from ._call import OperatorCall
 from ._recorder import DtypeOf, Recorder
 from ._scripted import read_script
 from ._table import SupportTable, load_support_table
-from ._values import tensors_in
 
 __all__ = ["trace_calls"]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ._call import OperatorCall, Value
-from ._quantities import QUANTITIES
+from ._expressions import QUANTITIES
 from ._table import Limit, March, Operator, Support, SupportTable, load_support_table
 
 __all__ = ["Advice", "Violation", "find_advice", "find_violations"]

@@ -2,8 +2,7 @@
 
 from ._partition import partition
 from ._placement import Listed, place_operator
-from ._plan import Boundary, Plan, PlanNode, Segment
-from ._segments import number_segments
+from ._plan import Boundary, Plan, PlanNode, Segment, number_segments
 from ._suggest_cpu import suggest_cpu
 from ._suggestion import CpuMove, CpuSuggestion
 

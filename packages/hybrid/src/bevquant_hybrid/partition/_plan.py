@@ -1,9 +1,10 @@
-"""A partition as plain data: nodes with their places, segments, boundaries, and JSON of it all."""
+"""Plans: every node with its place, and the segments that can run in one go."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import Any
 
@@ -12,7 +13,7 @@ import msgspec
 from bevquant_hybrid.drawing import DrawnNode, draw_partition
 from bevquant_quantizers.documents import DocumentError, JsonDocument, Size, parse_json
 
-__all__ = ["Boundary", "Plan", "PlanNode", "Segment"]
+__all__ = ["Boundary", "Plan", "PlanNode", "Segment", "number_segments"]
 
 _SCHEMA = "bevquant_hybrid.partition"
 _VERSION = 2  # 1 had no dtypes
@@ -256,3 +257,41 @@ class _Document(msgspec.Struct):
     warnings: tuple[str, ...] = ()
     segments: Any = None
     boundaries: Any = None
+
+
+def number_segments(nodes: Sequence[PlanNode]) -> tuple[PlanNode, ...]:
+    """Number the segments in an order in which they can run.
+
+    A node's stage is the number of changes of place on the way to it, at most. Nodes of one place
+    and one stage that read one another are a segment: no path leaves it and comes back, since a
+    way through another place leads to a later stage.
+    """
+    stages: dict[str, int] = {}
+    places: dict[str, str] = {}
+    parents: dict[str, str] = {}
+
+    def root(name: str) -> str:
+        while parents[name] != name:
+            name = parents[name]
+        return name
+
+    for node in nodes:
+        inner = node.kind in ("operator", "pass")
+        place, stage = node.place, 0
+        for source in node.inputs:
+            changes = bool(places[source]) and bool(place) and places[source] != place
+            stage = max(stage, stages[source] + changes)
+        stages[node.name], places[node.name] = stage, place
+        parents[node.name] = node.name
+        for source in node.inputs if inner else ():
+            if source in parents and (stages[source], places[source]) == (stage, place):
+                parents[root(source)] = root(node.name)
+    numbers: dict[str, int] = {}
+    inner_nodes = [node for node in nodes if node.kind in ("operator", "pass")]
+    for node in sorted(inner_nodes, key=lambda node: stages[node.name]):
+        numbers.setdefault(root(node.name), len(numbers))
+    inner_names = {node.name for node in inner_nodes}
+    return tuple(
+        replace(node, segment=numbers[root(node.name)]) if node.name in inner_names else node
+        for node in nodes
+    )

@@ -102,9 +102,9 @@ def suggest_cpu(
         (1, True)
     """
     # Late: preparing models asks this package where operators run.
-    from ._suggest_form import measured_form, rounding_off
     from ._suggest_greedy import Limits, Search, first_arguments
     from ._suggest_measure import Measure, output_sqnr
+    from ._suggest_trial import measured_form, rounding_off
 
     least = (0.1 if metric is None else 0.0) if min_gain is None else float(min_gain)
     limits = Limits(_above_zero("budget", budget), _above_zero("layers", layers), least)

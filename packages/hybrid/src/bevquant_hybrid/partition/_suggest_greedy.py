@@ -10,8 +10,7 @@ from torch import fx, nn
 
 from bevquant_hybrid.performance import ChipFigures
 
-from ._suggest_measure import Forward, Measure, call_model
-from ._suggest_time import Cost, estimate_cost, positional
+from ._suggest_measure import Cost, Forward, Measure, call_model, estimate_cost, positional
 from ._suggest_trial import NoScaleError, Trials
 from ._suggestion import CpuMove
 

@@ -7,10 +7,8 @@ from math import prod
 
 from bevquant_hybrid.operators import OperatorCall
 
-from ._estimate import LayerEstimate
+from ._estimate import BYTES, LayerEstimate, count_operations
 from ._figures import ChipFigures, load_chip_figures
-from ._operations import count_operations
-from ._traffic import BYTES
 
 __all__ = ["estimate_cpu_layers"]
 

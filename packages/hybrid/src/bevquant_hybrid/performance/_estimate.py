@@ -1,25 +1,40 @@
-"""A roofline estimate of a model on a BPU: no compiler and no chip is asked.
-
-The vendor has published one report to hold it against: MobileNetV2 on 256 images of 32 × 32, one
-core of BAYES. The operations of all 52 layers agree. The time does not: the estimate is 6.7 ms,
-the report 44.7 ms, because the chip pads feature maps in memory, and those are of 1 × 1 to 16 × 16.
-Use it to compare layers and plans, not to promise frame rates.
-"""
+"""How long a BPU takes for layers: multiplications, bytes moved, and the roofline over both."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from math import prod
 from typing import Any
 
 from bevquant_hybrid.operators import OperatorCall, is_float, load_support_table
+from bevquant_hybrid.performance._figures import ChipFigures, load_chip_figures
 
-from ._figures import ChipFigures, load_chip_figures
-from ._operations import count_operations
-from ._traffic import count_traffic
+__all__ = [
+    "BYTES",
+    "LayerEstimate",
+    "Traffic",
+    "count_operations",
+    "count_traffic",
+    "estimate_layers",
+    "estimate_performance",
+]
 
-__all__ = ["LayerEstimate", "estimate_layers", "estimate_performance"]
-
+# Per element, by dtype; a constant operand is stored quantized, like a weight.
+BYTES = {"qint8": 1, "qint16": 2, "qint32": 4, "qbool": 1, "float32": 4, "constant": 1}
+_ANCHORS = ("Conv2d", "Conv3d", "ConvTranspose2d", "Linear")
+_FUSED = ("ReLU", "relu", "ReLU6", "relu6(fused)", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm")
+# Quantized outside the BPU, optimised away, another view of the same bytes, or constant.
+_FREE = (
+    "QuantStub",
+    "DeQuantStub",
+    "Identity",
+    "Dropout",
+    "Dropout2d",
+    "reshape",
+    "AnchorGenerator",
+)
 _WHAT_IT_IS = (
     "An estimate by roofline, not a measurement: each layer takes the longer of its operations at "
     "the peak rate of the cores and its bytes at the DDR bandwidth, every layer reads and writes "
@@ -27,6 +42,130 @@ _WHAT_IT_IS = (
     "are optimistic (small maps take several times as long), no reuse of data on the chip is "
     "pessimistic."
 )
+
+
+def count_operations(call: OperatorCall) -> int:
+    """Operations of one call.
+
+    Conv: 2·|output|·(C_in/groups)·∏kernel. ConvTranspose: 2·|input|·(C_out/groups)·∏kernel.
+    Correlation: 2·|output|·C·K². Linear: 2·|output|·C_in. Matrix product: 2·|output|·K. A fused
+    addition or activation is free.
+
+    Example:
+        >>> conv = OperatorCall(
+        ...     "conv", "torch.nn.Conv2d",
+        ...     {"in_channels": 3, "out_channels": 32, "kernel_size": 3, "groups": 1},
+        ...     input_shapes=((256, 3, 32, 32),), input_dtypes=("qint8",),
+        ...     output_shape=(256, 32, 16, 16),
+        ... )
+        >>> count_operations(conv)
+        113246208
+    """
+    name = call.operator.rpartition(".")[2]
+    if name in ("Conv2d", "Conv3d"):
+        return 2 * prod(call.output_shape) * _met_weights(call, "in_channels")
+    if name == "ConvTranspose2d":
+        return 2 * prod(call.input_shapes[0]) * _met_weights(call, "out_channels")
+    if name == "Linear":
+        return 2 * prod(call.output_shape) * _int(call, "in_features")
+    if name == "Correlation":
+        patch = call.input_shapes[0][1] * _int(call, "kernel_size") ** 2
+        return 2 * prod(call.output_shape) * patch
+    if name == "matmul":
+        return 2 * prod(call.output_shape) * call.input_shapes[0][-1]
+    if name == "LSTMCell":
+        return 2 * call.weight_count * prod(call.input_shapes[0][:-1])
+    if name == "MultiheadAttention":
+        return _attention(call)
+    return 0
+
+
+def _attention(call: OperatorCall) -> int:
+    """Four projections of L·N tokens, then Q·Kᵀ and the weighted sum over S keys."""
+    tokens = prod(call.input_shapes[0][:-1])
+    width = call.input_shapes[0][-1]
+    keys = call.input_shapes[min(1, len(call.input_shapes) - 1)][0]
+    return 2 * tokens * (call.weight_count + 2 * keys * width)
+
+
+def _int(call: OperatorCall, name: str) -> int:
+    value = call.attributes[name]
+    if not isinstance(value, int):
+        raise ValueError(f"{call.path}: {name}={value!r}; expected an integer")
+    return value
+
+
+def _met_weights(call: OperatorCall, side: str) -> int:
+    """Weights that one element of the other side meets: channels per group · ∏kernel."""
+    kernel = call.attributes["kernel_size"]
+    sizes = kernel if isinstance(kernel, tuple) else (kernel,) * (len(call.output_shape) - 2)
+    area = prod(int(size) for size in sizes if size is not None)
+    return _int(call, side) // _int(call, "groups") * area
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of one call.
+
+    Attributes:
+        loaded: Inputs and weights.
+        stored: Its output.
+        fused_into: Path of the layer that computes it on the way out; ``""`` if it is a layer.
+    """
+
+    loaded: int
+    stored: int
+    fused_into: str = ""
+
+
+def count_traffic(calls: Sequence[OperatorCall]) -> list[Traffic]:
+    """Bytes of each call, where every layer reads inputs and weights once and writes its output.
+
+    Weights are int8, biases int32. An activation, batch norm or addition that alone reads a
+    convolution's or linear layer's result is computed with it: it moves nothing but the other
+    operand of the addition. What the documents give to the CPU moves nothing here.
+    """
+    readers = Counter(path for call in calls for path in set(call.inputs))
+    layers: dict[str, str] = {}
+    traffic = []
+    for call in calls:
+        name = call.operator.rpartition(".")[2]
+        row = load_support_table().find(call.operator)
+        if name in _FREE or (row is not None and row.on_cpu):
+            traffic.append(Traffic(0, 0))
+            continue
+        host = _host(call, name, layers, readers)
+        if name in _ANCHORS:
+            layers[call.path] = call.path
+        elif host is not None:
+            layers[call.path] = layers[call.inputs[host]]
+        loaded = sum(
+            prod(shape) * BYTES[dtype]
+            for i, (shape, dtype) in enumerate(
+                zip(call.input_shapes, call.input_dtypes, strict=True)
+            )
+            if i != host
+        )
+        loaded += call.weight_count + 4 * call.bias_count
+        stored = prod(call.output_shape) * BYTES[call.output_dtype]
+        if host is not None:
+            fused = name in _FUSED  # its scale and shift are folded into the layer's own
+            traffic.append(Traffic(0 if fused else loaded, 0, layers[call.path]))
+        else:
+            traffic.append(Traffic(loaded, stored))
+    return traffic
+
+
+def _host(
+    call: OperatorCall, name: str, layers: dict[str, str], readers: Counter[str]
+) -> int | None:
+    """Which input comes from the layer that ``call`` is computed with; None if it stands alone."""
+    if name not in _FUSED and name != "add":
+        return None
+    for i, source in enumerate(call.inputs):
+        if source in layers and readers[source] == 1:
+            return i
+    return None
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""An estimate as one HTML page that needs nothing from anywhere else."""
+"""Estimates as text and as a page."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from ._estimate import LayerEstimate
+from bevquant_hybrid.performance._estimate import LayerEstimate
 
-__all__ = ["render_page"]
+__all__ = ["render_layers", "render_page"]
 
 _STYLE = """
 :root { --page:#fff; --ink:#1d2733; --soft:#5b6876; --line:#dde3e9; --note:#fff6e0;
@@ -36,6 +36,50 @@ td.bars { min-width:13rem; width:30% }
 .key { display:inline-block; width:1.4rem; height:6px; border-radius:3px; margin:0 .3rem .15rem 0 }
 tfoot td { border:0; font-weight:600 } a { color:var(--memory); overflow-wrap:anywhere }
 """
+_FIGURES = {
+    "peak_tops": "10¹² int8 operations per second, all cores",
+    "cores": "BPU cores",
+    "ddr_gigabytes_per_second": "DDR memory, 10⁹ bytes per second",
+}
+
+
+def render_layers(layers: Sequence[LayerEstimate]) -> str:
+    """A table of the layers: operations, bytes, operations per byte, time, and what bounds it.
+
+    Example:
+        >>> layer = LayerEstimate("conv", "torch.nn.Conv2d", 2_000_000, 900, 100, 2e-6, 1e-6, "")
+        >>> print(render_layers([layer]))
+        layer  operator         operations  bytes  op/byte  time (us)  bound
+        conv   torch.nn.Conv2d   2,000,000  1,000   2000.0        2.0  compute
+        total                    2,000,000  1,000   2000.0        2.0
+        An estimate, not a measurement.
+    """
+    rows = [["layer", "operator", "operations", "bytes", "op/byte", "time (us)", "bound"]]
+    for layer in layers:
+        rows.append(
+            [
+                *(layer.path, layer.operator, f"{layer.operations:,}"),
+                f"{layer.loaded_bytes + layer.stored_bytes:,}",
+                *(f"{layer.intensity:.1f}", f"{layer.seconds * 1e6:.1f}"),
+                f"with {layer.fused_into}" if layer.fused_into else layer.bound,
+            ]
+        )
+    operations = sum(layer.operations for layer in layers)
+    moved = sum(layer.loaded_bytes + layer.stored_bytes for layer in layers)
+    seconds = sum(layer.seconds for layer in layers)
+    intensity = f"{operations / moved:.1f}" if moved else "0.0"
+    rows.append(
+        ["total", "", f"{operations:,}", f"{moved:,}", intensity, f"{seconds * 1e6:.1f}", ""]
+    )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if 2 <= i <= 5 else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    return "\n".join([*lines, "An estimate, not a measurement."])
 
 
 def render_page(summary: Mapping[str, Any], layers: Sequence[LayerEstimate]) -> str:
@@ -135,13 +179,6 @@ def _row(layer: LayerEstimate, longest: float, total: float) -> str:
         f'<td class="n">{layer.intensity:,.1f}</td><td class="n">{layer.seconds * 1e6:,.1f}</td>'
         f'<td class="n">{100 * layer.seconds / total:.1f} %</td><td class="bars">{bars}</td></tr>'
     )
-
-
-_FIGURES = {
-    "peak_tops": "10¹² int8 operations per second, all cores",
-    "cores": "BPU cores",
-    "ddr_gigabytes_per_second": "DDR memory, 10⁹ bytes per second",
-}
 
 
 def _sources(figures: Mapping[str, Any]) -> list[str]:

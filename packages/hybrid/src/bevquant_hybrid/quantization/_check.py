@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from math import isclose
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bevquant_hybrid._compile._arguments import check_options, forward_arguments, march_of
+from bevquant_hybrid._compile._arguments import (
+    bpu_calls,
+    check_options,
+    forward_arguments,
+    march_of,
+    require_module,
+)
 from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
 from bevquant_hybrid.operators import (
     OperatorCall,
@@ -19,16 +25,32 @@ from bevquant_hybrid.operators import (
     load_support_table,
     runs_on_cpu,
 )
-from bevquant_hybrid.operators._script_modules import find_module
-from bevquant_hybrid.operators._values import tensors_in
+from bevquant_hybrid.operators._attributes import tensors_in
+from bevquant_hybrid.operators._script_runner import find_module
 from bevquant_hybrid.performance import estimate_layers
-from bevquant_hybrid.quantization._bpu_calls import bpu_calls, require_module
-from bevquant_hybrid.quantization._text_table import text_table
 
 __all__ = ["check_model", "violation_table"]
 
 _CAMERA_SCALE = 1 / 128
 _SELF_EVIDENT = ("Stub", ".Identity", ".Dropout", ".Dropout2d")  # their remarks hold for any model
+
+
+def text_table(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> str:
+    """Lines of cells with two blanks between columns; columns in ``right`` end together.
+
+    Example:
+        >>> print(text_table([["layer", "us"], ["conv", "7"]], right=[1]))
+        layer  us
+        conv    7
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
 
 
 def check_model(
@@ -81,17 +103,8 @@ def check_model(
     name = march_of(march, caller)
     title = load_support_table().march(name).title
     arguments = forward_arguments(example_inputs, caller)
-    sources = check_options(
-        caller,
-        input_source=input_source,
-        input_layout=None,
-        output_layout="NCHW",
-        opt="O2",
-        balance_factor=2,
-        jobs=16,
-        extra_args=None,
-        tensors=sum(1 for _ in tensors_in(arguments)),
-    )["input_source"]
+    count = sum(1 for _ in tensors_in(arguments))
+    sources = check_options(caller, count, input_source=input_source)["input_source"]
     if check_quanti_param and (found := list(_scale_violations(module, title))):
         print("No integers can be computed with such scales, so operators were not looked at.")
         return _fail(found, title)

@@ -10,22 +10,20 @@ from typing import Any
 from torch import nn
 
 from bevquant_hybrid._compile._arguments import (
+    bpu_calls,
     check_options,
     check_path,
     converted_model,
     forward_arguments,
     march_of,
+    model_name,
 )
-from bevquant_hybrid._compile._layouts import with_layouts
-from bevquant_hybrid._compile._program_of import program_of
+from bevquant_hybrid._compile._program_of import program_of, with_layouts
 from bevquant_hybrid._version import __version__
 from bevquant_hybrid.operators import find_violations, load_support_table
-from bevquant_hybrid.quantization._bpu_calls import bpu_calls
 from bevquant_hybrid.quantization._check import violation_table
-from bevquant_hybrid.quantization._model_name import model_name
-from bevquant_hybrid.runtime import _structure as structure
 from bevquant_hybrid.runtime._file import write_program
-from bevquant_hybrid.runtime._program import Program
+from bevquant_hybrid.runtime._program import Program, flatten
 
 __all__ = ["compile_model", "export_hbir"]
 
@@ -150,17 +148,8 @@ def export_hbir(
 binary for a BPU, and no chip runs it
         (['input'], ['output'])
     """
-    options: dict[str, Any] = {
-        "input_source": "ddr",
-        "input_layout": None,
-        "output_layout": "NCHW",
-        "opt": "O2",
-        "balance_factor": 2,
-        "jobs": 16,
-        "extra_args": None,
-    }
     path = check_path(hbir, "export_hbir", "hbir")
-    program = _written("export_hbir", module, example_inputs, path, march, None, options)
+    program = _written("export_hbir", module, example_inputs, path, march, None, {})
     return [port.name for port in program.inputs], [port.name for port in program.outputs]
 
 
@@ -176,8 +165,8 @@ def _written(
     """Make the program of a model, write it and say what it is."""
     chosen = march_of(march, caller)
     arguments = forward_arguments(example_inputs, caller)
-    tensors, _ = structure.flatten(arguments, f"{caller}: example_inputs")
-    options = check_options(caller, **given, tensors=len(tensors))
+    tensors = len(flatten(arguments, f"{caller}: example_inputs").tensors)
+    options = check_options(caller, tensors, **given)
     model = converted_model(module, caller)
     if name is not None and not isinstance(name, str):
         raise TypeError(f"{caller}: name is a {type(name).__name__}: expected a string")

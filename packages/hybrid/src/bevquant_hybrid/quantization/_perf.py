@@ -9,14 +9,19 @@ from typing import Any
 
 from torch import nn
 
-from bevquant_hybrid._compile._arguments import check_options, forward_arguments, march_of
+from bevquant_hybrid._compile._arguments import (
+    bpu_calls,
+    check_options,
+    forward_arguments,
+    march_of,
+    model_name,
+    require_module,
+)
 from bevquant_hybrid._whole_file import write_whole
-from bevquant_hybrid.operators._values import tensors_in
+from bevquant_hybrid.operators._attributes import tensors_in
 from bevquant_hybrid.performance import estimate_layers, estimate_performance, render_layers
 from bevquant_hybrid.performance._page import render_page
-from bevquant_hybrid.quantization._bpu_calls import bpu_calls, require_module
 from bevquant_hybrid.quantization._compile import compile_model
-from bevquant_hybrid.quantization._model_name import model_name
 
 __all__ = ["perf_model"]
 
@@ -92,6 +97,7 @@ def perf_model(
     arguments = forward_arguments(example_inputs, caller)
     options = check_options(
         caller,
+        sum(1 for _ in tensors_in(arguments)),
         input_source=input_source,
         input_layout=input_layout,
         output_layout=output_layout,
@@ -99,7 +105,6 @@ def perf_model(
         balance_factor=balance_factor,
         jobs=jobs,
         extra_args=extra_args,
-        tensors=sum(1 for _ in tensors_in(arguments)),
     )
     called = model_name(caller, module, name)
     calls = bpu_calls(caller, module, arguments)

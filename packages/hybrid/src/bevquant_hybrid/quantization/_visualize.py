@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import shutil
+import subprocess
+import sys
 import tempfile
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import fx, nn
 
-from bevquant_hybrid._compile._arguments import forward_arguments, march_of
+from bevquant_hybrid._compile._arguments import (
+    forward_arguments,
+    march_of,
+    model_name,
+    require_module,
+)
 from bevquant_hybrid._whole_file import write_whole
 from bevquant_hybrid.drawing import DrawnNode, draw_partition
 from bevquant_hybrid.operators import (
@@ -19,16 +29,49 @@ from bevquant_hybrid.operators import (
     runs_on_cpu,
     trace_calls,
 )
-from bevquant_hybrid.operators._values import tensors_in
+from bevquant_hybrid.operators._attributes import tensors_in
 from bevquant_hybrid.partition import Plan, partition
-from bevquant_hybrid.quantization._bpu_calls import require_module
-from bevquant_hybrid.quantization._model_name import model_name
-from bevquant_hybrid.quantization._show import show_picture
 from bevquant_hybrid.quantization.quantize_fx import fuse_fx
 
 __all__ = ["visualize_model", "visualize_partition"]
 
 _PASSED_OVER = ("Identity", "Dropout", "Dropout2d")  # nothing of them is left on a BPU
+
+
+def show_picture(path: Path) -> None:
+    """Show an SVG file in the notebook, or with the desktop's viewer; print where it lies."""
+    if _in_notebook():
+        notebook: Any = importlib.import_module("IPython.display")
+        notebook.display(notebook.SVG(filename=str(path)))
+        return
+    command = _viewer()
+    if command:
+        threading.Thread(target=_open, args=([*command, str(path)],), daemon=True).start()
+    print(f"the picture is {path}")
+
+
+def _in_notebook() -> bool:
+    """Whether a notebook's kernel runs this; a terminal's IPython shows no pictures."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return type(shell).__name__ == "ZMQInteractiveShell"
+
+
+def _viewer() -> list[str]:
+    """The desktop's command that opens files, or nothing where there is no desktop."""
+    if sys.platform == "darwin":
+        return ["open"]
+    found = shutil.which("xdg-open")
+    screen = os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    return [found] if found and screen else []
+
+
+def _open(command: list[str]) -> None:
+    nothing = subprocess.DEVNULL
+    try:
+        subprocess.run(command, stdin=nothing, stdout=nothing, stderr=nothing, check=False)
+    except OSError:
+        pass  # the path was printed: the user can open it
 
 
 def visualize_model(

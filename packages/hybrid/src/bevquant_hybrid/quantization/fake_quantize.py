@@ -7,8 +7,11 @@ from enum import Enum
 from torch import nn
 from torch.ao.quantization import FakeQuantizeBase
 
-from bevquant_hybrid._fake_quant._calib import CalibFakeQuantize, _WrappedCalibFakeQuantize
-from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
+from bevquant_hybrid._fake_quant._fake_quantize import (
+    CalibFakeQuantize,
+    FakeQuantize,
+    _WrappedCalibFakeQuantize,
+)
 from bevquant_hybrid._fake_quant._learned import LSQFakeQuantize, PACTFakeQuantize
 
 __all__ = [

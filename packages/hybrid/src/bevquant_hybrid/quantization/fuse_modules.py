@@ -11,8 +11,8 @@ from torch.ao.nn import quantized as torch_quantized
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from bevquant_graph import layer_class
-from bevquant_hybrid._fold import fold
-from bevquant_hybrid.nn.intrinsic._fused import ACTIVATIONS, ANCHORS, fused_class
+from bevquant_hybrid._fx._fuse import fold
+from bevquant_hybrid.nn.intrinsic import ACTIVATIONS, ANCHORS, fused_class
 from bevquant_hybrid.nn.qat._base import hand_over_qconfig, take_over
 from bevquant_hybrid.qat_mode import QATMode, get_qat_mode
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from bevquant_hybrid._observers._calib import CalibObserver
-from bevquant_hybrid._observers._fixed import ClipObserver, FixedScaleObserver, NoopObserver
 from bevquant_hybrid._observers._min_max import (
+    CalibObserver,
     MinMaxObserver,
     MovingAverageMinMaxObserver,
     MovingAveragePerChannelMinMaxObserver,
     PerChannelMinMaxObserver,
 )
-from bevquant_hybrid._observers._search import KLObserver, MixObserver, MSEObserver
-from bevquant_hybrid._observers._statistics import ClipStdObserver, PercentileObserver
+from bevquant_hybrid._observers._range import ClipObserver, FixedScaleObserver, NoopObserver
+from bevquant_hybrid._observers._search import (
+    ClipStdObserver,
+    KLObserver,
+    MixObserver,
+    MSEObserver,
+    PercentileObserver,
+)
 
 MovingAveragePerTensorMinMaxObserver = MovingAverageMinMaxObserver  # as one page names it
 

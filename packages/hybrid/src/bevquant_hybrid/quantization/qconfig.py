@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch.ao.quantization import QConfig
 
-from bevquant_hybrid._fake_quant._calib import CalibFakeQuantize
-from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
+from bevquant_hybrid._fake_quant._fake_quantize import CalibFakeQuantize, FakeQuantize, strangers
 from bevquant_hybrid._fake_quant._learned import LSQFakeQuantize, PACTFakeQuantize
-from bevquant_hybrid._fake_quant._observer_of import strangers
 from bevquant_hybrid.dtype import as_quant_dtype, qint8, qint16
 from bevquant_hybrid.quantization.observer import (
     CalibObserver,

@@ -7,7 +7,9 @@ from pathlib import Path
 
 from bevquant_hybrid.runtime._compiled_model import CompiledModel
 from bevquant_hybrid.runtime._file import read_program
-from bevquant_hybrid.runtime._program import Operand, Port, Program, Step, Value
+from bevquant_hybrid.runtime._program import Port, Program
+from bevquant_int8sim.program import Ref as Operand
+from bevquant_int8sim.program import Step, Value
 
 __all__ = ["CompiledModel", "Operand", "Port", "Program", "Step", "Value", "load"]
 

@@ -1,19 +1,16 @@
-"""Running a program."""
+"""Running a program, and printing it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bevquant_hybrid.qtensor import QTensor
-from bevquant_hybrid.runtime import _structure as structure
-from bevquant_hybrid.runtime._listing import listing, type_text
-from bevquant_hybrid.runtime._operators import find_operator
-from bevquant_hybrid.runtime._program import Argument, Operand, Port, Program, Step, operands
-from bevquant_int8sim import AccumulatorOverflowError
+from bevquant_hybrid.runtime._program import Nested, Port, Program, flatten
+from bevquant_int8sim import IntegerModel
+from bevquant_int8sim.program import Ref, Step, TensorType
 
 __all__ = ["CompiledModel"]
 
@@ -36,8 +33,8 @@ class CompiledModel:
         self.program = program
         self.name, self.march = program.name, program.march
         self.inputs, self.outputs = program.inputs, program.outputs
-        self._operators = {step.operator: find_operator(step.operator) for step in program.steps}
-        self._last = _last_reads(program)
+        self._model = IntegerModel(program)
+        self._structure = flatten(program.signature[0], self.name).structure
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the program.
@@ -55,15 +52,10 @@ class CompiledModel:
             AccumulatorOverflowError: A sum leaves int32.
         """
         given = self._checked(inputs)
-        device = given[0].device if given else torch.device("cpu")
-        values = self._given(given)
-        with torch.no_grad():
-            for step, finished in zip(self.program.steps, self._last, strict=True):
-                self._run(step, values)
-                for name in finished:
-                    del values[name]
-            results = [self._result(port, values, device) for port in self.outputs]
-        return structure.build(self.program.result, results)
+        device = given.tensors[0].device if given.tensors else torch.device("cpu")
+        made = flatten(self._model(*_on_cpu(given)), self.name)
+        ports = zip(self.outputs, made.tensors, strict=True)
+        return made.build([self._result(port, tensor, device) for port, tensor in ports])
 
     def values(self, *inputs: Any) -> dict[str, Tensor]:
         """Run the program and return what every operator computed.
@@ -78,70 +70,41 @@ class CompiledModel:
         Raises:
             TypeError, ValueError, AccumulatorOverflowError: As for a call.
         """
-        values = self._given(self._checked(inputs))
-        with torch.no_grad():
-            for step in self.program.steps:
-                self._run(step, values)
-        return values
+        given = _on_cpu(self._checked(inputs))
+        names = [port.operand.name for port in self.inputs]
+        found = dict(zip(names, flatten(given, self.name).tensors, strict=True))
 
-    def _given(self, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
-        return {
-            port.operand.name: tensor.detach().cpu()
-            for port, tensor in zip(self.inputs, inputs, strict=True)
-        }
+        def keep(step: Step, read: Any, made: tuple[Tensor, ...]) -> None:
+            found.update(zip(step.outputs, made, strict=True))
+
+        self._model.run(given, record=False, observe=keep)
+        return found
 
     def scale_of(self, port: Port) -> Tensor | None:
         """Return the value of one integer step of an input or output, where it is known."""
         return None if port.scale is None else self.program.constants[port.scale]
 
     def __repr__(self) -> str:
-        return listing(self.program)
+        return _listing(self.program)
 
-    def _run(self, step: Step, values: dict[str, Tensor]) -> None:
-        arguments = {name: self._value(a, values) for name, a in step.arguments.items()}
-        try:
-            result = call(self._operators[step.operator], arguments)
-            results = [result] if isinstance(result, Tensor) else list(result)
-        except (ValueError, AccumulatorOverflowError):
-            raise
-        except Exception as error:
-            # The inputs were checked: what torch's functions do not take now, the file says.
-            where = f"{self.name}: {step.operator} in {step.scope or 'the model'}"
-            raise ValueError(
-                f"{where} does not compute on what its program hands it: {error}; compile the "
-                "model again"
-            ) from error
-        for value, tensor in zip(step.results, results, strict=True):
-            values[value.name] = tensor
-
-    def _value(self, argument: Argument, values: dict[str, Tensor]) -> Any:
-        if isinstance(argument, Operand):
-            return self._read(argument, values)
-        if isinstance(argument, tuple):
-            return [self._value(item, values) for item in argument]
-        return argument
-
-    def _read(self, operand: Operand, values: dict[str, Tensor]) -> Tensor:
-        return self.program.constants[operand.name] if operand.constant else values[operand.name]
-
-    def _result(self, port: Port, values: dict[str, Tensor], device: torch.device) -> Tensor:
+    def _result(self, port: Port, tensor: Tensor, device: torch.device) -> Tensor:
         # A copy of a constant: the caller may write into what it gets.
-        tensor = self._read(port.operand, values).to(device, copy=port.operand.constant)
+        tensor = tensor.to(device, copy=port.operand.name in self.program.constants)
         scale = self.scale_of(port)
         if port.quantized is None or scale is None:
             return tensor
         scale = scale.to(device)
         return QTensor(tensor, scale, port.quantized, port.axis, rounding=port.rounding)
 
-    def _checked(self, inputs: tuple[Any, ...]) -> list[Tensor]:
-        expected = ", ".join(f"{p.name}: {type_text(p.dtype, p.shape)}" for p in self.inputs)
-        given, nested = structure.flatten(inputs, f"{self.name}: its input")
-        if nested != self.program.arguments:
+    def _checked(self, inputs: tuple[Any, ...]) -> Nested:
+        expected = ", ".join(f"{p.name}: {TensorType(p.dtype, p.shape)}" for p in self.inputs)
+        given = flatten(inputs, f"{self.name}: its input")
+        if given.structure != self._structure:
             raise TypeError(
                 f"{self.name}: expected {len(self.inputs)} tensors ({expected}), nested as when it "
-                f"was compiled, got {len(given)} in {len(inputs)} arguments"
+                f"was compiled, got {len(given.tensors)} in {len(inputs)} arguments"
             )
-        for port, tensor in zip(self.inputs, given, strict=True):
+        for port, tensor in zip(self.inputs, given.tensors, strict=True):
             if tensor.dtype != port.dtype:
                 raise TypeError(f"{self.name}: {port.name} is {tensor.dtype}: expected {expected}")
             if tuple(tensor.shape) != port.shape:
@@ -153,26 +116,61 @@ class CompiledModel:
         return given
 
 
-def call(operator: Any, arguments: dict[str, Any]) -> Any:
-    """Call an operator of torch with arguments by name."""
-    # By position where the schema has it so: torch's parser takes numbers as tensors there alone.
-    positional: list[Any] = []
-    named = dict(arguments)
-    for argument in operator._schema.arguments:
-        if argument.kwarg_only or argument.name not in named:
-            break
-        positional.append(named.pop(argument.name))
-    return operator(*positional, **named)
+def _on_cpu(given: Nested) -> tuple[Any, ...]:
+    arguments: tuple[Any, ...] = given.build([tensor.detach().cpu() for tensor in given.tensors])
+    return arguments
 
 
-def _last_reads(program: Program) -> Sequence[tuple[str, ...]]:
-    """For each step, the values that nothing reads behind it."""
-    alive = {port.operand.name for port in program.outputs if not port.operand.constant}
-    finished: list[tuple[str, ...]] = []
-    for step in reversed(program.steps):
-        read = {o.name for a in step.arguments.values() for o in operands(a) if not o.constant}
-        made = {value.name for value in step.results}
-        over = (read | made) - alive
-        finished.append(tuple(sorted(over)))
-        alive |= over
-    return finished[::-1]
+def _listing(program: Program) -> str:
+    """Print inputs, steps with the types of their results, and outputs."""
+    size = sum(tensor.nbytes for tensor in program.constants.values())
+    lines = [
+        f"{program.name}: {len(program.steps)} operators for {program.march}, "
+        f"{len(program.constants)} constants of {size} bytes",
+        "integers for bevquant_hybrid.runtime, no binary for a BPU",
+        "inputs",
+        *(f"  {_port(port, program)}" for port in program.inputs),
+        "operators",
+        *(f"  {_step(step, program)}" for step in program.steps),
+        "outputs",
+        *(
+            f"  {_port(port, program)} = {_argument(port.operand, program)}"
+            for port in program.outputs
+        ),
+    ]
+    return "\n".join(lines)
+
+
+def _port(port: Port, program: Program) -> str:
+    kind = f", {port.quantized}" if port.quantized else ""
+    text = f"{port.name}: {TensorType(port.dtype, port.shape)}{kind}"
+    if port.scale is None:
+        return text
+    scale = program.constants[port.scale]
+    return f"{text}, scale {f'{float(scale):.7g}' if scale.numel() == 1 else port.scale}"
+
+
+def _step(step: Step, program: Program) -> str:
+    results = ", ".join(f"{name}: {program.values[name].form}" for name in step.outputs)
+    given = {**step.kwargs, **step.attributes}
+    given.pop("name", None)  # the path stands behind it
+    ordered = [a.name for a in step.function._schema.arguments if a.name in given]  # type: ignore[union-attr]
+    arguments = ", ".join(f"{name}={_argument(given[name], program)}" for name in ordered)
+    name = step.operator.removeprefix("bevquant_hybrid::").replace("::", ".")
+    scope = f"  # {step.path}" if step.path else ""
+    return f"{results} = {name}({arguments}){scope}"
+
+
+def _argument(argument: Any, program: Program) -> str:
+    if isinstance(argument, Ref):
+        tensor = program.constants.get(argument.name)
+        if tensor is None:
+            return argument.name
+        if tensor.numel() == 1:
+            return f"{tensor.item():.7g}" if tensor.is_floating_point() else str(tensor.item())
+        return f"{argument.name} {TensorType(tensor.dtype, tuple(tensor.shape))}"
+    if isinstance(argument, tuple):
+        return f"[{', '.join(_argument(item, program) for item in argument)}]"
+    if isinstance(argument, torch.dtype):
+        return str(argument).removeprefix("torch.")
+    return str(argument)

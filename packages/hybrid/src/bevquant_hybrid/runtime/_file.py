@@ -1,8 +1,9 @@
 """Compiled files: a program and its constants in one safetensors file.
 
 The header's metadata has one entry, ``bevquant_hybrid``: JSON with ``schema``, ``written_by``,
-``sha256`` and what `_as_json` makes of the program. The tensors of the file are its constants.
-``sha256`` is that of the whole file with 64 zeros in its own place.
+``sha256``, the program as `bevquant_int8sim` writes programs, and what it is compiled for. The
+tensors of the file are its constants. ``sha256`` is that of the whole file with 64 zeros in its own
+place.
 """
 
 from __future__ import annotations
@@ -11,30 +12,73 @@ import errno
 import hashlib
 import json
 import os
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
+import torch
 from safetensors.torch import save
 
 from bevquant_hybrid._whole_file import write_whole
-from bevquant_hybrid.runtime._as_json import from_json, to_json
-from bevquant_hybrid.runtime._program import Program
-from bevquant_hybrid.runtime._validate import validate
-from bevquant_quantizers.documents import DocumentError, parse_json, read_content, read_tensors
+from bevquant_hybrid.runtime._operators import is_known
+from bevquant_hybrid.runtime._program import Port, Program, flatten, used_constants
+from bevquant_int8sim import program as int8sim
+from bevquant_int8sim.program import Ref, Step, TensorType, from_document, to_document
+from bevquant_quantizers.documents import (
+    DocumentError,
+    Size,
+    as_form,
+    parse_json,
+    read_content,
+    read_tensors,
+)
 
 __all__ = ["SCHEMA", "read_program", "write_program"]
 
-SCHEMA = 1
+SCHEMA = 2
 _ENTRY = "bevquant_hybrid"
 _WHAT = "file of compile_model"
 _UNSIGNED = "0" * 64
+_DType = Literal["bool", "float32", "float64", "int16", "int32", "int64", "int8", "uint8"]
+
+
+class _PortData(msgspec.Struct):
+    name: str
+    operand: str
+    dtype: _DType
+    shape: tuple[Size, ...] | None
+    scale: str | None
+    axis: int
+    quantized: Literal["qint8", "qint16", "qint32"] | None
+    rounding: Literal["half_up", "half_even"]
+
+
+class _FileData(msgspec.Struct):
+    name: str
+    march: str
+    options: dict[str, Any]
+    inputs: tuple[_PortData, ...]
+    outputs: tuple[_PortData, ...]
+    program: dict[str, Any]
 
 
 def write_program(program: Program, path: Path, written_by: str) -> None:
     """Write a program; whoever reads meanwhile finds the old file or the new one."""
-    data = {"schema": SCHEMA, "written_by": written_by, "sha256": _UNSIGNED, **to_json(program)}
+    document, tensors = to_document(program)
+    data = {
+        "schema": SCHEMA,
+        "written_by": written_by,
+        "sha256": _UNSIGNED,
+        "name": program.name,
+        "march": program.march,
+        "options": dict(program.options),
+        "inputs": [_port_data(port) for port in program.inputs],
+        "outputs": [_port_data(port) for port in program.outputs],
+        "program": document,
+    }
     text = json.dumps(data, ensure_ascii=True, allow_nan=False)
-    content = save(dict(program.constants), metadata={_ENTRY: text})
+    content = save(tensors, metadata={_ENTRY: text})
     digest = hashlib.sha256(content).hexdigest().encode()
     content = content.replace(_UNSIGNED.encode(), digest, 1)
     write_whole(path, content)
@@ -64,10 +108,20 @@ def read_program(path: Path) -> Program:
     )
     _check_sum(path, content, data.get("sha256"))
     try:
-        program = from_json(data, held.tensors)
-        validate(program)
-    except (KeyError, TypeError, ValueError) as error:
-        raise DocumentError(f"{path}: {_reason(error)}") from error
+        given = as_form(data, _FileData, where="its program", what="program of compile_model")
+        read = from_document(given.program, held.tensors, libraries=("bevquant_hybrid",))
+        steps = {field.name: getattr(read, field.name) for field in fields(int8sim.Program)}
+        program = Program(
+            **{**steps, "origin": str(path)},
+            name=given.name,
+            march=given.march,
+            options=given.options,
+            inputs=tuple(_port(port) for port in given.inputs),
+            outputs=tuple(_port(port) for port in given.outputs),
+        )
+        _validate(program)
+    except (TypeError, ValueError) as error:
+        raise DocumentError(f"{path}: {error}") from error
     return program
 
 
@@ -81,5 +135,78 @@ def _check_sum(path: Path, content: bytes, digest: Any) -> None:
         )
 
 
-def _reason(error: Exception) -> str:
-    return f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
+def _port_data(port: Port) -> dict[str, Any]:
+    dtype = str(port.dtype).removeprefix("torch.")
+    return {**vars(port), "operand": port.operand.name, "dtype": dtype}
+
+
+def _port(data: _PortData) -> Port:
+    given = msgspec.structs.asdict(data)
+    return Port(**{**given, "operand": Ref(data.operand), "dtype": getattr(torch, data.dtype)})
+
+
+def _validate(program: Program) -> None:
+    """Check what `from_document` leaves: which operators, their arguments, inputs and outputs.
+
+    Raises:
+        ValueError: What is wrong, and in which step.
+    """
+    for number, step in enumerate(program.steps):
+        _check_call(f"step {number} ({step.operator or step.op})", step)
+    untyped = [n for n, v in program.values.items() if not isinstance(v.form, TensorType)]
+    if untyped:
+        raise ValueError(f"the value {untyped[0]!r} has no type of a tensor")
+    positional, named = program.signature
+    for what, nested, ports in (
+        ("inputs", positional, program.inputs),
+        ("outputs", program.result, program.outputs),
+    ):
+        if flatten(nested, f"its {what}").tensors != [port.operand for port in ports]:
+            raise ValueError(f"its {what} are not nested as many as they are")
+    if named or program.sparse_inputs or program.fixed:
+        raise ValueError("its inputs have names, sites or sizes of their own")
+    names = [port.operand.name for port in program.inputs]
+    for port in program.inputs:
+        name = port.operand.name
+        made = names.count(name) > 1 or any(name in step.outputs for step in program.steps)
+        if port.shape is None or made or name in program.constants:
+            raise ValueError(f"the input {port.name!r} is a constant or a result, or has no shape")
+    for port in (*program.inputs, *program.outputs):
+        if port.scale is not None and port.scale not in program.constants:
+            raise ValueError(f"the scale of {port.name!r}, the tensor {port.scale!r}, is missing")
+        if port.quantized is not None and port.scale is None:
+            raise ValueError(f"the output {port.name!r} is quantized and has no scale")
+    idle = sorted(set(program.constants) - set(used_constants(program, program.constants)))
+    if idle:
+        raise ValueError(f"it holds tensors that nothing reads: {', '.join(idle)}")
+
+
+def _check_call(where: str, step: Step) -> None:
+    if step.op != "operator" or not is_known(step.operator):
+        raise ValueError(f"{where}: a program may not call that")
+    given = {**step.kwargs, **step.attributes}
+    schema = {argument.name: argument for argument in step.function._schema.arguments}  # type: ignore[union-attr]
+    for name, value in given.items():
+        if name not in schema:
+            raise ValueError(f"{where}: it has no argument {name!r}")
+        kind = str(schema[name].type)
+        if not _fits(kind, value) and not (name == "dtype" and isinstance(value, torch.dtype)):
+            raise ValueError(f"{where}: {name}={value!r} is no {kind}")
+    absent = [n for n, a in schema.items() if n not in given and not a.has_default_value()]
+    if absent:
+        raise ValueError(f"{where}: {', '.join(absent)} missing")
+
+
+def _fits(kind: str, value: Any) -> bool:
+    """Whether a value may stand for an argument of a type as schemas print it."""
+    if kind.startswith("Optional["):
+        return value is None or _fits(kind[len("Optional[") : -1], value)
+    if kind.startswith("List["):
+        inner = kind[len("List[") : -1]
+        return isinstance(value, tuple) and all(_fits(inner, item) for item in value)
+    if kind in ("number", "Scalar", "float"):
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if kind == "Tensor":  # torch takes numbers in their place
+        return isinstance(value, Ref | int | float) and not isinstance(value, bool)
+    kinds: dict[str, type] = {"int": int, "bool": bool, "str": str}
+    return type(value) is kinds.get(kind)

@@ -17,59 +17,30 @@ __all__ = ["ARITHMETIC", "LOOSE", "find_operator", "is_integer", "is_known", "si
 
 _NAMESPACE = "bevquant_hybrid::"
 
-_MOVES = frozenset(
-    f"aten::{name}"
-    for name in (
-        *(
-            "cat",
-            "channel_shuffle",
-            "constant_pad_nd",
-            "contiguous",
-            "expand",
-            "flip",
-            "gather",
-            "index.Tensor",
-        ),
-        *("index_select", "native_channel_shuffle", "permute", "pixel_shuffle", "pixel_unshuffle"),
-        *("repeat", "replication_pad1d", "replication_pad2d", "replication_pad3d", "reshape"),
-        *("roll", "select.int", "slice.Tensor", "split.Tensor", "split_with_sizes", "squeeze"),
-        *("squeeze.dim", "squeeze.dims", "t", "to.dtype", "transpose.int", "unbind.int"),
-        *("unsqueeze",),
-    )
-)
 
-_COMPARISONS = ("eq", "ne", "gt", "ge", "lt", "le")
-_ORDER = frozenset(
-    f"aten::{name}"
-    for name in (
-        *("amax", "amin", "argmax", "argmin", "max", "max.dim", "min", "min.dim", "nonzero"),
-        *("sort", "sort.stable", "topk"),
-        *(f"{name}.{of}" for name in _COMPARISONS for of in ("Scalar", "Tensor")),
-    )
-)
+def _aten(names: str, *of: str) -> frozenset[str]:
+    """The names in ATen, each with the overloads that are given."""
+    return frozenset(f"aten::{name}{end}" for name in names.split() for end in of or ("",))
 
+
+_MOVES = _aten(
+    "cat channel_shuffle constant_pad_nd contiguous expand flip gather index.Tensor "
+    "index_select native_channel_shuffle permute pixel_shuffle pixel_unshuffle repeat "
+    "replication_pad1d replication_pad2d replication_pad3d reshape roll select.int "
+    "slice.Tensor split.Tensor split_with_sizes squeeze squeeze.dim squeeze.dims t to.dtype "
+    "transpose.int unbind.int unsqueeze"
+)
+_ORDER = _aten(
+    "amax amin argmax argmin max max.dim min min.dim nonzero sort sort.stable topk"
+) | _aten("eq ne gt ge lt le", ".Scalar", ".Tensor")
 # On integers and in float64 only: in float32 they would be work for a CPU.
-ARITHMETIC = frozenset(
-    f"aten::{name}"
-    for name in (
-        *("_adaptive_avg_pool2d", "abs", "clamp", "clamp_max", "clamp_min", "exp", "floor"),
-        *("maximum", "mean.dim", "minimum", "pow.Tensor_Scalar", "rsqrt", "sum.dim_IntList"),
-        *(f"{name}.{of}" for name in ("add", "sub", "mul", "div") for of in ("Scalar", "Tensor")),
-    )
-)
-
+ARITHMETIC = _aten(
+    "_adaptive_avg_pool2d abs clamp clamp_max clamp_min exp floor maximum mean.dim minimum "
+    "pow.Tensor_Scalar rsqrt sum.dim_IntList"
+) | _aten("add sub mul div", ".Scalar", ".Tensor")
 _OF_TORCH = _MOVES | _ORDER | ARITHMETIC
-
 # What may read a tensor whose size the data decide: these name no size of it.
-LOOSE = frozenset(
-    f"aten::{name}"
-    for name in (
-        *("contiguous", "index.Tensor", "select.int", "slice.Tensor", "t", "to.dtype"),
-        *("transpose.int", "unbind.int"),
-    )
-)
-
-
+LOOSE = _aten("contiguous index.Tensor select.int slice.Tensor t to.dtype transpose.int unbind.int")
 # Results whose size the data decide: always, or for one value of a setting.
 _SIZED_BY_DATA: dict[str, tuple[str, object] | None] = {
     "aten::nonzero": None,

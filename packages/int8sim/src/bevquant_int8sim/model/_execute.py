@@ -48,7 +48,9 @@ def execute(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], backend: 
     try:
         made = _OPERATIONS[step.op](step, args, kwargs, backend)
     except (ValueError, TypeError) as error:
-        if step.op in ("float", "host") or str(error).startswith(step.path or "the model"):
+        if step.op in ("float", "host", "operator") or str(error).startswith(
+            step.path or "the model"
+        ):
             raise
         raise type(error)(f"{step.path or 'the model'}: {error}") from error
     ceiling = step.attributes.get("ceiling")
@@ -227,6 +229,20 @@ def _call(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Any, ...]:
     return tuple(result)
 
 
+def _operator(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Any, ...]:
+    """An operator of torch; what it reads is in `kwargs`, its constants are attributes."""
+    operator: Any = step.function
+    # By position where the schema has it so: torch's parser takes numbers as tensors there alone.
+    positional: list[Any] = []
+    named = {**kwargs, **step.attributes}
+    for argument in operator._schema.arguments:
+        if argument.kwarg_only or argument.name not in named:
+            break
+        positional.append(named.pop(argument.name))
+    result = operator(*positional, **named)
+    return (result,) if isinstance(result, Tensor) else tuple(result)
+
+
 _OPERATIONS: dict[str, Callable[[Step, Any, Any, str], Any]] = {
     "add": _add,
     "avg_pool": _avg_pool,
@@ -239,6 +255,7 @@ _OPERATIONS: dict[str, Callable[[Step, Any, Any, str], Any]] = {
     "linear": _dense,
     "max_pool": _call,
     "move": _call,
+    "operator": _operator,
     "quantize": _quantize,
     "relu": _relu,
     "resize": _call,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["ACCUMULATORS", "FLOAT", "Demand", "Form", "Integers"]
+__all__ = ["ACCUMULATORS", "FLOAT", "Demand", "Form", "Integers", "TensorType"]
 
 _DTYPES = {8: torch.int8, 16: torch.int16}
 
@@ -38,9 +38,26 @@ class Integers:
         return self.low == -self.high
 
 
+@dataclass(frozen=True)
+class TensorType:
+    """A tensor of which the operator that makes it says all but type and shape.
+
+    Attributes:
+        dtype: Its type.
+        shape: Its shape; None where the data decide, as behind ``nonzero``.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...] | None
+
+    def __str__(self) -> str:
+        sizes = "…" if self.shape is None else ", ".join(map(str, self.shape))
+        return f"{str(self.dtype).removeprefix('torch.')}[{sizes}]"
+
+
 FLOAT = "float"
 ACCUMULATORS = "int32"
-Form = Integers | str
+Form = Integers | TensorType | str
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,7 @@ class IntegerModel:
     def _execute(
         self, program: Program, args: Any, kwargs: Mapping[str, Any], observe: Observer | None
     ) -> Any:
-        values: dict[str, Any] = {}
+        values: dict[str, Any] = dict(program.constants)
         shapes: dict[str, tuple[int, ...]] = {}
         for name, value in bind(program.signature, args, kwargs).items():
             sites = program.sparse_inputs.get(name)
@@ -164,8 +164,8 @@ class IntegerModel:
                 if not program.origin or isinstance(error, known):
                     raise
                 raise ValueError(
-                    f"{program.origin}: {step.path or 'the model'} ({step.op}) does not compute on "
-                    f"these inputs: {error}; save the model again if it should"
+                    f"{program.origin}: {step.path or 'the model'} ({step.operator or step.op}) "
+                    f"does not compute on these inputs: {error}; save the model again if it should"
                 ) from error
             if observe is not None:
                 observe(step, given, self._kept(made))

@@ -40,6 +40,8 @@ def to_json(value: Any) -> Any:
         return {"$tuple": [to_json(item) for item in value]}
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {"$dict": {key: to_json(item) for key, item in value.items()}}
+    if isinstance(value, Mapping) and all(isinstance(key, str | int) for key in value):
+        return {"$items": [[key, to_json(item)] for key, item in value.items()]}
     raise ValueError(f"a constant of type {type(value).__name__} cannot be saved")
 
 
@@ -74,7 +76,15 @@ def from_json(data: Any) -> Any:
         return tuple(from_json(item) for item in inner)
     if kind == "$dict" and isinstance(inner, dict):
         return {key: from_json(item) for key, item in inner.items()}
+    if kind == "$items" and isinstance(inner, list):
+        return dict(_item(entry) for entry in inner)
     raise ValueError(f"unknown form {kind!r}, or other content than such has")
+
+
+def _item(entry: Any) -> tuple[str | int, Any]:
+    if not isinstance(entry, list) or len(entry) != 2 or not isinstance(entry[0], str | int):
+        raise ValueError(f"{entry!r} is no entry of a dictionary")
+    return entry[0], from_json(entry[1])
 
 
 def _text(value: Any) -> str:

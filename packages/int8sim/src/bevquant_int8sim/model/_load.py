@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,10 +13,18 @@ import msgspec
 import torch
 from torch import Tensor
 
-from bevquant_int8sim.model._form import Form, Integers
+from bevquant_int8sim.model._form import Form, Integers, TensorType
 from bevquant_int8sim.model._json_values import from_json
 from bevquant_int8sim.model._program import Program, Step, Value
-from bevquant_int8sim.model._save import KIND, MANIFEST, PROGRAM, SCHEMA, TENSORS, manifest_text
+from bevquant_int8sim.model._save import (
+    CONSTANT,
+    KIND,
+    MANIFEST,
+    PROGRAM,
+    SCHEMA,
+    TENSORS,
+    manifest_text,
+)
 from bevquant_int8sim.model._saved_calls import READABLE, named_function, rebuilt_module
 from bevquant_int8sim.model._validate import validate
 from bevquant_quantizers.documents import (
@@ -24,12 +32,13 @@ from bevquant_quantizers.documents import (
     DocumentError,
     Finite,
     Size,
+    as_form,
     parse_json,
     read_content,
     read_tensors,
 )
 
-__all__ = ["load_program"]
+__all__ = ["from_document", "load_program"]
 
 
 def load_program(
@@ -55,10 +64,31 @@ def load_program(
     data = parse_json(content[PROGRAM], _ProgramData, where=f"{folder / PROGRAM}", what="program")
     try:
         program = replace(_program(data, tensors, libraries), origin=os.fspath(folder))
-        validate(program)
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise DocumentError(f"{folder}: {error}") from error
-    return replace(program, steps=tuple(_on_device(step, device) for step in program.steps))
+    constants = {name: tensor.to(device) for name, tensor in program.constants.items()}
+    steps = tuple(_on_device(step, device) for step in program.steps)
+    return replace(program, steps=steps, constants=constants)
+
+
+def from_document(
+    data: Any, tensors: Mapping[str, Tensor], libraries: Collection[str] = ()
+) -> Program:
+    """Undo `to_document`, and check the program.
+
+    Args:
+        data: What JSON had.
+        tensors: All that the file holds.
+        libraries: Whose operators it may call beside torch's.
+
+    Raises:
+        ValueError: It is none, a tensor is missing or idle, or a step says what none says.
+    """
+    form = as_form(data, _ProgramData, where="its program", what="program")
+    try:
+        return _program(form, tensors, libraries)
+    except (KeyError, IndexError, TypeError, RuntimeError, OverflowError) as error:
+        raise ValueError(str(error)) from error
 
 
 class _FormData(msgspec.Struct):
@@ -68,8 +98,15 @@ class _FormData(msgspec.Struct):
     high: int
 
 
+_DType = Literal["bool", "float32", "float64", "int16", "int32", "int64", "int8", "uint8"]
+
+
 class _ValueData(msgspec.Struct):
-    form: _FormData | Literal["float", "int32", "sites", "host"]
+    form: (
+        _FormData
+        | tuple[_DType, tuple[Size, ...] | None]
+        | Literal["float", "int32", "sites", "host"]
+    )
     source: str
     relu: bool
 
@@ -97,6 +134,7 @@ class _ProgramData(msgspec.Struct):
     steps: list[_StepData]
     fixed: dict[str, list[tuple[Size, Size]]] = {}
     operations: dict[str, Count] = {}
+    constants: list[str] = []
 
 
 class _Manifest(msgspec.Struct):
@@ -131,8 +169,14 @@ def _content(folder: Path) -> dict[str, bytes]:
     return content
 
 
-def _program(data: _ProgramData, tensors: dict[str, Tensor], libraries: Collection[str]) -> Program:
-    used: set[str] = set()
+def _program(
+    data: _ProgramData, tensors: Mapping[str, Tensor], libraries: Collection[str]
+) -> Program:
+    constants = {name: f"{CONSTANT}{name}" for name in data.constants}
+    missing = [name for name, file in constants.items() if file not in tensors]
+    if missing:
+        raise ValueError(f"the tensor {missing[0]!r} is missing")
+    used = set(constants.values())
     steps = tuple(
         _step(number, step, tensors, used, libraries) for number, step in enumerate(data.steps)
     )
@@ -145,7 +189,7 @@ def _program(data: _ProgramData, tensors: dict[str, Tensor], libraries: Collecti
             pass
         case _:
             raise ValueError("signature: expected positional and named inputs")
-    return Program(
+    program = Program(
         signature=signature,
         sparse_inputs=data.sparse_inputs,
         fixed={name: dict(sizes) for name, sizes in data.fixed.items()},
@@ -153,19 +197,24 @@ def _program(data: _ProgramData, tensors: dict[str, Tensor], libraries: Collecti
         values={n: Value(_form(v.form), v.source, v.relu) for n, v in data.values.items()},
         result=from_json(data.result),
         operations=data.operations,
+        constants={name: tensors[file] for name, file in constants.items()},
     )
+    validate(program)
+    return program
 
 
-def _form(data: _FormData | str) -> Form:
+def _form(data: _FormData | tuple[str, tuple[int, ...] | None] | str) -> Form:
     if isinstance(data, str):
         return data
+    if isinstance(data, tuple):
+        return TensorType(getattr(torch, data[0]), data[1])
     return Integers(data.scale, data.bits, data.low, data.high)
 
 
 def _step(
     number: int,
     data: _StepData,
-    tensors: dict[str, Tensor],
+    tensors: Mapping[str, Tensor],
     used: set[str],
     libraries: Collection[str],
 ) -> Step:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from bevquant_int8sim.model._form import Form
@@ -40,7 +41,8 @@ class Value:
 
     Attributes:
         form: Integers with their scale, ``"int32"`` accumulators, ``"float"``; ``"sites"`` for
-            coordinates of voxels and ``"host"`` for sizes, numbers and the like.
+            coordinates of voxels and ``"host"`` for sizes, numbers and the like; of what operators
+            make, its type and shape.
         source: Tensor of the traced model that it holds.
         relu: Whether behind the ReLU that follows.
     """
@@ -60,7 +62,8 @@ class Step:
         args: Positional arguments; values are `Ref`s, everything else is a constant.
         kwargs: Keyword arguments likewise.
         outputs: Names of the values made.
-        attributes: Constants that JSON can hold.
+        attributes: Constants that JSON can hold; of an ``"operator"``, the arguments that read no
+            value.
         tensors: Weights and the like.
         function: The function that a step calls, where `op` does not say it.
         module: The module that a step calls.
@@ -83,6 +86,12 @@ class Step:
         """``rounding`` and ``arithmetic`` of what the step stores, where they are said."""
         names = ("rounding", "arithmetic")
         return {name: self.attributes[name] for name in names if name in self.attributes}
+
+    @property
+    def operator(self) -> str:
+        """Torch's operator that it calls, as torch's registry names it; else empty."""
+        known = isinstance(self.function, torch._ops.OpOverload)
+        return self.function.name() if known else ""  # type: ignore[union-attr]
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -118,6 +127,7 @@ class Program:
         fixed: Sizes that the forward fixes: input to axis to size.
         steps: In order.
         values: Every value by name.
+        constants: Tensors that are there before anything runs, by name; steps read them as values.
         result: What a call returns: nested containers of `Ref`s, `SparseRef`s and constants.
         origin: The folder that it was read from, for messages; empty where it was lowered here.
         operations: Multiplications of each step on the example inputs, by its first output; of one
@@ -131,6 +141,7 @@ class Program:
     values: Mapping[str, Value]
     result: Any
     origin: str = ""
+    constants: Mapping[str, Tensor] = field(default_factory=dict)
     fixed: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
     operations: dict[str, int] = field(default_factory=dict)
 
@@ -149,19 +160,21 @@ class Program:
 def rounded(program: Program, rounding: str, arithmetic: str) -> Program:
     """The program with another rounding of all that it stores as integers.
 
-    Half to even and float64 are what steps do that say nothing.
+    Half to even and float64 are what steps do that say nothing. Operators have a rounding alone.
     """
     said = {} if rounding == "half_even" else {"rounding": rounding}
     said |= {} if arithmetic == "float64" else {"arithmetic": arithmetic}
 
     def with_rounding(step: Step) -> Step:
+        if step.op == "operator" and "rounding" in step.attributes:  # it says it always
+            return replace(step, attributes={**step.attributes, "rounding": rounding})
         if step.op in _ROUNDS:
             return replace(step, attributes={**step.attributes, **said})
         if step.op == "resize" and "rounding" in said and step.kwargs["mode"] == "bilinear":
             return replace(step, kwargs={**step.kwargs, "rounding": rounding})
         return step
 
-    if not said:
+    if not said and all(step.op != "operator" for step in program.steps):
         return program
     return replace(program, steps=tuple(map(with_rounding, program.steps)))
 

@@ -13,17 +13,21 @@ from typing import Any
 from safetensors.torch import save
 from torch import Tensor
 
-from bevquant_int8sim.model._form import Form, Integers
+from bevquant_int8sim.model._form import Form, Integers, TensorType
 from bevquant_int8sim.model._json_values import to_json
 from bevquant_int8sim.model._program import Program, Step
 from bevquant_int8sim.model._saved_calls import READABLE, function_name, module_config
 from bevquant_quantizers.documents import write_folder, write_whole
 
-__all__ = ["KIND", "MANIFEST", "PROGRAM", "SCHEMA", "TENSORS", "manifest_text", "save_program"]
+__all__ = [
+    "CONSTANT", "KIND", "MANIFEST", "PROGRAM", "SCHEMA", "TENSORS", "manifest_text", "save_program",
+    "to_document",
+]  # fmt: skip
 
 KIND = "bevquant_int8sim.IntegerModel"
 SCHEMA = 1
 MANIFEST, PROGRAM, TENSORS = "manifest.json", "program.json", "tensors.safetensors"
+CONSTANT = "constant."  # before the name that a program's constant has among the tensors
 
 
 def save_program(program: Program, folder: str | os.PathLike[str]) -> None:
@@ -37,12 +41,10 @@ def save_program(program: Program, folder: str | os.PathLike[str]) -> None:
         ValueError: A step cannot be saved (all are named, with what to do), or `folder` holds
             something else than a saved model, or its parent does not exist.
     """
-    tensors: dict[str, Tensor] = {}
-    data = _program_data(program, tensors)
+    data, tensors = to_document(program)
     content = {
         PROGRAM: json.dumps(data, indent=1, allow_nan=False).encode(),
-        # Tensors that share memory are refused there.
-        TENSORS: save({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}),
+        TENSORS: save(tensors),
     }
     content[MANIFEST] = manifest_text(content).encode()
     _write(Path(folder), content)
@@ -54,7 +56,13 @@ def manifest_text(content: Mapping[str, bytes]) -> str:
     return json.dumps({"kind": KIND, "schema": SCHEMA, "sha256": files}, indent=1)
 
 
-def _program_data(program: Program, tensors: dict[str, Tensor]) -> dict[str, Any]:
+def to_document(program: Program) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A program in terms of JSON, and the tensors that this names.
+
+    Raises:
+        ValueError: A step cannot be saved: all are named, with what to do.
+    """
+    tensors = {f"{CONSTANT}{name}": t for name, t in program.constants.items()}
     problems: list[str] = []
     steps = []
     for number, step in enumerate(program.steps):
@@ -71,7 +79,7 @@ def _program_data(program: Program, tensors: dict[str, Tensor]) -> dict[str, Any
             "operators (torch.library.custom_op): only torch's own layers and functions and "
             "registered operators are saved"
         )
-    return {
+    data = {
         "signature": to_json(program.signature),
         "sparse_inputs": dict(program.sparse_inputs),
         "fixed": {name: [[a, n] for a, n in s.items()] for name, s in program.fixed.items()},
@@ -82,10 +90,15 @@ def _program_data(program: Program, tensors: dict[str, Tensor]) -> dict[str, Any
         },
         "steps": steps,
         "operations": program.operations,
+        **({"constants": list(program.constants)} if program.constants else {}),
     }
+    # safetensors refuses tensors that share memory.
+    return data, {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
 
 
 def _form_data(form: Form) -> Any:
+    if isinstance(form, TensorType):
+        return [str(form.dtype).removeprefix("torch."), form.shape]
     return asdict(form) if isinstance(form, Integers) else form
 
 

@@ -28,6 +28,7 @@ def program_table(program: Program) -> str:
 
 def _row(step: Step, program: Program) -> tuple[str, str, str, str]:
     op = step.op if step.op not in ("float", "move") else f"{step.op} {step.attributes['what']}"
+    op = step.operator if step.op == "operator" else op
     if step.attributes.get("relu"):
         op += " + ReLU"
     return op, step.path, _result(program.values[step.outputs[0]].form), step.reason
@@ -36,4 +37,4 @@ def _row(step: Step, program: Program) -> tuple[str, str, str, str]:
 def _result(form: Form) -> str:
     if isinstance(form, Integers):
         return f"int{form.bits} × {form.scale:.4g}"
-    return form
+    return str(form)

@@ -135,6 +135,7 @@ def validate(program: Program) -> None:
         ValueError: The first thing that does not fit; the step's module is named.
     """
     known = set(names_in(program.signature)) | set(program.sparse_inputs.values())
+    known |= set(program.constants)
     for name, value in program.values.items():
         if isinstance(value.form, Integers):
             _check_form(name, value.form)
@@ -155,6 +156,9 @@ def validate(program: Program) -> None:
         if step.op in _RANKS:
             _check_layer(step, path)
         _check_factors(step, path)
+        again = [name for name in step.outputs if name in known]
+        if again and step.op == "operator":
+            raise ValueError(f"{path}: {step.op} makes {again[0]!r}, which is there already")
         unknown = [name for name in step.outputs if name not in program.values]
         if unknown:
             raise ValueError(f"{path}: nothing is said about its output {unknown[0]!r}")
@@ -183,9 +187,14 @@ def _check_call(step: Step, path: str) -> None:
             raise ValueError(f"{path}: {step.op} makes {len(step.outputs)} values")
     elif (step.function is None) == (step.module is None):
         raise ValueError(f"{path}: {step.op} calls neither one function nor one module")
-    for number in _numbers((step.args, step.kwargs)):
+    if names_in(step.attributes):
+        raise ValueError(f"{path}: an attribute reads {names_in(step.attributes)[0]!r}")
+    constants = step.attributes if step.op == "operator" else {}
+    if step.op == "operator" and not step.operator:
+        raise ValueError(f"{path}: it calls no operator of torch")
+    for number in _numbers((step.args, step.kwargs, constants)):
         if isinstance(number, int) and not -(2**31) <= number < 2**31 and abs(number) != 2**63 - 1:
-            raise ValueError(f"{path}: {number} among the arguments of {step.op}")
+            raise ValueError(f"{path}: {number} among the arguments of {step.operator or step.op}")
 
 
 def _numbers(value: Any) -> Iterator[Any]:

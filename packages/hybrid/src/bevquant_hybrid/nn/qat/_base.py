@@ -16,6 +16,8 @@ from bevquant_hybrid.march import March
 from bevquant_hybrid.qtensor import QTensor, as_float
 
 __all__ = [
+    "KeepsScale",
+    "OfFloat",
     "OutputQuantized",
     "activation_of",
     "errors_that_name",
@@ -169,11 +171,30 @@ def quantized_output(module: Any, x: Tensor) -> Tensor:
     return quantized
 
 
-class OutputQuantized(nn.Module):
+class OfFloat(nn.Module):
+    """Base of QAT modules that are a float module and give it back."""
+
+    _float_class: type[nn.Module]
+
+    @classmethod
+    def from_float(cls, source: nn.Module, qconfig: Any = None) -> Self:
+        """Take over a float module."""
+        self = take_over(cls, source)
+        self._float_class = type(source)
+        remember_qconfig(self, source, qconfig or getattr(source, "qconfig", None))
+        return self
+
+    def to_float(self) -> nn.Module:
+        """Return the float module that this one was made of."""
+        made = give_back(self._float_class, self)
+        made.__dict__.pop("_float_class")
+        return made
+
+
+class OutputQuantized(OfFloat):
     """Base of QAT modules without a weight: compute in float, quantize the result."""
 
     activation_post_process: Any
-    _float_class: type[nn.Module]
 
     @classmethod
     def from_float(cls, source: nn.Module, qconfig: Any = None) -> Self:
@@ -195,12 +216,14 @@ class OutputQuantized(nn.Module):
         self.register_module("activation_post_process", activation_of(qconfig))
         return self
 
-    def to_float(self) -> nn.Module:
-        """Return the float module that this one was made of."""
-        made = give_back(self._float_class, self)
-        made.__dict__.pop("_float_class")
-        return made
-
     def forward(self, x: Tensor) -> Tensor:
         """Compute and quantize."""
         return quantized_output(self, super().forward(quantized_input(self, x)))
+
+
+class KeepsScale(OfFloat):
+    """Base: a float module under its QAT name; quantized tensors keep their scale in its forward.
+
+    There is no fake quantizer: every value it returns is on its input's grid already, or is
+    brought there by the operation itself.
+    """

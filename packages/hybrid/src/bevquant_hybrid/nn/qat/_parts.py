@@ -8,7 +8,7 @@ from torch import nn
 from torch.ao.quantization import QConfig
 
 from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
-from bevquant_hybrid._observers._fixed import FixedScaleObserver
+from bevquant_hybrid._observers._range import FixedScaleObserver
 from bevquant_hybrid.dtype import qint16
 from bevquant_hybrid.nn.qat._base import module_path, remember_qconfig, take_over
 

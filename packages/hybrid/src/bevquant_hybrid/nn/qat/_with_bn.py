@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bevquant_graph import layer_class
-from bevquant_hybrid.nn.intrinsic import Fused, fused_class
-from bevquant_hybrid.nn.intrinsic._fused import fused_name
+from bevquant_hybrid.nn.intrinsic import Fused, fused_class, fused_name
 from bevquant_hybrid.nn.qat._base import hand_over_qconfig, module_path
 from bevquant_hybrid.nn.qat._weighted import ACTIVATION_MODULES, Weighted, anchor_of
 from bevquant_hybrid.nn.qat.batchnorm import channel_affine

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bevquant_hybrid._integer_ratios import split_mask
+from bevquant_hybrid._integer_ops import split_mask
 from bevquant_hybrid._quant_stub import QuantStub as FloatQuantStub
 from bevquant_hybrid.nn._arithmetic import FloatFunctional as FloatArithmetic
 from bevquant_hybrid.nn.qat._base import float_layer, module_path

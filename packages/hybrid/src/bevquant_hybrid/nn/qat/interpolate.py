@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bevquant_hybrid.nn._functions import Interpolate as FloatInterpolate
-from bevquant_hybrid.nn.qat._keeps_scale import KeepsScale
+from bevquant_hybrid.nn.qat._base import KeepsScale
 
 __all__ = ["Interpolate"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from bevquant_hybrid.nn.qat._keeps_scale import KeepsScale
+from bevquant_hybrid.nn.qat._base import KeepsScale
 
 __all__ = ["ReLU", "ReLU6"]
 

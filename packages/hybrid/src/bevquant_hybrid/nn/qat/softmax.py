@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.ao.quantization import QConfig
 
-from bevquant_hybrid import _integer_ratios as ratios
-from bevquant_hybrid._fake_quant._calib import CalibFakeQuantize
-from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
-from bevquant_hybrid._observers._fixed import FixedScaleObserver
+from bevquant_hybrid import _integer_ops as ops
+from bevquant_hybrid._fake_quant._fake_quantize import CalibFakeQuantize, FakeQuantize
+from bevquant_hybrid._observers._range import FixedScaleObserver
 from bevquant_hybrid.dtype import qint16
 from bevquant_hybrid.nn._arithmetic import FloatFunctional as FloatArithmetic
 from bevquant_hybrid.nn._functions import Exp, Reciprocal
@@ -119,5 +118,5 @@ def _of_exponential(qconfig: Any) -> QConfig:
 def _filled(x: QTensor, excluded: Tensor, *, lowest: bool, dim: int | None = None) -> QTensor:
     """The tensor with its smallest value, or 0, where values are excluded."""
     if x.holds_integers:
-        return x.like(ratios.exclude(x.int_repr(), excluded, lowest, dim))
-    return x.like(ratios.filled(payload(x), excluded, lowest, dim))
+        return x.like(ops.exclude(x.int_repr(), excluded, lowest, dim))
+    return x.like(ops.filled(payload(x), excluded, lowest, dim))

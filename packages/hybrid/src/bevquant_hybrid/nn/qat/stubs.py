@@ -7,30 +7,57 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from bevquant_hybrid._fake_quant._calib import CalibFakeQuantize
-from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
-from bevquant_hybrid._forced_marks import mark_forced
-from bevquant_hybrid._observers._fixed import FixedScaleObserver
-from bevquant_hybrid.nn.qat._base import (
-    give_back,
-    module_path,
-    quantized_output,
-    remember_qconfig,
-    take_over,
-)
+from bevquant_hybrid._fake_quant._fake_quantize import CalibFakeQuantize, FakeQuantize
+from bevquant_hybrid._observers._range import FixedScaleObserver
+from bevquant_hybrid.nn.qat._base import OfFloat, module_path, quantized_output, take_over
 from bevquant_hybrid.qtensor import QTensor, as_float
 
-__all__ = ["DeQuantStub", "QuantStub"]
+__all__ = ["DeQuantStub", "QuantStub", "mark_forced", "take_marks_out"]
+
+_DOMAIN = "bevquant_hybrid.marks"
 
 
-class QuantStub(nn.Module):
+def mark_forced(x: Tensor) -> Tensor:
+    """Mark a value: whoever reads it was put on the CPU although a BPU could run it."""
+    result: Tensor = _Mark.apply(x)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Mark(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def symbolic(g: Any, x: Any) -> Any:
+        return g.op(f"{_DOMAIN}::Forced", x).setType(x.type())
+
+
+def take_marks_out(proto: Any) -> list[Any]:
+    """Remove the marks from a model and return the nodes that read a marked value."""
+    graph = proto.graph
+    marked = {n.output[0]: n.input[0] for n in graph.node if n.domain == _DOMAIN}
+    readers = [n for n in graph.node if n.domain != _DOMAIN and set(n.input) & set(marked)]
+    kept = [n for n in graph.node if n.domain != _DOMAIN]
+    del graph.node[:]
+    graph.node.extend(kept)
+    names = {reader.output[0] for reader in readers}
+    for node in graph.node:
+        for index, name in enumerate(node.input):
+            node.input[index] = marked.get(name, name)
+    domains = [entry for entry in proto.opset_import if entry.domain != _DOMAIN]
+    del proto.opset_import[:]
+    proto.opset_import.extend(domains)
+    return [node for node in graph.node if node.output[0] in names]
+
+
+class QuantStub(OfFloat):
     """Quantize what comes in.
 
     A value that is quantized already keeps its scale, which the stub then takes over.
     """
 
     activation_post_process: Any
-    _float_class: type[nn.Module]
 
     @classmethod
     def from_float(cls, source: nn.Module, qconfig: Any = None) -> Self:
@@ -44,9 +71,7 @@ class QuantStub(nn.Module):
             raise ValueError(
                 f"{module_path(source)} (QuantStub): it needs a qconfig with an activation"
             )
-        self = take_over(cls, source)
-        self._float_class = type(source)
-        remember_qconfig(self, source, qconfig)
+        self = super().from_float(source, qconfig)
         fake_quant = qconfig.activation()
         scale = getattr(source, "scale", None)
         if scale is not None:
@@ -54,12 +79,6 @@ class QuantStub(nn.Module):
             fake_quant = kind(observer=FixedScaleObserver, scale=scale, dtype=fake_quant.dtype)
         self.activation_post_process = fake_quant
         return self
-
-    def to_float(self) -> nn.Module:
-        """Return the stub that this one was made of."""
-        made = give_back(self._float_class, self)
-        made.__dict__.pop("_float_class")
-        return made
 
     def forward(self, x: Tensor) -> Tensor:
         """Quantize."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bevquant_hybrid.nn._arithmetic import FloatFunctional
-from bevquant_hybrid.nn.quantized._correlation import Correlation
 from bevquant_hybrid.nn.quantized._others import (
     GLU,
     BatchNorm2d,
+    Correlation,
     Div,
     LayerNorm,
     MultiScaleRoIAlign,

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bevquant_hybrid import _integer_ratios as ratios
-from bevquant_hybrid import _integer_sums as sums
+from bevquant_hybrid import _integer_ops as ops
 from bevquant_hybrid._sampling import roi_align_real
+from bevquant_hybrid.nn._correlation import channels_of, correlate_integers
 from bevquant_hybrid.nn._layer_norm import normalized
 from bevquant_hybrid.nn._roi_align import MultiScaleRoIAlign as FloatMultiScaleRoIAlign
 from bevquant_hybrid.nn.qat import batchnorm, normalization, several_inputs
+from bevquant_hybrid.nn.qat import correlation as qat
 from bevquant_hybrid.nn.quantized._base import FixedPoint, integers, real
 from bevquant_hybrid.nn.quantized._weighted import depthwise
 from bevquant_hybrid.qtensor import QTensor
@@ -21,6 +22,7 @@ from bevquant_hybrid.qtensor import QTensor
 __all__ = [
     "GLU",
     "BatchNorm2d",
+    "Correlation",
     "Div",
     "LayerNorm",
     "MultiScaleRoIAlign",
@@ -51,7 +53,7 @@ class BatchNorm2d(FixedPoint):
         """Scale and shift integers."""
         x = integers(self, x)
         name = self.qualified_name
-        bias = sums.quantize_bias(self.offset, x.scale, self.factor_scale, name)
+        bias = ops.quantize_bias(self.offset, x.scale, self.factor_scale, name)
         values = x.int_repr()
         if values.dim() == 4:
             acc = depthwise(values, self.factor, self.channels, bias, name)
@@ -67,7 +69,7 @@ class Div(FixedPoint):
     def forward(self, x: QTensor, y: QTensor) -> QTensor:
         """Divide integers."""
         x, y = integers(self, x), integers(self, y, "second input")
-        return self.quantized(ratios.divide(x.int_repr(), y.int_repr(), x.scale, y.scale))
+        return self.quantized(ops.divide(x.int_repr(), y.int_repr(), x.scale, y.scale))
 
 
 class Where(FixedPoint):
@@ -96,7 +98,7 @@ class GLU(FixedPoint):
     def forward(self, x: QTensor) -> QTensor:
         """Gate integers."""
         x = integers(self, x)
-        return self.quantized(ratios.gate(x.int_repr(), x.scale, self.dim))
+        return self.quantized(ops.gate(x.int_repr(), x.scale, self.dim))
 
 
 class MultiScaleRoIAlign(FixedPoint):
@@ -159,3 +161,22 @@ class RMSNorm(FixedPoint):
         values = real(integers(self, x))
         result = values * torch.rsqrt(values.square().mean(self.axes, keepdim=True) + self.eps)
         return self.quantized(result if self.weight is None else result * self.weight)
+
+
+class Correlation(FixedPoint):
+    """round(Σxy·s_x·s_y / (K²·C·s)) of exact sums, which must fit int32."""
+
+    def __init__(self, source: qat.Correlation, rounding: str) -> None:
+        super().__init__(source, rounding)
+        self.settings = source.settings
+        self.kernel_size = source.kernel_size
+        self.max_displacement, self.pad_size = source.max_displacement, source.pad_size
+        self.stride1, self.stride2 = source.stride1, source.stride2
+
+    def forward(self, data1: QTensor, data2: QTensor) -> QTensor:
+        """Compare integers."""
+        x, y = integers(self, data1), integers(self, data2, "second input")
+        channels = channels_of(f"{self.qualified_name} (Correlation)", x, y)
+        acc = correlate_integers(x.int_repr(), y.int_repr(), *self.settings)
+        size = self.kernel_size**2 * channels
+        return self.requantized(acc, x.scale.double() * y.scale.double() / size)

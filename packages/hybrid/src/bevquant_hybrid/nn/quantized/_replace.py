@@ -6,15 +6,13 @@ from typing import Any
 
 from torch import nn
 
-from bevquant_hybrid._fake_quant._calib import _WrappedCalibFakeQuantize
-from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
+from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize, _WrappedCalibFakeQuantize
 from bevquant_hybrid.nn import qat
-from bevquant_hybrid.nn.qat._base import take_over
-from bevquant_hybrid.nn.qat._keeps_scale import KeepsScale
-from bevquant_hybrid.nn.quantized._correlation import Correlation
+from bevquant_hybrid.nn.qat._base import KeepsScale, take_over
 from bevquant_hybrid.nn.quantized._others import (
     GLU,
     BatchNorm2d,
+    Correlation,
     Div,
     LayerNorm,
     MultiScaleRoIAlign,

@@ -7,8 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from bevquant_hybrid import _integer_ops as ops
-from bevquant_hybrid import _integer_sums as sums
-from bevquant_hybrid._both_forms import clamp
+from bevquant_hybrid._scale_keeping import clamped
 from bevquant_hybrid.dtype import qinfo
 from bevquant_hybrid.march import get_march
 from bevquant_hybrid.nn.qat import _weighted as qat
@@ -75,7 +74,7 @@ class _Weighted(FixedPoint):
         name = self.qualified_name
         bias = self.bias
         if bias is not None:
-            bias = sums.quantize_bias(bias, x.scale, self.weight_scale, name)
+            bias = ops.quantize_bias(bias, x.scale, self.weight_scale, name)
         acc = self.accumulators(x.int_repr(), bias)
         axis = self.channel_axis % acc.dim()
         step = x.scale.double() * self.weight_scale.double()
@@ -83,7 +82,7 @@ class _Weighted(FixedPoint):
             other = integers(self, other, "second input")
             factor = other.scale.double() / step
             q = other.int_repr()
-            acc = sums.accumulate(acc, q, factor, axis, self.rounding, name)
+            acc = ops.accumulate(acc, q, factor, axis, self.rounding, name)
         if self.dtype is None:
             return self._accumulated(acc, step, axis)
         info = qinfo(self.dtype)
@@ -107,7 +106,7 @@ class _Weighted(FixedPoint):
         result = QTensor(acc, step.float(), "qint32", scaled_axis, rounding=self.rounding)
         if self.activation is None:
             return result
-        return clamp(result, 0.0, 6.0 if self.activation == "relu6" else None)
+        return clamped(result, 0.0, 6.0 if self.activation == "relu6" else None)
 
     def add(self, x: QTensor, other: QTensor) -> QTensor:
         """Compute with an addition: the call that it replaces was ``.add(x, other)``."""

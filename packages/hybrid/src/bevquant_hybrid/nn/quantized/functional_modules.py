@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from bevquant_hybrid import _integer_ops as ops
-from bevquant_hybrid import _integer_sums as sums
 from bevquant_hybrid.nn._arithmetic import Arithmetic, FloatFunctional
 from bevquant_hybrid.nn.quantized._base import FixedPoint, integers, real
 from bevquant_hybrid.qtensor import QTensor
@@ -60,14 +59,14 @@ class QFunctional(Arithmetic, FixedPoint):
         return self.output(ops.concat(parts, factors, *settings))
 
     def _sum(self, x: QTensor, dim: Any, keepdim: bool) -> QTensor:
-        return self.requantized(sums.sum_over(x.int_repr(), _axes(x, dim), keepdim), x.scale)
+        return self.requantized(ops.sum_over(x.int_repr(), _axes(x, dim), keepdim), x.scale)
 
     def _mean(self, x: QTensor, dim: Any, keepdim: bool) -> QTensor:
         axes = _axes(x, dim)
         count = 1
         for axis in axes:
             count *= x.shape[axis]
-        acc = sums.sum_over(x.int_repr(), axes, keepdim)
+        acc = ops.sum_over(x.int_repr(), axes, keepdim)
         return self.requantized(acc, x.scale.double() / count)
 
     def _of_larger(self, x: QTensor, y: QTensor, choose: Any) -> QTensor:

@@ -14,10 +14,8 @@ from torch import Tensor, nn
 
 from bevquant_hybrid._undisturbed import moved, positional
 from bevquant_hybrid.qtensor import as_float
-from bevquant_hybrid.utils.quant_profiler._calls import tensors_in
-from bevquant_hybrid.utils.quant_profiler._curves import curves_page
-from bevquant_hybrid.utils.quant_profiler._files import write_text
-from bevquant_hybrid.utils.quant_profiler._leaves import named_operators
+from bevquant_hybrid.utils.quant_profiler._calls import named_operators, tensors_in
+from bevquant_hybrid.utils.quant_profiler._tables import curves_page, write_text
 
 __all__ = ["MemoryReading", "read_memory", "show_cuda_memory_consumption"]
 

@@ -11,14 +11,10 @@ import torch
 from torch import nn
 
 from bevquant_hybrid._undisturbed import moved, undisturbed
-from bevquant_hybrid.utils.quant_profiler._align import match_calls, silenced
-from bevquant_hybrid.utils.quant_profiler._calls import record_calls
-from bevquant_hybrid.utils.quant_profiler._compared import compare
-from bevquant_hybrid.utils.quant_profiler._curves import curves_page
-from bevquant_hybrid.utils.quant_profiler._files import write_text
-from bevquant_hybrid.utils.quant_profiler._leaves import is_operator, named_operators
+from bevquant_hybrid.utils.quant_profiler._calls import is_operator, named_operators, record_calls
+from bevquant_hybrid.utils.quant_profiler._compared import compare, match_calls, silenced
 from bevquant_hybrid.utils.quant_profiler._measures import measure_of
-from bevquant_hybrid.utils.quant_profiler._tables import grid_table
+from bevquant_hybrid.utils.quant_profiler._tables import curves_page, grid_table, write_text
 
 __all__ = ["featuremap_similarity"]
 

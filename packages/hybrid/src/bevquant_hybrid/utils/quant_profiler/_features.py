@@ -1,4 +1,4 @@
-"""What every operator of a run was given and returned, as plain data."""
+"""What leaves hold and return: parameters as they compute with them, and results."""
 
 from __future__ import annotations
 
@@ -10,13 +10,57 @@ import torch
 from torch import Tensor, nn
 
 from bevquant_graph import layer_class
+from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
 from bevquant_hybrid._undisturbed import moved
+from bevquant_hybrid.nn.qat._weighted import Weighted
+from bevquant_hybrid.nn.qat._with_bn import WithBatchNorm
+from bevquant_hybrid.nn.quantized._base import FixedPoint
 from bevquant_hybrid.qtensor import QTensor
-from bevquant_hybrid.utils.quant_profiler._calls import Call, record_calls, tensors_in
-from bevquant_hybrid.utils.quant_profiler._leaves import Selection
-from bevquant_hybrid.utils.quant_profiler._parameters import parameters_of
+from bevquant_hybrid.utils.quant_profiler._calls import Call, Selection, record_calls, tensors_in
 
-__all__ = ["get_raw_features", "named_tensors", "scale_of"]
+__all__ = ["fixed_weight", "get_raw_features", "scale_of"]
+
+_FIXED = ("weight", "bias", "factor", "offset")
+
+
+def parameters_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Names and values: of QAT layers the quantized weight, of fixed-point ones the integers."""
+    if isinstance(module, FixedPoint):
+        for name in _FIXED:
+            value = getattr(module, name, None)
+            if isinstance(value, Tensor):
+                yield name, _fixed(module, name)
+        return
+    for name, value in module.named_parameters():
+        if "fake_quant" in name or "activation_post_process" in name:
+            continue
+        made = value.detach()
+        if name == "weight" and isinstance(module, Weighted) and _is_quantized(module):
+            made = module.as_quantized(made)
+        yield name, made
+
+
+def _is_quantized(module: Weighted) -> bool:
+    """Whether the weight itself, and not what a batch norm makes of it, has the scale."""
+    fake_quant = module.weight_fake_quant
+    return isinstance(fake_quant, FakeQuantize) and not isinstance(module, WithBatchNorm)
+
+
+def fixed_weight(module: nn.Module) -> Tensor:
+    """A fixed-point layer's weight, with its scale."""
+    return _fixed(module, "weight")
+
+
+def _fixed(module: nn.Module, name: str) -> Tensor:
+    values: Tensor = getattr(module, name).detach()
+    scale: Tensor | None = getattr(module, f"{name}_scale", None)
+    if scale is None:
+        return values
+    if scale.numel() == 1:
+        return QTensor(values, scale, "qint8")
+    axis = 1 if getattr(module, "transposed", False) else 0
+    # The groups of a transposed convolution share the scales of axis 1.
+    return QTensor(values, scale[: values.shape[axis]], "qint8", axis)
 
 
 def get_raw_features(

@@ -14,14 +14,15 @@ from torch import nn
 from torch.ao.quantization import FakeQuantizeBase
 
 from bevquant_hybrid.nn.quantized._base import FixedPoint
-from bevquant_hybrid.utils.quant_profiler._called_count import get_module_called_count
-from bevquant_hybrid.utils.quant_profiler._curves import curves_picture, page
 from bevquant_hybrid.utils.quant_profiler._featuremap import featuremap_similarity
 from bevquant_hybrid.utils.quant_profiler._features import get_raw_features
-from bevquant_hybrid.utils.quant_profiler._files import write_text
-from bevquant_hybrid.utils.quant_profiler._qconfig import check_qconfig
+from bevquant_hybrid.utils.quant_profiler._qconfig import (
+    check_qconfig,
+    check_unfused_operations,
+    get_module_called_count,
+)
 from bevquant_hybrid.utils.quant_profiler._statistics import profile_featuremap
-from bevquant_hybrid.utils.quant_profiler._unfused import check_unfused_operations
+from bevquant_hybrid.utils.quant_profiler._tables import curves_picture, page, write_text
 from bevquant_hybrid.utils.quant_profiler._weights import compare_weights
 
 __all__ = ["model_profiler"]

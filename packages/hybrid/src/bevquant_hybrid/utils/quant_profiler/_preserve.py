@@ -9,7 +9,7 @@ from torch import nn
 from torch.ao.nn.quantized import FloatFunctional
 
 from bevquant_hybrid.nn import qat
-from bevquant_hybrid.utils.quant_profiler._leaves import Selection
+from bevquant_hybrid.utils.quant_profiler._calls import Selection
 
 __all__ = ["set_preserve_qat_mode"]
 

@@ -14,15 +14,13 @@ from torch import Tensor, nn
 
 from bevquant_hybrid import runtime
 from bevquant_hybrid._compile._arguments import converted_model, forward_arguments, march_of
-from bevquant_hybrid._compile._ports import input_names
-from bevquant_hybrid._compile._program_of import program_of
-from bevquant_hybrid._compile._record import Recorder
-from bevquant_hybrid._compile._scopes import following
+from bevquant_hybrid._compile._program_of import input_names, program_of
+from bevquant_hybrid._compile._record import Recorder, following
 from bevquant_hybrid._whole_file import write_whole
-from bevquant_hybrid.runtime import _structure as structure
 from bevquant_hybrid.runtime._file import write_program
-from bevquant_hybrid.runtime._program import Program, Step, Value
+from bevquant_hybrid.runtime._program import Program, flatten
 from bevquant_hybrid.utils.quant_profiler._tables import simple_table
+from bevquant_int8sim.program import Step
 
 __all__ = ["compare_script_models", "script_profile"]
 
@@ -140,7 +138,7 @@ def compare_script_models(
     )
     same = [s.operator for s in one.steps] == [s.operator for s in other.steps]
     # A traced model does not say of which module an operator is: the other one may.
-    names = max(one, other, key=lambda p: sum(bool(s.scope) for s in p.steps)) if same else None
+    names = max(one, other, key=lambda p: sum(bool(s.path) for s in p.steps)) if same else None
     equal = _compared(_named(one, first, names), _named(other, second, names))
     _print(equal, "All ops in two ScriptModules are same.")
     return equal
@@ -153,10 +151,10 @@ class _Keeping(Recorder):  # type: ignore[no-untyped-call]
         super().__init__(*args)
         self.kept: dict[str, Tensor] = {}
 
-    def _value(self, tensor: Tensor, loose: bool) -> Value:
-        value = super()._value(tensor, loose)
-        self.kept[value.name] = tensor.detach().cpu().clone()
-        return value
+    def _value(self, tensor: Tensor, loose: bool) -> str:
+        name = super()._value(tensor, loose)
+        self.kept[name] = tensor.detach().cpu().clone()
+        return name
 
 
 def _recorded(
@@ -165,15 +163,15 @@ def _recorded(
     """The program of a model, and the results of the model's own operators."""
     module = converted_model(model, caller)
     program = program_of(module, arguments, caller, caller, march_of(march, caller), {})
-    given, nested = structure.flatten(arguments, f"{caller}: example_inputs")
-    taken = [tensor.detach().clone() for tensor in given]
+    given = flatten(arguments, f"{caller}: example_inputs")
+    taken = [tensor.detach().clone() for tensor in given.tensors]
     with torch.no_grad(), following(module) as scope:
         recorder = _Keeping(module, scope)
-        for name, tensor in zip(input_names(module, nested), taken, strict=True):
+        for name, tensor in zip(input_names(module, given), taken, strict=True):
             recorder.input(tensor, name)
             recorder.kept[name] = tensor.cpu()
         with torch.jit.optimized_execution(False), recorder:  # type: ignore[attr-defined]
-            module(*structure.build(nested, taken))
+            module(*given.build(taken))
     return program, recorder.kept
 
 
@@ -190,20 +188,20 @@ def _named(
     """Results by the names that the tables print; those of `like`, a program of the same calls."""
     found = {f"arg{i}": results[p.operand.name] for i, p in enumerate(program.inputs)}
     for step, named in zip(program.steps, (like or program).steps, strict=True):
-        for index, value in enumerate(step.results):
-            base = name = _name(named) + (f".{index}" if len(step.results) > 1 else "")
+        for index, value in enumerate(step.outputs):
+            base = name = _name(named) + (f".{index}" if len(step.outputs) > 1 else "")
             count = 0
             while name in found:
                 count += 1
                 name = f"{base}_{count}"
-            found[name] = results[value.name]
+            found[name] = results[value]
     return found
 
 
 def _name(step: Step) -> str:
     space, _, operator = step.operator.partition("::")
     operator = operator.partition(".")[0]
-    parts = [step.scope.replace(".", "_"), "" if space == "bevquant_hybrid" else space, operator]
+    parts = [step.path.replace(".", "_"), "" if space == "bevquant_hybrid" else space, operator]
     return "_" + "_".join(part for part in parts if part)
 
 

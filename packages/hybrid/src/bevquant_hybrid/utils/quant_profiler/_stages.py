@@ -179,10 +179,9 @@ def _compiled_results(compiled: CompiledModel | None, arguments: Any) -> dict[st
         return {}
     values = compiled.values(*arguments)
     return {
-        step.scope: values[value.name]
+        step.path: values[step.outputs[0]]
         for step in compiled.program.steps
-        for value in step.results[:1]
-        if value.name in values
+        if step.outputs[0] in values
     }
 
 

@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bevquant_hybrid.utils.quant_profiler._curves import curves_page
-from bevquant_hybrid.utils.quant_profiler._files import write_text
-from bevquant_hybrid.utils.quant_profiler._histograms import write_histograms
-from bevquant_hybrid.utils.quant_profiler._tables import grid_table
+from bevquant_hybrid.utils.quant_profiler._tables import (
+    curves_page,
+    grid_table,
+    write_histograms,
+    write_text,
+)
 
 __all__ = ["Statistic", "profile_featuremap"]
 

@@ -12,12 +12,10 @@ from bevquant_hybrid.nn.intrinsic import Fused
 from bevquant_hybrid.nn.qat import SegmentLUT
 from bevquant_hybrid.nn.quantized._base import FixedPoint
 from bevquant_hybrid.qtensor import as_float
-from bevquant_hybrid.utils.quant_profiler._files import write_text
-from bevquant_hybrid.utils.quant_profiler._histograms import write_histograms
-from bevquant_hybrid.utils.quant_profiler._leaves import named_operators
+from bevquant_hybrid.utils.quant_profiler._calls import named_operators
+from bevquant_hybrid.utils.quant_profiler._features import fixed_weight
 from bevquant_hybrid.utils.quant_profiler._measures import measure_of
-from bevquant_hybrid.utils.quant_profiler._parameters import fixed_weight
-from bevquant_hybrid.utils.quant_profiler._tables import grid_table
+from bevquant_hybrid.utils.quant_profiler._tables import grid_table, write_histograms, write_text
 
 __all__ = ["compare_weights"]
 
