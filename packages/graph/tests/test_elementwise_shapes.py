@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from bevquant_graph import _capture as capturing
+from bevquant_graph import _elementwise_shapes as shortcuts
 from bevquant_graph import capture
 
 EXAMPLE = torch.linspace(-3, 3, 2 * 3 * 4 * 6).view(2, 3, 4, 6)
@@ -67,10 +68,10 @@ def has(function: Any, layout: Any) -> bool:
 def values(net: nn.Module, *, shortened: bool) -> list[tuple[Any, ...]]:
     """Operator, sizes, strides and type of every node, as torch traced them."""
     off = nullcontext() if shortened else mock.patch.object(
-        capturing, "elementwise_shapes", nullcontext
+        shortcuts, "elementwise_shapes", nullcontext
     )  # fmt: skip
     with off:
-        graph = capture(net, EXAMPLE)
+        graph = capture(copy.deepcopy(net), EXAMPLE)
     made = [(n.target, n.meta["val"]) for n in graph.operations]
     return [
         (target, str(tuple(v.shape)), str(v.stride()), v.dtype)

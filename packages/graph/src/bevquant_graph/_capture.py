@@ -12,7 +12,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
 from typing import Any
 from unittest import mock
@@ -33,6 +33,7 @@ from ._functional import functional
 from ._graph import NUMBERS, Graph, fixed_number
 from ._opaque import Opaque, opaque_modules, recorded
 from ._quiet import evaluation, quiet
+from ._recall import recalled, remember
 from ._signature import Arguments, Tree, arguments, flatten, rebuild
 
 __all__ = ["capture"]
@@ -53,7 +54,8 @@ def capture(
     module that cannot be followed is one opaque node (`Graph.opaque`), with its reason, file and
     line; a number that the forward takes out of a tensor and counts with, such as the largest
     batch index, stays what it is in the example, and every later frame is held to that. The model
-    is not changed; it runs in evaluation mode and without gradients.
+    is not changed; it runs in evaluation mode and without gradients. A graph that is still in use
+    is answered again for the same model, unchanged, and inputs of the same sizes.
 
     Args:
         model: Any module. Sparse convolutions must run on bevquant's kernels
@@ -86,6 +88,13 @@ def capture(
         raise CaptureError(
             "capture: example_inputs hold no tensor; give what one call of the model takes"
         )
+    whole = check and open_sizes
+    if whole:
+        known = recalled(model, given)
+        with suppress(CaptureError, TypeError, ValueError):  # it does not fit: captured anew
+            if known is not None:
+                known.check(example_inputs)
+                return known
     opaque: dict[str, Opaque] = {}
     numbers = open_sizes  # such as a batch size: open, unless the forward counts with them
     values: Exception | None = None  # what asks for numbers out of tensors, as in the example
@@ -125,6 +134,8 @@ def capture(
         )
     if check:
         graph.check(example_inputs)
+        if whole:
+            remember(model, given, graph)
     return graph
 
 

@@ -1,0 +1,113 @@
+"""A graph in use is answered again, and only for the model that it is of."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+from types import SimpleNamespace
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bevquant_graph import capture
+
+
+class Scaled(nn.Module):
+    """Whose forward goes by what it holds, directly and further down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("shift", torch.ones(4))
+        self.config = SimpleNamespace(limit=3.0, parts=[2, 3])
+        limits = {"low": -50.0}
+        self.bound = lambda x: x.clamp(min=limits["low"])
+        self.limits = limits
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x) + self.shift
+        return self.bound(x).clamp(max=self.config.limit + 50) * self.config.parts[0]
+
+
+EXAMPLE = torch.linspace(-1, 1, 8).view(2, 4)
+
+
+def limit(net: Any) -> None:
+    net.config.limit = 1.0  # no value of the example reaches it: its bits are the same
+
+
+def nested(net: Any) -> None:
+    net.config.parts[0] = 5
+
+
+def closed_over(net: Any) -> None:
+    net.limits["low"] = -40.0
+
+
+def other_parameter(net: Any) -> None:
+    net.layer.weight = nn.Parameter(torch.zeros(4, 4))
+
+
+def written(net: Any) -> None:
+    net.shift.add_(1)
+
+
+def other_layer(net: Any) -> None:
+    net.layer = copy.deepcopy(net.layer)
+
+
+def hooked(net: Any) -> None:
+    net.layer.register_forward_hook(lambda module, args, made: made * 2)
+
+
+def other_method(net: Any) -> None:
+    net.bound = torch.neg
+
+
+CHANGES = [limit, nested, closed_over, other_parameter, written, other_layer, hooked, other_method]
+
+
+def test_the_same_model_is_followed_once_while_its_graph_is_held() -> None:
+    net = Scaled().eval()
+    graph = capture(net, EXAMPLE)
+    assert capture(net, EXAMPLE + 1) is graph
+    assert capture(net, EXAMPLE[:1]) is not graph  # other sizes may go another way
+    assert capture(copy.deepcopy(net), EXAMPLE) is not graph
+
+
+def test_a_graph_that_nobody_holds_is_let_go() -> None:
+    net = Scaled().eval()
+    graph = ref(capture(net, EXAMPLE))
+    gc.collect()
+    assert graph() is None
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_model_is_followed_anew(change: Any) -> None:
+    net = Scaled().eval()
+    graph = capture(net, EXAMPLE)
+    with torch.no_grad():
+        change(net)
+    again = capture(net, EXAMPLE)
+    assert again is not graph
+    frame = EXAMPLE * 200
+    assert torch.equal(again.replay(frame), net(frame))
+
+
+def test_weights_written_past_torchs_count_are_read_by_the_graph() -> None:
+    net = Scaled().eval()
+    graph = capture(net, EXAMPLE)
+    net.layer.weight.data.zero_()
+    assert torch.equal(capture(net, EXAMPLE).replay(EXAMPLE), net(EXAMPLE))
+    assert torch.equal(graph.replay(EXAMPLE), net(EXAMPLE))
+
+
+def test_what_has_no_written_form_is_followed_each_time() -> None:
+    net = Scaled().eval()
+    net.lock = threading.Lock()
+    graph = capture(net, EXAMPLE)
+    assert capture(net, EXAMPLE) is not graph
