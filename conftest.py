@@ -43,11 +43,6 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: ("/src/" in item.nodeid, item.nodeid.startswith("packages/")))
 
 
-def pytest_configure():
-    """Garbage is looked for less often than Python does by itself: that was a tenth of all time."""
-    gc.set_threshold(10_000, 10, 20)
-
-
 def pytest_collection_finish():
     """What was imported and collected stays to the end: no garbage is looked for among it."""
     gc.collect()

@@ -84,7 +84,9 @@ def quantized(
     return quantize_model(fused, example_inputs=(feature_map,) if request.param else None)
 
 
-def test_convolutions_are_quantized_and_nothing_else_but_linears(quantized: QuantizeResult) -> None:
+def test_convolutions_linears_and_projections_are_quantized_and_nothing_else(
+    quantized: QuantizeResult,
+) -> None:
     taken = {item.path: item.kind for item in quantized.quantized}
     embeddings = [
         f"decoder.0.{name}_posembed.position_embedding_head.{i}"
@@ -92,24 +94,40 @@ def test_convolutions_are_quantized_and_nothing_else_but_linears(quantized: Quan
         for i in (0, 3)
     ]
     units = [f"prediction_heads.0.{name}.{i}" for name in BRANCHES for i in ("0.conv", "1")]
+    attention = [f"decoder.0.{name}" for name in ("self_attn", "multihead_attn")]
+    projections = [f"{path}.{name}_proj" for path in attention for name in "qkv"]
+    linears = [
+        "decoder.0.linear1",
+        "decoder.0.linear2",
+        *(f"{path}.out_proj" for path in attention),
+    ]
     assert taken == {
         **dict.fromkeys(("shared_conv", "heatmap_head.0.conv", "heatmap_head.1"), "QuantConv2d"),
         **dict.fromkeys(("class_encoding", *embeddings, *units), "QuantConv1d"),
-        **dict.fromkeys(("decoder.0.linear1", "decoder.0.linear2"), "QuantLinear"),
+        **dict.fromkeys(linears, "QuantLinear"),
+        **dict.fromkeys(projections, "QuantProjection"),
     }
 
 
-def test_attention_stays_float_and_the_account_says_why(quantized: QuantizeResult) -> None:
+def test_the_account_says_that_attention_itself_stays_float(quantized: QuantizeResult) -> None:
     notes = {item.path: item.reason for item in quantized.skipped}
     for name in ("self_attn", "multihead_attn"):
-        why = notes[f"decoder.0.{name}.out_proj"]
-        assert "reads this layer's weight without calling it" in why
+        assert "attention itself" in notes[f"decoder.0.{name}"]
     assert not {item.path for item in quantized.quantized} & set(notes)
 
 
-def test_the_branches_share_the_queries_range(quantized: QuantizeResult) -> None:
-    readers = {f"prediction_heads.0.{name}.0.conv._input_quantizer" for name in BRANCHES}
-    assert [set(group.readers) for group in quantized.shared] == [readers]
+def test_what_reads_one_tensor_shares_its_range(
+    quantized: QuantizeResult, request: pytest.FixtureRequest
+) -> None:
+    groups = {f"prediction_heads.0.{name}.0.conv._input_quantizer" for name in BRANCHES}
+    shared = [set(group.readers) for group in quantized.shared]
+    assert groups in shared
+    if "watched" in request.node.name:
+        for name, own in (("self_attn", "qkv"), ("multihead_attn", "kv")):
+            assert {f"decoder.0.{name}.{x}_proj._input_quantizer" for x in own} in shared
+        assert len(shared) == 3
+    else:
+        assert len(shared) == 1
 
 
 def test_a_calibrated_head_finds_what_the_float_one_finds(
@@ -196,4 +214,4 @@ def test_a_forward_that_cannot_be_followed_is_reported(
     assert len(fusion.fused) == 9
     result = quantize_model(fusion.model)
     assert any(item.path == "" and "branches on" in item.reason for item in result.skipped)
-    assert len(result.quantized) == 22
+    assert len(result.quantized) == 30

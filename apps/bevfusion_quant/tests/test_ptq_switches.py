@@ -210,7 +210,7 @@ def test_a_detector_of_the_lidar_alone(tmp_path: Path) -> None:
         ({"weight_bits": 3}, "--weight-bits 3: weights have 4 to 8 bits"),
         ({"weight_bits": 9}, "--weight-bits 9: weights have 4 to 8 bits"),
         ({"weight_bits": 4, "plan": Path("plan.json")}, "leave one of the two out"),
-        ({"rounding": "up"}, "--rounding up: expected one of nearest, gptq"),
+        ({"rounding": "up"}, "--rounding up: expected one of gptq, nearest"),
         ({"fold": False, "rounding": "gptq"}, "leave --no-fold out"),
         ({"fold": False, "bias_correction": True}, "have no bias to correct"),
     ],

@@ -204,7 +204,7 @@ def test_the_bars_are_the_losses(runs: Path, result: SensitivityResult) -> None:
     largest = max(table.loss(row, p) for row in table for p in ("int8", "int16"))
     for shown, row in zip(rows, worst, strict=True):
         for name in ("int8", "int16"):
-            (bar,) = re.findall(rf'<rect [^>]*class="{name}" width="([\d.]+)"', shown)
+            (bar,) = re.findall(rf'<rect [^>]*width="([\d.]+)"[^>]*class="{name}"', shown)
             assert float(bar) == pytest.approx(100 * table.loss(row, name) / largest, abs=0.006)
         chosen = result.outcome.plan[row.name]
         assert f'class="precision {chosen}">{chosen}<' in shown
