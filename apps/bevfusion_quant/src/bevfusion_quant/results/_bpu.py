@@ -218,7 +218,7 @@ def bpu_stage_table(stages: Sequence[BpuStage]) -> Table:
         )
         for stage in stages
     ]
-    return plain_table("SQNR and cosine against float", heads, rows)
+    return plain_table("SQNR and cosine against float", heads, rows, form="wide")
 
 
 _UNITS = {"camera": "camera", "bev": "bird's-eye view"}

@@ -109,8 +109,8 @@ class Table:
         title: What it is of.
         columns: Its columns.
         rows: Its rows.
-        form: "pairs" for a small table, "long" for one in a box that scrolls, "sorted" for one that
-            its reader sorts and searches.
+        form: "pairs" for a small table, "wide" for one that scrolls sideways, "long" for one in a
+            box that scrolls, "sorted" for one that its reader sorts and searches.
         id: Of the table on a page.
         kind: Further classes.
         hidden: Whether the title is for screen readers alone.
