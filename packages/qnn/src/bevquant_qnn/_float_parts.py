@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 
 from torch import nn
 
+from bevquant_qnn._attention import QuantMultiheadAttention
 from bevquant_qnn._config import QuantConfig
 from bevquant_qnn._kinds import is_batch_norm, is_library_module, is_quantized
 from bevquant_qnn._replace import has_quantized_form
@@ -29,12 +30,13 @@ PRODUCTS = {
     **dict.fromkeys("conv_transpose1d conv_transpose2d conv_transpose3d".split(), "a convolution"),
     **dict.fromkeys("matmul mm addmm bmm baddbmm einsum linear".split(), "a matrix product"),
 }
+_ATTENTION = "its projections are quantized; attention itself, products and softmax, stays float"
 
 
 def float_layers(
     model: nn.Module, config: QuantConfig, reported: Collection[str]
 ) -> Iterator[SkippedModule]:
-    """Yield the layers with parameters of their own for which there is no quantized form.
+    """Yield what there is no quantized form for: layers with parameters of their own, attention.
 
     Args:
         model: Its layers are replaced already.
@@ -44,6 +46,8 @@ def float_layers(
     inside: set[str] = set()
     for path, module in model.named_modules():
         parent = path.rpartition(".")[0]
+        if isinstance(module, QuantMultiheadAttention):
+            yield SkippedModule(path, _ATTENTION)
         if (
             is_quantized(module)
             or isinstance(module, TensorQuantizer)

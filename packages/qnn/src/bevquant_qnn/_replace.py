@@ -69,7 +69,6 @@ def replace_layers(
             out = f"{path}.out_proj" if path else "out_proj"
             reason = edge.get(module.out_proj) or _refusal(out, module.out_proj, config)
             skipped += [] if reason is None else [SkippedModule(out, reason)]
-            skipped.append(SkippedModule(path, _ATTENTION))
             built[module] = _attention(module, config, quantize_out=reason is None)
             done += [
                 QuantizedModule(f"{path}.{name}" if path else name, _name(child), _name(module))
@@ -93,9 +92,6 @@ def replace_layers(
         ):
             encoder.use_nested_tensor = False
     return model, {quantized: module for module, quantized in built.items()}, done, skipped
-
-
-_ATTENTION = "its projections are quantized; attention itself, products and softmax, stays float"
 
 
 def put_back(model: nn.Module, layers: Mapping[nn.Module, nn.Module]) -> None:
