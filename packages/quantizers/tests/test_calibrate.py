@@ -258,6 +258,16 @@ def test_dead_quantizers_are_warned_of_and_keep_their_range_or_get_one():
     assert report["old"].zeros == 1.0
 
 
+def test_a_range_that_is_kept_is_no_guess_though_it_be_1():
+    each = TensorQuantizer(QuantDescriptor(axis=0))
+    model = nn.ModuleDict({"old": histogram_quantizer(amax=1.0), "channels": each})
+    report = calibrate(model, [torch.zeros(2, 10)], lambda m, b: m["channels"](m["old"](b)))
+    assert report["old"].amax == (1.0,)
+    assert "it keeps the range it had" in report["old"].warnings[0]
+    assert report["channels"].amax == (0.0, 0.0)
+    assert "its ranges are 0" in report["channels"].warnings[0]
+
+
 def test_a_vanishing_range_is_raised_until_it_has_a_scale():
     model = histogram_quantizer()
     x = torch.linspace(-1, 1, 1001) * 2e-8

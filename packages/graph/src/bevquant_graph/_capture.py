@@ -50,12 +50,12 @@ def capture(
     Sizes of the inputs stay open where the forward allows it (batch, height, voxels), so one graph
     serves frames of any size; sizes that the forward fixes are constants, see `Graph.fixed`, and
     all are where torch cannot compute with open ones (maps of several strides joined, slices of
-    coordinates divided by each other). A
-    module that cannot be followed is one opaque node (`Graph.opaque`), with its reason, file and
-    line; a number that the forward takes out of a tensor and counts with, such as the largest
-    batch index, stays what it is in the example, and every later frame is held to that. The model
-    is not changed; it runs in evaluation mode and without gradients. A graph that is still in use
-    is answered again for the same model, unchanged, and inputs of the same sizes.
+    coordinates divided by each other). A module that cannot be followed is one opaque node
+    (`Graph.opaque`), with its reason, file and line; a number that the forward takes out of a
+    tensor and counts with, such as the largest batch index, stays what it is in the example, and
+    every later frame is held to that. The model is not changed; it runs in evaluation mode and
+    without gradients. A graph that is still in use is answered again for the same model, unchanged,
+    and inputs of the same sizes.
 
     Args:
         model: Any module. Sparse convolutions must run on bevquant's kernels
@@ -91,8 +91,8 @@ def capture(
     whole = check and open_sizes
     if whole:
         known = recalled(model, given)
-        with suppress(CaptureError, TypeError, ValueError):  # it does not fit: captured anew
-            if known is not None:
+        if known is not None:
+            with suppress(CaptureError, TypeError, ValueError):  # it does not fit: captured anew
                 known.check(example_inputs)
                 return known
     opaque: dict[str, Opaque] = {}
@@ -245,12 +245,12 @@ def _takes_integers(program: ExportedProgram) -> bool:
 
     What is taken to compute a size with may be gone from the graph; its symbol is not.
     """
-    taken = [n for n in program.graph.nodes if str(n.target) in NUMBERS]
-    kinds = [n.args[0].meta["val"].dtype for n in taken]
     from torch.utils._sympy.symbol import SymT, symbol_is_type  # and sympy
 
-    taken_floats = (SymT.FLOAT, SymT.UNBACKED_FLOAT)
-    floats = any(symbol_is_type(symbol, taken_floats) for symbol in program.range_constraints)
+    taken = [n for n in program.graph.nodes if str(n.target) in NUMBERS]
+    kinds = [n.args[0].meta["val"].dtype for n in taken]
+    of_floats = (SymT.FLOAT, SymT.UNBACKED_FLOAT)
+    floats = any(symbol_is_type(symbol, of_floats) for symbol in program.range_constraints)
     return not floats and not any(k.is_floating_point or k == torch.bool for k in kinds)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bevquant_graph import own_code
 from bevquant_qnn._linear import QuantLinear
-from bevquant_qnn._takeover import take_over
+from bevquant_qnn._takeover import no_source, take_over
 from bevquant_quantizers import QuantDescriptor
 
 __all__ = ["QuantMultiheadAttention", "QuantProjection"]
@@ -115,10 +115,8 @@ class QuantMultiheadAttention(nn.MultiheadAttention):
             >>> attention(x, x, x)[0].shape
             torch.Size([3, 1, 8])
         """
-        own = own_code(module, cls.float_class) if isinstance(module, cls.float_class) else None
-        if own or not isinstance(module, cls.float_class):
-            got = own or repr(module)
-            raise TypeError(f"{cls.__name__}.from_float expects MultiheadAttention, got {got}.")
+        if not isinstance(module, cls.float_class) or own_code(module, cls.float_class):
+            raise no_source(cls, module)
         made = take_over(cls.__new__(cls), module)
         settings: Any = {
             "quant_desc_input": quant_desc_input,

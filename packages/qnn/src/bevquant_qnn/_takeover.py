@@ -9,7 +9,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-__all__ = ["attach_quantizer", "take_over", "unchanged_on_error"]
+from bevquant_graph import own_code
+
+__all__ = ["attach_quantizer", "no_source", "take_over", "unchanged_on_error"]
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -28,6 +30,15 @@ def take_over(quantized: ModuleT, source: nn.Module) -> ModuleT:
     for name in _OWN_DICTS:
         quantized.__dict__[name] = source.__dict__[name].copy()
     return quantized
+
+
+def no_source(quantized: Any, module: object) -> TypeError:
+    """The error of a class's `from_float` that was given another layer than its `float_class`."""
+    wanted: type[nn.Module] = quantized.float_class
+    own = own_code(module) if isinstance(module, wanted) else None
+    return TypeError(
+        f"{quantized.__name__}.from_float expects {wanted.__name__}, got {own or repr(module)}."
+    )
 
 
 def attach_quantizer(module: nn.Module, name: str, quantizer: nn.Module) -> None:

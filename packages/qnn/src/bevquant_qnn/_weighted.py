@@ -6,12 +6,12 @@ from typing import Self
 
 from torch import Tensor, nn
 
-from bevquant_graph import layer_class, own_code
+from bevquant_graph import layer_class
 from bevquant_qnn._descriptors import (
     Axis,
     WeightDefault,
 )
-from bevquant_qnn._takeover import attach_quantizer, take_over
+from bevquant_qnn._takeover import attach_quantizer, no_source, take_over
 from bevquant_quantizers import QuantDescriptor, TensorQuantizer
 
 __all__ = ["QuantWeighted"]
@@ -64,10 +64,7 @@ class QuantWeighted(WeightDefault, nn.Module):
             TypeError: If `module` is of another class, or has a forward of its own.
         """
         if layer_class(module, cls.float_class) is None:
-            own = own_code(module) if isinstance(module, cls.float_class) else None
-            got = own or repr(module)
-            msg = f"{cls.__name__}.from_float expects {cls.float_class.__name__}, got {got}."
-            raise TypeError(msg)
+            raise no_source(cls, module)
         quantized = take_over(cls.__new__(cls), module)
         quantized._add_quantizers(quant_desc_input, quant_desc_weight)
         return quantized

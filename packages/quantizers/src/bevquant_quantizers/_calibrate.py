@@ -15,6 +15,7 @@ from ._distributed import PeerError, default_peers, merge_all, search_all
 from ._ranges import set_range
 from ._report import CalibrationReport, describe
 from ._select import NamedQuantizer, named_quantizers
+from ._steps import SMALLEST_AMAX
 from .calib._calibrator import Calibrator
 from .calib._search import METHODS
 
@@ -114,10 +115,12 @@ def calibrate(
 
     reports = []
     for entry, calibrator, amax in zip(entries, calibrators, found, strict=True):
+        loaded = None
         if amax is not None and (bool(amax.any()) or entry.quantizer.amax is None):
-            set_range(entry.quantizer, _with_scale(amax))
+            loaded = _with_scale(amax)
+            set_range(entry.quantizer, loaded)
         now = entry.quantizer.amax
-        reports.append(describe(entry.names, calibrator, amax, now, method))
+        reports.append(describe(entry.names, calibrator, amax, loaded, now, method))
     warnings = () if count else ("there were no batches: no range was calibrated",)
     return CalibrationReport(tuple(reports), count, warnings)
 
@@ -130,7 +133,7 @@ def _with_scale(amax: Tensor) -> Tensor:
     """
     if amax.numel() != 1:
         return amax
-    return torch.ones_like(amax) if not bool(amax.any()) else amax.clamp(min=2.0**-23)
+    return torch.ones_like(amax) if not bool(amax.any()) else amax.clamp(min=2 * SMALLEST_AMAX)
 
 
 def _collectors(model: nn.Module) -> tuple[list[NamedQuantizer], list[Calibrator]]:

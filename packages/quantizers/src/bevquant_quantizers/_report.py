@@ -136,6 +136,7 @@ def describe(
     names: tuple[str, ...],
     calibrator: Calibrator,
     found: Tensor | None,
+    loaded: Tensor | None,
     amax: Tensor | None,
     method: str,
 ) -> QuantizerReport:
@@ -145,6 +146,7 @@ def describe(
         names: Its paths.
         calibrator: What was collected.
         found: The range computed from it, None where there was nothing.
+        loaded: What the quantizer was given of it, None where it was given nothing.
         amax: The range the quantizer now has.
         method: The method asked for.
     """
@@ -154,12 +156,12 @@ def describe(
         numbers = tuple(amax.detach().float().reshape(-1).tolist())
     if not isinstance(calibrator, HistogramCalibrator):
         largest = None if found is None else float(found.max())
-        warnings = _no_range(found, numbers)
+        warnings = _no_range(found, loaded, numbers)
         return QuantizerReport(
             names, "max", numbers, None, None, None, None, largest, warnings, findings
         )
     rows = calibrator._rows
-    warnings = _no_range(found, numbers)
+    warnings = _no_range(found, loaded, numbers)
     saturation = zeros = largest = None
     values = sum(row.values for row in rows)
     if values and found is not None:
@@ -179,19 +181,23 @@ def describe(
     )
 
 
-def _no_range(found: Tensor | None, amax: tuple[float, ...] | None) -> tuple[str, ...]:
+def _no_range(
+    found: Tensor | None, loaded: Tensor | None, amax: tuple[float, ...] | None
+) -> tuple[str, ...]:
     stays = "its range stays dynamic" if amax is None else "it keeps the range it had"
-    if found is not None and amax == (1.0,) and not bool(found.any()):
-        stays = "its range is 1, which is a guess should other values come"
-    if found is not None and amax is not None and 0 < float(found.max()) < max(amax) == 2.0**-23:
+    if found is None:
+        return (f"it saw no values; {stays}: run batches that reach it, or disable it",)
+    if not bool(found.any()):
+        if loaded is not None and bool(loaded.any()):
+            stays = "its range is 1, which is a guess should other values come"
+        elif loaded is not None:  # of ranges per channel
+            stays = "its ranges are 0"
+        return (f"dead: every value it saw was zero; {stays}",)
+    if loaded is not None and float(loaded.max()) > float(found.max()):
         return (
             f"vanishing: its values reach {float(found.max()):.2g}, too little for a scale; its "
             "range is 2^-23",
         )
-    if found is None:
-        return (f"it saw no values; {stays}: run batches that reach it, or disable it",)
-    if not bool(found.any()):
-        return (f"dead: every value it saw was zero; {stays}",)
     return ()
 
 

@@ -115,8 +115,9 @@ def compared(
     def see(step: Step, given: tuple[Any, ...], made: tuple[Any, ...]) -> None:
         if step.op in ("float", "move") and step.outputs[0] in behind:
             before = max((sizes.get(name, 0.0) for name in step.inputs), default=0.0)
-            floats = [t for t in _tensors([given, made]) if t.is_floating_point() and t.numel()]
-            floats = floats if step.op == "float" else []  # what is moved is rounded no more
+            # What is moved is rounded no more.
+            tensors = _tensors([given, made]) if step.op == "float" else []
+            floats = [t for t in tensors if t.is_floating_point() and t.numel()]
             own = max((float(t.abs().max()) for t in floats), default=0.0)
             sizes[step.outputs[0]] = before + own
         for name, value in _named(step.outputs[0], made[0]):

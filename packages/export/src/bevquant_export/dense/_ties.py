@@ -163,14 +163,9 @@ class Ties:
             factor,
             "bilinear",
             align_corners=bool(step.kwargs.get("align_corners")),
-        ).numpy()
-        if resized.shape != shape:
-            return None
-        read = resized[tuple(places.T)] * self._scale(name)
+        )
         farthest = max(shape[2:]) + max(x.shape[2:])
-        most = float(np.abs(x.astype(np.int32)).max(initial=0)) + self._profile.zero
-        error = _ROUNDINGS * _UNIT * (1 + farthest) * most * self._scale(name)
-        return _Real(read, np.full(len(read), error))
+        return self._whole(name, resized, places, shape, 1 + farthest)
 
     def _averaged(self, step: Step, places: Array, shape: tuple[int, ...]) -> _Real | None:
         """Average pooling by torch, in float64."""
@@ -183,11 +178,19 @@ class Ties:
         averages = pool(
             torch.from_numpy(x).double(), **{k: v for k, v in given.items() if v is not None}
         )
-        if averages.shape != shape:
+        return self._whole(name, averages, places, shape, 1)
+
+    def _whole(
+        self, name: str, made: torch.Tensor, places: Array, shape: tuple[int, ...], errors: int
+    ) -> _Real | None:
+        """Places of what was made of all of a value, each off by `errors` times its rounding."""
+        if made.shape != shape:
             return None
-        read = averages.numpy()[tuple(places.T)] * self._scale(name)
-        most = float(np.abs(x.astype(np.int32)).max(initial=0)) + self._profile.zero
-        return _Real(read, np.full(len(read), _ROUNDINGS * _UNIT * most * self._scale(name)))
+        read = made.numpy()[tuple(places.T)] * self._scale(name)
+        most = float(np.abs(self._values[name].astype(np.int32)).max(initial=0))
+        most += self._profile.zero
+        error = _ROUNDINGS * _UNIT * errors * most * self._scale(name)
+        return _Real(read, np.full(len(read), error))
 
     def _scale(self, name: str) -> float:
         form = self._forms[name]

@@ -11,12 +11,10 @@ from torch import Tensor
 
 from bevquant_int8sim._quantize import quantize, quantize_bias
 from bevquant_int8sim.model._form import Integers
-from bevquant_int8sim.model._quantizers import is_active
+from bevquant_int8sim.model._quantizers import SMALLEST_AMAX, is_active
 from bevquant_quantizers import TensorQuantizer, fake_quantize
 
 __all__ = ["Layer", "integer_bias", "integer_weight", "weight_problem", "weight_scale"]
-
-_SMALLEST_AMAX = 2.0**-24
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,8 +69,8 @@ def weight_scale(weight: Tensor, amax: Tensor | None, bits: int, path: str) -> T
             "the model again"
         )
     ranges = (largest if amax is None else amax).double().reshape(-1).expand(len(weight))
-    dead = ranges <= _SMALLEST_AMAX
-    lost = dead & (largest.double() > _SMALLEST_AMAX)
+    dead = ranges <= SMALLEST_AMAX
+    lost = dead & (largest.double() > SMALLEST_AMAX)
     if bool(lost.any()):
         channel = int(lost.nonzero()[0])
         raise ValueError(

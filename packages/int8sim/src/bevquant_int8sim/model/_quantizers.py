@@ -9,10 +9,17 @@ from bevquant_graph import Graph
 from bevquant_int8sim.model._form import Integers
 from bevquant_quantizers import TensorQuantizer
 
-__all__ = ["calibrated_range", "check_calibrated", "integers_of", "is_active", "unsupported"]
+__all__ = [
+    "SMALLEST_AMAX",
+    "calibrated_range",
+    "check_calibrated",
+    "integers_of",
+    "is_active",
+    "unsupported",
+]
 
 # Fake quantization counts a range at or below this as zero.
-_SMALLEST_AMAX = 2.0**-24
+SMALLEST_AMAX = 2.0**-24
 _REMEDY = (
     "calibrate with batches that reach it and load the ranges (bevquant_quantizers.calibrate), or "
     "disable() the quantizer to leave its layer float"
@@ -101,6 +108,6 @@ def _problem(amax: Tensor | None, *, channels: bool = False) -> str:
         return "its range is negative"
     if channels:
         return ""
-    if not bool((amax > _SMALLEST_AMAX).all()):
+    if not bool((amax > SMALLEST_AMAX).all()):
         return f"its range {float(amax.min()):g} is zero or too small for a scale"
     return "" if amax.numel() == 1 else f"it has {amax.numel()} ranges where one is expected"
