@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bevfusion.model import Batch
 from bevfusion_quant.measure._lockstep import Leader, lead
-from bevfusion_quant.measure._quantizer_values import QuantizerWatch
+from bevfusion_quant.measure._quantizer_values import QuantizerValues, watching_quantizers
 from bevfusion_quant.measure._stage_maps import StageMaps, stage_probes, whole_output
 from bevfusion_quant.measure._sums import PairSums
 
@@ -133,7 +133,6 @@ def compare_layers(
     quantized_model: nn.Module,
     batches: Iterable[Batch],
     each: Pair | None = None,
-    watch: QuantizerWatch | None = None,
 ) -> Comparison:
     """One row per quantized layer in the order of execution, then one for the model's output.
 
@@ -146,13 +145,12 @@ def compare_layers(
             the float model does not have (QuantAdd) are compared where their block ends.
         batches: At least one; every batch is run through both models.
         each: Called with the batch's index and both models' output, batch after batch.
-        watch: Of the quantized model: measures while the first batch is run.
 
     Returns:
         Rows pooled over all batches (sums of squares, not means of decibels). The row `output` is
         the bird's-eye view that the model answers, or the head's heatmap.
     """
-    comparison = LayerComparison(float_model, quantized_model, watch)
+    comparison = LayerComparison(float_model, quantized_model)
     with comparison.watching():
         for index, batch in enumerate(batches):
             record, wanted, got = comparison.run(index, batch)
@@ -171,17 +169,15 @@ class LayerComparison:
     Args:
         float_model: The folded float model.
         quantized_model: The calibrated model made from it.
-        watch: Of the quantized model: measures while the first batch is run.
+
+    Attributes:
+        quantizers: What each quantizer was handed in the first batch; empty in a process that
+            another one spared that.
     """
 
-    def __init__(
-        self,
-        float_model: nn.Module,
-        quantized_model: nn.Module,
-        watch: QuantizerWatch | None = None,
-    ) -> None:
+    def __init__(self, float_model: nn.Module, quantized_model: nn.Module) -> None:
         self._models = float_model, quantized_model
-        self._watch = watch
+        self.quantizers: list[QuantizerValues] = []
         self._hooks = _Hooks(float_model, quantized_model)
         self._whole = _Probe("output", "", None)
         self._rows: dict[int, _Probe] = {}
@@ -202,8 +198,11 @@ class LayerComparison:
         hooks.start(draws=index == 0)
         with lead(lambda: float_model(*batch)) as leader:
             hooks.leader = leader
-            with self._watch.measuring() if self._watch and not index else nullcontext():
+            if index:
                 got = quantized_model(*batch)
+            else:
+                with watching_quantizers(quantized_model) as self.quantizers:
+                    got = quantized_model(*batch)
             wanted = leader.result()
         self._whole.judge(whole_output(wanted), whole_output(got))
         if index == 0:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from bevfusion_quant.frames import detections_of, detections_record, note_of, note_record
 from bevfusion_quant.measure._agreement import AgreementRow, DetectionTally, FoundRow
 from bevfusion_quant.measure._compare import LayerComparison, LayerRow
-from bevfusion_quant.measure._quantizer_values import QuantizerRow, QuantizerValues, QuantizerWatch
+from bevfusion_quant.measure._quantizer_values import QuantizerRow, QuantizerValues
 from bevfusion_quant.measure._stage_maps import StageMaps, StageRow
-from bevfusion_quant.ranks import Shards, current_ranks, in_order
+from bevfusion_quant.ranks import Shards, in_order
 
 if TYPE_CHECKING:
     from bev_data.metrics import AccuracyTally
@@ -94,8 +94,7 @@ def judge(
     first: tuple[Detections, Detections] | None = None
     float_detections: list[Detections] = []
     has_head = "head" in float_model.parts
-    watch = QuantizerWatch(quantized_model)
-    comparison = LayerComparison(float_model, quantized_model, watch)
+    comparison = LayerComparison(float_model, quantized_model)
 
     def run(index: int) -> dict[str, Any]:
         record, *outputs = comparison.run(index, batches[index])
@@ -120,15 +119,11 @@ def judge(
                 accuracy.add("float", index, note.name, found, note.labels)
                 accuracy.add("quantized", index, note.name, quantized, note.labels)
         rows, stages, wanted, _ = comparison.result()
-    is_first = current_ranks().first
-    if is_first:
-        with clock.step("watch quantizers"), watch.counting():
-            quantized_model(*batches[0])
     agreement = tally.agreement() if has_head else []
     return Judgement(
         rows,
         stages,
-        watch.values() if is_first else [],
+        comparison.quantizers,
         agreement,
         tally.found(),
         first,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from bevfusion_quant.measure._value_counts import count_values
 
-__all__ = ["QuantizerRow", "QuantizerValues", "QuantizerWatch", "watch_quantizers"]
+__all__ = ["QuantizerRow", "QuantizerValues", "watch_quantizers", "watching_quantizers"]
 
-Hook = Callable[[nn.Module, Any], None]
 # Few enough that a bin spans several steps of values already quantized: no moiré in the pictures.
 BINS = 80
 
@@ -26,8 +25,9 @@ BINS = 80
 class QuantizerValues:
     """Values one quantizer was handed in one forward pass, and its range.
 
-    `counts` and `edges` are a histogram over [−m, m], m the largest magnitude; `amax` holds one
-    range, or one per output channel.
+    `counts` and `edges` are a histogram over ±`span`: the largest magnitude, or, of a quantizer
+    that is called again with larger values, the first call's, doubled until it holds them. `amax`
+    holds one range, or one per output channel.
     """
 
     paths: tuple[str, ...]
@@ -35,6 +35,7 @@ class QuantizerValues:
     amax: npt.NDArray[np.float64]
     counts: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(BINS, np.int64))
     largest: float = 0.0
+    span: float = 0.0
     beyond: int = 0
     zeros: int = 0
     total: int = 0
@@ -42,7 +43,22 @@ class QuantizerValues:
     @property
     def edges(self) -> npt.NDArray[np.float64]:
         """Bin edges of `counts`."""
-        return np.linspace(-self.largest or -1.0, self.largest or 1.0, BINS + 1)
+        return np.linspace(-self.reach, self.reach, BINS + 1)
+
+    @property
+    def reach(self) -> float:
+        """The last of `edges`."""
+        return self.span or self.largest or 1.0
+
+    def widen(self, largest: float) -> None:
+        """Let the histogram hold values of that magnitude, each two bins becoming one."""
+        self.largest = max(self.largest, largest)
+        if not self.span or math.isinf(largest):
+            self.span = self.largest
+        while self.span < self.largest:
+            pairs = self.counts.reshape(-1, 2).sum(1)
+            self.counts[:] = np.pad(pairs, BINS // 4)
+            self.span *= 2
 
     @property
     def is_weight(self) -> bool:
@@ -79,51 +95,30 @@ class QuantizerRow:
         )
 
 
-class QuantizerWatch:
-    """Histograms of what every calibrated quantizer is handed, in two passes over one batch.
+@contextmanager
+def watching_quantizers(model: nn.Module) -> Iterator[list[QuantizerValues]]:
+    """For the length of the block, histogram what every calibrated quantizer is handed.
 
-    The first pass, under `measuring`, finds each quantizer's largest magnitude; the second, under
-    `counting`, fills the bins. A quantizer that several layers share appears once, under all its
-    paths.
+    A quantizer that several layers share appears once, under all its paths.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        seen: dict[nn.Module, list[str]] = {}
-        for path, module in model.named_modules(remove_duplicate=False):
-            if isinstance(getattr(module, "_amax", None), Tensor):
-                seen.setdefault(module, []).append(path)
-        self._found = {
-            module: QuantizerValues(tuple(paths), cast(int, module.num_bits), _amax(module))
-            for module, paths in seen.items()
-        }
-
-    def measuring(self) -> AbstractContextManager[None]:
-        """Around the first pass."""
-        return self._hooked(_measure)
-
-    def counting(self) -> AbstractContextManager[None]:
-        """Around the second."""
-        return self._hooked(_count)
-
-    def values(self) -> list[QuantizerValues]:
-        """What was seen."""
-        return list(self._found.values())
-
-    @contextmanager
-    def _hooked(self, watch: Callable[[QuantizerValues], Hook]) -> Iterator[None]:
-        with ExitStack() as stack, torch.no_grad():
-            for module, values in self._found.items():
-                stack.callback(module.register_forward_pre_hook(watch(values)).remove)
-            yield
+    seen: dict[nn.Module, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if isinstance(getattr(module, "_amax", None), Tensor):
+            seen.setdefault(module, []).append(path)
+    with ExitStack() as stack, torch.no_grad():
+        found = []
+        for module, paths in seen.items():
+            values = QuantizerValues(tuple(paths), cast(int, module.num_bits), _amax(module))
+            stack.callback(module.register_forward_pre_hook(_count(values)).remove)
+            found.append(values)
+        yield found
 
 
 def watch_quantizers(model: nn.Module, run: Callable[[nn.Module], object]) -> list[QuantizerValues]:
-    """Run the model twice and histogram the input of every calibrated quantizer."""
-    watch = QuantizerWatch(model)
-    for passing in (watch.measuring, watch.counting):
-        with passing():
-            run(model)
-    return watch.values()
+    """Run the model and histogram the input of every calibrated quantizer."""
+    with watching_quantizers(model) as found:
+        run(model)
+    return found
 
 
 def _amax(module: nn.Module) -> npt.NDArray[np.float64]:
@@ -132,25 +127,15 @@ def _amax(module: nn.Module) -> npt.NDArray[np.float64]:
     return amax.detach().double().flatten().numpy()
 
 
-def _measure(values: QuantizerValues) -> Hook:
-    def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        if args[0].numel():
-            low, high = args[0].detach().aminmax()
-            values.largest = max(values.largest, -float(low), float(high))
-
-    return hook
-
-
-def _count(values: QuantizerValues) -> Hook:
+def _count(values: QuantizerValues) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
     def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
         x = args[0].detach()
         if not x.numel():
             return
+        low, high = x.aminmax()
+        values.widen(max(-float(low), float(high)))
         beyond, zeros = count_values(
-            _by_channel(x, cast(Tensor, module._amax)),
-            values.amax,
-            values.largest or 1.0,
-            values.counts,
+            _by_channel(x, cast(Tensor, module._amax)), values.amax, values.reach, values.counts
         )
         values.total += x.numel()
         values.beyond += beyond

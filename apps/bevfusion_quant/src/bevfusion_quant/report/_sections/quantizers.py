@@ -68,7 +68,7 @@ def _card(values: QuantizerValues, method: str) -> dict[str, Any]:
 
 
 def _drawn(values: QuantizerValues) -> dict[str, Any]:
-    """Counts of the bins over [−largest, largest], range, channel ranges as shares of the widest.
+    """Counts of the bins over ±largest, range, channel ranges as shares of the widest.
 
     Where no value is negative, `counts` holds the upper half alone.
     """
@@ -79,7 +79,7 @@ def _drawn(values: QuantizerValues) -> dict[str, Any]:
     data: dict[str, Any] = {
         "counts": counts if signed else counts[middle:],
         "signed": signed,
-        "largest": rounded_or_none(values.largest),
+        "largest": rounded_or_none(values.reach),
         "range": [rounded_or_none(values.amax.min()), rounded_or_none(high)],
     }
     if values.amax.size > 1:
