@@ -94,10 +94,10 @@ def test_examples_run(
                 if program:
                     assert main_of(program)(words) == 0, line
     if page.parent == ROOT:
-        found = re.search(r"SQNR (\S+) dB", capsys.readouterr().out)
-        assert found
-        assert float(found[1]) > 25
-        assert (tmp_path / "ranges.json").exists()
+        printed = capsys.readouterr().out
+        assert "2 batch norms folded, 0 kept" in printed
+        assert re.search(r"run by bevquant: 0 of \d,\d+ integers are not the model's", printed)
+        assert {path.name for path in tmp_path.iterdir()} == {"ranges.json", "encoder.onnx"}
 
 
 @pytest.mark.parametrize("page", [*READMES, *PAGES], ids=name_of)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from onnx import numpy_helper
 from torch import nn
 
-from bevquant_export import compare_qdq_onnx, export_qdq_onnx
+from bevquant_export import TensorDifference, compare_qdq_onnx, export_qdq_onnx
 from bevquant_int8sim import IntegerModel, simulate
 from bevquant_qnn import quantize_model
 from bevquant_quantizers import calibrate
@@ -147,3 +148,24 @@ def test_an_integer_model_that_rounds_otherwise_has_no_file(tmp_path: Path) -> N
     calibrate(quantized, [x])
     with pytest.raises(ValueError, match=r"rounds otherwise than files do .*half_up"):
         export_qdq_onnx(simulate(quantized, x, rounding="half_up"), x, tmp_path / "n.onnx")
+
+
+def test_a_file_says_in_words_what_it_is_and_who_ran_it(
+    hide: Callable[..., None], tmp_path: Path
+) -> None:
+    net, x = net_of_two()
+    file = export_qdq_onnx(net, x, tmp_path / "a.onnx")
+    first, *floats, last = str(file).splitlines()
+    assert (
+        first
+        == f"{file.path} for tensorrt, operator set 13: {len(file.integers)} quantized tensors"
+    )
+    assert any("sigmoid" in line for line in floats)
+    assert last.startswith(f"run by {file.verified}: 0 of ")
+    hide("onnxruntime", "openvino")
+    assert str(export_qdq_onnx(net, x, tmp_path / "b.onnx", verify=False)).endswith("is unknown")
+    moved = TensorDifference("0", "conv", "t", 1000, 3, 1, 2)
+    assert str(replace(file, verified="onnxruntime 1", differences=(moved,))).endswith(
+        "run by onnxruntime 1: 3 of 1,000 integers are not the model's, at most 1 step off; 2 "
+        "lie between the two"
+    )

@@ -38,8 +38,11 @@ def test_whatever_is_installed_runs_a_file(nets, monkeypatch, tmp_path, dialect,
     model, example = nets.encoder(), nets.frame(0)
     for library in missing:  # importing it fails, and no search finds it
         monkeypatch.setitem(sys.modules, library, None)
-    export_sparse_onnx(model, example, tmp_path / "n.onnx", dialect=dialect)
+    file = export_sparse_onnx(model, example, tmp_path / "n.onnx", dialect=dialect)
     assert note(tmp_path / "n.onnx").split()[0] == runner
+    layers, ran = str(file).splitlines()
+    assert layers.startswith(f"{file.path}: layers: ")
+    assert ran.startswith(f"run by {file.verified}: 0 of ")
     export = importlib.import_module("bevquant_export.sparse._export")
     real = export.verified
     damaged = lambda content, *rest, **more: real(with_other_weights(content), *rest, **more)  # noqa: E731

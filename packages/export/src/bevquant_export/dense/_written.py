@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from bevquant_int8sim import IntegerModel
 
-__all__ = ["QdqFile", "TensorDifference"]
+__all__ = ["QdqFile", "TensorDifference", "verdict"]
 
 # What is computed again, value by value: no difference but ties.
 _RECOMPUTED = frozenset(
@@ -106,3 +106,26 @@ class QdqFile:
     verified: str = "no"
     differences: tuple[TensorDifference, ...] = ()
     integer_model: IntegerModel | None = field(default=None, repr=False, compare=False)
+
+    def __str__(self) -> str:
+        count = len(self.integers)
+        lines = [
+            f"{self.path} for {self.profile}, operator set {self.opset}: {count} quantized tensors",
+            *(f"in float: {what}" for what in self.floats),
+            *self.notes,
+        ]
+        return "\n".join((*lines, verdict(self.verified, self.differences)))
+
+
+def verdict(verified: str, rows: Iterable[Any]) -> str:
+    """In words: who ran a file before it got its name, and how many integers were others."""
+    rows = list(rows)
+    if verified == "no":
+        return "not run: whether it computes what the model computes is unknown"
+    different = sum(row.different for row in rows)
+    text = f"{different:,} of {sum(row.elements for row in rows):,} integers are not the model's"
+    if different:
+        largest = max(row.largest for row in rows)
+        text += f", at most {largest:g} step{'s' * (largest != 1)} off"
+    ties = sum(getattr(row, "ties", 0) for row in rows)
+    return f"run by {verified}: {text}" + (f"; {ties:,} lie between the two" if ties else "")

@@ -52,6 +52,11 @@ class FloatFile:
     outputs: dict[str, tuple[int, ...]]
     differences: tuple[FloatDifference, ...]
 
+    def __str__(self) -> str:
+        rows = (f"{row.name}: within {row.relative:.2g} of its largest" for row in self.differences)
+        found = "; ".join(rows) or "not run"
+        return f"{self.path}, operator set {self.opset}: {found}"
+
 
 def compare_float_onnx(
     file: FloatFile, module: nn.Module, args: Any

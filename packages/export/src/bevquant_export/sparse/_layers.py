@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bevquant_export.dense._written import verdict
 from bevquant_export.sparse._graph import Add, Conv, Graph
 
 if TYPE_CHECKING:
@@ -54,6 +56,15 @@ class SparseExport:
     verified: str = "no"
     differences: tuple[LayerDifference, ...] = ()
     integer_model: IntegerModel | None = field(default=None, repr=False, compare=False)
+
+    def __str__(self) -> str:
+        forms = Counter(layer.precision for layer in self.layers)
+        layers = " and ".join(f"{count} in {form}" for form, count in forms.items())
+        text = verdict(self.verified, (row for row in self.differences if row.form == "int8"))
+        floats = [row.largest / (row.size or 1.0) for row in self.differences if row.form != "int8"]
+        if floats:
+            text += f"; floats differ by at most {max(floats):.2g} of the largest"
+        return f"{self.path}: layers: {layers}\n{text}"
 
 
 def layers_of(graph: Graph) -> tuple[SparseLayer, ...]:
