@@ -64,6 +64,34 @@ def test_batches_measured_apart_give_the_table_of_one_process(models):
         here.add({name: values[1:] for name, values in shared[0].items()})
 
 
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Conv2d(3, 3, 3, padding=1) for _ in range(30)))
+        self.offset = nn.Parameter(torch.ones(1, 3, 1, 1))  # read at the end, an input at the start
+
+    def forward(self, x):
+        return self.layers(x) + self.offset
+
+
+def test_memory_does_not_grow_with_depth():
+    net = Deep().eval()
+    quantized = quantize_model(copy.deepcopy(net), example_inputs=images(0)).model
+    calibrate(quantized, [images(0)])
+    held = []
+
+    class Counted(LayerComparison):
+        def judge(self, node, made, *runs):
+            held.append(len(made))
+            super().judge(node, made, *runs)
+
+    comparison = Counted(net, simulate(quantized, images(0)))
+    for _ in range(2):  # the second batch starts anew
+        comparison.add(comparison.measure(images(0)))
+    assert len(comparison.table().rows) > 30
+    assert 0 < max(held) <= 4
+
+
 def test_numbers_equal_their_definitions(models):
     net, quantized = models
     model = simulate(quantized, images(0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from bevquant_int8sim.model._form import ACCUMULATORS, FLOAT, Demand, Integers
-from bevquant_int8sim.model._integer_model import IntegerModel
+from bevquant_int8sim.model._integer_model import IntegerModel, exhausted
 from bevquant_int8sim.model._program import Ref, Step
 from bevquant_int8sim.model._reference import GraphRun, spent_nodes, tensor_of
 from bevquant_int8sim.model._rowwise import dequantized
@@ -63,9 +63,6 @@ class ForcedRun:
                     placed.add(value)
                     self.values.setdefault(node, []).append(value)
         self.placed = [step.outputs[0] for step in model.steps if step.outputs[0] in placed]
-        last = {
-            value: node for node in self.graph.nodes for value in source.held.get(node, {}).values()
-        }
         # Interpolating does not commute with clamping: what a resize of integers reads, which its
         # operand may hold beside its accumulators, is what the forced one reads too.
         self._resized: dict[fx.Node, str] = {}
@@ -74,11 +71,21 @@ class ForcedRun:
                 operand = step.args[0]
                 if step.op == "resize" and isinstance(operand, Ref) and operand.name in known:
                     self._resized[node] = operand.name
-                    last[operand.name] = node
         self._spent = spent_nodes(self.graph)
-        self._spent_values: dict[fx.Node, list[str]] = {}
+        self._nodes = list(_late_inputs(self.graph))
+        # Of the integer model no more is held than what a node that is still to come reads.
+        place_of = {step.outputs[0]: index for index, step in enumerate(model.steps, 1)}
+        last: dict[str, fx.Node] = {}
+        self._behind: dict[fx.Node, int] = {}
+        for node in self._nodes:
+            resized = [self._resized[node]] if node in self._resized else []
+            read = [*self.values.get(node, ()), *self._forms(node), *resized]
+            last |= dict.fromkeys(read, node)
+            self._behind[node] = max((place_of.get(value, 0) for value in read), default=0)
+        self._spent_values: dict[fx.Node, set[str]] = {}
         for value, at in last.items():
-            self._spent_values.setdefault(at, []).append(value)
+            self._spent_values.setdefault(at, set()).add(value)
+        self._read = frozenset(last)
 
     def see(self, step: Step, given: tuple[Any, ...], made: tuple[Any, ...]) -> None:
         """Called behind each step of the integer model, with what it read and made."""
@@ -94,21 +101,9 @@ class ForcedRun:
             What the integer model returned, and the forced graph as a list of its leaves.
         """
         made: dict[str, Tensor] = {}
-        counted, products = 0, Products()  # type: ignore[no-untyped-call]
-
-        def keep(step: Step, given: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
-            nonlocal counted
-            own = products.count - counted
-            self.operations[step.outputs[0]] = operations(step, given, outputs, own)
-            if isinstance(outputs[0], Tensor):
-                made[step.outputs[0]] = outputs[0]
-            self.see(step, given, outputs)
-            counted = products.count  # what `see` computed is none of the model's
-
         graph = self.source.graph
         # Each run has inputs of its own: a module that is one node may write to them.
-        with products:
-            returned, _ = self.model.run(copied(batch), record=False, observe=keep)
+        steps, self.operations = self._steps(copied(batch), made), {}
         leaves = graph.leaves(batch)
         runs = [
             GraphRun(
@@ -118,7 +113,9 @@ class ForcedRun:
             for index, model in enumerate((*models, graph.model))
         ]  # fmt: skip
         kept = {value: None for value in graph.outputs if isinstance(value, fx.Node)}
-        for node in self.graph.nodes:
+        for node in self._nodes:
+            while len(self.operations) < self._behind[node]:
+                next(steps)
             for run, beside in zip(runs, (None, *runs), strict=False):
                 with self._reading(node, made, run if run is runs[-1] else None):
                     run.step(node, beside)
@@ -131,20 +128,43 @@ class ForcedRun:
                     run.values.pop(spent, None)
             for value in self._spent_values.get(node, ()):
                 made.pop(value, None)
-        return [returned, [kept.get(value, value) for value in graph.outputs]]
+        return [exhausted(steps), [kept.get(value, value) for value in graph.outputs]]
+
+    def _steps(self, batch: Any, made: dict[str, Tensor]) -> Generator[tuple[()], None, Any]:
+        """The integer model step by step; what a node reads is left in `made`."""
+        walk, products = self.model.walk(batch), Products()  # type: ignore[no-untyped-call]
+        while True:
+            before = products.count
+            try:
+                with products:
+                    step, given, outputs = next(walk)
+            except StopIteration as ended:
+                return ended.value
+            own = products.count - before
+            self.operations[step.outputs[0]] = operations(step, given, outputs, own)
+            if step.outputs[0] in self._read and isinstance(outputs[0], Tensor):
+                made[step.outputs[0]] = outputs[0]
+            self.see(step, given, outputs)
+            yield ()
 
     def _force(self, node: fx.Node, made: dict[str, Tensor], run: GraphRun) -> None:
         """Let what follows read the integer model's result."""
         old = tensor_of(run.values[node])
+        value = next((value for value in self._forms(node) if value in made), None)
+        if value is not None and old is not None:
+            run.values[node] = self.as_float(value, made[value]).to(old.dtype)
+
+    def _forms(self, node: fx.Node) -> list[str]:
+        """The integer model's values that can stand for a node, the one to take first.
+
+        That is what keeps most of the accumulators. A tensor that is held in integers of several
+        scales is left as the forced run made it: each reader starts from the accumulators behind
+        it.
+        """
         forms = self.source.held.get(node, {})
-        # What keeps most of the accumulators. A tensor that is held in integers of several scales
-        # is left as the forced run made it: each reader starts from the accumulators behind it.
         single = [demand.form for demand in forms] if len(forms) == 1 else []
-        for form in (FLOAT, ACCUMULATORS, *single):
-            value = forms.get(Demand(form), "")
-            if value in made and old is not None:
-                run.values[node] = self.as_float(value, made[value]).to(old.dtype)
-                return
+        values = (forms.get(Demand(form)) for form in (FLOAT, ACCUMULATORS, *single))
+        return [value for value in values if value]
 
     @contextmanager
     def _reading(
@@ -172,6 +192,19 @@ class ForcedRun:
             step = self.makers[value]
             scale, axis = step.tensors["scale"], step.attributes.get("channel_axis", -1)
         return dequantized(got, scale, axis, relu=False)
+
+
+def _late_inputs(graph: fx.Graph) -> Iterator[fx.Node]:
+    """All nodes that are read, inputs and parameters right before their first reader.
+
+    So they come about where the integer model makes their integers, not all ahead of it.
+    """
+    seen: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op != "placeholder":
+            inputs = [n for n in node.all_input_nodes if n.op == "placeholder" and n not in seen]
+            seen.update(inputs)
+            yield from (*inputs, node)
 
 
 def place(step: Step) -> str:

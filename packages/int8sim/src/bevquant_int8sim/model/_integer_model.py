@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +23,10 @@ from bevquant_int8sim.model._sorted_rows import sort_rows
 from bevquant_int8sim.model._table import program_table
 from bevquant_int8sim.model._traced_source import Source
 
-__all__ = ["IntegerModel", "Recorded"]
+__all__ = ["IntegerModel", "Recorded", "Walk", "exhausted"]
 
 Observer = Callable[[Step, tuple[Any, ...], tuple[Any, ...]], None]
+Walk = Generator[tuple[Step, tuple[Any, ...], tuple[Any, ...]], None, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +99,18 @@ class IntegerModel:
             ValueError: Inputs that a step cannot take (its module is named), or another value
                 where the traced model had a constant.
         """
-        return self._execute(self._fast, args, kwargs, None)
+        return exhausted(self._walk(self._fast, args, kwargs, keep=False))
+
+    def walk(self, inputs: Any) -> Walk:
+        """Run step by step: yields each step with its arguments and outputs, returns as a call.
+
+        What a step made and no later one reads is held by nobody but the caller.
+
+        Args:
+            inputs: As those of `run`.
+        """
+        args, kwargs = arguments(inputs)
+        return self._walk(self.program, args, kwargs, keep=True)
 
     def run(
         self, inputs: Any, *, record: bool = True, observe: Observer | None = None
@@ -115,7 +127,6 @@ class IntegerModel:
             values numbers them, as in ``"block.relu#2"``; accumulators that are kept because
             several forms are made of them have ``":int32"`` behind their path.
         """
-        args, kwargs = arguments(inputs)
         found: dict[str, Recorded] = {}
 
         def see(step: Step, given: tuple[Any, ...], made: tuple[Any, ...]) -> None:
@@ -132,12 +143,10 @@ class IntegerModel:
             if observe is not None:
                 observe(step, given, made)
 
-        return self._execute(self.program, args, kwargs, see), found
+        return exhausted(self.walk(inputs), see), found
 
     @torch.no_grad()
-    def _execute(
-        self, program: Program, args: Any, kwargs: Mapping[str, Any], observe: Observer | None
-    ) -> Any:
+    def _walk(self, program: Program, args: Any, kwargs: Mapping[str, Any], *, keep: bool) -> Walk:
         values: dict[str, Any] = dict(program.constants)
         shapes: dict[str, tuple[int, ...]] = {}
         for name, value in bind(program.signature, args, kwargs).items():
@@ -167,8 +176,7 @@ class IntegerModel:
                     f"{program.origin}: {step.path or 'the model'} ({step.operator or step.op}) "
                     f"does not compute on these inputs: {error}; save the model again if it should"
                 ) from error
-            if observe is not None:
-                observe(step, given, self._kept(made))
+            yield step, given, self._kept(made) if keep else made
             for name in spent:
                 del values[name]
         _check_fixed(program, shapes)  # a layer that cannot take them has said so by now
@@ -231,6 +239,17 @@ class IntegerModel:
 
     def __repr__(self) -> str:
         return program_table(self.program)
+
+
+def exhausted(walk: Generator[Any, None, Any], see: Callable[..., None] | None = None) -> Any:
+    """What a walk returns once all its steps are done, each shown to `see`."""
+    while True:
+        try:
+            step = next(walk)
+        except StopIteration as ended:
+            return ended.value
+        if see is not None:
+            see(*step)
 
 
 def _given(values: Any, known: Mapping[str, Any]) -> Any:
