@@ -126,6 +126,7 @@ def session_of(proto: Any, *, optimised: bool = False, name: str = "the file") -
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     options.intra_op_num_threads = torch.get_num_threads()
+    options.enable_cpu_mem_arena = False  # which grows by doubling, and keeps what one run needed
     if not optimised:
         level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.graph_optimization_level = level

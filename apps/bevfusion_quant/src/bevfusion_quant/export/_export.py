@@ -165,9 +165,8 @@ def export_pieces(
         rows = tuple(exported_file(item, layers[name]) for name, item in written.items())
         rows += tuple(exported_file(item, whole_layers(item, inputs[LIDAR])) for item in whole)
     with clock.step("run ONNX files", blame="the ONNX files cannot be run one behind the other"):
-        runs = {name: runner(item) for name, item in written.items()}
         stages, integers, onnx = set_stages(
-            pieces, lambda file, args: runs[file.name](args), batch, model, fake
+            pieces, lambda file, args: runner(written[file.name])(args), batch, model, fake
         )
         agreement = box_agreement(model, config, integers, onnx)
     names = [name for _, (name, _) in sorted(batches.names.items())]

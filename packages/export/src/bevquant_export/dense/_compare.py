@@ -138,8 +138,8 @@ def compared(
         inputs[name] = value.detach().cpu().numpy()
     for tensor, (_, _, value) in found.items():
         # A tensor without axes comes out of numpy's arithmetic as a number, which is no input.
-        moved = np.asarray(value.astype(np.int32) + profile.zero)
-        inputs[tensor] = moved.astype(profile.dtype)
+        moved = np.asarray(value.astype(np.int32) + profile.zero) if profile.zero else value
+        inputs[tensor] = moved.astype(profile.dtype, copy=False)
     proto, made = forced(content, tuple(found))
     running = run_in(proto, profile.runner)
     taken = {port.name for port in running.get_inputs()}
