@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-__all__ = ["KNOWN", "March", "get_march", "require_march", "set_march"]
+__all__ = [
+    "HAS_QINT4",
+    "JOINS_AT_ONE_SCALE",
+    "KNOWN",
+    "ON_FOUR_AXES",
+    "March",
+    "get_march",
+    "require_march",
+    "set_march",
+]
 
 
 class March:
@@ -28,10 +37,12 @@ class March:
     Bayes = BAYES
 
 
-KNOWN = (
-    *(March.BERNOULLI2, March.BAYES, March.BAYES_E),
-    *(March.NASH_E, March.NASH_M, March.NASH_P),
-)
+_NASH = (March.NASH_E, March.NASH_M, March.NASH_P)
+KNOWN = (March.BERNOULLI2, March.BAYES, March.BAYES_E, *_NASH)
+# Where marches differ in what is prepared and converted; their limits are in the support table.
+JOINS_AT_ONE_SCALE = (March.BERNOULLI2,)  # others rescale what is concatenated
+ON_FOUR_AXES = (March.BERNOULLI2,)
+HAS_QINT4 = _NASH  # weights
 _chosen: list[str] = []  # the march set last, if any
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 import torch
 from torch import Tensor
 
-__all__ = ["ROUNDINGS", "check_rounding", "round_float", "shift_right"]
+__all__ = ["ROUNDINGS", "Rounding", "check_rounding", "round_float", "shift_right"]
 
-ROUNDINGS = ("half_even", "half_up", "half_away")
+Rounding = Literal["half_even", "half_up", "half_away"]
+ROUNDINGS: tuple[str, ...] = get_args(Rounding)
 
 
 def check_rounding(rounding: str, what: str = "rounding") -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
+
+from bevfusion_quant.options import PtqOptions, TargetOptions
 
 if TYPE_CHECKING:
     from bev_data.metrics import Accuracy
@@ -23,6 +25,13 @@ _TOLD = {
     "quantize_first_layer": "first layer",
     "exclude": "left float",
     "plan": "plan",
+}
+# What else `ptq` can be told beyond any target's options, under its own name.
+_SHARED = {option.name for option in fields(TargetOptions)}
+_OTHERS = {
+    option.name: option.default
+    for option in fields(PtqOptions)
+    if option.name not in _SHARED | _TOLD.keys()
 }
 
 
@@ -53,6 +62,8 @@ class ComparedRun:
     def told(self) -> dict[str, Any]:
         """The settings that runs of one model can differ in, under the names of tables."""
         told = {title: getattr(self.settings, name) for name, title in _TOLD.items()}
+        for name, default in _OTHERS.items():
+            told[name.replace("_", " ")] = self.settings.written.get(name, default)
         return {**told, "trained by qat": self.settings.qat is not None}
 
     def summary(self) -> dict[str, Any]:

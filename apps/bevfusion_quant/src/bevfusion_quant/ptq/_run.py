@@ -36,7 +36,7 @@ from bevfusion_quant.steps import (
     apply_plan,
     before_calibration,
     built_parts,
-    calibrate_branch,
+    calibrate_as,
     calibration_record,
     calibration_warnings,
     example_batch,
@@ -46,9 +46,8 @@ from bevfusion_quant.steps import (
     keep_batch_norms,
     planned_layers,
     quantization_record,
-    quantize_branch,
+    quantize_as,
     quantized_parts,
-    quantizes_first_layer,
     read_plan,
     refuse_in_files,
     round_branch,
@@ -134,26 +133,14 @@ def run_ptq(
         with clock.step("fuse", blame="the weights cannot be folded"):
             fused = (fuse_branch if config.fold else keep_batch_norms)(float_model, example)
         with clock.step("quantize", blame="the branch cannot be quantized this way"):
-            quantized = quantize_branch(
-                fused.model,
-                example,
-                config.branch,
-                method=config.method,
-                exclude=config.exclude,
-                with_head=config.quantize_head,
-                weight_bits=config.weight_bits,
-                first_layer=quantizes_first_layer(fused.model, config.quantize_first_layer, plan),
-            )
+            quantized = quantize_as(fused.model, example, config, plan)
         if plan is not None:
             apply_plan(quantized.model, before_calibration(plan))
         settings = {"ptq": asdict(config), "command": command}
         shards = run_shards(runs, name, frames, settings, fused.model)
         with clock.step("calibrate", blame="no ranges can be found"):
-            report = calibrate_branch(
-                quantized.model,
-                batches.head(count),
-                method=config.method,
-                resume=shards.file("calibration"),
+            report = calibrate_as(
+                quantized.model, batches.head(count), config, resume=shards.file("calibration")
             )
         result = quantized.result
         if plan is not None:

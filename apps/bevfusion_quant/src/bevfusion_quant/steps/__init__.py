@@ -24,7 +24,6 @@ from bevfusion_quant.steps._plan import (
     apply_plan,
     before_calibration,
     planned_layers,
-    quantizes_first_layer,
     read_plan,
     refuse_in_files,
 )
@@ -38,12 +37,14 @@ from bevfusion_quant.steps._record import (
 )
 from bevfusion_quant.steps._stages import (
     Stage,
+    calibrate_as,
     calibrate_branch,
     example_batch,
     example_like,
     fill_weights,
     fuse_branch,
     keep_batch_norms,
+    quantize_as,
     quantize_branch,
     round_branch,
 )
@@ -56,6 +57,7 @@ __all__ = [
     "apply_plan",
     "before_calibration",
     "built_parts",
+    "calibrate_as",
     "calibrate_branch",
     "calibration_record",
     "calibration_warnings",
@@ -73,9 +75,9 @@ __all__ = [
     "model_settings",
     "planned_layers",
     "quantization_record",
+    "quantize_as",
     "quantize_branch",
     "quantized_parts",
-    "quantizes_first_layer",
     "read_model_settings",
     "read_plan",
     "read_run_config",

@@ -10,13 +10,20 @@ from typing import TYPE_CHECKING, Any, cast
 from bevfusion.model import CONFIGS, build_model
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import frames_of
-from bevfusion_quant.options import Branch, Method
-from bevfusion_quant.run import RunSettings, as_settings, read_written, refuse_version, sha256
+from bevfusion_quant.options import Branch, Method, PtqOptions
+from bevfusion_quant.run import (
+    CONFIG_FILE,
+    RunSettings,
+    as_settings,
+    read_written,
+    refuse_version,
+    sha256,
+)
 from bevfusion_quant.steps._branches import built_parts, reads_images
-from bevfusion_quant.steps._plan import PLAN_FILE, apply_plan, quantizes_first_layer, read_plan
+from bevfusion_quant.steps._plan import PLAN_FILE, apply_plan, read_plan
 from bevfusion_quant.steps._record import FLOAT_FILE, MODEL_FILES
-from bevfusion_quant.steps._stages import example_batch, fuse_branch, quantize_branch
-from bevquant_quantizers.documents import read_tensors
+from bevfusion_quant.steps._stages import example_batch, fuse_branch, quantize_as
+from bevquant_quantizers.documents import as_form, read_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -137,7 +144,7 @@ def load_run(folder: str | Path) -> LoadedRun:
             "bevfusion_quant.bpu.load_bpu_run, or compare it with bevfusion-quant evaluate"
         )
     try:
-        sizes, branch = CONFIGS[settings.config], settings.branch
+        sizes = CONFIGS[settings.config]
         example = example_batch(sizes)
         planned, digests = settings.plan is not None, settings.sha256
         apart = FLOAT_FILE in digests
@@ -149,25 +156,13 @@ def load_run(folder: str | Path) -> LoadedRun:
             if digests.get(name) != sha256(folder / name):
                 raise ValueError(f"{name} is not the file that the run wrote")
         state = read_tensors(folder / "weights.safetensors").tensors
-        fused = build_model(sizes, built_parts(branch)).eval()
+        fused = build_model(sizes, built_parts(settings.branch)).eval()
         if settings.fold:
             fused = _folded(fused, example, state)
-        model = quantize_branch(
-            fused,
-            example,
-            branch,
-            method=settings.method,
-            exclude=settings.exclude,
-            with_head=settings.quantize_head,
-            weight_bits=settings.weight_bits,
-            first_layer=quantizes_first_layer(
-                fused,
-                settings.quantize_first_layer,
-                read_plan(folder / PLAN_FILE) if planned else None,
-            ),
-        ).model
-        if planned:
-            apply_plan(model, read_plan(folder / PLAN_FILE))
+        plan = read_plan(folder / PLAN_FILE) if planned else None
+        model = quantize_as(fused, example, _options(settings), plan).model
+        if plan is not None:
+            apply_plan(model, plan)
         load_ranges(model, folder / "ranges.json")
         model.load_state_dict(state)
         own = read_tensors(folder / FLOAT_FILE).tensors if apart else {}
@@ -175,6 +170,18 @@ def load_run(folder: str | Path) -> LoadedRun:
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise _refusal(folder, error) from error
     return LoadedRun(settings, fused, model)
+
+
+def _options(settings: ModelSettings) -> PtqOptions:
+    """What decided how the model was quantized, as far as it is no file."""
+    told = {
+        **settings.written,
+        "branch": settings.branch,
+        "quantize_first_layer": settings.quantize_first_layer,
+        "weights": None,
+        "plan": None,
+    }
+    return as_form(told, PtqOptions, where=CONFIG_FILE, what="run's settings")
 
 
 def frames_for_run(options: FrameOptions, settings: ModelSettings) -> Sequence[Frame]:

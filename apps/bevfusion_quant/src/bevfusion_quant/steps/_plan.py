@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.steps._stages import first_sparse_conv
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,7 +18,6 @@ __all__ = [
     "apply_plan",
     "before_calibration",
     "planned_layers",
-    "quantizes_first_layer",
     "read_plan",
     "refuse_in_files",
 ]
@@ -74,15 +72,6 @@ def apply_plan(model: nn.Module, plan: PrecisionPlan) -> None:
             f"the plan cannot be applied: {error}; quantize with the branch and --exclude of the "
             "run that it was made from"
         ) from error
-
-
-def quantizes_first_layer(model: nn.Module, setting: bool, plan: PrecisionPlan | None) -> bool:
-    """Whether the first sparse convolution of a folded model gets quantizers.
-
-    A plan that names it decides by itself, whatever the setting.
-    """
-    first = first_sparse_conv(model)
-    return setting or any(path in group.modules for group in plan or () for path in first)
 
 
 def planned_layers(plan: PrecisionPlan) -> tuple[SkippedModule, ...]:

@@ -31,12 +31,13 @@ if TYPE_CHECKING:
     from bevfusion_quant.options import PtqOptions, TargetOptions
     from bevfusion_quant.run import Clock
     from bevquant_fusion import FusionResult
-    from bevquant_qnn import QuantizeResult, RoundingResult
+    from bevquant_qnn import PrecisionPlan, QuantizeResult, RoundingResult
     from bevquant_quantizers import CalibrationReport
 
 __all__ = [
     "ROUNDING_FRAMES",
     "Stage",
+    "calibrate_as",
     "calibrate_branch",
     "example_batch",
     "example_like",
@@ -44,6 +45,7 @@ __all__ = [
     "first_sparse_conv",
     "fuse_branch",
     "keep_batch_norms",
+    "quantize_as",
     "quantize_branch",
     "round_branch",
     "run_batch",
@@ -209,6 +211,32 @@ def quantize_branch(
     return Stage(model, replace(result, skipped=(*notes, *rest)))
 
 
+def quantize_as(
+    fused: BEVFusion, example: Batch, options: PtqOptions, plan: PrecisionPlan | None
+) -> Stage[QuantizeResult]:
+    """`quantize_branch` as a run's options say; an option that changes it is read here alone.
+
+    Args:
+        fused: From `fuse_branch`; stays as it is.
+        example: Anything the model can run on.
+        options: Of the run.
+        plan: That the run follows; one that names the first sparse convolution decides by itself
+            whether that gets quantizers.
+    """
+    first = first_sparse_conv(fused)
+    planned = any(path in group.modules for group in plan or () for path in first)
+    return quantize_branch(
+        fused,
+        example,
+        options.branch or "lidar",
+        method=options.method or "mse",
+        exclude=options.exclude,
+        with_head=options.quantize_head,
+        weight_bits=options.weight_bits,
+        first_layer=options.quantize_first_layer or planned,
+    )
+
+
 def first_sparse_conv(model: nn.Module) -> list[str]:
     """Path of the first sparse convolution; none in a model without."""
     paths = (path for path, module in model.named_modules() if is_sparse_conv(module))
@@ -244,6 +272,13 @@ def calibrate_branch(
         if not read or not hasattr(error, "__notes__"):  # notes say that a batch was running
             raise
         raise ValueError(f"{read[-1][0]}: {error}") from error
+
+
+def calibrate_as(
+    model: BEVFusion, batches: Iterable[Batch], options: PtqOptions, *, resume: Path | None = None
+) -> CalibrationReport:
+    """`calibrate_branch` as a run's options say; an option that changes it is read here alone."""
+    return calibrate_branch(model, batches, method=options.method or "mse", resume=resume)
 
 
 ROUNDING_FRAMES = 16

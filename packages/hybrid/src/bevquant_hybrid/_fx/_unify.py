@@ -15,7 +15,7 @@ from bevquant_hybrid._fx._boundaries import is_calibration
 from bevquant_hybrid._fx._placement import keeps_scale
 from bevquant_hybrid._observers._range import FixedScaleObserver
 from bevquant_hybrid._scale_keeping import rule_of
-from bevquant_hybrid.march import March
+from bevquant_hybrid.march import JOINS_AT_ONE_SCALE
 
 __all__ = ["refuse_settings", "unify_cat_scales"]
 
@@ -53,7 +53,7 @@ def unify_cat_scales(graph: Graph, root: nn.Module, march: str, caller: str) -> 
         ValueError: A group has outputs of 32 bits, of several types, or several fixed scales.
     """
     # While a model is calibrated nothing is rounded, so that no scale is shared either.
-    if march != March.BERNOULLI2 or is_calibration(root):
+    if march not in JOINS_AT_ONE_SCALE or is_calibration(root):
         return []
     groups = _groups(graph, root)
     for paths in groups:

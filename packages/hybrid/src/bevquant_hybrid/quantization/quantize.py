@@ -18,7 +18,7 @@ from bevquant_hybrid._fx._tracer import trace
 from bevquant_hybrid._fx._unify import refuse_settings, unify_cat_scales
 from bevquant_hybrid._quant_stub import DeQuantStub
 from bevquant_hybrid._undisturbed import positional, undisturbed
-from bevquant_hybrid.march import March, require_march
+from bevquant_hybrid.march import JOINS_AT_ONE_SCALE, require_march
 from bevquant_hybrid.nn.qat import float_form, has_qat_form, qat_form
 from bevquant_hybrid.nn.qat._base import expect_pictures, first_prepared, take_over
 from bevquant_hybrid.quantization.quantize_fx import convert_fx
@@ -140,7 +140,7 @@ def _prepare(
         return prepared
 
     # Everything is made before anything is replaced: a failure leaves the model as it was.
-    graph = trace(made, caller) if optimize_graph and march == March.BERNOULLI2 else None
+    graph = trace(made, caller) if optimize_graph and march in JOINS_AT_ONE_SCALE else None
     planned = {
         path: form(path, module) for path, module in made.named_modules(remove_duplicate=False)
     }

@@ -9,6 +9,7 @@ import torch
 from msgspec import Meta, Struct
 from torch import Tensor
 
+from bevquant_int8sim._rounding import Rounding
 from bevquant_int8sim.model._execute import OPERATION_NAMES
 from bevquant_int8sim.model._form import Form, Integers
 from bevquant_int8sim.model._program import Program, Ref, Step, names_in
@@ -31,7 +32,7 @@ class _Any(Struct, kw_only=True):
 
     what: str = ""
     ceiling: float | None = None
-    rounding: Literal["half_even", "half_up", "half_away"] = "half_even"
+    rounding: Rounding = "half_even"
     arithmetic: Literal["float64", "fixed_point"] = "float64"
 
 

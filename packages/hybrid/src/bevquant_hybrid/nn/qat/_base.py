@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.ao.quantization import FakeQuantizeBase
 
 from bevquant_graph import layer_class, own_code
-from bevquant_hybrid.march import March
+from bevquant_hybrid.march import ON_FOUR_AXES
 from bevquant_hybrid.qtensor import QTensor, as_float
 
 __all__ = [
@@ -129,7 +129,7 @@ def expect_pictures(model: nn.Module, march: str, hybrid: bool) -> None:
     """
     for module in model.modules():
         if "_prepared_with" in module.__dict__:
-            module.wants_pictures = march == March.BERNOULLI2 and not hybrid  # type: ignore[assignment]
+            module.wants_pictures = march in ON_FOUR_AXES and not hybrid  # type: ignore[assignment]
 
 
 def quantized_input(module: nn.Module, x: Tensor, what: str = "input") -> Tensor:

@@ -11,11 +11,8 @@ from torch.ao.quantization import QuantStub as TorchQuantStub
 
 from bevquant_graph import layer_class
 from bevquant_hybrid._quant_stub import QuantStub
-from bevquant_hybrid.nn._arithmetic import Div, Where
-from bevquant_hybrid.nn._correlation import Correlation
 from bevquant_hybrid.nn._functions import ElementwiseFunction, Interpolate, Pow
 from bevquant_hybrid.nn._layer_norm import LayerNorm, Normalize, RMSNorm
-from bevquant_hybrid.nn._roi_align import MultiScaleRoIAlign
 from bevquant_hybrid.nn.intrinsic import Fused
 from bevquant_hybrid.nn.qat import (
     attention,
@@ -71,7 +68,14 @@ _WEIGHTED: dict[tuple[type[nn.Module], bool, str | None], type[Weighted]] = {
     )
     for cls in (getattr(module, name) for name in module.__all__)
 }
+# Of several tensors: each class stands for the float one that it is derived from last.
+_SEVERAL_INPUTS: dict[type[nn.Module], Any] = {
+    cls.__bases__[-1]: cls
+    for module in (several_inputs, correlation)
+    for cls in (getattr(module, name) for name in module.__all__)
+}
 _OTHERS: dict[type[nn.Module], Any] = {
+    **_SEVERAL_INPUTS,
     QuantStub: stubs.QuantStub,
     TorchQuantStub: stubs.QuantStub,
     TorchDeQuantStub: stubs.DeQuantStub,
@@ -93,11 +97,6 @@ _OTHERS: dict[type[nn.Module], Any] = {
     nn.UpsamplingBilinear2d: upsampling.UpsamplingBilinear2d,
     nn.UpsamplingNearest2d: upsampling.UpsamplingNearest2d,
     Interpolate: interpolate.Interpolate,
-    nn.GLU: several_inputs.GLU,
-    Div: several_inputs.Div,
-    Where: several_inputs.Where,
-    Correlation: correlation.Correlation,
-    MultiScaleRoIAlign: several_inputs.MultiScaleRoIAlign,
     nn.MultiheadAttention: attention.MultiheadAttention,
     nn.LSTMCell: recurrent.LSTMCell,
 }

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bevquant_hybrid import _integer_ops as ops
 from bevquant_hybrid._sampling import roi_align_real
@@ -20,6 +20,7 @@ from bevquant_hybrid.nn.quantized._weighted import depthwise
 from bevquant_hybrid.qtensor import QTensor
 
 __all__ = [
+    "FORMS",
     "GLU",
     "BatchNorm2d",
     "Correlation",
@@ -180,3 +181,18 @@ class Correlation(FixedPoint):
         acc = correlate_integers(x.int_repr(), y.int_repr(), *self.settings)
         size = self.kernel_size**2 * channels
         return self.requantized(acc, x.scale.double() * y.scale.double() / size)
+
+
+FORMS: dict[type[nn.Module], type[FixedPoint]] = {
+    batchnorm.BatchNorm2d: BatchNorm2d,
+    batchnorm.BatchNorm3d: BatchNorm2d,
+    batchnorm.SyncBatchNorm: BatchNorm2d,
+    normalization.LayerNorm: LayerNorm,
+    normalization.RMSNorm: RMSNorm,
+    several_inputs.Div: Div,
+    several_inputs.GLU: GLU,
+    several_inputs.Where: Where,
+    several_inputs.MultiScaleRoIAlign: MultiScaleRoIAlign,
+    qat.Correlation: Correlation,
+}
+"""Which of them stands for which QAT module."""

@@ -9,16 +9,7 @@ from torch import nn
 from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize, _WrappedCalibFakeQuantize
 from bevquant_hybrid.nn import qat
 from bevquant_hybrid.nn.qat._base import KeepsScale, take_over
-from bevquant_hybrid.nn.quantized._others import (
-    GLU,
-    BatchNorm2d,
-    Correlation,
-    Div,
-    LayerNorm,
-    MultiScaleRoIAlign,
-    RMSNorm,
-    Where,
-)
+from bevquant_hybrid.nn.quantized._others import FORMS
 from bevquant_hybrid.nn.quantized._weighted import Conv2d, Conv3d, ConvTranspose2d, Linear
 from bevquant_hybrid.nn.quantized.avg_pool2d import AdaptiveAvgPool2d, AvgPool2d
 from bevquant_hybrid.nn.quantized.functional_modules import QFunctional
@@ -43,17 +34,8 @@ _FORMS: tuple[tuple[type[nn.Module], Any], ...] = (
     (qat.FloatFunctional, QFunctional),
     (qat.AvgPool2d, AvgPool2d),
     (qat.AdaptiveAvgPool2d, AdaptiveAvgPool2d),
-    (qat.BatchNorm2d, BatchNorm2d),
     (qat.SegmentLUT, SegmentLUT),
-    (qat.LayerNorm, LayerNorm),
-    (qat.RMSNorm, RMSNorm),
-    (qat.BatchNorm3d, BatchNorm2d),
-    (qat.SyncBatchNorm, BatchNorm2d),
-    (qat.Div, Div),
-    (qat.GLU, GLU),
-    (qat.Where, Where),
-    (qat.MultiScaleRoIAlign, MultiScaleRoIAlign),
-    (qat.Correlation, Correlation),
+    *FORMS.items(),
 )
 
 _KEEPING: dict[type[nn.Module], type[nn.Module]] = {

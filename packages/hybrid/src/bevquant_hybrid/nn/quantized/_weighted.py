@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from bevquant_hybrid import _integer_ops as ops
 from bevquant_hybrid._scale_keeping import clamped
 from bevquant_hybrid.dtype import qinfo
-from bevquant_hybrid.march import get_march
+from bevquant_hybrid.march import HAS_QINT4, get_march
 from bevquant_hybrid.nn.qat import _weighted as qat
 from bevquant_hybrid.nn.qat.conv_transpose2d import ConvTranspose2d as QATConvTranspose2d
 from bevquant_hybrid.nn.quantized._base import FixedPoint, integers
@@ -35,7 +35,7 @@ class _Weighted(FixedPoint):
         quantized, scale, bias = source.fixed_weight()
         march = get_march() or ""
         if quantized.dtype not in ("qint8", "qint4") or (
-            quantized.dtype == "qint4" and not march.startswith("nash")
+            quantized.dtype == "qint4" and march not in HAS_QINT4
         ):
             raise ValueError(
                 f"{self.qualified_name}: weights of {quantized.dtype}: a BPU computes with weights "
