@@ -93,7 +93,7 @@ def _pillars_of(indices: Tensor, sizes: tuple[int, ...]) -> _Pillars | None:
 def _recall(indices: Tensor, sizes: tuple[int, ...]) -> _Pillars | None:
     if indices.is_inference():  # its writes are not counted
         return None
-    kept: Any = _known.get(indices)  # type: ignore[no-untyped-call]
+    kept: Any = _known.get(indices)
     return kept[1] if kept is not None and kept[0] == (indices._version, sizes) else None
 
 

@@ -94,7 +94,7 @@ class ForcedRun:
             What the integer model returned, and the forced graph as a list of its leaves.
         """
         made: dict[str, Tensor] = {}
-        counted, products = 0, Products()  # type: ignore[no-untyped-call]
+        counted, products = 0, Products()
 
         def keep(step: Step, given: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
             nonlocal counted

@@ -124,11 +124,11 @@ def of_16_bits(qconfig: Any) -> QConfig:
             "(get_default_qat_qconfig), since only layers with a weight have a 32-bit output"
         )
     made = qconfig.activation()
-    wide: Any = FakeQuantize.with_args(dtype=qint16)  # type: ignore[no-untyped-call]
+    wide: Any = FakeQuantize.with_args(dtype=qint16)
     if not isinstance(made.activation_post_process, FixedScaleObserver):
 
         def wide() -> nn.Module:
             step: nn.Module = qconfig.activation(dtype=qint16)
             return step
 
-    return QConfig(activation=wide, weight=None)  # type: ignore[no-untyped-call]
+    return QConfig(activation=wide, weight=None)

@@ -19,7 +19,7 @@ _DOMAIN = "bevquant_hybrid.marks"
 
 def mark_forced(x: Tensor) -> Tensor:
     """Mark a value: whoever reads it was put on the CPU although a BPU could run it."""
-    result: Tensor = _Mark.apply(x)  # type: ignore[no-untyped-call]
+    result: Tensor = _Mark.apply(x)
     return result
 
 
