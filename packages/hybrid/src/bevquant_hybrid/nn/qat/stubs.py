@@ -106,12 +106,13 @@ class DeQuantStub(nn.Module):
     """
 
     forced = False
+    _float_class: type[nn.Module]
 
     @classmethod
     def from_float(cls, source: nn.Module, qconfig: Any = None) -> Self:
         """Take over a stub."""
         made = take_over(cls, source)
-        made._float_class = type(source)  # type: ignore[assignment]
+        made._float_class = type(source)
         return made
 
     def to_float(self) -> nn.Module:
