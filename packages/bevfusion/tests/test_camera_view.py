@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from bev_data import InputError
 from bev_data.voxelize import Voxelization
-from bevfusion.model._config import CONFIGS, CameraConfig
+from bevfusion.model import CONFIGS, CameraConfig
 from bevfusion.model.camera import DepthLSSTransform
 
 SMALL = CameraConfig(
