@@ -59,7 +59,7 @@ def on_the_instance(cls: type[nn.Module]) -> nn.Module:
     def forward(self: Any, x: Any) -> Any:
         return 2.0 * cls.forward(self, x) - 0.5
 
-    module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
+    module.forward = types.MethodType(forward, module)
     return module
 
 
@@ -92,7 +92,7 @@ def as_by_copy(net: nn.Module) -> nn.Module:
     for module in made.modules():
         bound = vars(module).get("forward")
         if bound is not None:
-            module.forward = types.MethodType(bound.__func__, module)  # type: ignore[method-assign]
+            module.forward = types.MethodType(bound.__func__, module)
     return made
 
 

@@ -49,8 +49,8 @@ def nuscenes() -> Target:
 
     from bevfusion_quant.datasets import open_dataset
 
-    module = ModuleType("nuscenes.nuscenes")
-    module.NuScenes = Devkit  # type: ignore[attr-defined]
+    module: Any = ModuleType("nuscenes.nuscenes")
+    module.NuScenes = Devkit
     pose = {"rotation": [1.0, 0, 0, 0], "translation": [0.1, 0.2, 0.3]}
     end = {"prev": "", "next": ""}
     lidar = {"sample_token": "s", "ego_pose_token": "e", "calibrated_sensor_token": "c",

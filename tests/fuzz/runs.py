@@ -80,15 +80,15 @@ def frame_record() -> Target:
     """A frame's note and boxes, as a process keeps them for the next run."""
     from bev_data.points import Labels
     from bevfusion.model.head import Detections
-    from bevfusion_quant.frames._poor_data import (
-        FrameNote,
+    from bevfusion_quant.frames import (
         PoorData,
         detections_of,
         detections_record,
         note_of,
         note_record,
     )
-    from bevfusion_quant.ranks._shards import pack, unpack
+    from bevfusion_quant.frames._poor_data import FrameNote
+    from bevfusion_quant.ranks import pack, unpack
 
     labels = Labels(np.ones((2, 7), np.float32), ("car", "bus"))
     poor = PoorData("encoders.lidar", "f", "few voxels", "1 voxel", "calibrate")
@@ -161,7 +161,7 @@ WORDS = [
 
 
 def record() -> Target:
-    from bevfusion_quant.ranks._shards import pack, unpack
+    from bevfusion_quant.ranks import pack, unpack
 
     files = {"r.npz": pack({"sums": np.arange(9.0), "names": np.array(["a", "b"])})}
     read = lambda f: unpack((f / "r.npz").read_bytes())  # noqa: E731
@@ -172,8 +172,8 @@ def run_evidence() -> Target:
     from bevfusion_quant.ptq import LayerRow
     from bevfusion_quant.report import ReportContent, write_report
     from bevfusion_quant.review._evidence import read_evidence
-    from bevfusion_quant.run._folder import RUN_FORMAT, RUN_VERSIONS, write_digests
-    from bevfusion_quant.run._record import write_json
+    from bevfusion_quant.run import RUN_FORMAT, RUN_VERSIONS, write_json
+    from bevfusion_quant.run._folder import write_digests
 
     head = {"format": RUN_FORMAT, "version": RUN_VERSIONS[-1]}
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import dis
 import functools
+import io
 import multiprocessing
 import os
 import resource
@@ -263,7 +264,8 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", help="targets whose names hold one of these")
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
     from concurrent.futures import ThreadPoolExecutor
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")

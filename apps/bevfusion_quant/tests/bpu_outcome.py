@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bevfusion_quant.bpu import BpuComparison, BpuEstimate, BpuLayer, BpuOutcome, BpuStage
-from bevfusion_quant.measure._judge import Judgement
+from bevfusion_quant.measure import Judgement
 from bevquant_hybrid.partition import Plan, PlanNode, number_segments
 from bevquant_hybrid.performance import LayerEstimate, load_chip_figures
 

@@ -13,7 +13,7 @@ from bpu_split import TINY, Split, split
 
 from bevfusion_quant.bpu._compare import compare_forms, node_probes
 from bevfusion_quant.bpu._units import node_labels
-from bevfusion_quant.results._bpu import BpuComparison
+from bevfusion_quant.results import BpuComparison
 from bevquant_hybrid.qtensor import QTensor, as_float
 
 if importlib.util.find_spec("spconv") is None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from bpu_split import split
 
-from bevfusion_quant._errors import InputError
+from bevfusion_quant import InputError
 from bevfusion_quant.bpu import BpuConfig, bpu_parts
 from bevfusion_quant.bpu._prepare import SplitUnits
 from bevfusion_quant.bpu._quantize import for_march

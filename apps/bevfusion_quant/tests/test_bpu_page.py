@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from bpu_outcome import LAYERS, outcome
@@ -15,8 +16,8 @@ from bevfusion_quant.report._format import by_page_scheme, partition_picture
 EVIL = '</script><script>hurt()</script><b title="x">'
 
 
-def page(tmp_path: Path, **content: object) -> str:
-    made = ReportContent("run", **content)  # type: ignore[arg-type]
+def page(tmp_path: Path, **content: Any) -> str:
+    made = ReportContent("run", **content)
     return write_report(tmp_path / "report.html", made).read_text(encoding="utf-8")
 
 

@@ -20,7 +20,7 @@ from bev_data.datasets import write_frame_folder
 from bev_data.metrics import DetectionRules, evaluate_detections
 from bev_data.points import Labels
 from bevfusion.model import build_model
-from bevfusion_quant._errors import InputError
+from bevfusion_quant import InputError
 from bevfusion_quant.bpu import load_bpu_run
 from bevfusion_quant.cli import main
 from bevfusion_quant.ptq import FrameBatches, load_run, read_run_config

@@ -20,8 +20,7 @@ from bevfusion_quant.ptq import (
     quantize_branch,
     quantized_parts,
 )
-from bevfusion_quant.steps import _load_run
-from bevfusion_quant.steps._branches import expand_patterns
+from bevfusion_quant.steps import _load_run, expand_patterns
 from bevquant_fusion import fuse_model
 from bevquant_quantizers import TensorQuantizer
 

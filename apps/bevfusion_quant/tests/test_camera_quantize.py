@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bevfusion.model._config import CameraConfig
+from bevfusion.model import CameraConfig
 from bevfusion.model.camera import Bottleneck, DepthLSSTransform, GeneralizedLSSFPN, ResNet
 from bevquant_fusion import fuse_model
 from bevquant_qnn import QuantConcat, QuantConv2d, quantize_model

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from bev_data.metrics import Bootstrap
 from bevfusion.model import trained_weights
-from bevfusion_quant._errors import InputError
+from bevfusion_quant import InputError
 from bevfusion_quant.cli import main
 from bevfusion_quant.compare import (
     ComparedRun,

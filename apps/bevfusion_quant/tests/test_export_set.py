@@ -17,7 +17,7 @@ import onnx
 from bpu_split import small_frame
 
 from bevfusion.model import CONFIGS, PARTS, BEVFusion, build_model, random_weights
-from bevfusion_quant._errors import InputError
+from bevfusion_quant import InputError
 from bevfusion_quant.export import ExportedSet, export_model, export_text
 from bevfusion_quant.export._chain import walk
 from bevfusion_quant.export._files import bpu_files, nvidia_files
@@ -29,7 +29,7 @@ from bevfusion_quant.ptq import (
     fuse_branch,
     quantize_branch,
 )
-from bevfusion_quant.run._record import Clock
+from bevfusion_quant.run import Clock
 from bevquant_export import cpu_at_hand, lint_onnx
 
 TINY = CONFIGS["tiny"]

@@ -14,7 +14,7 @@ from bevfusion_quant.integer import FloatIsland, SavedPart, check_backend, simul
 from bevfusion_quant.integer._stages import in_integers, integer_stages
 from bevfusion_quant.integer._text import verdict
 from bevfusion_quant.report import ReportContent, write_report
-from bevfusion_quant.run._record import write_json
+from bevfusion_quant.run import write_json
 from bevquant_int8sim import BackendStatus
 
 EVIL = 'heads.</script><script>alert("x")</script>'

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bevfusion_quant.measure._lockstep import Leader, lead
+from bevfusion_quant.measure import Leader, lead
 
 
 def number(value: float) -> Tensor:

@@ -25,7 +25,7 @@ from bevfusion.model import (
     exclude_all_but,
     random_weights,
 )
-from bevfusion_quant._errors import InputError
+from bevfusion_quant import InputError
 from bevquant_fusion import fuse_model
 
 if importlib.util.find_spec("spconv") is None:

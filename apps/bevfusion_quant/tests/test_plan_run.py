@@ -11,7 +11,7 @@ import pytest
 import torch
 from bpu_split import TINY, small_frame
 
-from bevfusion_quant._errors import InputError
+from bevfusion_quant import InputError
 from bevfusion_quant.cli import main
 from bevfusion_quant.export._pieces import nvidia_pieces
 from bevfusion_quant.export._write import write_piece
@@ -23,7 +23,7 @@ from bevfusion_quant.ptq import (
     load_run,
     run_ptq,
 )
-from bevfusion_quant.steps._plan import apply_plan, before_calibration, read_plan
+from bevfusion_quant.steps import apply_plan, before_calibration, read_plan
 from bevquant_qnn import PlannedGroup, PrecisionPlan, precision_groups
 
 if importlib.util.find_spec("spconv") is None:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from bev_data.points import Frame
 from bevfusion.model import CONFIGS, build_model, random_weights
-from bevfusion_quant._errors import InputError
+from bevfusion_quant import InputError
 from bevfusion_quant.cli import main
 from bevfusion_quant.ptq import (
     FrameBatches,

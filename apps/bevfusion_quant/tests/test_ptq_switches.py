@@ -18,7 +18,7 @@ from bpu_split import TINY, small_frame
 from torch import Tensor, nn
 
 from bevfusion.model import Batch
-from bevfusion_quant._errors import InputError
+from bevfusion_quant import InputError
 from bevfusion_quant.cli import main
 from bevfusion_quant.export import export_run
 from bevfusion_quant.export._pieces import nvidia_pieces

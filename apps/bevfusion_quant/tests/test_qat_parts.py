@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from bevfusion_quant._errors import InputError
+from bevfusion_quant import InputError
 from bevfusion_quant.qat import FramePart, QatConfig, add_up
 from bevfusion_quant.qat._ranges import DECAY, RangeFollower
 from bevquant_qnn import QuantConfig, quantize_model

@@ -22,7 +22,7 @@ from bev_data.points import Frame
 from bev_scenes import street_frame
 from bevfusion.model import CONFIGS
 from bevfusion.training import make_batch, order_of
-from bevfusion_quant._errors import InputError
+from bevfusion_quant import InputError
 from bevfusion_quant.cli import main
 from bevfusion_quant.export._pieces import _with_weights_of
 from bevfusion_quant.integer._simulation import lowered
@@ -31,8 +31,7 @@ from bevfusion_quant.qat import QatConfig, QatResult, add_up, run_qat
 from bevfusion_quant.qat._ranges import weighted_layers
 from bevfusion_quant.qat._trainer import Trainer
 from bevfusion_quant.run import sha256
-from bevfusion_quant.steps import model_settings
-from bevfusion_quant.steps._record import save_model
+from bevfusion_quant.steps import model_settings, save_model
 from bevfusion_quant.train import Augmentation, FrameSource, Motion, TrainConfig, head_loss
 from bevfusion_quant.train._checkpoint import CHECKPOINT, read_checkpoint
 from bevfusion_quant.train._prepare import prepare_frames

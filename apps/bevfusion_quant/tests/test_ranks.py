@@ -22,14 +22,8 @@ from bevfusion_quant.commands import check_processes
 from bevfusion_quant.commands.evaluate import Evaluate
 from bevfusion_quant.commands.ptq import Ptq
 from bevfusion_quant.commands.tree import Tree
-from bevfusion_quant.frames._poor_data import (
-    FrameNote,
-    PoorData,
-    detections_of,
-    detections_record,
-    note_of,
-    note_record,
-)
+from bevfusion_quant.frames import PoorData, detections_of, detections_record, note_of, note_record
+from bevfusion_quant.frames._poor_data import FrameNote
 from bevfusion_quant.qat import FramePart, add_up
 from bevfusion_quant.qat._frame_part import parts_in_order
 from bevfusion_quant.ranks import (

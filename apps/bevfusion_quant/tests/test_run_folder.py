@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bevfusion_quant._errors import InputError
+from bevfusion_quant import InputError
 from bevfusion_quant.ptq import free_name, run_folder
 
 OURS = json.dumps({"format": "bevfusion-quant run"})

@@ -13,7 +13,7 @@ from bpu_split import small_frame
 
 from bev_data.metrics import DetectionRules, evaluate_detections
 from bevfusion.model import CONFIGS
-from bevfusion_quant._errors import InputError
+from bevfusion_quant import InputError
 from bevfusion_quant.cli import main
 from bevfusion_quant.ptq import FrameBatches, LoadedRun, PtqConfig, load_run, run_ptq
 from bevfusion_quant.sensitivity import (

@@ -13,8 +13,15 @@ import torch.nn.functional as F
 from model_batches import model_batch
 from torch import Tensor, nn
 
-from bevfusion.model import CONFIGS, Batch, BEVFusion, DecoderConfig, random_weights
-from bevfusion.model._second import SECOND, SECONDFPN
+from bevfusion.model import (
+    CONFIGS,
+    SECOND,
+    SECONDFPN,
+    Batch,
+    BEVFusion,
+    DecoderConfig,
+    random_weights,
+)
 from bevfusion.model.camera import DepthLSSTransform, GeneralizedLSSFPN
 from bevquant_fusion import FusionResult, fuse_model
 from bevquant_qnn import QuantizeResult, quantize_model

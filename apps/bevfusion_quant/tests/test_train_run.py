@@ -19,7 +19,7 @@ from bev_data.points import Frame
 from bev_scenes import street_frame
 from bevfusion.model import CONFIGS, build_model, load_weights
 from bevfusion.training import CompactFrame, one_cycle
-from bevfusion_quant._errors import InputError
+from bevfusion_quant import InputError
 from bevfusion_quant.cli import main
 from bevfusion_quant.train import Augmentation, FrameSource, TrainConfig, TrainResult, run_train
 from bevfusion_quant.train._checkpoint import CHECKPOINT, read_checkpoint

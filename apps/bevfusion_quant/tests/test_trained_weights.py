@@ -19,7 +19,7 @@ from bevfusion.model import (
     named_weights,
     trained_weights,
 )
-from bevfusion_quant._errors import InputError
+from bevfusion_quant import InputError
 from bevfusion_quant.ptq import FrameBatches
 from bevfusion_quant.train import targets_of
 

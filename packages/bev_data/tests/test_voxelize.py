@@ -249,5 +249,6 @@ def test_settings_that_are_no_grid_are_named(settings: dict[str, Any]) -> None:
 
 
 def test_points_of_unequal_rows_are_refused() -> None:
+    rows: Any = [[1.0, 2.0, 3.0], [1.0]]
     with pytest.raises(VoxelizeError, match="points are no array"):
-        Voxelizer()([[1.0, 2.0, 3.0], [1.0]])  # type: ignore[arg-type]
+        Voxelizer()(rows)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm, conv2d, max_pool2d
 
-from bevfusion.model._config import CONFIGS
+from bevfusion.model import CONFIGS
 from bevfusion.model.camera import DepthLSSTransform, GeneralizedLSSFPN, ResNet
 
 Shapes = dict[str, tuple[int, ...]]

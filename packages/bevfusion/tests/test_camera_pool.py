@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -67,7 +69,7 @@ def test_fused_pool_is_the_pool_of_the_outer_product(channels: int, dtype: torch
 
 
 @pytest.mark.parametrize("backend", [_pool_numba, _pool_torch])
-def test_gradients_of_the_fused_pool_are_those_of_the_outer_product(backend: object) -> None:
+def test_gradients_of_the_fused_pool_are_those_of_the_outer_product(backend: Any) -> None:
     depth, context, cells = scene(35, torch.float64)
     depth.requires_grad_()
     context.requires_grad_()
@@ -76,7 +78,7 @@ def test_gradients_of_the_fused_pool_are_those_of_the_outer_product(backend: obj
                                  (depth, context))  # fmt: skip
     rows = context.detach().permute(0, 2, 3, 1).reshape(-1, 35)
     plan = make_pool_plan(cells, NUM_CELLS)
-    to_depth, to_rows = backend.lift_backward(weights, depth.detach(), rows, plan)  # type: ignore[attr-defined]
+    to_depth, to_rows = backend.lift_backward(weights, depth.detach(), rows, plan)
     torch.testing.assert_close(to_depth, wanted[0], rtol=1e-12, atol=1e-12)
     to_context = to_rows.view(2, 5, 11, 35).permute(0, 3, 1, 2)
     torch.testing.assert_close(to_context, wanted[1], rtol=1e-12, atol=1e-12)
@@ -252,7 +254,7 @@ def test_points_keep_their_order_within_a_cell() -> None:
         ),
     ],
 )
-def test_wrong_input_is_named(call, message: str) -> None:  # type: ignore[no-untyped-def]
+def test_wrong_input_is_named(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
 

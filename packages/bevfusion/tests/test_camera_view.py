@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 
 from bev_data import InputError
 from bev_data.voxelize import Voxelization
-from bevfusion.model._config import CONFIGS, CameraConfig
+from bevfusion.model import CONFIGS, CameraConfig
 from bevfusion.model.camera import DepthLSSTransform
 
 SMALL = CameraConfig(
@@ -24,6 +26,7 @@ SMALL = CameraConfig(
     dbound=(1.0, 9.0, 0.5),
     out_channels=5,
 )
+Change = Callable[[Tensor], Tensor]
 TWO_HIGH = dataclasses.replace(SMALL, zbound=(-2.0, 4.0, 3.0), downsample=1)
 
 
@@ -55,7 +58,7 @@ def calibration(batch: int = 2, cameras: int = 3, seed: int = 0) -> tuple[Tensor
             turn, scale = rng.uniform(-0.1, 0.1), rng.uniform(0.4, 0.6)
             c, s = scale * math.cos(turn), scale * math.sin(turn)
             image_aug[b, n] = [[c, -s, rng.uniform(-3, 3)], [s, c, rng.uniform(-3, 3)], [0, 0, 1]]
-    return tuple(torch.from_numpy(m) for m in (intrinsics, to_camera, image_aug))  # type: ignore[return-value]
+    return torch.from_numpy(intrinsics), torch.from_numpy(to_camera), torch.from_numpy(image_aug)
 
 
 def slow_cells(config: CameraConfig, given: tuple[Tensor, Tensor, Tensor]) -> list[int]:
@@ -229,13 +232,13 @@ def test_gradients_reach_every_weight() -> None:
             assert parameter.grad.abs().sum() > 0 or "bias" in name, name
 
 
-def broken(which: int, change) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[no-untyped-def]
+def broken(which: int, change: Change) -> list[Tensor]:
     given = [m.clone() for m in calibration()]
     given[which] = change(given[which])
-    return tuple(given)  # type: ignore[return-value]
+    return given
 
 
-def put(value: float, *at: int):  # type: ignore[no-untyped-def]
+def put(value: float, *at: int) -> Change:
     def change(m: Tensor) -> Tensor:
         m[1, 2][at] = value
         return m
@@ -257,7 +260,7 @@ def put(value: float, *at: int):  # type: ignore[no-untyped-def]
         (0, lambda m: m[:, :0], r"\[2, 0, 3, 3\]: expected"),
     ],
 )
-def test_calibration_that_cannot_be_used_is_named(which, change, message) -> None:  # type: ignore[no-untyped-def]
+def test_calibration_that_cannot_be_used_is_named(which: int, change: Change, message: str) -> None:
     with pytest.raises(InputError, match=message):
         DepthLSSTransform(SMALL).cells(*broken(which, change))
 
@@ -281,6 +284,6 @@ def test_parameters_of_another_map_are_refused() -> None:
         ({"zbound": (-6.0, 6.0, 0.0)}, "zbound"),
     ],
 )
-def test_sizes_that_do_not_fit_are_named(changes: dict[str, object], message: str) -> None:
+def test_sizes_that_do_not_fit_are_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        DepthLSSTransform(dataclasses.replace(SMALL, **changes))  # type: ignore[arg-type]
+        DepthLSSTransform(dataclasses.replace(SMALL, **changes))

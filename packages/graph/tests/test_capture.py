@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from bevquant_graph import CaptureError, arguments, capture, flatten, op_spec, rebuild
 
 
-class Output(OrderedDict):  # type: ignore[type-arg]
+class Output(OrderedDict[str, Any]):
     """As transformers' results: a dict with attributes, made by keywords."""
 
     def __init__(self, **given: Any) -> None:

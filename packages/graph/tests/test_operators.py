@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bevquant_graph import OpSpec, op_spec
-from bevquant_graph._operators import OPERATORS
+from bevquant_graph import OPERATORS, OpSpec, op_spec
 
 aten = torch.ops.aten
 KEEPING = {"identity", "move", "join", "max_pool", "sparse_pool", "to_dense", "resize"}

@@ -78,7 +78,7 @@ def test_a_list_of_layers_leads_to_those_that_were_prepared() -> None:
 
 def test_a_layer_that_knows_its_block_still_does() -> None:
     model = Net()
-    model.block1.conv.owner = [model.block1]  # type: ignore[assignment]
+    model.block1.conv.owner = [model.block1]
     prepared(model)
     assert model.block1.conv.owner[0] is model.block1
 
@@ -88,7 +88,7 @@ def test_a_method_put_on_one_module_is_what_that_module_does() -> None:
         return self.conv(self.conv(x))
 
     model = Net()
-    model.block2.forward = MethodType(twice, model.block2)  # type: ignore[method-assign]
+    model.block2.forward = MethodType(twice, model.block2)
     made = prepared(model)
     assert [name for name in called(made) if "conv" in name] == [
         "block1.conv",
@@ -103,12 +103,12 @@ def test_a_forward_of_the_models_own() -> None:
         return self.dequant(self.block1(self.quant(x)))
 
     model = Net()
-    model.forward = MethodType(first_alone, model)  # type: ignore[method-assign]
+    model.forward = MethodType(first_alone, model)
     made = prepared(model)
     assert [name for name in called(made) if "conv" in name] == ["block1.conv"]
     assert type(model) is Net
     assert model.forward.__func__ is first_alone
-    model.forward = lambda x: x  # type: ignore[method-assign]
+    model.forward = lambda x: x
     with pytest.raises(ValueError, match=r"forward was replaced by .* which is no method of it"):
         prepared(model)
 
@@ -192,7 +192,7 @@ def test_what_a_trace_cannot_know_of_a_dictionary_is_refused(change: Any, messag
 
 def test_a_note_in_the_place_of_a_method_is_no_code() -> None:
     model = Net()
-    model.block1.conv.type = "convolutional"  # type: ignore[assignment, method-assign]
+    model.block1.conv.type = "convolutional"
     assert quantized(prepared(model)) == ["block1.conv", "block2.conv"]
 
 

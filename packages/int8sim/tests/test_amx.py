@@ -18,8 +18,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from amx_emulation import emulate
 
-from bevquant_int8sim import _backends, int8_conv2d, int8_conv_transpose2d, int8_sparse_conv
-from bevquant_int8sim._backends import BackendStatus
+from bevquant_int8sim import (
+    BackendStatus,
+    _backends,
+    int8_conv2d,
+    int8_conv_transpose2d,
+    int8_sparse_conv,
+)
 from bevquant_int8sim._compiled import dot_product, kernels
 from bevquant_int8sim._compiled.packed import pack_weight
 from bevquant_int8sim._compiled.self_test import kernels_are_exact

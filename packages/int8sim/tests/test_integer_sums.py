@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -77,7 +79,7 @@ def test_without_it_nothing_changes(model: nn.Module) -> None:
     assert any(v.form == "int32" for v in integer.program.values.values())
 
 
-def test_a_saved_model_keeps_its_sums(model: nn.Module, tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_a_saved_model_keeps_its_sums(model: nn.Module, tmp_path: Path) -> None:
     integer = simulate(model, frame(0), integer_sums=True)
     integer.save(tmp_path / "net")
     assert torch.equal(IntegerModel.load(tmp_path / "net")(frame(1)), integer(frame(1)))

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from bevquant_int8sim import IntegerModel, compare, simulate
-from bevquant_int8sim._fixed_point import fixed_point_multiplier
+from bevquant_int8sim import IntegerModel, compare, fixed_point_multiplier, simulate
 from bevquant_int8sim.model._execute import accumulators
 from bevquant_qnn import quantize_model
 from bevquant_quantizers import TensorQuantizer, calibrate

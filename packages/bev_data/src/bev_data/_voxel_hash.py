@@ -13,7 +13,7 @@ __all__ = ["assign_voxels", "mean_features"]
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
-@numba.njit(cache=True, boundscheck=False)  # type: ignore[untyped-decorator]
+@numba.njit(cache=True, boundscheck=False)
 def assign_voxels(
     points: Any, low: Any, size: Any, grid: Any, table_bits: int
 ) -> tuple[Any, Any, int]:
@@ -62,7 +62,7 @@ def assign_voxels(
     return voxel_of, cells[:voxels].copy(), voxels
 
 
-@numba.njit(cache=True, boundscheck=False)  # type: ignore[untyped-decorator]
+@numba.njit(cache=True, boundscheck=False)
 def mean_features(
     points: Any, voxel_of: Any, voxels: int, max_num_points: int
 ) -> tuple[Any, Any, int]:

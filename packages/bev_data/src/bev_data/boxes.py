@@ -109,7 +109,7 @@ def count_inside(
     return counts
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@numba.njit(cache=True)
 def _pairs(a: Any, b: Any) -> Any:
     overlaps = np.zeros((len(a), len(b)))
     for i in range(len(a)):
@@ -126,7 +126,7 @@ def _pairs(a: Any, b: Any) -> Any:
     return overlaps
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@numba.njit(cache=True)
 def _intersection(a: Any, b: Any, dx: float, dy: float) -> Any:
     """Area common to box `a` and box `b`, whose centre is (dx, dy) from that of `a`.
 

@@ -16,7 +16,7 @@ _NEAR = 0.02  # nothing closer to the camera's plane is seen [m]
 _kernel = numba.njit(cache=True, nogil=True, error_model="numpy")
 
 
-@_kernel  # type: ignore[untyped-decorator]
+@_kernel
 def candidates_by_column(first: Any, last: Any, columns: int) -> Any:
     """Solids that a column of rays may hit, in the order given, as (starts, members).
 
@@ -40,7 +40,7 @@ def candidates_by_column(first: Any, last: Any, columns: int) -> Any:
     return starts, members
 
 
-@_kernel  # type: ignore[untyped-decorator]
+@_kernel
 def candidates_by_cell(rectangles: Any, across: int, down: int) -> Any:
     """Solids whose rectangle touches a cell, in the order given, as (starts, members).
 
@@ -67,7 +67,7 @@ def candidates_by_cell(rectangles: Any, across: int, down: int) -> Any:
     return starts, members
 
 
-@_kernel  # type: ignore[untyped-decorator]
+@_kernel
 def screen_rectangles(lens: Any, axes: Any, centre: Any, heading: Any, half: Any) -> Any:
     """Rectangle [pixels] around the picture of each solid's box, cut off before the camera.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 from bev_data import InputError
 from bev_data.datasets import FrameList
@@ -13,7 +14,7 @@ __all__ = ["open_streets"]
 
 
 def open_streets(
-    path: None = None, *, count: int = 1, first_seed: int = 0, **options: object
+    path: None = None, *, count: int = 1, first_seed: int = 0, **options: Any
 ) -> FrameList:
     """Streets of consecutive seeds, rendered when asked for.
 
@@ -41,7 +42,7 @@ def open_streets(
 
     def read(seed: int) -> Frame:
         try:
-            return street_frame(seed, **options)  # type: ignore[arg-type]
+            return street_frame(seed, **options)
         except ValueError as error:
             raise InputError(f"street {seed}: {error}") from error
 

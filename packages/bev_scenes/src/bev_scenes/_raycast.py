@@ -48,13 +48,13 @@ _kernel = numba.njit(cache=True, nogil=True, error_model="numpy")
 _inlined = numba.njit(cache=True, nogil=True, error_model="numpy", inline="always")
 
 
-@_kernel  # type: ignore[untyped-decorator]
+@_kernel
 def _beside_road(x: float, y: float, road: Any) -> Any:
     """Distance [m] to the nearest carriageway, negative inside it."""
     return min(abs(x) - road[3], abs(y - road[6]) - road[7])
 
 
-@_inlined  # type: ignore[untyped-decorator]
+@_inlined
 def ground_height(x: float, y: float, road: Any, bumps: Any) -> Any:
     """Height [m] of the ground: slopes, crowned carriageways, curbs, uneven ground beyond.
 
@@ -84,7 +84,7 @@ def ground_height(x: float, y: float, road: Any, bumps: Any) -> Any:
     return height + (low * (1.0 - v) + high * v) * min(1.0, beyond / _BLEND)
 
 
-@_kernel  # type: ignore[untyped-decorator]
+@_kernel
 def ground_heights(places: Any, road: Any, bumps: Any) -> Any:
     """`ground_height` at each of places [n, 2]."""
     out = np.empty(places.shape[0])
@@ -93,7 +93,7 @@ def ground_heights(places: Any, road: Any, bumps: Any) -> Any:
     return out
 
 
-@_kernel  # type: ignore[untyped-decorator]
+@_kernel
 def _ground_material(x: float, y: float, road: Any) -> Any:
     out = _beside_road(x, y, road)
     if out > road[4]:
@@ -111,13 +111,13 @@ def _ground_material(x: float, y: float, road: Any) -> Any:
     return _ASPHALT
 
 
-@_inlined  # type: ignore[untyped-decorator]
+@_inlined
 def _above(pose: Any, dx: float, dy: float, dz: float, t: float, road: Any, bumps: Any) -> Any:
     """Height [m] of a ray over the ground at distance t."""
     return pose[2] + dz * t - ground_height(pose[0] + dx * t, pose[1] + dy * t, road, bumps)
 
 
-@_kernel  # type: ignore[untyped-decorator]
+@_kernel
 def _hit_ground(
     pose: Any, dx: float, dy: float, dz: float, far: float, road: Any, bumps: Any
 ) -> Any:
@@ -178,7 +178,7 @@ def _hit_ground(
     return _FAR
 
 
-@_kernel  # type: ignore[untyped-decorator]
+@_kernel
 def _hit_slab(p: float, q: float, half: float) -> Any:
     """Where the ray p + t·q enters and leaves ±half."""
     if abs(q) < 1e-12:
@@ -187,7 +187,7 @@ def _hit_slab(p: float, q: float, half: float) -> Any:
     return (second, first) if first > second else (first, second)
 
 
-@_kernel  # type: ignore[untyped-decorator]
+@_kernel
 def _hit_box(
     px: float, py: float, pz: float, qx: float, qy: float, qz: float,
     hx: float, hy: float, hz: float,
@@ -205,7 +205,7 @@ def _hit_box(
     return enter, min(leave, second), axis
 
 
-@_kernel  # type: ignore[untyped-decorator]
+@_kernel
 def _hit_tube(
     px: float, py: float, pz: float, qx: float, qy: float, qz: float,
     hx: float, hy: float, hz: float,
@@ -226,7 +226,7 @@ def _hit_tube(
     return enter, min(leave, (-b + root) / a), axis
 
 
-@_kernel  # type: ignore[untyped-decorator]
+@_kernel
 def _hit_ball(
     px: float, py: float, pz: float, qx: float, qy: float, qz: float,
     hx: float, hy: float, hz: float,
@@ -242,7 +242,7 @@ def _hit_ball(
     return (-b - root) / a, (-b + root) / a, _ROUND
 
 
-@_kernel  # type: ignore[untyped-decorator]
+@_kernel
 def _hit_lean(
     p: float, q: float, pz: float, qz: float, half: float, hz: float, taper: float
 ) -> Any:
@@ -262,7 +262,7 @@ def _hit_lean(
     return enter, leave
 
 
-@_inlined  # type: ignore[untyped-decorator]
+@_inlined
 def _hit_solid(
     table: Any, s: int, px: float, py: float, pz: float, qx: float, qy: float, qz: float
 ) -> Any:
@@ -289,7 +289,7 @@ def _hit_solid(
     return enter, min(leave, second), axis
 
 
-@_kernel  # type: ignore[untyped-decorator]
+@_kernel
 def _normal(table: Any, s: int, x: float, y: float, z: float, axis: int) -> Any:
     """Outward unit normal at a point of a face of solid s, in the solid's frame."""
     if axis == 0:
@@ -315,7 +315,7 @@ def _normal(table: Any, s: int, x: float, y: float, z: float, axis: int) -> Any:
     return nx * n, ny * n, nz * n
 
 
-@_kernel  # type: ignore[untyped-decorator]
+@_kernel
 def _hash(i: int, j: int, k: int) -> Any:
     """A number in [0, 1) that looks random, from three integers."""
     h = (i * 73856093 ^ j * 19349663 ^ k * 83492791) & 0xFFFFFFFF
@@ -324,7 +324,7 @@ def _hash(i: int, j: int, k: int) -> Any:
     return (h ^ (h >> 16)) / 4294967296.0
 
 
-@_kernel  # type: ignore[untyped-decorator]
+@_kernel
 def _leaf(x: float, y: float, z: float) -> Any:
     """How deep a ray gets into foliage from where it enters, in [0, 1): twigs with leaves on."""
     leaf = _hash(int(np.floor(15.0 * x)), int(np.floor(15.0 * y)), int(np.floor(15.0 * z)))
@@ -332,7 +332,7 @@ def _leaf(x: float, y: float, z: float) -> Any:
     return 0.6 * leaf + 0.4 * twig
 
 
-@_kernel  # type: ignore[untyped-decorator]
+@_kernel
 def _tabulate(solids: Any) -> Any:
     """One row of numbers for each solid, see the columns' names.
 
@@ -354,7 +354,7 @@ def _tabulate(solids: Any) -> Any:
     return table
 
 
-@_inlined  # type: ignore[untyped-decorator]
+@_inlined
 def _nearest(
     dx: float, dy: float, dz: float, level: float, chance: float, first: int, last: int,
     members: Any, table: Any, pose: Any, road: Any, bumps: Any, far: float,
@@ -412,7 +412,7 @@ def _nearest(
     return best, hit, material, face, luck
 
 
-@_kernel  # type: ignore[untyped-decorator]
+@_kernel
 def _normal_of_hit(table: Any, s: int, face: int, t: float, dx: float, dy: float, dz: float) -> Any:
     """Outward normal of solid `s` where a ray hits it, in the world."""
     c, sn = table[s, _TURN], table[s, _TURN + 1]
@@ -422,7 +422,7 @@ def _normal_of_hit(table: Any, s: int, face: int, t: float, dx: float, dy: float
     return nx * c - ny * sn, nx * sn + ny * c, nz
 
 
-@_kernel  # type: ignore[untyped-decorator]
+@_kernel
 def cast_rays(
     azimuth: Any,
     elevation: Any,
@@ -481,7 +481,7 @@ def cast_rays(
     return distance, hit, material, cosine
 
 
-@_kernel  # type: ignore[untyped-decorator]
+@_kernel
 def cast_pixels(
     lens: Any,
     axes: Any,
@@ -556,7 +556,7 @@ def cast_pixels(
             normal[j, i, 0], normal[j, i, 1], normal[j, i, 2] = nx, ny, nz
 
 
-@_kernel  # type: ignore[untyped-decorator]
+@_kernel
 def cast_shadows(
     where: Any, hit: Any, normal: Any, sun: Any, corner: Any, shape_of_grid: Any,
     candidates: Any, solids: Any, light: Any,
@@ -616,7 +616,7 @@ def cast_shadows(
                     light[j, i] *= 0.25
 
 
-@_kernel  # type: ignore[untyped-decorator]
+@_kernel
 def silhouettes(
     directions: Any, column: Any, wanted: Any, candidates: Any, own: Any, owner: Any,
     solids: Any, pose: Any, road: Any, bumps: Any, far: float,

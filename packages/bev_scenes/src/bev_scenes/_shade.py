@@ -30,7 +30,7 @@ _HAZE = 700.0  # m at which half of what is seen is haze
 _kernel = numba.njit(cache=True, nogil=True, error_model="numpy")
 
 
-@_kernel  # type: ignore[untyped-decorator]
+@_kernel
 def _hash(i: int, j: int, k: int) -> Any:
     """A number in [0, 1) that looks random, from three integers."""
     h = (i * 73856093 ^ j * 19349663 ^ k * 83492791) & 0xFFFFFFFF
@@ -39,13 +39,13 @@ def _hash(i: int, j: int, k: int) -> Any:
     return (h ^ (h >> 16)) / 4294967296.0
 
 
-@_kernel  # type: ignore[untyped-decorator]
+@_kernel
 def _speck(x: float, y: float, key: int) -> Any:
     """A random number in [0, 1) for each unit square."""
     return _hash(int(np.floor(x)), int(np.floor(y)), key)
 
 
-@_kernel  # type: ignore[untyped-decorator]
+@_kernel
 def _noise(x: float, y: float, key: int) -> Any:
     """Smooth noise in [0, 1) with one bump per unit square."""
     i, j = int(np.floor(x)), int(np.floor(y))
@@ -56,7 +56,7 @@ def _noise(x: float, y: float, key: int) -> Any:
     return low * (1.0 - v) + high * v
 
 
-@_kernel  # type: ignore[untyped-decorator]
+@_kernel
 def _sky(dx: float, dy: float, dz: float, daylight: Any, clouds: bool) -> Any:
     """Colour of the sky in a direction; clouds drift on a plane far above."""
     up = max(dz, 0.0)
@@ -81,7 +81,7 @@ def _sky(dx: float, dy: float, dz: float, daylight: Any, clouds: bool) -> Any:
     return red + glow, green + 0.9 * glow, blue + 0.7 * glow
 
 
-@_kernel  # type: ignore[untyped-decorator]
+@_kernel
 def _ground_tint(x: float, y: float, material: int, away: float) -> Any:
     """Colour of the ground before light falls on it."""
     fine = min(1.0, 8.0 / away)  # what is smaller than a pixel would only flicker
@@ -106,7 +106,7 @@ def _ground_tint(x: float, y: float, material: int, away: float) -> Any:
     return 0.105 * tone, 0.105 * tone, 0.11 * tone
 
 
-@_kernel  # type: ignore[untyped-decorator]
+@_kernel
 def _front_tint(along: float, up: float, red: float, green: float, blue: float, away: float) -> Any:
     """A house front outside its panes: bricks, frames around the windows, sills."""
     a, b = along % 2.6, up % 3.0
@@ -126,7 +126,7 @@ def _front_tint(along: float, up: float, red: float, green: float, blue: float, 
     return red * tone, green * tone, blue * tone
 
 
-@_kernel  # type: ignore[untyped-decorator]
+@_kernel
 def shade(
     where: Any, hit: Any, material: Any, normal: Any, light: Any,
     origin: Any, daylight: Any, colour: Any, solids: Any, image: Any,

@@ -116,7 +116,7 @@ def add(
 ) -> Tensor:
     """clamp(round(a·Ma + b·Mb)), rounded once; shapes broadcast, and 8 and 16 bits may meet."""
     width = torch.promote_types(torch.promote_types(a.dtype, b.dtype), _STORAGE[bits])
-    left, right = torch.broadcast_tensors(a.to(width), b.to(width))  # type: ignore[no-untyped-call]
+    left, right = torch.broadcast_tensors(a.to(width), b.to(width))
     factors = float(multiplier_a), float(multiplier_b)
     return _narrow(int8sim.int8_add(left, right, *factors, rounding=rounding, name=name), bits)
 

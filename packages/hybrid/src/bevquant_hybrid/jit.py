@@ -67,7 +67,7 @@ def load(
     wanted = _extra_files if _extra_files is not None else {}
     extra: dict[str, Any] = {**wanted, _VERSION: ""}
     with _without_deprecation():
-        loaded: torch.jit.ScriptModule = torch.jit.load(  # type: ignore[no-untyped-call]
+        loaded: torch.jit.ScriptModule = torch.jit.load(
             f, map_location=map_location, _extra_files=extra
         )
     found = extra.pop(_VERSION)
@@ -108,9 +108,7 @@ def to_device(m: torch.jit.ScriptModule, device: str | torch.device) -> torch.ji
     with _without_deprecation():
         torch.jit.save(m, buffer)
         buffer.seek(0)
-        moved: torch.jit.ScriptModule = torch.jit.load(  # type: ignore[no-untyped-call]
-            buffer, map_location=torch.device(device)
-        )
+        moved: torch.jit.ScriptModule = torch.jit.load(buffer, map_location=torch.device(device))
     return moved
 
 

@@ -73,10 +73,10 @@ class QTensor(Tensor, metaclass=_AlsoTraced):
         lenient: bool = False,
         on_grid: bool = True,
     ) -> QTensor:
-        if torch.compiler.is_exporting():
-            self: QTensor = TracedQTensor(payload(data))  # type: ignore[assignment]
-        else:
-            self = payload(data).as_subclass(cls)
+        plain = payload(data)
+        traced = torch.compiler.is_exporting()
+        made: Any = TracedQTensor(plain) if traced else plain.as_subclass(cls)
+        self: QTensor = made
         self._q_scale = scale_tensor
         self._q_dtype = as_quant_dtype(dtype)
         self._q_axis = per_channel_axis
@@ -174,7 +174,7 @@ class QTensor(Tensor, metaclass=_AlsoTraced):
         if rule is None:
             name = getattr(func, "__name__", str(func))
             if name == "__get__":  # of an attribute
-                name = getattr(func.__self__, "__name__", name)  # type: ignore[attr-defined]
+                name = getattr(getattr(func, "__self__", None), "__name__", name)
             where = calling_module()
             raise NotImplementedError(
                 f"{where + ': ' if where else ''}{name} cannot take a QTensor: its result would "
@@ -199,7 +199,7 @@ class TracedQTensor:
             raise AttributeError(name)
         own = vars(QTensor).get(name)
         if isinstance(own, property):
-            return own.fget(self)  # type: ignore[misc]
+            return own.__get__(self)
         if own is not None:
             return functools.partial(own, self)
         found = getattr(Tensor, name)

@@ -40,11 +40,11 @@ def check_integer_tensor(
         TypeError: It is no tensor, or of another type; `name` is the layer that the message names.
     """
     is_tensor = isinstance(value, torch.Tensor)
-    if not is_tensor or value.dtype not in allowed:
+    if not isinstance(value, torch.Tensor) or value.dtype not in allowed:
         kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
         came = str(value.dtype).removeprefix("torch.") if is_tensor else type(value).__name__
         remedy = ""
         if is_tensor and value.is_floating_point():
             remedy = "; quantize() makes integers of float values"
         raise TypeError(f"{name}: {what} must be a tensor of {kinds}, got {came}{remedy}")
-    return value  # type: ignore[no-any-return]
+    return value

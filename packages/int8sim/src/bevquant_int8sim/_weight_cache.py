@@ -24,7 +24,7 @@ def remembered(weight: Tensor, what: Hashable, make: Callable[[], Any]) -> Any:
         return make()  # its writes are not counted
     version = weight._version
     with _lock:
-        kept: Any = _known.get(weight)  # type: ignore[no-untyped-call]
+        kept: Any = _known.get(weight)
         if kept is None or kept[0] != version:
             kept = _known[weight] = (version, {})
         if what in kept[1]:

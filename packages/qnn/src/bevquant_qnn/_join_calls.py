@@ -258,7 +258,7 @@ def _made(base: type[Any], plan: Plan, recorder: Recorder | None) -> type[Any]:
     forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
     kept = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
     # torch.compile cannot ask for frames; it runs these forwards as they are.
-    eager = torch.compiler.disable(forward)  # type: ignore[no-untyped-call]
+    eager = torch.compiler.disable(forward)
     made = {**kept, _BASE: base, _PLAN: plan, "forward": eager, "__reduce_ex__": _reduce}
     return type(base.__name__, (base,), made)
 

@@ -80,7 +80,7 @@ def lsq(
         >>> round(float(amax.grad / (7 / (2 * 7) ** 0.5)), 2)  # (0 − 0.4) + 7
         6.6
     """
-    y: Tensor = _Lsq.apply(x, amax, num_bits, unsigned, narrow_range)  # type: ignore[no-untyped-call]
+    y: Tensor = _Lsq.apply(x, amax, num_bits, unsigned, narrow_range)
     return y
 
 

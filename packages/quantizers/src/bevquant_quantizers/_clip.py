@@ -28,7 +28,7 @@ def clip(inputs: Tensor, clip_value_min: Tensor, clip_value_max: Tensor) -> Tens
     Returns:
         A tensor shaped as `inputs`.
     """
-    outputs: Tensor = _Clip.apply(inputs, clip_value_min, clip_value_max)  # type: ignore[no-untyped-call]
+    outputs: Tensor = _Clip.apply(inputs, clip_value_min, clip_value_max)
     return outputs
 
 

@@ -250,7 +250,7 @@ class ScaledQuantDescriptor:
 
 def _yaml() -> Any:
     try:
-        import yaml  # type: ignore[import-untyped, unused-ignore]
+        import yaml
     except ImportError as error:
         raise ImportError(
             "YAML descriptors need PyYAML: pip install 'bevquant-quantizers[yaml]'"

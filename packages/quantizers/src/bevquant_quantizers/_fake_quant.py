@@ -102,7 +102,7 @@ def _computed(x: Tensor, amax: Tensor, options: tuple[int, bool, bool], backend:
 
         step = partial(one_pass, otherwise=_torch_step, packed=not amax.requires_grad)
     if torch.is_grad_enabled() and (x.requires_grad or amax.requires_grad):
-        y: Tensor = _FakeQuantize.apply(x, amax, options, step)[0]  # type: ignore[no-untyped-call]
+        y: Tensor = _FakeQuantize.apply(x, amax, options, step)[0]
         return y
     return step(x, amax, options, False)[0]
 

@@ -50,7 +50,7 @@ def tensor_quant(
         >>> q.tolist(), round(scale.item())
         ([50.0, -127.0], 100)
     """
-    outputs: tuple[Tensor, Tensor] = _TensorQuant.apply(  # type: ignore[no-untyped-call]
+    outputs: tuple[Tensor, Tensor] = _TensorQuant.apply(
         inputs, amax, num_bits, unsigned, narrow_range
     )
     return outputs
@@ -80,9 +80,7 @@ def fake_affine_tensor_quant(
         >>> fake_affine_tensor_quant(x, torch.tensor(0.0), torch.tensor(2.55)).mul(100).round()
         tensor([  0.,  40., 255.])
     """
-    outputs: Tensor = _FakeAffine.apply(  # type: ignore[no-untyped-call]
-        inputs, min_range, max_range, num_bits
-    )
+    outputs: Tensor = _FakeAffine.apply(inputs, min_range, max_range, num_bits)
     return outputs
 
 

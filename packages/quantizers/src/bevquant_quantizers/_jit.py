@@ -42,6 +42,6 @@ def jit(function: Callable[..., Any]) -> Callable[..., Any]:
 
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
     try:
-        return numba.njit(cache=True, **options)(function)  # type: ignore[no-any-return]
+        return numba.njit(cache=True, **options)(function)
     except RuntimeError:  # neither the package's folder nor the user's cache can be written
-        return numba.njit(**options)(function)  # type: ignore[no-any-return]
+        return numba.njit(**options)(function)

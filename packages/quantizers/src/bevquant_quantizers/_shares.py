@@ -29,8 +29,9 @@ class Shares:
     @property
     def total(self) -> int | None:
         """Number of rounds, None where only iterating tells."""
+        batches: Any = self.batches
         try:
-            return -(-len(self.batches) // self.world)  # type: ignore[arg-type]
+            return -(-len(batches) // self.world)
         except TypeError:
             return None
 

@@ -42,7 +42,7 @@ def _store_past_caches(builder: Any, value: Any, place: Any) -> None:
 
 
 @intrinsic
-def _quantize(typing, x, y, inside, words, amax, up, down, low, top):  # type: ignore[no-untyped-def]
+def _quantize(typing, x, y, inside, words, amax, up, down, low, top):
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         x, y, inside, words, *scalars = args
         amax, up, down, low, top = (_splat(builder, scalar) for scalar in scalars)
@@ -66,7 +66,7 @@ def _quantize(typing, x, y, inside, words, amax, up, down, low, top):  # type: i
 
 
 @intrinsic
-def _keep(typing, grad, inside, out, words):  # type: ignore[no-untyped-def]
+def _keep(typing, grad, inside, out, words):
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         grad, inside, out, words = args
         sources, targets = (builder.inttoptr(a, _VECTOR.as_pointer()) for a in (grad, out))

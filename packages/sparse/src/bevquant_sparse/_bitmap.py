@@ -27,7 +27,7 @@ _SIXTY_ONE, _LOW, _SIXTY_FOUR = np.uint64(61), np.uint64(63), np.uint64(64)
 
 
 @compiled("int64(int32[:, ::1], int64[::1], int64[::1])")
-def linear_keys(indices, sizes, keys):  # type: ignore[no-untyped-def]
+def linear_keys(indices, sizes, keys):
     """Fill ``keys``; returns ``4 · row + OUT_OF_RANGE``, ``UNSORTED`` or ``FINE``."""
     previous = -1
     ascending = True
@@ -45,7 +45,7 @@ def linear_keys(indices, sizes, keys):  # type: ignore[no-untyped-def]
 
 
 @compiled("void(int64[::1], uint64[::1])")
-def mark_rows(keys, cells):  # type: ignore[no-untyped-def]
+def mark_rows(keys, cells):
     """Set the bits of ascending keys. Ranks come for free: a row's rank is its number."""
     for row in range(keys.shape[0]):
         cell = (types.uint64(keys[row]) >> _SIX) << _ONE
@@ -55,7 +55,7 @@ def mark_rows(keys, cells):  # type: ignore[no-untyped-def]
 
 
 @compiled("void(int64[::1], uint64[::1])")
-def clear_rows(keys, cells):  # type: ignore[no-untyped-def]
+def clear_rows(keys, cells):
     """Zero the words of these keys."""
     for row in range(keys.shape[0]):
         cells[(types.uint64(keys[row]) >> _SIX) << _ONE] = 0
@@ -89,9 +89,7 @@ _prefetch = intrinsic(_emit_prefetch)
     "void(int64, int64, int32[:, ::1], int64[::1], int64[:, ::1], int64, int64, uint64[::1],"
     " int32[::1], int32[:, ::1])"
 )
-def find_neighbours(  # type: ignore[no-untyped-def]
-    start, stop, indices, sizes, lines, width, step, cells, names, neighbours
-):
+def find_neighbours(start, stop, indices, sizes, lines, width, step, cells, names, neighbours):
     """The rows of a SubM table whose ranks are ``start … stop``.
 
     ``lines`` lists the offsets of all axes but the last, whose ``width`` offsets are ``step``
@@ -123,9 +121,7 @@ def find_neighbours(  # type: ignore[no-untyped-def]
     "void(int64, int64, int32[:, ::1], int64[::1], int64[:, ::1], uint64[::1], int32[::1],"
     " int32[:, ::1])"
 )
-def find_neighbours_3(  # type: ignore[no-untyped-def]
-    start, stop, indices, sizes, lines, cells, names, neighbours
-):
+def find_neighbours_3(start, stop, indices, sizes, lines, cells, names, neighbours):
     """``find_neighbours`` for a width of 3 and a step of 1, the kernel nearly every network has.
 
     The three bits of a line come from one or two words at once, and their rows are chosen without
@@ -196,7 +192,7 @@ def find_neighbours_3(  # type: ignore[no-untyped-def]
 
 
 @compiled("void(int32[:, ::1], int64, int32[:, ::1], int64[:, :, ::1], uint64[::1])")
-def mark_outputs(indices, out_volume, counts, out_keys, cells):  # type: ignore[no-untyped-def]
+def mark_outputs(indices, out_volume, counts, out_keys, cells):
     """Set the bit of every output that some input reaches.
 
     ``counts[axis, coordinate]`` candidates along each axis add ``out_keys`` to the output's key.
@@ -216,7 +212,7 @@ def mark_outputs(indices, out_volume, counts, out_keys, cells):  # type: ignore[
 
 
 @compiled("int64(int64, uint64[::1])")
-def rank_words(count, cells):  # type: ignore[no-untyped-def]
+def rank_words(count, cells):
     """Fill the ranks; returns the number of set bits."""
     total = types.uint64(0)
     for word in range(count):
@@ -226,7 +222,7 @@ def rank_words(count, cells):  # type: ignore[no-untyped-def]
 
 
 @compiled("void(int64, int64, int64[::1], uint64[::1], int32[:, ::1])")
-def list_outputs(start, stop, out_shape, cells, out_indices):  # type: ignore[no-untyped-def]
+def list_outputs(start, stop, out_shape, cells, out_indices):
     """Coordinates of the set bits of words ``start … stop``, ascending."""
     last = out_indices.shape[1] - 1
     for word in range(start, stop):
@@ -248,7 +244,7 @@ def list_outputs(start, stop, out_shape, cells, out_indices):  # type: ignore[no
     "void(int64, int64, int32[:, ::1], int64, int32[::1], int32[:, ::1], int64[:, :, ::1],"
     " int32[:, :, ::1], uint64[::1], int32[:, ::1])"
 )
-def scatter_inputs(  # type: ignore[no-untyped-def]
+def scatter_inputs(
     start, stop, indices, out_volume, order, counts, out_keys, offsets, cells, neighbours
 ):
     """Write rows ``order[start … stop]`` into the table of the outputs they reach."""

@@ -35,9 +35,7 @@ _outer_3, _outer_4 = outer_product_tile(CHANNELS, 3), outer_product_tile(CHANNEL
     "void(int64, int64, int64[::1], int32[::1], int32[::1], float32[:, ::1], float32[:, :, ::1],"
     " float32[::1], float32[:, ::1], int64, int64)"
 )
-def convolve_block_v1(  # type: ignore[no-untyped-def]
-    block, block_rows, bounds, in_rows, out_rows, x, w, bias, out, column, width
-):
+def convolve_block_v1(block, block_rows, bounds, in_rows, out_rows, x, w, bias, out, column, width):
     """``out[rows of block, 16·width columns from column] = bias + Σ_k x[neighbour] @ w[k]``.
 
     Each output is one chain of fused multiply-adds over (offset, input channel), so it depends
@@ -86,7 +84,7 @@ def convolve_block_v1(  # type: ignore[no-untyped-def]
     "void(int64, int64, int64, int64, int64[::1], int32[::1], int32[::1], float32[:, ::1],"
     " float32[:, ::1], float32[:, :, ::1], int64, int64)"
 )
-def outer_products_v1(  # type: ignore[no-untyped-def]
+def outer_products_v1(
     offset, first, stop, num_blocks, bounds, in_rows, out_rows, x, g, grad, column, width
 ):
     """``grad[offset, first:stop] += Σ_pairs x[in, first:stop]ᵀ · g[out, 16·width columns]``.

@@ -58,7 +58,7 @@ def _make(table: Tensor, block_rows: int) -> Plan:
 
 
 @compiled("void(int64, int64, int32[:, ::1], int64[::1])")
-def _count(block, block_rows, neighbours, bounds):  # type: ignore[no-untyped-def]
+def _count(block, block_rows, neighbours, bounds):
     volume = neighbours.shape[1]
     counts = np.zeros(volume, np.int64)
     for row in range(block * block_rows, min((block + 1) * block_rows, neighbours.shape[0])):
@@ -69,7 +69,7 @@ def _count(block, block_rows, neighbours, bounds):  # type: ignore[no-untyped-de
 
 
 @compiled("void(int64, int64, int32[:, ::1], int64[::1], int32[::1], int32[::1])")
-def _fill(block, block_rows, neighbours, bounds, in_rows, out_rows):  # type: ignore[no-untyped-def]
+def _fill(block, block_rows, neighbours, bounds, in_rows, out_rows):
     volume = neighbours.shape[1]
     seen = np.empty((2, block_rows + 1), np.int32)
     for offset in range(volume):

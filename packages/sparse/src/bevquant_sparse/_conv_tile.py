@@ -71,7 +71,7 @@ def convolution_tile(rows: int, vectors: int) -> Any:
 
     codegen = _codegen(emit)
 
-    def tile(context, x, x_stride, w, out, out_stride, in_rows, out_rows, depth):  # type: ignore[no-untyped-def]
+    def tile(context, x, x_stride, w, out, out_stride, in_rows, out_rows, depth):
         return types.void(*[types.int64] * 8), codegen
 
     return intrinsic(tile)
@@ -105,7 +105,7 @@ def outer_product_tile(rows: int, vectors: int) -> Any:
 
     codegen = _codegen(emit)
 
-    def tile(context, x, x_stride, g, g_stride, out, out_stride, in_rows, out_rows, pairs):  # type: ignore[no-untyped-def]
+    def tile(context, x, x_stride, g, g_stride, out, out_stride, in_rows, out_rows, pairs):
         return types.void(*[types.int64] * 9), codegen
 
     return intrinsic(tile)
@@ -133,7 +133,7 @@ def row_prefetch(rows: int) -> Any:
 
     codegen = _codegen(emit)
 
-    def ahead(context, x, x_stride, row_bytes, in_rows):  # type: ignore[no-untyped-def]
+    def ahead(context, x, x_stride, row_bytes, in_rows):
         return types.void(*[types.int64] * 4), codegen
 
     return intrinsic(ahead)

@@ -69,7 +69,7 @@ def make_geometry(
     dilations = as_tuple("dilation", dilation, ndim, minimum=1)
     out_pads = as_tuple("output_padding", output_padding, ndim, minimum=0)
     if is_open((batch_size,)):
-        torch._check(batch_size >= 1)  # type: ignore[no-untyped-call]
+        torch._check(batch_size >= 1)
     elif batch_size < 1 or batch_size > INT32_MAX:
         raise ValueError(f"batch_size={batch_size}: expected a positive int32")
     if math.prod(kernel) > _MOST_OFFSETS:
@@ -108,7 +108,7 @@ def as_tuple(
     if is_open(values):
         # A size that comes out of an array is symbolic there: a check of the graph, not of now.
         for entry in values:
-            torch._check(minimum <= entry)  # type: ignore[no-untyped-call]
+            torch._check(minimum <= entry)
         return values
     for entry in values:
         # numpy integers and 0-d tensors have __index__; floats such as 3.0 do not.
@@ -185,7 +185,7 @@ def _deconv_shape(
 def _check_out_shape(out_shape: tuple[int, ...], *parameters: tuple[int, ...]) -> None:
     if is_open(out_shape):
         for size in out_shape:
-            torch._check(size >= 1)  # type: ignore[no-untyped-call]
+            torch._check(size >= 1)
         return
     if all(1 <= size <= INT32_MAX for size in out_shape):
         return

@@ -121,7 +121,7 @@ def open_session(path: Path, *, optimised: bool) -> Any:
 
 def session_of(proto: Any, *, optimised: bool = False, name: str = "the file") -> Any:
     """The same of a model in memory."""
-    import onnxruntime  # type: ignore[import-untyped,unused-ignore]
+    import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3

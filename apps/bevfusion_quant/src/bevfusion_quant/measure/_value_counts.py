@@ -11,7 +11,7 @@ __all__ = ["count_values"]
 Floats = npt.NDArray[np.float32]
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@numba.njit(cache=True)
 def count_values(
     values: Floats,
     amax: npt.NDArray[np.float64],

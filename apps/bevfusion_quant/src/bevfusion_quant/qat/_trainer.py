@@ -210,7 +210,7 @@ class Trainer:
         losses = list(head_loss(outputs, targets, self.model.head.config))
         if self._distiller is not None:
             losses.append(self._distiller.loss(batch, outputs))
-        torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
+        torch.stack(losses).sum().backward()
         return FramePart(
             torch.stack([term.detach().double().cpu() for term in losses]),
             torch.cat([_flat_gradient(p) for p in self._parameters()]),

@@ -275,7 +275,7 @@ def _step(
     optimizer.zero_grad()
     outputs = model(*moved(batch, device))
     loss = head_loss(outputs, targets, model.head.config)
-    loss.total.backward()  # type: ignore[no-untyped-call]
+    loss.total.backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip)
     values = [float(term.detach()) for term in loss]
     if not np.isfinite([*values, float(norm)]).all():

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from bev_data._errors import InputError
 from bev_data.datasets._frame_folder import is_frame_folder, read_frame_folder
@@ -19,7 +20,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def files(
-    path: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None, **options: object
+    path: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None, **options: Any
 ) -> FrameList:
     """Frames of files and folders, in order.
 
@@ -60,6 +61,6 @@ def files(
     def read(key: Path) -> Frame:
         if key.is_dir():
             return read_frame_folder(key, **options)
-        return read_points(key, **options)  # type: ignore[arg-type]
+        return read_points(key, **options)
 
     return FrameList("files", tuple(keys), read)

@@ -150,7 +150,7 @@ def _class_areas(
     return areas
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@numba.njit(cache=True)
 def _areas(
     scenes: Any, hits: Any, times: Any, labels: Any, recalls: Any, first: int, least: float
 ) -> Any:

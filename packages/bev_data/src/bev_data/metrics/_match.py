@@ -108,7 +108,7 @@ def _taken(cost: Floats, found: Counted, labels: Counted, limits: Sequence[float
     return chosen
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@numba.njit(cache=True)
 def _choose(cost: Any, limits: Any) -> Any:
     """Row after row takes the cheapest free column below the limit; of equal ones the first."""
     rows, columns = cost.shape

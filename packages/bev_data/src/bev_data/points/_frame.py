@@ -96,7 +96,15 @@ class Frame:
 
     def __len__(self) -> int:
         """Number of points, or of voxels where the frame holds voxels."""
-        return len(self.points) if self.points is not None else len(self.voxels[0])  # type: ignore[index]
+        return len(rows_of(self))
+
+
+def rows_of(frame: Frame) -> npt.NDArray[np.float32]:
+    """The points, or the features of the voxels where the frame holds voxels."""
+    if frame.voxels is not None:
+        return frame.voxels.features
+    assert frame.points is not None  # a frame without both cannot be made
+    return frame.points
 
 
 def _check_labels(name: str, labels: Labels) -> None:

@@ -7,14 +7,13 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import numpy as np
-import numpy.typing as npt
 
 from bev_data.points._binary import read_binary
 from bev_data.points._errors import PointsError
-from bev_data.points._frame import Frame, VoxelData
+from bev_data.points._frame import Frame, VoxelData, rows_of
 from bev_data.points._npz import read_npz
 from bev_data.points._nvidia_tensor import (
     find_sibling,
@@ -124,8 +123,7 @@ def _read(
 
 
 def _without_nonfinite(file: Path, frame: Frame, nonfinite: str) -> Frame:
-    rows: npt.NDArray[np.float32]
-    rows = frame.points if frame.points is not None else frame.voxels.features  # type: ignore[union-attr]
+    rows = rows_of(frame)
     finite = np.isfinite(rows).all(axis=1)
     if finite.all():
         return frame
@@ -139,9 +137,9 @@ def _without_nonfinite(file: Path, frame: Frame, nonfinite: str) -> Frame:
     if len(bad) == len(rows):
         raise PointsError(f"{found}; nothing is left without them")
     _LOG.warning("%s; left out", found)
-    if frame.points is not None:
+    if frame.voxels is None:
         return replace(frame, points=rows[finite])
-    return replace(frame, voxels=VoxelData(rows[finite], frame.voxels.coords[finite]))  # type: ignore[union-attr]
+    return replace(frame, voxels=VoxelData(rows[finite], frame.voxels.coords[finite]))
 
 
 class FrameFiles(Sequence[Frame]):
@@ -154,7 +152,7 @@ class FrameFiles(Sequence[Frame]):
         options: keyword arguments of `read_points`.
     """
 
-    def __init__(self, paths: Iterable[Path], **options: object) -> None:
+    def __init__(self, paths: Iterable[Path], **options: Any) -> None:
         self.paths = tuple(paths)
         self._options = options
 
@@ -168,7 +166,7 @@ class FrameFiles(Sequence[Frame]):
     def __getitem__(self, index: int | slice) -> Frame | FrameFiles:
         if isinstance(index, slice):
             return FrameFiles(self.paths[index], **self._options)
-        return read_points(self.paths[index], **self._options)  # type: ignore[arg-type]
+        return read_points(self.paths[index], **self._options)
 
     def __repr__(self) -> str:
         return f"FrameFiles({len(self)} files)"

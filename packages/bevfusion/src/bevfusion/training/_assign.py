@@ -89,7 +89,7 @@ def assign(cost: npt.ArrayLike) -> tuple[Ints, Ints]:
     return column_of[order], rows[order]
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@numba.njit(cache=True)
 def _cheapest(cost: Any) -> Any:
     """The column of each row; no more rows than columns."""
     rows, columns = cost.shape

@@ -124,7 +124,7 @@ def session(proto: Any, runner: str) -> Any:
     if runner == "openvino":
         return _OpenVino(proto)
     try:
-        import onnxruntime  # type: ignore[import-untyped]
+        import onnxruntime
     except ImportError as error:
         raise ImportError(
             "compare_qdq_onnx needs onnxruntime: pip install 'bevquant-export[onnxruntime]'"
@@ -149,7 +149,7 @@ class _OpenVino:
 
     def __init__(self, proto: Any) -> None:
         try:
-            import openvino  # type: ignore[import-not-found,import-untyped,unused-ignore]
+            import openvino
         except ImportError as error:
             raise ImportError(
                 "compare_qdq_onnx needs openvino for a file of profile 'openvino': pip install "

@@ -41,7 +41,7 @@ def exported(
         ValueError: torch's exporter cannot write the module; its reason is named.
     """
     try:
-        import onnxscript  # type: ignore[import-not-found,unused-ignore]  # noqa: F401
+        import onnxscript  # noqa: F401
     except ImportError as error:
         raise ImportError(
             "export_float_onnx needs onnxscript: pip install 'bevquant-export[float]'"

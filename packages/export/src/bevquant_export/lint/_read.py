@@ -83,7 +83,7 @@ def load_model(path: str | os.PathLike[str], *, external_data: bool = True) -> o
 
 def _decoded(data: bytes) -> onnx.ModelProto | Finding:
     import onnx
-    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+    from google.protobuf.message import DecodeError
 
     problem = wire_problem(data, onnx.ModelProto.DESCRIPTOR)
     if problem is not None:

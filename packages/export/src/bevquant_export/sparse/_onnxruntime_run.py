@@ -47,7 +47,7 @@ class OnnxruntimeRun:
     @cached_property
     def _session(self) -> Any:
         try:
-            import onnxruntime  # type: ignore[import-untyped]
+            import onnxruntime
         except ImportError as error:
             raise ImportError(
                 "backend='onnxruntime' needs onnxruntime: pip install "

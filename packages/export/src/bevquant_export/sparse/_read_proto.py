@@ -62,7 +62,7 @@ def _content(file: Path) -> bytes:
 
 def _parsed(content: bytes) -> ModelProto:
     import onnx
-    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+    from google.protobuf.message import DecodeError
 
     try:
         return onnx.load_model_from_string(content)

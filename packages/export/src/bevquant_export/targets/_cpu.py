@@ -28,7 +28,7 @@ def cpu_at_hand() -> str:
         True
     """
     try:
-        import onnxruntime  # type: ignore[import-untyped]
+        import onnxruntime
     except ImportError:
         return "any"
     options = onnxruntime.SessionOptions()

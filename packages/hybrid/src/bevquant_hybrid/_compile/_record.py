@@ -69,7 +69,7 @@ class _Known:
     loose: bool  # whether the data decide its size
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Recorder(TorchDispatchMode):
     """Record, while active, every operator call that depends on the inputs.
 
     Calls on constants alone are run and only their results enter the program: tables of functions,
@@ -89,7 +89,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, module: nn.Module, scope: Callable[[], str]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.steps: list[Step] = []
         self.values: dict[str, Value] = {}
         self.constants: dict[str, Tensor] = {}
@@ -255,7 +255,7 @@ def _place(tensor: Tensor) -> _Place:
 
 def _number_kept(tensor: Tensor) -> Any:
     """Hold the number of a tensor's memory, so that no other gets it, and not the memory itself."""
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def _only_moves(name: str, given: Mapping[str, Any]) -> bool:

@@ -46,7 +46,7 @@ def fake_quantize(
     """  # noqa: E501
     if torch.onnx.is_in_onnx_export():
         return _quantize_dequantize(x, scale, ch_axis, quant_min, quant_max)
-    result: Tensor = _FakeQuantize.apply(x, scale, ch_axis, quant_min, quant_max, saturate)  # type: ignore[no-untyped-call]
+    result: Tensor = _FakeQuantize.apply(x, scale, ch_axis, quant_min, quant_max, saturate)
     return result
 
 
@@ -105,7 +105,7 @@ def _quantize_dequantize(
     axis = -1 if scale.shape[0] == 1 else ch_axis
     if torch.compiler.is_exporting():
         return _traced(x, scale.detach(), axis)
-    result: Tensor = _Nodes.apply(x, scale.detach().reshape(-1).tolist(), axis)  # type: ignore[no-untyped-call]
+    result: Tensor = _Nodes.apply(x, scale.detach().reshape(-1).tolist(), axis)
     return result
 
 

@@ -179,8 +179,9 @@ def _fuse(graph: Graph, root: nn.Module, modules: dict[str, nn.Module], chain: _
         made = anchor
     else:
         # A copy, so that the float model's own layer stays as it is.
-        anchor = take_over(type(anchor), anchor)
-        anchor.anchor_path = path  # type: ignore[assignment]
+        own: Any = take_over(type(anchor), anchor)
+        own.anchor_path = path
+        anchor = own
         activation = _new_activation(chain.act, modules)
         kind = layer_class(activation) if activation else None
         make = fused_class(

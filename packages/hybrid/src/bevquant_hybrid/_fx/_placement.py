@@ -145,13 +145,13 @@ class _Maker:
         stub.meta = dict(source.meta)
         return stub
 
-    def _named(self, operation: str, module: nn.Module, source: Node) -> str:
+    def _named(self, operation: str, module: Any, source: Node) -> str:
         """Give the root a module under the next free name, and return that."""
         scope = scope_of(source)
         prefix = scope.replace(".", "_")
         name = f"{prefix}_generated_{operation}_{self._counts[scope, operation]}"
         self._counts[scope, operation] += 1
-        module.generated_in = scope  # type: ignore[assignment]
+        module.generated_in = scope
         self.root.add_module(name, module)
         self.names.append(name)
         return name
@@ -249,8 +249,9 @@ class Placement:
         """Where the node's settings come from: its module, or the one whose forward holds it."""
         if node.op == "call_module":
             return str(node.target)
-        if self.module(node) is not None:
-            return str(node.args[0].target)  # type: ignore[union-attr]
+        owner = node.args[0] if self.module(node) is not None else None
+        if isinstance(owner, Node):
+            return str(owner.target)
         return scope_of(node)
 
     def qconfig(self, node: Node) -> Any:

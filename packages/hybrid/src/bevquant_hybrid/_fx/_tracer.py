@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from types import MethodType
+from types import FrameType, MethodType
 from typing import Any
 
 import torch
@@ -180,9 +180,9 @@ class HybridTracer(Tracer):
 
 def _line_outside() -> str:
     """File and line of the innermost caller that is neither torch's nor the tracer's."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 

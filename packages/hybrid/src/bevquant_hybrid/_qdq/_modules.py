@@ -148,7 +148,8 @@ def _settings(layer: Any, op: str) -> dict[str, Any]:
 def module_steps(call: Call, module: nn.Module) -> list[Step] | Ref:
     """Steps of a module, or the value that it hands on as it is."""
     if layer_class(module, nn.Identity, nn.Dropout, nn.Dropout2d):
-        return call.args[0]  # type: ignore[no-any-return]
+        handed_on: Ref = call.args[0]
+        return handed_on
     if isinstance(module, Fused):
         return _fused(call, module)
     if isinstance(module, qat.Div):
@@ -283,9 +284,9 @@ def function_steps(call: Call, function: Callable[..., Any] | str) -> list[Step]
     args, kwargs = call.args, dict(call.kwargs)
     if not args and "input" in kwargs:
         args = (kwargs.pop("input"),)
-    x = args[0]
+    x: Ref = args[0]
     if what in _SAME:
-        return x  # type: ignore[no-any-return]
+        return x
     if what in ("relu", "relu_"):
         return clamped(call, x, 0.0, None)
     if what == "relu6":

@@ -99,7 +99,8 @@ class NodeReader:
             self.refs[node] = args[0][args[1]]
             return
         module = self._module(node)
-        path = str(node.args[0].target) if node.op == "call_method" and module else ""  # type: ignore[union-attr]
+        owner = node.args[0] if node.op == "call_method" and module else None
+        path = str(owner.target) if isinstance(owner, Node) else ""
         path = path or (str(node.target) if module is not None else scope_of(node))
         if node.op == "call_method" and module is not None:
             args, given = args[1:], given[1:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -297,7 +298,8 @@ def detect_regions(
         start += len(regions)
         kept = (classes[own] > 0) & (best[own] >= box_filter_threshold)
         moved = decoded(regions.float()[kept], moves[own][kept])
-        moved = clipped(moved, image_size if image_sizes is None else image_sizes[image])  # type: ignore[arg-type]
+        size: Any = image_size if image_sizes is None else image_sizes[image]
+        moved = clipped(moved, size)
         score, kind = best[own][kept].float(), classes[own][kept] - 1
         # −1: of equal scores too the one that comes first drops the other.
         first = survivors(moved, score, kind, nms_threshold, -1.0)[:post_nms_top_k]

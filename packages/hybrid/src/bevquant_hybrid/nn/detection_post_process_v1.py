@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +64,8 @@ def detect_v1(
             boxes = decoded(of_each_anchor(around[row : row + 1], count)[0], rows[:, :4])
             scores, classes = rows[:, 4:].max(1)
             if clips:
-                boxes = clipped(boxes, image_size if image_sizes is None else image_sizes[image])  # type: ignore[arg-type]
+                size: Any = image_size if image_sizes is None else image_sizes[image]
+                boxes = clipped(boxes, size)
             kept = (scores >= box_filter_threshold) & wide_and_high_enough(boxes, *bbox_min_hw)
             parts.append((boxes[kept], scores[kept], classes[kept] + offset))
         found = [torch.cat(of) for of in zip(*parts, strict=True)]

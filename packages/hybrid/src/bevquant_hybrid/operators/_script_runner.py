@@ -75,9 +75,9 @@ def row_of_script(module: nn.Module, table: SupportTable) -> str:
     return row_of_module(empty, table) or f"torch.nn.{cls.__name__}"
 
 
-def _class_of(module: nn.Module) -> type[nn.Module] | None:
+def _class_of(module: Any) -> type[nn.Module] | None:
     """The class that a module had when it was traced, if it is torch's or this package's."""
-    kind = module._c._type().qualified_name()  # type: ignore[union-attr, operator]
+    kind = module._c._type().qualified_name()
     kind = re.sub(r"___torch_mangle_\d+\.", "", kind.removeprefix("__torch__."))
     home, _, name = kind.rpartition(".")
     if not home.startswith(("torch.nn.", "torch.ao.nn.", f"{_PACKAGE}.")):
@@ -154,7 +154,8 @@ class ScriptRunner:
         return self._enter(held.path, held.module, inputs, run)
 
     def _run_graph(self, held: _Held, method: str, inputs: Sequence[Any]) -> Any:
-        graph = held.module._c._get_method(method).graph  # type: ignore[union-attr, operator]
+        module: Any = held.module
+        graph = module._c._get_method(method).graph
         names = [value.debugName() for value in graph.inputs()]
         if len(names) != 1 + len(inputs):
             raise RuntimeError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -148,9 +148,9 @@ def _describe(
         base = str(node.target).removesuffix("_scalar").removesuffix("_relu")
         row = table.find(f"torch.{base}")
         return "operator", row.name if row else f"torch.{base}", str(owner.target)
-    function: Callable[..., Any] = (
-        getattr(Tensor, str(node.target), str) if node.op == "call_method" else node.target  # type: ignore[assignment]
-    )
+    function: Any = node.target
+    if node.op == "call_method":
+        function = getattr(Tensor, str(node.target), str)
     name = str(node.target) if node.op == "call_method" else getattr(function, "__name__", "")
     tensors = len(node.all_input_nodes)
     stack = list(node.meta.get("nn_module_stack", {}).values())

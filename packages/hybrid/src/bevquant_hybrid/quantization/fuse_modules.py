@@ -108,7 +108,7 @@ def fuse_modules(
         >>> type(fuse_modules(model, ["0", "1"])[0]).__name__
         'ConvReLU62d'
     """
-    made: nn.Module = torch.ao.quantization.fuse_modules(  # type: ignore[no-untyped-call]
+    made: nn.Module = torch.ao.quantization.fuse_modules(
         model,
         modules_to_fuse,
         inplace=inplace,

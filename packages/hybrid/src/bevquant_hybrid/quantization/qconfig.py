@@ -94,7 +94,7 @@ def _checked(what: str, cls: Any, settings: dict[str, Any], given: Any) -> Calla
 
 
 def _qconfig(activation: Any, weight: Any) -> QConfig:
-    made: QConfig = QConfig(activation=activation, weight=weight)  # type: ignore[no-untyped-call]
+    made: QConfig = QConfig(activation=activation, weight=weight)
     return made
 
 

@@ -135,8 +135,9 @@ def _prepare(
             return done[id(module)]
         prepared = done[id(module)] = qat_form(module, qconfig, path)
         if hybrid:
+            part: Any
             for part in prepared.modules():
-                part.lenient = True  # type: ignore[assignment]
+                part.lenient = True
         return prepared
 
     # Everything is made before anything is replaced: a failure leaves the model as it was.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from bevquant_hybrid.qtensor import QTensor
+from bevquant_hybrid.runtime._operators import find_operator
 from bevquant_hybrid.runtime._program import Nested, Port, Program, flatten
 from bevquant_int8sim import IntegerModel
 from bevquant_int8sim.program import Ref, Step, TensorType
@@ -154,7 +155,7 @@ def _step(step: Step, program: Program) -> str:
     results = ", ".join(f"{name}: {program.values[name].form}" for name in step.outputs)
     given = {**step.kwargs, **step.attributes}
     given.pop("name", None)  # the path stands behind it
-    ordered = [a.name for a in step.function._schema.arguments if a.name in given]  # type: ignore[union-attr]
+    ordered = [a.name for a in find_operator(step.operator)._schema.arguments if a.name in given]
     arguments = ", ".join(f"{name}={_argument(given[name], program)}" for name in ordered)
     name = step.operator.removeprefix("bevquant_hybrid::").replace("::", ".")
     scope = f"  # {step.path}" if step.path else ""

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import save
 
 from bevquant_hybrid._whole_file import write_whole
-from bevquant_hybrid.runtime._operators import is_known
+from bevquant_hybrid.runtime._operators import find_operator, is_known
 from bevquant_hybrid.runtime._program import Port, Program, flatten, used_constants
 from bevquant_int8sim import program as int8sim
 from bevquant_int8sim.program import Ref, Step, TensorType, from_document, to_document
@@ -185,7 +185,8 @@ def _check_call(where: str, step: Step) -> None:
     if step.op != "operator" or not is_known(step.operator):
         raise ValueError(f"{where}: a program may not call that")
     given = {**step.kwargs, **step.attributes}
-    schema = {argument.name: argument for argument in step.function._schema.arguments}  # type: ignore[union-attr]
+    arguments = find_operator(step.operator)._schema.arguments
+    schema = {argument.name: argument for argument in arguments}
     for name, value in given.items():
         if name not in schema:
             raise ValueError(f"{where}: it has no argument {name!r}")

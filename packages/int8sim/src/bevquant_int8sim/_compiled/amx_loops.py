@@ -113,7 +113,7 @@ def _loop(
         tiles.release(builder)
         return context.get_dummy_value()
 
-    def loop(context, first, stop, parameters):  # type: ignore[no-untyped-def]
+    def loop(context, first, stop, parameters):
         return types.void(types.int64, types.int64, types.int64), codegen
 
     return intrinsic(loop)

@@ -85,7 +85,7 @@ def _for_sizes(function: Any) -> dict[int, Any]:
 
 
 @_for_sizes
-def _transpose(first, stop, x, out):  # type: ignore[no-untyped-def]
+def _transpose(first, stop, x, out):
     given = x.shape[0]
     # Planes whose sizes are multiples of a page would evict each other from the first cache.
     near = np.empty((_BLOCK, _BLOCK), x.dtype)
@@ -107,7 +107,7 @@ _WORDS = {1: (torch.int8, _transpose[1]), 4: (torch.int32, _transpose[4])}
 
 
 @compiled("void(int64, int64, uint8[:, ::1], uint32[::1])")
-def _interleave(first, stop, x, out):  # type: ignore[no-untyped-def]
+def _interleave(first, stop, x, out):
     pixels = out[first:stop]
     pixels[:] = 0
     for channel in range(x.shape[0]):

@@ -83,7 +83,7 @@ _add, _swap = _atomic("add"), _atomic("xchg")
 
 
 @compiled("int64(int64, int64, int64)")
-def _wait(address, seen, pauses):  # type: ignore[no-untyped-def]
+def _wait(address, seen, pauses):
     for _ in range(pauses):
         if _peek(address) != seen:
             return 1
@@ -96,7 +96,7 @@ def changed(cell: npt.NDArray[np.int64], seen: int) -> bool:
 
 
 @compiled("void(int64, int64, int64, int64)")
-def drain(counter, tasks, count, base):  # type: ignore[no-untyped-def]
+def drain(counter, tasks, count, base):
     """Take tasks by the counter, whoever else does, and run them until none is left.
 
     Args:
@@ -113,7 +113,7 @@ def drain(counter, tasks, count, base):  # type: ignore[no-untyped-def]
 
 
 @compiled("void(int64, int64, int64, int64, int64)")
-def post(board, tasks, count, base, turn):  # type: ignore[no-untyped-def]
+def post(board, tasks, count, base, turn):
     """Open a board, closed and empty, with tasks as of `drain`."""
     _swap(board + _COUNTER, 0)
     _swap(board + _TASKS, tasks)
@@ -124,12 +124,12 @@ def post(board, tasks, count, base, turn):  # type: ignore[no-untyped-def]
 
 
 @compiled("void(int64)")
-def _drain_board(board):  # type: ignore[no-untyped-def]
+def _drain_board(board):
     drain(board + _COUNTER, _peek(board + _TASKS), _peek(board + _COUNT), _peek(board + _BASE))
 
 
 @compiled("int64(int64, int64)")
-def settled(board, pauses):  # type: ignore[no-untyped-def]
+def settled(board, pauses):
     """Close the board; whether nobody is inside, or within so many pauses stays there."""
     _swap(board + _OPEN, 0)
     for _ in range(pauses):
@@ -139,14 +139,14 @@ def settled(board, pauses):  # type: ignore[no-untyped-def]
 
 
 @compiled("int64(int64)")
-def lead(board):  # type: ignore[no-untyped-def]
+def lead(board):
     """Take tasks from a posted board, close it; whether all are done, as `settled`."""
     _drain_board(board)
     return settled(board, _PAUSES)
 
 
 @compiled("int64(int64, int64)")
-def serve(board, seen):  # type: ignore[no-untyped-def]
+def serve(board, seen):
     """Take part in whatever is posted, until tens of microseconds have passed in vain.
 
     Returns the last turn that was seen; an odd one other than `seen` stands for work that is not on

@@ -50,7 +50,7 @@ def _version() -> str:
     return digest.hexdigest()[:16]
 
 
-def _template(first, stop, parameters):  # type: ignore[no-untyped-def]
+def _template(first, stop, parameters):
     body(first, stop, parameters)  # type: ignore[name-defined]  # noqa: F821
 
 

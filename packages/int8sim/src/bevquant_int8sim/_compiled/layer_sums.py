@@ -74,7 +74,7 @@ def float_gaps(wanted: Any, got: Any) -> tuple[float, float, float, float]:
 
 
 @compiled("float64(int64, int64, float32[::1], int8[::1], float64, float64, float64)")
-def _steps(first, stop, taught, integer, scale, low, high):  # type: ignore[no-untyped-def]
+def _steps(first, stop, taught, integer, scale, low, high):
     most = np.float64(0)
     unknown = 0
     for i in range(first, stop):
@@ -86,7 +86,7 @@ def _steps(first, stop, taught, integer, scale, low, high):  # type: ignore[no-u
 
 
 @compiled("void(int64, int64, float32[::1], float32[::1], float64[::1])")
-def _gaps(first, stop, wanted, got, line):  # type: ignore[no-untyped-def]
+def _gaps(first, stop, wanted, got, line):
     most = energy = top = power = 0.0
     for i in range(first, stop):
         w, q = np.float64(wanted[i]), np.float64(got[i])
@@ -103,7 +103,7 @@ def _gaps(first, stop, wanted, got, line):  # type: ignore[no-untyped-def]
 
 
 @compiled("void(int64, int64, float32[::1], float32[::1], float32[::1], float64[::1])")
-def _floats(first, stop, wanted, fake, integer, line):  # type: ignore[no-untyped-def]
+def _floats(first, stop, wanted, fake, integer, line):
     power = fake_power = integer_power = fake_dot = integer_dot = 0.0
     fake_error = integer_error = 0.0
     for i in range(first, stop):
@@ -123,9 +123,7 @@ def _floats(first, stop, wanted, fake, integer, line):  # type: ignore[no-untype
     "void(int64, int64, float32[::1], float32[::1], float32[::1], int8[::1], float64, float64, "
     "float64, float64[::1])"
 )
-def _integers(  # type: ignore[no-untyped-def]
-    first, stop, wanted, fake, taught, integer, scale, low, high, line
-):
+def _integers(first, stop, wanted, fake, taught, integer, scale, low, high, line):
     power = fake_power = integer_power = fake_dot = integer_dot = 0.0
     fake_error = integer_error = free_total = forced_total = free_most = forced_most = 0.0
     free_off = forced_off = saturated = 0

@@ -14,7 +14,7 @@ _Z_BITS, _Z_MASK = 6, 63
 
 
 @compiled("void(int64, int64, uint32[::1], int64[::1])")
-def sort_keys(first, stop, seen, keys):  # type: ignore[no-untyped-def]
+def sort_keys(first, stop, seen, keys):
     """Rank of each voxel's mask in the Gray code, then its number."""
     for rank in range(first, stop):
         code = types.uint64(seen[rank])
@@ -24,7 +24,7 @@ def sort_keys(first, stop, seen, keys):  # type: ignore[no-untyped-def]
 
 
 @compiled("void(int64, int64, int64[::1], uint32[::1], int64, int32[::1])")
-def count_entries(first, stop, keys, seen, tile_rows, bounds):  # type: ignore[no-untyped-def]
+def count_entries(first, stop, keys, seen, tile_rows, bounds):
     """Number of offsets that tiles ``first … stop`` have."""
     for tile in range(first, stop):
         union = types.uint32(0)
@@ -38,7 +38,7 @@ def count_entries(first, stop, keys, seen, tile_rows, bounds):  # type: ignore[n
     " int32[::1], int32[::1], int32[::1], int64, int64, int64, int64, int32[::1], int32[::1],"
     " int32[:, ::1], int32[::1])"
 )
-def fill_entries(  # type: ignore[no-untyped-def]
+def fill_entries(
     first, stop, keys, seen, places, lines, masks, starts, names, out_names, size, stride, padding,
     tile_rows, bounds, offsets, rows, out_rows,
 ):  # fmt: skip

@@ -40,7 +40,7 @@ _popcount = intrinsic(_emit_popcount)
 
 
 @compiled("int64(int32[:, ::1], int64[::1], int64[::1])")
-def linear_keys(indices, sizes, keys):  # type: ignore[no-untyped-def]
+def linear_keys(indices, sizes, keys):
     """Fill ``keys``; 0 where they ascend, 1 where they do not, 2 where a voxel is outside."""
     previous = -1
     ascending = True
@@ -58,7 +58,7 @@ def linear_keys(indices, sizes, keys):  # type: ignore[no-untyped-def]
 
 
 @compiled("int64(int64[::1], int64, int64[::1], uint64[::1], int32[::1])")
-def find_pillars(keys, depth, pillars, masks, starts):  # type: ignore[no-untyped-def]
+def find_pillars(keys, depth, pillars, masks, starts):
     """Fill key without the last axis, mask and first rank of each pillar; returns their number.
 
     ``keys`` ascend strictly; ``starts`` gets one entry more.
@@ -84,9 +84,7 @@ def find_pillars(keys, depth, pillars, masks, starts):  # type: ignore[no-untype
     "void(int64, int64, int64[::1], int64[::1], int64[::1], int64[::1], int64, int64,"
     " int32[:, ::1])"
 )
-def subm_lines(  # type: ignore[no-untyped-def]
-    first, stop, pillars, row_starts, sizes, reach, width, step, lines
-):
+def subm_lines(first, stop, pillars, row_starts, sizes, reach, width, step, lines):
     """Pillars that those of ``first … stop`` see: ``lines[pillar, i·width + j]``, −1 for none.
 
     ``row_starts`` gives the first pillar of each line of the second-last axis, ``reach`` the
@@ -127,7 +125,7 @@ def subm_lines(  # type: ignore[no-untyped-def]
     "void(int64, int64, boolean, int64[::1], uint64[::1], int64[::1], int64[::1], int64[::1],"
     " int64[:, ::1], int64[:, ::1], int64[::1], uint64[::1], int32[::1], int32[:, ::1])"
 )
-def list_outputs(  # type: ignore[no-untyped-def]
+def list_outputs(
     first, stop, fill, pillars, masks, row_starts, sizes, out_sizes, kernel, counts,
     out_pillars, out_masks, out_starts, lines,
 ):  # fmt: skip
@@ -212,7 +210,7 @@ def list_outputs(  # type: ignore[no-untyped-def]
     "void(int64, int64, int64[::1], uint64[::1], int32[::1], uint64[::1], int32[:, ::1], int64,"
     " int64, int64, int64[::1], uint32[::1], uint32[::1], int32[:, ::1])"
 )
-def voxel_masks(  # type: ignore[no-untyped-def]
+def voxel_masks(
     first, stop, pillars, masks, starts, in_masks, lines, size, stride, padding, sizes,
     places, seen, indices,
 ):  # fmt: skip

@@ -93,7 +93,7 @@ def _pillars_of(indices: Tensor, sizes: tuple[int, ...]) -> _Pillars | None:
 def _recall(indices: Tensor, sizes: tuple[int, ...]) -> _Pillars | None:
     if indices.is_inference():  # its writes are not counted
         return None
-    kept: Any = _known.get(indices)  # type: ignore[no-untyped-call]
+    kept: Any = _known.get(indices)
     return kept[1] if kept is not None and kept[0] == (indices._version, sizes) else None
 
 
@@ -105,6 +105,9 @@ def _remember(indices: Tensor, sizes: tuple[int, ...], pillars: _Pillars) -> Non
 class PlannedRulebook(Rulebook):
     """A rulebook that is asked for tiles; its table of neighbours is built only when read."""
 
+    _arguments: dict[str, Any]
+    _tiles: _Tiles
+
     def __init__(self, fields: dict[str, Any], arguments: dict[str, Any], tiles: _Tiles) -> None:
         for name, value in fields.items():
             object.__setattr__(self, name, value)
@@ -114,7 +117,7 @@ class PlannedRulebook(Rulebook):
     @cached_property
     def neighbours(self) -> Tensor:
         """As in `Rulebook`."""
-        return build_rulebook(self.in_indices, **self._arguments).neighbours  # type: ignore[attr-defined]
+        return build_rulebook(self.in_indices, **self._arguments).neighbours
 
     @property
     def kernel_volume(self) -> int:
@@ -124,13 +127,12 @@ class PlannedRulebook(Rulebook):
     @cached_property
     def num_pairs(self) -> int:
         """As in `Rulebook`."""
-        seen = self._tiles.seen  # type: ignore[attr-defined]
+        seen = self._tiles.seen
         return int(np.unpackbits(seen.view(np.uint8)).sum())
 
     def plan(self, tile_rows: int) -> SparsePlan:
         """The tiles of so many rows."""
-        tiles: _Tiles = self._tiles  # type: ignore[attr-defined]
-        return tiles.plan(tile_rows)
+        return self._tiles.plan(tile_rows)
 
 
 class _Tiles:

@@ -43,9 +43,7 @@ def max_pool(
     "void(int64, int8[:, :, :, ::1], int64, int64, int64, int64, int64, int64, int64, int64, "
     "int8[:, :, :, ::1])"
 )
-def _max_row(  # type: ignore[no-untyped-def]
-    row, x, kernel_h, kernel_w, stride_h, stride_w, pad_h, pad_w, step_h, step_w, out
-):
+def _max_row(row, x, kernel_h, kernel_w, stride_h, stride_w, pad_h, pad_w, step_h, step_w, out):
     b, i = row // out.shape[1], row % out.shape[1]
     for j in range(out.shape[2]):
         best: Any = out[b, i, j]

@@ -60,7 +60,7 @@ def _by_rows(work: Any, rows: int, channels: int) -> None:
 
 
 @compiled("void(int64, int64, float32[::1], float64, float64, float64, int8[::1], uint8[::1])")
-def _quantize(first, stop, x, scale, low, high, out, clean):  # type: ignore[no-untyped-def]
+def _quantize(first, stop, x, scale, low, high, out, clean):
     nans = 0
     for i in range(first, stop):
         value = np.float64(x[i]) / scale
@@ -87,9 +87,7 @@ def _for_inputs(signature: str) -> Any:
     "void(int64, int64, IN[::1], int64, float64[::1], int8[::1], int64, float64[::1], float64, "
     "float64, float64, int8[:, ::1])"
 )
-def _add(  # type: ignore[no-untyped-def]
-    first, stop, a, a_stride, a_factor, b, b_stride, b_factor, factor, low, high, out
-):
+def _add(first, stop, a, a_stride, a_factor, b, b_stride, b_factor, factor, low, high, out):
     for row in range(first, stop):
         at, bt = row * a_stride, row * b_stride
         for c in range(out.shape[1]):
@@ -101,7 +99,7 @@ def _add(  # type: ignore[no-untyped-def]
 
 
 @_for_inputs("void(int64, int64, IN[::1], int64, float64[::1], float64, float64, int8[:, ::1])")
-def _requantize(first, stop, acc, stride, factor, low, high, out):  # type: ignore[no-untyped-def]
+def _requantize(first, stop, acc, stride, factor, low, high, out):
     for row in range(first, stop):
         at = row * stride
         for c in range(out.shape[1]):
@@ -112,7 +110,7 @@ def _requantize(first, stop, acc, stride, factor, low, high, out):  # type: igno
 
 
 @_for_inputs("void(int64, int64, IN[::1], int64, float64[::1], float64, float32[:, ::1])")
-def _dequantize(first, stop, acc, stride, factor, low, out):  # type: ignore[no-untyped-def]
+def _dequantize(first, stop, acc, stride, factor, low, out):
     for row in range(first, stop):
         at = row * stride
         for c in range(out.shape[1]):

@@ -29,7 +29,7 @@ def scatter(features: Tensor, indices: Tensor, shape: tuple[int, ...], batch_siz
 
 
 @compiled("void(int64, int64, int8[:, ::1], int32[:, ::1], int64, int64, int64, int8[::1])")
-def _scatter(first, stop, rows, places, size1, size2, size3, flat):  # type: ignore[no-untyped-def]
+def _scatter(first, stop, rows, places, size1, size2, size3, flat):
     channels = rows.shape[1]
     for row in range(first, stop):
         line = (places[row, 0] * size1 + places[row, 1]) * size2 + places[row, 2]

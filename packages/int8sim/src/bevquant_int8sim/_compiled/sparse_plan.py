@@ -124,7 +124,7 @@ def in_chunks(work: Callable[[int, int], object], count: int, chunk: int = _CHUN
 
 
 @compiled("void(int64, int64, int32[:, ::1], int64[::1])")
-def _sort_keys(start, stop, neighbours, keys):  # type: ignore[no-untyped-def]
+def _sort_keys(start, stop, neighbours, keys):
     """Rank of the neighbour mask in the Gray code, then the row."""
     used = min(neighbours.shape[1], _MASK_BITS)
     for row in range(start, stop):
@@ -137,7 +137,7 @@ def _sort_keys(start, stop, neighbours, keys):  # type: ignore[no-untyped-def]
 
 
 @compiled("void(int64, int64, int32[:, ::1], int32[::1], int64, int32[::1])")
-def _count(start, stop, neighbours, out_rows, tile_rows, bounds):  # type: ignore[no-untyped-def]
+def _count(start, stop, neighbours, out_rows, tile_rows, bounds):
     volume = neighbours.shape[1]
     every = np.empty(volume, np.int32)
     for tile in range(start, stop):
@@ -156,9 +156,7 @@ def _count(start, stop, neighbours, out_rows, tile_rows, bounds):  # type: ignor
 @compiled(
     "void(int64, int64, int32[:, ::1], int32[::1], int64, int32[::1], int32[::1], int32[:, ::1])"
 )
-def _fill(  # type: ignore[no-untyped-def]
-    start, stop, neighbours, out_rows, tile_rows, bounds, offsets, rows
-):
+def _fill(start, stop, neighbours, out_rows, tile_rows, bounds, offsets, rows):
     volume = neighbours.shape[1]
     every = np.empty(volume, np.int32)
     for tile in range(start, stop):

@@ -132,7 +132,7 @@ class ForcedRun:
 
     def _steps(self, batch: Any, made: dict[str, Tensor]) -> Generator[tuple[()], None, Any]:
         """The integer model step by step; what a node reads is left in `made`."""
-        walk, products = self.model.walk(batch), Products()  # type: ignore[no-untyped-call]
+        walk, products = self.model.walk(batch), Products()
         while True:
             before = products.count
             try:

@@ -90,8 +90,7 @@ class Step:
     @property
     def operator(self) -> str:
         """Torch's operator that it calls, as torch's registry names it; else empty."""
-        known = isinstance(self.function, torch._ops.OpOverload)
-        return self.function.name() if known else ""  # type: ignore[union-attr]
+        return self.function.name() if isinstance(self.function, torch._ops.OpOverload) else ""
 
     @property
     def inputs(self) -> tuple[str, ...]:

@@ -198,7 +198,7 @@ class _Reader:
         if node.target is OPAQUE:
             return self._opaque(node)
         if node.target is REQUIRE:
-            where = self.graph.describe(node.args[0])  # type: ignore[arg-type]
+            where = self.graph.describe(node.all_input_nodes[0])
             return self._host(node, "require", (self._ref(node.args[0]), where), require)
         read = getattr(self, f"_read_{spec.kind}", None)
         made = None if read is None else read(node, spec)
@@ -364,7 +364,7 @@ class _Reader:
         floats = not isinstance(value, Tensor) or value.is_floating_point()
         what = _class_of(self.graph.module(node), spec) or spec.name
         if spec.name in ("to", "_to_copy", "type_as", "float") and isinstance(value, Tensor):
-            before = node.args[0].meta["val"]  # type: ignore[union-attr]
+            before = node.all_input_nodes[0].meta["val"]
             if before.dtype == value.dtype:
                 return args[0]
             reason = " "
@@ -562,7 +562,7 @@ def _geometry_of(rulebook: fx.Node) -> Geometry:
     name = op_spec(rulebook.target).name.rpartition(":")[2]
     args: Any = rulebook.args
     if name == "identity_rulebook":
-        rank = rulebook.args[0].meta["val"].shape[1] - 1  # type: ignore[union-attr]
+        rank = args[0].meta["val"].shape[1] - 1
         ones, zeros = (1,) * rank, (0,) * rank
         return Geometry(ones, ones, zeros, ones, zeros, True, False, False)
     if name == "subm_rulebook":

@@ -77,7 +77,7 @@ class GraphRun:
 
     def _computed(self, node: fx.Node, beside: GraphRun | None) -> Any:
         if self.floats and op_spec(node.target).kind == "quantize":
-            return self.values[node.args[0]]  # type: ignore[index]
+            return self.values[node.all_input_nodes[0]]
         if beside is not None and (self.floats == beside.floats or node.target is not OPAQUE):
             inputs = node.all_input_nodes
             quantizes = op_spec(node.target).kind == "quantize"

@@ -54,11 +54,11 @@ def verify(integer: IntegerModel, example_inputs: Any) -> None:
         raise ValueError(
             f"simulate: the integer model does not run on the example inputs: {error}"
         ) from error
-    floats = [tensor_of(value) for value in forced]
-    made = [tensor_of(value) for value in flatten(returned)[0]]
-    pairs = zip(filter(_is_some, floats), filter(_is_some, made), strict=False)
+    floats = [found for value in forced if (found := tensor_of(value)) is not None]
+    made = [found for value in flatten(returned)[0] if (found := tensor_of(value)) is not None]
+    pairs = zip(floats, made, strict=False)
     for index, (want, got) in enumerate(pairs):
-        if not _alike(want, got, 0.0):  # type: ignore[arg-type]
+        if not _alike(want, got, 0.0):
             raise ValueError(
                 f"simulate: result {index} of the integer model is not what its steps make of the "
                 "same values; verify=False turns this check off"
@@ -134,7 +134,3 @@ def _alike(want: Tensor, got: Tensor, slack: float) -> bool:
         return False
     most, energy, top, power = float_gaps(want, got)
     return most <= slack + _FLOAT * top or energy <= _ENERGY * power
-
-
-def _is_some(value: Tensor | None) -> bool:
-    return value is not None

@@ -21,7 +21,7 @@ _FORMULAS = {
 }
 
 
-class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Products(TorchDispatchMode):
     """Counts the multiplications of torch's own convolutions and matrix products.
 
     Attributes:

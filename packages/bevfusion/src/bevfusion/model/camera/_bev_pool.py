@@ -46,7 +46,7 @@ def bev_pool(features: Tensor, cells: Tensor | PoolPlan, num_cells: int) -> Tens
             "row per entry of cells"
         )
     _check("features", features, plan)
-    out: Tensor = _Pool.apply(features, plan)  # type: ignore[no-untyped-call]
+    out: Tensor = _Pool.apply(features, plan)
     return out
 
 
@@ -98,7 +98,7 @@ def lift_splat_pool(
     _check("depth", depth, plan)
     _check("context", context, plan)
     rows = context.permute(0, 2, 3, 1).reshape(-1, context.shape[1])
-    out: Tensor = _LiftSplat.apply(depth, rows, plan)  # type: ignore[no-untyped-call]
+    out: Tensor = _LiftSplat.apply(depth, rows, plan)
     return out
 
 

@@ -100,7 +100,7 @@ def _share(work: Callable[[int], object], count: int) -> None:
             pass
 
 
-@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@numba.njit(nogil=True, cache=True)
 def _sort(cells: Any, starts: Any, order: Any) -> None:
     for p in range(cells.size):
         if cells[p] >= 0:
@@ -114,7 +114,7 @@ def _sort(cells: Any, starts: Any, order: Any) -> None:
             free[cells[p]] += 1
 
 
-@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@numba.njit(nogil=True, cache=True)
 def _pool(first: int, stop: int, starts: Any, order: Any, rows: Any, out: Any) -> None:
     total = np.empty(rows.shape[1], np.float64)
     for cell in range(first, stop):
@@ -127,7 +127,7 @@ def _pool(first: int, stop: int, starts: Any, order: Any, rows: Any, out: Any) -
             out[cell, c] = total[c]
 
 
-@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@numba.njit(nogil=True, cache=True)
 def _lift(
     first: int, stop: int, starts: Any, order: Any, pixels: Any, depth: Any, rows: Any, out: Any
 ) -> None:
@@ -143,7 +143,7 @@ def _lift(
             out[cell, c] = total[c]
 
 
-@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@numba.njit(nogil=True, cache=True)
 def _sum(products: Any, lanes: Any) -> float:
     """Sixteen sums side by side: vector instructions, and the order of each sum is fixed."""
     for i in range(_LANES):
@@ -159,7 +159,7 @@ def _sum(products: Any, lanes: Any) -> float:
     return total
 
 
-@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@numba.njit(nogil=True, cache=True)
 def _lift_backward(
     image: int,
     first: int,

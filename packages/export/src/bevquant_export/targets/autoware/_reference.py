@@ -213,8 +213,8 @@ def run_autoware_onnx(
     known = {value.name for value in model.graph.input}
     try:
         feeds |= _rulebooks(model, coors)
-        evaluator = ReferenceEvaluator(model, new_ops=list(PLUGIN_OPERATORS))
-        found: dict[str, Array] = evaluator.run(  # type: ignore[assignment]
+        evaluator: Any = ReferenceEvaluator(model, new_ops=list(PLUGIN_OPERATORS))
+        found: dict[str, Array] = evaluator.run(
             None, {name: value for name, value in feeds.items() if name in known}, intermediate=True
         )
     except Exception as error:  # whatever the evaluator raises, the file is none that runs
@@ -247,7 +247,7 @@ def _rulebooks(model: Any, coors: Array) -> dict[str, Array]:
             [helper.make_tensor_value_info(slot, 6, None) for slot in SLOTS],
         )  # fmt: skip
         one = helper.make_model(graph, opset_imports=[helper.make_opsetid(DOMAIN, 1)])
-        evaluator = ReferenceEvaluator(one, new_ops=[GetIndicePairsImplicitGemm])
+        evaluator: Any = ReferenceEvaluator(one, new_ops=[GetIndicePairsImplicitGemm])
         made: Any = evaluator.run(None, {"i": rows})
         feeds |= {f"{base}/{slot}": value for slot, value in zip(SLOTS, made, strict=True)}
         rows = made[0]

@@ -58,9 +58,9 @@ def give_back(cls: type[ModuleT], qat: nn.Module) -> ModuleT:
     return made
 
 
-def remember_qconfig(made: nn.Module, source: nn.Module, qconfig: Any) -> None:
+def remember_qconfig(made: Any, source: nn.Module, qconfig: Any) -> None:
     """Note what a module was prepared with, and whether its user had set that on it."""
-    made._prepared_with = (qconfig, "qconfig" in source.__dict__)  # type: ignore[assignment]
+    made._prepared_with = (qconfig, "qconfig" in source.__dict__)
     made.qconfig = qconfig
 
 
@@ -68,6 +68,11 @@ def hand_over_qconfig(source: nn.Module, made: nn.Module) -> None:
     """Move a qconfig that was set on a module to the one that now holds it."""
     if "qconfig" in source.__dict__:
         made.qconfig = source.__dict__.pop("qconfig")
+
+
+def name_place(module: Any, path: str) -> None:
+    """Note where a module stands in its model, for `module_path`."""
+    module.qualified_name = path
 
 
 def module_path(module: nn.Module) -> str:
@@ -127,9 +132,14 @@ def expect_pictures(model: nn.Module, march: str, hybrid: bool) -> None:
 
     BERNOULLI2 computes on four; what the mapper of a hybrid model makes of others is its own.
     """
+    module: Any
     for module in model.modules():
         if "_prepared_with" in module.__dict__:
+<<<<<<< HEAD
             module.wants_pictures = march in ON_FOUR_AXES and not hybrid  # type: ignore[assignment]
+=======
+            module.wants_pictures = march == March.BERNOULLI2 and not hybrid
+>>>>>>> wt-tidy
 
 
 def quantized_input(module: nn.Module, x: Tensor, what: str = "input") -> Tensor:

@@ -10,7 +10,7 @@ from torch.ao.quantization import QConfig
 from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
 from bevquant_hybrid._observers._range import FixedScaleObserver
 from bevquant_hybrid.dtype import qint16
-from bevquant_hybrid.nn.qat._base import module_path, remember_qconfig, take_over
+from bevquant_hybrid.nn.qat._base import module_path, name_place, remember_qconfig, take_over
 
 __all__ = ["Composed", "linear_of", "of_16_bits"]
 
@@ -66,7 +66,7 @@ class Composed(nn.Module):
         if needed_for:
             self.optional[name] = needed_for
         source.train(self.training)
-        source.qualified_name = f"{self.qualified_name}.{name}"  # type: ignore[assignment]
+        name_place(source, f"{self.qualified_name}.{name}")
         self.add_module(name, kind.from_float(source, qconfig or self.qconfig))
 
     def drop_unused(self) -> None:
@@ -124,11 +124,11 @@ def of_16_bits(qconfig: Any) -> QConfig:
             "(get_default_qat_qconfig), since only layers with a weight have a 32-bit output"
         )
     made = qconfig.activation()
-    wide: Any = FakeQuantize.with_args(dtype=qint16)  # type: ignore[no-untyped-call]
+    wide: Any = FakeQuantize.with_args(dtype=qint16)
     if not isinstance(made.activation_post_process, FixedScaleObserver):
 
         def wide() -> nn.Module:
             step: nn.Module = qconfig.activation(dtype=qint16)
             return step
 
-    return QConfig(activation=wide, weight=None)  # type: ignore[no-untyped-call]
+    return QConfig(activation=wide, weight=None)

@@ -33,7 +33,7 @@ from bevquant_hybrid.nn.qat import (
     stubs,
     upsampling,
 )
-from bevquant_hybrid.nn.qat._base import errors_that_name, take_over
+from bevquant_hybrid.nn.qat._base import errors_that_name, name_place, take_over
 from bevquant_hybrid.nn.qat._weighted import Weighted, anchor_of
 from bevquant_hybrid.nn.qat._with_bn import with_batch_norm
 from bevquant_hybrid.nn.qat.segment_lut import SegmentLUT
@@ -152,11 +152,11 @@ def qat_form(module: nn.Module, qconfig: Any, path: str = "") -> nn.Module:
         raise TypeError(f"{type(module).__name__} has no QAT form")
     if path:
         module = take_over(type(module), module)
-        module.qualified_name = path  # type: ignore[assignment]
+        name_place(module, path)
     with errors_that_name(path):
         made: nn.Module = found.from_float(module, qconfig)
     if path:  # of a fused layer, which is made of its convolution
-        made.qualified_name = path  # type: ignore[assignment]
+        name_place(made, path)
     return made
 
 
@@ -164,5 +164,6 @@ def float_form(module: nn.Module) -> nn.Module:
     """Return the float module that a QAT one was made of; another module as it is."""
     if not type(module).__module__.startswith(__name__.rpartition(".")[0]):
         return module
-    made: nn.Module = module.to_float()  # type: ignore[operator]
+    qat: Any = module
+    made: nn.Module = qat.to_float()
     return made

@@ -38,8 +38,9 @@ class WithBatchNorm(Weighted):
             ValueError: As in `Weighted`; or a transposed convolution with groups, whose weight has
                 no axis of output channels.
         """
-        norm = source.part("bn") if isinstance(source, Fused) else None
-        if cls.channel_axis and getattr(source.part("conv"), "groups", 1) > 1:  # type: ignore[operator]
+        fused = source if isinstance(source, Fused) else None
+        norm = fused.part("bn") if fused else None
+        if fused and cls.channel_axis and getattr(fused.part("conv"), "groups", 1) > 1:
             raise ValueError(
                 f"{module_path(source)}: the batch norm behind a transposed convolution with "
                 "groups is folded before training only; use set_qat_mode('fuse_bn')"

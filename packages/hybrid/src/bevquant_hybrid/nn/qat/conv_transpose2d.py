@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -29,7 +31,7 @@ class ConvTranspose2d(Weighted, nn.ConvTranspose2d):  # type: ignore[misc]
             weight,
             bias,
             self.stride,
-            self.padding,  # type: ignore[arg-type]
+            cast(tuple[int, ...], self.padding),
             self.output_padding,
             self.groups,
             self.dilation,

@@ -48,8 +48,9 @@ class SegmentLUT(OutputQuantized):
         self.training = source.training
         self.function = source
         if getattr(source, "inplace", False):  # its input may have other readers
-            self.function = take_over(type(source), source)
-            self.function.inplace = False  # type: ignore[assignment]
+            own: Any = take_over(type(source), source)
+            own.inplace = False
+            self.function = own
         return self
 
     def to_float(self) -> nn.Module:

@@ -112,7 +112,7 @@ def _of_exponential(qconfig: Any) -> QConfig:
     if isinstance(qconfig.activation(), CalibFakeQuantize):
         kind = CalibFakeQuantize
     fixed = kind.with_args(observer=FixedScaleObserver, scale=_EXP_SCALE, dtype=qint16)
-    return QConfig(activation=fixed, weight=None)  # type: ignore[no-untyped-call]
+    return QConfig(activation=fixed, weight=None)
 
 
 def _filled(x: QTensor, excluded: Tensor, *, lowest: bool, dim: int | None = None) -> QTensor:

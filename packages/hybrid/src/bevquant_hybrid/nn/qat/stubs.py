@@ -19,7 +19,7 @@ _DOMAIN = "bevquant_hybrid.marks"
 
 def mark_forced(x: Tensor) -> Tensor:
     """Mark a value: whoever reads it was put on the CPU although a BPU could run it."""
-    result: Tensor = _Mark.apply(x)  # type: ignore[no-untyped-call]
+    result: Tensor = _Mark.apply(x)
     return result
 
 
@@ -106,12 +106,13 @@ class DeQuantStub(nn.Module):
     """
 
     forced = False
+    _float_class: type[nn.Module]
 
     @classmethod
     def from_float(cls, source: nn.Module, qconfig: Any = None) -> Self:
         """Take over a stub."""
         made = take_over(cls, source)
-        made._float_class = type(source)  # type: ignore[assignment]
+        made._float_class = type(source)
         return made
 
     def to_float(self) -> nn.Module:

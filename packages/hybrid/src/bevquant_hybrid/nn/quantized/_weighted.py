@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from bevquant_hybrid import _integer_ops as ops
 from bevquant_hybrid._scale_keeping import clamped
@@ -128,11 +128,12 @@ class Conv2d(_Weighted):
         super().__init__(source, rounding)
         rank = self.weight.dim() - 2
         self.transposed = isinstance(source, QATConvTranspose2d)
-        self.stride = list(source.stride)  # type: ignore[arg-type]
+        settings: Any = source  # of torch's convolution beside `Weighted`
+        self.stride = list(settings.stride)
         self.padding = _sides(source, rank)
-        self.dilation = list(source.dilation)  # type: ignore[arg-type]
-        self.groups = int(source.groups)  # type: ignore[arg-type]
-        self.output_padding = list(source.output_padding)  # type: ignore[arg-type]
+        self.dilation = list(settings.dilation)
+        self.groups = int(settings.groups)
+        self.output_padding = list(settings.output_padding)
 
     def accumulators(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Convolve."""
@@ -166,16 +167,13 @@ class Linear(_Weighted):
         return ops.linear(x, self.weight, bias, self.qualified_name)
 
 
-def _sides(source: nn.Module, rank: int) -> list[int]:
+def _sides(source: Any, rank: int) -> list[int]:
     padding = source.padding
     if not isinstance(padding, str):
-        return list(padding)  # type: ignore[arg-type]
+        return list(padding)
     if padding == "valid":
         return [0] * rank
-    reach = [
-        d * (k - 1)
-        for d, k in zip(source.dilation, source.kernel_size, strict=True)  # type: ignore[arg-type]
-    ]
+    reach = [d * (k - 1) for d, k in zip(source.dilation, source.kernel_size, strict=True)]
     if any(total % 2 for total in reach):
         raise ValueError(
             f"{getattr(source, 'qualified_name', 'Conv2d')}: padding='same' with an even kernel "

@@ -144,7 +144,7 @@ def read_memory(
         if backward is not None:
             backward(output)
         elif isinstance(output, Tensor):
-            as_float(output).sum().backward()  # type: ignore[no-untyped-call]
+            as_float(output).sum().backward()
         else:
             raise TypeError(
                 "show_cuda_memory_consumption: the model returns a "

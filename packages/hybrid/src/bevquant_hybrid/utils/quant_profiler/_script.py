@@ -144,7 +144,7 @@ def compare_script_models(
     return equal
 
 
-class _Keeping(Recorder):  # type: ignore[no-untyped-call]
+class _Keeping(Recorder):
     """A recorder that keeps what every operator returned."""
 
     def __init__(self, *args: Any) -> None:
