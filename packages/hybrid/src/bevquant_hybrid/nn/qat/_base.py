@@ -135,11 +135,7 @@ def expect_pictures(model: nn.Module, march: str, hybrid: bool) -> None:
     module: Any
     for module in model.modules():
         if "_prepared_with" in module.__dict__:
-<<<<<<< HEAD
-            module.wants_pictures = march in ON_FOUR_AXES and not hybrid  # type: ignore[assignment]
-=======
-            module.wants_pictures = march == March.BERNOULLI2 and not hybrid
->>>>>>> wt-tidy
+            module.wants_pictures = march in ON_FOUR_AXES and not hybrid
 
 
 def quantized_input(module: nn.Module, x: Tensor, what: str = "input") -> Tensor:
