@@ -102,12 +102,22 @@ class IntegerModel:
         return exhausted(self._walk(self._fast, args, kwargs, keep=False))
 
     def walk(self, inputs: Any) -> Walk:
-        """Run step by step: yields each step with its arguments and outputs, returns as a call.
+        """Run step by step, as fast as the caller asks for the next one.
 
         What a step made and no later one reads is held by nobody but the caller.
 
         Args:
-            inputs: As those of `run`.
+            inputs: A tuple of positional inputs, a dict of named ones, or one input.
+
+        Yields:
+            Each step, its arguments and its outputs, in order of execution.
+
+        Returns:
+            What a call returns, as the generator's value.
+
+        Raises:
+            TypeError: Other inputs than the example inputs had.
+            ValueError: As of a call.
         """
         args, kwargs = arguments(inputs)
         return self._walk(self.program, args, kwargs, keep=True)
