@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from bevquant_export.sparse._graph import Add, Concat, Conv, Fold, Graph, Node, Relu, inputs_of
+from bevquant_export.sparse._graph import Add, Conv, Graph, Node, Relu, inputs_of
 
 __all__ = ["check_graph"]
 
@@ -63,21 +63,6 @@ def _check_conv(node: Conv) -> None:
 def _check_channels(graph: Graph) -> None:
     channels = {graph.input: graph.channels}
     for node in graph.nodes:
-        found = {channels.get(name, 0) for name in inputs_of(node)}
-        if isinstance(node, Conv):
-            found |= {node.in_channels}
-            channels[node.y] = node.out_channels
-        elif isinstance(node, Concat):
-            channels[node.y] = sum(channels.get(name, 0) for name in node.xs)
-            continue
-        elif isinstance(node, Fold):
-            (read,) = found
-            if node.channels < 1 or read % node.channels:
-                raise ValueError(f"{node.name} folds {read} channels into {node.channels}")
-            channels[node.y] = node.channels
-        elif isinstance(node, Add | Relu):
-            channels[node.y] = channels.get(node.x, 0)
-        else:
-            continue
-        if len(found - {0}) > 1:
-            raise ValueError(f"{node.name} reads tensors of {sorted(found - {0})} channels")
+        made = node.channels_made([channels.get(name, 0) for name in inputs_of(node)])
+        if made is not None:
+            channels[node.y] = made

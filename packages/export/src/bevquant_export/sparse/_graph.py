@@ -1,9 +1,14 @@
-"""What a sparse ONNX file says, apart from how it says it: nodes over named tensors."""
+"""What a sparse ONNX file says, apart from how it says it: nodes over named tensors.
+
+What is asked of every node is answered by its class here: names, channels, ranges, and the same in
+floats.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar, Self
 
 from torch import Tensor
 
@@ -15,8 +20,43 @@ __all__ = [
 Sizes = tuple[int, ...]
 
 
+class _Operation:
+    """What most nodes answer.
+
+    Attributes:
+        kind: What the node's name starts with.
+    """
+
+    kind: ClassVar[str]
+
+    @property
+    def stated_ranges(self) -> Mapping[str, float]:
+        """Tensor to amax, as far as the node says it."""
+        return {}
+
+    @property
+    def makes_int8(self) -> bool:
+        """Whether its result is held in int8."""
+        return getattr(self, "output_precision", "fp16") == "int8"
+
+    def in_floats(self) -> Self:
+        """The node that computes in fp16 and says no ranges."""
+        return self
+
+    def channels_made(self, read: Sequence[int]) -> int | None:
+        """Channels of the result; 0 where they are not known, None where it lies on no voxels.
+
+        Args:
+            read: Channels of each tensor read, 0 where they are not known.
+
+        Raises:
+            ValueError: They do not fit.
+        """
+        return None
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Conv:
+class Conv(_Operation):
     """A sparse convolution, its ReLU included.
 
     Attributes:
@@ -48,6 +88,7 @@ class Conv:
     path: str
     x: str
     y: str
+    kind: ClassVar[str] = "conv"
     weight: Tensor
     bias: Tensor
     kernel_size: Sizes
@@ -79,11 +120,29 @@ class Conv:
         """Channels of y."""
         return self.weight.shape[0]
 
+    @property
+    def stated_ranges(self) -> Mapping[str, float]:
+        """Of what it reads."""
+        said = self.input_range if self.precision == "int8" else None
+        return {} if said is None else {self.x: said}
+
+    def in_floats(self) -> Self:
+        """As it is in fp16."""
+        return replace(
+            self, precision="fp16", output_precision="fp16", input_range=None, weight_ranges=None
+        )
+
+    def channels_made(self, read: Sequence[int]) -> int:
+        """Those of its weight."""
+        _expect_equal(self.name, [*read, self.in_channels])
+        return self.out_channels
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Add:
+class Add(_Operation):
     """``y = x + other``; the ranges are those of its inputs and ``None`` in fp16."""
 
+    kind: ClassVar[str] = "add"
     path: str
     x: str
     other: str
@@ -94,19 +153,42 @@ class Add:
     range_other: float | None
     name: str = ""
 
+    @property
+    def stated_ranges(self) -> Mapping[str, float]:
+        """Of its operands."""
+        given = {self.x: self.range_x, self.other: self.range_other}
+        said = given if self.precision == "int8" else {}
+        return {name: amax for name, amax in said.items() if amax is not None}
+
+    def in_floats(self) -> Self:
+        """As it is in fp16."""
+        return replace(
+            self, precision="fp16", output_precision="fp16", range_x=None, range_other=None
+        )
+
+    def channels_made(self, read: Sequence[int]) -> int:
+        """As many as it reads."""
+        _expect_equal(self.name, read)
+        return read[0]
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Relu:
+class Relu(_Operation):
     """``y = max(x, 0)``, only behind an `Add`."""
 
+    kind: ClassVar[str] = "relu"
     path: str
     x: str
     y: str
     name: str = ""
 
+    def channels_made(self, read: Sequence[int]) -> int:
+        """As many as it reads."""
+        return read[0]
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Concat:
+class Concat(_Operation):
     """Channels of tensors on the same voxels side by side; libspconv has no such operator.
 
     Attributes:
@@ -119,6 +201,7 @@ class Concat:
         name: Name of the node.
     """
 
+    kind: ClassVar[str] = "concat"
     path: str
     xs: tuple[str, ...]
     y: str
@@ -127,11 +210,26 @@ class Concat:
     input_range: float | None
     name: str = ""
 
+    @property
+    def stated_ranges(self) -> Mapping[str, float]:
+        """One for all that it reads and makes."""
+        said = self.input_range
+        return {} if said is None else dict.fromkeys((*self.xs, self.y), said)
+
+    def in_floats(self) -> Self:
+        """As it is in fp16."""
+        return replace(self, precision="fp16", output_precision="fp16", input_range=None)
+
+    def channels_made(self, read: Sequence[int]) -> int:
+        """All that it reads."""
+        return sum(read)
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Fold:
+class Fold(_Operation):
     """``y[n, c] = Σ_k x[n, c·K + k]`` in float, K channels of x to one of y; not in libspconv."""
 
+    kind: ClassVar[str] = "fold"
     path: str
     x: str
     y: str
@@ -139,11 +237,22 @@ class Fold:
     output_precision: str
     name: str = ""
 
+    def in_floats(self) -> Self:
+        """Its result in fp16."""
+        return replace(self, output_precision="fp16")
+
+    def channels_made(self, read: Sequence[int]) -> int:
+        """As it says, if what it reads divides by them."""
+        if self.channels < 1 or read[0] % self.channels:
+            raise ValueError(f"{self.name} folds {read[0]} channels into {self.channels}")
+        return self.channels
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Scatter:
+class Scatter(_Operation):
     """Voxels to a dense grid ``output_shape``: batch, channels, then the axes as `format` says."""
 
+    kind: ClassVar[str] = "scatter"
     path: str
     x: str
     y: str
@@ -154,7 +263,7 @@ class Scatter:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Move:
+class Move(_Operation):
     """``"Transpose"`` (`dims` is the permutation) or ``"Reshape"`` (`dims` is the new shape)."""
 
     path: str
@@ -163,6 +272,11 @@ class Move:
     y: str
     dims: Sizes
     name: str = ""
+
+    @property
+    def kind(self) -> str:  # type: ignore[override]
+        """Its operator's."""
+        return self.op.lower()
 
 
 Node = Conv | Add | Relu | Concat | Fold | Scatter | Move
@@ -203,3 +317,9 @@ def renamed(node: Node, names: Mapping[str, str], name: str) -> Node:
         return replace(node, xs=tuple(names[x] for x in node.xs), y=names[node.y], name=name)
     made = replace(node, x=names[node.x], y=names[node.y], name=name)
     return replace(made, other=names[made.other]) if isinstance(made, Add) else made
+
+
+def _expect_equal(name: str, channels: Sequence[int]) -> None:
+    known = set(channels) - {0}
+    if len(known) > 1:
+        raise ValueError(f"{name} reads tensors of {sorted(known)} channels")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from bevquant_export.sparse._graph import Add, Concat, Conv, Fold, Graph, Move, Node, Relu, renamed
+from bevquant_export.sparse._graph import Graph, Node, renamed
 
 __all__ = ["numbered"]
 
@@ -15,10 +15,9 @@ def numbered(graph: Graph) -> Graph:
     counts: Counter[str] = Counter()
     nodes: list[Node] = []
     for node in graph.nodes:
-        kind = _kind(node)
         names[node.y] = str(len(names))
-        nodes.append(renamed(node, names, f"{kind}{counts[kind]}"))
-        counts[kind] += 1
+        nodes.append(renamed(node, names, f"{node.kind}{counts[node.kind]}"))
+        counts[node.kind] += 1
     return Graph(
         input="0",
         channels=graph.channels,
@@ -26,10 +25,3 @@ def numbered(graph: Graph) -> Graph:
         outputs=tuple(names[name] for name in graph.outputs),
         shapes={names[name]: shape for name, shape in graph.shapes.items()},
     )
-
-
-def _kind(node: Node) -> str:
-    if isinstance(node, Move):
-        return node.op.lower()
-    kinds = {Conv: "conv", Add: "add", Relu: "relu", Concat: "concat", Fold: "fold"}
-    return kinds.get(type(node), "scatter")

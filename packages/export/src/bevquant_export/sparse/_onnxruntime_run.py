@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bevquant_export.sparse._graph import Add, Concat, Conv, Fold, Graph, Node
+from bevquant_export.sparse._graph import Graph
 from bevquant_export.sparse._held import Floats, Integers
 from bevquant_export.sparse._names import numbered
 from bevquant_export.sparse._run import See
@@ -98,18 +98,4 @@ def _output(layer: LayerOutput, made: dict[str, Any], batch_size: int) -> Tensor
 
 def _in_floats(graph: Graph) -> Graph:
     """The graph with every layer in fp16, which runs in float32."""
-    return replace(graph, nodes=tuple(_float_node(node) for node in graph.nodes))
-
-
-def _float_node(node: Node) -> Node:
-    if isinstance(node, Conv):
-        return replace(
-            node, precision="fp16", output_precision="fp16", input_range=None, weight_ranges=None
-        )
-    if isinstance(node, Add):
-        return replace(
-            node, precision="fp16", output_precision="fp16", range_x=None, range_other=None
-        )
-    if isinstance(node, Concat):
-        return replace(node, precision="fp16", output_precision="fp16", input_range=None)
-    return replace(node, output_precision="fp16") if isinstance(node, Fold) else node
+    return replace(graph, nodes=tuple(node.in_floats() for node in graph.nodes))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from bevquant_export.sparse._graph import Add, Concat, Conv, Fold, Graph, Relu
+from bevquant_export.sparse._graph import Graph, Relu
 
 __all__ = ["tensor_ranges"]
 
@@ -17,19 +17,12 @@ def tensor_ranges(graph: Graph) -> Mapping[str, float]:
     """
     said: dict[str, dict[str, float]] = {}
     for node in graph.nodes:
-        if isinstance(node, Conv) and node.precision == "int8" and node.input_range is not None:
-            said.setdefault(node.x, {})[node.name] = node.input_range
-        if isinstance(node, Add) and node.precision == "int8":
-            for name, amax in ((node.x, node.range_x), (node.other, node.range_other)):
-                if amax is not None:
-                    said.setdefault(name, {})[node.name] = amax
-        if isinstance(node, Concat) and node.input_range is not None:
-            for name in (*node.xs, node.y):
-                said.setdefault(name, {})[node.name] = node.input_range
+        for name, amax in node.stated_ranges.items():
+            said.setdefault(name, {})[node.name] = amax
     behind = {node.x: node.y for node in graph.nodes if isinstance(node, Relu)}
     found: dict[str, float] = {}
     for node in graph.nodes:
-        if not isinstance(node, Conv | Add | Concat | Fold) or node.output_precision != "int8":
+        if not node.makes_int8:
             continue
         tensor = behind.get(node.y, node.y)
         readers = said.get(tensor, {})

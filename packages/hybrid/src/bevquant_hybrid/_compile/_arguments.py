@@ -29,7 +29,6 @@ __all__ = [
     "require_module",
 ]
 
-_MARCHES = KNOWN
 _OPTIMIZATIONS = ("O0", "O1", "O2", "O3", "ddr", "fast", "balance")
 _SOURCES = ("ddr", "resizer", "pyramid")
 _LAYOUTS = ("NCHW", "NHWC", "BPU_RAW")
@@ -100,8 +99,8 @@ def march_of(march: Any, caller: str) -> str:
             f"{caller}: march=None and no march is set; call "
             "bevquant_hybrid.march.set_march(March.BAYES) first, or give march="
         )
-    if chosen not in _MARCHES:
-        raise ValueError(f"{caller}: march={march!r}: expected one of {', '.join(_MARCHES)}")
+    if chosen not in KNOWN:
+        raise ValueError(f"{caller}: march={march!r}: expected one of {', '.join(KNOWN)}")
     return chosen
 
 
