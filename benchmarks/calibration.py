@@ -36,7 +36,7 @@ from bevquant_quantizers._histogram import abs_histogram
 from bevquant_quantizers.calib import HistogramCalibrator, calibrate_weights
 from bevquant_quantizers.calib._entropy import entropy_amax
 from bevquant_quantizers.calib._mse import mse_amax
-from bevquant_quantizers.calib._percentile import percentile_amax
+from bevquant_quantizers.calib._search import percentile_amax
 from bevquant_quantizers.tensor_quant import QuantDescriptor
 
 BACKENDS = ["numba", "numpy"] if importlib.util.find_spec("numba") else ["numpy"]

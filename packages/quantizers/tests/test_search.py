@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from bevquant_quantizers.calib._entropy import _divergence, entropy_amax
 from bevquant_quantizers.calib._mse import mse_amax
-from bevquant_quantizers.calib._percentile import percentile_amax
-from bevquant_quantizers.calib._search import search_amax
+from bevquant_quantizers.calib._search import percentile_amax, search_amax
 
 KINDS = [
     "relu", "gaussian", "heavy", "uniform", "sparse", "integers", "outlier", "lognormal",

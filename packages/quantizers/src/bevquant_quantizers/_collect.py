@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,7 +15,6 @@ from torch import nn
 from ._abs_histogram import AbsHistogram
 from ._checkpoint import Checkpoint
 from ._distributed import Peers, adopt_widths, lacks_width, widths
-from ._progress import progress_bar
 from ._select import NamedQuantizer, named_quantizers
 from ._shares import NO_BATCH, Shares
 from .calib._calibrator import Calibrator
@@ -165,3 +166,32 @@ def _only(entries: Sequence[NamedQuantizer], chosen: set[int]) -> Iterator[None]
     finally:
         for entry in entries:
             entry.quantizer._if_calib = True
+
+
+@contextmanager
+def progress_bar(
+    show: bool | None, total: int | None, initial: int = 0
+) -> Iterator[Callable[[], object]]:
+    """Yield a function to call after each batch.
+
+    Args:
+        show: None shows the bar where tqdm is installed and stderr is a terminal.
+        total: Number of batches, None where unknown.
+        initial: Batches done before.
+
+    Raises:
+        ValueError: `show` is True and tqdm is not installed.
+    """
+    installed = importlib.util.find_spec("tqdm") is not None
+    if show and not installed:
+        raise ValueError(
+            "progress=True needs tqdm: pip install 'bevquant-quantizers[progress]', or leave "
+            "progress at None"
+        )
+    if show is False or not installed or (show is None and not sys.stderr.isatty()):
+        yield lambda: None
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=total, initial=initial, desc="calibrate", unit="batch") as bar:
+        yield bar.update
