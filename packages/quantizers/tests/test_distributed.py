@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from bevquant_quantizers import calib, calibrate, merge
 from bevquant_quantizers._calibrator_state import calibrator_state, load_calibrator_state
-from bevquant_quantizers._shares import NO_BATCH, Shares
+from bevquant_quantizers._collect import NO_BATCH, Shares
 
 sys.path.insert(0, str(Path(__file__).parent))
 from calibration_cases import Block, make_batches, outcome

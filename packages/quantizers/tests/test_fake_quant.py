@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bevquant_quantizers import fake_quantize
-from bevquant_quantizers._jit import has_numba
 from bevquant_quantizers._steps import integer_bounds
 
-BACKENDS = ["torch", "numba"] if has_numba() else ["torch"]
+HAS_NUMBA = find_spec("numba") is not None
+BACKENDS = ["torch", "numba"] if HAS_NUMBA else ["torch"]
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,9 +11,9 @@ from hypothesis import strategies as st
 
 from bevquant_quantizers._abs_histogram import add_counts, merge_bins
 from bevquant_quantizers._histogram import abs_histogram
-from bevquant_quantizers._jit import has_numba
 
-BACKENDS = ["torch", "numba"] if has_numba() else ["torch"]
+HAS_NUMBA = find_spec("numba") is not None
+BACKENDS = ["torch", "numba"] if HAS_NUMBA else ["torch"]
 
 
 def fields(histogram):
@@ -31,7 +33,7 @@ def test_counts_are_those_of_histc(bins, backend):
         assert found.zeros == int((x == 0).sum())
 
 
-@pytest.mark.skipif(not has_numba(), reason="numba is not installed")
+@pytest.mark.skipif(not HAS_NUMBA, reason="numba is not installed")
 @given(
     seed=st.integers(0, 2**31),
     size=st.integers(0, 3000),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,13 +15,13 @@ from torch import nn
 from ._abs_histogram import AbsHistogram
 from ._checkpoint import Checkpoint
 from ._distributed import Peers, adopt_widths, lacks_width, widths
-from ._progress import progress_bar
 from ._select import NamedQuantizer, named_quantizers
-from ._shares import NO_BATCH, Shares
 from .calib._calibrator import Calibrator
 from .calib._histogram_calibrator import HistogramCalibrator
 
 __all__ = ["Collection", "Forward"]
+
+NO_BATCH = object()
 
 Forward = Callable[[nn.Module, Any], Any]
 
@@ -165,3 +167,97 @@ def _only(entries: Sequence[NamedQuantizer], chosen: set[int]) -> Iterator[None]
     finally:
         for entry in entries:
             entry.quantizer._if_calib = True
+
+
+@contextmanager
+def progress_bar(
+    show: bool | None, total: int | None, initial: int = 0
+) -> Iterator[Callable[[], object]]:
+    """Yield a function to call after each batch.
+
+    Args:
+        show: None shows the bar where tqdm is installed and stderr is a terminal.
+        total: Number of batches, None where unknown.
+        initial: Batches done before.
+
+    Raises:
+        ValueError: `show` is True and tqdm is not installed.
+    """
+    installed = importlib.util.find_spec("tqdm") is not None
+    if show and not installed:
+        raise ValueError(
+            "progress=True needs tqdm: pip install 'bevquant-quantizers[progress]', or leave "
+            "progress at None"
+        )
+    if show is False or not installed or (show is None and not sys.stderr.isatty()):
+        yield lambda: None
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=total, initial=initial, desc="calibrate", unit="batch") as bar:
+        yield bar.update
+
+
+class Shares:
+    """Batches in rounds of `world`, of which this process takes the one of its rank.
+
+    A list or tuple is indexed, so that no process touches another's batches; anything else is
+    iterated.
+
+    Args:
+        batches: The same in every process.
+        rank: This process.
+        world: How many there are.
+    """
+
+    def __init__(self, batches: Iterable[Any], rank: int = 0, world: int = 1) -> None:
+        self.batches, self.rank, self.world = batches, rank, world
+        self.count = 0
+
+    @property
+    def total(self) -> int | None:
+        """Number of rounds, None where only iterating tells."""
+        batches: Any = self.batches
+        try:
+            return -(-len(batches) // self.world)
+        except TypeError:
+            return None
+
+    def rounds(self, start: int = 0) -> Iterator[tuple[int, Any]]:
+        """Yield each round from `start` on with this process's batch, NO_BATCH where it has none.
+
+        At the end `count` is the number of batches, the other processes' and those before `start`
+        included.
+
+        Raises:
+            ValueError: Fewer rounds than `start`.
+        """
+        r = 0
+        for r, batch in enumerate(self._mine(start), 1):
+            if r > start:
+                yield r - 1, batch
+        if r < start:
+            raise ValueError(
+                f"the saved collection has seen {start} rounds of batches, now there are {r}: give "
+                "the same batches, or delete the file to begin anew"
+            )
+
+    def _mine(self, start: int) -> Iterator[Any]:
+        world, batches = self.world, self.batches
+        if isinstance(batches, Sequence):
+            self.count = len(batches)
+            for i in range(self.rank, -(-len(batches) // world) * world, world):
+                # Batches that are not needed are not loaded.
+                wanted = i < len(batches) and i // world >= start
+                yield batches[i] if wanted else NO_BATCH
+            return
+        mine: Any = NO_BATCH
+        for i, batch in enumerate(batches):
+            self.count = i + 1
+            if i % world == self.rank:
+                mine = batch
+            if i % world == world - 1:
+                yield mine
+                mine = NO_BATCH
+        if self.count % world:
+            yield mine

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bev_data import InputError
 from bevfusion.model._checkpoint_file import read_state_dict
-from bevfusion.model._checkpoint_kind import config_of, kind_of
 from bevfusion.model._parts import PART_PATHS
 from bevfusion.model._weight_layout import LAYOUTS, source_layout
 from bevquant_sparse import is_sparse_conv, set_weight
@@ -21,6 +20,40 @@ if TYPE_CHECKING:
     from bevfusion.model._model import BEVFusion
 
 __all__ = ["LoadReport", "load_state_dict", "load_weights"]
+
+# A part of a name that only one kind of checkpoint has, and what that kind is.
+_KINDS = (
+    ("_amax", "this is a checkpoint with quantizers: give the float one it was made from"),
+    (
+        "img_backbone.",
+        "these are mmdetection3d's names (img_backbone, pts_middle_encoder, …): convert the "
+        "checkpoint to mit-bevfusion's names first",
+    ),
+    (
+        "pts_middle_encoder.",
+        "these are mmdetection3d's names (pts_middle_encoder, …): convert the checkpoint to "
+        "mit-bevfusion's names first",
+    ),
+    (
+        "encoders.camera.backbone.stages.",
+        "this is a checkpoint of another configuration: its camera backbone is a Swin "
+        "transformer, this one a ResNet",
+    ),
+    (
+        "encoders.camera.backbone.patch_embed.",
+        "this is a checkpoint of another configuration: its camera backbone is a transformer, "
+        "this one a ResNet",
+    ),
+    (
+        "encoders.lidar.backbone.pts_voxel_encoder.",
+        "this is a checkpoint of another configuration: its LiDAR branch is PointPillars",
+    ),
+    (
+        "heads.object.task_heads.",
+        "this is a checkpoint of another configuration: its head is CenterPoint's, this one "
+        "TransFusion's",
+    ),
+)
 
 # What the view transform derives from its configuration: a file's values must be the model's own.
 _GEOMETRY = tuple(f"encoders.camera.vtransform.{name}" for name in ("dx", "bx", "nx", "frustum"))
@@ -149,3 +182,51 @@ def _refusal(
             else "\nuse the checkpoint's own --config, or a checkpoint trained with these sizes"
         )
     )
+
+
+def kind_of(names: Iterable[str], absent: Sequence[str], state: Iterable[str]) -> str | None:
+    """A sentence on what kind of checkpoint this is, if it is not one of such a model.
+
+    Args:
+        names: Entries of the parts that the model has, and those of no part.
+        absent: Parts of the model of which there is no entry.
+        state: All entries.
+    """
+    names, state = list(names), list(state)
+    for fragment, sentence in _KINDS:
+        if any(fragment in name for name in names):
+            return sentence
+    held = [
+        part
+        for part, path in PART_PATHS.items()
+        if any(name.startswith(f"{path}.") for name in state)
+    ]
+    if not held:
+        example = next(iter(state), "nothing")
+        return f"is this a BEVFusion checkpoint? Its entries have other names, such as {example!r}"
+    if absent:
+        return (
+            f"the checkpoint holds {', '.join(held)} and nothing of {', '.join(absent)}: give one "
+            "that was trained with these parts, or build the model without them"
+        )
+    return None
+
+
+def config_of(state: Mapping[str, Tensor], model: nn.Module) -> str | None:
+    """The configuration whose sizes the entries have, if it is not the one `model` was built by.
+
+    Sparse weights, whose layout is open, are not looked at.
+    """
+    from bevfusion.model._build import build_model
+    from bevfusion.model._config import CONFIGS
+
+    given = {name: t.shape for name, t in state.items() if t.ndim != 5}
+    own = {name: t.shape for name, t in model.state_dict().items()}
+    for name, config in CONFIGS.items():
+        wanted = {key: t.shape for key, t in build_model(config).state_dict().items()}
+        shared = wanted.keys() & given.keys()
+        if len(shared) < 10 or all(wanted[key] == own[key] for key in shared & own.keys()):
+            continue
+        if all(given[key] == wanted[key] for key in shared):
+            return name
+    return None

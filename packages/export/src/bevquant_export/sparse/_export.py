@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +13,13 @@ from torch import nn
 
 from bevquant_export.sparse._compare import LayerDifference
 from bevquant_export.sparse._follow import follow, refuse_extensions
-from bevquant_export.sparse._graph import Graph
+from bevquant_export.sparse._graph import Conv, Graph, Node
 from bevquant_export.sparse._half_precision import with_half_constants
 from bevquant_export.sparse._layers import SparseExport, layers_of
 from bevquant_export.sparse._lower_file import portable_bytes
 from bevquant_export.sparse._make_graph import make_graph
 from bevquant_export.sparse._names import numbered
 from bevquant_export.sparse._observe import observe
-from bevquant_export.sparse._official_keys import official_keys
 from bevquant_export.sparse._read_proto import graph_of_bytes
 from bevquant_export.sparse._rulebooks import check_rulebooks
 from bevquant_export.sparse._turn_axes import turned
@@ -28,6 +29,8 @@ from bevquant_int8sim import IntegerModel, simulate
 from bevquant_quantizers import write_whole
 
 __all__ = ["export_sparse_onnx", "sparse_graph"]
+
+_FIRST = "subm1"
 
 _DIALECTS = ("libspconv", "portable")
 _ORDERS = ("xyz", "zyx")
@@ -158,3 +161,31 @@ def sparse_graph(
     graph = make_graph(followed, seen, rounded, integers.program.values, order, head_room)
     check_rulebooks(graph)
     return integers, graph
+
+
+def official_keys(graph: Graph) -> Graph:
+    """`graph` with the key ``subm1`` at a submanifold convolution that reads the input.
+
+    Whatever else had that key gets one that nothing has; what shared pairs still does. A first
+    convolution without a key takes ``subm1`` alone, so that the engine builds its pairs once more
+    than it must and never wrong ones.
+    """
+    first = next((n for n in graph.nodes if isinstance(n, Conv) and n.x == graph.input), None)
+    if first is None or not first.subm or first.rulebook == _FIRST:
+        return graph
+    used = {node.rulebook for node in graph.nodes if isinstance(node, Conv)}
+    renamed = {_FIRST: next(key for key in _other_keys() if key not in used)}
+    if first.rulebook:
+        renamed[first.rulebook] = _FIRST
+
+    def keyed(node: Node) -> Node:
+        if not isinstance(node, Conv):
+            return node
+        key = _FIRST if node is first else renamed.get(node.rulebook, node.rulebook)
+        return replace(node, rulebook=key)
+
+    return replace(graph, nodes=tuple(keyed(node) for node in graph.nodes))
+
+
+def _other_keys() -> Iterator[str]:
+    return (f"{_FIRST}_{number}" for number in count(2))

@@ -13,14 +13,13 @@ from torch import Tensor
 from bevquant_graph import arguments, is_sparse_tensor
 from bevquant_int8sim._backends import check_backend
 from bevquant_int8sim.model._execute import execute
-from bevquant_int8sim.model._form import ACCUMULATORS, Integers
+from bevquant_int8sim.model._form import ACCUMULATORS, Form, Integers
 from bevquant_int8sim.model._fuse import fuse_residuals
 from bevquant_int8sim.model._late_floats import dequantize_late
 from bevquant_int8sim.model._program import Island, Program, Ref, Step, names_in, replaced
 from bevquant_int8sim.model._signature import bind
 from bevquant_int8sim.model._sites import Sites, SparseOutput, sites_of
 from bevquant_int8sim.model._sorted_rows import sort_rows
-from bevquant_int8sim.model._table import program_table
 from bevquant_int8sim.model._traced_source import Source
 
 __all__ = ["IntegerModel", "Recorded", "Walk", "exhausted"]
@@ -294,3 +293,35 @@ def _last_uses(program: Program) -> list[tuple[str, ...]]:
         spent.append(tuple(name for name in touched if name not in seen))
         seen.update(touched)
     return spent[::-1]
+
+
+def program_table(program: Program) -> str:
+    """One line per step that computes: operation, module, result, why it is in float."""
+    rows = [("op", "module", "result", "note")]
+    rows += [_row(step, program) for step in program.steps if step.op not in ("host", "constant")]
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    lines = [
+        "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]).rstrip()
+        for row in rows
+    ]
+    islands = program.islands
+    title = f"IntegerModel: {len(rows) - 1} steps, {len(islands)} float island"
+    title += "s" * (len(islands) != 1)
+    if islands and program.operations:
+        share = sum(island.share or 0 for island in islands)
+        title += f" with {100 * share:.2g} % of the operations"
+    return "\n".join([title, *("  " + line for line in lines)])
+
+
+def _row(step: Step, program: Program) -> tuple[str, str, str, str]:
+    op = step.op if step.op not in ("float", "move") else f"{step.op} {step.attributes['what']}"
+    op = step.operator if step.op == "operator" else op
+    if step.attributes.get("relu"):
+        op += " + ReLU"
+    return op, step.path, _result(program.values[step.outputs[0]].form), step.reason
+
+
+def _result(form: Form) -> str:
+    if isinstance(form, Integers):
+        return f"int{form.bits} × {form.scale:.4g}"
+    return str(form)

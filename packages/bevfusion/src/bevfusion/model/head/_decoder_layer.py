@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor, fx, nn
 
 from bevfusion.model.head._add import add_in_float
-from bevfusion.model.head._position import PositionEmbedding
 
 __all__ = ["DecoderLayer"]
 
@@ -75,3 +74,25 @@ class DecoderLayer(nn.Module):
         fed = self.linear2(self.dropout(self.activation(self.linear1(query))))
         query = self.norm3(add_in_float(query, self.dropout3(fed)))
         return query.permute(1, 2, 0)
+
+
+class PositionEmbedding(nn.Module):
+    """mit-bevfusion's learned position embedding: 1×1 conv, batch norm, ReLU, 1×1 conv.
+
+    Args:
+        channels: Width of the embedding.
+    """
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.position_embedding_head = nn.Sequential(
+            nn.Conv1d(2, channels, 1),
+            nn.BatchNorm1d(channels),
+            nn.ReLU(),
+            nn.Conv1d(channels, channels, 1),
+        )
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """Positions, float [batch, n, 2] in cells, to float [batch, channels, n]."""
+        embedding: Tensor = self.position_embedding_head(positions.transpose(1, 2).contiguous())
+        return embedding
