@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import nn
 
+from bevquant_export.sparse._channel_moves import with_channel_moves
 from bevquant_export.sparse._compare import LayerDifference
-from bevquant_export.sparse._follow import follow, refuse_extensions
+from bevquant_export.sparse._follow import follow
 from bevquant_export.sparse._graph import Graph
 from bevquant_export.sparse._half_precision import with_half_constants
 from bevquant_export.sparse._layers import SparseExport, layers_of
@@ -152,9 +153,9 @@ def sparse_graph(
     rounded = with_half_constants(model)
     integers = simulate(rounded, example_inputs, verify=verify)
     followed = follow(integers)
-    if dialect == "libspconv":
-        refuse_extensions(followed, integers)
     seen = observe(integers, example_inputs, batches)
     graph = make_graph(followed, seen, rounded, integers.program.values, order, head_room)
+    if dialect == "libspconv":
+        graph = with_channel_moves(graph)
     check_rulebooks(graph)
     return integers, graph

@@ -9,9 +9,7 @@ from typing import Any
 from bevquant_int8sim import IntegerModel
 from bevquant_int8sim.model import Step
 
-__all__ = [
-    "Draft", "Followed", "Reading", "follow", "is_float_conv", "place", "refuse_extensions",
-]  # fmt: skip
+__all__ = ["Draft", "Followed", "Reading", "follow", "is_float_conv", "place"]
 
 _CONVERSIONS = ("quantize", "requantize", "dequantize", "relu")
 _PERMUTATIONS = ("permute", "transpose", "movedim", "swapaxes", "moveaxis", "swapdims")
@@ -29,12 +27,6 @@ _NORM = (
     + _REMEDY[1:]
 )
 _REMEDIES = {"BatchNorm1d": _NORM, "batch_norm": _NORM}
-_EXTENSIONS = {
-    "concat": "the engine has no concatenation of tensors on voxels: add the branches, or write "
-    "the file for ONNX Runtime (dialect='portable')",
-    "fold": "the engine has no sum over groups of channels: write the file for ONNX Runtime "
-    "(dialect='portable')",
-}
 
 
 @dataclass(frozen=True)
@@ -58,7 +50,8 @@ class Reading:
 class Draft:
     """An operator to be written: a conv, an add, a scatter, a permute or a reshape.
 
-    Of the portable dialect alone: a concat, and a fold (a sum over groups of channels).
+    Also a concat, and a fold (a sum over groups of channels), which libspconv has as convolutions
+    of kernel 1×1×1 (`with_channel_moves`).
     """
 
     kind: str
@@ -99,20 +92,6 @@ def follow(model: IntegerModel) -> Followed:
         ValueError: A step has no operator in the dialect; it is named.
     """
     return _Follower(model).run()
-
-
-def refuse_extensions(followed: Followed, model: IntegerModel) -> None:
-    """Refuse what the portable dialect has and the engine does not.
-
-    Raises:
-        ValueError: The first such step, its file and line, and what to do.
-    """
-    for draft in followed.drafts:
-        if draft.kind in _EXTENSIONS:
-            raise ValueError(
-                f"export_sparse_onnx: {place(draft.step)}{_location(model.source, draft.step)}: "
-                + _EXTENSIONS[draft.kind]
-            )
 
 
 class _Follower:
@@ -238,7 +217,12 @@ class _Follower:
         known = [name for name in rounded if name is not None]
         forms = {self.program.values[name].form for name in known}
         chosen = known if len(known) == len(names) and len(forms) == 1 else names
-        self._append("concat", step, tuple(self._read(name, place(step)) for name in chosen))
+        reads = tuple(self._read(name, place(step)) for name in chosen)
+        for draft in self.drafts:  # joined in two forms: it is one tensor
+            if draft.kind == "concat" and _same(draft.reads, reads):
+                self.holds[step.outputs[0]] = (draft.y, False)
+                return
+        self._append("concat", step, reads)
 
     def _splits_channels(self, step: Step) -> bool:
         """Whether it makes ``[voxels, channels, group]`` of the channels of voxels."""
@@ -283,6 +267,11 @@ class _Follower:
         if name not in self.holds:
             raise ValueError(f"export_sparse_onnx: {by} reads a constant of the model")
         return self.holds[name]
+
+
+def _same(one: tuple[Reading, ...], other: tuple[Reading, ...]) -> bool:
+    wanted = [(r.tensor, r.relu, r.form) for r in one]
+    return wanted == [(r.tensor, r.relu, r.form) for r in other]
 
 
 def _along_channels(step: Step) -> bool:
