@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from bevquant_export.sparse._half_precision import with_half_constants
 from bevquant_export.sparse._held import Integers
 from bevquant_export.sparse._load import SparseOnnxModel
 from bevquant_export.sparse._reference import Made, reference_of
+from bevquant_export.sparse._three_axes import lifted, lowered_to
 from bevquant_int8sim import IntegerModel, SparseOutput, simulate
 from bevquant_int8sim.program import Step
 
@@ -73,8 +74,17 @@ def compared(
 ) -> tuple[LayerDifference, ...]:
     """`compare_sparse_onnx` with the integer model of rounded constants at hand."""
     features, coords, batch_size = frame_of(integers, inputs)
+    columns = coords.shape[1]
     if reversed_axes:
-        coords = coords[:, [0, 3, 2, 1]]
+        coords = _reversed(coords)
+    grid = file.grid or ()
+    coords = lifted(coords, grid)
+
+    def of_model(indices: Tensor) -> Tensor:
+        """Coordinates of the file in the model's columns."""
+        kept = lowered_to(columns, indices, grid)
+        return _reversed(kept) if reversed_axes else kept
+
     reference, wanted = reference_of(integers, inputs)
     before_relu = {node.x for node in file.nodes if isinstance(node, Relu)}
     rows: list[LayerDifference] = []
@@ -84,15 +94,20 @@ def compared(
             return  # what reads them is compared
         if isinstance(node, Conv | Add | Relu) and node.y not in before_relu:
             assert indices is not None
-            turned = indices[:, [0, 3, 2, 1]] if reversed_axes else indices
+            turned = of_model(indices)
             scale = made.scale if isinstance(made, Integers) else None
             value = made.values if isinstance(made, Integers) else made.floats()
             rows.append(_difference(node, Made(value, scale, turned), reference))
 
     outputs = file.watch(features, coords, batch_size, see)
     for made, expected in zip(outputs, _results(integers, wanted), strict=True):
-        rows.append(_output(made, expected, reversed_axes=reversed_axes))
+        rows.append(_output(made, expected, of_model))
     return tuple(rows)
+
+
+def _reversed(coords: Tensor) -> Tensor:
+    """The columns behind the batch in the opposite order."""
+    return torch.cat([coords[:, :1], coords[:, 1:].flip(1)], 1)
 
 
 def frame_of(integers: IntegerModel, inputs: Any) -> tuple[Tensor, Tensor, int]:
@@ -159,11 +174,11 @@ def _sorted(made: Made) -> Made:
     return Made(made.value[order], made.scale, made.indices[order])
 
 
-def _output(made: Any, wanted: Any, *, reversed_axes: bool) -> LayerDifference:
+def _output(made: Any, wanted: Any, of_model: Callable[[Tensor], Tensor]) -> LayerDifference:
     if isinstance(made, SparseOutput) and not isinstance(wanted, SparseOutput):
         made = made.features  # what the model returns is the features alone
     if isinstance(made, SparseOutput):
-        indices = made.indices[:, [0, 3, 2, 1]] if reversed_axes else made.indices
+        indices = of_model(made.indices)
         mine = Made(made.features, None, indices)
         return counted("output", "", mine, Made(wanted.features, None, wanted.indices))
     apart = (made.double() - wanted.double()).abs()

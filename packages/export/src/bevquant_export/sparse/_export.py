@@ -142,10 +142,12 @@ def sparse_graph(
     *,
     verify: bool,
     dialect: str = "libspconv",
+    fewer_axes: bool = True,
 ) -> tuple[IntegerModel, Graph]:
     """The integer model of a calibrated encoder, and what a file says of it.
 
-    Tensors of the graph are named as the program's values.
+    Tensors of the graph are named as the program's values. `fewer_axes` says whether a convolution
+    on fewer than three axes becomes one on three.
 
     Raises:
         ValueError: Something has no form in a file; its module is named.
@@ -154,7 +156,9 @@ def sparse_graph(
     integers = simulate(rounded, example_inputs, verify=verify)
     followed = follow(integers)
     seen = observe(integers, example_inputs, batches)
-    graph = make_graph(followed, seen, rounded, integers.program.values, order, head_room)
+    graph = make_graph(
+        followed, seen, rounded, integers.program.values, order, head_room, fewer_axes=fewer_axes
+    )
     if dialect == "libspconv":
         graph = with_channel_moves(graph)
     check_rulebooks(graph)
