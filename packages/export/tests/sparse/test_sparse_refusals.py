@@ -111,10 +111,11 @@ def test_other_activations(nets, refuse):
     )
 
 
+@pytest.mark.filterwarnings("ignore:Using a non-tuple")
 def test_batch_norm_that_was_not_folded(nets, refuse):
-    model = small(nets, nets.spconv.SubMConv3d(8, 8, 3, indice_key="a"), nn.ReLU())
-    model.rest.add_module("norm", nn.BatchNorm1d(8).eval())
-    refuse(model, r"rest\.norm \(batch_norm\).*fuse_model folds .*behind a sum or ReLU has no form")
+    model = small(nets, nets.spconv.SubMConv3d(8, 8, 3, indice_key="a"), nets.spconv.ToDense())
+    model.rest.add_module("norm", nn.BatchNorm3d(8).eval())
+    refuse(model, r"rest\.norm \(batch_norm\).*fuse_model folds .*on a dense grid has no form")
 
 
 def test_transposed_convolution(nets, refuse):

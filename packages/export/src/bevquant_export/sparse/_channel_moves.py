@@ -29,12 +29,13 @@ from bevquant_export.sparse._graph import (
     Node,
     Relu,
     Sizes,
+    inputs_of,
 )
 
-__all__ = ["moves_channels", "with_channel_moves"]
+__all__ = ["MOVED", "moves_channels", "row_conv", "with_channel_moves"]
 
 _RANGE = 127 / 64  # of weights: 1.0 is 64 steps
-_MARK = " (channels)"  # no module path has a space
+MOVED = " (channels)"  # behind the path of what no layer of the model makes: none has a space
 
 
 @dataclass(frozen=True)
@@ -48,39 +49,85 @@ class _Voxels:
 
 
 def moves_channels(node: Node) -> bool:
-    """Whether a node is one that `with_channel_moves` wrote, which no layer of a model makes."""
-    return node.path.endswith(_MARK)
+    """Whether a node is written for something else than a layer that makes the same tensor."""
+    return node.path.endswith(MOVED)
 
 
-def with_channel_moves(graph: Graph) -> Graph:
-    """`graph` with every `Concat` and `Fold` as convolutions of kernel 1×1×1 and additions.
+def row_conv(
+    path: str,
+    x: str,
+    y: str,
+    weight: Tensor,
+    bias: Tensor | None,
+    weight_ranges: tuple[float, ...] | None,
+    *,
+    input_range: float | None,
+    output_bound: int = 0,
+) -> Conv:
+    """``y = x weightᵀ + bias`` row by row, in fp16, on voxels that `with_channel_moves` states.
+
+    Args:
+        path: Of the module; with `MOVED` where none makes the same tensor.
+        x: Tensor read.
+        y: Tensor made.
+        weight: float16 ``[out_channels, in_channels]``.
+        bias: float16 ``[out_channels]``.
+        weight_ranges: amax per output channel.
+        input_range: amax of x.
+        output_bound: Most voxels, where no layer says how many there are.
+    """
+    one, nothing = (1, 1, 1), (0, 0, 0)
+    return Conv(
+        path=path, x=x, y=y, weight=weight.reshape(len(weight), *one, -1),
+        bias=torch.zeros(len(weight), dtype=torch.float16) if bias is None else bias,
+        kernel_size=one, stride=one, padding=nothing, dilation=one, output_padding=nothing,
+        subm=True, inverse=False, rulebook="", activation="None",
+        precision="fp16", output_precision="fp16", input_range=input_range,
+        weight_ranges=weight_ranges, output_bound=output_bound,
+        input_spatial_shape=(), output_spatial_shape=(), rows=(0, 0),
+    )  # fmt: skip
+
+
+def with_channel_moves(graph: Graph, *, joins: bool) -> Graph:
+    """`graph` with the voxels of every 1×1×1 convolution that works on rows alone.
+
+    Args:
+        graph: Its convolutions without a grid work on the rows of what they read.
+        joins: Write every `Concat` and `Fold` as such convolutions and additions.
 
     Raises:
         ValueError: One stands on the input's voxels and no submanifold convolution does.
     """
-    return _Writer(graph).run()
+    return _Writer(graph, joins=joins).run()
 
 
 class _Writer:
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+    def __init__(self, graph: Graph, *, joins: bool) -> None:
+        self.graph, self.joins = graph, joins
         self.channels = {graph.input: graph.channels}
         self.voxels: dict[str, _Voxels] = {}
         self.undone: dict[str, _Voxels] = {}  # rulebook to what its strided convolution reads
         self.keys: dict[str, str] = {}  # maker of voxels to the rulebook of the moves on them
         self.used = {node.rulebook for node in graph.nodes if isinstance(node, Conv)}
+        given = {graph.input}  # tensors on the input's voxels, up to the first layer with a grid
         for node in graph.nodes:
-            if isinstance(node, Conv) and node.x == graph.input and node.subm:
-                grid, rows = node.input_spatial_shape, node.rows[0]
-                self.voxels[graph.input] = _Voxels(graph.input, grid, node.output_bound, rows)
+            if not given.intersection(inputs_of(node)):
+                continue
+            if isinstance(node, Conv) and node.input_spatial_shape:
+                bound = node.output_bound if node.subm else 0
+                made = _Voxels(graph.input, node.input_spatial_shape, bound, node.rows[0])
+                self.voxels[graph.input] = made
                 break
+            given.add(node.y)
 
     def run(self) -> Graph:
         nodes: list[Node] = []
         for node in self.graph.nodes:
-            if isinstance(node, Concat):
+            if isinstance(node, Conv) and not node.input_spatial_shape:
+                node = self._placed(node)
+            if isinstance(node, Concat) and self.joins:
                 nodes += self._concatenation(node)
-            elif isinstance(node, Fold):
+            elif isinstance(node, Fold) and self.joins:
                 nodes.append(self._folded(node))
             else:
                 nodes.append(node)
@@ -126,7 +173,7 @@ class _Writer:
                 last = number == len(node.xs) - 1
                 y = node.y if last else f"{node.y} sum {number}"
                 yield Add(
-                    path=node.path + _MARK, x=summed, other=made, y=y, precision=node.precision,
+                    path=node.path + MOVED, x=summed, other=made, y=y, precision=node.precision,
                     output_precision=node.output_precision if last else node.precision,
                     range_x=node.input_range, range_other=node.input_range,
                 )  # fmt: skip
@@ -141,27 +188,26 @@ class _Writer:
 
     def _move(self, node: Concat | Fold, x: str, y: str, places: Tensor, held: str) -> Conv:
         """``y = x placesᵀ``; ``places`` is ``[out_channels, in_channels]``."""
-        voxels = self.voxels.get(x)
-        if voxels is None:
-            raise ValueError(
-                f"export_sparse_onnx: {node.path or 'a concatenation'} joins the input features, "
-                "which no submanifold convolution reads, so that the engine could not be told "
-                "how many voxels there are; write the file for ONNX Runtime (dialect='portable')"
-            )
         amax = node.input_range if isinstance(node, Concat) else None
-        out_channels, in_channels = places.shape
-        one, nothing = (1, 1, 1), (0, 0, 0)
-        return Conv(
-            path=node.path + _MARK, x=x, y=y,
-            weight=places.reshape(out_channels, *one, in_channels).half(),
-            bias=torch.zeros(out_channels, dtype=torch.float16),
-            kernel_size=one, stride=one, padding=nothing, dilation=one, output_padding=nothing,
-            subm=True, inverse=False, rulebook=self._key(voxels.maker), activation="None",
-            precision="fp16" if amax is None else "int8", output_precision=held,
-            input_range=amax,
-            weight_ranges=(_RANGE,) * out_channels if amax is not None or held == "int8" else None,
-            output_bound=voxels.bound, input_spatial_shape=voxels.grid,
-            output_spatial_shape=voxels.grid, rows=(voxels.rows, voxels.rows),
+        ranges = (_RANGE,) * len(places) if amax or held == "int8" else None
+        move = row_conv(node.path + MOVED, x, y, places.half(), None, ranges, input_range=amax)
+        precision = "fp16" if amax is None else "int8"
+        return self._placed(replace(move, precision=precision, output_precision=held))
+
+    def _placed(self, node: Conv) -> Conv:
+        """The node with the voxels of what it reads."""
+        voxels = self.voxels.get(node.x)
+        bound = 0 if voxels is None else voxels.bound or node.output_bound
+        if voxels is None or not bound:
+            raise ValueError(
+                f"export_sparse_onnx: {node.path.removesuffix(MOVED) or 'the forward'} works on "
+                "the rows of the input features, which no submanifold convolution reads: nothing "
+                "says how many voxels there are and on which grid. Do that before the model"
+            )
+        return replace(
+            node, rulebook=self._key(voxels.maker), output_bound=bound,
+            input_spatial_shape=voxels.grid, output_spatial_shape=voxels.grid,
+            rows=(voxels.rows, voxels.rows),
         )  # fmt: skip
 
     def _key(self, maker: str) -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from bevquant_export.sparse._channel_moves import MOVED, row_conv
 from bevquant_export.sparse._follow import Draft, is_float_conv, place
 from bevquant_export.sparse._forms import TensorForm
 from bevquant_export.sparse._graph import Conv
@@ -18,7 +20,7 @@ from bevquant_export.sparse._observe import Seen, bound
 from bevquant_export.sparse._three_axes import AXES, three_axes
 from bevquant_sparse import WeightLayout, permute_weight
 
-__all__ = ["check_axes", "conv_node"]
+__all__ = ["affine_node", "check_axes", "conv_node"]
 
 _STEPS = 127
 _LARGEST = 2**31
@@ -36,7 +38,7 @@ def conv_node(
     """The node; one on fewer than three axes gets one cell along those that it lacks.
 
     Args:
-        draft: A sparse convolution.
+        draft: A sparse convolution, or a linear layer on voxels.
         forms: Form of every tensor.
         seen: What it read and made.
         model: The model, whose module holds the bias.
@@ -50,6 +52,9 @@ def conv_node(
     step = draft.step
     made = forms[draft.y]
     module: Any = model.get_submodule(step.path)
+    if draft.kind == "linear":
+        voxels = bound(seen.voxels, head_room)
+        return _on_rows(draft, made, forms, _integer_weight(draft, values), module.bias, voxels)
     is_float = is_float_conv(step)
     geometry = _geometry(draft, order)
     if is_float:
@@ -90,6 +95,44 @@ def conv_node(
         input_spatial_shape=three_axes(seen.grid, 1, order),
         output_spatial_shape=three_axes(seen.out_grid, 1, order),
         rows=(seen.read[0], seen.made[0]),
+    )
+
+
+def affine_node(
+    draft: Draft, forms: Mapping[str, TensorForm], seen: Seen, head_room: float
+) -> Conv:
+    """``x · factor + shift`` of each channel, in fp16."""
+    factor, shift = (number.expand(seen.made[1]) for number in draft.constants)
+    made, largest = forms[draft.y], factor.abs().clamp(min=2.0**-14)
+    ranges = tuple(largest.tolist()) if made.precision == "int8" else None
+    weight, voxels = (torch.diag(factor).half(), ranges), bound(seen.voxels, head_room)
+    return _on_rows(draft, made, forms, weight, shift, voxels, seen.largest)
+
+
+def _on_rows(
+    draft: Draft,
+    made: TensorForm,
+    forms: Mapping[str, TensorForm],
+    weight: tuple[Tensor, tuple[float, ...] | None],
+    bias: Tensor | None,
+    voxels: int,
+    largest: float = 0.0,
+) -> Conv:
+    """A 1×1×1 convolution, whose voxels `with_channel_moves` states."""
+    path, x = draft.step.path, draft.reads[0].tensor
+    integer = draft.kind == "linear"
+    matrix, ranges = weight
+    half = None if bias is None else to_half(bias, f"export_sparse_onnx: {path}.bias").cpu()
+    amax = forms[x].amax or largest or None
+    node = row_conv(
+        path if integer else path + MOVED, x, draft.y, matrix, half, ranges,
+        input_range=amax, output_bound=voxels,
+    )  # fmt: skip
+    return replace(
+        node,
+        activation="ReLU" if made.relu else "None",
+        precision="int8" if integer else "fp16",
+        output_precision=made.precision,
     )
 
 
@@ -168,7 +211,9 @@ def _integer_weight(draft: Draft, values: Mapping[str, Any]) -> tuple[Tensor, tu
         total = total * form.scale
     scale = total.cpu().double() / draft.reads[0].form.scale
     ranges = (scale * _STEPS).float()
-    q = _krsc(tensors["weight"], step.attributes["kernel_size"]).cpu()
+    q = tensors["weight"].cpu()
+    if draft.kind != "linear":
+        q = _krsc(q, step.attributes["kernel_size"])
     grid = ranges.double().view(-1, *(1,) * (q.dim() - 1)) / _STEPS
     half = to_half(q.double() * grid, f"export_sparse_onnx: {step.path}.weight")
     lost = torch.round(half.double() / grid) != q

@@ -159,7 +159,6 @@ def sparse_graph(
     graph = make_graph(
         followed, seen, rounded, integers.program.values, order, head_room, fewer_axes=fewer_axes
     )
-    if dialect == "libspconv":
-        graph = with_channel_moves(graph)
+    graph = with_channel_moves(graph, joins=dialect == "libspconv")
     check_rulebooks(graph)
     return integers, graph

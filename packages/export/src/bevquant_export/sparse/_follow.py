@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from bevquant_int8sim import IntegerModel
 from bevquant_int8sim.model import Step
@@ -15,6 +19,7 @@ _CONVERSIONS = ("quantize", "requantize", "dequantize", "relu")
 _PERMUTATIONS = ("permute", "transpose", "movedim", "swapaxes", "moveaxis", "swapdims")
 _RESHAPES = ("flatten", "view", "reshape", "unflatten", "squeeze", "unsqueeze")
 _ADDITIONS = ("add", "add_", "iadd")
+_PRODUCTS = ("mul", "mul_", "imul")
 _JOINS = ("move", "float", "concat")
 _REMEDY = (
     "export the model up to it, or replace it; ONNX Runtime takes the model as it is "
@@ -22,9 +27,8 @@ _REMEDY = (
 )
 _NORM = (
     "bevquant_fusion.fuse_model folds a norm that alone reads a convolution, and says in `skipped` "
-    "why another is left; one behind a sum or ReLU has no form here. "
-    + _REMEDY[0].upper()
-    + _REMEDY[1:]
+    "why another is left; a BatchNorm1d on voxels is written as it is, one on a dense grid has no "
+    "form here. " + _REMEDY[0].upper() + _REMEDY[1:]
 )
 _REMEDIES = {"BatchNorm1d": _NORM, "batch_norm": _NORM}
 
@@ -51,13 +55,15 @@ class Draft:
     """An operator to be written: a conv, an add, a scatter, a permute or a reshape.
 
     Also a concat, and a fold (a sum over groups of channels), which libspconv has as convolutions
-    of kernel 1×1×1 (`with_channel_moves`).
+    of kernel 1×1×1 (`with_channel_moves`), a linear layer on the rows of voxels, and an affine map
+    of each channel, ``x · factor + shift``, with both numbers in `constants`.
     """
 
     kind: str
     step: Step
     reads: tuple[Reading, ...]
     y: str
+    constants: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +110,9 @@ class _Follower:
         self.dense: set[str] = set()  # tensors that lie on no voxels
         self.groups: dict[str, str] = {}  # [voxels, channels, group] to the tensor it is a view of
         self.rounded: dict[str, str] = {}  # floats to the integers that they are read from
-        self.constants: set[str] = set()
+        self.constants: dict[str, Tensor] = {}
+        self.readers = Counter(name for step in self.program.steps for name in step.inputs)
+        self.readers.update(_names(self.program.result))
         self.of_coords = self._coord_inputs()
 
     def run(self) -> Followed:
@@ -147,7 +155,7 @@ class _Follower:
     def _only_coords(self, step: Step) -> bool:
         """Whether a step computes with coordinates alone: whoever has these computes it, too."""
         if step.op == "constant":
-            self.constants.update(step.outputs)
+            self.constants[step.outputs[0]] = step.tensors["value"]
         if step.op not in ("float", "move"):
             return False
         read = [name for name in step.inputs if name not in self.constants]
@@ -173,6 +181,10 @@ class _Follower:
             self._pass(step)
         elif step.op == "sparse_conv" or is_float_conv(step):
             self._draft("conv", step, 1)
+        elif step.op == "linear" and self._on_voxels(step.args[0]):
+            self._draft("linear", step, 1)
+        elif step.op == "float" and self._is_affine(step, what):
+            self._affine(step, what)
         elif step.op == "add" or (step.op == "float" and what in _ADDITIONS):
             self._draft("add", step, 2)
         elif step.op in _JOINS and what == "cat" and _along_channels(step):
@@ -196,7 +208,8 @@ class _Follower:
             raise ValueError(
                 f"export_sparse_onnx: {place(step)}{_location(self.source, step)} has no operator "
                 "in the libspconv dialect "
-                "(sparse convolutions, additions, ReLU, dense(), permute, reshape); " + remedy
+                "(sparse convolutions and linear layers on voxels, additions, concatenations of "
+                "channels, ReLU, dense(), permute, reshape); " + remedy
             )
 
     def _pass(self, step: Step) -> None:
@@ -224,6 +237,55 @@ class _Follower:
                 return
         self._append("concat", step, reads)
 
+    def _on_voxels(self, arg: Any) -> bool:
+        name = getattr(arg, "name", None)
+        return name in self.holds and self.holds[name][0] not in self.dense
+
+    def _number(self, arg: Any) -> Tensor | None:
+        """A constant for each channel, or one for all: ``[channels]`` or ``[1]``."""
+        if isinstance(arg, int | float):
+            return torch.tensor([float(arg)])
+        value = self.constants.get(getattr(arg, "name", ""))
+        per_channel = value is not None and value.numel() == value.shape[-1:].numel()
+        return value.detach().float().reshape(-1) if value is not None and per_channel else None
+
+    def _is_affine(self, step: Step, what: str) -> bool:
+        if what not in (*_ADDITIONS, *_PRODUCTS, "sub") or len(step.args) != 2 or step.kwargs:
+            return False
+        if what == "sub" and not self._on_voxels(step.args[0]):
+            return False
+        x, number = self._affine_operands(step)
+        return number is not None and self._on_voxels(x)
+
+    def _affine_operands(self, step: Step) -> tuple[Any, Tensor | None]:
+        x, other = step.args
+        number = self._number(other)
+        return (x, number) if number is not None else (other, self._number(x))
+
+    def _affine(self, step: Step, what: str) -> None:
+        """``x · factor`` or ``x + shift``; both, one behind the other, are one operator."""
+        x, number = self._affine_operands(step)
+        assert number is not None
+        number = -number if what == "sub" else number
+        if not torch.equal(number.half().float(), number):
+            raise ValueError(
+                f"export_sparse_onnx: {place(step)}{_location(self.source, step)} takes "
+                f"{float(number[0]):g}, which float16 does not hold, and the file holds no other "
+                f"constants: write {float(number[0].half())!r} in its place"
+            )
+        adds = what not in _PRODUCTS
+        if bool((number == (0 if adds else 1)).all()):
+            self.holds[step.outputs[0]] = self._tensor(x.name, place(step))
+            return
+        factor, shift = (torch.ones(1), number) if adds else (number, torch.zeros(1))
+        reads: tuple[Reading, ...] = (self._operand(x, step),)
+        last = self.drafts[-1] if self.drafts else None
+        if adds and last is not None and last.kind == "affine" and last.y == x.name:
+            if self.readers[x.name] == 1 and not bool(last.constants[1].any()):
+                factor, reads = last.constants[0], last.reads
+                self.drafts.pop()
+        self._append("affine", step, reads, (factor, shift))
+
     def _splits_channels(self, step: Step) -> bool:
         """Whether it makes ``[voxels, channels, group]`` of the channels of voxels."""
         name = getattr(step.args[0], "name", None)
@@ -237,10 +299,12 @@ class _Follower:
         axes = [axes] if isinstance(axes, int) else list(axes)
         return getattr(step.args[0], "name", None) in self.groups and axes in ([2], [-1])
 
-    def _append(self, kind: str, step: Step, reads: tuple[Reading, ...]) -> None:
+    def _append(
+        self, kind: str, step: Step, reads: tuple[Reading, ...], constants: tuple[Tensor, ...] = ()
+    ) -> None:
         y = step.outputs[0]
         self.holds[y] = (y, bool(step.attributes.get("relu")))
-        self.drafts.append(Draft(kind, step, reads, y))
+        self.drafts.append(Draft(kind, step, reads, y, constants))
 
     def _operand(self, arg: Any, step: Step) -> Reading:
         name = getattr(arg, "name", None)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bevquant_export.sparse._conv_node import check_axes, conv_node
+from bevquant_export.sparse._conv_node import affine_node, check_axes, conv_node
 from bevquant_export.sparse._follow import Draft, Followed, place
 from bevquant_export.sparse._forms import TensorForm, agreed_forms
 from bevquant_export.sparse._graph import Add, Concat, Conv, Fold, Graph, Move, Node, Relu, Scatter
@@ -47,7 +47,10 @@ def make_graph(
         size = seen[draft.y]
         if draft.kind == "conv":
             check_axes(draft, fewest=1 if fewer_axes else AXES)
+        if draft.kind in ("conv", "linear"):
             nodes.append(conv_node(draft, forms, size, model, values, head_room, order))
+        elif draft.kind == "affine":
+            nodes.append(affine_node(draft, forms, size, head_room))
         elif draft.kind == "add":
             nodes += _addition(draft, forms)
         elif draft.kind == "concat":
@@ -85,12 +88,6 @@ def _addition(draft: Draft, forms: Mapping[str, TensorForm]) -> list[Node]:
         raise ValueError(
             f"export_sparse_onnx: {place(draft.step)} adds what nothing quantizes; quantize both "
             "operands with one quantizer (QuantConfig(quantize_add=True))"
-        )
-    if held[0].precision != held[1].precision:
-        raise ValueError(
-            f"export_sparse_onnx: {place(draft.step)} adds an int8 and an fp16 tensor, which the "
-            "engine refuses; one operand has a reader that is not quantized: enable() that "
-            "reader's quantizers, or disable() the addition's"
         )
     if integer and held[0].amax != held[1].amax:
         raise ValueError(
@@ -151,9 +148,7 @@ def _without_relu(draft: Draft, forms: Mapping[str, TensorForm]) -> TensorForm:
     return forms[draft.y]
 
 
-def _tail(
-    draft: Draft, seen: Seen, forms: Mapping[str, TensorForm], order: str
-) -> list[Node]:
+def _tail(draft: Draft, seen: Seen, forms: Mapping[str, TensorForm], order: str) -> list[Node]:
     (x,) = draft.reads
     made = forms[draft.y]
     if made.relu or made.amax is not None or not isinstance(x.form, str):
