@@ -30,6 +30,13 @@ _NORM = (
     "why another is left; a BatchNorm1d on voxels is written as it is, one on a dense grid has no "
     "form here. " + _REMEDY[0].upper() + _REMEDY[1:]
 )
+_UNFOLLOWED = "not followed"
+_CHOICE = (
+    "A file is one fixed graph, and a layer that chooses or makes voxels by their values "
+    "(FocalSparseConv) has no form in any dialect, nor for ONNX Runtime: export the parts before "
+    "and behind it, each a module of its own, and run it between them, as "
+    "bevquant_int8sim.simulate does"
+)
 _REMEDIES = {"BatchNorm1d": _NORM, "batch_norm": _NORM}
 
 
@@ -204,9 +211,12 @@ class _Follower:
             self._draft("reshape", step, 1)
             self.dense.add(step.outputs[0])
         else:
+            where = f"{place(step)}{_location(self.source, step)}"
+            if step.reason.startswith(_UNFOLLOWED):
+                raise ValueError(f"export_sparse_onnx: {where}: {step.reason}. {_CHOICE}")
             remedy = _REMEDIES.get(what, _REMEDY)
             raise ValueError(
-                f"export_sparse_onnx: {place(step)}{_location(self.source, step)} has no operator "
+                f"export_sparse_onnx: {where} has no operator "
                 "in the libspconv dialect "
                 "(sparse convolutions and linear layers on voxels, additions, concatenations of "
                 "channels, ReLU, dense(), permute, reshape); " + remedy
