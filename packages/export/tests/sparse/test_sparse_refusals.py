@@ -172,3 +172,12 @@ def test_a_dense_layer_behind_the_grid(nets, refuse):
         WithHead(nets.encoder()).eval(),
         r"head \(conv2d\) \(.*test_sparse_refusals\.py:\d+\) has no operator",
     )
+
+
+def test_frames_without_voxels_say_no_bound(nets, tmp_path):
+    model = nets.calibrated(nets.encoder(), [nets.frame(0)])
+    features, coords, batch_size = nets.frame(0)
+    nothing = (features[:0], coords[:0], batch_size)
+    with pytest.raises(ValueError, match=r"conv_input.*made no voxel.*output_bound"):
+        export_sparse_onnx(model, nothing, tmp_path / "a.onnx")
+    export_sparse_onnx(model, nothing, tmp_path / "a.onnx", batches=[nets.frame(0)])

@@ -73,6 +73,12 @@ def conv_node(
     bias = getattr(module, "bias", None)
     if bias is None:
         bias = torch.zeros(weight.shape[0])
+    if not seen.voxels:
+        raise ValueError(
+            f"export_sparse_onnx: {place(step)} made no voxel in the example inputs nor in batches; "
+            "output_bound, beyond which the engine drops voxels, follows from them: give frames as "
+            "in use"
+        )
     voxels = bound(seen.voxels, head_room)
     if voxels >= _LARGEST:
         raise ValueError(
