@@ -174,3 +174,11 @@ def test_registered_sparse_classes_and_what_is_derived_from_them() -> None:
     register_layout(Sparse, WeightLayout.KRSC)
     assert layer_class(Named()) is layer_class(Sparse()) is Sparse
     assert layer_class(Own()) is None
+
+
+def test_spconv_1_inside_of_another_package_is_a_library() -> None:
+    module = {"__module__": "plugin.ops.spconv.modules"}
+    sequential = type("SparseSequential", (nn.Sequential,), {**module, "forward": lambda s, x: x})
+    assert layer_class(sequential()) is sequential
+    own = type("Backbone", (nn.Sequential,), {"__module__": "plugin.spconv.backbone"})
+    assert layer_class(own()) is nn.Sequential

@@ -25,6 +25,8 @@ _LIBRARIES = (
     "bevquant_qnn.",
     "bevquant_hybrid.",
 )
+# spconv 1 inside of another package, as in mmdetection3d 0.x.
+_COPIED = tuple(f".spconv.{part}." for part in ("conv", "modules", "pool", "tables"))
 # What a subclass may define without computing anything else: how it is made, shown, stored, moved.
 _HARMLESS = frozenset(
     """__init__ __new__ __init_subclass__ __doc__ __module__ __qualname__ __annotations__ __dict__
@@ -136,7 +138,8 @@ def _known_class(cls: type) -> type | None:
 
 
 def _is_known(cls: type) -> bool:
-    if f"{cls.__module__}.".startswith(_LIBRARIES) or "float_class" in vars(cls):
+    name = f"{cls.__module__}."
+    if name.startswith(_LIBRARIES) or name.endswith(_COPIED) or "float_class" in vars(cls):
         return True
     # A class registered with its weight layout is vouched for; what is derived from it is not.
     return _is_sparse_class(cls) and not any(map(_is_sparse_class, cls.__mro__[1:]))

@@ -22,6 +22,7 @@ _POOLS = {
     "mmcv.ops.sparse_pool.SparseMaxPool": "max",
     "spconv.pytorch.pool.SparseGlobalMaxPool": "global max",
 }
+_COPIED_POOL = ".spconv.pool.SparseMaxPool"
 # What conv_forward reads; other sparse libraries' convolutions lack some of it.
 _CONV_ATTRIBUTES = ("in_channels", "kernel_size", "stride", "padding", "subm", "indice_key")
 
@@ -167,7 +168,9 @@ def _new(stock_class: type[Any]) -> Any:
 
 
 def _pool_kind(cls: type) -> str | None:
-    return next((_POOLS[n] for n in qualified_class_names(cls) if n in _POOLS), None)
+    names = qualified_class_names(cls)
+    copied = any(name.endswith(_COPIED_POOL) for name in names)  # spconv 1 in another package
+    return "max" if copied else next((_POOLS[n] for n in names if n in _POOLS), None)
 
 
 def _is_stock_forward(cls: type) -> bool:

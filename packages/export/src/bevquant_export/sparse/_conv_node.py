@@ -75,7 +75,7 @@ def conv_node(
         bias = torch.zeros(weight.shape[0])
     if not seen.voxels:
         raise ValueError(
-            f"export_sparse_onnx: {place(step)} made no voxel in the example inputs nor in batches; "
+            f"export_sparse_onnx: {place(step)} made no voxel in the example inputs or batches; "
             "output_bound, beyond which the engine drops voxels, follows from them: give frames as "
             "in use"
         )
