@@ -56,15 +56,19 @@ def export_sparse_onnx(
     weights are rounded to float16 (`with_half_constants`).
 
     Args:
-        model: Calibrated, in evaluation mode, batch norms folded: sparse convolutions of three
-            axes, residual additions, ReLU, inverse convolutions, ``dense()`` with permute and
-            reshape. It is not changed.
+        model: Calibrated, in evaluation mode, batch norms folded: sparse convolutions of one to
+            three axes (one cell of height is stated for pillars), residual additions, ReLU,
+            inverse convolutions, ``dense()`` with permute and reshape; on the rows of voxels
+            quantized linear layers, batch norms that nothing folds, sums and products with
+            float16 constants, concatenated channels. It is not changed.
         example_inputs: What one call takes; run once, for the sizes in the file.
         path: The file; it appears whole or not at all.
         dialect: ``"libspconv"``, or ``"portable"``: the same file in standard operators, which
-            stock onnxruntime runs on a CPU (inputs and outputs: `lower_to_portable`). It also has
-            what UNets need: tensors on the same voxels concatenated, and their channels summed in
-            groups. What the model makes of coordinates alone is left out of either.
+            stock onnxruntime runs on a CPU (inputs and outputs: `lower_to_portable`). Tensors on
+            the same voxels that are concatenated, and channels summed in groups (UNets), are
+            convolutions of kernel 1×1×1 and additions for libspconv, with the same values; the
+            portable file has both as they are. What the model makes of coordinates alone is left
+            out of either.
         model_order: Order of the model's coordinate columns behind the batch: ``"xyz"``
             (mit-bevfusion) or ``"zyx"`` (mmdetection3d).
         order: Order that the file wants them in; by default the model's. The dense result is the
