@@ -144,3 +144,19 @@ def test_a_linear_layer_on_the_input_features(nets, tmp_path):
     assert file.grid == nets.GRID
     rows = compare_sparse_onnx(file, model, nets.frame(1))
     assert [row.node for row in rows if row.different] == []
+
+
+def test_a_module_that_is_called_twice(nets, tmp_path):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nets.spconv.SubMConv3d(8, 8, 3, indice_key="same")
+
+        def forward(self, net, x):
+            return self.conv(self.conv(x))
+
+    model, path = build(nets, Twice()), tmp_path / "a.onnx"
+    export_sparse_onnx(model, nets.frame(0), path)
+    rows = compare_sparse_onnx(load_sparse_onnx(path), model, nets.frame(1))
+    assert [row.path for row in rows].count("head.conv") == 2
+    assert [row.node for row in rows if row.different] == []

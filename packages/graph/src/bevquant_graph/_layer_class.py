@@ -110,7 +110,7 @@ def own_code(module: object, cls: type[Any] | None = None) -> str | None:
             return f"{name}.{method} was replaced on the instance"
     values = _value_names(module, cls)
     settled: set[type] = set()
-    for base in type(module).__mro__:
+    for base in _written(type(module)).__mro__:
         if base is cls:
             return None
         if base in settled:
@@ -134,7 +134,14 @@ def _value_names(module: object, cls: type[Any]) -> set[str]:
 
 
 def _known_class(cls: type) -> type | None:
-    return next((base for base in cls.__mro__ if base is not object and _is_known(base)), None)
+    bases = _written(cls).__mro__
+    return next((base for base in bases if base is not object and _is_known(base)), None)
+
+
+def _written(cls: type) -> type:
+    """The author's class behind one that `use_bevquant_kernels` made of it."""
+    written: type = vars(cls).get("stock_class", cls)
+    return written
 
 
 def _is_known(cls: type) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -89,6 +90,14 @@ def compared(
     summed = _only_summed(file.nodes)
     before_relu = {node.x for node in file.nodes if isinstance(node, Relu)}
     rows: list[LayerDifference] = []
+    paths = Counter(
+        node.path
+        for node in file.nodes
+        if isinstance(node, Conv | Add | Relu)
+        and node.y not in before_relu
+        and not moves_channels(node)
+    )
+    shown: dict[str, int] = {}
 
     def see(node: Node, made: Any, indices: Tensor | None) -> None:
         if moves_channels(node):
@@ -100,7 +109,9 @@ def compared(
             if scale is None and node.y in summed and _only_integers(reference.get(node.path)):
                 return  # in fp16 for the other operand's sake: the sum of both is compared
             value = made.values if isinstance(made, Integers) else made.floats()
-            rows.append(_difference(node, Made(value, scale, turned), reference))
+            shown[node.path] = shown.get(node.path, 0) + 1
+            which = shown[node.path], paths[node.path]
+            rows.append(_difference(node, Made(value, scale, turned), reference, which))
 
     outputs = file.watch(features, coords, batch_size, see)
     for made, (name, expected) in zip(outputs, _results(integers, wanted), strict=True):
@@ -145,7 +156,10 @@ def frame_of(integers: IntegerModel, inputs: Any) -> tuple[Tensor, Tensor, int]:
     return seen["features"], coords.indices, int(coords.batch_size)
 
 
-def _difference(node: Node, made: Made, reference: dict[str, list[Made]]) -> LayerDifference:
+def _difference(
+    node: Node, made: Made, reference: dict[str, list[Made]], which: tuple[int, int]
+) -> LayerDifference:
+    """`which`: the how many-th node of its module it is, and of how many."""
     same = [
         other
         for other in reference.get(node.path, [])
@@ -158,7 +172,11 @@ def _difference(node: Node, made: Made, reference: dict[str, list[Made]]) -> Lay
             f"{node.path!r}; is the file that of this model?"
         )
     # A layer that stays float and its ReLU are two steps; the file holds what the later one makes.
-    return counted(node.name, node.path, made, same[-1])
+    # A module called twice, or a sum in a convolution's own module, makes as many tensors as nodes.
+    number, nodes = which
+    steps = len(same) // nodes
+    place = number * steps - 1 if steps * nodes == len(same) else -1
+    return counted(node.name, node.path, made, same[place])
 
 
 def counted(name: str, path: str, made: Made, wanted: Made) -> LayerDifference:
