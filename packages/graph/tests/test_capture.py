@@ -546,3 +546,14 @@ def test_a_part_under_another_autocast_is_among_the_rest():
     graph.check(torch.randn(2, 3, 5, 5))
     with pytest.raises(CaptureError, match="behind departs first"):
         capture(Region(True), torch.randn(1, 3, 4, 4))
+
+
+def test_a_model_that_does_not_run_is_not_told_to_be_taken_apart() -> None:
+    class Checked(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            assert x.shape[1] == 3, "three channels"
+            return x * 2
+
+    with pytest.raises(AssertionError, match="three channels") as caught:
+        capture(Checked(), torch.zeros(2, 4))
+    assert re.search(r"does not run.*test_capture\.py:\d+", caught.value.__notes__[0])

@@ -175,3 +175,21 @@ def test_registered_sparse_classes_and_what_is_derived_from_them() -> None:
     register_layout(Sparse, WeightLayout.KRSC)
     assert layer_class(Named()) is layer_class(Sparse()) is Sparse
     assert layer_class(Own()) is None
+
+
+def test_spconv_1_inside_of_another_package_is_a_library() -> None:
+    module = {"__module__": "plugin.ops.spconv.modules"}
+    sequential = type("SparseSequential", (nn.Sequential,), {**module, "forward": lambda s, x: x})
+    assert layer_class(sequential()) is sequential
+    own = type("Backbone", (nn.Sequential,), {"__module__": "plugin.spconv.backbone"})
+    assert layer_class(own()) is nn.Sequential
+
+
+def test_what_runs_on_our_kernels_is_still_its_authors_class() -> None:
+    stock = type("SubMConv3d", (nn.Module,), {"__module__": "spconv.pytorch.conv"})
+    own = type("Custom1x1", (stock,), {"__module__": "softgroup", "forward": lambda s, x: x})
+    mixin = type("_ConvInner", (), {"__module__": "bevquant_sparse._kernels", "_conv_forward": id})
+    for written, said in ((stock, None), (own, "softgroup.Custom1x1 has a forward of its own")):
+        made = type(written.__name__, (mixin, written), {"stock_class": written})
+        assert own_code(made()) == said
+        assert layer_class(made()) is (stock if said is None else None)

@@ -163,3 +163,22 @@ def test_integers_follow_on_frames_of_any_size(make: Any, inputs: Any, frame: in
 def test_what_chooses_voxels_is_folded_and_refused_by_file_and_line() -> None:
     with pytest.raises(ValueError, match=r"needs them as a number \(.*test_sparse_idioms\.py:\d+"):
         integers(Chosen, batch)
+
+
+class Counted(nn.Module):
+    """The number of voxels as a number of Python: the graph holds the example's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = subm(4, 4, "a")
+
+    def forward(self, batch: dict[str, Any]) -> Any:
+        x = spconv.SparseConvTensor(batch["features"], batch["coords"].int(), [16, 16, 16], 1)
+        x = self.conv(x)
+        return x.features + torch.arange(len(x.features))[:, None]
+
+
+def test_a_number_of_voxels_that_the_forward_fixes_is_told_on_another_frame() -> None:
+    model = integers(Counted, batch)
+    with pytest.raises(ValueError, match=r"expected size \d+ in axis 0.*x\.shape\[0\].*len\(x\)"):
+        model(*batch(1))

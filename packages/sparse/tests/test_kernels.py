@@ -231,3 +231,15 @@ def test_dilated_and_padded_against_spconv(spconv, x, one_thread, transposed):
     assert torch.equal(found[0], expected[0])
     torch.testing.assert_close(found[1], expected[1], rtol=1e-5, atol=1e-6)
     assert get_weight(conv, WeightLayout.RSCK).shape == (3, 2, 1, 4, 6)
+
+
+def test_the_largest_features_of_each_frame(spconv) -> None:
+    pool = torch.nn.Sequential(spconv.SparseGlobalMaxPool())
+    assert use_bevquant_kernels(pool) == ["0"]
+    indices = torch.tensor([[2, 0, 0, 1], [0, 1, 2, 3], [2, 3, 3, 3]], dtype=torch.int32)
+    features = torch.tensor([[-1.0, -5.0], [4.0, -2.0], [-3.0, -4.0]], requires_grad=True)
+    made = pool(spconv.SparseConvTensor(features, indices, [4, 4, 4], 3))
+    assert made.tolist() == [[4.0, -2.0], [0.0, 0.0], [-1.0, -4.0]]
+    made.sum().backward()
+    assert features.grad is not None
+    assert features.grad.tolist() == [[1.0, 0.0], [1.0, 1.0], [0.0, 1.0]]

@@ -205,3 +205,13 @@ def test_kernel_attribute_of_other_libraries():
         set_weight(module, weight * 2, WeightLayout.KRSC)
         assert tuple(module.kernel.shape) == shape
         assert torch.equal(get_weight(module, WeightLayout.KRSC), weight * 2)
+
+
+@pytest.mark.parametrize("package", ["bevfusion.ops", "plugin.models.ops", "mmdet3d.ops"])
+def test_spconv_1_inside_of_another_package(package) -> None:
+    made = type("SparseConvolution", (nn.Module,), {"__module__": f"{package}.spconv.conv"})
+    derived = type("SubMConv3d", (made,), {"__module__": f"{package}.spconv.conv"})
+    assert layout_of(derived()) is WeightLayout.RSCK
+    other = type("SparseConvolution", (nn.Module,), {"__module__": f"{package}.layers.conv"})
+    with pytest.raises(TypeError, match="unknown"):
+        layout_of(other())

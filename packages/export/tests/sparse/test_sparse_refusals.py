@@ -111,10 +111,11 @@ def test_other_activations(nets, refuse):
     )
 
 
+@pytest.mark.filterwarnings("ignore:Using a non-tuple")
 def test_batch_norm_that_was_not_folded(nets, refuse):
-    model = small(nets, nets.spconv.SubMConv3d(8, 8, 3, indice_key="a"), nn.ReLU())
-    model.rest.add_module("norm", nn.BatchNorm1d(8).eval())
-    refuse(model, r"rest\.norm \(batch_norm\).*fuse_model folds .*behind a sum or ReLU has no form")
+    model = small(nets, nets.spconv.SubMConv3d(8, 8, 3, indice_key="a"), nets.spconv.ToDense())
+    model.rest.add_module("norm", nn.BatchNorm3d(8).eval())
+    refuse(model, r"rest\.norm \(batch_norm\).*fuse_model folds .*on a dense grid has no form")
 
 
 def test_transposed_convolution(nets, refuse):
@@ -171,3 +172,12 @@ def test_a_dense_layer_behind_the_grid(nets, refuse):
         WithHead(nets.encoder()).eval(),
         r"head \(conv2d\) \(.*test_sparse_refusals\.py:\d+\) has no operator",
     )
+
+
+def test_frames_without_voxels_say_no_bound(nets, tmp_path):
+    model = nets.calibrated(nets.encoder(), [nets.frame(0)])
+    features, coords, batch_size = nets.frame(0)
+    nothing = (features[:0], coords[:0], batch_size)
+    with pytest.raises(ValueError, match=r"conv_input.*made no voxel.*output_bound"):
+        export_sparse_onnx(model, nothing, tmp_path / "a.onnx")
+    export_sparse_onnx(model, nothing, tmp_path / "a.onnx", batches=[nets.frame(0)])

@@ -84,22 +84,6 @@ def test_the_model_is_left_alone(nets, tmp_path):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_concatenation_is_refused_by_name(nets, tmp_path):
-    class Joined(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a = nets.spconv.SubMConv3d(5, 8, 3, indice_key="a")
-            self.b = nets.spconv.SubMConv3d(5, 8, 3, indice_key="a")
-
-        def forward(self, features, coords, batch_size):
-            x = nets.spconv.SparseConvTensor(features, coords, [12, 10, 9], batch_size)
-            return torch.cat([self.a(x).features, self.b(x).features], 1)
-
-    model = nets.calibrated(Joined(), [nets.frame(0)])
-    with pytest.raises(ValueError, match=r"cat in the model's forward.*no concatenation"):
-        export_sparse_onnx(model, nets.frame(0), tmp_path / "a.onnx")
-
-
 def test_a_convolution_without_bias_gets_zeros(nets, same):
     class Plain(nn.Module):
         def __init__(self):

@@ -34,6 +34,7 @@ _STOCK = (
     "bevquant_qnn",
     "bevquant_sparse",
 )
+_COPIED = (".spconv.conv", ".spconv.modules")  # spconv 1 inside of another package
 _RANKS: dict[type[nn.Module], int] = {nn.BatchNorm2d: 2, nn.BatchNorm3d: 3}
 
 
@@ -147,7 +148,7 @@ def _extras(module: nn.Module, methods: tuple[str, ...]) -> str | None:
 
 
 def _is_stock(owner: type) -> bool:
-    if owner.__module__.startswith(_STOCK):
+    if owner.__module__.startswith(_STOCK) or owner.__module__.endswith(_COPIED):
         return True
     # A class registered with its weight layout is vouched for; what is derived from it is not.
     return _is_sparse_class(owner) and not any(map(_is_sparse_class, owner.__mro__[1:]))

@@ -302,14 +302,16 @@ def _close(model: nn.Module, error: Exception, opaque: dict[str, Opaque], given:
     """Make the module that the error comes from one node, or say that nothing can be done."""
     found, place = where(error, model, opaque)
     reason = f"{_met(error)}" + (f" ({place})" if place else "")
+    args, kwargs = copy.deepcopy(given)
     if not found:
+        with running(model, "capture", "Give inputs that it takes"):
+            model(*args, **kwargs)  # what does not run at all is no matter of following it
         raise CaptureError(
             f"capture: {type(model).__name__} cannot be followed: {reason}. Capture the parts of "
             "it that can, each with its own example inputs, or keep decisions on the values of "
             "tensors out of its forward",
             reason,
         ) from error
-    args, kwargs = copy.deepcopy(given)
     with running(model, "capture", "Give inputs that it takes"):
         opaque[found] = recorded(model, found, reason, lambda: model(*args, **kwargs))
     for path in [p for p in opaque if p.startswith(f"{found}.")]:

@@ -25,6 +25,8 @@ _LIBRARIES = (
     "bevquant_qnn.",
     "bevquant_hybrid.",
 )
+# spconv 1 inside of another package, as in mmdetection3d 0.x.
+_COPIED = tuple(f".spconv.{part}." for part in ("conv", "modules", "pool", "tables"))
 # What a subclass may define without computing anything else: how it is made, shown, stored, moved.
 _HARMLESS = frozenset(
     """__init__ __new__ __init_subclass__ __doc__ __module__ __qualname__ __annotations__ __dict__
@@ -108,7 +110,7 @@ def own_code(module: object, cls: type[Any] | None = None) -> str | None:
             return f"{name}.{method} was replaced on the instance"
     values = _value_names(module, cls)
     settled: set[type] = set()
-    for base in type(module).__mro__:
+    for base in _written(type(module)).__mro__:
         if base is cls:
             return None
         if base in settled:
@@ -132,11 +134,19 @@ def _value_names(module: object, cls: type[Any]) -> set[str]:
 
 
 def _known_class(cls: type) -> type | None:
-    return next((base for base in cls.__mro__ if base is not object and _is_known(base)), None)
+    bases = _written(cls).__mro__
+    return next((base for base in bases if base is not object and _is_known(base)), None)
+
+
+def _written(cls: type) -> type:
+    """The author's class behind one that `use_bevquant_kernels` made of it."""
+    written: type = vars(cls).get("stock_class", cls)
+    return written
 
 
 def _is_known(cls: type) -> bool:
-    if f"{cls.__module__}.".startswith(_LIBRARIES) or "float_class" in vars(cls):
+    name = f"{cls.__module__}."
+    if name.startswith(_LIBRARIES) or name.endswith(_COPIED) or "float_class" in vars(cls):
         return True
     # A class registered with its weight layout is vouched for; what is derived from it is not.
     return _is_sparse_class(cls) and not any(map(_is_sparse_class, cls.__mro__[1:]))

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from bevquant_sparse._modules import is_sparse_conv, known_layout, qualified_class_names
-from bevquant_sparse._pooling import pool_forward
+from bevquant_sparse._pooling import global_max_pool, pool_forward
 from bevquant_sparse._sparse_tensor import register_tensor_of
 from bevquant_sparse._spconv import conv_forward, run_conv
 
@@ -20,7 +20,9 @@ _POOLS = {
     "spconv.pool.SparseMaxPool": "max",
     "mmdet3d.ops.spconv.pool.SparseMaxPool": "max",
     "mmcv.ops.sparse_pool.SparseMaxPool": "max",
+    "spconv.pytorch.pool.SparseGlobalMaxPool": "global max",
 }
+_COPIED_POOL = ".spconv.pool.SparseMaxPool"
 # What conv_forward reads; other sparse libraries' convolutions lack some of it.
 _CONV_ATTRIBUTES = ("in_channels", "kernel_size", "stride", "padding", "subm", "indice_key")
 
@@ -35,7 +37,8 @@ def use_bevquant_kernels(model: nn.Module) -> list[str]:
     of its own (spconv's QAT modules) keeps it; the convolution it calls is what changes.
 
     Max pooling takes the maximum over the voxels present; spconv's CPU kernel starts at zero and
-    so clips negative maxima.
+    so clips negative maxima. ``SparseGlobalMaxPool``, which spconv has no CPU kernel of, gives
+    zeros for a frame without voxels.
 
     Args:
         model: Changed in place. Modules changed before are passed over. A convolution that cannot
@@ -129,6 +132,14 @@ class _AvgPool(_Kernels):
         return pool_forward(self, input, "avg")
 
 
+class _GlobalMaxPool(_Kernels):
+    def forward(self, input: Any) -> Tensor:
+        return global_max_pool(input.features, input.indices, input.batch_size)
+
+
+_POOL_CLASSES = {"max": _MaxPool, "avg": _AvgPool, "global max": _GlobalMaxPool}
+
+
 def _kernel_class(cls: type[Any]) -> type[Any]:
     """The class made for ``cls``: one for each, so that types of equal modules stay equal."""
     if cls not in _made:
@@ -140,7 +151,7 @@ def _make_class(cls: type[Any]) -> type[Any]:
     kind = _pool_kind(cls)
     mixin: type
     if kind is not None:
-        mixin = _MaxPool if kind == "max" else _AvgPool
+        mixin = _POOL_CLASSES[kind]
     else:
         mixin = _ConvInner if hasattr(cls, "_conv_forward") else _ConvForward
     body = {
@@ -157,7 +168,9 @@ def _new(stock_class: type[Any]) -> Any:
 
 
 def _pool_kind(cls: type) -> str | None:
-    return next((_POOLS[n] for n in qualified_class_names(cls) if n in _POOLS), None)
+    names = qualified_class_names(cls)
+    copied = any(name.endswith(_COPIED_POOL) for name in names)  # spconv 1 in another package
+    return "max" if copied else next((_POOLS[n] for n in names if n in _POOLS), None)
 
 
 def _is_stock_forward(cls: type) -> bool:

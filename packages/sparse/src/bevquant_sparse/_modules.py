@@ -20,6 +20,8 @@ _SPARSE = {
     "torchsparse.nn.modules.conv.Conv3d": WeightLayout.VCK,
     "MinkowskiEngine.MinkowskiConvolution.MinkowskiConvolutionBase": WeightLayout.VCK,
 }
+# spconv 1 inside of another package, as mmdetection3d 0.x has it: bevfusion.ops.spconv.conv.…
+_COPIED = ".spconv.conv.SparseConvolution"
 _DENSE = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _registered: dict[type | str, WeightLayout] = {}
 
@@ -61,7 +63,8 @@ def known_layout(cls: type) -> WeightLayout | None:
     for key in (cls, _qualified_name(cls)):
         if key in _registered:
             return _registered[key]
-    return _SPARSE.get(_qualified_name(cls))
+    name = _qualified_name(cls)
+    return WeightLayout.RSCK if name.endswith(_COPIED) else _SPARSE.get(name)
 
 
 def _known_base(cls: type) -> type | None:

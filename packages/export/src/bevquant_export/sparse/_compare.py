@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from bevquant_export.sparse._channel_moves import moves_channels
 from bevquant_export.sparse._follow import follow
-from bevquant_export.sparse._graph import Add, Conv, Node, Relu
+from bevquant_export.sparse._graph import Add, Conv, Node, Relu, inputs_of
 from bevquant_export.sparse._half_precision import with_half_constants
 from bevquant_export.sparse._held import Integers
 from bevquant_export.sparse._load import SparseOnnxModel
 from bevquant_export.sparse._reference import Made, reference_of
+from bevquant_export.sparse._three_axes import lifted, lowered_to
 from bevquant_int8sim import IntegerModel, SparseOutput, simulate
 from bevquant_int8sim.program import Step
 
@@ -72,24 +75,64 @@ def compared(
 ) -> tuple[LayerDifference, ...]:
     """`compare_sparse_onnx` with the integer model of rounded constants at hand."""
     features, coords, batch_size = frame_of(integers, inputs)
+    columns = coords.shape[1]
     if reversed_axes:
-        coords = coords[:, [0, 3, 2, 1]]
-    reference, wanted = reference_of(integers, inputs)
+        coords = _reversed(coords)
+    grid = file.grid or ()
+    coords = lifted(coords, grid)
+
+    def of_model(indices: Tensor) -> Tensor:
+        """Coordinates of the file in the model's columns."""
+        kept = lowered_to(columns, indices, grid)
+        return _reversed(kept) if reversed_axes else kept
+
+    reference, wanted, places = reference_of(integers, inputs)
+    summed = _only_summed(file.nodes)
     before_relu = {node.x for node in file.nodes if isinstance(node, Relu)}
     rows: list[LayerDifference] = []
+    paths = Counter(
+        node.path
+        for node in file.nodes
+        if isinstance(node, Conv | Add | Relu)
+        and node.y not in before_relu
+        and not moves_channels(node)
+    )
+    shown: dict[str, int] = {}
 
     def see(node: Node, made: Any, indices: Tensor | None) -> None:
+        if moves_channels(node):
+            return  # what reads them is compared
         if isinstance(node, Conv | Add | Relu) and node.y not in before_relu:
             assert indices is not None
-            turned = indices[:, [0, 3, 2, 1]] if reversed_axes else indices
+            turned = of_model(indices)
             scale = made.scale if isinstance(made, Integers) else None
+            if scale is None and node.y in summed and _only_integers(reference.get(node.path)):
+                return  # in fp16 for the other operand's sake: the sum of both is compared
             value = made.values if isinstance(made, Integers) else made.floats()
-            rows.append(_difference(node, Made(value, scale, turned), reference))
+            shown[node.path] = shown.get(node.path, 0) + 1
+            which = shown[node.path], paths[node.path]
+            rows.append(_difference(node, Made(value, scale, turned), reference, which))
 
     outputs = file.watch(features, coords, batch_size, see)
-    for made, expected in zip(outputs, _results(integers, wanted), strict=True):
-        rows.append(_output(made, expected, reversed_axes=reversed_axes))
+    for made, (name, expected) in zip(outputs, _results(integers, wanted), strict=True):
+        rows.append(_output(made, expected, places.get(name), of_model))
     return tuple(rows)
+
+
+def _only_summed(nodes: tuple[Node, ...]) -> set[str]:
+    """Tensors that additions of integers read and nothing else."""
+    sums = [node for node in nodes if isinstance(node, Add) and node.precision == "int8"]
+    others = {name for node in nodes if node not in sums for name in inputs_of(node)}
+    return {name for node in sums for name in inputs_of(node)} - others
+
+
+def _only_integers(made: list[Made] | None) -> bool:
+    return bool(made) and all(one.scale is not None for one in made or ())
+
+
+def _reversed(coords: Tensor) -> Tensor:
+    """The columns behind the batch in the opposite order."""
+    return torch.cat([coords[:, :1], coords[:, 1:].flip(1)], 1)
 
 
 def frame_of(integers: IntegerModel, inputs: Any) -> tuple[Tensor, Tensor, int]:
@@ -113,7 +156,10 @@ def frame_of(integers: IntegerModel, inputs: Any) -> tuple[Tensor, Tensor, int]:
     return seen["features"], coords.indices, int(coords.batch_size)
 
 
-def _difference(node: Node, made: Made, reference: dict[str, list[Made]]) -> LayerDifference:
+def _difference(
+    node: Node, made: Made, reference: dict[str, list[Made]], which: tuple[int, int]
+) -> LayerDifference:
+    """`which`: the how many-th node of its module it is, and of how many."""
     same = [
         other
         for other in reference.get(node.path, [])
@@ -126,7 +172,11 @@ def _difference(node: Node, made: Made, reference: dict[str, list[Made]]) -> Lay
             f"{node.path!r}; is the file that of this model?"
         )
     # A layer that stays float and its ReLU are two steps; the file holds what the later one makes.
-    return counted(node.name, node.path, made, same[-1])
+    # A module called twice, or a sum in a convolution's own module, makes as many tensors as nodes.
+    number, nodes = which
+    steps = len(same) // nodes
+    place = number * steps - 1 if steps * nodes == len(same) else -1
+    return counted(node.name, node.path, made, same[place])
 
 
 def counted(name: str, path: str, made: Made, wanted: Made) -> LayerDifference:
@@ -156,13 +206,21 @@ def _sorted(made: Made) -> Made:
     return Made(made.value[order], made.scale, made.indices[order])
 
 
-def _output(made: Any, wanted: Any, *, reversed_axes: bool) -> LayerDifference:
-    if isinstance(made, SparseOutput) and not isinstance(wanted, SparseOutput):
-        made = made.features  # what the model returns is the features alone
+def _output(
+    made: Any, wanted: Any, places: Tensor | None, of_model: Callable[[Tensor], Tensor]
+) -> LayerDifference:
+    """`places` are the voxels of what the model returns, where it returns the features alone."""
     if isinstance(made, SparseOutput):
-        indices = made.indices[:, [0, 3, 2, 1]] if reversed_axes else made.indices
-        mine = Made(made.features, None, indices)
-        return counted("output", "", mine, Made(wanted.features, None, wanted.indices))
+        if isinstance(wanted, SparseOutput):
+            wanted, places = wanted.features, wanted.indices
+        if places is None or len(places) != len(wanted):
+            raise ValueError(
+                "compare_sparse_onnx: the model returns features without their voxels, and none "
+                "of its layers says on which they lie, so that rows of the file cannot be told: "
+                "return the sparse tensor, or its indices too"
+            )
+        mine = Made(made.features, None, of_model(made.indices))
+        return counted("output", "", mine, Made(wanted, None, places))
     apart = (made.double() - wanted.double()).abs()
     largest = float(apart.max()) if apart.numel() else 0.0
     different = int(apart.count_nonzero())
@@ -170,13 +228,14 @@ def _output(made: Any, wanted: Any, *, reversed_axes: bool) -> LayerDifference:
     return LayerDifference("output", "", "float", apart.numel(), different, largest, size)
 
 
-def _results(integers: IntegerModel, returned: Any) -> list[Any]:
-    """What a file returns, each tensor once; inputs that the model hands through are left out."""
+def _results(integers: IntegerModel, returned: Any) -> list[tuple[str, Any]]:
+    """What a file returns, each tensor once by its name; inputs handed through are left out."""
     followed = follow(integers)
-    given = [v for name, v in _named(integers.program.result, returned) if name in followed.results]
-    distinct: dict[str, Any] = {}
-    for reading, value in zip(followed.outputs, given, strict=True):
-        distinct.setdefault(reading.tensor, value)
+    named = _named(integers.program.result, returned)
+    given = [(name, value) for name, value in named if name in followed.results]
+    distinct: dict[str, tuple[str, Any]] = {}
+    for reading, result in zip(followed.outputs, given, strict=True):
+        distinct.setdefault(reading.tensor, result)
     return list(distinct.values())
 
 

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from bevquant_export.sparse._channel_moves import MOVED, row_conv
 from bevquant_export.sparse._follow import Draft, is_float_conv, place
 from bevquant_export.sparse._forms import TensorForm
 from bevquant_export.sparse._graph import Conv
 from bevquant_export.sparse._half_precision import is_integer_layer, to_half
 from bevquant_export.sparse._observe import Seen, bound
+from bevquant_export.sparse._three_axes import AXES, three_axes
 from bevquant_sparse import WeightLayout, permute_weight
 
-__all__ = ["conv_node"]
+__all__ = ["affine_node", "check_axes", "conv_node"]
 
 _STEPS = 127
 _LARGEST = 2**31
@@ -30,16 +33,18 @@ def conv_node(
     model: nn.Module,
     values: Mapping[str, Any],
     head_room: float,
+    order: str,
 ) -> Conv:
-    """The node.
+    """The node; one on fewer than three axes gets one cell along those that it lacks.
 
     Args:
-        draft: A sparse convolution.
+        draft: A sparse convolution, or a linear layer on voxels.
         forms: Form of every tensor.
         seen: What it read and made.
         model: The model, whose module holds the bias.
         values: Value of the program to its form.
         head_room: For the bound of its voxels.
+        order: Of the coordinate columns: ``"xyz"`` or ``"zyx"``.
 
     Raises:
         ValueError: The dialect has no such convolution, or a constant does not fit float16.
@@ -47,8 +52,11 @@ def conv_node(
     step = draft.step
     made = forms[draft.y]
     module: Any = model.get_submodule(step.path)
+    if draft.kind == "linear":
+        voxels = bound(seen.voxels, head_room)
+        return _on_rows(draft, made, forms, _integer_weight(draft, values), module.bias, voxels)
     is_float = is_float_conv(step)
-    geometry = _geometry(draft)
+    geometry = _geometry(draft, order)
     if is_float:
         weight, ranges = _float_weight(step.module, module, step.path)
         fused = getattr(step.module, "activation", "None")
@@ -65,6 +73,12 @@ def conv_node(
     bias = getattr(module, "bias", None)
     if bias is None:
         bias = torch.zeros(weight.shape[0])
+    if not seen.voxels:
+        raise ValueError(
+            f"export_sparse_onnx: {place(step)} made no voxel in the example inputs or batches; "
+            "output_bound, beyond which the engine drops voxels, follows from them: give frames as "
+            "in use"
+        )
     voxels = bound(seen.voxels, head_room)
     if voxels >= _LARGEST:
         raise ValueError(
@@ -75,7 +89,7 @@ def conv_node(
         path=step.path,
         x=draft.reads[0].tensor,
         y=draft.y,
-        weight=weight,
+        weight=weight.reshape(len(weight), *geometry["kernel_size"], weight.shape[-1]),
         bias=to_half(bias, f"export_sparse_onnx: {step.path}.bias").cpu(),
         **geometry,
         activation="ReLU" if made.relu else "None",
@@ -84,13 +98,67 @@ def conv_node(
         input_range=_float_range(module, seen) if is_float else forms[draft.reads[0].tensor].amax,
         weight_ranges=ranges if ranges_wanted else None,
         output_bound=voxels,
-        input_spatial_shape=seen.grid,
-        output_spatial_shape=seen.out_grid,
+        input_spatial_shape=three_axes(seen.grid, 1, order),
+        output_spatial_shape=three_axes(seen.out_grid, 1, order),
         rows=(seen.read[0], seen.made[0]),
     )
 
 
-def _geometry(draft: Draft) -> dict[str, Any]:
+def affine_node(
+    draft: Draft, forms: Mapping[str, TensorForm], seen: Seen, head_room: float
+) -> Conv:
+    """``x · factor + shift`` of each channel, in fp16."""
+    factor, shift = (number.expand(seen.made[1]) for number in draft.constants)
+    made, largest = forms[draft.y], factor.abs().clamp(min=2.0**-14)
+    ranges = tuple(largest.tolist()) if made.precision == "int8" else None
+    weight, voxels = (torch.diag(factor).half(), ranges), bound(seen.voxels, head_room)
+    return _on_rows(draft, made, forms, weight, shift, voxels, seen.largest)
+
+
+def _on_rows(
+    draft: Draft,
+    made: TensorForm,
+    forms: Mapping[str, TensorForm],
+    weight: tuple[Tensor, tuple[float, ...] | None],
+    bias: Tensor | None,
+    voxels: int,
+    largest: float = 0.0,
+) -> Conv:
+    """A 1×1×1 convolution, whose voxels `with_channel_moves` states."""
+    path, x = draft.step.path, draft.reads[0].tensor
+    integer = draft.kind == "linear"
+    matrix, ranges = weight
+    half = None if bias is None else to_half(bias, f"export_sparse_onnx: {path}.bias").cpu()
+    amax = forms[x].amax or largest or None
+    node = row_conv(
+        path if integer else path + MOVED, x, draft.y, matrix, half, ranges,
+        input_range=amax, output_bound=voxels,
+    )  # fmt: skip
+    return replace(
+        node,
+        activation="ReLU" if made.relu else "None",
+        precision="int8" if integer else "fp16",
+        output_precision=made.precision,
+    )
+
+
+def check_axes(draft: Draft, fewest: int) -> None:
+    """Refuse a convolution on more than three axes, or on fewer than `fewest`.
+
+    Raises:
+        ValueError: Its module is named.
+    """
+    step = draft.step
+    module: Any = step.module
+    found: Any = vars(module.geometry) if is_float_conv(step) else step.attributes
+    axes = len(found["kernel_size"])
+    if not fewest <= axes <= AXES:
+        raise ValueError(
+            f"export_sparse_onnx: {place(step)} has {axes} spatial axes; the engine has three"
+        )
+
+
+def _geometry(draft: Draft, order: str) -> dict[str, Any]:
     step = draft.step
     module: Any = step.module
     found: Any = vars(module.geometry) if is_float_conv(step) else step.attributes
@@ -100,14 +168,9 @@ def _geometry(draft: Draft) -> dict[str, Any]:
             f"export_sparse_onnx: {place(step)} is a transposed convolution, which the engine "
             "takes for a strided one; use SparseInverseConv3d"
         )
-    if len(found["kernel_size"]) != 3:
-        raise ValueError(
-            f"export_sparse_onnx: {place(step)} has {len(found['kernel_size'])} spatial axes; the "
-            "engine has three"
-        )
-    sizes = "kernel_size stride padding dilation output_padding".split()
+    sizes = {"kernel_size": 1, "stride": 1, "padding": 0, "dilation": 1, "output_padding": 0}
     return {
-        **{name: tuple(found[name]) for name in sizes},
+        **{name: three_axes(tuple(found[name]), n, order) for name, n in sizes.items()},
         "subm": bool(found["subm"]),
         "inverse": bool(found["inverse"]),
         "rulebook": key or "",
@@ -154,8 +217,10 @@ def _integer_weight(draft: Draft, values: Mapping[str, Any]) -> tuple[Tensor, tu
         total = total * form.scale
     scale = total.cpu().double() / draft.reads[0].form.scale
     ranges = (scale * _STEPS).float()
-    q = _krsc(tensors["weight"], step.attributes["kernel_size"]).cpu()
-    grid = ranges.double().view(-1, 1, 1, 1, 1) / _STEPS
+    q = tensors["weight"].cpu()
+    if draft.kind != "linear":
+        q = _krsc(q, step.attributes["kernel_size"])
+    grid = ranges.double().view(-1, *(1,) * (q.dim() - 1)) / _STEPS
     half = to_half(q.double() * grid, f"export_sparse_onnx: {step.path}.weight")
     lost = torch.round(half.double() / grid) != q
     if bool(lost.any()):

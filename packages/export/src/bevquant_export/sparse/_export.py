@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import nn
 
+from bevquant_export.sparse._channel_moves import with_channel_moves
 from bevquant_export.sparse._compare import LayerDifference
-from bevquant_export.sparse._follow import follow, refuse_extensions
+from bevquant_export.sparse._follow import follow
 from bevquant_export.sparse._graph import Conv, Graph, Node
 from bevquant_export.sparse._half_precision import with_half_constants
 from bevquant_export.sparse._layers import SparseExport, layers_of
@@ -58,15 +59,19 @@ def export_sparse_onnx(
     weights are rounded to float16 (`with_half_constants`).
 
     Args:
-        model: Calibrated, in evaluation mode, batch norms folded: sparse convolutions of three
-            axes, residual additions, ReLU, inverse convolutions, ``dense()`` with permute and
-            reshape. It is not changed.
+        model: Calibrated, in evaluation mode, batch norms folded: sparse convolutions of one to
+            three axes (one cell of height is stated for pillars), residual additions, ReLU,
+            inverse convolutions, ``dense()`` with permute and reshape; on the rows of voxels
+            quantized linear layers, batch norms that nothing folds, sums and products with
+            float16 constants, concatenated channels. It is not changed.
         example_inputs: What one call takes; run once, for the sizes in the file.
         path: The file; it appears whole or not at all.
         dialect: ``"libspconv"``, or ``"portable"``: the same file in standard operators, which
-            stock onnxruntime runs on a CPU (inputs and outputs: `lower_to_portable`). It also has
-            what UNets need: tensors on the same voxels concatenated, and their channels summed in
-            groups. What the model makes of coordinates alone is left out of either.
+            stock onnxruntime runs on a CPU (inputs and outputs: `lower_to_portable`). Tensors on
+            the same voxels that are concatenated, and channels summed in groups (UNets), are
+            convolutions of kernel 1×1×1 and additions for libspconv, with the same values; the
+            portable file has both as they are. What the model makes of coordinates alone is left
+            out of either.
         model_order: Order of the model's coordinate columns behind the batch: ``"xyz"``
             (mit-bevfusion) or ``"zyx"`` (mmdetection3d).
         order: Order that the file wants them in; by default the model's. The dense result is the
@@ -144,10 +149,12 @@ def sparse_graph(
     *,
     verify: bool,
     dialect: str = "libspconv",
+    fewer_axes: bool = True,
 ) -> tuple[IntegerModel, Graph]:
     """The integer model of a calibrated encoder, and what a file says of it.
 
-    Tensors of the graph are named as the program's values.
+    Tensors of the graph are named as the program's values. `fewer_axes` says whether a convolution
+    on fewer than three axes becomes one on three.
 
     Raises:
         ValueError: Something has no form in a file; its module is named.
@@ -155,10 +162,11 @@ def sparse_graph(
     rounded = with_half_constants(model)
     integers = simulate(rounded, example_inputs, verify=verify)
     followed = follow(integers)
-    if dialect == "libspconv":
-        refuse_extensions(followed, integers)
     seen = observe(integers, example_inputs, batches)
-    graph = make_graph(followed, seen, rounded, integers.program.values, order, head_room)
+    graph = make_graph(
+        followed, seen, rounded, integers.program.values, order, head_room, fewer_axes=fewer_axes
+    )
+    graph = with_channel_moves(graph, joins=dialect == "libspconv")
     check_rulebooks(graph)
     return integers, graph
 

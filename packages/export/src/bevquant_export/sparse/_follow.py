@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from bevquant_int8sim import IntegerModel
 from bevquant_int8sim.model import Step
 
-__all__ = [
-    "Draft", "Followed", "Reading", "follow", "is_float_conv", "place", "refuse_extensions",
-]  # fmt: skip
+__all__ = ["Draft", "Followed", "Reading", "follow", "is_float_conv", "place"]
 
 _CONVERSIONS = ("quantize", "requantize", "dequantize", "relu")
 _PERMUTATIONS = ("permute", "transpose", "movedim", "swapaxes", "moveaxis", "swapdims")
 _RESHAPES = ("flatten", "view", "reshape", "unflatten", "squeeze", "unsqueeze")
 _ADDITIONS = ("add", "add_", "iadd")
+_PRODUCTS = ("mul", "mul_", "imul")
 _JOINS = ("move", "float", "concat")
 _REMEDY = (
     "export the model up to it, or replace it; ONNX Runtime takes the model as it is "
@@ -24,17 +27,17 @@ _REMEDY = (
 )
 _NORM = (
     "bevquant_fusion.fuse_model folds a norm that alone reads a convolution, and says in `skipped` "
-    "why another is left; one behind a sum or ReLU has no form here. "
-    + _REMEDY[0].upper()
-    + _REMEDY[1:]
+    "why another is left; a BatchNorm1d on voxels is written as it is, one on a dense grid has no "
+    "form here. " + _REMEDY[0].upper() + _REMEDY[1:]
+)
+_UNFOLLOWED = "not followed"
+_CHOICE = (
+    "A file is one fixed graph, and a layer that chooses or makes voxels by their values "
+    "(FocalSparseConv) has no form in any dialect, nor for ONNX Runtime: export the parts before "
+    "and behind it, each a module of its own, and run it between them, as "
+    "bevquant_int8sim.simulate does"
 )
 _REMEDIES = {"BatchNorm1d": _NORM, "batch_norm": _NORM}
-_EXTENSIONS = {
-    "concat": "the engine has no concatenation of tensors on voxels: add the branches, or write "
-    "the file for ONNX Runtime (dialect='portable')",
-    "fold": "the engine has no sum over groups of channels: write the file for ONNX Runtime "
-    "(dialect='portable')",
-}
 
 
 @dataclass(frozen=True)
@@ -58,13 +61,16 @@ class Reading:
 class Draft:
     """An operator to be written: a conv, an add, a scatter, a permute or a reshape.
 
-    Of the portable dialect alone: a concat, and a fold (a sum over groups of channels).
+    Also a concat, and a fold (a sum over groups of channels), which libspconv has as convolutions
+    of kernel 1×1×1 (`with_channel_moves`), a linear layer on the rows of voxels, and an affine map
+    of each channel, ``x · factor + shift``, with both numbers in `constants`.
     """
 
     kind: str
     step: Step
     reads: tuple[Reading, ...]
     y: str
+    constants: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,20 +107,6 @@ def follow(model: IntegerModel) -> Followed:
     return _Follower(model).run()
 
 
-def refuse_extensions(followed: Followed, model: IntegerModel) -> None:
-    """Refuse what the portable dialect has and the engine does not.
-
-    Raises:
-        ValueError: The first such step, its file and line, and what to do.
-    """
-    for draft in followed.drafts:
-        if draft.kind in _EXTENSIONS:
-            raise ValueError(
-                f"export_sparse_onnx: {place(draft.step)}{_location(model.source, draft.step)}: "
-                + _EXTENSIONS[draft.kind]
-            )
-
-
 class _Follower:
     def __init__(self, model: IntegerModel) -> None:
         self.program, self.source = model.program, model.source
@@ -125,7 +117,9 @@ class _Follower:
         self.dense: set[str] = set()  # tensors that lie on no voxels
         self.groups: dict[str, str] = {}  # [voxels, channels, group] to the tensor it is a view of
         self.rounded: dict[str, str] = {}  # floats to the integers that they are read from
-        self.constants: set[str] = set()
+        self.constants: dict[str, Tensor] = {}
+        self.readers = Counter(name for step in self.program.steps for name in step.inputs)
+        self.readers.update(_names(self.program.result))
         self.of_coords = self._coord_inputs()
 
     def run(self) -> Followed:
@@ -168,7 +162,7 @@ class _Follower:
     def _only_coords(self, step: Step) -> bool:
         """Whether a step computes with coordinates alone: whoever has these computes it, too."""
         if step.op == "constant":
-            self.constants.update(step.outputs)
+            self.constants[step.outputs[0]] = step.tensors["value"]
         if step.op not in ("float", "move"):
             return False
         read = [name for name in step.inputs if name not in self.constants]
@@ -194,6 +188,10 @@ class _Follower:
             self._pass(step)
         elif step.op == "sparse_conv" or is_float_conv(step):
             self._draft("conv", step, 1)
+        elif step.op == "linear" and self._on_voxels(step.args[0]):
+            self._draft("linear", step, 1)
+        elif step.op == "float" and self._is_affine(step, what):
+            self._affine(step, what)
         elif step.op == "add" or (step.op == "float" and what in _ADDITIONS):
             self._draft("add", step, 2)
         elif step.op in _JOINS and what == "cat" and _along_channels(step):
@@ -213,11 +211,15 @@ class _Follower:
             self._draft("reshape", step, 1)
             self.dense.add(step.outputs[0])
         else:
+            where = f"{place(step)}{_location(self.source, step)}"
+            if step.reason.startswith(_UNFOLLOWED):
+                raise ValueError(f"export_sparse_onnx: {where}: {step.reason}. {_CHOICE}")
             remedy = _REMEDIES.get(what, _REMEDY)
             raise ValueError(
-                f"export_sparse_onnx: {place(step)}{_location(self.source, step)} has no operator "
+                f"export_sparse_onnx: {where} has no operator "
                 "in the libspconv dialect "
-                "(sparse convolutions, additions, ReLU, dense(), permute, reshape); " + remedy
+                "(sparse convolutions and linear layers on voxels, additions, concatenations of "
+                "channels, ReLU, dense(), permute, reshape); " + remedy
             )
 
     def _pass(self, step: Step) -> None:
@@ -238,7 +240,61 @@ class _Follower:
         known = [name for name in rounded if name is not None]
         forms = {self.program.values[name].form for name in known}
         chosen = known if len(known) == len(names) and len(forms) == 1 else names
-        self._append("concat", step, tuple(self._read(name, place(step)) for name in chosen))
+        reads = tuple(self._read(name, place(step)) for name in chosen)
+        for draft in self.drafts:  # joined in two forms: it is one tensor
+            if draft.kind == "concat" and _same(draft.reads, reads):
+                self.holds[step.outputs[0]] = (draft.y, False)
+                return
+        self._append("concat", step, reads)
+
+    def _on_voxels(self, arg: Any) -> bool:
+        name = getattr(arg, "name", None)
+        return name in self.holds and self.holds[name][0] not in self.dense
+
+    def _number(self, arg: Any) -> Tensor | None:
+        """A constant for each channel, or one for all: ``[channels]`` or ``[1]``."""
+        if isinstance(arg, int | float):
+            return torch.tensor([float(arg)])
+        value = self.constants.get(getattr(arg, "name", ""))
+        per_channel = value is not None and value.numel() == value.shape[-1:].numel()
+        return value.detach().float().reshape(-1) if value is not None and per_channel else None
+
+    def _is_affine(self, step: Step, what: str) -> bool:
+        if what not in (*_ADDITIONS, *_PRODUCTS, "sub") or len(step.args) != 2 or step.kwargs:
+            return False
+        if what == "sub" and not self._on_voxels(step.args[0]):
+            return False
+        x, number = self._affine_operands(step)
+        return number is not None and self._on_voxels(x)
+
+    def _affine_operands(self, step: Step) -> tuple[Any, Tensor | None]:
+        x, other = step.args
+        number = self._number(other)
+        return (x, number) if number is not None else (other, self._number(x))
+
+    def _affine(self, step: Step, what: str) -> None:
+        """``x · factor`` or ``x + shift``; both, one behind the other, are one operator."""
+        x, number = self._affine_operands(step)
+        assert number is not None
+        number = -number if what == "sub" else number
+        if not torch.equal(number.half().float(), number):
+            raise ValueError(
+                f"export_sparse_onnx: {place(step)}{_location(self.source, step)} takes "
+                f"{float(number[0]):g}, which float16 does not hold, and the file holds no other "
+                f"constants: write {float(number[0].half())!r} in its place"
+            )
+        adds = what not in _PRODUCTS
+        if bool((number == (0 if adds else 1)).all()):
+            self.holds[step.outputs[0]] = self._tensor(x.name, place(step))
+            return
+        factor, shift = (torch.ones(1), number) if adds else (number, torch.zeros(1))
+        reads: tuple[Reading, ...] = (self._operand(x, step),)
+        last = self.drafts[-1] if self.drafts else None
+        if adds and last is not None and last.kind == "affine" and last.y == x.name:
+            if self.readers[x.name] == 1 and not bool(last.constants[1].any()):
+                factor, reads = last.constants[0], last.reads
+                self.drafts.pop()
+        self._append("affine", step, reads, (factor, shift))
 
     def _splits_channels(self, step: Step) -> bool:
         """Whether it makes ``[voxels, channels, group]`` of the channels of voxels."""
@@ -253,10 +309,12 @@ class _Follower:
         axes = [axes] if isinstance(axes, int) else list(axes)
         return getattr(step.args[0], "name", None) in self.groups and axes in ([2], [-1])
 
-    def _append(self, kind: str, step: Step, reads: tuple[Reading, ...]) -> None:
+    def _append(
+        self, kind: str, step: Step, reads: tuple[Reading, ...], constants: tuple[Tensor, ...] = ()
+    ) -> None:
         y = step.outputs[0]
         self.holds[y] = (y, bool(step.attributes.get("relu")))
-        self.drafts.append(Draft(kind, step, reads, y))
+        self.drafts.append(Draft(kind, step, reads, y, constants))
 
     def _operand(self, arg: Any, step: Step) -> Reading:
         name = getattr(arg, "name", None)
@@ -283,6 +341,11 @@ class _Follower:
         if name not in self.holds:
             raise ValueError(f"export_sparse_onnx: {by} reads a constant of the model")
         return self.holds[name]
+
+
+def _same(one: tuple[Reading, ...], other: tuple[Reading, ...]) -> bool:
+    wanted = [(r.tensor, r.relu, r.form) for r in one]
+    return wanted == [(r.tensor, r.relu, r.form) for r in other]
 
 
 def _along_channels(step: Step) -> bool:

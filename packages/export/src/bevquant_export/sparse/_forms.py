@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bevquant_export.sparse._follow import Followed, Reading
 from bevquant_export.sparse._half_precision import LARGEST_HALF
@@ -41,7 +41,12 @@ def agreed_forms(followed: Followed) -> Mapping[str, TensorForm]:
         readings[reading.tensor].append(reading)
     for reading in followed.outputs:
         readings[reading.tensor].append(reading)
-    return {tensor: _form(tensor, found) for tensor, found in readings.items()}
+    forms = {tensor: _form(tensor, found) for tensor, found in readings.items()}
+    sums = [[r.tensor for r in draft.reads] for draft in followed.drafts if draft.kind == "add"]
+    while mixed := [pair for pair in sums if len({forms[t].precision for t in pair}) > 1]:
+        # The engine adds two int8 tensors or two of fp16, and rounds the latter to its ranges.
+        forms |= {t: replace(forms[t], precision="fp16") for pair in mixed for t in pair}
+    return forms
 
 
 def _form(tensor: str, readings: list[Reading]) -> TensorForm:

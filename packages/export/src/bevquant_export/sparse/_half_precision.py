@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bevquant_qnn import QuantSparseConvolution
+from bevquant_qnn import QuantLinear, QuantSparseConvolution
 from bevquant_quantizers import TensorQuantizer
 from bevquant_sparse import is_sparse_conv
 
@@ -25,6 +25,9 @@ def with_half_constants(model: nn.Module) -> nn.Module:
     half to even. Weights of quantized layers stay: the file holds their integers exactly. So
     ``simulate(with_half_constants(model), inputs)`` computes what the file computes, to the last
     integer, while ``simulate(model, inputs)`` has biases that differ by up to 2⁻¹¹ of themselves.
+    Beside sparse convolutions, biases of quantized linear layers are rounded (on rows of voxels
+    they are convolutions of kernel 1×1×1), and a batch norm that nothing folded becomes
+    ``x · half(γ/√(σ² + ε)) + half(β − μ·γ/√(σ² + ε))``.
 
     Args:
         model: Any module; it is not changed.
@@ -41,8 +44,12 @@ def with_half_constants(model: nn.Module) -> nn.Module:
         ReLU()
     """
     copied = copy.deepcopy(model)
-    for path, module in copied.named_modules():
-        if not (isinstance(module, QuantSparseConvolution) or is_sparse_conv(module)):
+    sparse = any(map(_is_sparse, copied.modules()))
+    for path, module in list(copied.named_modules()):
+        if sparse and path and isinstance(module, nn.BatchNorm1d) and not module.training:
+            parent, _, name = path.rpartition(".")
+            setattr(copied.get_submodule(parent), name, _Affine(module, path).eval())
+        if not _is_sparse(module) and not (sparse and isinstance(module, QuantLinear)):
             continue
         names = ("bias",) if is_integer_layer(module) else ("bias", "weight", "kernel")
         for name in names:
@@ -51,6 +58,37 @@ def with_half_constants(model: nn.Module) -> nn.Module:
                 with torch.no_grad():
                     value.copy_(to_half(value, f"{path}.{name}").to(value.dtype))
     return copied
+
+
+def _is_sparse(module: nn.Module) -> bool:
+    return isinstance(module, QuantSparseConvolution) or is_sparse_conv(module)
+
+
+class _Affine(nn.Module):
+    """A batch norm in evaluation mode as one product and one sum of float16 numbers."""
+
+    factor: Tensor
+    shift: Tensor
+
+    def __init__(self, norm: nn.BatchNorm1d, path: str) -> None:
+        super().__init__()
+        mean, variance = norm.running_mean, norm.running_var
+        if mean is None or variance is None:
+            raise ValueError(f"{path}: a batch norm without running statistics: train it with them")
+        factor = (variance.double() + norm.eps).rsqrt()
+        if norm.affine:
+            factor = factor * norm.weight.detach().double()
+        shift = -mean.double() * factor
+        if norm.affine:
+            shift = shift + norm.bias.detach().double()
+        for name, value in (("factor", factor), ("shift", shift)):
+            half = to_half(value.float(), f"{path}.{name}")
+            self.register_buffer(name, half.to(mean.dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Channels are the second axis."""
+        ones = (1,) * (x.dim() - 2)
+        return x * self.factor.reshape(-1, *ones) + self.shift.reshape(-1, *ones)
 
 
 def is_integer_layer(module: Any) -> bool:

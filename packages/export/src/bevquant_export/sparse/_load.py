@@ -42,6 +42,11 @@ class SparseOnnxModel:
         self._grid = next((c.input_spatial_shape for c in convs if c.x == graph.input), None)
 
     @property
+    def grid(self) -> tuple[int, ...] | None:
+        """Spatial shape of the input, as the file states it."""
+        return self._grid
+
+    @property
     def nodes(self) -> tuple[Node, ...]:
         """Nodes in order of execution; `path` of each is the module that it was exported from."""
         return self.graph.nodes

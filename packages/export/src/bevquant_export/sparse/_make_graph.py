@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from bevquant_export.sparse._conv_node import conv_node
+from bevquant_export.sparse._conv_node import affine_node, check_axes, conv_node
 from bevquant_export.sparse._follow import Draft, Followed, place
 from bevquant_export.sparse._forms import TensorForm, agreed_forms
 from bevquant_export.sparse._graph import Add, Concat, Conv, Fold, Graph, Move, Node, Relu, Scatter
 from bevquant_export.sparse._observe import Seen
+from bevquant_export.sparse._three_axes import AXES, three_axes
 
 __all__ = ["make_graph"]
 
@@ -27,6 +28,8 @@ def make_graph(
     values: Mapping[str, Any],
     order: str,
     head_room: float,
+    *,
+    fewer_axes: bool,
 ) -> Graph:
     """The file's nodes; tensors keep the names of the program's values.
 
@@ -43,7 +46,11 @@ def make_graph(
     for draft in followed.drafts:
         size = seen[draft.y]
         if draft.kind == "conv":
-            nodes.append(conv_node(draft, forms, size, model, values, head_room))
+            check_axes(draft, fewest=1 if fewer_axes else AXES)
+        if draft.kind in ("conv", "linear"):
+            nodes.append(conv_node(draft, forms, size, model, values, head_room, order))
+        elif draft.kind == "affine":
+            nodes.append(affine_node(draft, forms, size, head_room))
         elif draft.kind == "add":
             nodes += _addition(draft, forms)
         elif draft.kind == "concat":
@@ -51,7 +58,7 @@ def make_graph(
         elif draft.kind == "fold":
             nodes.append(_folded(draft, size, forms))
         else:
-            nodes.append(_tail(draft, size, forms, order))
+            nodes += _tail(draft, size, forms, order)
     shapes = {r.tensor: _shape(seen[r.tensor]) for r in followed.outputs if r.tensor in seen}
     return Graph(
         input=followed.input,
@@ -81,12 +88,6 @@ def _addition(draft: Draft, forms: Mapping[str, TensorForm]) -> list[Node]:
         raise ValueError(
             f"export_sparse_onnx: {place(draft.step)} adds what nothing quantizes; quantize both "
             "operands with one quantizer (QuantConfig(quantize_add=True))"
-        )
-    if held[0].precision != held[1].precision:
-        raise ValueError(
-            f"export_sparse_onnx: {place(draft.step)} adds an int8 and an fp16 tensor, which the "
-            "engine refuses; one operand has a reader that is not quantized: enable() that "
-            "reader's quantizers, or disable() the addition's"
         )
     if integer and held[0].amax != held[1].amax:
         raise ValueError(
@@ -147,7 +148,7 @@ def _without_relu(draft: Draft, forms: Mapping[str, TensorForm]) -> TensorForm:
     return forms[draft.y]
 
 
-def _tail(draft: Draft, seen: Seen, forms: Mapping[str, TensorForm], order: str) -> Node:
+def _tail(draft: Draft, seen: Seen, forms: Mapping[str, TensorForm], order: str) -> list[Node]:
     (x,) = draft.reads
     made = forms[draft.y]
     if made.relu or made.amax is not None or not isinstance(x.form, str):
@@ -158,10 +159,16 @@ def _tail(draft: Draft, seen: Seen, forms: Mapping[str, TensorForm], order: str)
         )
     step = draft.step
     if draft.kind == "scatter":
-        return Scatter(
-            path=step.path, x=x.tensor, y=draft.y, input_spatial_shape=seen.made[2:],
-            format=order, output_shape=(1, *seen.made[1:]),
+        grid = three_axes(seen.made[2:], 1, order)
+        flat = len(grid) > len(seen.made[2:])
+        made_in = f"{draft.y} on three axes" if flat else draft.y
+        scatter = Scatter(
+            path=step.path, x=x.tensor, y=made_in, input_spatial_shape=grid,
+            format=order, output_shape=(1, seen.made[1], *grid),
         )  # fmt: skip
+        dims = (1, *seen.made[1:])
+        reshape = Move(path=step.path, op="Reshape", x=made_in, y=draft.y, dims=dims)
+        return [scatter, reshape] if flat else [scatter]
     if draft.kind == "permute":
         dims, op = _permutation(draft, len(seen.read)), "Transpose"
         keeps = dims[0] == 0
@@ -174,7 +181,7 @@ def _tail(draft: Draft, seen: Seen, forms: Mapping[str, TensorForm], order: str)
             f"export_sparse_onnx: {place(draft.step)} moves the batch axis from {seen.read} to "
             f"{seen.made}; keep it first"
         )
-    return Move(path=step.path, op=op, x=x.tensor, y=draft.y, dims=dims)
+    return [Move(path=step.path, op=op, x=x.tensor, y=draft.y, dims=dims)]
 
 
 def _permutation(draft: Draft, rank: int) -> tuple[int, ...]:

@@ -28,7 +28,8 @@ class Seen:
         grid: Spatial shape before, for sparse convolutions.
         out_grid: And behind.
         batch_size: Frames in the example, for sparse convolutions.
-        voxels: Largest number of output voxels of one frame, over all batches.
+        voxels: Largest number of output voxels of one frame, over all batches; of what works on
+            rows alone, that of all frames.
         largest: Largest magnitude of its first input, over all batches; 0 for integers.
     """
 
@@ -64,7 +65,9 @@ def observe(model: IntegerModel, example: Any, batches: Iterable[Any]) -> dict[s
         if len(made) == 2:
             frames = torch.bincount(made[1].indices[:, 0].long())
             voxels = int(frames.max()) if len(frames) else 0
-            seen[name].voxels = max(seen[name].voxels, voxels)
+        else:
+            voxels = len(made[0]) if made[0].dim() == 2 else 0
+        seen[name].voxels = max(seen[name].voxels, voxels)
 
     for inputs in (example, *batches):
         model.run(inputs, record=False, observe=look)

@@ -28,14 +28,29 @@ class Made:
     indices: Tensor
 
 
-def reference_of(integers: IntegerModel, inputs: Any) -> tuple[dict[str, list[Made]], Any]:
-    """``(module path to what is made there, what the model returns)``."""
+def reference_of(
+    integers: IntegerModel, inputs: Any
+) -> tuple[dict[str, list[Made]], Any, dict[str, Tensor]]:
+    """What is made at each module, what the model returns, and the voxels of values by name."""
     found: dict[str, list[Made]] = {}
     places: dict[str, Tensor] = {}
+    waiting: dict[str, tuple[Step, Tensor]] = {}  # made before any voxels are known
+
+    def stands(name: str, indices: Tensor) -> None:
+        """`name`, and what it was made of row by row, lies where a convolution reads it."""
+        step, value = waiting.pop(name, (None, None))
+        if step is None or value is None or len(value) != len(indices):
+            return
+        places[name] = indices
+        found.setdefault(step.path, []).append(Made(value, _scale(integers, name), indices))
+        for source in step.inputs:
+            stands(source, indices)
 
     def see(step: Step, given: tuple[Any, ...], made: tuple[Any, ...]) -> None:
         if len(made) == 2 and hasattr(made[1], "indices"):
             places[step.outputs[0]] = made[1].indices
+            if hasattr(given[1], "indices") and step.inputs:
+                stands(step.inputs[0], given[1].indices)
         elif step.outputs:
             # Conversions and sums keep the rows of what they read.
             known = [places[name] for name in step.inputs if name in places]
@@ -46,9 +61,11 @@ def reference_of(integers: IntegerModel, inputs: Any) -> tuple[dict[str, list[Ma
             found.setdefault(step.path, []).append(
                 Made(made[0], _scale(integers, name), places[name])
             )
+        elif made and isinstance(made[0], Tensor) and made[0].dim() == 2:
+            waiting[name] = step, made[0]
 
     result, _ = integers.run(inputs, record=False, observe=see)
-    return found, result
+    return found, result, places
 
 
 def _scale(model: IntegerModel, name: str) -> float | None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from bevquant_export.sparse._channel_moves import moves_channels
 from bevquant_export.sparse._constants import ConvConstants
 from bevquant_export.sparse._graph import (
     Add,
@@ -132,7 +133,10 @@ class FrameRun:
         layout = WeightLayout.KRSC
         if self.ranges is None or node.precision != "int8":
             x = self.held[node.x].floats()
-            out = sparse_conv(x, constants.weight, constants.bias, pairs, layout=layout)
+            if moves_channels(node):  # each product is rounded, then the sum: no multiply-add
+                out = sparse_conv(x, constants.weight, None, pairs, layout=layout) + constants.bias
+            else:
+                out = sparse_conv(x, constants.weight, constants.bias, pairs, layout=layout)
             return self._stored(Floats(out.clamp_(min=0) if relu else out), node.y, node.name)
         q = self.held[node.x].integers(constants.input_scale, node.name)
         scale = constants.weight_scale * constants.input_scale

@@ -174,6 +174,8 @@ class IntegerModel:
                 made = execute(step, given, _given(step.kwargs, values), self.backend)
                 values.update(zip(step.outputs, made, strict=True))
             except Exception as error:
+                if isinstance(error, RuntimeError):  # torch's own, of shapes that do not fit
+                    _check_fixed(program, shapes, error)
                 # What a file may say is checked when it is read; how torch's own functions take
                 # their constants only shows here.
                 own = step.function is None and step.module is None
@@ -273,15 +275,18 @@ def _given(values: Any, known: Mapping[str, Any]) -> Any:
     return replaced(values, read)
 
 
-def _check_fixed(program: Program, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def _check_fixed(
+    program: Program, shapes: Mapping[str, tuple[int, ...]], cause: Exception | None = None
+) -> None:
     """Refuse inputs of other sizes than those that the forward goes by."""
     for name, sizes in program.fixed.items():
         for axis, size in sizes.items():
             if name in shapes and shapes[name][axis : axis + 1] != (size,):
                 raise ValueError(
                     f"input {name}: expected size {size} in axis {axis}, which the forward fixes, "
-                    f"got shape {shapes[name]}; simulate again with such inputs"
-                )
+                    f"got shape {shapes[name]}; simulate again with such inputs, or let the "
+                    "forward read x.shape[0], which stays open, where it takes len(x) or int(…)"
+                ) from cause
 
 
 def _last_uses(program: Program) -> list[tuple[str, ...]]:

@@ -1,0 +1,218 @@
+r"""Concatenations and sums over channels in the operators that libspconv has.
+
+A submanifold convolution of kernel 1×1×1 moves channels from place to place. With weights that
+are 0 and 1,
+
+.. math:: \operatorname{cat}(x_1, …, x_n) = \sum_i x_i P_i, \qquad
+          \sum_k x[\,\cdot, c K + k] = x F, \quad F[c K + k, c] = 1
+
+where the columns of all :math:`P_i` together hold one 1 each. All terms of a sum of the former but
+one are zero, so that nothing is rounded: a weight of 1 is 64 steps of 1/64, and
+``round(64·q · (s/64)/s)`` is q in whatever arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from bevquant_export.sparse._graph import (
+    Add,
+    Concat,
+    Conv,
+    Fold,
+    Graph,
+    Node,
+    Relu,
+    Sizes,
+    inputs_of,
+)
+
+__all__ = ["MOVED", "moves_channels", "row_conv", "with_channel_moves"]
+
+_RANGE = 127 / 64  # of weights: 1.0 is 64 steps
+MOVED = " (channels)"  # behind the path of what no layer of the model makes: none has a space
+
+
+@dataclass(frozen=True)
+class _Voxels:
+    """A set of voxels: the node that made it, its grid, and sizes that a file states."""
+
+    maker: str
+    grid: Sizes
+    bound: int
+    rows: int
+
+
+def moves_channels(node: Node) -> bool:
+    """Whether a node is written for something else than a layer that makes the same tensor."""
+    return node.path.endswith(MOVED)
+
+
+def row_conv(
+    path: str,
+    x: str,
+    y: str,
+    weight: Tensor,
+    bias: Tensor | None,
+    weight_ranges: tuple[float, ...] | None,
+    *,
+    input_range: float | None,
+    output_bound: int = 0,
+) -> Conv:
+    """``y = x weightᵀ + bias`` row by row, in fp16, on voxels that `with_channel_moves` states.
+
+    Args:
+        path: Of the module; with `MOVED` where none makes the same tensor.
+        x: Tensor read.
+        y: Tensor made.
+        weight: float16 ``[out_channels, in_channels]``.
+        bias: float16 ``[out_channels]``.
+        weight_ranges: amax per output channel.
+        input_range: amax of x.
+        output_bound: Most voxels, where no layer says how many there are.
+    """
+    one, nothing = (1, 1, 1), (0, 0, 0)
+    return Conv(
+        path=path, x=x, y=y, weight=weight.reshape(len(weight), *one, -1),
+        bias=torch.zeros(len(weight), dtype=torch.float16) if bias is None else bias,
+        kernel_size=one, stride=one, padding=nothing, dilation=one, output_padding=nothing,
+        subm=True, inverse=False, rulebook="", activation="None",
+        precision="fp16", output_precision="fp16", input_range=input_range,
+        weight_ranges=weight_ranges, output_bound=output_bound,
+        input_spatial_shape=(), output_spatial_shape=(), rows=(0, 0),
+    )  # fmt: skip
+
+
+def with_channel_moves(graph: Graph, *, joins: bool) -> Graph:
+    """`graph` with the voxels of every 1×1×1 convolution that works on rows alone.
+
+    Args:
+        graph: Its convolutions without a grid work on the rows of what they read.
+        joins: Write every `Concat` and `Fold` as such convolutions and additions.
+
+    Raises:
+        ValueError: One stands on the input's voxels and no submanifold convolution does.
+    """
+    return _Writer(graph, joins=joins).run()
+
+
+class _Writer:
+    def __init__(self, graph: Graph, *, joins: bool) -> None:
+        self.graph, self.joins = graph, joins
+        self.channels = {graph.input: graph.channels}
+        self.voxels: dict[str, _Voxels] = {}
+        self.undone: dict[str, _Voxels] = {}  # rulebook to what its strided convolution reads
+        self.keys: dict[str, str] = {}  # maker of voxels to the rulebook of the moves on them
+        self.used = {node.rulebook for node in graph.nodes if isinstance(node, Conv)}
+        given = {graph.input}  # tensors on the input's voxels, up to the first layer with a grid
+        for node in graph.nodes:
+            if not given.intersection(inputs_of(node)):
+                continue
+            if isinstance(node, Conv) and node.input_spatial_shape:
+                bound = node.output_bound if node.subm else 0
+                made = _Voxels(graph.input, node.input_spatial_shape, bound, node.rows[0])
+                self.voxels[graph.input] = made
+                break
+            given.add(node.y)
+
+    def run(self) -> Graph:
+        nodes: list[Node] = []
+        for node in self.graph.nodes:
+            if isinstance(node, Conv) and not node.input_spatial_shape:
+                node = self._placed(node)
+            if isinstance(node, Concat) and self.joins:
+                nodes += self._concatenation(node)
+            elif isinstance(node, Fold) and self.joins:
+                nodes.append(self._folded(node))
+            else:
+                nodes.append(node)
+            self._note(node)
+        return replace(self.graph, nodes=tuple(nodes))
+
+    def _note(self, node: Node) -> None:
+        """Channels and voxels of what a node makes."""
+        if isinstance(node, Conv):
+            self.channels[node.y] = node.out_channels
+            before = self.voxels.get(node.x)
+            made = _Voxels(node.y, node.output_spatial_shape, node.output_bound, node.rows[1])
+            if node.subm:
+                made = before or made
+            elif node.inverse:
+                made = self.undone.get(node.rulebook, made)
+            elif node.rulebook:
+                own = _Voxels(node.x, node.input_spatial_shape, node.output_bound, node.rows[0])
+                self.undone[node.rulebook] = before or own
+            self.voxels[node.y] = made
+        elif isinstance(node, Add | Relu | Concat | Fold):
+            first = node.xs[0] if isinstance(node, Concat) else node.x
+            self.channels[node.y] = self.channels[first]
+            if isinstance(node, Concat):
+                self.channels[node.y] = sum(self.channels[x] for x in node.xs)
+            elif isinstance(node, Fold):
+                self.channels[node.y] = node.channels
+            if first in self.voxels:
+                self.voxels[node.y] = self.voxels[first]
+
+    def _concatenation(self, node: Concat) -> Iterator[Node]:
+        widths = [self.channels[x] for x in node.xs]
+        total, first, summed = sum(widths), 0, ""
+        for number, (x, width) in enumerate(zip(node.xs, widths, strict=True)):
+            places = torch.zeros(total, width)
+            places[first + torch.arange(width), torch.arange(width)] = 1
+            first += width
+            alone = len(node.xs) == 1
+            made = node.y if alone else f"{node.y} part {number}"
+            held = node.output_precision if alone else node.precision
+            yield self._move(node, x, made, places, held)
+            if number:
+                last = number == len(node.xs) - 1
+                y = node.y if last else f"{node.y} sum {number}"
+                yield Add(
+                    path=node.path + MOVED, x=summed, other=made, y=y, precision=node.precision,
+                    output_precision=node.output_precision if last else node.precision,
+                    range_x=node.input_range, range_other=node.input_range,
+                )  # fmt: skip
+                made = y
+            summed = made
+
+    def _folded(self, node: Fold) -> Conv:
+        width = self.channels[node.x]
+        places = torch.zeros(node.channels, width)
+        places[torch.arange(width) // (width // node.channels), torch.arange(width)] = 1
+        return self._move(node, node.x, node.y, places, node.output_precision)
+
+    def _move(self, node: Concat | Fold, x: str, y: str, places: Tensor, held: str) -> Conv:
+        """``y = x placesᵀ``; ``places`` is ``[out_channels, in_channels]``."""
+        amax = node.input_range if isinstance(node, Concat) else None
+        ranges = (_RANGE,) * len(places) if amax or held == "int8" else None
+        move = row_conv(node.path + MOVED, x, y, places.half(), None, ranges, input_range=amax)
+        precision = "fp16" if amax is None else "int8"
+        return self._placed(replace(move, precision=precision, output_precision=held))
+
+    def _placed(self, node: Conv) -> Conv:
+        """The node with the voxels of what it reads."""
+        voxels = self.voxels.get(node.x)
+        bound = 0 if voxels is None else voxels.bound or node.output_bound
+        if voxels is None or not bound:
+            raise ValueError(
+                f"export_sparse_onnx: {node.path.removesuffix(MOVED) or 'the forward'} works on "
+                "the rows of the input features, which no submanifold convolution reads: nothing "
+                "says how many voxels there are and on which grid. Do that before the model"
+            )
+        return replace(
+            node, rulebook=self._key(voxels.maker), output_bound=bound,
+            input_spatial_shape=voxels.grid, output_spatial_shape=voxels.grid,
+            rows=(voxels.rows, voxels.rows),
+        )  # fmt: skip
+
+    def _key(self, maker: str) -> str:
+        if maker not in self.keys:
+            free = (f"channels{n}" for n in count(1))
+            self.keys[maker] = next(key for key in free if key not in self.used)
+            self.used.add(self.keys[maker])
+        return self.keys[maker]

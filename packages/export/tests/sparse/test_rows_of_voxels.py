@@ -1,0 +1,162 @@
+"""Layers on the rows of voxels: linear layers, norms that nothing folds, constants, mixed sums."""
+
+import pytest
+import torch
+from torch import nn
+
+from bevquant_export import (
+    compare_sparse_onnx,
+    export_sparse_onnx,
+    lint_onnx,
+    load_sparse_onnx,
+    lower_to_portable,
+    with_half_constants,
+)
+
+
+class Net(nn.Module):
+    """A stem, one stage down, and `head` on the features of what comes out."""
+
+    def __init__(self, nets, head):
+        super().__init__()
+        self.grid, self.head = list(nets.GRID), head
+        self.stem = nets.spconv.SubMConv3d(5, 8, 3, indice_key="stem")
+        self.down = nets.spconv.SparseConv3d(8, 8, 3, 2, padding=1, indice_key="down")
+        self.same = nets.spconv.SubMConv3d(8, 8, 3, indice_key="same")
+        self.SparseConvTensor = nets.spconv.SparseConvTensor
+
+    def forward(self, features, coords, batch_size):
+        x = self.stem(self.SparseConvTensor(features, coords, self.grid, batch_size))
+        return self.head(self, self.down(x))
+
+
+class Linear(nn.Module):
+    def __init__(self, spconv=None):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 12, bias=False), nn.ReLU(), nn.Linear(12, 3))
+
+    def forward(self, net, x):
+        return {"scores": self.layers(x.features), "places": x.indices[:, 1:].float() * 0.2}
+
+
+class PreNorm(nn.Module):
+    """A norm in front of a convolution, and the sum with what it read."""
+
+    def __init__(self, spconv):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.conv = spconv.SubMConv3d(8, 8, 3, indice_key="same")
+        self.after = nn.BatchNorm1d(8)
+
+    def forward(self, net, x):
+        normed = torch.relu(self.norm(x.features))
+        made = self.conv(x.replace_feature(normed))
+        summed = made.replace_feature(made.features + x.features)
+        return net.same(summed.replace_feature(self.after(summed.features)))
+
+
+class Constants(nn.Module):
+    def __init__(self, spconv):
+        super().__init__()
+        self.place = nn.Parameter(torch.arange(8.0).reshape(1, 8) / 4)
+
+    def forward(self, net, x):
+        moved = x.features * 0.5 + self.place
+        return net.same(x.replace_feature(sum([moved, x.features])))
+
+
+def build(nets, head):
+    torch.manual_seed(0)
+    model = Net(nets, head)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm1d):
+            nn.init.normal_(module.running_mean)
+            nn.init.uniform_(module.running_var, 0.5, 2)
+            nn.init.normal_(module.weight, 1, 0.2)
+    return nets.calibrated(model.eval(), [nets.frame(0)])
+
+
+@pytest.mark.parametrize("head", [Linear, PreNorm, Constants])
+def test_every_value_is_the_integer_models(nets, tmp_path, head):
+    pytest.importorskip("onnxruntime")
+    model, path, other = build(nets, head(nets.spconv)), tmp_path / "a.onnx", tmp_path / "b.onnx"
+    export_sparse_onnx(model, nets.frame(0), path)
+    assert [f for f in lint_onnx(path, "libspconv") if f.severity == "error"] == []
+    lower_to_portable(path, other)
+    for file in (load_sparse_onnx(path), load_sparse_onnx(other, backend="onnxruntime")):
+        rows = compare_sparse_onnx(file, model, nets.frame(1))
+        assert [row.node for row in rows if row.different] == []
+        assert rows[-1].elements
+
+
+def test_a_linear_layer_stands_on_the_voxels_that_it_reads(nets, tmp_path):
+    export_sparse_onnx(build(nets, Linear()), nets.frame(0), tmp_path / "a.onnx")
+    _, down, *head = load_sparse_onnx(tmp_path / "a.onnx").nodes
+    assert [n.path for n in head] == ["head.layers.0", "head.layers.2"]
+    assert {n.kernel_size for n in head} == {(1, 1, 1)}
+    assert {n.input_spatial_shape for n in head} == {down.output_spatial_shape}
+    assert {n.output_bound for n in head} == {down.output_bound}
+    assert [n.activation for n in head] == ["ReLU", "None"]
+
+
+def test_a_norm_becomes_float16_numbers():
+    norm = nn.Sequential(nn.BatchNorm1d(3)).eval()
+    assert isinstance(with_half_constants(norm)[0], nn.BatchNorm1d)  # nothing sparse in it
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_norm_without_statistics_is_named(nets, tmp_path):
+    head = PreNorm(nets.spconv)
+    model = build(nets, head)
+    model.get_submodule("head.after").running_mean = None
+    with pytest.raises(ValueError, match=r"head\.after: a batch norm without running statistics"):
+        with_half_constants(model)
+
+
+def test_a_constant_that_float16_does_not_hold(nets, tmp_path):
+    class Tenth(nn.Module):
+        def forward(self, net, x):
+            return net.same(x.replace_feature(x.features * 0.1))
+
+    model = build(nets, Tenth())
+    message = r"mul.*test_rows_of_voxels\.py:\d+.*takes 0\.1, which float16.*write 0\.0999"
+    with pytest.raises(ValueError, match=message):
+        export_sparse_onnx(model, nets.frame(0), tmp_path / "a.onnx")
+
+
+def test_a_linear_layer_on_the_input_features(nets, tmp_path):
+    class First(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lift = nn.Linear(5, 5)
+            self.down = nets.spconv.SparseConv3d(5, 6, 3, 2)
+
+        def forward(self, features, coords, batch_size):
+            given = (self.lift(features), coords, list(nets.GRID), batch_size)
+            return self.down(nets.spconv.SparseConvTensor(*given))
+
+    torch.manual_seed(0)
+    model = nets.calibrated(First().eval(), [nets.frame(0)])
+    export_sparse_onnx(model, nets.frame(0), tmp_path / "a.onnx")
+    file = load_sparse_onnx(tmp_path / "a.onnx")
+    assert file.nodes[0].path == "lift"
+    assert file.nodes[0].output_bound == 1000
+    assert file.grid == nets.GRID
+    rows = compare_sparse_onnx(file, model, nets.frame(1))
+    assert [row.node for row in rows if row.different] == []
+
+
+def test_a_module_that_is_called_twice(nets, tmp_path):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nets.spconv.SubMConv3d(8, 8, 3, indice_key="same")
+
+        def forward(self, net, x):
+            return self.conv(self.conv(x))
+
+    model, path = build(nets, Twice()), tmp_path / "a.onnx"
+    export_sparse_onnx(model, nets.frame(0), path)
+    rows = compare_sparse_onnx(load_sparse_onnx(path), model, nets.frame(1))
+    assert [row.path for row in rows].count("head.conv") == 2
+    assert [row.node for row in rows if row.different] == []
