@@ -5,8 +5,8 @@
   is kept, as reciprocals show it; infinite over infinite is not a number here.
 - ``nan_to_num(x)``: what is not equal to itself is replaced, and what is left clipped.
 
-Operator set 11 has no GridSample, Einsum and GreaterOrEqual, and neither Clip nor Mod of whole numbers that
-runtimes would take:
+Operator set 11 has no GridSample, Einsum and GreaterOrEqual, and neither Clip nor Mod of whole
+numbers that runtimes would take:
 
 - ``grid_sample``: the values at 2ⁿ corners (one for ``"nearest"``), gathered, times their weights.
 - ``einsum`` of one or two tensors: a sum, or one product of matrices between permutations.
