@@ -302,3 +302,28 @@ def test_a_forward_without_its_call(tmp_path):
     for copied in (block, copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
         assert torch.equal(copied(x, scale=2), wanted)
     assert hasattr(SparseLike(), "bn1")
+
+
+class Listed(nn.Module):
+    """Layers in a plain list, each registered by add_module, as in UPerNet's pyramids."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = [*chain(3, 4), nn.Conv2d(4, 2, 1)]
+        for index, layer in enumerate(self.layers):
+            self.add_module(str(index), layer)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_a_batch_norm_in_a_plain_list_is_taken_out_of_it():
+    model, x = Listed().eval(), torch.randn(2, 3, 5, 5)
+    nn.init.uniform_(model.layers[1].running_var, 0.5, 2)
+    result = fuse_model(model, x)
+    assert [(fused.conv, fused.bn) for fused in result.fused] == [("0", "1")]
+    assert result.model.layers[1] is getattr(result.model, "1")
+    assert isinstance(result.model.layers[1], nn.Identity)
+    torch.testing.assert_close(result.model(x), model(x))

@@ -462,3 +462,32 @@ def test_layers_whose_weight_is_read_without_a_call_stay_float():
     assert "test_quantize_model.py:" in note.reason
     report = calibrate(model, [torch.randn(64, 4)])
     assert all(entry.amax is not None for entry in report.quantizers)
+
+
+@FLOWS
+def test_layers_in_a_plain_list_are_called_in_their_quantized_form(observed):
+    class Listed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = [nn.Conv2d(3, 4, 3), nn.MaxPool2d(2), nn.Conv2d(4, 2, 1)]
+            self.by_name = {"side": nn.Conv2d(3, 2, 1)}
+            for index, layer in enumerate(self.layers):
+                self.add_module(str(index), layer)
+            self.add_module("side", self.by_name["side"])
+
+        def forward(self, x):
+            y = self.by_name["side"](x)
+            for layer in self.layers:
+                x = layer(x)
+            return x, y
+
+    model, x = Listed().eval(), torch.randn(1, 3, 8, 8)
+    model = _quantize(model, x, observed, qnn.QuantConfig(exclude=("2",))).model
+    assert [type(layer).__name__ for layer in model.layers] == [
+        "QuantConv2d", "QuantMaxPool2d", "Conv2d",
+    ]  # fmt: skip
+    assert model.by_name["side"] is model.side
+    calibrate(model, [x])
+    assert all(
+        module.amax is not None for module in model.modules() if isinstance(module, TensorQuantizer)
+    )

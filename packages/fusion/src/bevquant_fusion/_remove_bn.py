@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from typing import Literal
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from bevquant_graph import replace_modules
 from bevquant_sparse import is_sparse_conv
 
 from ._chains import is_chain, is_sparse_chain, remove_member
@@ -23,18 +24,16 @@ Removal = Literal["identity", "removed", "rebuilt", "rest", "neutral"]
 
 def remove_batch_norms(model: nn.Module, folds: Iterable[Fold]) -> dict[Fold, Removal]:
     """Remove the batch norm of each fold; the paths are those before any removal."""
-    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
-    for owner in model.modules():
-        for name, child in owner._modules.items():
-            if child is not None:
-                places.setdefault(child, []).append((owner, name))
+    places = Counter(
+        child for owner in model.modules() for child in owner._modules.values() if child is not None
+    )
     modules = dict(model.named_modules())
     removal: dict[Fold, Removal] = {}
     chains: dict[str, list[Fold]] = {}
     blocks: dict[str, list[Fold]] = {}
     for fold in folds:
         parent = fold.bn.rpartition(".")[0]
-        once = bool(fold.bn) and len(places[modules[fold.bn]]) == 1 and fold.caller == parent
+        once = bool(fold.bn) and places[modules[fold.bn]] == 1 and fold.caller == parent
         if fold.rest is None:
             removal[fold] = "neutral"
         elif fold.rest:
@@ -50,6 +49,7 @@ def remove_batch_norms(model: nn.Module, folds: Iterable[Fold]) -> dict[Fold, Re
     for parent, members in blocks.items():
         done = drop_calls(modules[parent], [f.bn.rpartition(".")[2] for f in members])
         removal |= dict.fromkeys(members, "rebuilt" if done else "identity")
+    identities: dict[nn.Module, nn.Module] = {}
     for fold, how in removal.items():
         if how == "neutral":
             neutralise(norm_at(model, fold))
@@ -58,8 +58,8 @@ def remove_batch_norms(model: nn.Module, folds: Iterable[Fold]) -> dict[Fold, Re
             left = OrderedDict((name, module._modules[name]) for name in fold.rest or ())
             made = nn.Sequential(left) if left else nn.Identity()
             made.training = module.training
-            for owner, name in places[module]:
-                owner._modules[name] = made
+            identities[module] = made
+    replace_modules(model, identities)
     for parent, members in chains.items():
         # From the end, so that renumbering leaves the names still to be removed alone.
         order = list(modules[parent]._modules)

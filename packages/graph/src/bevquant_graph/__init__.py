@@ -17,6 +17,7 @@ from ._faults import (
     running,
 )
 from ._graph import REQUIRE, Graph
+from ._held import replace_modules
 from ._layer_class import layer_class, own_code
 from ._opaque import OPAQUE, Opaque
 from ._operators import OPERATORS, OpSpec, op_spec
@@ -50,6 +51,7 @@ __all__ = [
     "quiet",
     "rebuild",
     "refuse_unusable",
+    "replace_modules",
     "running",
     "zero_padding",
 ]

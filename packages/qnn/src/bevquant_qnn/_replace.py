@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from bevquant_graph import own_code
+from bevquant_graph import own_code, replace_modules
 from bevquant_qnn import _conv, _conv_transpose, _linear, _pool
 from bevquant_qnn._attention import QuantMultiheadAttention
 from bevquant_qnn._config import QuantConfig
@@ -85,6 +85,10 @@ def replace_layers(
             if isinstance(parent, nn.TransformerEncoderLayer):
                 # Its fused form, in evaluation, reads the layers' weights without calling them.
                 parent.activation_relu_or_gelu = 0
+    # Lists and dicts that forwards go over hold layers too; one that is excluded under another path
+    # is still a child.
+    children = set(model.modules())
+    replace_modules(model, {m: made for m, made in built.items() if m not in children})
     for encoder in model.modules():
         # Nested tensors are for layers in their fused form.
         if isinstance(encoder, nn.TransformerEncoder) and any(
@@ -96,10 +100,7 @@ def replace_layers(
 
 def put_back(model: nn.Module, layers: Mapping[nn.Module, nn.Module]) -> None:
     """Hold the float layers again in the places of the quantized ones that map to them."""
-    for module in list(model.modules()):
-        for name, child in module._modules.items():
-            if child is not None and child in layers:
-                module._modules[name] = layers[child]
+    replace_modules(model, layers)
 
 
 def _name(module: nn.Module) -> str:

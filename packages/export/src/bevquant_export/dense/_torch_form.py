@@ -69,6 +69,7 @@ def torch_form(
             call.eval(), examples, [f"x{i}" for i in range(len(examples))],
             [f"y{i}" for i in range(count)], OPSET,
             dynamic_shapes=(free,) if any(free) else None,
+            lowered_to=_NEWER.get(graph.profile.opset, graph.profile.opset),
         )  # fmt: skip
         try:
             graph.forms[key] = _lowered(proto, graph.opset)

@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 from torch import nn
 
+from bevquant_export.floats._plain_forms import PlainForms
 from bevquant_export.floats._ports import arguments
 from bevquant_export.floats._small_inverse import SmallInverses
 from bevquant_graph import quiet
@@ -33,8 +34,18 @@ def exported(
     outputs: Sequence[str],
     opset: int,
     dynamic_shapes: Any = None,
+    lowered_to: int | None = None,
 ) -> Any:
     """The module as a model of standard operators.
+
+    Args:
+        module: In evaluation mode.
+        args: What it is called with.
+        inputs: Names of its inputs.
+        outputs: Names of its results.
+        opset: Operator set to write.
+        dynamic_shapes: As of `torch.export.export`.
+        lowered_to: An earlier operator set, which the caller brings the model down to.
 
     Raises:
         ImportError: onnxscript is not installed.
@@ -54,7 +65,7 @@ def exported(
     try:
         with (
             quiet(*_LOGGERS), contextlib.redirect_stdout(io.StringIO()), torch.no_grad(), known,
-            SmallInverses(),
+            SmallInverses(), PlainForms(lowered_to or opset),
         ):  # fmt: skip
             program = torch.onnx.export(
                 module, positional, kwargs=named or None, dynamo=True, verbose=False,

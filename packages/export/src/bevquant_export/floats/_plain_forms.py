@@ -1,0 +1,215 @@
+"""Operators that runtimes lack, or whose usual form ends in some that they lack, by plain ones.
+
+- ``atan2(y, x)`` = ±(π/2 − a where |y| > |x|, π − … where x < 0), a = atan(min / max of |y|, |x|).
+  torch's exporter divides y by x, tells 0 / 0 by IsNaN, and takes −π for y = 0 < −x. Of −0 the sign
+  is kept, as reciprocals show it; infinite over infinite is not a number here.
+- ``nan_to_num(x)``: what is not equal to itself is replaced, and what is left clipped.
+
+Operator set 11 has no GridSample, Einsum and GreaterOrEqual, and neither Clip nor Mod of whole
+numbers that runtimes would take:
+
+- ``grid_sample``: the values at 2ⁿ corners (one for ``"nearest"``), gathered, times their weights.
+- ``einsum`` of one or two tensors: a sum, or one product of matrices between permutations.
+- ``clamp`` and ``remainder`` of whole numbers: comparisons, and a division that drops the rest.
+- ``x >= y``: greater or equal, by two operators.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["PlainForms"]
+
+_FIRST_GRID_SAMPLE = 16  # operator set
+_FIRST_EINSUM = 12
+_ZEROS, _BORDER, _REFLECTION = 0, 1, 2
+
+
+class PlainForms(TorchFunctionMode):
+    """While it is active, what the module's first lines name is computed so.
+
+    Args:
+        opset: Operator set of the file.
+    """
+
+    def __init__(self, opset: int) -> None:
+        super().__init__()
+        self._forms: dict[str, Callable[..., Tensor | None]] = {
+            "atan2": _atan2, "arctan2": _atan2, "nan_to_num": _nan_to_num,
+        }  # fmt: skip
+        if opset < _FIRST_GRID_SAMPLE:
+            names = "grid_sampler", "grid_sampler_2d", "grid_sampler_3d"
+            self._forms |= dict.fromkeys(names, _grid_sample)
+        if opset < _FIRST_EINSUM:
+            self._forms |= {
+                "einsum": _einsum, "clamp": _clamp, "clamp_min": _at_least, "clamp_max": _at_most,
+                "remainder": _remainder, "ge": partial(_or_equal, torch.gt),
+                "le": partial(_or_equal, torch.lt),
+            }  # fmt: skip
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        form = self._forms.get(_name(func))
+        made = None if form is None else form(*args, **kwargs)
+        return func(*args, **kwargs) if made is None else made
+
+
+def _name(func: Any) -> str:
+    if isinstance(func, torch._ops.OpOverload):
+        return func._schema.name.removeprefix("aten::")
+    return getattr(func, "__name__", "")
+
+
+def _atan2(y: Tensor, x: Tensor) -> Tensor:
+    if not y.is_floating_point():
+        y, x = y.float(), x.float()
+    up, along = y.abs(), x.abs()
+    most = torch.maximum(up, along)
+    angle = torch.atan(torch.minimum(up, along) / torch.where(most == 0, 1.0, most))
+    angle = torch.where(up > along, math.pi / 2 - angle, angle)
+    angle = torch.where(_negative(x), math.pi - angle, angle)
+    return torch.where(_negative(y), -angle, angle)
+
+
+def _negative(x: Tensor) -> Tensor:
+    return (x < 0) | (x.reciprocal() < 0)
+
+
+def _nan_to_num(
+    x: Tensor, nan: float | None = None, posinf: float | None = None, neginf: float | None = None
+) -> Tensor | None:
+    if not x.is_floating_point():
+        return x
+    limits = torch.finfo(x.dtype)
+    if posinf is not None or neginf is not None:
+        return None
+    return torch.where(x == x, x, nan or 0.0).clamp(limits.min, limits.max)
+
+
+def _grid_sample(x: Tensor, grid: Tensor, mode: int, padding: int, corners: bool) -> Tensor | None:
+    """Values of x ``[batch, channels, *space]`` at a grid ``[batch, *outputs, axes]``."""
+    if mode not in (0, 1):  # bicubic
+        return None
+    choices: list[list[tuple[Tensor, Tensor | None]]] = []
+    for axis, size in enumerate(reversed(x.shape[2:])):
+        at = _source_place(grid[..., axis], size, padding, corners)
+        if mode == 1:
+            choices.append([(at.round(), None)])
+        else:
+            low = at.floor()
+            choices.append([(low, low + 1 - at), (low + 1, at - low)])
+    values, total = x.flatten(2), None
+    for corner in itertools.product(*choices):
+        index, weight, step = None, None, 1
+        for (place, share), size in zip(corner, reversed(x.shape[2:]), strict=True):
+            inside = place.clamp(0, size - 1)
+            shares = [share] if share is not None else []
+            if padding == _ZEROS:
+                shares.append((inside == place).to(x.dtype))
+            for one in shares:
+                weight = one if weight is None else weight * one
+            part = inside.long() * step
+            index, step = part if index is None else index + part, step * size
+        assert index is not None
+        places = index.flatten(1)[:, None].expand(-1, x.shape[1], -1)
+        taken = values.gather(2, places)
+        if weight is not None:
+            taken = taken * weight.flatten(1)[:, None]
+        total = taken if total is None else total + taken
+    assert total is not None
+    return total.reshape(-1, x.shape[1], *grid.shape[1:-1])
+
+
+def _source_place(at: Tensor, size: int, padding: int, corners: bool) -> Tensor:
+    """−1…1 as places of pixels; those beyond the border folded back or held."""
+    at = (at + 1) * ((size - 1) / 2) if corners else ((at + 1) * size - 1) / 2
+    if padding == _REFLECTION:
+        low, span = (0.0, size - 1.0) if corners else (-0.5, float(size))
+        if span == 0:
+            return torch.zeros_like(at)
+        away = (at - low).abs()
+        away = away - (away / (2 * span)).floor() * (2 * span)
+        at = torch.minimum(away, 2 * span - away) + low
+    return at if padding == _ZEROS else at.clamp(0, size - 1)
+
+
+def _einsum(equation: str, *operands: Any, path: Any = None) -> Tensor | None:
+    if len(operands) == 1 and not isinstance(operands[0], Tensor):
+        operands = tuple(operands[0])
+    given, arrow, out = equation.replace(" ", "").partition("->")
+    terms = given.split(",")
+    once = all(len(set(term)) == len(term) for term in terms)
+    if "." in equation or not once or len(terms) != len(operands) or len(terms) > 2:
+        return None
+    if not arrow:
+        out = "".join(sorted(label for label in set(given) - {","} if given.count(label) == 1))
+    rest = [set("".join(terms[:k] + terms[k + 1 :]) + out) for k in range(len(terms))]
+    summed = [_summed(x, t, keep) for x, t, keep in zip(operands, terms, rest, strict=True)]
+    if len(summed) == 1:
+        x, term = summed[0]
+        return x.permute([term.index(label) for label in out])
+    (a, left), (b, right) = summed
+    shared = [label for label in left if label in right]
+    if any(a.shape[left.index(label)] != b.shape[right.index(label)] for label in shared):
+        return None
+    batch = [label for label in shared if label in out]
+    inner = [label for label in shared if label not in out]
+    rows, columns = ([n for n in term if n not in shared] for term in (left, right))
+    sizes = dict(zip(left, a.shape, strict=True)) | dict(zip(right, b.shape, strict=True))
+
+    def matrices(x: Tensor, term: str, one: Sequence[str], other: Sequence[str]) -> Tensor:
+        x = x.permute([term.index(label) for label in (*batch, *one, *other)])
+        ends = [math.prod(sizes[label] for label in labels) for labels in (one, other)]
+        return x.reshape([*(sizes[label] for label in batch), *ends])
+
+    product = matrices(a, left, rows, inner) @ matrices(b, right, inner, columns)
+    order = [*batch, *rows, *columns]
+    product = product.reshape([sizes[label] for label in order])
+    return product.permute([order.index(label) for label in out])
+
+
+def _summed(x: Tensor, term: str, keep: set[str]) -> tuple[Tensor, str]:
+    """Without the axes that nothing else has."""
+    axes = [axis for axis, label in enumerate(term) if label not in keep]
+    kept = "".join(label for label in term if label in keep)
+    return (x.sum(axes) if axes else x), kept
+
+
+def _clamp(x: Tensor, min: Any = None, max: Any = None) -> Tensor | None:
+    if x.is_floating_point():
+        return None
+    for limit, is_beyond in ((min, torch.lt), (max, torch.gt)):
+        if limit is not None:
+            x = torch.where(is_beyond(x, limit), limit, x)
+    return x
+
+
+def _at_least(x: Tensor, min: Any) -> Tensor | None:
+    return _clamp(x, min=min)
+
+
+def _at_most(x: Tensor, max: Any) -> Tensor | None:
+    return _clamp(x, max=max)
+
+
+def _or_equal(compare: Callable[..., Tensor], x: Any, y: Any) -> Tensor:
+    return compare(x, y) | (x == y)
+
+
+def _remainder(x: Any, y: Any) -> Tensor | None:
+    if not isinstance(x, Tensor) or x.is_floating_point():
+        return None
+    if y.is_floating_point() if isinstance(y, Tensor) else not isinstance(y, int):
+        return None
+    left = x - torch.div(x, y, rounding_mode="trunc") * y
+    return torch.where(left * y < 0, left + y, left)

@@ -1,0 +1,112 @@
+"""Operators by plain ones, against torch's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx
+import onnxruntime
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from bevquant_export import export_float_onnx
+from bevquant_export.floats._plain_forms import PlainForms
+
+pytest.importorskip("onnxscript", reason="the float extra is not installed")
+
+_SPECIAL = [0.0, -0.0, 1.0, -1.0, 1e-30, -1e-30, 3e37, -3e37, 0.7, -2.5]
+
+
+def _pairs() -> tuple[Tensor, Tensor]:
+    y, x = torch.meshgrid(torch.tensor(_SPECIAL), torch.tensor(_SPECIAL), indexing="ij")
+    more = torch.randn(2, 1000, generator=torch.Generator().manual_seed(0))
+    return torch.cat([y.flatten(), more[0]]), torch.cat([x.flatten(), more[1]])
+
+
+def test_an_angle_is_right_in_every_quadrant_and_on_the_axes() -> None:
+    y, x = _pairs()
+    with PlainForms(18):
+        made = torch.atan2(y, x)
+    torch.testing.assert_close(made, torch.atan2(y, x), rtol=3e-7, atol=0)
+    assert torch.equal(made.signbit(), y.signbit())
+
+
+def test_an_angle_in_a_file(tmp_path: Path) -> None:
+    class Angle(nn.Module):
+        def forward(self, y: Tensor, x: Tensor) -> Tensor:
+            return torch.nan_to_num(torch.atan2(y, x))
+
+    y, x = _pairs()
+    file = export_float_onnx(Angle().eval(), (y, x), tmp_path / "angle.onnx")
+    proto = onnx.load(file.path)
+    assert not {node.op_type for node in proto.graph.node} & {"IsNaN", "IsInf"}
+    session = onnxruntime.InferenceSession(file.path, providers=["CPUExecutionProvider"])
+    names = [port.name for port in session.get_inputs()]
+    (made,) = session.run(None, dict(zip(names, (y.numpy(), x.numpy()), strict=True)))
+    assert (torch.from_numpy(made) - torch.atan2(y, x)).abs().max() <= 2 * math.pi * 2**-23
+
+
+def test_what_is_not_finite_becomes_a_number() -> None:
+    x = torch.tensor([math.nan, math.inf, -math.inf, 1.0])
+    with PlainForms(11):
+        for nan in (None, 2.0):
+            assert torch.equal(torch.nan_to_num(x, nan), x.clone().nan_to_num(nan))
+        assert torch.equal(torch.nan_to_num(x > 0), x > 0)
+
+
+@pytest.mark.parametrize("mode", ["bilinear", "nearest", "bicubic"])
+@pytest.mark.parametrize("padding", ["zeros", "border", "reflection"])
+@pytest.mark.parametrize("corners", [False, True])
+@pytest.mark.parametrize("sizes", [(5, 7), (1, 4), (3, 4, 5)])
+def test_a_grid_is_sampled_by_gathers(
+    mode: str, padding: str, corners: bool, sizes: tuple[int, ...]
+) -> None:
+    if mode == "bicubic" and len(sizes) == 3:
+        pytest.skip("torch has none either")
+    x = torch.randn(2, 3, *sizes)
+    grid = 1.5 * torch.randn(2, *[6] * len(sizes), len(sizes))
+    grid.view(-1)[:3] = torch.tensor([-1.0, 1.0, 40.0])
+    codes = ["bilinear", "nearest", "bicubic"], ["zeros", "border", "reflection"]
+    given = (codes[0].index(mode), codes[1].index(padding), corners)
+    sampler = getattr(torch.ops.aten, f"grid_sampler_{len(sizes)}d")
+    with PlainForms(11):
+        made = sampler.default(x, grid, *given)
+    want = F.grid_sample(x, grid, mode, padding, corners)
+    torch.testing.assert_close(made, want, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "equation",
+    [
+        "bnqd,bnkd->bnqk", "bqc,bchw->bqhw", "ij,jk", "bij,bjk->ik", "bhwc,hkc->bhwk",
+        "bi,bj->bij", "bij->ji", "bij,b->j", "b...i,b...i->b...",
+    ],
+)  # fmt: skip
+def test_sums_of_products(equation: str) -> None:
+    sizes = dict(zip("bnqdkchwij", (2, 3, 4, 5, 6, 7, 3, 2, 4, 5), strict=True))
+    terms = equation.partition("->")[0].replace("...", "").split(",")
+    operands = [
+        torch.randn([sizes[label] for label in term], dtype=torch.float64) for term in terms
+    ]
+    with PlainForms(11):
+        made = torch.einsum(equation, *operands)
+    torch.testing.assert_close(made, torch.einsum(equation, *operands))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.clamp(-2, 3), lambda x: x.clamp(max=1), lambda x: torch.clamp_min(x, 2),
+        lambda x: x % 3, lambda x: x % -4, lambda x: torch.remainder(x, torch.tensor([5, -3])),
+        lambda x: x >= 3, lambda x: torch.le(x, x.flip(0)),
+    ],
+)  # fmt: skip
+def test_whole_numbers(function: Callable[[Tensor], Tensor]) -> None:
+    x = torch.arange(-12, 12).view(12, 2)
+    with PlainForms(11):
+        made = function(x)
+    assert torch.equal(made, function(x))
