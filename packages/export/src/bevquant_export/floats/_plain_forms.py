@@ -203,7 +203,8 @@ def _at_most(x: Tensor, max: Any) -> Tensor | None:
 
 
 def _or_equal(compare: Callable[..., Tensor], x: Any, y: Any) -> Tensor:
-    return compare(x, y) | (x == y)
+    made: Tensor = compare(x, y) | (x == y)
+    return made
 
 
 def _remainder(x: Any, y: Any) -> Tensor | None:
