@@ -65,6 +65,19 @@ class Constants(nn.Module):
         return net.same(x.replace_feature(sum([moved, x.features])))
 
 
+class Matrix(nn.Module):
+    """A branch that multiplies rows by a weight itself, as SoftGroup's blocks do."""
+
+    def __init__(self, spconv):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8).div(4).half().float())
+        self.conv = spconv.SubMConv3d(8, 8, 3, indice_key="same")
+
+    def forward(self, net, x):
+        branch = torch.mm(x.features, self.weight.t())
+        return net.same(x.replace_feature(self.conv(x).features + branch))
+
+
 def build(nets, head):
     torch.manual_seed(0)
     model = Net(nets, head)
@@ -76,7 +89,7 @@ def build(nets, head):
     return nets.calibrated(model.eval(), [nets.frame(0)])
 
 
-@pytest.mark.parametrize("head", [Linear, PreNorm, Constants])
+@pytest.mark.parametrize("head", [Linear, PreNorm, Constants, Matrix])
 def test_every_value_is_the_integer_models(nets, tmp_path, head):
     pytest.importorskip("onnxruntime")
     model, path, other = build(nets, head(nets.spconv)), tmp_path / "a.onnx", tmp_path / "b.onnx"

@@ -105,14 +105,19 @@ def conv_node(
 
 
 def affine_node(
-    draft: Draft, forms: Mapping[str, TensorForm], seen: Seen, head_room: float
+    draft: Draft, forms: Mapping[str, TensorForm], seen: Seen, read: float, head_room: float
 ) -> Conv:
-    """``x · factor + shift`` of each channel, in fp16."""
-    factor, shift = (number.expand(seen.made[1]) for number in draft.constants)
-    made, largest = forms[draft.y], factor.abs().clamp(min=2.0**-14)
+    """``x · factor + shift`` of each channel, or ``x matrixᵀ``, in fp16; `read`: the largest x."""
+    made = forms[draft.y]
+    if draft.kind == "matrix":
+        (matrix,), shift = draft.constants, None
+    else:
+        factor, shift = (number.expand(seen.made[1]) for number in draft.constants)
+        matrix = torch.diag(factor)
+    largest = matrix.abs().amax(1).clamp(min=2.0**-14)
     ranges = tuple(largest.tolist()) if made.precision == "int8" else None
-    weight, voxels = (torch.diag(factor).half(), ranges), bound(seen.voxels, head_room)
-    return _on_rows(draft, made, forms, weight, shift, voxels, seen.largest)
+    weight, voxels = (matrix.half().contiguous(), ranges), bound(seen.voxels, head_room)
+    return _on_rows(draft, made, forms, weight, shift, voxels, read)
 
 
 def _on_rows(

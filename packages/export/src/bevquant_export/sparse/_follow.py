@@ -20,6 +20,7 @@ _PERMUTATIONS = ("permute", "transpose", "movedim", "swapaxes", "moveaxis", "swa
 _RESHAPES = ("flatten", "view", "reshape", "unflatten", "squeeze", "unsqueeze")
 _ADDITIONS = ("add", "add_", "iadd")
 _PRODUCTS = ("mul", "mul_", "imul")
+_MATRIX = ("mm", "matmul")
 _JOINS = ("move", "float", "concat")
 _REMEDY = (
     "export the model up to it, or replace it; ONNX Runtime takes the model as it is "
@@ -62,8 +63,10 @@ class Draft:
     """An operator to be written: a conv, an add, a scatter, a permute or a reshape.
 
     Also a concat, and a fold (a sum over groups of channels), which libspconv has as convolutions
-    of kernel 1×1×1 (`with_channel_moves`), a linear layer on the rows of voxels, and an affine map
-    of each channel, ``x · factor + shift``, with both numbers in `constants`.
+    of kernel 1×1×1 (`with_channel_moves`), a linear layer on the rows of voxels, an affine map
+    of each channel, ``x · factor + shift``, with both numbers in `constants`, and the product with
+    a matrix, ``[out_channels, in_channels]`` in `constants`. Where it is two steps, `first` is what
+    the first one makes.
     """
 
     kind: str
@@ -71,6 +74,7 @@ class Draft:
     reads: tuple[Reading, ...]
     y: str
     constants: tuple[Tensor, ...] = ()
+    first: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,6 +196,10 @@ class _Follower:
             self._draft("linear", step, 1)
         elif step.op == "float" and self._is_affine(step, what):
             self._affine(step, what)
+        elif step.op == "float" and what in _MATRIX and self._is_matrix(step):
+            matrix = self.constants[step.args[1].name].detach().float()
+            self._check_half(step, matrix)
+            self._append("matrix", step, (self._operand(step.args[0], step),), (matrix.t(),))
         elif step.op == "add" or (step.op == "float" and what in _ADDITIONS):
             self._draft("add", step, 2)
         elif step.op in _JOINS and what == "cat" and _along_channels(step):
@@ -259,6 +267,21 @@ class _Follower:
         per_channel = value is not None and value.numel() == value.shape[-1:].numel()
         return value.detach().float().reshape(-1) if value is not None and per_channel else None
 
+    def _is_matrix(self, step: Step) -> bool:
+        if len(step.args) != 2 or step.kwargs or not self._on_voxels(step.args[0]):
+            return False
+        matrix = self.constants.get(getattr(step.args[1], "name", ""))
+        return matrix is not None and matrix.dim() == 2
+
+    def _check_half(self, step: Step, number: Tensor) -> None:
+        lost = number[number.half().float() != number]
+        if len(lost):
+            raise ValueError(
+                f"export_sparse_onnx: {place(step)}{_location(self.source, step)} takes "
+                f"{float(lost[0]):g}, which float16 does not hold, and the file holds no other "
+                f"constants: write {float(lost[0].half())!r} in its place"
+            )
+
     def _is_affine(self, step: Step, what: str) -> bool:
         if what not in (*_ADDITIONS, *_PRODUCTS, "sub") or len(step.args) != 2 or step.kwargs:
             return False
@@ -277,23 +300,19 @@ class _Follower:
         x, number = self._affine_operands(step)
         assert number is not None
         number = -number if what == "sub" else number
-        if not torch.equal(number.half().float(), number):
-            raise ValueError(
-                f"export_sparse_onnx: {place(step)}{_location(self.source, step)} takes "
-                f"{float(number[0]):g}, which float16 does not hold, and the file holds no other "
-                f"constants: write {float(number[0].half())!r} in its place"
-            )
+        self._check_half(step, number)
         adds = what not in _PRODUCTS
         if bool((number == (0 if adds else 1)).all()):
             self.holds[step.outputs[0]] = self._tensor(x.name, place(step))
             return
         factor, shift = (torch.ones(1), number) if adds else (number, torch.zeros(1))
-        reads: tuple[Reading, ...] = (self._operand(x, step),)
+        reads = (self._operand(x, step),)
         last = self.drafts[-1] if self.drafts else None
         if adds and last is not None and last.kind == "affine" and last.y == x.name:
             if self.readers[x.name] == 1 and not bool(last.constants[1].any()):
-                factor, reads = last.constants[0], last.reads
                 self.drafts.pop()
+                self._append("affine", step, last.reads, (last.constants[0], shift), last.y)
+                return
         self._append("affine", step, reads, (factor, shift))
 
     def _splits_channels(self, step: Step) -> bool:
@@ -310,11 +329,16 @@ class _Follower:
         return getattr(step.args[0], "name", None) in self.groups and axes in ([2], [-1])
 
     def _append(
-        self, kind: str, step: Step, reads: tuple[Reading, ...], constants: tuple[Tensor, ...] = ()
+        self,
+        kind: str,
+        step: Step,
+        reads: tuple[Reading, ...],
+        constants: tuple[Tensor, ...] = (),
+        first: str = "",
     ) -> None:
         y = step.outputs[0]
         self.holds[y] = (y, bool(step.attributes.get("relu")))
-        self.drafts.append(Draft(kind, step, reads, y, constants))
+        self.drafts.append(Draft(kind, step, reads, y, constants, first))
 
     def _operand(self, arg: Any, step: Step) -> Reading:
         name = getattr(arg, "name", None)

@@ -49,8 +49,9 @@ def make_graph(
             check_axes(draft, fewest=1 if fewer_axes else AXES)
         if draft.kind in ("conv", "linear"):
             nodes.append(conv_node(draft, forms, size, model, values, head_room, order))
-        elif draft.kind == "affine":
-            nodes.append(affine_node(draft, forms, size, head_room))
+        elif draft.kind in ("affine", "matrix"):
+            read = seen[draft.first or draft.y].largest
+            nodes.append(affine_node(draft, forms, size, read, head_room))
         elif draft.kind == "add":
             nodes += _addition(draft, forms)
         elif draft.kind == "concat":

@@ -133,8 +133,8 @@ class FrameRun:
         layout = WeightLayout.KRSC
         if self.ranges is None or node.precision != "int8":
             x = self.held[node.x].floats()
-            if moves_channels(node):  # each product is rounded, then the sum: no multiply-add
-                out = sparse_conv(x, constants.weight, None, pairs, layout=layout) + constants.bias
+            if moves_channels(node):  # as torch.mm of the model; products are rounded by themselves
+                out = torch.mm(x, constants.weight.flatten(1).t()) + constants.bias
             else:
                 out = sparse_conv(x, constants.weight, constants.bias, pairs, layout=layout)
             return self._stored(Floats(out.clamp_(min=0) if relu else out), node.y, node.name)
