@@ -118,3 +118,39 @@ def test_inverses_and_a_quantized_number_without_axes(
     if profile == "onnxruntime":
         (made,), _ = run(file, *other)
         torch.testing.assert_close(made, simulate(model, views())(*other), rtol=1e-5, atol=1e-5)
+
+
+class Splat(nn.Module):
+    """Points inside of a grid to its cells, sorted and summed by differences of running sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features, self.map = nn.Linear(3, 4), nn.Conv2d(4, 2, 1)
+
+    def forward(self, points: Tensor, places: Tensor) -> Tensor:
+        inside = (places >= 0) & (places < SIDE)
+        rows, cells = self.features(points)[inside], places[inside].long()
+        order = cells.argsort()
+        rows, cells = rows[order].cumsum(0), cells[order]
+        last = torch.ones(rows.shape[0], dtype=torch.bool)
+        last[:-1] = cells[1:] != cells[:-1]
+        rows, cells = rows[last], cells[last]
+        canvas = rows.new_zeros(SIDE, 4)
+        canvas[cells] = torch.cat((rows[:1], rows[1:] - rows[:-1]))
+        made: Tensor = self.map(canvas.t()[None, :, :, None])
+        return made
+
+
+def test_rows_that_a_mask_chooses_are_of_any_number(
+    calibrated: Fixture, run: Fixture, tmp_path: Path
+) -> None:
+    frames = [(torch.randn(16, 3), torch.randint(-4, 12, (16,)).float()) for _ in range(4)]
+    kept = {int(((cells >= 0) & (cells < SIDE)).sum()) for _, cells in frames}
+    assert len(kept) > 1
+    model = calibrated(Splat(), *frames[0])
+    integer = simulate(model, frames[0])
+    file = export_qdq_onnx(model, frames[0], tmp_path / "net.onnx", "onnxruntime")
+    for frame in frames:
+        (made,), _ = run(file, *frame, optimised=False)
+        torch.testing.assert_close(made, integer(*frame), rtol=1e-5, atol=1e-5)
+    export_qdq_onnx(model, frames[0], tmp_path / "mapper.onnx", "horizon")

@@ -63,6 +63,7 @@ class Graph:
         self.model, self.program = model, program
         self.inputs, self.result, self.opaque = inputs, result, dict(opaque)
         _tidy(program.graph_module)
+        _name_listed(program.graph_module, model)
         _name_sliced(program.graph_module, model)
         self._constants: dict[fx.Node, str] = {}
         self.placeholders: list[fx.Node] = []
@@ -372,6 +373,34 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 def _inside(path: str) -> str:
     """A path in the shell as one in the model."""
     return path.removeprefix(_SHELL).removeprefix(".")
+
+
+def _name_listed(module: fx.GraphModule, model: nn.Module) -> None:
+    """Children of a module that a forward took out of a plain list have their own paths.
+
+    torch may begin anew there: ``model.block.0``, then ``conv`` for ``model.block.0.conv``.
+    """
+    for node in module.graph.nodes:
+        stack, base = node.meta.get("nn_module_stack") or {}, ""
+        named: dict[str, tuple[str, Any]] = {}
+        for key, (path, kind) in stack.items():
+            whole = f"{base}.{path}"
+            if path.split(".")[0] == _SHELL:
+                base = path
+            elif path and base and _has(model, _inside(whole)):
+                _, at, count = key.rpartition("@")
+                key, path = f"L__self__{whole}{at}{count if at else ''}", whole
+            named[key] = path, kind
+        if named != stack:
+            node.meta["nn_module_stack"] = named
+
+
+def _has(model: nn.Module, path: str) -> bool:
+    try:
+        model.get_submodule(path)
+    except AttributeError:
+        return False
+    return True
 
 
 def _name_sliced(module: fx.GraphModule, model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Which sizes follow the number of voxels: what the captured graph says of them."""
+"""Which sizes follow the number of voxels, or what a mask chose: the captured graph says it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,17 @@ from torch import Tensor
 from bevquant_export.dense._program_of import QdqProgram, integer_model, ports_of
 from bevquant_int8sim.program import Program, Ref, names_in
 
-__all__ = ["free_sizes"]
+__all__ = ["chooses_rows", "free_sizes"]
+
+
+def chooses_rows(integer: QdqProgram) -> bool:
+    """Whether a size depends on values, as of ``x[mask]``: such are free in every file."""
+    model = integer_model(integer)
+    if model is None or model.source is None:
+        return False
+    made = (node.meta.get("val") for node in model.source.held)
+    tensors = (value for value in made if isinstance(value, Tensor))
+    return any(_is_found(size) for value in tensors for size in value.shape)
 
 
 def free_sizes(
@@ -57,6 +67,11 @@ def _symbols(size: Any) -> set[str]:
     )
 
 
+def _is_found(size: Any) -> bool:
+    """Whether the size is known once the values are."""
+    return any(symbol.startswith("u") for symbol in _symbols(size))
+
+
 def _rows(program: Program, shapes: Mapping[str, Any], values: Mapping[str, Any]) -> set[str]:
     """Symbols of the graph that stand for a number of voxels given."""
     read = {step.args[0].name for step in program.steps if step.op == "sites"}
@@ -75,7 +90,7 @@ def _named(value: Tensor, shape: tuple[int, ...] | None, rows: set[str]) -> tupl
     """Sizes, with the expression of one that follows the voxels: those given, or those found."""
     return tuple(
         ("voxels" if str(n) in rows else str(n))
-        if (found := _symbols(n)) & rows or any(s.startswith("u") for s in found)
+        if _symbols(n) & rows or _is_found(n)
         else int(n)
         if shape is None
         else shape[axis]

@@ -88,8 +88,8 @@ class Sizes:
                 if name not in wider:
                     raise ValueError(
                         f"export_qdq_onnx: {path or 'the model'}: an argument, {hosts[name]} on "
-                        "the example, is computed from the voxels, and the file would hold it as a "
-                        "constant; give the model a fixed one"
+                        "the example, is computed from the values of a frame, and the file would "
+                        "hold it as a constant; give the model a fixed one"
                     )
                 if hosts[name] != wider[name]:
                     raise ValueError(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bevquant_export.dense._free_sizes import free_sizes
+from bevquant_export.dense._free_sizes import chooses_rows, free_sizes
 from bevquant_export.dense._program_of import QdqProgram, bound, inputs_of, program_of
 from bevquant_int8sim import IntegerModel
 from bevquant_int8sim.program import (
@@ -147,6 +147,7 @@ def read_model(
                 if name in hosts:
                     shapes[f"{name}.indices"] = tuple(hosts[name].indices.shape)
                 dtypes.setdefault(f"{name}.indices", torch.int32)
+    if sparse or chooses_rows(integer):
         wider, wider_hosts = free_sizes(integer, shapes, hosts)
     if dynamic_batch:
         double = _doubled(args)

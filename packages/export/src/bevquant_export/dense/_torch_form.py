@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -23,6 +24,7 @@ __all__ = ["torch_form"]
 
 _PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 _LEAST = 11  # before, limits and lengths are attributes too
+_FIRST_SHAPE_OF_PART = 15  # Shape with a start and an end
 # What files of operator set 13 rise to where an operator is newer (GridSample): all that 13 has
 # means the same there.
 _NEWER = {13: 16}
@@ -143,13 +145,17 @@ def _lowered(proto: Any, opset: int) -> Any:
     as attributes, and without what says only what was so before.
     """
     import onnx
-    from onnx.version_converter import convert_version
+    from onnx.checker import ValidationError
+    from onnx.shape_inference import InferenceError
+    from onnx.version_converter import ConvertError, convert_version
 
     if any(node.domain not in ("", "ai.onnx") for node in proto.graph.node):
         raise ValueError("torch's form of it has operators beside ONNX's own")
     if any(a.type in (5, 10) for node in proto.graph.node for a in node.attribute):
         raise ValueError("torch's form of it holds graphs inside of nodes")
     del proto.graph.value_info[:]
+    if opset < _FIRST_SHAPE_OF_PART:
+        _slice_shapes(proto.graph)
     same = onnx.ModelProto()
     same.CopyFrom(proto)
     for entry in same.opset_import:
@@ -160,13 +166,35 @@ def _lowered(proto: Any, opset: int) -> Any:
         try:
             made = make()
             onnx.checker.check_model(made, full_check=True)
-        except (RuntimeError, onnx.checker.ValidationError, onnx.shape_inference.InferenceError):
+        except (ConvertError, RuntimeError, ValidationError, InferenceError):
             continue
         return made
     raise ValueError(
         f"torch's form of it, {', '.join(sorted({n.op_type for n in proto.graph.node}))} of "
         f"operator set {OPSET}, is none of operator set {opset}"
     )
+
+
+def _slice_shapes(graph: Any) -> None:
+    """Some of a tensor's sizes as a slice of all."""
+    from onnx import helper, numpy_helper
+
+    nodes = list(graph.node)
+    del graph.node[:]
+    for node in nodes:
+        graph.node.append(node)
+        if node.op_type != "Shape" or not node.attribute:
+            continue
+        part = {attribute.name: attribute.i for attribute in node.attribute}
+        shape, name = graph.node[-1], node.output[0]
+        del shape.attribute[:]
+        shape.output[0] = f"{name}_all"
+        ends = {"start": part.get("start", 0), "end": part.get("end", np.iinfo(np.int64).max)}
+        for key, value in ends.items():
+            array = np.array([value], np.int64)
+            graph.initializer.append(numpy_helper.from_array(array, f"{name}_{key}"))
+        inputs = [shape.output[0], *(f"{name}_{key}" for key in ends)]
+        graph.node.append(helper.make_node("Slice", inputs, [name]))
 
 
 def _without_news(graph: Any, opset: int) -> None:

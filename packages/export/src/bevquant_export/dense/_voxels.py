@@ -54,6 +54,9 @@ class _Window:
         return self.kernel_size == self.stride == ones and still and not self.inverse
 
 
+_FIRST_SHAPE_OF_PART = 15  # operator set whose Shape has a start and an end
+
+
 class Voxels:
     """Writes the steps of a program that know where voxels are.
 
@@ -128,7 +131,11 @@ class Voxels:
         what = "" if maker is None else str(maker.attributes.get("what"))
         if maker is not None and what == "size":
             axis = int(maker.args[1])
-            return graph.node("Shape", path, [read(maker.args[0].name)], start=axis, end=axis + 1)
+            sized = read(maker.args[0].name)
+            if graph.opset >= _FIRST_SHAPE_OF_PART:
+                return graph.node("Shape", path, [sized], start=axis, end=axis + 1)
+            shape = graph.node("Shape", path, [sized])
+            return graph.node("Gather", path, [shape, graph.numbers([axis])], axis=0)
         if maker is not None and what == "item":
             tensor = graph.node("Cast", path, [read(maker.args[0].name)], to=INT64)
             return graph.node("Reshape", path, [tensor, graph.numbers([1])])

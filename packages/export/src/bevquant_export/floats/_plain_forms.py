@@ -3,6 +3,7 @@
 - ``atan2(y, x)`` = ±(π/2 − a where |y| > |x|, π − … where x < 0), a = atan(min / max of |y|, |x|).
   torch's exporter divides y by x, tells 0 / 0 by IsNaN, and takes −π for y = 0 < −x. Of −0 the sign
   is kept, as reciprocals show it; infinite over infinite is not a number here.
+- ``argsort(x, stable=True)``: ONNX's TopK takes the earlier of two equal ones first, as it is.
 - ``nan_to_num(x)``: what is not equal to itself is replaced, and what is left clipped.
 
 Operator set 11 has no GridSample, Einsum and GreaterOrEqual, and neither Clip nor Mod of whole
@@ -43,7 +44,7 @@ class PlainForms(TorchFunctionMode):
     def __init__(self, opset: int) -> None:
         super().__init__()
         self._forms: dict[str, Callable[..., Tensor | None]] = {
-            "atan2": _atan2, "arctan2": _atan2, "nan_to_num": _nan_to_num,
+            "atan2": _atan2, "arctan2": _atan2, "nan_to_num": _nan_to_num, "argsort": _argsort,
         }  # fmt: skip
         if opset < _FIRST_GRID_SAMPLE:
             names = "grid_sampler", "grid_sampler_2d", "grid_sampler_3d"
@@ -94,6 +95,12 @@ def _nan_to_num(
     if posinf is not None or neginf is not None:
         return None
     return torch.where(x == x, x, nan or 0.0).clamp(limits.min, limits.max)
+
+
+def _argsort(
+    x: Tensor, dim: int = -1, descending: bool = False, *, stable: bool | None = None
+) -> Tensor:
+    return torch.sort(x, dim, descending)[1]
 
 
 def _grid_sample(x: Tensor, grid: Tensor, mode: int, padding: int, corners: bool) -> Tensor | None:
@@ -203,8 +210,8 @@ def _at_most(x: Tensor, max: Any) -> Tensor | None:
 
 
 def _or_equal(compare: Callable[..., Tensor], x: Any, y: Any) -> Tensor:
-    made: Tensor = compare(x, y) | (x == y)
-    return made
+    same: Tensor = x == y
+    return compare(x, y) | same
 
 
 def _remainder(x: Any, y: Any) -> Tensor | None:

@@ -198,4 +198,6 @@ def _bound(
     values = dict(zip(order[start:], defaults, strict=True))
     values.update(zip(order, args[1:], strict=False))
     values.update({k: v for k, v in kwargs.items() if k in order})
+    if values.get("stride") in ([], ()):  # what operators call the size of the kernel
+        values["stride"] = None
     return values
