@@ -55,5 +55,5 @@ def test_the_file_of_another_model(nets, tmp_path):
     file = load_sparse_onnx(tmp_path / "a.onnx")
     with pytest.raises(ValueError, match=r"conv0 makes .* 'stem\.0'; is the file that of this"):
         compare_sparse_onnx(file, nets.encoder(), nets.frame(0))
-    with pytest.raises(ValueError, match=r"does not run .* TypeError in the model \(Hourglass"):
+    with pytest.raises(TypeError, match="missing 2 required positional arguments"):
         compare_sparse_onnx(file, nets.hourglass(), torch.zeros(1, 5))
