@@ -395,3 +395,22 @@ def test_padding_set_after_a_convolution_was_made():
     made = simulate(model, x)(x)
     assert made.shape == net(x).shape == x[:, :1].expand(-1, 4, -1, -1).shape
     torch.testing.assert_close(made, model(x), rtol=0, atol=float(made.abs().max()) / 64)
+
+
+def test_an_empty_stride_is_the_kernels() -> None:
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.behind = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            pooled = nn.functional.max_pool2d(self.before(x), 2, ceil_mode=True)
+            made: torch.Tensor = self.behind(pooled)
+            return made
+
+    x = torch.randn(1, 3, 7, 7)
+    model = quantize_model(Pooled().eval(), example_inputs=x).model
+    calibrate(model, [x], method="max")
+    integer = simulate(model, x)
+    assert [step.op for step in integer.steps] == ["quantize", "conv", "max_pool", "conv"]
+    torch.testing.assert_close(integer(x), model(x), rtol=1e-4, atol=1e-4)
