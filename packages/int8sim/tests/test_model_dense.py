@@ -395,3 +395,45 @@ def test_padding_set_after_a_convolution_was_made():
     made = simulate(model, x)(x)
     assert made.shape == net(x).shape == x[:, :1].expand(-1, 4, -1, -1).shape
     torch.testing.assert_close(made, model(x), rtol=0, atol=float(made.abs().max()) / 64)
+
+
+def test_an_empty_stride_is_the_kernels() -> None:
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.behind = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            pooled = nn.functional.max_pool2d(self.before(x), 2, ceil_mode=True)
+            made: torch.Tensor = self.behind(pooled)
+            return made
+
+    x = torch.randn(1, 3, 7, 7)
+    model = quantize_model(Pooled().eval(), example_inputs=x).model
+    calibrate(model, [x], method="max")
+    integer = simulate(model, x)
+    assert [step.op for step in integer.steps] == ["quantize", "conv", "max_pool", "conv"]
+    torch.testing.assert_close(integer(x), model(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("places", [False, True])
+def test_a_pool_without_a_batch_or_with_places_is_float(places: bool) -> None:
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.behind = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.before(x)
+            if places:
+                y, at = F.max_pool2d(y, 2, return_indices=True)
+                y = F.max_unpool2d(y, at, 2)
+            else:
+                y = F.max_pool2d(y[0], 2)[None]
+            made: torch.Tensor = self.behind(y)
+            return made
+
+    x = torch.randn(1, 3, 8, 8)
+    model = quantize_model(Pooled().eval(), example_inputs=x).model
+    calibrate(model, [x], method="max")
+    torch.testing.assert_close(simulate(model, x)(x), model(x), rtol=1e-4, atol=1e-4)

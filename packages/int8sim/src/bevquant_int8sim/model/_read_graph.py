@@ -269,7 +269,14 @@ class _Reader:
         return self._tensor(node, "add", args=args, what="add", natural=ACCUMULATORS)
 
     def _read_max_pool(self, node: fx.Node, spec: OpSpec) -> Any:
-        return self._grid(node, spec.name.removesuffix("_with_indices"), node.args[1:], node.kwargs)
+        name = spec.name.removesuffix("_with_indices")
+        value = node.args[0].meta.get("val")  # type: ignore[union-attr]
+        axes = int(name.removeprefix("max_pool")[0])
+        if isinstance(value, Tensor) and value.dim() != axes + 2:
+            return None  # without a batch
+        if name != spec.name and any(user.args[1:] != (0,) for user in node.users):
+            return None  # places of the largest are read, too
+        return self._grid(node, name, node.args[1:], node.kwargs)
 
     def _read_avg_pool(self, node: fx.Node, spec: OpSpec) -> Any:
         return self._grid(node, spec.name, node.args[1:], node.kwargs)
