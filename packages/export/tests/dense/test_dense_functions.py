@@ -115,6 +115,13 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "grid_sample": lambda x: F.grid_sample(
         x, x[:, :2].tanh().permute(0, 2, 3, 1), padding_mode="border", align_corners=True
     ),
+    "grid_sample of zeros": lambda x: F.grid_sample(
+        x, 1.2 * x[:, :2].tanh().permute(0, 2, 3, 1), align_corners=False
+    ),
+    "grid_sample of the nearest": lambda x: F.grid_sample(
+        x, x[:, :2].tanh().permute(0, 2, 3, 1), mode="nearest", align_corners=False
+    ),
+    "einsum of squares": lambda x: torch.einsum("bchw,bchw->bchw", x, x),
     "bicubic": lambda x: F.interpolate(x, scale_factor=2, mode="bicubic"),
     "rows by a mask": lambda x: x.sigmoid()[:, torch.arange(4) > 1],
     "rows that a value chooses": lambda x: x[:, x.amax((0, 2, 3)) > -9.0].cumsum(1),
@@ -122,8 +129,8 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-NOT_IN_11 = {"bicubic", "einsum", "grid_sample"}
-NEWER = {"grid_sample": 16}  # than operator set 13
+NOT_IN_11 = {"bicubic"}
+NEWER = {name: 16 for name in OTHERS if name.startswith("grid_sample")}  # than operator set 13
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -32,15 +32,15 @@ def model(calibrated: Fixture, x: Tensor) -> nn.Module:
 class Unlisted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.sort, self.second = nn.Conv2d(3, 4, 1), Sort(), nn.Conv2d(4, 4, 1)
+        self.first, self.cube, self.second = nn.Conv2d(3, 4, 1), Cube(), nn.Conv2d(4, 4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.sort(self.first(x)))
+        return self.second(self.cube(self.first(x)))
 
 
-class Sort(nn.Module):
+class Cube(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return torch.einsum("bchw,bchw->bchw", x, x)
+        return torch.einsum("bchw,bchw,bchw->bchw", x, x, x)
 
 
 def test_an_operation_that_is_not_on_the_list_is_named(
@@ -49,7 +49,7 @@ def test_an_operation_that_is_not_on_the_list_is_named(
     model = calibrated(Unlisted(), x)
     target = tmp_path / "net.onnx"
     target.write_bytes(b"before")
-    with pytest.raises(ValueError, match=r"sort: einsum of floats has no form.*replace it"):
+    with pytest.raises(ValueError, match=r"cube: einsum of floats has no form.*replace it"):
         export_qdq_onnx(model, x, target, "horizon")
     assert [p.name for p in tmp_path.iterdir()] == ["net.onnx"]
     assert target.read_bytes() == b"before"
@@ -61,7 +61,7 @@ def test_what_only_a_later_operator_set_has_is_named(
     class Warp(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             grid = x[:, :2].permute(0, 2, 3, 1).tanh()
-            return nn.functional.grid_sample(x, grid, align_corners=False)
+            return nn.functional.grid_sample(x, grid, mode="bicubic", align_corners=False)
 
     model = calibrated(nn.Sequential(nn.Conv2d(3, 4, 1), Warp()), x)
     with pytest.raises(ValueError, match=r"1: grid_sampler of floats .*GridSample of operator set"):

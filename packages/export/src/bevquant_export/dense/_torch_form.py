@@ -56,7 +56,7 @@ def torch_form(
     args = sizes.constants(step.path, (step.args, dict(step.kwargs)))
     call = _Call(step, args, constants)
     examples = tuple(_example(sizes, name) for name in call.names)
-    free = tuple({0: torch.export.Dim.DYNAMIC} if _is_free(sizes, n) else None for n in call.names)
+    free = tuple(dict.fromkeys(_free(sizes, n), torch.export.Dim.DYNAMIC) for n in call.names)
     inputs = [read(name) for name in call.names]
     # ONNX Runtime has Unique of 64-bit integers alone.
     wide = "unique" in str(step.attributes["what"]) and examples[0].dtype == torch.int32
@@ -131,11 +131,9 @@ def _example(sizes: Sizes, name: str) -> Tensor:
     return torch.zeros(sizes.of(name), dtype=sizes.dtype(name))
 
 
-def _is_free(sizes: Sizes, name: str) -> bool:
-    free = [axis for axis, size in enumerate(sizes.named(name)) if isinstance(size, str)]
-    if free and free != [0]:
-        raise ValueError(f"axes {free} of what it reads follow the batch; expected the first alone")
-    return bool(free)
+def _free(sizes: Sizes, name: str) -> list[int]:
+    """Axes whose size is not the example's in every frame."""
+    return [axis for axis, size in enumerate(sizes.named(name)) if isinstance(size, str)]
 
 
 def _lowered(proto: Any, opset: int) -> Any:

@@ -10,7 +10,8 @@ Operator set 11 has no GridSample, Einsum and GreaterOrEqual, and neither Clip n
 numbers that runtimes would take:
 
 - ``grid_sample``: the values at 2ⁿ corners (one for ``"nearest"``), gathered, times their weights.
-- ``einsum`` of one or two tensors: a sum, or one product of matrices between permutations.
+- ``einsum`` of one or two tensors: a sum, a product value by value, or one of matrices between
+  permutations.
 - ``clamp`` and ``remainder`` of whole numbers: comparisons, and a division that drops the rest.
 - ``x >= y``: greater or equal, by two operators.
 """
@@ -107,29 +108,28 @@ def _grid_sample(x: Tensor, grid: Tensor, mode: int, padding: int, corners: bool
     """Values of x ``[batch, channels, *space]`` at a grid ``[batch, *outputs, axes]``."""
     if mode not in (0, 1):  # bicubic
         return None
-    choices: list[list[tuple[Tensor, Tensor | None]]] = []
+    choices: list[list[tuple[Tensor, list[Tensor]]]] = []
     for axis, size in enumerate(reversed(x.shape[2:])):
         at = _source_place(grid[..., axis], size, padding, corners)
-        if mode == 1:
-            choices.append([(at.round(), None)])
-        else:
-            low = at.floor()
-            choices.append([(low, low + 1 - at), (low + 1, at - low)])
+        low = at.floor()
+        places = [(at.round(), [])] if mode == 1 else [(low, [low + 1 - at]), (low + 1, [at - low])]
+        choices.append([])
+        for place, shares in places:
+            # Once each: onnxscript loses the limits of a value that is clipped several times.
+            inside = place.clamp(0, size - 1)
+            seen = [(inside == place).to(x.dtype)] if padding == _ZEROS else []
+            choices[-1].append((inside.long(), [*shares, *seen]))
     values, total = x.flatten(2), None
     for corner in itertools.product(*choices):
         index, weight, step = None, None, 1
-        for (place, share), size in zip(corner, reversed(x.shape[2:]), strict=True):
-            inside = place.clamp(0, size - 1)
-            shares = [share] if share is not None else []
-            if padding == _ZEROS:
-                shares.append((inside == place).to(x.dtype))
+        for (inside, shares), size in zip(corner, reversed(x.shape[2:]), strict=True):
             for one in shares:
                 weight = one if weight is None else weight * one
-            part = inside.long() * step
+            part = inside * step
             index, step = part if index is None else index + part, step * size
         assert index is not None
-        places = index.flatten(1)[:, None].expand(-1, x.shape[1], -1)
-        taken = values.gather(2, places)
+        rows = index.flatten(1)[:, None].expand(-1, x.shape[1], -1)
+        taken = values.gather(2, rows)
         if weight is not None:
             taken = taken * weight.flatten(1)[:, None]
         total = taken if total is None else total + taken
@@ -173,6 +173,16 @@ def _einsum(equation: str, *operands: Any, path: Any = None) -> Tensor | None:
     inner = [label for label in shared if label not in out]
     rows, columns = ([n for n in term if n not in shared] for term in (left, right))
     sizes = dict(zip(left, a.shape, strict=True)) | dict(zip(right, b.shape, strict=True))
+
+    if not inner:
+        # No sum: of products of matrices as small as 1×1 onnxscript's optimizer drops the shapes.
+        spread = [
+            x.permute([term.index(label) for label in out if label in term]).reshape(
+                [sizes[label] if label in term else 1 for label in out]
+            )
+            for x, term in ((a, left), (b, right))
+        ]
+        return spread[0] * spread[1]
 
     def matrices(x: Tensor, term: str, one: Sequence[str], other: Sequence[str]) -> Tensor:
         x = x.permute([term.index(label) for label in (*batch, *one, *other)])
