@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bevquant_graph import layer_class
 from bevquant_qnn import QuantLinear, QuantSparseConvolution
 from bevquant_quantizers import TensorQuantizer
 from bevquant_sparse import is_sparse_conv
@@ -46,7 +47,7 @@ def with_half_constants(model: nn.Module) -> nn.Module:
     copied = copy.deepcopy(model)
     sparse = any(map(_is_sparse, copied.modules()))
     for path, module in list(copied.named_modules()):
-        if sparse and path and isinstance(module, nn.BatchNorm1d) and not module.training:
+        if sparse and path and layer_class(module, nn.BatchNorm1d) and not module.training:
             parent, _, name = path.rpartition(".")
             setattr(copied.get_submodule(parent), name, _Affine(module, path).eval())
         if not _is_sparse(module) and not (sparse and isinstance(module, QuantLinear)):
