@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bevquant_export.dense._graph import Graph
+from bevquant_export.dense._graph import FIRST_SHAPE_OF_PART, Graph
 from bevquant_export.dense._sizes import Sizes
 from bevquant_export.dense._source import Ref, Step, replaced
 from bevquant_export.floats._torch_exporter import OPSET, exported
@@ -24,7 +24,6 @@ __all__ = ["torch_form"]
 
 _PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 _LEAST = 11  # before, limits and lengths are attributes too
-_FIRST_SHAPE_OF_PART = 15  # Shape with a start and an end
 # What files of operator set 13 rise to where an operator is newer (GridSample): all that 13 has
 # means the same there.
 _NEWER = {13: 16}
@@ -152,7 +151,7 @@ def _lowered(proto: Any, opset: int) -> Any:
     if any(a.type in (5, 10) for node in proto.graph.node for a in node.attribute):
         raise ValueError("torch's form of it holds graphs inside of nodes")
     del proto.graph.value_info[:]
-    if opset < _FIRST_SHAPE_OF_PART:
+    if opset < FIRST_SHAPE_OF_PART:
         _slice_shapes(proto.graph)
     same = onnx.ModelProto()
     same.CopyFrom(proto)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bevquant_export.dense._graph import Graph, Held
+from bevquant_export.dense._graph import FIRST_SHAPE_OF_PART, Graph, Held
 from bevquant_export.dense._sizes import Sizes
 from bevquant_export.dense._source import Integers, Ref, Source, Step, replaced
 from bevquant_export.sparse.portable._body import DOUBLE, FLOAT, INT32, INT64, UINT8
@@ -52,9 +52,6 @@ class _Window:
         ones = (1,) * _AXES
         still = self.subm or not any(self.padding)
         return self.kernel_size == self.stride == ones and still and not self.inverse
-
-
-_FIRST_SHAPE_OF_PART = 15  # operator set whose Shape has a start and an end
 
 
 class Voxels:
@@ -132,7 +129,7 @@ class Voxels:
         if maker is not None and what == "size":
             axis = int(maker.args[1])
             sized = read(maker.args[0].name)
-            if graph.opset >= _FIRST_SHAPE_OF_PART:
+            if graph.opset >= FIRST_SHAPE_OF_PART:
                 return graph.node("Shape", path, [sized], start=axis, end=axis + 1)
             shape = graph.node("Shape", path, [sized])
             return graph.node("Gather", path, [shape, graph.numbers([axis])], axis=0)

@@ -136,8 +136,10 @@ class _Writer:
 
     def _note(self, node: Node) -> None:
         """Channels and voxels of what a node makes."""
+        channels = node.channels_made([self.channels.get(x, 0) for x in inputs_of(node)])
+        if channels is not None:
+            self.channels[node.y] = channels
         if isinstance(node, Conv):
-            self.channels[node.y] = node.out_channels
             before = self.voxels.get(node.x)
             made = _Voxels(node.y, node.output_spatial_shape, node.output_bound, node.rows[1])
             if node.subm:
@@ -150,11 +152,6 @@ class _Writer:
             self.voxels[node.y] = made
         elif isinstance(node, Add | Relu | Concat | Fold):
             first = node.xs[0] if isinstance(node, Concat) else node.x
-            self.channels[node.y] = self.channels[first]
-            if isinstance(node, Concat):
-                self.channels[node.y] = sum(self.channels[x] for x in node.xs)
-            elif isinstance(node, Fold):
-                self.channels[node.y] = node.channels
             if first in self.voxels:
                 self.voxels[node.y] = self.voxels[first]
 

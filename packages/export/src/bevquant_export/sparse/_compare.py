@@ -90,19 +90,17 @@ def compared(
     summed = _only_summed(file.nodes)
     before_relu = {node.x for node in file.nodes if isinstance(node, Relu)}
     rows: list[LayerDifference] = []
-    paths = Counter(
-        node.path
-        for node in file.nodes
-        if isinstance(node, Conv | Add | Relu)
-        and node.y not in before_relu
-        and not moves_channels(node)
-    )
     shown: dict[str, int] = {}
 
+    def is_compared(node: Node) -> bool:
+        # What reads moved channels is compared.
+        layer = isinstance(node, Conv | Add | Relu) and node.y not in before_relu
+        return layer and not moves_channels(node)
+
+    paths = Counter(node.path for node in file.nodes if is_compared(node))
+
     def see(node: Node, made: Any, indices: Tensor | None) -> None:
-        if moves_channels(node):
-            return  # what reads them is compared
-        if isinstance(node, Conv | Add | Relu) and node.y not in before_relu:
+        if is_compared(node):
             assert indices is not None
             turned = of_model(indices)
             scale = made.scale if isinstance(made, Integers) else None

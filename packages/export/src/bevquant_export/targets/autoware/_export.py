@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,7 +15,7 @@ from torch import nn
 
 from bevquant_export.sparse._compare import LayerDifference
 from bevquant_export.sparse._export import sparse_graph
-from bevquant_export.sparse._graph import Conv, Graph
+from bevquant_export.sparse._graph import Conv
 from bevquant_export.sparse._verify import with_note
 from bevquant_export.targets.autoware._emit import GraphWriter
 from bevquant_export.targets.autoware._join import joined
@@ -106,10 +107,10 @@ def export_autoware_onnx(
     order = "xyz" if model_order == "yxz" else model_order
     if precision == "fp16":
         model = copy.deepcopy(model)
-        with quantization_disabled(model):
-            graph = _graph(model, example_inputs, batches, order, head_room, verify=verify)
-    else:
-        graph = _graph(model, example_inputs, batches, order, head_room, verify=verify)
+    with quantization_disabled(model) if precision == "fp16" else nullcontext():
+        _, graph = sparse_graph(
+            model, example_inputs, batches, order, head_room, verify=verify, fewer_axes=False
+        )
     writer = GraphWriter(
         graph,
         permutation=_ORDERS[model_order],
@@ -141,10 +142,6 @@ def export_autoware_onnx(
         file = replace(file, differences=_verified(file, content, example))
     write_whole(target, with_note(content, "onnx reference" if verify else "no"))
     return file
-
-
-def _graph(*of: Any, verify: bool) -> Graph:
-    return sparse_graph(*of, verify=verify, fewer_axes=False)[1]
 
 
 def _verified(
