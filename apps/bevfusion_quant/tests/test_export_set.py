@@ -202,6 +202,30 @@ def test_the_parts_in_a_row_are_the_model(models: Models) -> None:
     torch.testing.assert_close(tensors["score"].amax(1), score.gather(1, labels)[:, 0])
 
 
+def test_a_cpus_file_ends_with_the_quantizer_of_the_next_one(models: Models) -> None:
+    """ONNX Runtime convolves in integers only where the result is quantized."""
+    fused, quantized, batches = models
+    made = {}
+    for target in ("tensorrt", "onnxruntime"):
+        known = {p.file.name: p for p in nvidia_pieces(fused, quantized, target)}
+        files = [piece.file for piece in known.values()]
+        made[target] = walk(
+            files, lambda f, a, known=known: known[f.name].fake(a), batches[0], fused
+        )[1]
+        path, quantizer = next(
+            (path, child)
+            for path, child in known["fuser"].fake_module.named_modules()
+            if path.endswith("_input_quantizer")
+        )
+        ends = dict(known["camera.vtransform"].fake_module.named_modules())
+        assert (ends.get(path) is quantizer) == (target == "onnxruntime")
+    plain, read = made["tensorrt"], made["onnxruntime"]
+    assert torch.equal(read["camera"], quantizer(plain["camera"]))
+    assert not torch.equal(read["camera"], plain["camera"])
+    for name in ("lidar", "middle", "score", "reg"):
+        assert torch.equal(read[name], plain[name]), name
+
+
 def test_a_quantized_head_is_refused(models: Models) -> None:
     fused, _, _ = models
     example = example_batch(TINY)

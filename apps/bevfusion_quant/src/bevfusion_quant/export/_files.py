@@ -27,6 +27,7 @@ __all__ = [
     "FusedPart",
     "HeldPart",
     "PackedBoxesPart",
+    "ReadPart",
     "SparsePart",
     "autoware_files",
     "bpu_files",
@@ -94,16 +95,36 @@ class HeldPart(nn.Module):
     def __init__(self, path: str, module: nn.Module) -> None:
         super().__init__()
         self.path = path
+        self._hold(path, module)
+
+    def _hold(self, path: str, module: nn.Module) -> None:
         *outer, name = path.split(".")
         place: nn.Module = self
         for part in outer:
-            place.add_module(part, nn.Module())
+            if not hasattr(place, part):
+                place.add_module(part, nn.Module())
             place = place.get_submodule(part)
         place.add_module(name, module)
 
     def forward(self, *inputs: Any) -> Any:
         """What the module makes."""
         return self.get_submodule(self.path)(*inputs)
+
+
+class ReadPart(HeldPart):
+    """A module and the quantizer by which the next file reads its map.
+
+    That file's values are the same with it and without: what is quantized once stays as it is.
+    """
+
+    def __init__(self, held: HeldPart, path: str, quantizer: nn.Module) -> None:
+        super().__init__(held.path, held.get_submodule(held.path))
+        self.reader = path
+        self._hold(path, quantizer)
+
+    def forward(self, *inputs: Any) -> Any:
+        """What the module makes, quantized."""
+        return self.get_submodule(self.reader)(super().forward(*inputs))
 
 
 class SparsePart(HeldPart):

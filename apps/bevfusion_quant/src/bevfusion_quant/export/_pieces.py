@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.export._files import HEAD, LIDAR, FilePart, autoware_files, nvidia_files
+from bevfusion_quant.export._files import (
+    HEAD,
+    LIDAR,
+    FilePart,
+    HeldPart,
+    ReadPart,
+    autoware_files,
+    nvidia_files,
+)
 from bevquant_quantizers import TensorQuantizer
 
 if TYPE_CHECKING:
@@ -79,6 +87,8 @@ def nvidia_pieces(
     Raises:
         InputError: The head is quantized, or for Autoware the model has no LiDAR branch.
     """
+    from bevquant_export import find_target
+
     if target == "autoware":
         if "lidar" not in quantized_model.parts:
             raise InputError(
@@ -86,7 +96,8 @@ def nvidia_pieces(
                 "quantize with ptq --branch lidar or lidar-detector"
             )
         return _pieces(autoware_files(quantized_model.parts), float_model, quantized_model)
-    return _pieces(nvidia_files(quantized_model.parts), float_model, quantized_model)
+    pieces = _pieces(nvidia_files(quantized_model.parts), float_model, quantized_model)
+    return _read(pieces, quantized_model) if find_target(target).quantized_outputs else pieces
 
 
 def _pieces(
@@ -111,6 +122,24 @@ def _pieces(
         else:
             pieces.append(Piece(file, "float", plain, plain))
     return pieces
+
+
+def _read(pieces: list[Piece], model: BEVFusion) -> list[Piece]:
+    """The pieces, a single map of which the next one quantizes given quantized."""
+    readers = {name: piece for piece in pieces for name in piece.file.inputs.values()}
+    paths = {quantizer: path for path, quantizer in quantizers_on(model).items()}
+    made = []
+    for piece in pieces:
+        held, (output, *others) = piece.fake_module, piece.file.outputs.values()
+        reader = readers.get(output)
+        if piece.kind == "int8" and isinstance(held, HeldPart) and reader and not others:
+            inside = quantizers_on(reader.fake_module)
+            inputs = [q for path, q in inside.items() if path.endswith("_input_quantizer")]
+            if inputs:
+                read = ReadPart(held, paths[inputs[0]], inputs[0])
+                piece = replace(piece, fake_module=read.eval())
+        made.append(piece)
+    return made
 
 
 def _with_weights_of(fake: nn.Module, plain: nn.Module) -> nn.Module:

@@ -55,6 +55,9 @@ class Target(ABC):
         rules: What `lint` may find beyond the rules that all files have.
         sparse: Name of the target that takes the sparse encoder of the same model; empty where
             this one does.
+        quantized_outputs: Whether the engine multiplies in integers only where the result is
+            quantized too: whoever writes a model as several files then ends each with the quantizer
+            by which the next one reads it.
         unverified: What nobody could run when the target was written, one sentence each. It goes
             into every manifest.
     """
@@ -67,6 +70,7 @@ class Target(ABC):
     domains: frozenset[str] = frozenset()
     rules: tuple[Rule, ...] = ()
     sparse: str = ""
+    quantized_outputs: bool = False
     unverified: tuple[str, ...] = ()
 
     @abstractmethod

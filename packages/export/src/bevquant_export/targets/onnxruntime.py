@@ -23,6 +23,7 @@ __all__ = ["ONNXRUNTIME"]
 class _OnnxRuntime(QdqTarget):
     name, title = "onnxruntime", "ONNX Runtime"
     sparse = "portable"
+    quantized_outputs = True
     domains = frozenset({"com.microsoft", "ai.onnx.ml"})
     rules = _onnxruntime.RULES
     weights = ("uint8", "int8")

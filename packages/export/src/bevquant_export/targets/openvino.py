@@ -22,6 +22,7 @@ __all__ = ["OPENVINO"]
 class _OpenVino(QdqTarget):
     name, title = "openvino", "OpenVINO"
     sparse = "portable"
+    quantized_outputs = True
     rules = _openvino.RULES
     weights = ("int8", "uint8")
     form = replace(ONNXRUNTIME.form, name="openvino", weight="int8", runner="openvino")
