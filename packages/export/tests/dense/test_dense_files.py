@@ -336,15 +336,16 @@ class Turned(nn.Module):
 def test_what_float32_rounds_on_the_way_counts_behind_a_move(
     calibrated: Fixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[dict[str, float]] = []
+    seen: list[Any] = []
 
     class Noted(_compare.Ties):
         def __init__(self, program: Any, values: Any, sizes: Any, profile: Any) -> None:
-            seen.append({s.attributes.get("what"): sizes.get(s.outputs[0]) for s in program.steps})
+            seen.append((program, sizes))
             super().__init__(program, values, sizes, profile)
 
     monkeypatch.setattr(_compare, "Ties", Noted)
     x = torch.randn(2, 5, 6)
     export_qdq_onnx(calibrated(Turned(), x), x, tmp_path / "net.onnx")
-    found = seen[-1]
+    program, sizes = seen[-1]
+    found = {step.attributes.get("what"): sizes.get(step.outputs[0]) for step in program.steps}
     assert found["layer_norm"] < found["softmax"] < found["mul"] == found["transpose"]

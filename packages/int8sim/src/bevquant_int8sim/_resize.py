@@ -15,6 +15,8 @@ from bevquant_int8sim._scales import single_scale
 
 __all__ = ["int8_resize"]
 
+_AT_ONCE = 1 << 18  # values of the result
+
 
 def int8_resize(
     x: Tensor,
@@ -79,11 +81,17 @@ def int8_resize(
             for out, step in zip(sizes, steps, strict=True)
         )
         return x[:, :, rows.to(x.device)[:, None], columns.to(x.device)]
-    values = x.double()
-    for axis, (out, step) in enumerate(zip(sizes, steps, strict=True), start=2):
-        values = _along(values, axis, out, step, align_corners)
     low, high = integer_range(torch.iinfo(x.dtype).bits)
-    return round_float(values * factor, rounding).clamp_(low, high).to(x.dtype)
+    made = x.new_empty(*x.shape[:2], *sizes)
+    at_once = max(1, _AT_ONCE // math.prod(sizes))  # float64 takes eight times the integers' room
+    for planes, results in zip(
+        x.flatten(0, 1).split(at_once), made.flatten(0, 1).split(at_once), strict=True
+    ):
+        values = planes.double()
+        for axis, (out, step) in enumerate(zip(sizes, steps, strict=True), start=1):
+            values = _along(values, axis, out, step, align_corners)
+        results.copy_(round_float(values * factor, rounding).clamp_(low, high))
+    return made
 
 
 def _along(values: Tensor, axis: int, out: int, step: float, align_corners: bool) -> Tensor:

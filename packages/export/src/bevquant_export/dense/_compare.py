@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,10 +12,11 @@ from torch import Tensor, nn
 
 from bevquant_export.dense._graph import Array
 from bevquant_export.dense._half import in_half
+from bevquant_export.dense._pieces import pieces_of
 from bevquant_export.dense._profile import profile_of
 from bevquant_export.dense._program_of import QdqProgram, inputs_of, program_of
 from bevquant_export.dense._runnable import forced, session
-from bevquant_export.dense._source import Integers, Step
+from bevquant_export.dense._source import Integers, Program, Step
 from bevquant_export.dense._ties import Ties
 from bevquant_export.dense._written import QdqFile, TensorDifference
 from bevquant_graph import is_sparse_tensor
@@ -102,89 +105,196 @@ def compared(
         The quantized tensors, and name to (what `integer` returns, what the file returns) of the
         outputs, from the same integers.
     """
-    found: dict[str, tuple[Step, str, Any]] = {}
-    inputs: dict[str, Any] = {}
     profile = profile_of(file.profile)
     args = in_half(args) if profile.half else args
-    read = _read_by_rounding(integer)
-    held = {n: v.cpu().numpy() for n, v in inputs_of(integer.program, args) if n in read}
-
-    behind = _floats_behind(integer, read)
-    sizes: dict[str, float] = {}
+    given = zip(file.inputs, _tensors(args), strict=True)
+    inputs = {name: value.detach().cpu().numpy() for name, value in given}
+    if profile.half:
+        inputs = {
+            n: v.astype(np.float16) if v.dtype == np.float32 else v for n, v in inputs.items()
+        }
+    cut = _CutFile(file, content, integer.program, inputs, run_in, outputs=outputs)
+    cut.hold(inputs_of(integer.program, args))
+    behind = _floats_behind(integer.program)
 
     def see(step: Step, given: tuple[Any, ...], made: tuple[Any, ...]) -> None:
         if step.op in ("float", "move") and step.outputs[0] in behind:
-            before = max((sizes.get(name, 0.0) for name in step.inputs), default=0.0)
+            before = max((cut.sizes.get(name, 0.0) for name in step.inputs), default=0.0)
             # What is moved is rounded no more.
             tensors = _tensors([given, made]) if step.op == "float" else []
             floats = [t for t in tensors if t.is_floating_point() and t.numel()]
             own = max((float(t.abs().max()) for t in floats), default=0.0)
-            sizes[step.outputs[0]] = before + own
-        for name, value in _named(step.outputs[0], made[0]):
-            if name in read:
-                held[name] = value.cpu().numpy()
+            cut.sizes[step.outputs[0]] = before + own
+        named = _named(step.outputs[0], made[0])
+        cut.hold(named)
+        for name, value in named:
             if name in file.integers:
-                # Two values may be one tensor, as a ReLU of what is positive already.
-                found.setdefault(file.integers[name], (step, name, value.cpu().numpy()))
+                cut.compare(step, name, value.cpu().numpy())
 
     returned = integer.run(args, observe=see)
-    missing = set(file.integers.values()) - set(found)
-    if missing:
-        raise ValueError(
-            f"compare_qdq_onnx: {file.path.name} has {sorted(missing)[0]!r}, which the model does "
-            "not make; compare it with the model that it was written from"
-        )
-    for name, value in zip(file.inputs, _tensors(args), strict=True):
-        inputs[name] = value.detach().cpu().numpy()
-    for tensor, (_, _, value) in found.items():
-        # A tensor without axes comes out of numpy's arithmetic as a number, which is no input.
-        moved = np.asarray(value.astype(np.int32) + profile.zero) if profile.zero else value
-        inputs[tensor] = moved.astype(profile.dtype, copy=False)
-    proto, made = forced(content, tuple(found))
-    running = run_in(proto, profile.runner)
-    taken = {port.name for port in running.get_inputs()}
-    given = {name: value for name, value in inputs.items() if name in taken}
-    if profile.half:
-        given = {n: v.astype(np.float16) if v.dtype == np.float32 else v for n, v in given.items()}
-    own = [name for name in file.outputs if outputs and name not in made]
-    results = dict(zip([*made, *own], running.run([*made.values(), *own], given), strict=True))
-    ties = Ties(integer.program, held, sizes, profile)
-    rows = []
-    for tensor, (step, name, value) in found.items():
-        want = value.astype(np.int32)
-        # A linear layer's result has two axes in some files, and its own behind a Reshape.
-        got = results[tensor].astype(np.int32).reshape(want.shape) - profile.zero
-        apart = np.abs(want - got)
-        different = int(np.count_nonzero(apart))
-        rows.append(
-            TensorDifference(
-                step.path, step.op, tensor, int(apart.size), different,
-                int(apart.max()) if different else 0,
-                ties.count(name, want, got) if different else 0,
-            )
-        )  # fmt: skip
+    rows, results = cut.finish(), cut.floats
     floats = {
         name: (value.detach().cpu().numpy(), results[name])
         for name, value in zip(file.outputs, _tensors(returned), strict=False)
         # Others are quantized, and among the rows.
-        if name in own and type(value) is Tensor and value.is_floating_point()
+        if name in results and type(value) is Tensor and value.is_floating_point()
     }
-    return tuple(rows), floats
+    return rows, floats
 
 
-def _read_by_rounding(integer: QdqProgram) -> set[str]:
-    """Values that the operations read whose results are rounded: integers, and quantized floats."""
-    program = integer.program
-    quantized = {n for step in program.steps if step.op == "quantize" for n in step.inputs}
-    return quantized | {
-        name for name, value in program.values.items() if isinstance(value.form, Integers)
-    }
+@dataclass(eq=False)
+class _Piece:
+    """Nodes between tensors that are cut.
+
+    Attributes:
+        proto: The nodes.
+        reads: Tensors that it reads.
+        makes: Its outputs to the tensors that they are.
+        missing: Which of them the model has not made yet.
+        values: Values of the program by which what it makes is computed again.
+    """
+
+    proto: Any
+    reads: list[str]
+    makes: dict[str, str]
+    missing: set[str]
+    values: set[str]
 
 
-def _floats_behind(integer: QdqProgram, read: set[str]) -> set[str]:
-    """What is read by rounding, and every float that it is computed of."""
-    found = set(read)
-    for step in reversed(integer.program.steps):
+class _CutFile:
+    """A file cut at its quantized tensors, beside the model as that runs.
+
+    A piece runs as soon as the model has made all that it reads and makes, and what no piece needs
+    any more is given back: at no time are all tensors of a model in memory.
+
+    Args:
+        file: What is said of the file.
+        content: The file.
+        program: That it was written from.
+        inputs: Of the file.
+        run_in: Makes a session, as `session`.
+        outputs: Run what makes outputs in float too.
+
+    Attributes:
+        floats: Outputs in float.
+        sizes: As `Ties` takes them.
+    """
+
+    def __init__(
+        self,
+        file: QdqFile,
+        content: bytes,
+        program: Program,
+        inputs: Mapping[str, Array],
+        run_in: Callable[..., Any],
+        *,
+        outputs: bool,
+    ) -> None:
+        self._file, self._inputs, self._run_in = file, inputs, run_in
+        self._profile = profile_of(file.profile)
+        self._rows: dict[str, TensorDifference | None] = {}
+        self._found: dict[str, tuple[Step, str, Array]] = {}
+        self._values: dict[str, Array] = {}
+        self.floats: dict[str, Array] = {}
+        self.sizes: dict[str, float] = {}
+        self._ties = Ties(program, self._values, self.sizes, self._profile)
+        names: dict[str, list[str]] = defaultdict(list)
+        for value, tensor in file.integers.items():
+            names[tensor].append(value)
+        proto, made = forced(content, tuple(names))
+        self._pieces = []
+        for part in pieces_of(proto):
+            ports = {port.name for port in (*part.graph.input, *part.graph.output)}
+            reads = [name for name in names if name in ports]
+            makes = {made[name]: name for name in names if made[name] in ports}
+            if makes or outputs:
+                values = {v for t in makes.values() for n in names[t] for v in self._ties.reads(n)}
+                missing = {*reads, *makes.values()}
+                self._pieces.append(_Piece(part, reads, makes, missing, values))
+        self._needed = Counter(n for p in self._pieces for n in (*p.missing, *p.values))
+
+    def hold(self, values: Iterable[tuple[str, Any]]) -> None:
+        """Keep values by which integers are computed again."""
+        for name, value in values:
+            if self._needed[name] and isinstance(value, Tensor):
+                self._values[name] = value.cpu().numpy()
+
+    def compare(self, step: Step, name: str, value: Array) -> None:
+        """Take what the model has in a tensor, and run what waited for it.
+
+        Of two values that are one tensor, as a ReLU of what is positive already, the first counts.
+        """
+        tensor = self._file.integers[name]
+        if tensor not in self._rows:
+            self._rows[tensor] = None
+            self._found[tensor] = step, name, value
+            for piece in [piece for piece in self._pieces if tensor in piece.missing]:
+                piece.missing.remove(tensor)
+                if not piece.missing:
+                    self._run(piece)
+
+    def finish(self) -> tuple[TensorDifference, ...]:
+        """Run what reads no cut tensor; the rows in the order of the model.
+
+        Raises:
+            ValueError: The model has other tensors than the file.
+        """
+        for piece in list(self._pieces):
+            if missing := sorted(piece.missing - set(self._rows)):
+                raise ValueError(
+                    f"compare_qdq_onnx: {self._file.path.name} has {missing[0]!r}, which the model "
+                    "does not make; compare it with the model that it was written from"
+                )
+            self._run(piece)
+        return tuple(row for row in self._rows.values() if row is not None)
+
+    def _run(self, piece: _Piece) -> None:
+        self._pieces.remove(piece)
+        running = self._run_in(piece.proto, self._profile.runner)
+        taken = {port.name for port in running.get_inputs()}
+        given = {name: value for name, value in self._inputs.items() if name in taken}
+        given |= {name: self._stored(self._found[name][2]) for name in piece.reads}
+        names = [port.name for port in piece.proto.graph.output]
+        for name, got in zip(names, running.run(names, given), strict=True):
+            if name in piece.makes:
+                self._rows[piece.makes[name]] = self._row(piece.makes[name], got)
+            else:
+                self.floats[name] = got
+        for name in (*piece.reads, *piece.makes.values(), *piece.values):
+            self._needed[name] -= 1
+            if not self._needed[name]:
+                self._found.pop(name, None)
+                self._values.pop(name, None)
+
+    def _stored(self, value: Array) -> Array:
+        """Integers as the file has them."""
+        # A tensor without axes comes out of numpy's arithmetic as a number, which is no input.
+        zero = self._profile.zero
+        moved = np.asarray(value.astype(np.int16) + np.int16(zero)) if zero else value
+        return moved.astype(self._profile.dtype, copy=False)
+
+    def _row(self, tensor: str, got: Array) -> TensorDifference:
+        step, name, value = self._found[tensor]
+        value = np.atleast_1d(value)
+        # A linear layer's result has two axes in some files, and its own behind a Reshape.
+        got = got.reshape(value.shape)
+        places = np.argwhere(self._stored(value) != got)
+        index = tuple(places.T)
+        want, made = value[index].astype(np.int32), got[index].astype(np.int32) - self._profile.zero
+        apart = np.abs(want - made)
+        near = apart == 1
+        ties = self._ties.count(name, places[near], (want + made)[near] * 0.5, value.shape)
+        largest = int(apart.max(initial=0))
+        return TensorDifference(
+            step.path, step.op, tensor, int(value.size), len(places), largest, ties
+        )
+
+
+def _floats_behind(program: Program) -> set[str]:
+    """What is read by rounding, integers and floats that are quantized, and what makes it."""
+    found = {name for step in program.steps if step.op == "quantize" for name in step.inputs}
+    found |= {name for name, value in program.values.items() if isinstance(value.form, Integers)}
+    for step in reversed(program.steps):
         if step.op in ("float", "move") and found.intersection(step.outputs):
             found.update(step.inputs)
     return found

@@ -207,11 +207,10 @@ def _largest(
         if program.values[ref.name].form != "int32":
             continue
         scale = step.tensors.get(f"scale{index}")
-        if scale is not None:
-            shape = [1] * value.dim()
-            shape[step.attributes.get("axis", 0)] = scale.numel()
-            value = value * scale.view(shape)
-        yield ref.name, float(value.abs().max())
+        axis = step.attributes.get("axis", 0)
+        others = [i for i in range(value.dim()) if scale is None or i != axis]
+        largest = torch.maximum(value.amax(others), -value.amin(others))
+        yield ref.name, float((largest if scale is None else largest * scale.flatten()).max())
 
 
 def _doubled(value: Any) -> Any:

@@ -73,30 +73,38 @@ class Ties:
         self._values, self._sizes = values, sizes
         self._profile = profile
 
-    def count(self, name: str, want: Array, got: Array) -> int:
-        """How many values differ by one step because they lie on the border of the two.
+    def reads(self, name: str) -> set[str]:
+        """Values by which `count` computes a value again."""
+        step, found = self._makers.get(name), set()
+        for read in step.inputs if step else ():
+            maker = self._makers.get(read)
+            # A sum of accumulators is computed from what their layers read.
+            found.update(maker.inputs if self._forms[read] == "int32" and maker else (read,))
+        return found
+
+    def count(self, name: str, places: Array, borders: Array, shape: tuple[int, ...]) -> int:
+        """How many values that differ by one step lie on the border of the two.
 
         No more than 100,000 values of a tensor are looked at, but for resized ones.
 
         Args:
             name: Value of the program.
-            want: Its integers, without zero point.
-            got: The runtime's.
+            places: Where it differs, [values, axes].
+            borders: Half of the sum of the two integers there, without zero points.
+            shape: Of the tensor.
         """
         form, step = self._forms.get(name), self._makers.get(name)
         if not isinstance(form, Integers) or step is None:
             return 0
         found = 0
-        places = np.argwhere(np.abs(want - got) == 1)
         sums = step.op not in ("resize", "avg_pool")  # which are computed as a whole
         places, at_once = (places[:_MOST], _AT_ONCE) if sums else (places, len(places) or 1)
         for start in range(0, len(places), at_once):
             at = places[start : start + at_once]
-            real = self._made(step, form, at, want.shape)
+            real = self._made(step, form, at, shape)
             if real is None:
                 return 0
-            index = tuple(at.T)
-            border = (want[index] + got[index]) * 0.5
+            border = borders[start : start + at_once]
             value = real.value / form.scale
             size = np.abs(value) + (_LEVELS if self._profile.runner == "openvino" else 0)
             slack = real.error / form.scale + _ROUNDINGS * _UNIT * size
