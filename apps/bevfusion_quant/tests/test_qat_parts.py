@@ -8,7 +8,7 @@ from torch import nn
 
 from bevfusion_quant import InputError
 from bevfusion_quant.qat import FramePart, QatConfig, add_up
-from bevfusion_quant.qat._ranges import DECAY, RangeFollower
+from bevfusion_quant.qat._trainer import DECAY, RangeFollower
 from bevquant_qnn import QuantConfig, quantize_model
 from bevquant_quantizers import calibrate, named_quantizers
 

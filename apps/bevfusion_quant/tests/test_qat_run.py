@@ -28,8 +28,7 @@ from bevfusion_quant.export._pieces import _with_weights_of
 from bevfusion_quant.integer._simulation import lowered
 from bevfusion_quant.ptq import FrameBatches, LoadedRun, PtqConfig, load_run, run_evaluate, run_ptq
 from bevfusion_quant.qat import QatConfig, QatResult, add_up, run_qat
-from bevfusion_quant.qat._ranges import weighted_layers
-from bevfusion_quant.qat._trainer import Trainer
+from bevfusion_quant.qat._trainer import Trainer, weighted_layers
 from bevfusion_quant.run import sha256
 from bevfusion_quant.steps import model_settings, save_model
 from bevfusion_quant.train import Augmentation, FrameSource, Motion, TrainConfig, head_loss

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bevfusion.model.head import HeadConfig, TransFusionHead
-from bevfusion.model.head._decoder_layer import DecoderLayer
+from bevfusion.model.head._head import DecoderLayer
 from bevfusion.model.head._queries import best_queries, local_maxima
 
 SMALL = HeadConfig(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import calib, documents, nn, tensor_quant
+from . import calib, documents, nn, plugins, tensor_quant
 from ._adopt import adopt_quantizers
 from ._calibrate import calibrate
 from ._context import quantization_disabled, quantization_enabled
@@ -38,6 +38,7 @@ __all__ = [
     "merge",
     "named_quantizers",
     "nn",
+    "plugins",
     "quantization_disabled",
     "quantization_enabled",
     "save_ranges",
