@@ -12,9 +12,7 @@ from bpu_split import split
 from torch import nn
 
 from bevfusion_quant import InputError
-from bevfusion_quant.bpu import BpuConfig, bpu_parts
-from bevfusion_quant.bpu._prepare import SplitUnits
-from bevfusion_quant.bpu._quantize import calibrating_form, for_march
+from bevfusion_quant.bpu import BpuConfig, SplitUnits, bpu_parts, calibrating_form, for_march
 from bevfusion_quant.cli import main
 from bevquant_hybrid.march import get_march, set_march
 from bevquant_hybrid.qtensor import as_float

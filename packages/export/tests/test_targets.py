@@ -14,8 +14,7 @@ from onnx import helper
 from torch import nn
 
 from bevquant_export import find_target, lint_onnx, register_target, target_names
-from bevquant_export.lint import Finding, Rule
-from bevquant_export.lint._cli import main
+from bevquant_export.lint import Finding, Rule, main
 from bevquant_export.targets import LintFile, Target, _registry
 from bevquant_quantizers import plugins
 

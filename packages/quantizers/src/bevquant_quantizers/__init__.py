@@ -5,6 +5,7 @@ from __future__ import annotations
 from . import calib, documents, nn, plugins, tensor_quant
 from ._adopt import adopt_quantizers
 from ._calibrate import calibrate
+from ._calibrator_state import calibrator_state, load_calibrator_state
 from ._context import quantization_disabled, quantization_enabled
 from ._distributed import PeerError, all_merge
 from ._fake_quant import fake_quantize
@@ -32,8 +33,10 @@ __all__ = [
     "all_merge",
     "calib",
     "calibrate",
+    "calibrator_state",
     "documents",
     "fake_quantize",
+    "load_calibrator_state",
     "load_ranges",
     "merge",
     "named_quantizers",

@@ -1,4 +1,4 @@
-"""A calibrated model as a set of files: written, linted, run, held against the model, and listed."""
+"""A calibrated model as a set of files: written, linted, run, held to the model, listed."""
 
 from __future__ import annotations
 

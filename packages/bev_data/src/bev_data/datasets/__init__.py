@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from bev_data.datasets._frame_folder import write_frame_folder
 from bev_data.datasets._frame_list import FrameList
+from bev_data.datasets._names import NUSCENES_NAMES
 from bev_data.datasets._open import (
     dataset_cameras,
     dataset_kinds,
@@ -23,6 +24,7 @@ from bev_data.datasets._open import (
 )
 
 __all__ = [
+    "NUSCENES_NAMES",
     "FrameList",
     "dataset_cameras",
     "dataset_kinds",
