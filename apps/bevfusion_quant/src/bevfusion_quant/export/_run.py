@@ -175,7 +175,7 @@ def export_run(
         InputError: Whatever is wrong with the run, the target or the input; nothing is written
             then.
     """
-    from bevfusion_quant.report import ReportContent, write_report
+    from bevfusion_quant.report import write_found_page
 
     check_libraries()
     ran = read_model_settings(run)
@@ -207,16 +207,7 @@ def export_run(
         read = {"evaluates": str(run), "run_sha256": ran.sha256}
         record.write_settings({**read, **settings})
         with clock.step("page"):
-            write_report(
-                folder / "report.html",
-                ReportContent(
-                    title=name,
-                    config=settings["config"],
-                    frames=batches.frame_names,
-                    export=exported,
-                    **record.on_page(settings),
-                ),
-            )
+            write_found_page(record, name, ran.config, settings, batches, export=exported)
         seconds, peak = record.write_summary(
             {**settings, "frames": batches.frame_names, "export": exported.summary()}
         )
