@@ -13,9 +13,8 @@ from ._findings import CalibrationFinding
 from ._merge import merge
 from ._ranges import load_ranges, save_ranges
 from ._report import CalibrationReport, QuantizerReport
-from ._select import NamedQuantizer, named_quantizers, select
+from ._select import NamedQuantizer, named_quantizers, select, uncalibrated
 from ._tensor_quantizer import TensorQuantizer
-from ._uncalibrated import uncalibrated
 from .documents import DocumentError, JsonDocument, write_whole
 from .tensor_quant import QuantDescriptor
 
