@@ -16,9 +16,9 @@ from bev_data.metrics import (
     evaluate_detections,
     interval_of_difference,
     interval_of_mean_ap,
-    mean_aps,
     metrics_of,
 )
+from bev_data.metrics._bootstrap import mean_aps
 from bev_data.points import Labels
 
 FEW = Bootstrap(resamples=200)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bevquant_export import export_float_onnx
-from bevquant_export.floats import PlainForms
+from bevquant_export.floats._plain_forms import PlainForms
 
 pytest.importorskip("onnxscript", reason="the float extra is not installed")
 

@@ -6,7 +6,6 @@ from bev_data.metrics._bootstrap import (
     Interval,
     interval_of_difference,
     interval_of_mean_ap,
-    mean_aps,
 )
 from bev_data.metrics._curve import RECALLS
 from bev_data.metrics._evaluate import (
@@ -49,7 +48,6 @@ __all__ = [
     "evaluate_detections",
     "interval_of_difference",
     "interval_of_mean_ap",
-    "mean_aps",
     "metrics_of",
     "nds_title",
     "points",

@@ -4,14 +4,5 @@ from __future__ import annotations
 
 from bevquant_export.floats._compare import FloatDifference, FloatFile, compare_float_onnx
 from bevquant_export.floats._export import export_float_onnx
-from bevquant_export.floats._plain_forms import PlainForms
-from bevquant_export.floats._torch_exporter import SmallInverses
 
-__all__ = [
-    "FloatDifference",
-    "FloatFile",
-    "PlainForms",
-    "SmallInverses",
-    "compare_float_onnx",
-    "export_float_onnx",
-]
+__all__ = ["FloatDifference", "FloatFile", "compare_float_onnx", "export_float_onnx"]

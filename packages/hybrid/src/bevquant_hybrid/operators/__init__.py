@@ -1,7 +1,6 @@
 """Which operators a BPU runs, under which limits: a table, a check, and a tracer that feeds it."""
 
 from ._call import OperatorCall
-from ._expressions import Expression
 from ._naming import row_of_function, row_of_module
 from ._table import (
     Limit,
@@ -9,7 +8,6 @@ from ._table import (
     Operator,
     Support,
     SupportTable,
-    build_table,
     is_float,
     load_support_table,
     render_support_table,
@@ -20,7 +18,6 @@ from ._violations import Advice, Violation, find_advice, find_violations
 
 __all__ = [
     "Advice",
-    "Expression",
     "Limit",
     "March",
     "Operator",
@@ -28,7 +25,6 @@ __all__ = [
     "Support",
     "SupportTable",
     "Violation",
-    "build_table",
     "find_advice",
     "find_violations",
     "is_float",
