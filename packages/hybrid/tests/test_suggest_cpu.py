@@ -13,7 +13,8 @@ from torch import nn
 
 from bevquant_hybrid import march, qat_mode, quantization
 from bevquant_hybrid.operators import OperatorCall
-from bevquant_hybrid.partition import CpuSuggestion, output_sqnr, partition, suggest_cpu
+from bevquant_hybrid.partition import CpuSuggestion, partition, suggest_cpu
+from bevquant_hybrid.partition._suggest_measure import output_sqnr
 from bevquant_hybrid.performance import (
     ChipFigures,
     Figure,

@@ -4,7 +4,6 @@ from ._partition import partition
 from ._placement import Listed, place_operator
 from ._plan import Boundary, Plan, PlanNode, Segment, number_segments
 from ._suggest_cpu import suggest_cpu
-from ._suggest_measure import output_sqnr
 from ._suggestion import CpuMove, CpuSuggestion
 
 __all__ = [
@@ -16,7 +15,6 @@ __all__ = [
     "PlanNode",
     "Segment",
     "number_segments",
-    "output_sqnr",
     "partition",
     "place_operator",
     "suggest_cpu",
