@@ -321,7 +321,7 @@ def descriptor_yaml() -> Target:
 
 
 def engine_layers() -> Target:
-    from bevquant_export.lint._engine_layers import read_engine_layers
+    from bevquant_export.lint import read_engine_layers
 
     port = {"Name": "x", "Dimensions": [1, 3], "Format/Datatype": "Int8 NHWC"}
     layer = {"Name": "conv", "LayerType": "CaskConvolution", "Inputs": [port], "Outputs": [port],

@@ -34,7 +34,7 @@ def rank_message() -> Target:
 
 
 def training_checkpoint() -> Target:
-    from bevfusion_quant.train._checkpoint import read_checkpoint, restore, write_checkpoint
+    from bevfusion_quant.train import read_checkpoint, restore, write_checkpoint
 
     def fresh() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
@@ -55,7 +55,7 @@ def training_checkpoint() -> Target:
 def prepared_list() -> Target:
     from types import SimpleNamespace
 
-    from bevfusion_quant.train._prepare import prepare_frames
+    from bevfusion_quant.train import prepare_frames
 
     class Source:
         describe = "none"
@@ -81,13 +81,13 @@ def frame_record() -> Target:
     from bev_data.points import Labels
     from bevfusion.model.head import Detections
     from bevfusion_quant.frames import (
+        FrameNote,
         PoorData,
         detections_of,
         detections_record,
         note_of,
         note_record,
     )
-    from bevfusion_quant.frames._poor_data import FrameNote
     from bevfusion_quant.ranks import pack, unpack
 
     labels = Labels(np.ones((2, 7), np.float32), ("car", "bus"))
@@ -171,9 +171,8 @@ def record() -> Target:
 def run_evidence() -> Target:
     from bevfusion_quant.ptq import LayerRow
     from bevfusion_quant.report import ReportContent, write_report
-    from bevfusion_quant.review._evidence import read_evidence
-    from bevfusion_quant.run import RUN_FORMAT, RUN_VERSIONS, write_json
-    from bevfusion_quant.run._folder import write_digests
+    from bevfusion_quant.review import read_evidence
+    from bevfusion_quant.run import RUN_FORMAT, RUN_VERSIONS, write_digests, write_json
 
     head = {"format": RUN_FORMAT, "version": RUN_VERSIONS[-1]}
 

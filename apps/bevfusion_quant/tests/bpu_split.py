@@ -10,11 +10,7 @@ from torch import Tensor
 
 from bev_scenes import street_frame
 from bevfusion.model import CONFIGS, Batch, BEVFusion, build_model, random_weights
-from bevfusion_quant.bpu import BpuConfig
-from bevfusion_quant.bpu._compare import Models
-from bevfusion_quant.bpu._prepare import SplitUnits
-from bevfusion_quant.bpu._quantize import Forms, for_march
-from bevfusion_quant.bpu._split import SplitModel
+from bevfusion_quant.bpu import BpuConfig, Forms, Models, SplitModel, SplitUnits, for_march
 from bevfusion_quant.ptq import FrameBatches, built_parts
 
 __all__ = ["TINY", "Split", "small_frame", "split"]

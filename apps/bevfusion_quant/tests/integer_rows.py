@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from bevfusion.model import PARTS
-from bevfusion_quant.integer import FloatIsland, SavedPart, Simulation
-from bevfusion_quant.integer._stages import integer_stages
+from bevfusion_quant.integer import FloatIsland, SavedPart, Simulation, integer_stages
 from bevquant_int8sim import LayerRow
 
 __all__ = ["float_row", "layer_row", "simulation"]

@@ -19,8 +19,14 @@ from bevfusion.model.head import NUSCENES_CLASSES
 from bevfusion_quant.export import ExportedFile, ExportedSet, FileLayer, FilePort
 from bevfusion_quant.ptq import LayerRow, QuantizerValues
 from bevfusion_quant.report import ReportBoxes, ReportContent, ReportScene, write_report
-from bevfusion_quant.run import RUN_FORMAT, RUN_VERSIONS, sha256, versions, write_json
-from bevfusion_quant.run._folder import write_digests
+from bevfusion_quant.run import (
+    RUN_FORMAT,
+    RUN_VERSIONS,
+    sha256,
+    versions,
+    write_digests,
+    write_json,
+)
 from bevfusion_quant.sensitivity import SensitivityOutcome
 from bevquant_qnn import SensitivityRow, SensitivityTable
 

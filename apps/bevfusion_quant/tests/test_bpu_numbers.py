@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from bpu_split import TINY, Split, split
 
-from bevfusion_quant.bpu._compare import compare_forms, node_probes
-from bevfusion_quant.bpu._units import node_labels
+from bevfusion_quant.bpu import compare_forms, node_labels, node_probes
 from bevfusion_quant.results import BpuComparison
 from bevquant_hybrid.qtensor import QTensor, as_float
 

@@ -9,11 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from bpu_split import split
+from torch import nn
 
 from bevfusion_quant import InputError
-from bevfusion_quant.bpu import BpuConfig, bpu_parts
-from bevfusion_quant.bpu._prepare import SplitUnits
-from bevfusion_quant.bpu._quantize import for_march
+from bevfusion_quant.bpu import BpuConfig, SplitUnits, bpu_parts, calibrating_form, for_march
 from bevfusion_quant.cli import main
 from bevquant_hybrid.march import get_march, set_march
 from bevquant_hybrid.qtensor import as_float
@@ -159,3 +158,8 @@ def test_points_alone_have_no_bpu_part(
 def test_an_unknown_march_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main("ptq --target bpu --dataset street --march mars".split()) == 2
     assert "bernoulli2" in capsys.readouterr().err
+
+
+def test_a_method_without_observer_is_refused_with_those_there_are() -> None:
+    with pytest.raises(InputError, match=r"--method median: .*percentile, max, mse, entropy"):
+        calibrating_form(nn.Identity(), "median", ())

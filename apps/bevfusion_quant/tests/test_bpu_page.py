@@ -10,8 +10,13 @@ from typing import Any
 import pytest
 from bpu_outcome import LAYERS, outcome
 
-from bevfusion_quant.report import ReportContent, read_sections, write_report
-from bevfusion_quant.report._format import by_page_scheme, partition_picture
+from bevfusion_quant.report import (
+    ReportContent,
+    by_page_scheme,
+    partition_picture,
+    read_sections,
+    write_report,
+)
 
 EVIL = '</script><script>hurt()</script><b title="x">'
 

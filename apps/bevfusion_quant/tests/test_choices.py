@@ -21,8 +21,7 @@ from bevfusion_quant.commands.qat import Qat
 from bevfusion_quant.commands.train import Train
 from bevfusion_quant.ptq import PtqConfig, is_detector
 from bevfusion_quant.qat import QatConfig
-from bevfusion_quant.train import TrainConfig
-from bevfusion_quant.train._config import TRAINED_BRANCHES
+from bevfusion_quant.train import TRAINED_BRANCHES, TrainConfig
 from bevquant_hybrid.march import KNOWN
 from bevquant_int8sim import backend_report
 from bevquant_qnn import PlannedGroup, round_weights

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bevfusion.model import Batch
-from bevfusion_quant.measure._compare import LayerComparison
+from bevfusion_quant.measure import LayerComparison
 from bevfusion_quant.ptq import QuantizerRow, compare_layers, layer_table, watch_quantizers
 from bevfusion_quant.ranks import pack, unpack
 

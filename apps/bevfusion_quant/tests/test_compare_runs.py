@@ -25,9 +25,9 @@ from bevfusion_quant.compare import (
     CompareResult,
     Comparison,
     comparison_text,
+    names_of,
     run_compare,
 )
-from bevfusion_quant.compare._run import names_of
 from bevfusion_quant.ptq import PtqConfig, run_evaluate, run_ptq
 from bevfusion_quant.report import read_sections
 from bevfusion_quant.run import settings_of

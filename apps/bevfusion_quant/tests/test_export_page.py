@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bevfusion_quant._errors import VerificationError
+from bevfusion_quant import VerificationError
 from bevfusion_quant.commands._text import refuse_wrong_files
 from bevfusion_quant.commands.demo import demo_target
 from bevfusion_quant.export import (

@@ -18,10 +18,15 @@ from bpu_split import small_frame
 
 from bevfusion.model import CONFIGS, PARTS, BEVFusion, build_model, random_weights
 from bevfusion_quant import InputError
-from bevfusion_quant.export import ExportedSet, export_model, export_text
-from bevfusion_quant.export._chain import walk
-from bevfusion_quant.export._files import bpu_files, nvidia_files
-from bevfusion_quant.export._pieces import nvidia_pieces
+from bevfusion_quant.export import (
+    ExportedSet,
+    bpu_files,
+    export_model,
+    export_text,
+    nvidia_files,
+    nvidia_pieces,
+    walk,
+)
 from bevfusion_quant.ptq import (
     FrameBatches,
     calibrate_branch,

@@ -10,9 +10,14 @@ import pytest
 from integer_rows import float_row, layer_row, simulation
 
 from bevfusion_quant import InputError
-from bevfusion_quant.integer import FloatIsland, SavedPart, check_backend, simulation_text
-from bevfusion_quant.integer._stages import in_integers, integer_stages
-from bevfusion_quant.integer._text import verdict
+from bevfusion_quant.integer import (
+    FloatIsland,
+    SavedPart,
+    check_backend,
+    in_integers,
+    integer_stages,
+    simulation_text,
+)
 from bevfusion_quant.report import ReportContent, write_report
 from bevfusion_quant.run import write_json
 from bevquant_int8sim import BackendStatus
@@ -65,7 +70,7 @@ WRONG = layer_row("fuser.1", max_steps=90, forced_max_steps=80)
     ],
 )  # fmt: skip
 def test_the_verdict_names_who_departs_and_why(rows: list, said: list[str]) -> None:
-    lines = verdict(simulation(*rows))
+    lines = simulation_text(simulation(*rows), layers=False).split("\n\n")[0].splitlines()
     assert len(lines) == len(said)
     for line, expected in zip(lines, said, strict=True):
         assert re.search(expected, line), line

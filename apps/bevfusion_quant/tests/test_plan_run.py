@@ -13,9 +13,7 @@ from bpu_split import TINY, small_frame
 
 from bevfusion_quant import InputError
 from bevfusion_quant.cli import main
-from bevfusion_quant.export._pieces import nvidia_pieces
-from bevfusion_quant.export._write import write_piece
-from bevfusion_quant.integer._simulation import lowered
+from bevfusion_quant.export import nvidia_pieces, write_piece
 from bevfusion_quant.ptq import (
     FrameBatches,
     LoadedRun,
@@ -24,6 +22,7 @@ from bevfusion_quant.ptq import (
     run_ptq,
 )
 from bevfusion_quant.steps import apply_plan, before_calibration, read_plan
+from bevquant_int8sim import simulate
 from bevquant_qnn import PlannedGroup, PrecisionPlan, precision_groups
 
 if importlib.util.find_spec("spconv") is None:
@@ -94,7 +93,7 @@ def test_the_run_holds_the_plan_and_its_bits(runs: Path, wide: LoadedRun) -> Non
 
 def test_the_simulation_computes_as_planned(wide: LoadedRun) -> None:
     batches = FrameBatches([small_frame()], TINY, wide.quantized_model)
-    model = lowered(wide.quantized_model, batches[0], "auto")
+    model = simulate(wide.quantized_model, tuple(batches[0]))
     steps = {step.path: step for step in model.steps if step.path.startswith("decoder")}
     islands = {island.path for island in model.islands}
     assert set(FLOAT) <= islands

@@ -16,8 +16,7 @@ from torch import nn
 from bev_data.points import Frame, VoxelData, read_points
 from bev_scenes import street_frame
 from bevfusion_quant.cli import main
-from bevfusion_quant.frames import note_of, note_record
-from bevfusion_quant.frames._poor_data import FrameNote, frame_findings
+from bevfusion_quant.frames import FrameNote, frame_findings, note_of, note_record
 from bevfusion_quant.ptq import FrameBatches, PoorData, calibrate_branch, finding_lines
 from bevfusion_quant.review._checks import _calibration
 from bevfusion_quant.run import RunSummary

@@ -20,10 +20,7 @@ from torch import Tensor, nn
 from bevfusion.model import Batch
 from bevfusion_quant import InputError
 from bevfusion_quant.cli import main
-from bevfusion_quant.export import export_run
-from bevfusion_quant.export._pieces import nvidia_pieces
-from bevfusion_quant.export._write import write_piece
-from bevfusion_quant.integer._simulation import lowered
+from bevfusion_quant.export import export_run, nvidia_pieces, write_piece
 from bevfusion_quant.ptq import (
     FrameBatches,
     LoadedRun,
@@ -33,8 +30,8 @@ from bevfusion_quant.ptq import (
     run_ptq,
 )
 from bevfusion_quant.run import settings_of
-from bevfusion_quant.sensitivity import run_sensitivity
-from bevfusion_quant.sensitivity._run import precisions_of
+from bevfusion_quant.sensitivity import precisions_of, run_sensitivity
+from bevquant_int8sim import simulate
 from bevquant_quantizers import TensorQuantizer
 
 if importlib.util.find_spec("spconv") is None:
@@ -107,7 +104,7 @@ def test_weights_have_the_bits_that_the_run_says(
             weight = layer.weight_quantizer(layer.weight).detach()
             for channel in weight.movedim(out_axis, 0).flatten(1):
                 assert len(channel.unique()) <= 16, path
-        steps = lowered(model, batch, "auto").steps
+        steps = simulate(model, tuple(batch)).steps
         integers = [step.tensors["weight"] for step in steps if step.op.startswith("conv")]
         assert integers
         assert {int(weight.abs().max()) for weight in integers} <= {7, 8}

@@ -25,16 +25,20 @@ from bevfusion.training import make_batch, order_of
 from bevfusion_quant import InputError
 from bevfusion_quant.cli import main
 from bevfusion_quant.export._pieces import _with_weights_of
-from bevfusion_quant.integer._simulation import lowered
 from bevfusion_quant.ptq import FrameBatches, LoadedRun, PtqConfig, load_run, run_evaluate, run_ptq
-from bevfusion_quant.qat import QatConfig, QatResult, add_up, run_qat
-from bevfusion_quant.qat._ranges import weighted_layers
-from bevfusion_quant.qat._trainer import Trainer
+from bevfusion_quant.qat import QatConfig, QatResult, Trainer, add_up, run_qat, weighted_layers
 from bevfusion_quant.run import sha256
 from bevfusion_quant.steps import model_settings, save_model
-from bevfusion_quant.train import Augmentation, FrameSource, Motion, TrainConfig, head_loss
-from bevfusion_quant.train._checkpoint import CHECKPOINT, read_checkpoint
-from bevfusion_quant.train._prepare import prepare_frames
+from bevfusion_quant.train import (
+    Augmentation,
+    FrameSource,
+    Motion,
+    TrainConfig,
+    head_loss,
+    prepare_frames,
+    read_checkpoint,
+)
+from bevquant_int8sim import simulate
 from bevquant_qnn import PrecisionPlan, apply_precision, distillation_loss, precision_groups
 from bevquant_quantizers import named_quantizers
 
@@ -61,7 +65,7 @@ SOURCE = FrameSource("2 small streets", partial(small_streets, 2))
 def without_pictures() -> Iterator[None]:
     """Pictures and pages are not what this is about."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("ptq._run", "ptq._evaluate", "qat._write"):
+        for module in ("ptq._run", "ptq._evaluate", "qat._run"):
             for name in ("write_pictures", "write_run_page"):
                 patch.setattr(f"bevfusion_quant.{module}.{name}", lambda *given, **more: None)
         yield
@@ -235,7 +239,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(
     cut = tmp_path / "cut"
     with pytest.raises(InputError, match=r"stopped after step 1 of 2.*--resume"):
         _stopped_at_once(runs, cut, **settings)
-    checkpoint = cut / "qat.training" / CHECKPOINT
+    checkpoint = cut / "qat.training" / "checkpoint.safetensors"
     assert read_checkpoint(checkpoint).step == 1
     assert not (cut / "qat").exists()
     with pytest.raises(InputError, match=r"go on with --resume, begin anew with --overwrite"):
@@ -266,7 +270,7 @@ def test_a_kill_leaves_the_checkpoint_before(
     monkeypatch.setattr(Trainer, "step", kill)
     with pytest.raises(Killed):
         qat(runs, tmp_path, checkpoint_every=1)
-    assert read_checkpoint(tmp_path / "qat.training" / CHECKPOINT).step == 1
+    assert read_checkpoint(tmp_path / "qat.training" / "checkpoint.safetensors").step == 1
     assert not (tmp_path / "qat").exists()
 
 
@@ -296,7 +300,7 @@ def test_the_written_run_is_a_run_like_any_other(
     batch = FrameBatches(frames, CONFIGS["tiny"], loaded.quantized_model)[0]
     with torch.no_grad():
         fake = loaded.quantized_model(*batch)["dense_heatmap"]
-        integers = lowered(loaded.quantized_model, batch, "auto")(*batch)["dense_heatmap"]
+        integers = simulate(loaded.quantized_model, tuple(batch))(*batch)["dense_heatmap"]
         untrained = start.quantized_model(*batch)["dense_heatmap"]
     # One rounding in a hundred may fall to the other side; training moved the map further.
     assert (fake - integers).norm() < 0.2 * (fake - untrained).norm()
@@ -402,7 +406,7 @@ def test_frames_without_labels_are_refused(runs: Path, tmp_path: Path) -> None:
 def test_a_loss_that_is_no_number_ends_the_run(runs: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"step \d+: the loss is|head's outputs|NaN or inf"):
         qat(runs, tmp_path, steps=30, batch=1, lr=1e30, checkpoint_every=1)
-    assert (tmp_path / "qat.training" / CHECKPOINT).is_file()
+    assert (tmp_path / "qat.training" / "checkpoint.safetensors").is_file()
     assert not (tmp_path / "qat").exists()
 
 

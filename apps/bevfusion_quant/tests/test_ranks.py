@@ -22,11 +22,17 @@ from bevfusion_quant.commands import check_processes
 from bevfusion_quant.commands.evaluate import Evaluate
 from bevfusion_quant.commands.ptq import Ptq
 from bevfusion_quant.commands.tree import Tree
-from bevfusion_quant.frames import PoorData, detections_of, detections_record, note_of, note_record
-from bevfusion_quant.frames._poor_data import FrameNote
-from bevfusion_quant.qat import FramePart, add_up
-from bevfusion_quant.qat._frame_part import parts_in_order
+from bevfusion_quant.frames import (
+    FrameNote,
+    PoorData,
+    detections_of,
+    detections_record,
+    note_of,
+    note_record,
+)
+from bevfusion_quant.qat import FramePart, add_up, parts_in_order
 from bevfusion_quant.ranks import (
+    Line,
     Ranks,
     Shards,
     current_ranks,
@@ -35,9 +41,8 @@ from bevfusion_quant.ranks import (
     pack,
     unpack,
 )
-from bevfusion_quant.ranks._line import Line
 from bevfusion_quant.ranks._ranks import _exchange, _packed, _unpacked
-from bevfusion_quant.sensitivity._measure import KeptScores
+from bevfusion_quant.sensitivity import KeptScores
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 SRUN = {

@@ -17,8 +17,7 @@ from bevfusion_quant.cli import main
 from bevfusion_quant.report import read_sections
 from bevfusion_quant.review import HeadlineRow, ReviewResult, review_text, run_review
 from bevfusion_quant.review._checks import _loss
-from bevfusion_quant.run import sha256
-from bevfusion_quant.run._folder import write_digests
+from bevfusion_quant.run import sha256, write_digests
 
 EVIL = "fuser.</script><script>window.hurt=1</script>"
 KEYS = [

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from review_runs import LAYERS, MadeUpRuns
 
-from bevfusion_quant.review import run_review
-from bevfusion_quant.review._run import find_browser, print_pdf
+from bevfusion_quant.review import find_browser, print_pdf, run_review
 
 EVIL = "fuser.</script><script>window.hurt=1</script><img src=x onerror=window.hurt=2>"
 SIGNED = ["sign-remarks", "sign-name", "sign-role", "sign-date", "sign-signature"]

@@ -16,11 +16,10 @@ import torch
 from bev_data.points import read_frames
 from bevfusion.model import CONFIGS
 from bevfusion_quant.cli import main
-from bevfusion_quant.integer._simulation import lowered
 from bevfusion_quant.ptq import FrameBatches, load_run
 from bevfusion_quant.report import read_sections
 from bevfusion_quant.review import run_review
-from bevquant_int8sim import IntegerModel, backend_report
+from bevquant_int8sim import IntegerModel, backend_report, simulate
 
 if importlib.util.find_spec("spconv") is None:
     pytest.skip("spconv is not installed", allow_module_level=True)
@@ -93,7 +92,7 @@ def test_the_saved_model_computes_the_same(runs: Path) -> None:
     frames = list(read_frames([runs / "frame.npz"]))
     batch = FrameBatches(frames, TINY, run.quantized_model)[0]
     loaded = IntegerModel.load(runs / "one" / saved["folder"])
-    wanted = lowered(run.quantized_model, batch, "torch")(*batch)
+    wanted = simulate(run.quantized_model, tuple(batch), backend="torch")(*batch)
     assert torch.equal(loaded(*batch), wanted)
     assert not torch.equal(wanted, run.quantized_model(*batch))
 

@@ -25,9 +25,9 @@ from bevfusion_quant.train import (
     Motion,
     TrainConfig,
     held_out,
+    prepare_frames,
     training_frames,
 )
-from bevfusion_quant.train._prepare import prepare_frames
 from bevquant_quantizers.documents import read_arrays, write_arrays
 
 MOTIONS = (

@@ -21,10 +21,15 @@ from bevfusion.model import CONFIGS, build_model, load_weights
 from bevfusion.training import CompactFrame, one_cycle
 from bevfusion_quant import InputError
 from bevfusion_quant.cli import main
-from bevfusion_quant.train import Augmentation, FrameSource, TrainConfig, TrainResult, run_train
-from bevfusion_quant.train._checkpoint import CHECKPOINT, read_checkpoint
-from bevfusion_quant.train._loop import stop_on_signals
-from bevfusion_quant.train._run import WEIGHTS
+from bevfusion_quant.train import (
+    Augmentation,
+    FrameSource,
+    TrainConfig,
+    TrainResult,
+    read_checkpoint,
+    run_train,
+    stop_on_signals,
+)
 
 if importlib.util.find_spec("spconv") is None:
     pytest.skip("spconv is not installed", allow_module_level=True)
@@ -56,11 +61,11 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(tmp_path: Path, branch: 
     train(tmp_path / "whole", settings)
     with pytest.raises(InputError, match=r"stopped after step 1 of 3.*--resume"):
         _stopped_at_once(tmp_path / "cut", settings)
-    assert read_checkpoint(tmp_path / "cut" / CHECKPOINT).step == 1
-    assert not (tmp_path / "cut" / WEIGHTS).exists()
+    assert read_checkpoint(tmp_path / "cut" / "checkpoint.safetensors").step == 1
+    assert not (tmp_path / "cut" / "weights.safetensors").exists()
     result = train(tmp_path / "cut", settings, resume=True)
     assert result.steps == 2
-    for name in (CHECKPOINT, WEIGHTS):
+    for name in ("checkpoint.safetensors", "weights.safetensors"):
         whole, cut = (load_file(tmp_path / run / name) for run in ("whole", "cut"))
         assert whole.keys() == cut.keys()
         assert all(torch.equal(whole[key], cut[key]) for key in whole), name
@@ -103,10 +108,10 @@ def test_a_kill_leaves_the_checkpoint_before(tmp_path: Path) -> None:
             train(tmp_path / "cut", settings, checkpoint_every=1)
     finally:
         handle.remove()
-    assert read_checkpoint(tmp_path / "cut" / CHECKPOINT).step == 2
+    assert read_checkpoint(tmp_path / "cut" / "checkpoint.safetensors").step == 2
     train(tmp_path / "cut", settings, resume=True)
     train(tmp_path / "whole", settings)
-    whole, cut = (load_file(tmp_path / run / WEIGHTS) for run in ("whole", "cut"))
+    whole, cut = (load_file(tmp_path / run / "weights.safetensors") for run in ("whole", "cut"))
     assert all(torch.equal(whole[key], cut[key]) for key in whole)
 
 
@@ -120,7 +125,7 @@ def test_it_learns_four_streets_by_heart(tmp_path: Path) -> None:
 
 def test_the_weights_load_as_any_checkpoint_does(tmp_path: Path) -> None:
     train(tmp_path / "run", config(steps=1, half=True), command="bevfusion-quant train …")
-    path = tmp_path / "run" / WEIGHTS
+    path = tmp_path / "run" / "weights.safetensors"
     report = load_weights(build_model(CONFIGS["tiny"], ("lidar",)), path)
     assert report.layout == "KRSC"
     stored = load_file(path)
@@ -137,7 +142,9 @@ def test_the_weights_load_as_any_checkpoint_does(tmp_path: Path) -> None:
 def test_the_cameras_alone_train(tmp_path: Path) -> None:
     result = train(tmp_path / "run", config(branch="camera", steps=1))
     assert sum(result.losses[0]) > 0
-    load_weights(build_model(CONFIGS["tiny"], ("camera",)), tmp_path / "run" / WEIGHTS)
+    load_weights(
+        build_model(CONFIGS["tiny"], ("camera",)), tmp_path / "run" / "weights.safetensors"
+    )
 
 
 @pytest.mark.gpu
@@ -153,9 +160,9 @@ def test_a_gpu_trains_as_the_cpu_does(tmp_path: Path, branch: str) -> None:
 
 def test_a_run_starts_from_weights_that_fit(tmp_path: Path) -> None:
     train(tmp_path / "lidar", config(steps=1))
-    start = tmp_path / "lidar" / WEIGHTS
+    start = tmp_path / "lidar" / "weights.safetensors"
     train(tmp_path / "all", config(branch="all", steps=1, lr=1e-12, clip=1e-9, start=start))
-    before, after = load_file(start), load_file(tmp_path / "all" / WEIGHTS)
+    before, after = load_file(start), load_file(tmp_path / "all" / "weights.safetensors")
     name = "encoders.lidar.backbone.encoder_layers.encoder_layer1.0.conv1.weight"
     torch.testing.assert_close(after[name], before[name], atol=1e-6, rtol=0)
     assert after["decoder.backbone.blocks.0.0.weight"].shape[1] == 32  # its own: another shape
@@ -170,7 +177,7 @@ def test_another_runs_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
-    (tmp_path / CHECKPOINT).write_bytes(b"\x10\0\0\0\0\0\0\0 nothing")
+    (tmp_path / "checkpoint.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0 nothing")
     with pytest.raises(InputError, match="is not a training checkpoint"):
         train(tmp_path, config(), resume=True)
 
@@ -179,7 +186,7 @@ def test_a_loss_that_is_no_number_ends_the_run_and_keeps_the_checkpoint(tmp_path
     with pytest.raises(InputError, match=r"(step \d|head's outputs).*") as raised:
         train(tmp_path / "run", config(steps=30, lr=1e30), checkpoint_every=1)
     assert "lower" in str(raised.value) or "learning rate" in str(raised.value)
-    assert (tmp_path / "run" / CHECKPOINT).is_file()
+    assert (tmp_path / "run" / "checkpoint.safetensors").is_file()
 
 
 def test_an_unknown_device_is_refused(tmp_path: Path) -> None:
@@ -228,7 +235,7 @@ def test_the_command_trains_and_judges_on_other_streets(
     assert "loss" in told.err
     assert "Held out: street, seeds 0 to 1" in told.out
     assert "mAP 0.0" in told.out
-    with safe_open(out / WEIGHTS, "pt") as file:
+    with safe_open(out / "weights.safetensors", "pt") as file:
         about = json.loads(file.metadata()["bevfusion-quant"])
     assert about["held_out"]["count"] == 2
     assert about["command"].startswith("bevfusion-quant train --dataset street")

@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 
 from bev_data import InputError
-from bev_data.datasets import FrameList, _open, open_dataset, register_dataset
+from bev_data.cameras import CAMERA_NAMES
+from bev_data.datasets import (
+    FrameList,
+    _open,
+    dataset_cameras,
+    open_dataset,
+    register_dataset,
+)
 from bev_data.points import Frame
 
 
@@ -70,6 +77,20 @@ def test_a_kind_of_ones_own_is_opened_like_the_others(monkeypatch):
         open_dataset("own", counts=2)
     with pytest.raises(InputError, match=r"expected one of .*, own; a package adds one"):
         open_dataset("other")
+
+
+def test_a_kind_of_ones_own_says_which_cameras_it_has(monkeypatch):
+    monkeypatch.setattr(_open, "_added", {})
+
+    def opener(path):
+        return FrameList("own", [], list)
+
+    register_dataset("own", opener)
+    assert dataset_cameras("own") == CAMERA_NAMES
+    opener.camera_names = ("CAM_BACK", "CAM_FRONT")
+    assert dataset_cameras("own") == ("CAM_BACK", "CAM_FRONT")
+    with pytest.raises(InputError, match="expected one of"):
+        dataset_cameras("other")
 
 
 def test_a_kind_of_the_package_cannot_be_replaced():

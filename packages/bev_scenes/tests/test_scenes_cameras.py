@@ -18,10 +18,10 @@ from bev_scenes import (
     build_street,
     render_street,
     scan_street,
+    scanner_pose,
     street_frame,
 )
 from bev_scenes import _render as render_module
-from bev_scenes._labels import scanner_pose
 
 GROUND, SKY = -1, -2
 FEW = {"size": "tiny", "beams": 8, "sweeps": 1, "azimuth_steps": 90}

@@ -9,9 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bevfusion.model.head import HeadConfig, TransFusionHead
-from bevfusion.model.head._decoder_layer import DecoderLayer
-from bevfusion.model.head._queries import best_queries, local_maxima
+from bevfusion.model.head import (
+    DecoderLayer,
+    HeadConfig,
+    TransFusionHead,
+    best_queries,
+    local_maxima,
+)
 
 SMALL = HeadConfig(
     in_channels=6,

@@ -11,7 +11,7 @@ from torch import nn
 from bevquant_export import find_target, lift_horizon_onnx, lint_onnx, note_calibration
 from bevquant_export.lint import TARGETS
 from bevquant_export.targets import autoware
-from bevquant_export.targets.autoware._reference import run_autoware_onnx
+from bevquant_export.targets.autoware import run_autoware_onnx
 from bevquant_quantizers import QuantDescriptor, TensorQuantizer, calibrate
 
 

@@ -12,9 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from bevquant_export import export_qdq_onnx
-from bevquant_export.lint._cli import main
-from bevquant_export.lint._engine_layers import match_layers, read_engine_layers
-from bevquant_export.lint._predict import LayerPrediction, predict_layers
+from bevquant_export.lint import (
+    LayerPrediction,
+    main,
+    match_layers,
+    predict_layers,
+    read_engine_layers,
+)
 from bevquant_fusion import fuse_model
 from bevquant_qnn import quantize_model
 from bevquant_quantizers import calibrate

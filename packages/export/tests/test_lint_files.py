@@ -16,8 +16,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from bevquant_export import lint_onnx
-from bevquant_export.lint import RULES, TARGETS
-from bevquant_export.lint._cli import main
+from bevquant_export.lint import RULES, TARGETS, main
 
 FLOAT = TensorProto.FLOAT
 

@@ -14,9 +14,9 @@ from onnx import helper
 from torch import nn
 
 from bevquant_export import find_target, lint_onnx, register_target, target_names
-from bevquant_export.lint import Finding, Rule
-from bevquant_export.lint._cli import main
+from bevquant_export.lint import Finding, Rule, main
 from bevquant_export.targets import LintFile, Target, _registry
+from bevquant_quantizers import plugins
 
 NO_SOFTMAX = Rule("TOY001", "error", "no Softmax", "leave it out", ("toy",))
 
@@ -114,7 +114,7 @@ def test_a_name_is_taken_once(registered: Toy) -> None:
 
 def test_a_broken_entry_point_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = EntryPoint("broken", "no_such_module_at_all:TARGET", "bevquant.targets")
-    monkeypatch.setattr(_registry, "entry_points", only(entry))
+    monkeypatch.setattr(plugins, "entry_points", only(entry))
     _registry._loaded.cache_clear()
     with pytest.raises(ImportError, match="target 'broken': its entry point no_such_module_at_all"):
         find_target("toy")
@@ -123,7 +123,7 @@ def test_a_broken_entry_point_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_entry_point_adds_a_target(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = EntryPoint("toy", f"{__name__}:TOY", "bevquant.targets")
-    monkeypatch.setattr(_registry, "entry_points", only(entry))
+    monkeypatch.setattr(plugins, "entry_points", only(entry))
     monkeypatch.setattr(EntryPoint, "load", lambda self: Toy())
     _registry._loaded.cache_clear()
     assert find_target("plaything").title == "A toy"
@@ -132,7 +132,7 @@ def test_an_entry_point_adds_a_target(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_entry_point_bears_a_name_of_its_target(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = EntryPoint("game", f"{__name__}:TOY", "bevquant.targets")
-    monkeypatch.setattr(_registry, "entry_points", only(entry))
+    monkeypatch.setattr(plugins, "entry_points", only(entry))
     monkeypatch.setattr(EntryPoint, "load", lambda self: Toy())
     _registry._loaded.cache_clear()
     with pytest.raises(ValueError, match=r"is called 'game', which is no name of it; .* toy"):

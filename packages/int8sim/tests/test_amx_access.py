@@ -13,8 +13,7 @@ import torch
 
 pytest.importorskip("numba", reason="the numba extra is not installed")
 
-from bevquant_int8sim import _backends, backend_report
-from bevquant_int8sim._backends import choose_backend
+from bevquant_int8sim import _backends, backend_report, choose_backend
 from bevquant_int8sim._compiled import amx_access, dot_product
 
 pytestmark = pytest.mark.skipif(

@@ -9,8 +9,7 @@ import sys
 import pytest
 import torch
 
-from bevquant_int8sim import _backends, backend_report, int8_linear
-from bevquant_int8sim._backends import choose_backend
+from bevquant_int8sim import _backends, backend_report, choose_backend, int8_linear
 
 CPU = torch.device("cpu")
 

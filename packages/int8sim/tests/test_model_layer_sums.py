@@ -8,8 +8,7 @@ import sys
 import pytest
 import torch
 
-from bevquant_int8sim.model import _layer_sums
-from bevquant_int8sim.model._form import Integers
+from bevquant_int8sim.model import Integers, _layer_sums
 from bevquant_int8sim.model._layer_sums import LayerSums, float_gaps, largest_steps
 
 FORM = Integers(0.05, 8, -127, 127)

@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from bevquant_fusion import fuse_model
 from bevquant_int8sim import SparseOutput, simulate
-from bevquant_int8sim.model._sites import Geometry, Sites
+from bevquant_int8sim.model import Geometry, Sites
 from bevquant_qnn import QuantConfig, freeze, quantize_model
 from bevquant_quantizers import calibrate
 from bevquant_sparse import to_dense, use_bevquant_kernels

@@ -17,8 +17,8 @@ from bevquant_qnn import (
     quantize_model,
     round_weights,
 )
-from bevquant_qnn._gptq import gptq
 from bevquant_qnn._linear_form import matrix_of, put_matrix, sampled_patches
+from bevquant_qnn._round_weights import gptq
 from bevquant_quantizers import calibrate, quantization_disabled
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using a non-tuple sequence:UserWarning")

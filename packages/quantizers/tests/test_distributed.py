@@ -13,8 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bevquant_quantizers import calib, calibrate, merge
-from bevquant_quantizers._calibrator_state import calibrator_state, load_calibrator_state
+from bevquant_quantizers import calib, calibrate, calibrator_state, load_calibrator_state, merge
 from bevquant_quantizers._collect import NO_BATCH, Shares
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -6,9 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bevquant_quantizers.calib._entropy import _divergence, entropy_amax
-from bevquant_quantizers.calib._mse import mse_amax
-from bevquant_quantizers.calib._search import percentile_amax, search_amax
+from bevquant_quantizers.calib import entropy_amax, mse_amax, percentile_amax, search_amax
+from bevquant_quantizers.calib._entropy import _divergence
 
 KINDS = [
     "relu", "gaussian", "heavy", "uniform", "sparse", "integers", "outlier", "lognormal",

@@ -5,6 +5,9 @@
 `.pictures` what a run looks like.
 """
 
-from bevfusion_quant._errors import InputError
+from bevfusion_quant._errors import InputError, VerificationError
 
-__all__ = ["InputError"]
+__all__ = [
+    "InputError",
+    "VerificationError",
+]

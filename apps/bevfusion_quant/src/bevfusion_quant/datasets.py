@@ -2,6 +2,7 @@
 
 from bev_data.datasets import (
     FrameList,
+    dataset_cameras,
     dataset_kinds,
     find_dataset,
     labelled_region,
@@ -15,6 +16,7 @@ from bevfusion_quant.options import DatasetKind
 __all__ = [
     "DatasetKind",
     "FrameList",
+    "dataset_cameras",
     "dataset_kinds",
     "find_dataset",
     "labelled_region",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from bev_scenes._dataset import open_streets
 from bev_scenes._frame import SIZES, SceneSettings, street_frame
 from bev_scenes._ground import Ground
+from bev_scenes._labels import scanner_pose
 from bev_scenes._lidar import SpinningLidar
 from bev_scenes._render import Picture, render_street
 from bev_scenes._rig import RIGS, CameraMount, CameraRig
@@ -35,5 +36,6 @@ __all__ = [
     "open_streets",
     "render_street",
     "scan_street",
+    "scanner_pose",
     "street_frame",
 ]

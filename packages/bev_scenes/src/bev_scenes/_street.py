@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bev_scenes._frontage import backdrop, houses, park_trees, sidewalk_things
+from bev_scenes import _surroundings as things
 from bev_scenes._ground import Ground, make_ground
-from bev_scenes._solids import SceneObject
+from bev_scenes._solids import SceneObject, unit
 from bev_scenes._traffic import LANE, driving, parked, people, roadworks
 
 __all__ = ["EgoPath", "Street", "build_street"]
@@ -82,3 +82,98 @@ def build_street(seed: int = 0) -> Street:
         *backdrop(rng, ground),
     ]
     return Street(ground, tuple(objects), ego)
+
+
+_UP, _DOWN = math.pi / 2, -math.pi / 2  # headings along +y and −y
+_REACH = 78.0  # half the length of the street [m]
+
+
+def houses(rng: np.random.Generator, ground: Ground, park: int) -> list[SceneObject]:
+    """Rows of houses on both sides and along the side street; none in the park."""
+    found: list[SceneObject] = []
+    edge = ground.half_width + ground.sidewalk
+    for side, yaw in ((1, _DOWN), (-1, _UP)):  # fronts towards the street
+        y = -_REACH
+        while y < _REACH:
+            length, depth = float(rng.uniform(8, 17)), float(rng.uniform(9, 14))
+            setback = float(rng.choice([0.3, 0.6, 3.5]))
+            middle = y + length / 2
+            if ground.at_crossing(middle, 2.5 + length / 2):
+                y += 2.0
+                continue
+            if not (side == park and -30.0 < middle < 12.0):
+                x = side * (edge + setback + depth / 2)
+                found.append(things.building(rng, x, middle, yaw, length, depth))
+                if setback > 3.0:
+                    front = side * (edge + 0.6)
+                    found.append(things.hedge(rng, front, middle, _UP, length - 2.0))
+            y += length + float(rng.choice([0.0, 0.0, 1.5, 4.0]))
+    for side in (1, -1):
+        for across in (1, -1):
+            x = edge + 20.0
+            while x < _REACH:
+                length, depth = float(rng.uniform(9, 16)), float(rng.uniform(8, 11))
+                y = ground.side_y + across * (ground.side_half_width + 3.6 + depth / 2)
+                yaw = 0.0 if across > 0 else math.pi
+                found.append(things.building(rng, side * (x + length / 2), y, yaw, length, depth))
+                x += length + float(rng.choice([0.0, 2.0]))
+    return found
+
+
+def backdrop(rng: np.random.Generator, ground: Ground) -> list[SceneObject]:
+    """What stands beyond the LiDAR's reach, for the cameras: more houses, trees at the horizon."""
+    found: list[SceneObject] = []
+    edge = ground.half_width + ground.sidewalk
+    for end in (1, -1):
+        for side, yaw in ((1, _DOWN), (-1, _UP)):
+            way = _REACH + 12.0
+            while way < 210.0:
+                length, depth = float(rng.uniform(9, 18)), float(rng.uniform(9, 14))
+                x, y = side * (edge + 1.0 + depth / 2), end * (way + length / 2)
+                found.append(things.building(rng, x, y, yaw, length, depth))
+                way += length + float(rng.choice([0.0, 2.0, 5.0]))
+    for _ in range(70):
+        (c, s), away = unit(float(rng.uniform(0.0, 2 * math.pi))), float(rng.uniform(95, 230))
+        if abs(c * away) > edge + 18.0 and abs(s * away - ground.side_y) > 16.0:
+            found.append(things.tree(rng, c * away, s * away))
+    return found
+
+
+def sidewalk_things(rng: np.random.Generator, ground: Ground) -> list[SceneObject]:
+    """Street trees, lamps and signs along the curbs, signals at the crossing."""
+    found: list[SceneObject] = []
+    for side in (1, -1):
+        x = side * (ground.half_width + 0.55)
+        inward = math.pi if side > 0 else 0.0
+        y = -_REACH + float(rng.uniform(0, 6))
+        turn = 0
+        while y < _REACH:
+            if not ground.at_crossing(y, 3.0):
+                kind = rng.random()
+                if turn % 3 == 2:
+                    found.append(things.lamp(x, y, inward))
+                elif kind < 0.65:
+                    found.append(things.tree(rng, x, y))
+                elif kind < 0.8:
+                    found.append(things.sign(x, y, _DOWN if side > 0 else _UP))
+            turn += 1
+            y += float(rng.uniform(5.5, 8.5))
+        corner = ground.side_half_width + 1.0
+        found.append(things.traffic_light(x, ground.side_y - corner, _DOWN))
+        found.append(things.traffic_light(x, ground.side_y + corner, _UP))
+    return found
+
+
+def park_trees(rng: np.random.Generator, ground: Ground, side: int) -> list[SceneObject]:
+    """Trees and bushes behind a fence where the row of houses leaves off."""
+    edge = ground.half_width + ground.sidewalk
+    found: list[SceneObject] = [things.fence(side * (edge + 0.3), -9.0, _UP, 38.0)]
+    for _ in range(16):
+        x = side * (edge + float(rng.uniform(4.0, 38.0)))
+        found.append(things.tree(rng, x, float(rng.uniform(-30.0, 10.0))))
+    for _ in range(6):
+        x = side * (edge + float(rng.uniform(3.0, 30.0)))
+        found.append(
+            things.hedge(rng, x, float(rng.uniform(-28.0, 9.0)), float(rng.uniform(0, 3)), 4.0)
+        )
+    return found

@@ -12,8 +12,12 @@ from torch import nn
 
 from bevquant_export import export_float_onnx, lint_onnx
 from bevquant_export.targets import find_target
-from bevquant_export.targets.autoware import compare_autoware_onnx, export_autoware_onnx
-from bevquant_export.targets.autoware._reference import PLUGIN_OPERATORS, run_autoware_onnx
+from bevquant_export.targets.autoware import (
+    PLUGIN_OPERATORS,
+    compare_autoware_onnx,
+    export_autoware_onnx,
+    run_autoware_onnx,
+)
 from bevquant_sparse import build_rulebook
 
 FORMS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bevquant_int8sim._accumulator import AccumulatorOverflowError
 from bevquant_int8sim._activation import int8_leaky_relu, int8_relu, int8_relu6
-from bevquant_int8sim._backends import BackendStatus, backend_report
+from bevquant_int8sim._backends import BackendStatus, backend_report, choose_backend
 from bevquant_int8sim._conv import (
     int8_conv1d,
     int8_conv2d,
@@ -45,6 +45,7 @@ __all__ = [
     "Recorded",
     "SparseOutput",
     "backend_report",
+    "choose_backend",
     "compare",
     "dequantize",
     "fixed_point_multiplier",

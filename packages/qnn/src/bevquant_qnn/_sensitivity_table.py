@@ -11,7 +11,7 @@ import msgspec
 
 from bevquant_qnn._precision import check_precisions
 from bevquant_qnn._scores import loss_of, score_after
-from bevquant_quantizers.documents import Count, Finite, JsonDocument, parse_json
+from bevquant_quantizers.documents import Count, Finite, JsonDocument, parse_json, text_table
 
 __all__ = ["SensitivityRow", "SensitivityTable"]
 
@@ -156,13 +156,9 @@ class SensitivityTable(JsonDocument):
             ]
             for row in self.rows
         ]
-        widths = [max(len(line[i]) for line in [head, *body]) for i in range(len(head))]
         whole = "" if self.quantized_score is None else f", quantized {self.quantized_score:.4g}"
-        lines = [f"{self.metric}: float {self.float_score:.4g}{whole}, {self.batches} batches"]
-        for line in [head, *body]:
-            rest = (cell.rjust(w) for cell, w in zip(line[1:], widths[1:], strict=True))
-            lines.append("  ".join([line[0].ljust(widths[0]), *rest]))
-        return "\n".join(lines)
+        title = f"{self.metric}: float {self.float_score:.4g}{whole}, {self.batches} batches"
+        return f"{title}\n{text_table([head, *body], right=range(1, len(head)))}"
 
 
 class _Row(msgspec.Struct):

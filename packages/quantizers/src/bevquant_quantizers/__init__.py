@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from . import calib, documents, nn, tensor_quant
+from . import calib, documents, nn, plugins, tensor_quant
 from ._adopt import adopt_quantizers
 from ._calibrate import calibrate
+from ._calibrator_state import calibrator_state, load_calibrator_state
 from ._context import quantization_disabled, quantization_enabled
 from ._distributed import PeerError, all_merge
 from ._fake_quant import fake_quantize
@@ -12,9 +13,8 @@ from ._findings import CalibrationFinding
 from ._merge import merge
 from ._ranges import load_ranges, save_ranges
 from ._report import CalibrationReport, QuantizerReport
-from ._select import NamedQuantizer, named_quantizers, select
+from ._select import NamedQuantizer, named_quantizers, select, uncalibrated
 from ._tensor_quantizer import TensorQuantizer
-from ._uncalibrated import uncalibrated
 from .documents import DocumentError, JsonDocument, write_whole
 from .tensor_quant import QuantDescriptor
 
@@ -32,12 +32,15 @@ __all__ = [
     "all_merge",
     "calib",
     "calibrate",
+    "calibrator_state",
     "documents",
     "fake_quantize",
+    "load_calibrator_state",
     "load_ranges",
     "merge",
     "named_quantizers",
     "nn",
+    "plugins",
     "quantization_disabled",
     "quantization_enabled",
     "save_ranges",

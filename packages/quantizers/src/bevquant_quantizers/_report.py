@@ -13,6 +13,7 @@ from ._findings import CalibrationFinding, bin_width, find, reach
 from ._steps import integer_bounds
 from .calib._calibrator import Calibrator
 from .calib._histogram_calibrator import HistogramCalibrator
+from .documents import text_table
 
 __all__ = ["CalibrationReport", "QuantizerReport", "describe"]
 
@@ -95,15 +96,7 @@ class CalibrationReport:
     def __str__(self) -> str:
         head = ("quantizer", "method", "amax", "saturated", "zeros", "bins", "values")
         rows = [head, *(_cells(entry) for entry in self.quantizers)]
-        columns = [max(len(row[i]) for row in rows) for i in range(len(head))]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if i < 2 else cell.rjust(width)
-                for i, (cell, width) in enumerate(zip(row, columns, strict=True))
-            ).rstrip()
-            for row in rows
-        ]
-        lines.insert(1, "  ".join("-" * width for width in columns))
+        lines = [text_table(rows, right=range(2, len(head)), rule="-")]
         for entry in self.quantizers:
             if len(entry.names) > 1:
                 lines.append(f"shared: {' = '.join(entry.names)}")

@@ -101,9 +101,17 @@ def calibrating_form(fused: nn.Module, method: str, on_cpu: Iterable[str]) -> An
 
     Args:
         fused: From `fuse_fx`.
-        method: A key of "percentile", "max", "mse", "entropy".
+        method: "percentile", "max", "mse" or "entropy".
         on_cpu: Paths of modules to run on the CPU.
+
+    Raises:
+        InputError: Another method.
     """
+    if method not in _OBSERVERS:
+        raise InputError(
+            f"--method {method}: no observer of a BPU finds ranges so; choose one of "
+            f"{', '.join(_OBSERVERS)}"
+        )
     qconfig = get_default_calib_qconfig(calib_qkwargs={"observer": _OBSERVERS[method]})
     names = {"module_name": list(on_cpu)}
     return prepare_calibration_fx(fused, {"": qconfig}, hybrid=True, hybrid_dict=names).eval()

@@ -2,12 +2,13 @@
 
 from bevfusion_quant.compare._outcome import ComparedRun, Comparison
 from bevfusion_quant.compare._page import comparison_text
-from bevfusion_quant.compare._run import CompareResult, run_compare
+from bevfusion_quant.compare._run import CompareResult, names_of, run_compare
 
 __all__ = [
     "CompareResult",
     "ComparedRun",
     "Comparison",
     "comparison_text",
+    "names_of",
     "run_compare",
 ]

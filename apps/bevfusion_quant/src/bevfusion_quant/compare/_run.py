@@ -24,7 +24,7 @@ from bevfusion_quant.measure import (
     tally_models,
     whole_output,
 )
-from bevfusion_quant.run import Clock, RunRecord, peak_memory_mib, run_folder, run_shards
+from bevfusion_quant.run import Clock, RunRecord, run_folder, run_shards
 from bevfusion_quant.steps import built_parts, load_run, read_model_settings
 
 if TYPE_CHECKING:
@@ -208,9 +208,8 @@ def run_compare(
                     LOG.info("frame %d of %d", index + 1, len(batches))
         with clock.step("judge by labels"):
             comparison = Comparison(told, _accuracy(tally))
-        seconds, peak = clock.seconds(), round(peak_memory_mib(), 1)
         if not shards.ranks.first:  # the first one writes
-            return CompareResult(runs / name, comparison, seconds, peak)
+            return CompareResult(runs / name, comparison, *clock.spent())
         record = RunRecord(folder, command, clock)
         entries = [run.summary() for run in told]
         settings = {"compares": entries, "config": sizes.name, "cameras": cameras}

@@ -1,7 +1,11 @@
 """A run's model as ONNX files: written, linted, run and held against the integer model."""
 
+from bevfusion_quant.export._chain import walk
 from bevfusion_quant.export._export import ONNX_FOLDER, export_model, missing_libraries
+from bevfusion_quant.export._files import bpu_files, nvidia_files
+from bevfusion_quant.export._pieces import nvidia_pieces
 from bevfusion_quant.export._run import ExportResult, export_run
+from bevfusion_quant.export._write import write_piece
 from bevfusion_quant.options import ExportTarget
 from bevfusion_quant.results import (
     ExportedFile,
@@ -23,10 +27,15 @@ __all__ = [
     "FileLayer",
     "FilePort",
     "SetStage",
+    "bpu_files",
     "export_model",
     "export_run",
     "export_text",
     "file_size",
     "missing_libraries",
+    "nvidia_files",
+    "nvidia_pieces",
     "set_verdict",
+    "walk",
+    "write_piece",
 ]

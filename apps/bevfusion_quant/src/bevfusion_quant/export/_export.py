@@ -1,38 +1,43 @@
-"""A calibrated model as a set of files: written, linted, run and held against the model."""
+"""A calibrated model as a set of files: written, linted, run, held to the model, listed."""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.export._autoware import join_for_autoware, whole_layers
 from bevfusion_quant.export._chain import box_agreement, set_stages, walk
-from bevfusion_quant.export._check import beside_layers, file_layers, runner
-from bevfusion_quant.export._files import LIDAR
-from bevfusion_quant.export._manifest import exported_file, write_manifest
-from bevfusion_quant.export._pieces import nvidia_pieces
+from bevfusion_quant.export._check import TOLERANCE, beside_layers, file_layers, runner
+from bevfusion_quant.export._files import AUTOWARE_BOXES, HEAD, LIDAR
+from bevfusion_quant.export._pieces import nvidia_pieces, quantizers_on
 from bevfusion_quant.export._write import engine_of, write_piece
-from bevfusion_quant.results import ExportedSet
+from bevfusion_quant.results import ExportedFile, ExportedSet, FileLayer, FilePort
+from bevfusion_quant.run import sha256, versions, write_json
 from bevfusion_quant.steps import example_like
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from torch import Tensor
 
     from bevfusion.model import BEVFusion, BEVFusionConfig
     from bevfusion_quant.export._files import FilePart
     from bevfusion_quant.export._pieces import Piece
+    from bevfusion_quant.export._write import Written
     from bevfusion_quant.frames import FrameBatches
+    from bevfusion_quant.results import ExportedSet
     from bevfusion_quant.run import Clock
     from bevquant_int8sim import LayerRow
 
 __all__ = ["ONNX_FOLDER", "check_libraries", "export_model", "export_pieces", "missing_libraries"]
 
 ONNX_FOLDER = "onnx"
-
 LIBRARIES = ("onnx", "onnxruntime", "onnxscript")
 
 
@@ -177,3 +182,170 @@ def export_pieces(
 
 def _voxels(batches: FrameBatches) -> list[tuple[Any, ...]]:
     return [(batch.features, batch.coords, batch.batch_size) for batch in batches]
+
+
+WHOLE = "bevfusion_lidar"
+
+
+def join_for_autoware(
+    written: Mapping[str, Written], model: BEVFusion, inputs: Mapping[str, tuple[Any, ...]]
+) -> list[Written]:
+    """Encoder, decoder and packed head in one file; nothing for an encoder alone."""
+    if HEAD not in written:
+        return []
+    from bevquant_export import export_float_onnx
+    from bevquant_export.targets.autoware import join_autoware_onnx
+
+    encoder = written[LIDAR]
+    path = encoder.path.with_name(f"{WHOLE}.onnx")
+    head = path.with_name(f"{AUTOWARE_BOXES.name}.onnx")
+    try:
+        export_float_onnx(
+            AUTOWARE_BOXES.module(model), inputs[HEAD], head, tolerance=None,
+            input_names=list(AUTOWARE_BOXES.inputs), output_names=list(AUTOWARE_BOXES.outputs),
+        )  # fmt: skip
+        join_autoware_onnx(encoder.path, [written["decoder"].path, head], path)
+    finally:
+        head.unlink(missing_ok=True)
+    file = replace(encoder.piece.file, name=WHOLE, outputs=AUTOWARE_BOXES.outputs)
+    parts = ("encoder", "decoder", "head")
+    notes = (*encoder.notes, f"{', '.join(parts)} in one file, as the node reads it")
+    return [replace(encoder, path=path, piece=replace(encoder.piece, file=file), notes=notes)]
+
+
+def whole_layers(written: Written, args: tuple[Any, ...]) -> tuple[FileLayer, ...]:
+    """Boxes of the whole file against its parts, in onnxruntime, on the map of its encoder."""
+    from bevfusion_quant.export._check import open_session, session_of
+    from bevquant_export.targets.autoware import behind_encoder, run_on_frame
+
+    parts = {name: written.path.with_name(f"{name}.onnx") for name in (LIDAR, "decoder", HEAD)}
+    (name,) = written.made.outputs
+    lidar = run_on_frame(parts[LIDAR], args, written.made.permutation)[name]
+    made = _named(session_of(behind_encoder(written.path, name)), {name: lidar.numpy()})
+    middle = _named(
+        open_session(parts["decoder"], optimised=False), {"lidar": lidar.float().numpy()}
+    )
+    found = _named(open_session(parts[HEAD], optimised=False), {"middle": middle["middle"].numpy()})
+    score, label = found["score"][0].max(0)
+    boxes = [found[name][0] for name in ("reg", "height", "dim", "rot", "vel")]
+    wanted = {"bbox_pred": torch.cat(boxes), "score": score, "label_pred": label}
+    rows = []
+    for name, want in wanted.items():
+        largest = float((made[name].double() - want.double()).abs().max())
+        largest /= float(want.abs().max()) or 1.0
+        row = FileLayer(
+            written.path.name, name, "float", "float", want.numel(), None, largest,
+            f"{TOLERANCE:g} of the largest value", largest <= TOLERANCE,
+        )  # fmt: skip
+        rows.append(row)
+    return tuple(rows)
+
+
+def _named(session: Any, feeds: dict[str, Any]) -> dict[str, Tensor]:
+    names = [port.name for port in session.get_outputs()]
+    return dict(zip(names, map(torch.from_numpy, session.run(None, feeds)), strict=True))
+
+
+MANIFEST = "manifest.json"
+MANIFEST_FORMAT, MANIFEST_VERSION = "bevfusion-quant export", 1
+_TOOLS = ("bevquant-export", "bevquant-hybrid", "onnx", "onnxruntime", "onnxscript")
+
+
+def exported_file(written: Written, layers: tuple[FileLayer, ...]) -> ExportedFile:
+    """One row of the set, read back from the file that was written."""
+    import onnx
+
+    from bevquant_export import find_target, lint_onnx
+
+    proto = onnx.load(written.path)
+    opset = next(o.version for o in proto.opset_import if o.domain in ("", "ai.onnx"))
+    kind = written.piece.kind
+    engine = find_target(written.linted)
+    quantized = bool(kind == "int8" or quantizers_on(written.piece.fake_module))
+    return ExportedFile(
+        name=written.path.name,
+        kind=kind,
+        runs_on=engine.title,
+        build="; ".join(engine.commands(written.path, quantized=quantized)),
+        size=written.path.stat().st_size,
+        sha256=sha256(written.path),
+        companions={p.name: sha256(p) for p in _companions(written)},
+        opset=opset,
+        inputs=tuple(map(_port, proto.graph.input)),
+        outputs=tuple(map(_port, proto.graph.output)),
+        ranges={} if kind == "float" else _ranges(written),
+        voxel_bound=written.voxel_bound,
+        runs_in_float=written.runs_in_float,
+        notes=written.notes,
+        findings=tuple(map(str, lint_onnx(written.path, written.linted))),
+        layers=layers,
+        unverified=engine.unverified,
+    )
+
+
+def write_manifest(
+    made: ExportedSet, *, command: str, run: str, frames: Sequence[str], settings: Mapping[str, Any]
+) -> Path:
+    """Write manifest.json beside the files.
+
+    Args:
+        made: The set.
+        command: The command line that repeats it.
+        run: The run that was exported.
+        frames: Names of the frames that it was checked and bounded on.
+        settings: What else decides the result.
+    """
+    content = {
+        "format": MANIFEST_FORMAT,
+        "version": MANIFEST_VERSION,
+        "target": made.target,
+        "run": run,
+        "command": command,
+        "settings": settings,
+        "versions": versions(*_TOOLS),
+        "frames": list(frames),
+        "verified": not made.failures,
+        "failures": made.failures,
+        "files": [_entry(file) for file in made.files],
+        "chain": {"frame": made.frame, "stages": made.stages, "boxes": made.agreement},
+    }
+    return write_json(made.folder / MANIFEST, content)
+
+
+def _entry(file: ExportedFile) -> dict[str, Any]:
+    """The row with its layers in short: how many are right, and those that are not equal."""
+    entry = asdict(file)
+    layers = entry.pop("layers")
+    entry["checked"] = {
+        "tensors": len(layers),
+        "wrong": sum(not layer["is_right"] for layer in layers),
+        "different": [
+            {key: layer[key] for key in ("path", "op", "elements", "different", "ties", "largest")}
+            for layer in layers
+            if layer["largest"]
+        ],
+    }
+    return entry
+
+
+def _port(port: Any) -> FilePort:
+    import onnx
+
+    tensor = port.type.tensor_type
+    dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)
+    shape = tuple(d.dim_param or d.dim_value for d in tensor.shape.dim)
+    return FilePort(port.name, str(dtype), shape)
+
+
+def _companions(written: Written) -> list[Path]:
+    settings = getattr(written.made, "settings", None)
+    return [] if settings is None else [settings]
+
+
+def _ranges(written: Written) -> dict[str, float]:
+    """Activations' ranges, by the path of the first quantizer that has each."""
+    return {
+        path: float(q.amax)
+        for path, q in quantizers_on(written.piece.fake_module).items()
+        if q.axis is None and q.amax is not None and not path.endswith("_weight_quantizer")
+    }

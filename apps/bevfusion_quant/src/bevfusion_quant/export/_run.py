@@ -10,13 +10,17 @@ from typing import TYPE_CHECKING, Any
 from bev_data.cameras import CAMERA_NAMES
 from bevfusion.model import CONFIGS
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.export._bpu import export_bpu
-from bevfusion_quant.export._export import ONNX_FOLDER, check_libraries, export_model
+from bevfusion_quant.export._check import beside_bpu_layers
+from bevfusion_quant.export._export import ONNX_FOLDER, check_libraries, export_model, export_pieces
+from bevfusion_quant.export._files import LIDAR, FilePart, bpu_files
+from bevfusion_quant.export._pieces import Piece
 from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.run import Clock, RunRecord, run_folder
 from bevfusion_quant.steps import (
     PLAN_FILE,
     ModelSettings,
+    example_batch,
+    fuse_branch,
     load_run,
     read_model_settings,
     read_plan,
@@ -25,10 +29,103 @@ from bevfusion_quant.steps import (
 )
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from bev_data.points import Frame
+    from bevfusion.model import BEVFusion
+    from bevfusion_quant.bpu import LoadedBpuRun
     from bevfusion_quant.results import ExportedSet
+    from bevfusion_quant.run import Clock
 
 __all__ = ["ExportResult", "export_run"]
+
+
+def export_bpu(
+    frames: Sequence[Frame],
+    clock: Clock,
+    folder: Path,
+    *,
+    run: str,
+    cameras: Sequence[str] | None,
+    **given: Any,
+) -> tuple[ExportedSet, FrameBatches]:
+    """Write and check the set of a run for a BPU.
+
+    Args:
+        frames: At least one.
+        clock: Times the steps.
+        folder: Made here.
+        run: A folder that `run_bpu` wrote.
+        cameras: Names of the cameras to use; those of the run by default.
+        **given: command and settings, for the manifest.
+
+    Raises:
+        InputError: Whatever is wrong with the run or the input.
+    """
+    from bevfusion_quant.bpu import load_bpu_run
+    from bevfusion_quant.bpu._compare import compare_forms, node_probes
+    from bevfusion_quant.bpu._quantize import for_march
+    from bevfusion_quant.bpu._units import PREFIXES, node_labels
+
+    with clock.step("load the run"):
+        loaded = load_bpu_run(run)
+    config, sizes = loaded.config, CONFIGS[loaded.config.config]
+    folded = fuse_branch(loaded.units.model, example_batch(sizes)).model
+    with for_march(config.march):
+        batches = FrameBatches(frames, sizes, folded, cameras or config.cameras)
+        exported = export_pieces(
+            bpu_pieces(loaded, folded), folded, batches, sizes, clock, folder,
+            target="bpu", march=config.march, run=run, **given,
+        )  # fmt: skip
+        labels = {unit: node_labels(unit, f.fake_graph) for unit, f in loaded.forms.items()}
+        with clock.step("compare layers", blame="float and integer model cannot be compared"):
+            compared = compare_forms(
+                loaded.models, node_probes(loaded.forms, labels), batches.head(1), sizes
+            )
+    paths = {
+        PREFIXES[unit] + label.place: label.path
+        for unit, found in labels.items()
+        for label in found.values()
+    }
+    files = beside_bpu_layers(exported.files, compared.layers, paths)
+    return replace(exported, files=files), batches
+
+
+def bpu_pieces(loaded: LoadedBpuRun, folded: BEVFusion) -> list[Piece]:
+    """The files in the order of execution."""
+    on_bpu = loaded.units.parts
+    pieces = []
+    for file in bpu_files(folded.parts, on_bpu):
+        unit = _unit(file, on_bpu)
+        if unit in loaded.forms:
+            form = loaded.forms[unit]
+            pieces.append(
+                Piece(
+                    file,
+                    "bpu",
+                    form.float_graph,
+                    form.fake_graph,
+                    _integers(form.integer_graph),
+                    prefix="encoders.camera." if unit == "camera" else "",
+                )
+            )
+            continue
+        module = file.module(folded)
+        pieces.append(Piece(file, "sparse" if file.name == LIDAR else "float", module, module))
+    return pieces
+
+
+def _unit(file: FilePart, on_bpu: Sequence[str]) -> str:
+    """Name of the unit that a file holds; empty for one of the CPU's."""
+    units = {"camera.backbone": ("camera", "camera"), "fuser": ("fuser", "bev"),
+             "decoder": ("decoder", "bev")}  # fmt: skip
+    part, unit = units.get(file.name, ("", ""))
+    return unit if part in on_bpu else ""
+
+
+def _integers(graph: nn.Module) -> Any:
+    return lambda module, args: graph
+
 
 _PACKAGES = ("bevquant-export", "onnx", "onnxruntime", "onnxscript")
 
@@ -78,7 +175,7 @@ def export_run(
         InputError: Whatever is wrong with the run, the target or the input; nothing is written
             then.
     """
-    from bevfusion_quant.report import ReportContent, write_report
+    from bevfusion_quant.report import write_found_page
 
     check_libraries()
     ran = read_model_settings(run)
@@ -110,16 +207,7 @@ def export_run(
         read = {"evaluates": str(run), "run_sha256": ran.sha256}
         record.write_settings({**read, **settings})
         with clock.step("page"):
-            write_report(
-                folder / "report.html",
-                ReportContent(
-                    title=name,
-                    config=settings["config"],
-                    frames=batches.frame_names,
-                    export=exported,
-                    **record.on_page(settings),
-                ),
-            )
+            write_found_page(record, name, ran.config, settings, batches, export=exported)
         seconds, peak = record.write_summary(
             {**settings, "frames": batches.frame_names, "export": exported.summary()}
         )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter, signature
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from bev_data.cameras import CAMERA_NAMES
-from bev_data.datasets import find_dataset, open_dataset
+from bev_data.datasets import dataset_cameras, find_dataset, open_dataset
 from bevfusion_quant._errors import InputError
 
 if TYPE_CHECKING:
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from bevfusion_quant.options import FrameOptions
 
 __all__ = ["camera_names", "frames_of"]
+
+Found = TypeVar("Found")
 
 
 def frames_of(options: FrameOptions, *, with_cameras: bool, size: str) -> Sequence[Frame]:
@@ -39,7 +41,7 @@ def frames_of(options: FrameOptions, *, with_cameras: bool, size: str) -> Sequen
             f"--cameras {' '.join(options.cameras)}: what is run reads no images; leave it out, or "
             "choose a --branch with cameras"
         )
-    reads = {} if options.dataset is None else _parameters(options.dataset)
+    reads = {} if options.dataset is None else _of_kind(options.dataset, _parameters)
     _refuse_options_of_others(options, reads)
     reading = {"columns": options.columns, "dtype": options.dtype, "nonfinite": options.nonfinite}
     if options.dataset is None:
@@ -81,8 +83,13 @@ def frames_of(options: FrameOptions, *, with_cameras: bool, size: str) -> Sequen
 
 def _parameters(kind: str) -> Mapping[str, Parameter]:
     """What opens data sets of this kind can be told."""
+    return signature(find_dataset(kind)).parameters
+
+
+def _of_kind(kind: str, ask: Callable[[str], Found]) -> Found:
+    """What is known of a kind of data set, under the option's name where there is no such kind."""
     try:
-        return signature(find_dataset(kind)).parameters
+        return ask(kind)
     except InputError as error:
         raise InputError(f"--dataset {kind}: {error}") from error
 
@@ -91,7 +98,7 @@ def camera_names(options: FrameOptions) -> tuple[str, ...]:
     """The cameras to use: those named, else those that the data set has."""
     if options.cameras:
         return options.cameras
-    return ("CAM_FRONT",) if options.dataset == "kitti" else CAMERA_NAMES
+    return CAMERA_NAMES if options.dataset is None else _of_kind(options.dataset, dataset_cameras)
 
 
 def _part(frames: Sequence[Frame], options: FrameOptions) -> Sequence[Frame]:

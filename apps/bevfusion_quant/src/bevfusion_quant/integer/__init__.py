@@ -1,13 +1,8 @@
 """A quantized model in integer arithmetic: what an INT8 chip computes, beside float and fake."""
 
 from bevfusion_quant.integer._islands import FloatIsland
-from bevfusion_quant.integer._simulation import (
-    SavedPart,
-    Simulation,
-    check_backend,
-    simulate_model,
-)
-from bevfusion_quant.integer._stages import IntegerStage
+from bevfusion_quant.integer._simulation import SavedPart, Simulation, check_backend, simulate_model
+from bevfusion_quant.integer._stages import IntegerStage, in_integers, integer_stages
 from bevfusion_quant.integer._text import QUERIES, simulation_text
 from bevfusion_quant.options import Backend
 
@@ -19,6 +14,8 @@ __all__ = [
     "SavedPart",
     "Simulation",
     "check_backend",
+    "in_integers",
+    "integer_stages",
     "simulate_model",
     "simulation_text",
 ]

@@ -1,8 +1,15 @@
 """What is measured on a float and a quantized model, whatever made them."""
 
-from bevfusion_quant.measure._accuracy_tally import Model, accuracy_tally, tally_models
-from bevfusion_quant.measure._agreement import AgreementRow, DetectionTally, FoundRow, match
-from bevfusion_quant.measure._compare import Comparison, LayerRow, compare_layers
+from bevfusion_quant.measure._agreement import (
+    AgreementRow,
+    DetectionTally,
+    FoundRow,
+    Model,
+    accuracy_tally,
+    match,
+    tally_models,
+)
+from bevfusion_quant.measure._compare import Comparison, LayerComparison, LayerRow, compare_layers
 from bevfusion_quant.measure._judge import Judgement, judge
 from bevfusion_quant.measure._lockstep import Leader, lead
 from bevfusion_quant.measure._quantizer_values import (
@@ -26,6 +33,7 @@ __all__ = [
     "DetectionTally",
     "FoundRow",
     "Judgement",
+    "LayerComparison",
     "LayerRow",
     "Leader",
     "Model",

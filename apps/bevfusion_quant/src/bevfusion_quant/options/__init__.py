@@ -24,11 +24,12 @@ from bevfusion_quant.options._choices import (
     WeightLayout,
     unknown_name,
 )
-from bevfusion_quant.options._quantization import PtqOptions, TargetOptions
 from bevfusion_quant.options._run import (
     BootstrapOptions,
     FrameOptions,
+    PtqOptions,
     RunOptions,
+    TargetOptions,
     check_options,
     config_from,
     free_name,

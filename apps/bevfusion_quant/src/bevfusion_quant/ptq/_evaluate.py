@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,6 @@ from bevfusion_quant.report import write_pictures, write_run_page
 from bevfusion_quant.run import (
     Clock,
     RunRecord,
-    peak_memory_mib,
     run_folder,
     run_shards,
 )
@@ -127,18 +127,17 @@ def run_evaluate(
             )
         with clock.step("judge by labels"):
             accuracy = tally.result()
+        tables = judgement.summary()
+        made = partial(
+            EvaluateResult,
+            runs / name,
+            **{key: rows for key, rows in tables.items() if key != "quantizers"},
+            simulation=simulation,
+            accuracy=accuracy,
+        )
         if not shards.ranks.first:  # the first one writes
-            return EvaluateResult(
-                runs / name,
-                judgement.layers,
-                judgement.stage_rows,
-                judgement.agreement,
-                judgement.found,
-                clock.seconds(),
-                round(peak_memory_mib(), 1),
-                simulation,
-                accuracy,
-            )
+            seconds, peak = clock.spent()
+            return made(seconds=seconds, peak_memory_mib=peak)
         stage = quantized_parts(ran.branch)[-1]
         with clock.step("draw"):
             write_pictures(folder, sizes, batches.first_frame, judgement, stage)
@@ -160,20 +159,10 @@ def run_evaluate(
             {
                 "evaluates": str(run),
                 "frames": batches.listed(),
-                **judgement.summary(),
+                **tables,
                 **({} if simulation is None else {"integers": simulation.summary()}),
                 "accuracy": None if accuracy is None else accuracy.summary(),
             }
         )
     shards.remove()
-    return EvaluateResult(
-        runs / name,
-        judgement.layers,
-        judgement.stage_rows,
-        judgement.agreement,
-        judgement.found,
-        seconds,
-        peak,
-        simulation,
-        accuracy,
-    )
+    return made(seconds=seconds, peak_memory_mib=peak)

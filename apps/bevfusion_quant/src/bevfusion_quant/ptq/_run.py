@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,6 @@ from bevfusion_quant.report import write_pictures, write_run_page
 from bevfusion_quant.run import (
     Clock,
     RunRecord,
-    peak_memory_mib,
     run_folder,
     run_shards,
     sha256,
@@ -167,20 +167,11 @@ def run_ptq(
                 backend=integers,
                 shards=shards,
             )
+        tables, told = judgement.summary(), calibration_warnings(report, findings)
+        made = partial(PtqResult, runs / name, **tables, warnings=told, findings=findings)
         if not shards.ranks.first:  # the first one writes
-            return PtqResult(
-                runs / name,
-                judgement.layers,
-                judgement.stage_rows,
-                judgement.agreement,
-                judgement.found,
-                judgement.quantizers,
-                calibration_warnings(report, findings),
-                clock.seconds(),
-                round(peak_memory_mib(), 1),
-                findings,
-                simulation,
-            )
+            seconds, peak = clock.spent()
+            return made(seconds=seconds, peak_memory_mib=peak, simulation=simulation)
         with clock.step("check folding"), torch.no_grad():
             unfolded = whole_output(float_model(*first))
             folding_error = relative_change(unfolded, whole_output(judgement.wanted))
@@ -238,23 +229,12 @@ def run_ptq(
                 "weights": weights,
                 **records,
                 **({} if rounded is None else {"rounding": rounding_record(rounded)}),
-                **judgement.summary(),
+                **tables,
                 **({} if simulation is None else {"integers": simulation.summary()}),
                 **({} if exported is None else {"export": exported.summary()}),
             }
         )
     shards.remove()
-    return PtqResult(
-        runs / name,
-        judgement.layers,
-        judgement.stage_rows,
-        judgement.agreement,
-        judgement.found,
-        judgement.quantizers,
-        calibration_warnings(report, findings),
-        seconds,
-        peak,
-        findings,
-        simulation,
-        None if exported is None else replace(exported, folder=runs / name / ONNX_FOLDER),
-    )
+    if exported is not None:
+        exported = replace(exported, folder=runs / name / ONNX_FOLDER)
+    return made(seconds=seconds, peak_memory_mib=peak, simulation=simulation, exported=exported)

@@ -1,14 +1,19 @@
 """Quantization-aware training: a quantized run goes on learning with its rounding in place."""
 
 from bevfusion_quant.qat._config import QatConfig
-from bevfusion_quant.qat._frame_part import FramePart, StepSum, add_up
+from bevfusion_quant.qat._frame_part import FramePart, StepSum, add_up, parts_in_order
 from bevfusion_quant.qat._run import QatResult, run_qat
+from bevfusion_quant.qat._trainer import RangeFollower, Trainer, weighted_layers
 
 __all__ = [
     "FramePart",
     "QatConfig",
     "QatResult",
+    "RangeFollower",
     "StepSum",
+    "Trainer",
     "add_up",
+    "parts_in_order",
     "run_qat",
+    "weighted_layers",
 ]

@@ -7,9 +7,15 @@ from bevfusion_quant.report._content import (
     ReportScene,
     ReportStage,
 )
+from bevfusion_quant.report._format import by_page_scheme, partition_picture
 from bevfusion_quant.report._head import head
 from bevfusion_quant.report._page import PAGE_DATA, Section, read_sections, write_page
-from bevfusion_quant.report._run_page import write_pictures, write_report, write_run_page
+from bevfusion_quant.report._run_page import (
+    write_found_page,
+    write_pictures,
+    write_report,
+    write_run_page,
+)
 from bevfusion_quant.report._sections.reproduce import section as reproduce
 
 __all__ = [
@@ -20,9 +26,12 @@ __all__ = [
     "ReportScene",
     "ReportStage",
     "Section",
+    "by_page_scheme",
     "head",
+    "partition_picture",
     "read_sections",
     "reproduce",
+    "write_found_page",
     "write_page",
     "write_pictures",
     "write_report",

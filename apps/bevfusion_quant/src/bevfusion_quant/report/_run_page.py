@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from bevfusion_quant.results import BpuOutcome, ExportedSet
     from bevfusion_quant.run import RunRecord
 
-__all__ = ["write_pictures", "write_report", "write_run_page"]
+__all__ = ["write_found_page", "write_pictures", "write_report", "write_run_page"]
 
 Extent = tuple[float, float, float, float]
 
@@ -116,6 +116,36 @@ def write_run_page(
             export=exported,
             **record.on_page(settings),
             **(records or {}),
+        ),
+    )
+
+
+def write_found_page(
+    record: RunRecord,
+    title: str,
+    config: str,
+    settings: Mapping[str, object],
+    batches: FrameBatches,
+    **found: Any,
+) -> Path:
+    """Write report.html of a command that asked one thing of a finished run.
+
+    Args:
+        record: Of the folder that is written.
+        title: Of the page.
+        config: Name of the model's sizes.
+        settings: What decides the result, as far as the page tells.
+        batches: The frames.
+        found: Fields of `ReportContent`.
+    """
+    return write_report(
+        record.folder / "report.html",
+        ReportContent(
+            title=title,
+            config=config,
+            frames=batches.frame_names,
+            **found,
+            **record.on_page(settings),
         ),
     )
 

@@ -8,6 +8,7 @@ from bevfusion_quant.run._folder import (
     read_digests,
     run_folder,
     sha256,
+    write_digests,
     written_text,
 )
 from bevfusion_quant.run._read import (
@@ -68,6 +69,7 @@ __all__ = [
     "settings_of",
     "sha256",
     "versions",
+    "write_digests",
     "write_json",
     "written_text",
 ]

@@ -98,6 +98,10 @@ class Clock:
         """The steps, and `total` from the first moment."""
         return {**self.taken, "total": round(time.perf_counter() - self._start, 3)}
 
+    def spent(self) -> tuple[dict[str, float], float]:
+        """`seconds`, and the process's peak memory in MiB."""
+        return self.seconds(), round(peak_memory_mib(), 1)
+
 
 @dataclass(frozen=True)
 class RunRecord:
@@ -125,7 +129,7 @@ class RunRecord:
         if self.clock is None:
             write_json(self.folder / SUMMARY_FILE, {**content, **found})
             return {}, 0.0
-        seconds, peak = self.clock.seconds(), round(peak_memory_mib(), 1)
+        seconds, peak = self.clock.spent()
         content |= {"threads": torch.get_num_threads(), **found}
         content |= {"seconds": seconds, "peak_memory_mib": peak}
         write_json(self.folder / SUMMARY_FILE, content)

@@ -12,7 +12,7 @@ from bevfusion.model import CONFIGS
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.results import SensitivityOutcome
-from bevfusion_quant.run import Clock, RunRecord, peak_memory_mib, run_folder, run_shards
+from bevfusion_quant.run import Clock, RunRecord, run_folder, run_shards
 from bevfusion_quant.sensitivity._budget import (
     ROUNDS,
     check_reachable,
@@ -116,7 +116,7 @@ def run_sensitivity(
         InputError: Whatever is wrong with the run, the options or the input; nothing is written
             then.
     """
-    from bevfusion_quant.report import ReportContent, write_report
+    from bevfusion_quant.report import write_found_page
 
     if precisions:
         check_precisions(precisions)
@@ -191,9 +191,7 @@ def run_sensitivity(
             refined,
         )
         if not shards.ranks.first:  # the first one writes
-            return SensitivityResult(
-                runs / name, outcome, clock.seconds(), round(peak_memory_mib(), 1)
-            )
+            return SensitivityResult(runs / name, outcome, *clock.spent())
         table.save(folder / "sensitivity.json")
         if refined is not None:
             refined.plan.save(folder / "plan.json")
@@ -201,16 +199,7 @@ def run_sensitivity(
         read = {"evaluates": str(run), "run_sha256": ran.sha256}
         record.write_settings({**read, **settings})
         with clock.step("page"):
-            write_report(
-                folder / "report.html",
-                ReportContent(
-                    title=name,
-                    config=sizes.name,
-                    frames=batches.frame_names,
-                    sensitivity=outcome,
-                    **record.on_page(settings),
-                ),
-            )
+            write_found_page(record, name, sizes.name, settings, batches, sensitivity=outcome)
         seconds, peak = record.write_summary(
             {**settings, "frames": batches.frame_names, "sensitivity": outcome.summary()}
         )

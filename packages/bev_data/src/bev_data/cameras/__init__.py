@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bev_data.cameras._camera import CAMERA_NAMES, Camera
-from bev_data.cameras._depth import depth_images
+from bev_data.cameras._depth import depth_images, project
 from bev_data.cameras._prepare import (
     IMAGE_MEAN,
     IMAGE_STD,
@@ -11,7 +11,6 @@ from bev_data.cameras._prepare import (
     order_cameras,
     prepare_cameras,
 )
-from bev_data.cameras._project import project
 
 __all__ = [
     "CAMERA_NAMES",

@@ -11,16 +11,22 @@ from __future__ import annotations
 
 from bev_data.datasets._frame_folder import write_frame_folder
 from bev_data.datasets._frame_list import FrameList
-from bev_data.datasets._labelled import labelled_region, range_origin, scene_name
+from bev_data.datasets._names import NUSCENES_NAMES
 from bev_data.datasets._open import (
+    dataset_cameras,
     dataset_kinds,
     find_dataset,
+    labelled_region,
     open_dataset,
+    range_origin,
     register_dataset,
+    scene_name,
 )
 
 __all__ = [
+    "NUSCENES_NAMES",
     "FrameList",
+    "dataset_cameras",
     "dataset_kinds",
     "find_dataset",
     "labelled_region",

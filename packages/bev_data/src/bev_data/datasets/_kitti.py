@@ -88,6 +88,9 @@ def kitti(path: Path, *, cameras: WhichCameras = "all") -> FrameList:
     return FrameList("kitti", kept, read)
 
 
+vars(kitti)["camera_names"] = ("CAM_FRONT",)  # what `dataset_cameras` answers
+
+
 def _image_path(root: Path, name: str) -> Path:
     jpeg = root / "image_2" / f"{name}.jpg"
     return jpeg if jpeg.is_file() else jpeg.with_suffix(".png")

@@ -1,20 +1,36 @@
-"""One door to every data set."""
+"""One door to every data set, and how each kind is labelled."""
 
 from __future__ import annotations
 
 import inspect
 import os
 from collections.abc import Callable, Iterable
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from bev_data._errors import InputError
+from bev_data.cameras import CAMERA_NAMES
 from bev_data.datasets._frame_list import FrameList
+from bevquant_quantizers import plugins
 
-__all__ = ["ENTRY_POINTS", "dataset_kinds", "find_dataset", "open_dataset", "register_dataset"]
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+__all__ = [
+    "ENTRY_POINTS",
+    "dataset_cameras",
+    "dataset_kinds",
+    "find_dataset",
+    "labelled_region",
+    "open_dataset",
+    "range_origin",
+    "register_dataset",
+    "scene_name",
+]
 
 ENTRY_POINTS = "bevquant.datasets"
-
 _AnyPath = str | os.PathLike[str]
 Opener: TypeAlias = Callable[..., FrameList]
 _added: dict[str, Opener] = {}
@@ -75,6 +91,22 @@ def dataset_kinds() -> tuple[str, ...]:
     return (*_installed(), *_added)
 
 
+def dataset_cameras(kind: str) -> tuple[str, ...]:
+    """Names of the cameras of a kind of data set, in a model's order.
+
+    What opens the kind says it with an attribute `camera_names`; without one it is nuScenes' six.
+
+    Raises:
+        InputError: As `find_dataset`.
+
+    Example:
+        >>> dataset_cameras("kitti"), len(dataset_cameras("files"))
+        (('CAM_FRONT',), 6)
+    """
+    names: tuple[str, ...] = getattr(find_dataset(kind), "camera_names", CAMERA_NAMES)
+    return names
+
+
 def find_dataset(kind: str) -> Opener:
     """What opens data sets of a kind, as `register_dataset` describes it.
 
@@ -93,13 +125,7 @@ def find_dataset(kind: str) -> Opener:
             f"kind {kind!r}: expected one of {', '.join(dataset_kinds())}; a package adds one as "
             f"an entry point of the group {ENTRY_POINTS}, a program with register_dataset"
         )
-    try:
-        opener: Opener = entry.load()
-    except (ImportError, AttributeError) as error:
-        raise InputError(
-            f"kind {kind!r}: its entry point {entry.value} cannot be loaded: {error}; repair or "
-            "remove the package that declares it"
-        ) from error
+    opener: Opener = plugins.load(entry, f"kind {kind!r}", InputError)
     return opener
 
 
@@ -110,6 +136,7 @@ def register_dataset(kind: str, opener: Opener) -> None:
         kind: its name; one that is registered already is replaced.
         opener: called with `open_dataset`'s path, as it was given (None where none was), and its
             options, and returns the frames. It refuses what it cannot use with an `InputError`.
+            Its attribute `camera_names`, where it has one, is what `dataset_cameras` answers.
 
     Raises:
         InputError: the name is one of the kinds that installed packages bring.
@@ -126,7 +153,7 @@ def register_dataset(kind: str, opener: Opener) -> None:
     """
     entry = _installed().get(kind)
     if entry is not None:
-        of = "this package" if _is_own(entry) else entry.value
+        of = "this package" if entry.module.startswith("bev_data.") else entry.value
         raise InputError(f"kind {kind!r} is a data set of {of}; choose another name")
     _added[kind] = opener
 
@@ -134,13 +161,9 @@ def register_dataset(kind: str, opener: Opener) -> None:
 def _installed() -> dict[str, EntryPoint]:
     """Entry points by kind, this package's first: nobody replaces a kind of it."""
     found: dict[str, EntryPoint] = {}
-    for entry in sorted(entry_points(group=ENTRY_POINTS), key=lambda e: not _is_own(e)):
+    for entry in plugins.installed(ENTRY_POINTS, own="bev_data"):
         found.setdefault(entry.name, entry)
     return found
-
-
-def _is_own(entry: EntryPoint) -> bool:
-    return entry.module.startswith("bev_data.")
 
 
 def _check_options(kind: str, opener: Opener, options: dict[str, Any]) -> None:
@@ -151,3 +174,55 @@ def _check_options(kind: str, opener: Opener, options: dict[str, Any]) -> None:
     unknown = [name for name in options if name not in known]
     if unknown:
         raise InputError(f"{', '.join(unknown)}: {kind} has the options {', '.join(known)}")
+
+
+# Half the width of KITTI's colour images over their focal length, 621 / 721.5: metres to each
+# side that the camera sees for each metre ahead.
+_KITTI_SIDE = 0.86
+
+
+def labelled_region(
+    kind: str | None,
+) -> Callable[[npt.NDArray[np.float64]], npt.NDArray[np.bool_]] | None:
+    """Which boxes lie where the data set's frames are labelled; None where that is everywhere.
+
+    KITTI labels what its left colour camera sees, and a detection beside or behind the car is not
+    wrong for having no label. Everything else is labelled all around.
+
+    Args:
+        kind: The data set, as `FrameList.kind` has it; None for frames from elsewhere.
+
+    Returns:
+        A function of boxes [n, 7] with x right and y forward, that answers bool [n].
+
+    Example:
+        >>> seen = labelled_region("kitti")
+        >>> seen(np.array([[2.0, 10, 0, 4, 2, 2, 0], [9, 10, 0, 4, 2, 2, 0]])).tolist()
+        [True, False]
+    """
+    if kind != "kitti":
+        return None
+    return lambda boxes: np.abs(boxes[:, 0]) <= _KITTI_SIDE * boxes[:, 1]
+
+
+def range_origin(kind: str | None) -> tuple[float, float]:
+    """From where a data set measures how far an object is: x and y [m].
+
+    nuScenes measures from the middle of the car's rear axle, which lies 0.94 m behind the scanner
+    (0.98 m on some of its cars); the others from the frame's own origin.
+
+    Example:
+        >>> range_origin("nuscenes"), range_origin("street")
+        ((0.0, -0.94), (0.0, 0.0))
+    """
+    return (0.0, -0.94) if kind == "nuscenes" else (0.0, 0.0)
+
+
+def scene_name(kind: str | None, frame: str) -> str | None:
+    """The scene that a frame belongs to, by its name; None where each is a scene of its own.
+
+    Example:
+        >>> scene_name("nuscenes", "scene-0061_07"), scene_name("street", "street_7")
+        ('scene-0061', None)
+    """
+    return frame.rpartition("_")[0] if kind == "nuscenes" else None

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from bevquant_quantizers.documents import text_table
+
 if TYPE_CHECKING:
     from bev_data.metrics._accuracy import Accuracy
     from bev_data.metrics._bootstrap import Interval
@@ -124,15 +126,4 @@ def _place(accuracy: Accuracy, name: str) -> int:
 
 def aligned_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns under their heads: the first one to the left, the others to the right."""
-    cells = [head, *rows]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(head))]
-    lines = ["  ".join(_aligned(line, widths)) for line in cells]
-    lines.insert(1, "  ".join("─" * w for w in widths))
-    return "\n".join(lines)
-
-
-def _aligned(line: Sequence[str], widths: Sequence[int]) -> list[str]:
-    return [
-        line[0].ljust(widths[0]),
-        *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True)),
-    ]
+    return text_table([head, *rows], right=range(1, len(head)), rule="─")

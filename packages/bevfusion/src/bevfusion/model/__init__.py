@@ -16,9 +16,8 @@ from bevfusion.model._fuser import ConvFuser
 from bevfusion.model._model import BEVFusion
 from bevfusion.model._parts import PART_PATHS, PARTS, STAGES, exclude_all_but
 from bevfusion.model._second import SECOND, SECONDFPN
-from bevfusion.model._trained import named_weights, trained_weights
 from bevfusion.model._weight_layout import LAYOUTS
-from bevfusion.model._weights import random_weights
+from bevfusion.model._weights import named_weights, random_weights, trained_weights
 from bevfusion.model.head import HeadConfig
 
 __all__ = [

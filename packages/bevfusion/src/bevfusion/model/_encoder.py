@@ -2,18 +2,43 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, fx, nn
 
-from bevfusion.model._spconv import require_spconv
+from bev_data import InputError
 from bevquant_sparse import to_dense
 
 if TYPE_CHECKING:
     from bevfusion.model._config import LidarConfig
 
 __all__ = ["SparseEncoder"]
+
+
+def require_spconv() -> ModuleType:
+    """`spconv.pytorch`.
+
+    Raises:
+        InputError: spconv is not installed; the message names the extra.
+    """
+    try:
+        with warnings.catch_warnings():
+            # spconv's annotations make torch warn at import; nothing a user could act on.
+            warnings.simplefilter("ignore")
+            import spconv.pytorch
+    except ImportError as error:
+        raise InputError(
+            "the LiDAR branch is built from spconv modules, and spconv cannot be imported "
+            f"({error}): "
+            "install it with `pip install 'bevfusion[cpu]'` "
+            "(or [cu120], [cu124], [cu126] for a CUDA build)"
+        ) from error
+    module: ModuleType = spconv.pytorch
+    return module
+
 
 spconv = require_spconv()
 fx.wrap("to_dense")

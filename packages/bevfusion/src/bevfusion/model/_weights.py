@@ -1,18 +1,53 @@
-"""Seeded random weights that behave: no layer dies, none explodes."""
+"""Weights without a checkpoint: those that come with the package, and seeded ones that behave."""
 
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from bev_data import InputError
+
 if TYPE_CHECKING:
     from bevfusion.model._model import BEVFusion
 
-__all__ = ["random_weights"]
+__all__ = ["named_weights", "random_weights", "trained_weights"]
+
+
+def trained_weights(config: str) -> Path | None:
+    """The file of trained weights for the sizes of a configuration; None where there is none.
+
+    Its metadata say which command made it, on which frames, and how it does on others.
+
+    Example:
+        >>> trained_weights("nuscenes") is None
+        True
+    """
+    path = Path(__file__).parent / "weights" / f"{config}.safetensors"
+    return path if path.is_file() else None
+
+
+def named_weights(weights: Path | str | None, config: str) -> Path | None:
+    """The file that `--weights` means: "trained" the package's own, "random" none, else a path.
+
+    Raises:
+        InputError: "trained" for a configuration that the package has no weights for.
+    """
+    if weights is None or str(weights) == "random":
+        return None
+    if str(weights) != "trained":
+        return Path(weights)
+    path = trained_weights(config)
+    if path is None:
+        raise InputError(
+            f"--weights trained: the package has none for config {config!r}; give a file that "
+            "`bevfusion-quant train` wrote, or another checkpoint"
+        )
+    return path
 
 
 def random_weights(model: BEVFusion, *batch: Any, seed: int = 0) -> None:

@@ -5,10 +5,26 @@ from __future__ import annotations
 from typing import Any
 
 from bevquant_export.lint._calibration import note_calibration
+from bevquant_export.lint._cli import main
+from bevquant_export.lint._engine_layers import match_layers, read_engine_layers
 from bevquant_export.lint._lint import lint_onnx, rules
+from bevquant_export.lint._predict import LayerPrediction, predict_layers
 from bevquant_export.lint._rule import Finding, Rule
 
-__all__ = ["RULES", "TARGETS", "Finding", "Rule", "lint_onnx", "note_calibration", "rules"]
+__all__ = [
+    "RULES",
+    "TARGETS",
+    "Finding",
+    "LayerPrediction",
+    "Rule",
+    "lint_onnx",
+    "main",
+    "match_layers",
+    "note_calibration",
+    "predict_layers",
+    "read_engine_layers",
+    "rules",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+import textwrap
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
-from bevquant_export.lint._engine_layers import match_layers, read_engine_layers
+from bevquant_export.lint._engine_layers import LayerMatch, match_layers, read_engine_layers
 from bevquant_export.lint._lint import lint_onnx, rules
 from bevquant_export.lint._predict import predict_layers
-from bevquant_export.lint._render import (
-    as_json,
-    findings_table,
-    layers_json,
-    layers_table,
-    rules_table,
-)
-from bevquant_export.lint._rule import quoted
+from bevquant_export.lint._rule import Finding, Rule, quoted
 from bevquant_export.targets._cpu import CPUS
-from bevquant_export.targets._registry import find_target, target_names
+from bevquant_export.targets._registry import find_target, target_names, targets
 
 __all__ = ["main"]
 
@@ -84,3 +81,103 @@ def _layers(file: Path, target: str, against: Path | None, as_text: bool) -> int
     matches = match_layers(predicted, engine or ())
     print(layers_json(matches) if as_text else layers_table(matches, engine is not None))
     return int(any(match.agrees is False for match in matches))
+
+
+_WIDTH = 100
+
+
+def findings_table(findings: Sequence[Finding], name: str, target: str) -> str:
+    """One block a finding, and a line that counts them.
+
+    Example:
+        >>> one = Finding("SPC002", "error", "conv0", "it has 2 inputs", "write the bias")
+        >>> print(findings_table([one], "x.onnx", "libspconv"))
+        RULE    SEVERITY  NODE
+        SPC002  error     conv0
+                          it has 2 inputs
+                          → write the bias
+        x.onnx for libspconv: 1 error, 0 warnings
+    """
+    lines = ["RULE    SEVERITY  NODE"] if findings else []
+    for finding in findings:
+        lines.append(f"{finding.id:<8}{finding.severity:<10}{finding.node}")
+        lines += _indented(finding.reason, 18)
+        lines += _indented("→ " + finding.remedy, 18)
+    errors = sum(finding.severity == "error" for finding in findings)
+    warnings = len(findings) - errors
+    lines.append(
+        f"{name} for {target}: {errors} error{'s' * (errors != 1)}, "
+        f"{warnings} warning{'s' * (warnings != 1)}"
+    )
+    return "\n".join(lines)
+
+
+def rules_table(rules: Sequence[Rule]) -> str:
+    """Every rule: id, severity, targets, what a file must be, what to do."""
+    lines = ["RULE    SEVERITY  TARGETS"]
+    for rule in rules:
+        lines.append(f"{rule.id:<8}{rule.severity:<10}{', '.join(_targets(rule))}")
+        lines += _indented(rule.means, 18)
+        lines += _indented("→ " + rule.remedy, 18)
+    return "\n".join(lines)
+
+
+def as_json(items: Sequence[Finding | Rule]) -> str:
+    """A list of objects with the fields of `Finding` or `Rule`."""
+    told = [
+        asdict(item) | ({"targets": _targets(item)} if isinstance(item, Rule) else {})
+        for item in items
+    ]
+    return json.dumps(told, indent=2, ensure_ascii=False)
+
+
+def layers_table(matches: Sequence[LayerMatch], against: bool) -> str:
+    """One line a layer: predicted type, the engine's where there is one, and the reason."""
+    lines = ["PREDICTED " + ("ENGINE    " if against else "") + "LAYER"]
+    for match in matches:
+        item = match.predicted
+        told = f"{item.runs:<10}"
+        if against:
+            told += f"{_engine(match):<10}"
+        mark = "" if match.agrees is not False else "  ← other than predicted"
+        lines.append(f"{told}{quoted(item.name, plain=True)} ({quoted(item.op, plain=True)}){mark}")
+        more = "; ".join((item.reason, *(f"reformat: {text}" for text in item.reformats)))
+        lines += _indented(more, len(told) + 2)
+    counts = Counter(match.predicted.runs for match in matches if not match.predicted.into)
+    told = ", ".join(f"{count} in {runs}" for runs, count in sorted(counts.items()))
+    lines.append(f"predicted kernels: {told or 'none'}")
+    if against:
+        known = [match for match in matches if match.agrees is not None]
+        wrong = sum(match.agrees is False for match in known)
+        lines.append(
+            f"engine: {len(known)} of {len(matches)} layers found with their types, {wrong} other "
+            "than predicted"
+        )
+    return "\n".join(lines)
+
+
+def layers_json(matches: Sequence[LayerMatch]) -> str:
+    """A list of objects: the prediction's fields, and ``engine`` with the layer's or null."""
+    told = [
+        asdict(m.predicted)
+        | {"engine": None if m.layer is None else asdict(m.layer), "agrees": m.agrees}
+        for m in matches
+    ]
+    return json.dumps(told, indent=2, ensure_ascii=False)
+
+
+def _engine(match: LayerMatch) -> str:
+    if match.layer is None:
+        return "-"
+    return quoted(match.layer.runs or "not told", plain=True)
+
+
+def _targets(rule: Rule) -> list[str]:
+    """Names of the targets that a rule holds for."""
+    return [target.name for target in targets() if target.holds(rule)]
+
+
+def _indented(text: str, by: int) -> list[str]:
+    return textwrap.wrap(
+        text, _WIDTH, initial_indent=" " * by, subsequent_indent=" " * by, break_long_words=True
+    )

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bevquant_export.lint._rule import Finding, Rule
-from bevquant_export.lint._wire import wire_problem
 from bevquant_quantizers.documents import read_content
 
 if TYPE_CHECKING:
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
 __all__ = ["EMPTY", "UNREADABLE", "load_model", "read_model"]
 
 _MOST_BYTES = 2**31 - 1
-
 UNREADABLE = Rule(
     "ONX001",
     "error",
@@ -98,3 +96,88 @@ def _decoded(data: bytes) -> onnx.ModelProto | Finding:
     if not model.graph.node:
         return EMPTY.found("file", "the graph has no node")
     return model
+
+
+_MOST_FIELDS = 500_000
+_DEEPEST = 100
+_VARINT, _BYTES = 0, 2
+
+# Bytes by wire type; None where a number in the file says it.
+_SIZES: dict[int, int | None] = {_VARINT: None, 1: 8, _BYTES: None, 5: 4}
+
+
+def wire_problem(data: bytes, descriptor: Any) -> str | None:
+    r"""Say what is wrong with an encoded message, or None.
+
+    An empty submessage takes two bytes in a file and more than a hundred in memory, so the fields
+    are counted first; what is too deep for a recursive reader is found without recursion; text
+    that is not UTF-8 is found here, and not when its name is first printed.
+
+    Args:
+        data: The encoded message.
+        descriptor: Descriptor of its type, ``onnx.ModelProto.DESCRIPTOR``.
+
+    Returns:
+        A sentence with the offset, or None for a message that may be decoded.
+
+    Example:
+        >>> import onnx
+        >>> wire_problem(b"\x3a\x05abc", onnx.ModelProto.DESCRIPTOR)
+        'the field at byte 0 claims 5 bytes where 3 are left: the file is cut short'
+    """
+    fields: dict[str, dict[int, Any]] = {}
+    outer = [(descriptor, 0, len(data))]
+    count = 0
+    while outer:
+        kind, at, end = outer.pop()
+        known = fields.get(kind.full_name)
+        if known is None:
+            known = fields[kind.full_name] = dict(kind.fields_by_number)
+        while at < end:
+            start = at
+            count += 1
+            if count > _MOST_FIELDS:
+                return f"more than {_MOST_FIELDS:,} fields: no network has so many"
+            tag, at = _varint(data, at, end)
+            field = known.get(tag >> 3)
+            wire = tag & 7
+            if at < 0 or tag >> 3 == 0 or wire not in _SIZES:
+                return f"no field can begin at byte {start}: the file is damaged or no ONNX file"
+            size = _SIZES[wire]
+            if size is None:
+                size, at = _varint(data, at, end)
+                size = 0 if wire == _VARINT else size
+            if at < 0:
+                return f"the field at byte {start} has no end: the file is damaged or cut short"
+            if size > end - at:
+                claim = f"claims {size} bytes where {end - at} are left"
+                return f"the field at byte {start} {claim}: the file is cut short"
+            if field is not None and wire == _BYTES:
+                if field.type == field.TYPE_MESSAGE:
+                    if len(outer) >= _DEEPEST - 1:
+                        return f"messages are nested more than {_DEEPEST} deep at byte {at}"
+                    outer += [(kind, at + size, end), (field.message_type, at, at + size)]
+                    break
+                if field.type == field.TYPE_STRING:
+                    try:
+                        data[at : at + size].decode("utf-8")
+                    except UnicodeDecodeError:
+                        return f"the text {field.name} at byte {at} is not UTF-8"
+                elif field.type != field.TYPE_BYTES and kind.name != "TensorProto":
+                    # A list packed into one field is as many numbers as that.
+                    count += size
+            at += size
+    return None
+
+
+def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
+    """Read an integer; a place of −1 where it does not end in time."""
+    value = shift = 0
+    while at < end and shift < 70:
+        byte = data[at]
+        at += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, at
+        shift += 7
+    return 0, -1

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING
 
+from bevquant_quantizers import plugins
+
 if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
     from bevquant_export.targets._target import Target
 
 __all__ = ["ENTRY_POINTS", "find_target", "register_target", "target_names", "targets"]
@@ -65,8 +68,7 @@ def register_target(target: Target) -> None:
 @cache
 def _loaded() -> tuple[Target, ...]:
     found: dict[int, Target] = {}
-    entries = [entry for group in reversed(ENTRY_POINTS) for entry in entry_points(group=group)]
-    for entry in sorted(entries, key=lambda e: not e.module.startswith("bevquant_export.")):
+    for entry in plugins.installed(*reversed(ENTRY_POINTS), own="bevquant_export"):
         target = _load(entry)
         found[id(target)] = target
     _check(tuple(found.values()))
@@ -74,13 +76,7 @@ def _loaded() -> tuple[Target, ...]:
 
 
 def _load(entry: EntryPoint) -> Target:
-    try:
-        target: Target = entry.load()
-    except (ImportError, AttributeError) as error:
-        raise ImportError(
-            f"target {entry.name!r}: its entry point {entry.value} cannot be loaded: {error}; "
-            "repair or remove the package that declares it"
-        ) from error
+    target: Target = plugins.load(entry, f"target {entry.name!r}")
     names = (target.name, *target.aliases)
     if entry.name not in names:
         raise ValueError(

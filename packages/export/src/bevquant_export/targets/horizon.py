@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from bevquant_export.dense._profile import Profile
-from bevquant_export.lint import _horizon, _horizon_limits
+from bevquant_export.lint import _horizon_limits
+from bevquant_export.lint._graph import Graph, Node
+from bevquant_export.lint._qdq import Pairs, Step
+from bevquant_export.lint._rule import Finding, Rule, Severity, quoted
+from bevquant_export.lint._tensors import shape_of
 from bevquant_export.targets._target import LintFile
 from bevquant_export.targets.qdq import QdqTarget
 
@@ -19,12 +24,210 @@ if TYPE_CHECKING:
 
 __all__ = ["HORIZON"]
 
+_ONLY = ("horizon",)
+
+
+def _rule(number: int, means: str, remedy: str, severity: Severity = "error") -> Rule:
+    return Rule(f"HRZ{number:03}", severity, means, remedy, _ONLY)
+
+
+OPSET = _rule(1, "the opset is 11", "export with opset 11 (13 is for running the file elsewhere)")
+INTEGRATED = _rule(
+    2,
+    "no operator is one that the toolchain's list marks as not integrated",
+    "write it with other operators, or keep it outside of the file",
+)
+AXIS = _rule(
+    3,
+    "QuantizeLinear and DequantizeLinear have no axis: there is none in opset 11",
+    "leave the attribute out; the mapper takes the axis of the output channels",
+)
+ZERO = _rule(4, "zero points are 0", "quantize symmetrically")
+INT8 = _rule(5, "zero points are there, and INT8", "write an INT8 zero, not the default of UINT8")
+SCALE = _rule(
+    6,
+    "scales are constants of shape [1], or [C] for a weight with C output channels",
+    "write the scale as a list, and per channel for weights alone",
+)
+PAIR = _rule(
+    7,
+    "QuantizeLinear is followed by DequantizeLinear alone, and that follows no other node",
+    "write both nodes for each fake-quant",
+)
+WEIGHT = _rule(
+    8,
+    "weights stay float, through QuantizeLinear and DequantizeLinear",
+    "write the float weight, and both nodes behind it",
+)
+NAMES = _rule(
+    9,
+    "nodes are named <OpType>_<number>",
+    "name them so: run_on_cpu takes these names",
+)
+FLOAT_CONV = _rule(
+    10,
+    "a float conv that reads a quantized tensor is in run_on_cpu",
+    "list its name in run_on_cpu: the mapper would quantize it all the same",
+)
+SETTINGS = _rule(
+    11,
+    "the mapper's YAML, which names the file as onnx_model, lies next to it",
+    "write the settings into the same folder; hb_mapper makertbin reads them",
+    "warning",
+)
+RULES = (OPSET, INTEGRATED, AXIS, ZERO, INT8, SCALE, PAIR, WEIGHT, NAMES, FLOAT_CONV, SETTINGS)
+
+# "Not yet integrated" in the list of supported ONNX operators, HorizonRDK/rdk_x3_doc,
+# docs/toolchain_development/intermediate/supported_op_list.md.
+_NOT_INTEGRATED = {
+    *("BitShift", "Celu", "Compress", "ConcatFromSequence", "ConvInteger", "Det", "Einsum"),
+    *("DynamicQuantizeLinear", "Hardmax", "If", "IsInf", "IsNaN", "Loop", "MatMulInteger", "Mean"),
+    *("MeanVarianceNormalization", "Mod", "Multinomial", "QLinearConv", "QLinearMatMul"),
+    *("RandomNormal", "RandomNormalLike", "Scan", "Scatter", "SequenceAt", "SequenceConstruct"),
+    *("SequenceEmpty", "SequenceErase", "SequenceInsert", "SequenceLength", "Shrink"),
+    *("SplitToSequence", "StringNormalizer", "TfIdfVectorizer", "Unique", "Xor"),
+}
+
+# What hands a quantized tensor on as it is.
+_PASS = ("Relu", "MaxPool", "Identity", "Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze")
+_MOST_YAML_FILES, _MOST_YAML_BYTES = 64, 2**16
+
+
+def check_opset(opsets: Mapping[str, int]) -> Iterator[Finding]:
+    """Check the opset of the standard operators."""
+    if "" in opsets and opsets[""] != 11:
+        yield OPSET.found("file", f"the opset is {opsets['']}")
+
+
+def check_horizon(pairs: Pairs, path: Path) -> Iterator[Finding]:
+    """Check one graph, and for the main one the settings in its folder."""
+    graph = pairs.graph
+    if graph.is_function:
+        yield INTEGRATED.found(graph.where, "functions are not integrated")
+        return
+    for node in graph.nodes:
+        if node.op in _NOT_INTEGRATED and not node.domain:
+            yield INTEGRATED.found(node.name, f"{node.op} is not integrated")
+        number = node.own_name.removeprefix(node.op + "_")
+        if number == node.own_name or not re.fullmatch("[0-9]{1,9}", number):
+            yield NAMES.found(
+                node.name, f"a node {quoted(node.op)} has the name {quoted(node.own_name)}"
+            )
+    for step in pairs.steps:
+        yield from _step(pairs, step)
+    floats = _float_convs(pairs)
+    if graph.outer is None:
+        settings = _settings(path)
+        if settings is None:
+            yield SETTINGS.found("file", f"no YAML in the folder has onnx_model {path.name!r}")
+        listed = _run_on_cpu(settings or "")
+        shown = sorted(listed)[:6] or "no name"
+        for node in floats:
+            if node.own_name not in listed:
+                yield FLOAT_CONV.found(node.name, f"run_on_cpu has {shown}")
+
+
+def _step(pairs: Pairs, step: Step) -> Iterator[Finding]:
+    node, graph = step.node, pairs.graph
+    if node.domain == "" and "axis" in node.attributes:
+        yield AXIS.found(node.name, f"its axis is {node.integer('axis')}")
+    if step.zero is not None and np.any(step.zero != 0):
+        yield ZERO.found(node.name, f"a zero point is {step.zero.flat[step.zero.argmax()]}")
+    if step.zero_type != 3 and not _unmade(graph, node.input(2)):
+        came = f"of data type {step.zero_type}" if step.zero_type else "missing or computed"
+        yield INT8.found(node.name, f"its zero point is {came}")
+    yield from _scale(graph, step)
+    users = graph.users(node)
+    if step.quantizes:
+        others = [user.name for user in users if not _ends(user)]
+        if others or not users or not graph.given_away.isdisjoint(node.outputs):
+            who = ", ".join(map(quoted, others[:3])) or "the graph's output or nobody"
+            yield PAIR.found(node.name, f"it is read by {who}")
+    elif step.constant is not None and pairs.made(node.input(0)) is None:
+        yield WEIGHT.found(node.name, "it reads integers that the file holds")
+    elif pairs.made(node.input(0)) is None and not _unmade(graph, node.input(0)):
+        yield PAIR.found(node.name, "it follows no QuantizeLinear")
+
+
+def _ends(node: Node) -> bool:
+    return node.op in ("DequantizeLinear", "HzDequantize")
+
+
+def _unmade(graph: Graph, name: str) -> bool:
+    """Whether a name is read that nothing gives, which the rules of structure say."""
+    return bool(name) and name not in graph.producers and not graph.sees(name)
+
+
+def _scale(graph: Graph, step: Step) -> Iterator[Finding]:
+    node = step.node
+    if step.scale is None:
+        if not _unmade(graph, node.input(1)) and graph.constant(node.input(1)) is None:
+            yield SCALE.found(node.name, "its scale is computed")
+        return
+    shape = list(step.scale.shape)
+    if shape == [1]:
+        return
+    dims = shape_of(step.constant) if step.constant is not None else []
+    ends = graph.users(node) if step.quantizes else [node]
+    readers = [user.op for end in ends for user in graph.users(end)]
+    axis = 1 if "ConvTranspose" in readers else 0
+    channels = dims[axis] if len(dims) > axis else None
+    if len(shape) != 1 or shape[0] != channels:
+        of = f"a weight {dims[:6]}" if dims else "an activation"
+        yield SCALE.found(node.name, f"its scale has shape {shape[:6]}, for {of}")
+
+
+def _float_convs(pairs: Pairs) -> list[Node]:
+    """Convs with a float weight that read a quantized tensor, as it is or handed on."""
+    graph, found = pairs.graph, []
+    quantized: set[str] = set()
+    for node in graph.nodes:
+        step = pairs.dequantized(node.outputs[0]) if node.outputs else None
+        if step is not None and step.constant is None:
+            quantized.update(node.outputs[:1])
+        if node.domain or node.input(0) not in quantized:
+            continue
+        if node.op in _PASS:
+            quantized.update(node.outputs[:1])
+        elif node.op in ("Conv", "ConvTranspose", "Gemm", "MatMul") and (
+            graph.constant(node.input(1)) is not None
+        ):
+            found.append(node)
+    return found
+
+
+def _settings(path: Path) -> str | None:
+    """Text of the YAML file in the folder that names this file."""
+    try:
+        found = sorted(p for p in path.parent.iterdir() if p.suffix in (".yaml", ".yml"))
+    except OSError:
+        return None
+    # The file of the same name first.
+    found.sort(key=lambda p: p.stem != path.stem)
+    for candidate in found[:_MOST_YAML_FILES]:
+        try:
+            if not candidate.is_file():
+                continue
+            with candidate.open("rb") as file:
+                text = file.read(_MOST_YAML_BYTES).decode("utf-8", "replace")
+        except OSError:
+            continue
+        named = re.search(r"^\s*onnx_model\s*:\s*[\"']?([^\"'\n#]*)", text, re.MULTILINE)
+        if named is not None and Path(named.group(1).strip()).name == path.name:
+            return text
+    return None
+
+
+def _run_on_cpu(settings: str) -> set[str]:
+    found = re.search(r"^\s*run_on_cpu\s*:\s*[\"']?([^\"'\n#]*)", settings, re.MULTILINE)
+    return {name.strip() for name in found.group(1).split(";")} - {""} if found else set()
+
 
 class _Horizon(QdqTarget):
     name, title, aliases = "horizon", "BPU", ("bpu",)
     sparse = "portable"
     domains = frozenset({"horizon"})
-    rules = (*_horizon.RULES, *_horizon_limits.RULES)
+    rules = (*RULES, *_horizon_limits.RULES)
     unverified = ("hb_mapper was not at hand: the rules follow its documents",)
     form = Profile(
         "horizon", 11, np.int8, 0, "float",
@@ -35,12 +238,12 @@ class _Horizon(QdqTarget):
 
     def lint(self, file: LintFile) -> Iterator[Finding]:
         """The operator set, then what every graph is asked."""
-        yield from _horizon.check_opset(file.graphs[0].opsets)
+        yield from check_opset(file.graphs[0].opsets)
         yield from super().lint(file)
 
     def lint_pairs(self, pairs: Pairs, file: LintFile) -> Iterator[Finding]:
         """Forms, places and names, the settings beside the file, sizes."""
-        yield from _horizon.check_horizon(pairs, file.path)
+        yield from check_horizon(pairs, file.path)
         yield from _horizon_limits.check_limits(pairs)
 
     def commands(self, path: Path, *, quantized: bool = True) -> tuple[str, ...]:

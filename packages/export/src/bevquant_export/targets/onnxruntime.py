@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bevquant_export.dense._profile import Profile
-from bevquant_export.lint import _onnxruntime
+from bevquant_export.lint._graph import Graph, Node
+from bevquant_export.lint._qdq import Pairs, Step
+from bevquant_export.lint._rule import Finding, Rule, quoted
 from bevquant_export.targets._target import LintFile
 from bevquant_export.targets.qdq import QdqTarget
 
@@ -19,13 +21,138 @@ if TYPE_CHECKING:
 
 __all__ = ["ONNXRUNTIME"]
 
+_ONLY = ("onnxruntime",)
+_ADVICE = "use zero point 128, UINT8, for activations"
+
+
+def _rule(number: int, means: str, remedy: str) -> Rule:
+    return Rule(f"ORT{number:03}", "warning", means, remedy, _ONLY)
+
+
+FLOAT = _rule(
+    1,
+    "between a quantized conv and its ReLU stands a pair, unless the zero point is the least "
+    "integer: else conv and ReLU run in float",
+    "put a pair with the scale of the ReLU's own before the ReLU",
+)
+INT8 = _rule(
+    2,
+    "activations are UINT8: INT8 pairs with several readers, or behind a ReLU, run in float on x86",
+    f"{_ADVICE} (or set session.qdqisint8allowed=1, which runs them in integers)",
+)
+SCALES = _rule(
+    3,
+    "the pairs before and after a ReLU have one scale and zero point",
+    "write the scale of the later pair into the earlier one",
+)
+MIXED = _rule(
+    4,
+    "in a file for any CPU, weights next to UINT8 activations are UINT8 with zero point 128: UINT8 "
+    "times INT8 saturates on x86 without VNNI",
+    "write them so (w + 128), or say that the file is for CPUs with VNNI (--cpu vnni)",
+)
+SIGNED = _rule(
+    5,
+    "MatMulInteger and ConvInteger do not multiply INT8 with INT8: exact, but four times slower",
+    "add 128 to both, and make both UINT8 with zero point 128",
+)
+BIAS = _rule(
+    6,
+    "biases are float, or INT32 in steps of data scale times weight scale: else the conv runs in "
+    "float",
+    "write the bias in float, which the runtime quantizes itself, or in the steps of the sums",
+)
+SLOW = _rule(
+    7,
+    "in a file for CPUs with VNNI, weights are INT8 with zero point 0: UINT8 ones miss the fast "
+    "kernels, and are slower than float32",
+    "write them so (w - 128), which are the same integers (export --cpu vnni)",
+)
+RULES = (FLOAT, INT8, SCALES, MIXED, SIGNED, BIAS, SLOW)
+_LEAST = {2: 0, 3: -128}
+
+
+def check_onnxruntime(pairs: Pairs, cpu: str) -> Iterator[Finding]:
+    """Check one graph of a file that shall run on such CPUs."""
+    graph = pairs.graph
+    for node in graph.nodes:
+        if node.op == "Relu":
+            yield from _relu(pairs, node)
+        elif node.op in ("Conv", "Gemm"):
+            yield from _bias(pairs, node)
+        elif node.op in ("MatMulInteger", "ConvInteger"):
+            yield from _integers(graph, node, cpu)
+        if node.op in ("Conv", "Gemm", "MatMul"):
+            data, weight = (pairs.dequantized(node.input(slot)) for slot in (0, 1))
+            if data and weight and weight.constant is not None:
+                types = [_integer_type(data), _integer_type(weight)]
+                yield from _weights(node, types, cpu)
+    for step in pairs.steps:
+        if step.quantizes and step.constant is None and step.zero_type == 3:
+            yield INT8.found(step.node.name, "it makes INT8 of an activation")
+
+
+def _integer_type(step: Step) -> int:
+    """Data type of the integers that a step reads or makes, UINT8 where nothing is said."""
+    return step.zero_type or (
+        step.constant.data_type if step.constant is not None and not step.quantizes else 2
+    )
+
+
+def _bias(pairs: Pairs, node: Node) -> Iterator[Finding]:
+    data, weight, bias = (pairs.dequantized(node.input(slot)) for slot in (0, 1, 2))
+    if bias is None:
+        return
+    x, w, b = (step.scale if step is not None else None for step in (data, weight, bias))
+    if x is not None and w is not None and b is not None and x.size == 1 and b.size in (1, w.size):
+        if w.size and np.allclose(b.ravel(), float(x.flat[0]) * w.ravel(), rtol=1e-5, atol=0):
+            return
+    yield BIAS.found(node.name, f"its bias comes from {quoted(bias.node.name)}, in other steps")
+
+
+def _relu(pairs: Pairs, node: Node) -> Iterator[Finding]:
+    after = pairs.quantizers(node)
+    conv = pairs.graph.producer(node.input(0), "Conv")
+    if conv is not None and pairs.is_quantized(conv, "Conv"):
+        for step in after:
+            # INT8 is not fused at all, which is said at the pair.
+            least = step.zero is None or bool((step.zero == _LEAST.get(step.zero_type, 0)).all())
+            if not least and step.zero_type != 3:
+                yield FLOAT.found(node.name, f"it stands right behind {quoted(conv.name)}")
+    before = pairs.dequantized(node.input(0))
+    if before is not None and before.constant is None:
+        for step in after:
+            if not step.same(before):
+                yield SCALES.found(
+                    node.name, f"{quoted(before.node.name)} and {quoted(step.node.name)} differ"
+                )
+
+
+def _weights(node: Node, types: list[int], cpu: str) -> Iterator[Finding]:
+    """Whether the types of data and weight are those for the CPU."""
+    if types == [2, 3] and cpu == "any":
+        yield MIXED.found(node.name, "its data are UINT8, its weight INT8")
+    elif types == [2, 2] and cpu == "vnni":
+        yield SLOW.found(node.name, "its weight is UINT8, as its data")
+
+
+def _integers(graph: Graph, node: Node, cpu: str) -> Iterator[Finding]:
+    types = []
+    for slot in (0, 1):
+        tensors = (graph.constant(node.input(slot)), graph.constant(node.input(slot + 2)))
+        types.append(next((t.data_type for t in tensors if t is not None), 0))
+    if types == [3, 3]:
+        yield SIGNED.found(node.name, "both its operands are INT8")
+    else:
+        yield from _weights(node, types, cpu)
+
 
 class _OnnxRuntime(QdqTarget):
     name, title = "onnxruntime", "ONNX Runtime"
     sparse = "portable"
     quantized_outputs = True
     domains = frozenset({"com.microsoft", "ai.onnx.ml"})
-    rules = _onnxruntime.RULES
+    rules = RULES
     weights = ("uint8", "int8")
     # What lies between uint8 with zero point 128 is fused; a ReLU on int8 or behind such a zero
     # point is a float one, where Clip runs on uint8.
@@ -39,7 +166,7 @@ class _OnnxRuntime(QdqTarget):
 
     def lint_pairs(self, pairs: Pairs, file: LintFile) -> Iterator[Finding]:
         """In which integers, and where, pairs must stand to run as integers."""
-        yield from _onnxruntime.check_onnxruntime(pairs, file.cpu)
+        yield from check_onnxruntime(pairs, file.cpu)
 
     def commands(self, path: Path, *, quantized: bool = True) -> tuple[str, ...]:
         """One line of Python."""

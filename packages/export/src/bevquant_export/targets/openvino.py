@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bevquant_export.lint import _openvino
+from bevquant_export.lint._qdq import Pairs, Step
+from bevquant_export.lint._rule import Finding, Rule
 from bevquant_export.targets._target import LintFile
 from bevquant_export.targets.onnxruntime import ONNXRUNTIME
 from bevquant_export.targets.qdq import QdqTarget
@@ -19,18 +20,70 @@ if TYPE_CHECKING:
 __all__ = ["OPENVINO"]
 
 
+def _rule(number: int, means: str, remedy: str) -> Rule:
+    return Rule(f"OVN{number:03}", "warning", means, remedy, ("openvino",))
+
+
+WEIGHTS = _rule(
+    1,
+    "weights are INT8 with zero point 0: others make the layer run in float",
+    "write them so (w - 128 of UINT8 with zero point 128): the same integers (weights='int8')",
+)
+DATA = _rule(
+    2,
+    "what a layer with quantized weights reads is quantized, with one scale: else it runs in float",
+    "calibrate the quantizer in front of it, per tensor, or leave the layer float",
+)
+TRANSPOSED = _rule(
+    3,
+    "a transposed convolution whose windows lie side by side is written as one of 1×1 and a "
+    "DepthToSpace: faster, and with a scale for each channel",
+    "export it again with profile='openvino'",
+)
+RULES = (WEIGHTS, DATA, TRANSPOSED)
+_INT8 = 3
+
+
+def check_openvino(pairs: Pairs) -> Iterator[Finding]:
+    """Check one graph."""
+    for node in pairs.graph.nodes:
+        if node.op not in ("Conv", "ConvTranspose", "Gemm", "MatMul"):
+            continue
+        weight = pairs.dequantized(node.input(1))
+        if weight is None or weight.constant is None:
+            continue
+        if not _is_signed(weight):
+            yield WEIGHTS.found(node.name, "its weight is UINT8 or has a zero point")
+        data = pairs.dequantized(node.input(0))
+        if data is None:
+            yield DATA.found(node.name, "its weight is quantized, and its data are not")
+        elif data.per_channel:
+            yield DATA.found(node.name, "its data have several scales")
+        strides = node.integers("strides")
+        side_by_side = bool(strides) and strides == node.integers("kernel_shape")
+        if node.op == "ConvTranspose" and side_by_side and not any(node.integers("pads")):
+            yield TRANSPOSED.found(node.name, f"its kernel and its strides are {strides}")
+
+
+def _is_signed(step: Step) -> bool:
+    kind = step.zero_type or (step.constant.data_type if step.constant is not None else 0)
+    zero = step.zero is None or not step.zero.any()
+    # A float weight behind both nodes of a pair is what the pair makes of it.
+    return kind in (_INT8, 1) and zero
+
+
 class _OpenVino(QdqTarget):
     name, title = "openvino", "OpenVINO"
     sparse = "portable"
     quantized_outputs = True
-    rules = _openvino.RULES
+    rules = RULES
     weights = ("int8", "uint8")
     form = replace(ONNXRUNTIME.form, name="openvino", weight="int8", runner="openvino")
 
     def lint_pairs(self, pairs: Pairs, file: LintFile) -> Iterator[Finding]:
         """Which convolutions its plugin takes as integers."""
         del file
-        yield from _openvino.check_openvino(pairs)
+        yield from check_openvino(pairs)
 
     def commands(self, path: Path, *, quantized: bool = True) -> tuple[str, ...]:
         """One line of Python."""

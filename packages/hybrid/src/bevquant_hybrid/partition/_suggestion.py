@@ -9,7 +9,13 @@ from typing import Any
 
 import msgspec
 
-from bevquant_quantizers.documents import DocumentError, Finite, JsonDocument, parse_json
+from bevquant_quantizers.documents import (
+    DocumentError,
+    Finite,
+    JsonDocument,
+    parse_json,
+    text_table,
+)
 
 __all__ = ["CpuMove", "CpuSuggestion"]
 
@@ -105,7 +111,7 @@ class CpuSuggestion(JsonDocument):
             f"estimated time {self.start_milliseconds:.3g} -> "
             f"{self.start_milliseconds + self.added_milliseconds:.3g} ms"
         )
-        lines = [title, *_table(self.rows), _NOTE]
+        lines = [title, _table(self.rows), _NOTE]
         if self.as_given != self.start:
             before = f"With hybrid=True alone the model goes from {self.as_given:.2f} to "
             lines.insert(1, f"{before}{self.start:.2f}: some operators must run on the CPU then.")
@@ -163,7 +169,7 @@ class _Document(msgspec.Struct):
     hybrid_dict: Any = None
 
 
-def _table(rows: tuple[CpuMove, ...]) -> list[str]:
+def _table(rows: tuple[CpuMove, ...]) -> str:
     head = ["", "layer", "alone", "metric", "ms", "bytes", "reason"]
     cells = [head]
     for number, row in enumerate(rows, 1):
@@ -178,11 +184,4 @@ def _table(rows: tuple[CpuMove, ...]) -> list[str]:
                 row.reason,
             ]
         )
-    widths = [max(len(line[i]) for line in cells) for i in range(len(head))]
-    return [
-        "  ".join(
-            cell.rjust(width) if 2 <= i <= 5 else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in cells
-    ]
+    return text_table(cells, right=range(2, 6))

@@ -7,6 +7,7 @@ from html import escape
 from typing import Any
 
 from bevquant_hybrid.performance._estimate import LayerEstimate
+from bevquant_quantizers.documents import text_table
 
 __all__ = ["render_layers", "render_page"]
 
@@ -71,15 +72,7 @@ def render_layers(layers: Sequence[LayerEstimate]) -> str:
     rows.append(
         ["total", "", f"{operations:,}", f"{moved:,}", intensity, f"{seconds * 1e6:.1f}", ""]
     )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if 2 <= i <= 5 else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-    return "\n".join([*lines, "An estimate, not a measurement."])
+    return f"{text_table(rows, right=range(2, 6))}\nAn estimate, not a measurement."
 
 
 def render_page(summary: Mapping[str, Any], layers: Sequence[LayerEstimate]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from math import isclose
 from typing import Any
 
@@ -28,29 +28,12 @@ from bevquant_hybrid.operators import (
 from bevquant_hybrid.operators._attributes import tensors_in
 from bevquant_hybrid.operators._script_runner import find_module
 from bevquant_hybrid.performance import estimate_layers
+from bevquant_quantizers.documents import text_table
 
 __all__ = ["check_model", "violation_table"]
 
 _CAMERA_SCALE = 1 / 128
 _SELF_EVIDENT = ("Stub", ".Identity", ".Dropout", ".Dropout2d")  # their remarks hold for any model
-
-
-def text_table(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> str:
-    """Lines of cells with two blanks between columns; columns in ``right`` end together.
-
-    Example:
-        >>> print(text_table([["layer", "us"], ["conv", "7"]], right=[1]))
-        layer  us
-        conv    7
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if i in right else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
 
 
 def check_model(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import dataclass
+from textwrap import indent
 from typing import Any
 
 import torch
@@ -14,13 +15,13 @@ from bevquant_graph import arguments, is_sparse_tensor
 from bevquant_int8sim._backends import check_backend
 from bevquant_int8sim.model._execute import execute
 from bevquant_int8sim.model._form import ACCUMULATORS, Form, Integers
-from bevquant_int8sim.model._fuse import fuse_residuals
-from bevquant_int8sim.model._late_floats import dequantize_late
+from bevquant_int8sim.model._fuse import dequantize_late, fuse_residuals
 from bevquant_int8sim.model._program import Island, Program, Ref, Step, names_in, replaced
 from bevquant_int8sim.model._signature import bind
 from bevquant_int8sim.model._sites import Sites, SparseOutput, sites_of
 from bevquant_int8sim.model._sorted_rows import sort_rows
 from bevquant_int8sim.model._traced_source import Source
+from bevquant_quantizers.documents import text_table
 
 __all__ = ["IntegerModel", "Recorded", "Walk", "exhausted"]
 
@@ -304,18 +305,13 @@ def program_table(program: Program) -> str:
     """One line per step that computes: operation, module, result, why it is in float."""
     rows = [("op", "module", "result", "note")]
     rows += [_row(step, program) for step in program.steps if step.op not in ("host", "constant")]
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    lines = [
-        "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]).rstrip()
-        for row in rows
-    ]
     islands = program.islands
     title = f"IntegerModel: {len(rows) - 1} steps, {len(islands)} float island"
     title += "s" * (len(islands) != 1)
     if islands and program.operations:
         share = sum(island.share or 0 for island in islands)
         title += f" with {100 * share:.2g} % of the operations"
-    return "\n".join([title, *("  " + line for line in lines)])
+    return f"{title}\n{indent(text_table(rows), '  ')}"
 
 
 def _row(step: Step, program: Program) -> tuple[str, str, str, str]:

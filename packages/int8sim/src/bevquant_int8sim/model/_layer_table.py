@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
+from bevquant_quantizers.documents import text_table
+
 __all__ = ["LayerRow", "LayerTable"]
 
 _SCHEMA = 1
@@ -94,15 +96,7 @@ class LayerTable:
             "sat %", "acc bits", "",
         )  # fmt: skip
         rows = [head, *(_cells(row) for row in self.rows)]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if i < 3 or i == len(head) - 1 else cell.rjust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in rows
-        ]
-        return "\n".join([*lines, self._verdict()])
+        return f"{text_table(rows, right=range(3, len(head) - 1))}\n{self._verdict()}"
 
     def _verdict(self) -> str:
         first = self.first_departure

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from ._entropy import entropy_amax
 from ._histogram_calibrator import HistogramCalibrator
 from ._max import MaxCalibrator
-from ._search import METHODS
+from ._mse import mse_amax
+from ._search import METHODS, percentile_amax, search_amax
 from ._weights import calibrate_weights
 
-__all__ = ["METHODS", "HistogramCalibrator", "MaxCalibrator", "calibrate_weights"]
+__all__ = [
+    "METHODS",
+    "HistogramCalibrator",
+    "MaxCalibrator",
+    "calibrate_weights",
+    "entropy_amax",
+    "mse_amax",
+    "percentile_amax",
+    "search_amax",
+]

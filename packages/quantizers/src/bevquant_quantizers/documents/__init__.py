@@ -40,6 +40,7 @@ from ._json import (
     read_content,
     read_json,
 )
+from ._table import text_table
 from ._torch import read_checkpoint
 from ._write import sweep, write_folder, write_whole
 
@@ -61,6 +62,7 @@ __all__ = [
     "read_json",
     "read_tensors",
     "sweep",
+    "text_table",
     "write_arrays",
     "write_folder",
     "write_tensors",

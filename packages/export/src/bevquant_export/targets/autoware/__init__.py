@@ -15,6 +15,7 @@ from bevquant_export.targets.autoware._contract import RULES, check_contract
 from bevquant_export.targets.autoware._export import export_autoware_onnx
 from bevquant_export.targets.autoware._join import behind_encoder, join_autoware_onnx
 from bevquant_export.targets.autoware._plugin import DOMAIN, AutowareFile
+from bevquant_export.targets.autoware._reference import PLUGIN_OPERATORS, run_autoware_onnx
 
 if TYPE_CHECKING:
     from bevquant_export.lint._rule import Finding
@@ -22,13 +23,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AUTOWARE",
+    "PLUGIN_OPERATORS",
     "AutowareFile",
     "behind_encoder",
     "compare_autoware_onnx",
     "export_autoware_onnx",
     "join_autoware_onnx",
+    "run_autoware_onnx",
     "run_on_frame",
-]  # fmt: skip
+]
 
 
 def run_on_frame(path: Path, inputs: Any, permutation: tuple[int, ...]) -> dict[str, Tensor]:

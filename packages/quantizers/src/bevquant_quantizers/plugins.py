@@ -1,0 +1,49 @@
+"""What installed packages bring as entry points: targets, data sets."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+__all__ = ["installed", "load"]
+
+
+def installed(*groups: str, own: str) -> list[EntryPoint]:
+    """The entry points of some groups, those of one package first: nobody replaces its names.
+
+    Nothing is imported.
+
+    Args:
+        groups: Names of groups, in this order.
+        own: The package whose entry points come first.
+
+    Example:
+        >>> [entry.name for entry in installed("bevquant.no_such_group", own="bevquant_quantizers")]
+        []
+    """
+    found = [entry for group in groups for entry in entry_points(group=group)]
+    return sorted(found, key=lambda entry: not entry.module.startswith(f"{own}."))
+
+
+def load(entry: EntryPoint, what: str, error: type[Exception] = ImportError) -> Any:
+    """What an entry point names.
+
+    Args:
+        entry: Of `installed`.
+        what: What it is, for the error, as in "target 'mine'".
+        error: The class of the error.
+
+    Raises:
+        ImportError: It cannot be loaded; or `error`, where that is another class.
+
+    Example:
+        >>> load(EntryPoint("pi", "math:pi", "bevquant.numbers"), "number 'pi'")
+        3.141592653589793
+    """
+    try:
+        return entry.load()
+    except (ImportError, AttributeError) as reason:
+        raise error(
+            f"{what}: its entry point {entry.value} cannot be loaded: {reason}; repair or remove "
+            "the package that declares it"
+        ) from reason
