@@ -8,7 +8,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from bevquant_graph import layer_class
 from bevquant_qnn._sparse_convolution import QuantSparseConvolution
-from bevquant_sparse import is_sparse_conv
+from bevquant_sparse import is_sparse_conv, library_name
 
 __all__ = [
     "ends_in_conv",
@@ -79,7 +79,7 @@ def is_plain_chain(module: nn.Module) -> bool:
 def is_library_module(module: nn.Module) -> bool:
     """Tell whether the module's forward was written by a library, not by the model's author."""
     owner = next((cls for cls in type(module).__mro__ if "forward" in vars(cls)), nn.Module)
-    return "forward" not in vars(module) and owner.__module__.split(".")[0] in _LIBRARIES
+    return "forward" not in vars(module) and library_name(owner).split(".")[0] in _LIBRARIES
 
 
 def only_shapes(module: nn.Module) -> bool:
