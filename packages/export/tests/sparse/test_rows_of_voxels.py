@@ -224,3 +224,20 @@ def test_what_begins_a_file_is_not_read_again(nets, tmp_path):
     model = nets.calibrated(Again().eval(), [given])
     with pytest.raises(ValueError, match=r"max.*has no operator|reads a second input"):
         export_sparse_onnx(model, given, tmp_path / "a.onnx")
+
+
+def test_what_is_made_of_coordinates_is_no_input(nets, tmp_path):
+    class Places(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem = nets.spconv.SubMConv3d(5, 8, 3, indice_key="stem")
+            self.last = nn.Linear(11, 4)
+
+        def forward(self, features, coords, batch_size):
+            x = self.stem(nets.spconv.SparseConvTensor(features, coords, [12, 10, 9], batch_size))
+            return self.last(torch.cat([x.features, x.indices[:, 1:].float() * 0.1], 1))
+
+    model = nets.calibrated(Places().eval(), [nets.frame(0)])
+    reason = r"\(.*test_rows_of_voxels\.py:\d+\) reads what is made of coordinates.*export_qdq_onnx"
+    with pytest.raises(ValueError, match=reason):
+        export_sparse_onnx(model, nets.frame(0), tmp_path / "a.onnx")

@@ -29,7 +29,9 @@ def beginning(program: Any) -> Beginning | None:
     makers = {name: step for step in program.steps for name in step.outputs}
     convs = (s for s in program.steps if s.op == "sparse_conv" or is_float_conv(s))
     first = next(convs, None)
-    name = None if first is None else first.args[0].name
+    if first is None:
+        return None
+    name = first.args[0].name
     while name in makers and makers[name].op == "quantize":
         name = makers[name].args[0].name
     if name not in makers:

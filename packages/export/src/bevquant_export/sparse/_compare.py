@@ -151,9 +151,9 @@ def frame_of(integers: IntegerModel, inputs: Any) -> tuple[Tensor, Tensor, int]:
 
     integers.run(inputs, record=False, observe=see)
     features, coords = seen["features"], seen["coords"]
-    form = integers.program.values[name].form
-    if not isinstance(form, str):  # what the forward makes them of ends in integers
-        features = dequantize(features, form.scale)
+    scale = getattr(integers.program.values[name].form, "scale", None)
+    if scale is not None:  # what the forward makes them of ends in integers
+        features = dequantize(features, scale)
     return features, coords.indices, int(coords.batch_size)
 
 

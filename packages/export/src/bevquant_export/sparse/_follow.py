@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bevquant_export.sparse._beginning import Beginning, beginning, is_float_conv
-from bevquant_export.sparse._no_operator import no_operator
+from bevquant_export.sparse._no_operator import REMEDY, location, no_operator
 from bevquant_int8sim import IntegerModel
 from bevquant_int8sim.model import Step
 
@@ -139,7 +139,7 @@ class _Follower:
         outputs = tuple(self._read(name, "the model's result") for name in results)
         if not self.input:
             raise ValueError("export_sparse_onnx: nothing in the model reads voxels' features")
-        before = tuple(f"{place(s)}{_location(self.source, s)}" for s in self.before)
+        before = tuple(f"{place(s)}{location(self.source, s)}" for s in self.before)
         return Followed(tuple(self.drafts), self.input, outputs, tuple(results), before)
 
     def _coords(self) -> set[str]:
@@ -220,7 +220,7 @@ class _Follower:
             self._draft("reshape", step, 1)
             self.dense.add(step.outputs[0])
         else:
-            where = f"{place(step)}{_location(self.source, step)}"
+            where = f"{place(step)}{location(self.source, step)}"
             raise no_operator(step, where)
 
     def _pass(self, step: Step) -> None:
@@ -270,7 +270,7 @@ class _Follower:
         lost = number[number.half().float() != number]
         if len(lost):
             raise ValueError(
-                f"export_sparse_onnx: {place(step)}{_location(self.source, step)} takes "
+                f"export_sparse_onnx: {place(step)}{location(self.source, step)} takes "
                 f"{float(lost[0]):g}, which float16 does not hold, and the file holds no other "
                 f"constants: write {float(lost[0].half())!r} in its place"
             )
@@ -350,14 +350,23 @@ class _Follower:
         if name not in self.holds and name not in self.made - self.left_out:
             if self.input not in ("", name):
                 raise ValueError(
-                    f"export_sparse_onnx: {by} reads a second input; a file has one, the features "
-                    "of the voxels"
+                    f"export_sparse_onnx: {self._where(by)} reads a second input; a file has one, "
+                    "the features of the voxels. " + REMEDY
                 )
             self.input = name
             self.holds[name] = (name, False)
         if name not in self.holds:
-            raise ValueError(f"export_sparse_onnx: {by} reads a constant of the model")
+            what = "what is made of coordinates" if name in self.of_coords else "a constant"
+            raise ValueError(
+                f"export_sparse_onnx: {self._where(by)} reads {what}, and a file has one input, "
+                "the features of the voxels. " + REMEDY
+            )
         return self.holds[name]
+
+    def _where(self, by: str) -> str:
+        """A reader, and file and line where it is the step at hand."""
+        step = self.at
+        return by + (location(self.source, step) if step and by == place(step) else "")
 
 
 def _same(one: tuple[Reading, ...], other: tuple[Reading, ...]) -> bool:
@@ -368,15 +377,6 @@ def _same(one: tuple[Reading, ...], other: tuple[Reading, ...]) -> bool:
 def _along_channels(step: Step) -> bool:
     axis = step.kwargs.get("dim", step.args[1] if len(step.args) > 1 else 0)
     return axis in (1, -1) and all(hasattr(ref, "name") for ref in step.args[0])
-
-
-def _location(source: Any, step: Step) -> str:
-    """File and line of the forward."""
-    if source is None:
-        return ""
-    nodes = (n for n, forms in source.held.items() if step.outputs[0] in forms.values())
-    location = next(map(source.graph.location, nodes), "")
-    return f" ({location})" if location else ""
 
 
 def _names(value: Any) -> Iterator[str]:

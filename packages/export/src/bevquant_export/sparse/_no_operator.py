@@ -1,19 +1,21 @@
-"""What is said of a step that no operator of a file stands for."""
+"""What is said of a step that no operator of a file stands for, and where it is."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from bevquant_int8sim.model import Step
 
-__all__ = ["no_operator"]
+__all__ = ["REMEDY", "location", "no_operator"]
 
-_REMEDY = (
-    "export the model up to it, or replace it; ONNX Runtime takes the model as it is "
-    "(export_qdq_onnx, profile='onnxruntime')"
+REMEDY = (
+    "export_qdq_onnx(profile='onnxruntime') writes the model as it is; or export it up to there, "
+    "or replace that"
 )
 _NORM = (
     "bevquant_fusion.fuse_model folds a norm that alone reads a convolution, and says in `skipped` "
     "why another is left; a BatchNorm1d on voxels is written as it is, one on a dense grid has no "
-    "form here. " + _REMEDY[0].upper() + _REMEDY[1:]
+    "form here. " + REMEDY
 )
 _UNFOLLOWED = "not followed"
 _CHOICE = (
@@ -34,9 +36,18 @@ def no_operator(step: Step, where: str) -> ValueError:
     """
     if step.reason.startswith(_UNFOLLOWED):
         return ValueError(f"export_sparse_onnx: {where}: {step.reason}. {_CHOICE}")
-    remedy = _REMEDIES.get(str(step.attributes.get("what", "")), _REMEDY)
+    remedy = _REMEDIES.get(str(step.attributes.get("what", "")), REMEDY)
     return ValueError(
-        f"export_sparse_onnx: {where} has no operator in the dialects libspconv and portable "
-        "(sparse convolutions and linear layers on voxels, additions, concatenations of channels, "
-        f"ReLU, dense(), permute, reshape); {remedy}"
+        f"export_sparse_onnx: {where} has no operator in the dialects libspconv and portable. "
+        f"{remedy}. They have sparse convolutions and linear layers on voxels, additions, "
+        "concatenations of channels, ReLU, dense(), permute and reshape"
     )
+
+
+def location(source: Any, step: Step) -> str:
+    """File and line of the forward."""
+    if source is None:
+        return ""
+    nodes = (n for n, forms in source.held.items() if step.outputs[0] in forms.values())
+    location = next(map(source.graph.location, nodes), "")
+    return f" ({location})" if location else ""
