@@ -557,3 +557,19 @@ def test_a_model_that_does_not_run_is_not_told_to_be_taken_apart() -> None:
     with pytest.raises(AssertionError, match="three channels") as caught:
         capture(Checked(), torch.zeros(2, 4))
     assert re.search(r"does not run.*test_capture\.py:\d+", caught.value.__notes__[0])
+
+
+def test_what_changes_nothing_is_no_operation():
+    class Sums(nn.Module):
+        def forward(self, x, y, count):
+            return (sum([x.relu() * 1, y]) / 1.0 - 0).abs(), count / 1, y + 0
+
+    graph = capture(Sums(), (torch.randn(3, 2), torch.randn(3, 2), torch.arange(3)))
+    names = [str(node.target) for node in graph.operations]
+    assert names == [
+        "aten.relu.default",
+        "aten.add.Tensor",
+        "aten.abs.default",
+        "aten.div.Tensor",  # makes floats of integers
+        "aten.add.Tensor",  # an output is no input
+    ]

@@ -40,3 +40,18 @@ def test_nothing_to_replace_changes_nothing() -> None:
     replace_modules(model, {nn.ReLU(): nn.Sigmoid()})
     assert all(vars(model)[name] is value for name, value in before.items())
     assert torch.equal(model.first(torch.ones(1)), torch.ones(1))
+
+
+def test_containers_that_hold_themselves_or_are_held_twice_stay_so() -> None:
+    model, made = Holding(), nn.Sigmoid()
+    model.ring = [model.first]
+    model.ring.append((model.ring,))
+    model.again = model.ring
+    model.loop = {"layer": model.second}
+    model.loop["self"] = model.loop
+    loop = model.loop
+    replace_modules(model, {model.first: made})
+    assert model.ring[0] is made
+    assert model.ring[1][0] is model.ring
+    assert model.again is model.ring
+    assert model.loop is loop

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 import bevquant_qnn as qnn
 from bevquant_sparse import use_bevquant_kernels
@@ -170,3 +171,26 @@ def test_sparse_input_of_the_example_pass_keeps_its_rulebooks(spconv, sparse_net
     qnn.quantize_model(block, example_inputs=x)
     assert x.indice_dict == {}
     assert torch.equal(x.features, features)
+
+
+def test_tables_of_sparse_tensors_are_quantized_as_what_they_compute(spconv, cloud):
+    class Tables(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.convs = nn.ModuleList(spconv.SubMConv3d(4, 4, 3, indice_key="a") for _ in range(3))
+            self.add, self.join = spconv.AddTable(), spconv.JoinTable()
+            self.last = spconv.SubMConv3d(8, 4, 3, indice_key="a")
+
+        def forward(self, x):
+            made = [conv(x) for conv in self.convs]
+            return self.last(self.join([self.add(made), made[0]]))
+
+    model, x = Tables().eval(), cloud(4)
+    result = qnn.quantize_model(model, example_inputs=x)
+    paths = [item.path for item in result.quantized]
+    assert {"add.quant_add", "add.quant_add_1", "join.quant_concat"} <= set(paths)
+    assert type(model.add).__name__ == "AddTable"
+    concat = model.join.quant_concat.input_quantizer
+    assert model.last.input_quantizer is concat  # it holds the same values
+    assert model.add.quant_add.input_quantizer is concat  # the first operand is also joined
+    assert [item for item in result.skipped if "stay" in item.reason] == []

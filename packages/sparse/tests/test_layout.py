@@ -13,6 +13,7 @@ from bevquant_sparse import (
     get_weight,
     is_sparse_conv,
     layout_of,
+    library_name,
     permute_weight,
     register_layout,
     set_weight,
@@ -215,3 +216,23 @@ def test_spconv_1_inside_of_another_package(package) -> None:
     other = type("SparseConvolution", (nn.Module,), {"__module__": f"{package}.layers.conv"})
     with pytest.raises(TypeError, match="unknown"):
         layout_of(other())
+
+
+@pytest.mark.parametrize(
+    ("module", "layout"),
+    [
+        ("spconv.pytorch.conv", WeightLayout.KRSC),
+        ("plugin.ops.spconv.pytorch.conv", WeightLayout.KRSC),
+        ("spconv.conv", WeightLayout.RSCK),
+        ("plugin.ops.spconv.conv", WeightLayout.RSCK),
+        ("mmcv.ops.sparse_conv", WeightLayout.RSCK),
+        ("plugin.spconv.other.conv", None),
+        ("spconvolution.conv", None),
+    ],
+)
+def test_spconv_is_known_wherever_it_was_copied_to(module, layout):
+    conv = type("SparseConvolution", (nn.Module,), {"__module__": module})
+    assert is_sparse_conv(conv()) is (layout is not None)
+    if layout is not None:
+        assert layout_of(conv()) is layout
+        assert library_name(conv).startswith("spconv.")

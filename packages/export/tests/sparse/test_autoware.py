@@ -177,6 +177,25 @@ def test_refusals_name_what_is_wrong(nets, said, tmp_path):
     assert not (tmp_path / "a.onnx").exists()
 
 
+def test_what_makes_the_features_is_not_left_out(nets, tmp_path):
+    class Ordered(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem = nets.spconv.SubMConv3d(5, 8, 3, indice_key="stem")
+
+        def forward(self, features, coords, batch_size):
+            order = torch.argsort(coords[:, 3], stable=True)
+            given = (features[order], coords[order], list(nets.GRID), batch_size)
+            return self.stem(nets.spconv.SparseConvTensor(*given))
+
+    model = nets.calibrated(Ordered().eval(), [nets.frame(0)])
+    with pytest.raises(
+        ValueError, match=r"test_autoware\.py:\d+\) makes the features of the voxels"
+    ):
+        export_autoware_onnx(model, nets.frame(0), tmp_path / "a.onnx")
+    assert not (tmp_path / "a.onnx").exists()
+
+
 def test_integers_that_float16_does_not_carry_are_refused(nets, tmp_path):
     model = nets.encoder()
     layer = model.get_submodule("encoder_layers.encoder_layer1.0.conv1")

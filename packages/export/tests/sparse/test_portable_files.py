@@ -348,3 +348,26 @@ def test_floats_of_an_integer_file(nets, files, runtime):
     made = runtime(*inputs, mode="float")
     torch.testing.assert_close(made, wanted, rtol=1e-4, atol=1e-5)
     assert not torch.equal(made, runtime(*inputs))
+
+
+def test_drawn_voxels_may_be_more_than_the_engines_bound(nets, tmp_path):
+    """A portable file has none; the voxels that it is verified on lie apart, and spread."""
+    layers = [
+        nets.spconv.SparseConv3d(5, 4, 5, 1, padding=2),
+        nets.spconv.SparseConv3d(4, 4, 5, 1, padding=2),
+    ]
+
+    class Spreading(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nets.spconv.SparseSequential(*layers)
+
+        def forward(self, features, coords, batch_size):
+            return self.layers(
+                nets.spconv.SparseConvTensor(features, coords, [40, 40, 40], batch_size)
+            )
+
+    model = nets.calibrated(Spreading().eval(), [nets.frame(0)])
+    export_sparse_onnx(model, nets.frame(0), tmp_path / "a.onnx")
+    made = lower_to_portable(tmp_path / "a.onnx", tmp_path / "b.onnx")
+    assert made.verified == "onnxruntime"

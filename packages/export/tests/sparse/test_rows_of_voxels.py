@@ -173,3 +173,71 @@ def test_a_module_that_is_called_twice(nets, tmp_path):
     rows = compare_sparse_onnx(load_sparse_onnx(path), model, nets.frame(1))
     assert [row.path for row in rows].count("head.conv") == 2
     assert [row.node for row in rows if row.different] == []
+
+
+def test_a_file_begins_behind_what_makes_the_features(nets, tmp_path):
+    """Means over the points of a voxel, and voxels in another order, are made before it runs."""
+
+    class Voxelized(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem = nets.spconv.SubMConv3d(5, 8, 3, indice_key="stem")
+            self.down = nets.spconv.SparseConv3d(8, 6, 3, 2, padding=1)
+
+        def forward(self, points, coords, batch_size):
+            means = points.sum(1) / points.shape[1]
+            order = torch.argsort(coords[:, 3] * 100 + coords[:, 2], stable=True)
+            given = (means[order], coords[order], list(nets.GRID), batch_size)
+            x = self.down(self.stem(nets.spconv.SparseConvTensor(*given)))
+            return {"voxel_features": means, "encoded": x}
+
+    def scan(seed):
+        features, coords, batch_size = nets.frame(seed)
+        return features[:, None] * torch.tensor([0.5, 1.0, 1.5])[:, None], coords, batch_size
+
+    torch.manual_seed(0)
+    model = nets.calibrated(Voxelized().eval(), [scan(0)])
+    for dialect in ("libspconv", "portable"):
+        path = tmp_path / f"{dialect}.onnx"
+        made = export_sparse_onnx(model, scan(0), path, dialect=dialect)
+        assert any(step.startswith("sum in the model's forward") for step in made.begins_behind)
+        assert "not in the file, which takes what it makes: sum" in str(made)
+        rows = compare_sparse_onnx(load_sparse_onnx(path), model, scan(1))
+        assert [row.path for row in rows] == ["stem", "down", ""]
+        assert [row.node for row in rows if row.different] == []
+
+
+def test_what_begins_a_file_is_not_read_again(nets, tmp_path):
+    class Again(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem = nets.spconv.SubMConv3d(5, 8, 3, indice_key="stem")
+            self.last = nn.Linear(13, 4)
+
+        def forward(self, points, coords, batch_size):
+            means = points.mean(1)
+            x = self.stem(nets.spconv.SparseConvTensor(means, coords, list(nets.GRID), batch_size))
+            return self.last(torch.cat([x.features, points.amax(1)], 1))
+
+    features, coords, batch_size = nets.frame(0)
+    given = (features[:, None].repeat(1, 3, 1), coords, batch_size)
+    model = nets.calibrated(Again().eval(), [given])
+    with pytest.raises(ValueError, match=r"max.*has no operator|reads a second input"):
+        export_sparse_onnx(model, given, tmp_path / "a.onnx")
+
+
+def test_what_is_made_of_coordinates_is_no_input(nets, tmp_path):
+    class Places(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem = nets.spconv.SubMConv3d(5, 8, 3, indice_key="stem")
+            self.last = nn.Linear(11, 4)
+
+        def forward(self, features, coords, batch_size):
+            x = self.stem(nets.spconv.SparseConvTensor(features, coords, [12, 10, 9], batch_size))
+            return self.last(torch.cat([x.features, x.indices[:, 1:].float() * 0.1], 1))
+
+    model = nets.calibrated(Places().eval(), [nets.frame(0)])
+    reason = r"\(.*test_rows_of_voxels\.py:\d+\) reads what is made of coordinates.*export_qdq_onnx"
+    with pytest.raises(ValueError, match=reason):
+        export_sparse_onnx(model, nets.frame(0), tmp_path / "a.onnx")

@@ -75,3 +75,25 @@ def test_a_zyx_model_with_its_height_first_has_no_finding_either_way(nets, tmp_p
         path = tmp_path / f"{order}.onnx"
         export_sparse_onnx(model, nets.frame(0), path, model_order="zyx", order=order)
         assert [str(finding) for finding in lint_onnx(path, "libspconv")] == []
+
+
+def test_only_the_first_convolution_has_the_first_key(nets, tmp_path):
+    """A tower of other weights reads the input too, under a key of its own."""
+
+    class Towers(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one = nets.spconv.SubMConv3d(5, 8, 3, indice_key="a")
+            self.other = nets.spconv.SubMConv3d(5, 8, 5, indice_key="b")
+
+        def forward(self, features, coords, batch_size):
+            x = nets.spconv.SparseConvTensor(features, coords, list(nets.GRID), batch_size)
+            one, other = self.one(x), self.other(x)
+            return one.replace_feature(one.features + other.features)
+
+    model = nets.calibrated(Towers(), [nets.frame(0)], method="max")
+    path = tmp_path / "a.onnx"
+    export_sparse_onnx(model, nets.frame(0), path)
+    convs = [node for node in load_sparse_onnx(path).nodes if hasattr(node, "rulebook")]
+    assert [node.rulebook for node in convs] == ["subm1", "b"]
+    assert lint_onnx(path, "libspconv") == []

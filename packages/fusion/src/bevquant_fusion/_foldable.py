@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from bevquant_graph import is_library_class
 from bevquant_sparse import WeightLayout, get_weight, is_sparse_conv, layout_of
 
 _DENSE = (
@@ -19,22 +20,6 @@ _DENSE = (
     nn.ConvTranspose3d,
     nn.Linear,
 )
-# Packages whose forward of a convolution or batch norm is that, and nothing more.
-_STOCK = (
-    "torch.nn.modules",
-    "spconv.pytorch.conv",
-    "spconv.pytorch.modules",
-    "spconv.conv",
-    "spconv.modules",
-    "mmcv.ops",
-    "mmdet3d.ops",
-    "torchsparse",
-    "MinkowskiEngine",
-    "pytorch_quantization",
-    "bevquant_qnn",
-    "bevquant_sparse",
-)
-_COPIED = (".spconv.conv", ".spconv.modules")  # spconv 1 inside of another package
 _RANKS: dict[type[nn.Module], int] = {nn.BatchNorm2d: 2, nn.BatchNorm3d: 3}
 
 
@@ -142,17 +127,6 @@ def _extras(module: nn.Module, methods: tuple[str, ...]) -> str | None:
         if method in vars(module):
             return f"{name}.{method} was replaced on the instance"
         owner = next((c for c in type(module).__mro__ if method in vars(c)), None)
-        if owner is not None and not _is_stock(owner):
+        if owner is not None and not is_library_class(owner):
             return f"{owner.__module__}.{owner.__qualname__} has a {method} of its own"
     return None
-
-
-def _is_stock(owner: type) -> bool:
-    if owner.__module__.startswith(_STOCK) or owner.__module__.endswith(_COPIED):
-        return True
-    # A class registered with its weight layout is vouched for; what is derived from it is not.
-    return _is_sparse_class(owner) and not any(map(_is_sparse_class, owner.__mro__[1:]))
-
-
-def _is_sparse_class(cls: type) -> bool:
-    return issubclass(cls, nn.Module) and is_sparse_conv(object.__new__(cls))

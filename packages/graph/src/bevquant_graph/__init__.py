@@ -18,7 +18,7 @@ from ._faults import (
 )
 from ._graph import REQUIRE, Graph
 from ._held import replace_modules
-from ._layer_class import layer_class, own_code
+from ._layer_class import is_library_class, layer_class, own_code
 from ._opaque import OPAQUE, Opaque
 from ._operators import OPERATORS, OpSpec, op_spec
 from ._padding import zero_padding
@@ -42,6 +42,7 @@ __all__ = [
     "first_fault",
     "flatten",
     "forward_line",
+    "is_library_class",
     "is_sparse_tensor",
     "layer_class",
     "leaf_names",

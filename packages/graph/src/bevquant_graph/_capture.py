@@ -32,6 +32,7 @@ from ._faults import CaptureError, forward_line, running, where
 from ._functional import functional
 from ._graph import NUMBERS, Graph, fixed_number
 from ._opaque import Opaque, opaque_modules, recorded
+from ._open_lengths import open_lengths
 from ._quiet import evaluation, quiet
 from ._recall import recalled, remember
 from ._signature import Arguments, Tree, arguments, flatten, rebuild
@@ -173,6 +174,7 @@ def _exported(
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(open_shapes())
+        stack.enter_context(open_lengths(model))
         stack.enter_context(mock.patch.object(proxy_tensor, "_extract_tensor_metadata", _nothing))
         if open_sizes:
             stack.enter_context(elementwise_shapes())

@@ -437,8 +437,29 @@ def _sliced(model: nn.Module, path: str) -> str:
     return ".".join(names)
 
 
+_NEUTRAL = {"add": 0, "sub": 0, "mul": 1, "div": 1}
+
+
+def _changes_nothing(node: fx.Node) -> bool:
+    """Whether a node adds 0, as Python's ``sum`` begins, subtracts it, or multiplies by 1."""
+    name, _, overload = str(node.target).removeprefix("aten.").partition(".")
+    if overload not in ("Tensor", "Scalar") or len(node.args) != 2 or node.kwargs:
+        return False
+    value, number = node.args
+    if not isinstance(value, fx.Node) or type(number) not in (int, float):
+        return False
+    given, made = value.meta.get("val"), node.meta.get("val")
+    return (
+        number == _NEUTRAL.get(name)
+        and isinstance(given, Tensor)
+        and isinstance(made, Tensor)
+        and given.dtype == made.dtype
+        and all(user.op != "output" for user in node.users)
+    )
+
+
 def _tidy(module: fx.GraphModule) -> None:
-    """Assertions about sizes go, and batch norm has one form."""
+    """Assertions about sizes go, as do sums with 0 and the like; batch norm has one form."""
     graph = module.graph
     for node in list(graph.nodes):
         if node.op != "call_function":
@@ -460,6 +481,9 @@ def _tidy(module: fx.GraphModule) -> None:
                 graph.erase_node(made)
             else:
                 graph.erase_node(node)
+        elif _changes_nothing(node):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
         elif node.target is REQUIRE and not _takes_numbers(node):
             graph.erase_node(node)  # that there is a voxel; the operators say so themselves
         elif any(name in str(node.target) for name in NO_VALUE) and not node.users:

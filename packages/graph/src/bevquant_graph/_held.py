@@ -17,7 +17,7 @@ def replace_modules(model: nn.Module, replaced: Mapping[nn.Module, nn.Module]) -
 
     That is as a child, and in attributes that are no children: forwards go over lists, tuples and
     dicts of layers that were also registered by `torch.nn.Module.add_module`. Such a container is
-    not written to, the attribute becomes another one.
+    not written to, the attribute becomes another one. A container may hold itself.
 
     Args:
         model: It is changed.
@@ -34,30 +34,51 @@ def replace_modules(model: nn.Module, replaced: Mapping[nn.Module, nn.Module]) -
         >>> net.first, net.layers
         (Sigmoid(), [Sigmoid()])
     """
+    made: dict[int, tuple[Any, Any]] = {}
     for module in list(model.modules()):
         for name, child in module._modules.items():
             if child is not None and child in replaced:
                 module._modules[name] = replaced[child]
         for name, value in list(vars(module).items()):
             if name not in _OWN:
-                made = _with(value, replaced)
-                if made is not value:
-                    vars(module)[name] = made
+                vars(module)[name] = _with(value, replaced, made)
 
 
-def _with(value: Any, replaced: Mapping[nn.Module, nn.Module]) -> Any:
-    """The value with the modules in it replaced; itself where there are none."""
+def _with(
+    value: Any, replaced: Mapping[nn.Module, nn.Module], made: dict[int, tuple[Any, Any]]
+) -> Any:
+    """The value with the modules in it replaced; itself where there are none.
+
+    Args:
+        value: Any attribute.
+        replaced: As `replace_modules` takes it.
+        made: Containers by identity (kept alive, so that it stays theirs), with what stands for
+            them: one that several attributes hold, or that holds itself, is so afterwards too.
+    """
     if isinstance(value, nn.Module):
         return replaced.get(value, value)
-    kind = type(value)
-    if kind in (list, tuple):
-        items = [_with(item, replaced) for item in value]
-        same = all(a is b for a, b in zip(items, value, strict=True))
-        return value if same else kind(items)
-    if isinstance(value, dict):
-        pairs = [(key, item, _with(item, replaced)) for key, item in value.items()]
-        changed = {key: made for key, item, made in pairs if made is not item}
-        if changed:
-            value = value.copy()
-            value.update(changed)
-    return value
+    if id(value) in made:
+        return made[id(value)][1]
+    if not _holds(value, replaced):
+        return value
+    if type(value) is tuple:
+        return tuple(_with(item, replaced, made) for item in value)
+    other = value.copy()
+    made[id(value)] = value, other
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        other[key] = _with(item, replaced, made)
+    return other
+
+
+def _holds(value: Any, replaced: Mapping[nn.Module, nn.Module]) -> bool:
+    """Whether one of the modules lies in a value, at any depth of its containers."""
+    pending, seen = [value], set()
+    while pending:
+        item = pending.pop()
+        if isinstance(item, nn.Module):
+            if item in replaced:
+                return True
+        elif (type(item) in (list, tuple) or isinstance(item, dict)) and id(item) not in seen:
+            seen.add(id(item))
+            pending += item.values() if isinstance(item, dict) else item
+    return False

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from bevquant_sparse import is_sparse_conv
+from bevquant_sparse import is_sparse_conv, library_name
 
-__all__ = ["layer_class", "own_code"]
+__all__ = ["is_library_class", "layer_class", "own_code"]
 
 # Whose classes are known layers: what is written there is what the class is known to compute.
 _LIBRARIES = (
@@ -25,8 +25,6 @@ _LIBRARIES = (
     "bevquant_qnn.",
     "bevquant_hybrid.",
 )
-# spconv 1 inside of another package, as in mmdetection3d 0.x.
-_COPIED = tuple(f".spconv.{part}." for part in ("conv", "modules", "pool", "tables"))
 # What a subclass may define without computing anything else: how it is made, shown, stored, moved.
 _HARMLESS = frozenset(
     """__init__ __new__ __init_subclass__ __doc__ __module__ __qualname__ __annotations__ __dict__
@@ -115,7 +113,7 @@ def own_code(module: object, cls: type[Any] | None = None) -> str | None:
             return None
         if base in settled:
             continue
-        if _is_known(base) and issubclass(base, cls):
+        if is_library_class(base) and issubclass(base, cls):
             settled.update(base.__mro__)  # what it takes from them is part of what it is known for
             continue
         for method in sorted(set(vars(base)) - _HARMLESS):
@@ -135,7 +133,7 @@ def _value_names(module: object, cls: type[Any]) -> set[str]:
 
 def _known_class(cls: type) -> type | None:
     bases = _written(cls).__mro__
-    return next((base for base in bases if base is not object and _is_known(base)), None)
+    return next((base for base in bases if base is not object and is_library_class(base)), None)
 
 
 def _written(cls: type) -> type:
@@ -144,9 +142,19 @@ def _written(cls: type) -> type:
     return written
 
 
-def _is_known(cls: type) -> bool:
-    name = f"{cls.__module__}."
-    if name.startswith(_LIBRARIES) or name.endswith(_COPIED) or "float_class" in vars(cls):
+def is_library_class(cls: type) -> bool:
+    """Tell whether a library wrote the class, so that what it computes is known by its name.
+
+    Libraries are torch, those of sparse convolutions (spconv wherever it was copied to) and this
+    project; a class registered by `bevquant_sparse.register_layout` is vouched for. What is derived
+    from such a class is not one.
+
+    Example:
+        >>> class Mine(nn.ReLU): ...
+        >>> is_library_class(nn.ReLU), is_library_class(Mine)
+        (True, False)
+    """
+    if library_name(cls).startswith(_LIBRARIES) or "float_class" in vars(cls):
         return True
     # A class registered with its weight layout is vouched for; what is derived from it is not.
     return _is_sparse_class(cls) and not any(map(_is_sparse_class, cls.__mro__[1:]))

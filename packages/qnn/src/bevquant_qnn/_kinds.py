@@ -8,7 +8,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from bevquant_graph import layer_class
 from bevquant_qnn._sparse_convolution import QuantSparseConvolution
-from bevquant_sparse import is_sparse_conv
+from bevquant_sparse import is_sparse_conv, library_name
 
 __all__ = [
     "ends_in_conv",
@@ -20,11 +20,15 @@ __all__ = [
     "is_plain_chain",
     "is_quantized",
     "is_sparse_module",
+    "is_table",
     "only_shapes",
 ]
 
 _LIBRARIES = ("torch", "spconv", "bevquant_qnn", "bevquant_quantizers", "pytorch_quantization")
 _CHAINS = ("Sequential", "SparseSequential")
+_TABLES = frozenset(
+    f"spconv.{of}tables.{name}" for of in ("", "pytorch.") for name in ("AddTable", "JoinTable")
+)
 
 
 def is_quantized(module: nn.Module) -> bool:
@@ -79,7 +83,7 @@ def is_plain_chain(module: nn.Module) -> bool:
 def is_library_module(module: nn.Module) -> bool:
     """Tell whether the module's forward was written by a library, not by the model's author."""
     owner = next((cls for cls in type(module).__mro__ if "forward" in vars(cls)), nn.Module)
-    return "forward" not in vars(module) and owner.__module__.split(".")[0] in _LIBRARIES
+    return "forward" not in vars(module) and library_name(owner).split(".")[0] in _LIBRARIES
 
 
 def only_shapes(module: nn.Module) -> bool:
@@ -87,6 +91,12 @@ def only_shapes(module: nn.Module) -> bool:
     activation = getattr(layer_class(module), "__module__", "") == "torch.nn.modules.activation"
     resize = layer_class(module, nn.Upsample) is not None
     return is_identity(module) or is_batch_norm(module) or activation or resize
+
+
+def is_table(module: nn.Module) -> bool:
+    """Tell whether the module is spconv's `AddTable` or `JoinTable`, with the library's forward."""
+    owner = next((cls for cls in type(module).__mro__ if "forward" in vars(cls)), nn.Module)
+    return "forward" not in vars(module) and library_name(owner) in _TABLES
 
 
 def ends_in_conv(module: nn.Module) -> bool:

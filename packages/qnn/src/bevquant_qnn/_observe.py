@@ -20,7 +20,7 @@ from bevquant_qnn._config import QuantConfig
 from bevquant_qnn._example import evaluation, fresh, run
 from bevquant_qnn._holders import activation_quantizers
 from bevquant_qnn._join_calls import JoinCall, Recorder, join_class, plan_of
-from bevquant_qnn._kinds import is_quantized
+from bevquant_qnn._kinds import is_quantized, is_table
 from bevquant_qnn._place_joins import Followed, Join, may_join
 from bevquant_qnn._steps import Call, Steps
 from bevquant_quantizers import TensorQuantizer
@@ -173,11 +173,11 @@ def _memory_key(tensor: Any) -> tuple[Any, ...] | None:
 
 
 def _children(module: nn.Module) -> Iterator[nn.Module]:
-    """What a forward calls: children with quantizers; members of lists and dicts of modules."""
+    """What a forward calls: children with quantizers, tables; members of lists of modules."""
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from _children(child)
-        elif any(isinstance(m, TensorQuantizer) for m in child.modules()):
+        elif is_table(child) or any(isinstance(m, TensorQuantizer) for m in child.modules()):
             yield child
 
 

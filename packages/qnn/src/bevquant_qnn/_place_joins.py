@@ -14,7 +14,7 @@ from bevquant_qnn._concat import QuantConcat
 from bevquant_qnn._config import QuantConfig
 from bevquant_qnn._float_parts import float_functions
 from bevquant_qnn._join_calls import JoinSite, Site, Target, join_class, plan_of
-from bevquant_qnn._kinds import ends_in_conv, is_library_module, is_quantized
+from bevquant_qnn._kinds import ends_in_conv, is_library_module, is_quantized, is_table
 from bevquant_qnn._result import QuantizedModule, SkippedModule
 from bevquant_qnn._steps import Call, Steps
 from bevquant_qnn._takeover import attach_quantizer
@@ -80,8 +80,11 @@ class Followed:
 
 
 def may_join(module: nn.Module) -> bool:
-    """Tell whether the module has a forward of the author's, around quantized layers."""
-    return (
+    """Tell whether the module's forward may join tensors that quantized layers make or read.
+
+    That is one of the author's, around such layers, and those of spconv's tables.
+    """
+    return is_table(module) or (
         not is_library_module(module)
         and not is_quantized(module)
         and any(is_quantized(child) for child in module.modules())
@@ -126,6 +129,8 @@ def quantize_joins(
             continue
         pattern = config.excluded_by(path)
         reason = found.unfollowed.get(path) if pattern is None else f"it is excluded by {pattern!r}"
+        if is_table(module) and reason is None and not observed:
+            reason = "without example inputs nobody knows what it is given"
         if reason is not None:
             hint = "Call" if observed else "Pass example_inputs, or call"
             reason = (
@@ -258,7 +263,8 @@ class _Placer:
             return
         readers = steps.readers(node, join.call)
         feeders = [child for value in nodes for child in steps.producers(value, join.call)]
-        if not any(is_quantized(m) for child in (*readers, *feeders) for m in child.modules()):
+        around = (m for child in (*readers, *feeders) for m in child.modules())
+        if not is_table(self._module) and not any(map(is_quantized, around)):
             self._pass_over(join, "is neither fed nor read by a quantized layer")
             return
         name = self._new_name("quant_concat")

@@ -36,9 +36,7 @@ _POOLS: tuple[type[Any], ...] = tuple(
 _SPARSE_FLOAT = {
     "SparseMaxPool": "sparse pooling stays float: it computes no products",
     "SparseAvgPool": "sparse pooling stays float: it computes no products",
-    "AddTable": "adds sparse tensors in float; call QuantAdd in its place",
     "AddTableMisaligned": "adds sparse tensors over different voxels, in float",
-    "JoinTable": "concatenates sparse tensors in float; call QuantConcat in its place",
 }
 
 

@@ -8,6 +8,7 @@ from bevquant_sparse._modules import (
     get_weight,
     is_sparse_conv,
     layout_of,
+    library_name,
     register_layout,
     set_weight,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "get_weight",
     "is_sparse_conv",
     "layout_of",
+    "library_name",
     "open_shapes",
     "permute_weight",
     "register_layout",

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from bevquant_sparse._modules import is_sparse_conv, known_layout, qualified_class_names
+from bevquant_sparse._modules import is_sparse_conv, known_layout, library_name
 from bevquant_sparse._pooling import global_max_pool, pool_forward
 from bevquant_sparse._sparse_tensor import register_tensor_of
 from bevquant_sparse._spconv import conv_forward, run_conv
@@ -18,11 +18,8 @@ _POOLS = {
     "spconv.pytorch.pool.SparseMaxPool": "max",
     "spconv.pytorch.pool.SparseAvgPool": "avg",
     "spconv.pool.SparseMaxPool": "max",
-    "mmdet3d.ops.spconv.pool.SparseMaxPool": "max",
-    "mmcv.ops.sparse_pool.SparseMaxPool": "max",
     "spconv.pytorch.pool.SparseGlobalMaxPool": "global max",
 }
-_COPIED_POOL = ".spconv.pool.SparseMaxPool"
 # What conv_forward reads; other sparse libraries' convolutions lack some of it.
 _CONV_ATTRIBUTES = ("in_channels", "kernel_size", "stride", "padding", "subm", "indice_key")
 
@@ -168,9 +165,8 @@ def _new(stock_class: type[Any]) -> Any:
 
 
 def _pool_kind(cls: type) -> str | None:
-    names = qualified_class_names(cls)
-    copied = any(name.endswith(_COPIED_POOL) for name in names)  # spconv 1 in another package
-    return "max" if copied else next((_POOLS[n] for n in names if n in _POOLS), None)
+    names = (library_name(base) for base in cls.__mro__)
+    return next((_POOLS[name] for name in names if name in _POOLS), None)
 
 
 def _is_stock_forward(cls: type) -> bool:

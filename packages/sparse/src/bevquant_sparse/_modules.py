@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from typing import Any
 
@@ -10,24 +11,39 @@ from torch import Tensor, nn
 
 from bevquant_sparse._layout import WeightLayout, permute_weight
 
-# Qualified class names, so that no sparse library has to be imported to recognise its modules.
+# Where spconv 1 or 2 was copied into another package (``mmdet3d.ops.spconv.conv``), and where mmcv
+# has spconv 1 under names of its own.
+_COPIED = re.compile(
+    r"^(?:.+\.spconv\.(?=(?:pytorch|conv|modules|pool|tables)\.)|mmcv\.ops\.sparse_)"
+)
+# Names as `library_name` has them, so that no sparse library has to be imported.
 _SPCONV2 = "spconv.pytorch.conv.SparseConvolution"
 _SPARSE = {
     _SPCONV2: WeightLayout.KRSC,
     "spconv.conv.SparseConvolution": WeightLayout.RSCK,
-    "mmdet3d.ops.spconv.conv.SparseConvolution": WeightLayout.RSCK,
-    "mmcv.ops.sparse_conv.SparseConvolution": WeightLayout.RSCK,
     "torchsparse.nn.modules.conv.Conv3d": WeightLayout.VCK,
     "MinkowskiEngine.MinkowskiConvolution.MinkowskiConvolutionBase": WeightLayout.VCK,
 }
-# spconv 1 inside of another package, as mmdetection3d 0.x has it: bevfusion.ops.spconv.conv.…
-_COPIED = ".spconv.conv.SparseConvolution"
 _DENSE = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _registered: dict[type | str, WeightLayout] = {}
 
 
 def _qualified_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def library_name(cls: type) -> str:
+    """Qualified name of a class; spconv's own where it was copied into another package.
+
+    Args:
+        cls: Any class. Nothing is imported.
+
+    Example:
+        >>> Pool = type("SparseMaxPool", (), {"__module__": "plugin.ops.spconv.pool"})
+        >>> library_name(Pool), library_name(dict)
+        ('spconv.pool.SparseMaxPool', 'builtins.dict')
+    """
+    return _COPIED.sub("spconv.", _qualified_name(cls))
 
 
 def register_layout(cls_or_qualified_name: type | str, layout: WeightLayout) -> None:
@@ -63,8 +79,7 @@ def known_layout(cls: type) -> WeightLayout | None:
     for key in (cls, _qualified_name(cls)):
         if key in _registered:
             return _registered[key]
-    name = _qualified_name(cls)
-    return WeightLayout.RSCK if name.endswith(_COPIED) else _SPARSE.get(name)
+    return _SPARSE.get(library_name(cls))
 
 
 def _known_base(cls: type) -> type | None:
@@ -104,7 +119,7 @@ def layout_of(module: object) -> WeightLayout:
     base = _known_base(type(module))
     layout = None if base is None else known_layout(base)
     if base is not None and layout is not None:
-        if _qualified_name(base) == _SPCONV2:
+        if library_name(base) == _SPCONV2:
             _require_krsc(module)
         return layout
     if isinstance(module, _DENSE):
@@ -151,7 +166,7 @@ def _reads_as_matrix(module: object) -> bool:
     base = _known_base(type(module))
     return (
         base is not None
-        and _qualified_name(base) == _SPCONV2
+        and library_name(base) == _SPCONV2
         and bool(getattr(module, "conv1x1", False))
     )
 
@@ -231,8 +246,3 @@ def set_weight(module: Any, weight: Tensor, layout: WeightLayout) -> None:
     value = permute_weight(weight.detach(), layout, target, kernel_size=kernel_size)
     value = value.reshape(old.shape).to(dtype=old.dtype, device=old.device, copy=True)
     setattr(module, name, nn.Parameter(value, requires_grad=old.requires_grad))
-
-
-def qualified_class_names(cls: type) -> list[str]:
-    """Qualified names along the MRO of ``cls``."""
-    return [_qualified_name(base) for base in cls.__mro__]

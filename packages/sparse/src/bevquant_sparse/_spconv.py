@@ -91,6 +91,7 @@ def run_conv(
 ) -> Any:
     """``conv_forward`` with every operand said; ``module`` gives the geometry alone."""
     _check_module(module, features)
+    _suppose_voxels(x.indices)
     rulebook, indice_dict = rulebook_for(module, x, backend)
     if layout is None:
         weight, layout = as_multiplied(module, weight)
@@ -129,6 +130,16 @@ def _check_module(module: Any, features: Tensor) -> None:
             f"{describe(module)}: groups={module.groups}; grouped sparse convolutions do not exist "
             "in spconv and are not supported"
         )
+
+
+def _suppose_voxels(indices: Tensor) -> None:
+    """A graph goes the way of a frame with voxels, where it cannot tell how many there are.
+
+    ``SparseSequential`` asks for it in front of every layer. Frames without any run all the same.
+    """
+    rows: Any = indices.shape[0]
+    if isinstance(rows, torch.SymInt) and not rows.node.has_hint():
+        torch._check(rows >= 1)
 
 
 def _dtypes(features: Tensor, weight: Tensor) -> tuple[torch.dtype, torch.dtype]:

@@ -63,12 +63,15 @@ def check_places(graph: Graph) -> Iterator[Finding]:
     keys: dict[str, tuple[object, Node]] = {}
     starts: dict[str, tuple[object, list[int]]] = {}
     numbers: dict[object, int] = {}
+    first = next((node for node in graph.nodes if node.op == "SparseConvolution"), None)
     for node in graph.nodes:
         source, made = node.input(0), node.outputs[0] if node.outputs else ""
         if is_add(node):
             yield from _added(node, points)
         elif node.op == "SparseConvolution":
-            yield from _key(graph, node, points.get(source), keys)
+            if node is first:
+                yield from _first_key(graph, node)
+            yield from _key(node, points.get(source), keys)
             yield from _grid(node, grids.get(source))
             out = node.integers("output_spatial_shape")
             if node.integer("inverse") == 1:
@@ -109,14 +112,15 @@ def _nothing_to_invert(node: Node, unknown: bool) -> Finding:
     return INVERSE.found(node.name, f"the strided conv of rulebook {key} has another kernel")
 
 
-def _key(
-    graph: Graph, node: Node, start: object, keys: dict[str, tuple[object, Node]]
-) -> Iterator[Finding]:
+def _first_key(graph: Graph, node: Node) -> Iterator[Finding]:
     key = node.text("rulebook")
-    first = node.input(0) in graph.inputs
-    if first and node.integer("subm") == 1 and key != "subm1":
+    if node.input(0) in graph.inputs and node.integer("subm") == 1 and key != "subm1":
         came = "missing" if key is None else quoted(key)
         yield FIRST_KEY.found(node.name, f"its rulebook is {came}")
+
+
+def _key(node: Node, start: object, keys: dict[str, tuple[object, Node]]) -> Iterator[Finding]:
+    key = node.text("rulebook")
     geometry = kernel_of(node)
     if not key or geometry is None or node.integer("inverse") == 1:
         return

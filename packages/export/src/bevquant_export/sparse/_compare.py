@@ -18,7 +18,7 @@ from bevquant_export.sparse._held import Integers
 from bevquant_export.sparse._load import SparseOnnxModel
 from bevquant_export.sparse._reference import Made, reference_of
 from bevquant_export.sparse._three_axes import lifted, lowered_to
-from bevquant_int8sim import IntegerModel, SparseOutput, simulate
+from bevquant_int8sim import IntegerModel, SparseOutput, dequantize, simulate
 from bevquant_int8sim.program import Step
 
 __all__ = ["LayerDifference", "compare_sparse_onnx", "compared", "counted"]
@@ -150,8 +150,11 @@ def frame_of(integers: IntegerModel, inputs: Any) -> tuple[Tensor, Tensor, int]:
                 seen.setdefault("coords", value)
 
     integers.run(inputs, record=False, observe=see)
-    coords = seen["coords"]
-    return seen["features"], coords.indices, int(coords.batch_size)
+    features, coords = seen["features"], seen["coords"]
+    scale = getattr(integers.program.values[name].form, "scale", None)
+    if scale is not None:  # what the forward makes them of ends in integers
+        features = dequantize(features, scale)
+    return features, coords.indices, int(coords.batch_size)
 
 
 def _difference(

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from bevquant_export.sparse._beginning import is_float_conv
 from bevquant_export.sparse._channel_moves import MOVED, row_conv
-from bevquant_export.sparse._follow import Draft, is_float_conv, place
+from bevquant_export.sparse._follow import Draft, place
 from bevquant_export.sparse._forms import TensorForm
 from bevquant_export.sparse._graph import Conv
 from bevquant_export.sparse._half_precision import is_integer_layer, to_half

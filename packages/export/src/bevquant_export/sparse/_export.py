@@ -137,7 +137,8 @@ def export_sparse_onnx(
             content, integers, example_inputs, dialect=dialect, reversed_axes=order != model_order
         )
     write_whole(path, with_note(content, ran))
-    return SparseExport(Path(path), layers_of(graph), ran, rows, integers)
+    before = follow(integers).before
+    return SparseExport(Path(path), layers_of(graph), ran, rows, integers, before)
 
 
 def sparse_graph(

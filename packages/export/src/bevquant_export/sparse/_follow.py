@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bevquant_export.sparse._beginning import Beginning, beginning, is_float_conv
+from bevquant_export.sparse._no_operator import REMEDY, location, no_operator
 from bevquant_int8sim import IntegerModel
 from bevquant_int8sim.model import Step
 
-__all__ = ["Draft", "Followed", "Reading", "follow", "is_float_conv", "place"]
+__all__ = ["Draft", "Followed", "Reading", "follow", "place"]
 
 _CONVERSIONS = ("quantize", "requantize", "dequantize", "relu")
 _PERMUTATIONS = ("permute", "transpose", "movedim", "swapaxes", "moveaxis", "swapdims")
@@ -22,23 +24,6 @@ _ADDITIONS = ("add", "add_", "iadd")
 _PRODUCTS = ("mul", "mul_", "imul")
 _MATRIX = ("mm", "matmul")
 _JOINS = ("move", "float", "concat")
-_REMEDY = (
-    "export the model up to it, or replace it; ONNX Runtime takes the model as it is "
-    "(export_qdq_onnx, profile='onnxruntime')"
-)
-_NORM = (
-    "bevquant_fusion.fuse_model folds a norm that alone reads a convolution, and says in `skipped` "
-    "why another is left; a BatchNorm1d on voxels is written as it is, one on a dense grid has no "
-    "form here. " + _REMEDY[0].upper() + _REMEDY[1:]
-)
-_UNFOLLOWED = "not followed"
-_CHOICE = (
-    "A file is one fixed graph, and a layer that chooses or makes voxels by their values "
-    "(FocalSparseConv) has no form in any dialect, nor for ONNX Runtime: export the parts before "
-    "and behind it, each a module of its own, and run it between them, as "
-    "bevquant_int8sim.simulate does"
-)
-_REMEDIES = {"BatchNorm1d": _NORM, "batch_norm": _NORM}
 
 
 @dataclass(frozen=True)
@@ -82,13 +67,15 @@ class Followed:
     """Operators in order, the tensor of the input features, and the results.
 
     `results` are the values of the program that `outputs` read. What the model hands through (a
-    batch_dict with its inputs) or computes of coordinates alone is nothing of the file.
+    batch_dict with its inputs) or computes of coordinates alone is nothing of the file, nor is
+    what `before` names: steps that make the features of the voxels.
     """
 
     drafts: tuple[Draft, ...]
     input: str
     outputs: tuple[Reading, ...]
     results: tuple[str, ...]
+    before: tuple[str, ...] = ()
 
 
 def place(step: Step) -> str:
@@ -97,26 +84,37 @@ def place(step: Step) -> str:
     return f"{step.path} ({what})" if step.path else f"{what} in the model's forward"
 
 
-def is_float_conv(step: Step) -> bool:
-    """Whether a step is a sparse convolution that stays float."""
-    return type(step.module).__name__ == "FloatSparseConv"
-
-
 def follow(model: IntegerModel) -> Followed:
     """Every step as an operator; conversions between forms become what the readers want.
+
+    Where the forward makes the features of its voxels of something else (a mean over points, voxels
+    in another order), and the dialect has no operators for that, the file begins behind it.
 
     Raises:
         ValueError: A step has no operator in the dialect; it is named.
     """
-    return _Follower(model).run()
+    whole = _Follower(model, None)
+    try:
+        return whole.run()
+    except ValueError:
+        begins = beginning(model.program)
+        if begins is None or all(step is not whole.at for step in begins.steps):
+            raise
+    return _Follower(model, begins).run()
 
 
 class _Follower:
-    def __init__(self, model: IntegerModel) -> None:
+    def __init__(self, model: IntegerModel, begins: Beginning | None) -> None:
         self.program, self.source = model.program, model.source
         self.made = {name for step in model.steps for name in step.outputs}
         self.holds: dict[str, tuple[str, bool]] = {}  # value to tensor and whether behind a ReLU
-        self.input = ""
+        self.input = "" if begins is None else begins.features
+        if begins is not None:
+            self.holds[self.input] = (self.input, False)
+        steps = () if begins is None else begins.steps
+        self.before = tuple(s for s in steps if s.op not in ("constant", "host"))
+        self.left_out = {name for step in self.before for name in step.outputs}
+        self.at: Step | None = None
         self.drafts: list[Draft] = []
         self.dense: set[str] = set()  # tensors that lie on no voxels
         self.groups: dict[str, str] = {}  # [voxels, channels, group] to the tensor it is a view of
@@ -129,17 +127,20 @@ class _Follower:
     def run(self) -> Followed:
         coords = self._coords()
         for step in self.program.steps:
-            if step.outputs[0] not in coords and not self._only_coords(step):
+            self.at = step
+            known = step.outputs[0] in coords or step.outputs[0] in self.left_out
+            if not known and not self._only_coords(step):
                 self._step(step)
         results = [
             name
             for name in _names(self.program.result)
-            if self._is_tensor(name) and name in self.made and name not in self.of_coords
+            if self._is_tensor(name) and name in self.made - self.left_out - self.of_coords
         ]
         outputs = tuple(self._read(name, "the model's result") for name in results)
         if not self.input:
             raise ValueError("export_sparse_onnx: nothing in the model reads voxels' features")
-        return Followed(tuple(self.drafts), self.input, outputs, tuple(results))
+        before = tuple(f"{place(s)}{location(self.source, s)}" for s in self.before)
+        return Followed(tuple(self.drafts), self.input, outputs, tuple(results), before)
 
     def _coords(self) -> set[str]:
         """What is computed for the coordinates alone: the engine gets these ready made."""
@@ -219,16 +220,8 @@ class _Follower:
             self._draft("reshape", step, 1)
             self.dense.add(step.outputs[0])
         else:
-            where = f"{place(step)}{_location(self.source, step)}"
-            if step.reason.startswith(_UNFOLLOWED):
-                raise ValueError(f"export_sparse_onnx: {where}: {step.reason}. {_CHOICE}")
-            remedy = _REMEDIES.get(what, _REMEDY)
-            raise ValueError(
-                f"export_sparse_onnx: {where} has no operator "
-                "in the libspconv dialect "
-                "(sparse convolutions and linear layers on voxels, additions, concatenations of "
-                "channels, ReLU, dense(), permute, reshape); " + remedy
-            )
+            where = f"{place(step)}{location(self.source, step)}"
+            raise no_operator(step, where)
 
     def _pass(self, step: Step) -> None:
         """Another form of the same tensor."""
@@ -277,7 +270,7 @@ class _Follower:
         lost = number[number.half().float() != number]
         if len(lost):
             raise ValueError(
-                f"export_sparse_onnx: {place(step)}{_location(self.source, step)} takes "
+                f"export_sparse_onnx: {place(step)}{location(self.source, step)} takes "
                 f"{float(lost[0]):g}, which float16 does not hold, and the file holds no other "
                 f"constants: write {float(lost[0].half())!r} in its place"
             )
@@ -354,17 +347,26 @@ class _Follower:
         return Reading(tensor, relu, self.program.values[name].form, by)
 
     def _tensor(self, name: str, by: str) -> tuple[str, bool]:
-        if name not in self.holds and name not in self.made:
+        if name not in self.holds and name not in self.made - self.left_out:
             if self.input not in ("", name):
                 raise ValueError(
-                    f"export_sparse_onnx: {by} reads a second input; a file has one, the features "
-                    "of the voxels"
+                    f"export_sparse_onnx: {self._where(by)} reads a second input; a file has one, "
+                    "the features of the voxels. " + REMEDY
                 )
             self.input = name
             self.holds[name] = (name, False)
         if name not in self.holds:
-            raise ValueError(f"export_sparse_onnx: {by} reads a constant of the model")
+            what = "what is made of coordinates" if name in self.of_coords else "a constant"
+            raise ValueError(
+                f"export_sparse_onnx: {self._where(by)} reads {what}, and a file has one input, "
+                "the features of the voxels. " + REMEDY
+            )
         return self.holds[name]
+
+    def _where(self, by: str) -> str:
+        """A reader, and file and line where it is the step at hand."""
+        step = self.at
+        return by + (location(self.source, step) if step and by == place(step) else "")
 
 
 def _same(one: tuple[Reading, ...], other: tuple[Reading, ...]) -> bool:
@@ -375,15 +377,6 @@ def _same(one: tuple[Reading, ...], other: tuple[Reading, ...]) -> bool:
 def _along_channels(step: Step) -> bool:
     axis = step.kwargs.get("dim", step.args[1] if len(step.args) > 1 else 0)
     return axis in (1, -1) and all(hasattr(ref, "name") for ref in step.args[0])
-
-
-def _location(source: Any, step: Step) -> str:
-    """File and line of the forward."""
-    if source is None:
-        return ""
-    nodes = (n for n, forms in source.held.items() if step.outputs[0] in forms.values())
-    location = next(map(source.graph.location, nodes), "")
-    return f" ({location})" if location else ""
 
 
 def _names(value: Any) -> Iterator[str]:

@@ -49,6 +49,8 @@ class SparseExport:
             metadata; ``"no"`` where nothing did.
         differences: What was found, layer by layer, as from `compare_sparse_onnx`.
         integer_model: What it was written from and held against; None where a file was lowered.
+        begins_behind: What the model computes before the features of its voxels, step by step: the
+            file has nothing of it, and takes features and coordinates that this makes.
     """
 
     path: Path
@@ -56,6 +58,7 @@ class SparseExport:
     verified: str = "no"
     differences: tuple[LayerDifference, ...] = ()
     integer_model: IntegerModel | None = field(default=None, repr=False, compare=False)
+    begins_behind: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         forms = Counter(layer.precision for layer in self.layers)
@@ -64,6 +67,8 @@ class SparseExport:
         floats = [row.largest / (row.size or 1.0) for row in self.differences if row.form != "int8"]
         if floats:
             text += f"; floats differ by at most {max(floats):.2g} of the largest"
+        for step in self.begins_behind:
+            text += f"\nnot in the file, which takes what it makes: {step}"
         return f"{self.path}: layers: {layers}\n{text}"
 
 

@@ -84,10 +84,22 @@ class _Rows:
                 continue
             if step.op == "host" and self.features.intersection(step.inputs):
                 return False
+            if step.op == "sparse_conv" and not self._stands_here(step):
+                return False
             known = step.op in ("sparse_conv", "sites", "host") or step.op in _ROW_BY_ROW
             if not known and step.function is not dense:
                 return False
         return True
+
+    def _stands_here(self, step: Step) -> bool:
+        """Whether a convolution that reads or makes such values does so on these voxels.
+
+        Others may lie row by row on coordinates that the forward made of these, in their order.
+        """
+        features, sites, *residual = (ref.name for ref in step.args)
+        made = self.features.intersection((step.outputs[0], *residual))
+        reads = features in self.features and sites not in self.sites
+        return not reads and (not made or step.outputs[1] in self.sites)
 
 
 def _goes_back(step: Step) -> bool:

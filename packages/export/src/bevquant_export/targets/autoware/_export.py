@@ -15,6 +15,7 @@ from torch import nn
 
 from bevquant_export.sparse._compare import LayerDifference
 from bevquant_export.sparse._export import sparse_graph
+from bevquant_export.sparse._follow import follow
 from bevquant_export.sparse._graph import Conv
 from bevquant_export.sparse._verify import with_note
 from bevquant_export.targets.autoware._emit import GraphWriter
@@ -108,8 +109,14 @@ def export_autoware_onnx(
     if precision == "fp16":
         model = copy.deepcopy(model)
     with quantization_disabled(model) if precision == "fp16" else nullcontext():
-        _, graph = sparse_graph(
+        integers, graph = sparse_graph(
             model, example_inputs, batches, order, head_room, verify=verify, fewer_axes=False
+        )
+    before = follow(integers).before
+    if before:
+        raise ValueError(
+            f"export_autoware_onnx: {before[-1]} makes the features of the voxels, which the node "
+            "gives; export the part of the model behind it, a module of its own"
         )
     writer = GraphWriter(
         graph,

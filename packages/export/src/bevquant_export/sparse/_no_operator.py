@@ -1,0 +1,53 @@
+"""What is said of a step that no operator of a file stands for, and where it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bevquant_int8sim.model import Step
+
+__all__ = ["REMEDY", "location", "no_operator"]
+
+REMEDY = (
+    "export_qdq_onnx(profile='onnxruntime') writes the model as it is; or export it up to there, "
+    "or replace that"
+)
+_NORM = (
+    "bevquant_fusion.fuse_model folds a norm that alone reads a convolution, and says in `skipped` "
+    "why another is left; a BatchNorm1d on voxels is written as it is, one on a dense grid has no "
+    "form here. " + REMEDY
+)
+_UNFOLLOWED = "not followed"
+_CHOICE = (
+    "A file is one fixed graph, and a layer that chooses or makes voxels by their values "
+    "(FocalSparseConv) has no form in any dialect, nor for ONNX Runtime: export the parts before "
+    "and behind it, each a module of its own, and run it between them, as "
+    "bevquant_int8sim.simulate does"
+)
+_REMEDIES = {"BatchNorm1d": _NORM, "batch_norm": _NORM}
+
+
+def no_operator(step: Step, where: str) -> ValueError:
+    """The error of a step that has none.
+
+    Args:
+        step: The step.
+        where: Operation, module, file and line.
+    """
+    if step.reason.startswith(_UNFOLLOWED):
+        return ValueError(f"export_sparse_onnx: {where}: {step.reason}. {_CHOICE}")
+    remedy = _REMEDIES.get(str(step.attributes.get("what", "")), REMEDY)
+    return ValueError(
+        f"export_sparse_onnx: {where} has no operator in the dialects libspconv and portable. "
+        f"{remedy}. They have sparse convolutions and linear layers on voxels, additions, "
+        "concatenations of channels, ReLU, dense(), permute and reshape"
+    )
+
+
+def location(source: Any, step: Step) -> str:
+    """File and line of the forward."""
+    if source is None:
+        return ""
+    nodes = (n for n, forms in source.held.items() if step.outputs[0] in forms.values())
+    location = next(map(source.graph.location, nodes), "")
+    return f" ({location})" if location else ""
