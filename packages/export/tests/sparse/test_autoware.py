@@ -46,6 +46,30 @@ def test_no_value_differs_from_the_simulator(nets, form, tmp_path):
     assert min(row.elements for row in rows) > 0
 
 
+def test_a_forward_of_a_dict_with_two_scales(nets, tmp_path):
+    class Scales(nn.Module):
+        def __init__(self, encoder):
+            super().__init__()
+            self.encoder = encoder
+
+        def forward(self, batch):
+            out = self.encoder(batch["voxels"], batch["coords"], batch["batch_size"])
+            return {"map": out, "half": out.flatten(1)}
+
+    model = Scales(nets.encoder()).eval()
+    frame = [
+        dict(zip(("voxels", "coords", "batch_size"), nets.frame(i), strict=True)) for i in (0, 5)
+    ]
+    file = export_autoware_onnx(model, (frame[0],), tmp_path / "a.onnx", batches=[(frame[1],)])
+    assert file.outputs == ("lidar_bev_0", "lidar_bev_1")
+    rows = compare_autoware_onnx(file, nets.frame(5))
+    assert [row.path for row in rows if row.different] == []
+    assert [row.node for row in rows].count("output") == 2
+    twice = frame[0] | {"batch_size": 2}
+    with pytest.raises(ValueError, match="a batch of 2 frames"):
+        export_autoware_onnx(model, (twice,), tmp_path / "b.onnx")
+
+
 def test_pairs_are_made_once_for_voxels_and_geometry(nets, tmp_path):
     ops = lambda path: [node.op_type for node in onnx.load(path).graph.node]  # noqa: E731
     whole = written(nets, tmp_path / "a.onnx")

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from bevquant_export.sparse._compare import LayerDifference
+from bevquant_export.sparse._compare import LayerDifference, frame_of
 from bevquant_export.sparse._export import sparse_graph
 from bevquant_export.sparse._follow import follow
 from bevquant_export.sparse._graph import Conv
@@ -43,7 +43,7 @@ def export_autoware_onnx(
     do_sort: bool = False,
     rulebook_inputs: bool = False,
     tails: Sequence[str | os.PathLike[str]] = (),
-    output_names: Sequence[str] = ("lidar_bev",),
+    output_names: Sequence[str] = (),
     verify: bool = True,
 ) -> AutowareFile:
     r"""Write a sparse encoder for Autoware's TensorRT plugin, from points of voxels on.
@@ -63,7 +63,7 @@ def export_autoware_onnx(
     Args:
         model: Calibrated, in evaluation mode, batch norms folded; as `export_sparse_onnx` takes
             it. It is not changed.
-        example_inputs: Features, coordinates and the batch size, 1; run once.
+        example_inputs: One frame, as the model takes it; run once.
         path: The file; it appears whole or not at all.
         precision: ``"int8"``: every layer whose input and weight are quantized, the others in
             float16; the plugin's revision must have the attribute ``precision``. ``"fp16"``: every
@@ -81,7 +81,8 @@ def export_autoware_onnx(
             metadata ``rulebook_stages`` and ``rulebook_coors_permutation`` that it reads.
         tails: Files of what follows the encoder, one behind the other, each with one input; they
             become part of this one. Their outputs are the file's.
-        output_names: Of the encoder; used where there are no tails.
+        output_names: Of the encoder; used where there are no tails. By default ``lidar_bev``, and
+            ``lidar_bev_0``, … where there are several.
         verify: Hold the integer model against `model`, and the file, run by the definition of the
             plugin's operators, against the integer model, on `example_inputs` before the file gets
             its name. The metadata say so (``verified``).
@@ -99,18 +100,18 @@ def export_autoware_onnx(
         ...                                 batches=frames, rulebook_inputs=True)
     """
     _check(model, precision, model_order, fused, points_per_voxel)
-    example = tuple(example_inputs)
-    if len(example) == 3 and int(example[2]) != 1:
-        raise ValueError(
-            f"export_autoware_onnx: a batch of {example[2]} frames; the node gives one: export "
-            "with one frame at a time"
-        )
     order = "xyz" if model_order == "yxz" else model_order
     if precision == "fp16":
         model = copy.deepcopy(model)
     with quantization_disabled(model) if precision == "fp16" else nullcontext():
         integers, graph = sparse_graph(
             model, example_inputs, batches, order, head_room, verify=verify, fewer_axes=False
+        )
+    frame = frame_of(integers, example_inputs)
+    if frame[2] != 1:
+        raise ValueError(
+            f"export_autoware_onnx: a batch of {frame[2]} frames; the node gives one: export "
+            "with one frame at a time"
         )
     before = follow(integers).before
     if before:
@@ -126,7 +127,10 @@ def export_autoware_onnx(
         do_sort=do_sort,
         rulebook_inputs=rulebook_inputs,
     )
-    proto = writer.model(list(output_names))
+    count = len(graph.outputs)
+    numbered = ["lidar_bev"] if count == 1 else [f"lidar_bev_{i}" for i in range(count)]
+    names = list(output_names) or numbered
+    proto = writer.model(names)
     proto = joined(proto, [Path(tail) for tail in tails])
     target = Path(path)
     if not target.parent.is_dir():
@@ -140,13 +144,13 @@ def export_autoware_onnx(
         pair_generations=(writer.generations, sum(isinstance(n, Conv) for n in graph.nodes)),
         voxel_bound=max(n.output_bound for n in graph.nodes if isinstance(n, Conv)),
         permutation=writer.permutation,
-        outputs=tuple(output_names),
+        outputs=tuple(names),
         graph=graph,
         tensors=writer.names,
         coords=writer.coords,
     )
     if verify:
-        file = replace(file, differences=_verified(file, content, example))
+        file = replace(file, differences=_verified(file, content, frame))
     write_whole(target, with_note(content, "onnx reference" if verify else "no"))
     return file
 
