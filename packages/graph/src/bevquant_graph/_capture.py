@@ -30,11 +30,12 @@ from bevquant_sparse import open_shapes
 
 from ._faults import CaptureError, forward_line, running, where
 from ._functional import functional
-from ._graph import NUMBERS, Graph, fixed_number
+from ._graph import Graph
 from ._opaque import Opaque, opaque_modules, recorded
 from ._quiet import evaluation, quiet
 from ._recall import recalled, remember
 from ._signature import Arguments, Tree, arguments, flatten, rebuild
+from ._tidy import NUMBERS, fixed_number
 
 __all__ = ["capture"]
 
