@@ -241,6 +241,24 @@ def test_a_model_that_decides_by_values_is_refused_with_the_remedy() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (lambda x: torch.from_numpy(x.detach().numpy() * 2), "numpy.*compute that with torch"),
+        (lambda x: x * (x.data_ptr() % 2), "code that torch does not know.*custom_op"),
+    ],
+)
+def test_what_leaves_torch_is_refused_with_the_remedy(step: Any, message: str) -> None:
+    class Outside(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return step(x).sigmoid()
+
+    with pytest.raises(
+        CaptureError, match=rf"Outside cannot be followed: .*{message} \(.*\.py:\d+"
+    ):
+        capture(Outside(), image(1, 3, 4, 4))
+
+
 def test_integers_taken_out_of_tensors_are_held_to_the_example() -> None:
     class Scatter(nn.Module):
         def forward(self, x: Tensor, coords: Tensor) -> Tensor:

@@ -345,5 +345,16 @@ def _met(error: Exception) -> str:
     name = type(error).__name__
     if _counts(error):
         return "it branches on the values of a tensor, or needs them as a number"
+    for sign, met in _OUTSIDE.items():
+        if sign in str(error):
+            return met
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return f"{name}: {first[:200]}"
+
+
+_OUTSIDE = {
+    ".numpy() is not supported": "it hands a tensor to numpy, which no graph can follow: compute "
+    "that with torch",
+    "Cannot access data pointer": "it hands a tensor's memory to code that torch does not know: "
+    "make an operator of that with torch.library.custom_op",
+}

@@ -71,6 +71,7 @@ def torch_form(
             [f"y{i}" for i in range(count)], OPSET,
             dynamic_shapes=(free,) if any(free) else None,
             lowered_to=_NEWER.get(graph.profile.opset, graph.profile.opset),
+            scatter_sums=graph.profile.scatter_sums,
         )  # fmt: skip
         try:
             graph.forms[key] = _lowered(proto, graph.opset)
