@@ -141,6 +141,7 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "whole numbers divided": lambda x: (x * 9).long() // x.shape[-1] * 0.5,
     "patches put back": lambda x: F.fold(F.unfold(x, 2, stride=2).sigmoid(), (6, 6), 2, stride=2),
     "patches added": lambda x: F.fold(F.unfold(x, 3).sigmoid(), (6, 6), 3),
+    "trilinear": lambda x: F.interpolate(x[:, None], scale_factor=2, mode="trilinear")[:, 0],
     "unit length": lambda x: F.normalize(x, dim=1),
 }
 

@@ -150,7 +150,8 @@ def test_a_sum_over_too_many_places_is_refused_with_the_remedy() -> None:
     ("size", "kernel", "options"),
     [
         ((8, 6), 2, {"stride": 2}), ((8, 6), (4, 3), {"stride": (4, 3)}),
-        ((7, 6), 2, {"stride": 2}), ((8, 7), 3, {}), ((9, 8), 3, {"stride": 2, "padding": 1}), ((9, 8), 2, {"dilation": 3}),
+        ((7, 6), 2, {"stride": 2}), ((8, 7), 3, {}),
+        ((9, 8), 3, {"stride": 2, "padding": 1}), ((9, 8), 2, {"dilation": 3}),
     ],
 )  # fmt: skip
 def test_patches_are_put_back(size: Any, kernel: Any, options: Any) -> None:
@@ -160,3 +161,14 @@ def test_patches_are_put_back(size: Any, kernel: Any, options: Any) -> None:
         with PlainForms(18):
             made = F.fold(x, size, kernel, **options)
         torch.testing.assert_close(made, F.fold(x, size, kernel, **options))
+
+
+@pytest.mark.parametrize("options", [
+    {"scale_factor": 2}, {"size": (7, 4, 9)}, {"size": (3, 12, 5), "align_corners": True},
+    {"scale_factor": (1.7, 2.0, 1.3)}, {"scale_factor": 1.5, "recompute_scale_factor": True},
+])  # fmt: skip
+def test_volumes_are_resized_by_slices_and_lines(options: Any) -> None:
+    x = torch.randn(2, 3, 4, 5, 6, generator=torch.Generator().manual_seed(0))
+    with PlainForms(11):
+        made = F.interpolate(x, mode="trilinear", **options)
+    torch.testing.assert_close(made, F.interpolate(x, mode="trilinear", **options))

@@ -18,6 +18,7 @@ numbers that runtimes would take:
   permutations.
 - ``clamp``, ``remainder`` and ``floor_divide`` of whole numbers: comparisons, and a division that
   drops the rest.
+- ``upsample_trilinear3d``: bilinear in height and width, then along depth.
 - ``x >= y``: greater or equal, by two operators.
 """
 
@@ -65,6 +66,7 @@ class PlainForms(TorchFunctionMode):
             self._forms |= {
                 "einsum": _einsum, "clamp": _clamp, "clamp_min": _at_least, "clamp_max": _at_most,
                 "remainder": _remainder, "floor_divide": _floor_divide, "div": _div,
+                "upsample_trilinear3d": _trilinear,
                 "ge": partial(_or_equal, torch.gt), "le": partial(_or_equal, torch.lt),
             }  # fmt: skip
 
@@ -190,6 +192,19 @@ def _source_place(at: Tensor, size: int, padding: int, corners: bool) -> Tensor:
         away = away - (away / (2 * span)).floor() * (2 * span)
         at = torch.minimum(away, 2 * span - away) + low
     return at if padding == _ZEROS else at.clamp(0, size - 1)
+
+
+def _trilinear(x: Tensor, size: Any, corners: bool, scales: Any = None, *more: Any) -> Tensor:
+    """Each slice of ``[batch, channels, depth, height, width]``, then each line of depth."""
+    bilinear = torch.ops.aten.upsample_bilinear2d.default
+    given = (scales, *more) if more or scales is None or isinstance(scales, float) else scales
+    deep, high, wide = given if len(given) == 3 else (None, None, None)
+    if size is None:
+        size = [int(n * scale) for n, scale in zip(x.shape[2:], given, strict=True)]
+    slices = bilinear(x.flatten(1, 2), list(size[1:]), corners, high, wide)
+    lines = slices.reshape(*x.shape[:3], -1)
+    made = bilinear(lines, [size[0], lines.shape[-1]], corners, deep, None)
+    return made.reshape(*made.shape[:3], *slices.shape[-2:])
 
 
 def _einsum(equation: str, *operands: Any, path: Any = None) -> Tensor | None:
