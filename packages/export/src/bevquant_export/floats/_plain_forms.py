@@ -203,7 +203,7 @@ def _trilinear(x: Tensor, size: Any, corners: bool, scales: Any = None, *more: A
         size = [int(n * scale) for n, scale in zip(x.shape[2:], given, strict=True)]
     slices = bilinear(x.flatten(1, 2), list(size[1:]), corners, high, wide)
     lines = slices.reshape(*x.shape[:3], -1)
-    made = bilinear(lines, [size[0], lines.shape[-1]], corners, deep, None)
+    made: Tensor = bilinear(lines, [size[0], lines.shape[-1]], corners, deep, None)
     return made.reshape(*made.shape[:3], *slices.shape[-2:])
 
 
