@@ -327,3 +327,58 @@ def test_a_batch_norm_in_a_plain_list_is_taken_out_of_it():
     assert result.model.layers[1] is getattr(result.model, "1")
     assert isinstance(result.model.layers[1], nn.Identity)
     torch.testing.assert_close(result.model(x), model(x))
+
+
+class PaddedConv(nn.Conv2d):
+    """Pads more behind than in front, as TensorFlow's "same" does."""
+
+    def forward(self, x):
+        return F.conv2d(
+            F.pad(x, (0, 1, 0, 1)), self.weight, self.bias, self.stride, 0, 1, self.groups
+        )
+
+
+class HalvedConv(PaddedConv):
+    def forward(self, x):
+        return super().forward(x) / 2
+
+
+class StandardizedConv(nn.Conv2d):
+    def forward(self, x):
+        weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
+        return F.conv2d(x, weight, self.bias)
+
+
+class DeafConv(nn.Conv2d):
+    """Never looks at its bias."""
+
+    def forward(self, x):
+        return F.conv2d(x, self.weight)
+
+
+class UngroupedConv(nn.Conv2d):
+    def forward(self, x):
+        return F.conv2d(x, self.weight.repeat(1, 2, 1, 1), self.bias)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_convolution_that_pads_by_itself_takes_its_batch_norm(bias, groups, randomise):
+    conv = PaddedConv(4, 6, 3, 2, bias=bias, groups=groups)
+    model = randomise(nn.Sequential(conv, nn.BatchNorm2d(6), nn.ReLU())).double()
+    x = torch.randn(1, 4, 8, 8, dtype=torch.float64)
+    result = fuse_model(model, x)
+    assert [(f.conv, f.bn) for f in result.fused] == [("0", "1")]
+    assert type(result.model[0]) is PaddedConv
+    torch.testing.assert_close(result.model(x), model(x))
+
+
+@pytest.mark.parametrize("conv", [
+    HalvedConv(4, 6, 1), StandardizedConv(4, 6, 1), DeafConv(4, 6, 1, bias=False),
+    UngroupedConv(4, 6, 1, groups=2),
+], ids=lambda c: type(c).__name__)  # fmt: skip
+def test_a_convolution_that_does_more_than_apply_its_weight_keeps_its_batch_norm(conv, randomise):
+    model = randomise(nn.Sequential(conv, nn.BatchNorm2d(6)))
+    result = fuse_model(model, torch.randn(1, 4, 8, 8, dtype=torch.float64))
+    assert not result.fused
+    assert "forward of its own" in result.skipped[0].reason or "follows" in result.skipped[0].reason

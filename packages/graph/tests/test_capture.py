@@ -124,6 +124,19 @@ def attention(net: Any, x: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(y, y, y)
 
 
+def mapped_mask(net: Any, x: Tensor) -> Tensor:
+    rows, columns = torch.arange(x.shape[2]), torch.arange(x.shape[3])
+    near = torch.vmap(
+        torch.vmap(lambda i, j: (i - j).abs() < 3, in_dims=(None, 0)), in_dims=(0, None)
+    )
+    return net.stem(x).masked_fill(~near(rows, columns), 0.0)
+
+
+def joined_with_nothing(net: Any, x: Tensor) -> Tensor:
+    past = torch.tensor([])
+    return torch.cat([past, net.stem(x), net.stem(x)], dim=-2)
+
+
 def a_loop_over_maps(net: Any, x: Tensor) -> Tensor:
     maps = [net.stem(x)]
     for _ in range(2):
@@ -135,6 +148,7 @@ IDIOMS = [
     ratio_of_sizes, lengths_and_text, asserts_with_and, asks_for_gradients, checkpointed,
     slices_written, columns_written, sum_in_place, old_name_read_late, out_argument, masked,
     nested_output, dropout_and_flatten, einops_like, attention, a_loop_over_maps,
+    mapped_mask, joined_with_nothing,
 ]  # fmt: skip
 
 
@@ -227,6 +241,24 @@ def test_a_model_that_decides_by_values_is_refused_with_the_remedy() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (lambda x: torch.from_numpy(x.detach().numpy() * 2), "numpy.*compute that with torch"),
+        (lambda x: x * (x.data_ptr() % 2), "code that torch does not know.*custom_op"),
+    ],
+)
+def test_what_leaves_torch_is_refused_with_the_remedy(step: Any, message: str) -> None:
+    class Outside(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return step(x).sigmoid()
+
+    with pytest.raises(
+        CaptureError, match=rf"Outside cannot be followed: .*{message} \(.*\.py:\d+"
+    ):
+        capture(Outside(), image(1, 3, 4, 4))
+
+
 def test_integers_taken_out_of_tensors_are_held_to_the_example() -> None:
     class Scatter(nn.Module):
         def forward(self, x: Tensor, coords: Tensor) -> Tensor:

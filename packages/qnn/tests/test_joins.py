@@ -376,6 +376,22 @@ def test_concatenated_outputs_of_the_model_stay_float():
     assert "is an output of the model" in result.skipped[0].reason
 
 
+def test_what_is_joined_with_nothing_is_no_concatenation():
+    class Cache(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.key, self.out = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.out(torch.cat([torch.tensor([]), self.key(x)], dim=-2))
+
+    model, x = Cache(), torch.randn(1, 3, 4)
+    result = qnn.quantize_model(model, example_inputs=x)
+    assert [item.path for item in result.quantized] == ["key", "out"]
+    assert "joins one tensor with nothing" in result.skipped[0].reason
+    assert result.model(x).shape == (1, 3, 4)
+
+
 def test_boxes_that_a_part_concatenates_for_the_caller_stay_float():
     class Decoder(nn.Module):
         def __init__(self):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bevquant_export import export_qdq_onnx, lift_horizon_onnx
+from bevquant_export import export_qdq_onnx, lift_horizon_onnx, lint_onnx
 from bevquant_int8sim import simulate
 
 Fixture = Callable[..., Any]
@@ -90,6 +90,16 @@ def _painted(x: Tensor, *index: Any) -> Tensor:
     return canvas
 
 
+def _pooled(x: Tensor, how: str) -> Tensor:
+    place = (x[:, 0].flatten() * 3).long().clamp(0, 6)
+    rows, grid = x.movedim(1, -1).reshape(-1, 4), x.new_zeros(7, 4)
+    if how == "scatter_add":
+        return grid.scatter_add(0, place[:, None].expand(-1, 4), rows)
+    if how == "index_add":
+        return grid.index_add(0, place, rows)
+    return grid.reshape(1, 7, 4).index_put((place * 0, place), rows, accumulate=True)
+
+
 _MASK = torch.arange(6) % 3 > 0
 _ROWS, _COLUMNS = torch.tensor([[0], [3]]), torch.tensor([5, 1, 2])
 
@@ -125,6 +135,13 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "bicubic": lambda x: F.interpolate(x, scale_factor=2, mode="bicubic"),
     "rows by a mask": lambda x: x.sigmoid()[:, torch.arange(4) > 1],
     "rows that a value chooses": lambda x: x[:, x.amax((0, 2, 3)) > -9.0].cumsum(1),
+    "pooled by scatter_add": lambda x: _pooled(x, "scatter_add"),
+    "pooled by index_add": lambda x: _pooled(x, "index_add"),
+    "pooled by index_put": lambda x: _pooled(x, "index_put"),
+    "whole numbers divided": lambda x: (x * 9).long() // x.shape[-1] * 0.5,
+    "patches put back": lambda x: F.fold(F.unfold(x, 2, stride=2).sigmoid(), (6, 6), 2, stride=2),
+    "patches added": lambda x: F.fold(F.unfold(x, 3).sigmoid(), (6, 6), 3),
+    "trilinear": lambda x: F.interpolate(x[:, None], scale_factor=2, mode="trilinear")[:, 0],
     "unit length": lambda x: F.normalize(x, dim=1),
 }
 
@@ -141,6 +158,7 @@ def test_what_is_not_on_the_list_has_torchs_own_form(
     model = calibrated(Behind(OTHERS[name]), x)
     file = export_qdq_onnx(model, x, tmp_path / "net.onnx")
     assert file.opset == NEWER.get(name, 13)
+    assert not [f for f in lint_onnx(file.path, "tensorrt") if f.severity == "error"]
     (made,), _ = run(file, x, optimised=False)
     torch.testing.assert_close(made, simulate(model, x)(x), rtol=1e-4, atol=1e-5)
 
@@ -157,6 +175,7 @@ def test_the_mappers_operator_set_has_it_too_or_it_is_refused_by_name(
         assert list(tmp_path.iterdir()) == []
         return
     assert export_qdq_onnx(model, x, path, "horizon").opset == 11
+    assert not [f for f in lint_onnx(path, "horizon") if f.id == "HRZ002"]
     session = onnxruntime.InferenceSession(lift_horizon_onnx(path).SerializeToString())
     (made,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     want = simulate(model, x)(x)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import onnx
 import onnxruntime
@@ -102,6 +103,8 @@ def test_sums_of_products(equation: str) -> None:
     [
         lambda x: x.clamp(-2, 3), lambda x: x.clamp(max=1), lambda x: torch.clamp_min(x, 2),
         lambda x: x % 3, lambda x: x % -4, lambda x: torch.remainder(x, torch.tensor([5, -3])),
+        lambda x: x // 5, lambda x: x // -4, lambda x: torch.floor_divide(x, 3),
+        lambda x: torch.div(x, 7, rounding_mode="floor"), lambda x: x / 3,
         lambda x: x >= 3, lambda x: torch.le(x, x.flip(0)),
     ],
 )  # fmt: skip
@@ -110,3 +113,62 @@ def test_whole_numbers(function: Callable[[Tensor], Tensor]) -> None:
     with PlainForms(11):
         made = function(x)
     assert torch.equal(made, function(x))
+
+
+_PLACES = torch.tensor([[4, 0, 4], [1, 1, 0], [4, 2, 3], [3, 3, 3]])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda y, x: y.scatter_add(0, _PLACES, x),
+        lambda y, x: y[:4].scatter_add(1, _PLACES % 3, x),
+        lambda y, x: y.scatter_add(-2, _PLACES[:2], x),
+        lambda y, x: y.index_add(0, _PLACES[2], x[1:]),
+        lambda y, x: y.index_add(1, torch.tensor([2]), y[:, :1], alpha=-2),
+        lambda y, x: y.index_put((_PLACES[:, 0] - 5,), x, accumulate=True),
+        lambda y, x: y.index_put((_PLACES[:, 0], _PLACES[:, 1] % 3), x[:, 0], accumulate=True),
+        lambda y, x: y.index_put((_PLACES[:, 0, None], torch.arange(3)), x, accumulate=True),
+        lambda y, x: y.index_put((_PLACES[0],), x[0], accumulate=False),
+    ],
+)  # fmt: skip
+def test_sums_over_places(function: Callable[[Tensor, Tensor], Tensor]) -> None:
+    random = torch.Generator().manual_seed(0)
+    y, x = torch.randn(5, 3, generator=random), torch.randn(4, 3, generator=random)
+    with PlainForms(18, scatter_sums=False):
+        made = function(y, x)
+    torch.testing.assert_close(made, function(y, x))
+
+
+def test_a_sum_over_too_many_places_is_refused_with_the_remedy() -> None:
+    y, x = torch.zeros(1, 1).expand(16384, 80), torch.zeros(1, 1).expand(8192, 80)
+    with PlainForms(18, scatter_sums=False), pytest.raises(ValueError, match=r"16384.*bev_pool"):
+        y.index_add(0, torch.arange(8192), x)
+
+
+@pytest.mark.parametrize(
+    ("size", "kernel", "options"),
+    [
+        ((8, 6), 2, {"stride": 2}), ((8, 6), (4, 3), {"stride": (4, 3)}),
+        ((7, 6), 2, {"stride": 2}), ((8, 7), 3, {}),
+        ((9, 8), 3, {"stride": 2, "padding": 1}), ((9, 8), 2, {"dilation": 3}),
+    ],
+)  # fmt: skip
+def test_patches_are_put_back(size: Any, kernel: Any, options: Any) -> None:
+    image = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(0))
+    patches = F.unfold(image, kernel, **options)
+    for x in (patches, patches[0]):
+        with PlainForms(18):
+            made = F.fold(x, size, kernel, **options)
+        torch.testing.assert_close(made, F.fold(x, size, kernel, **options))
+
+
+@pytest.mark.parametrize("options", [
+    {"scale_factor": 2}, {"size": (7, 4, 9)}, {"size": (3, 12, 5), "align_corners": True},
+    {"scale_factor": (1.7, 2.0, 1.3)}, {"scale_factor": 1.5, "recompute_scale_factor": True},
+])  # fmt: skip
+def test_volumes_are_resized_by_slices_and_lines(options: Any) -> None:
+    x = torch.randn(2, 3, 4, 5, 6, generator=torch.Generator().manual_seed(0))
+    with PlainForms(11):
+        made = F.interpolate(x, mode="trilinear", **options)
+    torch.testing.assert_close(made, F.interpolate(x, mode="trilinear", **options))

@@ -59,11 +59,16 @@ class Fold:
 
 
 def layer_problem(
-    model: nn.Module, owners: Mapping[str, list[str]], conv: str, channels: int
+    model: nn.Module,
+    owners: Mapping[str, list[str]],
+    conv: str,
+    channels: int,
+    *,
+    own_forward: bool = False,
 ) -> str | None:
     """What keeps the layer at ``conv`` from taking any batch norm of ``channels`` channels."""
     module = model.get_submodule(conv)
-    problem = conv_problem(module)
+    problem = conv_problem(module, own_forward=own_forward)
     if problem is not None:
         return f"{conv}: {problem}"
     made = out_channels(module)

@@ -52,14 +52,19 @@ def bn_problem(bn: nn.Module, *, own_forward: bool = False) -> str | None:
     return _extras(bn, () if own_forward else ("forward",))
 
 
-def conv_problem(conv: nn.Module) -> str | None:
-    """What keeps this layer from taking any batch norm."""
+def conv_problem(conv: nn.Module, *, own_forward: bool = False) -> str | None:
+    """What keeps this layer from taking any batch norm.
+
+    Args:
+        conv: The module.
+        own_forward: Whether its class may have a forward of its own: a graph tells what that does.
+    """
     name = type(conv).__name__
     if not is_convolution(conv):
         return f"{name} is not a convolution or linear layer"
     if _uninitialised(conv):
         return f"{name} is not initialised; run the model once first"
-    problem = _extras(conv, ("forward", "_conv_forward"))
+    problem = _extras(conv, () if own_forward else ("forward", "_conv_forward"))
     if problem is not None:
         return problem
     for attribute in ("act_type", "activation", "act"):

@@ -6,6 +6,7 @@ apart. Where the walk ends, one layer must have made it all, and nobody else may
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections import defaultdict
 from typing import Any
@@ -18,7 +19,7 @@ from bevquant_graph import Graph, op_spec
 from bevquant_sparse import is_sparse_conv
 
 from ._fold import Fold, NormPaths, Skipped, layer_problem, tensor_owners, tied_to
-from ._foldable import bn_problem, has_hooks, is_convolution
+from ._foldable import bn_problem, has_hooks, is_convolution, out_channels
 
 _SHAPE_OF_SECOND = ("reshape_as", "view_as", "expand_as")
 _BATCH_NORM = torch.ops.aten.batch_norm.default
@@ -110,7 +111,8 @@ class _Reader:
         conv = str(next(iter(layers)))
         self.refuse_other_readers(conv, norms, inside)
         self.refuse_sharing(conv, norms, [node for node, _ in ends])
-        problem = layer_problem(self.model, self.owners, conv, channels)
+        own = all(self.applies_weights(conv, node) for node, _ in ends)
+        problem = layer_problem(self.model, self.owners, conv, channels, own_forward=own)
         if problem is not None:
             raise _Refused(problem)
         for node, axis in ends:
@@ -188,6 +190,43 @@ class _Reader:
             return axes - 1
         weight: Any = module.weight
         return axes - (int(weight.dim()) - 2) - 1
+
+    def applies_weights(self, conv: str, made: fx.Node) -> bool:
+        """Whether the last that a layer's forward does is to apply its weight, and its bias.
+
+        So that a class of one's own that pads its input before (``"same"`` as TensorFlow's) takes
+        a batch norm as its base class does.
+        """
+        module: Any = self.modules[conv]
+        dense = "linear" if isinstance(module, nn.Linear) else None
+        if dense is None and not is_sparse_conv(module):
+            dense = f"conv{'_transpose' * module.transposed}{module.weight.dim() - 2}d"
+        weight, bias, *rest = *made.args[1:], None, None
+        if op_spec(made.target).name != dense or not isinstance(weight, fx.Node):
+            return False
+        if dense != "linear" and (rest[3] if len(rest) > 5 else 1) != module.groups:
+            return False
+        if self.graph.constant_path(weight) != f"{conv}.weight".lstrip("."):
+            return False
+        if isinstance(bias, fx.Node):
+            return self.graph.constant_path(bias) == f"{conv}.bias".lstrip(".")
+        return bias is None and module.bias is None and self.would_read_bias(conv, made)
+
+    def would_read_bias(self, conv: str, made: fx.Node) -> bool:
+        """Whether a layer without a bias adds the one that it is given: it makes that of zeros."""
+        own = {n for n in self.layers[conv] if self.graph.call(n)[1] == self.graph.call(made)[1]}
+        read = {v for n in own for v in n.all_input_nodes} - own
+        given = [v for v in read if _is_float(v) and not self.graph.constant_path(v)]
+        sizes = _sizes(given[0].meta["val"].shape) if len(given) == 1 else None
+        module: Any = copy.deepcopy(self.modules[conv])
+        value = torch.ones(out_channels(module), dtype=module.weight.dtype)
+        module.bias = nn.Parameter(value.to(module.weight.device), requires_grad=False)
+        try:
+            with torch.no_grad():
+                zeros = torch.zeros(sizes or [], dtype=value.dtype, device=module.weight.device)
+                return bool((module(zeros) == 1).all())
+        except Exception:  # whatever a forward of one's own says to zeros
+            return False
 
     # What stands against it
 

@@ -16,7 +16,7 @@ from ._faults import (
     refuse_unusable,
     running,
 )
-from ._graph import REQUIRE, Graph
+from ._graph import Graph
 from ._held import replace_modules
 from ._layer_class import is_library_class, layer_class, own_code
 from ._opaque import OPAQUE, Opaque
@@ -25,6 +25,7 @@ from ._padding import zero_padding
 from ._program import as_module, module_of
 from ._quiet import evaluation, quiet
 from ._signature import arguments, flatten, is_sparse_tensor, leaf_names, rebuild
+from ._tidy import REQUIRE
 
 __all__ = [
     "OPAQUE",

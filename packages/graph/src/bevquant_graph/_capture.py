@@ -30,12 +30,13 @@ from bevquant_sparse import open_shapes
 
 from ._faults import CaptureError, forward_line, running, where
 from ._functional import functional
-from ._graph import NUMBERS, Graph, fixed_number
+from ._graph import Graph
 from ._opaque import Opaque, opaque_modules, recorded
 from ._open_lengths import open_lengths
 from ._quiet import evaluation, quiet
 from ._recall import recalled, remember
 from ._signature import Arguments, Tree, arguments, flatten, rebuild
+from ._tidy import NUMBERS, fixed_number
 
 __all__ = ["capture"]
 
@@ -346,5 +347,16 @@ def _met(error: Exception) -> str:
     name = type(error).__name__
     if _counts(error):
         return "it branches on the values of a tensor, or needs them as a number"
+    for sign, met in _OUTSIDE.items():
+        if sign in str(error):
+            return met
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return f"{name}: {first[:200]}"
+
+
+_OUTSIDE = {
+    ".numpy() is not supported": "it hands a tensor to numpy, which no graph can follow: compute "
+    "that with torch",
+    "Cannot access data pointer": "it hands a tensor's memory to code that torch does not know: "
+    "make an operator of that with torch.library.custom_op",
+}

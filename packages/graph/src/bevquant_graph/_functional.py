@@ -2,7 +2,8 @@
 
 ``y = relu_(x)`` becomes ``y = relu(x)`` and whoever reads x afterwards reads y. That is all where
 no other tensor shares x's memory, which the traced storages tell exactly. Writes through views, to
-slices, to inputs or buffers take torch's functionalization, which traces the graph once more.
+slices, to inputs or buffers, and `torch.vmap`, take torch's functionalization, which traces the
+graph once more.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 
-from ._graph import NUMBERS
 from ._operators import op_spec
+from ._tidy import NUMBERS
 
 __all__ = ["functional"]
 
@@ -26,9 +27,10 @@ def functional(program: ExportedProgram) -> ExportedProgram:
     if _inline(program.graph_module):
         _rename_outputs(program)
     writes = [node for node in program.graph.nodes if _written(node)]
-    if not writes:
+    mapped = any(map(_of_vmap, program.graph.nodes))
+    if not writes and not mapped:
         return program
-    if any(not _is_plain(node) for node in writes) or not _alone(program.graph, writes):
+    if mapped or any(not _is_plain(node) for node in writes) or not _alone(program.graph, writes):
         _copy_views(program.graph)
         whole: ExportedProgram = program.run_decompositions({})
         return whole
@@ -82,6 +84,14 @@ def _copy_views(graph: fx.Graph) -> None:
                 copy = graph.call_function(torch.ops.aten.clone.default, (value,))
             copy.meta = dict(value.meta)
             node.args = (copy,)
+
+
+def _of_vmap(node: fx.Node) -> bool:
+    """Whether the node begins or ends a `torch.vmap`: inside, values are batches of what they say.
+
+    torch's second trace runs the map, and leaves operations on whole tensors.
+    """
+    return getattr(node.target, "__module__", None) == "torch._functorch.predispatch"
 
 
 def _written(node: fx.Node) -> tuple[fx.Node, ...]:

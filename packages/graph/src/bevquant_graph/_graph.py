@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property
@@ -17,22 +16,9 @@ from ._faults import CaptureError, first_fault, is_authors
 from ._opaque import Opaque, opaque_call
 from ._quiet import evaluation
 from ._signature import Tree, arguments, flatten, leaf_names, rebuild
+from ._tidy import NUMBERS, SHELL, fixed_number, inside, name_listed, name_sliced, tidy
 
-__all__ = ["NO_VALUE", "REQUIRE", "Graph", "author_line"]
-
-REQUIRE = torch.ops.aten._assert_scalar.default
-"""Demands that a number taken out of a tensor is what it was in the example."""
-
-NUMBERS = ("aten.item.default", "aten._local_scalar_dense.default")
-
-_SLICE = re.compile(r"slice\((None|-?\d+), (None|-?\d+), (None|-?\d+)\)")
-_SHELL = "model"  # what holds the model inside of an exported program
-NO_VALUE = (
-    "_assert_tensor_metadata",
-    "sym_constrain_range",
-    "sym_constrain_range_for_size",
-    "_assert_async",
-)
+__all__ = ["Graph", "author_line"]
 
 
 class Graph:
@@ -62,9 +48,9 @@ class Graph:
     ) -> None:
         self.model, self.program = model, program
         self.inputs, self.result, self.opaque = inputs, result, dict(opaque)
-        _tidy(program.graph_module)
-        _name_listed(program.graph_module, model)
-        _name_sliced(program.graph_module, model)
+        tidy(program.graph_module)
+        name_listed(program.graph_module, model)
+        name_sliced(program.graph_module, model)
         self._constants: dict[fx.Node, str] = {}
         self.placeholders: list[fx.Node] = []
         nodes = [node for node in self.graph.nodes if node.op == "placeholder"]
@@ -82,7 +68,7 @@ class Graph:
         ]
         names = dict(zip((n.name for n in self.placeholders), self.input_names, strict=True))
         self.writes = tuple(
-            _inside(str(spec.target))
+            inside(str(spec.target))
             if spec.kind is OutputKind.BUFFER_MUTATION
             else names.get(str(spec.target), str(spec.target))
             for spec in specs
@@ -121,7 +107,7 @@ class Graph:
     def stack(self, node: fx.Node) -> tuple[str, ...]:
         """Paths of the modules whose forwards were running, outermost (the model, "") first."""
         entries = node.meta.get("nn_module_stack") or {}
-        paths = [_inside(path) for path, _ in entries.values() if path.split(".")[0] == _SHELL]
+        paths = [inside(path) for path, _ in entries.values() if path.split(".")[0] == SHELL]
         return tuple(paths) or ("",)
 
     @cached_property
@@ -141,7 +127,7 @@ class Graph:
 
     def call(self, node: fx.Node) -> tuple[str, int]:
         """Path of that module, and which of its calls it was, from 0."""
-        keys = [key for key in (node.meta.get("nn_module_stack") or {}) if _SHELL in key]
+        keys = [key for key in (node.meta.get("nn_module_stack") or {}) if SHELL in key]
         count = re.search(r"@(\d+)$", keys[-1]) if keys else None
         return self.path(node), int(count.group(1)) if count else 0
 
@@ -164,7 +150,7 @@ class Graph:
     def constant_path(self, node: object) -> str | None:
         """Path of the parameter or buffer, or name of the constant; None for other values."""
         name = self._constants.get(node)  # type: ignore[arg-type,call-overload,unused-ignore]
-        return None if name is None else _inside(str(name))
+        return None if name is None else inside(str(name))
 
     def constant(self, node: object) -> Tensor | None:
         """The parameter, buffer or constant tensor itself; None for other values."""
@@ -337,26 +323,6 @@ class _Runner(fx.Interpreter):
         return made
 
 
-def fixed_number(size: Any) -> int | None:
-    """A size or number that is the same in every frame; None for an open one."""
-    if isinstance(size, int):
-        return size
-    return int(size.node.expr) if size.node.expr.is_number else None
-
-
-def _takes_numbers(node: fx.Node) -> bool:
-    """Whether a requirement is about what a tensor holds, not about sizes."""
-    pending, seen = [node], set()
-    while pending:
-        other = pending.pop()
-        if str(other.target) in NUMBERS:
-            return True
-        if other not in seen:
-            seen.add(other)
-            pending += [n for n in other.all_input_nodes if n.op == "call_function"]
-    return False
-
-
 def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
@@ -368,125 +334,3 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
         (one == other) | (one.isnan() & other.isnan()) if one.is_floating_point() else one == other
     )
     return bool(same.all())
-
-
-def _inside(path: str) -> str:
-    """A path in the shell as one in the model."""
-    return path.removeprefix(_SHELL).removeprefix(".")
-
-
-def _name_listed(module: fx.GraphModule, model: nn.Module) -> None:
-    """Children of a module that a forward took out of a plain list have their own paths.
-
-    torch may begin anew there: ``model.block.0``, then ``conv`` for ``model.block.0.conv``.
-    """
-    for node in module.graph.nodes:
-        stack, base = node.meta.get("nn_module_stack") or {}, ""
-        named: dict[str, tuple[str, Any]] = {}
-        for key, (path, kind) in stack.items():
-            whole = f"{base}.{path}"
-            if path.split(".")[0] == _SHELL:
-                base = path
-            elif path and base and _has(model, _inside(whole)):
-                _, at, count = key.rpartition("@")
-                key, path = f"L__self__{whole}{at}{count if at else ''}", whole
-            named[key] = path, kind
-        if named != stack:
-            node.meta["nn_module_stack"] = named
-
-
-def _has(model: nn.Module, path: str) -> bool:
-    try:
-        model.get_submodule(path)
-    except AttributeError:
-        return False
-    return True
-
-
-def _name_sliced(module: fx.GraphModule, model: nn.Module) -> None:
-    """Members that a forward took out of a slice, as ``layers[:-1]``, have their own paths."""
-    for node in module.graph.nodes:
-        stack = node.meta.get("nn_module_stack") or {}
-        if any("slice(" in path for path, _ in stack.values()):
-            node.meta["nn_module_stack"] = {
-                key: (f"{_SHELL}.{_sliced(model, _inside(path))}", kind)
-                if path.startswith(f"{_SHELL}.")
-                else (path, kind)
-                for key, (path, kind) in stack.items()
-            }
-
-
-def _sliced(model: nn.Module, path: str) -> str:
-    """The path in the model for one of torch's, as ``layers.slice(None, -1, None).0``.
-
-    A slice of a Sequential keeps the names of its members, one of a ModuleList counts them anew.
-    """
-    names: list[str] = []
-    holder: nn.Module | None = model
-    members: list[str] | None = None  # of the last slice, while it renumbers them
-    for part in path.split("."):
-        bounds = _SLICE.fullmatch(part)
-        if bounds is not None and holder is not None:
-            chosen = slice(*(None if b == "None" else int(b) for b in bounds.groups()))
-            members = (list(holder._modules) if members is None else members)[chosen]
-            continue
-        counted = members is not None and isinstance(holder, nn.ModuleList)
-        names.append(members[int(part)] if counted and members is not None else part)
-        holder = None if holder is None else holder._modules.get(names[-1])
-        members = None
-    return ".".join(names)
-
-
-_NEUTRAL = {"add": 0, "sub": 0, "mul": 1, "div": 1}
-
-
-def _changes_nothing(node: fx.Node) -> bool:
-    """Whether a node adds 0, as Python's ``sum`` begins, subtracts it, or multiplies by 1."""
-    name, _, overload = str(node.target).removeprefix("aten.").partition(".")
-    if overload not in ("Tensor", "Scalar") or len(node.args) != 2 or node.kwargs:
-        return False
-    value, number = node.args
-    if not isinstance(value, fx.Node) or type(number) not in (int, float):
-        return False
-    given, made = value.meta.get("val"), node.meta.get("val")
-    return (
-        number == _NEUTRAL.get(name)
-        and isinstance(given, Tensor)
-        and isinstance(made, Tensor)
-        and given.dtype == made.dtype
-        and all(user.op != "output" for user in node.users)
-    )
-
-
-def _tidy(module: fx.GraphModule) -> None:
-    """Assertions about sizes go, as do sums with 0 and the like; batch norm has one form."""
-    graph = module.graph
-    for node in list(graph.nodes):
-        if node.op != "call_function":
-            continue
-        if node.target is torch.ops.aten._native_batch_norm_legit_no_training.default:
-            x, weight, bias, mean, var, momentum, eps = node.args
-            with graph.inserting_before(node):
-                made = graph.call_function(
-                    torch.ops.aten.batch_norm.default,
-                    (x, weight, bias, mean, var, False, momentum, eps, False),
-                )
-            made.meta = {**node.meta, "val": node.meta["val"][0]}
-            for user in list(node.users):
-                if user.target is operator.getitem and user.args[1] == 0:
-                    user.replace_all_uses_with(made)
-                if user.target is operator.getitem and not user.users:
-                    graph.erase_node(user)
-            if node.users:
-                graph.erase_node(made)
-            else:
-                graph.erase_node(node)
-        elif _changes_nothing(node):
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
-        elif node.target is REQUIRE and not _takes_numbers(node):
-            graph.erase_node(node)  # that there is a voxel; the operators say so themselves
-        elif any(name in str(node.target) for name in NO_VALUE) and not node.users:
-            graph.erase_node(node)
-    graph.eliminate_dead_code()
-    module.recompile()

@@ -17,10 +17,11 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
-from ._graph import NO_VALUE, author_line
+from ._graph import author_line
 from ._operators import op_spec
 from ._program_layer import call_arguments, full_name, layer_of, library_class
 from ._program_part import Part, Plan, Step, Value, freed, item, named, root_class
+from ._tidy import NO_VALUE
 
 __all__ = ["as_module", "module_of"]
 

@@ -254,6 +254,9 @@ class _Placer:
         nodes = [operand for operand in operands if isinstance(operand, fx.Node)]
         if not any(steps.is_tensor(operand) for operand in nodes):
             return
+        if len(operands) == 1:
+            self._pass_over(join, "joins one tensor with nothing")
+            return
         if len(nodes) < len(operands) or not isinstance(dim, int):
             self._pass_over(join, "has operands or an axis that are only known when it runs")
             return

@@ -37,6 +37,7 @@ class Profile:
         depth_to_space: A transposed convolution whose windows lie side by side is one of 1×1 whose
             channels become pixels; else it stays what it is, and runs in float.
         voxels: Sparse convolutions may be among a model's layers, as functions of the file.
+        scatter_sums: Scatters may sum; else a sum over places is a product of matrices.
         integer_inputs: Inputs may be integers and truth values; else all are float32.
         runner: What runs a file to check it: ``"onnxruntime"`` or ``"openvino"`` optimised as in
             use, ``"plain"`` for ONNX Runtime without optimisations.
@@ -57,6 +58,7 @@ class Profile:
     half: bool = False
     depth_to_space: bool = False
     voxels: bool = False
+    scatter_sums: bool = False
     integer_inputs: bool = True
     runner: str = "plain"
 

@@ -23,6 +23,7 @@ from bevquant_export.sparse.portable._body import INT32, INT64
 __all__ = ["torch_form"]
 
 _PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+_FIRST_ABSENT_ROI = 13
 _LEAST = 11  # before, limits and lengths are attributes too
 # What files of operator set 13 rise to where an operator is newer (GridSample): all that 13 has
 # means the same there.
@@ -71,6 +72,7 @@ def torch_form(
             [f"y{i}" for i in range(count)], OPSET,
             dynamic_shapes=(free,) if any(free) else None,
             lowered_to=_NEWER.get(graph.profile.opset, graph.profile.opset),
+            scatter_sums=graph.profile.scatter_sums,
         )  # fmt: skip
         try:
             graph.forms[key] = _lowered(proto, graph.opset)
@@ -204,6 +206,12 @@ def _without_news(graph: Any, opset: int) -> None:
         if not defs.has(node.op_type, opset, ""):
             continue  # the checker says so
         now, then = (defs.get_schema(node.op_type, number, "") for number in (OPSET, opset))
+        while node.op_type == "Resize" and opset < _FIRST_ABSENT_ROI and "" in node.input:
+            # Its region and factors may be empty there, but not absent.
+            place = list(node.input).index("")
+            node.input[place] = f"{node.output[0]}_none{place}"
+            array = np.array([], np.float32)
+            graph.initializer.append(numpy_helper.from_array(array, node.input[place]))
         for name in ("axes", "split"):
             if name in then.attributes and name not in now.attributes and len(node.input) > 1:
                 held = values.get(node.input[1])

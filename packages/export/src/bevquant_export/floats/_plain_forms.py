@@ -4,6 +4,10 @@
   torch's exporter divides y by x, tells 0 / 0 by IsNaN, and takes −π for y = 0 < −x. Of −0 the sign
   is kept, as reciprocals show it; infinite over infinite is not a number here.
 - ``argsort(x, stable=True)``: ONNX's TopK takes the earlier of two equal ones first, as it is.
+- ``fold`` (col2im): a permutation where patches lie side by side, else a transposed convolution
+  with kernels of zeros and a one. Col2Im is of operator set 18, and TensorRT has none.
+- ``scatter_add``, ``index_add`` and ``index_put`` that sum, for engines whose scatters do not:
+  products with a matrix of zeros and ones (`_scatter_sums`).
 - ``nan_to_num(x)``: what is not equal to itself is replaced, and what is left clipped.
 
 Operator set 11 has no GridSample, Einsum and GreaterOrEqual, and neither Clip nor Mod of whole
@@ -12,7 +16,9 @@ numbers that runtimes would take:
 - ``grid_sample``: the values at 2ⁿ corners (one for ``"nearest"``), gathered, times their weights.
 - ``einsum`` of one or two tensors: a sum, a product value by value, or one of matrices between
   permutations.
-- ``clamp`` and ``remainder`` of whole numbers: comparisons, and a division that drops the rest.
+- ``clamp``, ``remainder`` and ``floor_divide`` of whole numbers: comparisons, and a division that
+  drops the rest.
+- ``upsample_trilinear3d``: bilinear in height and width, then along depth.
 - ``x >= y``: greater or equal, by two operators.
 """
 
@@ -28,6 +34,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from bevquant_export.floats._scatter_sums import SCATTER_SUMS
+
 __all__ = ["PlainForms"]
 
 _FIRST_GRID_SAMPLE = 16  # operator set
@@ -40,21 +48,26 @@ class PlainForms(TorchFunctionMode):
 
     Args:
         opset: Operator set of the file.
+        scatter_sums: Whether the engine has scatters that sum.
     """
 
-    def __init__(self, opset: int) -> None:
+    def __init__(self, opset: int, scatter_sums: bool = True) -> None:
         super().__init__()
         self._forms: dict[str, Callable[..., Tensor | None]] = {
             "atan2": _atan2, "arctan2": _atan2, "nan_to_num": _nan_to_num, "argsort": _argsort,
+            "col2im": _fold,
         }  # fmt: skip
+        if not scatter_sums:
+            self._forms |= SCATTER_SUMS
         if opset < _FIRST_GRID_SAMPLE:
             names = "grid_sampler", "grid_sampler_2d", "grid_sampler_3d"
             self._forms |= dict.fromkeys(names, _grid_sample)
         if opset < _FIRST_EINSUM:
             self._forms |= {
                 "einsum": _einsum, "clamp": _clamp, "clamp_min": _at_least, "clamp_max": _at_most,
-                "remainder": _remainder, "ge": partial(_or_equal, torch.gt),
-                "le": partial(_or_equal, torch.lt),
+                "remainder": _remainder, "floor_divide": _floor_divide, "div": _div,
+                "upsample_trilinear3d": _trilinear,
+                "ge": partial(_or_equal, torch.gt), "le": partial(_or_equal, torch.lt),
             }  # fmt: skip
 
     def __torch_function__(
@@ -104,6 +117,37 @@ def _argsort(
     return torch.sort(x, dim, descending)[1]
 
 
+def _fold(
+    x: Tensor,
+    output_size: Sequence[Any],
+    kernel_size: Sequence[int],
+    dilation: Sequence[int],
+    padding: Sequence[int],
+    stride: Sequence[int],
+) -> Tensor:
+    """Patches ``[batch, channels · kernel, places]`` put back where they were, and added."""
+    batched = x if x.dim() == 3 else x[None]
+    (high, wide), shape = kernel_size, list(zip(output_size, kernel_size, strict=True))
+    channels = batched.shape[1] // (high * wide)
+    spans = [d * (k - 1) + 1 for d, k in zip(dilation, kernel_size, strict=True)]
+    room = [size + 2 * p - span for size, p, span in zip(output_size, padding, spans, strict=True)]
+    rows, columns = (space // step + 1 for space, step in zip(room, stride, strict=True))
+    apart = list(stride) == list(kernel_size) and not any(padding) and set(dilation) == {1}
+    if apart and not any(size % kernel for size, kernel in shape):
+        parts = batched.reshape(-1, channels, high, wide, rows, columns)
+        made = parts.permute(0, 1, 4, 2, 5, 3).reshape(-1, channels, *output_size)
+    else:
+        weight = torch.eye(high * wide, dtype=x.dtype, device=x.device)
+        made = torch.nn.functional.conv_transpose2d(
+            batched.reshape(-1, channels * high * wide, rows, columns),
+            weight.reshape(high * wide, 1, high, wide).repeat(channels, 1, 1, 1),
+            None, tuple(stride), tuple(padding),
+            tuple(space % step for space, step in zip(room, stride, strict=True)),
+            channels, tuple(dilation),
+        )  # fmt: skip
+    return made if x.dim() == 3 else made[0]
+
+
 def _grid_sample(x: Tensor, grid: Tensor, mode: int, padding: int, corners: bool) -> Tensor | None:
     """Values of x ``[batch, channels, *space]`` at a grid ``[batch, *outputs, axes]``."""
     if mode not in (0, 1):  # bicubic
@@ -148,6 +192,19 @@ def _source_place(at: Tensor, size: int, padding: int, corners: bool) -> Tensor:
         away = away - (away / (2 * span)).floor() * (2 * span)
         at = torch.minimum(away, 2 * span - away) + low
     return at if padding == _ZEROS else at.clamp(0, size - 1)
+
+
+def _trilinear(x: Tensor, size: Any, corners: bool, scales: Any = None, *more: Any) -> Tensor:
+    """Each slice of ``[batch, channels, depth, height, width]``, then each line of depth."""
+    bilinear = torch.ops.aten.upsample_bilinear2d.default
+    given = (scales, *more) if more or scales is None or isinstance(scales, float) else scales
+    deep, high, wide = given if len(given) == 3 else (None, None, None)
+    if size is None:
+        size = [int(n * scale) for n, scale in zip(x.shape[2:], given, strict=True)]
+    slices = bilinear(x.flatten(1, 2), list(size[1:]), corners, high, wide)
+    lines = slices.reshape(*x.shape[:3], -1)
+    made: Tensor = bilinear(lines, [size[0], lines.shape[-1]], corners, deep, None)
+    return made.reshape(*made.shape[:3], *slices.shape[-2:])
 
 
 def _einsum(equation: str, *operands: Any, path: Any = None) -> Tensor | None:
@@ -225,9 +282,30 @@ def _or_equal(compare: Callable[..., Tensor], x: Any, y: Any) -> Tensor:
 
 
 def _remainder(x: Any, y: Any) -> Tensor | None:
+    found = _divided(x, y)
+    if found is None:
+        return None
+    _, left = found
+    return torch.where(left * y < 0, left + y, left)
+
+
+def _floor_divide(x: Any, y: Any) -> Tensor | None:
+    found = _divided(x, y)
+    if found is None:
+        return None
+    quotient, left = found
+    return torch.where(left * y < 0, quotient - 1, quotient)
+
+
+def _div(x: Any, y: Any, *, rounding_mode: str | None = None) -> Tensor | None:
+    return _floor_divide(x, y) if rounding_mode == "floor" else None
+
+
+def _divided(x: Any, y: Any) -> tuple[Tensor, Tensor] | None:
+    """Whole numbers divided, with what is left over; None for other numbers."""
     if not isinstance(x, Tensor) or x.is_floating_point():
         return None
     if y.is_floating_point() if isinstance(y, Tensor) else not isinstance(y, int):
         return None
-    left = x - torch.div(x, y, rounding_mode="trunc") * y
-    return torch.where(left * y < 0, left + y, left)
+    quotient = torch.div(x, y, rounding_mode="trunc")
+    return quotient, x - quotient * y

@@ -97,6 +97,7 @@ def exported(
     opset: int,
     dynamic_shapes: Any = None,
     lowered_to: int | None = None,
+    scatter_sums: bool = True,
 ) -> Any:
     """The module as a model of standard operators.
 
@@ -108,6 +109,7 @@ def exported(
         opset: Operator set to write.
         dynamic_shapes: As of `torch.export.export`.
         lowered_to: An earlier operator set, which the caller brings the model down to.
+        scatter_sums: Whether the engine has scatters that sum.
 
     Raises:
         ImportError: onnxscript is not installed.
@@ -127,7 +129,7 @@ def exported(
     try:
         with (
             quiet(*_LOGGERS), contextlib.redirect_stdout(io.StringIO()), torch.no_grad(), known,
-            SmallInverses(), PlainForms(lowered_to or opset),
+            SmallInverses(), PlainForms(lowered_to or opset, scatter_sums),
         ):  # fmt: skip
             program = torch.onnx.export(
                 module, positional, kwargs=named or None, dynamo=True, verbose=False,

@@ -160,7 +160,7 @@ class _OnnxRuntime(QdqTarget):
         "onnxruntime", 13, np.uint8, 128, "uint8",
         integer_bias=True, integer_relu=True, axis=True,
         transposed_per_channel=True, numbered=False,
-        repeats=True, one_scale=False, depth_to_space=True, voxels=True,
+        repeats=True, one_scale=False, depth_to_space=True, voxels=True, scatter_sums=True,
         runner="onnxruntime",
     )  # fmt: skip
 

@@ -1,0 +1,88 @@
+"""Sums over places for engines whose scatters do not sum: products with a matrix of 0 and 1.
+
+``index_add(y, i, x)`` is ``y + P x`` with ``P[c, n] = (i[n] == c)``, a row for each place and a
+column for each value; ``index_put(y, (i, j), x, accumulate=True)`` the same at ``i · J + j``, where
+places below zero count from the end. In a ``scatter_add`` each value has a place of its own, so
+that there is a matrix for each column of x. Places × values are its entries: a small grid fits; one
+of a car's surroundings does not, and is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["SCATTER_SUMS"]
+
+_MOST = 2**26  # entries of the matrix
+
+
+def _scatter_add(x: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
+    dim %= x.dim()
+    corner = tuple(slice(size) for size in index.shape)
+    if any(_example(a) < _example(b) for a, b in zip(index.shape, src.shape, strict=True)):
+        src = src[corner]
+    whole = (_example(a) == _example(b) for a, b in zip(index.shape, x.shape, strict=True))
+    if not all(same or axis == dim for axis, same in enumerate(whole)):
+        raise ValueError("a scatter_add that leaves part of an axis has no form as a product")
+    _limit(x.shape[dim], index.shape)
+    x, index, src = (t.movedim(dim, 0) for t in (x, index, src))
+    places = torch.arange(x.shape[0], device=x.device).view([-1] + [1] * x.dim())
+    return (x + ((index == places).to(x.dtype) * src).sum(1)).movedim(0, dim)
+
+
+def _index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1) -> Tensor:
+    dim %= x.dim()
+    moved, values = x.movedim(dim, 0), source.movedim(dim, 0)
+    summed = _sums(index, moved.shape[0], values.flatten(1) * alpha, x.dtype)
+    return (moved + summed.reshape(moved.shape)).movedim(0, dim)
+
+
+def _index_put(
+    x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
+) -> Tensor | None:
+    if not accumulate:
+        return None
+    given = [index for index in indices if index is not None]
+    if len(given) < len(indices) or any(index.dtype == torch.bool for index in given):
+        raise ValueError("an index_put that sums at some axes alone has no form as a product")
+    count = len(given)
+    given = list(torch.broadcast_tensors(*given))
+    rest = x.shape[count:]
+    values = values.expand([*given[0].shape, *rest])
+    place: Any = 0
+    for index, size in zip(given, x.shape, strict=False):
+        place = place * size + torch.where(index < 0, index + size, index)
+    rows = x.reshape([math.prod(x.shape[:count]), -1])
+    values = values.reshape([-1, rows.shape[1]])
+    return (rows + _sums(place.flatten(), rows.shape[0], values, x.dtype)).reshape(x.shape)
+
+
+def _sums(place: Tensor, places: Any, values: Tensor, dtype: torch.dtype) -> Tensor:
+    _limit(places, place.shape)
+    chosen = torch.arange(places, device=place.device)[:, None] == place[None]
+    return chosen.to(dtype) @ values
+
+
+def _limit(places: Any, shape: Sequence[Any]) -> None:
+    values = math.prod(map(_example, shape))
+    if _example(places) * values > _MOST:
+        raise ValueError(
+            f"it sums {values} values at {_example(places)} places; the engine has no scatter that "
+            f"sums, and as a product of matrices one had {_example(places) * values:.1e} entries, "
+            f"{_MOST:.1e} at most. Let a plugin pool them (bev_pool), and export the parts before "
+            "and behind it; or pool in a smaller grid"
+        )
+
+
+def _example(size: Any) -> int:
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+
+
+SCATTER_SUMS: dict[str, Callable[..., Tensor | None]] = {
+    "scatter_add": _scatter_add, "index_add": _index_add, "index_put": _index_put,
+}  # fmt: skip
