@@ -24,7 +24,7 @@ def pieces_of(proto: Any) -> Iterator[Any]:
     constant = set(held)
     makers: dict[str, Any] = {}  # of constants
     groups = _Groups()
-    rest = []
+    rest: list[Any] = []
     for node in graph.node:
         read = _read(node)
         if constant.issuperset(read):
@@ -32,9 +32,9 @@ def pieces_of(proto: Any) -> Iterator[Any]:
             makers.update(dict.fromkeys(node.output, node))
             continue
         groups.join([n for n in (*read, *node.output) if n not in constant and n not in given])
-        rest.append((node, read))
+        rest.append(node)
     pieces: dict[str, list[Any]] = {}
-    for node, _ in rest:
+    for node in rest:
         pieces.setdefault(groups.of(node.output[0]), []).append(node)
     alone = [[name] for name in wanted if name in constant]
     for nodes in [*pieces.values(), *alone]:
@@ -42,8 +42,8 @@ def pieces_of(proto: Any) -> Iterator[Any]:
         if not outputs:
             continue
         own = [node for node in nodes if not isinstance(node, str)]
-        read = dict.fromkeys(n for node in own for n in _read(node))
-        before, tensors = _constants([*read, *outputs], makers, held)
+        reads = dict.fromkeys(n for node in own for n in _read(node))
+        before, tensors = _constants([*reads, *outputs], makers, held)
         piece = onnx.ModelProto(ir_version=proto.ir_version, producer_name=proto.producer_name)
         piece.opset_import.extend(proto.opset_import)
         piece.functions.extend(proto.functions)
@@ -51,7 +51,7 @@ def pieces_of(proto: Any) -> Iterator[Any]:
         piece.graph.name = graph.name
         piece.graph.node.extend([*before, *own])
         piece.graph.initializer.extend(held[name] for name in tensors)
-        piece.graph.input.extend(given[name] for name in read if name in given)
+        piece.graph.input.extend(given[name] for name in reads if name in given)
         piece.graph.output.extend(wanted[name] for name in outputs)
         yield piece
 

@@ -75,7 +75,8 @@ class Ties:
 
     def reads(self, name: str) -> set[str]:
         """Values by which `count` computes a value again."""
-        step, found = self._makers.get(name), set()
+        step = self._makers.get(name)
+        found: set[str] = set()
         for read in step.inputs if step else ():
             maker = self._makers.get(read)
             # A sum of accumulators is computed from what their layers read.
