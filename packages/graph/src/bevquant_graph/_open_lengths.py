@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,4 +49,4 @@ def open_lengths(model: nn.Module) -> Iterator[None]:
 def _length(value: Any, /) -> Any:
     if isinstance(value, Tensor) and value.dim() and isinstance(value.shape[0], torch.SymInt):
         return value.shape[0]
-    return len(value)
+    return builtins.len(value)  # this module's name may be one of those
