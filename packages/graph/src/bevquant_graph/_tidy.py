@@ -141,6 +141,7 @@ def _changes_nothing(node: fx.Node) -> bool:
         and isinstance(given, Tensor)
         and isinstance(made, Tensor)
         and given.dtype == made.dtype
+        and str(given.stride()) == str(made.stride())  # by which torch may choose another kernel
         and all(user.op != "output" for user in node.users)
     )
 

@@ -151,14 +151,14 @@ class _Piece:
         reads: Tensors that it reads.
         makes: Its outputs to the tensors that they are.
         missing: Which of them the model has not made yet.
-        values: Values of the program by which what it makes is computed again.
+        needs: These tensors, and values of the program by which what it makes is computed again.
     """
 
     proto: Any
     reads: list[str]
     makes: dict[str, str]
     missing: set[str]
-    values: set[str]
+    needs: tuple[str, ...]
 
 
 class _CutFile:
@@ -210,8 +210,9 @@ class _CutFile:
             if makes or outputs:
                 values = {v for t in makes.values() for n in names[t] for v in self._ties.reads(n)}
                 missing = {*reads, *makes.values()}
-                self._pieces.append(_Piece(part, reads, makes, missing, values))
-        self._needed = Counter(n for p in self._pieces for n in (*p.missing, *p.values))
+                needs = (*missing, *values)
+                self._pieces.append(_Piece(part, reads, makes, missing, needs))
+        self._needed = Counter(name for piece in self._pieces for name in piece.needs)
 
     def hold(self, values: Iterable[tuple[str, Any]]) -> None:
         """Keep values by which integers are computed again."""
@@ -260,7 +261,7 @@ class _CutFile:
                 self._rows[piece.makes[name]] = self._row(piece.makes[name], got)
             else:
                 self.floats[name] = got
-        for name in (*piece.reads, *piece.makes.values(), *piece.values):
+        for name in piece.needs:
             self._needed[name] -= 1
             if not self._needed[name]:
                 self._found.pop(name, None)
