@@ -46,6 +46,7 @@ ALLOWED = {
     "bevquant_fusion.fold_into": "asked behind `conv_problem`",
     "bevquant_fusion._Reader.numbers": "asked before `bn_problem`; a graph tells what is computed",
     "bevquant_fusion._Reader.channel_axis": "asked behind `conv_problem`",
+    "bevquant_fusion._Reader.applies_weights": "a graph tells what is computed",
     "bevquant_fusion._Reader.rest": "asked before `bn_problem`; a graph tells what is computed",
     "bevquant_fusion.plan_fusion": "finds what is reported as folded or left, with the reason",
     "bevquant_fusion.from_structure": "finds what is reported as folded or left, with the reason",

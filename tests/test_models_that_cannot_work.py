@@ -347,7 +347,10 @@ CASES: dict[str, tuple[Callable[[], Any], Told | None]] = {
     "branches": (Branches, Told("Branches", VALUES, KEEP_OUT)),
     "loops": (Loops, Told("Loops", VALUES, KEEP_OUT)),
     "counts_floats": (CountsFloats, Told("CountsFloats", VALUES, KEEP_OUT)),
-    "numpy": (ThroughNumpy, Told("ThroughNumpy", r"numpy\(\) is not supported", KEEP_OUT)),
+    "numpy": (
+        ThroughNumpy,
+        Told("ThroughNumpy", "hands a tensor to numpy", "compute that with torch"),
+    ),
     "sparse_product": (SparseProduct, Told("SparseProduct", "_to_sparse", KEEP_OUT)),
     "always_drops": (AlwaysDrops, Told("AlwaysDrops", TWICE, "make that an input")),
     "noise": (Noise, Told("Noise", TWICE, "make that an input")),

@@ -25,11 +25,12 @@ from ._padding import zero_padding
 from ._program import as_module, module_of
 from ._quiet import evaluation, quiet
 from ._signature import arguments, flatten, is_sparse_tensor, leaf_names, rebuild
-from ._tidy import REQUIRE
+from ._tidy import PASSED_OVER, REQUIRE
 
 __all__ = [
     "OPAQUE",
     "OPERATORS",
+    "PASSED_OVER",
     "REQUIRE",
     "CaptureError",
     "Graph",

@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 __all__ = [
     "NO_VALUE",
     "NUMBERS",
+    "PASSED_OVER",
     "REQUIRE",
     "SHELL",
     "fixed_number",
@@ -32,6 +33,8 @@ NUMBERS = ("aten.item.default", "aten._local_scalar_dense.default")
 
 _SLICE = re.compile(r"slice\((None|-?\d+), (None|-?\d+), (None|-?\d+)\)")
 SHELL = "model"  # what holds the model inside of an exported program
+PASSED_OVER = "bevquant_passed_over"
+"""Says of a concatenation that the forward's call has empty operands beside the node's."""
 NO_VALUE = (
     "_assert_tensor_metadata",
     "sym_constrain_range",
@@ -170,7 +173,9 @@ def tidy(module: fx.GraphModule) -> None:
             else:
                 graph.erase_node(node)
         elif node.target is torch.ops.aten.cat.default:
-            node.args = (_joined(node.args[0]), *node.args[1:])
+            joined = _joined(node.args[0])
+            node.meta[PASSED_OVER] = len(joined) < len(node.args[0])
+            node.args = (joined, *node.args[1:])
         elif _changes_nothing(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)

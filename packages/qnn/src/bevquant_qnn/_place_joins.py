@@ -9,6 +9,7 @@ from itertools import count
 
 from torch import fx, nn
 
+from bevquant_graph import PASSED_OVER
 from bevquant_qnn._add import QuantAdd
 from bevquant_qnn._concat import QuantConcat
 from bevquant_qnn._config import QuantConfig
@@ -254,7 +255,7 @@ class _Placer:
         nodes = [operand for operand in operands if isinstance(operand, fx.Node)]
         if not any(steps.is_tensor(operand) for operand in nodes):
             return
-        if len(operands) == 1:
+        if node.meta.get(PASSED_OVER):
             self._pass_over(join, "joins one tensor with nothing")
             return
         if len(nodes) < len(operands) or not isinstance(dim, int):

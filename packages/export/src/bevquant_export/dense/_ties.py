@@ -80,7 +80,7 @@ class Ties:
         for read in step.inputs if step else ():
             maker = self._makers.get(read)
             # A sum of accumulators is computed from what their layers read.
-            found.update(maker.inputs if self._forms[read] == "int32" and maker else (read,))
+            found.update(maker.inputs if self._forms.get(read) == "int32" and maker else (read,))
         return found
 
     def count(self, name: str, places: Array, borders: Array, shape: tuple[int, ...]) -> int:
