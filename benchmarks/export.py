@@ -55,11 +55,12 @@ from bevquant_export import cpu_at_hand
 from bevquant_int8sim import simulate
 
 LIDAR = "lidar.backbone.xyz"
+TARGETS = ("tensorrt", "onnxruntime")
 Inputs = dict[str, tuple[Any, ...]]
 
 
-def pieces_of(config: str) -> tuple[list[Piece], Inputs]:
-    """The parts of a calibrated model, and what goes into each."""
+def pieces_of(config: str) -> tuple[dict[str, list[Piece]], Inputs]:
+    """The parts of a calibrated model as each target has them, and what goes into each."""
     sizes = CONFIGS[config]
     model = build_model(sizes)
     batches = FrameBatches([street_frame(0, size=config, cameras=config)], sizes, model)
@@ -68,9 +69,9 @@ def pieces_of(config: str) -> tuple[list[Piece], Inputs]:
     fused = fuse_branch(model, example).model
     quantized = quantize_branch(fused, example, "all", method="max").model
     calibrate_branch(quantized, batches, method="max")
-    pieces = nvidia_pieces(fused, quantized)
-    known = {piece.file.name: piece for piece in pieces}
-    files = [piece.file for piece in pieces]
+    pieces = {target: nvidia_pieces(fused, quantized, target) for target in TARGETS}
+    known = {piece.file.name: piece for piece in pieces[TARGETS[0]]}
+    files = [piece.file for piece in known.values()]
     inputs, _ = walk(files, lambda f, args: known[f.name].fake(args), batches[0], quantized)
     return pieces, inputs
 
@@ -91,6 +92,8 @@ def session(path: Path, threads: int) -> onnxruntime.InferenceSession:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
+    # Its threads, too, sleep through others' turns.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
     return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
@@ -101,16 +104,18 @@ def runs_of(path: Path, piece: Piece, args: tuple[Any, ...], threads: int) -> Ca
     return lambda: running.run(None, given)
 
 
-def files_table(pieces: list[Piece], inputs: Inputs, folder: Path) -> None:
+def files_table(pieces: dict[str, list[Piece]], inputs: Inputs, folder: Path) -> None:
     print("| file | TensorRT, libspconv: s | MB | onnxruntime: s | MB |\n|---|---:|---:|---:|---:|")
     totals = [0.0] * 4
-    for piece in pieces:
+    for both in zip(*pieces.values(), strict=True):
         row = []
-        for target in ("tensorrt", "onnxruntime"):
+        for target, piece in zip(pieces, both, strict=True):
             path, seconds = write(piece, inputs, folder, target)
             row += [seconds, path.stat().st_size / 1e6]
         totals = [a + b for a, b in zip(totals, row, strict=True)]
-        print(f"| {piece.file.name} | {row[0]:.2f} | {row[1]:.2f} | {row[2]:.2f} | {row[3]:.2f} |")
+        print(
+            f"| {both[0].file.name} | {row[0]:.2f} | {row[1]:.2f} | {row[2]:.2f} | {row[3]:.2f} |"
+        )
     print("| together | " + " | ".join(f"{value:.2f}" for value in totals) + " |\n")
 
 
@@ -240,9 +245,9 @@ def main() -> None:
         if "files" in tables:
             files_table(pieces, inputs, folder)
         if "dense" in tables:
-            dense_table(pieces, inputs, folder, options.rounds)
+            dense_table(pieces["onnxruntime"], inputs, folder, options.rounds)
         if "sparse" in tables:
-            sparse_table(pieces, inputs, folder, options.rounds, options.config)
+            sparse_table(pieces["onnxruntime"], inputs, folder, options.rounds, options.config)
 
 
 if __name__ == "__main__":
