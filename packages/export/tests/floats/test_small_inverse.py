@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from bevquant_export import compare_float_onnx, export_float_onnx
-from bevquant_export.floats._torch_exporter import SmallInverses
+from bevquant_export.floats._small_inverse import SmallInverses
 
 pytest.importorskip("onnxscript", reason="the float extra is not installed")
 
