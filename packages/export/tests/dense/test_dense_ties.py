@@ -241,6 +241,7 @@ def test_sums_at_places_are_those_of_torch(name: str) -> None:
     if name == "linear":
         op, want = "linear", F.linear(x.double(), weight.double())
         size = F.linear(x.double().abs(), weight.double().abs())
+        square = F.linear(x.double() ** 2, weight.double() ** 2)
     else:
         op = "conv_transpose" if layer.transposed else "conv"
         settings = {n: getattr(layer, n) for n in ("stride", "padding", "dilation", "groups")}
@@ -248,13 +249,15 @@ def test_sums_at_places_are_those_of_torch(name: str) -> None:
         run: Any = getattr(F, f"{op}{rank}d")
         want = run(x.double(), weight.double(), **settings, **added)
         size = run(x.double().abs(), weight.double().abs(), **settings, **added)
+        square = run(x.double() ** 2, weight.double() ** 2, **settings, **added)
         if op == "conv":
             settings["padding"] = [(p, p) for p in layer.padding]
     step = Step(op, "", (), (), attributes=settings, tensors={"weight": weight.to(torch.int8)})
     places = np.argwhere(np.ones(want.shape, bool))
-    total, magnitude, terms = products_at(step, x.to(torch.int8).numpy(), places)
+    total, magnitude, squares, terms = products_at(step, x.to(torch.int8).numpy(), places)
     assert (total == want.reshape(-1).numpy()).all()
     assert (magnitude == size.reshape(-1).numpy()).all()
+    assert (squares == square.reshape(-1).numpy()).all()
     read = 4 // getattr(layer, "groups", 1)
     assert terms == read * (weight[0, 0].numel() if rank > 0 else 1)
 

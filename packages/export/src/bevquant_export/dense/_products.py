@@ -13,7 +13,7 @@ from bevquant_export.dense._source import Step
 __all__ = ["products_at"]
 
 
-def products_at(step: Step, x: Array, places: Array) -> tuple[Array, Array, int]:
+def products_at(step: Step, x: Array, places: Array) -> tuple[Array, Array, Array, int]:
     """What a layer's kernel sums up for some of its outputs.
 
     Written for few places: nothing is computed for the others, and neither the simulator's kernels
@@ -25,12 +25,12 @@ def products_at(step: Step, x: Array, places: Array) -> tuple[Array, Array, int]
         places: Indices into its output, int [places, axes].
 
     Returns:
-        Σ x·w and Σ |x·w|, int64 [places], and how many products a sum has at most.
+        Σ x·w, Σ |x·w| and Σ (x·w)², int64 [places], and how many products a sum has at most.
     """
     weight = step.tensors["weight"].cpu().numpy()
     if step.op == "linear":
         picked = x[tuple(places[:, :-1].T)].astype(np.int64) * weight[places[:, -1]]
-        return picked.sum(1), np.abs(picked).sum(1), weight.shape[1]
+        return picked.sum(1), np.abs(picked).sum(1), (picked**2).sum(1), weight.shape[1]
     first, out = places[:, :1], places[:, 1]
     groups: int = step.attributes["groups"]
     transposed = step.op == "conv_transpose"
@@ -38,8 +38,7 @@ def products_at(step: Step, x: Array, places: Array) -> tuple[Array, Array, int]
     each = weight.shape[0] // groups if transposed else weight.shape[1]
     outputs = weight.shape[1] if transposed else weight.shape[0] // groups
     channels = (out // outputs)[:, None] * each + np.arange(each)
-    total = np.zeros(len(places), np.int64)
-    size = np.zeros(len(places), np.int64)
+    total, size, squares = (np.zeros(len(places), np.int64) for _ in range(3))
     for offset in np.ndindex(*weight.shape[2:]):
         at, inside = _read_at(step, places[:, 2:], np.asarray(offset), np.asarray(x.shape[2:]))
         values = x[(first, channels, *(axis[:, None] for axis in at.T))].astype(np.int64)
@@ -50,7 +49,8 @@ def products_at(step: Step, x: Array, places: Array) -> tuple[Array, Array, int]
         terms = values * factors * inside[:, None]
         total += terms.sum(1)
         size += np.abs(terms).sum(1)
-    return total, size, each * math.prod(weight.shape[2:])
+        squares += (terms**2).sum(1)
+    return total, size, squares, each * math.prod(weight.shape[2:])
 
 
 def _read_at(step: Step, places: Array, offset: Array, sizes: Array) -> tuple[Array, Array]:

@@ -210,7 +210,7 @@ class Ties:
         form, made = self._forms[x], self._forms[step.outputs[0]]
         if not isinstance(form, Integers) or x not in self._values:
             return None
-        total, size, terms = products_at(step, self._values[x], places)
+        total, size, squares, terms = products_at(step, self._values[x], places)
         channels = places[:, -1 if step.op == "linear" else 1]
         unit = _per_channel(step, form, made)[channels]
         value, largest = total * unit, size * unit
@@ -228,7 +228,7 @@ class Ties:
         if integer and isinstance(made, Integers):
             return _Real(value, rounded)
         if self._profile.half and step.op == "conv_transpose":  # each factor is a half
-            rounded = rounded + _HALVES * (np.abs(value) + largest / math.sqrt(terms))
+            rounded = rounded + _HALVES * (np.abs(value) + unit * np.sqrt(squares))
         return _Real(value, rounded + _SPREAD * math.sqrt(terms) * _UNIT * largest)
 
 
