@@ -207,10 +207,14 @@ def _largest(
         if program.values[ref.name].form != "int32":
             continue
         scale = step.tensors.get(f"scale{index}")
-        axis = step.attributes.get("axis", 0)
-        others = [i for i in range(value.dim()) if scale is None or i != axis]
-        largest = torch.maximum(value.amax(others), -value.amin(others))
-        yield ref.name, float((largest if scale is None else largest * scale.flatten()).max())
+        low = high = value
+        if scale is not None:
+            axis = step.attributes.get("axis", 0) % value.dim()
+            others = [i for i in range(value.dim()) if i != axis]
+            if others:  # without any, torch would reduce them all
+                low, high = value.amin(others), value.amax(others)
+            low, high = low * scale.flatten(), high * scale.flatten()
+        yield ref.name, max(float(high.max()), -float(low.min()))
 
 
 def _doubled(value: Any) -> Any:
