@@ -149,6 +149,33 @@ def test_openvino_makes_the_simulators_integers(calibrated: Fixture, tmp_path: P
     assert max(d.unexplained for d in found) == 0
 
 
+class ReadThrice(nn.Module):
+    """An average that one convolution reads quantized, and a norm and a sigmoid in float."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.pool = nn.Conv2d(8, 16, 3, padding=1), nn.AvgPool2d(2)
+        self.norm = nn.BatchNorm2d(16)
+        self.heads = nn.ModuleList(nn.Conv2d(16, 8, k) for k in (3, 1, 1))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        x = self.pool(self.stem(x))
+        read = x, self.norm(x).relu(), (2 * x).sigmoid()
+        return tuple(head(y) for head, y in zip(self.heads, read, strict=True))
+
+
+@EXACT
+def test_an_average_that_openvino_also_quantizes_stays_exact_in_float(
+    calibrated: Fixture, tmp_path: Path
+) -> None:
+    pytest.importorskip("openvino", reason="openvino is not installed")
+    x = images()
+    model = calibrated(ReadThrice(), x)
+    file = export_qdq_onnx(model, x, tmp_path / "net.onnx", "openvino")
+    assert operators(file).count("Max") == 1
+    assert max(d.unexplained for d in compare_qdq_onnx(file, model, x)) == 0
+
+
 def test_half_files_are_float32_from_pair_to_pair(calibrated: Fixture, tmp_path: Path) -> None:
     x = images()
     model = calibrated(Mixed(), x)

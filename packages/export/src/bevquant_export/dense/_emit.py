@@ -265,6 +265,8 @@ class _Emitter:
             return max_pool(self.graph, step.path, x, given, len(sizes.of(name)) - 2)
         if step.op == "avg_pool":
             shapes = sizes.of(name), sizes.of(made)
+            if not isinstance(self.source.form(made), Integers):
+                x = self.graph.float_average_operand(step.path, x)
             return average_pool(self.graph, step.path, x, given, shapes)
         return resize(self.graph, step.path, x, given, (name, made), sizes)
 

@@ -198,6 +198,18 @@ class Graph:
         lowest = self.constant("lowest_float32", np.finfo(np.float32).min)
         return self.node("Clip", path, [name, lowest])
 
+    def float_average_operand(self, path: str, name: str) -> str:
+        """The tensor as the operand of an average that is read in float.
+
+        OpenVINO averages the integers in front of a DequantizeLinear, once for all readers, and
+        where one of these quantizes the average, the others may be given it rounded. A Max with
+        what nothing lies below, of which it knows no integer form, holds it off.
+        """
+        if self.profile.runner != "openvino" or not self.is_quantized(name):
+            return name
+        lowest = self.constant("lowest_float32", np.finfo(np.float32).min)
+        return self.node("Max", path, [name, lowest])
+
     def clipped(self, path: str, q: str, low: int | None, high: int | None) -> str:
         """Integers of activations between two others, given without zero point."""
         if low is None and high is None:
