@@ -55,6 +55,10 @@ def test_the_set_is_right(folder: Path) -> None:
     assert "8 pair generations for 21 layers" in whole["notes"]
     encoder = files["lidar.backbone.xyz.onnx"]["checked"]
     assert (encoder["tensors"], encoder["wrong"], encoder["different"]) == (30, 0, [])
+    page = (folder.parent / "report.html").read_text()
+    assert "30 of 30 tensors are equal to what the plugin" in page  # an apostrophe is escaped
+    assert "30 tensors in the plugin" in page
+    assert " 0 of 0 " not in page
 
 
 @pytest.mark.parametrize("target", ["tensorrt", "onnxruntime"])

@@ -29,6 +29,7 @@ __all__ = [
 ]
 
 _SHOWN = 5
+_EXACT = ("int8", "float16")  # forms that are compared value by value
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,10 @@ class FileLayer:
         file: Name of the file.
         path: Module that makes it; of a float file the output's name.
         op: What computes it.
-        form: "int8", "float", or "places" for the cells that became queries.
+        form: "int8", "float", "float16" of Autoware's plugin, which sums as it does, or "places"
+            for the cells that became queries.
         elements: How many values it has.
-        different: How many differ, where integers are counted; None for floats.
+        different: How many differ, where values are counted; None for floats.
         largest: Largest difference: in steps of int8, for floats relative to the largest value.
         allowed: In words, what may differ.
         is_right: Whether no more than that does.
@@ -120,13 +122,13 @@ class ExportedFile:
 
     @property
     def different(self) -> int:
-        """Integers that differ, all tensors together."""
-        return sum(layer.different or 0 for layer in self.layers if layer.form == "int8")
+        """Values that differ, of all tensors that are compared value by value."""
+        return sum(layer.different or 0 for layer in self.layers if layer.form in _EXACT)
 
     @property
     def unexplained(self) -> int:
         """Those of them that do not lie on the border of two steps."""
-        return self.different - sum(layer.ties for layer in self.layers if layer.form == "int8")
+        return self.different - sum(layer.ties for layer in self.layers if layer.form in _EXACT)
 
     @property
     def largest_steps(self) -> int:
@@ -250,27 +252,34 @@ def set_verdict(made: ExportedSet) -> str:
     """Whether the files compute what the integer model computes, in a sentence."""
     if made.failures:
         return f"Not verified, {len(made.failures)} of the checks failed."
-    quantized = [layer for layer in made.layers if layer.form == "int8"]
-    equal = sum(not layer.different for layer in quantized)
+    model = "fake-quantized" if made.target == "bpu" else "integer"
+    texts = (
+        f"quantized tensors are equal to the {model} model's",
+        f"tensors are equal to what the plugin's arithmetic makes of the {model} model",
+    )
+    said = [
+        _equality([layer for layer in made.layers if layer.form == form], text, made)
+        for form, text in zip(_EXACT, texts, strict=True)
+    ]
+    floats = [layer.largest for layer in made.layers if layer.form == "float"]
+    if floats:
+        said.append(f"Floats agree with torch's within {max(floats):.1g}.")
+    return "Verified: " + " ".join(filter(None, said))
+
+
+def _equality(layers: list[FileLayer], text: str, made: ExportedSet) -> str:
+    equal = sum(not layer.different for layer in layers)
     more = ""
-    if equal < len(quantized):
-        values = sum(layer.different or 0 for layer in quantized)
-        many = sum(layer.elements for layer in quantized)
+    if equal < len(layers):
+        values = sum(layer.different or 0 for layer in layers)
+        many = sum(layer.elements for layer in layers)
         unexplained = sum(file.unexplained for file in made.files)
         where = "each" if not unexplained else f"all but {unexplained:,}"
         more = (
             f"; in the others {values:,} of all {many:,} values are one step off, {where} on the "
             "border of two steps, where float32 falls to either side"
         )
-    model = "fake-quantized" if made.target == "bpu" else "integer"
-    return (
-        f"Verified: {equal} of {len(quantized)} quantized tensors are equal to the {model} model's"
-        f"{more}. Floats agree with torch's within {_largest_float(made):.1g}."
-    )
-
-
-def _largest_float(made: ExportedSet) -> float:
-    return max((v.largest for v in made.layers if v.form == "float"), default=0.0)
+    return f"{equal} of {len(layers)} {text}{more}." if layers else ""
 
 
 def _departures(made: ExportedSet) -> list[str]:

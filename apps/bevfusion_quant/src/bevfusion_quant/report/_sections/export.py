@@ -51,11 +51,13 @@ def section(content: ReportContent) -> Section | None:
 
 
 def _file(file: ExportedFile) -> dict[str, Any]:
-    int8 = sum(layer.form == "int8" for layer in file.layers)
-    checks = f"{count(int8)} quantized tensors, {count(file.different)} values differ"
+    forms = [layer.form for layer in file.layers]
+    exact = forms.count("int8"), forms.count("float16")
+    kind = "quantized tensors" if exact[0] else "tensors in the plugin's arithmetic"
+    checks = f"{count(sum(exact))} {kind}, {count(file.different)} values differ"
     if file.different:
         checks += f", {count(file.unexplained) if file.unexplained else 'none'} but for ties"
-    if not int8:
+    if not any(exact):
         largest = max((layer.largest for layer in file.layers), default=0.0)
         checks = f"float, within {number(largest, 2)} of torch"
     return {
