@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import threading
+from collections import OrderedDict
 from types import SimpleNamespace
 from typing import Any
 from weakref import ref
@@ -77,6 +78,96 @@ def test_the_same_model_is_followed_once_while_its_graph_is_held() -> None:
     assert capture(net, EXAMPLE + 1) is graph
     assert capture(net, EXAMPLE[:1]) is not graph  # other sizes may go another way
     assert capture(copy.deepcopy(net), EXAMPLE) is not graph
+
+
+@pytest.fixture
+def exports(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
+    """What torch is asked to follow from now on; nothing is known yet."""
+    calls: list[nn.Module] = []
+    export = torch.export.export
+
+    def counted(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        calls.append(model)
+        return export(model, *args, **kwargs)
+
+    monkeypatch.setattr(torch.export, "export", counted)
+    monkeypatch.setattr("bevquant_graph._recall._PROGRAMS", OrderedDict())
+    return calls
+
+
+@pytest.mark.parametrize("options", [{}, {"check": False, "open_sizes": False}])
+def test_a_structure_is_followed_once(exports: list[nn.Module], options: Any) -> None:
+    nets = [Scaled().eval() for _ in range(3)]
+    nets[2].config.parts[0] = 7
+    for net in nets:
+        with torch.no_grad():
+            net.shift.normal_()
+        graph = capture(net, EXAMPLE, **options)
+        assert graph.model is net
+        assert torch.equal(graph.replay(EXAMPLE * 9), net(EXAMPLE * 9))
+        weights = {path for n in graph.graph.nodes if (path := graph.constant_path(n))}
+        assert weights == {"layer.weight", "layer.bias", "shift"}
+        assert all(
+            graph.constant(n) is net.get_parameter(path)
+            for n in graph.graph.nodes
+            if (path := graph.constant_path(n) or "").startswith("layer")
+        )
+    assert len(exports) == 2
+    capture(nets[0], EXAMPLE, open_sizes=bool(options))
+    assert len(exports) == 3
+
+
+class Branching(nn.Module):
+    """Whose forward goes by what no module holds."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * FACTORS[0]
+
+
+FACTORS = [2.0]
+
+
+def test_a_structure_that_gives_other_bits_is_followed_anew(exports: list[nn.Module]) -> None:
+    nets = Branching(), Branching()
+    capture(nets[0], EXAMPLE)
+    FACTORS[0] = 3.0
+    assert torch.equal(capture(nets[1], EXAMPLE).replay(EXAMPLE), EXAMPLE * 3)
+    assert len(exports) == 2
+
+
+class Anchored(nn.Module):
+    """Which holds a tensor that is no buffer."""
+
+    def __init__(self, anchor: float) -> None:
+        super().__init__()
+        self.anchors = [torch.full((4,), anchor)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.minimum(x, self.anchors[0])
+
+
+def test_tensors_that_are_no_buffers_are_read_by_their_own_graph(exports: list[nn.Module]) -> None:
+    for anchor in (50.0, 60.0):
+        net = Anchored(anchor)
+        assert torch.equal(capture(net, EXAMPLE).replay(EXAMPLE * 99), net(EXAMPLE * 99))
+    assert len(exports) == 2
+
+
+def test_shared_parameters_are_another_structure(exports: list[nn.Module]) -> None:
+    nets = [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)]
+    nets[1][1].weight = nets[1][0].weight
+    for net in nets:
+        assert torch.equal(capture(net, EXAMPLE).replay(EXAMPLE), net(EXAMPLE))
+    assert len(exports) == 2
+
+
+def test_the_oldest_structures_are_let_go(exports: list[nn.Module]) -> None:
+    for width in range(1, 35):
+        capture(nn.Linear(4, width), EXAMPLE, open_sizes=False)
+    capture(nn.Linear(4, 1), EXAMPLE, open_sizes=False)
+    assert len(exports) == 35
+    capture(nn.Linear(4, 34), EXAMPLE, open_sizes=False)
+    assert len(exports) == 35
 
 
 def test_a_graph_that_nobody_holds_is_let_go() -> None:

@@ -36,7 +36,7 @@ from ._open_lengths import open_lengths
 from ._quiet import evaluation, quiet
 from ._recall import recalled, remember
 from ._signature import Arguments, Tree, arguments, flatten, rebuild
-from ._tidy import NUMBERS, fixed_number
+from ._tidy import NUMBERS, fixed_number, tidy
 
 __all__ = ["capture"]
 
@@ -57,7 +57,8 @@ def capture(
     tensor and counts with, such as the largest batch index, stays what it is in the example, and
     every later frame is held to that. The model is not changed; it runs in evaluation mode and
     without gradients. A graph that is still in use is answered again for the same model, unchanged,
-    and inputs of the same sizes.
+    and inputs of the same sizes; and what was followed of a model serves others of the same
+    structure, whose bits it gives.
 
     Args:
         model: Any module. Sparse convolutions must run on bevquant's kernels
@@ -90,13 +91,12 @@ def capture(
         raise CaptureError(
             "capture: example_inputs hold no tensor; give what one call of the model takes"
         )
-    whole = check and open_sizes
-    if whole:
-        known = recalled(model, given)
-        if known is not None:
-            with suppress(CaptureError, TypeError, ValueError):  # it does not fit: captured anew
-                known.check(example_inputs)
-                return known
+    asked = open_sizes
+    known = recalled(model, given, open_sizes=asked)
+    if known is not None:
+        with suppress(Exception):  # it does not fit, or the model does not run: captured anew
+            known.check(example_inputs)
+            return known
     opaque: dict[str, Opaque] = {}
     numbers = open_sizes  # such as a batch size: open, unless the forward counts with them
     values: Exception | None = None  # what asks for numbers out of tensors, as in the example
@@ -124,6 +124,7 @@ def capture(
                 else:
                     _close(model, error if values is None else values, opaque, given)
                     values = None
+    tidy(program.graph_module, model)
     graph = Graph(model, program, inputs, result, opaque)
     made = [v.meta.get("val") if isinstance(v, fx.Node) else v for v in graph.outputs]
     if not any(isinstance(value, Tensor) for value in made):
@@ -136,8 +137,7 @@ def capture(
         )
     if check:
         graph.check(example_inputs)
-        if whole:
-            remember(model, given, graph)
+    remember(model, given, graph, open_sizes=asked, by_values=values is not None)
     return graph
 
 

@@ -16,7 +16,7 @@ from ._faults import CaptureError, first_fault, is_authors
 from ._opaque import Opaque, opaque_call
 from ._quiet import evaluation
 from ._signature import Tree, arguments, flatten, leaf_names, rebuild
-from ._tidy import NUMBERS, SHELL, fixed_number, inside, name_listed, name_sliced, tidy
+from ._tidy import NUMBERS, SHELL, fixed_number, inside
 
 __all__ = ["Graph", "author_line"]
 
@@ -48,9 +48,6 @@ class Graph:
     ) -> None:
         self.model, self.program = model, program
         self.inputs, self.result, self.opaque = inputs, result, dict(opaque)
-        tidy(program.graph_module)
-        name_listed(program.graph_module, model)
-        name_sliced(program.graph_module, model)
         self._constants: dict[fx.Node, str] = {}
         self.placeholders: list[fx.Node] = []
         nodes = [node for node in self.graph.nodes if node.op == "placeholder"]

@@ -1,73 +1,198 @@
-"""A graph that somebody still holds is not captured again.
+"""What was followed once is not followed again.
 
-Lowering, each exporter and each comparison follow the model that they are handed. A script hands
-all of them the same one, and following it is most of what they do. `recalled` answers the graph of
-an earlier capture that is still in use, where model and inputs are what they were: everything that
-the model's modules hold is written down but for tensors, which are told by identity and count of
-writes (a graph reads them from the model); inputs are told by how they are nested and the tensors'
-sizes. What cannot be written down is captured anew. The caller replays the graph: none is answered
-that does not give the model's bits.
+Fusing, quantizing, lowering, each exporter and each comparison follow the model that they are
+handed, and following it is most of what they do on a small one. A script hands several of them the
+same model, and a search or a test suite hands them many models of one structure.
+
+A model's structure is everything that its modules hold, written down but for the values of
+parameters and buffers, which a graph reads from the model. `recalled` answers the graph of an
+earlier capture while somebody holds it, where the tensors are the same too; otherwise, of the last
+captures (`_KEPT`), the program of a model of this structure, bound to this model's tensors. Inputs
+are told by how they are nested and the tensors' sizes. What cannot be written down is captured
+anew, and models that hold other tensors than parameters and buffers, or modules that are one node,
+are answered only their own graph. The caller replays the graph: none is answered that does not
+give the model's bits.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import io
 import pickle
 import types
+from collections import OrderedDict
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 
 from ._graph import Graph
-from ._signature import Arguments, flatten
+from ._signature import Arguments, Tree, flatten
+from ._tidy import inside
 
 __all__ = ["recalled", "remember"]
 
-_LAST: WeakKeyDictionary[nn.Module, tuple[bytes, ref[Graph]]] = WeakKeyDictionary()
-_NAMED = (type, types.BuiltinFunctionType, types.ModuleType)
+_KEPT = 32
+_NAMED = (type, types.BuiltinFunctionType, types.ModuleType, types.CodeType)
 
 
-def recalled(model: nn.Module, given: Arguments) -> Graph | None:
-    """The graph that was remembered of this model as it is and of such inputs, if it is in use."""
-    if model not in _LAST:
+@dataclass(frozen=True)
+class _State:
+    """What a capture goes by.
+
+    Attributes:
+        structure: Digest of everything but tensors, which count by the order in which they come.
+        tensors: Which they are: identity and count of writes.
+        inputs: How the arguments are put together.
+        alone: Whether other tensors than parameters and buffers are among them.
+        named: What stands in the digest by its address, which is its own as long as this lives.
+    """
+
+    structure: bytes
+    tensors: tuple[tuple[int, int], ...]
+    inputs: Tree
+    alone: bool
+    named: tuple[Any, ...]
+
+
+_LAST: WeakKeyDictionary[nn.Module, dict[bool, tuple[_State, ref[Graph]]]] = WeakKeyDictionary()
+_PROGRAMS: OrderedDict[tuple[bytes, bool], tuple[_State, ExportedProgram, Tree]] = OrderedDict()
+
+
+def recalled(model: nn.Module, given: Arguments, *, open_sizes: bool) -> Graph | None:
+    """A graph of this model as it is and of such inputs, if one is in use or its structure known.
+
+    Args:
+        model: The model.
+        given: Its arguments.
+        open_sizes: As `capture` takes it.
+    """
+    if model not in _LAST and not _PROGRAMS:
         return None
-    state, graph = _LAST[model]
-    found = graph()
-    return found if found is not None and state == _state(model, given) else None
+    state = _state(model, given)
+    if state is None:
+        return None
+    last, graph = _LAST.get(model, {}).get(open_sizes, (None, None))
+    found = None if graph is None else graph()
+    if (
+        found is not None
+        and last is not None
+        and (last.structure, last.tensors) == (state.structure, state.tensors)
+    ):
+        return found
+    key = state.structure, open_sizes
+    if state.alone or key not in _PROGRAMS:
+        return None
+    _PROGRAMS.move_to_end(key)
+    _, program, result = _PROGRAMS[key]
+    try:
+        program = _bound(program, model)
+    except AttributeError:
+        return None
+    made = Graph(model, program, state.inputs, result, {})
+    _LAST.setdefault(model, {})[open_sizes] = state, ref(made)
+    return made
 
 
-def remember(model: nn.Module, given: Arguments, graph: Graph) -> None:
-    """Let `recalled` answer `graph` while somebody holds it."""
+def remember(
+    model: nn.Module, given: Arguments, graph: Graph, *, open_sizes: bool, by_values: bool
+) -> None:
+    """Let `recalled` answer `graph` while somebody holds it, and its program for a while.
+
+    Args:
+        model: The model.
+        given: Its arguments.
+        graph: What `capture` made of them.
+        open_sizes: As `capture` took it.
+        by_values: Whether numbers out of tensors are in the graph, as the example's are.
+    """
     state = _state(model, given)
     if state is None:
         _LAST.pop(model, None)
-    else:
-        _LAST[model] = state, ref(graph)
+        return
+    _LAST.setdefault(model, {})[open_sizes] = state, ref(graph)
+    whole = len(graph.placeholders) == len(flatten(given)[0])  # no number is an input
+    if state.alone or graph.opaque or by_values or not whole:
+        return
+    program: Any = copy.copy(graph.program)
+    program._state_dict = dict.fromkeys(program._state_dict)
+    program._example_inputs = None
+    _PROGRAMS[state.structure, open_sizes] = state, program, graph.result
+    if len(_PROGRAMS) > _KEPT:
+        _PROGRAMS.popitem(last=False)
 
 
-def _state(model: nn.Module, given: Arguments) -> bytes | None:
+def _bound(program: Any, model: nn.Module) -> ExportedProgram:
+    """The program with the tensors of another model of the structure.
+
+    Raises:
+        AttributeError: It has not all of them.
+    """
+    made = copy.copy(program)
+    made._state_dict = {name: _tensor(model, name) for name in program._state_dict}
+    buffers = program.graph_signature.buffers
+    made._constants = program._constants | {
+        name: _tensor(model, name) for name in program._constants if name in buffers
+    }
+    bound: ExportedProgram = made
+    return bound
+
+
+def _tensor(model: nn.Module, name: str) -> Any:
+    owner, _, last = inside(name).rpartition(".")
+    return getattr(model.get_submodule(owner), last)
+
+
+def _state(model: nn.Module, given: Arguments) -> _State | None:
     """What a capture goes by; None where it cannot be told."""
     leaves, tree = flatten(given)
     sizes = [(leaf.shape, leaf.stride(), str(leaf.dtype), str(leaf.device)) for leaf in leaves]
-    written = io.BytesIO()
+    forwards: list[Any] = [type(module).forward for module in model.modules()]
+    writer = _Writer()
     try:
-        forwards = [id(type(module).forward) for module in model.modules()]
-        _Writer(written, protocol=5).dump((model, forwards, tree, sizes))
+        writer.dump((model, [id(forward) for forward in forwards], tree, sizes))
     except Exception:  # a lock, a generator: whatever has no written form
         return None
-    return hashlib.sha256(written.getbuffer()).digest()
+    registered = {id(t) for t in chain(model.parameters(), model.buffers())}
+    return _State(
+        writer.digest(),
+        tuple((id(t), t._version) for t in writer.tensors),
+        tree,
+        any(id(t) not in registered for t in writer.tensors),
+        (*forwards, *writer.named),
+    )
 
 
 class _Writer(pickle.Pickler):
-    """Writes what objects hold; tensors, classes and functions by identity."""
+    """Writes what objects hold; tensors by their order, classes and functions by identity."""
+
+    def __init__(self) -> None:
+        self._written = io.BytesIO()
+        super().__init__(self._written, protocol=5)
+        self.tensors: list[Tensor] = []
+        self.named: list[Any] = []
+        self._places: dict[int, int] = {}
+
+    def digest(self) -> bytes:
+        """Of what was written."""
+        return hashlib.sha256(self._written.getbuffer()).digest()
 
     def persistent_id(self, obj: Any) -> Any:
         """What stands for an object; None: what it holds."""
         if isinstance(obj, Tensor):
-            return "tensor", id(obj), obj._version, tuple(obj.shape), str(obj.dtype)
+            if id(obj) not in self._places:
+                self._places[id(obj)] = len(self.tensors)
+                self.tensors.append(obj)
+            kind = type(obj).__qualname__, str(obj.dtype), str(obj.device), obj.requires_grad
+            return "tensor", self._places[id(obj)], tuple(obj.shape), obj.stride(), kind
         if isinstance(obj, types.FunctionType):
             cells = [cell.cell_contents for cell in obj.__closure__ or ()]
-            return "function", id(obj), cells, obj.__defaults__, obj.__kwdefaults__
-        return ("named", id(obj)) if isinstance(obj, _NAMED) else None
+            return "function", obj.__code__, cells, obj.__defaults__, obj.__kwdefaults__
+        if isinstance(obj, _NAMED):
+            self.named.append(obj)
+            return "named", id(obj)
+        return None

@@ -21,8 +21,6 @@ __all__ = [
     "SHELL",
     "fixed_number",
     "inside",
-    "name_listed",
-    "name_sliced",
     "tidy",
 ]
 
@@ -55,7 +53,7 @@ def inside(path: str) -> str:
     return path.removeprefix(SHELL).removeprefix(".")
 
 
-def name_listed(module: fx.GraphModule, model: nn.Module) -> None:
+def _name_listed(module: fx.GraphModule, model: nn.Module) -> None:
     """Children of a module that a forward took out of a plain list have their own paths.
 
     torch may begin anew there: ``model.block.0``, then ``conv`` for ``model.block.0.conv``.
@@ -83,7 +81,7 @@ def _has(model: nn.Module, path: str) -> bool:
     return True
 
 
-def name_sliced(module: fx.GraphModule, model: nn.Module) -> None:
+def _name_sliced(module: fx.GraphModule, model: nn.Module) -> None:
     """Members that a forward took out of a slice, as ``layers[:-1]``, have their own paths."""
     for node in module.graph.nodes:
         stack = node.meta.get("nn_module_stack") or {}
@@ -149,8 +147,13 @@ def _changes_nothing(node: fx.Node) -> bool:
     )
 
 
-def tidy(module: fx.GraphModule) -> None:
-    """Assertions about sizes and what changes nothing go, and batch norm has one form."""
+def tidy(module: fx.GraphModule, model: nn.Module) -> None:
+    """Assertions about sizes and what changes nothing go, and batch norm has one form.
+
+    Args:
+        module: What torch exported of `model`.
+        model: Whose paths the nodes get.
+    """
     graph = module.graph
     for node in list(graph.nodes):
         if node.op != "call_function":
@@ -185,6 +188,8 @@ def tidy(module: fx.GraphModule) -> None:
             graph.erase_node(node)
     graph.eliminate_dead_code()
     module.recompile()
+    _name_listed(module, model)
+    _name_sliced(module, model)
 
 
 def _takes_numbers(node: fx.Node) -> bool:
