@@ -105,13 +105,9 @@ def test_a_structure_is_followed_once(exports: list[nn.Module], options: Any) ->
         graph = capture(net, EXAMPLE, **options)
         assert graph.model is net
         assert torch.equal(graph.replay(EXAMPLE * 9), net(EXAMPLE * 9))
-        weights = {path for n in graph.graph.nodes if (path := graph.constant_path(n))}
-        assert weights == {"layer.weight", "layer.bias", "shift"}
-        assert all(
-            graph.constant(n) is net.get_parameter(path)
-            for n in graph.graph.nodes
-            if (path := graph.constant_path(n) or "").startswith("layer")
-        )
+        read = {graph.constant_path(node): graph.constant(node) for node in graph.graph.nodes}
+        assert read["layer.weight"] is net.layer.weight
+        assert read["layer.bias"] is net.layer.bias
     assert len(exports) == 2
     capture(nets[0], EXAMPLE, open_sizes=bool(options))
     assert len(exports) == 3
@@ -146,11 +142,43 @@ class Anchored(nn.Module):
         return torch.minimum(x, self.anchors[0])
 
 
-def test_tensors_that_are_no_buffers_are_read_by_their_own_graph(exports: list[nn.Module]) -> None:
-    for anchor in (50.0, 60.0):
+def test_tensors_that_are_no_buffers_count_by_what_they_hold(exports: list[nn.Module]) -> None:
+    for anchor, followed in (50.0, 1), (60.0, 2), (50.0, 2):
         net = Anchored(anchor)
         assert torch.equal(capture(net, EXAMPLE).replay(EXAMPLE * 99), net(EXAMPLE * 99))
-    assert len(exports) == 2
+        assert len(exports) == followed
+
+
+@pytest.mark.parametrize("change", ["large", "view"])
+def test_large_tensors_and_views_of_parameters_are_read_by_their_own_graph(
+    exports: list[nn.Module], change: str
+) -> None:
+    for followed in 1, 2:
+        net = Anchored(50.0)
+        if change == "large":
+            net.anchors.append(torch.zeros(20_000))
+        else:
+            net.weight = nn.Parameter(torch.full((2, 4), 50.0))
+            net.anchors[0] = net.weight.detach()[0]
+        assert torch.equal(capture(net, EXAMPLE).replay(EXAMPLE * 99), net(EXAMPLE * 99))
+        assert len(exports) == followed
+
+
+class Counter:
+    """Which a module holds and no forward reads."""
+
+    is_read_by_forwards = False
+
+    def __init__(self, count: int) -> None:
+        self.counted = torch.full((3,), count)
+
+
+def test_what_no_forward_reads_is_passed_over(exports: list[nn.Module]) -> None:
+    for count in range(3):
+        net: Any = nn.Linear(4, 4)
+        net.counter = Counter(count)
+        assert torch.equal(capture(net, EXAMPLE).replay(EXAMPLE), net(EXAMPLE))
+    assert len(exports) == 1
 
 
 def test_shared_parameters_are_another_structure(exports: list[nn.Module]) -> None:

@@ -8,10 +8,11 @@ A model's structure is everything that its modules hold, written down but for th
 parameters and buffers, which a graph reads from the model. `recalled` answers the graph of an
 earlier capture while somebody holds it, where the tensors are the same too; otherwise, of the last
 captures (`_KEPT`), the program of a model of this structure, bound to this model's tensors. Inputs
-are told by how they are nested and the tensors' sizes. What cannot be written down is captured
-anew, and models that hold other tensors than parameters and buffers, or modules that are one node,
-are answered only their own graph. The caller replays the graph: none is answered that does not
-give the model's bits.
+are told by how they are nested and the tensors' sizes, small tensors that are neither parameter nor
+buffer by what they hold; what objects of a class with ``is_read_by_forwards = False`` hold (as
+calibrators) is passed over. What cannot be written down is captured anew, and models that hold
+other such tensors, or modules that are one node, are answered only their own graph. The caller
+replays the graph: none is answered that does not give the model's bits.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import io
 import pickle
 import types
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -37,6 +39,7 @@ from ._tidy import inside
 __all__ = ["recalled", "remember"]
 
 _KEPT = 32
+_SMALL = 1 << 16  # bytes of a tensor that is written down
 _NAMED = (type, types.BuiltinFunctionType, types.ModuleType, types.CodeType)
 
 
@@ -48,7 +51,7 @@ class _State:
         structure: Digest of everything but tensors, which count by the order in which they come.
         tensors: Which they are: identity and count of writes.
         inputs: How the arguments are put together.
-        alone: Whether other tensors than parameters and buffers are among them.
+        alone: Whether one of them is no parameter, no buffer, and not written down.
         named: What stands in the digest by its address, which is its own as long as this lives.
     """
 
@@ -120,6 +123,10 @@ def remember(
         return
     program: Any = copy.copy(graph.program)
     program._state_dict = dict.fromkeys(program._state_dict)
+    program._constants = {
+        name: value.clone() if isinstance(value, Tensor) else value
+        for name, value in program._constants.items()
+    }
     program._example_inputs = None
     _PROGRAMS[state.structure, open_sizes] = state, program, graph.result
     if len(_PROGRAMS) > _KEPT:
@@ -152,17 +159,16 @@ def _state(model: nn.Module, given: Arguments) -> _State | None:
     leaves, tree = flatten(given)
     sizes = [(leaf.shape, leaf.stride(), str(leaf.dtype), str(leaf.device)) for leaf in leaves]
     forwards: list[Any] = [type(module).forward for module in model.modules()]
-    writer = _Writer()
     try:
+        writer = _Writer(chain(model.parameters(), model.buffers()))
         writer.dump((model, [id(forward) for forward in forwards], tree, sizes))
     except Exception:  # a lock, a generator: whatever has no written form
         return None
-    registered = {id(t) for t in chain(model.parameters(), model.buffers())}
     return _State(
         writer.digest(),
         tuple((id(t), t._version) for t in writer.tensors),
         tree,
-        any(id(t) not in registered for t in writer.tensors),
+        writer.alone,
         (*forwards, *writer.named),
     )
 
@@ -170,12 +176,16 @@ def _state(model: nn.Module, given: Arguments) -> _State | None:
 class _Writer(pickle.Pickler):
     """Writes what objects hold; tensors by their order, classes and functions by identity."""
 
-    def __init__(self) -> None:
+    def __init__(self, registered: Iterable[Tensor]) -> None:
         self._written = io.BytesIO()
         super().__init__(self._written, protocol=5)
         self.tensors: list[Tensor] = []
         self.named: list[Any] = []
+        self.alone = False
         self._places: dict[int, int] = {}
+        self._registered = list(registered)
+        self._ids = {id(t) for t in self._registered}
+        self._memory = {t.untyped_storage().data_ptr() for t in self._registered if t.numel()}
 
     def digest(self) -> bytes:
         """Of what was written."""
@@ -188,11 +198,22 @@ class _Writer(pickle.Pickler):
                 self._places[id(obj)] = len(self.tensors)
                 self.tensors.append(obj)
             kind = type(obj).__qualname__, str(obj.dtype), str(obj.device), obj.requires_grad
-            return "tensor", self._places[id(obj)], tuple(obj.shape), obj.stride(), kind
+            held = None if id(obj) in self._ids else self._content(obj)
+            return "tensor", self._places[id(obj)], tuple(obj.shape), obj.stride(), kind, held
         if isinstance(obj, types.FunctionType):
             cells = [cell.cell_contents for cell in obj.__closure__ or ()]
             return "function", obj.__code__, cells, obj.__defaults__, obj.__kwdefaults__
         if isinstance(obj, _NAMED):
             self.named.append(obj)
             return "named", id(obj)
+        if getattr(type(obj), "is_read_by_forwards", True) is False:
+            return "passed over", type(obj)
         return None
+
+    def _content(self, tensor: Tensor) -> Any:
+        """What a tensor holds that is no parameter or buffer; None of large ones and of views."""
+        memory = tensor.untyped_storage()
+        if memory.nbytes() > _SMALL or memory.data_ptr() in self._memory:
+            self.alone = True
+            return None
+        return tensor.tolist()

@@ -25,6 +25,9 @@ class Calibrator(ABC):
     name: str | None = None
     """The quantizer this calibrator belongs to, for messages."""
 
+    is_read_by_forwards = False
+    """What was counted changes no forward: whoever tells models apart by theirs passes it over."""
+
     def __init__(self, num_bits: int, axis: Axis, unsigned: bool) -> None:
         self._num_bits = check_bits(num_bits)
         self._axis: Axis = axis
