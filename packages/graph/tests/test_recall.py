@@ -113,6 +113,20 @@ def test_a_structure_is_followed_once(exports: list[nn.Module], options: Any) ->
     assert len(exports) == 3
 
 
+def test_numbers_of_hooks_and_which_strings_are_one_object_do_not_matter(
+    exports: list[nn.Module],
+) -> None:
+    for name in ("".join(["na", "me"]), "name"):
+        net: Any = Scaled().eval()
+        net.config.names = ["name", name]
+        hooked(net)
+        assert torch.equal(capture(net, EXAMPLE).replay(EXAMPLE), net(EXAMPLE))
+    assert len(exports) == 1
+    hooked(net)
+    assert torch.equal(capture(net, EXAMPLE).replay(EXAMPLE), net(EXAMPLE))
+    assert len(exports) == 2
+
+
 class Branching(nn.Module):
     """Whose forward goes by what no module holds."""
 

@@ -21,6 +21,7 @@ import copy
 import hashlib
 import io
 import pickle
+import re
 import types
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -39,6 +40,7 @@ from ._tidy import inside
 __all__ = ["recalled", "remember"]
 
 _KEPT = 32
+_HOOKS = re.compile(r"_\w*hooks\w*")  # attributes of a module: number to hook
 _SMALL = 1 << 16  # bytes of a tensor that is written down
 _NAMED = (type, types.BuiltinFunctionType, types.ModuleType, types.CodeType)
 
@@ -50,20 +52,19 @@ class _State:
     Attributes:
         structure: Digest of everything but tensors, which count by the order in which they come.
         tensors: Which they are: identity and count of writes.
-        inputs: How the arguments are put together.
         alone: Whether one of them is no parameter, no buffer, and not written down.
         named: What stands in the digest by its address, which is its own as long as this lives.
     """
 
     structure: bytes
     tensors: tuple[tuple[int, int], ...]
-    inputs: Tree
     alone: bool
     named: tuple[Any, ...]
 
 
 _LAST: WeakKeyDictionary[nn.Module, dict[bool, tuple[_State, ref[Graph]]]] = WeakKeyDictionary()
-_PROGRAMS: OrderedDict[tuple[bytes, bool], tuple[_State, ExportedProgram, Tree]] = OrderedDict()
+_PROGRAMS: OrderedDict[tuple[bytes, bool], tuple[_State, ExportedProgram, Tree, Tree]]
+_PROGRAMS = OrderedDict()
 
 
 def recalled(model: nn.Module, given: Arguments, *, open_sizes: bool) -> Graph | None:
@@ -91,12 +92,12 @@ def recalled(model: nn.Module, given: Arguments, *, open_sizes: bool) -> Graph |
     if state.alone or key not in _PROGRAMS:
         return None
     _PROGRAMS.move_to_end(key)
-    _, program, result = _PROGRAMS[key]
+    _, program, inputs, result = _PROGRAMS[key]
     try:
         program = _bound(program, model)
     except AttributeError:
         return None
-    made = Graph(model, program, state.inputs, result, {})
+    made = Graph(model, program, inputs, result, {})
     _LAST.setdefault(model, {})[open_sizes] = state, ref(made)
     return made
 
@@ -118,8 +119,7 @@ def remember(
         _LAST.pop(model, None)
         return
     _LAST.setdefault(model, {})[open_sizes] = state, ref(graph)
-    whole = len(graph.placeholders) == len(flatten(given)[0])  # no number is an input
-    if state.alone or graph.opaque or by_values or not whole:
+    if state.alone or graph.opaque or by_values:
         return
     program: Any = copy.copy(graph.program)
     program._state_dict = dict.fromkeys(program._state_dict)
@@ -128,7 +128,7 @@ def remember(
         for name, value in program._constants.items()
     }
     program._example_inputs = None
-    _PROGRAMS[state.structure, open_sizes] = state, program, graph.result
+    _PROGRAMS[state.structure, open_sizes] = state, program, graph.inputs, graph.result
     if len(_PROGRAMS) > _KEPT:
         _PROGRAMS.popitem(last=False)
 
@@ -167,14 +167,17 @@ def _state(model: nn.Module, given: Arguments) -> _State | None:
     return _State(
         writer.digest(),
         tuple((id(t), t._version) for t in writer.tensors),
-        tree,
         writer.alone,
         (*forwards, *writer.named),
     )
 
 
 class _Writer(pickle.Pickler):
-    """Writes what objects hold; tensors by their order, classes and functions by identity."""
+    """Writes what objects hold; tensors by their order, classes and functions by identity.
+
+    Equal strings are one, whether or not they are the same object, and hooks are told by their
+    order, not by the number that torch gives each in a process.
+    """
 
     def __init__(self, registered: Iterable[Tensor]) -> None:
         self._written = io.BytesIO()
@@ -183,16 +186,21 @@ class _Writer(pickle.Pickler):
         self.named: list[Any] = []
         self.alone = False
         self._places: dict[int, int] = {}
+        self._strings: dict[str, int] = {}
         self._registered = list(registered)
         self._ids = {id(t) for t in self._registered}
         self._memory = {t.untyped_storage().data_ptr() for t in self._registered if t.numel()}
 
     def digest(self) -> bytes:
         """Of what was written."""
-        return hashlib.sha256(self._written.getbuffer()).digest()
+        found = hashlib.sha256(self._written.getbuffer())
+        found.update(repr(list(self._strings)).encode())
+        return found.digest()
 
     def persistent_id(self, obj: Any) -> Any:
         """What stands for an object; None: what it holds."""
+        if type(obj) is str:
+            return self._strings.setdefault(obj, len(self._strings))
         if isinstance(obj, Tensor):
             if id(obj) not in self._places:
                 self._places[id(obj)] = len(self.tensors)
@@ -209,6 +217,25 @@ class _Writer(pickle.Pickler):
         if getattr(type(obj), "is_read_by_forwards", True) is False:
             return "passed over", type(obj)
         return None
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Modules without the numbers of their hooks; everything else as it is."""
+        if not isinstance(obj, nn.Module):
+            return NotImplemented
+        state: Any = obj.__getstate__()  # type: ignore[attr-defined,unused-ignore]
+        hooks = {
+            key: value
+            for key, value in state.items()
+            if _HOOKS.fullmatch(key) and isinstance(value, OrderedDict)
+        }
+        places = {
+            number: place for place, number in enumerate(sorted(set().union(*hooks.values())))
+        }
+        ordered = {
+            key: [(places[number], hook) for number, hook in value.items()]
+            for key, value in hooks.items()
+        }
+        return object.__new__, (type(obj),), {**state, **ordered}
 
     def _content(self, tensor: Tensor) -> Any:
         """What a tensor holds that is no parameter or buffer; None of large ones and of views."""
