@@ -232,7 +232,8 @@ def _may_stop(model: nn.Module, inputs: _Inputs, before: list[Any]) -> list[str]
 
     def same(paths: list[str]) -> bool:
         for path, _ in candidates:
-            copied.get_submodule(path).inplace = path not in paths  # type: ignore[assignment]
+            activation: Any = copied.get_submodule(path)
+            activation.inplace = path not in paths
         return relative_difference(before, run(copied, inputs)) <= tolerance(before)
 
     candidates = activations(model)
@@ -258,7 +259,8 @@ def _fuse(model: nn.Module, plan: Plan, stopped: Iterable[str]) -> FusionResult:
         else:
             folded.append(fold)
     for path in stopped:
-        model.get_submodule(path).inplace = False  # type: ignore[assignment]
+        activation: Any = model.get_submodule(path)
+        activation.inplace = False
     how = remove_batch_norms(model, folded)
     return FusionResult(
         model=model,

@@ -228,8 +228,8 @@ class _Dropper(ast.NodeTransformer):
         one = (
             len(node.args) == 1 and not node.keywords and not isinstance(node.args[0], ast.Starred)
         )
-        if one and self.is_named(node.func):
-            self.dropped.add(node.func.attr)  # type: ignore[attr-defined]
+        if one and isinstance(node.func, ast.Attribute) and self.is_named(node.func):
+            self.dropped.add(node.func.attr)
             return self.visit(node.args[0])
         return self.generic_visit(node)
 
@@ -239,6 +239,6 @@ class _Dropper(ast.NodeTransformer):
         self.other |= self.is_named(node) or private
         return self.generic_visit(node)
 
-    def is_named(self, node: ast.expr) -> bool:
-        named = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
-        return named and node.value.id == self.owner and node.attr in self.names  # type: ignore[attr-defined]
+    def is_named(self, node: ast.Attribute) -> bool:
+        own = isinstance(node.value, ast.Name) and node.value.id == self.owner
+        return own and node.attr in self.names

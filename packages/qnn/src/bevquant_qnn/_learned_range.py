@@ -203,8 +203,7 @@ class RangeTracker:
             handle.remove()
 
     @torch.no_grad()
-    def _follow(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        quantizer: TensorQuantizer = module  # type: ignore[assignment]
+    def _follow(self, quantizer: Any, args: tuple[Any, ...]) -> None:
         value = args[0]
         usable = isinstance(value, Tensor) and value.numel() > 0 and not quantizer._disabled
         if not self._training.training or self.frozen or not usable or quantizer.axis is not None:
