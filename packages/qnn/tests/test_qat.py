@@ -37,8 +37,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:Using a non-tuple sequence:UserW
 def learned(amax, num_bits=4, narrow_range=False):
     """A quantizer that learns its range, and that range as a parameter."""
     axis = 0 if amax.dim() else None
-    described = QuantDescriptor(num_bits, axis=axis, amax=amax, narrow_range=narrow_range)
+    described = QuantDescriptor(num_bits, axis=axis, narrow_range=narrow_range)
     model = nn.Sequential(TensorQuantizer(described))
+    model[0].amax = amax
     (parameter,) = learn_ranges(model)
     return model, parameter
 

@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 __all__ = ["Augmentation", "Motion", "make_batch", "order_of"]
 
 
-_Floats = npt.NDArray[np.floating]
-
-
 @dataclass(frozen=True)
 class Motion:
     """p' = s · M · R(θ) · p: turned about z, mirrored, scaled; z is scaled alone.
