@@ -19,6 +19,9 @@ __all__ = ["Pose", "into_frame", "labels_of", "scanner_pose"]
 
 _Array = npt.NDArray[np.float64]
 Pose = tuple[_Array, tuple[float, float]]  # origin in the world, cosine and sine of its turn
+_COLUMNS = 360
+_ACROSS, _DOWN = 20, 10  # samples of an object's outline box
+_FAR = 200.0  # m
 
 
 def scanner_pose(street: Street, height: float, time: float = 0.0) -> Pose:
@@ -78,11 +81,6 @@ def _tight_boxes(solids: SolidArrays, wanted: list[int]) -> tuple[_Array, _Array
     high = np.maximum.reduceat(solids.centre + reach, first)[wanted]
     low[:, 2] = np.maximum(low[:, 2], 0.0)  # what is sunk into the ground nobody sees
     return (low + high) / 2, high - low
-
-
-_COLUMNS = 360
-_ACROSS, _DOWN = 20, 10  # samples of an object's outline box
-_FAR = 200.0  # m
 
 
 def _visible_shares(

@@ -30,6 +30,8 @@ from ._plan import Plan, plan_fusion
 from ._remove_bn import Removal, neutralise, norm_at, remove_batch_norms
 from ._structure import activations
 
+_Inputs = tuple[tuple[Any, ...], Mapping[str, Any]]
+_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
 _HOW = {
     "identity": "now nn.Identity",
     "removed": "taken out of its SparseSequential",
@@ -269,11 +271,6 @@ def _fuse(model: nn.Module, plan: Plan, stopped: Iterable[str]) -> FusionResult:
         not_inplace=tuple(stopped),
         untraced=plan.untraced,
     )
-
-
-_Inputs = tuple[tuple[Any, ...], Mapping[str, Any]]
-
-_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
 
 
 def run(model: nn.Module, inputs: _Inputs) -> list[Tensor]:

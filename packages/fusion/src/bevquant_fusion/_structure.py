@@ -23,6 +23,7 @@ from ._fold import Fold, Skipped, layer_problem, norm_paths, tensor_owners
 from ._foldable import fold_problem, has_hooks, is_convolution
 
 _BLOCKS = frozenset({"SparseBasicBlock", "SparseBottleneck", "BasicBlock", "Bottleneck"})
+_SPARSE = frozenset({"SparseModule", "SparseBatchNorm", "SparseSyncBatchNorm", "SparseReLU"})
 _ACTIVATIONS = (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SiLU, nn.Hardswish)
 
 
@@ -248,9 +249,6 @@ def _row(names: list[str]) -> fx.Graph:
         value = graph.call_module(name, (value,))
     graph.output(value)
     return graph
-
-
-_SPARSE = frozenset({"SparseModule", "SparseBatchNorm", "SparseSyncBatchNorm", "SparseReLU"})
 
 
 def _has_base(module: nn.Module, names: frozenset[str]) -> bool:

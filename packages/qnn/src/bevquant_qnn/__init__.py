@@ -15,7 +15,6 @@ from bevquant_qnn._conv_transpose import (
 )
 from bevquant_qnn._distillation import distillation_loss
 from bevquant_qnn._freeze import freeze
-from bevquant_qnn._learned_range import LearnedRange, RangeTracker, learn_ranges, track_ranges
 from bevquant_qnn._linear import QuantLinear
 from bevquant_qnn._pool import (
     QuantAdaptiveAvgPool1d,
@@ -39,6 +38,7 @@ from bevquant_qnn._round_weights import RoundedLayer, RoundingResult, round_weig
 from bevquant_qnn._sensitivity import sensitivity
 from bevquant_qnn._sensitivity_table import SensitivityRow, SensitivityTable
 from bevquant_qnn._sparse_convolution import QuantSparseConvolution
+from bevquant_qnn._training_ranges import LearnedRange, RangeTracker, learn_ranges, track_ranges
 
 __all__ = [
     "BIT_OPERATIONS",

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LAYOUTS", "LoadReport", "load_state_dict", "load_weights", "read_state_dict"]
 
+LAYOUTS = ("RSCK", "KRSC", "KCRS")
+
 
 # A part of a name that only one kind of checkpoint has, and what that kind is.
 _KINDS = (
@@ -273,9 +275,6 @@ def read_state_dict(path: str | Path) -> dict[str, Tensor]:
     names = [str(k) for k in content]
     wrapped = all(n.startswith("module.") for n in names)
     return {n.removeprefix("module.") if wrapped else n: content[n] for n in names}
-
-
-LAYOUTS = ("RSCK", "KRSC", "KCRS")
 
 
 def _source_layout(

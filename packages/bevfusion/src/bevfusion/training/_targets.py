@@ -23,6 +23,8 @@ __all__ = [
 
 
 Floats = npt.NDArray[np.float32]
+_MIN_OVERLAP = 0.1
+_SMALLEST_RADIUS = 1.2  # m: two of mit-bevfusion's 0.6 m cells
 
 
 class Targets(NamedTuple):
@@ -123,15 +125,6 @@ def decode_boxes(code: npt.NDArray[np.floating], config: HeadConfig) -> npt.NDAr
 def _cells(xy: npt.NDArray[np.floating], config: HeadConfig) -> npt.NDArray[np.float64]:
     cells: npt.NDArray[np.float64] = (xy.astype(np.float64) - config.origin) / config.cell_size
     return cells
-
-
-if TYPE_CHECKING:
-    from bevfusion.model.head import HeadConfig
-    from bevfusion.training._targets import Targets
-
-
-_MIN_OVERLAP = 0.1
-_SMALLEST_RADIUS = 1.2  # m: two of mit-bevfusion's 0.6 m cells
 
 
 def gaussian_radius(length: float, width: float, min_overlap: float = _MIN_OVERLAP) -> float:

@@ -39,6 +39,8 @@ Arrays = dict[str, "np.ndarray[Any, Any]"]
 
 _LARGEST_ARRAYS = 1 << 32  # bytes of all arrays of one .npz, unpacked
 _PART = 1 << 20
+_CLASS = re.compile(r"GLOBAL ([\w.]+)")
+_DEPTH = 100
 
 
 class Tensors(NamedTuple):
@@ -258,10 +260,6 @@ def write_arrays(
 def _first_line(error: Exception) -> str:
     line = str(error).strip().split("\n")[0]
     return f"{type(error).__name__}: {line[:200]}" if line else type(error).__name__
-
-
-_CLASS = re.compile(r"GLOBAL ([\w.]+)")
-_DEPTH = 100
 
 
 def read_checkpoint(path: str | os.PathLike[str], what: str = "checkpoint") -> Any:
