@@ -146,14 +146,14 @@ def pandaset() -> Target:
     from PIL import Image
 
     from bev_data.datasets import open_dataset
-    from bev_data.datasets._pandaset import _CAMERAS, _SIZE
 
     def write(folder: Path) -> None:
         points, boxes = np.ones((20, 5), np.float32), np.ones((2, 7))
         np.savez(folder / "frame_00.npz", points=points, boxes=boxes, names=["Car", "Bus"])
         own = dict.fromkeys(("fx", "fy", "cx", "cy"), 900.5)
         pose = {"cam2ego": np.eye(4).tolist()}
-        cameras = _CAMERAS.values()
+        around = ("front", "front_right", "front_left", "back", "left", "right")
+        cameras = [f"{name}_camera" for name in around]
         calibration = {
             "intrinsics": {name: own for name in cameras},
             "frames": {"00": {"cams": {name: pose for name in cameras}}},
@@ -161,7 +161,7 @@ def pandaset() -> Target:
         (folder / "calib.json").write_text(json.dumps(calibration))
         for name in cameras:
             (folder / "camera" / name).mkdir(parents=True)
-            Image.new("L", _SIZE).save(folder / "camera" / name / "00.jpg", quality=1)
+            Image.new("L", (1920, 1080)).save(folder / "camera" / name / "00.jpg", quality=1)
 
     files = written(write)
     change = {"calib.json": changed_json, "frame_00.npz": changed_npz}

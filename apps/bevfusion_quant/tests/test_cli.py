@@ -376,7 +376,7 @@ def test_what_no_command_can_use_is_refused(
     options: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = ["ptq", "--config", "tiny", "--dataset", "street", "--runs", str(tmp_path / "runs")]
-    rendered = mock.patch("bev_scenes._dataset.street_frame", side_effect=AssertionError)
+    rendered = mock.patch("bev_scenes._frame.street_frame", side_effect=AssertionError)
     with rendered:  # refused before anything that takes long
         assert main([*given, *options]) == 2
     assert said in capsys.readouterr().err

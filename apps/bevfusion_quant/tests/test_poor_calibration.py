@@ -6,7 +6,7 @@ import importlib.util
 import json
 import os
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -18,11 +18,8 @@ from bev_scenes import street_frame
 from bevfusion_quant.cli import main
 from bevfusion_quant.frames import FrameNote, frame_findings, note_of, note_record
 from bevfusion_quant.ptq import FrameBatches, PoorData, calibrate_branch, finding_lines
-from bevfusion_quant.review._checks import _calibration
-from bevfusion_quant.run import RunSummary
 from bevquant_export import lint_onnx
 from bevquant_quantizers import QuantDescriptor, TensorQuantizer
-from bevquant_quantizers.documents import as_form
 
 if importlib.util.find_spec("spconv") is None:
     pytest.skip("spconv is not installed", allow_module_level=True)
@@ -172,26 +169,6 @@ def test_many_findings_are_told_in_short() -> None:
     assert len(lines) == 9
     assert lines[-1].startswith("3 more")
     assert len(finding_lines(found[:8])) == 8
-
-
-def test_the_report_page_asks_for_a_look() -> None:
-    written = {
-        "calibration": {
-            "warnings": [],
-            "quantizers": [],
-            "findings": [
-                {"tensor": "conv1", "frame": "f", "evidence": "all zero", "poor": True},
-                {"tensor": "conv2", "frame": "f", "evidence": "all zero", "poor": True},
-            ],
-        }
-    }
-
-    class Run:
-        summary = as_form(written, RunSummary, where="summary.json", what="summary")
-
-    (check,) = _calibration(cast(Any, Run()))
-    assert check.state == "look"
-    assert check.answer == "it cannot be right: conv1, f: all zero (and 1 more)"
 
 
 @pytest.fixture(scope="module")

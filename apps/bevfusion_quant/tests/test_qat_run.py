@@ -427,7 +427,7 @@ def test_the_command_trains_and_judges(
     words += ["--steps", "1", "--batch", "1", "--held-out", "1", "--workers", "0"]
     with pytest.MonkeyPatch.context() as patch:  # a street of the real size takes a second
         quick = partial(street_frame, beams=8, sweeps=1, azimuth_steps=120)
-        patch.setattr("bev_scenes._dataset.street_frame", quick)
+        patch.setattr("bev_scenes._frame.street_frame", quick)
         with without_pictures():
             assert main([*words, "--runs", str(tmp_path)]) == 0
     told = capsys.readouterr()

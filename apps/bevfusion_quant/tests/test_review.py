@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 from review_runs import MadeUpRuns, accuracy
 
-from bev_data.metrics import Interval, points, span
+from bev_data.metrics import points, span
 from bevfusion_quant import InputError
 from bevfusion_quant.cli import main
 from bevfusion_quant.report import read_sections
-from bevfusion_quant.review import HeadlineRow, ReviewResult, review_text, run_review
-from bevfusion_quant.review._checks import _loss
+from bevfusion_quant.review import ReviewResult, review_text, run_review
 from bevfusion_quant.run import sha256, write_digests
 
 EVIL = "fuser.</script><script>window.hurt=1</script>"
@@ -276,14 +275,42 @@ def test_integers_of_a_bpu_are_judged_by_what_they_lose(
     [(-0.002, 0.004, "good"), (-0.02, -0.001, "look"), (-0.02, 0.02, "look")],
 )
 def test_a_loss_beyond_chance_or_not_ruled_out_asks_for_a_look(
-    low: float, high: float, state: str
+    made: MadeUpRuns, low: float, high: float, state: str
 ) -> None:
-    row = HeadlineRow("PTQ", "runs/ptq", 0.5, None, -0.001, Interval(low, high, 0.95, 9))
-    assert _loss(row)[1] == state
+    interval = {"low": low, "high": high, "level": 0.95, "scenes": 9}
+    assert judged_loss(made, -0.001, interval).state == state
 
 
-def test_a_loss_without_an_interval_asks_for_a_look() -> None:
-    assert _loss(HeadlineRow("PTQ", "runs/ptq", 0.5, None, 0.0))[1] == "look"
+def test_a_loss_without_an_interval_asks_for_a_look(made: MadeUpRuns) -> None:
+    check = judged_loss(made, 0.0, None)
+    assert check.state == "look"
+    assert "without an interval" in check.answer
+
+
+def judged_loss(made: MadeUpRuns, loss: float, interval: dict[str, Any] | None) -> Any:
+    """What the review says of a run whose evaluation told this difference from float."""
+    run = made.model()
+    evaluation = made.simulate(run, integers=False)
+    content = json.loads((evaluation / "summary.json").read_text())
+    difference = content["accuracy"]["models"]["quantized"]["difference"]
+    difference["mean_ap"], difference["interval"] = loss, interval
+    (evaluation / "summary.json").write_text(json.dumps(content))
+    write_digests(evaluation)
+    return answer(run_review(run, runs=made.root), "lose against float")
+
+
+def test_a_calibration_that_cannot_be_right_asks_for_a_look(made: MadeUpRuns) -> None:
+    run = made.model()
+    content = json.loads((run / "summary.json").read_text())
+    content["calibration"]["findings"] = [
+        {"tensor": name, "frame": "f", "evidence": "all zero", "poor": True}
+        for name in ("conv1", "conv2")
+    ]
+    (run / "summary.json").write_text(json.dumps(content))
+    write_digests(run)
+    check = answer(run_review(run, runs=made.root), "calibration warn")
+    assert check.state == "look"
+    assert check.answer == "it cannot be right: conv1, f: all zero (and 1 more)"
 
 
 def _break(made: MadeUpRuns, run: Path, what: str) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import runpy
+
 import numpy as np
 import pytest
 from silhouettes import agreement, assert_sharpest_unmoved
@@ -9,7 +11,6 @@ from silhouettes import agreement, assert_sharpest_unmoved
 from bev_data import InputError
 from bev_data.datasets import FrameList, open_dataset
 from bev_scenes import street_frame
-from bev_scenes._poster import draw_scene
 
 SMALL = {"beams": 8, "sweeps": 1, "azimuth_steps": 90}
 
@@ -52,5 +53,6 @@ def test_street_silhouettes():
 
 def test_pictures_without_matplotlib_name_the_extra(tmp_path, monkeypatch):
     monkeypatch.setattr("bev_scenes._poster.find_spec", lambda name: None)
+    monkeypatch.setattr("sys.argv", ["bev_scenes", str(tmp_path)])
     with pytest.raises(ImportError, match=r"pip install 'bev-scenes\[poster\]'"):
-        draw_scene(tmp_path)
+        runpy.run_module("bev_scenes", run_name="__main__")

@@ -288,7 +288,7 @@ class SparseLike(nn.Module):
 
 
 def test_a_forward_without_its_call(tmp_path):
-    from bevquant_fusion._without_calls import drop_calls
+    from bevquant_fusion._remove_bn import drop_calls
 
     block, x = SparseLike().eval(), torch.randn(1, 4, 2, 2)
     wanted = block.conv1(x) * 2

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from bevquant_fusion._verify import in_float64, relative_difference, run, tolerance
+from bevquant_fusion._fuse_model import in_float64, relative_difference, run, tolerance
 
 
 @pytest.mark.parametrize(

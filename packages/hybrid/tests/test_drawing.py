@@ -3,14 +3,14 @@
 import itertools
 import random
 import re
+import unicodedata
 import xml.etree.ElementTree as ET
+from typing import NamedTuple
 
 import pytest
 
 from bevquant_hybrid.drawing import DrawnNode, draw_partition, write_partition
-from bevquant_hybrid.drawing._boxes import columns, fit, place_boxes
-from bevquant_hybrid.drawing._layers import break_columns, count_crossings, layer_nodes, place_layer
-from bevquant_hybrid.drawing._node import in_order
+from bevquant_hybrid.drawing._layers import break_columns, place_layer
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -35,33 +35,59 @@ def random_graph(seed, count=30):
     return nodes
 
 
-def boxes_of(nodes):
-    ordered = in_order(nodes)
-    return ordered, place_boxes(ordered, layer_nodes(ordered))
+class Box(NamedTuple):
+    left: float
+    top: float
+    right: float
+    bottom: float
+    line: str
+
+    @property
+    def x(self):
+        return round((self.left + self.right) / 2, 1)
+
+
+def drawn(nodes):
+    """Size of the picture, and each node's place in it with its first line of text."""
+    root = ET.fromstring(draw_partition(nodes))
+    boxes = {}
+    for group in root.iter(f"{SVG}g"):
+        rect, text = group.find(f"{SVG}rect"), group.find(f"{SVG}text")
+        x, y, width, height = (float(rect.get(key)) for key in ("x", "y", "width", "height"))
+        sign = text.find(f"{SVG}tspan")
+        line = text.text if sign is None else sign.tail.strip()
+        name = group.find(f"{SVG}title").text.split("\n")[0]
+        boxes[name] = Box(x, y, x + width, y + height, line)
+    return float(root.get("width")), float(root.get("height")), boxes
+
+
+def letters(text):
+    """Width of a text; characters of East Asian scripts take two."""
+    return sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_nothing_overlaps_and_everything_lies_on_the_page(seed):
-    nodes = random_graph(seed)
-    ordered, plan = boxes_of(nodes)
-    for a, b in itertools.combinations(ordered, 2):
-        one, other = plan.boxes[a.name], plan.boxes[b.name]
+    width, height, boxes = drawn(random_graph(seed))
+    assert len(boxes) == 31
+    for one, other in itertools.combinations(boxes.values(), 2):
         beside = one.right < other.left or other.right < one.left
         assert beside or one.bottom < other.top or other.bottom < one.top
-    for box in plan.boxes.values():
+    for box in boxes.values():
         assert box.left > 0
-        assert box.right < plan.width
+        assert box.right < width
         assert 0 < box.top
-        assert box.bottom < plan.height
+        assert box.bottom < height
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_edges_point_down_or_to_a_later_column(seed):
-    ordered, plan = boxes_of(random_graph(seed))
-    for node in ordered:
+    nodes = random_graph(seed)
+    _, _, boxes = drawn(nodes)
+    for node in nodes:
         for source in node.inputs:
-            upper, lower = plan.boxes[source], plan.boxes[node.name]
-            assert (upper.column, upper.bottom) < (lower.column, lower.top)
+            upper, lower = boxes[source], boxes[node.name]
+            assert upper.bottom < lower.top or upper.right < lower.left
 
 
 def test_every_node_and_edge_is_drawn_once():
@@ -133,45 +159,46 @@ def test_hints_give_the_whole_name_and_the_reason():
 def test_text_fits_into_its_box():
     for seed in range(8):
         nodes = random_graph(seed)
-        _, plan = boxes_of(nodes)
+        _, _, boxes = drawn(nodes)
         for node in nodes:
             size = 11 if node.boundary else 12
             signs = 3 if node.boundary else 0
-            letters = columns(plan.lines[node.name]) + signs
-            assert letters * size * 0.602 < plan.boxes[node.name].width
+            box = boxes[node.name]
+            assert (letters(box.line) + signs) * size * 0.602 < box.right - box.left
 
 
 def test_fifty_nodes_fit_a_screen_and_a_chain_is_straight():
-    ordered, plan = boxes_of(chain(50, cpu=range(20, 26)))
-    assert 0.6 < plan.width / plan.height < 2.5
-    for column in range(len(plan.rights)):
-        centres = {round(b.x, 3) for b in plan.boxes.values() if b.column == column}
-        assert len(centres) == 1
-    assert [plan.boxes[n.name].column for n in ordered] == sorted(
-        plan.boxes[n.name].column for n in ordered
-    )
+    nodes = chain(50, cpu=range(20, 26))
+    width, height, boxes = drawn(nodes)
+    assert 0.6 < width / height < 2.5
+    assert 1 < len({box.x for box in boxes.values()}) < 6  # one centre for each column
+    places = [(boxes[node.name].x, boxes[node.name].top) for node in nodes]
+    assert places == sorted(places)
 
 
 def test_a_shortcut_bends_around_the_main_path():
     nodes = chain(5)
     nodes.append(DrawnNode("add", "add", "BPU", ("layers.4", "layers.0")))
-    _, plan = boxes_of(nodes)
-    main = {round(plan.boxes[node.name].x, 1) for node in nodes}
-    assert len(main) == 1
-    passing = [plan.boxes[name] for name in plan.boxes if ">" in name]
-    assert len(passing) == 4
-    assert len({round(box.x, 1) for box in passing}) == 1
-    assert all(box.left > plan.boxes["add"].right for box in passing)
+    _, _, boxes = drawn(nodes)
+    assert len({boxes[node.name].x for node in nodes}) == 1
+    paths = re.findall(r'marker-end="[^"]*" d="([^"]*)"', draw_partition(nodes))
+    points = [
+        [(float(x), float(y)) for x, y in re.findall(r"([\d.]+) ([\d.]+)", path)] for path in paths
+    ]
+    (around,) = [path for path in points if max(path)[0] > boxes["add"].right]
+    passing = [y for x, y in around if x == max(around)[0]]
+    assert min(passing) < boxes["layers.1"].bottom
+    assert max(passing) > boxes["layers.4"].top
 
 
 def test_order_within_layers_removes_crossings():
     """Pairs that are handed over crossed: a sweep or two uncross them all."""
     top = [DrawnNode(f"a{i}") for i in range(6)]
     bottom = [DrawnNode(f"b{i}", inputs=(f"a{5 - i}",)) for i in range(6)]
-    layering = layer_nodes([*top, *bottom])
-    assert count_crossings([[n.name for n in top], [n.name for n in bottom]],
-                           layering.neighbours) == 15  # fmt: skip
-    assert count_crossings(layering.layers, layering.neighbours) == 0
+    _, _, boxes = drawn([*top, *bottom])
+    across = sorted(bottom, key=lambda node: boxes[node.name].x)
+    sources = [boxes[node.inputs[0]].x for node in across]
+    assert sources == sorted(sources)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -208,7 +235,9 @@ def test_columns_break_where_few_edges_are_cut():
 
 def test_order_of_the_nodes_given_does_not_matter_for_what_is_legal():
     nodes = chain(4)
-    assert [n.name for n in in_order(nodes[::-1])] == [n.name for n in nodes]
+    _, _, boxes = drawn(nodes[::-1])
+    tops = [boxes[node.name].top for node in nodes]
+    assert tops == sorted(tops)
 
 
 def test_picture_is_the_same_every_time():
@@ -255,9 +284,10 @@ def test_file_is_written_whole(tmp_path):
 
 
 def test_words_are_cut_in_the_middle_by_their_width():
-    assert fit("short", 8) == "short"
-    assert columns(fit("層" * 20, 11)) <= 11
-    assert fit("a\n b", 8) == "a b"
+    _, _, boxes = drawn([DrawnNode("short"), DrawnNode("層" * 40), DrawnNode("a  b")])
+    assert boxes["short"].line == "short"
+    assert letters(boxes["層" * 40].line) <= 32
+    assert boxes["a  b"].line == "a b"
 
 
 def test_boundaries_are_called_after_whom_they_serve():
@@ -269,6 +299,6 @@ def test_boundaries_are_called_after_whom_they_serve():
         "_input_dequant_0": "_input_dequant_0",
     }
     signs = [DrawnNode(name, boundary="quantize") for name in said]
-    _, plan = boxes_of([DrawnNode("x"), *signs])
-    assert {name: plan.lines[name] for name in said} == said
+    _, _, boxes = drawn([DrawnNode("x"), *signs])
+    assert {name: boxes[name].line for name in said} == said
     assert all(f"<title>{name}" in draw_partition(signs) for name in said)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import runpy
 import sys
 from pathlib import Path
 
 import pytest
 
 import bevquant_hybrid
-from bevquant_hybrid.__main__ import main
 from bevquant_hybrid.stand_in import stand_in
 
 
@@ -62,7 +62,7 @@ def test_a_script_runs_as_it_is(
     script.write_text(SCRIPT)
     (tmp_path / "beside.py").write_text("NAME = 'beside'\n")
     monkeypatch.setattr(sys, "argv", ["bevquant_hybrid", str(script), "--epochs", "1"])
-    main()
+    runpy.run_module("bevquant_hybrid", run_name="__main__")
     argv = [str(script), "--epochs", "1"]
     assert capsys.readouterr().out == f"beside {argv} bevquant_hybrid\n"
     assert bevquant_hybrid.get_march() == "bernoulli2"
@@ -73,4 +73,4 @@ def test_a_script_runs_as_it_is(
 def test_what_is_no_script_is_refused(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["bevquant_hybrid", *given])
     with pytest.raises(SystemExit, match=r"usage: python -m bevquant_hybrid|no file nowhere\.py"):
-        main()
+        runpy.run_module("bevquant_hybrid", run_name="__main__")

@@ -19,7 +19,8 @@ from llvmlite import ir
 from numba import cfunc
 
 from bevquant_int8sim._compiled import jit, kernels, tile_instructions
-from bevquant_int8sim._compiled.ir import INT64
+
+INT64 = ir.IntType(64)
 
 WIDE = np.int64  # products and sums, before they wrap modulo 2³²
 _thread = threading.local()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from bevquant_int8sim import backend_report
+from bevquant_int8sim import _backends, backend_report
 
 BACKENDS = ("amx", "vnni", "portable", "torch")
 
@@ -24,6 +24,14 @@ def backend(request):
     if not status.available:
         pytest.skip(f"{status.name}: {status.detail}")
     return request.param
+
+
+@pytest.fixture
+def forget_backends():
+    """Which backends were tried is forgotten before and after; whenever it is called, too."""
+    _backends._status.cache_clear()
+    yield _backends._status.cache_clear
+    _backends._status.cache_clear()
 
 
 @pytest.fixture(scope="session")

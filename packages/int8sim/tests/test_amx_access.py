@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("numba", reason="the numba extra is not installed")
 
-from bevquant_int8sim import _backends, backend_report, choose_backend
+from bevquant_int8sim import backend_report, choose_backend
 from bevquant_int8sim._compiled import amx_access, dot_product
 
 pytestmark = pytest.mark.skipif(
@@ -73,7 +73,7 @@ def test_the_code_for_such_a_cpu_has_the_instructions(tmp_path):
     [(False, "does not give this process leave"), (True, "self-test ended with signal")],
 )
 def test_a_cpu_that_only_says_so_costs_nothing_but_a_warning(
-    monkeypatch, caplog, has_leave, reason
+    monkeypatch, forget_backends, caplog, has_leave, reason
 ):
     """Here the instructions are none, and end the child that tries them."""
     real = dot_product.instruction_set
@@ -81,17 +81,13 @@ def test_a_cpu_that_only_says_so_costs_nothing_but_a_warning(
         dot_product, "instruction_set", lambda kind: "AMX" if kind == "amx" else real(kind)
     )
     monkeypatch.setattr(amx_access, "_has_leave", lambda: has_leave)
-    _backends._status.cache_clear()
-    try:
-        status = backend_report()[0]
-        assert (status.name, status.available) == ("amx", False)
-        assert reason in status.detail
-        assert reason in caplog.text
-        with pytest.raises(ValueError, match="backend='amx' cannot be used: AMX: "):
-            choose_backend("amx", torch.device("cpu"), torch.int8, "conv")
-        assert choose_backend("auto", torch.device("cpu"), torch.int8, "conv") != "amx"
-    finally:
-        _backends._status.cache_clear()
+    status = backend_report()[0]
+    assert (status.name, status.available) == ("amx", False)
+    assert reason in status.detail
+    assert reason in caplog.text
+    with pytest.raises(ValueError, match="backend='amx' cannot be used: AMX: "):
+        choose_backend("amx", torch.device("cpu"), torch.int8, "conv")
+    assert choose_backend("auto", torch.device("cpu"), torch.int8, "conv") != "amx"
 
 
 def test_a_child_that_does_not_answer_is_ended(monkeypatch):

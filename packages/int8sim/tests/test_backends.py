@@ -9,17 +9,15 @@ import sys
 import pytest
 import torch
 
-from bevquant_int8sim import _backends, backend_report, choose_backend, int8_linear
+from bevquant_int8sim import backend_report, choose_backend, int8_linear
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def fresh(monkeypatch):
+def fresh(monkeypatch, forget_backends):
     """Forget what was tried, before and after."""
-    _backends._status.cache_clear()
-    yield monkeypatch
-    _backends._status.cache_clear()
+    return monkeypatch
 
 
 def failing(monkeypatch, *kinds):

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from bevquant_int8sim.model import Integers, _layer_sums
-from bevquant_int8sim.model._layer_sums import LayerSums, float_gaps, largest_steps
 
 FORM = Integers(0.05, 8, -127, 127)
 
@@ -42,7 +41,7 @@ def test_a_row_says_what_its_definitions_say(monkeypatch, by, channels_last):
         without_numba(monkeypatch)
     else:
         pytest.importorskip("numba")
-    sums = LayerSums("p", "conv", "int8")
+    sums = _layer_sums.LayerSums("p", "conv", "int8")
     batches = [maps(channels_last=channels_last, seed=seed) for seed in range(2)]
     for batch in batches:
         sums.add_integers(*batch, FORM)
@@ -71,7 +70,7 @@ def test_floats_have_no_steps(monkeypatch, by):
     if by == "torch":
         without_numba(monkeypatch)
     wanted, fake, taught, _ = maps(channels_last=False)
-    sums = LayerSums("p", "softmax", "float")
+    sums = _layer_sums.LayerSums("p", "softmax", "float")
     sums.add_floats(wanted, fake, taught)
     row = sums.row()
     error = (taught - wanted).double().square().sum()
@@ -84,7 +83,7 @@ def test_floats_have_no_steps(monkeypatch, by):
 def test_what_is_not_finite_has_no_figures(value):
     wanted = torch.ones(20_000)
     broken = torch.full_like(wanted, value)
-    sums = LayerSums("p", "softmax", "float")
+    sums = _layer_sums.LayerSums("p", "softmax", "float")
     for _ in range(2):
         sums.add_floats(wanted, broken, wanted)
     row = sums.row()
@@ -97,7 +96,7 @@ def test_what_is_not_finite_has_no_figures(value):
 
 def test_nothing_in_a_batch():
     empty = torch.zeros(0, 4)
-    sums = LayerSums("p", "conv", "int8")
+    sums = _layer_sums.LayerSums("p", "conv", "int8")
     sums.add_integers(empty, empty, empty, empty.to(torch.int8), FORM)
     sums.add_peak(empty.int())
     row = sums.row()
@@ -109,7 +108,7 @@ def test_nothing_in_a_batch():
 def test_the_peak_is_that_of_the_tensor_alone(form):
     memory = torch.full((3, 5, 4, 4), 7, dtype=torch.int32).contiguous(memory_format=form)
     memory[2] = 2**30  # beside the tensor in memory
-    sums = LayerSums("p", "conv", "int8")
+    sums = _layer_sums.LayerSums("p", "conv", "int8")
     sums.add_peak(memory[:2])
     assert sums.row().peak_bits == 4
     memory[1, 2, 3, 0] = -(2**12)
@@ -128,11 +127,13 @@ def test_the_largest_difference_in_steps(monkeypatch, by, channels_last):
         pytest.importorskip("numba")
     _, _, taught, integer = maps(channels_last=channels_last)
     raw = (taught.double() / FORM.scale).round().clamp(-127, 127)
-    assert largest_steps(taught, integer, FORM) == float((integer.double() - raw).abs().max())
+    assert _layer_sums.largest_steps(taught, integer, FORM) == float(
+        (integer.double() - raw).abs().max()
+    )
     spoiled = taught.clone()
     spoiled[1, 3, 4, 5] = torch.nan
-    assert not largest_steps(spoiled, integer, FORM) <= 1e9
-    assert largest_steps(taught[:0], integer[:0], FORM) == 0
+    assert not _layer_sums.largest_steps(spoiled, integer, FORM) <= 1e9
+    assert _layer_sums.largest_steps(taught[:0], integer[:0], FORM) == 0
 
 
 @pytest.mark.parametrize("by", ["numba", "torch"])
@@ -144,7 +145,7 @@ def test_gaps_between_floats(monkeypatch, by):
     wanted, got, *_ = maps(channels_last=False)
     for tensor in (wanted, got):  # where both are infinite or no number there is no gap
         tensor[0, 0, 0, :2] = torch.tensor([torch.nan, torch.inf])
-    most, energy, top, power = float_gaps(wanted, got)
+    most, energy, top, power = _layer_sums.float_gaps(wanted, got)
     real = wanted.isfinite()
     apart = (wanted.double() - got.double())[real]
     assert most == float(apart.abs().max())
@@ -153,7 +154,7 @@ def test_gaps_between_floats(monkeypatch, by):
     assert power == pytest.approx(float(wanted[real].double().square().sum()), rel=1e-12)
     for value in (torch.nan, torch.inf):
         got[1, 2, 3, 4] = value
-        most, energy, *_ = float_gaps(wanted, got)
+        most, energy, *_ = _layer_sums.float_gaps(wanted, got)
         assert not most <= 1e30
         assert not energy <= 1e30
-    assert float_gaps(wanted[:0], got[:0]) == (0, 0, 0, 0)
+    assert _layer_sums.float_gaps(wanted[:0], got[:0]) == (0, 0, 0, 0)

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from bevquant_int8sim import (
-    _backends,
     backend_report,
     int8_conv2d,
     int8_conv_transpose2d,
@@ -27,18 +26,23 @@ from bevquant_quantizers import calibrate
 from bevquant_sparse import WeightLayout
 
 
-@contextmanager
-def numba_away(monkeypatch):
-    """As where numba is not installed: importing it, or any kernel that needs it, fails."""
-    kernels = [name for name in sys.modules if name.startswith("bevquant_int8sim._compiled")]
-    with monkeypatch.context() as patch:
-        for name in ("numba", "bevquant_int8sim._compiled", *kernels):
-            patch.setitem(sys.modules, name, None)
-        for name in ("bevquant_sparse._conv_numba", "bevquant_sparse._rulebook_numba"):
-            patch.setitem(sys.modules, name, None)
-        _backends._status.cache_clear()
-        yield
-    _backends._status.cache_clear()
+@pytest.fixture
+def numba_away(monkeypatch, forget_backends):
+    """A context as where numba is not installed: importing it, or what needs it, fails."""
+
+    @contextmanager
+    def away():
+        kernels = [name for name in sys.modules if name.startswith("bevquant_int8sim._compiled")]
+        with monkeypatch.context() as patch:
+            for name in ("numba", "bevquant_int8sim._compiled", *kernels):
+                patch.setitem(sys.modules, name, None)
+            for name in ("bevquant_sparse._conv_numba", "bevquant_sparse._rulebook_numba"):
+                patch.setitem(sys.modules, name, None)
+            forget_backends()
+            yield
+        forget_backends()
+
+    return away
 
 
 def bytes_of(*shape, seed=0):
@@ -51,8 +55,8 @@ def voxels(shape, share, seed=0):
     return mask.nonzero().int().contiguous()
 
 
-def test_torch_alone_is_left(monkeypatch):
-    with numba_away(monkeypatch):
+def test_torch_alone_is_left(numba_away):
+    with numba_away():
         assert [s.name for s in backend_report() if s.available] == ["torch"]
         with pytest.raises(
             ValueError, match=r"needs numba: pip install 'bevquant-int8sim\[numba\]"
@@ -68,25 +72,25 @@ def test_torch_alone_is_left(monkeypatch):
         (int8_linear, (bytes_of(300, 40), bytes_of(20, 40, seed=1))),
     ],
 )
-def test_sums_of_products(monkeypatch, call, arguments):
+def test_sums_of_products(numba_away, call, arguments):
     """Against float64, which holds these sums exactly."""
     exact = {
         int8_conv2d: F.conv2d,
         int8_conv_transpose2d: F.conv_transpose2d,
         int8_linear: F.linear,
     }[call](*(a.double() for a in arguments))
-    with numba_away(monkeypatch):
+    with numba_away():
         assert torch.equal(call(*arguments).double(), exact)
     assert torch.equal(call(*arguments).double(), exact)
 
 
-def test_pooling_and_scattering(monkeypatch):
+def test_pooling_and_scattering(numba_away):
     x, places = bytes_of(1, 16, 64, 64), voxels((20, 30, 8), 0.2)
     features = bytes_of(len(places), 16, seed=2)
     wanted = F.max_pool2d(x.double(), 3, 2, 1)
     grid = torch.zeros(1, 16, 20, 30, 8, dtype=torch.int8)
     grid.movedim(1, -1)[places.long().unbind(1)] = features
-    with numba_away(monkeypatch):
+    with numba_away():
         pooled, dense = int8_max_pool(x, 3, 2, 1), int8_to_dense(features, places, (20, 30, 8), 1)
     assert torch.equal(pooled.double(), wanted)
     assert torch.equal(dense, grid)
@@ -95,7 +99,7 @@ def test_pooling_and_scattering(monkeypatch):
 
 
 @pytest.mark.parametrize("subm", [True, False])
-def test_sparse_convolutions(monkeypatch, subm):
+def test_sparse_convolutions(numba_away, subm):
     """Against a dense convolution of the scattered voxels, in float64."""
     shape, places = (16, 18, 9), voxels((16, 18, 9), 0.15)
     features, weight = bytes_of(len(places), 16), bytes_of(3, 3, 3, 16, 24, seed=1)
@@ -112,7 +116,7 @@ def test_sparse_convolutions(monkeypatch, subm):
         made = int8_sparse_conv(features, weight, None, rulebook, layout=WeightLayout.RSCK)
         return rulebook.out_indices, made
 
-    with numba_away(monkeypatch):
+    with numba_away():
         rows, sums = run()
     grid = int8_to_dense(features, places, shape, 1).double()
     dense = F.conv3d(
@@ -138,13 +142,13 @@ class Net(nn.Module):
         return self.head(F.relu(self.up(F.relu(self.side(x) + x))))
 
 
-def test_a_whole_model(monkeypatch):
+def test_a_whole_model(numba_away):
     x = torch.randn(2, 3, 96, 96, generator=torch.Generator().manual_seed(1))
     model = quantize_model(Net().eval(), example_inputs=x).model
     calibrate(model, [x])
     with torch.no_grad():
         wanted = model(x)
-        with numba_away(monkeypatch):
+        with numba_away():
             slow = simulate(model, x)(x)
         fast = simulate(model, x)(x)
     assert torch.equal(slow, fast)

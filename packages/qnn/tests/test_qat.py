@@ -22,10 +22,26 @@ from bevquant_qnn import (
     sensitivity,
     track_ranges,
 )
-from bevquant_qnn._learned_range import lsq
-from bevquant_quantizers import TensorQuantizer, calibrate, fake_quantize, load_ranges, save_ranges
+from bevquant_quantizers import (
+    QuantDescriptor,
+    TensorQuantizer,
+    calibrate,
+    fake_quantize,
+    load_ranges,
+    save_ranges,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using a non-tuple sequence:UserWarning")
+
+
+def learned(amax, num_bits=4, narrow_range=False):
+    """A quantizer that learns its range, and that range as a parameter."""
+    axis = 0 if amax.dim() else None
+    described = QuantDescriptor(num_bits, axis=axis, narrow_range=narrow_range)
+    model = nn.Sequential(TensorQuantizer(described))
+    model[0].amax = amax
+    (parameter,) = learn_ranges(model)
+    return model, parameter
 
 
 @pytest.mark.parametrize("narrow", [True, False])
@@ -33,9 +49,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:Using a non-tuple sequence:UserW
 def test_lsq_computes_what_is_quantized_with_the_papers_gradient(narrow, per_channel):
     x = torch.randn(3, 40, requires_grad=True)
     shape = (3, 1) if per_channel else ()
-    amax = (torch.rand(shape) + 0.5).requires_grad_()
+    quantize, amax = learned(torch.rand(shape) + 0.5, narrow_range=narrow)
     weights = torch.randn(3, 40)
-    y = lsq(x, amax, 4, False, narrow)
+    y = quantize(x)
     assert torch.equal(y, fake_quantize(x, amax.detach(), 4, False, narrow))
     (y * weights).sum().backward()
     # Equation 3 of the paper, value by value.
@@ -61,8 +77,8 @@ def test_lsq_computes_what_is_quantized_with_the_papers_gradient(narrow, per_cha
 
 def test_a_gradient_step_on_the_range_moves_the_step_as_in_the_paper():
     x = torch.randn(200)
-    amax = torch.tensor(1.4, requires_grad=True)
-    lsq(x, amax, 4).square().sum().backward()
+    quantize, amax = learned(torch.tensor(1.4))
+    quantize(x).square().sum().backward()
     step = torch.tensor(0.2, requires_grad=True, dtype=torch.float64)
     u = x.double() / step
     rounded = (u.clamp(-8, 7).round() - u.clamp(-8, 7)).detach() + u.clamp(-8, 7)
@@ -76,14 +92,15 @@ def test_a_gradient_step_on_the_range_moves_the_step_as_in_the_paper():
 @pytest.mark.parametrize("count", [1, 2, 3, 9])
 def test_the_steps_gradient_goes_by_how_many_values_share_it(count):
     """q_max·Σ ∂y/∂s/√(N·q_max), of N equal values beyond the range q_max·√(N·q_max)."""
-    amax = torch.tensor(7.0, requires_grad=True)
-    lsq(torch.full((count,), 20.0), amax, 4).sum().backward()
+    quantize, amax = learned(torch.tensor(7.0))
+    quantize(torch.full((count,), 20.0)).sum().backward()
     assert float(amax.grad) == pytest.approx(7 * 7 * count / math.sqrt(count * 7), rel=1e-6)
 
 
 def test_a_range_beyond_zero_counts_as_the_smallest():
-    amax = torch.tensor(-0.5, requires_grad=True)
-    y = lsq(torch.tensor([0.3, -2.0]), amax, 8)
+    quantize, amax = learned(torch.tensor(1.0), 8)
+    amax.data.fill_(-0.5)
+    y = quantize(torch.tensor([0.3, -2.0]))
     assert y.abs().max() < 1e-5
     y.sum().backward()
     assert amax.grad.isfinite()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from itertools import pairwise
 
 import pytest
 import torch
@@ -70,6 +71,15 @@ def test_a_forked_process_has_threads_of_its_own():
     os.kill(child, 9)
     os.waitpid(child, 0)
     pytest.fail("the forked process waits for threads that its parent has")
+
+
+def test_parts_cover_the_whole_in_order():
+    size = (1 << 16) * 16 + 5
+    for each in (1, 3, 8):
+        parts = run_parts(lambda start, stop: (start, stop), size, each=each)
+        assert parts[0][0] == 0
+        assert parts[-1][1] == size
+        assert all(a[1] == b[0] for a, b in pairwise(parts))
 
 
 def test_kernels_without_a_place_for_their_cache_compile_all_the_same():

@@ -3,42 +3,42 @@
 from __future__ import annotations
 
 import threading
-from itertools import pairwise
 
 import numpy as np
 import torch
 
 from bevquant_quantizers import _recycle
-from bevquant_quantizers._recycle import empty
-from bevquant_quantizers._threads import run_parts
 
 SHAPE = (512, 1024)  # 2 MiB of float32
 
 
 def test_memory_comes_back_with_its_last_view() -> None:
     _recycle._idle.clear()
-    array = empty(SHAPE, np.float32)
+    array = _recycle.empty(SHAPE, np.float32)
     address = array.ctypes.data
     view = torch.from_numpy(array)[3:, 5]
     del array
-    assert empty(SHAPE, np.float32).ctypes.data != address
+    assert _recycle.empty(SHAPE, np.float32).ctypes.data != address
     view.fill_(7)
     assert bool((view == 7).all())
     del view
     _recycle._idle.rotate(1)
-    assert address in {empty(SHAPE, np.float32).ctypes.data, empty(SHAPE, np.float32).ctypes.data}
+    assert address in {
+        _recycle.empty(SHAPE, np.float32).ctypes.data,
+        _recycle.empty(SHAPE, np.float32).ctypes.data,
+    }
 
 
 def test_what_lies_idle_is_bounded() -> None:
-    held = [empty(SHAPE, np.float32) for _ in range(20)]
-    held.append(empty((1 << 24,), np.float32))  # 64 MiB: left to the C library
+    held = [_recycle.empty(SHAPE, np.float32) for _ in range(20)]
+    held.append(_recycle.empty((1 << 24,), np.float32))  # 64 MiB: left to the C library
     del held
     assert len(_recycle._idle) <= 4
     assert all(block.nbytes <= 1 << 25 for block in _recycle._idle)
 
 
 def test_blocks_begin_at_a_cache_line() -> None:
-    assert all(empty((1 << k,), np.float32).ctypes.data % 64 == 0 for k in range(18, 24))
+    assert all(_recycle.empty((1 << k,), np.float32).ctypes.data % 64 == 0 for k in range(18, 24))
 
 
 def test_threads_never_share_a_block() -> None:
@@ -46,7 +46,7 @@ def test_threads_never_share_a_block() -> None:
 
     def fill(value: int) -> None:
         for _ in range(50):
-            array = empty(SHAPE, np.int32)
+            array = _recycle.empty(SHAPE, np.int32)
             array[:] = value
             if not bool((array == value).all()):
                 clashes.append(value)
@@ -57,12 +57,3 @@ def test_threads_never_share_a_block() -> None:
     for thread in threads:
         thread.join()
     assert clashes == []
-
-
-def test_parts_cover_the_whole_in_order() -> None:
-    size = (1 << 16) * 16 + 5
-    for each in (1, 3, 8):
-        parts = run_parts(lambda start, stop: (start, stop), size, each=each)
-        assert parts[0][0] == 0
-        assert parts[-1][1] == size
-        assert all(a[1] == b[0] for a, b in pairwise(parts))

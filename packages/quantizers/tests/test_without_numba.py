@@ -8,25 +8,23 @@ import pytest
 import torch
 from torch import nn
 
-from bevquant_quantizers import QuantDescriptor, TensorQuantizer, calibrate, fake_quantize
-from bevquant_quantizers._histogram import abs_histogram
-from bevquant_quantizers._jit import has_numba, use_numba
+from bevquant_quantizers import QuantDescriptor, TensorQuantizer, calib, calibrate, fake_quantize
 
 
 def test_the_choice_follows_the_installation(with_and_without_numba):
-    assert has_numba() is with_and_without_numba
-    assert use_numba("auto", True) is with_and_without_numba
-    assert not use_numba("auto", False)
-    assert not use_numba("torch", True)
+    x = torch.randn(40_000)
+    wanted = fake_quantize(x, 1.0, backend="torch")
+    assert torch.equal(fake_quantize(x, 1.0), wanted)
+    with pytest.raises(ValueError, match="backend must be"):
+        fake_quantize(x, 1.0, backend="numpy")
     if with_and_without_numba:
-        assert use_numba("numba", False)
+        assert torch.equal(fake_quantize(x, 1.0, backend="numba"), wanted)
+        assert torch.equal(fake_quantize(x[:8], 1.0, backend="numba"), wanted[:8])
         return
     with pytest.raises(ImportError):
         importlib.import_module("numba")
     with pytest.raises(ValueError, match="pip install"):
-        use_numba("numba", True)
-    with pytest.raises(ValueError, match="backend must be"):
-        use_numba("numpy", True)
+        fake_quantize(x, 1.0, backend="numba")
 
 
 @pytest.mark.parametrize("unsigned", [False, True])
@@ -47,11 +45,13 @@ def test_fake_quantization_and_its_gradient(with_and_without_numba, unsigned):
 
 def test_histogram(with_and_without_numba):
     x = torch.randn(50_000)
-    found = abs_histogram(x, 512)
-    assert torch.equal(found.counts, torch.histc(x.abs(), 512, 0, x.abs().max()).long())
-    grown = abs_histogram(2 * x, 512, found.upper)
-    assert int(grown.counts.sum()) == 50_000
-    assert grown.counts.numel() == 1024 + 1
+    calibrator = calib.HistogramCalibrator(8, None, False, num_bins=512)
+    calibrator.collect(x)
+    counts = torch.histc(x.abs(), 512, 0, x.abs().max())
+    assert calibrator._calib_hist.tolist() == counts.tolist()
+    calibrator.collect(2 * x)
+    assert int(calibrator._calib_hist.sum()) == 100_000
+    assert len(calibrator._calib_hist) == 1024 + 1
 
 
 @pytest.mark.parametrize("method", ["mse", "entropy", "percentile"])

@@ -13,7 +13,7 @@ import torch
 
 # What runs below the operators. The numba kernels are left alone, as a checking wrapper cannot be
 # compiled, and what a tracer goes through, as sizes are symbols there.
-_CHECKED = "conv_matmul conv_numba conv_torch keys pairs rulebook_torch"
+_CHECKED = "conv_matmul conv_numba conv_torch rulebook_torch"
 jaxtyping.install_import_hook(
     [f"bevquant_sparse._{name}" for name in _CHECKED.split()], "beartype.beartype"
 )

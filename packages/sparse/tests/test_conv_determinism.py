@@ -7,8 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from bevquant_sparse import WeightLayout, build_rulebook, sparse_conv
-from bevquant_sparse._conv_matmul import column_sum, matmul, matmul_transposed
+from bevquant_sparse import WeightLayout, _conv_matmul, build_rulebook, sparse_conv
 
 BACKENDS = ("torch", "numba")
 
@@ -89,7 +88,13 @@ def test_products_do_not_depend_on_threads(rows, dtype, restore_threads):
         results = []
         for threads in (1, 2, 4):
             torch.set_num_threads(threads)
-            results.append([matmul(x, w), matmul_transposed(x, g), column_sum(g)])
+            results.append(
+                [
+                    _conv_matmul.matmul(x, w),
+                    _conv_matmul.matmul_transposed(x, g),
+                    _conv_matmul.column_sum(g),
+                ]
+            )
         assert equal(results[0], results[1])
         assert equal(results[0], results[2])
         for got, want in zip(results[0], (x @ w, x.t() @ g, g.sum(0)), strict=True):
@@ -119,9 +124,14 @@ def test_trap_37_products_do_not_depend_on_addresses(rows, dtype, restore_thread
         for number, skip in enumerate(range(0, 64, size)):
             torch.set_num_threads(1 + number % 4)
             a, b, c = (at_address(value, skip) for value in (x, w, g))
-            found = [matmul(a, b), matmul(a, b, chosen), matmul_transposed(a, c), column_sum(c)]
+            found = [
+                _conv_matmul.matmul(a, b),
+                _conv_matmul.matmul(a, b, chosen),
+                _conv_matmul.matmul_transposed(a, c),
+                _conv_matmul.column_sum(c),
+            ]
             # A transposed weight is what the gradient of the features multiplies by.
-            found.append(matmul(c, at_address(w.t().contiguous().t(), 0).t()))
+            found.append(_conv_matmul.matmul(c, at_address(w.t().contiguous().t(), 0).t()))
             expected = expected or found
             assert equal(found, expected)
         for got, want in zip(expected, (x @ w, (x @ w)[chosen], x.t() @ g), strict=False):
@@ -130,8 +140,6 @@ def test_trap_37_products_do_not_depend_on_addresses(rows, dtype, restore_thread
 
 @pytest.mark.bits
 def test_trap_37_a_blas_gets_one_shape_at_aligned_addresses(monkeypatch):
-    from bevquant_sparse import _conv_matmul
-
     seen, real = set(), _conv_matmul._convolve_1x1
 
     def watch(batch, kernel):
@@ -144,8 +152,8 @@ def test_trap_37_a_blas_gets_one_shape_at_aligned_addresses(monkeypatch):
     monkeypatch.setattr(_conv_matmul, "_convolve_1x1", watch)
     for rows in (1, 255, 256, 700, 5000):
         x, g = at_address(torch.randn(rows, 5), 4), at_address(torch.randn(rows, 7), 12)
-        matmul(x, at_address(torch.randn(5, 7), 20))
-        matmul_transposed(x, g)
+        _conv_matmul.matmul(x, at_address(torch.randn(5, 7), 20))
+        _conv_matmul.matmul_transposed(x, g)
     assert len(seen) == 2
 
 

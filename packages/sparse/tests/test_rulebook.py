@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from bevquant_sparse import _pairs, _rulebook_torch, build_rulebook
+from bevquant_sparse import _rulebook_torch, build_rulebook
 
 KINDS = ("subm", "strided", "transposed")
 
@@ -91,9 +91,9 @@ def test_every_path_of_the_torch_backend_agrees(case, random_voxels):
     with pytest.MonkeyPatch.context() as patch:
         for module, name in (
             (_rulebook_torch, "_DENSE_LIMIT"),
-            (_pairs, "_INT32_LIMIT"),
-            (_pairs, "_INT64_LIMIT"),
-            (_rulebook_torch, "KEY_LIMIT"),
+            (_rulebook_torch, "_INT32_LIMIT"),
+            (_rulebook_torch, "_INT64_LIMIT"),
+            (_rulebook_torch, "_KEY_LIMIT"),
         ):
             patch.setattr(module, name, 0)
             other = build(indices, shape, batch_size, kind, arguments, "torch")

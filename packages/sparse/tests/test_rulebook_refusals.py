@@ -182,7 +182,7 @@ def test_many_remainders_are_solved_as_few_are(stride, dilation, monkeypatch):
     indices = indices.unique(dim=0)
     made = []
     for few in (1024, 4096):
-        monkeypatch.setattr("bevquant_sparse._pairs._FEW_REMAINDERS", few)
+        monkeypatch.setattr("bevquant_sparse._rulebook_torch._FEW_REMAINDERS", few)
         made.append(
             build_rulebook(
                 indices, (9000,), 40, stride, 7, dilation, subm=False, batch_size=1, backend="torch"

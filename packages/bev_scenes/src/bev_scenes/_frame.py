@@ -1,10 +1,13 @@
-"""The embedded default frame: a street from a seed, scanned and, if asked for, photographed."""
+"""A street from a seed, scanned and, if asked for, photographed; streets as a data set."""
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from bev_data import InputError
+from bev_data.datasets import FrameList
 from bev_data.points import Frame
 from bev_scenes._labels import scanner_pose
 from bev_scenes._lidar import SpinningLidar
@@ -13,7 +16,8 @@ from bev_scenes._rig import RIGS, CameraRig
 from bev_scenes._scan import scan_street
 from bev_scenes._street import build_street
 
-__all__ = ["SIZES", "SceneSettings", "street_frame"]
+__all__ = ["SIZES", "SceneSettings", "open_streets", "street_frame"]
+
 
 _T = TypeVar("_T")
 
@@ -119,3 +123,39 @@ def _named(what: str, name: str, known: dict[str, _T]) -> _T:
     if name not in known:
         raise ValueError(f"{what}={name!r}: unknown; expected one of {', '.join(known)}")
     return known[name]
+
+
+def open_streets(
+    path: None = None, *, count: int = 1, first_seed: int = 0, **options: Any
+) -> FrameList:
+    """Streets of consecutive seeds, rendered when asked for.
+
+    Args:
+        path: none; a street needs no file.
+        count: how many.
+        first_seed: of the first one.
+        options: keyword arguments of `street_frame`, such as cameras="nuscenes".
+
+    Raises:
+        InputError: a path, no frames, a negative seed, or an option that `street_frame` lacks.
+    """
+    if path is not None:
+        raise InputError(f"{path}: a street is made from a seed; leave the path out")
+    if count < 1 or first_seed < 0:
+        raise InputError(
+            f"count={count}, first_seed={first_seed}: at least one street, and no negative seed"
+        )
+    known = [name for name in inspect.signature(street_frame).parameters if name != "seed"]
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise InputError(
+            f"{', '.join(unknown)}: a street has count, first_seed, {', '.join(known)}"
+        )
+
+    def read(seed: int) -> Frame:
+        try:
+            return street_frame(seed, **options)
+        except ValueError as error:
+            raise InputError(f"street {seed}: {error}") from error
+
+    return FrameList("street", range(first_seed, first_seed + count), read)

@@ -11,11 +11,10 @@ import numpy.typing as npt
 
 from bev_data.cameras import Camera
 from bev_scenes._candidates import candidates_by_cell, screen_rectangles
-from bev_scenes._daylight import make_daylight
 from bev_scenes._labels import Pose
 from bev_scenes._raycast import CELL, GROUND, cast_pixels, cast_shadows
 from bev_scenes._rig import CameraMount, CameraRig
-from bev_scenes._shade import shade
+from bev_scenes._shade import make_daylight, shade
 from bev_scenes._solid_arrays import SolidArrays, gather, in_order, place
 from bev_scenes._solids import Material, SceneObject, Solid
 from bev_scenes._street import Street

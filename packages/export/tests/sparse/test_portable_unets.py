@@ -11,7 +11,6 @@ from bevquant_export import (
     load_sparse_onnx,
     lower_to_portable,
 )
-from bevquant_export.sparse._graph import Conv
 from bevquant_quantizers import TensorQuantizer
 
 
@@ -101,7 +100,7 @@ def test_libspconv_concatenates_by_convolutions_and_sums(nets, tmp_path, order):
     rows = compare_sparse_onnx(file, model, nets.frame(1), reversed_axes=turned)
     assert [row.node for row in rows if row.different] == []
     assert {type(node).__name__ for node in file.nodes} == {"Add", "Conv"}
-    moves = [n for n in file.nodes if isinstance(n, Conv) and "channels" in n.rulebook]
+    moves = [n for n in file.nodes if type(n).__name__ == "Conv" and "channels" in n.rulebook]
     assert [n.precision for n in moves] == ["int8", "int8", "fp16"]
     assert len({n.rulebook for n in moves}) == 1  # all on the input's voxels
     assert all(n.output_bound == file.nodes[0].output_bound for n in moves)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ._foldable import conv_problem, out_channels
 
@@ -102,12 +103,11 @@ def tied_to(owners: Mapping[str, list[str]], paths: set[str]) -> tuple[str, str]
     return None
 
 
-def norm_paths(bn: str, module: nn.Module) -> NormPaths:
+def norm_paths(bn: str, module: _BatchNorm) -> NormPaths:
     """Where a batch norm module keeps its numbers."""
     prefix = f"{bn}." if bn else ""
     weight, bias = (
         f"{prefix}{name}" if getattr(module, name, None) is not None else None
         for name in ("weight", "bias")
     )
-    eps = float(module.eps)  # type: ignore[arg-type]
-    return NormPaths(f"{prefix}running_mean", f"{prefix}running_var", weight, bias, eps)
+    return NormPaths(f"{prefix}running_mean", f"{prefix}running_var", weight, bias, module.eps)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from bevquant_graph import is_library_class
@@ -77,7 +77,7 @@ def conv_problem(conv: nn.Module, *, own_forward: bool = False) -> str | None:
         except (TypeError, ValueError) as error:
             return str(error)
     else:
-        weight = conv.weight  # type: ignore[assignment]
+        weight = cast(Tensor, conv.weight)
     if not weight.is_floating_point():
         return f"{name} has weights of dtype {weight.dtype}, which cannot be scaled exactly"
     return None
@@ -87,18 +87,18 @@ def out_channels(conv: nn.Module) -> int:
     """Channels that ``conv`` makes."""
     if is_sparse_conv(conv):
         return WeightLayout.KRSC.channels(get_weight(conv, WeightLayout.KRSC))[1]
-    features = conv.out_features if isinstance(conv, nn.Linear) else conv.out_channels
-    return int(features)  # type: ignore[arg-type]
+    layer: Any = conv
+    return int(layer.out_features if isinstance(conv, nn.Linear) else layer.out_channels)
 
 
-def _pair_problem(conv: nn.Module, bn: nn.Module) -> str | None:
-    made, expected = out_channels(conv), int(bn.num_features)  # type: ignore[arg-type]
+def _pair_problem(conv: Any, bn: Any) -> str | None:
+    made, expected = out_channels(conv), int(bn.num_features)
     if made != expected:
         return (
             f"{type(conv).__name__} makes {made} channels but {type(bn).__name__} normalises "
             f"{expected}"
         )
-    rank = 1 if is_sparse_conv(conv) or isinstance(conv, nn.Linear) else conv.weight.ndim - 2  # type: ignore[operator]
+    rank = 1 if is_sparse_conv(conv) or isinstance(conv, nn.Linear) else conv.weight.ndim - 2
     wanted = next((r for cls, r in _RANKS.items() if isinstance(bn, cls)), 1)
     if rank != wanted and not isinstance(bn, nn.SyncBatchNorm):
         return f"{type(bn).__name__} does not fit the output of {type(conv).__name__}"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from bevquant_graph import (
@@ -16,6 +18,7 @@ from bevquant_graph import (
     arguments,
     as_module,
     capture,
+    evaluation,
     first_fault,
     refuse_unusable,
     running,
@@ -26,8 +29,9 @@ from ._fuse_pair import fold_into
 from ._plan import Plan, plan_fusion
 from ._remove_bn import Removal, neutralise, norm_at, remove_batch_norms
 from ._structure import activations
-from ._verify import Inputs, float64_by_default, in_float64, relative_difference, run, tolerance
 
+_Inputs = tuple[tuple[Any, ...], Mapping[str, Any]]
+_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
 _HOW = {
     "identity": "now nn.Identity",
     "removed": "taken out of its SparseSequential",
@@ -172,7 +176,7 @@ def _fused(
     if example_inputs is None:
         stopped = [path for path, alone in activations(model) if alone]
         return _fuse(model if inplace else copy.deepcopy(model), plan, stopped)
-    inputs: Inputs = arguments(example_inputs)
+    inputs: _Inputs = arguments(example_inputs)
     with running(model, "fuse_model", "Give inputs that it takes; it is as it was before"):
         before = run(model, inputs)
     stopped = _may_stop(model, inputs, before)
@@ -201,7 +205,7 @@ def _fused(
 
 
 def _difference_in_float64(
-    model: nn.Module, inputs: Inputs, plan: Plan, stopped: Iterable[str]
+    model: nn.Module, inputs: _Inputs, plan: Plan, stopped: Iterable[str]
 ) -> float | None:
     """The difference that folding makes in float64, or None where that is no rounding either.
 
@@ -211,7 +215,7 @@ def _difference_in_float64(
     exact = copy.deepcopy(model).double()
     inputs = in_float64(inputs)
     try:
-        with float64_by_default():
+        with _float64_by_default():
             before = run(exact, inputs)
             after = run(_fuse(exact, plan, stopped).model, inputs)
         difference = relative_difference(before, after)
@@ -220,7 +224,7 @@ def _difference_in_float64(
     return difference if difference <= tolerance(before) else None
 
 
-def _may_stop(model: nn.Module, inputs: Inputs, before: list[Any]) -> list[str]:
+def _may_stop(model: nn.Module, inputs: _Inputs, before: list[Any]) -> list[str]:
     """Activations of sparse encoders that need not write in place.
 
     Where the old name of what an activation writes to is read afterwards, ``inplace=False`` would
@@ -230,7 +234,8 @@ def _may_stop(model: nn.Module, inputs: Inputs, before: list[Any]) -> list[str]:
 
     def same(paths: list[str]) -> bool:
         for path, _ in candidates:
-            copied.get_submodule(path).inplace = path not in paths  # type: ignore[assignment]
+            activation: Any = copied.get_submodule(path)
+            activation.inplace = path not in paths
         return relative_difference(before, run(copied, inputs)) <= tolerance(before)
 
     candidates = activations(model)
@@ -256,7 +261,8 @@ def _fuse(model: nn.Module, plan: Plan, stopped: Iterable[str]) -> FusionResult:
         else:
             folded.append(fold)
     for path in stopped:
-        model.get_submodule(path).inplace = False  # type: ignore[assignment]
+        activation: Any = model.get_submodule(path)
+        activation.inplace = False
     how = remove_batch_norms(model, folded)
     return FusionResult(
         model=model,
@@ -265,3 +271,82 @@ def _fuse(model: nn.Module, plan: Plan, stopped: Iterable[str]) -> FusionResult:
         not_inplace=tuple(stopped),
         untraced=plan.untraced,
     )
+
+
+def run(model: nn.Module, inputs: _Inputs) -> list[Tensor]:
+    """Outputs of ``model`` in evaluation mode, on copies of ``inputs``, as a flat list."""
+    args, kwargs = _duplicate(inputs)
+    with evaluation(model), torch.no_grad():
+        return [t.detach().clone() for t in _tensors(model(*args, **kwargs))]
+
+
+def relative_difference(before: list[Tensor], after: list[Tensor]) -> float:
+    """Largest |after − before| of any output, over the largest |before| of that output.
+
+    Infinite where an output has another shape: a model that chooses rows has chosen others.
+    """
+    if len(before) != len(after):
+        raise ValueError(f"the model made {len(before)} tensors, the fused one makes {len(after)}")
+    worst = 0.0
+    for a, b in zip(before, after, strict=True):
+        if a.shape != b.shape:
+            return float("inf")
+        if a.numel() == 0 or not a.is_floating_point():
+            continue
+        difference = (a.double() - b.double()).abs().max().item()
+        scale = a.double().abs().max().item()
+        worst = max(worst, difference / scale if scale else difference)
+        if difference != difference:
+            return float("nan")
+    return worst
+
+
+@contextmanager
+def _float64_by_default() -> Iterator[None]:
+    """What a forward makes itself, ``torch.zeros(n)`` say, is float64 too."""
+    kept = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(kept)
+
+
+def tolerance(outputs: list[Tensor]) -> float:
+    """Allowed relative difference for the widest tolerance among the outputs' dtypes."""
+    return max((_TOLERANCE.get(t.dtype, 0.0) for t in outputs), default=0.0)
+
+
+def in_float64(inputs: _Inputs) -> _Inputs:
+    """Copies of ``inputs``, floating-point tensors as float64."""
+    args, kwargs = _duplicate(inputs, lambda t: t.double() if t.is_floating_point() else t)
+    return args, kwargs
+
+
+def _duplicate(value: Any, convert: Callable[[Tensor], Tensor] = Tensor.clone) -> Any:
+    if isinstance(value, Tensor):
+        return convert(value.detach())
+    if hasattr(value, "replace_feature"):
+        return value.replace_feature(convert(value.features.detach()))
+    if isinstance(value, list | tuple):
+        made = [_duplicate(v, convert) for v in value]
+        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+    if isinstance(value, dict):
+        return {k: _duplicate(v, convert) for k, v in value.items()}
+    return copy.deepcopy(value)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif hasattr(value, "features"):
+        yield value.features
+    elif isinstance(value, dict):
+        for key in value:
+            yield from _tensors(value[key])
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+    elif hasattr(value, "__dataclass_fields__"):
+        for name in value.__dataclass_fields__:
+            yield from _tensors(getattr(value, name))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -100,7 +100,8 @@ def fold_into(conv: nn.Module, norm: Norm) -> None:
     Raises:
         ValueError: The folded weight is not finite; nothing was changed.
     """
-    bias: Tensor | None = conv.bias  # type: ignore[assignment]
+    layer: Any = conv
+    bias: Tensor | None = layer.bias
     if is_sparse_conv(conv):
         weight, new_bias = fuse_sparse_conv_bn_weights(
             get_weight(conv, WeightLayout.RSCK),
@@ -113,12 +114,12 @@ def fold_into(conv: nn.Module, norm: Norm) -> None:
         if bias is not None:
             new_bias = nn.Parameter(new_bias.detach().reshape(bias.shape), bias.requires_grad)
     else:
-        old: Tensor = conv.weight  # type: ignore[assignment]
         if isinstance(conv, nn.Linear):
-            weight, new_bias = fuse_linear_bn_weights(old, bias, *norm)
+            weight, new_bias = fuse_linear_bn_weights(layer.weight, bias, *norm)
         else:
-            transposed, groups = bool(conv.transposed), int(conv.groups)  # type: ignore[arg-type]
-            weight, new_bias = fuse_conv_bn_weights(old, bias, *norm, transposed, groups)
+            weight, new_bias = fuse_conv_bn_weights(
+                layer.weight, bias, *norm, layer.transposed, layer.groups
+            )
         _check_finite(conv, weight, new_bias)
         conv.weight = weight
     conv.bias = new_bias

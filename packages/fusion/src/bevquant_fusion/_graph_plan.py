@@ -153,7 +153,8 @@ class _Reader:
         tied = tied_to(self.owners, {p for p in found if p is not None})
         if tied is not None:
             raise _Refused(f"{tied[0]} is tied to {tied[1]}")
-        return NormPaths(mean, var, weight, bias, float(norms[0].args[7]))  # type: ignore[arg-type]
+        eps: Any = norms[0].args[7]
+        return NormPaths(mean, var, weight, bias, float(eps))
 
     def constant(self, path: str) -> Tensor:
         """The parameter or buffer at ``path``."""
@@ -166,7 +167,7 @@ class _Reader:
         self, norms: list[fx.Node], channels: int
     ) -> tuple[list[tuple[fx.Node, int]], set[fx.Node]]:
         """Where the values come from, each with its axis of channels, and all nodes on the way."""
-        pending: list[tuple[fx.Node, int]] = [(n.args[0], 1) for n in norms]  # type: ignore[misc]
+        pending = [(n.all_input_nodes[0], 1) for n in norms]
         ends, inside = [], set(norms)
         while pending:
             node, axis = pending.pop()
@@ -322,9 +323,10 @@ def _axis_before(node: fx.Node, axis: int, channels: int) -> int | None:
 
     The step itself is run on tensors in which every value is the number of its channel.
     """
-    mover, index = node, None
+    mover: Any = node
+    index: Any = None
     if node.target is operator.getitem:
-        mover, index = node.args  # type: ignore[assignment]
+        mover, index = node.args
     spec = op_spec(mover.target)
     moves = spec.kind in ("identity", "move", "join") and "dropout" not in spec.name
     inputs = [i for i in mover.all_input_nodes if isinstance(i.meta.get("val"), Tensor)]
@@ -350,12 +352,12 @@ def _axis_before(node: fx.Node, axis: int, channels: int) -> int | None:
     return None
 
 
-def _run(node: fx.Node, values: dict[fx.Node, Tensor], index: Any) -> Tensor:
+def _run(node: Any, values: dict[fx.Node, Tensor], index: Any) -> Tensor:
     def value(argument: fx.Node) -> Any:
         return values[argument] if argument in values else _size(argument.meta["val"])
 
     args, kwargs = fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value)
-    made: Any = node.target(*args, **kwargs)  # type: ignore[operator]
+    made = node.target(*args, **kwargs)
     return torch.as_tensor(made if index is None else made[index])
 
 

@@ -1,11 +1,19 @@
-"""Take folded batch norms out of a model, in the way each place asks for."""
+"""Take folded batch norms out of a model, in the way each place asks for.
+
+Where a block's forward calls one, the forward is compiled again without that call.
+"""
 
 from __future__ import annotations
 
+import ast
+import inspect
 import operator
+import textwrap
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Callable, Iterable
+from functools import cache
+from types import CodeType, FunctionType
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +22,9 @@ from torch.nn import functional as F
 from bevquant_graph import replace_modules
 from bevquant_sparse import is_sparse_conv
 
-from ._chains import is_chain, is_sparse_chain, remove_member
 from ._fold import Fold
 from ._fuse_pair import Norm
-from ._without_calls import drop_calls
+from ._structure import is_chain, is_sparse_chain, remove_member
 
 Removal = Literal["identity", "removed", "rebuilt", "rest", "neutral"]
 
@@ -103,3 +110,135 @@ def neutralise(norm: Norm) -> bool:
                     norm.bias.zero_()
             return True
     return False
+
+
+_BASE = "_bevquant_class_with_all_calls"
+_GONE = "_bevquant_calls_gone"  # names asked for, and those that the forward called
+
+
+def drop_calls(block: nn.Module, names: list[str]) -> bool:
+    """Delete the children ``names`` of ``block`` and their calls from its forward.
+
+    ``self.bn1(x)`` becomes ``x``, on the same line of the same file. The class becomes a subclass
+    of the same name; pickling, copying and ``isinstance`` go on as before.
+
+    Returns:
+        Whether it was done: not where the forward has no source, is decorated, or mentions the
+        children in any other way. Nothing is changed then.
+    """
+    cls: Any = type(block)
+    gone = {m for name, m in block._modules.items() if name in names}
+    attributes = {name for name in dir(cls) if isinstance(getattr(cls, name), property)} | {*names}
+    known = frozenset(a for a in attributes if getattr(block, a, None) in gone)
+    if "forward" in vars(block):
+        return False
+    new: Any = _class_without(getattr(cls, _BASE, cls), getattr(cls, _GONE, (known,))[0] | known)
+    if new is None or {getattr(block, a, None) for a in getattr(new, _GONE)[1] & known} != gone:
+        return False
+    block.__class__ = new
+    for name in names:
+        delattr(block, name)
+    return True
+
+
+@cache
+def _class_without(base: Any, names: frozenset[str]) -> type[nn.Module] | None:
+    forward, called = _without_calls(base.forward, names)
+    if forward is None:
+        return None
+    namespace = {
+        _BASE: base, _GONE: (names, called), "forward": forward, "__reduce_ex__": _reduce,
+        "__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__,
+    }  # fmt: skip
+    return type(base.__name__, (base,), namespace)
+
+
+def _reduce(self: nn.Module, protocol: Any) -> Any:
+    cls: Any = type(self)
+    return _restore, (getattr(cls, _BASE), getattr(cls, _GONE)[0]), dict(vars(self))
+
+
+def _restore(base: Any, names: frozenset[str]) -> nn.Module:
+    cls = _class_without(base, names)
+    if cls is None:
+        raise ValueError(
+            f"{base.__qualname__}.forward was folded without calls of {', '.join(sorted(names))}; "
+            "its source is not the one that it was saved with"
+        )
+    made: nn.Module = object.__new__(cls)
+    return made
+
+
+def _without_calls(
+    forward: Any, names: frozenset[str]
+) -> tuple[Callable[..., Any] | None, frozenset[str]]:
+    if not inspect.isfunction(forward) or hasattr(forward, "__wrapped__"):
+        return None, frozenset()
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
+    except (OSError, SyntaxError):
+        return None, frozenset()
+    function = tree.body[0]
+    if not isinstance(function, ast.FunctionDef) or function.decorator_list:
+        return None, frozenset()
+    if not function.args.args:
+        return None, frozenset()
+    dropper = _Dropper(function.args.args[0].arg, names)
+    dropper.visit(function)
+    if dropper.other or not dropper.dropped:
+        return None, frozenset()
+    ast.increment_lineno(tree, forward.__code__.co_firstlineno - 1)
+    free = forward.__code__.co_freevars
+    outer = ast.parse(f"def outer({', '.join(free)}): pass").body[0]
+    assert isinstance(outer, ast.FunctionDef)
+    outer.body = [function]
+    ast.copy_location(outer, function)
+    for argument in outer.args.args:
+        ast.copy_location(argument, function)
+    module = ast.fix_missing_locations(ast.Module([outer], []))
+    flags = forward.__code__.co_flags & 0x1FF0000  # what `from __future__` set
+    compiled = compile(module, forward.__code__.co_filename, "exec", flags, dont_inherit=True)
+    code = _code_of(compiled, function.name)
+    cells = dict(zip(free, forward.__closure__ or (), strict=True))
+    made = FunctionType(
+        code, forward.__globals__, forward.__name__, forward.__defaults__,
+        tuple(cells[name] for name in code.co_freevars),
+    )  # fmt: skip
+    made.__kwdefaults__, made.__qualname__ = forward.__kwdefaults__, forward.__qualname__
+    made.__module__, made.__doc__ = forward.__module__, forward.__doc__
+    return made, frozenset(dropper.dropped)
+
+
+def _code_of(code: CodeType, name: str) -> CodeType:
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            return constant if constant.co_name == name else _code_of(constant, name)
+    raise AssertionError(f"{name} was compiled but is not there")
+
+
+class _Dropper(ast.NodeTransformer):
+    """Replaces ``self.name(x)`` by ``x``, and notes any other use of the names."""
+
+    def __init__(self, owner: str, names: frozenset[str]) -> None:
+        self.owner, self.names = owner, names
+        self.dropped: set[str] = set()
+        self.other = False
+
+    def visit_Call(self, node: ast.Call) -> Any:
+        one = (
+            len(node.args) == 1 and not node.keywords and not isinstance(node.args[0], ast.Starred)
+        )
+        if one and isinstance(node.func, ast.Attribute) and self.is_named(node.func):
+            self.dropped.add(node.func.attr)
+            return self.visit(node.args[0])
+        return self.generic_visit(node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> Any:
+        # A private name would have to be mangled as in the class's own source.
+        private = node.attr.startswith("__") and not node.attr.endswith("__")
+        self.other |= self.is_named(node) or private
+        return self.generic_visit(node)
+
+    def is_named(self, node: ast.Attribute) -> bool:
+        own = isinstance(node.value, ast.Name) and node.value.id == self.owner
+        return own and node.attr in self.names

@@ -2,8 +2,9 @@
 
 Chains say it themselves. Residual blocks of sparse convolutions go by the names that these blocks
 have everywhere (``conv1``, ``bn1``, ``conv2``, …). Other forwards are followed by `torch.fx` as it
-is; what it cannot follow is looked at child by child. Captured graphs know more and better: this is
-for calls without example inputs, and for the inside of modules that cannot be captured.
+is; what it cannot follow is looked at child by child. All are told by the names of their classes:
+nothing of spconv is imported. Captured graphs know more and better: this is for calls without
+example inputs, and for the inside of modules that cannot be captured.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from bevquant_graph import quiet
 
-from ._chains import has_base, is_chain, is_sparse_chain, is_sparse_module
 from ._fold import Fold, Skipped, layer_problem, norm_paths, tensor_owners
 from ._foldable import fold_problem, has_hooks, is_convolution
 
 _BLOCKS = frozenset({"SparseBasicBlock", "SparseBottleneck", "BasicBlock", "Bottleneck"})
+_SPARSE = frozenset({"SparseModule", "SparseBatchNorm", "SparseSyncBatchNorm", "SparseReLU"})
 _ACTIVATIONS = (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SiLU, nn.Hardswish)
 
 
@@ -57,13 +58,13 @@ def activations(model: nn.Module) -> list[tuple[str, bool]]:
     found = []
     for path, parent in model.named_modules():
         children = list(parent.named_children())
-        sparse = any(is_convolution(c) and is_sparse_module(c) for _, c in children)
-        if not sparse and not any(is_sparse_module(m) for m in (parent, *parent.children())):
+        sparse = any(is_convolution(c) and _is_sparse_module(c) for _, c in children)
+        if not sparse and not any(_is_sparse_module(m) for m in (parent, *parent.children())):
             continue
         for place, (name, child) in enumerate(children):
             if isinstance(child, _ACTIVATIONS) and getattr(child, "inplace", False):
                 alone = is_sparse_chain(parent) and place > 0
-                block = is_sparse_module(parent) and has_base(parent, _BLOCKS)
+                block = _is_sparse_module(parent) and _has_base(parent, _BLOCKS)
                 found.append((f"{path}.{name}" if path else name, alone or block))
     return found
 
@@ -77,7 +78,7 @@ class _Tracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Whether the module is one node."""
-        own = is_convolution(m) or isinstance(m, _BatchNorm) or is_sparse_module(m)
+        own = is_convolution(m) or isinstance(m, _BatchNorm) or _is_sparse_module(m)
         other = m in self._unknown or has_hooks(m) or "forward" in vars(m)
         return own or other or super().is_leaf_module(m, module_qualified_name)
 
@@ -102,8 +103,8 @@ class _Reader:
             graph = None
         elif is_chain(module):
             graph = _row(_members(module))
-        elif is_sparse_module(module):
-            graph = self.block(module) if has_base(module, _BLOCKS) else None
+        elif _is_sparse_module(module):
+            graph = self.block(module) if _has_base(module, _BLOCKS) else None
             if graph is None and any(isinstance(m, _BatchNorm) for m in module.children()):
                 self.untraced[path] = (
                     f"{type(module).__name__}.forward takes sparse tensors, which are followed "
@@ -248,3 +249,42 @@ def _row(names: list[str]) -> fx.Graph:
         value = graph.call_module(name, (value,))
     graph.output(value)
     return graph
+
+
+def _has_base(module: nn.Module, names: frozenset[str]) -> bool:
+    """Whether any class in the module's MRO has one of ``names``."""
+    return any(cls.__name__ in names for cls in type(module).__mro__)
+
+
+def _is_sparse_module(module: nn.Module) -> bool:
+    """Whether the module takes and returns sparse tensors (spconv's ``SparseModule`` family)."""
+    return _has_base(module, _SPARSE) or is_sparse_chain(module)
+
+
+def is_chain(module: nn.Module) -> bool:
+    """Whether ``module`` runs its children one after the other, by an unchanged forward.
+
+    Told by the class that defines ``forward``: ``nn.Sequential`` or a class named
+    ``SparseSequential`` (spconv 1 and 2, mmcv and mmdet3d).
+    """
+    if "forward" in vars(module):
+        return False
+    owner = next((cls for cls in type(module).__mro__ if "forward" in vars(cls)), None)
+    return owner is nn.Sequential or getattr(owner, "__name__", "") == "SparseSequential"
+
+
+def is_sparse_chain(module: nn.Module) -> bool:
+    """Whether ``module`` is a chain of the ``SparseSequential`` kind."""
+    return _has_base(module, frozenset({"SparseSequential"})) and is_chain(module)
+
+
+def remove_member(chain: nn.Module, name: str) -> None:
+    """Take ``name`` out of a chain; members numbered 0, 1, 2, … are numbered anew.
+
+    Names given as strings stay as they are, and the chain object stays the same.
+    """
+    members = [(n, m) for n, m in chain._modules.items() if n != name]
+    numbered = list(chain._modules) == [str(i) for i in range(len(chain._modules))]
+    chain._modules.clear()
+    for index, (old, member) in enumerate(members):
+        chain._modules[str(index) if numbered else old] = member

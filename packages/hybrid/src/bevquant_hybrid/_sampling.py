@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -141,29 +142,9 @@ def multi_scale_roi_align(
     "(Tensor[] maps, Tensor boxes, Tensor sample, int[] output_size, float[] spatial_scales, "
     "int sampling_ratio, bool aligned, float canonical_scale, float canonical_level) -> Tensor"
 )
-def roi_align_real(
-    maps: Sequence[Tensor],
-    boxes: Tensor,
-    sample: Tensor,
-    output_size: Sequence[int],
-    spatial_scales: Sequence[float],
-    sampling_ratio: int,
-    aligned: bool,
-    canonical_scale: float,
-    canonical_level: float,
-) -> Tensor:
+def roi_align_real(maps: Sequence[Tensor], *settings: Any) -> Tensor:
     """`multi_scale_roi_align` of float64 maps, as one operator."""
-    return multi_scale_roi_align(
-        maps,
-        boxes,
-        sample,
-        output_size,
-        spatial_scales,
-        sampling_ratio,
-        aligned,
-        canonical_scale,
-        canonical_level,
-    )
+    return multi_scale_roi_align(maps, *settings)
 
 
 @operator(

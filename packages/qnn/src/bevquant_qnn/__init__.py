@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bevquant_qnn._add import QuantAdd
-from bevquant_qnn._apply_precision import apply_precision
 from bevquant_qnn._assign_precision import BIT_OPERATIONS, Budget, assign_precision
 from bevquant_qnn._attention import QuantMultiheadAttention
 from bevquant_qnn._concat import QuantConcat
@@ -16,7 +15,6 @@ from bevquant_qnn._conv_transpose import (
 )
 from bevquant_qnn._distillation import distillation_loss
 from bevquant_qnn._freeze import freeze
-from bevquant_qnn._learned_range import LearnedRange, learn_ranges
 from bevquant_qnn._linear import QuantLinear
 from bevquant_qnn._pool import (
     QuantAdaptiveAvgPool1d,
@@ -30,7 +28,7 @@ from bevquant_qnn._pool import (
     QuantMaxPool3d,
 )
 from bevquant_qnn._precision_groups import PrecisionGroup, precision_groups
-from bevquant_qnn._precision_plan import PlannedGroup, PrecisionPlan
+from bevquant_qnn._precision_plan import PlannedGroup, PrecisionPlan, apply_precision
 from bevquant_qnn._pt2e import pt2e_quantizer
 from bevquant_qnn._quantize_model import quantize_model
 from bevquant_qnn._ranks import Kept
@@ -40,7 +38,7 @@ from bevquant_qnn._round_weights import RoundedLayer, RoundingResult, round_weig
 from bevquant_qnn._sensitivity import sensitivity
 from bevquant_qnn._sensitivity_table import SensitivityRow, SensitivityTable
 from bevquant_qnn._sparse_convolution import QuantSparseConvolution
-from bevquant_qnn._track_ranges import RangeTracker, track_ranges
+from bevquant_qnn._training_ranges import LearnedRange, RangeTracker, learn_ranges, track_ranges
 
 __all__ = [
     "BIT_OPERATIONS",

@@ -9,8 +9,7 @@ from types import MappingProxyType
 
 from torch import nn
 
-from bevquant_qnn._plan_front import Point, front
-from bevquant_qnn._plan_space import plan_space
+from bevquant_qnn._plan_space import Point, front, plan_space
 from bevquant_qnn._precision import Precision
 from bevquant_qnn._precision_plan import PrecisionPlan
 from bevquant_qnn._sensitivity_table import SensitivityTable

@@ -125,7 +125,7 @@ class QuantMultiheadAttention(nn.MultiheadAttention):
         for name in "qkv":
             made.add_module(f"{name}_proj", QuantProjection(made, name, **settings))
         if quantize_out:
-            made.out_proj = QuantLinear.from_float(made.out_proj, **settings)  # type: ignore[assignment]
+            made.add_module("out_proj", QuantLinear.from_float(made.out_proj, **settings))
         return made
 
     def forward(

@@ -161,7 +161,5 @@ class _Reader:
 
 
 def _input_quantizer(module: nn.Module) -> TensorQuantizer | None:
-    found = module if isinstance(module, TensorQuantizer) else None
-    if is_quantized(module):
-        found = module._modules["_input_quantizer"]  # type: ignore[assignment]
+    found = module._modules["_input_quantizer"] if is_quantized(module) else module
     return found if isinstance(found, TensorQuantizer) else None

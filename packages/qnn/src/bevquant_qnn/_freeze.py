@@ -72,8 +72,8 @@ def weights_read(model: nn.Module) -> dict[nn.Module, Tensor]:
             continue
         if isinstance(module, QuantWeighted | QuantSparseConvolution):
             found[quantizer] = module.weight_to_quantize().detach()
-        elif isinstance(module._parameters.get("weight"), Tensor):
-            found[quantizer] = module._parameters["weight"].detach()  # type: ignore[union-attr]
+        elif (weight := module._parameters.get("weight")) is not None:
+            found[quantizer] = weight.detach()
     return found
 
 

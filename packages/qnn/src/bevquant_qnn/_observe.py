@@ -120,7 +120,8 @@ class _Observer:
         for module in inside:
             nodes = [] if around is None else around.opaque_calls(module)
             for node, (_, taken, made) in zip(nodes, watch.calls[module], strict=False):
-                for value, key in zip(node.args[0], taken, strict=False):  # type: ignore[arg-type]
+                values: Any = node.args[0]
+                for value, key in zip(values, taken, strict=False):
                     if around is not None and key is not None:
                         known.setdefault(key, (around, around.origin(value)))
                 for user in node.users:

@@ -189,7 +189,7 @@ class _Placer:
         for join in self._joins:
             target = self._targets.get((join.site, join.occurrence))
             if target is not None and join.node is not None:
-                yield join, self._module._modules[target.name], target  # type: ignore[misc]
+                yield join, self._module.get_submodule(target.name), target
 
     def _plan(self) -> tuple[JoinSite, ...]:
         known = {item.site: item for item in plan_of(self._module)}

@@ -26,7 +26,13 @@ __all__ = [
 
 
 class QuantPool(InputDefault, nn.Module):
-    """Mixin: `_input_quantizer` and `from_float` for a pooling class named by `float_class`."""
+    """Mixin: `_input_quantizer` and `from_float` for a pooling class named by `float_class`.
+
+    Args:
+        *args: As that class of torch.
+        quant_desc_input: Descriptor of the input quantizer.
+        **kwargs: As that class of torch.
+    """
 
     float_class: type[nn.Module]
     _input_quantizer: TensorQuantizer
@@ -71,11 +77,6 @@ class QuantPool(InputDefault, nn.Module):
 class QuantMaxPool1d(QuantPool, nn.MaxPool1d):
     """`torch.nn.MaxPool1d`: the maximum over fake-quantized values [N, C, L].
 
-    Args:
-        *args: As `torch.nn.MaxPool1d`.
-        quant_desc_input: Descriptor of the input quantizer.
-        **kwargs: As `torch.nn.MaxPool1d`.
-
     Example:
         >>> import torch
         >>> QuantMaxPool1d(2)(torch.ones(1, 3, 8)).shape
@@ -87,11 +88,6 @@ class QuantMaxPool1d(QuantPool, nn.MaxPool1d):
 
 class QuantAvgPool1d(QuantPool, nn.AvgPool1d):
     """`torch.nn.AvgPool1d`: the mean over fake-quantized values [N, C, L].
-
-    Args:
-        *args: As `torch.nn.AvgPool1d`.
-        quant_desc_input: Descriptor of the input quantizer.
-        **kwargs: As `torch.nn.AvgPool1d`.
 
     Example:
         >>> import torch
@@ -105,11 +101,6 @@ class QuantAvgPool1d(QuantPool, nn.AvgPool1d):
 class QuantAdaptiveAvgPool1d(QuantPool, nn.AdaptiveAvgPool1d):
     """`torch.nn.AdaptiveAvgPool1d`: the adaptive mean over fake-quantized values [N, C, L].
 
-    Args:
-        *args: As `torch.nn.AdaptiveAvgPool1d`.
-        quant_desc_input: Descriptor of the input quantizer.
-        **kwargs: As `torch.nn.AdaptiveAvgPool1d`.
-
     Example:
         >>> import torch
         >>> QuantAdaptiveAvgPool1d(4)(torch.ones(1, 3, 8)).shape
@@ -121,11 +112,6 @@ class QuantAdaptiveAvgPool1d(QuantPool, nn.AdaptiveAvgPool1d):
 
 class QuantMaxPool2d(QuantPool, nn.MaxPool2d):
     """`torch.nn.MaxPool2d`: the maximum over fake-quantized values [N, C, H, W].
-
-    Args:
-        *args: As `torch.nn.MaxPool2d`.
-        quant_desc_input: Descriptor of the input quantizer.
-        **kwargs: As `torch.nn.MaxPool2d`.
 
     Example:
         >>> import torch
@@ -139,11 +125,6 @@ class QuantMaxPool2d(QuantPool, nn.MaxPool2d):
 class QuantAvgPool2d(QuantPool, nn.AvgPool2d):
     """`torch.nn.AvgPool2d`: the mean over fake-quantized values [N, C, H, W].
 
-    Args:
-        *args: As `torch.nn.AvgPool2d`.
-        quant_desc_input: Descriptor of the input quantizer.
-        **kwargs: As `torch.nn.AvgPool2d`.
-
     Example:
         >>> import torch
         >>> QuantAvgPool2d(2)(torch.ones(1, 3, 8, 8)).shape
@@ -155,11 +136,6 @@ class QuantAvgPool2d(QuantPool, nn.AvgPool2d):
 
 class QuantAdaptiveAvgPool2d(QuantPool, nn.AdaptiveAvgPool2d):
     """`torch.nn.AdaptiveAvgPool2d`: the adaptive mean over fake-quantized values [N, C, H, W].
-
-    Args:
-        *args: As `torch.nn.AdaptiveAvgPool2d`.
-        quant_desc_input: Descriptor of the input quantizer.
-        **kwargs: As `torch.nn.AdaptiveAvgPool2d`.
 
     Example:
         >>> import torch
@@ -173,11 +149,6 @@ class QuantAdaptiveAvgPool2d(QuantPool, nn.AdaptiveAvgPool2d):
 class QuantMaxPool3d(QuantPool, nn.MaxPool3d):
     """`torch.nn.MaxPool3d`: the maximum over fake-quantized values [N, C, D, H, W].
 
-    Args:
-        *args: As `torch.nn.MaxPool3d`.
-        quant_desc_input: Descriptor of the input quantizer.
-        **kwargs: As `torch.nn.MaxPool3d`.
-
     Example:
         >>> import torch
         >>> QuantMaxPool3d(2)(torch.ones(1, 3, 8, 8, 8)).shape
@@ -190,11 +161,6 @@ class QuantMaxPool3d(QuantPool, nn.MaxPool3d):
 class QuantAvgPool3d(QuantPool, nn.AvgPool3d):
     """`torch.nn.AvgPool3d`: the mean over fake-quantized values [N, C, D, H, W].
 
-    Args:
-        *args: As `torch.nn.AvgPool3d`.
-        quant_desc_input: Descriptor of the input quantizer.
-        **kwargs: As `torch.nn.AvgPool3d`.
-
     Example:
         >>> import torch
         >>> QuantAvgPool3d(2)(torch.ones(1, 3, 8, 8, 8)).shape
@@ -206,11 +172,6 @@ class QuantAvgPool3d(QuantPool, nn.AvgPool3d):
 
 class QuantAdaptiveAvgPool3d(QuantPool, nn.AdaptiveAvgPool3d):
     """`torch.nn.AdaptiveAvgPool3d`: the adaptive mean over fake-quantized values [N, C, D, H, W].
-
-    Args:
-        *args: As `torch.nn.AdaptiveAvgPool3d`.
-        quant_desc_input: Descriptor of the input quantizer.
-        **kwargs: As `torch.nn.AdaptiveAvgPool3d`.
 
     Example:
         >>> import torch

@@ -10,8 +10,7 @@ from torch import nn
 
 from bevquant_qnn._assign_precision import BIT_OPERATIONS, Budget
 from bevquant_qnn._layer_inputs import Forward, call
-from bevquant_qnn._plan_front import Choice, Point, front
-from bevquant_qnn._plan_space import PlanSpace, Precisions, plan_space
+from bevquant_qnn._plan_space import Choice, PlanSpace, Point, Precisions, front, plan_space
 from bevquant_qnn._plan_trials import PlanTrials
 from bevquant_qnn._precision import Precision, own_precision
 from bevquant_qnn._precision_plan import PrecisionPlan

@@ -18,7 +18,6 @@ from bevquant_quantizers import quantization_disabled
 __all__ = ["RoundedLayer", "RoundingResult", "gptq", "round_weights"]
 
 Rounding = Literal["gptq", "nearest"]
-_NOT_ONCE = "it is not called exactly once, so it has no one input"
 
 
 @dataclass(frozen=True)

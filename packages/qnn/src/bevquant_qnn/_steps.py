@@ -144,10 +144,12 @@ class Steps:
     def read(self, node: fx.Node) -> list[fx.Node]:
         """The tensors that a node reads."""
         if _makes_sparse(node):
-            return [n for n in node.args[:1] if self.is_tensor(n)]  # type: ignore[misc]
-        if node.op == "call_method" and node.target == "replace_feature":
-            return [n for n in node.args[1:] if self.is_tensor(n)]  # type: ignore[misc]
-        return [n for n in node.all_input_nodes if self.is_tensor(n)]
+            read: Iterable[Any] = node.args[:1]
+        elif node.op == "call_method" and node.target == "replace_feature":
+            read = node.args[1:]
+        else:
+            read = node.all_input_nodes
+        return [n for n in read if self.is_tensor(n)]
 
     def origin(self, node: fx.Node) -> fx.Node:
         """Where the values come from that a node has as they are, in whatever shape or order."""

@@ -6,14 +6,19 @@ from . import calib, documents, nn, plugins, tensor_quant
 from ._adopt import adopt_quantizers
 from ._calibrate import calibrate
 from ._calibrator_state import calibrator_state, load_calibrator_state
-from ._context import quantization_disabled, quantization_enabled
-from ._distributed import PeerError, all_merge
+from ._distributed import PeerError, all_merge, merge
 from ._fake_quant import fake_quantize
 from ._findings import CalibrationFinding
-from ._merge import merge
 from ._ranges import load_ranges, save_ranges
 from ._report import CalibrationReport, QuantizerReport
-from ._select import NamedQuantizer, named_quantizers, select, uncalibrated
+from ._select import (
+    NamedQuantizer,
+    named_quantizers,
+    quantization_disabled,
+    quantization_enabled,
+    select,
+    uncalibrated,
+)
 from ._tensor_quantizer import TensorQuantizer
 from .documents import DocumentError, JsonDocument, write_whole
 from .tensor_quant import QuantDescriptor

@@ -16,10 +16,11 @@ from bevquant_sparse import _conv_torch
 from bevquant_sparse._conv_kernels import (
     CHANNELS,
     WIDEST,
+    Plan,
     convolve_block_v1,
     outer_products_v1,
+    plan_for,
 )
-from bevquant_sparse._conv_plan import Plan, plan_for
 from bevquant_sparse._shapes import Float
 from bevquant_sparse._table import Table
 from bevquant_sparse._threads import share

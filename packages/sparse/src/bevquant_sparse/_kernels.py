@@ -1,4 +1,4 @@
-"""Let the spconv modules of a model run through this package's kernels."""
+"""Let the spconv modules of a model, convolutions and pooling, run through these kernels."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from bevquant_sparse._modules import is_sparse_conv, known_layout, library_name
-from bevquant_sparse._pooling import global_max_pool, pool_forward
+from bevquant_sparse._pool import sparse_avg_pool, sparse_max_pool
+from bevquant_sparse._rulebook_cache import rulebook_for
 from bevquant_sparse._sparse_tensor import register_tensor_of
-from bevquant_sparse._spconv import conv_forward, run_conv
+from bevquant_sparse._spconv import conv_forward, run_conv, with_rulebook
 
 logger = logging.getLogger(__name__)
 
@@ -121,17 +122,17 @@ class _ConvInner(_Kernels):
 
 class _MaxPool(_Kernels):
     def forward(self, input: Any) -> Any:
-        return pool_forward(self, input, "max")
+        return _pool_forward(self, input, "max")
 
 
 class _AvgPool(_Kernels):
     def forward(self, input: Any) -> Any:
-        return pool_forward(self, input, "avg")
+        return _pool_forward(self, input, "avg")
 
 
 class _GlobalMaxPool(_Kernels):
     def forward(self, input: Any) -> Tensor:
-        return global_max_pool(input.features, input.indices, input.batch_size)
+        return _global_max_pool(input.features, input.indices, input.batch_size)
 
 
 _POOL_CLASSES = {"max": _MaxPool, "avg": _AvgPool, "global max": _GlobalMaxPool}
@@ -173,3 +174,28 @@ def _is_stock_forward(cls: type) -> bool:
     """Whether ``forward`` comes from a known sparse convolution class itself."""
     owner = next(base for base in cls.__mro__ if "forward" in vars(base))
     return known_layout(owner) is not None
+
+
+def _pool_forward(module: Any, x: Any, kind: str) -> Any:
+    """Max or average pooling over the voxels present in each window.
+
+    Args:
+        module: Has ``kernel_size, stride, padding, dilation, indice_key`` as spconv's
+            ``SparseMaxPool``.
+        x: Tensor like spconv's ``SparseConvTensor``.
+        kind: ``"max"`` or ``"avg"``; the average divides by the number of voxels present.
+
+    Returns:
+        A tensor like ``x``; the rulebook is kept under ``indice_key``, so that an inverse
+        convolution can undo the pooling.
+    """
+    rulebook, indice_dict = rulebook_for(module, x, "auto")
+    pool = sparse_max_pool if kind == "max" else sparse_avg_pool
+    return with_rulebook(x, pool(x.features, rulebook), rulebook, indice_dict)
+
+
+def _global_max_pool(features: Tensor, indices: Tensor, batch_size: int) -> Tensor:
+    """Largest features of each frame, ``[batch_size, channels]``; zeros where it has no voxel."""
+    frames = indices[:, :1].long().expand_as(features)
+    start = features.new_zeros(batch_size, features.shape[1])
+    return start.scatter_reduce(0, frames, features, "amax", include_self=False)

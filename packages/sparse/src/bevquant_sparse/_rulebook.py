@@ -245,7 +245,7 @@ def build_from_geometry(indices: Tensor, geometry: Geometry, backend: str) -> Ru
             *chosen,
         )
         in_indices = to_int32(rows)
-    return _assemble(in_indices, out_indices, neighbours, geometry)
+    return Rulebook(in_indices, out_indices, neighbours, **vars(geometry))
 
 
 @operator(
@@ -270,12 +270,7 @@ def _subm_rulebook(
 
 @_subm_rulebook.register_fake
 def _(
-    indices: Tensor,
-    spatial_shape: Sequence[int],
-    batch_size: int,
-    kernel_size: Sequence[int],
-    dilation: Sequence[int],
-    backend: str = "auto",
+    indices: Tensor, _shape: Sequence[int], _batch: int, kernel_size: Sequence[int], *_: object
 ) -> Tensor:
     return indices.new_empty((indices.shape[0], math.prod(kernel_size)), dtype=torch.int32)
 
@@ -309,16 +304,7 @@ def _rulebook(
 
 @_rulebook.register_fake
 def _(
-    indices: Tensor,
-    spatial_shape: Sequence[int],
-    batch_size: int,
-    kernel_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    output_padding: Sequence[int],
-    transposed: bool,
-    backend: str = "auto",
+    indices: Tensor, _shape: Sequence[int], _batch: int, kernel_size: Sequence[int], *_: object
 ) -> tuple[Tensor, Tensor]:
     # A graph is for frames with voxels in them: forwards ask whether there are any.
     rows = torch.library.get_ctx().new_dynamic_size(min=1, max=INT32_MAX)
@@ -371,23 +357,3 @@ def _choose_builder(
             'backend="auto"'
         )
     return build_numba if fits_bitmap(geometry) else build_torch
-
-
-def _assemble(
-    in_indices: Tensor, out_indices: Tensor, neighbours: Tensor, geometry: Geometry
-) -> Rulebook:
-    return Rulebook(
-        in_indices=in_indices,
-        out_indices=out_indices,
-        neighbours=neighbours,
-        batch_size=geometry.batch_size,
-        in_shape=geometry.in_shape,
-        out_shape=geometry.out_shape,
-        kernel_size=geometry.kernel_size,
-        stride=geometry.stride,
-        padding=geometry.padding,
-        dilation=geometry.dilation,
-        output_padding=geometry.output_padding,
-        subm=geometry.subm,
-        transposed=geometry.transposed,
-    )

@@ -36,7 +36,7 @@ from bevfusion_quant.steps import (
     apply_plan,
     before_calibration,
     built_parts,
-    calibrate_as,
+    calibrate_branch,
     calibration_record,
     calibration_warnings,
     example_batch,
@@ -139,8 +139,11 @@ def run_ptq(
         settings = {"ptq": asdict(config), "command": command}
         shards = run_shards(runs, name, frames, settings, fused.model)
         with clock.step("calibrate", blame="no ranges can be found"):
-            report = calibrate_as(
-                quantized.model, batches.head(count), config, resume=shards.file("calibration")
+            report = calibrate_branch(
+                quantized.model,
+                batches.head(count),
+                method=config.method,
+                resume=shards.file("calibration"),
             )
         result = quantized.result
         if plan is not None:

@@ -37,7 +37,6 @@ from bevfusion_quant.steps._record import (
 )
 from bevfusion_quant.steps._stages import (
     Stage,
-    calibrate_as,
     calibrate_branch,
     example_batch,
     example_like,
@@ -57,7 +56,6 @@ __all__ = [
     "apply_plan",
     "before_calibration",
     "built_parts",
-    "calibrate_as",
     "calibrate_branch",
     "calibration_record",
     "calibration_warnings",

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 __all__ = [
     "ROUNDING_FRAMES",
     "Stage",
-    "calibrate_as",
     "calibrate_branch",
     "example_batch",
     "example_like",
@@ -272,13 +271,6 @@ def calibrate_branch(
         if not read or not hasattr(error, "__notes__"):  # notes say that a batch was running
             raise
         raise ValueError(f"{read[-1][0]}: {error}") from error
-
-
-def calibrate_as(
-    model: BEVFusion, batches: Iterable[Batch], options: PtqOptions, *, resume: Path | None = None
-) -> CalibrationReport:
-    """`calibrate_branch` as a run's options say; an option that changes it is read here alone."""
-    return calibrate_branch(model, batches, method=options.method or "mse", resume=resume)
 
 
 ROUNDING_FRAMES = 16

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from bev_data.cameras._camera import CAMERA_NAMES, Camera
-from bev_data.cameras._depth import depth_images, project
 from bev_data.cameras._prepare import (
     IMAGE_MEAN,
     IMAGE_STD,
     CameraInputs,
+    depth_images,
     order_cameras,
     prepare_cameras,
+    project,
 )
 
 __all__ = [

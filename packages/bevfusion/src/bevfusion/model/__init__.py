@@ -1,9 +1,13 @@
 """mit-bevfusion's model: build it, fill it with random weights, or load a checkpoint."""
 
-from bevfusion.model._batch import Batch
 from bevfusion.model._build import build_lidar_branch, build_model
-from bevfusion.model._checkpoint import LoadReport, load_state_dict, load_weights
-from bevfusion.model._checkpoint_file import read_state_dict
+from bevfusion.model._checkpoint import (
+    LAYOUTS,
+    LoadReport,
+    load_state_dict,
+    load_weights,
+    read_state_dict,
+)
 from bevfusion.model._config import (
     CONFIGS,
     BEVFusionConfig,
@@ -13,10 +17,9 @@ from bevfusion.model._config import (
     LidarConfig,
 )
 from bevfusion.model._fuser import ConvFuser
-from bevfusion.model._model import BEVFusion
+from bevfusion.model._model import Batch, BEVFusion
 from bevfusion.model._parts import PART_PATHS, PARTS, STAGES, exclude_all_but
 from bevfusion.model._second import SECOND, SECONDFPN
-from bevfusion.model._weight_layout import LAYOUTS
 from bevfusion.model._weights import named_weights, random_weights, trained_weights
 from bevfusion.model.head import HeadConfig
 

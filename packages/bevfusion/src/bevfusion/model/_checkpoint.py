@@ -1,4 +1,7 @@
-"""Loading an mit-bevfusion state dict into the model, sparse weight layout included."""
+"""Reading an mit-bevfusion state dict, `.pth` or safetensors, and loading it into the model.
+
+How a checkpoint stores sparse weights is told from their shapes. Nothing is unpickled into code.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from bev_data import InputError
-from bevfusion.model._checkpoint_file import read_state_dict
 from bevfusion.model._parts import PART_PATHS
-from bevfusion.model._weight_layout import LAYOUTS, source_layout
-from bevquant_sparse import is_sparse_conv, set_weight
+from bevquant_quantizers.documents import DocumentError, read_checkpoint, read_tensors
+from bevquant_sparse import WeightLayout, is_sparse_conv, layout_of, permute_weight, set_weight
 
 if TYPE_CHECKING:
     from bevfusion.model._model import BEVFusion
 
-__all__ = ["LoadReport", "load_state_dict", "load_weights"]
+__all__ = ["LAYOUTS", "LoadReport", "load_state_dict", "load_weights", "read_state_dict"]
+
+LAYOUTS = ("RSCK", "KRSC", "KCRS")
+
 
 # A part of a name that only one kind of checkpoint has, and what that kind is.
 _KINDS = (
@@ -124,7 +129,7 @@ def load_state_dict(
         # Before the layout, which cannot be told from another model's weights.
         raise _refusal(model, state, problems, kind)
     present = {name: convs[name] for name in convs if name in given}
-    source, misfits = source_layout(present, given, layout)
+    source, misfits = _source_layout(present, given, layout)
     problems += misfits
     if problems:
         raise _refusal(model, state, problems, None)
@@ -230,3 +235,97 @@ def config_of(state: Mapping[str, Tensor], model: nn.Module) -> str | None:
         if all(given[key] == wanted[key] for key in shared):
             return name
     return None
+
+
+def read_state_dict(path: str | Path) -> dict[str, Tensor]:
+    """The tensors of a checkpoint by name, on the CPU.
+
+    A `state_dict` wrapper and a `module.` prefix on every name, as training scripts leave them, are
+    taken off. Nothing in the file is executed.
+
+    Raises:
+        InputError: The file is missing, damaged, or holds something other than tensors by name.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise InputError(f"no weights file at {path}: check the path given to --weights")
+    try:
+        if path.suffix == ".safetensors":
+            content: object = read_tensors(path, "state dict").tensors
+        else:
+            content = read_checkpoint(path, "state dict")
+    except DocumentError as error:
+        raise InputError(
+            f"{error}: save `model.state_dict()` with torch.save or safetensors and pass that file"
+        ) from error
+    if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
+        content = content["state_dict"]
+    if not isinstance(content, Mapping) or not content:
+        raise InputError(
+            f"{path} holds {type(content).__name__} where a state dict (tensors by name) was "
+            "expected"
+        )
+    others = [str(k) for k, v in content.items() if not isinstance(v, Tensor)]
+    if others:
+        raise InputError(
+            f"{path} is not a state dict: {len(others)} entries are not tensors, such as "
+            f"{others[0]!r}; "
+            "pass a file saved from model.state_dict()"
+        )
+    names = [str(k) for k in content]
+    wrapped = all(n.startswith("module.") for n in names)
+    return {n.removeprefix("module.") if wrapped else n: content[n] for n in names}
+
+
+def _source_layout(
+    convs: Mapping[str, nn.Module], given: Mapping[str, Tensor], layout: str
+) -> tuple[WeightLayout, list[str]]:
+    """The layout of the sparse weights, and a line for each one whose shape does not fit it.
+
+    Args:
+        convs: Sparse convolutions by the name of their weight.
+        given: The file's tensors; every name of `convs` is in it.
+        layout: One of `LAYOUTS`, or "auto".
+
+    Raises:
+        InputError: The shapes leave the layout open, or do not agree on one.
+    """
+    shapes = {name: _shapes(module) for name, module in convs.items()}
+    fits = {
+        name: {key for key, shape in shapes[name].items() if tuple(given[name].shape) == shape}
+        for name in convs
+    }
+    said = f"with --weight-layout ({', '.join(LAYOUTS)}; mit-bevfusion's files are RSCK)"
+    if layout == "auto":
+        votes = [keys for keys in fits.values() if keys]
+        common = set.intersection(*votes) if votes else {"RSCK"}
+        if not common:
+            raise InputError(
+                f"the sparse weights' shapes do not agree on one layout: say how the file stores "
+                f"them {said}"
+            )
+        open_names = [name for name, keys in fits.items() if len(keys) > 1]
+        if open_names:
+            raise InputError(
+                f"the shape of {open_names[0]} ({list(given[open_names[0]].shape)}) fits more "
+                f"than one weight layout ({', '.join(sorted(fits[open_names[0]]))}), so it cannot "
+                f"be told from the file: say it {said}"
+            )
+        layout = common.pop()
+    misfits = [
+        f"misshapen: {name} should be {list(shapes[name][layout])} ({layout}), "
+        f"is {list(given[name].shape)}"
+        for name in convs
+        if layout not in fits[name]
+    ]
+    return WeightLayout[layout], misfits
+
+
+def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The shape of a convolution's weight in every layout a file may use."""
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    own = layout_of(module)
+    return {
+        key: tuple(permute_weight(weight.detach(), own, WeightLayout[key]).shape) for key in LAYOUTS
+    }

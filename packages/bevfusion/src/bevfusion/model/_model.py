@@ -1,8 +1,8 @@
-"""BEVFusion under the names that mit-bevfusion gives its modules, whole or in part."""
+"""BEVFusion under the names that mit-bevfusion gives its modules, and what it is called with."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, fx, nn
 
@@ -12,7 +12,30 @@ from bevfusion.model._parts import PART_PATHS, PARTS
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["BEVFusion"]
+__all__ = ["BEVFusion", "Batch"]
+
+
+class Batch(NamedTuple):
+    """Positional inputs of `BEVFusion`: voxels, and for the camera branch images with geometry.
+
+    Attributes:
+        features: float [voxels, channels]: mean x, y, z in metres, intensity, time.
+        coords: int32 [voxels, 4]: batch, x, y, z in voxels.
+        batch_size: Number of frames.
+        images: float [batch, cameras, 3, height, width], normalised.
+        depth: float [batch, cameras, 1, height, width]: metres to the LiDAR point that a pixel
+            shows, 0 where it shows none.
+        cells: int64 [batch · cameras · depth bins · feature height · feature width]: the cell of
+            the bird's-eye view, batch included, that each frustum point lies in; −1 outside.
+    """
+
+    features: Tensor
+    coords: Tensor
+    batch_size: int
+    images: Tensor | None = None
+    depth: Tensor | None = None
+    cells: Tensor | None = None
+
 
 _STRIDE = 8  # of the feature map that is lifted
 

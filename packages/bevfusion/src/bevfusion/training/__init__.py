@@ -1,14 +1,24 @@
 """Parts of a training: targets, assignment, losses, augmentation, compact frames, batches."""
 
 from bevfusion.training._assign import assign, matching_cost
-from bevfusion.training._augment import Augmentation, Motion
 from bevfusion.training._compact import CompactFrame, compact
-from bevfusion.training._head_loss import HeadLoss, head_loss
-from bevfusion.training._heatmap import gaussian_radius, heatmap_target
-from bevfusion.training._losses import focal_loss, gaussian_focal_loss, l1_loss
-from bevfusion.training._samples import make_batch, order_of
+from bevfusion.training._head_loss import (
+    HeadLoss,
+    focal_loss,
+    gaussian_focal_loss,
+    head_loss,
+    l1_loss,
+)
+from bevfusion.training._samples import Augmentation, Motion, make_batch, order_of
 from bevfusion.training._schedule import one_cycle
-from bevfusion.training._targets import Targets, decode_boxes, encode_boxes, targets_of
+from bevfusion.training._targets import (
+    Targets,
+    decode_boxes,
+    encode_boxes,
+    gaussian_radius,
+    heatmap_target,
+    targets_of,
+)
 
 __all__ = [
     "Augmentation",

@@ -1,17 +1,20 @@
-"""Prepared frames become the batches that a step trains on."""
+"""Prepared frames, turned, mirrored and scaled, become the batches that a step trains on."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from bev_data import InputError
+from bev_data.points import Labels
 from bev_data.voxelize import VoxelizeError
 from bevfusion.model import Batch
-from bevfusion.training._augment import Motion
 from bevfusion.training._targets import Targets, targets_of
 
 if TYPE_CHECKING:
@@ -19,7 +22,96 @@ if TYPE_CHECKING:
     from bevfusion.model.head import HeadConfig
     from bevfusion.training._compact import CompactFrame
 
-__all__ = ["make_batch", "order_of"]
+__all__ = ["Augmentation", "Motion", "make_batch", "order_of"]
+
+
+@dataclass(frozen=True)
+class Motion:
+    """p' = s · M · R(θ) · p: turned about z, mirrored, scaled; z is scaled alone.
+
+    Attributes:
+        angle: θ [rad], counter-clockwise.
+        mirror: M's factors of x and y, each 1 or −1.
+        scale: s.
+    """
+
+    angle: float = 0.0
+    mirror: tuple[int, int] = (1, 1)
+    scale: float = 1.0
+
+    @property
+    def matrix(self) -> npt.NDArray[np.float64]:
+        """The motion as float64 [4, 4]."""
+        c, s = math.cos(self.angle), math.sin(self.angle)
+        x, y = (self.scale * side for side in self.mirror)
+        matrix = np.diag([1.0, 1.0, self.scale, 1.0])
+        matrix[:2, :2] = [[x * c, -x * s], [y * s, y * c]]
+        return matrix
+
+    def points(self, points: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """Points [n, 3 or more], x, y, z moved and the rest as it was."""
+        moved = points.copy()
+        moved[:, :3] = points[:, :3] @ self.matrix[:3, :3].T.astype(np.float32)
+        return moved
+
+    def labels(self, labels: Labels) -> Labels:
+        """Boxes moved, sizes and velocities scaled; the yaw follows the box's direction."""
+        boxes, matrix = labels.boxes.copy(), self.matrix
+        boxes[:, :3] = labels.boxes[:, :3] @ matrix[:3, :3].T
+        boxes[:, 3:6] *= self.scale
+        yaw = labels.boxes[:, 6] + self.angle
+        boxes[:, 6] = np.arctan2(self.mirror[1] * np.sin(yaw), self.mirror[0] * np.cos(yaw))
+        velocities = labels.velocities
+        if velocities is not None:
+            velocities = (velocities @ matrix[:2, :2].T).astype(np.float32)
+        return labels._replace(boxes=boxes, velocities=velocities)
+
+    def camera(self, lidar_to_camera: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Matrices [..., 4, 4] that take moved points to where the cameras saw them.
+
+        The pictures and their depth stay as they are: lidar_to_camera · T⁻¹ · (T p) is the old
+        place of p. So the camera branch fills the moved map, and cameras need no augmentation of
+        their own to stay consistent.
+        """
+        moved: npt.NDArray[np.float64] = lidar_to_camera @ np.linalg.inv(self.matrix)
+        return moved
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """From which motions training draws; mit-bevfusion's GlobalRotScaleTrans and RandomFlip3D.
+
+    Args:
+        flip: Mirror x and y, each in half of the draws.
+        rotation: The angle is uniform in ± this [rad]; mit-bevfusion's is π/4.
+        scale: The factor is uniform in 1 ± this; mit-bevfusion's is 0.1.
+
+    Raises:
+        InputError: A negative rotation, or a scale outside 0 to 0.9.
+
+    Example:
+        >>> import numpy as np
+        >>> motion = Augmentation().draw(np.random.default_rng(0))
+        >>> motion.matrix.shape, abs(motion.angle) < 0.2
+        ((4, 4), True)
+    """
+
+    flip: bool = True
+    rotation: float = 0.2
+    scale: float = 0.05
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rotation < math.inf:
+            raise InputError(f"--rotation {self.rotation}: it must be an angle from 0 up [rad]")
+        if not 0 <= self.scale <= 0.9:
+            raise InputError(f"--scale {self.scale}: it must be from 0 to 0.9")
+
+    def draw(self, generator: np.random.Generator) -> Motion:
+        """One motion; the generator moves on by the same numbers whatever the settings."""
+        angle, scale = generator.uniform(-1, 1, 2)
+        x, y = generator.integers(0, 2, 2)
+        mirror = (1 - 2 * int(x), 1 - 2 * int(y)) if self.flip else (1, 1)
+        return Motion(float(angle) * self.rotation, mirror, 1 + float(scale) * self.scale)
 
 
 def order_of(seed: int, position: int, count: int, frames: int) -> list[int]:

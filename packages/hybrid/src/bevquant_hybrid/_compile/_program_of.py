@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from bevquant_hybrid._compile._record import Recorder, RefusedError, following, in_graph
 from bevquant_hybrid.qtensor import QTensor, payload
 from bevquant_hybrid.runtime._compiled_model import CompiledModel
-from bevquant_hybrid.runtime._operators import is_integer
 from bevquant_hybrid.runtime._program import (
     Nested,
     Port,
     Program,
     flatten,
+    is_integer,
     operator_step,
     used_constants,
 )

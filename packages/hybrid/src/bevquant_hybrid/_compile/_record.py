@@ -13,14 +13,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bevquant_hybrid.runtime._operators import (
+from bevquant_hybrid.runtime._program import (
     ARITHMETIC,
     LOOSE,
     is_integer,
     is_known,
+    operator_step,
     sized_by_data,
 )
-from bevquant_hybrid.runtime._program import operator_step
 from bevquant_int8sim.program import Ref, Step, TensorType, Value
 
 __all__ = ["Recorder", "RefusedError", "following", "in_graph"]

@@ -100,17 +100,9 @@ def correlate(
     "(Tensor x, Tensor y, int kernel_size, int max_displacement, int stride1, int stride2, "
     "int pad_size) -> Tensor"
 )
-def correlate_integers(
-    x: Tensor,
-    y: Tensor,
-    kernel_size: int,
-    max_displacement: int,
-    stride1: int,
-    stride2: int,
-    pad_size: int,
-) -> Tensor:
+def correlate_integers(x: Tensor, y: Tensor, *settings: int) -> Tensor:
     """`correlate` of integers, exact in int64."""
-    return correlate(x, y, kernel_size, max_displacement, stride1, stride2, pad_size)
+    return correlate(x, y, *settings)
 
 
 def channels_of(where: str, x: Tensor, y: Tensor) -> int:

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from bevquant_hybrid.qtensor import QTensor
-from bevquant_hybrid.runtime._operators import find_operator
-from bevquant_hybrid.runtime._program import Nested, Port, Program, flatten
+from bevquant_hybrid.runtime._program import Nested, Port, Program, find_operator, flatten
 from bevquant_int8sim import IntegerModel
 from bevquant_int8sim.program import Ref, Step, TensorType
 

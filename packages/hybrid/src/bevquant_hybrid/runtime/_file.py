@@ -21,8 +21,14 @@ import torch
 from safetensors.torch import save
 
 from bevquant_hybrid._whole_file import write_whole
-from bevquant_hybrid.runtime._operators import find_operator, is_known
-from bevquant_hybrid.runtime._program import Port, Program, flatten, used_constants
+from bevquant_hybrid.runtime._program import (
+    Port,
+    Program,
+    find_operator,
+    flatten,
+    is_known,
+    used_constants,
+)
 from bevquant_int8sim import program as int8sim
 from bevquant_int8sim.program import Ref, Step, TensorType, from_document, to_document
 from bevquant_quantizers.documents import (

@@ -85,14 +85,10 @@ def export_to_onnx(
     if opset_version not in _OPSETS:
         raise ValueError(f"export_to_onnx: opset_version={opset_version}: expected 11 or 13")
     _refuse_converted(model)
-    buffer = io.BytesIO()
-    with _nothing_observed(model), warnings.catch_warnings(), _own_operators_named(model):
-        warnings.simplefilter("ignore")  # the exporter's own age, and branches on settings
-        torch.onnx.export(
+    with _nothing_observed(model), _own_operators_named(model):
+        proto = _exported(
             model,
-            _positional(args),
-            buffer,  # type: ignore[arg-type]
-            dynamo=False,
+            args,
             export_params=export_params,
             verbose=verbose,
             training=training,
@@ -105,7 +101,6 @@ def export_to_onnx(
             keep_initializers_as_inputs=bool(keep_initializers_as_inputs),
             custom_opsets=custom_opsets,
         )
-    proto = onnx.load_from_string(buffer.getvalue())
     _join_equal_weights(proto.graph)
     forced = take_marks_out(proto)
     for place, node in enumerate(proto.graph.node):
@@ -160,36 +155,40 @@ def export_quantized_onnx(
         ImportError: onnx is not installed.
         ValueError: The model is not converted.
     """
-    onnx = _onnx()
     if not any(isinstance(module, FixedPoint) for module in model.modules()):
         raise ValueError(
             "export_quantized_onnx: no module of the model computes in integers; convert it first, "
             "or write it with export_to_onnx"
         )
-    buffer = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the exporter's own age, and operators it does not know
-        torch.onnx.export(
-            model,
-            _positional(args),
-            buffer,  # type: ignore[arg-type]
-            dynamo=False,
-            export_params=export_params,
-            verbose=verbose,
-            training=training,
-            input_names=input_names,
-            output_names=output_names,
-            operator_export_type=OperatorExportTypes.ONNX_FALLTHROUGH,
-            opset_version=opset_version or _OPSETS[-1],
-            do_constant_folding=do_constant_folding,
-            dynamic_axes=dynamic_axes,
-            keep_initializers_as_inputs=bool(keep_initializers_as_inputs),
-            custom_opsets=custom_opsets,
-        )
-    proto = onnx.load_from_string(buffer.getvalue())
+    proto = _exported(
+        model,
+        args,
+        export_params=export_params,
+        verbose=verbose,
+        training=training,
+        input_names=input_names,
+        output_names=output_names,
+        operator_export_type=OperatorExportTypes.ONNX_FALLTHROUGH,
+        opset_version=opset_version or _OPSETS[-1],
+        do_constant_folding=do_constant_folding,
+        dynamic_axes=dynamic_axes,
+        keep_initializers_as_inputs=bool(keep_initializers_as_inputs),
+        custom_opsets=custom_opsets,
+    )
     for place, node in enumerate(proto.graph.node):
         node.name = f"{node.op_type}_{place}"
     _write(proto.SerializeToString(), f)
+
+
+def _exported(model: nn.Module, args: Any, **options: Any) -> Any:
+    """What torch writes, read by onnx."""
+    onnx = _onnx()
+    buffer: Any = io.BytesIO()
+    with warnings.catch_warnings():
+        # The exporter's own age, branches on settings, operators that it does not know.
+        warnings.simplefilter("ignore")
+        torch.onnx.export(model, _positional(args), buffer, dynamo=False, **options)
+    return onnx.load_from_string(buffer.getvalue())
 
 
 def _positional(args: Any) -> tuple[Any, ...]:

@@ -103,7 +103,7 @@ def _divergences(bins: Ints, tried: Ints, levels: int, backend: str) -> Floats:
     last = bins[tried - 1].astype(np.float64)
     grouped, last_mean = np.empty((2, len(tried)))
     if backend == "numba" or (backend == "auto" and has_numba()):
-        from ._entropy_numba import group_terms
+        from ._sums_numba import group_terms
 
         group_terms(sums, sizes, tried.astype(np.float64), levels, grouped, last_mean)
     else:

@@ -126,7 +126,7 @@ def _errors_of_centers(
         return np.empty(0)
     by_count, by_value = np.empty((2, len(ranges)))
     if backend == "numba" or (backend == "auto" and has_numba()):
-        from ._mse_numba import level_sums
+        from ._sums_numba import level_sums
 
         centers = 2.0 * (start_bin + stride * np.arange(len(ranges))) + 1.0
         level_sums(p0, p1, centers, steps, by_count, by_value)

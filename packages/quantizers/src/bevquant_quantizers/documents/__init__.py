@@ -24,6 +24,7 @@ from ._arrays import (
     check_arrays,
     pack_arrays,
     read_arrays,
+    read_checkpoint,
     read_tensors,
     write_arrays,
     write_tensors,
@@ -41,7 +42,6 @@ from ._json import (
     read_json,
 )
 from ._table import text_table
-from ._torch import read_checkpoint
 from ._write import sweep, write_folder, write_whole
 
 __all__ = [

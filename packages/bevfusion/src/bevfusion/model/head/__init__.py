@@ -2,9 +2,8 @@
 
 from bev_data.boxes import NUSCENES_CLASSES, Detections, rotated_iou
 from bevfusion.model.head._config import NMS_KINDS, HeadConfig
-from bevfusion.model.head._decode import decode
+from bevfusion.model.head._decode import circle_nms, decode, rotated_nms
 from bevfusion.model.head._head import DecoderLayer, TransFusionHead
-from bevfusion.model.head._nms import circle_nms, rotated_nms
 from bevfusion.model.head._queries import QueryPicker, best_queries, local_maxima
 
 __all__ = [
