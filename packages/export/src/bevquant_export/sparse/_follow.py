@@ -228,7 +228,7 @@ class _Follower:
         self._append("concat", step, reads)
 
     def _on_voxels(self, arg: Any) -> bool:
-        name = getattr(arg, "name", None)
+        name: str = getattr(arg, "name", "")
         if name in self.selected and name not in self.holds:
             base, _, _ = self.selected.channels(name)
             return self.selected.is_matrix(name) and base in self.holds
@@ -292,7 +292,7 @@ class _Follower:
 
     def _of_channels(self, step: Step) -> bool:
         """Whether a move reads the features of voxels."""
-        name = getattr(step.args[0], "name", None) if step.args else None
+        name: str = getattr(step.args[0], "name", "") if step.args else ""
         given = name in self.program.values and name not in self.made | self.of_coords
         return name in self.selected or given or self._on_voxels(step.args[0])
 
@@ -300,7 +300,7 @@ class _Follower:
         """Whether it sums groups of channels, of ``[voxels, channels, group]`` or as they lie."""
         axes = step.args[1] if len(step.args) == 2 and not step.kwargs else ()
         axes = [axes] if isinstance(axes, int) else list(axes)
-        name = getattr(step.args[0], "name", None)
+        name: str = getattr(step.args[0], "name", "")
         if name not in self.selected or self.selected.is_matrix(name):
             return False
         return len(axes) == 1 and self.selected.channels(name)[2].dim() == 2 and axes[0] in _BEHIND
