@@ -297,6 +297,7 @@ BREAK: list[tuple[str, str, Damage]] = [
     ("onnxruntime", "ORT004", _int8_weights),
     ("onnxruntime", "ORT005", _signed_product),
     ("onnxruntime", "ORT006", _quantized_bias),
+    ("onnxruntime", "ORT008", _scatter),
     ("horizon", "HRZ001", lambda b: setattr(b, "opset", 10)),
     ("horizon", "HRZ002", lambda b: _second(b, "Mean")),
     ("horizon", "HRZ004", _zero("y.z", 1)),

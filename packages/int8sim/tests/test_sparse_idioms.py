@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from typing import Any
 
@@ -237,3 +238,43 @@ def test_a_number_of_voxels_that_the_forward_fixes_is_told_on_another_frame() ->
     model = integers(Counted, batch)
     with pytest.raises(ValueError, match=r"expected size \d+ in axis 0.*x\.shape\[0\].*len\(x\)"):
         model(*batch(1))
+
+
+class CalledNorm(nn.Module):
+    """Norms called as functions, of tensors that modules hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = spconv.SubMConv3d(4, 8, 3, padding=1, bias=False)
+        self.second = spconv.SubMConv3d(8, 8, 3, padding=1, bias=False)
+        self.norms = nn.ModuleList(nn.BatchNorm1d(8) for _ in range(2))
+
+    def forward(self, features: Tensor, coords: Tensor, batch_size: int) -> Tensor:
+        x = spconv.SparseConvTensor(features, coords, [16, 16, 16], batch_size)
+        for conv, n in zip((self.first, self.second), self.norms, strict=True):
+            x = conv(x)
+            called = nn.functional.batch_norm(
+                x.features, n.running_mean, n.running_var, n.weight, n.bias, False, 0.0, n.eps
+            )
+            x = x.replace_feature(torch.relu(called))
+        return x.features
+
+
+def test_a_folded_norm_that_is_still_called_is_nothing() -> None:
+    features, coords = voxels(0, 300, 16)
+    frame = features, torch.nn.functional.pad(coords, (1, 0)).int().contiguous(), 1
+    model = CalledNorm().eval()
+    use_bevquant_kernels(model)
+    for norm in model.norms:
+        assert isinstance(norm, nn.BatchNorm1d)
+        assert norm.running_mean is not None
+        norm.running_mean.normal_(0, 0.1)
+    plain = quantize_model(copy.deepcopy(model), example_inputs=frame).model
+    calibrate(plain, [frame], forward=lambda m, f: m(*f), method="max")
+    called = [step for step in simulate(plain, frame).steps if step.op == "float"]
+    assert len(called) >= 2
+    fused = quantize_model(fuse_model(model, frame).model, example_inputs=frame).model
+    calibrate(fused, [frame], forward=lambda m, f: m(*f), method="max")
+    integers = simulate(fused, frame)
+    assert [step.reason for step in integers.steps if step.op == "float"] == []
+    torch.testing.assert_close(integers(*frame), fused(*frame), atol=0.02, rtol=0)

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from bevquant_export import export_float_onnx
 from bevquant_export.floats._plain_forms import PlainForms
+from bevquant_export.floats._torch_exporter import exported
 
 pytest.importorskip("onnxscript", reason="the float extra is not installed")
 
@@ -130,14 +131,43 @@ _PLACES = torch.tensor([[4, 0, 4], [1, 1, 0], [4, 2, 3], [3, 3, 3]])
         lambda y, x: y.index_put((_PLACES[:, 0], _PLACES[:, 1] % 3), x[:, 0], accumulate=True),
         lambda y, x: y.index_put((_PLACES[:, 0, None], torch.arange(3)), x, accumulate=True),
         lambda y, x: y.index_put((_PLACES[0],), x[0], accumulate=False),
+        lambda y, x: y.clone().index_add_(0, _PLACES[2], x[1:]),
     ],
 )  # fmt: skip
-def test_sums_over_places(function: Callable[[Tensor, Tensor], Tensor]) -> None:
+@pytest.mark.parametrize("scatter_sums", [True, False])
+def test_sums_over_places(function: Callable[[Tensor, Tensor], Tensor], scatter_sums: bool) -> None:
     random = torch.Generator().manual_seed(0)
     y, x = torch.randn(5, 3, generator=random), torch.randn(4, 3, generator=random)
-    with PlainForms(18, scatter_sums=False):
+    with PlainForms(18, scatter_sums=scatter_sums):
         made = function(y, x)
     torch.testing.assert_close(made, function(y, x))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda y, x: y.index_add(0, _PLACES[:, 0], x),
+        lambda y, x: y.index_put((_PLACES[:, 0],), x, accumulate=True),
+        lambda y, x: torch.ops.aten.index_put(y.t(), [None, _PLACES[:, 0]], x.t(), True),
+        lambda y, x: y.scatter_add(0, _PLACES, x),
+    ],
+)  # fmt: skip
+def test_sums_are_taken_in_order(function: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """ONNX Runtime's ScatterND lets its threads write to one place at once."""
+
+    class Sums(torch.nn.Module):
+        def forward(self, y: Tensor, x: Tensor) -> Tensor:
+            return function(y, x)
+
+    random = torch.Generator().manual_seed(0)
+    y, x = torch.randn(5, 3, generator=random), torch.randn(4, 3, generator=random)
+    file = exported(Sums(), (y, x), ["y", "x"], ["made"], 18)
+    scatters = [node for node in file.graph.node if node.op_type.startswith("Scatter")]
+    assert [node.op_type for node in scatters] == ["ScatterElements"]
+    onnxruntime = pytest.importorskip("onnxruntime")
+    session = onnxruntime.InferenceSession(file.SerializeToString())
+    (made,) = session.run(None, {"y": y.numpy(), "x": x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(made), function(y, x), rtol=0, atol=0)
 
 
 def test_a_sum_over_too_many_places_is_refused_with_the_remedy() -> None:

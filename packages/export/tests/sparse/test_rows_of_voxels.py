@@ -241,3 +241,28 @@ def test_what_is_made_of_coordinates_is_no_input(nets, tmp_path):
     reason = r"\(.*test_rows_of_voxels\.py:\d+\) reads what is made of coordinates.*export_qdq_onnx"
     with pytest.raises(ValueError, match=reason):
         export_sparse_onnx(model, nets.frame(0), tmp_path / "a.onnx")
+
+
+def test_a_norm_that_is_called_as_a_function(nets, tmp_path):
+    """Folded, it hands on what it reads; its module is a norm still, whose tensors are read."""
+
+    class Called(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nets.spconv.SubMConv3d(5, 8, 3, bias=False)
+            self.norm = nn.BatchNorm1d(8)
+
+        def forward(self, features, coords, batch_size):
+            x = nets.spconv.SparseConvTensor(features, coords, list(nets.GRID), batch_size)
+            x, n = self.conv(x), self.norm
+            called = nn.functional.batch_norm(
+                x.features, n.running_mean, n.running_var, n.weight, n.bias, False, 0.0, n.eps
+            )
+            return x.replace_feature(called.relu())
+
+    model = nets.calibrated(Called().eval(), [nets.frame(0)])
+    made = export_sparse_onnx(model, nets.frame(0), tmp_path / "norm.onnx")
+    file = load_sparse_onnx(made.path)
+    assert [(node.kind, node.activation) for node in file.graph.nodes] == [("conv", "ReLU")]
+    rows = compare_sparse_onnx(file, model, nets.frame(1))
+    assert [row.node for row in rows if row.different] == []

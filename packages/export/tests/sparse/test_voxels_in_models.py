@@ -249,6 +249,46 @@ class AsLargeAsNeeded(nn.Module):
         return x, x[-1], x[1:-2], x.new_zeros(x.shape[0], 3) + x[:, :3]
 
 
+class PointsOfVoxels(nn.Module):
+    """Voxels of points given beside them: as many points as a scan has, whatever its voxels."""
+
+    def __init__(self, spconv):
+        super().__init__()
+        self.tensor = spconv.SparseConvTensor
+        self.layers = spconv.SparseSequential(*block(spconv.SubMConv3d(4, 8, 3, padding=1), 8))
+        self.branch = nn.Sequential(nn.Linear(4, 8), nn.ReLU())
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, points, voxel_of, near, weights, coords, batch_size):
+        counts = torch.zeros(len(coords)).index_add(0, voxel_of, torch.ones(len(points)))
+        sums = torch.zeros(len(coords), points.shape[1]).index_add(0, voxel_of, points)
+        means = sums / counts[:, None]
+        x = self.layers(self.tensor(means, coords, GRID, batch_size)).features
+        return self.head((x[near] * weights[..., None]).sum(1) + self.branch(points))
+
+
+def scan(seed, each):
+    features, coords, batch_size = frame(seed)
+    generator = torch.Generator().manual_seed(seed)
+    voxel_of = torch.arange(len(features)).repeat(each)
+    points = features.repeat(each, 1) + 0.1 * torch.randn(len(voxel_of), 4, generator=generator)
+    near = torch.randint(0, len(features), (len(points), 8), generator=generator)
+    weights = torch.rand(len(points), 8, generator=generator).softmax(1)
+    return points, voxel_of, near, weights, coords, batch_size
+
+
+def test_tables_beside_voxels_have_any_number_of_rows(nets, tmp_path):
+    frames = [scan(0, 2), scan(1, 3)]
+    model = prepared(PointsOfVoxels(nets.spconv), frames)
+    check(model, frames, tmp_path / "points.onnx")
+    session = onnxruntime.InferenceSession(str(tmp_path / "points.onnx"))
+    shapes = {port.name: port.shape for port in session.get_inputs()}
+    assert isinstance(shapes["points"][0], str)
+    assert shapes["points"][1:] == [4]
+    assert shapes["near"] == [shapes["points"][0], 8]
+    assert shapes["coords"][0] != shapes["points"][0]
+
+
 def test_what_has_no_form_is_refused(nets, tmp_path):
     spconv, path = nets.spconv, tmp_path / "a.onnx"
     frames = [frame(0)]

@@ -13,6 +13,8 @@ from bevquant_int8sim.program import Program, Ref, names_in
 
 __all__ = ["chooses_rows", "free_sizes"]
 
+_TABLE = 2  # axes: pictures and matrices of cameras have more
+
 
 def chooses_rows(integer: QdqProgram) -> bool:
     """Whether a size depends on values, as of ``x[mask]``: such are free in every file."""
@@ -72,25 +74,39 @@ def _is_found(size: Any) -> bool:
     return any(symbol.startswith("u") for symbol in _symbols(size))
 
 
-def _rows(program: Program, shapes: Mapping[str, Any], values: Mapping[str, Any]) -> set[str]:
-    """Symbols of the graph that stand for a number of voxels given."""
+def _rows(program: Program, shapes: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, str]:
+    """Symbols of the graph that stand for a number of voxels given, with a name for it.
+
+    Beside voxels also the rows of any table given (points, their voxels, sets of voxels), as far
+    as the model takes any number of them.
+    """
     read = {step.args[0].name for step in program.steps if step.op == "sites"}
     read |= set(program.sparse_inputs)
     counts = {shapes[name][0] for name in read}
     given = set(names_in(program.signature)) | read
-    found: set[str] = set()
-    for name in given:
+    found: dict[str, str] = {}
+    tables: dict[str, str] = {}
+    of_pictures: set[str] = set()
+    for name in sorted(given):
         value = values.get(name)
-        if isinstance(value, Tensor) and value.dim() and shapes[name][0] in counts:
-            found |= _symbols(value.shape[0])
-    return found
+        if not isinstance(value, Tensor) or not value.dim():
+            continue
+        if shapes[name][0] in counts:
+            found |= dict.fromkeys(_symbols(value.shape[0]), "voxels")
+        elif read and value.dim() <= _TABLE:
+            tables |= dict.fromkeys(_symbols(value.shape[0]), f"rows of {name}")
+        else:
+            of_pictures.update(*map(_symbols, value.shape))
+    return {name: what for name, what in tables.items() if name not in of_pictures} | found
 
 
-def _named(value: Tensor, shape: tuple[int, ...] | None, rows: set[str]) -> tuple[int | str, ...]:
+def _named(
+    value: Tensor, shape: tuple[int, ...] | None, rows: Mapping[str, str]
+) -> tuple[int | str, ...]:
     """Sizes, with the expression of one that follows the voxels: those given, or those found."""
     return tuple(
-        ("voxels" if str(n) in rows else str(n))
-        if _symbols(n) & rows or _is_found(n)
+        rows.get(str(n), str(n))
+        if _symbols(n) & rows.keys() or _is_found(n)
         else int(n)
         if shape is None
         else shape[axis]

@@ -6,8 +6,9 @@
 - ``argsort(x, stable=True)``: ONNX's TopK takes the earlier of two equal ones first, as it is.
 - ``fold`` (col2im): a permutation where patches lie side by side, else a transposed convolution
   with kernels of zeros and a one. Col2Im is of operator set 18, and TensorRT has none.
-- ``scatter_add``, ``index_add`` and ``index_put`` that sum, for engines whose scatters do not:
-  products with a matrix of zeros and ones (`_scatter_sums`).
+- ``index_add`` and ``index_put`` that sum, in place too: a ``scatter_add``, whose order no runtime
+  changes; for engines whose scatters do not sum, products with a matrix of zeros and ones
+  (`_scatter_sums`).
 - ``nan_to_num(x)``: what is not equal to itself is replaced, and what is left clipped.
 
 Operator set 11 has no GridSample, Einsum and GreaterOrEqual, and neither Clip nor Mod of whole
@@ -34,7 +35,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from bevquant_export.floats._scatter_sums import SCATTER_SUMS
+from bevquant_export.floats._scatter_sums import ORDERED_SUMS, SCATTER_SUMS
 
 __all__ = ["PlainForms"]
 
@@ -57,8 +58,9 @@ class PlainForms(TorchFunctionMode):
             "atan2": _atan2, "arctan2": _atan2, "nan_to_num": _nan_to_num, "argsort": _argsort,
             "col2im": _fold,
         }  # fmt: skip
-        if not scatter_sums:
-            self._forms |= SCATTER_SUMS
+        sums = ORDERED_SUMS if scatter_sums else SCATTER_SUMS
+        self._forms |= sums
+        self._in_place = {f"{name}_": form for name, form in sums.items()}
         if opset < _FIRST_GRID_SAMPLE:
             names = "grid_sampler", "grid_sampler_2d", "grid_sampler_3d"
             self._forms |= dict.fromkeys(names, _grid_sample)
@@ -74,8 +76,11 @@ class PlainForms(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        form = self._forms.get(_name(func))
+        name = _name(func)
+        form = self._forms.get(name) or self._in_place.get(name)
         made = None if form is None else form(*args, **kwargs)
+        if made is not None and name in self._in_place:
+            made = args[0].copy_(made)
         return func(*args, **kwargs) if made is None else made
 
 

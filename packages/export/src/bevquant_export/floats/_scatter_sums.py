@@ -1,4 +1,10 @@
-"""Sums over places for engines whose scatters do not sum: products with a matrix of 0 and 1.
+"""Sums over places: in the order of the values, and for engines whose scatters do not sum.
+
+ONNX Runtime's ScatterND that sums runs on several threads, which write to a place of several values
+at once: sums depend on the run. Its ScatterElements takes the values one after the other, as torch
+does. ``scatter_add`` is written so; ``index_add`` and ``index_put`` that sum become one.
+
+Where scatters do not sum, they are products with a matrix of 0 and 1.
 
 ``index_add(y, i, x)`` is ``y + P x`` with ``P[c, n] = (i[n] == c)``, a row for each place and a
 column for each value; ``index_put(y, (i, j), x, accumulate=True)`` the same at ``i · J + j``, where
@@ -16,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["SCATTER_SUMS"]
+__all__ = ["ORDERED_SUMS", "SCATTER_SUMS"]
 
 _MOST = 2**26  # entries of the matrix
 
@@ -47,19 +53,59 @@ def _index_put(
 ) -> Tensor | None:
     if not accumulate:
         return None
+    found = _rows_of(x, indices, values)
+    if found is None:
+        raise ValueError("an index_put that sums at some axes alone has no form as a product")
+    rows, place, values = found
+    return (rows + _sums(place, rows.shape[0], values, x.dtype)).reshape(x.shape)
+
+
+def _rows_of(
+    x: Tensor, indices: Sequence[Tensor | None], values: Tensor
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Rows at the places that are indexed, a place for each value, and values; None of a mask."""
     given = [index for index in indices if index is not None]
     if len(given) < len(indices) or any(index.dtype == torch.bool for index in given):
-        raise ValueError("an index_put that sums at some axes alone has no form as a product")
+        return None
     count = len(given)
     given = list(torch.broadcast_tensors(*given))
-    rest = x.shape[count:]
-    values = values.expand([*given[0].shape, *rest])
+    values = values.expand([*given[0].shape, *x.shape[count:]])
     place: Any = 0
     for index, size in zip(given, x.shape, strict=False):
         place = place * size + torch.where(index < 0, index + size, index)
     rows = x.reshape([math.prod(x.shape[:count]), -1])
-    values = values.reshape([-1, rows.shape[1]])
-    return (rows + _sums(place.flatten(), rows.shape[0], values, x.dtype)).reshape(x.shape)
+    return rows, place.flatten(), values.reshape([-1, rows.shape[1]])
+
+
+def _ordered_index_add(
+    x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1
+) -> Tensor:
+    dim %= max(x.dim(), 1)
+    values = source if alpha == 1 else source * alpha
+    shape = [-1 if axis == dim else 1 for axis in range(values.dim())]
+    return x.scatter_add(dim, index.long().reshape(shape).expand_as(values), values)
+
+
+def _ordered_index_put(
+    x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
+) -> Tensor | None:
+    axes = [axis for axis, index in enumerate(indices) if index is not None]
+    if not accumulate or any(i is not None and i.dtype == torch.bool for i in indices):
+        return None  # a mask names each place once
+    first, count = axes[0], len(axes)
+    if axes != list(range(first, first + count)):
+        raise ValueError("an index_put that sums at axes apart from each other has no form")
+    given = [index for index in indices if index is not None]
+    spread = torch.broadcast_tensors(*given)[0].dim()
+    shape = [*x.shape[:first], *torch.broadcast_tensors(*given)[0].shape, *x.shape[first + count :]]
+    moved = x.movedim(axes, list(range(count)))
+    values = values.expand(shape)
+    values = values.movedim(list(range(first, first + spread)), list(range(spread)))
+    found = _rows_of(moved, given, values)
+    assert found is not None
+    rows, place, values = found
+    summed = rows.scatter_add(0, place.long()[:, None].expand_as(values), values)
+    return summed.reshape(moved.shape).movedim(list(range(count)), axes)
 
 
 def _sums(place: Tensor, places: Any, values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -83,6 +129,9 @@ def _example(size: Any) -> int:
     return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
 
 
+ORDERED_SUMS: dict[str, Callable[..., Tensor | None]] = {
+    "index_add": _ordered_index_add, "index_put": _ordered_index_put,
+}  # fmt: skip
 SCATTER_SUMS: dict[str, Callable[..., Tensor | None]] = {
     "scatter_add": _scatter_add, "index_add": _index_add, "index_put": _index_put,
 }  # fmt: skip

@@ -1,4 +1,4 @@
-r"""Concatenations and sums over channels in the operators that libspconv has.
+r"""Concatenations, choices and sums of channels in the operators that libspconv has.
 
 A submanifold convolution of kernel 1×1×1 moves channels from place to place. With weights that
 are 0 and 1,
@@ -8,7 +8,9 @@ are 0 and 1,
 
 where the columns of all :math:`P_i` together hold one 1 each. All terms of a sum of the former but
 one are zero, so that nothing is rounded: a weight of 1 is 64 steps of 1/64, and
-``round(64·q · (s/64)/s)`` is q in whatever arithmetic.
+``round(64·q · (s/64)/s)`` is q in whatever arithmetic. Channels that are chosen of what a
+convolution makes are a convolution with that part of its weight, which costs no more and leaves
+each part a range of its own.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from bevquant_export.sparse._graph import (
     Graph,
     Node,
     Relu,
+    Select,
     Sizes,
+    first_on_input,
     inputs_of,
 )
 
@@ -93,7 +97,7 @@ def with_channel_moves(graph: Graph, *, joins: bool) -> Graph:
 
     Args:
         graph: Its convolutions without a grid work on the rows of what they read.
-        joins: Write every `Concat` and `Fold` as such convolutions and additions.
+        joins: Write every `Concat`, `Fold` and `Select` as such convolutions and additions.
 
     Raises:
         ValueError: One stands on the input's voxels and no submanifold convolution does.
@@ -109,30 +113,49 @@ class _Writer:
         self.undone: dict[str, _Voxels] = {}  # rulebook to what its strided convolution reads
         self.keys: dict[str, str] = {}  # maker of voxels to the rulebook of the moves on them
         self.used = {node.rulebook for node in graph.nodes if isinstance(node, Conv)}
-        given = {graph.input}  # tensors on the input's voxels, up to the first layer with a grid
-        for node in graph.nodes:
-            if not given.intersection(inputs_of(node)):
-                continue
-            if isinstance(node, Conv) and node.input_spatial_shape:
-                bound = node.output_bound if node.subm else 0
-                made = _Voxels(graph.input, node.input_spatial_shape, bound, node.rows[0])
-                self.voxels[graph.input] = made
-                break
-            given.add(node.y)
+        self.convs: dict[str, Conv] = {}  # tensors that convolutions make
+        self.parted: set[str] = set()  # tensors that are written in parts alone
+        first = first_on_input(graph)
+        if first is not None:
+            bound = first.output_bound if first.subm else 0
+            made = _Voxels(graph.input, first.input_spatial_shape, bound, first.rows[0])
+            self.voxels[graph.input] = made
 
     def run(self) -> Graph:
         nodes: list[Node] = []
         for node in self.graph.nodes:
             if isinstance(node, Conv) and not node.input_spatial_shape:
                 node = self._placed(node)
+            if isinstance(node, Conv):
+                self.convs[node.y] = node = self._whole(node) if self.joins else node
             if isinstance(node, Concat) and self.joins:
                 nodes += self._concatenation(node)
             elif isinstance(node, Fold) and self.joins:
                 nodes.append(self._folded(node))
+            elif isinstance(node, Select) and self.joins:
+                nodes.append(self._selected(node))
+            elif self.joins and self._in_parts(node):
+                self.parted.add(node.y)
             else:
                 nodes.append(node)
             self._note(node)
         return replace(self.graph, nodes=tuple(nodes))
+
+    def _whole(self, node: Conv) -> Conv:
+        """The convolution for those who read all of it: in int8 where they all want that."""
+        readers = [other for other in self.graph.nodes if node.y in inputs_of(other)]
+        others = [n for n in readers if not isinstance(n, Select) or n.input_range is not None]
+        integers = [node.y in n.stated_ranges and not isinstance(n, Add) for n in others]
+        taken = len(others) < len(readers) and node.y not in self.graph.outputs
+        holds = taken and node.precision == "int8" and bool(others) and all(integers)
+        return replace(node, output_precision="int8") if holds else node
+
+    def _in_parts(self, node: Node) -> bool:
+        """Whether all that read a convolution take a part of it, which is written in its place."""
+        if not isinstance(node, Conv) or node.y in self.graph.outputs:
+            return False
+        parts = [isinstance(n, Select) for n in self.graph.nodes if node.y in inputs_of(n)]
+        return bool(parts) and all(parts)
 
     def _note(self, node: Node) -> None:
         """Channels and voxels of what a node makes."""
@@ -150,7 +173,7 @@ class _Writer:
                 own = _Voxels(node.x, node.input_spatial_shape, node.output_bound, node.rows[0])
                 self.undone[node.rulebook] = before or own
             self.voxels[node.y] = made
-        elif isinstance(node, Add | Relu | Concat | Fold):
+        elif isinstance(node, Add | Relu | Concat | Fold | Select):
             first = node.xs[0] if isinstance(node, Concat) else node.x
             if first in self.voxels:
                 self.voxels[node.y] = self.voxels[first]
@@ -183,9 +206,37 @@ class _Writer:
         places[torch.arange(width) // (width // node.channels), torch.arange(width)] = 1
         return self._move(node, node.x, node.y, places, node.output_precision)
 
-    def _move(self, node: Concat | Fold, x: str, y: str, places: Tensor, held: str) -> Conv:
+    def _selected(self, node: Select) -> Conv:
+        """Part of the convolution that makes what it reads, else a move of channels."""
+        maker = self.convs.get(node.x)
+        if maker is not None and (node.x in self.parted or node.input_range is None):
+            return self._part(maker, node)
+        places = torch.zeros(len(node.channels), node.in_channels)
+        places[torch.arange(len(places)), torch.tensor(node.channels)] = 1
+        move = self._move(node, node.x, node.y, places, node.output_precision)
+        return replace(move, activation=node.activation)
+
+    def _part(self, conv: Conv, node: Select) -> Conv:
+        """Some output channels of a convolution; all its parts have one rulebook."""
+        if not conv.rulebook:
+            conv = self.convs[conv.y] = replace(conv, rulebook=self._free_key("parts"))
+        ranges, channels = conv.weight_ranges, list(node.channels)
+        return replace(
+            conv,
+            path=conv.path.removesuffix(MOVED) + MOVED,
+            y=node.y,
+            weight=conv.weight[channels].contiguous(),
+            bias=conv.bias[channels].contiguous(),
+            weight_ranges=None if ranges is None else tuple(ranges[c] for c in channels),
+            activation="ReLU" if "ReLU" in (conv.activation, node.activation) else "None",
+            output_precision=node.output_precision,
+        )
+
+    def _move(
+        self, node: Concat | Fold | Select, x: str, y: str, places: Tensor, held: str
+    ) -> Conv:
         """``y = x placesᵀ``; ``places`` is ``[out_channels, in_channels]``."""
-        amax = node.input_range if isinstance(node, Concat) else None
+        amax = None if isinstance(node, Fold) else node.input_range
         ranges = (_RANGE,) * len(places) if amax or held == "int8" else None
         move = row_conv(node.path + MOVED, x, y, places.half(), None, ranges, input_range=amax)
         precision = "fp16" if amax is None else "int8"
@@ -209,7 +260,10 @@ class _Writer:
 
     def _key(self, maker: str) -> str:
         if maker not in self.keys:
-            free = (f"channels{n}" for n in count(1))
-            self.keys[maker] = next(key for key in free if key not in self.used)
-            self.used.add(self.keys[maker])
+            self.keys[maker] = self._free_key("channels")
         return self.keys[maker]
+
+    def _free_key(self, stem: str) -> str:
+        key = next(key for key in (f"{stem}{n}" for n in count(1)) if key not in self.used)
+        self.used.add(key)
+        return key

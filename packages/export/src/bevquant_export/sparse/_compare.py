@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bevquant_export.sparse._channel_moves import moves_channels
+from bevquant_export.sparse._channel_moves import MOVED, moves_channels
 from bevquant_export.sparse._follow import follow
-from bevquant_export.sparse._graph import Add, Conv, Node, Relu, inputs_of
+from bevquant_export.sparse._graph import Add, Conv, Node, Relu, Select, inputs_of
 from bevquant_export.sparse._half_precision import with_half_constants
 from bevquant_export.sparse._held import Integers
 from bevquant_export.sparse._load import SparseOnnxModel
@@ -88,6 +88,8 @@ def compared(
 
     reference, wanted, places = reference_of(integers, inputs)
     summed = _only_summed(file.nodes)
+    summed |= {node.x for node in file.nodes if isinstance(node, Select)}
+    parted = {node.path.removesuffix(MOVED) for node in file.nodes if moves_channels(node)}
     before_relu = {node.x for node in file.nodes if isinstance(node, Relu)}
     rows: list[LayerDifference] = []
     shown: dict[str, int] = {}
@@ -104,8 +106,9 @@ def compared(
             assert indices is not None
             turned = of_model(indices)
             scale = made.scale if isinstance(made, Integers) else None
-            if scale is None and node.y in summed and _only_integers(reference.get(node.path)):
-                return  # in fp16 for the other operand's sake: the sum of both is compared
+            eased = node.y in summed or node.path in parted
+            if scale is None and eased and _only_integers(reference.get(node.path)):
+                return  # in fp16 for the sake of others: what reads it is compared
             value = made.values if isinstance(made, Integers) else made.floats()
             shown[node.path] = shown.get(node.path, 0) + 1
             which = shown[node.path], paths[node.path]
@@ -125,7 +128,7 @@ def _only_summed(nodes: tuple[Node, ...]) -> set[str]:
 
 
 def _only_integers(made: list[Made] | None) -> bool:
-    return bool(made) and all(one.scale is not None for one in made or ())
+    return bool(made) and not any(one.value.is_floating_point() for one in made or ())
 
 
 def _reversed(coords: Tensor) -> Tensor:

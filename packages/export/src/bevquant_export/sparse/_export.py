@@ -68,10 +68,10 @@ def export_sparse_onnx(
         path: The file; it appears whole or not at all.
         dialect: ``"libspconv"``, or ``"portable"``: the same file in standard operators, which
             stock onnxruntime runs on a CPU (inputs and outputs: `lower_to_portable`). Tensors on
-            the same voxels that are concatenated, and channels summed in groups (UNets), are
-            convolutions of kernel 1×1×1 and additions for libspconv, with the same values; the
-            portable file has both as they are. What the model makes of coordinates alone is left
-            out of either.
+            the same voxels that are concatenated, channels that are chosen (slices, chunks), and
+            those summed in groups (UNets), are convolutions of kernel 1×1×1 and additions, or
+            parts of a layer, for libspconv, with the same values; the portable file has all as
+            they are. What the model makes of coordinates alone is left out of either.
         model_order: Order of the model's coordinate columns behind the batch: ``"xyz"``
             (mit-bevfusion) or ``"zyx"`` (mmdetection3d).
         order: Order that the file wants them in; by default the model's. The dense result is the

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bevquant_export.sparse._beginning import Beginning, beginning, is_float_conv
+from bevquant_export.sparse._coordinates import coord_inputs, for_coords, names_in
 from bevquant_export.sparse._no_operator import REMEDY, location, no_operator
+from bevquant_export.sparse._selections import Selections
 from bevquant_int8sim import IntegerModel
 from bevquant_int8sim.model import Step
 
@@ -24,6 +25,7 @@ _ADDITIONS = ("add", "add_", "iadd")
 _PRODUCTS = ("mul", "mul_", "imul")
 _MATRIX = ("mm", "matmul")
 _JOINS = ("move", "float", "concat")
+_BEHIND = (1, 2, -1, -2)  # axes behind the rows of three
 
 
 @dataclass(frozen=True)
@@ -117,15 +119,15 @@ class _Follower:
         self.at: Step | None = None
         self.drafts: list[Draft] = []
         self.dense: set[str] = set()  # tensors that lie on no voxels
-        self.groups: dict[str, str] = {}  # [voxels, channels, group] to the tensor it is a view of
         self.rounded: dict[str, str] = {}  # floats to the integers that they are read from
         self.constants: dict[str, Tensor] = {}
+        self.selected = Selections(model, self.constants)
         self.readers = Counter(name for step in self.program.steps for name in step.inputs)
-        self.readers.update(_names(self.program.result))
-        self.of_coords = self._coord_inputs()
+        self.readers.update(names_in(self.program.result))
+        self.of_coords = coord_inputs(self.program, self.made)
 
     def run(self) -> Followed:
-        coords = self._coords()
+        coords = for_coords(self.program)
         for step in self.program.steps:
             self.at = step
             known = step.outputs[0] in coords or step.outputs[0] in self.left_out
@@ -133,7 +135,7 @@ class _Follower:
                 self._step(step)
         results = [
             name
-            for name in _names(self.program.result)
+            for name in names_in(self.program.result)
             if self._is_tensor(name) and name in self.made - self.left_out - self.of_coords
         ]
         outputs = tuple(self._read(name, "the model's result") for name in results)
@@ -141,28 +143,6 @@ class _Follower:
             raise ValueError("export_sparse_onnx: nothing in the model reads voxels' features")
         before = tuple(f"{place(s)}{location(self.source, s)}" for s in self.before)
         return Followed(tuple(self.drafts), self.input, outputs, tuple(results), before)
-
-    def _coords(self) -> set[str]:
-        """What is computed for the coordinates alone: the engine gets these ready made."""
-        read = set(_names(self.program.result))
-        found: set[str] = set()
-        for step in reversed(self.program.steps):
-            made = set(step.outputs)
-            if step.op in ("float", "move") and not made & read and not is_float_conv(step):
-                found |= made
-            elif step.op not in ("host", "sites"):
-                read.update(step.inputs)
-        return found
-
-    def _coord_inputs(self) -> set[str]:
-        """Inputs of the program that sets of voxels are made of, and nothing else."""
-        wanted: set[str] = set()
-        for step in reversed(self.program.steps):
-            if step.op == "sites" or wanted.intersection(step.outputs):
-                if step.op in ("sites", "host", "float", "move"):
-                    wanted.update(step.inputs)
-        layers = [s for s in self.program.steps if s.op not in ("sites", "host", "float", "move")]
-        return wanted - self.made - {name for step in layers for name in step.inputs}
 
     def _only_coords(self, step: Step) -> bool:
         """Whether a step computes with coordinates alone: whoever has these computes it, too."""
@@ -205,11 +185,10 @@ class _Follower:
             self._draft("add", step, 2)
         elif step.op in _JOINS and what == "cat" and _along_channels(step):
             self._concatenation(step)
-        elif what in _RESHAPES and self._splits_channels(step):
-            self.groups[step.outputs[0]] = step.args[0].name
+        elif step.op == "move" and self._of_channels(step) and self.selected.follow(step):
+            pass  # whoever reads it says what for
         elif what == "sum" and self._sums_groups(step):
-            source = self.groups[step.args[0].name]
-            self._append("fold", step, (self._read(source, place(step)),))
+            self._append("fold", step, (self._groups(step),))
         elif step.op == "move" and what == "to_dense":
             self._draft("scatter", step, 1)
             self.dense.add(step.outputs[0])
@@ -249,7 +228,10 @@ class _Follower:
         self._append("concat", step, reads)
 
     def _on_voxels(self, arg: Any) -> bool:
-        name = getattr(arg, "name", None)
+        name: str = getattr(arg, "name", "")
+        if name in self.selected and name not in self.holds:
+            base, _, _ = self.selected.channels(name)
+            return self.selected.is_matrix(name) and base in self.holds
         return name in self.holds and self.holds[name][0] not in self.dense
 
     def _number(self, arg: Any) -> Tensor | None:
@@ -308,18 +290,45 @@ class _Follower:
                 return
         self._append("affine", step, reads, (factor, shift))
 
-    def _splits_channels(self, step: Step) -> bool:
-        """Whether it makes ``[voxels, channels, group]`` of the channels of voxels."""
-        name = getattr(step.args[0], "name", None)
-        sizes = step.args[1] if len(step.args) == 2 else ()
-        if name not in self.holds or self.holds[name][0] in self.dense:
-            return False
-        return isinstance(sizes, list | tuple) and len(sizes) == 3
+    def _of_channels(self, step: Step) -> bool:
+        """Whether a move reads the features of voxels."""
+        name: str = getattr(step.args[0], "name", "") if step.args else ""
+        given = name in self.program.values and name not in self.made | self.of_coords
+        return name in self.selected or given or self._on_voxels(step.args[0])
 
     def _sums_groups(self, step: Step) -> bool:
+        """Whether it sums groups of channels, of ``[voxels, channels, group]`` or as they lie."""
         axes = step.args[1] if len(step.args) == 2 and not step.kwargs else ()
         axes = [axes] if isinstance(axes, int) else list(axes)
-        return getattr(step.args[0], "name", None) in self.groups and axes in ([2], [-1])
+        name: str = getattr(step.args[0], "name", "")
+        if name not in self.selected or self.selected.is_matrix(name):
+            return False
+        return len(axes) == 1 and self.selected.channels(name)[2].dim() == 2 and axes[0] in _BEHIND
+
+    def _groups(self, step: Step) -> Reading:
+        """The channels that a sum over groups reads, group behind group."""
+        name, axis = step.args[0].name, step.args[1]
+        (axis,) = [axis] if isinstance(axis, int) else axis
+        _, _, channels = self.selected.channels(name)
+        behind = channels.movedim(axis % 3 - 1, -1).reshape(-1)
+        tensor, relu = self._selection(name, behind, place(step))
+        return Reading(tensor, relu, self.program.values[name].form, place(step))
+
+    def _selection(self, name: str, channels: Tensor, by: str) -> tuple[str, bool]:
+        """The tensor of some channels of what a value moves, and whether it is behind a ReLU."""
+        base, width, _ = self.selected.channels(name)
+        read = self._read(base, by)
+        if torch.equal(channels, torch.arange(width)):
+            return read.tensor, read.relu
+        for number, draft in enumerate(self.drafts):
+            if draft.kind == "select" and torch.equal(draft.constants[0], channels):
+                if draft.reads[0].tensor == read.tensor and draft.reads[0].relu == read.relu:
+                    self.drafts[number] = replace(draft, reads=(*draft.reads, read))
+                    return draft.y, False
+        step = self.selected.makers[name]
+        number_of = torch.tensor(width)
+        self.drafts.append(Draft("select", step, (read,), name, (channels, number_of)))
+        return name, False
 
     def _append(
         self,
@@ -347,6 +356,11 @@ class _Follower:
         return Reading(tensor, relu, self.program.values[name].form, by)
 
     def _tensor(self, name: str, by: str) -> tuple[str, bool]:
+        if name in self.selected and name not in self.holds:
+            if not self.selected.is_matrix(name):
+                step = self.selected.makers[name]
+                raise no_operator(step, f"{place(step)}{location(self.source, step)}")
+            self.holds[name] = self._selection(name, self.selected.channels(name)[2], by)
         if name not in self.holds and name not in self.made - self.left_out:
             if self.input not in ("", name):
                 raise ValueError(
@@ -377,16 +391,3 @@ def _same(one: tuple[Reading, ...], other: tuple[Reading, ...]) -> bool:
 def _along_channels(step: Step) -> bool:
     axis = step.kwargs.get("dim", step.args[1] if len(step.args) > 1 else 0)
     return axis in (1, -1) and all(hasattr(ref, "name") for ref in step.args[0])
-
-
-def _names(value: Any) -> Iterator[str]:
-    """Values in the nested containers of a program's result; of sparse tensors the features."""
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        for item in value:
-            yield from _names(item)
-    elif hasattr(value, "sites"):
-        yield value.features
-    elif isinstance(getattr(value, "name", None), str):
-        yield value.name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from bevquant_export.sparse._follow import Followed, Reading
 from bevquant_export.sparse._half_precision import LARGEST_HALF
@@ -37,11 +38,18 @@ def agreed_forms(followed: Followed) -> Mapping[str, TensorForm]:
     """
     readings: dict[str, list[Reading]] = {followed.input: []}
     readings |= {draft.y: [] for draft in followed.drafts}
-    for reading in (r for draft in followed.drafts for r in draft.reads):
-        readings[reading.tensor].append(reading)
     for reading in followed.outputs:
         readings[reading.tensor].append(reading)
-    forms = {tensor: _form(tensor, found) for tensor, found in readings.items()}
+    parts: dict[str, list[Reading]] = {}
+    for draft in reversed(followed.drafts):
+        # Chosen channels are in whatever form the whole is, if theirs is what their readers want.
+        own = [_stated(r.form) for r in draft.reads]
+        passes = draft.kind == "select" and all(_stated(r.form) in own for r in readings[draft.y])
+        for reading in draft.reads:
+            (parts.setdefault(reading.tensor, []) if passes else readings[reading.tensor]).append(
+                reading
+            )
+    forms = {t: _form(t, found, parts.get(t, [])) for t, found in readings.items()}
     sums = [[r.tensor for r in draft.reads] for draft in followed.drafts if draft.kind == "add"]
     while mixed := [pair for pair in sums if len({forms[t].precision for t in pair}) > 1]:
         # The engine adds two int8 tensors or two of fp16, and rounds the latter to its ranges.
@@ -49,15 +57,23 @@ def agreed_forms(followed: Followed) -> Mapping[str, TensorForm]:
     return forms
 
 
-def _form(tensor: str, readings: list[Reading]) -> TensorForm:
-    readers = ", ".join(dict.fromkeys(r.by for r in readings))
-    if len({r.relu for r in readings}) > 1:
+def _stated(form: Any) -> object:
+    return "float" if isinstance(form, str) else float(form.scale)
+
+
+def _form(tensor: str, readings: list[Reading], parts: list[Reading]) -> TensorForm:
+    """`parts` read some channels, which have ranges of their own."""
+    readings = readings[::-1]
+    readers = ", ".join(dict.fromkeys(r.by for r in (*readings, *parts)))
+    both = (*readings, *parts)
+    # A part may have a ReLU of its own, which is then not the whole tensor's.
+    relu = bool(both) and all(r.relu for r in both)
+    if any(r.relu != relu for r in readings):
         raise ValueError(
             f"export_sparse_onnx: {readers} read the tensor {tensor!r}, some of them before and "
             "some behind its ReLU; the file folds the ReLU into the layer, so all must read behind "
             "it"
         )
-    relu = bool(readings) and readings[0].relu
     integers = [r for r in readings if not isinstance(r.form, str)]
     for reading in integers:
         _check_integers(reading, relu)
@@ -74,7 +90,13 @@ def _form(tensor: str, readings: list[Reading]) -> TensorForm:
             f"{ranges[0]:g}, beyond float16 (largest {LARGEST_HALF:g}), in which the engine's "
             "unquantized layers compute; calibrate again, or scale the layers before it"
         )
-    whole = bool(readings) and len(integers) == len(readings)
+    for reading in parts:
+        if not isinstance(reading.form, str):
+            _check_integers(reading, reading.relu)
+    wanted = {_stated(r.form) for r in both}
+    whole = len(wanted) == 1 and "float" not in wanted
+    if whole and not ranges:
+        ranges = [float(parts[0].form.scale) * _STEPS]
     return TensorForm(relu, "int8" if whole else "fp16", ranges[0] if ranges else None)
 
 

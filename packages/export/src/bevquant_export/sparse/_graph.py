@@ -13,8 +13,8 @@ from typing import ClassVar, Self
 from torch import Tensor
 
 __all__ = [
-    "Add", "Concat", "Conv", "Fold", "Graph", "Move", "Node", "Relu", "Scatter", "inputs_of",
-    "renamed",
+    "Add", "Concat", "Conv", "Fold", "Graph", "Move", "Node", "Relu", "Scatter", "Select",
+    "first_on_input", "inputs_of", "renamed",
 ]  # fmt: skip
 
 Sizes = tuple[int, ...]
@@ -249,6 +249,51 @@ class Fold(_Operation):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
+class Select(_Operation):
+    """``y[n, k] = x[n, channels[k]]``; libspconv has no such operator.
+
+    Attributes:
+        path: Module of the exported model.
+        x: Tensor read.
+        y: Tensor made.
+        channels: Of x, one for each of y, in order.
+        in_channels: How many x has.
+        activation: ``"ReLU"`` or ``"None"``.
+        output_precision: How `y` is held.
+        input_range: amax of x and of y where x is held in int8, else ``None``.
+        name: Name of the node.
+    """
+
+    kind: ClassVar[str] = "select"
+    path: str
+    x: str
+    y: str
+    channels: Sizes
+    in_channels: int
+    activation: str
+    output_precision: str
+    input_range: float | None
+    name: str = ""
+
+    @property
+    def stated_ranges(self) -> Mapping[str, float]:
+        """One for what it reads and makes."""
+        said = self.input_range
+        return {} if said is None else dict.fromkeys((self.x, self.y), said)
+
+    def in_floats(self) -> Self:
+        """As it is in fp16."""
+        return replace(self, output_precision="fp16", input_range=None)
+
+    def channels_made(self, read: Sequence[int]) -> int:
+        """As many as it takes, if what it reads has them."""
+        _expect_equal(self.name, [*read, self.in_channels])
+        if not all(0 <= channel < self.in_channels for channel in self.channels):
+            raise ValueError(f"{self.name} takes {self.channels} of {self.in_channels} channels")
+        return len(self.channels)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Scatter(_Operation):
     """Voxels to a dense grid ``output_shape``: batch, channels, then the axes as `format` says."""
 
@@ -279,7 +324,7 @@ class Move(_Operation):
         return self.op.lower()
 
 
-Node = Conv | Add | Relu | Concat | Fold | Scatter | Move
+Node = Conv | Add | Relu | Concat | Fold | Select | Scatter | Move
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -309,6 +354,18 @@ def inputs_of(node: Node) -> tuple[str, ...]:
     if isinstance(node, Concat):
         return node.xs
     return (node.x, node.other) if isinstance(node, Add) else (node.x,)
+
+
+def first_on_input(graph: Graph) -> Conv | None:
+    """The first convolution on the input's voxels that says their grid."""
+    given = {graph.input}
+    for node in graph.nodes:
+        if not given.intersection(inputs_of(node)):
+            continue
+        if isinstance(node, Conv) and node.input_spatial_shape:
+            return node
+        given.add(node.y)
+    return None
 
 
 def renamed(node: Node, names: Mapping[str, str], name: str) -> Node:

@@ -65,17 +65,21 @@ def _is_sparse(module: nn.Module) -> bool:
     return isinstance(module, QuantSparseConvolution) or is_sparse_conv(module)
 
 
-class _Affine(nn.Module):
-    """A batch norm in evaluation mode as one product and one sum of float16 numbers."""
+class _Affine(nn.BatchNorm1d):
+    """A batch norm in evaluation mode as one product and one sum of float16 numbers.
+
+    A forward may call ``functional.batch_norm`` with the norm's own tensors, which are all here.
+    """
 
     factor: Tensor
     shift: Tensor
 
     def __init__(self, norm: nn.BatchNorm1d, path: str) -> None:
-        super().__init__()
+        super().__init__(norm.num_features, norm.eps, affine=norm.affine)
         mean, variance = norm.running_mean, norm.running_var
         if mean is None or variance is None:
             raise ValueError(f"{path}: a batch norm without running statistics: train it with them")
+        self.load_state_dict(norm.state_dict())
         factor = (variance.double() + norm.eps).rsqrt()
         if norm.affine:
             factor = factor * norm.weight.detach().double()

@@ -18,6 +18,11 @@ class Floats:
 
     values: Tensor
 
+    def selected(self, channels: Tensor, relu: bool) -> Floats:
+        """Some channels."""
+        values = self.values[:, channels]
+        return Floats(values.clamp(min=0) if relu else values)
+
     def floats(self) -> Tensor:
         """The values."""
         return self.values
@@ -33,6 +38,11 @@ class Integers:
 
     values: Tensor
     scale: float
+
+    def selected(self, channels: Tensor, relu: bool) -> Integers:
+        """Some channels."""
+        values = self.values[:, channels]
+        return Integers(values.clamp(min=0) if relu else values, self.scale)
 
     def floats(self) -> Tensor:
         """The integers times their scale."""
@@ -58,6 +68,10 @@ class Accumulators:
     values: Tensor
     scale: Tensor
     relu: bool
+
+    def selected(self, channels: Tensor, relu: bool) -> Accumulators:
+        """Some channels, not yet rounded."""
+        return Accumulators(self.values[:, channels], self.scale[channels], self.relu or relu)
 
     def floats(self) -> Tensor:
         """float32(acc · scale)."""
@@ -86,6 +100,11 @@ class Sum:
     scale_a: float
     scale_b: float
     relu: bool = False
+
+    def selected(self, channels: Tensor, relu: bool) -> Sum:
+        """Some channels, not yet rounded."""
+        parts = self.a[:, channels], self.b[:, channels]
+        return Sum(*parts, self.scale_a, self.scale_b, self.relu or relu)
 
     def floats(self) -> Tensor:
         """The sum a · scale_a + b · scale_b in float64, rounded to float32."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bevquant_export.sparse._constants import ConvConstants
-from bevquant_export.sparse._graph import Conv, Graph, Node
+from bevquant_export.sparse._graph import Conv, Graph, Node, first_on_input
 from bevquant_export.sparse._held import Held, Integers
 from bevquant_export.sparse._onnxruntime_run import OnnxruntimeRun
 from bevquant_export.sparse._ranges import tensor_ranges
@@ -39,7 +39,8 @@ class SparseOnnxModel:
         convs = [node for node in graph.nodes if isinstance(node, Conv)]
         self._constants = {conv.name: ConvConstants(conv) for conv in convs}
         self._runtimes: dict[str, OnnxruntimeRun] = {}
-        self._grid = next((c.input_spatial_shape for c in convs if c.x == graph.input), None)
+        first = first_on_input(graph)
+        self._grid = None if first is None else first.input_spatial_shape
 
     @property
     def grid(self) -> tuple[int, ...] | None:

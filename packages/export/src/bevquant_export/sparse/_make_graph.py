@@ -12,7 +12,18 @@ from torch import nn
 from bevquant_export.sparse._conv_node import affine_node, check_axes, conv_node
 from bevquant_export.sparse._follow import Draft, Followed, place
 from bevquant_export.sparse._forms import TensorForm, agreed_forms
-from bevquant_export.sparse._graph import Add, Concat, Conv, Fold, Graph, Move, Node, Relu, Scatter
+from bevquant_export.sparse._graph import (
+    Add,
+    Concat,
+    Conv,
+    Fold,
+    Graph,
+    Move,
+    Node,
+    Relu,
+    Scatter,
+    Select,
+)
 from bevquant_export.sparse._observe import Seen
 from bevquant_export.sparse._three_axes import AXES, three_axes
 
@@ -44,6 +55,9 @@ def make_graph(
             "convolution or an addition: apply it before the model"
         )
     for draft in followed.drafts:
+        if draft.kind == "select":
+            nodes.append(_selection(draft, forms))
+            continue
         size = seen[draft.y]
         if draft.kind == "conv":
             check_axes(draft, fewest=1 if fewer_axes else AXES)
@@ -70,9 +84,22 @@ def make_graph(
     )
 
 
+def _selection(draft: Draft, forms: Mapping[str, TensorForm]) -> Select:
+    read = draft.reads[0]
+    x, made = forms[read.tensor], forms[draft.y]
+    channels, width = draft.constants
+    return Select(
+        path=draft.step.path, x=read.tensor, y=draft.y,
+        channels=tuple(channels.tolist()), in_channels=int(width),
+        activation="ReLU" if made.relu or (read.relu and not x.relu) else "None",
+        output_precision=made.precision,
+        input_range=x.amax if x.precision == "int8" else None,
+    )  # fmt: skip
+
+
 def _channels(followed: Followed, nodes: list[Node]) -> int:
     for node in nodes:
-        if isinstance(node, Conv) and node.x == followed.input:
+        if isinstance(node, Conv | Select) and node.x == followed.input:
             return node.in_channels
     raise ValueError("export_sparse_onnx: no convolution reads the input features")
 

@@ -40,7 +40,7 @@ def no_operator(step: Step, where: str) -> ValueError:
     return ValueError(
         f"export_sparse_onnx: {where} has no operator in the dialects libspconv and portable. "
         f"{remedy}. They have sparse convolutions and linear layers on voxels, additions, "
-        "concatenations of channels, ReLU, dense(), permute and reshape"
+        "concatenations and choices of channels, ReLU, dense(), permute and reshape"
     )
 
 

@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from bevquant_export.sparse._graph import Add, Concat, Conv, Fold, Move, Node, Relu, Scatter
+from bevquant_export.sparse._graph import (
+    Add,
+    Concat,
+    Conv,
+    Fold,
+    Move,
+    Node,
+    Relu,
+    Scatter,
+    Select,
+)
 
 if TYPE_CHECKING:
     from onnx import NodeProto
@@ -17,7 +27,7 @@ __all__ = ["EXTENSIONS", "OPERATORS", "read_node"]
 OPERATORS = (
     "SparseConvolution", "Add", "QuantAdd", "Relu", "ScatterDense", "Reshape", "Transpose"
 )  # fmt: skip
-EXTENSIONS = ("Concat", "Fold")  # of the portable dialect
+EXTENSIONS = ("Concat", "Fold", "Select")  # of the portable dialect
 _INPUTS = {"SparseConvolution": 3, "Add": 2, "QuantAdd": 2}
 _BOUND = 150000  # what the engine takes where a file says nothing
 
@@ -93,6 +103,8 @@ def read_node(proto: NodeProto, tensors: Mapping[str, Tensor], name: str) -> Nod
         precision = attributes.precision("output_precision")
         channels = int(attributes.get("channels", "INT", 0))
         return Fold(channels=channels, output_precision=precision, **settings)
+    if op == "Select":
+        return _select(attributes, settings)
     if op == "SparseConvolution":
         weight, bias = (_tensor(n, tensors, name) for n in proto.input[1:])
         return _conv(attributes, weight, bias, settings)
@@ -167,6 +179,17 @@ def _concat(a: _Attributes, xs: tuple[str, ...], settings: dict[str, Any]) -> Co
     return Concat(
         xs=xs,
         precision=a.precision("precision"),
+        output_precision=a.precision("output_precision"),
+        input_range=a.range("input_dynamic_range"),
+        **settings,
+    )
+
+
+def _select(a: _Attributes, settings: dict[str, Any]) -> Select:
+    return Select(
+        channels=tuple(int(channel) for channel in a.get("channels", "INTS", ())),
+        in_channels=int(a.get("in_channels", "INT", 0)),
+        activation=a.one_of("activation", None, ("None", "ReLU")),
         output_precision=a.precision("output_precision"),
         input_range=a.range("input_dynamic_range"),
         **settings,

@@ -54,10 +54,11 @@ def reference_of(
         elif step.outputs:
             # Conversions and sums keep the rows of what they read.
             known = [places[name] for name in step.inputs if name in places]
-            if known and isinstance(made[0], Tensor) and len(made[0]) == len(known[0]):
+            parts = made[0] if isinstance(made[0], list | tuple) else made[:1]
+            if known and all(isinstance(m, Tensor) and len(m) == len(known[0]) for m in parts):
                 places[step.outputs[0]] = known[0]
         name = step.outputs[0]
-        if name in places and made[0].dim() == 2:
+        if name in places and isinstance(made[0], Tensor) and made[0].dim() == 2:
             found.setdefault(step.path, []).append(
                 Made(made[0], _scale(integers, name), places[name])
             )

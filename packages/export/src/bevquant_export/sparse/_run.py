@@ -20,6 +20,7 @@ from bevquant_export.sparse._graph import (
     Node,
     Relu,
     Scatter,
+    Select,
     inputs_of,
 )
 from bevquant_export.sparse._held import Accumulators, Floats, Held, Integers, Sum
@@ -97,6 +98,11 @@ class FrameRun:
             x = self.held[node.x].floats()
             folded = x.reshape(len(x), node.channels, x.shape[1] // node.channels).sum(2)
             return self._stored(Floats(folded), node.y, node.name)
+        if isinstance(node, Select):
+            self.voxels[node.y] = self._on_voxels(node, node.x)
+            channels = torch.tensor(node.channels)
+            made = self.held[node.x].selected(channels, node.activation == "ReLU")
+            return self._stored(made, node.y, node.name)
         if isinstance(node, Scatter):
             return self._scatter(node)
         if isinstance(node, Move):

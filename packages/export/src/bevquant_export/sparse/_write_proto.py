@@ -15,6 +15,7 @@ from bevquant_export.sparse._graph import (
     Move,
     Node,
     Scatter,
+    Select,
     inputs_of,
 )
 
@@ -108,6 +109,17 @@ def node_attributes(node: Node) -> dict[str, Any]:
         }
     if isinstance(node, Fold):
         return {"channels": node.channels, "output_precision": node.output_precision}
+    if isinstance(node, Select):
+        range_ = (
+            {} if node.input_range is None else {"input_dynamic_range": float(node.input_range)}
+        )
+        return {
+            "channels": list(node.channels),
+            "in_channels": node.in_channels,
+            "activation": node.activation,
+            "output_precision": node.output_precision,
+            **range_,
+        }
     if isinstance(node, Scatter):
         return {
             "input_spatial_shape": list(node.input_spatial_shape),

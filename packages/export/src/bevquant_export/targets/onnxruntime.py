@@ -68,7 +68,13 @@ SLOW = _rule(
     "kernels, and are slower than float32",
     "write them so (w - 128), which are the same integers (export --cpu vnni)",
 )
-RULES = (FLOAT, INT8, SCALES, MIXED, SIGNED, BIAS, SLOW)
+RACES = _rule(
+    8,
+    "ScatterND does not sum: its threads write to a place of several values at once, and the "
+    "result depends on the run",
+    "sum by ScatterElements, which takes the values in order, or export again",
+)
+RULES = (FLOAT, INT8, SCALES, MIXED, SIGNED, BIAS, SLOW, RACES)
 _LEAST = {2: 0, 3: -128}
 
 
@@ -82,6 +88,8 @@ def check_onnxruntime(pairs: Pairs, cpu: str) -> Iterator[Finding]:
             yield from _bias(pairs, node)
         elif node.op in ("MatMulInteger", "ConvInteger"):
             yield from _integers(graph, node, cpu)
+        elif node.op == "ScatterND" and node.text("reduction") not in (None, "none"):
+            yield RACES.found(node.name, f"its reduction is {quoted(node.text('reduction'))}")
         if node.op in ("Conv", "Gemm", "MatMul"):
             data, weight = (pairs.dequantized(node.input(slot)) for slot in (0, 1))
             if data and weight and weight.constant is not None:

@@ -254,6 +254,22 @@ class _Reader:
             node, "relu", args=(x,), what="relu", natural=self.natural[x.name], ceiling=ceiling
         )
 
+    def _read_norm(self, node: fx.Node, spec: OpSpec) -> Any:
+        """Nothing, of a norm that was folded and is still called: it hands its input on."""
+        x: Any = node.args[0]
+        if node.target is not torch.ops.aten.batch_norm.default or node.args[5]:
+            return None
+        value = x.meta["val"]
+        try:
+            known = [self._constant_value(setting) for setting in node.args[1:]]
+        except KeyError:
+            return None
+        channels = known[2].numel() if isinstance(known[2], Tensor) else 0
+        probe = torch.arange(-2, 3, dtype=value.dtype)[:, None].expand(-1, channels)
+        with torch.no_grad():
+            same = torch.equal(torch.ops.aten.batch_norm(probe, *known), probe)
+        return self._ref(x) if channels and same else None
+
     def _read_add(self, node: fx.Node, spec: OpSpec) -> Any:
         """A sum in integers, if every operand is made of integers."""
         args = self._resolved(node.args)

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from bevquant_export.sparse.portable._emit import Emitter, Settings
 
 __all__ = ["Accumulators", "Floats", "Held", "Integers", "Sum"]
 
 _LOW = -128.0
+_ZERO = 128  # of uint8
+Channels = tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -44,6 +48,24 @@ class _Tensor:
             self.made[amax] = self._integers(amax, name)
         return self.made[amax]
 
+    def selected(self, channels: Channels, relu: bool, name: str, path: str) -> Held:
+        """Some channels, with a ReLU behind them or not."""
+        raise NotImplementedError
+
+    def _taken(self, tensor: str, channels: Channels, name: str, axis: int = 1) -> str:
+        """Entries of an axis: of equal steps by Slice, which copies them at once."""
+        first, last = channels[0], channels[-1]
+        step = channels[1] - first if len(channels) > 1 else 1
+        if step > 0 and channels == tuple(range(first, last + 1, step)):
+            given = {"starts": first, "ends": last + 1, "axes": axis, "steps": step}
+            ends = [
+                self.emitter.constant(f"{name}.{what}", np.array([number], np.int64))
+                for what, number in given.items()
+            ]
+            return self.emitter.standard("Slice", [tensor, *ends], name, path=self.path)
+        index = self.emitter.constant(f"{name}.channels", np.array(channels, np.int64))
+        return self.emitter.standard("Gather", [tensor, index], name, {"axis": axis})
+
     def _call(self, function: str, inputs: list[str], name: str, settings: Settings) -> str:
         return self.emitter.call(function, inputs, name, settings, path=self.path)[0]
 
@@ -60,6 +82,12 @@ class Floats(_Tensor):
 
     tensor: str
 
+    def selected(self, channels: Channels, relu: bool, name: str, path: str) -> Floats:
+        """Some channels."""
+        made = self._taken(self.tensor, channels, name)
+        made = _relu(self.emitter, made, name) if relu else made
+        return Floats(emitter=self.emitter, name=name, path=path, tensor=made)
+
     def _floats(self, name: str) -> str:
         return self.tensor
 
@@ -73,6 +101,14 @@ class Integers(_Tensor):
 
     tensor: str
     amax: float
+
+    def selected(self, channels: Channels, relu: bool, name: str, path: str) -> Integers:
+        """Some channels."""
+        made = self._taken(self.tensor, channels, name)
+        if relu:
+            zero = self.emitter.constant("zero point", np.array(_ZERO, np.uint8))
+            made = self.emitter.standard("Clip", [made, zero], f"{name}.relu", path=path)
+        return Integers(emitter=self.emitter, name=name, path=path, tensor=made, amax=self.amax)
 
     def _floats(self, name: str) -> str:
         return self._call("DequantizeInt8", [self.tensor], name, {"range": self.amax})
@@ -99,6 +135,14 @@ class Accumulators(_Tensor):
     input_range: float
     relu: bool
 
+    def selected(self, channels: Channels, relu: bool, name: str, path: str) -> Accumulators:
+        """Some channels, not yet rounded."""
+        ranges = self._taken(self.weight_ranges, channels, f"{name}.weight_ranges", axis=0)
+        return replace(
+            self, sums=self._taken(self.sums, channels, name), weight_ranges=ranges, name=name,
+            path=path, relu=self.relu or relu, made={},
+        )  # fmt: skip
+
     def _floats(self, name: str) -> str:
         inputs, settings = [self.sums, self.weight_ranges], {"input_range": self.input_range}
         made = self._call("Dequantize", inputs, name, settings)
@@ -122,6 +166,15 @@ class Sum(_Tensor):
     range_a: float
     range_b: float
     relu: bool = False
+
+    def selected(self, channels: Channels, relu: bool, name: str, path: str) -> Sum:
+        """Some channels, not yet rounded."""
+        a, b = (
+            self._taken(tensor, channels, f"{name}.{which}")
+            for which, tensor in (("a", self.a), ("b", self.b))
+        )
+        relu = self.relu or relu
+        return replace(self, a=a, b=b, name=name, path=path, relu=relu, made={})
 
     def behind_relu(self, name: str, path: str) -> Sum:
         """The same sum with a ReLU behind it."""

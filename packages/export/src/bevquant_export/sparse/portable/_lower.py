@@ -19,6 +19,8 @@ from bevquant_export.sparse._graph import (
     Node,
     Relu,
     Scatter,
+    Select,
+    first_on_input,
     inputs_of,
 )
 from bevquant_export.sparse._ranges import tensor_ranges
@@ -100,14 +102,14 @@ class _Lowering:
 
     def _input(self) -> None:
         graph = self.graph
-        first = next((n for n in graph.nodes if isinstance(n, Conv) and n.x == graph.input), None)
+        first = first_on_input(graph)
         if first is None:
             raise ValueError("no convolution reads the input, so its grid is unknown")
         sites = self.surroundings.given(first.input_spatial_shape)
         found = self.surroundings.map_of(sites)[2]
         checked = self.emitter.call("DistinctVoxels", ["features", found], "features checked")[0]
         self.sites[graph.input] = sites
-        self.shapes[graph.input] = ("voxels", first.in_channels)
+        self.shapes[graph.input] = ("voxels", graph.channels)
         self.held[graph.input] = Floats(emitter=self.emitter, name="features", tensor=checked)
 
     def _step(self, node: Node) -> None:
@@ -121,6 +123,8 @@ class _Lowering:
             self.held[node.y] = self._concat(node)
         elif isinstance(node, Fold):
             self.held[node.y] = self._fold(node)
+        elif isinstance(node, Select):
+            self.held[node.y] = self._select(node)
         elif isinstance(node, Scatter):
             self.held[node.y] = self._scatter(node)
         else:
@@ -211,6 +215,13 @@ class _Lowering:
         settings = {"keepdims": 0}
         summed = emitter.standard("ReduceSum", [split, axes], name, settings, path=path)
         return self._stored(self._floats(node, summed), node.y, node)
+
+    def _select(self, node: Select) -> Held:
+        sites = self.sites[node.y] = self._on_voxels(node, node.x)
+        self.shapes[node.y] = (sites.rows, len(node.channels))
+        relu = node.activation == "ReLU"
+        made = self.held[node.x].selected(node.channels, relu, node.name, node.path)
+        return self._stored(made, node.y, node)
 
     def _add(self, node: Add) -> Held:
         self.sites[node.y] = self._on_same_voxels(node, node.x, node.other)
