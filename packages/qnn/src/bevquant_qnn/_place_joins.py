@@ -1,9 +1,9 @@
-"""Putting quantizers on additions and concatenations, whatever the class that computes them."""
+"""Putting quantizers on what forwards add, concatenate and multiply, whatever their class."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -14,6 +14,7 @@ from bevquant_qnn._add import QuantAdd
 from bevquant_qnn._concat import QuantConcat
 from bevquant_qnn._config import QuantConfig
 from bevquant_qnn._float_parts import float_functions
+from bevquant_qnn._held_weight import PRODUCT_CALLS, Product, holds_weight
 from bevquant_qnn._join_calls import JoinSite, Site, Target, join_class, plan_of
 from bevquant_qnn._kinds import ends_in_conv, is_library_module, is_quantized, is_table
 from bevquant_qnn._result import QuantizedModule, SkippedModule
@@ -30,11 +31,12 @@ class Join:
 
     Attributes:
         call: The call of the module that makes it.
-        kind: ``"add"`` or ``"cat"``.
+        kind: ``"add"``, ``"cat"`` or ``"product"``.
         site: Where in the forward it is made, and `occurrence` the how many-th time in this call.
         steps: What the model computes, `node` the step; None where it is in none.
         planned: It has its quantizer already.
         hidden: It changes a tensor in place that is read under another name.
+        product: What is multiplied, of a product.
     """
 
     call: Call
@@ -45,13 +47,14 @@ class Join:
     node: fx.Node | None
     planned: bool = False
     hidden: bool = False
+    product: Product | None = None
 
     @property
     def operands(self) -> list[object]:
         """What is added or concatenated."""
         assert self.node is not None
-        if self.kind == "add":
-            return list(self.node.args[:2])
+        if self.kind != "cat":
+            return list(self.node.args[: 2 if self.kind == "add" else 1])
         given = self.node.args[0] if self.node.args else self.node.kwargs.get("tensors")
         return list(given) if isinstance(given, list | tuple) else [given]
 
@@ -80,15 +83,25 @@ class Followed:
     same: dict[object, object] = field(default_factory=dict)
 
 
-def may_join(module: nn.Module) -> bool:
+def may_join(module: nn.Module, *, ahead: bool = False) -> bool:
     """Tell whether the module's forward may join tensors that quantized layers make or read.
 
     That is one of the author's, around such layers, and those of spconv's tables.
+
+    Args:
+        module: Whose forward.
+        ahead: Products that are not quantized yet count as layers.
     """
+
+    def is_layer(child: nn.Module) -> bool:
+        return is_quantized(child) or (
+            ahead and holds_weight(child) and not is_library_module(child)
+        )
+
     return is_table(module) or (
         not is_library_module(module)
         and not is_quantized(module)
-        and any(is_quantized(child) for child in module.modules())
+        and any(map(is_layer, module.modules()))
     )
 
 
@@ -97,12 +110,15 @@ def quantize_joins(
     config: QuantConfig,
     found: Followed,
     observed: bool,
+    kept: Collection[nn.Module] = (),
 ) -> tuple[list[QuantizedModule], list[SkippedModule], list[tuple[Join, nn.Module, Target]]]:
-    """Quantize the additions and concatenations in the forward of every module of the model.
+    """Quantize what the forward of every module of the model adds, concatenates and multiplies.
 
     - An addition of sparse tensors or their features becomes `self.quant_add(a, b)`.
     - A dense addition behind a convolution gets `self.residual_quantizer` on the other operand,
       the one with fewer layers before it: TensorRT then adds inside the convolution.
+    - A product with a parameter that the forward applies by a function, as `F.conv2d`, instead of
+      calling a layer goes through a quantized layer over that parameter.
     - A concatenation fed by or read by quantized layers becomes `self.quant_concat(…)`. One that
       nothing reads stays float, unless a part of the model hands on what its layers made.
 
@@ -113,6 +129,7 @@ def quantize_joins(
         config: What to quantize.
         found: What the model computes.
         observed: Whether example inputs were given.
+        kept: Layers that the settings leave float.
 
     Returns:
         What was added, what stays float, and for each join that has a child now, which.
@@ -120,11 +137,17 @@ def quantize_joins(
     done: list[QuantizedModule] = []
     skipped: list[SkippedModule] = []
     placed: list[tuple[Join, nn.Module, Target]] = []
-    if not (config.quantize_add or config.quantize_concat):
-        return done, skipped, placed
     own: dict[nn.Module, list[Join]] = defaultdict(list)
     for join in found.joins:
         own[join.call.module].append(join)
+    for path, module in list(model.named_modules()):
+        products = [join for join in own[module] if join.kind == "product"]
+        placer = _Placer(path, module, products, config, kept)
+        placer.place()
+        done += placer.done
+        placed += placer.placed
+    if not (config.quantize_add or config.quantize_concat):
+        return done, skipped, placed
     for path, module in model.named_modules():
         if not may_join(module):
             continue
@@ -140,7 +163,8 @@ def quantize_joins(
             )
             skipped.append(SkippedModule(path, reason))
             continue
-        placer = _Placer(path, module, own[module], config)
+        joins = [join for join in own[module] if join.kind != "product"]
+        placer = _Placer(path, module, joins, config, kept)
         placer.place()
         done += placer.done
         functions = {
@@ -161,10 +185,15 @@ class _Placer:
     """Decides on the joins of one module and adds the children that they are sent to."""
 
     def __init__(
-        self, path: str, module: nn.Module, joins: list[Join], config: QuantConfig
+        self,
+        path: str,
+        module: nn.Module,
+        joins: list[Join],
+        config: QuantConfig,
+        kept: Collection[nn.Module],
     ) -> None:
         self._path, self._module, self._config = path, module, config
-        self._joins = joins
+        self._joins, self._kept = joins, kept
         self._targets: dict[tuple[Site, int], Target] = {}
         self.done: list[QuantizedModule] = []
         self.skipped: list[SkippedModule] = []
@@ -174,6 +203,9 @@ class _Placer:
         for join in self._joins:
             if not join.planned:
                 first.setdefault((join.site, join.occurrence), join)
+        for join in first.values():
+            if join.product is not None and join.node is not None:
+                self._product(join, join.product)
         for join in first.values():
             if join.kind == "add" and self._config.quantize_add:
                 self._add(join)
@@ -203,6 +235,26 @@ class _Placer:
             both = [t or (before[i] if i < len(before) else None) for i, t in enumerate(targets)]
             known[site] = JoinSite(site, tuple(both), frozenset(passes[site].values()))
         return tuple(known.values())
+
+    def _product(self, join: Join, product: Product) -> None:
+        names = product.names_in(self._module)
+        if names is None or not join.steps.is_tensor(join.operands[0]):
+            return
+        kind = PRODUCT_CALLS[product.function]
+        linear = issubclass(kind, nn.Linear)
+        holder = names[0].rpartition(".")[0]
+        owner = self._module.get_submodule(holder)
+        left = self._config.excluded_by(self._full(holder) if holder else self._path)
+        if owner in self._kept or left or (linear and not self._config.quantize_linear):
+            return
+        name = self._new_name("quant_linear" if linear else "quant_conv")
+        if self._allowed(name):
+            child = kind.of(
+                self._module, product, names,
+                quant_desc_input=self._config.input_descriptor(),
+                quant_desc_weight=self._config.weight_descriptor(0),
+            )  # fmt: skip
+            self._attach(join, Target(name), child, f"product with {self._full(names[0])}")
 
     def _add(self, join: Join) -> None:
         node, steps = join.node, join.steps
