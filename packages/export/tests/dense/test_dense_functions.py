@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bevquant_export import export_qdq_onnx, lift_horizon_onnx, lint_onnx
+from bevquant_export.dense import _torch_form
+from bevquant_export.floats._torch_exporter import exported
 from bevquant_int8sim import simulate
 
 Fixture = Callable[..., Any]
@@ -227,3 +229,26 @@ def test_a_layer_that_quantizes_its_input_alone_has_a_pair_before_float_weights(
     (made,), operators = run(file, x, optimised=False)
     assert (operators["QuantizeLinear"], operators["DequantizeLinear"]) == (1, 1)
     torch.testing.assert_close(made, simulate(model, x)(x), rtol=1e-5, atol=1e-6)
+
+
+def test_a_form_of_torchs_exporter_is_made_once(
+    calibrated: Fixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        made.append(args[0])
+        return exported(*args, **kwargs)
+
+    monkeypatch.setattr(_torch_form, "exported", noted)
+    monkeypatch.setattr(_torch_form, "_known", {})
+    x = torch.randn(2, 4, 6, 6)
+    model = calibrated(nn.Sequential(*[Behind(lambda x: x.cumsum(-1)) for _ in range(2)]), x)
+    files = [export_qdq_onnx(model, x, tmp_path / f"{name}.onnx") for name in "ab"]
+    assert len(made) == 1  # of two calls in each of two files
+    assert files[0].path.read_bytes() == files[1].path.read_bytes()
+    export_qdq_onnx(model, x, tmp_path / "c.onnx", "horizon")  # of an earlier operator set
+    assert len(made) == 2
+    monkeypatch.setattr(_torch_form, "_MOST", 1)
+    _torch_form._remember("another", (None, 0))
+    assert list(_torch_form._known) == ["another"]
