@@ -64,20 +64,43 @@ def test_functions_of_floats_are_torchs(
     export_qdq_onnx(model, x, tmp_path / "mapper.onnx", "horizon")
 
 
-@pytest.mark.parametrize("masked", [False, True])
+MASKS: dict[str, Callable[[Tensor], dict[str, Any]]] = {
+    "none": lambda x: {},
+    "added": lambda x: {"attn_mask": x.abs().mean(1, keepdim=True)},
+    # Also rows of which nothing is left.
+    "truth": lambda x: {"attn_mask": (x > 0.3) & (x.mean(-1, keepdim=True) > 0)},
+    "of keys": lambda x: {"attn_mask": x.mean((1, 2))[:, None, None] > 0},
+    "causal": lambda x: {"is_causal": True},
+}
+
+
+@pytest.mark.parametrize("profile", ["onnxruntime", "horizon"])
+@pytest.mark.parametrize("mask", MASKS)
 def test_attention_is_written_without_torchs_exporter(
-    masked: bool, calibrated: Fixture, run: Fixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mask: str,
+    profile: str,
+    calibrated: Fixture,
+    run: Fixture,
+    once: Fixture,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def attend(x: Tensor) -> Tensor:
-        mask = x.abs().mean(1, keepdim=True) if masked else None
-        return F.scaled_dot_product_attention(x, x * 2, x + 1, attn_mask=mask)
+        return F.scaled_dot_product_attention(x, x * 2, x + 1, **MASKS[mask](x))
 
     x = torch.randn(2, 4, 6, 6)
-    model = calibrated(Behind(attend), x)
-    monkeypatch.setattr("bevquant_export.dense._emit.torch_form", None)
-    file = export_qdq_onnx(model, x, tmp_path / "net.onnx")
-    (made,), _ = run(file, x, optimised=False)
-    torch.testing.assert_close(made, simulate(model, x)(x), rtol=1e-4, atol=1e-5)
+    model = once(mask, lambda: calibrated(Behind(attend), x))
+
+    def others(graph: Any, step: Any, *rest: Any) -> Any:
+        assert "attention" not in step.attributes["what"]
+        return _torch_form.torch_form(graph, step, *rest)
+
+    monkeypatch.setattr("bevquant_export.dense._emit.torch_form", others)
+    file = export_qdq_onnx(model, x, tmp_path / "net.onnx", profile)
+    assert not [f for f in lint_onnx(file.path, profile) if f.severity == "error"]
+    if profile == "onnxruntime":
+        (made,), _ = run(file, x, optimised=False)
+        torch.testing.assert_close(made, simulate(model, x)(x), rtol=1e-4, atol=1e-5)
 
 
 def _drawn_over(x: Tensor) -> Tensor:
