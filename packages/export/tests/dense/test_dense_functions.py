@@ -26,6 +26,7 @@ FLOATS: dict[str, Callable[[Tensor], Tensor]] = {
     "clamp": lambda x: x.clamp(-0.2, 0.3),
     "at least": lambda x: torch.clamp(x, min=-0.2),
     "matmul": lambda x: torch.matmul(x, x.transpose(-1, -2)),
+    "matmul of batches": lambda x: torch.bmm(x.flatten(1, 2), x.mean(1)),
     "glu": lambda x: F.glu(x, 1),
     "prelu": lambda x: F.prelu(x, torch.tensor([0.1, -0.2, 0.3, 0.0])),
     "prelu of a slope": nn.PReLU(),

@@ -185,7 +185,7 @@ NAMED: dict[str, Callable[[Graph, Step, Read, Sizes], str | None]] = {
     "guarded_div": _guarded_div,
     "layer_norm": _layer_norm,
     "scaled_dot_product_attention": _attention,
-    "matmul": _matmul,
+    **dict.fromkeys(("matmul", "bmm", "mm"), _matmul),
     "mean": _mean,
     "sum": _sum,
 }
