@@ -90,8 +90,11 @@ def may_join(module: nn.Module, *, ahead: bool = False) -> bool:
 
     Args:
         module: Whose forward.
-        ahead: Products that are not quantized yet count as layers.
+        ahead: Products that are not quantized yet count as layers, and so does a module that is
+            nothing but its forward: it may join what the layers around it make.
     """
+    if ahead and is_bare(module):
+        return True
 
     def is_layer(child: nn.Module) -> bool:
         return is_quantized(child) or (
@@ -103,6 +106,12 @@ def may_join(module: nn.Module, *, ahead: bool = False) -> bool:
         and not is_quantized(module)
         and any(map(is_layer, module.modules()))
     )
+
+
+def is_bare(module: nn.Module) -> bool:
+    """Tell whether the module is a forward of the author's and holds nothing: ``Concat(dim)``."""
+    held = (module.children(), module.parameters(), module.buffers())
+    return not is_library_module(module) and all(next(iter(of), None) is None for of in held)
 
 
 def quantize_joins(
@@ -148,8 +157,8 @@ def quantize_joins(
         placed += placer.placed
     if not (config.quantize_add or config.quantize_concat):
         return done, skipped, placed
-    for path, module in model.named_modules():
-        if not may_join(module):
+    for path, module in list(model.named_modules()):
+        if not may_join(module) and not own[module]:
             continue
         pattern = config.excluded_by(path)
         reason = found.unfollowed.get(path) if pattern is None else f"it is excluded by {pattern!r}"
@@ -193,7 +202,7 @@ class _Placer:
         kept: Collection[nn.Module],
     ) -> None:
         self._path, self._module, self._config = path, module, config
-        self._joins, self._kept = joins, kept
+        self._joins, self._kept, self._bare = joins, kept, is_bare(module)
         self._targets: dict[tuple[Site, int], Target] = {}
         self.done: list[QuantizedModule] = []
         self.skipped: list[SkippedModule] = []
@@ -201,7 +210,9 @@ class _Placer:
     def place(self) -> None:
         first: dict[tuple[Site, int], Join] = {}
         for join in self._joins:
-            if not join.planned:
+            if self._bare and join.steps.lengths[self._module] > 1:
+                self._pass_over(join, "is that of a module which is called several times")
+            elif not join.planned:
                 first.setdefault((join.site, join.occurrence), join)
         for join in first.values():
             if join.product is not None and join.node is not None:
@@ -289,13 +300,14 @@ class _Placer:
     def _residual(self, join: Join, left: fx.Node, right: fx.Node) -> int | None:
         """Which operand is the residual: behind no convolution, or with fewer layers before it."""
         steps = join.steps
+        around = self._around(join)
         behind = [
-            any(ends_in_conv(child) for child in steps.producers(value, join.call))
+            any(ends_in_conv(child) for child in steps.producers(value, around))
             for value in (left, right)
         ]
         if not all(behind):
             return behind.index(False) if any(behind) else None
-        depths = steps.depths(join.call)
+        depths = steps.depths(around)
         return 1 if depths.get(left, 0) >= depths.get(right, 0) else 0
 
     def _concat(self, join: Join) -> None:
@@ -317,8 +329,9 @@ class _Placer:
         if not steps.is_read(node) and (computed or not self._path):
             self._pass_over(join, "is an output of the model, or places, that no layer reads")
             return
-        readers = steps.readers(node, join.call)
-        feeders = [child for value in nodes for child in steps.producers(value, join.call)]
+        outer = self._around(join)
+        readers = steps.readers(node, outer)
+        feeders = [child for value in nodes for child in steps.producers(value, outer)]
         around = (m for child in (*readers, *feeders) for m in child.modules())
         if not is_table(self._module) and not any(map(is_quantized, around)):
             self._pass_over(join, "is neither fed nor read by a quantized layer")
@@ -327,6 +340,13 @@ class _Placer:
         if self._allowed(name):
             child = QuantConcat(dim, quant_desc_input=self._config.input_descriptor())
             self._attach(join, Target(name), child, "concatenation")
+
+    def _around(self, join: Join) -> Call:
+        """The call whose layers make and read what is joined: of a bare module, its caller's."""
+        assert join.node is not None
+        calls = [c for c in join.steps.calls(join.node) if c != join.call]
+        calls = [c for c in calls if not is_bare(c.module)]
+        return calls[-1] if self._bare and calls else join.call
 
     def _new_name(self, base: str) -> str:
         names = (base if index == 0 else f"{base}_{index}" for index in count())
