@@ -276,3 +276,35 @@ def test_a_form_of_torchs_exporter_is_made_once(
     monkeypatch.setattr(_torch_form, "_MOST", 1)
     _torch_form._remember("another", (None, 0))
     assert list(_torch_form._known) == ["another"]
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("profile", ["tensorrt", "onnxruntime", "horizon"])
+def test_group_norm_is_written_without_torchs_exporter(
+    affine: bool,
+    profile: str,
+    calibrated: Fixture,
+    once: Fixture,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = torch.randn(2, 4, 6, 6) * 3
+
+    def make() -> nn.Module:
+        norm = nn.GroupNorm(2, 4, eps=1e-3, affine=affine)
+        for parameter in norm.parameters():
+            nn.init.normal_(parameter)
+        return calibrated(Behind(norm), x)
+
+    model = once(f"group norm {affine}", make)
+    monkeypatch.setattr("bevquant_export.dense._emit.torch_form", None)
+    free = profile != "horizon"
+    file = export_qdq_onnx(model, x, tmp_path / "net.onnx", profile, dynamic_batch=free)
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    proto = lift_horizon_onnx(file.path).SerializeToString()
+    session = onnxruntime.InferenceSession(proto, options, providers=["CPUExecutionProvider"])
+    for frame in (x, x[:1] + 1) if free else (x,):
+        (made,) = session.run(None, {session.get_inputs()[0].name: frame.numpy()})
+        want = simulate(model, x)(frame)
+        torch.testing.assert_close(torch.from_numpy(made), want, rtol=1e-4, atol=1e-5)
