@@ -382,3 +382,30 @@ def test_a_convolution_that_does_more_than_apply_its_weight_keeps_its_batch_norm
     result = fuse_model(model, torch.randn(1, 4, 8, 8, dtype=torch.float64))
     assert not result.fused
     assert "forward of its own" in result.skipped[0].reason or "follows" in result.skipped[0].reason
+
+
+class NormedConv(nn.Conv2d):
+    """Calls its norm and its activation by itself, as detectron2's layer does."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.norm, self.activation = nn.BatchNorm2d(self.out_channels), nn.ReLU()
+
+    def forward(self, x):
+        return self.activation(self.norm(super().forward(x)))
+
+
+class ActBeforeNorm(NormedConv):
+    def forward(self, x):
+        return self.norm(self.activation(F.conv2d(x, self.weight, self.bias)))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_convolution_takes_the_batch_norm_that_its_own_forward_calls(bias, randomise):
+    model = randomise(nn.Sequential(NormedConv(4, 6, 3, bias=bias))).double()
+    x = torch.randn(1, 4, 8, 8, dtype=torch.float64)
+    result = fuse_model(model, x)
+    assert [(f.conv, f.bn) for f in result.fused] == [("0", "0.norm")]
+    torch.testing.assert_close(result.model(x), model(x))
+    kept = fuse_model(randomise(nn.Sequential(ActBeforeNorm(4, 6, 3, bias=bias))).double(), x)
+    assert not kept.fused

@@ -349,3 +349,27 @@ def test_what_float32_rounds_on_the_way_counts_behind_a_move(
     program, sizes = seen[-1]
     found = {step.attributes.get("what"): sizes.get(step.outputs[0]) for step in program.steps}
     assert found["layer_norm"] < found["softmax"] < found["mul"] == found["transpose"]
+
+
+class Uneven(nn.Conv2d):
+    """Pads one side alone, then applies its weight; its activation is a member of its own."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.after = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.pad(x, (0, 1, 0, 1))
+        return self.after(F.conv2d(x, self.weight, self.bias, self.stride))
+
+
+@pytest.mark.parametrize("profile", ["tensorrt", "onnxruntime", "horizon"])
+def test_a_layer_with_a_forward_of_its_own_runs_in_integers(
+    profile: str, calibrated: Fixture, tmp_path: Path
+) -> None:
+    x = torch.randn(1, 3, 8, 8)
+    model = calibrated(nn.Sequential(Uneven(3, 8, 2, 2), Uneven(8, 4, 2)), x)
+    computed = [s.op for s in simulate(model, x).steps if s.op not in ("host", "require", "move")]
+    assert computed == ["quantize", "conv", "conv"]
+    file = export_qdq_onnx(model, x, tmp_path / "net.onnx", profile)
+    assert not any(row.different for row in compare_qdq_onnx(file, model, x))

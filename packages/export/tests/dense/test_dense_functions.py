@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bevquant_export import export_qdq_onnx, lift_horizon_onnx, lint_onnx
+from bevquant_export.dense import _torch_form
+from bevquant_export.floats._torch_exporter import exported
 from bevquant_int8sim import simulate
 
 Fixture = Callable[..., Any]
@@ -24,6 +26,7 @@ FLOATS: dict[str, Callable[[Tensor], Tensor]] = {
     "clamp": lambda x: x.clamp(-0.2, 0.3),
     "at least": lambda x: torch.clamp(x, min=-0.2),
     "matmul": lambda x: torch.matmul(x, x.transpose(-1, -2)),
+    "matmul of batches": lambda x: torch.bmm(x.flatten(1, 2), x.mean(1)),
     "glu": lambda x: F.glu(x, 1),
     "prelu": lambda x: F.prelu(x, torch.tensor([0.1, -0.2, 0.3, 0.0])),
     "prelu of a slope": nn.PReLU(),
@@ -62,20 +65,43 @@ def test_functions_of_floats_are_torchs(
     export_qdq_onnx(model, x, tmp_path / "mapper.onnx", "horizon")
 
 
-@pytest.mark.parametrize("masked", [False, True])
+MASKS: dict[str, Callable[[Tensor], dict[str, Any]]] = {
+    "none": lambda x: {},
+    "added": lambda x: {"attn_mask": x.abs().mean(1, keepdim=True)},
+    # Also rows of which nothing is left.
+    "truth": lambda x: {"attn_mask": (x > 0.3) & (x.mean(-1, keepdim=True) > 0)},
+    "of keys": lambda x: {"attn_mask": x.mean((1, 2))[:, None, None] > 0},
+    "causal": lambda x: {"is_causal": True},
+}
+
+
+@pytest.mark.parametrize("profile", ["onnxruntime", "horizon"])
+@pytest.mark.parametrize("mask", MASKS)
 def test_attention_is_written_without_torchs_exporter(
-    masked: bool, calibrated: Fixture, run: Fixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mask: str,
+    profile: str,
+    calibrated: Fixture,
+    run: Fixture,
+    once: Fixture,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def attend(x: Tensor) -> Tensor:
-        mask = x.abs().mean(1, keepdim=True) if masked else None
-        return F.scaled_dot_product_attention(x, x * 2, x + 1, attn_mask=mask)
+        return F.scaled_dot_product_attention(x, x * 2, x + 1, **MASKS[mask](x))
 
     x = torch.randn(2, 4, 6, 6)
-    model = calibrated(Behind(attend), x)
-    monkeypatch.setattr("bevquant_export.dense._emit.torch_form", None)
-    file = export_qdq_onnx(model, x, tmp_path / "net.onnx")
-    (made,), _ = run(file, x, optimised=False)
-    torch.testing.assert_close(made, simulate(model, x)(x), rtol=1e-4, atol=1e-5)
+    model = once(mask, lambda: calibrated(Behind(attend), x))
+
+    def others(graph: Any, step: Any, *rest: Any) -> Any:
+        assert "attention" not in step.attributes["what"]
+        return _torch_form.torch_form(graph, step, *rest)
+
+    monkeypatch.setattr("bevquant_export.dense._emit.torch_form", others)
+    file = export_qdq_onnx(model, x, tmp_path / "net.onnx", profile)
+    assert not [f for f in lint_onnx(file.path, profile) if f.severity == "error"]
+    if profile == "onnxruntime":
+        (made,), _ = run(file, x, optimised=False)
+        torch.testing.assert_close(made, simulate(model, x)(x), rtol=1e-4, atol=1e-5)
 
 
 def _drawn_over(x: Tensor) -> Tensor:
@@ -227,3 +253,58 @@ def test_a_layer_that_quantizes_its_input_alone_has_a_pair_before_float_weights(
     (made,), operators = run(file, x, optimised=False)
     assert (operators["QuantizeLinear"], operators["DequantizeLinear"]) == (1, 1)
     torch.testing.assert_close(made, simulate(model, x)(x), rtol=1e-5, atol=1e-6)
+
+
+def test_a_form_of_torchs_exporter_is_made_once(
+    calibrated: Fixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        made.append(args[0])
+        return exported(*args, **kwargs)
+
+    monkeypatch.setattr(_torch_form, "exported", noted)
+    monkeypatch.setattr(_torch_form, "_known", {})
+    x = torch.randn(2, 4, 6, 6)
+    model = calibrated(nn.Sequential(*[Behind(lambda x: x.cumsum(-1)) for _ in range(2)]), x)
+    files = [export_qdq_onnx(model, x, tmp_path / f"{name}.onnx") for name in "ab"]
+    assert len(made) == 1  # of two calls in each of two files
+    assert files[0].path.read_bytes() == files[1].path.read_bytes()
+    export_qdq_onnx(model, x, tmp_path / "c.onnx", "horizon")  # of an earlier operator set
+    assert len(made) == 2
+    monkeypatch.setattr(_torch_form, "_MOST", 1)
+    _torch_form._remember("another", (None, 0))
+    assert list(_torch_form._known) == ["another"]
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("profile", ["tensorrt", "onnxruntime", "horizon"])
+def test_group_norm_is_written_without_torchs_exporter(
+    affine: bool,
+    profile: str,
+    calibrated: Fixture,
+    once: Fixture,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = torch.randn(2, 4, 6, 6) * 3
+
+    def make() -> nn.Module:
+        norm = nn.GroupNorm(2, 4, eps=1e-3, affine=affine)
+        for parameter in norm.parameters():
+            nn.init.normal_(parameter)
+        return calibrated(Behind(norm), x)
+
+    model = once(f"group norm {affine}", make)
+    monkeypatch.setattr("bevquant_export.dense._emit.torch_form", None)
+    free = profile != "horizon"
+    file = export_qdq_onnx(model, x, tmp_path / "net.onnx", profile, dynamic_batch=free)
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    proto = lift_horizon_onnx(file.path).SerializeToString()
+    session = onnxruntime.InferenceSession(proto, options, providers=["CPUExecutionProvider"])
+    for frame in (x, x[:1] + 1) if free else (x,):
+        (made,) = session.run(None, {session.get_inputs()[0].name: frame.numpy()})
+        want = simulate(model, x)(frame)
+        torch.testing.assert_close(torch.from_numpy(made), want, rtol=1e-4, atol=1e-5)

@@ -67,7 +67,7 @@ def conv_problem(conv: nn.Module, *, own_forward: bool = False) -> str | None:
     problem = _extras(conv, () if own_forward else ("forward", "_conv_forward"))
     if problem is not None:
         return problem
-    for attribute in ("act_type", "activation", "act"):
+    for attribute in () if own_forward else ("act_type", "activation", "act"):
         value: Any = getattr(conv, attribute, None)
         if value is not None and getattr(value, "name", "") != "None_":
             return f"{name} applies an activation of its own ({attribute}={value})"

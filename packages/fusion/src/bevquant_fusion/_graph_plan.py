@@ -12,8 +12,10 @@ from collections import defaultdict
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 
 from bevquant_graph import Graph, op_spec
 from bevquant_sparse import is_sparse_conv
@@ -22,6 +24,8 @@ from ._fold import Fold, NormPaths, Skipped, layer_problem, tensor_owners, tied_
 from ._foldable import bn_problem, has_hooks, is_convolution, out_channels
 
 _SHAPE_OF_SECOND = ("reshape_as", "view_as", "expand_as")
+_CONVOLUTIONS = {F.conv1d, F.conv2d, F.conv3d}
+_PRODUCTS = _CONVOLUTIONS | {F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, F.linear}
 _BATCH_NORM = torch.ops.aten.batch_norm.default
 
 
@@ -39,6 +43,23 @@ def from_graph(model: nn.Module, graph: Graph) -> dict[str, Fold | Skipped]:
         except _Refused as refusal:
             found[path] = Skipped(path, str(refusal), graph.location(nodes[0]))
     return found
+
+
+class _Products(TorchFunctionMode):
+    """Notes whether what multiplies by a layer's weight adds the layer's bias."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer = layer
+        self.with_bias: list[bool] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        given = [*args, *(kwargs or {}).values()]
+        if func in _PRODUCTS and any(value is self.layer.weight for value in given):
+            self.with_bias.append(any(value is self.layer.bias for value in given))
+        return func(*args, **(kwargs or {}))
 
 
 class _Reader:
@@ -214,20 +235,21 @@ class _Reader:
         return bias is None and module.bias is None and self.would_read_bias(conv, made)
 
     def would_read_bias(self, conv: str, made: fx.Node) -> bool:
-        """Whether a layer without a bias adds the one that it is given: it makes that of zeros."""
+        """Whether a layer without a bias hands the one that it is given to its product."""
         own = {n for n in self.layers[conv] if self.graph.call(n)[1] == self.graph.call(made)[1]}
         read = {v for n in own for v in n.all_input_nodes} - own
         given = [v for v in read if _is_float(v) and not self.graph.constant_path(v)]
         sizes = _sizes(given[0].meta["val"].shape) if len(given) == 1 else None
         module: Any = copy.deepcopy(self.modules[conv])
-        value = torch.ones(out_channels(module), dtype=module.weight.dtype)
+        value = torch.zeros(out_channels(module), dtype=module.weight.dtype)
         module.bias = nn.Parameter(value.to(module.weight.device), requires_grad=False)
+        products = _Products(module)
         try:
-            with torch.no_grad():
-                zeros = torch.zeros(sizes or [], dtype=value.dtype, device=module.weight.device)
-                return bool((module(zeros) == 1).all())
+            with torch.no_grad(), products:
+                module(torch.zeros(sizes or [], dtype=value.dtype, device=module.weight.device))
         except Exception:  # whatever a forward of one's own says to zeros
             return False
+        return bool(products.with_bias) and all(products.with_bias)
 
     # What stands against it
 

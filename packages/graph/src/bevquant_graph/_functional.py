@@ -1,9 +1,9 @@
 """One flat graph without in-place writes: every operation makes a new value, for the right readers.
 
 ``y = relu_(x)`` becomes ``y = relu(x)`` and whoever reads x afterwards reads y. That is all where
-no other tensor shares x's memory, which the traced storages tell exactly. Writes through views, to
-slices, to inputs or buffers, and `torch.vmap`, take torch's functionalization, which traces the
-graph once more.
+nobody reads another tensor of x's memory afterwards, which the traced storages tell exactly. Other
+writes through views and to slices, those to inputs or buffers, and `torch.vmap`, take torch's
+functionalization, which traces the graph once more, at twice the time of the first trace.
 """
 
 from __future__ import annotations
@@ -137,34 +137,36 @@ def _is_plain(node: fx.Node) -> bool:
     )
 
 
-def _storage(node: fx.Node) -> int | None:
-    value = node.meta.get("val")
-    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
+def _storages(node: fx.Node) -> set[int]:
+    """The memory of a tensor, or of the tensors of a list."""
+    tensors = [v for v in _flat(node.meta.get("val")) if isinstance(v, Tensor)]
+    return {tensor.untyped_storage()._cdata for tensor in tensors}
 
 
 def _alone(graph: fx.Graph, writes: list[fx.Node]) -> bool:
-    """Whether no view of what is written is read after the write, and no input is written."""
+    """Whether what shares the memory of what is written is read no more, and is no input.
+
+    As where a block's sum is written into a slice of a concatenation that nobody else reads.
+    """
     order = {node: index for index, node in enumerate(graph.nodes)}
     sharing: dict[int, list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
-        storage = _storage(node)
-        if storage is not None:
+        for storage in _storages(node):
             sharing[storage].append(node)
-    chains = set(writes)
+    begun: dict[fx.Node, fx.Node] = {}  # what a row of writes goes back to
     for node in writes:
         (old,) = _written(node)
-        storage = _storage(old)
-        if storage is None or old.op == "placeholder":
+        begun[node] = begun.get(old, old)
+    for node in writes:
+        shared = [other for s in _storages(begun[node]) for other in sharing[s]]
+        if not shared or shared[0].op != "call_function":
             return False
-        for other in sharing[storage]:
-            base = other is sharing[storage][0] and other.op == "call_function"
-            if other in chains or base or order[other] > order[node]:
-                continue  # the last is a view of what was written, and shows it
-            # A view from before: harmless if it is neither written nor read from here on.
-            if other is old or any(order[user] >= order[node] for user in other.users):
+        for other in shared:
+            if begun.get(other, other) is begun[node] or order[other] > order[node]:
+                continue  # its later readers read what was written; a later view shows it
+            # The rest, or a part, of the same memory: harmless if nobody reads it from here on.
+            if any(order[user] >= order[node] for user in other.users):
                 return False
-        if sharing[storage][0].op != "call_function":
-            return False
     return True
 
 

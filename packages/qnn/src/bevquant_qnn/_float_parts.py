@@ -8,6 +8,7 @@ from torch import nn
 
 from bevquant_qnn._attention import QuantMultiheadAttention
 from bevquant_qnn._config import QuantConfig
+from bevquant_qnn._held_weight import HeldWeight
 from bevquant_qnn._kinds import is_batch_norm, is_library_module, is_quantized
 from bevquant_qnn._replace import has_quantized_form
 from bevquant_qnn._result import SkippedModule
@@ -44,6 +45,8 @@ def float_layers(
         reported: Paths of layers that have a note already.
     """
     inside: set[str] = set()
+    held = [m for m in model.modules() if isinstance(m, HeldWeight)]
+    applied = {id(tensor) for m in held for tensor in (m.weight, m.bias)}
     for path, module in model.named_modules():
         parent = path.rpartition(".")[0]
         if isinstance(module, QuantMultiheadAttention):
@@ -54,7 +57,7 @@ def float_layers(
             or (path and parent in inside)
         ):
             inside.add(path)
-        elif path not in reported and _computes_with_own(module):
+        elif path not in reported and _computes_with_own(module, applied):
             pattern = config.excluded_by(path)
             yield SkippedModule(path, f"excluded by {pattern!r}" if pattern else _reason(module))
 
@@ -78,8 +81,8 @@ def float_functions(steps: Steps, module: nn.Module, *, products: bool) -> tuple
     return tuple(names)
 
 
-def _computes_with_own(module: nn.Module) -> bool:
-    own = [parameter for parameter in module._parameters.values() if parameter is not None]
+def _computes_with_own(module: nn.Module, applied: Collection[int]) -> bool:
+    own = [p for p in module._parameters.values() if p is not None and id(p) not in applied]
     if not own or has_quantized_form(module):
         return False
     # Parameters without gradient in an author's module hold a geometry or the like.

@@ -138,7 +138,8 @@ class _Reader:
         product = PRODUCTS.get(steps.spec(node).name)
         # A layer with a forward of its own is reported as a layer already.
         layer = isinstance(module, nn.modules.conv._ConvNd | nn.Linear) or is_library_module(module)
-        if product and steps.source is not None and not layer:
+        sent = (steps, node) in self.placed
+        if product and steps.source is not None and not layer and not sent:
             if (path, product) not in self.flow.products:
                 self.flow.products.append((path, product))
 

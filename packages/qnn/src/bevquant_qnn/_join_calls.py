@@ -1,12 +1,12 @@
-"""Additions and concatenations of a forward, sent to child modules while the forward runs.
+"""Additions, concatenations and products of a forward, sent to children while the forward runs.
 
 A module whose joins are quantized keeps its author's forward. Its class becomes a subclass of the
 same name, whose forward runs the author's under a `TorchFunctionMode`. The mode sees every call of
 a torch function; of those that the forward itself makes (no child module's forward lies between),
-it knows an addition by its place: functions, lines and columns from the call up to the forward,
-and how often that place was passed before in this call of the module. Places that the example did
-not show stay float. A place that is passed more or fewer times than then is an error, since nobody
-could say which of its quantizers is meant.
+it knows an addition (a product) by its place: functions, lines and columns from the call up to the
+forward, and how often that place was passed before in this call of the module. Places that the
+example did not show stay float. A place that is passed more or fewer times than then is an error,
+since nobody could say which of its quantizers is meant.
 
 While the forward runs, the children that joins are sent to are out of its sight, for a forward that
 goes through its own children (as DenseNet's blocks do) must not meet them.
@@ -29,6 +29,8 @@ from torch import Tensor, nn
 from torch.fx import _symbolic_trace
 from torch.overrides import TorchFunctionMode
 
+from bevquant_qnn._held_weight import PRODUCT_CALLS, HeldWeight, Product, product_of
+
 __all__ = [
     "CALLS",
     "JoinCall",
@@ -44,6 +46,7 @@ __all__ = [
 _ADDS = frozenset({torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__iadd__})
 _CATS = frozenset({torch.cat, torch.concat, torch.concatenate})
 _JOINS = _ADDS | _CATS
+_ALL = _JOINS | PRODUCT_CALLS.keys()
 _BASE, _PLAN = "_bevquant_float_class", "_bevquant_joins"
 _CHILDREN = "_bevquant_join_children"
 
@@ -102,6 +105,7 @@ class JoinCall(NamedTuple):
     lines: tuple[tuple[str, int], ...]
     inplace: bool
     planned: bool
+    product: Product | None = None
 
 
 @dataclass(eq=False)
@@ -123,13 +127,19 @@ class _JoinMode(TorchFunctionMode):
     """Entered for one call of `module`."""
 
     def __init__(
-        self, module: nn.Module, plan: dict[Site, JoinSite], note: Recorder | None
+        self,
+        module: nn.Module,
+        plan: dict[Site, JoinSite],
+        children: dict[str, nn.Module],
+        note: Recorder | None,
     ) -> None:
         super().__init__()
         self.module, self.plan, self.note = module, plan, note
         self.frame: FrameType | None = None
         self.passes: Counter[Site] = Counter()
-        self.children: dict[str, nn.Module | None] = {}
+        self.children = children
+        held = any(isinstance(child, HeldWeight) for child in children.values())
+        self.functions = _ALL if held or note is not None else _JOINS
         if note is not None:
             self.call = note.calls[module]
             note.calls[module] += 1
@@ -137,7 +147,7 @@ class _JoinMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func not in _JOINS:  # every function of torch comes here, so this is quick
+        if func not in self.functions:  # every function of torch comes here, so this is quick
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
         kind = _kind(func, args, kwargs)
@@ -156,12 +166,13 @@ class _JoinMode(TorchFunctionMode):
                 raise ValueError(self.other_form(planned, occurrence + 1))
             target = planned.targets[occurrence]
         inplace = func is Tensor.add_ or func is Tensor.__iadd__
+        product = product_of(func, args, kwargs) if kind == "product" else None
         if self.note is not None and (target is None or target.operand is not None):
             lines = tuple((f.f_code.co_filename, f.f_lineno) for f in reversed(frames))
             self.note.seen.append(
                 JoinCall(
                     self.module, self.call, kind, site, occurrence, lines, inplace,
-                    target is not None,
+                    target is not None, product and product._replace(x=None),
                 )
             )  # fmt: skip
             if inplace and (self.module, site) in self.note.apart:
@@ -170,12 +181,25 @@ class _JoinMode(TorchFunctionMode):
             return func(*args, **kwargs)
         self.refuse_checkpoint(frames)
         child: Any = self.children[target.name]
+        if product is not None:
+            return self.product(child, product, planned)
         if kind == "cat":
             return child(*_operands(args, kwargs))
         if target.operand is None:
             return child(*args)
         operands = [child(a) if i == target.operand else a for i, a in enumerate(args)]
         return func(*operands)
+
+    def product(self, child: HeldWeight, product: Product, planned: JoinSite | None) -> Any:
+        """What a product's layer makes of its input, if the product is still that layer's."""
+        if not child.is_layer_of(product):
+            place = "" if planned is None else f" in {planned.site[0].function}"
+            raise ValueError(
+                f"{type(self.module).__name__}: the product{place} has other parameters or "
+                "settings in this call than in the example, so it is not what was quantized; "
+                "quantize the model with example_inputs of the form it is called with"
+            )
+        return child(product.x)
 
     def refuse_checkpoint(self, frames: list[FrameType]) -> None:
         """What a checkpoint computes a second time, in the backward, would not be quantized."""
@@ -235,15 +259,15 @@ def _made(base: type[Any], plan: Plan, recorder: Recorder | None) -> type[Any]:
 
     @functools.wraps(base.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        joins = _JoinMode(self, places, recorder)
-        joins.frame = sys._getframe()
         outer = self.__dict__.get(_CHILDREN)  # of a call that is under way
         # In torch.export, `_modules` is a copy, and an attribute the child under its path.
         there = self.__dict__["_modules"]
         own = [name for name in there if name in names] if outer is None else []
         children = outer or {name: getattr(self, name) for name in own}
         hidden = {name: there.pop(name) for name in own}
-        self.__dict__[_CHILDREN] = joins.children = children
+        self.__dict__[_CHILDREN] = children
+        joins = _JoinMode(self, places, children, recorder)
+        joins.frame = sys._getframe()
         try:
             with joins:
                 result = base.forward(self, *args, **kwargs)
@@ -337,6 +361,8 @@ def _kind(func: Any, args: tuple[Any, ...], kwargs: Any) -> str | None:
     if func in _ADDS:
         two = len(args) == 2 and not kwargs and all(isinstance(a, Tensor) for a in args)
         return "add" if two else None
+    if func in PRODUCT_CALLS:
+        return "product"
     return "cat" if func in _CATS and "out" not in kwargs else None
 
 

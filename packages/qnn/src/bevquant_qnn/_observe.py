@@ -52,6 +52,9 @@ def observe(
     return found
 
 
+_PRODUCTS = frozenset({"linear", "conv1d", "conv2d", "conv3d"})
+
+
 class _Observer:
     def __init__(self, paths: dict[nn.Module, str], config: QuantConfig, found: Followed) -> None:
         self.paths, self.config, self.found = paths, config, found
@@ -61,7 +64,7 @@ class _Observer:
         watched = [
             m
             for m in root.modules()
-            if may_join(m) and self.config.excluded_by(self.paths[m]) is None
+            if may_join(m, ahead=True) and self.config.excluded_by(self.paths[m]) is None
         ]
         recorder, outputs = _recorded(root, watched, given, Recorder())
         opaque: dict[nn.Module, str] = {}
@@ -278,7 +281,7 @@ def _matched(steps: Steps, recorder: Recorder) -> list[tuple[Join, JoinCall]]:
         (
             Join(
                 Call(e.module, e.call), e.kind, e.site, e.occurrence, steps, where.get(id(e)),
-                e.planned,
+                e.planned, product=e.product,
             ),
             e,
         )
@@ -291,6 +294,8 @@ def _join_kind(steps: Steps, node: fx.Node) -> str | None:
     if spec.kind == "add":
         two = len(node.args) == 2 and not node.kwargs
         return "add" if two and all(_is_tensor(a) for a in node.args) else None
+    if spec.name in _PRODUCTS:
+        return "product"
     return "cat" if spec.name == "cat" else None
 
 

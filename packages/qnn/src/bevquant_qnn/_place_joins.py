@@ -1,9 +1,9 @@
-"""Putting quantizers on additions and concatenations, whatever the class that computes them."""
+"""Putting quantizers on what forwards add, concatenate and multiply, whatever their class."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -14,6 +14,7 @@ from bevquant_qnn._add import QuantAdd
 from bevquant_qnn._concat import QuantConcat
 from bevquant_qnn._config import QuantConfig
 from bevquant_qnn._float_parts import float_functions
+from bevquant_qnn._held_weight import PRODUCT_CALLS, Product, holds_weight
 from bevquant_qnn._join_calls import JoinSite, Site, Target, join_class, plan_of
 from bevquant_qnn._kinds import ends_in_conv, is_library_module, is_quantized, is_table
 from bevquant_qnn._result import QuantizedModule, SkippedModule
@@ -30,11 +31,12 @@ class Join:
 
     Attributes:
         call: The call of the module that makes it.
-        kind: ``"add"`` or ``"cat"``.
+        kind: ``"add"``, ``"cat"`` or ``"product"``.
         site: Where in the forward it is made, and `occurrence` the how many-th time in this call.
         steps: What the model computes, `node` the step; None where it is in none.
         planned: It has its quantizer already.
         hidden: It changes a tensor in place that is read under another name.
+        product: What is multiplied, of a product.
     """
 
     call: Call
@@ -45,13 +47,14 @@ class Join:
     node: fx.Node | None
     planned: bool = False
     hidden: bool = False
+    product: Product | None = None
 
     @property
     def operands(self) -> list[object]:
         """What is added or concatenated."""
         assert self.node is not None
-        if self.kind == "add":
-            return list(self.node.args[:2])
+        if self.kind != "cat":
+            return list(self.node.args[: 2 if self.kind == "add" else 1])
         given = self.node.args[0] if self.node.args else self.node.kwargs.get("tensors")
         return list(given) if isinstance(given, list | tuple) else [given]
 
@@ -80,16 +83,35 @@ class Followed:
     same: dict[object, object] = field(default_factory=dict)
 
 
-def may_join(module: nn.Module) -> bool:
+def may_join(module: nn.Module, *, ahead: bool = False) -> bool:
     """Tell whether the module's forward may join tensors that quantized layers make or read.
 
     That is one of the author's, around such layers, and those of spconv's tables.
+
+    Args:
+        module: Whose forward.
+        ahead: Products that are not quantized yet count as layers, and so does a module that is
+            nothing but its forward: it may join what the layers around it make.
     """
+    if ahead and is_bare(module):
+        return True
+
+    def is_layer(child: nn.Module) -> bool:
+        return is_quantized(child) or (
+            ahead and holds_weight(child) and not is_library_module(child)
+        )
+
     return is_table(module) or (
         not is_library_module(module)
         and not is_quantized(module)
-        and any(is_quantized(child) for child in module.modules())
+        and any(map(is_layer, module.modules()))
     )
+
+
+def is_bare(module: nn.Module) -> bool:
+    """Tell whether the module is a forward of the author's and holds nothing: ``Concat(dim)``."""
+    held = (module.children(), module.parameters(), module.buffers())
+    return not is_library_module(module) and all(next(iter(of), None) is None for of in held)
 
 
 def quantize_joins(
@@ -97,12 +119,15 @@ def quantize_joins(
     config: QuantConfig,
     found: Followed,
     observed: bool,
+    kept: Collection[nn.Module] = (),
 ) -> tuple[list[QuantizedModule], list[SkippedModule], list[tuple[Join, nn.Module, Target]]]:
-    """Quantize the additions and concatenations in the forward of every module of the model.
+    """Quantize what the forward of every module of the model adds, concatenates and multiplies.
 
     - An addition of sparse tensors or their features becomes `self.quant_add(a, b)`.
     - A dense addition behind a convolution gets `self.residual_quantizer` on the other operand,
       the one with fewer layers before it: TensorRT then adds inside the convolution.
+    - A product with a parameter that the forward applies by a function, as `F.conv2d`, instead of
+      calling a layer goes through a quantized layer over that parameter.
     - A concatenation fed by or read by quantized layers becomes `self.quant_concat(…)`. One that
       nothing reads stays float, unless a part of the model hands on what its layers made.
 
@@ -113,6 +138,7 @@ def quantize_joins(
         config: What to quantize.
         found: What the model computes.
         observed: Whether example inputs were given.
+        kept: Layers that the settings leave float.
 
     Returns:
         What was added, what stays float, and for each join that has a child now, which.
@@ -120,13 +146,19 @@ def quantize_joins(
     done: list[QuantizedModule] = []
     skipped: list[SkippedModule] = []
     placed: list[tuple[Join, nn.Module, Target]] = []
-    if not (config.quantize_add or config.quantize_concat):
-        return done, skipped, placed
     own: dict[nn.Module, list[Join]] = defaultdict(list)
     for join in found.joins:
         own[join.call.module].append(join)
-    for path, module in model.named_modules():
-        if not may_join(module):
+    for path, module in list(model.named_modules()):
+        products = [join for join in own[module] if join.kind == "product"]
+        placer = _Placer(path, module, products, config, kept)
+        placer.place()
+        done += placer.done
+        placed += placer.placed
+    if not (config.quantize_add or config.quantize_concat):
+        return done, skipped, placed
+    for path, module in list(model.named_modules()):
+        if not may_join(module) and not own[module]:
             continue
         pattern = config.excluded_by(path)
         reason = found.unfollowed.get(path) if pattern is None else f"it is excluded by {pattern!r}"
@@ -140,7 +172,8 @@ def quantize_joins(
             )
             skipped.append(SkippedModule(path, reason))
             continue
-        placer = _Placer(path, module, own[module], config)
+        joins = [join for join in own[module] if join.kind != "product"]
+        placer = _Placer(path, module, joins, config, kept)
         placer.place()
         done += placer.done
         functions = {
@@ -161,10 +194,15 @@ class _Placer:
     """Decides on the joins of one module and adds the children that they are sent to."""
 
     def __init__(
-        self, path: str, module: nn.Module, joins: list[Join], config: QuantConfig
+        self,
+        path: str,
+        module: nn.Module,
+        joins: list[Join],
+        config: QuantConfig,
+        kept: Collection[nn.Module],
     ) -> None:
         self._path, self._module, self._config = path, module, config
-        self._joins = joins
+        self._joins, self._kept, self._bare = joins, kept, is_bare(module)
         self._targets: dict[tuple[Site, int], Target] = {}
         self.done: list[QuantizedModule] = []
         self.skipped: list[SkippedModule] = []
@@ -172,8 +210,13 @@ class _Placer:
     def place(self) -> None:
         first: dict[tuple[Site, int], Join] = {}
         for join in self._joins:
-            if not join.planned:
+            if self._bare and join.steps.lengths[self._module] > 1:
+                self._pass_over(join, "is that of a module which is called several times")
+            elif not join.planned:
                 first.setdefault((join.site, join.occurrence), join)
+        for join in first.values():
+            if join.product is not None and join.node is not None:
+                self._product(join, join.product)
         for join in first.values():
             if join.kind == "add" and self._config.quantize_add:
                 self._add(join)
@@ -203,6 +246,26 @@ class _Placer:
             both = [t or (before[i] if i < len(before) else None) for i, t in enumerate(targets)]
             known[site] = JoinSite(site, tuple(both), frozenset(passes[site].values()))
         return tuple(known.values())
+
+    def _product(self, join: Join, product: Product) -> None:
+        names = product.names_in(self._module)
+        if names is None or not join.steps.is_tensor(join.operands[0]):
+            return
+        kind = PRODUCT_CALLS[product.function]
+        linear = issubclass(kind, nn.Linear)
+        holder = names[0].rpartition(".")[0]
+        owner = self._module.get_submodule(holder)
+        left = self._config.excluded_by(self._full(holder) if holder else self._path)
+        if owner in self._kept or left or (linear and not self._config.quantize_linear):
+            return
+        name = self._new_name("quant_linear" if linear else "quant_conv")
+        if self._allowed(name):
+            child = kind.of(
+                self._module, product, names,
+                quant_desc_input=self._config.input_descriptor(),
+                quant_desc_weight=self._config.weight_descriptor(0),
+            )  # fmt: skip
+            self._attach(join, Target(name), child, f"product with {self._full(names[0])}")
 
     def _add(self, join: Join) -> None:
         node, steps = join.node, join.steps
@@ -237,13 +300,14 @@ class _Placer:
     def _residual(self, join: Join, left: fx.Node, right: fx.Node) -> int | None:
         """Which operand is the residual: behind no convolution, or with fewer layers before it."""
         steps = join.steps
+        around = self._around(join)
         behind = [
-            any(ends_in_conv(child) for child in steps.producers(value, join.call))
+            any(ends_in_conv(child) for child in steps.producers(value, around))
             for value in (left, right)
         ]
         if not all(behind):
             return behind.index(False) if any(behind) else None
-        depths = steps.depths(join.call)
+        depths = steps.depths(around)
         return 1 if depths.get(left, 0) >= depths.get(right, 0) else 0
 
     def _concat(self, join: Join) -> None:
@@ -265,8 +329,9 @@ class _Placer:
         if not steps.is_read(node) and (computed or not self._path):
             self._pass_over(join, "is an output of the model, or places, that no layer reads")
             return
-        readers = steps.readers(node, join.call)
-        feeders = [child for value in nodes for child in steps.producers(value, join.call)]
+        outer = self._around(join)
+        readers = steps.readers(node, outer)
+        feeders = [child for value in nodes for child in steps.producers(value, outer)]
         around = (m for child in (*readers, *feeders) for m in child.modules())
         if not is_table(self._module) and not any(map(is_quantized, around)):
             self._pass_over(join, "is neither fed nor read by a quantized layer")
@@ -275,6 +340,13 @@ class _Placer:
         if self._allowed(name):
             child = QuantConcat(dim, quant_desc_input=self._config.input_descriptor())
             self._attach(join, Target(name), child, "concatenation")
+
+    def _around(self, join: Join) -> Call:
+        """The call whose layers make and read what is joined: of a bare module, its caller's."""
+        assert join.node is not None
+        calls = [c for c in join.steps.calls(join.node) if c != join.call]
+        calls = [c for c in calls if not is_bare(c.module)]
+        return calls[-1] if self._bare and calls else join.call
 
     def _new_name(self, base: str) -> str:
         names = (base if index == 0 else f"{base}_{index}" for index in count())

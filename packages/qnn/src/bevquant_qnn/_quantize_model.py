@@ -12,6 +12,7 @@ from bevquant_graph import Graph, as_module, refuse_unusable
 from bevquant_qnn._config import QuantConfig
 from bevquant_qnn._float_parts import float_layers
 from bevquant_qnn._flow import Flow, follow
+from bevquant_qnn._held_weight import held_layers
 from bevquant_qnn._holders import activation_quantizers
 from bevquant_qnn._observe import observe
 from bevquant_qnn._place_joins import Followed, quantize_joins
@@ -37,10 +38,13 @@ def quantize_model(
     1. Layers that already carry pytorch-quantization's quantizers are adopted, ranges included.
     2. Convolutions, linear layers, pooling and sparse convolutions are replaced in place. The
        parameters stay the same objects, so an optimizer made before keeps working.
-    3. Residual additions and concatenations are quantized in the forward of whichever module
+    3. A forward that applies a parameter by a function (a convolution that pads by itself, an
+       attention over ``qkv.weight``) does so through a quantized child over that parameter, where
+       example inputs show it.
+    4. Residual additions and concatenations are quantized in the forward of whichever module
        computes them. The forward stays its author's: what it adds in the places that were seen
        goes through the module's new children.
-    4. All readers of one tensor, both operands of a `QuantAdd` and all of a `QuantConcat` (its
+    5. All readers of one tensor, both operands of a `QuantAdd` and all of a `QuantConcat` (its
        output too, which holds the same values) get one quantizer object. Which tensors these are
        follows from the model's graph (`bevquant_graph.capture`); without example inputs, from
        the code as far as `torch.fx` follows it. Names of attributes play no part.
@@ -112,7 +116,7 @@ def _quantized(
         QuantizedModule(path, "TensorQuantizer", "pytorch_quantization's TensorQuantizer")
         for path in adopt_quantizers(model)
     ]
-    model, originals, replaced, skipped = replace_layers(model, config)
+    model, originals, replaced, skipped, kept = replace_layers(model, config)
     observed = example_inputs is not None
     found = observe(model, config, example_inputs, graph) if observed else trace(model)
     unused = _unused(found, originals) if observed else {}
@@ -120,7 +124,9 @@ def _quantized(
     left = [note.path for note in unused.values()]
     replaced = [r for r in replaced if not any(f"{r.path}.".startswith(f"{p}.") for p in left)]
     skipped = [*skipped, *unused.values()]
-    joined, passed_over, placed = quantize_joins(model, config, found, observed)
+    joined, passed_over, placed = quantize_joins(model, config, found, observed, kept)
+    held = set(held_layers(model))
+    skipped = [note for note in skipped if note.path not in held]
     flow = follow(found, placed)
     shared, apart = share_quantizers(model, flow)
     for path, module in model.named_modules():

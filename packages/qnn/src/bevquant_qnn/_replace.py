@@ -42,22 +42,33 @@ _SPARSE_FLOAT = {
 
 def replace_layers(
     model: nn.Module, config: QuantConfig
-) -> tuple[nn.Module, dict[nn.Module, nn.Module], list[QuantizedModule], list[SkippedModule]]:
+) -> tuple[
+    nn.Module,
+    dict[nn.Module, nn.Module],
+    list[QuantizedModule],
+    list[SkippedModule],
+    set[nn.Module],
+]:
     """Replace every layer that `config` does not leave float.
 
     Returns:
         The model (another object only where the model itself is a layer), quantized layer to the
-        float one that it replaced, what was replaced, and what was passed over with the reason.
+        float one that it replaced, what was replaced, what was passed over with the reason, and
+        the layers among these that are float because the settings say so.
     """
     layers = list(_layers(model))
     edge = _edges(layers, config)
     built: dict[nn.Module, nn.Module] = {}
     done: list[QuantizedModule] = []
     skipped: list[SkippedModule] = []
+    kept: set[nn.Module] = set()
     for path, module, parent in layers:
         if parent in built:  # an attention's own, decided with it
             continue
-        reason = edge.get(module) or _refusal(path, module, config)
+        reason = edge.get(module) or _left(path, module, config)
+        if reason is not None:
+            kept.add(module)
+        reason = reason or _refusal(module)
         if isinstance(parent, nn.MultiheadAttention):
             reason = f"its {_name(parent)} stays float, and reads its weight without calling it"
         if reason is not None:
@@ -65,7 +76,8 @@ def replace_layers(
             continue
         if module not in built and isinstance(module, nn.MultiheadAttention):
             out = f"{path}.out_proj" if path else "out_proj"
-            reason = edge.get(module.out_proj) or _refusal(out, module.out_proj, config)
+            reason = edge.get(module.out_proj) or _left(out, module.out_proj, config)
+            reason = reason or _refusal(module.out_proj)
             skipped += [] if reason is None else [SkippedModule(out, reason)]
             built[module] = _attention(module, config, quantize_out=reason is None)
             done += [
@@ -93,7 +105,7 @@ def replace_layers(
             getattr(layer, "activation_relu_or_gelu", 1) == 0 for layer in encoder.layers
         ):
             encoder.use_nested_tensor = False
-    return model, {quantized: module for module, quantized in built.items()}, done, skipped
+    return model, {quantized: module for module, quantized in built.items()}, done, skipped, kept
 
 
 def put_back(model: nn.Module, layers: Mapping[nn.Module, nn.Module]) -> None:
@@ -159,19 +171,26 @@ def _edges(
     return edges
 
 
-def _refusal(path: str, module: nn.Module, config: QuantConfig) -> str | None:
+def _left(path: str, module: nn.Module, config: QuantConfig) -> str | None:
+    """What the settings say against quantizing a layer."""
     kind = _target(module)
     pattern = config.excluded_by(path)
     if pattern is not None:
         return f"excluded by {pattern!r}"
-    if kind is None:
-        return _sparse_float(module)
-    if kind is QuantSparseConvolution:
-        return _sparse_refusal(module)
     if kind in _POOLS and not config.quantize_pool:
         return "quantize_pool is False"
     if isinstance(module, nn.Linear | nn.MultiheadAttention) and not config.quantize_linear:
         return "quantize_linear is False"
+    return None
+
+
+def _refusal(module: nn.Module) -> str | None:
+    """What the layer itself says against it."""
+    kind = _target(module)
+    if kind is None:
+        return _sparse_float(module)
+    if kind is QuantSparseConvolution:
+        return _sparse_refusal(module)
     if isinstance(module, nn.modules.lazy.LazyModuleMixin):
         return "lazy: run the model once, then quantize it"
     float_class: type[nn.Module] = kind.float_class

@@ -173,7 +173,8 @@ def _joins(steps: Steps) -> list[Join]:
         call = steps.calls(node)[-1]
         kind = _NAMES[node.target if node.op == "call_method" else node.target.__name__]
         two = len(node.args) == 2 and not node.kwargs and all(map(steps.is_tensor, node.args))
-        if (kind == "add" and not two) or "out" in node.kwargs or not may_join(call.module):
+        joins = may_join(call.module, ahead=True)
+        if (kind == "add" and not two) or "out" in node.kwargs or not joins:
             continue
         in_place = in_place or node.target == "add_"
         planned = {item.site: item.targets for item in plan_of(call.module)}.get(site, ())

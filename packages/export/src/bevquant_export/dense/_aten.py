@@ -113,6 +113,12 @@ def _layer(what: str, rest: list[Any], kwargs: dict[str, Any]) -> nn.Module | No
         norm = nn.BatchNorm2d(len(mean), float(rest[6]), affine=weight is not None, device="meta")
         norm.running_mean, norm.running_var = mean, var
         return _with(norm, weight=weight, bias=bias)
+    if what == "group_norm":
+        groups, weight, bias, eps, *_ = _filled(rest, (None, None, 1e-5))
+        channels = groups if weight is None else len(weight)
+        group_norm = nn.GroupNorm(groups, channels, eps, weight is not None, device="meta")
+        group_norm.bias = None  # type: ignore[assignment]
+        return _with(group_norm, weight=weight, bias=bias)
     if what == "prelu" and isinstance(rest[0], Tensor):
         return _with(nn.PReLU(rest[0].numel(), device="meta"), weight=rest[0])
     return None

@@ -195,13 +195,18 @@ class _Emitter:
         return all(any(n in k for k in known) for n in step.inputs if not self.sizes.is_host(n))
 
     def _reads_floats(self, step: Step) -> bool:
-        """Whether what it reads and makes is float32; integers and masks are torch's matter."""
+        """Whether what it reads and makes is float32; integers and masks are torch's matter.
+
+        But for the mask of an attention.
+        """
         values = self._values()
         names = [n for n in step.inputs if not self.sizes.is_host(n)]
         types = [values[n].dtype if n in values else self.sizes.dtype(n) for n in names]
         if step.outputs[0] not in self.several and not self.sizes.is_host(step.outputs[0]):
             types.append(self.sizes.dtype(step.outputs[0]))
-        return all(dtype in (torch.float32, torch.float64) for dtype in types)
+        masked = step.attributes["what"] == "scaled_dot_product_attention"
+        known = (torch.float32, torch.float64, *((torch.bool,) if masked else ()))
+        return all(dtype in known for dtype in types)
 
     def _torch_form(self, step: Step) -> str | list[str]:
         try:

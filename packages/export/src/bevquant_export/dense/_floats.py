@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -14,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from bevquant_export.dense._elementwise import elementwise, unary
 from bevquant_export.dense._graph import Graph
 from bevquant_export.dense._grid import average_pool
+from bevquant_export.dense._moves import reshaped
 from bevquant_export.dense._reductions import NAMED, softmax
 from bevquant_export.dense._sizes import Sizes
 from bevquant_export.dense._source import Ref, Step, grid_call, is_active, module_call
@@ -79,6 +81,8 @@ def _module(graph: Graph, step: Step, read: Callable[[str], str], sizes: Sizes) 
         return softmax(graph, path, x, int(module.dim), rank)
     if layer_class(module, _BatchNorm):
         return _batch_norm(graph, path, x, module)
+    if layer_class(module, nn.GroupNorm):
+        return _group_norm(graph, step, x, module, sizes)
     if layer_class(module, nn.Conv1d, nn.Conv2d, nn.Conv3d) and module.padding_mode == "zeros":
         return _conv(graph, path, graph.float_operand(path, x), module)
     if layer_class(module, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d):
@@ -191,3 +195,25 @@ def _batch_norm(graph: Graph, path: str, x: str, module: Any) -> str | None:
     }  # fmt: skip
     inputs = [_tensor(graph, f"{path}.{name}", value) for name, value in tensors.items()]
     return graph.node("BatchNormalization", path, [x, *inputs], epsilon=float(module.eps))
+
+
+def _group_norm(graph: Graph, step: Step, x: str, module: Any, sizes: Sizes) -> str | None:
+    """The values of each group normalised in a row of their own, then a factor and a shift."""
+    path, name = step.path, step.args[0].name
+    shape = sizes.of(name)
+    if sum(isinstance(size, str) for size in sizes.named(name)) > 1:
+        return None
+    rows = reshaped(graph, path, x, [0, module.num_groups, -1])
+    ones, zeros = np.ones(module.num_groups, np.float32), np.zeros(module.num_groups, np.float32)
+    inputs = [
+        graph.constant(f"ones_{len(ones)}", ones),
+        graph.constant(f"zeros_{len(ones)}", zeros),
+    ]
+    made = graph.node("InstanceNormalization", path, [rows, *inputs], epsilon=float(module.eps))
+    made = reshaped(graph, path, made, sizes.target(path, name))
+    for operator, key in (("Mul", "weight"), ("Add", "bias")):
+        value = getattr(module, key)
+        if value is not None:
+            value = value.detach().reshape(-1, *[1] * (len(shape) - 2))
+            made = graph.node(operator, path, [made, _tensor(graph, f"{path}.{key}", value)])
+    return made

@@ -69,7 +69,6 @@ class Graph:
         self.constants: dict[str, Array] = {}
         self.notes: list[str] = []
         self.on_cpu: list[Any] = []
-        self.forms: dict[Any, Any] = {}  # torch's, of calls that may come again
         self.functions: set[str] = set()  # of voxels, called somewhere
         self._taken: set[str] = set()
         self._dequantized: set[str] = set()

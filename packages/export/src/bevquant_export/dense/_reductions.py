@@ -7,15 +7,19 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 
 from bevquant_export.dense._graph import Graph
 from bevquant_export.dense._moves import sliced
 from bevquant_export.dense._sizes import Sizes
 from bevquant_export.dense._source import Ref, Step
+from bevquant_export.sparse.portable._body import FLOAT
 
 __all__ = ["NAMED", "softmax"]
 
 Read = Callable[[str], str]
+
+_LOWEST = -65504.0  # of half precision, in which engines may compute it
 
 
 def softmax(graph: Graph, path: str, x: str, axis: int, rank: int) -> str:
@@ -131,24 +135,44 @@ def _layer_norm(graph: Graph, step: Step, read: Read, sizes: Sizes) -> str | Non
 
 
 def _attention(graph: Graph, step: Step, read: Read, sizes: Sizes) -> str | None:
-    """softmax(q·kᵀ·s + mask)·v, with s = 1/√d where the call says nothing else."""
+    """softmax(q·kᵀ·s + mask)·v, with s = 1/√d where the call says nothing else.
+
+    A mask of truth values puts the lowest number in the place of what it shuts out, of which
+    nothing is left behind the softmax; a row that it shuts out as a whole is zeros, as in torch.
+    """
     given = _given(step, "key", "value", "attn_mask", "dropout_p", "is_causal")
     operands = [step.args[0], given.pop("key"), given.pop("value")]
     mask, scale = given.pop("attn_mask", None), given.pop("scale", None)
-    if given.pop("is_causal", False) or given.pop("enable_gqa", False) or given.pop("dropout_p", 0):
+    causal = given.pop("is_causal", False)
+    if given.pop("enable_gqa", False) or given.pop("dropout_p", 0):
         return None
     if given or not all(isinstance(ref, Ref) for ref in operands):
         return None
     path, (q, k, v) = step.path, (read(ref.name) for ref in operands)
     shape = sizes.of(operands[0].name)
     rank = len(shape)
+    counts = [sizes.named(ref.name)[-2] for ref in operands[:2]]
+    if causal and any(isinstance(count, str) for count in counts):
+        return None  # the mask is as large as the frame
     order = [*range(rank - 2), rank - 1, rank - 2]
     scale = 1 / math.sqrt(shape[-1]) if scale is None else float(scale)
     q = graph.node("Mul", path, [q, _number(graph, scale)])
     made = graph.node("MatMul", path, [q, graph.node("Transpose", path, [k], perm=order)])
-    if mask is not None:
+    shut = None
+    if causal:
+        later = np.triu(np.full([int(count) for count in counts], _LOWEST, np.float32), 1)
+        made = graph.node("Add", path, [made, graph.constant(f"{path}.causal".lstrip("."), later)])
+    elif mask is not None and sizes.dtype(mask.name) == torch.bool:
+        shut = read(mask.name)
+        made = graph.node("Where", path, [shut, made, _number(graph, _LOWEST)])
+    elif mask is not None:
         made = graph.node("Add", path, [made, read(mask.name)])
-    return graph.node("MatMul", path, [softmax(graph, path, made, -1, rank), v])
+    made = softmax(graph, path, made, -1, rank)
+    if shut is not None:
+        seen, last = graph.node("Cast", path, [shut], to=FLOAT), len(sizes.of(mask.name)) - 1
+        seen = graph.node("ReduceMax", path, [seen], axes=[last], keepdims=1)
+        made = graph.node("Mul", path, [made, seen])
+    return graph.node("MatMul", path, [made, v])
 
 
 def _number(graph: Graph, value: float) -> str:
@@ -161,7 +185,7 @@ NAMED: dict[str, Callable[[Graph, Step, Read, Sizes], str | None]] = {
     "guarded_div": _guarded_div,
     "layer_norm": _layer_norm,
     "scaled_dot_product_attention": _attention,
-    "matmul": _matmul,
+    **dict.fromkeys(("matmul", "bmm", "mm"), _matmul),
     "mean": _mean,
     "sum": _sum,
 }

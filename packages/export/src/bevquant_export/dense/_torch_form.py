@@ -8,6 +8,7 @@ the file, and the nodes are spliced into it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,10 @@ _LEAST = 11  # before, limits and lengths are attributes too
 # What files of operator set 13 rise to where an operator is newer (GridSample): all that 13 has
 # means the same there.
 _NEWER = {13: 16}
+# torch's exporter takes a second for each form, and blocks, profiles and files have many in common.
+_known: dict[Any, tuple[Any, int]] = {}
+_lock = Lock()
+_MOST = 512
 
 
 def torch_form(
@@ -66,7 +71,10 @@ def torch_form(
     made = sizes.of(step.outputs[0])
     count = len(made) if made and isinstance(made[0], tuple) else 1
     key = call.key(examples, free)
-    if key is None or key not in graph.forms:
+    if key is not None:
+        key = (key, graph.opset, graph.profile.opset, graph.profile.scatter_sums)
+    form = _known.get(key)
+    if form is None:
         proto = exported(
             call.eval(), examples, [f"x{i}" for i in range(len(examples))],
             [f"y{i}" for i in range(count)], OPSET,
@@ -74,14 +82,9 @@ def torch_form(
             lowered_to=_NEWER.get(graph.profile.opset, graph.profile.opset),
             scatter_sums=graph.profile.scatter_sums,
         )  # fmt: skip
-        try:
-            graph.forms[key] = _lowered(proto, graph.opset)
-        except ValueError:
-            newer = _NEWER.get(graph.opset)
-            if newer is None:
-                raise
-            graph.forms[key], graph.opset = _lowered(proto, newer), newer
-    proto = graph.forms[key]
+        form = _at_most(proto, graph.opset)
+        _remember(key, form)
+    proto, graph.opset = form
     names = _spliced(graph, step.path, proto, inputs)
     if wide:
         names[0] = graph.node("Cast", step.path, [names[0]], to=INT32)
@@ -115,7 +118,7 @@ class _Call(nn.Module):
 
     def key(self, examples: tuple[Tensor, ...], free: Any) -> Any:
         """What two calls of one form have in common; ``None`` for one with values of its own."""
-        if self._values or isinstance(self._function, nn.Module):
+        if self._values or not isinstance(self._function, torch._ops.OpOverload):
             return None
         given = replaced(self._given, lambda ref: f"tensor {self.names.index(ref.name)}")
         sizes = [(tuple(x.shape), x.dtype) for x in examples]
@@ -126,6 +129,26 @@ class _Call(nn.Module):
         held |= {name: getattr(self, buffer) for name, buffer in self._values.items()}
         args, kwargs = replaced(self._given, lambda ref: held[ref.name])
         return self._function(*args, **kwargs)
+
+
+def _at_most(proto: Any, opset: int) -> tuple[Any, int]:
+    """The model in an operator set, or in the next one that has its operators."""
+    try:
+        return _lowered(proto, opset), opset
+    except ValueError:
+        newer = _NEWER.get(opset)
+        if newer is None:
+            raise
+    return _lowered(proto, newer), newer
+
+
+def _remember(key: Any, form: tuple[Any, int]) -> None:
+    """Keep a form for the next call of its kind, in this file or another; the oldest one goes."""
+    if key is not None:
+        with _lock:
+            _known[key] = form
+            while len(_known) > _MOST:
+                del _known[next(iter(_known))]
 
 
 def _example(sizes: Sizes, name: str) -> Tensor:

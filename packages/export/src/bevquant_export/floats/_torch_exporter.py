@@ -59,14 +59,19 @@ def exported(
             "export_float_onnx needs onnxscript: pip install 'bevquant-export[float]'"
         ) from error
     positional, named = arguments(args)
+    from torch._export import utils
     from torch.onnx._internal.exporter._registration import ONNXRegistry
 
     read_once = partial(_forms, ONNXRegistry.from_torchlib)
     known = mock.patch.object(ONNXRegistry, "from_torchlib", read_once)
+    # torch asks its registry for every namespace of operators anew, and none is added meanwhile.
+    asked_once = mock.patch.object(
+        utils, "_materialize_cpp_cia_ops", cache(utils._materialize_cpp_cia_ops)
+    )
     try:
         with (
             quiet(*_LOGGERS), contextlib.redirect_stdout(io.StringIO()), torch.no_grad(), known,
-            SmallInverses(), PlainForms(lowered_to or opset, scatter_sums),
+            asked_once, SmallInverses(), PlainForms(lowered_to or opset, scatter_sums),
         ):  # fmt: skip
             program = torch.onnx.export(
                 module, positional, kwargs=named or None, dynamo=True, verbose=False,

@@ -52,7 +52,7 @@ def prepare(
         x: int8, or int16 with ``"portable16"``; only its shape and layout matter.
         owner: The tensor that packed weights are kept with, and which view of it this is.
         shape: ``[groups, volume, in channels, out channels]``, both of one group.
-        make: The int8 weight of that shape; called only where it is not packed yet.
+        make: The int8 weight of that shape; called once, and only where it is not packed yet.
         bias: int32 ``[all out channels]`` or ``None``.
         phases: The axes of each part of the outputs.
         kernel: Kernel extents, row-major volume.
@@ -60,6 +60,7 @@ def prepare(
         kind: ``"vnni"``, ``"portable"`` or ``"portable16"``.
     """
     groups, _, in_channels, out_channels = shape
+    make = functools.cache(make)
     # Channels are added where a kernel's step would read behind the last one.
     pixels = pixel_rows(x, x.shape[1] + -in_channels % STEP_CHANNELS[kind])
     sizes = tuple(axis.out_size for axis in phases[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from llvmlite import binding, ir
@@ -24,8 +25,14 @@ def cpu_features() -> set[str]:
     """LLVM features of the CPU that numba compiles for, without their ``+``."""
     features = config.CPU_FEATURES
     if features is None:
-        features = binding.get_host_cpu_features().flatten()
+        features = _host_features()
     return {name[1:] for name in features.split(",") if name.startswith("+")}
+
+
+@cache
+def _host_features() -> str:
+    """What LLVM says of this CPU: a millisecond, and asked for with every weight."""
+    return str(binding.get_host_cpu_features().flatten())
 
 
 def pointer(builder: ir.IRBuilder, address: Any, kind: Any) -> Any:
