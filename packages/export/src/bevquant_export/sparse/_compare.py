@@ -67,13 +67,13 @@ def compare_sparse_onnx(
         ValueError: The model has no such module, or other voxels there.
     """
     integers = simulate(with_half_constants(model), inputs, verify=False)
-    return compared(file, integers, inputs, reversed_axes=reversed_axes)
+    return compared(file, integers, inputs, reversed_axes=reversed_axes)[0]
 
 
 def compared(
     file: SparseOnnxModel, integers: IntegerModel, inputs: Any, *, reversed_axes: bool
-) -> tuple[LayerDifference, ...]:
-    """`compare_sparse_onnx` with the integer model of rounded constants at hand."""
+) -> tuple[tuple[LayerDifference, ...], Any]:
+    """`compare_sparse_onnx` with the integer model of rounded constants, and what that returns."""
     features, coords, batch_size = frame_of(integers, inputs)
     columns = coords.shape[1]
     if reversed_axes:
@@ -114,7 +114,7 @@ def compared(
     outputs = file.watch(features, coords, batch_size, see)
     for made, (name, expected) in zip(outputs, _results(integers, wanted), strict=True):
         rows.append(_output(made, expected, places.get(name), of_model))
-    return tuple(rows)
+    return tuple(rows), wanted
 
 
 def _only_summed(nodes: tuple[Node, ...]) -> set[str]:
