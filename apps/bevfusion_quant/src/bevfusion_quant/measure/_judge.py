@@ -107,7 +107,8 @@ def judge(
                 record |= detections_record(who, float_model.head.decode(output)[0])
         return record
 
-    with clock.step("compare"), comparison.watching():
+    blame = "" if integers is None else "float and integer model cannot be compared"
+    with clock.step("compare", blame=blame), comparison.watching():
         for index, record in in_order("compare", len(batches), run, shards, anew=1):
             comparison.add(record)
             note = note_of(record)
