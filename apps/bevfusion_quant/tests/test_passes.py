@@ -65,7 +65,7 @@ def test_a_frame_is_walked_once_for_all_that_compares(
             [frame], config, runs=tmp_path, name="all", integers="auto", export="tensorrt"
         )
     assert made.exported is not None
-    assert made.exported.failures == []
+    assert not made.exported.failures
     # The random weights' fit, which is also the model before folding, and float beside quantized.
     assert passes.by_model["Conv2d"] == 2
     # Calibration, and quantized: layers, stages, detections, integers and files look at one pass.

@@ -127,3 +127,25 @@ def test_a_layer_that_is_not_called_beside_is_computed(models):
     got = comparison.measure(batch, [nothing, None])
     assert {("first", 0), ("again", 0), ("again", 1)} <= asked
     assert all(np.array_equal(got[name], wanted[name], equal_nan=True) for name in wanted)
+
+
+class Attends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.before = nn.Conv2d(3, 8, 3, padding=1)
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.behind = nn.Linear(8, 4)
+
+    def forward(self, x):
+        x = self.before(x).flatten(2).permute(2, 0, 1)
+        return self.behind(self.attention(x, x, x, need_weights=False)[0])
+
+
+def test_nothing_is_taken_behind_attention():
+    """Outside of a graph torch computes it fused, and what follows has other last bits."""
+    net = Attends().eval()
+    quantized = quantize_model(copy.deepcopy(net), example_inputs=image()).model
+    calibrate(quantized, [image()])
+    layers = LayerComparison(net, simulate(quantized, image())).layers
+    assert {"before", "before._input_quantizer"} <= layers
+    assert not [path for path in layers if path.startswith(("attention", "behind"))]

@@ -18,7 +18,7 @@ from bevfusion_quant.export._files import AUTOWARE_BOXES, HEAD, LIDAR, POOLED
 from bevfusion_quant.export._pieces import nvidia_pieces, quantizers_on
 from bevfusion_quant.export._write import engine_of, write_piece
 from bevfusion_quant.results import ExportedFile, ExportedSet, FileLayer, FilePort
-from bevfusion_quant.run import sha256, versions, write_json
+from bevfusion_quant.run import return_freed_memory, sha256, versions, write_json
 from bevfusion_quant.steps import example_like
 
 if TYPE_CHECKING:
@@ -162,12 +162,13 @@ def export_pieces(
             read = {t for p in pieces if p.kind == "int8" for t in p.file.inputs.values()}
             examples, _ = walk(files, run_fake, example_like(config, batch), model, wanted=read)
         voxels = _voxels(batches) if LIDAR in named else []
-        written = {
-            name: write_piece(
-                piece, inputs[name], voxels, folder, target, march, cpu, examples.get(name)
+        written: dict[str, Written] = {}
+        for name, piece in named.items():
+            example = examples.get(name)
+            written[name] = write_piece(
+                piece, inputs[name], voxels, folder, target, march, cpu, example
             )
-            for name, piece in named.items()
-        }
+            return_freed_memory()
         for item in written.values():
             if item.piece.kind != "float":
                 note_calibration(item.path, calibration)

@@ -180,6 +180,7 @@ def run_ptq(
                 branch=config.branch,
                 shards=shards,
             )
+        del low  # the integer model is saved, and read no more
         tables, told = judgement.summary(), calibration_warnings(report, findings)
         outcome = partial(PtqResult, runs / name, **tables, warnings=told, findings=findings)
         if not shards.ranks.first:  # the first one writes

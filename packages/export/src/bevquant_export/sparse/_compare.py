@@ -19,7 +19,6 @@ from bevquant_export.sparse._load import SparseOnnxModel
 from bevquant_export.sparse._reference import Made, reference_of
 from bevquant_export.sparse._three_axes import lifted, lowered_to
 from bevquant_int8sim import IntegerModel, SparseOutput, dequantize, simulate
-from bevquant_int8sim.program import Step
 
 __all__ = ["LayerDifference", "compare_sparse_onnx", "compared", "counted"]
 
@@ -141,15 +140,14 @@ def frame_of(integers: IntegerModel, inputs: Any) -> tuple[Tensor, Tensor, int]:
     """
     name = follow(integers).input
     seen: dict[str, Any] = {}
-
-    def see(step: Step, given: tuple[Any, ...], _: tuple[Any, ...]) -> None:
+    for step, given, _ in integers.walk(inputs):
         for arg, value in zip(step.args, given, strict=False):
             if getattr(arg, "name", None) == name:
                 seen.setdefault("features", value)
             elif hasattr(value, "convolved"):
                 seen.setdefault("coords", value)
-
-    integers.run(inputs, record=False, observe=see)
+        if len(seen) == 2:  # what follows is not run
+            break
     features, coords = seen["features"], seen["coords"]
     scale = getattr(integers.program.values[name].form, "scale", None)
     if scale is not None:  # what the forward makes them of ends in integers

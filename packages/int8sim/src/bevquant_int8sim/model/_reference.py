@@ -124,6 +124,7 @@ def _channels_last(x: Any) -> Any:
 
 
 _LAYERS = frozenset({"layer", "sparse_layer", "quantize"})
+_FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
 
 def layer_calls(graph: Graph, model: nn.Module) -> dict[fx.Node, tuple[str, int]]:
@@ -131,7 +132,8 @@ def layer_calls(graph: Graph, model: nn.Module) -> dict[fx.Node, tuple[str, int]
 
     Layers are told by their class (`bevquant_graph.layer_class`). Of one whose call hands on more
     than a tensor, and of one that has several paths, by which its calls cannot be told apart, there
-    is none.
+    is none; nor behind attention, for which torch has a fused form that no graph has, with other
+    last bits.
 
     Args:
         graph: The graph.
@@ -139,12 +141,16 @@ def layer_calls(graph: Graph, model: nn.Module) -> dict[fx.Node, tuple[str, int]
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     paths = Counter(modules.values())
+    fused = {path for path, module in modules.items() if isinstance(module, _FUSED)}
+    behind: set[fx.Node] = set()
     handed: dict[tuple[str, int], list[fx.Node]] = defaultdict(list)
     for node in graph.operations:
         path, _ = call = graph.call(node)
         value = node.meta.get("val")
         outside = any(path not in graph.stack(user) for user in node.users)
-        if outside and isinstance(value, Tensor) and value.is_floating_point():
+        if fused.intersection(graph.stack(node)) or behind.intersection(node.all_input_nodes):
+            behind.add(node)
+        elif outside and isinstance(value, Tensor) and value.is_floating_point():
             handed[call].append(node)
     return {
         nodes[0]: (path, number)
