@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 pytest.importorskip("onnxscript", reason="onnxscript is not installed")
@@ -26,7 +29,10 @@ from bevfusion_quant.export import (
     nvidia_files,
     nvidia_pieces,
     walk,
+    watching,
 )
+from bevfusion_quant.export._files import FilePart
+from bevfusion_quant.export._pieces import outputs_of
 from bevfusion_quant.ptq import (
     FrameBatches,
     calibrate_branch,
@@ -205,6 +211,37 @@ def test_the_parts_in_a_row_are_the_model(models: Models) -> None:
     labels = wanted["query_labels"][:, None]
     score = wanted["heatmap"].sigmoid() * wanted["query_heatmap_score"]
     torch.testing.assert_close(tensors["score"].amax(1), score.gather(1, labels)[:, 0])
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_what_the_models_own_run_made_is_not_made_again(models: Models, side: int) -> None:
+    files = nvidia_files(PARTS)
+    model, batch = models[side], models[2][0]
+    ran: list[str] = []
+
+    def execute(file: FilePart, args: tuple[Any, ...]) -> Sequence[Tensor]:
+        ran.append(file.name)
+        return outputs_of(file.module(model), args)
+
+    inputs, wanted = walk(files, execute, batch, model)
+    assert ran == [file.name for file in files]
+    with watching(model) as known, torch.no_grad():
+        model(*batch)
+        first = dict(known)
+        model(*models[2][0]._replace(features=batch.features * 2))
+    assert known == first  # of the first run alone
+    assert set(known) == {"pooled", "lidar"}
+    assert all(torch.equal(value, wanted[name]) for name, value in known.items())
+
+    ran.clear()
+    read, made = walk(files, execute, batch, model, known=known, wanted=["middle"])
+    assert ran == ["camera.vtransform", "fuser"]
+    assert torch.equal(made["middle"], wanted["middle"])
+    assert read.keys() == inputs.keys()  # each file's inputs are there, that of the head too
+    for name, args in read.items():
+        assert all(
+            torch.equal(a, b) for a, b in zip(args, inputs[name], strict=True) if torch.is_tensor(a)
+        )
 
 
 def test_a_cpus_file_ends_with_the_quantizer_of_the_next_one(models: Models) -> None:

@@ -46,6 +46,18 @@ def test_a_summary_says_what_all_runs_say_and_what_this_one_found(tmp_path: Path
     assert seconds["measure"] <= seconds["total"]
 
 
+def test_freed_memory_goes_back_behind_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    returned: list[str] = []
+    monkeypatch.setattr(
+        "bevfusion_quant.run._record.return_freed_memory", lambda: returned.append("back")
+    )
+    clock = Clock()
+    for name in ("fuse", "calibrate"):
+        with clock.step(name):
+            returned.append(name)
+    assert returned == ["fuse", "back", "calibrate", "back"]
+
+
 def test_where_nothing_was_computed_nothing_was_timed(tmp_path: Path) -> None:
     assert RunRecord(tmp_path, "bevfusion-quant report", None).write_summary({}) == ({}, 0.0)
     assert set(read(tmp_path / SUMMARY_FILE)) == {"format", "version", "command", "versions"}

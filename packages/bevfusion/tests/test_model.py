@@ -175,6 +175,14 @@ def test_random_weights_repeat_and_differ_by_seed() -> None:
     assert not torch.equal(a[last], c[last])
 
 
+def test_random_weights_return_what_the_model_then_makes() -> None:
+    model = build_lidar_branch(SMALL)
+    features, coords = voxels(SMALL)
+    made = random_weights(model, features, coords)
+    with torch.no_grad():
+        assert torch.equal(made, model(features, coords, 1))
+
+
 def test_random_weights_of_a_single_voxel_are_finite() -> None:
     model = build_lidar_branch(SMALL)
     features, coords = voxels(SMALL, 1)

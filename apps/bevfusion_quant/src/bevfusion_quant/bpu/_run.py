@@ -63,7 +63,7 @@ def run_bpu(
             batches = FrameBatches(frames, sizes, model, config.cameras)
         with clock.step("read and voxelize"):
             first = batches[0]
-        weights = fill_weights(model, config, first, clock)
+        weights, _ = fill_weights(model, config, first, clock)
         with clock.step("fuse", blame="the weights cannot be folded"):
             units = SplitUnits(model, config)
         with clock.step("calibrate", blame="no ranges can be found"):

@@ -1,6 +1,6 @@
 """A run's model as ONNX files: written, linted, run and held against the integer model."""
 
-from bevfusion_quant.export._chain import walk
+from bevfusion_quant.export._chain import walk, watching
 from bevfusion_quant.export._export import ONNX_FOLDER, export_model, missing_libraries
 from bevfusion_quant.export._files import bpu_files, nvidia_files
 from bevfusion_quant.export._pieces import nvidia_pieces
@@ -37,5 +37,6 @@ __all__ = [
     "nvidia_pieces",
     "set_verdict",
     "walk",
+    "watching",
     "write_piece",
 ]

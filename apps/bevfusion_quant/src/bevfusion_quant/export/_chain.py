@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from bevfusion.model.camera import splat
-from bevfusion_quant.export._files import HEAD, LIDAR, POOLED, FilePart
+from bevfusion_quant.export._files import HEAD, LIDAR, LIFTED, POOLED, FilePart
 from bevfusion_quant.measure import AgreementRow, DetectionTally, PairSums
 from bevfusion_quant.results import SetStage
 
@@ -18,14 +19,20 @@ if TYPE_CHECKING:
     from bevfusion.model.head import Detections
     from bevfusion_quant.export._pieces import Piece
 
-__all__ = ["Execute", "box_agreement", "set_stages", "walk"]
+__all__ = ["Execute", "between", "box_agreement", "set_stages", "walk", "watching"]
 
 Execute = Callable[[FilePart, tuple[Any, ...]], Sequence[Tensor]]
 """A file and its inputs → its outputs."""
 
 
 def walk(
-    files: Sequence[FilePart], execute: Execute, batch: Batch, model: BEVFusion
+    files: Sequence[FilePart],
+    execute: Execute,
+    batch: Batch,
+    model: BEVFusion,
+    *,
+    known: Mapping[str, Tensor] | None = None,
+    wanted: Iterable[str] | None = None,
 ) -> tuple[dict[str, tuple[Any, ...]], dict[str, Tensor]]:
     """Run the files one behind the other; the pooling to the bird's-eye view is done here.
 
@@ -34,9 +41,12 @@ def walk(
         execute: Runs one.
         batch: Voxels, images and geometry of one frame.
         model: Says how many cells the pooled map has.
+        known: Tensors that were made before, by whoever ran the same parts of the model.
+        wanted: Tensors to make, and no more than these take; all by default.
 
     Returns:
-        The inputs of each file by its name, and every tensor between the files by its own.
+        The inputs of each file by its name, as far as they are made, and every tensor between the
+        files by its own.
     """
     inputs: dict[str, tuple[Any, ...]] = {}
     tensors: dict[str, Any] = {"features": batch.features, "coords": batch.coords}
@@ -45,14 +55,56 @@ def walk(
             "images": batch.images, "flat_images": batch.images.flatten(0, 1),
             "depth": batch.depth, "flat_depth": batch.depth.flatten(0, 1),
         }  # fmt: skip
+    tensors |= known or {}
+    makes = {name for file in files for name in file.outputs.values()}
+    needed = _needed(files, makes if wanted is None else wanted, tensors)
     for file in files:
-        if POOLED in file.inputs.values():
+        if POOLED in needed.intersection(file.inputs.values()):
             tensors[POOLED] = _pooled(tensors, batch, model)
+        if not tensors.keys() >= set(file.inputs.values()):
+            continue
         args = tuple(tensors[name] for name in file.inputs.values())
         inputs[file.name] = (*args, batch.batch_size) if file.name == LIDAR else args
-        made = execute(file, inputs[file.name])
-        tensors |= zip(file.outputs.values(), made, strict=True)
+        if needed.intersection(file.outputs.values()):
+            made = execute(file, inputs[file.name])
+            tensors |= zip(file.outputs.values(), made, strict=True)
     return inputs, tensors
+
+
+def _needed(files: Sequence[FilePart], wanted: Iterable[str], known: Mapping[str, Any]) -> set[str]:
+    """Tensors that are not there yet and that `wanted`, or what makes it, reads."""
+    needed = set(wanted) - known.keys()
+    for file in reversed(files):
+        if POOLED in needed:
+            needed |= LIFTED - known.keys()
+        if needed.intersection(file.outputs.values()):
+            needed |= set(file.inputs.values()) - known.keys()
+    return needed
+
+
+@contextmanager
+def watching(model: BEVFusion) -> Iterator[dict[str, Tensor]]:
+    """Take what lies between the files from the model's own next run: `known`, for `walk`.
+
+    That is what a file makes by the very operations of the model: the pooled map and the encoder's.
+    What reads the pooled map reads it in another order of memory there, and rounds otherwise.
+    """
+    found: dict[str, Tensor] = {}
+
+    def keep(name: str, value: Tensor) -> None:
+        if name not in found:
+            found[name] = value.contiguous()
+
+    with ExitStack() as stack:
+        if "camera" in model.parts:
+            reader: Any = model.camera["vtransform"].downsample
+            hook = reader.register_forward_pre_hook(lambda _, args: keep(POOLED, args[0]))
+            stack.callback(hook.remove)
+        if "lidar" in model.parts:
+            encoder = model.lidar["backbone"]
+            hook = encoder.register_forward_hook(lambda _, __, made: keep("lidar", made))
+            stack.callback(hook.remove)
+        yield found
 
 
 def _pooled(tensors: dict[str, Any], batch: Batch, model: BEVFusion) -> Tensor:
@@ -75,34 +127,42 @@ TITLES = {
 _SLACK_DB, _ENOUGH_DB = 0.5, 40.0
 
 
+def between(files: Sequence[FilePart]) -> set[str]:
+    """Tensors that a file reads or a stage ends with."""
+    return {name for file in files for name in file.inputs.values()}.union(TITLES)
+
+
 def set_stages(
     pieces: Sequence[Piece],
     onnx: Execute,
     batch: Batch,
     model: BEVFusion,
-    fake: Mapping[str, Tensor],
+    known: Mapping[str, Mapping[str, Tensor]],
 ) -> tuple[tuple[SetStage, ...], dict[str, Tensor], dict[str, Tensor]]:
-    """Run a frame three times more and compare what lies between the files.
+    """Run a frame in float, in integers and through the files; compare what lies between them.
 
     Args:
         pieces: In order.
         onnx: Runs a file.
         batch: The frame.
         model: Any form of the model.
-        fake: All tensors of the fake-quantized model, from the run before.
+        known: Tensors that were made before, by ``"float"``, ``"fake"`` and ``"integer"``; of the
+            fake-quantized model all that stages end with.
 
     Returns:
         The stages, and all tensors of the integer model and of the files.
     """
     files = [piece.file for piece in pieces]
-    known = {piece.file.name: piece for piece in pieces}
+    named = {piece.file.name: piece for piece in pieces}
     runs: dict[str, Execute] = {
-        "float": lambda file, args: known[file.name].in_float(args),
-        "integer": lambda file, args: known[file.name].in_integers(args),
+        "float": lambda file, args: named[file.name].in_float(args),
+        "integer": lambda file, args: named[file.name].in_integers(args),
         "onnx": onnx,
     }
-    made = {name: walk(files, run, batch, model)[1] for name, run in runs.items()}
-    made["fake"] = dict(fake)
+    made = {"fake": dict(known["fake"])}
+    for name, run in runs.items():
+        asked = between(files) if name == "float" else None
+        _, made[name] = walk(files, run, batch, model, known=known.get(name), wanted=asked)
     stages = []
     for tensor, title in TITLES.items():
         if tensor in made["float"]:

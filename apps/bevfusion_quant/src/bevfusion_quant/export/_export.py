@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.export._chain import box_agreement, set_stages, walk
+from bevfusion_quant.export._chain import between, box_agreement, set_stages, walk
 from bevfusion_quant.export._check import TOLERANCE, beside_layers, file_layers, runner
-from bevfusion_quant.export._files import AUTOWARE_BOXES, HEAD, LIDAR
+from bevfusion_quant.export._files import AUTOWARE_BOXES, HEAD, LIDAR, POOLED
 from bevfusion_quant.export._pieces import nvidia_pieces, quantizers_on
 from bevfusion_quant.export._write import engine_of, write_piece
 from bevfusion_quant.results import ExportedFile, ExportedSet, FileLayer, FilePort
-from bevfusion_quant.run import sha256, versions, write_json
+from bevfusion_quant.run import return_freed_memory, sha256, versions, write_json
 from bevfusion_quant.steps import example_like
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ def export_model(
     run: str = "",
     settings: Mapping[str, Any] | None = None,
     calibration: Sequence[str] = (),
+    known: Mapping[str, Mapping[str, Tensor]] | None = None,
 ) -> ExportedSet:
     """Write the set for TensorRT with libspconv, or for ONNX Runtime, to `folder` and check it.
 
@@ -85,6 +86,8 @@ def export_model(
         run: The run that is exported, for the manifest.
         settings: What else decides the result, for the manifest.
         calibration: Why the ranges cannot be right, for whoever lints the files.
+        known: What `watching` found of both models on the first batch, by ``"float"`` and
+            ``"fake"``; they are run where it is not given.
 
     Raises:
         InputError: A library is missing, the head is quantized, or a file cannot be written.
@@ -94,7 +97,7 @@ def export_model(
     made = export_pieces(
         pieces, quantized_model, batches, config, clock, folder,
         target=target, cpu=cpu, command=command, run=run, settings=settings or {},
-        calibration=calibration,
+        calibration=calibration, known=known or {},
     )  # fmt: skip
     rows = layers or _compared(float_model, quantized_model, batches, config, clock)
     return replace(made, files=beside_layers(made.files, rows))
@@ -130,48 +133,62 @@ def export_pieces(
     march: str = "bayes",
     cpu: str = "any",
     calibration: Sequence[str] = (),
+    known: Mapping[str, Mapping[str, Tensor]] | None = None,
 ) -> ExportedSet:
     """Write the pieces, run them file by file and one behind the other, and write the manifest.
 
     Pieces are captured and lowered on a small example; each file is held against its integers on
-    the first frame.
+    the first frame. Tensors of `known` are not made again, see `set_stages`.
     """
     from bevquant_export import note_calibration
 
     folder.mkdir()
     batch = batches[0]
     files = [piece.file for piece in pieces]
-    known = {piece.file.name: piece for piece in pieces}
+    named = {piece.file.name: piece for piece in pieces}
+    tensors: dict[str, Mapping[str, Tensor]] = dict(known or {})
 
     def run_fake(file: FilePart, args: tuple[Any, ...]) -> Sequence[Tensor]:
-        return known[file.name].fake(args)
+        return named[file.name].fake(args)
 
     with clock.step("write ONNX files"):
-        inputs, fake = walk(files, run_fake, batch, model)
+        inputs, tensors["fake"] = walk(
+            files, run_fake, batch, model, known=tensors.get("fake"), wanted=between(files)
+        )
         examples: Mapping[str, Any] = {}
         # What sums read in eight bits has its range on the frame itself.
         small = not engine_of(target).fastest(cpu).get("integer_sums")
         if small and any(piece.kind == "int8" for piece in pieces):
-            examples, _ = walk(files, run_fake, example_like(config, batch), model)
-        voxels = _voxels(batches) if LIDAR in known else []
-        written = {
-            name: write_piece(
-                piece, inputs[name], voxels, folder, target, march, cpu, examples.get(name)
+            read = {t for p in pieces if p.kind == "int8" for t in p.file.inputs.values()}
+            examples, _ = walk(files, run_fake, example_like(config, batch), model, wanted=read)
+        voxels = _voxels(batches) if LIDAR in named else []
+        written: dict[str, Written] = {}
+        for name, piece in named.items():
+            example = examples.get(name)
+            written[name] = write_piece(
+                piece, inputs[name], voxels, folder, target, march, cpu, example
             )
-            for name, piece in known.items()
-        }
+            return_freed_memory()
         for item in written.values():
             if item.piece.kind != "float":
                 note_calibration(item.path, calibration)
         whole = join_for_autoware(written, model, inputs) if target == "autoware" else []
     pieces = [written[piece.file.name].piece for piece in pieces]
+    # What a file of the frame's own inputs was held against is the integer model's there.
+    made_by_files = {tensor for file in files for tensor in (*file.outputs.values(), POOLED)}
+    tensors["integer"] = {
+        tensor: value
+        for item in written.values()
+        if not made_by_files.intersection(item.piece.file.inputs.values())
+        for tensor, value in zip(item.piece.file.outputs.values(), item.returned, strict=False)
+    }
     with clock.step("check ONNX files", blame="the ONNX files cannot be checked"):
         layers = {name: file_layers(item, inputs[name]) for name, item in written.items()}
         rows = tuple(exported_file(item, layers[name]) for name, item in written.items())
         rows += tuple(exported_file(item, whole_layers(item, inputs[LIDAR])) for item in whole)
     with clock.step("run ONNX files", blame="the ONNX files cannot be run one behind the other"):
         stages, integers, onnx = set_stages(
-            pieces, lambda file, args: runner(written[file.name])(args), batch, model, fake
+            pieces, lambda file, args: runner(written[file.name])(args), batch, model, tensors
         )
         agreement = box_agreement(model, config, integers, onnx)
     names = [name for _, (name, _) in sorted(batches.names.items())]

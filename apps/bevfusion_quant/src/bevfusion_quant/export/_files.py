@@ -17,6 +17,7 @@ __all__ = [
     "AUTOWARE_BOXES",
     "HEAD",
     "LIDAR",
+    "LIFTED",
     "POOLED",
     "BoxesPart",
     "CameraPart",
@@ -231,6 +232,8 @@ class FilePart:
 
 
 _LIFTED = {"camera_feature": "context", "camera_depth_weights": "depth_weights"}
+LIFTED = frozenset(_LIFTED.values())
+"""What is pooled to the bird's-eye view."""
 _CAMERA = FilePart(
     "camera.backbone", {"img": "images", "depth": "depth"}, _LIFTED, CameraPart
 )  # fmt: skip

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.export._pieces import quantizers_on
 
@@ -28,6 +30,8 @@ class Written:
         voxel_bound: Of a sparse file.
         runs_in_float: What in a quantized file runs in float.
         notes: Of the exporter.
+        returned: What the integer model that it was held against makes of the inputs; empty where
+            none was run on them.
     """
 
     piece: Piece
@@ -37,6 +41,7 @@ class Written:
     voxel_bound: int | None = None
     runs_in_float: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    returned: tuple[Tensor, ...] = ()
 
 
 def write_piece(
@@ -110,7 +115,12 @@ def _quantized(
         engine.name,
         runs_in_float=tuple(made.floats),
         notes=tuple(made.notes),
+        returned=_tensors(made.returned),
     )
+
+
+def _tensors(made: Any) -> tuple[Tensor, ...]:
+    return (made,) if isinstance(made, Tensor) else tuple(made or ())
 
 
 def _lowered(piece: Piece, made: Any) -> Piece:
@@ -184,6 +194,10 @@ def _sparse(
     )
     piece = _lowered(piece, made)
     if dialect == "portable":  # takes any number of voxels
-        return Written(piece, path, made, "portable", runs_in_float=floats)
-    bound = max(bounds, default=None)
-    return Written(piece, path, made, "libspconv", voxel_bound=bound, runs_in_float=floats)
+        linted, bound = "portable", None
+    else:
+        linted, bound = "libspconv", max(bounds, default=None)
+    return Written(
+        piece, path, made, linted,
+        voxel_bound=bound, runs_in_float=floats, returned=_tensors(made.returned),
+    )  # fmt: skip

@@ -1,7 +1,14 @@
 """A quantized model in integer arithmetic: what an INT8 chip computes, beside float and fake."""
 
 from bevfusion_quant.integer._islands import FloatIsland
-from bevfusion_quant.integer._simulation import SavedPart, Simulation, check_backend, simulate_model
+from bevfusion_quant.integer._simulation import (
+    Lowered,
+    SavedPart,
+    Simulation,
+    check_backend,
+    lower_model,
+    simulate_model,
+)
 from bevfusion_quant.integer._stages import IntegerStage, in_integers, integer_stages
 from bevfusion_quant.integer._text import QUERIES, simulation_text
 from bevfusion_quant.options import Backend
@@ -11,11 +18,13 @@ __all__ = [
     "Backend",
     "FloatIsland",
     "IntegerStage",
+    "Lowered",
     "SavedPart",
     "Simulation",
     "check_backend",
     "in_integers",
     "integer_stages",
+    "lower_model",
     "simulate_model",
     "simulation_text",
 ]

@@ -24,9 +24,17 @@ if TYPE_CHECKING:
     from bevfusion_quant.measure import AgreementRow, FoundRow, Judgement
     from bevfusion_quant.ranks import Shards
     from bevfusion_quant.run import Clock
-    from bevquant_int8sim import IntegerModel, LayerRow
+    from bevquant_int8sim import IntegerModel, LayerComparison, LayerRow
 
-__all__ = ["SavedPart", "Simulation", "check_backend", "simulate_model"]
+__all__ = [
+    "Lowered",
+    "SavedPart",
+    "Simulation",
+    "check_backend",
+    "lower_model",
+    "lowered",
+    "simulate_model",
+]
 
 
 @dataclass(frozen=True)
@@ -121,8 +129,48 @@ def check_backend(backend: str) -> str:
     raise InputError(f"--backend {backend} cannot be used here: {why}: choose --backend auto")
 
 
-def simulate_model(
+@dataclass(frozen=True, eq=False)
+class Lowered:
+    """The calibrated model in integers, and what compares its layers.
+
+    Attributes:
+        model: The integer model.
+        backend: Its kernels, and the instructions they use.
+        layers: With the float and the fake-quantized model; `judge` gives it the frames.
+    """
+
+    model: IntegerModel
+    backend: str
+    layers: LayerComparison
+
+
+def lower_model(
     float_model: BEVFusion,
+    quantized_model: BEVFusion,
+    batches: FrameBatches,
+    config: BEVFusionConfig,
+    clock: Clock,
+    backend: str | None,
+) -> Lowered | None:
+    """Lower the calibrated model for `simulate_model`; nothing where `backend` is None.
+
+    Raises:
+        InputError: No layer of the model is quantized, one has no range, or the backend is not
+            there.
+    """
+    from bevquant_int8sim import LayerComparison
+
+    if backend is None:
+        return None
+    used = check_backend(backend)
+    with clock.step("lower to integers"):
+        # Every frame is compared behind this, step by step.
+        model = lowered(quantized_model, example_like(config, batches[0]), backend)
+        return Lowered(model, used, LayerComparison(float_model, model))
+
+
+def simulate_model(
+    made: Lowered,
     quantized_model: BEVFusion,
     batches: FrameBatches,
     config: BEVFusionConfig,
@@ -131,41 +179,31 @@ def simulate_model(
     folder: Path,
     *,
     branch: str,
-    backend: str = "auto",
     accuracy: AccuracyTally | None = None,
     shards: Shards | None = None,
 ) -> Simulation:
-    """Lower, run, compare, and save the integer model below `folder`.
+    """Run the integer model, and save it below `folder`.
 
     Several ranks share the frames, and the first one saves.
 
     Args:
-        float_model: The folded model that was quantized.
-        quantized_model: The calibrated one.
+        made: From `lower_model`, its layers compared by `judge`.
+        quantized_model: The calibrated model.
         batches: At least one.
         config: Sizes.
         judgement: Of the same models on the same batches.
         clock: Times the steps.
         folder: Where `integer/` is written.
         branch: What the run quantized; says why the rest is float.
-        backend: Kernels to run on.
         accuracy: Is handed the integer model's detections, as "integer".
         shards: Keeps what is finished while several ranks work.
-
-    Raises:
-        InputError: No layer of the model is quantized, one has no range, or the backend is not
-            there.
     """
-    used = check_backend(backend)
-    with clock.step("lower to integers"):
-        # Every frame is compared below, step by step.
-        model = lowered(quantized_model, example_like(config, batches[0]), backend)
+    model = made.model
     with clock.step("run in integers", blame="the integer model cannot run on these frames"):
         agreement, found, detections, seconds = _run(
-            model, float_model, batches, config, judgement, accuracy, shards
+            model, batches, config, judgement, accuracy, shards, quantized_model
         )
-    with clock.step("compare integers", blame="float and integer model cannot be compared"):
-        layers = _compared(model, float_model, batches, shards)
+    layers = made.layers.table().rows
     saved: tuple[SavedPart, ...] = ()
     if current_ranks().first:
         with clock.step("save integers"):
@@ -176,7 +214,7 @@ def simulate_model(
         float_islands(model.islands, quantized_model, branch),
         agreement,
         found,
-        used,
+        made.backend,
         seconds,
         saved,
         detections,
@@ -220,12 +258,12 @@ _LAYERS = frozenset({"sparse_conv", "conv", "conv_transpose", "linear"})
 
 def _run(
     model: IntegerModel,
-    float_model: BEVFusion,
     batches: FrameBatches,
     config: BEVFusionConfig,
     judgement: Judgement,
     accuracy: AccuracyTally | None,
     shards: Shards | None,
+    decoder: BEVFusion,
 ) -> tuple[
     tuple[AgreementRow, ...], tuple[FoundRow, ...], Detections | None, tuple[float, ...]
 ]:  # fmt: skip
@@ -248,7 +286,7 @@ def _run(
         output = model(*batch)
         record = {"seconds": np.array(time.perf_counter() - start)}
         if judgement.float_detections:
-            record |= detections_record("integer", float_model.head.decode(output)[0])
+            record |= detections_record("integer", decoder.head.decode(output)[0])
         return record
 
     for index, record in in_order("integers", len(batches), run, shards):
@@ -263,19 +301,3 @@ def _run(
     if first is None:
         return (), (), None, tuple(seconds)
     return tuple(tally.agreement()), tuple(tally.found()), first, tuple(seconds)
-
-
-def _compared(
-    model: IntegerModel, float_model: BEVFusion, batches: FrameBatches, shards: Shards | None
-) -> tuple[LayerRow, ...]:
-    """`bevquant_int8sim.compare`, the frames shared."""
-    from bevquant_int8sim import LayerComparison
-
-    comparison = LayerComparison(float_model, model)
-
-    def run(index: int) -> dict[str, Any]:
-        return comparison.measure(tuple(batches[index]))
-
-    for _, record in in_order("compare-integers", len(batches), run, shards):
-        comparison.add(record)
-    return comparison.table().rows

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -18,11 +20,13 @@ from bevfusion_quant.measure._stage_maps import StageMaps, stage_probes, whole_o
 from bevfusion_quant.measure._sums import PairSums
 
 if TYPE_CHECKING:
+    import bevquant_int8sim
     from bevfusion_quant.ranks import Record
 
 __all__ = ["Comparison", "LayerComparison", "LayerRow", "compare_layers"]
 
 Pair = Callable[[int, Any, Any], None]
+INTEGERS = "integers."  # stands before what the comparison with the integer model gave in a record
 
 
 @dataclass(frozen=True)
@@ -169,16 +173,24 @@ class LayerComparison:
     Args:
         float_model: The folded float model.
         quantized_model: The calibrated model made from it.
+        integers: The comparison of both with the integer model, which then goes on beside them and
+            reads what their layers return.
 
     Attributes:
         quantizers: What each quantizer was handed in the first batch; empty in a process that
             another one spared that.
     """
 
-    def __init__(self, float_model: nn.Module, quantized_model: nn.Module) -> None:
-        self._models = float_model, quantized_model
+    def __init__(
+        self,
+        float_model: nn.Module,
+        quantized_model: nn.Module,
+        integers: bevquant_int8sim.LayerComparison | None = None,
+    ) -> None:
+        self._models, self._integers = (float_model, quantized_model), integers
         self.quantizers: list[QuantizerValues] = []
-        self._hooks = _Hooks(float_model, quantized_model)
+        shared = frozenset() if integers is None else integers.layers
+        self._hooks = _Hooks(float_model, quantized_model, shared)
         self._whole = _Probe("output", "", None)
         self._rows: dict[int, _Probe] = {}
         self._total = _Probe("output", "", None)
@@ -196,20 +208,31 @@ class LayerComparison:
         float_model, quantized_model = self._models
         hooks = self._hooks
         hooks.start(draws=index == 0)
-        with lead(lambda: float_model(*batch)) as leader:
-            hooks.leader = leader
+
+        def quantized() -> Any:
             if index:
-                got = quantized_model(*batch)
+                return quantized_model(*batch)
+            with watching_quantizers(quantized_model) as self.quantizers:
+                return quantized_model(*batch)
+
+        record: dict[str, Any] = {}
+        with lead(lambda: float_model(*batch)) as leader:
+            hooks.leaders = [leader]
+            if self._integers is None:
+                got = quantized()
             else:
-                with watching_quantizers(quantized_model) as self.quantizers:
-                    got = quantized_model(*batch)
+                with lead(quantized) as follower:
+                    hooks.leaders.append(follower)
+                    found = self._integers.measure(tuple(batch), hooks.returned())
+                    record = {INTEGERS + name: values for name, values in found.items()}
+                    got = follower.result()
             wanted = leader.result()
         self._whole.judge(whole_output(wanted), whole_output(got))
         if index == 0:
             self._first = wanted, got
         layers = [hooks.probes[place].take() for place in hooks.order]
         output = self._whole.take()
-        record = {
+        record |= {
             "layers.order": np.array(hooks.order, np.int64),
             "layers.sums": np.array([sums for sums, _ in (*layers, output)], np.float64),
             "layers.counts": np.array([counts for _, counts in (*layers, output)], np.int64),
@@ -236,6 +259,9 @@ class LayerComparison:
         ):
             stage.add_sums(sums, int(channels))
         self._total.kind = "heatmap" if record["heatmap"] else "bird's-eye view"
+        if self._integers is not None:
+            names = (name for name in record if name.startswith(INTEGERS))
+            self._integers.add({name.removeprefix(INTEGERS): record[name] for name in names})
 
     def result(self) -> Comparison:
         """Rows and stages over the frames added.
@@ -250,19 +276,27 @@ class LayerComparison:
 
 
 class _Hooks:
-    """Hooks on both models: the float one hands its values out, the quantized one judges."""
+    """Hooks on both models: the float one hands its values out, the quantized one judges.
 
-    leader: Leader[Any]
+    What the layers of `shared` return, both hand out.
+    """
 
-    def __init__(self, float_model: nn.Module, quantized_model: nn.Module) -> None:
+    leaders: list[Leader[Any]]
+
+    def __init__(
+        self, float_model: nn.Module, quantized_model: nn.Module, shared: Set[str] = frozenset()
+    ) -> None:
         self.models = float_model, quantized_model
         self.probes = _probes(float_model, quantized_model)
         self.stages = stage_probes(quantized_model)
         self.order: list[int] = []
+        self._shared = shared
+        self._calls: Counter[tuple[int, str]] = Counter()
 
     def start(self, *, draws: bool) -> None:
         """Forget the frame before."""
         self.order = []
+        self._calls.clear()
         for probe in self.probes:
             probe.clear()
         for stage in self.stages:
@@ -278,10 +312,36 @@ class _Hooks:
         for probe in self.probes:
             if probe.reader is not None:
                 stack.callback(probe.reader.register_forward_pre_hook(probe.count).remove)
+        for side, model in enumerate(self.models):
+            known = dict(model.named_modules())
+            for path in self._shared & known.keys():
+                stack.callback(known[path].register_forward_hook(self._share(side, path)).remove)
+
+    def returned(self) -> tuple[Callable[[str, int], Tensor | None], ...]:
+        """For each model: path and number of a call → what the layer returned in this frame.
+
+        The quantized model goes first: what it judges, the float one stands right behind.
+        """
+        follower = self.leaders[1]
+
+        def taken(side: int, path: str, number: int) -> Tensor | None:
+            follower.reach((path, number))
+            run = self.leaders[side]
+            return run.take((path, number)) if run.reach((path, number)) else None
+
+        return partial(taken, 0), partial(taken, 1)
+
+    def _share(self, side: int, path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            number = self._calls[side, path]
+            self._calls[side, path] += 1
+            self.leaders[side].hand_out((path, number), whole_output(output))
+
+        return hook
 
     def _hand_out(self, path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            self.leader.hand_out(path, whole_output(output))
+            self.leaders[0].hand_out(path, whole_output(output))
 
         return hook
 
@@ -290,7 +350,7 @@ class _Hooks:
         stages = [stage for stage in self.stages if stage.path == path]
 
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            wanted, got = self.leader.take(path), whole_output(output)
+            wanted, got = self.leaders[0].take(path), whole_output(output)
             for place, probe in probes:
                 if place not in self.order:
                     self.order.append(place)

@@ -13,6 +13,7 @@ from bevfusion_quant.measure._stage_maps import StageMaps, StageRow
 from bevfusion_quant.ranks import Shards, in_order
 
 if TYPE_CHECKING:
+    import bevquant_int8sim
     from bev_data.metrics import AccuracyTally
     from bevfusion.model import BEVFusion, BEVFusionConfig
     from bevfusion.model.head import Detections
@@ -75,6 +76,7 @@ def judge(
     clock: Clock,
     accuracy: AccuracyTally | None = None,
     shards: Shards | None = None,
+    integers: bevquant_int8sim.LayerComparison | None = None,
 ) -> Judgement:
     """Compare layers, stages and detections over all batches; watch the quantizers on the first.
 
@@ -88,13 +90,14 @@ def judge(
         clock: Times the steps.
         accuracy: Is handed both models' detections, as "float" and "quantized".
         shards: Keeps what is finished while several ranks work.
+        integers: Of the two models with the integer one; gets the batches too, in the same walk.
     """
     low_x, low_y, _, high_x, high_y, _ = config.lidar.point_cloud_range
     tally = DetectionTally(config.head.classes, (low_x, low_y, high_x, high_y))
     first: tuple[Detections, Detections] | None = None
     float_detections: list[Detections] = []
     has_head = "head" in float_model.parts
-    comparison = LayerComparison(float_model, quantized_model)
+    comparison = LayerComparison(float_model, quantized_model, integers)
 
     def run(index: int) -> dict[str, Any]:
         record, *outputs = comparison.run(index, batches[index])
@@ -104,7 +107,8 @@ def judge(
                 record |= detections_record(who, float_model.head.decode(output)[0])
         return record
 
-    with clock.step("compare"), comparison.watching():
+    blame = "" if integers is None else "float and integer model cannot be compared"
+    with clock.step("compare", blame=blame), comparison.watching():
         for index, record in in_order("compare", len(batches), run, shards, anew=1):
             comparison.add(record)
             note = note_of(record)

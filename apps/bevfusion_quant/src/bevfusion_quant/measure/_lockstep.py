@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
@@ -30,28 +30,34 @@ class Leader(Generic[Result]):
     def __init__(self, run: Callable[[], Result]) -> None:
         self._run = run
         self._go, self._ready = threading.Semaphore(0), threading.Semaphore(0)
-        self._handed: dict[str, deque[Tensor]] = {}
+        self._handed: dict[Hashable, deque[Tensor]] = {}
         self._done = self._stop = False
         self._result: list[Result] = []
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="float model", daemon=True)
 
-    def hand_out(self, name: str, value: Tensor) -> None:
+    def hand_out(self, name: Hashable, value: Tensor) -> None:
         """Offer a value from within the run, and stand still until the run is waited for again."""
         self._handed.setdefault(name, deque()).append(value)
         self._pause()
 
-    def take(self, name: str) -> Tensor:
+    def take(self, name: Hashable) -> Tensor:
         """The next value handed out under `name`; the run goes on until there is one.
 
         Raises:
             LookupError: The run ended without it.
         """
+        if not self.reach(name):
+            raise LookupError(f"the float model never reached {name}")
+        return self._handed[name].popleft()
+
+    def reach(self, name: Hashable) -> bool:
+        """Go on until a value is there to be taken; whether there is one."""
         while not self._handed.get(name):
             if self._done:
-                raise LookupError(f"the float model never reached {name}")
+                return False
             self._step()
-        return self._handed[name].popleft()
+        return True
 
     def result(self) -> Result:
         """What the run answers, once it has ended."""

@@ -88,7 +88,7 @@ def run_evaluate(
     Raises:
         InputError: Whatever is wrong with the run or the input; nothing is written then.
     """
-    from bevfusion_quant.integer import check_backend, simulate_model
+    from bevfusion_quant.integer import check_backend, lower_model, simulate_model
 
     if integers is not None:
         check_backend(integers)
@@ -109,11 +109,15 @@ def run_evaluate(
             loaded.float_model,
             model,
         )
-        judgement = judge(loaded.float_model, model, batches, sizes, clock, tally, shards)
+        low = lower_model(loaded.float_model, model, batches, sizes, clock, integers)
+        layers = None if low is None else low.layers
+        judgement = judge(
+            loaded.float_model, model, batches, sizes, clock, tally, shards, integers=layers
+        )
         simulation = None
-        if integers is not None:
+        if low is not None:
             simulation = simulate_model(
-                loaded.float_model,
+                low,
                 model,
                 batches,
                 sizes,
@@ -121,7 +125,6 @@ def run_evaluate(
                 clock,
                 folder,
                 branch=ran.branch,
-                backend=integers,
                 accuracy=tally,
                 shards=shards,
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from bevfusion_quant.measure import (
     whole_output,
 )
 from bevfusion_quant.ptq._config import PtqConfig, check_weights
+from bevfusion_quant.ranks import current_ranks
 from bevfusion_quant.report import write_pictures, write_run_page
 from bevfusion_quant.run import (
     Clock,
@@ -111,8 +113,8 @@ def run_ptq(
     Raises:
         InputError: Whatever is wrong with the input; nothing is written then.
     """
-    from bevfusion_quant.export import ONNX_FOLDER, export_model
-    from bevfusion_quant.integer import simulate_model
+    from bevfusion_quant.export import ONNX_FOLDER, export_model, watching
+    from bevfusion_quant.integer import lower_model, simulate_model
 
     clock = Clock()
     count = config.calibration_count(len(frames))
@@ -128,10 +130,14 @@ def run_ptq(
             batches = FrameBatches(frames, sizes, float_model, config.cameras)
         with clock.step("read and voxelize"):
             first = batches[0]
-        weights = fill_weights(float_model, config, first, clock)
+        weights, unfolded = fill_weights(float_model, config, first, clock)
+        if unfolded is None and current_ranks().first:
+            with clock.step("run unfolded"), torch.no_grad():
+                unfolded = float_model(*first)
         example = example_batch(sizes)
         with clock.step("fuse", blame="the weights cannot be folded"):
             fused = (fuse_branch if config.fold else keep_batch_norms)(float_model, example)
+            del float_model  # as large as the folded one, and read no more
         with clock.step("quantize", blame="the branch cannot be quantized this way"):
             quantized = quantize_as(fused.model, example, config, plan)
         if plan is not None:
@@ -153,13 +159,21 @@ def run_ptq(
         if config.changes_weights:
             with clock.step("round weights", blame="the weights cannot be rounded"):
                 rounded = round_branch(quantized.model, batches.head(count), config)
-        judgement = judge(fused.model, quantized.model, batches, sizes, clock, shards=shards)
+        low = lower_model(fused.model, quantized.model, batches, sizes, clock, integers)
+        with ExitStack() as stack:
+            models = {"float": fused.model, "fake": quantized.model} if export else {}
+            known = {name: stack.enter_context(watching(m)) for name, m in models.items()}
+            judgement = judge(
+                fused.model, quantized.model, batches, sizes, clock,
+                shards=shards,
+                integers=None if low is None else low.layers,
+            )  # fmt: skip
         findings = data_findings(batches, count, report)
         poor = [str(finding) for finding in findings if finding.poor]
         simulation = None
-        if integers is not None:
+        if low is not None:
             simulation = simulate_model(
-                fused.model,
+                low,
                 quantized.model,
                 batches,
                 sizes,
@@ -167,17 +181,15 @@ def run_ptq(
                 clock,
                 folder,
                 branch=config.branch,
-                backend=integers,
                 shards=shards,
             )
+        del low  # the integer model is saved, and read no more
         tables, told = judgement.summary(), calibration_warnings(report, findings)
-        made = partial(PtqResult, runs / name, **tables, warnings=told, findings=findings)
+        outcome = partial(PtqResult, runs / name, **tables, warnings=told, findings=findings)
         if not shards.ranks.first:  # the first one writes
             seconds, peak = clock.spent()
-            return made(seconds=seconds, peak_memory_mib=peak, simulation=simulation)
-        with clock.step("check folding"), torch.no_grad():
-            unfolded = whole_output(float_model(*first))
-            folding_error = relative_change(unfolded, whole_output(judgement.wanted))
+            return outcome(seconds=seconds, peak_memory_mib=peak, simulation=simulation)
+        folding_error = relative_change(whole_output(unfolded), whole_output(judgement.wanted))
         exported = None
         if export is not None:
             exported = export_model(
@@ -193,6 +205,7 @@ def run_ptq(
                 run=str(runs / name),
                 settings=asdict(config),
                 calibration=poor,
+                known=known,
             )
         stage = quantized_parts(config.branch)[-1]
         with clock.step("draw"):
@@ -240,4 +253,4 @@ def run_ptq(
     shards.remove()
     if exported is not None:
         exported = replace(exported, folder=runs / name / ONNX_FOLDER)
-    return made(seconds=seconds, peak_memory_mib=peak, simulation=simulation, exported=exported)
+    return outcome(seconds=seconds, peak_memory_mib=peak, simulation=simulation, exported=exported)

@@ -34,6 +34,7 @@ from bevfusion_quant.run._record import (
     Clock,
     RunRecord,
     peak_memory_mib,
+    return_freed_memory,
     versions,
     write_json,
 )
@@ -64,6 +65,7 @@ __all__ = [
     "read_summary",
     "read_written",
     "refuse_version",
+    "return_freed_memory",
     "run_folder",
     "run_shards",
     "settings_of",

@@ -5,6 +5,7 @@ A field that all runs are to have is added here alone.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import json
 import logging
@@ -24,7 +25,15 @@ from bevfusion_quant._errors import InputError
 from bevfusion_quant.run._folder import CONFIG_FILE, RUN_FORMAT, RUN_VERSIONS
 from bevquant_quantizers.documents import write_whole
 
-__all__ = ["SUMMARY_FILE", "Clock", "RunRecord", "peak_memory_mib", "versions", "write_json"]
+__all__ = [
+    "SUMMARY_FILE",
+    "Clock",
+    "RunRecord",
+    "peak_memory_mib",
+    "return_freed_memory",
+    "versions",
+    "write_json",
+]
 
 LOG = logging.getLogger(__name__)
 SUMMARY_FILE = "summary.json"
@@ -56,6 +65,17 @@ def peak_memory_mib() -> float:
     return peak / (2**20 if sys.platform == "darwin" else 2**10)
 
 
+def return_freed_memory() -> None:
+    """Give what was freed back to the system: blocks that no later tensor may fit into.
+
+    The app keeps freed blocks within a step, where the next layer takes them.
+    """
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError, TypeError):  # another C library, or none that can be asked
+        return
+
+
 def write_json(path: Path, content: Mapping[str, Any]) -> Path:
     """Write JSON that any reader takes: no NaN, no Infinity."""
     text = json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False, default=_plain)
@@ -83,7 +103,10 @@ class Clock:
 
     @contextmanager
     def step(self, name: str, blame: str = "") -> Iterator[None]:
-        """Time a step; with `blame`, what it refuses is the input's fault and is said so."""
+        """Time a step; with `blame`, what it refuses is the input's fault and is said so.
+
+        Memory that it freed is given back behind it.
+        """
         LOG.info("%s …", name)
         start = time.perf_counter()
         try:
@@ -92,6 +115,7 @@ class Clock:
             if not blame or isinstance(error, InputError):
                 raise
             raise InputError(f"{blame}: {error}") from error
+        return_freed_memory()
         self.taken[name] = round(time.perf_counter() - start, 3)
 
     def seconds(self) -> dict[str, float]:

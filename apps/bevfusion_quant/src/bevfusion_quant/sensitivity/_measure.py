@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import logging
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ from bevfusion.model.head import Detections
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import detections_of, detections_record
 from bevfusion_quant.options import SensitivityMetric, SensitivityOutput
+from bevfusion_quant.run import return_freed_memory
 from bevquant_qnn import PlannedGroup
 
 if TYPE_CHECKING:
@@ -116,26 +116,15 @@ class TakenLate:
             late = Late(self._batches, index, told=self._told)
             yield late
             if late.used:
+                # What a recorded run held is of no use to frames with other numbers of voxels.
                 del late
-                _return_freed_memory()
+                gc.collect()
+                return_freed_memory()
 
 
 def run_late(model: nn.Module, late: Any) -> Any:
     """What the model makes of the frame."""
     return model(*late.batch)
-
-
-def _return_freed_memory() -> None:
-    """Give back what a frame's recorded run held: in pieces of other sizes it is of no use.
-
-    glibc keeps freed blocks, and frames with other numbers of voxels do not fit into them: memory
-    would grow from frame to frame.
-    """
-    gc.collect()
-    try:
-        ctypes.CDLL(None).malloc_trim(0)
-    except (OSError, AttributeError, TypeError):  # another C library, or none that can be asked
-        return
 
 
 class MeanAp:

@@ -98,12 +98,21 @@ def example_like(config: BEVFusionConfig, batch: Batch) -> Batch:
 
 def fill_weights(
     model: BEVFusion, config: TargetOptions, first: Batch, clock: Clock
-) -> dict[str, object]:
-    """Weights from the file, or random ones fitted to the first frame; says which."""
+) -> tuple[dict[str, object], Any]:
+    """Weights from the file, or random ones fitted to the first frame.
+
+    Returns:
+        Which, and what the model makes of the first frame, where fitting them told.
+    """
     if config.weights is None:
         with clock.step("random weights"):
-            random_weights(model, *first, seed=config.seed)
-        return {"source": "random", "seed": config.seed, "batch_norms_fitted_to": "the first frame"}
+            made = random_weights(model, *first, seed=config.seed)
+        about = {
+            "source": "random",
+            "seed": config.seed,
+            "batch_norms_fitted_to": "the first frame",
+        }
+        return about, made
     with clock.step("load weights"):
         report = load_weights(model, config.weights, layout=config.weight_layout)
     if report.not_used:
@@ -113,7 +122,7 @@ def fill_weights(
         "layout": report.layout,
         "loaded": len(report.loaded),
         "not_used": report.not_used,
-    }
+    }, None
 
 
 def fuse_branch(model: BEVFusion, example: Batch) -> Stage[FusionResult]:

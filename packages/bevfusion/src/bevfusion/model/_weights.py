@@ -50,7 +50,7 @@ def named_weights(weights: Path | str | None, config: str) -> Path | None:
     return path
 
 
-def random_weights(model: BEVFusion, *batch: Any, seed: int = 0) -> None:
+def random_weights(model: BEVFusion, *batch: Any, seed: int = 0) -> Any:
     """Fill `model` in place with random weights whose BatchNorms fit the given batch.
 
     Convolutions and linear layers are normal with the standard deviation √(2 / fan-in) of He et al.
@@ -67,6 +67,10 @@ def random_weights(model: BEVFusion, *batch: Any, seed: int = 0) -> None:
         *batch: The members of a `Batch`; features and coords of one frame are enough for the
             LiDAR branch.
         seed: Any integer.
+
+    Returns:
+        What the model then makes of the batch: every module of that one pass ran with the weights
+        that it keeps.
     """
     generator = torch.Generator().manual_seed(seed)
     inputs = (*batch, 1) if len(batch) == 2 else batch
@@ -78,7 +82,7 @@ def random_weights(model: BEVFusion, *batch: Any, seed: int = 0) -> None:
                 hooks.append(module.register_forward_pre_hook(_fit))
         model.eval()
         try:
-            model(*inputs)
+            return model(*inputs)
         finally:
             for hook in hooks:
                 hook.remove()

@@ -78,7 +78,7 @@ def compare_qdq_onnx(
     integer = program_of(
         model, args, file.sum_ranges or False, verify=False
     )  # it was, before the file was written
-    rows, _ = compared(file, file.path.read_bytes(), integer, args, session, outputs=False)
+    rows, _, _ = compared(file, file.path.read_bytes(), integer, args, session, outputs=False)
     return rows
 
 
@@ -90,7 +90,7 @@ def compared(
     run_in: Callable[..., Any],
     *,
     outputs: bool,
-) -> tuple[tuple[TensorDifference, ...], dict[str, tuple[Array, Array]]]:
+) -> tuple[tuple[TensorDifference, ...], dict[str, tuple[Array, Array]], Any]:
     """What `compare_qdq_onnx` returns, and the outputs that run in float.
 
     Args:
@@ -102,8 +102,8 @@ def compared(
         outputs: Look at the outputs in float too.
 
     Returns:
-        The quantized tensors, and name to (what `integer` returns, what the file returns) of the
-        outputs, from the same integers.
+        The quantized tensors; name to (what `integer` returns, what the file returns) of the
+        outputs, from the same integers; and all that `integer` returns.
     """
     profile = profile_of(file.profile)
     args = in_half(args) if profile.half else args
@@ -139,7 +139,7 @@ def compared(
         # Others are quantized, and among the rows.
         if name in results and type(value) is Tensor and value.is_floating_point()
     }
-    return rows, floats
+    return rows, floats, returned
 
 
 @dataclass(eq=False)

@@ -175,10 +175,8 @@ def export_qdq_onnx(
         integer_model=integer_model(source.integer),
     )
     if verify:
-        ran, rows = verified(
-            file, proto.SerializeToString(), source.integer, args, integer_sums=integer_sums
-        )
-        file = replace(file, verified=ran, differences=rows)
+        content = proto.SerializeToString()
+        file = verified(file, content, source.integer, args, integer_sums=integer_sums)
     proto.metadata_props.add(key="verified", value=file.verified)
     write_whole(target, proto.SerializeToString(deterministic=True))
     if chosen.name != "horizon":

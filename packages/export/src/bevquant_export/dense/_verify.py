@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from bevquant_export.dense._graph import Array
 from bevquant_export.dense._profile import profile_of
 from bevquant_export.dense._program_of import QdqProgram, integer_model
 from bevquant_export.dense._runnable import any_session
-from bevquant_export.dense._written import QdqFile, TensorDifference
+from bevquant_export.dense._written import QdqFile
 
 __all__ = ["verified"]
 
@@ -27,8 +28,8 @@ _FLOAT_SUMS, _FLOAT_BIASES = 0.01, 0.25
 
 def verified(
     file: QdqFile, content: bytes, integer: QdqProgram, args: Any, *, integer_sums: bool
-) -> tuple[str, tuple[TensorDifference, ...]]:
-    """Run the file on `args`; what ran it, and what it makes of each quantized tensor.
+) -> QdqFile:
+    """Run the file on `args`, and say of it what ran it, what it makes of each quantized tensor.
 
     Every operation reads the integer model's integers. A quantized tensor may differ by ties (see
     `compare_qdq_onnx`), and behind functions in float by one step in a few values; one of a model
@@ -48,7 +49,7 @@ def verified(
         return made
 
     try:
-        rows, outputs = compared(file, content, integer, args, run_in, outputs=True)
+        rows, outputs, returned = compared(file, content, integer, args, run_in, outputs=True)
     except Exception as error:
         if not type(error).__module__.startswith("onnxruntime"):
             raise
@@ -79,7 +80,8 @@ def verified(
                 "an operation in float behind the last of them is written as something else; "
                 "nothing was written. verify=False writes it all the same"
             )
-    return ran, rows
+    exact = integer_model(integer) is not None and not profile.half
+    return replace(file, verified=ran, differences=rows, returned=returned if exact else None)
 
 
 def _alike(want: Array, got: Array, tolerance: float) -> bool:

@@ -90,6 +90,8 @@ class QdqFile:
         differences: What was found, tensor by tensor, as from `compare_qdq_onnx`.
         integer_model: What it was written from and held against; None where another package read
             its own model.
+        returned: What `integer_model` returned for the example inputs, when the file was held
+            against it; None where it was not, or on inputs rounded to half precision.
     """
 
     path: Path
@@ -106,6 +108,7 @@ class QdqFile:
     verified: str = "no"
     differences: tuple[TensorDifference, ...] = ()
     integer_model: IntegerModel | None = field(default=None, repr=False, compare=False)
+    returned: Any = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
         count = len(self.integers)

@@ -19,7 +19,6 @@ from bevquant_export.sparse._load import SparseOnnxModel
 from bevquant_export.sparse._reference import Made, reference_of
 from bevquant_export.sparse._three_axes import lifted, lowered_to
 from bevquant_int8sim import IntegerModel, SparseOutput, dequantize, simulate
-from bevquant_int8sim.program import Step
 
 __all__ = ["LayerDifference", "compare_sparse_onnx", "compared", "counted"]
 
@@ -67,13 +66,13 @@ def compare_sparse_onnx(
         ValueError: The model has no such module, or other voxels there.
     """
     integers = simulate(with_half_constants(model), inputs, verify=False)
-    return compared(file, integers, inputs, reversed_axes=reversed_axes)
+    return compared(file, integers, inputs, reversed_axes=reversed_axes)[0]
 
 
 def compared(
     file: SparseOnnxModel, integers: IntegerModel, inputs: Any, *, reversed_axes: bool
-) -> tuple[LayerDifference, ...]:
-    """`compare_sparse_onnx` with the integer model of rounded constants at hand."""
+) -> tuple[tuple[LayerDifference, ...], Any]:
+    """`compare_sparse_onnx` with the integer model of rounded constants, and what that returns."""
     features, coords, batch_size = frame_of(integers, inputs)
     columns = coords.shape[1]
     if reversed_axes:
@@ -117,7 +116,7 @@ def compared(
     outputs = file.watch(features, coords, batch_size, see)
     for made, (name, expected) in zip(outputs, _results(integers, wanted), strict=True):
         rows.append(_output(made, expected, places.get(name), of_model))
-    return tuple(rows)
+    return tuple(rows), wanted
 
 
 def _only_summed(nodes: tuple[Node, ...]) -> set[str]:
@@ -144,15 +143,14 @@ def frame_of(integers: IntegerModel, inputs: Any) -> tuple[Tensor, Tensor, int]:
     """
     name = follow(integers).input
     seen: dict[str, Any] = {}
-
-    def see(step: Step, given: tuple[Any, ...], _: tuple[Any, ...]) -> None:
+    for step, given, _ in integers.walk(inputs):
         for arg, value in zip(step.args, given, strict=False):
             if getattr(arg, "name", None) == name:
                 seen.setdefault("features", value)
             elif hasattr(value, "convolved"):
                 seen.setdefault("coords", value)
-
-    integers.run(inputs, record=False, observe=see)
+        if len(seen) == 2:  # what follows is not run
+            break
     features, coords = seen["features"], seen["coords"]
     scale = getattr(integers.program.values[name].form, "scale", None)
     if scale is not None:  # what the forward makes them of ends in integers

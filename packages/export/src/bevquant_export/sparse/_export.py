@@ -130,15 +130,15 @@ def export_sparse_onnx(
         # Through the bytes: both dialects then hold the very same numbers.
         whole = graph_of_bytes(content, extensions=True)
         content = portable_bytes(whole, all_layers=all_layers, weights=weights)
-    ran = "no"
+    ran, returned = "no", None
     rows: tuple[LayerDifference, ...] = ()
     if verify:
-        ran, rows = verified(
+        ran, rows, returned = verified(
             content, integers, example_inputs, dialect=dialect, reversed_axes=order != model_order
         )
     write_whole(path, with_note(content, ran))
     before = follow(integers).before
-    return SparseExport(Path(path), layers_of(graph), ran, rows, integers, before)
+    return SparseExport(Path(path), layers_of(graph), ran, rows, integers, before, returned)
 
 
 def sparse_graph(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bevquant_export.dense._written import verdict
 from bevquant_export.sparse._graph import Add, Conv, Graph
@@ -49,6 +49,8 @@ class SparseExport:
             metadata; ``"no"`` where nothing did.
         differences: What was found, layer by layer, as from `compare_sparse_onnx`.
         integer_model: What it was written from and held against; None where a file was lowered.
+        returned: What the integer model returned for the example inputs, when the file was held
+            against it; None where it was not.
         begins_behind: What the model computes before the features of its voxels, step by step: the
             file has nothing of it, and takes features and coordinates that this makes.
     """
@@ -59,6 +61,7 @@ class SparseExport:
     differences: tuple[LayerDifference, ...] = ()
     integer_model: IntegerModel | None = field(default=None, repr=False, compare=False)
     begins_behind: tuple[str, ...] = ()
+    returned: Any = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
         forms = Counter(layer.precision for layer in self.layers)

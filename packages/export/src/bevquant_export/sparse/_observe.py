@@ -69,9 +69,21 @@ def observe(model: IntegerModel, example: Any, batches: Iterable[Any]) -> dict[s
             voxels = len(made[0]) if made[0].dim() == 2 else 0
         seen[name].voxels = max(seen[name].voxels, voxels)
 
-    for inputs in (example, *batches):
-        model.run(inputs, record=False, observe=look)
+    model.run(example, record=False, observe=look)
+    for inputs in batches:
+        if not _same(inputs, example):
+            model.run(inputs, record=False, observe=look)
     return seen
+
+
+def _same(inputs: Any, example: Any) -> bool:
+    """Whether inputs are the example's own tensors and numbers: they have been seen."""
+    if not (isinstance(inputs, tuple) and isinstance(example, tuple)):
+        return inputs is example
+    return len(inputs) == len(example) and all(
+        one is other or (type(one) is type(other) is int and one == other)
+        for one, other in zip(inputs, example, strict=True)
+    )
 
 
 def bound(voxels: int, head_room: float) -> int:

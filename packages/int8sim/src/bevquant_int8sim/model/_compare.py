@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -17,7 +17,7 @@ from bevquant_int8sim.model._integer_model import IntegerModel
 from bevquant_int8sim.model._layer_sums import LayerSums
 from bevquant_int8sim.model._layer_table import LayerTable
 from bevquant_int8sim.model._program import Step
-from bevquant_int8sim.model._reference import tensor_of
+from bevquant_int8sim.model._reference import Returned, layer_calls, tensor_of
 from bevquant_int8sim.model._simulate import simulate
 
 __all__ = ["LayerComparison", "compare"]
@@ -99,14 +99,31 @@ class LayerComparison(ForcedRun):
             kind = f"int{form.bits}" if isinstance(form, Integers) else str(form)
             self._totals[value] = LayerSums(place(step), _op(step), kind, _why(step))
 
+    @property
+    def layers(self) -> frozenset[str]:
+        """Paths of the layers and quantizers whose results `measure` can be given."""
+        graph = self.source.graph
+        models = self.float_model, graph.model
+        return frozenset(path for m in models for path, _ in layer_calls(graph, m).values())
+
     @torch.no_grad()
-    def measure(self, batch: Any) -> dict[str, np.ndarray[Any, Any]]:
-        """Run one batch; its record."""
+    def measure(
+        self, batch: Any, returned: Sequence[Returned | None] = ()
+    ) -> dict[str, np.ndarray[Any, Any]]:
+        """Run one batch; its record.
+
+        Args:
+            batch: Inputs.
+            returned: Of whoever runs the float model and the calibrated one on the batch for
+                reasons of their own, step by step beside this: what a layer (its path, and which
+                of its calls, from 0) returned there, None where it is not called. These layers,
+                `layers` names them, are then not computed again.
+        """
         self.sums = {
             value: LayerSums(sums.path, sums.op, sums.form, sums.why)
             for value, sums in self._totals.items()
         }
-        self.follow(batch, self.float_model, self.source.graph.model)
+        self.follow(batch, self.float_model, self.source.graph.model, returned=returned)
         numbers = [sums.numbers() for sums in self.sums.values()]
         return {
             "sums": np.array([sums for sums, _ in numbers], np.float64),

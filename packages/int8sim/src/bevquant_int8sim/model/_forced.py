@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from bevquant_int8sim.model._float_sparse import FloatSparseConv
 from bevquant_int8sim.model._form import ACCUMULATORS, FLOAT, Demand, Integers
 from bevquant_int8sim.model._integer_model import IntegerModel, exhausted
 from bevquant_int8sim.model._program import Ref, Step
-from bevquant_int8sim.model._reference import GraphRun, spent_nodes, tensor_of
+from bevquant_int8sim.model._reference import GraphRun, Returned, spent_nodes, tensor_of
 from bevquant_int8sim.model._rowwise import dequantized
 from bevquant_int8sim.model._signature import copied
 from bevquant_int8sim.model._traced_source import Source
@@ -97,8 +98,15 @@ class ForcedRun:
         """Called behind each node, with the integer model's values and the runs' results."""
         raise NotImplementedError
 
-    def follow(self, batch: Any, *models: nn.Module) -> list[Any]:
+    def follow(
+        self, batch: Any, *models: nn.Module, returned: Sequence[Returned | None] = ()
+    ) -> list[Any]:
         """Run the integer model, each of `models` free, and the forced graph.
+
+        Args:
+            batch: Inputs.
+            *models: Run free, the first ones first.
+            returned: For each of `models` a run of it that goes on beside, see `GraphRun`.
 
         Returns:
             What the integer model returned, and the forced graph as a list of its leaves.
@@ -111,9 +119,11 @@ class ForcedRun:
         runs = [
             GraphRun(
                 graph, model, copied(leaves) if graph.opaque else leaves,
-                channels_last=index == len(models),
+                channels_last=index == len(models), returned=beside,
             )
-            for index, model in enumerate((*models, graph.model))
+            for index, (model, beside) in enumerate(
+                zip_longest((*models, graph.model), returned[: len(models)])
+            )
         ]  # fmt: skip
         kept = {value: None for value in graph.outputs if isinstance(value, fx.Node)}
         for node in self._nodes:

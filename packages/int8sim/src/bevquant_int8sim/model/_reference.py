@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from bevquant_graph import OPAQUE, Graph, flatten, op_spec, rebuild
+from bevquant_graph import OPAQUE, Graph, flatten, layer_class, op_spec, rebuild
 
-__all__ = ["GraphRun", "spent_nodes", "tensor_of"]
+__all__ = ["GraphRun", "Returned", "layer_calls", "spent_nodes", "tensor_of"]
 
+Returned = Callable[[str, int], Tensor | None]
+"""Path of a layer and which of its calls, from 0 → what it returned in a run beside this one."""
 
 _VIEWS: Any = {torch.ops.aten.view.default: torch.ops.aten.reshape.default}
 _CONVOLUTIONS = (torch.ops.aten.conv2d, torch.ops.aten.conv_transpose2d)
@@ -28,15 +31,25 @@ class GraphRun:
         channels_last: Keep maps channels last in memory, as integer kernels make them: they need
             not be turned, and oneDNN's convolutions take half to nine tenths of the time. The sums
             of a convolution are then others than the model's in their last bits.
+        returned: Of a run of `model` itself on the same inputs: what its layers returned is taken,
+            not computed again. What it answers None for is computed here.
 
     Raises:
         ValueError: `model` lacks a parameter of the graph.
     """
 
     def __init__(
-        self, graph: Graph, model: nn.Module, inputs: Sequence[Any], *, channels_last: bool = False
+        self,
+        graph: Graph,
+        model: nn.Module,
+        inputs: Sequence[Any],
+        *,
+        channels_last: bool = False,
+        returned: Returned | None = None,
     ) -> None:
         self.graph, self.model, self.channels_last = graph, model, channels_last
+        self._returned = returned
+        self._calls = {} if returned is None else layer_calls(graph, model)
         self.floats = model is not graph.model
         self.values: dict[fx.Node, Any] = {}
         self._inputs = dict(zip(graph.placeholders, inputs, strict=True))
@@ -78,6 +91,10 @@ class GraphRun:
     def _computed(self, node: fx.Node, beside: GraphRun | None) -> Any:
         if self.floats and op_spec(node.target).kind == "quantize":
             return self.values[node.all_input_nodes[0]]
+        if self._returned is not None and node in self._calls:
+            taken = self._returned(*self._calls[node])
+            if taken is not None:
+                return taken
         if beside is not None and (self.floats == beside.floats or node.target is not OPAQUE):
             inputs = node.all_input_nodes
             quantizes = op_spec(node.target).kind == "quantize"
@@ -104,6 +121,46 @@ def _channels_last(x: Any) -> Any:
     if x.dim() != 4 or x.dtype != torch.float32 or x.device.type != "cpu":
         return x
     return x.contiguous(memory_format=torch.channels_last)
+
+
+_LAYERS = frozenset({"layer", "sparse_layer", "quantize"})
+_FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
+
+
+def layer_calls(graph: Graph, model: nn.Module) -> dict[fx.Node, tuple[str, int]]:
+    """Nodes that are what the call of a layer or quantizer returns: its path, which of its calls.
+
+    Layers are told by their class (`bevquant_graph.layer_class`). Of one whose call hands on more
+    than a tensor, and of one that has several paths, by which its calls cannot be told apart, there
+    is none; nor behind attention, for which torch has a fused form that no graph has, with other
+    last bits.
+
+    Args:
+        graph: The graph.
+        model: The captured model, or the float one that it was made from.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    paths = Counter(modules.values())
+    fused = {path for path, module in modules.items() if isinstance(module, _FUSED)}
+    behind: set[fx.Node] = set()
+    handed: dict[tuple[str, int], list[fx.Node]] = defaultdict(list)
+    for node in graph.operations:
+        path, _ = call = graph.call(node)
+        value = node.meta.get("val")
+        outside = any(path not in graph.stack(user) for user in node.users)
+        if fused.intersection(graph.stack(node)) or behind.intersection(node.all_input_nodes):
+            behind.add(node)
+        elif outside and isinstance(value, Tensor) and value.is_floating_point():
+            handed[call].append(node)
+    return {
+        nodes[0]: (path, number)
+        for (path, number), nodes in handed.items()
+        if len(nodes) == 1
+        and op_spec(nodes[0].target).kind in _LAYERS
+        and path in modules
+        and paths[modules[path]] == 1
+        and layer_class(modules[path]) is not None
+    }
 
 
 def tensor_of(value: Any) -> Tensor | None:
