@@ -37,6 +37,7 @@ ALLOWED = {
     "bevfusion_quant.keep_batch_norms": _LISTS,
     "bevfusion_quant.folding_record": _LISTS,
     "bevfusion_quant._could_be_quantized": _LISTS,
+    "bevquant_int8sim.layer_calls": "behind attention nothing is taken, whoever's forward it is",
     # bevquant_fusion: `bn_problem` and `conv_problem` have refused code of its own, or a graph
     # tells what that does; what is asked behind them is the kind of numbers at hand.
     "bevquant_fusion.bn_problem": "the first half of a question whose second is `_extras`",
