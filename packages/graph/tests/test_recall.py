@@ -23,7 +23,7 @@ class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 4)
-        self.register_buffer("shift", torch.ones(4))
+        self.register_buffer("shift", torch.ones(4), persistent=False)
         self.config = SimpleNamespace(limit=3.0, parts=[2, 3])
         limits = {"low": -50.0}
         self.bound = lambda x: x.clamp(min=limits["low"])

@@ -123,8 +123,9 @@ def remember(
         return
     program: Any = copy.copy(graph.program)
     program._state_dict = dict.fromkeys(program._state_dict)
+    buffers = program.graph_signature.buffers  # some of which are among its constants
     program._constants = {
-        name: value.clone() if isinstance(value, Tensor) else value
+        name: None if name in buffers else value.clone() if isinstance(value, Tensor) else value
         for name, value in program._constants.items()
     }
     program._example_inputs = None
