@@ -91,8 +91,8 @@ def capture(
         raise CaptureError(
             "capture: example_inputs hold no tensor; give what one call of the model takes"
         )
-    asked = open_sizes
-    known = recalled(model, given, open_sizes=asked)
+    whole = check and open_sizes
+    known = recalled(model, given) if whole else None
     if known is not None:
         with suppress(Exception):  # it does not fit, or the model does not run: captured anew
             known.check(example_inputs)
@@ -137,7 +137,8 @@ def capture(
         )
     if check:
         graph.check(example_inputs)
-    remember(model, given, graph, open_sizes=asked, by_values=values is not None)
+        if whole:
+            remember(model, given, graph, by_values=values is not None)
     return graph
 
 

@@ -12,7 +12,8 @@ are told by how they are nested and the tensors' sizes, small tensors that are n
 buffer by what they hold; what objects of a class with ``is_read_by_forwards = False`` hold (as
 calibrators) is passed over. What cannot be written down is captured anew, and models that hold
 other such tensors, or modules that are one node, are answered only their own graph. The caller
-replays the graph: none is answered that does not give the model's bits.
+replays the graph: none is answered that does not give the model's bits. That takes two runs of the
+model, more than to follow a large one for its structure alone, which is therefore done each time.
 """
 
 from __future__ import annotations
@@ -62,63 +63,50 @@ class _State:
     named: tuple[Any, ...]
 
 
-_LAST: WeakKeyDictionary[nn.Module, dict[bool, tuple[_State, ref[Graph]]]] = WeakKeyDictionary()
-_PROGRAMS: OrderedDict[tuple[bytes, bool], tuple[_State, ExportedProgram, Tree, Tree]]
-_PROGRAMS = OrderedDict()
+_LAST: WeakKeyDictionary[nn.Module, tuple[_State, ref[Graph]]] = WeakKeyDictionary()
+_PROGRAMS: OrderedDict[bytes, tuple[_State, ExportedProgram, Tree, Tree]] = OrderedDict()
 
 
-def recalled(model: nn.Module, given: Arguments, *, open_sizes: bool) -> Graph | None:
-    """A graph of this model as it is and of such inputs, if one is in use or its structure known.
-
-    Args:
-        model: The model.
-        given: Its arguments.
-        open_sizes: As `capture` takes it.
-    """
+def recalled(model: nn.Module, given: Arguments) -> Graph | None:
+    """A graph of this model as it is, and of such inputs, if one is in use or can be bound."""
     if model not in _LAST and not _PROGRAMS:
         return None
     state = _state(model, given)
     if state is None:
         return None
-    last, graph = _LAST.get(model, {}).get(open_sizes, (None, None))
-    found = None if graph is None else graph()
-    if (
-        found is not None
-        and last is not None
-        and (last.structure, last.tensors) == (state.structure, state.tensors)
-    ):
-        return found
-    key = state.structure, open_sizes
-    if state.alone or key not in _PROGRAMS:
+    if model in _LAST:
+        last, graph = _LAST[model]
+        found = graph()
+        same = (last.structure, last.tensors) == (state.structure, state.tensors)
+        if found is not None and same:
+            return found
+    if state.alone or state.structure not in _PROGRAMS:
         return None
-    _PROGRAMS.move_to_end(key)
-    _, program, inputs, result = _PROGRAMS[key]
+    _PROGRAMS.move_to_end(state.structure)
+    _, program, inputs, result = _PROGRAMS[state.structure]
     try:
         program = _bound(program, model)
     except AttributeError:
         return None
     made = Graph(model, program, inputs, result, {})
-    _LAST.setdefault(model, {})[open_sizes] = state, ref(made)
+    _LAST[model] = state, ref(made)
     return made
 
 
-def remember(
-    model: nn.Module, given: Arguments, graph: Graph, *, open_sizes: bool, by_values: bool
-) -> None:
+def remember(model: nn.Module, given: Arguments, graph: Graph, *, by_values: bool) -> None:
     """Let `recalled` answer `graph` while somebody holds it, and its program for a while.
 
     Args:
         model: The model.
         given: Its arguments.
         graph: What `capture` made of them.
-        open_sizes: As `capture` took it.
         by_values: Whether numbers out of tensors are in the graph, as the example's are.
     """
     state = _state(model, given)
     if state is None:
         _LAST.pop(model, None)
         return
-    _LAST.setdefault(model, {})[open_sizes] = state, ref(graph)
+    _LAST[model] = state, ref(graph)
     if state.alone or graph.opaque or by_values:
         return
     program: Any = copy.copy(graph.program)
@@ -129,7 +117,7 @@ def remember(
         for name, value in program._constants.items()
     }
     program._example_inputs = None
-    _PROGRAMS[state.structure, open_sizes] = state, program, graph.inputs, graph.result
+    _PROGRAMS[state.structure] = state, program, graph.inputs, graph.result
     if len(_PROGRAMS) > _KEPT:
         _PROGRAMS.popitem(last=False)
 
