@@ -1,14 +1,14 @@
 """ONNX files of BEVFusion: time and size of writing them, speed of running them in onnxruntime.
 
-    python benchmarks/export.py [files] [dense] [sparse] [--config tiny] [--rounds N]
+    python benchmarks/export.py [files] [dense] [sparse] [--config tiny] [--rounds N] [--weight-bits 7]
 
 Without names all tables are printed, for one street frame and random weights:
 
 - files: seconds to write each file of the set, and its bytes, for TensorRT with libspconv and for
   onnxruntime.
 - dense: onnxruntime and OpenVINO on the quantized files against onnxruntime on the same parts in
-  float32, all optimisations on, at 1 and 2 threads: files for any CPU, files for the CPU at hand,
-  OpenVINO's own in float32 (its types, not bfloat16) and on its file.
+  float32, all optimisations on, at 1 and 2 threads: files for any CPU, files for the CPU at hand
+  (the same with weights of seven bits, which are int8 everywhere), OpenVINO's own in float32 (its types, not bfloat16) and on its file.
 - sparse: the portable sparse file in onnxruntime against the integer simulator and against spconv's
   own CPU convolutions in float32, batch norms folded in all of them. spconv runs on one thread,
   where its results are right, and at torch's own number, which is what a user gets.
@@ -59,7 +59,7 @@ TARGETS = ("tensorrt", "onnxruntime")
 Inputs = dict[str, tuple[Any, ...]]
 
 
-def pieces_of(config: str) -> tuple[dict[str, list[Piece]], Inputs]:
+def pieces_of(config: str, weight_bits: int) -> tuple[dict[str, list[Piece]], Inputs]:
     """The parts of a calibrated model as each target has them, and what goes into each."""
     sizes = CONFIGS[config]
     model = build_model(sizes)
@@ -67,7 +67,9 @@ def pieces_of(config: str) -> tuple[dict[str, list[Piece]], Inputs]:
     random_weights(model, *batches[0], seed=0)
     example = example_batch(sizes)
     fused = fuse_branch(model, example).model
-    quantized = quantize_branch(fused, example, "all", method="max").model
+    quantized = quantize_branch(
+        fused, example, "all", method="max", weight_bits=weight_bits
+    ).model
     calibrate_branch(quantized, batches, method="max")
     pieces = {target: nvidia_pieces(fused, quantized, target) for target in TARGETS}
     known = {piece.file.name: piece for piece in pieces[TARGETS[0]]}
@@ -229,6 +231,7 @@ def main() -> None:
     )
     parser.add_argument("tables", nargs="*", metavar="table")
     parser.add_argument("--config", choices=sorted(CONFIGS), default="nuscenes")
+    parser.add_argument("--weight-bits", type=int, choices=(7, 8), default=8)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     tables = options.tables or ["files", "dense", "sparse"]
@@ -238,8 +241,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     print_machine()
-    print(f"{options.config}\n")
-    pieces, inputs = pieces_of(options.config)
+    print(f"{options.config}, weights of {options.weight_bits} bits\n")
+    pieces, inputs = pieces_of(options.config, options.weight_bits)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if "files" in tables:

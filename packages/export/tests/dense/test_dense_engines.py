@@ -103,6 +103,37 @@ def test_the_linter_knows_for_which_cpu_a_file_is(calibrated: Fixture, tmp_path:
         lint_onnx(exported["int8"].path, "onnxruntime", cpu="avx")
 
 
+def test_weights_of_seven_bits_are_int8_for_any_cpu(
+    calibrated: Fixture, run: Fixture, tmp_path: Path
+) -> None:
+    x = images()
+    model = calibrated(Upsampled(), x, weight_bits=7)
+    file = export_qdq_onnx(model, x, tmp_path / "seven.onnx", "onnxruntime")
+    held = [numpy_helper.to_array(t) for t in onnx.load(file.path).graph.initializer]
+    held = [t for t in held if t.ndim == 4]
+    assert {t.dtype.name for t in held} == {"int8"} and max(abs(t).max() for t in held) == 63
+    assert lint_onnx(file.path, "onnxruntime", cpu="any") == []
+    assert lint_onnx(file.path, "onnxruntime", cpu="vnni") == []
+    assert max(d.different for d in compare_qdq_onnx(file, model, x)) == 0
+
+
+def test_the_largest_weights_that_no_cpu_saturates(
+    calibrated: Fixture, run: Fixture, tmp_path: Path
+) -> None:
+    """Activations of 255 around 128 everywhere, and weights of 64: sums of pairs reach 32,640."""
+    net = nn.Sequential(nn.Conv2d(64, 32, 3, bias=False), nn.Conv2d(32, 8, 1, bias=False))
+    nn.init.constant_(net[0].weight, 64 / 127)
+    net[0].weight.data[:, :, 1] *= -1
+    x = torch.ones(1, 64, 8, 8)
+    model = calibrated(net, x)
+    model[0]._weight_quantizer.amax = torch.ones_like(model[0]._weight_quantizer.amax)
+    file = export_qdq_onnx(model, x, tmp_path / "largest.onnx", "onnxruntime")
+    types = {t.name: t.data_type for t in onnx.load(file.path).graph.initializer if len(t.dims) > 1}
+    assert types == {"0.weight": 3, "1.weight": 2}
+    for frame in (x, -x, torch.randn(1, 64, 8, 8).sign()):
+        assert max(d.different for d in compare_qdq_onnx(file, model, frame)) == 0
+
+
 @pytest.mark.parametrize("groups", [1, 2])
 def test_windows_side_by_side_are_a_1x1_convolution(
     groups: int, calibrated: Fixture, run: Fixture, tmp_path: Path

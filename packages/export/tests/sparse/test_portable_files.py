@@ -17,6 +17,7 @@ from bevquant_export import (
     load_sparse_onnx,
     lower_to_portable,
 )
+from bevquant_qnn import QuantConfig
 
 ort = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 
@@ -78,6 +79,31 @@ def test_int8_weights_give_the_same_outputs(files, nets, tmp_path):
         assert np.array_equal(want, got)
     file = load_sparse_onnx(tmp_path / "int8.onnx", backend="onnxruntime")
     assert file.graph.weights == "int8"
+
+
+def test_weights_of_seven_bits_are_int8_for_any_cpu(nets, tmp_path):
+    model = nets.calibrated(nets.Encoder(), [nets.frame(0)], QuantConfig(weight_bits=7))
+    file = export_sparse_onnx(model, nets.frame(0), tmp_path / "seven.onnx", dialect="portable")
+    kinds = {t.data_type for t in onnx.load(file.path).graph.initializer if len(t.dims) == 2}
+    assert onnx.TensorProto.INT8 in kinds and onnx.TensorProto.UINT8 not in kinds
+    assert lint_onnx(file.path, "portable", cpu="any") == []
+    assert lint_onnx(file.path, "portable", cpu="vnni") == []
+    read = load_sparse_onnx(file.path, backend="onnxruntime")
+    rows = compare_sparse_onnx(read, model, nets.frame(1))
+    assert max(row.different for row in rows if row.form == "int8") == 0
+    # Such files state ranges of 127 steps, in float32.
+    assert max(row.largest / row.size for row in rows if row.form == "float") < 1e-6
+
+
+def test_a_file_that_does_not_say_how_it_stores_weights_is_read(files, tmp_path):
+    """As they were written before: all uint8."""
+    model = onnx.load(files / "portable.onnx")
+    (record,) = (entry for entry in model.metadata_props if entry.key == "bevquant.sparse")
+    content = json.loads(record.value)
+    assert content.pop("weights") == "uint8"
+    record.value = json.dumps(content, separators=(",", ":"))
+    onnx.save(model, tmp_path / "before.onnx")
+    assert load_sparse_onnx(tmp_path / "before.onnx").graph.weights == "all uint8"
 
 
 def test_other_weights_are_refused(files, tmp_path):

@@ -28,7 +28,8 @@ class Export(RunOptions, FrameOptions):
             file. bpu: of a run with --target bpu, the dense parts for hb_mapper. By default what
             the run was quantized for.
         cpu: Of files for a CPU: vnni for one that multiplies int8 exactly (x86 with VNNI or AMX,
-            ARM), any for files that are slower and right everywhere. By default the one at hand.
+            ARM), any for files that are right everywhere, and slower unless the run's weights have
+            seven bits (--weight-bits 7 of ptq). By default the one at hand.
     """
 
     run: Path

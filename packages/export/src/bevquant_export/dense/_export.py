@@ -94,6 +94,8 @@ def export_qdq_onnx(
             batch to see which sizes follow it.
         weights: For onnxruntime: ``"uint8"`` (the default) is exact on every CPU; ``"int8"`` is
             faster, but saturates on x86 without VNNI unless ``session.x64quantprecision`` is 1.
+            Weights from -64 to 64, as those of seven bits are, saturate nowhere and are int8 in
+            both.
         integer_sums: For onnxruntime: a sum that reads a convolution's accumulators, as behind a
             `residual_quantizer`, makes that convolution run in float, exactly. True rounds them to
             eight bits first, with their range on `args`, and both run in integers: the file then

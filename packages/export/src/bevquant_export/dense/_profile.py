@@ -21,8 +21,9 @@ class Profile:
         opset: Version of the standard operators.
         dtype: Of quantized activations.
         zero: Zero point of activations.
-        weight: How weights are stored: ``"int8"`` or ``"uint8"`` in front of a DequantizeLinear,
-            ``"float"`` in front of a QuantizeLinear and a DequantizeLinear.
+        weight: How weights are stored: ``"int8"``, or ``"uint8"`` where int8 would saturate on some
+            CPU (`stored_weights`), in front of a DequantizeLinear, ``"float"`` in front of a
+            QuantizeLinear and a DequantizeLinear.
         integer_bias: A bias is int32 behind a DequantizeLinear; else float.
         integer_relu: A ReLU clips integers, between the two nodes of a pair; else it stands in
             front of the pair.

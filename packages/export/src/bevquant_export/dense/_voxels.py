@@ -184,14 +184,14 @@ class Voxels:
         geometry += [(), *(attributes[k] for k in ("subm", "transposed", "inverse"))]
         rows = self._walk(step, attributes["indice_key"], tuple(geometry))
         weight, bias = step.tensors["weight"], step.tensors.get("bias")
-        signed = graph.profile.weight == "int8"
         matrix = weight.to(torch.int32).reshape(-1, weight.shape[-1]).cpu().numpy()
         self._check_sums(step, matrix, bias)
-        dtype, zero = (np.int8, 0) if signed else (np.uint8, 128)
+        stored, zero = stored_weights(matrix, graph.profile.weight)
+        dtype = stored.dtype.type
         read = self._gathered(path, x.integers, rows, weight.shape[:2], np.uint8, 128)
         inputs = [
             read,
-            graph.constant(f"{path}.weight", matrix + zero, dtype),
+            graph.constant(f"{path}.weight", stored, dtype),
             graph.zeros(graph.profile.dtype, graph.profile.zero, ()),
             graph.zeros(dtype, zero, ()),
         ]

@@ -11,6 +11,7 @@ from bevquant_export.dense._graph import Array, Graph, Held
 from bevquant_export.dense._moves import reshaped
 from bevquant_export.dense._sizes import Sizes
 from bevquant_export.dense._source import Integers, Step
+from bevquant_export.targets._cpu import stored_weights
 
 __all__ = ["block_of", "unflattened", "weighted_layer"]
 
@@ -157,14 +158,15 @@ def _weight(graph: Graph, step: Step, weight: _Weight) -> str:
     named = f"{path}.weight"
     scale = graph.constant(f"{named}_scale", scales)
     axis = {"axis": weight.axis} if profile.axis and scales.ndim else {}
-    dtype, zero = (np.uint8, 128) if profile.weight == "uint8" else (np.int8, 0)
-    zeros = graph.zeros(dtype, zero, scales.shape)
     if profile.weight == "float":
+        zeros = graph.zeros(np.int8, 0, scales.shape)
         values = weight.integers * _along(scales.astype(np.float32), weight)
         source = graph.constant(named, values)
         source = graph.node("QuantizeLinear", named, [source, scale, zeros], **axis)
     else:
-        source = graph.constant(named, weight.integers.astype(np.int16) + zero, dtype)
+        stored, zero = stored_weights(weight.integers, profile.weight)
+        zeros = graph.zeros(stored.dtype.type, zero, scales.shape)
+        source = graph.constant(named, stored, stored.dtype.type)
     return graph.node("DequantizeLinear", named, [source, scale, zeros], **axis)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import ChainMap, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from bevquant_export.lint._rule import quoted
 if TYPE_CHECKING:
     import onnx
 
-__all__ = ["Graph", "Node", "graphs_of"]
+__all__ = ["Graph", "Node", "graphs_of", "passed"]
 
 _DEEPEST = 8
 
@@ -185,6 +185,19 @@ def graphs_of(model: onnx.ModelProto) -> Iterator[Graph | tuple[Node, int]]:
                 continue
             where = f"inside {quoted(node.name)}"
             waiting.extend(Graph(sub, graph.opsets, graph, where) for sub in inside)
+
+
+def passed(name: str, graph: Graph, graphs: Sequence[Graph]) -> list[onnx.TensorProto | None]:
+    """The constant that a name stands for; of a function's input, what each call gives for it."""
+    if not graph.is_function or name not in graph.inputs:
+        return [graph.constant(name)]
+    slot, function = graph.inputs.index(name), graph.proto
+    return [
+        caller.constant(node.input(slot))
+        for caller in graphs
+        for node in caller.nodes
+        if (node.op, node.domain) == (function.name, function.domain)
+    ]
 
 
 def _opsets(imports: Any) -> dict[str, int]:

@@ -80,8 +80,9 @@ def export_sparse_onnx(
         head_room: `output_bound` of a layer is this times the most voxels that one frame had
             there, rounded up to a thousand. The engine drops what is beyond.
         all_layers: Portable only: every convolution and sum is an output too, by node name.
-        weights: Portable only: ``"uint8"``, exact on every CPU, or ``"int8"``, the same integers
-            faster where the CPU does not saturate sums of pairs (`cpu_at_hand`).
+        weights: Portable only: ``"uint8"``, exact on every CPU (layers of seven-bit weights are
+            int8 all the same, as those saturate on none), or ``"int8"``, the same integers faster
+            where the CPU does not saturate sums of pairs (`cpu_at_hand`).
         verify: Hold the integer model against `model`, and the file against the integer model, on
             `example_inputs` before the file gets its name: a portable one in onnxruntime where
             that is installed, others on the simulator's kernels. The metadata say by what

@@ -337,8 +337,9 @@ class Graph:
         nodes: In order.
         outputs: Tensors that the file returns.
         shapes: Shape of each output in the example, batch 1; placeholders for voxels.
-        weights: How its portable form stores integer weights: ``"uint8"`` with zero point 128, or
-            ``"int8"``.
+        weights: How its portable form stores integer weights: ``"int8"``; ``"uint8"`` with zero
+            point 128 where int8 would saturate on some CPU (`stored_weights`); ``"all uint8"``, as
+            files once did, where a file does not say.
     """
 
     input: str

@@ -52,8 +52,9 @@ def lower_to_portable(
         all_layers: Give away what every convolution, sum and ReLU makes as well, under the name of
             its node: int8, or float32 where the layer's output is fp16; new voxels as
             ``<node>.coords``.
-        weights: ``"uint8"`` multiplies exactly on every CPU; ``"int8"`` gives the same integers
-            faster, on CPUs that do not saturate sums of pairs (`cpu_at_hand`).
+        weights: ``"uint8"`` multiplies exactly on every CPU (layers of seven-bit weights are int8
+            all the same, as those saturate on none); ``"int8"`` gives the same integers faster, on
+            CPUs that do not saturate sums of pairs (`cpu_at_hand`).
         verify: Run both files on drawn voxels, where onnxruntime is installed, before the new one
             gets its name; its metadata say so (``verified``).
 

@@ -6,14 +6,24 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-__all__ = ["CPUS", "CPU_KEY", "cpu_at_hand", "cpu_of", "weights_for"]
+__all__ = [
+    "CPUS",
+    "CPU_KEY",
+    "cpu_at_hand",
+    "cpu_of",
+    "exact_everywhere",
+    "stored_weights",
+    "weights_for",
+]
 
 # What a file may be written for: CPUs that sum four products of uint8 and int8 exactly (x86 with
 # VNNI or AMX, ARM with dot products), or any.
 CPUS = ("vnni", "any")
 CPU_KEY = "bevquant.cpu"  # metadata of a file that is for some CPUs alone
 _DEPTH, _COLUMNS = 64, 16
+_PAIR = (2**15 - 1) // (2 * 255)  # the largest weight of which no pair saturates: 64
 
 
 @cache
@@ -51,6 +61,29 @@ def weights_for(cpu: str) -> str:
     if cpu not in CPUS:
         raise ValueError(f"cpu={cpu!r}: expected one of {', '.join(map(repr, CPUS))}")
     return "int8" if cpu == "vnni" else "uint8"
+
+
+def exact_everywhere(integers: NDArray[Any]) -> bool:
+    """Whether int8 weights saturate on no CPU: 2·255·64 is within int16, as seven bits always are.
+
+    Example:
+        >>> exact_everywhere(np.array([-64, 64])), exact_everywhere(np.array([65]))
+        (True, False)
+    """
+    return not integers.size or int(np.abs(integers.astype(np.int64)).max()) <= _PAIR
+
+
+def stored_weights(integers: NDArray[Any], weights: str) -> tuple[NDArray[Any], int]:
+    """Integer weights as a file stores them for a CPU, and their zero point.
+
+    Args:
+        integers: From -128 to 127.
+        weights: From `weights_for`. What is `exact_everywhere` is int8 for any CPU too, which
+            multiplies twice as many at a time.
+    """
+    if weights == "int8" or exact_everywhere(integers):
+        return integers.astype(np.int8), 0
+    return (integers.astype(np.int16) + 128).astype(np.uint8), 128
 
 
 def cpu_of(model: Any) -> str:

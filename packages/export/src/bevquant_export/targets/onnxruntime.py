@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from bevquant_export.dense._profile import Profile
-from bevquant_export.lint._graph import Graph, Node
+from bevquant_export.lint._graph import Graph, Node, passed
 from bevquant_export.lint._qdq import Pairs, Step
 from bevquant_export.lint._rule import Finding, Rule, quoted
+from bevquant_export.lint._tensors import values
+from bevquant_export.targets._cpu import exact_everywhere
 from bevquant_export.targets._target import LintFile
 from bevquant_export.targets.qdq import QdqTarget
 
 if TYPE_CHECKING:
+    from onnx import TensorProto
+
     from bevquant_export.lint._qdq import Pairs
     from bevquant_export.lint._rule import Finding
 
@@ -47,9 +51,10 @@ SCALES = _rule(
 )
 MIXED = _rule(
     4,
-    "in a file for any CPU, weights next to UINT8 activations are UINT8 with zero point 128: UINT8 "
-    "times INT8 saturates on x86 without VNNI",
-    "write them so (w + 128), or say that the file is for CPUs with VNNI (--cpu vnni)",
+    "in a file for any CPU, weights next to UINT8 activations are UINT8 with zero point 128, or "
+    "INT8 from -64 to 64: others times UINT8 saturate on x86 without VNNI",
+    "write them so (w + 128), quantize them to seven bits (QuantConfig(weight_bits=7)), or say that "
+    "the file is for CPUs with VNNI (--cpu vnni)",
 )
 SIGNED = _rule(
     5,
@@ -78,8 +83,8 @@ RULES = (FLOAT, INT8, SCALES, MIXED, SIGNED, BIAS, SLOW, RACES)
 _LEAST = {2: 0, 3: -128}
 
 
-def check_onnxruntime(pairs: Pairs, cpu: str) -> Iterator[Finding]:
-    """Check one graph of a file that shall run on such CPUs."""
+def check_onnxruntime(pairs: Pairs, file: LintFile) -> Iterator[Finding]:
+    """Check one graph of a file."""
     graph = pairs.graph
     for node in graph.nodes:
         if node.op == "Relu":
@@ -87,14 +92,14 @@ def check_onnxruntime(pairs: Pairs, cpu: str) -> Iterator[Finding]:
         elif node.op in ("Conv", "Gemm"):
             yield from _bias(pairs, node)
         elif node.op in ("MatMulInteger", "ConvInteger"):
-            yield from _integers(graph, node, cpu)
+            yield from _integers(graph, node, file)
         elif node.op == "ScatterND" and node.text("reduction") not in (None, "none"):
             yield RACES.found(node.name, f"its reduction is {quoted(node.text('reduction'))}")
         if node.op in ("Conv", "Gemm", "MatMul"):
             data, weight = (pairs.dequantized(node.input(slot)) for slot in (0, 1))
             if data and weight and weight.constant is not None:
                 types = [_integer_type(data), _integer_type(weight)]
-                yield from _weights(node, types, cpu)
+                yield from _weights(node, types, [weight.constant], file)
     for step in pairs.steps:
         if step.quantizes and step.constant is None and step.zero_type == 3:
             yield INT8.found(step.node.name, "it makes INT8 of an activation")
@@ -136,15 +141,20 @@ def _relu(pairs: Pairs, node: Node) -> Iterator[Finding]:
                 )
 
 
-def _weights(node: Node, types: list[int], cpu: str) -> Iterator[Finding]:
-    """Whether the types of data and weight are those for the CPU."""
-    if types == [2, 3] and cpu == "any":
-        yield MIXED.found(node.name, "its data are UINT8, its weight INT8")
-    elif types == [2, 2] and cpu == "vnni":
+def _weights(
+    node: Node, types: list[int], held: Sequence[TensorProto | None], file: LintFile
+) -> Iterator[Finding]:
+    """Whether the types of data and weight, and the integers held, are those for the CPU."""
+    if types == [2, 3] and file.cpu == "any":
+        integers = [values(tensor, file.path.parent) for tensor in held]
+        # Of a float weight in front of both nodes of a pair the integers are not told.
+        if not all(w is not None and w.dtype == np.int8 and exact_everywhere(w) for w in integers):
+            yield MIXED.found(node.name, "its data are UINT8, its weight INT8")
+    elif types == [2, 2] and file.cpu == "vnni":
         yield SLOW.found(node.name, "its weight is UINT8, as its data")
 
 
-def _integers(graph: Graph, node: Node, cpu: str) -> Iterator[Finding]:
+def _integers(graph: Graph, node: Node, file: LintFile) -> Iterator[Finding]:
     types = []
     for slot in (0, 1):
         tensors = (graph.constant(node.input(slot)), graph.constant(node.input(slot + 2)))
@@ -152,7 +162,7 @@ def _integers(graph: Graph, node: Node, cpu: str) -> Iterator[Finding]:
     if types == [3, 3]:
         yield SIGNED.found(node.name, "both its operands are INT8")
     else:
-        yield from _weights(node, types, cpu)
+        yield from _weights(node, types, passed(node.input(1), graph, file.graphs), file)
 
 
 class _OnnxRuntime(QdqTarget):
@@ -174,7 +184,7 @@ class _OnnxRuntime(QdqTarget):
 
     def lint_pairs(self, pairs: Pairs, file: LintFile) -> Iterator[Finding]:
         """In which integers, and where, pairs must stand to run as integers."""
-        yield from check_onnxruntime(pairs, file.cpu)
+        yield from check_onnxruntime(pairs, file)
 
     def commands(self, path: Path, *, quantized: bool = True) -> tuple[str, ...]:
         """One line of Python."""

@@ -164,10 +164,11 @@ class _Lowering:
             return self._stored(self._floats(node, tensor), node.y, node)
         stated = np.asarray(node.weight_ranges, np.float32)
         ranges = emitter.constant(f"{name}.weight_ranges", stated)
-        weight = emitter.constant(f"{name}.weight", integer_matrix(node, self.graph.weights))
+        matrix = integer_matrix(node, self.graph.weights)
+        weight = emitter.constant(f"{name}.weight", matrix)
         inputs = [x.integers(node.input_range), rows, weight, bias, ranges]
         settings = {"input_range": node.input_range}
-        function = "IntegerConvolution" if self.graph.weights == "uint8" else "SignedConvolution"
+        function = "SignedConvolution" if matrix.dtype == np.int8 else "IntegerConvolution"
         summed = Accumulators(
             emitter=emitter,
             name=name,

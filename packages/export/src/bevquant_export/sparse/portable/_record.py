@@ -28,6 +28,7 @@ __all__ = ["is_portable", "portable_graph", "recorded"]
 
 _KEY = DOMAIN
 _VERSION = 1
+_BEFORE = "all uint8"  # the weights of files that do not say how they store theirs
 
 
 def recorded(graph: Graph, *, all_layers: bool) -> Lowered:
@@ -44,7 +45,7 @@ def recorded(graph: Graph, *, all_layers: bool) -> Lowered:
         "outputs": graph.outputs,
         "nodes": [_written(node) for node in graph.nodes],
     }
-    if graph.weights != "uint8":
+    if graph.weights != _BEFORE:
         content["weights"] = graph.weights
     record = {_KEY: json.dumps(content, separators=(",", ":"))}
     if graph.weights == "int8":
@@ -117,7 +118,7 @@ def _read(content: dict[str, Any], model: ModelProto) -> Graph:
         channels=int(content["channels"]),
         nodes=nodes,
         outputs=tuple(outputs),
-        weights="int8" if content.get("weights") == "int8" else "uint8",
+        weights=content.get("weights", _BEFORE),
     )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bevquant_export.sparse._constants import ConvConstants
 from bevquant_export.sparse._graph import Conv
+from bevquant_export.targets._cpu import stored_weights
 from bevquant_int8sim import quantize
 
 if TYPE_CHECKING:
@@ -21,8 +22,7 @@ __all__ = ["float_matrix", "integer_matrix", "read_half", "read_weight"]
 
 _LIMIT = 2**31
 _STEPS = 127
-_ZERO = 128
-_TYPES = {2: (np.uint8, _ZERO), 3: (np.int8, 0)}  # by the number that onnx.TensorProto gives them
+_TYPES = {2: (np.uint8, 128), 3: (np.int8, 0)}  # by the number that onnx.TensorProto gives them
 
 
 def float_matrix(node: Conv) -> np.ndarray[Any, Any]:
@@ -32,7 +32,7 @@ def float_matrix(node: Conv) -> np.ndarray[Any, Any]:
 
 
 def integer_matrix(node: Conv, weights: str) -> np.ndarray[Any, Any]:
-    """uint8 with zero point 128, or int8 with zero point 0.
+    """uint8 with zero point 128, or int8 with zero point 0: see `Graph.weights`.
 
     Raises:
         ValueError: A sum may leave int32, or float16 does not give the integers back.
@@ -53,11 +53,10 @@ def integer_matrix(node: Conv, weights: str) -> np.ndarray[Any, Any]:
             f"{node.name}: float16 does not hold the integers of its weight: a channel's range is "
             "too small; scale the layers around it, or disable() its quantizers"
         )
-    matrix = _matrix(q)
-    if weights == "uint8":
-        matrix = (matrix.to(torch.int16) + _ZERO).to(torch.uint8)
-    made: np.ndarray[Any, Any] = matrix.numpy()
-    return made
+    matrix: np.ndarray[Any, Any] = _matrix(q).numpy()
+    if weights == "all uint8":
+        return (matrix.astype(np.int16) + 128).astype(np.uint8)
+    return stored_weights(matrix, weights)[0]
 
 
 def read_weight(
