@@ -67,9 +67,7 @@ def pieces_of(config: str, weight_bits: int) -> tuple[dict[str, list[Piece]], In
     random_weights(model, *batches[0], seed=0)
     example = example_batch(sizes)
     fused = fuse_branch(model, example).model
-    quantized = quantize_branch(
-        fused, example, "all", method="max", weight_bits=weight_bits
-    ).model
+    quantized = quantize_branch(fused, example, "all", method="max", weight_bits=weight_bits).model
     calibrate_branch(quantized, batches, method="max")
     pieces = {target: nvidia_pieces(fused, quantized, target) for target in TARGETS}
     known = {piece.file.name: piece for piece in pieces[TARGETS[0]]}

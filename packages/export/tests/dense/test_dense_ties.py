@@ -80,7 +80,7 @@ def test_openvino_counts_levels_from_the_lowest_value(
     values = {layer.args[0].name: np.array([0.0, 1.0]).reshape(1, 2, 1, 1)}
     first, border = np.zeros((1, 4), int), np.array([0.5])
     for name, ties in ("onnxruntime", 0), ("openvino", openvino):
-        found = Ties(integers.program, values, {}, profile_of(name))
+        found = Ties(integers.program, values, {}, {}, profile_of(name))
         assert found.count(layer.outputs[0], first, border, (1, 1, 1, 1)) == ties
 
 
@@ -96,10 +96,10 @@ def test_openvino_rounds_a_product_before_its_bias(
     integers = simulate(model, image)
     (layer, *_) = (step for step in integers.steps if step.op == "conv")
     values = {layer.args[0].name: np.array([100.0, 0.0]).reshape(1, 2, 1, 1)}
-    found = Ties(integers.program, values, {}, profile_of("openvino"))
+    found = Ties(integers.program, values, {}, {}, profile_of("openvino"))
     at = np.zeros((1, 4), int), np.array([100.5]), (1, 1, 1, 1)
     assert found.count(layer.outputs[0], *at) == ties
-    unknown = Ties(integers.program, {}, {}, profile_of("openvino"))
+    unknown = Ties(integers.program, {}, {}, {}, profile_of("openvino"))
     assert unknown.count(layer.outputs[0], *at) == 0
 
 
@@ -123,7 +123,7 @@ def test_a_sum_on_a_border_is_a_tie() -> None:
     (step,) = (step for step in integers.steps if step.op == "add")
     a, b = np.array([[1.0, 1.0, 1.0]]), np.array([[1.0, 2.0, 3.0]])
     values = dict(zip((ref.name for ref in step.args), (a, b), strict=True))
-    found = Ties(integers.program, values, {}, profile_of("onnxruntime"))
+    found = Ties(integers.program, values, {}, {}, profile_of("onnxruntime"))
     places, borders = np.array([[0, 0], [0, 1], [0, 2]]), np.full(3, 1.5)
     assert found.count(step.outputs[0], places, borders, (1, 3)) == 1
 
@@ -292,3 +292,39 @@ def test_linear_layers_on_three_axes_are_compared(tmp_path: Path, profile: str) 
     rows = {row.path: row.unexplained for row in compare_qdq_onnx(file, other, x)}
     assert rows["2"] > 0
     assert sum(rows.values()) == rows["2"]
+
+
+class NormOfTwo(nn.Module):
+    """A batch norm that nothing in front of it can take in, and a convolution behind its ReLU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Conv2d(3, 8, 1), nn.Conv2d(3, 8, 1)
+        self.norm = nn.BatchNorm2d(16)
+        self.out = nn.Conv2d(16, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(F.relu(self.norm(torch.cat([self.left(x), self.right(x)], 1))))
+
+
+@pytest.mark.parametrize("wrong", [0.0, 0.5])
+def test_a_norm_in_half_precision_is_off_by_its_terms(tmp_path: Path, wrong: float) -> None:
+    """x − µ cancels: what halves lose is small against x, not against the difference."""
+    torch.manual_seed(0)
+    net, x = NormOfTwo(), torch.randn(2, 3, 32, 32) * 0.1
+    net.norm.momentum = None
+    net(x)
+    net.eval()
+    model = quantize_model(net, example_inputs=x).model.eval()
+    calibrate(model, [x], method="mse")
+    file = export_qdq_onnx(model, x, tmp_path / "net.onnx", "tensorrt11")
+    proto = onnx.load(file.path)
+    for tensor in proto.graph.initializer:
+        if wrong and tensor.name == "norm.bias.half":
+            step = float(model.out._input_quantizer.amax) / 127
+            shifted = numpy_helper.to_array(tensor) + wrong * step
+            tensor.CopyFrom(numpy_helper.from_array(shifted.astype(np.float16), tensor.name))
+    onnx.save(proto, file.path)
+    (row,) = (r for r in compare_qdq_onnx(file, model, x) if r.path == "norm")
+    assert row.different > 100
+    assert (row.unexplained == 0) == (not wrong)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from bevquant_export.dense._graph import Array
@@ -125,6 +126,7 @@ def compared(
             floats = [t for t in tensors if t.is_floating_point() and t.numel()]
             own = max((float(t.abs().max()) for t in floats), default=0.0)
             cut.sizes[step.outputs[0]] = before + own
+            cut.hold_terms(step, given)
         named = _named(step.outputs[0], made[0])
         cut.hold(named)
         for name, value in named:
@@ -177,7 +179,7 @@ class _CutFile:
 
     Attributes:
         floats: Outputs in float.
-        sizes: As `Ties` takes them.
+        sizes, terms: As `Ties` takes them.
     """
 
     def __init__(
@@ -197,7 +199,8 @@ class _CutFile:
         self._values: dict[str, Array] = {}
         self.floats: dict[str, Array] = {}
         self.sizes: dict[str, float] = {}
-        self._ties = Ties(program, self._values, self.sizes, self._profile)
+        self.terms: dict[str, Array] = {}
+        self._ties = Ties(program, self._values, self.sizes, self.terms, self._profile)
         names: dict[str, list[str]] = defaultdict(list)
         for value, tensor in file.integers.items():
             names[tensor].append(value)
@@ -219,6 +222,12 @@ class _CutFile:
         for name, value in values:
             if self._needed[name] and isinstance(value, Tensor):
                 self._values[name] = value.cpu().numpy()
+
+    def hold_terms(self, step: Step, given: tuple[Any, ...]) -> None:
+        """Keep how large the terms of a batch norm in half precision are."""
+        norm = self._profile.half and step.attributes.get("what") == "batch_norm"
+        if norm and self._needed[step.outputs[0]]:
+            self.terms[step.outputs[0]] = _terms_of_norm(*given[:5], eps=given[7])
 
     def compare(self, step: Step, name: str, value: Array) -> None:
         """Take what the model has in a tensor, and run what waited for it.
@@ -266,6 +275,7 @@ class _CutFile:
             if not self._needed[name]:
                 self._found.pop(name, None)
                 self._values.pop(name, None)
+                self.terms.pop(name, None)
 
     def _stored(self, value: Array) -> Array:
         """Integers as the file has them."""
@@ -299,6 +309,17 @@ def _floats_behind(program: Program) -> set[str]:
         if step.op in ("float", "move") and found.intersection(step.outputs):
             found.update(step.inputs)
     return found
+
+
+def _terms_of_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, *, eps: float
+) -> Array:
+    """Magnitudes of what a batch norm adds up, value by value."""
+    factor, shift = (var + eps).rsqrt(), torch.zeros_like(mean) if bias is None else bias.abs()
+    factor = factor if weight is None else factor * weight.abs()
+    columns = (1, -1, *[1] * (x.dim() - 2))
+    known = (mean.abs() * factor + shift).view(columns)
+    return (x.abs() * factor.view(columns) + known).cpu().numpy()
 
 
 def _named(name: str, value: Any) -> list[tuple[str, Any]]:

@@ -21,6 +21,7 @@ _UNIT = 2.0**-24  # largest relative error of one rounding to float32
 _ROUNDINGS = 8  # of a rescaled value: sum, three scales, their product and quotient, the result
 _LEVELS = 256  # of OpenVINO's FakeQuantize, which rounds (x - low) / (high - low) · levels
 _HALVES = 4 * 2.0**-11  # of a float tensor in half precision, two operations behind integers
+_NORM_HALVES = 8 * 2.0**-11  # of a batch norm's terms: its input, four constants, the operations
 _SPREAD = 4.0  # standard deviations of a float32 sum's error
 _LAYERS = ("conv", "conv_transpose", "linear")
 _MOST, _AT_ONCE = 100_000, 2048
@@ -49,15 +50,18 @@ class Ties:
     4·√n·2⁻²⁴ of the sum of their magnitudes (N. Higham and T. Mary, A new approach to probabilistic
     rounding error analysis, 2019). A function
     of floats (x·(1 + erf(x/√2))/2, say) is off by as much as its largest operand or result is
-    rounded, 8·2⁻²⁴ of it, several behind each other by the sum of these. With a zero point z, sums
-    are made of numbers up to |q| + z. A bias in floats, as `bevquant_hybrid`'s models have it, is
-    rounded to int32 for onnxruntime, by half a step of the sums.
+    rounded, 8·2⁻²⁴ of it, several behind each other by the sum of these. A batch norm in half
+    precision, whose constants are rounded too, is off by 8·2⁻¹¹ of its terms' magnitudes,
+    :math:`(|x| + |\mu|)\,|\gamma| / \sigma + |\beta|`. With a zero point z, sums are made of
+    numbers up to |q| + z. A bias in floats, as `bevquant_hybrid`'s models have it, is rounded to
+    int32 for onnxruntime, by half a step of the sums.
 
     Args:
         program: Its steps and forms.
         values: Integers by name, and floats that are quantized.
         sizes: Of a function of floats, the largest of its operands and results, added up over the
             functions before it that run in float.
+        terms: Of a batch norm in half precision, its terms' magnitudes.
         profile: The file's.
     """
 
@@ -66,11 +70,12 @@ class Ties:
         program: Program,
         values: Mapping[str, Array],
         sizes: Mapping[str, float],
+        terms: Mapping[str, Array],
         profile: Profile,
     ) -> None:
         self._forms = {name: value.form for name, value in program.values.items()}
         self._makers = {name: step for step in program.steps for name in step.outputs}
-        self._values, self._sizes = values, sizes
+        self._values, self._sizes, self._terms = values, sizes, terms
         self._profile = profile
 
     def reads(self, name: str) -> set[str]:
@@ -155,6 +160,8 @@ class Ties:
         half = self._profile.half and not isinstance(self._forms[name], Integers)
         error = (_HALVES if half else 2 * _UNIT) * np.abs(read)
         error = error + _ROUNDINGS * _UNIT * self._sizes.get(name, 0.0)
+        if name in self._terms:
+            error = error + _NORM_HALVES * self._terms[name][tuple(places.T)]
         return _Real(read, error)
 
     def _resized(self, step: Step, places: Array, shape: tuple[int, ...]) -> _Real | None:

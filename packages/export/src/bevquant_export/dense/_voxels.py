@@ -24,6 +24,7 @@ from bevquant_export.dense._sizes import Sizes
 from bevquant_export.dense._source import Integers, Ref, Source, Step, replaced
 from bevquant_export.sparse.portable._body import DOUBLE, FLOAT, INT32, INT64, UINT8
 from bevquant_export.sparse.portable._sites import Sites, Surroundings
+from bevquant_export.targets._cpu import stored_weights
 
 __all__ = ["Voxels"]
 

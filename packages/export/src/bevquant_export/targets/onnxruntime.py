@@ -53,8 +53,8 @@ MIXED = _rule(
     4,
     "in a file for any CPU, weights next to UINT8 activations are UINT8 with zero point 128, or "
     "INT8 from -64 to 64: others times UINT8 saturate on x86 without VNNI",
-    "write them so (w + 128), quantize them to seven bits (QuantConfig(weight_bits=7)), or say that "
-    "the file is for CPUs with VNNI (--cpu vnni)",
+    "write them so (w + 128), quantize them to seven bits (QuantConfig(weight_bits=7)), or say "
+    "that the file is for CPUs with VNNI (--cpu vnni)",
 )
 SIGNED = _rule(
     5,
