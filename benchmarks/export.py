@@ -1,14 +1,16 @@
 """ONNX files of BEVFusion: time and size of writing them, speed of running them in onnxruntime.
 
-    python benchmarks/export.py [files] [dense] [sparse] [--config tiny] [--rounds N] [--weight-bits 7]
+    python benchmarks/export.py [files] [dense] [sparse] [--config tiny] [--rounds N]
+
+with `--weight-bits 7` for weights that are int8 in files for any CPU too.
 
 Without names all tables are printed, for one street frame and random weights:
 
 - files: seconds to write each file of the set, and its bytes, for TensorRT with libspconv and for
   onnxruntime.
 - dense: onnxruntime and OpenVINO on the quantized files against onnxruntime on the same parts in
-  float32, all optimisations on, at 1 and 2 threads: files for any CPU, files for the CPU at hand
-  (the same with weights of seven bits, which are int8 everywhere), OpenVINO's own in float32 (its types, not bfloat16) and on its file.
+  float32, all optimisations on, at 1 and 2 threads: files for any CPU, files for the CPU at hand,
+  OpenVINO's own in float32 (its types, not bfloat16) and on its file.
 - sparse: the portable sparse file in onnxruntime against the integer simulator and against spconv's
   own CPU convolutions in float32, batch norms folded in all of them. spconv runs on one thread,
   where its results are right, and at torch's own number, which is what a user gets.
