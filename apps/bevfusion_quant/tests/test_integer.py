@@ -129,7 +129,10 @@ def test_kernels_that_are_not_there_are_refused_with_the_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = [BackendStatus("vnni", False, "needs AVX512-VNNI"), BackendStatus("torch", True, "cpu")]
-    monkeypatch.setattr("bevquant_int8sim.backend_report", lambda: found)
+    monkeypatch.setattr(
+        "bevquant_int8sim.backend_report", lambda name: [s for s in found if s.name == name]
+    )
+    monkeypatch.setattr("bevquant_int8sim.choose_backend", lambda *_: "torch")
     assert check_backend("auto") == "torch (cpu)"
     assert check_backend("torch") == "torch (cpu)"
     with pytest.raises(InputError, match=r"vnni cannot be used here: needs AVX512.*auto"):

@@ -195,7 +195,7 @@ def test_kernels_that_this_machine_lacks(
     runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lost = [type(s)(s.name, False, "no such unit") for s in backend_report() if s.name == "vnni"]
-    monkeypatch.setattr("bevquant_int8sim.backend_report", lambda: lost)
+    monkeypatch.setattr("bevquant_int8sim.backend_report", lambda name: lost)
     message = refused(runs, runs / "a", capsys, "--backend vnni")
     assert "--backend vnni cannot be used here: no such unit" in message
 

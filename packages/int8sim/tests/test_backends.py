@@ -39,6 +39,16 @@ def test_the_report_says_what_runs():
     assert choose_backend("auto", CPU, torch.int8, "conv") == first
 
 
+def test_a_report_of_some_tries_these_alone(fresh):
+    self_test = pytest.importorskip(
+        "bevquant_int8sim._compiled.self_test", reason="numba is not installed"
+    )
+    fresh.setattr(self_test, "kernels_are_exact", lambda kind: pytest.fail(f"{kind} was tried"))
+    assert [status.name for status in backend_report("torch")] == ["torch"]
+    with pytest.raises(ValueError, match="'auto': expected some of amx, vnni, portable, torch"):
+        backend_report("auto")
+
+
 def test_kernels_that_compute_wrong_are_not_used(fresh, caplog):
     failing(fresh, "vnni", "portable")
     report = {status.name: status for status in backend_report()}

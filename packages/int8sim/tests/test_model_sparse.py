@@ -298,6 +298,14 @@ def test_every_tensor_stays_in_integers_between_layers():
     assert model.islands == ()
 
 
+def test_values_stand_in_one_order_in_every_process():
+    """A saved program is the same file, which sets of names are not."""
+    model = simulate(calibrated_net(), frame(0), verify=False)
+    hosts = [n for n, value in model.program.values.items() if value.form in ("sites", "host")]
+    assert len(hosts) > 3
+    assert hosts == sorted(hosts)
+
+
 def test_layers_left_float_are_listed_and_run():
     net = calibrated_net(QuantConfig(exclude=("block.conv1",)), up=False)
     model = simulate(net, frame(0))

@@ -77,10 +77,13 @@ _ROOF, _RETRO = int(Material.ROOF), int(Material.RETROREFLECTOR)
 _PLASTIC = int(Material.PLASTIC)
 _WHEEL, _TAPER = int(Shape.WHEEL), int(Shape.TAPER)
 _HAZE = 700.0  # m at which half of what is seen is haze
-_kernel = numba.njit(cache=True, nogil=True, error_model="numpy")
+_OPTIONS: dict[str, Any] = {"cache": True, "nogil": True, "error_model": "numpy"}
+_kernel = numba.njit(**_OPTIONS)
+# Said, because numba compiles what a kernel calls once for each constant that it is given.
+_for_any_key = numba.njit("float64(float64, float64, int64)", **_OPTIONS)
 
 
-@_kernel
+@numba.njit("float64(int64, int64, int64)", **_OPTIONS)
 def _hash(i: int, j: int, k: int) -> Any:
     """A number in [0, 1) that looks random, from three integers."""
     h = (i * 73856093 ^ j * 19349663 ^ k * 83492791) & 0xFFFFFFFF
@@ -89,13 +92,13 @@ def _hash(i: int, j: int, k: int) -> Any:
     return (h ^ (h >> 16)) / 4294967296.0
 
 
-@_kernel
+@_for_any_key
 def _speck(x: float, y: float, key: int) -> Any:
     """A random number in [0, 1) for each unit square."""
     return _hash(int(np.floor(x)), int(np.floor(y)), key)
 
 
-@_kernel
+@_for_any_key
 def _noise(x: float, y: float, key: int) -> Any:
     """Smooth noise in [0, 1) with one bump per unit square."""
     i, j = int(np.floor(x)), int(np.floor(y))

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from bevquant_graph import is_library_class
 from bevquant_sparse import WeightLayout, get_weight, is_sparse_conv, layout_of
 
-_DENSE = (
+DENSE = (
     nn.Conv1d,
     nn.Conv2d,
     nn.Conv3d,
@@ -25,7 +25,7 @@ _RANKS: dict[type[nn.Module], int] = {nn.BatchNorm2d: 2, nn.BatchNorm3d: 3}
 
 def is_convolution(module: object) -> bool:
     """Whether batch norm can be folded into modules of this class."""
-    return isinstance(module, _DENSE) or is_sparse_conv(module)
+    return isinstance(module, DENSE) or is_sparse_conv(module)
 
 
 def fold_problem(conv: nn.Module, bn: nn.Module) -> str | None:

@@ -230,19 +230,19 @@ def _may_stop(model: nn.Module, inputs: _Inputs, before: list[Any]) -> list[str]
     Where the old name of what an activation writes to is read afterwards, ``inplace=False`` would
     change the result: the outputs are compared, and then activation by activation.
     """
-    copied = copy.deepcopy(model)
-
-    def same(paths: list[str]) -> bool:
-        for path, _ in candidates:
-            activation: Any = copied.get_submodule(path)
-            activation.inplace = path not in paths
-        return relative_difference(before, run(copied, inputs)) <= tolerance(before)
-
     candidates = activations(model)
     paths = [path for path, _ in candidates]
-    if all(alone for _, alone in candidates) or same(paths):
+    if all(alone for _, alone in candidates):
         return paths
-    return [path for path in paths if same([path])]
+    copied = copy.deepcopy(model)
+
+    def same(stopped: list[str]) -> bool:
+        for path in paths:
+            activation: Any = copied.get_submodule(path)
+            activation.inplace = path not in stopped
+        return relative_difference(before, run(copied, inputs)) <= tolerance(before)
+
+    return paths if same(paths) else [path for path in paths if same([path])]
 
 
 def _fuse(model: nn.Module, plan: Plan, stopped: Iterable[str]) -> FusionResult:

@@ -17,11 +17,11 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from bevquant_graph import Graph, op_spec
+from bevquant_graph import Graph, layer_class, op_spec
 from bevquant_sparse import is_sparse_conv
 
 from ._fold import Fold, NormPaths, Skipped, layer_problem, tensor_owners, tied_to
-from ._foldable import bn_problem, has_hooks, is_convolution, out_channels
+from ._foldable import DENSE, bn_problem, has_hooks, is_convolution, out_channels
 
 _SHAPE_OF_SECOND = ("reshape_as", "view_as", "expand_as")
 _CONVOLUTIONS = {F.conv1d, F.conv2d, F.conv3d}
@@ -240,6 +240,8 @@ class _Reader:
         read = {v for n in own for v in n.all_input_nodes} - own
         given = [v for v in read if _is_float(v) and not self.graph.constant_path(v)]
         sizes = _sizes(given[0].meta["val"].shape) if len(given) == 1 else None
+        if sizes and layer_class(self.modules[conv], *DENSE) is type(self.modules[conv]):
+            return True  # torch's own forward
         module: Any = copy.deepcopy(self.modules[conv])
         value = torch.zeros(out_channels(module), dtype=module.weight.dtype)
         module.bias = nn.Parameter(value.to(module.weight.device), requires_grad=False)

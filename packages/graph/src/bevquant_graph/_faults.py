@@ -7,6 +7,7 @@ import re
 import traceback
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ class CaptureError(ValueError):
         self.reason = reason
 
 
+@lru_cache(maxsize=1 << 14)  # every capture asks for all files that were imported
 def is_authors(file: str) -> bool:
     """Whether a source file is neither torch's nor this project's, nor part of Python."""
     parts = file.replace("\\", "/").split("/")

@@ -33,24 +33,42 @@ class BackendStatus:
     detail: str
 
 
-def backend_report() -> tuple[BackendStatus, ...]:
+def backend_report(*names: str) -> tuple[BackendStatus, ...]:
     """Try every backend on this machine, in the order in which ``backend="auto"`` prefers them.
+
+    Args:
+        *names: Of those to try, which compiles their kernels where that was not done before; all
+            by default.
+
+    Raises:
+        ValueError: There is no backend of that name.
 
     Example:
         >>> [status.name for status in backend_report() if status.name == "torch"]
         ['torch']
     """
+    for name in names:
+        if name not in _BACKENDS[1:]:
+            raise ValueError(
+                f"backend_report: {name!r}: expected some of {', '.join(_BACKENDS[1:])}"
+            )
+    return tuple(_status(name) for name in _BACKENDS[1:] if not names or name in names)
+
+
+def _torch_status() -> BackendStatus:
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     methods = [
         f"{device}: int8 by {matmul_method(device, 'torch.int8')}, int16 by "
         f"{matmul_method(device, 'torch.int16')}"
         for device in devices
     ]
-    return *map(_status, _COMPILED), BackendStatus("torch", True, "; ".join(methods))
+    return BackendStatus("torch", True, "; ".join(methods))
 
 
 @functools.cache
 def _status(kind: str) -> BackendStatus:
+    if kind == "torch":
+        return _torch_status()
     try:
         dot_product = importlib.import_module("bevquant_int8sim._compiled.dot_product")
         self_test = importlib.import_module("bevquant_int8sim._compiled.self_test")

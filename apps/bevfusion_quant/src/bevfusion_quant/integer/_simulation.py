@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.integer._islands import FloatIsland, float_islands
@@ -119,13 +120,19 @@ def check_backend(backend: str) -> str:
     Raises:
         InputError: It cannot be used here.
     """
-    from bevquant_int8sim import backend_report
+    from bevquant_int8sim import backend_report, choose_backend
 
-    statuses = backend_report()
-    for status in statuses:
-        if backend in ("auto", status.name) and status.available:
+    name = backend
+    if backend == "auto":
+        name = choose_backend("auto", torch.device("cpu"), torch.int8, "--backend auto")
+    try:
+        (status,) = backend_report(name)
+    except ValueError:
+        why = "it is unknown"
+    else:
+        if status.available:
             return f"{status.name} ({status.detail})"
-    why = {status.name: status.detail for status in statuses}.get(backend, "it is unknown")
+        why = status.detail
     raise InputError(f"--backend {backend} cannot be used here: {why}: choose --backend auto")
 
 

@@ -289,8 +289,10 @@ class _CutFile:
         value = np.atleast_1d(value)
         # A linear layer's result has two axes in some files, and its own behind a Reshape.
         got = got.reshape(value.shape)
-        places = np.argwhere(self._stored(value) != got)
-        index = tuple(places.T)
+        # In the order of the file's memory: the model's has channels last.
+        differs = np.not_equal(self._stored(value), got, out=np.empty(got.shape, np.bool_))
+        index = np.unravel_index(np.flatnonzero(differs), got.shape)
+        places = np.stack(index, axis=1)
         want, made = value[index].astype(np.int32), got[index].astype(np.int32) - self._profile.zero
         apart = np.abs(want - made)
         near = apart == 1

@@ -55,7 +55,7 @@ class _Lowering:
         self._made_by = {o.output: o for o in operations.operations}
 
     def run(self) -> Program:
-        for host in self.all.hosts & self.demands.hosts:
+        for host in sorted(self.all.hosts & self.demands.hosts):
             self.values[host] = Value("sites" if host.endswith(".sites") else "host", host)
         for operation in self.all.operations:
             demands = self.demands.of.get(operation.output, ())
