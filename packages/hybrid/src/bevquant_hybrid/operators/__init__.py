@@ -1,5 +1,6 @@
 """Which operators a BPU runs, under which limits: a table, a check, and a tracer that feeds it."""
 
+from ._attributes import tensors_in
 from ._call import OperatorCall
 from ._naming import row_of_function, row_of_module
 from ._table import (
@@ -33,5 +34,6 @@ __all__ = [
     "row_of_function",
     "row_of_module",
     "runs_on_cpu",
+    "tensors_in",
     "trace_calls",
 ]
