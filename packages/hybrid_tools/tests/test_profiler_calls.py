@@ -23,15 +23,16 @@ from bevquant_hybrid.quantization import (
     prepare_qat_fx,
 )
 from bevquant_hybrid_tools.quant_profiler import (
+    END,
     check_qconfig,
     check_unfused_operations,
     compare_weights,
     featuremap_similarity,
     get_module_called_count,
     get_raw_features,
+    record_calls,
     set_preserve_qat_mode,
 )
-from bevquant_hybrid_tools.quant_profiler._calls import END, record_calls
 
 
 class Net(nn.Module):

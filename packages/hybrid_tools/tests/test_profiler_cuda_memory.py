@@ -12,8 +12,7 @@ from bevquant_hybrid.quantization import (
     get_default_qat_qconfig,
     prepare_qat_fx,
 )
-from bevquant_hybrid_tools.quant_profiler import show_cuda_memory_consumption
-from bevquant_hybrid_tools.quant_profiler._cuda_memory import read_memory
+from bevquant_hybrid_tools.quant_profiler import read_memory, show_cuda_memory_consumption
 
 
 def net() -> nn.Sequential:

@@ -33,7 +33,7 @@ from bevquant_hybrid_tools.performance import (
     estimate_cpu_layers,
     load_chip_figures,
 )
-from bevquant_hybrid_tools.suggestion._measure import output_sqnr
+from bevquant_hybrid_tools.suggestion import output_sqnr
 
 CALIB = {"": get_default_calib_qconfig()}
 QAT = {"": get_default_qat_qconfig()}

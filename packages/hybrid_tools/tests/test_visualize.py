@@ -2,7 +2,10 @@
 
 import itertools
 import re
+import shutil
+import subprocess
 import sys
+import threading
 import types
 import warnings
 import xml.etree.ElementTree as ET
@@ -18,7 +21,6 @@ from bevquant_hybrid.nn.quantized import FloatFunctional
 from bevquant_hybrid.quantization import (
     DeQuantStub,
     QuantStub,
-    _visualize,
     convert,
     convert_fx,
     fuse_fx,
@@ -199,37 +201,47 @@ def test_branches_lie_in_one_area():
         assert bar or joint, level
 
 
-class Shown:
-    """Takes note of what would be shown."""
+def show_with(monkeypatch, viewer: str | None) -> list[list[str]]:
+    """A Linux desktop whose viewer, if any, is only taken note of; the list of what it is given."""
+    opened: list[list[str]] = []
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setenv("DISPLAY", ":0")
+    monkeypatch.setattr(shutil, "which", lambda name: viewer)
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: opened.append(command))
+    return opened
 
-    def __init__(self, monkeypatch, *, viewer=()):
-        self.opened: list = []
-        monkeypatch.setattr(_visualize, "_viewer", lambda: list(viewer))
-        monkeypatch.setattr(_visualize, "_open", self.opened.append)
+
+def wait_for_viewers() -> None:
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread() and thread.daemon:
+            thread.join(1)
 
 
 def test_without_a_display_the_path_is_printed_and_nothing_opens(tmp_path, monkeypatch, capsys):
     for name in ("DISPLAY", "WAYLAND_DISPLAY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(_visualize.subprocess, "run", lambda *a, **k: pytest.fail("opened"))
+    monkeypatch.setattr(subprocess, "run", lambda *a, **k: pytest.fail("opened"))
     visualize_model(Five(), IMAGE, save_path=tmp_path / "net.svg")
     assert capsys.readouterr().out == f"the picture is {tmp_path / 'net.svg'}\n"
 
 
 def test_with_a_display_the_viewer_runs_beside(tmp_path, monkeypatch, capsys):
-    shown = Shown(monkeypatch, viewer=["view"])
+    opened = show_with(monkeypatch, "view")
     visualize_model(Five(), IMAGE, save_path=tmp_path / "net.svg")
-    for thread in _visualize.threading.enumerate():
-        if thread is not _visualize.threading.main_thread() and thread.daemon:
-            thread.join(1)
-    assert shown.opened == [["view", str(tmp_path / "net.svg")]]
+    wait_for_viewers()
+    assert opened == [["view", str(tmp_path / "net.svg")]]
     assert str(tmp_path / "net.svg") in capsys.readouterr().out
 
 
-def test_a_viewer_that_fails_is_no_error():
-    _visualize._open(["/no/such/viewer", "net.svg"])
-    _visualize._open([sys.executable, "-c", "raise SystemExit(3)"])
+@pytest.mark.parametrize("viewer", ["/no/such/viewer", "/bin/false"])
+def test_a_viewer_that_fails_is_no_error(viewer, tmp_path, monkeypatch, capsys):
+    run = subprocess.run
+    show_with(monkeypatch, viewer)
+    monkeypatch.setattr(subprocess, "run", run)
+    visualize_model(Five(), IMAGE, save_path=tmp_path / "net.svg")
+    wait_for_viewers()
+    assert str(tmp_path / "net.svg") in capsys.readouterr().out
 
 
 def test_a_notebook_shows_the_picture_itself(tmp_path, monkeypatch, capsys):
@@ -246,8 +258,7 @@ def test_a_notebook_shows_the_picture_itself(tmp_path, monkeypatch, capsys):
 
 
 def test_without_a_path_the_picture_lies_in_a_folder_of_its_own(monkeypatch, capsys, tmp_path):
-    Shown(monkeypatch)
-    monkeypatch.setattr(_visualize.os, "environ", {})
+    show_with(monkeypatch, None)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     visualize_model(Five(), IMAGE)
     path = re.fullmatch(r"the picture is (.*Five\.svg)\n", capsys.readouterr().out)[1]

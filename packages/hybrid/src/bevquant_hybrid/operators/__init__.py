@@ -2,6 +2,7 @@
 
 from ._attributes import tensors_in
 from ._call import OperatorCall
+from ._expressions import Expression
 from ._naming import row_of_function, row_of_module
 from ._table import (
     Limit,
@@ -9,6 +10,7 @@ from ._table import (
     Operator,
     Support,
     SupportTable,
+    build_table,
     is_float,
     load_support_table,
     render_support_table,
@@ -19,6 +21,7 @@ from ._violations import Advice, Violation, find_advice, find_violations
 
 __all__ = [
     "Advice",
+    "Expression",
     "Limit",
     "March",
     "Operator",
@@ -26,6 +29,7 @@ __all__ = [
     "Support",
     "SupportTable",
     "Violation",
+    "build_table",
     "find_advice",
     "find_violations",
     "is_float",

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from bevquant_hybrid_tools.quant_profiler._cuda_memory import show_cuda_memory_consumption
+from bevquant_hybrid_tools.quant_profiler._calls import END, Call, record_calls
+from bevquant_hybrid_tools.quant_profiler._cuda_memory import (
+    MemoryReading,
+    read_memory,
+    show_cuda_memory_consumption,
+)
 from bevquant_hybrid_tools.quant_profiler._featuremap import featuremap_similarity
 from bevquant_hybrid_tools.quant_profiler._features import get_raw_features
 from bevquant_hybrid_tools.quant_profiler._model_profiler import model_profiler
@@ -23,6 +28,9 @@ from bevquant_hybrid_tools.quant_profiler._statistics import Statistic, profile_
 from bevquant_hybrid_tools.quant_profiler._weights import compare_weights
 
 __all__ = [
+    "END",
+    "Call",
+    "MemoryReading",
     "QConfigReport",
     "Stage",
     "Statistic",
@@ -37,6 +45,8 @@ __all__ = [
     "get_raw_features",
     "model_profiler",
     "profile_featuremap",
+    "read_memory",
+    "record_calls",
     "render_stages",
     "script_profile",
     "set_preserve_qat_mode",

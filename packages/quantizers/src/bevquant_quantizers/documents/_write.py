@@ -41,7 +41,7 @@ def write_whole(
     Example:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     write_whole(f"{folder}/plan.json", "{}").read_text()
+        ...     write_whole(f"{folder}/new/plan.json", "{}", parents=True).read_text()
         '{}'
     """
     target = Path(path)
