@@ -70,6 +70,13 @@ def test_arguments_stand_in_the_documented_order(path: str) -> None:
     assert written(inspect.signature(found), count) == documented
 
 
+@pytest.mark.parametrize("path", ["utils.quant_profiler", "performance", "drawing"])
+def test_a_documented_module_has_all_names_of_its_tool(path: str) -> None:
+    name = path.rpartition(".")[2]
+    found = importlib.import_module(f"bevquant_hybrid.{path}").__all__
+    assert found == importlib.import_module(f"bevquant_hybrid_tools.{name}").__all__
+
+
 def test_scripts_that_stay_as_they_are_find_them() -> None:
     stand_in("some_plugin")
     profiler = importlib.import_module("some_plugin.utils.quant_profiler")

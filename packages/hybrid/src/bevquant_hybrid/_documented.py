@@ -30,11 +30,10 @@ def tool(path: str) -> ModuleType:
 
 
 def names_from(path: str, *names: str) -> Callable[[str], Any]:
-    """A module's ``__getattr__``: names of it that `tool(path)` has; by default all."""
+    """The ``__getattr__`` of the module at ``bevquant_hybrid.<path>``: names that `tool` has."""
 
     def find(name: str) -> Any:
-        special = name.startswith("__") and name != "__all__"
-        if name not in names if names else special:
+        if name not in names:
             raise AttributeError(f"module 'bevquant_hybrid.{path}' has no attribute {name!r}")
         return getattr(tool(path), name)
 
