@@ -6,8 +6,11 @@ import importlib
 import inspect
 
 import pytest
+import torch
+from torch import nn
 
 import bevquant_hybrid_tools
+from bevquant_hybrid.quantization import QuantStub, check_model
 from bevquant_hybrid.stand_in import stand_in
 
 NAMES = {
@@ -86,9 +89,14 @@ def test_scripts_that_stay_as_they_are_find_them() -> None:
     assert names["model_profiler"] is bevquant_hybrid_tools.quant_profiler.model_profiler
 
 
-def test_without_the_package_its_name_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_its_name_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("bevquant_quantizers.plugins.entry_points", lambda **_: [])
     with pytest.raises(ImportError, match=r"\.performance: .* pip install bevquant-hybrid-tools"):
         from bevquant_hybrid.performance import estimate_layers  # noqa: F401
     with pytest.raises(ImportError, match=r"\.quantization: .* pip install bevquant-hybrid-tools"):
         from bevquant_hybrid.quantization import perf_model  # noqa: F401
+    model = nn.Sequential(QuantStub(), nn.Conv2d(3, 4, 1))
+    assert check_model(model, torch.rand(1, 3, 8, 8), advice=1) == 0  # as the documents call it
+    assert "not estimated: bevquant_hybrid.performance: " in capsys.readouterr().out
