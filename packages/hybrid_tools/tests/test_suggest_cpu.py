@@ -1,6 +1,7 @@
 """Layers to move to the CPU: what is promised holds when a model is really prepared so."""
 
 import copy
+import functools
 import json
 import math
 import re
@@ -90,6 +91,25 @@ def trained(net, batches, qconfig=None, **settings):
     return prepare_qat_fx(calibrated(net, batches, **settings), qconfig or QAT, **settings)
 
 
+@pytest.fixture(scope="module")
+def suggested(batches):
+    """What is suggested for a calibrated `Outlier`, for each number of layers once."""
+
+    @functools.cache
+    def suggest(layers):
+        march.set_march("bayes")
+        return suggest_cpu(calibrated(seeded(Outlier), batches), batches, layers=layers)
+
+    return suggest
+
+
+@pytest.fixture(scope="module")
+def refusing(batches):
+    """A trained `Outlier`, for calls that refuse."""
+    march.set_march("bayes")
+    return trained(seeded(Outlier), batches)
+
+
 def sqnr(model, net, batches):
     """Mean over batches, in numpy."""
     found = []
@@ -115,9 +135,9 @@ def test_the_layer_that_is_hard_to_quantize_is_picked_first(prepare, hybrid, bat
 
 
 @pytest.mark.parametrize("layers", [1, 3])
-def test_the_promise_holds_when_really_prepared_and_converted(layers, batches):
+def test_the_promise_holds_when_really_prepared_and_converted(layers, suggested, batches):
     net = seeded(Outlier)
-    suggestion = suggest_cpu(calibrated(net, batches), batches, layers=layers)
+    suggestion = suggested(layers)
     assert len(suggestion.hybrid_dict["module_name"]) <= layers
     model = trained(net, batches, hybrid_dict=suggestion.hybrid_dict)
     set_fake_quantize(model, FakeQuantState.VALIDATION)
@@ -140,10 +160,9 @@ def test_a_value_that_is_hard_to_quantize_takes_both_sides_of_it(batches):
     assert sqnr(convert_fx(model), net, batches) == pytest.approx(suggestion.metric, abs=0.3)
 
 
-def test_what_is_suggested_runs_where_partition_says(batches):
+def test_what_is_suggested_runs_where_partition_says(suggested, batches):
     net = seeded(Outlier)
-    model = calibrated(net, batches)
-    suggestion = suggest_cpu(model, batches, layers=3)
+    suggestion = suggested(3)
     plans = [
         partition(fuse_fx(net), "bayes", names, example_inputs=batches[0])
         for names in (None, suggestion.hybrid_dict)
@@ -262,10 +281,10 @@ def test_outputs_without_floats_need_a_metric(batches):
     assert suggestion.metric > suggestion.start
 
 
-def test_the_time_is_that_of_the_examples(batches):
+def test_the_time_is_that_of_the_examples(suggested, batches):
     model = calibrated(seeded(Outlier), batches)
     small = suggest_cpu(model, batches, layers=1, example_inputs=batches[0][:1])
-    large = suggest_cpu(model, batches, layers=1)
+    large = suggested(1)
     assert large.moves[0].transfer_bytes == 2 * small.moves[0].transfer_bytes
     assert large.start_milliseconds > small.start_milliseconds
     assert large.metric == small.metric
@@ -290,9 +309,9 @@ def test_a_metric_of_ones_own_gets_plain_tensors(batches):
     assert suggestion.start < suggestion.metric < 1
 
 
-def test_budgets_stop_the_search(batches):
+def test_budgets_stop_the_search(suggested, batches):
     model = calibrated(seeded(Outlier), batches)
-    free = suggest_cpu(model, batches, layers=3)
+    free = suggested(3)
     assert len(free.moves) > 1
     times = [row.milliseconds for row in free.moves]
     assert free.added_milliseconds == pytest.approx(sum(times))
@@ -315,10 +334,10 @@ def test_budgets_stop_the_search(batches):
 
 
 @pytest.mark.bits
-def test_it_is_deterministic(batches):
-    found = [suggest_cpu(calibrated(seeded(Outlier), batches), batches, layers=4) for _ in range(2)]
-    assert found[0] == found[1]
-    assert str(found[0]) == str(found[1])
+def test_it_is_deterministic(suggested, batches):
+    again = suggest_cpu(calibrated(seeded(Outlier), batches), batches, layers=3)
+    assert again == suggested(3)
+    assert str(again) == str(suggested(3))
 
 
 class Gate(nn.Module):
@@ -488,11 +507,10 @@ def test_models_that_cannot_be_measured_are_refused(make, error, reason, batches
         ({"layers": 1, "forward": lambda model, batch: batch}, "forward did not call the model"),
     ],
 )
-def test_settings_that_mean_nothing_are_refused(settings, reason, batches):
-    model = trained(seeded(Outlier), batches)
+def test_settings_that_mean_nothing_are_refused(settings, reason, refusing, batches):
     settings = {"batches": batches, **settings}
     with pytest.raises((ValueError, TypeError), match=reason):
-        suggest_cpu(model, settings.pop("batches"), **settings)
+        suggest_cpu(refusing, settings.pop("batches"), **settings)
 
 
 def test_nan_in_a_batch_is_told_from_noise(batches):
