@@ -15,6 +15,7 @@ _NAMES = (
     "estimate_layers",
     "estimate_performance",
     "load_chip_figures",
+    "perf_model",
     "render_layers",
 )
 __all__ = [*_NAMES]

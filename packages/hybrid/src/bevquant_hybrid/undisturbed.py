@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.ao.quantization import FakeQuantizeBase
 
-__all__ = ["moved", "positional", "undisturbed"]
+__all__ = ["positional", "undisturbed"]
 
 
 @contextlib.contextmanager
@@ -40,14 +40,3 @@ def positional(example_inputs: Any) -> tuple[Any, ...]:
     if isinstance(example_inputs, tuple | list):
         return tuple(example_inputs)
     return (example_inputs,)
-
-
-def moved(value: Any, device: torch.device) -> Any:
-    """Tensors on a device, whatever holds them."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {name: moved(item, device) for name, item in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value)(moved(item, device) for item in value)
-    return value

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bevquant_hybrid_tools import drawing, performance, quant_profiler, suggestion
-from bevquant_hybrid_tools._perf_model import perf_model
 from bevquant_hybrid_tools._visualize import visualize_model, visualize_partition
+from bevquant_hybrid_tools.performance import perf_model
 from bevquant_hybrid_tools.suggestion import CpuMove, CpuSuggestion, suggest_cpu
 
 __all__ = [

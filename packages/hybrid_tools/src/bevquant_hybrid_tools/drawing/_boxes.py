@@ -9,8 +9,13 @@ from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 
-from bevquant_hybrid_tools.drawing._layers import Layering, break_columns, place_layers, straighten
-from bevquant_hybrid_tools.drawing._node import DrawnNode
+from bevquant_hybrid_tools.drawing._layers import (
+    DrawnNode,
+    Layering,
+    break_columns,
+    place_layers,
+    straighten,
+)
 
 __all__ = [
     "CHARACTER",

@@ -24,8 +24,7 @@ from bevquant_hybrid_tools.drawing._boxes import (
     second_line,
 )
 from bevquant_hybrid_tools.drawing._boxes import number as n
-from bevquant_hybrid_tools.drawing._layers import Layering, layer_nodes
-from bevquant_hybrid_tools.drawing._node import DrawnNode, in_order
+from bevquant_hybrid_tools.drawing._layers import DrawnNode, Layering, in_order, layer_nodes
 from bevquant_quantizers.documents import write_whole
 
 __all__ = ["draw_partition", "draw_plan", "write_partition"]

@@ -10,7 +10,7 @@ from ._estimate import (
     estimate_performance,
 )
 from ._figures import ChipFigures, Figure, load_chip_figures
-from ._page import render_layers
+from ._perf_model import perf_model, render_layers
 
 __all__ = [
     "ChipFigures",
@@ -23,5 +23,6 @@ __all__ = [
     "estimate_layers",
     "estimate_performance",
     "load_chip_figures",
+    "perf_model",
     "render_layers",
 ]

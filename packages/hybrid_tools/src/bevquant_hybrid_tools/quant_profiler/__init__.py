@@ -9,7 +9,11 @@ from bevquant_hybrid_tools.quant_profiler._cuda_memory import (
     show_cuda_memory_consumption,
 )
 from bevquant_hybrid_tools.quant_profiler._featuremap import featuremap_similarity
-from bevquant_hybrid_tools.quant_profiler._features import get_raw_features
+from bevquant_hybrid_tools.quant_profiler._features import (
+    Statistic,
+    get_raw_features,
+    profile_featuremap,
+)
 from bevquant_hybrid_tools.quant_profiler._model_profiler import model_profiler
 from bevquant_hybrid_tools.quant_profiler._preserve import set_preserve_qat_mode
 from bevquant_hybrid_tools.quant_profiler._qconfig import (
@@ -24,7 +28,6 @@ from bevquant_hybrid_tools.quant_profiler._script import (
     script_profile,
 )
 from bevquant_hybrid_tools.quant_profiler._stages import Stage, compare_stages, render_stages
-from bevquant_hybrid_tools.quant_profiler._statistics import Statistic, profile_featuremap
 from bevquant_hybrid_tools.quant_profiler._weights import compare_weights
 
 __all__ = [

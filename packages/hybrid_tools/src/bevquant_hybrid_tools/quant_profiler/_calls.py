@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.ao.nn import quantized as torch_quantized
 from torch.overrides import TorchFunctionMode
 
 from bevquant_hybrid.nn.qat import OutputQuantized, Weighted
 from bevquant_hybrid.nn.quantized import FLOAT_OPERATIONS, Arithmetic, FixedPoint
+from bevquant_hybrid.operators import tensors_in
 from bevquant_hybrid.qtensor import QTensor, payload
 from bevquant_hybrid.undisturbed import positional, undisturbed
 from bevquant_hybrid.utils.fx_helper import is_leaf
@@ -23,9 +25,9 @@ __all__ = [
     "Call",
     "Selection",
     "is_operator",
+    "moved",
     "named_operators",
     "record_calls",
-    "tensors_in",
 ]
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -201,15 +203,15 @@ def record_calls(
     return recorder.calls
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor inside a value, in order."""
+def moved(value: Any, device: torch.device) -> Any:
+    """Tensors on a device, whatever holds them."""
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        yield from tensors_in(list(value.values()))
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from tensors_in(item)
+        return value.to(device)
+    if isinstance(value, dict):
+        return {name: moved(item, device) for name, item in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(moved(item, device) for item in value)
+    return value
 
 
 def copied(value: Any) -> Any:

@@ -14,9 +14,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from bevquant_graph import layer_class
 from bevquant_hybrid.dtype import qinfo
 from bevquant_hybrid.nn.intrinsic import ANCHORS, Fused
+from bevquant_hybrid.operators import tensors_in
 from bevquant_hybrid.qtensor import QTensor, along, as_float
 from bevquant_hybrid.quantization.fake_quantize import fake_quantize
-from bevquant_hybrid_tools.quant_profiler._calls import Call, tensors_in
+from bevquant_hybrid_tools.quant_profiler._calls import Call
 from bevquant_hybrid_tools.quant_profiler._features import scale_of
 from bevquant_hybrid_tools.quant_profiler._measures import Measure
 

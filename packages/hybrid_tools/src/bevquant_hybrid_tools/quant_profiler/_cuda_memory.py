@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bevquant_hybrid.operators import tensors_in
 from bevquant_hybrid.qtensor import as_float
-from bevquant_hybrid.undisturbed import moved, positional
-from bevquant_hybrid_tools.quant_profiler._calls import named_operators, tensors_in
+from bevquant_hybrid.undisturbed import positional
+from bevquant_hybrid_tools.quant_profiler._calls import moved, named_operators
 from bevquant_hybrid_tools.quant_profiler._tables import curves_page, write_text
 
 __all__ = ["MemoryReading", "read_memory", "show_cuda_memory_consumption"]

@@ -10,8 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from bevquant_hybrid.undisturbed import moved, undisturbed
-from bevquant_hybrid_tools.quant_profiler._calls import is_operator, named_operators, record_calls
+from bevquant_hybrid.undisturbed import undisturbed
+from bevquant_hybrid_tools.quant_profiler._calls import (
+    is_operator,
+    moved,
+    named_operators,
+    record_calls,
+)
 from bevquant_hybrid_tools.quant_profiler._compared import compare, match_calls, silenced
 from bevquant_hybrid_tools.quant_profiler._measures import measure_of
 from bevquant_hybrid_tools.quant_profiler._tables import curves_page, grid_table, write_text

@@ -21,6 +21,7 @@ from bevquant_hybrid.nn import qat
 from bevquant_hybrid.nn.intrinsic import ACTIVATIONS, ANCHORS, Fused
 from bevquant_hybrid.nn.qat import Weighted
 from bevquant_hybrid.nn.quantized.quantize import is_fixed_point
+from bevquant_hybrid.operators import tensors_in
 from bevquant_hybrid.partition import partition
 from bevquant_hybrid.qtensor import QTensor
 from bevquant_hybrid.quantization.fake_quantize import _WrappedCalibFakeQuantize
@@ -31,7 +32,6 @@ from bevquant_hybrid_tools.quant_profiler._calls import (
     Selection,
     named_operators,
     record_calls,
-    tensors_in,
 )
 from bevquant_hybrid_tools.quant_profiler._tables import Cell, grid_table, simple_table, write_text
 

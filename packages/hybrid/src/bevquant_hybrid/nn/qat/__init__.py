@@ -9,8 +9,7 @@ from bevquant_hybrid.nn.qat._replace import (
     is_elementwise,
     qat_form,
 )
-from bevquant_hybrid.nn.qat._weighted import Weighted
-from bevquant_hybrid.nn.qat._with_bn import WithBatchNorm
+from bevquant_hybrid.nn.qat._weighted import Weighted, WithBatchNorm
 from bevquant_hybrid.nn.qat.attention import MultiheadAttention
 from bevquant_hybrid.nn.qat.avg_pool2d import AdaptiveAvgPool2d, AvgPool2d
 from bevquant_hybrid.nn.qat.batchnorm import BatchNorm2d, BatchNorm3d, SyncBatchNorm

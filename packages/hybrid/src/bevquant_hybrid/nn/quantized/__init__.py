@@ -11,8 +11,8 @@ from bevquant_hybrid.nn.quantized._others import (
     Div,
     LayerNorm,
     MultiScaleRoIAlign,
+    fixed_point_form,
 )
-from bevquant_hybrid.nn.quantized._replace import fixed_point_form
 from bevquant_hybrid.nn.quantized._weighted import Conv2d, Conv3d, ConvTranspose2d, Linear
 from bevquant_hybrid.nn.quantized.avg_pool2d import AdaptiveAvgPool2d, AvgPool2d
 from bevquant_hybrid.nn.quantized.functional_modules import QFunctional
