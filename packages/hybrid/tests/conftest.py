@@ -17,7 +17,7 @@ def _fresh_process_settings():
     march._chosen[:] = [before] if before else []
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tools():
     """The package that has the profiler, estimates and pictures, which documented names find."""
     missing = "bevquant-hybrid-tools is not installed"

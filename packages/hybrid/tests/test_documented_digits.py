@@ -118,7 +118,7 @@ def torchvision_of(folder) -> types.ModuleType:
 
 
 @pytest.fixture(scope="module")
-def run(document, real_data, tmp_path_factory):
+def run(document, real_data, tools, tmp_path_factory):
     """What the script leaves behind: its names, what it printed, its folder."""
     digits = real_data / "mnist_t10k"
     if not digits.is_dir():
