@@ -76,6 +76,21 @@ def real_data() -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def document():
+    """Text of a document of Horizon's plugin, by the number that its file name starts with."""
+    said = os.environ.get("BEVQUANT_DATA")
+    shared = Path(said).parent if said else Path(__file__).resolve().parent.parent / "shared"
+
+    def read(number: str) -> str:
+        found = sorted((shared / "seeds").glob(f"{number}_*.txt"))
+        if not found:
+            pytest.skip(f"document {number} is not in {shared / 'seeds'}")
+        return found[0].read_text()
+
+    return read
+
+
 class _NumbersOnly(pickle.Unpickler):
     """Builds numpy scalars and nothing else."""
 

@@ -77,6 +77,7 @@ def everything() -> dict[str, str]:
         "quantizers": "numba,progress,test",
         "int8sim": "numba,cpu,test",
         "hybrid": "onnx,test",
+        "hybrid_tools": "test",
         "bev_data": "test",
         "bev_scenes": "test",
     }

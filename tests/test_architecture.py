@@ -42,6 +42,7 @@ MAY_IMPORT = {
         "bevquant_qnn",
         "bevquant_int8sim",
     },
+    "bevquant_hybrid_tools": {"bevquant_graph", "bevquant_quantizers", "bevquant_hybrid"},
     "bev_data": {"bevquant_sparse", "bevquant_quantizers"},
     "bev_scenes": {"bevquant_sparse", "bevquant_quantizers", "bev_data"},
     "bevfusion": {"bevquant_sparse", "bevquant_quantizers", "bev_data"},
@@ -57,6 +58,7 @@ MAY_IMPORT = {
         "bevquant_int8sim",
         "bevquant_export",
         "bevquant_hybrid",
+        "bevquant_hybrid_tools",
     },
 }
 LATE = {"spconv", "pytorch_quantization", "modelopt", "onnx", "onnxruntime", "nuscenes"}

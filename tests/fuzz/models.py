@@ -143,9 +143,7 @@ def integer_manifest() -> Target:
 
 def hbm() -> Target:
     from bevquant_hybrid import runtime
-    from bevquant_hybrid.runtime import Port, Program
-    from bevquant_hybrid.runtime._file import write_program
-    from bevquant_hybrid.runtime._program import operator_step
+    from bevquant_hybrid.runtime import Port, Program, operator_step, write_program
     from bevquant_int8sim.program import Ref, TensorType, Value
 
     x, y, z = Ref("%0"), Ref("%1"), Ref("w")

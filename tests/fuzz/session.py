@@ -175,7 +175,7 @@ def counts(share: float) -> dict[str, int]:
 # each took more time than a thousand mutants.
 _SERVER = multiprocessing.get_context("forkserver")
 _IMPORTED = ["torch", "numba", "onnx", "spconv.pytorch", "bevquant_export", "bevquant_fusion",
-             "bevquant_hybrid.quantization", "bevquant_hybrid.partition",
+             "bevquant_hybrid.quantization", "bevquant_hybrid_tools.suggestion",
              "bevfusion_quant.datasets", "bevfusion_quant.model", "bevfusion_quant.review",
              "bevfusion_quant.train"]  # fmt: skip
 

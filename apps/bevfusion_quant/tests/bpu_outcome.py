@@ -7,7 +7,7 @@ from typing import Any
 from bevfusion_quant.bpu import BpuComparison, BpuEstimate, BpuLayer, BpuOutcome, BpuStage
 from bevfusion_quant.measure import Judgement
 from bevquant_hybrid.partition import Plan, PlanNode, number_segments
-from bevquant_hybrid.performance import LayerEstimate, load_chip_figures
+from bevquant_hybrid_tools.performance import LayerEstimate, load_chip_figures
 
 __all__ = ["LAYERS", "outcome"]
 

@@ -1,9 +1,6 @@
-"""What the tests share: fresh settings of the process, and documents to compare with."""
+"""What the tests share: fresh settings of the process, and the tools that are not below them."""
 
 from __future__ import annotations
-
-import os
-from pathlib import Path
 
 import pytest
 
@@ -20,29 +17,8 @@ def _fresh_process_settings():
     march._chosen[:] = [before] if before else []
 
 
-def shared_folder() -> Path:
-    data = os.environ.get("BEVQUANT_DATA")
-    if data:
-        return Path(data).parent
-    return Path(__file__).resolve().parents[4] / "shared"
-
-
 @pytest.fixture(scope="session")
-def document():
-    """Text of a document of the vendor's, by the number its file name starts with."""
-
-    def read(number: str) -> str:
-        found = sorted((shared_folder() / "seeds").glob(f"{number}_*.txt"))
-        if not found:
-            pytest.skip(f"document {number} is not in {shared_folder() / 'seeds'}")
-        return found[0].read_text()
-
-    return read
-
-
-@pytest.fixture(scope="session")
-def data_folder() -> Path:
-    found = Path(os.environ.get("BEVQUANT_DATA") or shared_folder() / "data")
-    if not found.is_dir():
-        pytest.skip(f"no test data in {found}")
-    return found
+def tools():
+    """The package that has the profiler, estimates and pictures, which documented names find."""
+    missing = "bevquant-hybrid-tools is not installed"
+    return pytest.importorskip("bevquant_hybrid_tools", reason=missing)

@@ -122,7 +122,7 @@ def test_remarks_on_precision_are_advice_and_no_failure(capsys):
     assert lines[-2:] == PASSED
 
 
-def test_slow_layers_are_named_beyond_the_threshold_alone(capsys):
+def test_slow_layers_are_named_beyond_the_threshold_alone(tools, capsys):
     model = nn.Sequential(QuantStub(), nn.Conv2d(64, 64, 1), nn.Conv2d(64, 2, 1))
     x = torch.rand(1, 64, 64, 64)
     assert check_model(model, x) == 0
@@ -257,7 +257,7 @@ def test_what_is_no_model_or_does_not_run_is_named():
         check_model(Net(), torch.rand(1, 2, 28, 28))
 
 
-def test_the_model_stays_as_it_was(forms):
+def test_the_model_stays_as_it_was(tools, forms):
     for form in forms:
         before = {name: value.clone() for name, value in form.state_dict().items()}
         training = form.training

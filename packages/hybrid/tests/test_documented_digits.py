@@ -118,9 +118,9 @@ def torchvision_of(folder) -> types.ModuleType:
 
 
 @pytest.fixture(scope="module")
-def run(document, data_folder, tmp_path_factory):
+def run(document, real_data, tools, tmp_path_factory):
     """What the script leaves behind: its names, what it printed, its folder."""
-    digits = data_folder / "mnist_t10k"
+    digits = real_data / "mnist_t10k"
     if not digits.is_dir():
         pytest.skip(f"no digits in {digits}")
     script = between(document("001"), "import torch\nimport torch.optim", "支持的公版算子")

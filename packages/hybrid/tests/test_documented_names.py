@@ -45,7 +45,7 @@ NAMES = {
         set_fake_quantize fuse_known_modules fuse_modules fuse_fx prepare_qat prepare_calibration
         prepare_qat_fx prepare_calibration_fx convert convert_fx load_observer_params
         get_default_qat_qconfig get_default_qat_out_qconfig get_default_calib_qconfig
-        get_default_qconfig check_model compile_model perf_model visualize_model export_hbir
+        get_default_qconfig check_model compile_model export_hbir
         FixedScaleObserver MovingAverageMinMaxObserver
         MovingAveragePerChannelMinMaxObserver PACTFakeQuantize
         default_qat_8bit_fake_quant_qconfig default_calib_8bit_fake_quant_qconfig
@@ -69,10 +69,6 @@ NAMES = {
     "utils.onnx_helper": "export_to_onnx export_quantized_onnx",
     "utils.fx_helper": "wrap",
     "fx.fx_helper": "wrap",
-    "utils.quant_profiler": """check_deploy_device check_qconfig check_unfused_operations
-        compare_script_models compare_weights featuremap_similarity get_module_called_count
-        get_raw_features model_profiler profile_featuremap script_profile set_preserve_qat_mode
-        show_cuda_memory_consumption""",
     "jit": "save load to_device",
 }
 

@@ -34,7 +34,6 @@ from bevquant_hybrid.quantization import (
     set_fake_quantize,
 )
 from bevquant_hybrid.utils.onnx_helper import export_to_onnx
-from bevquant_hybrid.utils.quant_profiler import check_unfused_operations
 
 
 class Block(nn.Sequential):
@@ -272,9 +271,10 @@ class SharedHead(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_a_head_that_is_shared_is_told_of_once_and_traced_in_silence() -> None:
+def test_a_head_that_is_shared_is_told_of_once_and_traced_in_silence(tools) -> None:
     """Its batch norm stays apart and is a depthwise convolution."""
     net = SharedHead().eval()
+    check_unfused_operations = tools.quant_profiler.check_unfused_operations
     found = check_unfused_operations(net, (images(),), print_tabulate=False)
     assert found == [["head.0(shared)", "head.1(shared)", "head.2(shared)"]]
     converted = convert_fx(calibrated(net))

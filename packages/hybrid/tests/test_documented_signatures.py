@@ -46,24 +46,7 @@ SIGNATURES = {
         "input_layout=None, output_layout='NCHW', opt='O2', balance_factor=2, progressbar=True, "
         "jobs=16, debug=True, extra_args=None"
     ),
-    "quantization.perf_model": (
-        "module, example_inputs, march=None, out_dir='.', name=None, hbm=None, "
-        "input_source='ddr', input_layout=None, output_layout='NCHW', opt='O3', balance_factor=2, "
-        "progressbar=True, jobs=16, layer_details=False, extra_args=None"
-    ),
-    "quantization.visualize_model": (
-        "module, example_inputs, march=None, save_path=None, show=True"
-    ),
     "quantization.export_hbir": "module, example_inputs, hbir, march=None",
-    "utils.quant_profiler.script_profile": (
-        "model, example_inputs, out_dir=None, march=None, mark_node_func=None, "
-        "compare_with_hbdk_parser=True"
-    ),
-    "utils.quant_profiler.compare_script_models": "model1, model2, example_inputs, march=None",
-    "utils.quant_profiler.show_cuda_memory_consumption": (
-        "model, example_inputs, device, check_leaf_module=None, out_dir=None, file_name=None, "
-        "custom_backward=None"
-    ),
     "quantization.fuse_known_modules": (
         "mod_list, is_qat=False, additional_fuser_method_mapping=None"
     ),

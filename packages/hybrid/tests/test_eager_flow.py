@@ -235,8 +235,8 @@ def test_observer_params_are_copied_by_name() -> None:
 
 
 @pytest.fixture(scope="module")
-def digits(data_folder):
-    folder = data_folder / "mnist_t10k"
+def digits(real_data):
+    folder = real_data / "mnist_t10k"
     if not folder.is_dir():
         pytest.skip(f"no digits in {folder}")
     images = gzip.open(folder / "t10k-images-idx3-ubyte.gz").read()[16:]

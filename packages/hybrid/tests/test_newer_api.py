@@ -16,7 +16,6 @@ from bevquant_hybrid import nn as hnn
 from bevquant_hybrid.dtype import qinfo, qint4
 from bevquant_hybrid.fx.jit_scheme import Tracer
 from bevquant_hybrid.march import March, get_march, set_march
-from bevquant_hybrid.performance import load_chip_figures
 from bevquant_hybrid.quantization import (
     FakeQuantState,
     PrepareMethod,
@@ -90,7 +89,7 @@ def types(model: nn.Module) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("march", ["nash-e", "nash-m", "nash-p"])
-def test_marches_of_journey_6(march: str, x: Tensor, tmp_path, capsys) -> None:
+def test_marches_of_journey_6(march: str, x: Tensor, tools, tmp_path, capsys) -> None:
     """`set_march(march)` with a string, "nash-p" by default."""
     set_march(march)
     assert get_march() == march == getattr(March, march.replace("-", "_").upper())
@@ -105,7 +104,7 @@ def test_marches_of_journey_6(march: str, x: Tensor, tmp_path, capsys) -> None:
     compile_model(converted, [x], hbm=tmp_path / "net.hbm")
     assert torch.equal(load(tmp_path / "net.hbm")(x), converted(x))
     with pytest.raises(ValueError, match="public figures of these alone"):
-        load_chip_figures(march)
+        tools.performance.load_chip_figures(march)
 
 
 def test_limits_of_nash_that_are_public_are_checked() -> None:

@@ -9,14 +9,14 @@ from math import inf
 import pytest
 
 from bevquant_hybrid.operators import (
+    Expression,
     OperatorCall,
+    build_table,
     find_advice,
     find_violations,
     load_support_table,
     render_support_table,
 )
-from bevquant_hybrid.operators._expressions import Expression
-from bevquant_hybrid.operators._table import build_table
 
 # The document's rows, copied by hand: which of the two columns support each.
 BOTH = """

@@ -317,7 +317,7 @@ def test_plans_that_are_wrong_are_refused(changes, reason, tmp_path):
     assert str(path) in str(caught.value)
 
 
-def test_plan_is_drawn_with_its_reasons():
+def test_plan_is_drawn_with_its_reasons(tools):
     root = ET.fromstring(example_plan().draw())
     text = " ".join(element.text or "" for element in root.iter())
     assert "hybrid_dict names conv1.conv" in text
@@ -344,7 +344,7 @@ ODD = [
 
 
 @pytest.mark.parametrize("plan", ODD)
-def test_odd_plans_come_back_from_json(plan, tmp_path):
+def test_odd_plans_come_back_from_json(plan, tools, tmp_path):
     assert Plan.from_json(plan.to_json()) == plan
     assert Plan.load(plan.save(tmp_path / "a.b")) == plan
     assert isinstance(plan.transfer_bytes, int) or plan.transfer_bytes is None

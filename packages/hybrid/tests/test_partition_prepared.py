@@ -10,7 +10,6 @@ from torch import nn
 from bevquant_hybrid import get_march, quantization, set_march
 from bevquant_hybrid.operators import find_violations, trace_calls
 from bevquant_hybrid.partition import partition
-from bevquant_hybrid.performance import estimate_performance
 
 
 @pytest.fixture(autouse=True)
@@ -141,7 +140,8 @@ def test_calls_of_the_qat_and_the_fixed_point_model_are_the_same():
     )
 
 
-def test_the_estimate_takes_a_fixed_point_model():
+def test_the_estimate_takes_a_fixed_point_model(tools):
+    estimate_performance = tools.performance.estimate_performance
     qat, fixed = (trace_calls(model, torch.rand(2, 3, 8, 8)) for model in forms())
     summary = estimate_performance(fixed, "bayes", layer_details=True)["summary"]
     assert summary["BPU OPs per run (effective)"] == 2 * 2 * 64 * 8 * 9 * (3 + 8)

@@ -21,7 +21,6 @@ from bevquant_hybrid.quantization import (
     convert,
     convert_fx,
     get_default_qat_qconfig,
-    perf_model,
     prepare_qat,
     prepare_qat_fx,
 )
@@ -157,7 +156,7 @@ def some_clouds() -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("flow", ["fx", "eager"])
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_a_model_goes_from_clouds_to_a_program(flow: str, tmp_path, capsys) -> None:
+def test_a_model_goes_from_clouds_to_a_program(flow: str, tools, tmp_path, capsys) -> None:
     clouds, model = some_clouds(), PointPillars()
     if flow == "fx":
         made = prepare_qat_fx(model, {"": QAT})
@@ -181,7 +180,7 @@ def test_a_model_goes_from_clouds_to_a_program(flow: str, tmp_path, capsys) -> N
         assert check_model(form, clouds, march="bernoulli2") == 1
         said = capsys.readouterr().out
         assert "horizon.nn.PointPillarsScatter (BAYES and BAYES_E alone)" in said
-        summary = perf_model(form, clouds, out_dir=tmp_path, layer_details=True)["summary"]
+        summary = tools.perf_model(form, clouds, out_dir=tmp_path, layer_details=True)["summary"]
         layers = {row[0]: row for row in summary["layer details"]}
         assert layers["point_pillars_preprocess"][3].startswith("0.0 us")
         assert float(layers["scatter"][3].split()[0]) > 0

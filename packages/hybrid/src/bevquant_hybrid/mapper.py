@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from bevquant_hybrid._whole_file import write_whole
+from bevquant_quantizers.documents import write_whole
 
 __all__ = ["makertbin", "write_config"]
 
@@ -53,7 +53,7 @@ def write_config(onnx_file: str | os.PathLike[str], march: str, run_on_cpu: Sequ
     path = Path(onnx_file)
     nodes = f'  run_on_cpu: "{";".join(run_on_cpu)}"\n' if run_on_cpu else ""
     text = _TEMPLATE.format(onnx=path.name, march=march, prefix=path.stem, run_on_cpu=nodes)
-    return write_whole(path.with_suffix(".yaml"), text)
+    return write_whole(path.with_suffix(".yaml"), text, parents=True)
 
 
 def makertbin(config: str | os.PathLike[str]) -> None:

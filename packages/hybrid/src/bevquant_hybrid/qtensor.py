@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from bevquant_hybrid import _integer_ops as ops
-from bevquant_hybrid._calling_module import calling_module
 from bevquant_hybrid.dtype import QuantDType, as_quant_dtype, qinfo
 
-__all__ = ["QTensor", "as_float", "payload"]
-
+__all__ = ["QTensor", "as_float", "calling_module", "payload"]
 
 Rule = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 # What functions do to quantized tensors; `bevquant_hybrid._scale_keeping` writes it.
@@ -278,3 +278,27 @@ def call_on(
 def on_floats(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call with the float values; the result is a plain tensor."""
     return call_on(func, args, kwargs, QTensor.dequantize)
+
+
+def calling_module() -> str:
+    """Path and class of the innermost module whose method is running, or an empty text.
+
+    The path is that below the outermost such module, the model that was called. It walks the
+    stack: for failures only.
+    """
+    inner: nn.Module | None = None
+    outer: nn.Module | None = None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        wraps = type(owner).__module__.startswith("torch.jit")  # while a model is traced
+        if isinstance(owner, nn.Module) and not wraps:
+            inner = owner if inner is None else inner
+            outer = owner
+        frame = frame.f_back
+    if inner is None or outer is None:
+        return ""
+    paths = (path for path, module in outer.named_modules() if module is inner and path)
+    path = next(paths, "")
+    kind = type(inner).__name__
+    return f"{path} ({kind})" if path else kind

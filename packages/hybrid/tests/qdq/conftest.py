@@ -48,7 +48,7 @@ class Between(nn.Module):
         return self.dequant(self.net(self.quant(x)))
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def between() -> Callable[..., nn.Module]:
     """Parts between stubs, with batch norms that have seen something."""
 
@@ -65,7 +65,7 @@ def between() -> Callable[..., nn.Module]:
     return make
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def prepared() -> Callable[..., nn.Module]:
     """A model that has seen a few batches, and trains quantized."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -107,21 +108,34 @@ def test_other_files_make_the_models_integers(
         assert different <= 1e-3 * elements  # sums in another order, beside a tie
 
 
+@pytest.fixture(scope="module")
+def with_batch_norms(between: Fixture, prepared: Fixture) -> Fixture:
+    """A network whose batch norms trained on, and its input, for each mode once."""
+
+    @functools.cache
+    def make(mode: str) -> tuple[nn.Module, Tensor]:
+        torch.manual_seed(0)
+        set_qat_mode(mode)
+        x = torch.randn(2, 3, 16, 16)
+        net = between(*mobile_net())
+        for module in net.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.weight.data[::3] *= -1  # the weight's integers change their sign
+                module.weight.data[1] = 0
+        return prepared(net, x), x
+
+    return make
+
+
 @pytest.mark.parametrize("mode", ["with_bn", "with_bn_reverse_fold"])
 @pytest.mark.parametrize("profile", PROFILES)
 def test_batch_norms_that_trained_on_are_folded(
-    mode: str, profile: str, between: Fixture, prepared: Fixture, found: Fixture
+    mode: str, profile: str, with_batch_norms: Fixture, found: Fixture
 ) -> None:
     import onnx
 
+    qat, x = with_batch_norms(mode)
     set_qat_mode(mode)
-    x = torch.randn(2, 3, 16, 16)
-    net = between(*mobile_net())
-    for module in net.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.weight.data[::3] *= -1  # the weight's integers change their sign
-            module.weight.data[1] = 0
-    qat = prepared(net, x)
     file, counted, lint = found(qat, x, profile)
     kinds = {node.op_type for node in onnx.load(file.path).graph.node}
     assert "BatchNormalization" not in kinds
@@ -172,12 +186,10 @@ class Eager(nn.Module):
         return self.dequant(self.head(self.both.cat([x, y], 1).permute(0, 2, 3, 1)))
 
 
-@pytest.mark.parametrize("profile", PROFILES)
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("calibrates", [False, True])
-def test_eager_models_that_trace(
-    calibrates: bool, fused: bool, profile: str, found: Fixture
-) -> None:
+@functools.cache
+def eager(calibrates: bool, fused: bool) -> tuple[nn.Module, Tensor]:
+    """An eager model that has seen its input."""
+    torch.manual_seed(0)
     x = torch.randn(2, 3, 8, 8)
     model: nn.Module = Eager().eval()
     if fused:
@@ -185,6 +197,16 @@ def test_eager_models_that_trace(
     model.qconfig = get_default_calib_qconfig() if calibrates else get_default_qat_qconfig()
     made = (prepare_calibration if calibrates else prepare_qat)(model).eval()
     made(x)
+    return made, x
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("calibrates", [False, True])
+def test_eager_models_that_trace(
+    calibrates: bool, fused: bool, profile: str, found: Fixture
+) -> None:
+    made, x = eager(calibrates, fused)
     file, counted, lint = found(made, x, profile)
     # Unfused, the sum has another scale at each input, and a ReLU reads what a layer quantized.
     assert lint <= ({"TRT012", "TRT014"} if profile == "tensorrt" and not fused else set())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -146,13 +147,33 @@ _LOOSE = {"resize": 0.05, "float": 0.1, "conv_transpose": 0.01}
 _TENSORRT = {"TRT012", "TRT014"}
 
 
+Operators = Callable[[], dict[str, nn.Module]]
+
+
+@pytest.fixture(scope="module")
+def trained(prepared: Fixture) -> Fixture:
+    """Branches that train quantized, or run on the CPU, and their input: made for all profiles."""
+
+    @functools.cache
+    def make(operators: Operators, on_cpu: bool = False) -> tuple[nn.Module, Tensor]:
+        torch.manual_seed(0)
+        x = torch.randn(2, 3, 8, 8)
+        branches = operators()
+        if not on_cpu:
+            return prepared(Branches(branches).eval(), x), x
+        branches.pop("div", None)  # 0/0 is NaN in floats
+        wishes = {"module_name": [f"operators.{name}" for name in branches]}
+        return prepared(Branches(branches).eval(), x, hybrid=True, hybrid_dict=wishes), x
+
+    return make
+
+
 @pytest.mark.parametrize("profile", PROFILES)
 @pytest.mark.parametrize("operators", [functions, grids, moves, arithmetic])
 def test_each_operator_makes_the_models_integers(
-    operators: Callable[[], dict[str, nn.Module]], profile: str, prepared: Fixture, found: Fixture
+    operators: Operators, profile: str, trained: Fixture, found: Fixture
 ) -> None:
-    x = torch.randn(2, 3, 8, 8)
-    qat = prepared(Branches(operators()).eval(), x)
+    qat, x = trained(operators)
     file, counted, lint = found(qat, x, profile)
     assert lint <= (_TENSORRT if profile == "tensorrt" else set())
     assert file.floats == ()
@@ -178,16 +199,9 @@ def _runs(export: Any, file: Any, x: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("profile", ["tensorrt", "horizon"])
 @pytest.mark.parametrize("operators", [functions, grids, moves, arithmetic])
 def test_operators_on_the_cpu_stand_bare(
-    operators: Callable[[], dict[str, nn.Module]], profile: str,
-    prepared: Fixture, found: Fixture, export: Any,
-) -> None:  # fmt: skip
-    x = torch.randn(2, 3, 8, 8)
-    branches = operators()
-    if operators is arithmetic:
-        del branches["div"]  # 0/0 is NaN in floats
-    on_cpu = [f"operators.{name}" for name in branches]
-    net = Branches(branches).eval()
-    qat = prepared(net, x, hybrid=True, hybrid_dict={"module_name": on_cpu})
+    operators: Operators, profile: str, trained: Fixture, found: Fixture, export: Any
+) -> None:
+    qat, x = trained(operators, on_cpu=True)
     file, counted, _ = found(qat, x, profile)
     # Sums before the function that needs them in its domain stay where they are: on the CPU too.
     assert set(counted) == {"quantize", "conv"}

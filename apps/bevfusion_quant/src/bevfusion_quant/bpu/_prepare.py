@@ -19,8 +19,8 @@ from bevfusion_quant.results import BpuEstimate
 from bevfusion_quant.steps import why_float
 from bevquant_hybrid.operators import find_violations, trace_calls
 from bevquant_hybrid.partition import Plan, PlanNode, number_segments, partition, place_operator
-from bevquant_hybrid.performance import estimate_layers, load_chip_figures
 from bevquant_hybrid.quantization import fuse_fx
+from bevquant_hybrid_tools.performance import estimate_layers, load_chip_figures
 
 if TYPE_CHECKING:
     from torch import Tensor, fx

@@ -112,7 +112,7 @@ def _precisions() -> Iterable[str]:
 def _marches() -> Iterator[str]:
     """Those of whose chips there are public figures, which the estimate needs."""
     from bevquant_hybrid.march import KNOWN
-    from bevquant_hybrid.performance import load_chip_figures
+    from bevquant_hybrid_tools.performance import load_chip_figures
 
     for march in KNOWN:
         try:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from bev_data.metrics import Accuracy
     from bevfusion_quant.measure import AgreementRow, FoundRow, Judgement
     from bevquant_hybrid.partition import Plan, PlanNode
-    from bevquant_hybrid.performance import ChipFigures, LayerEstimate
+    from bevquant_hybrid_tools.performance import ChipFigures, LayerEstimate
 
 __all__ = [
     "BpuComparison",

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bevquant_hybrid._calling_module import calling_module
-from bevquant_hybrid.qtensor import along
+from bevquant_hybrid.qtensor import along, calling_module
 
 __all__ = ["fake_quantize", "is_written"]
 

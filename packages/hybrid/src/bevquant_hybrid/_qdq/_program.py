@@ -19,8 +19,7 @@ from bevquant_hybrid._qdq._call import SUM, held
 from bevquant_hybrid._qdq._read_node import NodeReader
 from bevquant_hybrid.nn import qat
 from bevquant_hybrid.nn.qat._parts import Composed
-from bevquant_hybrid.nn.qat._weighted import Weighted
-from bevquant_hybrid.nn.qat._with_bn import WithBatchNorm
+from bevquant_hybrid.nn.qat._weighted import Weighted, WithBatchNorm
 from bevquant_hybrid.qtensor import QTensor, as_float
 from bevquant_hybrid.quantization.qconfig import get_default_qat_qconfig
 from bevquant_int8sim.program import Program, Step, arguments

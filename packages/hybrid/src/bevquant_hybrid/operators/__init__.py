@@ -1,6 +1,8 @@
 """Which operators a BPU runs, under which limits: a table, a check, and a tracer that feeds it."""
 
+from ._attributes import tensors_in
 from ._call import OperatorCall
+from ._expressions import Expression
 from ._naming import row_of_function, row_of_module
 from ._table import (
     Limit,
@@ -8,6 +10,7 @@ from ._table import (
     Operator,
     Support,
     SupportTable,
+    build_table,
     is_float,
     load_support_table,
     render_support_table,
@@ -18,6 +21,7 @@ from ._violations import Advice, Violation, find_advice, find_violations
 
 __all__ = [
     "Advice",
+    "Expression",
     "Limit",
     "March",
     "Operator",
@@ -25,6 +29,7 @@ __all__ = [
     "Support",
     "SupportTable",
     "Violation",
+    "build_table",
     "find_advice",
     "find_violations",
     "is_float",
@@ -33,5 +38,6 @@ __all__ = [
     "row_of_function",
     "row_of_module",
     "runs_on_cpu",
+    "tensors_in",
     "trace_calls",
 ]

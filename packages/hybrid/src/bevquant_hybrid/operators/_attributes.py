@@ -55,13 +55,13 @@ _OTHER: Any = object()
 
 def tensors_in(value: Any) -> Iterator[Any]:
     """Every tensor, and everything that has a shape and a dtype like one, inside ``value``."""
-    if isinstance(value, Tensor) or (hasattr(value, "shape") and hasattr(value, "dtype")):
+    if isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, Tensor) or (hasattr(value, "shape") and hasattr(value, "dtype")):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, tuple | list):
-        for item in value:
             yield from tensors_in(item)
 
 

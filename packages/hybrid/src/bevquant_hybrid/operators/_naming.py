@@ -53,8 +53,8 @@ def _names_of_class(cls: type, table: SupportTable) -> list[str]:
         name = _STUBS.get(name, name)
         if _FUSED.match(name):  # ConvAddReLU2d is a Conv2d that does more at its end
             name = re.sub(r"BN|Add|ReLU6?", "", name)
-        eager = [row.name for row in table.operators.values() if row.eager == f"horizon.nn.{name}"]
-        return [f"torch.nn.{name}", f"torch.quantization.{name}", *eager]
+        replaced = table.replaced_by.get(f"horizon.nn.{name}", ())
+        return [f"torch.nn.{name}", f"torch.quantization.{name}", *replaced]
     if home.startswith(("torch.nn.modules", "torch.ao.nn.qat", "torch.ao.quantization")):
         return [f"torch.nn.{name}", f"torch.quantization.{name}"]
     if home.startswith("torchvision."):

@@ -165,8 +165,10 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if self._leaves:  # a part of an operator
+            return result
         inputs = list(tensors_in((args, kwargs)))
-        if self._leaves or not any(id(v) in self.dtypes for v in inputs):
+        if not any(id(v) in self.dtypes for v in inputs):
             return result
         outputs = list(tensors_in(result))
         plain = getattr(func, "__name__", str(func)).removesuffix(".default")  # of an operator

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from importlib import resources
 from typing import Any, Literal
 
@@ -158,6 +158,14 @@ class SupportTable:
             if spelling in self._spellings:
                 return self.operators[self._spellings[spelling]]
         return None
+
+    @cached_property
+    def replaced_by(self) -> Mapping[str, Sequence[str]]:
+        """The rows that a module in eager mode stands for, by its name."""
+        found: dict[str, list[str]] = {}
+        for row in self.operators.values():
+            found.setdefault(row.eager, []).append(row.name)
+        return found
 
     def march(self, name: str) -> March:
         """The march called ``name``, such as ``bayes-e``, in any case."""

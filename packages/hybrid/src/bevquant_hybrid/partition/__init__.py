@@ -1,10 +1,12 @@
 """Split a traced model between BPU and CPU, as a library of its own: a plan, JSON, a picture."""
 
+from bevquant_hybrid._documented import names_from
+
 from ._partition import partition
 from ._placement import Listed, place_operator
 from ._plan import Boundary, Plan, PlanNode, Segment, number_segments
-from ._suggest_cpu import suggest_cpu
-from ._suggestion import CpuMove, CpuSuggestion
+
+__getattr__ = names_from("partition", "CpuMove", "CpuSuggestion", "suggest_cpu")
 
 __all__ = [
     "Boundary",

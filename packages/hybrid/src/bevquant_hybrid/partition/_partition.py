@@ -12,12 +12,12 @@ from torch import Tensor, fx, nn
 
 from bevquant_hybrid._fx._settings import anchor_path_of, class_of
 from bevquant_hybrid._fx._tracer import number_nodes
-from bevquant_hybrid._undisturbed import undisturbed
 from bevquant_hybrid.nn.quantized.quantize import is_fixed_point
 from bevquant_hybrid.operators import load_support_table, row_of_function, row_of_module
 from bevquant_hybrid.partition._placement import place_operator
 from bevquant_hybrid.partition._plan import Plan, PlanNode, number_segments
 from bevquant_hybrid.qtensor import QTensor
+from bevquant_hybrid.undisturbed import undisturbed
 
 __all__ = ["partition", "read_wishes"]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from bevquant_hybrid.drawing import DrawnNode, draw_partition
+from bevquant_hybrid._documented import tool
 from bevquant_quantizers.documents import DocumentError, JsonDocument, Size, parse_json
 
 __all__ = ["Boundary", "Plan", "PlanNode", "Segment", "number_segments"]
@@ -218,20 +218,8 @@ class Plan(JsonDocument):
         return plan
 
     def draw(self, *, title: str | None = None) -> str:
-        """The plan as SVG text."""
-        drawn = [
-            DrawnNode(
-                node.name,
-                node.operator.rpartition(".")[2],
-                "" if node.kind in ("quantize", "dequantize") else node.place,
-                node.inputs,
-                node.kind if node.kind in ("quantize", "dequantize") else "",
-                "×".join(map(str, node.shape)) if node.shape else "",
-                node.reason,
-            )
-            for node in self.nodes
-        ]
-        return draw_partition(drawn, title=title or f"Partition for {self.march}")
+        """The plan as SVG text, by `bevquant_hybrid_tools.drawing.draw_plan`."""
+        return str(tool("drawing").draw_plan(self, title=title))
 
 
 class _Node(msgspec.Struct, forbid_unknown_fields=True):

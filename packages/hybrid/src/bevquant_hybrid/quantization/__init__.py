@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bevquant_hybrid._documented import names_from
 from bevquant_hybrid._quant_stub import DeQuantStub, QuantStub
 from bevquant_hybrid.dtype import qint4, qint8, qint16, qint32
 from bevquant_hybrid.march import March
@@ -15,8 +16,6 @@ from bevquant_hybrid.quantization import (
 )
 from bevquant_hybrid.quantization._check import check_model
 from bevquant_hybrid.quantization._compile import compile_model, export_hbir
-from bevquant_hybrid.quantization._perf import perf_model
-from bevquant_hybrid.quantization._visualize import visualize_model, visualize_partition
 from bevquant_hybrid.quantization.fake_quantize import (
     CalibFakeQuantize,
     FakeQuantize,
@@ -77,6 +76,8 @@ from bevquant_hybrid.quantization.quantize_fx import (
     prepare_calibration_fx,
     prepare_qat_fx,
 )
+
+__getattr__ = names_from("quantization", "perf_model", "visualize_model", "visualize_partition")
 
 __all__ = [
     "CalibFakeQuantize",

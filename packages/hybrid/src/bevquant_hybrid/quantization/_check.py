@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bevquant_hybrid._compile._arguments import (
+from bevquant_hybrid._documented import tool
+from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
+from bevquant_hybrid.compilation._arguments import (
     bpu_calls,
     check_options,
     forward_arguments,
     march_of,
     require_module,
 )
-from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
 from bevquant_hybrid.operators import (
     OperatorCall,
     Violation,
@@ -24,10 +25,9 @@ from bevquant_hybrid.operators import (
     find_violations,
     load_support_table,
     runs_on_cpu,
+    tensors_in,
 )
-from bevquant_hybrid.operators._attributes import tensors_in
 from bevquant_hybrid.operators._script_runner import find_module
-from bevquant_hybrid.performance import estimate_layers
 from bevquant_quantizers.documents import text_table
 
 __all__ = ["check_model", "violation_table"]
@@ -56,7 +56,7 @@ def check_model(
         input_source: ``"ddr"``, ``"resizer"`` or ``"pyramid"``, or one for each input. What the
             resizer or the pyramid gives comes from a camera: its QuantStub needs the scale 1/128.
         advice: Microseconds: name the layers that wait for memory for longer, as estimated from
-            public figures. None names none.
+            public figures by `bevquant_hybrid_tools`; without it a line says so. None names none.
         check_quanti_param: Check that all scales are finite and above zero.
 
     Returns:
@@ -196,7 +196,12 @@ def _print_advice(calls: Sequence[OperatorCall], march: str) -> None:
 def _print_utilisation(calls: Sequence[OperatorCall], march: str, threshold: float) -> None:
     """Layers that memory slows down by more than ``threshold`` microseconds."""
     slow = []
-    for layer in estimate_layers(calls, march):
+    try:
+        estimates = tool("performance").estimate_layers(calls, march)
+    except ImportError as missing:
+        print(f"advice: which layers wait for memory is not estimated: {missing}")
+        return
+    for layer in estimates:
         waits = (layer.memory_seconds - layer.compute_seconds) * 1e6
         if waits > threshold:
             slow.append((waits, layer))

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from bevquant_hybrid._compile._arguments import (
+from bevquant_hybrid._version import __version__
+from bevquant_hybrid.compilation._arguments import (
     bpu_calls,
     check_options,
     check_path,
@@ -18,8 +19,7 @@ from bevquant_hybrid._compile._arguments import (
     march_of,
     model_name,
 )
-from bevquant_hybrid._compile._program_of import program_of, with_layouts
-from bevquant_hybrid._version import __version__
+from bevquant_hybrid.compilation._program_of import program_of, with_layouts
 from bevquant_hybrid.operators import find_violations, load_support_table
 from bevquant_hybrid.quantization._check import violation_table
 from bevquant_hybrid.runtime._file import write_program

@@ -12,6 +12,7 @@ from bevquant_hybrid._fake_quant._fake_quantize import (
     FakeQuantize,
     _WrappedCalibFakeQuantize,
 )
+from bevquant_hybrid._fake_quant._function import fake_quantize
 from bevquant_hybrid._fake_quant._learned import LSQFakeQuantize, PACTFakeQuantize
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "LSQFakeQuantize",
     "PACTFakeQuantize",
     "_WrappedCalibFakeQuantize",
+    "fake_quantize",
     "set_fake_quantize",
 ]
 

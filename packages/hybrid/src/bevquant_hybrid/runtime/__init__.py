@@ -6,12 +6,22 @@ import os
 from pathlib import Path
 
 from bevquant_hybrid.runtime._compiled_model import CompiledModel
-from bevquant_hybrid.runtime._file import read_program
-from bevquant_hybrid.runtime._program import Port, Program
+from bevquant_hybrid.runtime._file import read_program, write_program
+from bevquant_hybrid.runtime._program import Port, Program, operator_step
 from bevquant_int8sim.program import Ref as Operand
 from bevquant_int8sim.program import Step, Value
 
-__all__ = ["CompiledModel", "Operand", "Port", "Program", "Step", "Value", "load"]
+__all__ = [
+    "CompiledModel",
+    "Operand",
+    "Port",
+    "Program",
+    "Step",
+    "Value",
+    "load",
+    "operator_step",
+    "write_program",
+]
 
 
 def load(path: str | os.PathLike[str]) -> CompiledModel:

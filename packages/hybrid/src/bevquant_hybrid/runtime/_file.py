@@ -20,7 +20,6 @@ import msgspec
 import torch
 from safetensors.torch import save
 
-from bevquant_hybrid._whole_file import write_whole
 from bevquant_hybrid.runtime._program import (
     Port,
     Program,
@@ -38,6 +37,7 @@ from bevquant_quantizers.documents import (
     parse_json,
     read_content,
     read_tensors,
+    write_whole,
 )
 
 __all__ = ["SCHEMA", "read_program", "write_program"]
@@ -87,7 +87,7 @@ def write_program(program: Program, path: Path, written_by: str) -> None:
     content = save(tensors, metadata={_ENTRY: text})
     digest = hashlib.sha256(content).hexdigest().encode()
     content = content.replace(_UNSIGNED.encode(), digest, 1)
-    write_whole(path, content)
+    write_whole(path, content, parents=True)
 
 
 def read_program(path: Path) -> Program:

@@ -15,13 +15,13 @@ from torch.ao.quantization import FakeQuantizeBase
 from torch.onnx import OperatorExportTypes, TrainingMode
 from torch.onnx.errors import UnsupportedOperatorError
 
-from bevquant_hybrid._whole_file import write_whole
 from bevquant_hybrid.mapper import write_config
 from bevquant_hybrid.march import March, get_march
 from bevquant_hybrid.nn import DetectionPostProcess, DetectionPostProcessV1, RcnnPostProcess
 from bevquant_hybrid.nn.qat.stubs import take_marks_out
 from bevquant_hybrid.nn.quantized._base import FixedPoint
 from bevquant_hybrid.nn.quantized.quantize import is_fixed_point
+from bevquant_quantizers.documents import write_whole
 
 __all__ = ["export_quantized_onnx", "export_to_onnx"]
 
@@ -273,4 +273,4 @@ def _write(content: bytes, f: str | os.PathLike[str] | IO[bytes]) -> None:
     if not isinstance(f, str | os.PathLike):
         f.write(content)
         return
-    write_whole(f, content)
+    write_whole(f, content, parents=True)

@@ -18,7 +18,9 @@ __all__ = ["sweep", "write_folder", "write_whole"]
 _WORK = re.compile(r"\.(?P<name>.+)\.[0-9]+\.[0-9a-f]{8}\.(?P<kind>tmp|old)", re.DOTALL)
 
 
-def write_whole(path: str | os.PathLike[str], content: bytes | str) -> Path:
+def write_whole(
+    path: str | os.PathLike[str], content: bytes | str, *, parents: bool = False
+) -> Path:
     """Write under a temporary name beside `path`, flush to the disk, rename.
 
     Whoever reads `path`, and whenever the writer dies, finds the old content or the new.
@@ -26,22 +28,25 @@ def write_whole(path: str | os.PathLike[str], content: bytes | str) -> Path:
     Args:
         path: The file; what it held is replaced.
         content: Bytes, or text, which is written as UTF-8.
+        parents: Make the folder of `path`, and those above it, where there are none.
 
     Returns:
         The path.
 
     Raises:
-        ValueError: The folder of `path` does not exist, or `path` is a folder.
+        ValueError: The folder of `path` does not exist, without `parents`; or `path` is a folder.
         OSError: The disk is full or the place may not be written; `path` is as it was, and nothing
             of the new content is left. The error's file name is `path`.
 
     Example:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     write_whole(f"{folder}/plan.json", "{}").read_text()
+        ...     write_whole(f"{folder}/new/plan.json", "{}", parents=True).read_text()
         '{}'
     """
     target = Path(path)
+    if parents:
+        target.parent.mkdir(parents=True, exist_ok=True)
     _check_parent(target)
     if target.is_dir():
         raise ValueError(f"cannot write {target}: it is a folder; give a file name")

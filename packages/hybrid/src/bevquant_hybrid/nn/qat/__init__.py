@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from bevquant_hybrid.nn.qat._base import OutputQuantized
 from bevquant_hybrid.nn.qat._replace import (
     float_form,
     has_qat_form,
     is_elementwise,
     qat_form,
 )
+from bevquant_hybrid.nn.qat._weighted import Weighted, WithBatchNorm
 from bevquant_hybrid.nn.qat.attention import MultiheadAttention
 from bevquant_hybrid.nn.qat.avg_pool2d import AdaptiveAvgPool2d, AvgPool2d
 from bevquant_hybrid.nn.qat.batchnorm import BatchNorm2d, BatchNorm3d, SyncBatchNorm
@@ -100,6 +102,7 @@ __all__ = [
     "MultiScaleRoIAlign",
     "MultiheadAttention",
     "Normalize",
+    "OutputQuantized",
     "QuantStub",
     "RMSNorm",
     "ReLU",
@@ -110,7 +113,9 @@ __all__ = [
     "Upsample",
     "UpsamplingBilinear2d",
     "UpsamplingNearest2d",
+    "Weighted",
     "Where",
+    "WithBatchNorm",
     "float_form",
     "has_qat_form",
     "is_elementwise",

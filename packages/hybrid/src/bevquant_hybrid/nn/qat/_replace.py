@@ -34,8 +34,7 @@ from bevquant_hybrid.nn.qat import (
     upsampling,
 )
 from bevquant_hybrid.nn.qat._base import errors_that_name, name_place, take_over
-from bevquant_hybrid.nn.qat._weighted import Weighted, anchor_of
-from bevquant_hybrid.nn.qat._with_bn import with_batch_norm
+from bevquant_hybrid.nn.qat._weighted import Weighted, anchor_of, with_batch_norm
 from bevquant_hybrid.nn.qat.segment_lut import SegmentLUT
 
 __all__ = ["float_form", "has_qat_form", "is_elementwise", "qat_form"]

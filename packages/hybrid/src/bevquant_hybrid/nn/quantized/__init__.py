@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from bevquant_hybrid.nn._arithmetic import FloatFunctional
+from bevquant_hybrid.nn._arithmetic import FLOAT_OPERATIONS, Arithmetic, FloatFunctional
+from bevquant_hybrid.nn.quantized._base import FixedPoint
 from bevquant_hybrid.nn.quantized._others import (
     GLU,
     BatchNorm2d,
@@ -10,8 +11,8 @@ from bevquant_hybrid.nn.quantized._others import (
     Div,
     LayerNorm,
     MultiScaleRoIAlign,
+    fixed_point_form,
 )
-from bevquant_hybrid.nn.quantized._replace import fixed_point_form
 from bevquant_hybrid.nn.quantized._weighted import Conv2d, Conv3d, ConvTranspose2d, Linear
 from bevquant_hybrid.nn.quantized.avg_pool2d import AdaptiveAvgPool2d, AvgPool2d
 from bevquant_hybrid.nn.quantized.functional_modules import QFunctional
@@ -26,8 +27,10 @@ from bevquant_hybrid.nn.quantized.upsampling import (
 )
 
 __all__ = [
+    "FLOAT_OPERATIONS",
     "GLU",
     "AdaptiveAvgPool2d",
+    "Arithmetic",
     "AvgPool2d",
     "BatchNorm2d",
     "Conv2d",
@@ -36,6 +39,7 @@ __all__ = [
     "Correlation",
     "DeQuantize",
     "Div",
+    "FixedPoint",
     "FloatFunctional",
     "Interpolate",
     "LayerNorm",

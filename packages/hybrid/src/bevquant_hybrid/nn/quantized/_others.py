@@ -1,4 +1,4 @@
-"""Fixed-point modules without a weight, and batch norms."""
+"""Fixed-point modules without a weight, batch norms, and which form stands for which QAT module."""
 
 from __future__ import annotations
 
@@ -9,14 +9,33 @@ import torch
 from torch import Tensor, nn
 
 from bevquant_hybrid import _integer_ops as ops
+from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize, _WrappedCalibFakeQuantize
 from bevquant_hybrid._sampling import roi_align_real
+from bevquant_hybrid.nn import qat
 from bevquant_hybrid.nn._correlation import channels_of, correlate_integers
 from bevquant_hybrid.nn._layer_norm import normalized
 from bevquant_hybrid.nn._roi_align import MultiScaleRoIAlign as FloatMultiScaleRoIAlign
 from bevquant_hybrid.nn.qat import batchnorm, normalization, several_inputs
-from bevquant_hybrid.nn.qat import correlation as qat
+from bevquant_hybrid.nn.qat._base import KeepsScale, take_over
 from bevquant_hybrid.nn.quantized._base import FixedPoint, integers, real
-from bevquant_hybrid.nn.quantized._weighted import depthwise
+from bevquant_hybrid.nn.quantized._weighted import (
+    Conv2d,
+    Conv3d,
+    ConvTranspose2d,
+    Linear,
+    depthwise,
+)
+from bevquant_hybrid.nn.quantized.avg_pool2d import AdaptiveAvgPool2d, AvgPool2d
+from bevquant_hybrid.nn.quantized.functional_modules import QFunctional
+from bevquant_hybrid.nn.quantized.interpolate import Interpolate
+from bevquant_hybrid.nn.quantized.quantize import DeQuantize, Quantize
+from bevquant_hybrid.nn.quantized.relu import ReLU, ReLU6
+from bevquant_hybrid.nn.quantized.segment_lut import SegmentLUT
+from bevquant_hybrid.nn.quantized.upsampling import (
+    Upsample,
+    UpsamplingBilinear2d,
+    UpsamplingNearest2d,
+)
 from bevquant_hybrid.qtensor import QTensor
 
 __all__ = [
@@ -29,6 +48,7 @@ __all__ = [
     "MultiScaleRoIAlign",
     "RMSNorm",
     "Where",
+    "fixed_point_form",
 ]
 
 
@@ -183,16 +203,63 @@ class Correlation(FixedPoint):
         return self.requantized(acc, x.scale.double() * y.scale.double() / size)
 
 
-FORMS: dict[type[nn.Module], type[FixedPoint]] = {
-    batchnorm.BatchNorm2d: BatchNorm2d,
-    batchnorm.BatchNorm3d: BatchNorm2d,
-    batchnorm.SyncBatchNorm: BatchNorm2d,
-    normalization.LayerNorm: LayerNorm,
-    normalization.RMSNorm: RMSNorm,
-    several_inputs.Div: Div,
-    several_inputs.GLU: GLU,
-    several_inputs.Where: Where,
-    several_inputs.MultiScaleRoIAlign: MultiScaleRoIAlign,
+FORMS: dict[type[nn.Module], Any] = {
+    qat.ConvTranspose2d: ConvTranspose2d,
+    qat.Conv3d: Conv3d,
+    qat.Conv2d: Conv2d,
+    qat.Linear: Linear,
+    qat.QuantStub: Quantize,
+    qat.FloatFunctional: QFunctional,
+    qat.AvgPool2d: AvgPool2d,
+    qat.AdaptiveAvgPool2d: AdaptiveAvgPool2d,
+    qat.SegmentLUT: SegmentLUT,
+    qat.BatchNorm2d: BatchNorm2d,
+    qat.BatchNorm3d: BatchNorm2d,
+    qat.SyncBatchNorm: BatchNorm2d,
+    qat.LayerNorm: LayerNorm,
+    qat.RMSNorm: RMSNorm,
+    qat.Div: Div,
+    qat.GLU: GLU,
+    qat.Where: Where,
+    qat.MultiScaleRoIAlign: MultiScaleRoIAlign,
     qat.Correlation: Correlation,
 }
-"""Which of them stands for which QAT module."""
+# Of what keeps the scale of its input.
+_KEEPING: dict[type[nn.Module], type[nn.Module]] = {
+    qat.ReLU: ReLU,
+    qat.ReLU6: ReLU6,
+    qat.Interpolate: Interpolate,
+    qat.Upsample: Upsample,
+    qat.UpsamplingBilinear2d: UpsamplingBilinear2d,
+    qat.UpsamplingNearest2d: UpsamplingNearest2d,
+}
+
+
+class _Boundary(nn.Module):
+    """A fake quantizer between CPU and BPU, as the owner of itself."""
+
+    def __init__(self, fake_quant: nn.Module, path: str) -> None:
+        super().__init__()
+        self.activation_post_process = fake_quant
+        self.qualified_name = path
+
+
+def fixed_point_form(module: nn.Module, path: str, rounding: str) -> nn.Module | None:
+    """Return the fixed-point form of a QAT module, or None where it has none.
+
+    Raises:
+        ValueError: It has settings that a BPU does not execute.
+    """
+    if isinstance(module, _WrappedCalibFakeQuantize):
+        module = module.activation_post_process
+    if isinstance(module, FakeQuantize):
+        return Quantize(_Boundary(module, path), rounding)
+    if isinstance(module, qat.DeQuantStub) and not isinstance(module, DeQuantize):
+        return DeQuantize()
+    if isinstance(module, KeepsScale):
+        return take_over(_KEEPING[type(module)], module.to_float())
+    for kind, form in FORMS.items():
+        if isinstance(module, kind):
+            made: nn.Module = form(module, rounding)
+            return made
+    return None

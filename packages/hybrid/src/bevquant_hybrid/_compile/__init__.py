@@ -1,1 +1,0 @@
-"""From a converted model to a program: its operator calls, recorded while it runs once."""

@@ -1,0 +1,29 @@
+"""What functions share that take a model for a BPU: arguments checked, calls, the program."""
+
+from __future__ import annotations
+
+from bevquant_hybrid.compilation._arguments import (
+    bpu_calls,
+    check_options,
+    check_path,
+    converted_model,
+    forward_arguments,
+    march_of,
+    model_name,
+    require_module,
+)
+from bevquant_hybrid.compilation._program_of import program_of, record_results, with_layouts
+
+__all__ = [
+    "bpu_calls",
+    "check_options",
+    "check_path",
+    "converted_model",
+    "forward_arguments",
+    "march_of",
+    "model_name",
+    "program_of",
+    "record_results",
+    "require_module",
+    "with_layouts",
+]

@@ -1,0 +1,349 @@
+"""A converted model as a program: its steps, and what it takes and returns."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bevquant_hybrid.compilation._arguments import converted_model, march_of
+from bevquant_hybrid.compilation._record import Recorder, RefusedError, following, in_graph
+from bevquant_hybrid.qtensor import QTensor, payload
+from bevquant_hybrid.runtime._compiled_model import CompiledModel
+from bevquant_hybrid.runtime._program import (
+    Nested,
+    Port,
+    Program,
+    flatten,
+    is_integer,
+    operator_step,
+    used_constants,
+)
+from bevquant_int8sim.program import Ref, Step, TensorType, Value, replaced
+
+__all__ = ["program_of", "record_results", "with_layouts"]
+
+_TO_NCHW, _TO_NHWC = (0, 3, 1, 2), (0, 2, 3, 1)
+
+
+def program_of(
+    module: nn.Module,
+    inputs: tuple[Any, ...],
+    caller: str,
+    name: str,
+    march: str,
+    options: Mapping[str, Any],
+) -> Program:
+    """Run a model once and return what it computed as a program.
+
+    The program is then run too, and must return the same; on other values as well, so that
+    whatever escaped the record is found.
+
+    Args:
+        module: Converted, or a traced form of one.
+        inputs: Arguments of its forward.
+        caller: Function that messages name.
+        name: Name of the program.
+        march: March of the program.
+        options: What the program notes of its compilation.
+
+    Raises:
+        ValueError: The model calls an operator that is none of an integer program, which the
+            message names with its module, or no integer operator at all.
+        TypeError: Its inputs or outputs hold something else than tensors and numbers.
+        RuntimeError: The program returns something else, as for a model that changes when called.
+    """
+    given = flatten(inputs, f"{caller}: example_inputs")
+    # Each its own: one tensor may have been given twice.
+    taken = [tensor.detach().clone() for tensor in given.tensors]
+    with torch.no_grad(), following(module) as scope:
+        recorder = Recorder(module, scope)
+        ports = [
+            Port(name, recorder.input(tensor, name), tensor.dtype, tuple(tensor.shape))
+            for name, tensor in zip(_input_names(module, given), taken, strict=True)
+        ]
+        try:
+            # A traced graph as it stands: optimizing it would compute too.
+            with torch.jit.optimized_execution(False), recorder:  # type: ignore[attr-defined]
+                output = module(*given.build(taken))
+                returned = flatten(output, f"{caller}: the model's output")
+                values = [payload(tensor) for tensor in returned.tensors]
+        except Exception as error:
+            explained = _explained(error, recorder, module, caller)
+            if explained is error:
+                raise
+            raise explained from error
+    outputs = [
+        _output_port(recorder, place, tensor, value, caller)
+        for place, tensor, value in zip(returned.places, returned.tensors, values, strict=True)
+    ]
+    if not any(is_integer(step.operator) for step in recorder.steps):
+        raise ValueError(
+            f"{caller}: module computes nothing in integers; prepare it, train or calibrate it, "
+            "and give what convert or convert_fx returns"
+        )
+    steps = _needed(recorder.steps, outputs)
+    made = {value for step in steps for value in step.outputs}
+    constants = recorder.constants
+    program = Program(
+        name=name,
+        march=march,
+        inputs=tuple(_with_input_scale(port, steps, constants) for port in ports),
+        outputs=tuple(_with_output_scale(port, steps, constants) for port in outputs),
+        signature=(given.build([port.operand for port in ports]), {}),
+        sparse_inputs={},
+        steps=steps,
+        values={value: known for value, known in recorder.values.items() if value in made},
+        result=returned.build([port.operand for port in outputs]),
+        options=options,
+    )
+    program = replace(program, constants=used_constants(program, constants))
+    _check_equal(program, given.build(taken), values, caller)
+    others = [_other_values(tensor) for tensor in taken]
+    try:
+        with torch.no_grad():
+            output = module(*given.build([tensor.clone() for tensor in others]))
+    except (ValueError, RuntimeError):
+        return program  # nobody said that it takes these: a sum may leave int32
+    again = flatten(output, f"{caller}: the model's output").tensors
+    _check_equal(program, given.build(others), [payload(tensor) for tensor in again], caller)
+    return program
+
+
+def _other_values(tensor: Tensor) -> Tensor:
+    """The same tensor with some elements zero: what a model computes must follow."""
+    keep = torch.rand(tensor.shape, generator=torch.Generator().manual_seed(0)) < 0.5
+    return tensor * keep.to(tensor.device)
+
+
+def _explained(error: Exception, recorder: Recorder, module: Any, caller: str) -> Exception:
+    refused = recorder.refused
+    if not isinstance(refused, RefusedError):
+        return refused or error
+    where, reason = recorder.refused_in, str(refused)
+    if isinstance(module, torch.jit.ScriptModule):
+        called, where = in_graph(module, refused.operator, recorder.calls)
+        reason = reason.replace(refused.operator, called, 1)
+    before = next((step.path for step in reversed(recorder.steps) if step.path), "")
+    if where:
+        place = f"module {where}"
+    else:
+        place = f"the forward, behind {before}" if before else "the forward"
+    return ValueError(
+        f"{caller}: {place}: {reason}. A program holds what a BPU computes in a converted model: "
+        "give the operator its quantized form (FloatFunctional, a module of bevquant_hybrid.nn), "
+        "or leave it to the code around the model; a hybrid model is exported by export_to_onnx "
+        "for hb_mapper instead"
+    )
+
+
+def _needed(steps: Sequence[Step], outputs: Sequence[Port]) -> tuple[Step, ...]:
+    """The steps that outputs depend on."""
+    wanted = {port.operand.name for port in outputs}
+    kept: list[Step] = []
+    for step in reversed(steps):
+        if wanted.intersection(step.outputs):
+            kept.append(step)
+            wanted.update(step.inputs)
+    return tuple(reversed(kept))
+
+
+def _check_equal(
+    program: Program, inputs: tuple[Any, ...], expected: Sequence[Tensor], caller: str
+) -> None:
+    results = flatten(CompiledModel(program)(*inputs), program.name).tensors
+    for port, tensor, value in zip(program.outputs, results, expected, strict=True):
+        mine, models = payload(tensor), payload(value)
+        if mine.dtype != models.dtype or not torch.equal(mine, models):
+            raise RuntimeError(
+                f"{caller}: the output {port.name} of the program is not what the model returned "
+                f"on {models.device}: its forward depends on values in ways that no operator "
+                "shows (lists, numpy), or on what was called before; or move it to the CPU, where "
+                "floats are computed bit by bit as in the program"
+            )
+
+
+def _input_names(module: nn.Module, arguments: Nested) -> list[str]:
+    """Name inputs as the forward's arguments are named, and what is nested by its place there."""
+    if isinstance(module, torch.jit.ScriptModule):
+        graph = [value.debugName().partition(".")[0] for value in module.inlined_graph.inputs()]
+        known = graph[1:]
+    else:
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        parameters = inspect.signature(module.forward).parameters.values()
+        known = [parameter.name for parameter in parameters if parameter.kind in kinds]
+    names: list[str] = []
+    for place in arguments.places:
+        first, dot, rest = place.partition(".")
+        base = known[int(first)] if int(first) < len(known) else f"input{first}"
+        name = f"{base}{dot}{rest}"
+        while name in names:
+            name += "_"
+        names.append(name)
+    return names
+
+
+def _output_port(recorder: Recorder, place: str, given: Tensor, value: Tensor, caller: str) -> Port:
+    """Describe a tensor that the model returned, `value` its plain form."""
+    shape = None if recorder.is_loose(value) else tuple(value.shape)
+    port = Port(place, recorder.operand(value, place), value.dtype, shape)
+    if not isinstance(given, QTensor):
+        return port
+    scale = recorder.operand(given.scale, f"{place}.scale")
+    if scale.name not in recorder.constants:
+        raise ValueError(
+            f"{caller}: the scale of the output {place} depends on the data; put a DeQuantStub "
+            "behind it"
+        )
+    return replace(
+        port,
+        scale=scale.name,
+        axis=given.q_per_channel_axis(),
+        quantized=str(given.dtype),
+        rounding=given.rounding,
+    )
+
+
+def _with_input_scale(port: Port, steps: Sequence[Step], constants: Mapping[str, Tensor]) -> Port:
+    """Note the scale that quantizes an input, where it is one."""
+    scales = {
+        (step.kwargs["scale"].name, step.attributes["axis"])
+        for step in steps
+        if step.operator == "bevquant_hybrid::quantize" and step.kwargs["x"] == port.operand
+    }
+    return _with_scale(port, *scales.pop(), constants) if len(scales) == 1 else port
+
+
+def _with_output_scale(port: Port, steps: Sequence[Step], constants: Mapping[str, Tensor]) -> Port:
+    """Note the scale of the integers that an output was, where it was dequantized."""
+    for step in steps:
+        if step.operator == "bevquant_hybrid::dequantize" and port.operand.name in step.outputs:
+            scale, axis = step.kwargs["scale"].name, step.attributes["axis"]
+            return _with_scale(port, scale, axis, constants)
+    return port
+
+
+def _with_scale(port: Port, scale: str, axis: int, constants: Mapping[str, Tensor]) -> Port:
+    return replace(port, scale=scale, axis=axis) if scale in constants else port
+
+
+class _Keeping(Recorder):
+    """A recorder that keeps what every operator returned."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.kept: dict[str, Tensor] = {}
+
+    def _value(self, tensor: Tensor, loose: bool) -> str:
+        name = super()._value(tensor, loose)
+        self.kept[name] = tensor.detach().cpu().clone()
+        return name
+
+
+def record_results(
+    model: Any, arguments: tuple[Any, ...], caller: str, march: str | None
+) -> tuple[Program, dict[str, Tensor]]:
+    """The program of a converted model, and what the model's own operators returned.
+
+    Args:
+        model: Converted, or a traced form of one; not hybrid.
+        arguments: Of its forward.
+        caller: Function that messages name.
+        march: That the program is for; None for the one that is set.
+
+    Returns:
+        The program, and the results by the names that its steps give them, inputs included.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: As `converted_model`, `march_of` and `program_of`.
+    """
+    module = converted_model(model, caller)
+    program = program_of(module, arguments, caller, caller, march_of(march, caller), {})
+    given = flatten(arguments, f"{caller}: example_inputs")
+    taken = [tensor.detach().clone() for tensor in given.tensors]
+    with torch.no_grad(), following(module) as scope:
+        recorder = _Keeping(module, scope)
+        for name, tensor in zip(_input_names(module, given), taken, strict=True):
+            recorder.input(tensor, name)
+            recorder.kept[name] = tensor.cpu()
+        with torch.jit.optimized_execution(False), recorder:  # type: ignore[attr-defined]
+            module(*given.build(taken))
+    return program, recorder.kept
+
+
+def with_layouts(program: Program, input_layout: str, output_layout: str) -> Program:
+    """Return a program whose inputs or outputs of four axes are NHWC where that is asked for."""
+    if input_layout == "NHWC":
+        program = _with_inputs_last(program)
+    return _with_outputs_last(program) if output_layout == "NHWC" else program
+
+
+def _with_inputs_last(program: Program) -> Program:
+    ports: list[Port] = []
+    before: list[Step] = []
+    values = dict(program.values)
+    refs: dict[str, Ref] = {}
+    for port in program.inputs:
+        if port.shape is None or len(port.shape) != 4:
+            ports.append(port)
+            continue
+        name = f"%{port.operand.name}.NCHW"
+        refs[port.operand.name] = Ref(name)
+        values[name] = Value(TensorType(port.dtype, port.shape), name)
+        before.append(_permute(port.operand, _TO_NCHW, name))
+        shape = tuple(port.shape[i] for i in _TO_NHWC)
+        ports.append(replace(port, shape=shape, axis=_moved(port.axis)))
+
+    def renamed(ref: Ref) -> Ref:
+        return refs.get(ref.name, ref)
+
+    steps = [replace(step, kwargs=replaced(step.kwargs, renamed)) for step in program.steps]
+    return replace(
+        program,
+        inputs=tuple(ports),
+        outputs=tuple(replace(port, operand=renamed(port.operand)) for port in program.outputs),
+        result=replaced(program.result, renamed),
+        steps=(*before, *steps),
+        values=values,
+    )
+
+
+def _with_outputs_last(program: Program) -> Program:
+    ports: list[Port] = []
+    behind: list[Step] = []
+    values, constants = dict(program.values), dict(program.constants)
+    for port in program.outputs:
+        if port.shape is None or len(port.shape) != 4:
+            ports.append(port)
+            continue
+        shape = tuple(port.shape[i] for i in _TO_NHWC)
+        name = f"%{port.name}.NHWC"
+        values[name] = Value(TensorType(port.dtype, shape), name)
+        behind.append(_permute(port.operand, _TO_NHWC, name))
+        scale = port.scale
+        if scale is not None and constants[scale].dim() == 4:  # one for each element
+            constants[f"{port.name}.NHWC.scale"] = constants[scale].permute(_TO_NHWC).contiguous()
+            scale = f"{port.name}.NHWC.scale"
+        axis = _moved(port.axis)
+        ports.append(replace(port, operand=Ref(name), shape=shape, scale=scale, axis=axis))
+    made = replace(
+        program,
+        outputs=tuple(ports),
+        result=flatten(program.result, program.name).build([port.operand for port in ports]),
+        steps=(*program.steps, *behind),
+        values=values,
+    )
+    return replace(made, constants=used_constants(made, constants))
+
+
+def _permute(source: Ref, order: tuple[int, ...], result: str) -> Step:
+    return operator_step("aten::permute", {"self": source, "dims": order}, (result,))
+
+
+def _moved(axis: int) -> int:
+    """Where an axis of NCHW stands in NHWC."""
+    return _TO_NHWC.index(axis) if axis >= 0 else axis

@@ -1,6 +1,0 @@
-"""Pictures of a model that is split between BPU and CPU."""
-
-from ._node import DrawnNode
-from ._picture import draw_partition, write_partition
-
-__all__ = ["DrawnNode", "draw_partition", "write_partition"]

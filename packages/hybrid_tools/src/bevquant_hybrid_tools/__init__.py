@@ -1,0 +1,21 @@
+"""Tools beside models for Horizon BPUs: profiler, estimates of time, suggestions, pictures."""
+
+from __future__ import annotations
+
+from bevquant_hybrid_tools import drawing, performance, quant_profiler, suggestion
+from bevquant_hybrid_tools._visualize import visualize_model, visualize_partition
+from bevquant_hybrid_tools.performance import perf_model
+from bevquant_hybrid_tools.suggestion import CpuMove, CpuSuggestion, suggest_cpu
+
+__all__ = [
+    "CpuMove",
+    "CpuSuggestion",
+    "drawing",
+    "perf_model",
+    "performance",
+    "quant_profiler",
+    "suggest_cpu",
+    "suggestion",
+    "visualize_model",
+    "visualize_partition",
+]

@@ -1,0 +1,28 @@
+"""What a model costs on BPU and CPU, layer by layer: a roofline estimate from public figures."""
+
+from ._cpu import estimate_cpu_layers
+from ._estimate import (
+    LayerEstimate,
+    Traffic,
+    count_operations,
+    count_traffic,
+    estimate_layers,
+    estimate_performance,
+)
+from ._figures import ChipFigures, Figure, load_chip_figures
+from ._perf_model import perf_model, render_layers
+
+__all__ = [
+    "ChipFigures",
+    "Figure",
+    "LayerEstimate",
+    "Traffic",
+    "count_operations",
+    "count_traffic",
+    "estimate_cpu_layers",
+    "estimate_layers",
+    "estimate_performance",
+    "load_chip_figures",
+    "perf_model",
+    "render_layers",
+]

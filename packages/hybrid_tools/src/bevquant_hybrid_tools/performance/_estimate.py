@@ -1,0 +1,364 @@
+"""How long a BPU takes for layers: multiplications, bytes moved, and the roofline over both."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Any
+
+from bevquant_hybrid.operators import OperatorCall, is_float, load_support_table
+from bevquant_hybrid_tools.performance._figures import ChipFigures, load_chip_figures
+
+__all__ = [
+    "BYTES",
+    "LayerEstimate",
+    "Traffic",
+    "count_operations",
+    "count_traffic",
+    "estimate_layers",
+    "estimate_performance",
+]
+
+# Per element, by dtype; a constant operand is stored quantized, like a weight.
+BYTES = {"qint8": 1, "qint16": 2, "qint32": 4, "qbool": 1, "float32": 4, "constant": 1}
+_ANCHORS = ("Conv2d", "Conv3d", "ConvTranspose2d", "Linear")
+_FUSED = ("ReLU", "relu", "ReLU6", "relu6(fused)", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm")
+# Quantized outside the BPU, optimised away, another view of the same bytes, or constant.
+_FREE = (
+    "QuantStub",
+    "DeQuantStub",
+    "Identity",
+    "Dropout",
+    "Dropout2d",
+    "reshape",
+    "AnchorGenerator",
+)
+_WHAT_IT_IS = (
+    "An estimate by roofline, not a measurement: each layer takes the longer of its operations at "
+    "the peak rate of the cores and its bytes at the DDR bandwidth, every layer reads and writes "
+    "DDR memory, and layers follow one another. Full use of the cores and unpadded feature maps "
+    "are optimistic (small maps take several times as long), no reuse of data on the chip is "
+    "pessimistic."
+)
+
+
+def count_operations(call: OperatorCall) -> int:
+    """Operations of one call.
+
+    Conv: 2·|output|·(C_in/groups)·∏kernel. ConvTranspose: 2·|input|·(C_out/groups)·∏kernel.
+    Correlation: 2·|output|·C·K². Linear: 2·|output|·C_in. Matrix product: 2·|output|·K. A fused
+    addition or activation is free.
+
+    Example:
+        >>> conv = OperatorCall(
+        ...     "conv", "torch.nn.Conv2d",
+        ...     {"in_channels": 3, "out_channels": 32, "kernel_size": 3, "groups": 1},
+        ...     input_shapes=((256, 3, 32, 32),), input_dtypes=("qint8",),
+        ...     output_shape=(256, 32, 16, 16),
+        ... )
+        >>> count_operations(conv)
+        113246208
+    """
+    name = call.operator.rpartition(".")[2]
+    if name in ("Conv2d", "Conv3d"):
+        return 2 * prod(call.output_shape) * _met_weights(call, "in_channels")
+    if name == "ConvTranspose2d":
+        return 2 * prod(call.input_shapes[0]) * _met_weights(call, "out_channels")
+    if name == "Linear":
+        return 2 * prod(call.output_shape) * _int(call, "in_features")
+    if name == "Correlation":
+        patch = call.input_shapes[0][1] * _int(call, "kernel_size") ** 2
+        return 2 * prod(call.output_shape) * patch
+    if name == "matmul":
+        return 2 * prod(call.output_shape) * call.input_shapes[0][-1]
+    if name == "LSTMCell":
+        return 2 * call.weight_count * prod(call.input_shapes[0][:-1])
+    if name == "MultiheadAttention":
+        return _attention(call)
+    return 0
+
+
+def _attention(call: OperatorCall) -> int:
+    """Four projections of L·N tokens, then Q·Kᵀ and the weighted sum over S keys."""
+    tokens = prod(call.input_shapes[0][:-1])
+    width = call.input_shapes[0][-1]
+    keys = call.input_shapes[min(1, len(call.input_shapes) - 1)][0]
+    return 2 * tokens * (call.weight_count + 2 * keys * width)
+
+
+def _int(call: OperatorCall, name: str) -> int:
+    value = call.attributes[name]
+    if not isinstance(value, int):
+        raise ValueError(f"{call.path}: {name}={value!r}; expected an integer")
+    return value
+
+
+def _met_weights(call: OperatorCall, side: str) -> int:
+    """Weights that one element of the other side meets: channels per group · ∏kernel."""
+    kernel = call.attributes["kernel_size"]
+    sizes = kernel if isinstance(kernel, tuple) else (kernel,) * (len(call.output_shape) - 2)
+    area = prod(int(size) for size in sizes if size is not None)
+    return _int(call, side) // _int(call, "groups") * area
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of one call.
+
+    Attributes:
+        loaded: Inputs and weights.
+        stored: Its output.
+        fused_into: Path of the layer that computes it on the way out; ``""`` if it is a layer.
+    """
+
+    loaded: int
+    stored: int
+    fused_into: str = ""
+
+
+def count_traffic(calls: Sequence[OperatorCall]) -> list[Traffic]:
+    """Bytes of each call, where every layer reads inputs and weights once and writes its output.
+
+    Weights are int8, biases int32. An activation, batch norm or addition that alone reads a
+    convolution's or linear layer's result is computed with it: it moves nothing but the other
+    operand of the addition. What the documents give to the CPU moves nothing here.
+    """
+    readers = Counter(path for call in calls for path in set(call.inputs))
+    layers: dict[str, str] = {}
+    traffic = []
+    for call in calls:
+        name = call.operator.rpartition(".")[2]
+        row = load_support_table().find(call.operator)
+        if name in _FREE or (row is not None and row.on_cpu):
+            traffic.append(Traffic(0, 0))
+            continue
+        host = _host(call, name, layers, readers)
+        if name in _ANCHORS:
+            layers[call.path] = call.path
+        elif host is not None:
+            layers[call.path] = layers[call.inputs[host]]
+        loaded = sum(
+            prod(shape) * BYTES[dtype]
+            for i, (shape, dtype) in enumerate(
+                zip(call.input_shapes, call.input_dtypes, strict=True)
+            )
+            if i != host
+        )
+        loaded += call.weight_count + 4 * call.bias_count
+        stored = prod(call.output_shape) * BYTES[call.output_dtype]
+        if host is not None:
+            fused = name in _FUSED  # its scale and shift are folded into the layer's own
+            traffic.append(Traffic(0 if fused else loaded, 0, layers[call.path]))
+        else:
+            traffic.append(Traffic(loaded, stored))
+    return traffic
+
+
+def _host(
+    call: OperatorCall, name: str, layers: dict[str, str], readers: Counter[str]
+) -> int | None:
+    """Which input comes from the layer that ``call`` is computed with; None if it stands alone."""
+    if name not in _FUSED and name != "add":
+        return None
+    for i, source in enumerate(call.inputs):
+        if source in layers and readers[source] == 1:
+            return i
+    return None
+
+
+@dataclass(frozen=True)
+class LayerEstimate:
+    """What one layer costs.
+
+    Attributes:
+        path: The module or node.
+        operator: What it computes.
+        operations: Of which a multiplication and its addition are two.
+        loaded_bytes: From DDR memory: inputs and weights.
+        stored_bytes: To DDR memory.
+        compute_seconds: At the peak rate.
+        memory_seconds: At the DDR bandwidth.
+        fused_into: The layer that computes it on the way out, or ``""``.
+    """
+
+    path: str
+    operator: str
+    operations: int
+    loaded_bytes: int
+    stored_bytes: int
+    compute_seconds: float
+    memory_seconds: float
+    fused_into: str
+
+    @property
+    def seconds(self) -> float:
+        """The longer of computing and moving."""
+        return max(self.compute_seconds, self.memory_seconds)
+
+    @property
+    def intensity(self) -> float:
+        """Operations per byte; 0 where nothing moves."""
+        moved = self.loaded_bytes + self.stored_bytes
+        return self.operations / moved if moved else 0.0
+
+    @property
+    def bound(self) -> str:
+        """``"compute"``, ``"memory"``, or ``""`` for what costs nothing."""
+        if not self.seconds:
+            return ""
+        return "compute" if self.compute_seconds > self.memory_seconds else "memory"
+
+
+def estimate_layers(
+    calls: Sequence[OperatorCall],
+    march: str,
+    *,
+    cores: int = 1,
+    figures: ChipFigures | None = None,
+) -> list[LayerEstimate]:
+    """Estimate each call on ``cores`` cores of the chip of ``march``.
+
+    Args:
+        calls: Operators of a quantized model, in order. What the documents give to the CPU, as
+            detection post-processing, costs the BPU nothing.
+        march: ``"bernoulli2"``, ``"bayes"`` or ``"bayes-e"``.
+        cores: How many BPU cores share the work, evenly.
+        figures: Of another chip.
+
+    Raises:
+        ValueError: If a call other than a stub computes in float, or the chip has fewer cores.
+    """
+    figures = figures or load_chip_figures(march)
+    if not 1 <= cores <= figures.cores.value:
+        raise ValueError(f"cores={cores}; {figures.chip} has {figures.cores.value:.0f}")
+    for call in calls:
+        if is_float(call):
+            raise ValueError(
+                f"{call.path} ({call.operator}) reads float32, so it does not run on the BPU; "
+                "estimate a quantized model, or the BPU part of a hybrid one"
+            )
+    rate = figures.peak_tops.value * 1e12 * cores / figures.cores.value
+    bandwidth = figures.ddr_gigabytes_per_second.value * 1e9
+    layers = []
+    for call, traffic in zip(calls, count_traffic(calls), strict=True):
+        operations = count_operations(call)
+        moved = traffic.loaded + traffic.stored
+        layers.append(
+            LayerEstimate(
+                *(call.path, call.operator, operations, traffic.loaded, traffic.stored),
+                compute_seconds=operations / rate,
+                memory_seconds=moved / bandwidth,
+                fused_into=traffic.fused_into,
+            )
+        )
+    return layers
+
+
+def estimate_performance(
+    calls: Sequence[OperatorCall],
+    march: str,
+    *,
+    name: str = "model",
+    cores: int = 1,
+    layer_details: bool = False,
+    figures: ChipFigures | None = None,
+) -> dict[str, Any]:
+    """The report of ``perf_model``, estimated.
+
+    The keys are those of the documented report; besides, ``"estimate"`` says how the figures came
+    about and ``"figures"`` gives the chip's figures with their sources.
+
+    Args:
+        calls: Operators of a quantized model, in order.
+        march: ``"bernoulli2"``, ``"bayes"`` or ``"bayes-e"``.
+        name: The model's name.
+        cores: How many BPU cores share the work.
+        layer_details: Whether to list the layers.
+        figures: Of another chip.
+
+    Returns:
+        ``{"summary": {…}}``.
+
+    Raises:
+        ValueError: If there is nothing to estimate, or a call runs in float.
+    """
+    if not calls:
+        raise ValueError("no operator calls: nothing to estimate")
+    figures = figures or load_chip_figures(march)
+    layers = estimate_layers(calls, march, cores=cores, figures=figures)
+    frames = max(1, _inputs(calls)[0][0]) if _inputs(calls)[0] else 1
+    seconds = sum(layer.seconds for layer in layers)
+    operations = sum(layer.operations for layer in layers)
+    loaded = sum(layer.loaded_bytes for layer in layers)
+    stored = sum(layer.stored_bytes for layer in layers)
+    moved = loaded + stored
+    runs = 1 / seconds if seconds else 0.0
+    summary: dict[str, Any] = {
+        "BPU OPs per frame (effective)": operations // frames,
+        "BPU OPs per run (effective)": operations,
+        "BPU core number": cores,
+        "BPU march": load_support_table().march(march).title,
+        "DDR bytes per frame": moved / frames,
+        "DDR bytes per run": moved,
+        "DDR bytes per second": round(moved * runs),
+        "DDR megabytes per frame": round(moved / frames / 2**20, 3),
+        "DDR megabytes per run": round(moved / 2**20, 3),
+        "DDR megabytes per second": round(moved * runs / 2**20, 1),
+        "FPS": round(frames * runs, 2),
+        "estimate": _WHAT_IT_IS,
+        "figures": asdict(figures),
+        "frame per run": frames,
+        "frame per second": round(frames * runs, 2),
+        "input features": [
+            ["input name", "input size"],
+            *([f"arg{i}", _size(shape)] for i, shape in enumerate(_inputs(calls))),
+        ],
+        "latency (ms)": round(seconds * 1e3, 3),
+        "latency (us)": round(seconds * 1e6, 1),
+        "loaded bytes per frame": loaded // frames,
+        "loaded bytes per run": loaded,
+        "model name": name,
+        "run per second": round(runs, 2),
+        "stored bytes per frame": stored // frames,
+        "stored bytes per run": stored,
+    }
+    if layer_details:
+        summary["layer details"] = [
+            ["layer", "ops", "computing cost (no DDR)", "load/store cost"],
+            *(_row(layer, seconds) for layer in layers),
+        ]
+    return {"summary": summary}
+
+
+def _row(layer: LayerEstimate, total: float) -> list[str]:
+    costs = (layer.compute_seconds, layer.memory_seconds)
+    return [
+        layer.path,
+        f"{layer.operations:,}",
+        *(
+            f"{cost * 1e6:.1f} us ({100 * cost / total if total else 0:.1f}% of model)"
+            for cost in costs
+        ),
+    ]
+
+
+def _inputs(calls: Sequence[OperatorCall]) -> list[tuple[int, ...]]:
+    """Shapes of what comes from outside, as far as calls tell them apart."""
+    shapes = [
+        shape
+        for call in calls
+        for shape, dtype, source in zip(
+            call.input_shapes, call.input_dtypes, call.inputs or ("",) * 9, strict=False
+        )
+        if source == "" and dtype != "constant"
+    ]
+    return list(dict.fromkeys(shapes)) or [calls[0].output_shape]
+
+
+def _size(shape: tuple[int, ...]) -> str:
+    """Sizes in the order of the chip's memory: channels last."""
+    if len(shape) == 4:
+        shape = (shape[0], *shape[2:], shape[1])
+    return "x".join(map(str, shape))

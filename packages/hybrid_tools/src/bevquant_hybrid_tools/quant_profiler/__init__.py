@@ -1,0 +1,57 @@
+"""Tools that tell where a quantized model loses accuracy, at their documented path."""
+
+from __future__ import annotations
+
+from bevquant_hybrid_tools.quant_profiler._calls import END, Call, record_calls
+from bevquant_hybrid_tools.quant_profiler._cuda_memory import (
+    MemoryReading,
+    read_memory,
+    show_cuda_memory_consumption,
+)
+from bevquant_hybrid_tools.quant_profiler._featuremap import featuremap_similarity
+from bevquant_hybrid_tools.quant_profiler._features import (
+    Statistic,
+    get_raw_features,
+    profile_featuremap,
+)
+from bevquant_hybrid_tools.quant_profiler._model_profiler import model_profiler
+from bevquant_hybrid_tools.quant_profiler._preserve import set_preserve_qat_mode
+from bevquant_hybrid_tools.quant_profiler._qconfig import (
+    QConfigReport,
+    check_deploy_device,
+    check_qconfig,
+    check_unfused_operations,
+    get_module_called_count,
+)
+from bevquant_hybrid_tools.quant_profiler._script import (
+    compare_script_models,
+    script_profile,
+)
+from bevquant_hybrid_tools.quant_profiler._stages import Stage, compare_stages, render_stages
+from bevquant_hybrid_tools.quant_profiler._weights import compare_weights
+
+__all__ = [
+    "END",
+    "Call",
+    "MemoryReading",
+    "QConfigReport",
+    "Stage",
+    "Statistic",
+    "check_deploy_device",
+    "check_qconfig",
+    "check_unfused_operations",
+    "compare_script_models",
+    "compare_stages",
+    "compare_weights",
+    "featuremap_similarity",
+    "get_module_called_count",
+    "get_raw_features",
+    "model_profiler",
+    "profile_featuremap",
+    "read_memory",
+    "record_calls",
+    "render_stages",
+    "script_profile",
+    "set_preserve_qat_mode",
+    "show_cuda_memory_consumption",
+]

@@ -1,0 +1,302 @@
+"""What operators hold and return: parameters, results, and their statistics."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bevquant_graph import layer_class
+from bevquant_hybrid.nn.qat import Weighted, WithBatchNorm
+from bevquant_hybrid.nn.quantized import FixedPoint
+from bevquant_hybrid.operators import tensors_in
+from bevquant_hybrid.qtensor import QTensor
+from bevquant_hybrid.quantization.fake_quantize import FakeQuantize
+from bevquant_hybrid_tools.quant_profiler._calls import Call, Selection, moved, record_calls
+from bevquant_hybrid_tools.quant_profiler._tables import (
+    curves_page,
+    grid_table,
+    write_histograms,
+    write_text,
+)
+
+__all__ = ["Statistic", "fixed_weight", "get_raw_features", "profile_featuremap", "scale_of"]
+
+_FIXED = ("weight", "bias", "factor", "offset")
+
+
+def parameters_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Names and values: of QAT layers the quantized weight, of fixed-point ones the integers."""
+    if isinstance(module, FixedPoint):
+        for name in _FIXED:
+            value = getattr(module, name, None)
+            if isinstance(value, Tensor):
+                yield name, _fixed(module, name)
+        return
+    for name, value in module.named_parameters():
+        if "fake_quant" in name or "activation_post_process" in name:
+            continue
+        made = value.detach()
+        if name == "weight" and isinstance(module, Weighted) and _is_quantized(module):
+            made = module.as_quantized(made)
+        yield name, made
+
+
+def _is_quantized(module: Weighted) -> bool:
+    """Whether the weight itself, and not what a batch norm makes of it, has the scale."""
+    fake_quant = module.weight_fake_quant
+    return isinstance(fake_quant, FakeQuantize) and not isinstance(module, WithBatchNorm)
+
+
+def fixed_weight(module: nn.Module) -> Tensor:
+    """A fixed-point layer's weight, with its scale."""
+    return _fixed(module, "weight")
+
+
+def _fixed(module: nn.Module, name: str) -> Tensor:
+    values: Tensor = getattr(module, name).detach()
+    scale: Tensor | None = getattr(module, f"{name}_scale", None)
+    if scale is None:
+        return values
+    if scale.numel() == 1:
+        return QTensor(values, scale, "qint8")
+    axis = 1 if getattr(module, "transposed", False) else 0
+    # The groups of a transposed convolution share the scales of axis 1.
+    return QTensor(values, scale[: values.shape[axis]], "qint8", axis)
+
+
+def get_raw_features(
+    model: nn.Module,
+    example_inputs: Any,
+    prefixes: str | Iterable[str] = (),
+    types: type | Iterable[type] = (),
+    device: torch.device | str | None = None,
+    preserve_int: bool = False,
+    use_class_name: bool = False,
+    skip_identity: bool = False,
+) -> list[dict[str, Any]]:
+    """Run a model and list inputs, outputs and parameters of its operators.
+
+    The model runs in evaluation mode and observes nothing. Functions that are called between
+    operators are not listed.
+
+    Args:
+        model: Float, calibration, QAT or converted model.
+        example_inputs: A tensor, or a tuple or list of the forward's arguments.
+        prefixes: Starts of names: only these; the name of a module means it and what it holds.
+        types: Classes: only these (and those of `prefixes`).
+        device: Where a copy of the model runs; None for the model as it is.
+        preserve_int: Give integers where a value has a scale.
+        use_class_name: Give the class's bare name as the module's type.
+        skip_identity: Leave `nn.Identity` out.
+
+    Returns:
+        One dictionary per tensor, in the order of execution: ``module_name``; ``attr``: ``input``,
+        ``output``, with ``-0``, ``-1`` where there are several and again inside lists, or the name
+        of a parameter; ``data``, dequantized; ``scale``, None without one; ``ch_axis``, −1 for one
+        scale; ``ff_method``, of a FloatFunctional; and ``module_type``, ``dtype`` and ``repeat``:
+        how often the module had been called before.
+
+    Example:
+        >>> features = get_raw_features(nn.Sequential(nn.ReLU()), torch.tensor([-1.0, 2.0]))
+        >>> [(f["module_name"], f["attr"], f["data"].tolist()) for f in features]
+        [('0', 'input', [-1.0, 2.0]), ('0', 'output', [0.0, 2.0])]
+    """
+    if device is not None:
+        model = copy.deepcopy(model).to(device)
+        example_inputs = moved(example_inputs, torch.device(device))
+    wanted = Selection(model, prefixes, types, "get_raw_features")
+    features = []
+    for call in record_calls(model, example_inputs):
+        if call.module is None or not wanted.takes(call.path, call.module):
+            continue
+        if skip_identity and layer_class(call.module, nn.Identity):
+            continue
+        kind = type(call.module)
+        common = {
+            "module_name": call.path,
+            "module_type": kind.__name__ if use_class_name else str(kind),
+            "repeat": call.repeat,
+            "ff_method": call.method,
+        }
+        for attr, tensor in _tensors_of(call):
+            features.append({**common, "attr": attr, **_described(tensor, preserve_int)})
+    return features
+
+
+def _tensors_of(call: Call) -> Iterator[tuple[str, Tensor]]:
+    given: list[Any] = list(call.args)
+    given += [value for value in call.kwargs.values() if next(tensors_in(value), None) is not None]
+    yield from named_tensors("input", given[0] if len(given) == 1 else given)
+    yield from named_tensors("output", call.output)
+    yield from parameters_of(call.operator)
+
+
+def named_tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """A tensor under a name; those of a list under the name and their places, and so on."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from named_tensors(f"{name}-{key}", item)
+    elif isinstance(value, tuple | list):
+        for index, item in enumerate(value):
+            yield from named_tensors(f"{name}-{index}", item)
+
+
+def scale_of(tensor: Any) -> Tensor | None:
+    """A tensor's scale; None for a float tensor, and where values pass unrounded to be counted."""
+    if not isinstance(tensor, QTensor) or not (tensor.on_grid or tensor.dtype == "qint32"):
+        return None
+    return tensor.scale.detach()
+
+
+def _described(tensor: Tensor, preserve_int: bool) -> dict[str, Any]:
+    if not isinstance(tensor, QTensor):
+        return {"data": tensor, "scale": None, "ch_axis": -1, "dtype": str(tensor.dtype)}
+    scale = scale_of(tensor)
+    return {
+        "data": tensor.int_repr() if preserve_int and scale is not None else tensor.dequantize(),
+        "scale": scale,
+        "ch_axis": tensor.q_per_channel_axis(),
+        "dtype": str(tensor.dtype),
+    }
+
+
+_HEADER = (
+    *("Module Index", "Module Name", "Module Type", "Input/Output/Attr"),
+    *("Min", "Max", "Mean", "Var", "Scale", "Dtype"),
+)
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """Numbers of one tensor.
+
+    Attributes:
+        index: Place of the operator's call in the run.
+        name: The operator, with its method and how often it had been called: ``cat[cat](1)``.
+        kind: Its class.
+        attr: Which of its tensors.
+        min: Smallest value.
+        max: Largest value.
+        mean: Mean.
+        var: Unbiased variance; NaN for a single value.
+        scale: One scale, one per channel, or None.
+        dtype: Quantized or float type.
+        finite: Whether there is neither NaN nor an infinite value.
+    """
+
+    index: int
+    name: str
+    kind: str
+    attr: str
+    min: float
+    max: float
+    mean: float
+    var: float
+    scale: tuple[float, ...] | None
+    dtype: str
+    finite: bool
+
+    @property
+    def reach(self) -> float:
+        """The largest size of a value; infinite where one is not finite."""
+        return max(abs(self.min), abs(self.max)) if self.finite else math.inf
+
+
+def profile_featuremap(
+    featuremap: Iterable[Mapping[str, Any]],
+    with_tensorboard: bool = False,
+    tensorboard_dir: str | os.PathLike[str] | None = None,
+    print_per_channel_scale: bool = False,
+    show_per_channel: bool = False,
+    out_dir: str | os.PathLike[str] | None = None,
+    file_name: str | None = None,
+) -> list[Statistic]:
+    """Write the statistics of `get_raw_features` as text and as a picture.
+
+    ``statistic.txt`` holds a table in the order of execution and one by falling size of the values,
+    and, where there are any, one of the tensors with NaN or infinite values, which is printed too.
+    ``statistic.html`` shows extremes and means of the outputs.
+
+    Args:
+        featuremap: What `get_raw_features` returned.
+        with_tensorboard: Write histograms for TensorBoard too.
+        tensorboard_dir: Where; None for its own choice.
+        print_per_channel_scale: Print scales per channel, else the cell is empty.
+        show_per_channel: One histogram per channel.
+        out_dir: Folder of the files; None for the current one.
+        file_name: Their name instead of ``statistic``.
+
+    Returns:
+        The numbers, in the order of `featuremap`.
+
+    Raises:
+        ImportError: `with_tensorboard` and TensorBoard is not installed.
+    """
+    features = list(featuremap)
+    places: dict[tuple[str, int], int] = {}
+    statistics = []
+    for feature in features:
+        key = (feature["module_name"], feature.get("repeat", 0))
+        statistics.append(_statistic(places.setdefault(key, len(places)), feature))
+    table = _table(statistics, print_per_channel_scale)
+    ordered = sorted(statistics, key=lambda s: s.reach, reverse=True)
+    text = f"{table}\n\nStatistics with quant range in descending order...\n"
+    text += f"{_table(ordered, print_per_channel_scale)}\n"
+    broken = [s for s in statistics if not s.finite]
+    if broken:
+        warning = "Please check these OPs: there are NaN or inf values..\n"
+        warning += _table(broken, print_per_channel_scale)
+        text += f"\n{warning}\n"
+        print(warning)
+    name = file_name or "statistic"
+    write_text(out_dir, f"{name.removesuffix('.txt')}.txt", text)
+    outputs = [s for s in statistics if s.attr.startswith("output")]
+    curves = {what: [getattr(s, what) for s in outputs] for what in ("min", "max", "mean")}
+    page = curves_page("Statistics of outputs", [f"{s.index} {s.name}" for s in outputs], curves)
+    write_text(out_dir, f"{name.removesuffix('.txt')}.html", page)
+    if with_tensorboard:
+        titles = [f"{s.index}:{s.name}:{s.attr}" for s in statistics]
+        tensors = [(f["data"], f["ch_axis"]) for f in features]
+        write_histograms(titles, tensors, tensorboard_dir, show_per_channel)
+    return statistics
+
+
+def _statistic(index: int, feature: Mapping[str, Any]) -> Statistic:
+    method, repeat = feature.get("ff_method"), feature.get("repeat", 0)
+    name = feature["module_name"] + (f"[{method}]" if method else "")
+    data: Tensor = feature["data"].detach().double()
+    scale: Tensor | None = feature["scale"]
+    count = data.numel()
+    low, high = torch.aminmax(data) if count else (torch.tensor(math.nan),) * 2
+    return Statistic(
+        index,
+        name + (f"({repeat})" if repeat else ""),
+        str(feature.get("module_type", "")),
+        feature["attr"],
+        low.item(),
+        high.item(),
+        data.mean().item() if count else math.nan,
+        data.var().item() if count > 1 else math.nan,
+        None if scale is None else tuple(scale.reshape(-1).tolist()),
+        feature.get("dtype", str(feature["data"].dtype)),
+        bool(data.isfinite().all()),
+    )
+
+
+def _table(statistics: list[Statistic], per_channel: bool) -> str:
+    rows = []
+    for s in statistics:
+        numbers = [f"{value:.7f}" for value in (s.min, s.max, s.mean, s.var)]
+        scales = s.scale if s.scale is not None and (len(s.scale) == 1 or per_channel) else ()
+        scale = ", ".join(f"{value:.7f}" for value in scales)
+        rows.append([str(s.index), s.name, s.kind, s.attr, *numbers, scale, s.dtype])
+    return grid_table(_HEADER, rows)

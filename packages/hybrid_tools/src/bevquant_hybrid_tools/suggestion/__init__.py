@@ -1,0 +1,9 @@
+"""Which layers of a hybrid model should run on the CPU, from what each costs in accuracy."""
+
+from __future__ import annotations
+
+from ._measure import output_sqnr
+from ._suggest_cpu import suggest_cpu
+from ._suggestion import CpuMove, CpuSuggestion
+
+__all__ = ["CpuMove", "CpuSuggestion", "output_sqnr", "suggest_cpu"]

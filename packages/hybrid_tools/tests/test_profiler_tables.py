@@ -1,0 +1,73 @@
+"""The profiler's tables, against tables that the documents print."""
+
+from __future__ import annotations
+
+from bevquant_hybrid_tools.quant_profiler._tables import grid_table, simple_table
+
+CALLED = """\
+name               called times
+---------------  --------------
+quant_stubx                   1
+unused                        0
+cat_op                        2
+quantized_ops.0               1"""
+
+DEVICES = """\
+name                            deploy device    type
+------------------------------  ---------------  --------
+quant                           CPU              module
+conv0                           BPU              module
+selu                            CPU              function
+selu_1_activation_post_process  CPU              module
+add_1                           BPU              method"""
+
+WEIGHTS = """\
++-----------------+--------------------------------------------------------------+----------------+-----------+
+| Module Name     | Module Type                                                  | weight dtype   |   ch_axis |
+|-----------------+--------------------------------------------------------------+----------------+-----------|
+| convmod1.add    | <class 'horizon_plugin_pytorch.nn.qat.conv2d.ConvAddReLU2d'> | qint16         |         0 |
+| convmod2.conv2d | <class 'horizon_plugin_pytorch.nn.qat.conv2d.Conv2d'>        | qint16         |         0 |
++-----------------+--------------------------------------------------------------+----------------+-----------+"""  # noqa: E501
+
+SIMILARITY = """\
++---------+----------------------------+----------------------------------------------------------------------------+--------------+-----------+----------------+------------------+------------------------+
+| Index   | Module Name                | Module Type                                                                | Similarity   | qscale    | Acc Error      | Acc Error        | Op Error with Same     |
+|         |                            |                                                                            |              |           | (float atol)   | (N out_qscale)   | Input (N out_qscale)   |
+|---------+----------------------------+----------------------------------------------------------------------------+--------------+-----------+----------------+------------------+------------------------|
+| 9       | quantized_ops.2.sum        | <class 'horizon_plugin_pytorch.nn.qat.functional_modules.FloatFunctional'> | 1.0000000    | 0.0002541 | 0.0005081      | 2                | 2                      |
+| 10      | quantized_ops.2.reciprocal | <class 'horizon_plugin_pytorch.nn.qat.segment_lut.SegmentLUT'>             | 1.0000001    | 0.0000037 | 0.0000186      | 5                | 5                      |
+| 18      | dequant_stub               | <class 'horizon_plugin_pytorch.nn.qat.stubs.DeQuantStub'>                  | 1.0000000    |           | 0.0000000      | 0                | 0                      |
++---------+----------------------------+----------------------------------------------------------------------------+--------------+-----------+----------------+------------------+------------------------+"""  # noqa: E501
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_columns_of_integers_stand_to_the_right() -> None:
+    rows = [["quant_stubx", 1], ["unused", 0], ["cat_op", 2], ["quantized_ops.0", 1]]
+    assert simple_table(["name", "called times"], rows) == CALLED
+
+
+def test_three_columns_of_text() -> None:
+    rows = [line.split() for line in DEVICES.splitlines()[2:]]
+    assert simple_table(["name", "deploy device", "type"], rows) == DEVICES
+
+
+def test_bars_around_columns_with_integers() -> None:
+    lines = WEIGHTS.splitlines()
+    rows = [[*cells(line)[:3], int(cells(line)[3])] for line in lines[3:-1]]
+    assert grid_table(cells(lines[1]), rows) == WEIGHTS
+
+
+def test_titles_of_two_lines() -> None:
+    lines = SIMILARITY.splitlines()
+    titles = [
+        "\n".join(part for part in pair if part)
+        for pair in zip(cells(lines[1]), cells(lines[2]), strict=True)
+    ]
+    assert grid_table(titles, [cells(line) for line in lines[4:-1]]) == SIMILARITY
+
+
+def test_no_rows_leave_the_titles() -> None:
+    assert simple_table(["name", "type"], []) == "name    type\n------  ------"
