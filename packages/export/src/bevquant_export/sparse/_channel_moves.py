@@ -29,9 +29,11 @@ from bevquant_export.sparse._graph import (
     Fold,
     Graph,
     Node,
+    Pool,
     Relu,
     Select,
     Sizes,
+    Steps,
     first_on_input,
     inputs_of,
 )
@@ -173,8 +175,14 @@ class _Writer:
                 own = _Voxels(node.x, node.input_spatial_shape, node.output_bound, node.rows[0])
                 self.undone[node.rulebook] = before or own
             self.voxels[node.y] = made
-        elif isinstance(node, Add | Relu | Concat | Fold | Select):
-            first = node.xs[0] if isinstance(node, Concat) else node.x
+        elif isinstance(node, Pool):
+            self.voxels[node.y] = _Voxels(node.y, node.output_spatial_shape, 0, 0)
+        elif isinstance(node, Steps) and node.grid:
+            self.voxels[node.y] = _Voxels(node.y, node.grid, 0, 0)
+        elif isinstance(node, Add | Relu | Concat | Fold | Select | Steps):
+            if isinstance(node, Steps) and node.on < 0:
+                return
+            first = inputs_of(node)[node.on if isinstance(node, Steps) else 0]
             if first in self.voxels:
                 self.voxels[node.y] = self.voxels[first]
 

@@ -14,6 +14,7 @@ from bevquant_export.sparse._graph import Graph
 from bevquant_export.sparse._held import Floats, Integers
 from bevquant_export.sparse._names import numbered
 from bevquant_export.sparse._run import See
+from bevquant_export.sparse._steps import FRAMES
 from bevquant_export.sparse.portable import LayerOutput, Lowered, recorded
 from bevquant_int8sim import SparseOutput
 
@@ -24,6 +25,7 @@ _RULES = {
     "voxels_lie_in_the_grid_and_the_batch": "a voxel lies outside of the grid or the batch",
     "voxels_occur_once": "a voxel occurs twice; merge such voxels before",
     "features_are_numbers": "features contain NaN, which no integer stands for",
+    FRAMES: "the model computes with the number of frames of the example, and got another one",
 }
 
 
