@@ -33,6 +33,7 @@ from bevquant_sparse import build_rulebook
 
 __all__ = ["make_graph"]
 
+_STEPS = 127
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
 
 
@@ -139,7 +140,7 @@ def _function(draft: Draft, forms: Mapping[str, TensorForm], bodies: Bodies) -> 
         path=draft.step.path, y=draft.y,
         xs=tuple(reading.tensor for reading in draft.reads),
         ranges=tuple(
-            0.0 if isinstance(reading.form, str) else forms[reading.tensor].amax or 0.0
+            0.0 if isinstance(reading.form, str) else float(reading.form.scale) * _STEPS
             for reading in draft.reads
         ),
         places=tuple(places),
