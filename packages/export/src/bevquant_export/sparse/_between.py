@@ -9,6 +9,7 @@ says: on voxels of a layer, or on coordinates that are made with them.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,25 +38,38 @@ def follow(model: IntegerModel, *, extended: bool = True) -> Followed:
     Raises:
         ValueError: A step has no operator; it is named.
     """
-    begins = beginning(model.program)
-    whole = Follower(model, None)
     try:
-        return whole.run()
-    except ValueError as error:
-        refused = error
-    if begins is not None and any(step is whole.at for step in begins.steps):
-        try:
-            return Follower(model, begins).run()
-        except ValueError as error:
-            refused = error
-    if not extended:
-        raise refused
+        return _in_dialect(model)
+    except ValueError:
+        if not extended:
+            raise
     try:
         return _FollowerBetween(model, None).run()
     except ValueError:
+        begins = beginning(model.program)
         if begins is None:
             raise
     return _FollowerBetween(model, begins).run()
+
+
+def _in_dialect(model: IntegerModel) -> Followed:
+    begins = beginning(model.program)
+    whole = Follower(model, None)
+    try:
+        found = whole.run()
+    except ValueError:
+        if begins is None or all(step is not whole.at for step in begins.steps):
+            raise
+        found = Follower(model, begins).run()
+    if sum(step.op == "sites" for step in model.program.steps) > 1:
+        follower = _FollowerBetween(model, begins)
+        with suppress(ValueError):
+            follower.run()
+        for draft in follower.drafts:
+            if draft.between is not None and draft.between.coords:
+                maker = follower.makers[draft.between.coords]
+                raise no_operator(maker, f"{place(maker)}{location(model.source, maker)}")
+    return found
 
 
 @dataclass

@@ -33,9 +33,15 @@ if TYPE_CHECKING:
     from bevquant_int8sim import IntegerModel
     from bevquant_int8sim.model import Step
 
-__all__ = ["FRAMES", "Between", "Bodies", "run_body"]
+__all__ = ["Between", "Bodies", "run_body", "session_run"]
 
 FRAMES = "frames_are_as_many_as_in_the_example"
+_RULES = {
+    "voxels_lie_in_the_grid_and_the_batch": "a voxel lies outside of the grid or the batch",
+    "voxels_occur_once": "a voxel occurs twice; merge such voxels before",
+    "features_are_numbers": "features contain NaN, which no integer stands for",
+    FRAMES: "the model computes with the number of frames of the example, and got another one",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,14 +111,16 @@ class Bodies:
         source, path = self.source, between.cause.path
         graph = Graph(profile_of("onnxruntime", None), OPSET)
         emitter = Emitter(source, graph, {}, integer_sums=False)
-        inputs = [f"x{i}" for i in range(len(between.tensors))]
-        for name, made in zip(between.tensors, inputs, strict=True):
-            emitter.held[name] = Held(graph.unique(made))
-        voxels = {place: graph.unique(f"voxels{i}") for i, place in enumerate(places)}
-        inputs += voxels.values()
+        tensors = [graph.unique(f"x{i}") for i in range(len(between.tensors))]
+        voxels = [graph.unique(f"voxels{i}") for i in range(len(places))]
+        inputs = [*tensors, *voxels, graph.unique("batch_size")]
+        if between.frames and tensors:
+            tensors[0] = self._checked(graph, tensors[0])
+        for name, made in zip(between.tensors, tensors, strict=True):
+            emitter.held[name] = Held(made)
+        there = dict(zip(places, voxels, strict=True))
         for value, place in between.places.items():
-            emitter.held[value] = Held(self._columns(graph, voxels[place], value))
-        inputs.append(graph.unique("batch_size"))
+            emitter.held[value] = Held(self._columns(graph, there[place], value))
         for step in source.program.steps:
             if step.op in ("constant", "host") or step.outputs[0] in between.steps:
                 emitter.add(step)
@@ -121,8 +129,6 @@ class Bodies:
             result = graph.node("Cast", path, [result], to=FLOAT)
         if relu:
             result = graph.node("Relu", path, [result])
-        if between.frames:
-            result = self._checked(graph, result)
         outputs = [graph.node("Identity", path, [result])]
         if between.coords:
             outputs.append(self._lifted(graph, emitter.read(between.coords), between))
@@ -171,8 +177,8 @@ class Bodies:
             coords = graph.node("Mul", path, [coords, kept])
         return str(coords)
 
-    def _checked(self, graph: Any, result: str) -> str:
-        """The result, unless there are other frames than in the example."""
+    def _checked(self, graph: Any, x: str) -> str:
+        """What is read, unless there are other frames than in the example."""
         frames = next(int(sites.batch_size) for sites in self.source.hosts.values()
                       if hasattr(sites, "batch_size"))  # fmt: skip
         same = graph.node("Equal", FRAMES, ["batch_size", graph.numbers([frames])])
@@ -180,7 +186,23 @@ class Bodies:
         nothing = graph.constant("float32_[0]", [0.0])
         # Rows are gathered from a tensor of one entry: another row than its first ends the run.
         zero = graph.node("Gather", FRAMES, [nothing, other], axis=0)
-        return str(graph.node("Add", FRAMES, [result, zero]))
+        return str(graph.node("Add", FRAMES, [x, zero]))
+
+
+def session_run(session: Any, names: list[str] | None, feed: Mapping[str, Any]) -> list[Any]:
+    """What onnxruntime makes.
+
+    Raises:
+        ValueError: A rule of portable files is broken; the message says which.
+    """
+    try:
+        made: list[Any] = session.run(names, feed)
+    except Exception as error:  # onnxruntime's own, of several types without a public base
+        said = next((text for rule, text in _RULES.items() if rule in str(error)), None)
+        if said is None:
+            raise
+        raise ValueError(f"onnxruntime: {said}") from error
+    return made
 
 
 def run_body(body: bytes, inputs: Sequence[Tensor], *, made: int) -> list[Tensor]:
@@ -220,7 +242,7 @@ def run_body(body: bytes, inputs: Sequence[Tensor], *, made: int) -> list[Tensor
         session = onnxruntime.InferenceSession(
             model.SerializeToString(), options, providers=["CPUExecutionProvider"]
         )
-        found = session.run(None, feed)
+        found = session_run(session, None, feed)
     return [torch.from_numpy(np.ascontiguousarray(value)) for value in found]
 
 
