@@ -129,24 +129,28 @@ def focal(nets):
 def test_a_file_makes_the_integers_of_the_model(nets, tmp_path, make, frames, refused):
     torch.manual_seed(0)
     given = [nets.frame(s, share=0.1 + 0.05 * s, batch_size=frames) for s in range(3)]
-    model, path = nets.calibrated(make(nets).eval(), given), tmp_path / "portable.onnx"
+    model = nets.calibrated(make(nets).eval(), given[:1], method="max")
+    path = tmp_path / "portable.onnx"
     written = export_sparse_onnx(
         model, given[0], path, dialect="portable", model_order="zyx", head_room=9
     )
     assert written.verified == "onnxruntime"
     assert [str(finding) for finding in lint_onnx(path, "portable")] == []
     again = lower_to_portable(path, tmp_path / "again.onnx").path
-    for file in load_sparse_onnx(path, backend="onnxruntime"), load_sparse_onnx(again):
-        for frame in given[1:]:
-            rows, _ = compared(file, written.integer_model, frame, reversed_axes=False)
-            assert len(rows) > 2
-            assert [row.node for row in rows if row.different] == []
+    for file, frame in (
+        (load_sparse_onnx(path, backend="onnxruntime"), given[1]),
+        (load_sparse_onnx(again), given[2]),
+    ):
+        rows, _ = compared(file, written.integer_model, frame, reversed_axes=False)
+        assert len(rows) > 2
+        assert [row.node for row in rows if row.different] == []
     line = rf"({refused}).*test_between_layers\.py:\d+\) has no operator"
     with pytest.raises(ValueError, match=line):
         export_sparse_onnx(model, given[0], tmp_path / "a.onnx", model_order="zyx")
-    whole = export_qdq_onnx(model, given[0], tmp_path / "whole.onnx", "onnxruntime")
-    assert whole.verified.startswith("onnxruntime")
-    assert not set(whole.outputs) & set(whole.inputs)
+    if make is focal:  # masks, and rows as many as these find; a result called as an input
+        whole = export_qdq_onnx(model, given[0], tmp_path / "whole.onnx", "onnxruntime")
+        assert whole.verified.startswith("onnxruntime")
+        assert list(whole.outputs) == ["output_features", "indices"]
 
 
 def test_the_number_of_frames_that_a_model_counts_with_is_the_files(nets, tmp_path):
@@ -156,7 +160,7 @@ def test_the_number_of_frames_that_a_model_counts_with_is_the_files(nets, tmp_pa
     export_sparse_onnx(model, given, path, dialect="portable")
     features, coords, _ = nets.frame(1, batch_size=3)
     for backend in ("auto", "onnxruntime"):
-        with pytest.raises(Exception, match="frames_are_as_many|number of frames of the example"):
+        with pytest.raises(ValueError, match="number of frames of the example"):
             load_sparse_onnx(path, backend=backend)(features, coords, 3)
 
 
@@ -176,10 +180,12 @@ def test_voxels_that_a_model_makes_twice_end_the_run(nets, tmp_path):
     even = (coords % 2 == 0).all(1)
     given = features[even], coords[even].contiguous(), 1
     model = nets.calibrated(Twice().eval(), [given])
-    with pytest.raises(ValueError, match="order"):
-        export_sparse_onnx(
-            model, given, tmp_path / "a.onnx", dialect="portable", model_order="zyx", order="xyz"
-        )
+    for settings, words in (
+        ({"verify": False}, r"floor_divide in .*test_between_layers\.py"),
+        ({"dialect": "portable", "order": "zyx"}, "leave out order"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            export_sparse_onnx(model, given, tmp_path / "a.onnx", **settings)
     path = export_sparse_onnx(model, given, tmp_path / "a.onnx", dialect="portable").path
     with pytest.raises(ValueError, match="a voxel occurs twice"):
         load_sparse_onnx(path, backend="onnxruntime")(features, coords)

@@ -100,6 +100,9 @@ class _FollowerBetween(Follower):
         self.lies: dict[str, str] = {}  # sites to a tensor that lies there
         self.places: dict[str, str] = {}  # coordinates to a tensor that lies there
         self.sites = ""  # of the reader at hand
+        # A number that the forward counts with, as in range(batch_size), is a constant by now.
+        made = [step for step in self.program.steps if step.op == "sites"]
+        self.one_batch = any(isinstance(step.args[2], int) for step in made)
         self.returned = dict(_sparse_results(self.program.result))
         self.pooled = {
             (step.args[0].name, step.args[1:]): step.outputs[0]
@@ -221,7 +224,8 @@ class _FollowerBetween(Follower):
         )
         between = Between(
             frozenset(found.steps), tuple(found.tensors), found.places, value, coords, grid,
-            self.lies.get(self.sites, ""), found.frames, self.causes.get(value, step),
+            self.lies.get(self.sites, ""), found.frames or self.one_batch,
+            self.causes.get(value, step),
         )  # fmt: skip
         self.drafts.append(Draft("steps", step, reads, y, between=between))
 

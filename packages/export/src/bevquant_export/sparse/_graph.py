@@ -349,6 +349,7 @@ class Steps(_Operation):
         y: Tensor made.
         grid: Spatial shape of voxels that it makes; empty where it makes none.
         channels: Of y.
+        frames: How many it is for, where it computes with their number; else 0.
         body: The function, serialized.
         output_precision: How `y` is held.
         name: Name of the node.
@@ -363,6 +364,7 @@ class Steps(_Operation):
     y: str
     grid: Sizes
     channels: int
+    frames: int
     body: bytes
     output_precision: str
     name: str = ""

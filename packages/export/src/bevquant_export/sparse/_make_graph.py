@@ -147,6 +147,7 @@ def _function(draft: Draft, forms: Mapping[str, TensorForm], bodies: Bodies) -> 
         on=read.index(between.on) if between.on else -1,
         grid=three_axes(between.grid, 1, bodies.order) if between.grid else (),
         channels=int(bodies.source.shapes[between.value][-1]),
+        frames=bodies.frames if between.frames else 0,
         body=bodies.write(between, tuple(places), relu=made.relu),
         output_precision=made.precision,
     )  # fmt: skip

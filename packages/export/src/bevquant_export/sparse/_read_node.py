@@ -229,7 +229,8 @@ def _steps(a: _Attributes, read: tuple[str, ...], settings: dict[str, Any]) -> S
     settings = {key: value for key, value in settings.items() if key != "x"}
     return Steps(
         xs=read[:tensors], places=read[tensors:], ranges=ranges, on=on, grid=grid,
-        channels=int(a.get("channels", "INT", 0)), body=a.get("body", "STRING", b""),
+        channels=int(a.get("channels", "INT", 0)), frames=int(a.get("frames", "INT", 0)),
+        body=a.get("body", "STRING", b""),
         output_precision=a.precision("output_precision"), **settings,
     )  # fmt: skip
 

@@ -187,6 +187,11 @@ class FrameRun:
             inputs.append(x.floats())
         places = [self._on_voxels(node, name) for name in node.places]
         frames = self.voxels[self.graph.input].batch_size
+        if node.frames not in (0, frames):
+            raise ValueError(
+                f"{node.name}: {frames} frames; the model computes with the number of frames of "
+                f"the example, {node.frames}"
+            )
         inputs += [voxels.indices.long() for voxels in places]
         made = run_body(node.body, [*inputs, torch.tensor([frames])], made=1 + bool(node.grid))
         if node.grid:

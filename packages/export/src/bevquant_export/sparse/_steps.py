@@ -91,6 +91,12 @@ class Bodies:
         whole = read_model(self.model, self.example, dynamic_batch=False, voxels=True)
         return replace(whole, program=replace(whole.program, sparse_inputs={}))
 
+    @cached_property
+    def frames(self) -> int:
+        """Of the example."""
+        sites = (host for host in self.source.hosts.values() if hasattr(host, "batch_size"))
+        return int(next(sites).batch_size)
+
     def write(self, between: Between, places: Sequence[str], *, relu: bool) -> bytes:
         """The function, serialized.
 
@@ -179,9 +185,7 @@ class Bodies:
 
     def _checked(self, graph: Any, x: str) -> str:
         """What is read, unless there are other frames than in the example."""
-        frames = next(int(sites.batch_size) for sites in self.source.hosts.values()
-                      if hasattr(sites, "batch_size"))  # fmt: skip
-        same = graph.node("Equal", FRAMES, ["batch_size", graph.numbers([frames])])
+        same = graph.node("Equal", FRAMES, ["batch_size", graph.numbers([self.frames])])
         other = graph.node("Cast", FRAMES, [graph.node("Not", FRAMES, [same])], to=INT64)
         nothing = graph.constant("float32_[0]", [0.0])
         # Rows are gathered from a tensor of one entry: another row than its first ends the run.

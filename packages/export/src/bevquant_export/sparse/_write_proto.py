@@ -139,6 +139,7 @@ def node_attributes(node: Node) -> dict[str, Any]:
             "on": node.on,
             **({"grid": list(node.grid)} if node.grid else {}),
             "channels": node.channels,
+            "frames": node.frames,
             "output_precision": node.output_precision,
             "body": node.body,
         }
