@@ -15,13 +15,14 @@ from typing import Any
 
 from bevquant_export.sparse._beginning import Beginning, beginning, is_float_conv
 from bevquant_export.sparse._follow import Draft, Followed, Follower, Reading, place
-from bevquant_export.sparse._no_operator import REMEDY, location, no_operator
+from bevquant_export.sparse._no_operator import REMEDY, is_unfollowed, location, no_operator
 from bevquant_export.sparse._steps import Between
 from bevquant_int8sim import IntegerModel
 from bevquant_int8sim.model import Step
 
 __all__ = ["follow"]
 
+_POOL = "sparse_max_pool"
 _SAME = ("to", "_to_copy", "int", "contiguous", "clone")  # coordinates in another type
 
 
@@ -58,7 +59,8 @@ def _in_dialect(model: IntegerModel) -> Followed:
     try:
         found = whole.run()
     except ValueError:
-        if begins is None or all(step is not whole.at for step in begins.steps):
+        pools = whole.at is not None and whole.at.attributes.get("what") == _POOL
+        if begins is None or pools or all(step is not whole.at for step in begins.steps):
             raise
         found = Follower(model, begins).run()
     if sum(step.op == "sites" for step in model.program.steps) > 1:
@@ -116,9 +118,9 @@ class _FollowerBetween(Follower):
             sites = getattr(step.args[0], "name", "") if step.args else ""
             if what == "getattr" and step.args[1] == "indices" and sites in self.lies:
                 self.places[made[0]] = self.lies[sites]
-        elif step.op == "sparse_conv" or is_float_conv(step) or what == "sparse_max_pool":
+        elif step.op == "sparse_conv" or is_float_conv(step) or what == _POOL:
             self.sites = step.args[1].name
-            if what == "sparse_max_pool":
+            if what == _POOL:
                 self._draft("pool", step, 1)
                 _, sites, _, *settings = step.args
                 self.lies[self.pooled[sites.name, tuple(settings)]] = made[0]
@@ -127,7 +129,14 @@ class _FollowerBetween(Follower):
                 self.lies[made[1]] = made[0]
             self._note_given(self.sites)
             self.sites = ""
-        elif step.op in ("sites", "constant") or what == "to_dense":
+        elif what == "to_dense":
+            self.sites = step.args[1].name  # its coordinates stand for their sites
+            if self.sites not in self.places:
+                super()._unfollowed(step)
+            self.lies[self.sites] = self.places[self.sites]
+            super()._step(step)
+            self.sites = ""
+        elif step.op in ("sites", "constant"):
             super()._step(step)
         elif any(name in self.loose or name in self.of_coords for name in step.inputs):
             self._note(step)
@@ -140,6 +149,8 @@ class _FollowerBetween(Follower):
         self._note(step)
 
     def _note(self, step: Step) -> None:
+        if is_unfollowed(step):
+            super()._unfollowed(step)
         cause = next((self.causes[name] for name in step.inputs if name in self.causes), step)
         for name in step.outputs:
             self.loose[name], self.causes[name] = step, cause

@@ -119,8 +119,10 @@ class _Writer:
         self.parted: set[str] = set()  # tensors that are written in parts alone
         first = first_on_input(graph)
         if first is not None:
-            bound = first.output_bound if first.subm else 0
-            made = _Voxels(graph.input, first.input_spatial_shape, bound, first.rows[0])
+            conv = first if isinstance(first, Conv) else None
+            bound = conv.output_bound if conv is not None and conv.subm else 0
+            rows = 0 if conv is None else conv.rows[0]
+            made = _Voxels(graph.input, first.input_spatial_shape, bound, rows)
             self.voxels[graph.input] = made
 
     def run(self) -> Graph:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bevquant_export.sparse._channel_moves import MOVED, moves_channels
 from bevquant_export.sparse._between import follow
+from bevquant_export.sparse._channel_moves import MOVED, moves_channels
 from bevquant_export.sparse._graph import Add, Conv, Node, Relu, Select, Steps, inputs_of
 from bevquant_export.sparse._half_precision import with_half_constants
 from bevquant_export.sparse._held import Integers

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import nn
 
+from bevquant_export.sparse._between import follow
 from bevquant_export.sparse._channel_moves import with_channel_moves
 from bevquant_export.sparse._compare import LayerDifference
-from bevquant_export.sparse._between import follow
 from bevquant_export.sparse._graph import Conv, Graph, Node
 from bevquant_export.sparse._half_precision import with_half_constants
 from bevquant_export.sparse._layers import SparseExport, layers_of
@@ -72,7 +72,9 @@ def export_sparse_onnx(
             the same voxels that are concatenated, channels that are chosen (slices, chunks), and
             those summed in groups (UNets), are convolutions of kernel 1×1×1 and additions, or
             parts of a layer, for libspconv, with the same values; the portable file has all as
-            they are. What the model makes of coordinates alone is left out of either.
+            they are, and what else a model computes on voxels between its layers as functions: max
+            pooling, gates, merged or chosen voxels. What the model makes of coordinates alone is
+            left out of either.
         model_order: Order of the model's coordinate columns behind the batch: ``"xyz"``
             (mit-bevfusion) or ``"zyx"`` (mmdetection3d).
         order: Order that the file wants them in; by default the model's. The dense result is the

@@ -25,6 +25,7 @@ from bevquant_export.sparse._graph import (
     Scatter,
     Select,
     Steps,
+    inputs_of,
 )
 from bevquant_export.sparse._observe import Seen
 from bevquant_export.sparse._steps import Bodies
@@ -88,7 +89,7 @@ def make_graph(
     shapes = {r.tensor: _shape(seen[r.tensor]) for r in followed.outputs if r.tensor in seen}
     return Graph(
         input=followed.input,
-        channels=_channels(followed, nodes),
+        channels=_channels(followed, nodes, bodies),
         nodes=tuple(nodes),
         outputs=tuple(dict.fromkeys(r.tensor for r in followed.outputs)),
         shapes=shapes,
@@ -153,10 +154,12 @@ def _function(draft: Draft, forms: Mapping[str, TensorForm], bodies: Bodies) -> 
     )  # fmt: skip
 
 
-def _channels(followed: Followed, nodes: list[Node]) -> int:
+def _channels(followed: Followed, nodes: list[Node], bodies: Bodies) -> int:
     for node in nodes:
         if isinstance(node, Conv | Select) and node.x == followed.input:
             return node.in_channels
+        if isinstance(node, Pool | Steps) and followed.input in inputs_of(node):
+            return int(bodies.source.shapes[followed.input][1])
     raise ValueError("export_sparse_onnx: no convolution reads the input features")
 
 

@@ -1,8 +1,8 @@
 """What a model computes between its layers, as a function of standard operators.
 
-Its steps are written as in a file of the whole model for ONNX Runtime (`export_qdq_onnx`): on floats,
-on coordinates of voxels, and on the integers of layers that work on no voxels. The function goes into
-a portable file as it is, and runs by itself where the file is read.
+Its steps are written as in a file of the whole model for ONNX Runtime (`export_qdq_onnx`): on
+floats, on coordinates of voxels, and on the integers of layers that work on no voxels. The function
+goes into a portable file as it is, and runs by itself where the file is read.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ class _Lowering:
         found = self.surroundings.map_of(sites)[2]
         checked = self.emitter.call("DistinctVoxels", ["features", found], "features checked")[0]
         self.sites[graph.input] = sites
-        self.shapes[graph.input] = ("voxels", graph.channels or first.in_channels)
+        self.shapes[graph.input] = ("voxels", graph.channels or getattr(first, "in_channels", 0))
         self.held[graph.input] = Floats(emitter=self.emitter, name="features", tensor=checked)
 
     def _step(self, node: Node) -> None:
