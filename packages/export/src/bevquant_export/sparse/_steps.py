@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bevquant_export.sparse._no_operator import REMEDY
 from bevquant_export.sparse._three_axes import AXES
 from bevquant_export.sparse.portable._body import (
     DOMAIN,
@@ -127,9 +128,13 @@ class Bodies:
         there = dict(zip(places, voxels, strict=True))
         for value, place in between.places.items():
             emitter.held[value] = Held(self._columns(graph, there[place], value))
-        for step in source.program.steps:
-            if step.op in ("constant", "host") or step.outputs[0] in between.steps:
-                emitter.add(step)
+        try:
+            for step in source.program.steps:
+                if step.op in ("constant", "host") or step.outputs[0] in between.steps:
+                    emitter.add(step)
+        except ValueError as error:
+            said = str(error).removeprefix("export_qdq_onnx: ")
+            raise ValueError(f"export_sparse_onnx: {said}") from error
         result = emitter.read(between.value)
         if source.dtypes.get(between.value) == torch.float64:
             result = graph.node("Cast", path, [result], to=FLOAT)
@@ -141,7 +146,7 @@ class Bodies:
         if graph.functions or graph.opset != OPSET:
             raise ValueError(
                 f"export_sparse_onnx: {path or 'the forward'} computes between its layers what "
-                f"operator set {OPSET} has not. " + _REMEDY
+                f"operator set {OPSET} has not. " + REMEDY
             )
         constants = [
             helper.make_node("Constant", [], [name], value=numpy_helper.from_array(value, name))
@@ -248,6 +253,3 @@ def run_body(body: bytes, inputs: Sequence[Tensor], *, made: int) -> list[Tensor
         )
         found = session_run(session, None, feed)
     return [torch.from_numpy(np.ascontiguousarray(value)) for value in found]
-
-
-_REMEDY = "export_qdq_onnx(profile='onnxruntime') writes the model as it is"
