@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 
 import pytest
 import torch
@@ -409,3 +410,14 @@ def test_a_convolution_takes_the_batch_norm_that_its_own_forward_calls(bias, ran
     torch.testing.assert_close(result.model(x), model(x))
     kept = fuse_model(randomise(nn.Sequential(ActBeforeNorm(4, 6, 3, bias=bias))).double(), x)
     assert not kept.fused
+
+
+class Choosing(nn.BatchNorm1d):
+    def forward(self, x):
+        return super().forward(x) if x.sum() > 0 else x
+
+
+def test_a_norm_that_cannot_be_followed_is_not_called_unused():
+    net = nn.Sequential(nn.Linear(4, 4), Choosing(4)).eval()
+    (skipped,) = fuse_model(net, torch.ones(2, 4)).skipped
+    assert re.match(r"cannot be followed: .*test_public_idioms\.py:\d+", skipped.reason)

@@ -227,7 +227,7 @@ def test_parts_of_a_sum_with_ranges_of_their_own(nets, tmp_path):
 
 
 def test_rows_are_no_channels(nets, tmp_path):
-    """A choice of voxels looks like one of channels: it is refused, with its line."""
+    """A choice of voxels looks like one of channels: libspconv is refused it, with its line."""
     spconv = nets.spconv
 
     class Turned(nn.Module):
@@ -242,7 +242,7 @@ def test_rows_are_no_channels(nets, tmp_path):
 
     model = nets.calibrated(Turned().eval(), [nets.frame(0)])
     with pytest.raises(ValueError, match=r"flip .*test_chosen_channels\.py:\d+\) has no operator"):
-        export_sparse_onnx(model, nets.frame(0), tmp_path / "x.onnx", dialect="portable")
+        export_sparse_onnx(model, nets.frame(0), tmp_path / "x.onnx")
 
 
 def test_columns_of_numbers():

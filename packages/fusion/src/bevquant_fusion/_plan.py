@@ -65,6 +65,8 @@ def plan_fusion(model: nn.Module, graph: Graph | None, failure: str = "") -> Pla
 
 
 def _never_called(path: str, untraced: Mapping[str, str], graph: Graph | None) -> str:
+    if path in untraced:
+        return f"cannot be followed: {untraced[path]}"
     parts = path.split(".")[:-1]
     for depth in range(len(parts), -1, -1):
         parent = ".".join(parts[:depth])

@@ -22,7 +22,7 @@ from bevquant_export.dense._torch_form import torch_form
 from bevquant_export.dense._voxels import Voxels
 from bevquant_export.dense._weighted import block_of, unflattened, weighted_layer
 
-__all__ = ["emit"]
+__all__ = ["Emitter", "emit"]
 
 Made = TypeVar("Made", str, str | None, str | list[str])
 _PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
@@ -45,7 +45,7 @@ def emit(
     Raises:
         ValueError: An operation that is not on the list; its module is named.
     """
-    emitter = _Emitter(source, graph, inputs, integer_sums)
+    emitter = Emitter(source, graph, inputs, integer_sums)
     for step in source.program.steps:
         emitter.add(step)
     for name in names_in(source.program.result):  # sites among them
@@ -57,7 +57,16 @@ def _is_float(constant: Step) -> bool:
     return constant.tensors["value"].is_floating_point()
 
 
-class _Emitter:
+class Emitter:
+    """Writes the steps of a program into a graph, one behind the other.
+
+    Args:
+        source: The program and its sizes.
+        graph: Where nodes are added.
+        inputs: Name in the program to name in the file.
+        integer_sums: Quantize accumulators in front of a sum, to their range on the example.
+    """
+
     def __init__(
         self, source: Source, graph: Graph, inputs: dict[str, str], integer_sums: bool
     ) -> None:
@@ -72,12 +81,13 @@ class _Emitter:
         self.voxels = Voxels(source, graph, self.sizes, inputs)
 
     def add(self, step: Step) -> None:
+        """Write a step; what it reads is held."""
         made = step.outputs[0]
         if step.op == "host":
             self.voxels.host(step)
             return
         if step.op == "sites":
-            self.voxels.sites(step, self._read)
+            self.voxels.sites(step, self.read)
             return
         if step.op == "constant":
             self._constants[made] = step
@@ -178,14 +188,14 @@ class _Emitter:
             return self._grid(step)
         if step.op not in ("move", "float"):
             self._refuse(step)
-        rows = self.voxels.written(step, self._read)
+        rows = self.voxels.written(step, self.read)
         if rows is not None:
             return rows
         made = None
         floats = self._reads_floats(step)
         if floats or (step.attributes["what"] != "pad" and self._all_held(step)):
             joins = step.attributes["what"] in ("cat", "concat")
-            made = moved(graph, step, self._joined(step) if joins else self._read, self.sizes)
+            made = moved(graph, step, self._joined(step) if joins else self.read, self.sizes)
         if made is None and step.op == "float" and floats:
             made = self._float(step, lambda: self._listed(step))
         return self._float(step, lambda: self._torch_form(step)) if made is None else made
@@ -210,7 +220,7 @@ class _Emitter:
 
     def _torch_form(self, step: Step) -> str | list[str]:
         try:
-            return torch_form(self.graph, self._called, self._read, self.sizes, self._values())
+            return torch_form(self.graph, self._called, self.read, self.sizes, self._values())
         except (ImportError, ValueError) as error:
             self._refuse(step, str(error).removeprefix("export_float_onnx: "))
 
@@ -218,25 +228,26 @@ class _Emitter:
         """An operand of a sum: what a convolution accumulated, or quantized where asked."""
         largest = self.source.ranges.get(name)
         if not self.integer_sums or not largest:
-            return self._read(name)
+            return self.read(name)
         made = f"{step.path}.addend" if step.path else "addend"
         return self.graph.quantized(
-            made, self._read(name), Integers(largest / 127, 8, -128, 127)
+            made, self.read(name), Integers(largest / 127, 8, -128, 127)
         ).name
 
     def _joined(self, step: Step) -> Callable[[str], str]:
         """Reads what is concatenated, in the result's scale where the runtime wants one."""
         form = self.source.form(step.outputs[0])
         if not self.graph.profile.one_scale or not isinstance(form, Integers):
-            return self._read
+            return self.read
 
         def read(name: str) -> str:
-            self._read(name)
+            self.read(name)
             return finished(self.graph, step.path, self.held[name], form, {}).name
 
         return read
 
-    def _read(self, name: str) -> str:
+    def read(self, name: str) -> str:
+        """The tensor of a value, in floats where that is integers."""
         if name in self.several:
             raise ValueError(
                 f"export_qdq_onnx: the tuple {name.partition(':')[0]!r} is read as a whole, which "
@@ -261,7 +272,7 @@ class _Emitter:
 
     def _grid(self, step: Step) -> str:
         name, made = step.args[0].name, step.outputs[0]
-        x, sizes = self._read(name), self.sizes
+        x, sizes = self.read(name), self.sizes
         if step.op == "resize" and len(sizes.of(name)) != 4:
             self._refuse(step)
         # The sizes of a resized tensor are taken from the run where the batch is fixed.
@@ -277,9 +288,9 @@ class _Emitter:
 
     def _listed(self, step: Step) -> str | None:
         if step.attributes["what"] == "relu" and step.module is None:
-            return self._read(step.args[0].name)
+            return self.read(step.args[0].name)
         made = float_join(self.graph, step, self._each, self.sizes)
-        return made or float_operation(self.graph, step, self._read, self.sizes)
+        return made or float_operation(self.graph, step, self.read, self.sizes)
 
     def _float(self, step: Step, write: Callable[[], Made]) -> Made:
         """What `write` makes; its products of integers and float weights are the CPU's."""

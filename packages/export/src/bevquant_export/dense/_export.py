@@ -147,7 +147,7 @@ def export_qdq_onnx(
         integer_inputs=chosen.integer_inputs, integer_sums=integer_sums, verify=verify,
     )  # fmt: skip
     inputs = named_inputs(source, input_names)
-    outputs = named_outputs(source, output_names)
+    outputs = named_outputs(source, output_names, inputs.values())
     graph, sizes = Graph(chosen, OPSET if source.sparse else None), Sizes(source)
     for name in (*inputs.values(), *(name for _, name in outputs)):
         graph.unique(name)

@@ -129,16 +129,21 @@ def _parts(graph: Graph, step: Step, x: str, args: Any, kwargs: Any, sizes: Size
 def _masked(
     graph: Graph, step: Step, read: Callable[[str], str], args: Any, sizes: Sizes
 ) -> str | None:
-    """What a mask leaves of one axis, such as the pillars of one frame of a batch."""
+    """What a mask leaves of one axis, such as the pillars of one frame, or of the first ones."""
     index = args[1] if isinstance(args[1], tuple) else (args[1],)
     masks = [(axis, i) for axis, i in enumerate(index) if isinstance(i, Ref)]
     if len(masks) != 1 or any(i != slice(None) for i in index if not isinstance(i, Ref)):
         return None
     ((axis, mask),) = masks
-    if sizes.dtype(mask.name) != torch.bool or len(sizes.of(mask.name)) != 1:
+    if sizes.dtype(mask.name) != torch.bool:
         return None
     # Compress says the same, but TensorRT has no importer of it.
     places = graph.node("NonZero", step.path, [read(mask.name)])
+    if len(sizes.of(mask.name)) != 1:
+        if axis:
+            return None
+        places = graph.node("Transpose", step.path, [places], perm=[1, 0])
+        return graph.node("GatherND", step.path, [read(args[0].name), places])
     places = reshaped(graph, step.path, places, [-1])
     return graph.node("Gather", step.path, [read(args[0].name), places], axis=axis)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from bevquant_export.dense._source import Ref, Source, SparseRef
@@ -21,8 +21,12 @@ def input_names(source: Source, wanted: Sequence[str] | None) -> dict[str, str]:
     return dict(zip(source.inputs, _checked("input_names", names, wanted), strict=True))
 
 
-def output_names(source: Source, wanted: Sequence[str] | None) -> list[tuple[str, str]]:
+def output_names(
+    source: Source, wanted: Sequence[str] | None, inputs: Collection[str]
+) -> list[tuple[str, str]]:
     """Name in the program and name in the file, for every tensor that the model returns.
+
+    One that is called as one of the file's `inputs` gets ``output_`` before its name.
 
     Raises:
         ValueError: No tensor is returned, or names that are not as many or not different.
@@ -32,7 +36,7 @@ def output_names(source: Source, wanted: Sequence[str] | None) -> list[tuple[str
         raise ValueError("export_qdq_onnx: the model returns no tensor")
     single = len(found) == 1 and not found[0][1]
     names = ["output" if single else name.lstrip("_") or "output" for _, name in found]
-    names = [f"output_{name}" if name[0].isdigit() else name for name in names]
+    names = [f"output_{n}" if n[0].isdigit() or n in inputs else n for n in names]
     chosen = _checked("output_names", names, wanted)
     return [(ref, name) for (ref, _), name in zip(found, chosen, strict=True)]
 

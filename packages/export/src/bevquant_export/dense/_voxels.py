@@ -223,7 +223,29 @@ class Voxels:
             return self._pooled(step, read(step.args[0].name))
         if what == "to_dense":
             return self._dense(step, read(step.args[0].name))
-        return self._filled(step, read) if what in _FILLED else None
+        if what in _FILLED:
+            return self._filled(step, read)
+        return self._grown(step, read) if what in ("repeat", "expand") else None
+
+    def _grown(self, step: Step, read: Callable[[str], str]) -> str | None:
+        """A constant or a row as often as there are voxels, or other rows that are found."""
+        first, *given = step.args
+        times = given[0] if len(given) == 1 and isinstance(given[0], list | tuple) else given
+        if not any(self.sizes.varies(size) for size in times) or step.kwargs:
+            return None
+        # −1 leaves a size as it is, as 1 does to ONNX.
+        parts = [1 if size == -1 else size for size in times]
+        shape = self.graph.node(
+            "Concat", step.path, [self._number(step, size, read) for size in parts], axis=0
+        )
+        x = read(first.name)
+        if step.attributes["what"] == "expand":
+            return self.graph.node("Expand", step.path, [x, shape])
+        missing = len(parts) - len(self.sizes.of(first.name))
+        if missing:
+            target = [1] * missing + self.sizes.target(step.path, first.name)
+            x = self.graph.node("Reshape", step.path, [x, self.graph.numbers(target)])
+        return self.graph.node("Tile", step.path, [x, shape])
 
     def _filled(self, step: Step, read: Callable[[str], str]) -> str | None:
         """A tensor of one value, as long as another one that is as long as there are voxels."""

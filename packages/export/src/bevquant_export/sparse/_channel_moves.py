@@ -29,9 +29,11 @@ from bevquant_export.sparse._graph import (
     Fold,
     Graph,
     Node,
+    Pool,
     Relu,
     Select,
     Sizes,
+    Steps,
     first_on_input,
     inputs_of,
 )
@@ -117,8 +119,10 @@ class _Writer:
         self.parted: set[str] = set()  # tensors that are written in parts alone
         first = first_on_input(graph)
         if first is not None:
-            bound = first.output_bound if first.subm else 0
-            made = _Voxels(graph.input, first.input_spatial_shape, bound, first.rows[0])
+            conv = first if isinstance(first, Conv) else None
+            bound = conv.output_bound if conv is not None and conv.subm else 0
+            rows = 0 if conv is None else conv.rows[0]
+            made = _Voxels(graph.input, first.input_spatial_shape, bound, rows)
             self.voxels[graph.input] = made
 
     def run(self) -> Graph:
@@ -173,8 +177,14 @@ class _Writer:
                 own = _Voxels(node.x, node.input_spatial_shape, node.output_bound, node.rows[0])
                 self.undone[node.rulebook] = before or own
             self.voxels[node.y] = made
-        elif isinstance(node, Add | Relu | Concat | Fold | Select):
-            first = node.xs[0] if isinstance(node, Concat) else node.x
+        elif isinstance(node, Pool):
+            self.voxels[node.y] = _Voxels(node.y, node.output_spatial_shape, 0, 0)
+        elif isinstance(node, Steps) and node.grid:
+            self.voxels[node.y] = _Voxels(node.y, node.grid, 0, 0)
+        elif isinstance(node, Add | Relu | Concat | Fold | Select | Steps):
+            if isinstance(node, Steps) and node.on < 0:
+                return
+            first = inputs_of(node)[node.on if isinstance(node, Steps) else 0]
             if first in self.voxels:
                 self.voxels[node.y] = self.voxels[first]
 

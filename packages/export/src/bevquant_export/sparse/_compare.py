@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from bevquant_export.sparse._between import follow
 from bevquant_export.sparse._channel_moves import MOVED, moves_channels
-from bevquant_export.sparse._follow import follow
-from bevquant_export.sparse._graph import Add, Conv, Node, Relu, Select, inputs_of
+from bevquant_export.sparse._graph import Add, Conv, Node, Relu, Select, Steps, inputs_of
 from bevquant_export.sparse._half_precision import with_half_constants
 from bevquant_export.sparse._held import Integers
 from bevquant_export.sparse._load import SparseOnnxModel
@@ -74,13 +75,12 @@ def compared(
 ) -> tuple[tuple[LayerDifference, ...], Any]:
     """`compare_sparse_onnx` with the integer model of rounded constants, and what that returns."""
     features, coords, batch_size = frame_of(integers, inputs)
-    columns = coords.shape[1]
     if reversed_axes:
         coords = _reversed(coords)
     grid = file.grid or ()
     coords = lifted(coords, grid)
 
-    def of_model(indices: Tensor) -> Tensor:
+    def of_model(indices: Tensor, columns: int, grid: tuple[int, ...]) -> Tensor:
         """Coordinates of the file in the model's columns."""
         kept = lowered_to(columns, indices, grid)
         return _reversed(kept) if reversed_axes else kept
@@ -98,12 +98,16 @@ def compared(
         layer = isinstance(node, Conv | Add | Relu) and node.y not in before_relu
         return layer and not moves_channels(node)
 
+    grids = {file.graph.input: grid}
+    for node in file.nodes:
+        stated = node.grid if isinstance(node, Steps) else getattr(node, "output_spatial_shape", ())
+        grids[node.y] = stated or next((grids[x] for x in inputs_of(node) if x in grids), ())
     paths = Counter(node.path for node in file.nodes if is_compared(node))
 
     def see(node: Node, made: Any, indices: Tensor | None) -> None:
         if is_compared(node):
             assert indices is not None
-            turned = of_model(indices)
+            turned = partial(of_model, indices, grid=grids[node.y])
             scale = made.scale if isinstance(made, Integers) else None
             eased = node.y in summed or node.path in parted
             if scale is None and eased and _only_integers(reference.get(node.path)):
@@ -111,7 +115,7 @@ def compared(
             value = made.values if isinstance(made, Integers) else made.floats()
             shown[node.path] = shown.get(node.path, 0) + 1
             which = shown[node.path], paths[node.path]
-            rows.append(_difference(node, Made(value, scale, turned), reference, which))
+            rows.append(_difference(node, Made(value, scale, indices), turned, reference, which))
 
     outputs = file.watch(features, coords, batch_size, see)
     for made, (name, expected) in zip(outputs, _results(integers, wanted), strict=True):
@@ -159,9 +163,21 @@ def frame_of(integers: IntegerModel, inputs: Any) -> tuple[Tensor, Tensor, int]:
 
 
 def _difference(
-    node: Node, made: Made, reference: dict[str, list[Made]], which: tuple[int, int]
+    node: Node,
+    made: Made,
+    turned: Callable[[int], Tensor],
+    reference: dict[str, list[Made]],
+    which: tuple[int, int],
 ) -> LayerDifference:
-    """`which`: the how many-th node of its module it is, and of how many."""
+    """One layer.
+
+    Args:
+        node: Its node.
+        made: What the file makes, on voxels in its own columns.
+        turned: These voxels in as many columns of the model.
+        reference: What the model makes.
+        which: The how many-th node of its module it is, and of how many.
+    """
     same = [
         other
         for other in reference.get(node.path, [])
@@ -178,7 +194,9 @@ def _difference(
     number, nodes = which
     steps = len(same) // nodes
     place = number * steps - 1 if steps * nodes == len(same) else -1
-    return counted(node.name, node.path, made, same[place])
+    wanted = same[place]
+    mine = Made(made.value, made.scale, turned(wanted.indices.shape[1]))
+    return counted(node.name, node.path, mine, wanted)
 
 
 def counted(name: str, path: str, made: Made, wanted: Made) -> LayerDifference:
@@ -209,7 +227,7 @@ def _sorted(made: Made) -> Made:
 
 
 def _output(
-    made: Any, wanted: Any, places: Tensor | None, of_model: Callable[[Tensor], Tensor]
+    made: Any, wanted: Any, places: Tensor | None, of_model: Callable[..., Tensor]
 ) -> LayerDifference:
     """`places` are the voxels of what the model returns, where it returns the features alone."""
     if isinstance(made, SparseOutput):
@@ -221,7 +239,8 @@ def _output(
                 "of its layers says on which they lie, so that rows of the file cannot be told: "
                 "return the sparse tensor, or its indices too"
             )
-        mine = Made(made.features, None, of_model(made.indices))
+        turned = of_model(made.indices, places.shape[1], tuple(made.spatial_shape))
+        mine = Made(made.features, None, turned)
         return counted("output", "", mine, Made(wanted, None, places))
     apart = (made.double() - wanted.double()).abs()
     largest = float(apart.max()) if apart.numel() else 0.0

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import nn
 
+from bevquant_export.sparse._between import follow
 from bevquant_export.sparse._channel_moves import with_channel_moves
 from bevquant_export.sparse._compare import LayerDifference
-from bevquant_export.sparse._follow import follow
 from bevquant_export.sparse._graph import Conv, Graph, Node
 from bevquant_export.sparse._half_precision import with_half_constants
 from bevquant_export.sparse._layers import SparseExport, layers_of
@@ -23,6 +23,7 @@ from bevquant_export.sparse._names import numbered
 from bevquant_export.sparse._observe import observe
 from bevquant_export.sparse._read_proto import graph_of_bytes
 from bevquant_export.sparse._rulebooks import check_rulebooks
+from bevquant_export.sparse._steps import Bodies
 from bevquant_export.sparse._turn_axes import turned
 from bevquant_export.sparse._verify import verified, with_note
 from bevquant_export.sparse._write_proto import proto_bytes
@@ -71,7 +72,9 @@ def export_sparse_onnx(
             the same voxels that are concatenated, channels that are chosen (slices, chunks), and
             those summed in groups (UNets), are convolutions of kernel 1×1×1 and additions, or
             parts of a layer, for libspconv, with the same values; the portable file has all as
-            they are. What the model makes of coordinates alone is left out of either.
+            they are, and what else a model computes on voxels between its layers as functions: max
+            pooling, gates, merged or chosen voxels. What the model makes of coordinates alone is
+            left out of either.
         model_order: Order of the model's coordinate columns behind the batch: ``"xyz"``
             (mit-bevfusion) or ``"zyx"`` (mmdetection3d).
         order: Order that the file wants them in; by default the model's. The dense result is the
@@ -163,11 +166,14 @@ def sparse_graph(
     """
     rounded = with_half_constants(model)
     integers = simulate(rounded, example_inputs, verify=verify)
-    followed = follow(integers)
+    extended = dialect == "portable"
+    followed = follow(integers, extended=extended)
     seen = observe(integers, example_inputs, batches)
+    bodies = Bodies(integers, example_inputs, order)
     graph = make_graph(
-        followed, seen, rounded, integers.program.values, order, head_room, fewer_axes=fewer_axes
-    )
+        followed, seen, rounded, integers.program.values, order, head_room, bodies,
+        fewer_axes=fewer_axes,
+    )  # fmt: skip
     graph = with_channel_moves(graph, joins=dialect == "libspconv")
     check_rulebooks(graph)
     return integers, graph

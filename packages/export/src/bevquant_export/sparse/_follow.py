@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bevquant_export.sparse._beginning import Beginning, beginning, is_float_conv
+from bevquant_export.sparse._beginning import Beginning, is_float_conv
 from bevquant_export.sparse._coordinates import coord_inputs, for_coords, names_in
 from bevquant_export.sparse._no_operator import REMEDY, location, no_operator
 from bevquant_export.sparse._selections import Selections
+from bevquant_export.sparse._steps import Between
 from bevquant_int8sim import IntegerModel
 from bevquant_int8sim.model import Step
 
-__all__ = ["Draft", "Followed", "Reading", "follow", "place"]
+__all__ = ["Draft", "Followed", "Follower", "Reading", "place"]
 
 _CONVERSIONS = ("quantize", "requantize", "dequantize", "relu")
 _PERMUTATIONS = ("permute", "transpose", "movedim", "swapaxes", "moveaxis", "swapdims")
@@ -53,7 +54,7 @@ class Draft:
     of kernel 1×1×1 (`with_channel_moves`), a linear layer on the rows of voxels, an affine map
     of each channel, ``x · factor + shift``, with both numbers in `constants`, and the product with
     a matrix, ``[out_channels, in_channels]`` in `constants`. Where it is two steps, `first` is what
-    the first one makes.
+    the first one makes. In portable files alone a pool, and steps: what `between` says.
     """
 
     kind: str
@@ -62,6 +63,7 @@ class Draft:
     y: str
     constants: tuple[Tensor, ...] = ()
     first: str = ""
+    between: Between | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,26 +88,17 @@ def place(step: Step) -> str:
     return f"{step.path} ({what})" if step.path else f"{what} in the model's forward"
 
 
-def follow(model: IntegerModel) -> Followed:
-    """Every step as an operator; conversions between forms become what the readers want.
+class Follower:
+    """Reads every step as an operator of the dialect.
 
-    Where the forward makes the features of its voxels of something else (a mean over points, voxels
-    in another order), and the dialect has no operators for that, the file begins behind it.
+    Args:
+        model: The integer model.
+        begins: Where the file begins, if behind the first steps.
 
-    Raises:
-        ValueError: A step has no operator in the dialect; it is named.
+    Attributes:
+        at: The step at hand.
     """
-    whole = _Follower(model, None)
-    try:
-        return whole.run()
-    except ValueError:
-        begins = beginning(model.program)
-        if begins is None or all(step is not whole.at for step in begins.steps):
-            raise
-    return _Follower(model, begins).run()
 
-
-class _Follower:
     def __init__(self, model: IntegerModel, begins: Beginning | None) -> None:
         self.program, self.source = model.program, model.source
         self.made = {name for step in model.steps for name in step.outputs}
@@ -127,6 +120,11 @@ class _Follower:
         self.of_coords = coord_inputs(self.program, self.made)
 
     def run(self) -> Followed:
+        """All of them.
+
+        Raises:
+            ValueError: One has none; it is named.
+        """
         coords = for_coords(self.program)
         for step in self.program.steps:
             self.at = step
@@ -138,11 +136,14 @@ class _Follower:
             for name in names_in(self.program.result)
             if self._is_tensor(name) and name in self.made - self.left_out - self.of_coords
         ]
-        outputs = tuple(self._read(name, "the model's result") for name in results)
+        outputs = tuple(self._result(name) for name in results)
         if not self.input:
             raise ValueError("export_sparse_onnx: nothing in the model reads voxels' features")
         before = tuple(f"{place(s)}{location(self.source, s)}" for s in self.before)
         return Followed(tuple(self.drafts), self.input, outputs, tuple(results), before)
+
+    def _result(self, name: str) -> Reading:
+        return self._read(name, "the model's result")
 
     def _only_coords(self, step: Step) -> bool:
         """Whether a step computes with coordinates alone: whoever has these computes it, too."""
@@ -199,8 +200,10 @@ class _Follower:
             self._draft("reshape", step, 1)
             self.dense.add(step.outputs[0])
         else:
-            where = f"{place(step)}{location(self.source, step)}"
-            raise no_operator(step, where)
+            self._unfollowed(step)
+
+    def _unfollowed(self, step: Step) -> None:
+        raise no_operator(step, f"{place(step)}{location(self.source, step)}")
 
     def _pass(self, step: Step) -> None:
         """Another form of the same tensor."""
@@ -358,8 +361,7 @@ class _Follower:
     def _tensor(self, name: str, by: str) -> tuple[str, bool]:
         if name in self.selected and name not in self.holds:
             if not self.selected.is_matrix(name):
-                step = self.selected.makers[name]
-                raise no_operator(step, f"{place(step)}{location(self.source, step)}")
+                Follower._unfollowed(self, self.selected.makers[name])
             self.holds[name] = self._selection(name, self.selected.channels(name)[2], by)
         if name not in self.holds and name not in self.made - self.left_out:
             if self.input not in ("", name):

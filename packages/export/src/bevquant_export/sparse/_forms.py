@@ -42,9 +42,11 @@ def agreed_forms(followed: Followed) -> Mapping[str, TensorForm]:
         readings[reading.tensor].append(reading)
     parts: dict[str, list[Reading]] = {}
     for draft in reversed(followed.drafts):
-        # Chosen channels are in whatever form the whole is, if theirs is what their readers want.
+        # Chosen channels are in whatever form the whole is, if theirs is what their readers want,
+        # and steps between layers take each tensor in the form that they want.
         own = [_stated(r.form) for r in draft.reads]
         passes = draft.kind == "select" and all(_stated(r.form) in own for r in readings[draft.y])
+        passes = passes or draft.kind == "steps"
         for reading in draft.reads:
             (parts.setdefault(reading.tensor, []) if passes else readings[reading.tensor]).append(
                 reading

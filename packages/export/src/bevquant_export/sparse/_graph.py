@@ -13,8 +13,8 @@ from typing import ClassVar, Self
 from torch import Tensor
 
 __all__ = [
-    "Add", "Concat", "Conv", "Fold", "Graph", "Move", "Node", "Relu", "Scatter", "Select",
-    "first_on_input", "inputs_of", "renamed",
+    "Add", "Concat", "Conv", "Fold", "Graph", "Move", "Node", "Pool", "Relu", "Scatter", "Select",
+    "Steps", "first_on_input", "inputs_of", "renamed",
 ]  # fmt: skip
 
 Sizes = tuple[int, ...]
@@ -294,6 +294,96 @@ class Select(_Operation):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
+class Pool(_Operation):
+    """``y[o, c] = max x[i, c]`` over the voxels i of a window; libspconv has no such operator.
+
+    Sizes are those of `Conv`; what is read is pooled in the form that it is held in.
+    """
+
+    kind: ClassVar[str] = "pool"
+    path: str
+    x: str
+    y: str
+    kernel_size: Sizes
+    stride: Sizes
+    padding: Sizes
+    dilation: Sizes
+    subm: bool
+    rulebook: str
+    input_spatial_shape: Sizes
+    output_spatial_shape: Sizes
+    output_precision: str
+    input_range: float | None
+    name: str = ""
+    inverse: ClassVar[bool] = False
+
+    @property
+    def stated_ranges(self) -> Mapping[str, float]:
+        """One for what it reads and makes."""
+        said = self.input_range
+        return {} if said is None else dict.fromkeys((self.x, self.y), said)
+
+    def in_floats(self) -> Self:
+        """As it is in fp16."""
+        return replace(self, output_precision="fp16", input_range=None)
+
+    def channels_made(self, read: Sequence[int]) -> int:
+        """As many as it reads."""
+        return read[0]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Steps(_Operation):
+    """What a model computes between its layers, as a function of standard operators.
+
+    libspconv has no such thing. `body` is an ``onnx.FunctionProto``: it takes the features of `xs`
+    (float32), the voxels of `places` (int64 ``[voxels, 4]``) and the number of frames (int64
+    ``[1]``), and makes the features of y and, where y lies on voxels of its own, these (int32).
+
+    Attributes:
+        path: Module of the exported model.
+        xs: Tensors whose features it reads.
+        ranges: amax of those that it reads as integers, else 0.
+        places: Tensors whose voxels it reads.
+        on: Which of all these lies on the voxels of y; −1 where `grid` is y's own, or none does.
+        y: Tensor made.
+        grid: Spatial shape of voxels that it makes; empty where it makes none.
+        channels: Of y.
+        frames: How many it is for, where it computes with their number; else 0.
+        body: The function, serialized.
+        output_precision: How `y` is held.
+        name: Name of the node.
+    """
+
+    kind: ClassVar[str] = "steps"
+    path: str
+    xs: tuple[str, ...]
+    ranges: tuple[float, ...]
+    places: tuple[str, ...]
+    on: int
+    y: str
+    grid: Sizes
+    channels: int
+    frames: int
+    body: bytes
+    output_precision: str
+    name: str = ""
+
+    @property
+    def stated_ranges(self) -> Mapping[str, float]:
+        """Of what it reads as integers."""
+        return {x: amax for x, amax in zip(self.xs, self.ranges, strict=True) if amax}
+
+    def in_floats(self) -> Self:
+        """As it is in fp16."""
+        return replace(self, output_precision="fp16", ranges=(0.0,) * len(self.xs))
+
+    def channels_made(self, read: Sequence[int]) -> int:
+        """As it says."""
+        return self.channels
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Scatter(_Operation):
     """Voxels to a dense grid ``output_shape``: batch, channels, then the axes as `format` says."""
 
@@ -324,7 +414,7 @@ class Move(_Operation):
         return self.op.lower()
 
 
-Node = Conv | Add | Relu | Concat | Fold | Select | Scatter | Move
+Node = Conv | Add | Relu | Concat | Fold | Select | Pool | Steps | Scatter | Move
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -352,20 +442,21 @@ class Graph:
 
 def inputs_of(node: Node) -> tuple[str, ...]:
     """Tensors that a node reads."""
-    if isinstance(node, Concat):
-        return node.xs
+    if isinstance(node, Concat | Steps):
+        return node.xs if isinstance(node, Concat) else (*node.xs, *node.places)
     return (node.x, node.other) if isinstance(node, Add) else (node.x,)
 
 
-def first_on_input(graph: Graph) -> Conv | None:
-    """The first convolution on the input's voxels that says their grid."""
+def first_on_input(graph: Graph) -> Conv | Pool | None:
+    """The first convolution or pooling on the input's voxels that says their grid."""
     given = {graph.input}
     for node in graph.nodes:
         if not given.intersection(inputs_of(node)):
             continue
-        if isinstance(node, Conv) and node.input_spatial_shape:
+        if isinstance(node, Conv | Pool) and node.input_spatial_shape:
             return node
-        given.add(node.y)
+        if not isinstance(node, Steps) or (node.on >= 0 and inputs_of(node)[node.on] in given):
+            given.add(node.y)
     return None
 
 
@@ -373,6 +464,9 @@ def renamed(node: Node, names: Mapping[str, str], name: str) -> Node:
     """The node under another name, its tensors under those that `names` gives them."""
     if isinstance(node, Concat):
         return replace(node, xs=tuple(names[x] for x in node.xs), y=names[node.y], name=name)
+    if isinstance(node, Steps):
+        xs, places = (tuple(names[x] for x in read) for read in (node.xs, node.places))
+        return replace(node, xs=xs, places=places, y=names[node.y], name=name)
     made = replace(node, x=names[node.x], y=names[node.y], name=name)
     return replace(made, other=names[made.other]) if isinstance(made, Add) else made
 

@@ -20,15 +20,21 @@ from bevquant_export.sparse._graph import (
     Graph,
     Move,
     Node,
+    Pool,
     Relu,
     Scatter,
     Select,
+    Steps,
+    inputs_of,
 )
 from bevquant_export.sparse._observe import Seen
+from bevquant_export.sparse._steps import Bodies
 from bevquant_export.sparse._three_axes import AXES, three_axes
+from bevquant_sparse import build_rulebook
 
 __all__ = ["make_graph"]
 
+_STEPS = 127
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
 
 
@@ -39,6 +45,7 @@ def make_graph(
     values: Mapping[str, Any],
     order: str,
     head_room: float,
+    bodies: Bodies,
     *,
     fewer_axes: bool,
 ) -> Graph:
@@ -58,6 +65,9 @@ def make_graph(
         if draft.kind == "select":
             nodes.append(_selection(draft, forms))
             continue
+        if draft.kind == "steps":
+            nodes.append(_function(draft, forms, bodies))
+            continue
         size = seen[draft.y]
         if draft.kind == "conv":
             check_axes(draft, fewest=1 if fewer_axes else AXES)
@@ -70,6 +80,8 @@ def make_graph(
             nodes += _addition(draft, forms)
         elif draft.kind == "concat":
             nodes.append(_concatenation(draft, forms))
+        elif draft.kind == "pool":
+            nodes.append(_pooling(draft, size, forms, order))
         elif draft.kind == "fold":
             nodes.append(_folded(draft, size, forms))
         else:
@@ -77,7 +89,7 @@ def make_graph(
     shapes = {r.tensor: _shape(seen[r.tensor]) for r in followed.outputs if r.tensor in seen}
     return Graph(
         input=followed.input,
-        channels=_channels(followed, nodes),
+        channels=_channels(followed, nodes, bodies),
         nodes=tuple(nodes),
         outputs=tuple(dict.fromkeys(r.tensor for r in followed.outputs)),
         shapes=shapes,
@@ -97,10 +109,57 @@ def _selection(draft: Draft, forms: Mapping[str, TensorForm]) -> Select:
     )  # fmt: skip
 
 
-def _channels(followed: Followed, nodes: list[Node]) -> int:
+def _pooling(draft: Draft, seen: Seen, forms: Mapping[str, TensorForm], order: str) -> Pool:
+    (x,) = draft.reads
+    made = _without_relu(draft, forms)
+    key, *geometry = draft.step.args[3:]
+    kernel_size, stride, padding, dilation, _, subm, *_ = geometry
+    windows = (kernel_size, stride, padding, dilation)
+    nothing = torch.zeros(0, 1 + len(seen.grid), dtype=torch.int32)
+    rulebook = build_rulebook(nothing, seen.grid, *windows, subm=subm, batch_size=1)
+    kernel, steps, pad, apart = (
+        three_axes(tuple(sizes), fill, order)
+        for sizes, fill in zip(windows, (1, 1, 0, 1), strict=True)
+    )
+    return Pool(
+        path=draft.step.path, x=x.tensor, y=draft.y,
+        kernel_size=kernel, stride=steps, padding=pad, dilation=apart, subm=subm,
+        rulebook=key or "",
+        input_spatial_shape=three_axes(seen.grid, 1, order),
+        output_spatial_shape=three_axes(tuple(rulebook.out_shape), 1, order),
+        output_precision=made.precision,
+        input_range=None if isinstance(x.form, str) else forms[x.tensor].amax,
+    )  # fmt: skip
+
+
+def _function(draft: Draft, forms: Mapping[str, TensorForm], bodies: Bodies) -> Steps:
+    between, made = draft.between, forms[draft.y]
+    assert between is not None
+    places = dict.fromkeys((*between.places.values(), *([between.on] if between.on else [])))
+    read = (*(reading.tensor for reading in draft.reads), *places)
+    return Steps(
+        path=draft.step.path, y=draft.y,
+        xs=tuple(reading.tensor for reading in draft.reads),
+        ranges=tuple(
+            0.0 if isinstance(reading.form, str) else float(reading.form.scale) * _STEPS
+            for reading in draft.reads
+        ),
+        places=tuple(places),
+        on=read.index(between.on) if between.on else -1,
+        grid=three_axes(between.grid, 1, bodies.order) if between.grid else (),
+        channels=int(bodies.source.shapes[between.value][-1]),
+        frames=bodies.frames if between.frames else 0,
+        body=bodies.write(between, tuple(places), relu=made.relu),
+        output_precision=made.precision,
+    )  # fmt: skip
+
+
+def _channels(followed: Followed, nodes: list[Node], bodies: Bodies) -> int:
     for node in nodes:
         if isinstance(node, Conv | Select) and node.x == followed.input:
             return node.in_channels
+        if isinstance(node, Pool | Steps) and followed.input in inputs_of(node):
+            return int(bodies.source.shapes[followed.input][1])
     raise ValueError("export_sparse_onnx: no convolution reads the input features")
 
 

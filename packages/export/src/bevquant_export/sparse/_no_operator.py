@@ -6,7 +6,7 @@ from typing import Any
 
 from bevquant_int8sim.model import Step
 
-__all__ = ["REMEDY", "location", "no_operator"]
+__all__ = ["REMEDY", "is_unfollowed", "location", "no_operator"]
 
 REMEDY = (
     "export_qdq_onnx(profile='onnxruntime') writes the model as it is; or export it up to there, "
@@ -17,12 +17,11 @@ _NORM = (
     "why another is left; a BatchNorm1d on voxels is written as it is, one on a dense grid has no "
     "form here. " + REMEDY
 )
-_UNFOLLOWED = "not followed"
 _CHOICE = (
-    "A file is one fixed graph, and a layer that chooses or makes voxels by their values "
-    "(FocalSparseConv) has no form in any dialect, nor for ONNX Runtime: export the parts before "
-    "and behind it, each a module of its own, and run it between them, as "
-    "bevquant_int8sim.simulate does"
+    "A file is one fixed graph: what branches on values in Python, or counts with them, has no "
+    "form in any dialect, nor for ONNX Runtime. Choose by comparing (x[score > t], which "
+    "dialect='portable' has), or export the parts before and behind it, each a module of its own, "
+    "and run it between them, as bevquant_int8sim.simulate does"
 )
 _REMEDIES = {"BatchNorm1d": _NORM, "batch_norm": _NORM}
 
@@ -34,14 +33,20 @@ def no_operator(step: Step, where: str) -> ValueError:
         step: The step.
         where: Operation, module, file and line.
     """
-    if step.reason.startswith(_UNFOLLOWED):
+    if is_unfollowed(step):
         return ValueError(f"export_sparse_onnx: {where}: {step.reason}. {_CHOICE}")
     remedy = _REMEDIES.get(str(step.attributes.get("what", "")), REMEDY)
     return ValueError(
-        f"export_sparse_onnx: {where} has no operator in the dialects libspconv and portable. "
-        f"{remedy}. They have sparse convolutions and linear layers on voxels, additions, "
-        "concatenations and choices of channels, ReLU, dense(), permute and reshape"
+        f"export_sparse_onnx: {where} has no operator in the dialect libspconv, which has sparse "
+        "convolutions and linear layers on voxels, additions, concatenations and choices of "
+        "channels, ReLU, dense(), permute and reshape. For ONNX Runtime dialect='portable' has "
+        f"pooling, and what a model computes on voxels between its layers; {remedy}"
     )
+
+
+def is_unfollowed(step: Step) -> bool:
+    """Whether a step is a module that the graph could not follow."""
+    return step.reason.startswith("not followed")
 
 
 def location(source: Any, step: Step) -> str:

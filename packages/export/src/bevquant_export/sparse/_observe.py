@@ -56,6 +56,8 @@ def observe(model: IntegerModel, example: Any, batches: Iterable[Any]) -> dict[s
         name = step.outputs[0]
         if name not in seen:
             seen[name] = Seen(tuple(given[0].shape), tuple(made[0].shape))
+            if step.attributes.get("what") == "sparse_max_pool":
+                seen[name].grid = tuple(given[1].spatial_shape)
             if len(made) == 2:
                 seen[name].grid = tuple(given[1].spatial_shape)
                 seen[name].out_grid = tuple(made[1].spatial_shape)

@@ -14,17 +14,13 @@ from bevquant_export.sparse._graph import Graph
 from bevquant_export.sparse._held import Floats, Integers
 from bevquant_export.sparse._names import numbered
 from bevquant_export.sparse._run import See
+from bevquant_export.sparse._steps import session_run
 from bevquant_export.sparse.portable import LayerOutput, Lowered, recorded
 from bevquant_int8sim import SparseOutput
 
 __all__ = ["OnnxruntimeRun"]
 
 _STEPS = 127
-_RULES = {
-    "voxels_lie_in_the_grid_and_the_batch": "a voxel lies outside of the grid or the batch",
-    "voxels_occur_once": "a voxel occurs twice; merge such voxels before",
-    "features_are_numbers": "features contain NaN, which no integer stands for",
-}
 
 
 class OnnxruntimeRun:
@@ -73,13 +69,7 @@ class OnnxruntimeRun:
             "coords": coords.cpu().to(torch.int32).contiguous().numpy(),
             "batch_size": np.array([batch_size], np.int64),
         }
-        try:
-            made = dict(zip(names, self._session.run(names, feed), strict=True))
-        except Exception as error:  # onnxruntime's own, of several types without a public base
-            said = next((text for rule, text in _RULES.items() if rule in str(error)), None)
-            if said is None:
-                raise
-            raise ValueError(f"onnxruntime: {said}") from error
+        made = dict(zip(names, session_run(self._session, names, feed), strict=True))
         made["coords"] = feed["coords"]
         for layer in self._lowered.layers:
             value = torch.from_numpy(made[layer.tensor])

@@ -14,9 +14,11 @@ from bevquant_export.sparse._graph import (
     Fold,
     Move,
     Node,
+    Pool,
     Relu,
     Scatter,
     Select,
+    Steps,
 )
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ __all__ = ["EXTENSIONS", "OPERATORS", "read_node"]
 OPERATORS = (
     "SparseConvolution", "Add", "QuantAdd", "Relu", "ScatterDense", "Reshape", "Transpose"
 )  # fmt: skip
-EXTENSIONS = ("Concat", "Fold", "Select")  # of the portable dialect
+EXTENSIONS = ("Concat", "Fold", "Select", "Pool", "Steps")  # of the portable dialect
 _INPUTS = {"SparseConvolution": 3, "Add": 2, "QuantAdd": 2}
 _BOUND = 150000  # what the engine takes where a file says nothing
 
@@ -49,7 +51,7 @@ class _Attributes:
             came = AttributeProto.AttributeType.Name(attribute.type)
             raise ValueError(f"{self.name}: attribute {name} is {came}; the engine reads {kind}")
         if kind == "STRING":
-            return attribute.s.decode("utf-8", "replace")
+            return attribute.s.decode("utf-8", "replace") if default != b"" else attribute.s
         value: Any = {
             "INT": attribute.i, "FLOAT": attribute.f, "INTS": attribute.ints,
             "FLOATS": attribute.floats,
@@ -87,7 +89,8 @@ def read_node(proto: NodeProto, tensors: Mapping[str, Tensor], name: str) -> Nod
         ValueError: It has other inputs, weights or attributes than its operator needs.
     """
     op = proto.op_type
-    wanted = len(proto.input) or 1 if op == "Concat" else _INPUTS.get(op, 1)
+    several = op in ("Concat", "Steps")
+    wanted = len(proto.input) or 1 if several else _INPUTS.get(op, 1)
     if len(proto.input) != wanted or len(proto.output) != 1:
         raise ValueError(
             f"{name}: {op} takes {wanted} inputs and makes one output, got {len(proto.input)} and "
@@ -105,6 +108,10 @@ def read_node(proto: NodeProto, tensors: Mapping[str, Tensor], name: str) -> Nod
         return Fold(channels=channels, output_precision=precision, **settings)
     if op == "Select":
         return _select(attributes, settings)
+    if op == "Pool":
+        return _pool(attributes, settings)
+    if op == "Steps":
+        return _steps(attributes, tuple(proto.input), settings)
     if op == "SparseConvolution":
         weight, bias = (_tensor(n, tensors, name) for n in proto.input[1:])
         return _conv(attributes, weight, bias, settings)
@@ -194,6 +201,38 @@ def _select(a: _Attributes, settings: dict[str, Any]) -> Select:
         input_range=a.range("input_dynamic_range"),
         **settings,
     )
+
+
+def _pool(a: _Attributes, settings: dict[str, Any]) -> Pool:
+    return Pool(
+        kernel_size=a.sizes("kernel_size", least=1),
+        stride=a.sizes("stride", least=1),
+        dilation=a.sizes("dilation", least=1),
+        padding=a.sizes("padding", least=0),
+        subm=bool(a.get("subm", "INT", 0)),
+        rulebook=a.get("rulebook", "STRING", ""),
+        input_spatial_shape=a.sizes("input_spatial_shape", least=1),
+        output_spatial_shape=a.sizes("output_spatial_shape", least=1),
+        output_precision=a.precision("output_precision"),
+        input_range=a.range("input_dynamic_range"),
+        **settings,
+    )
+
+
+def _steps(a: _Attributes, read: tuple[str, ...], settings: dict[str, Any]) -> Steps:
+    tensors, on = int(a.get("tensors", "INT", 0)), int(a.get("on", "INT", -1))
+    ranges = tuple(float(amax) for amax in a.get("input_dynamic_ranges", "FLOATS", ()))
+    grid = a.sizes("grid", least=1) if a.get("grid", "INTS") else ()
+    if len(ranges) != tensors or tensors > len(read) or not -1 <= on < len(read):
+        raise ValueError(f"{a.name}: {tensors} tensors, {len(ranges)} ranges and place {on} among "
+                         f"{len(read)} inputs")  # fmt: skip
+    settings = {key: value for key, value in settings.items() if key != "x"}
+    return Steps(
+        xs=read[:tensors], places=read[tensors:], ranges=ranges, on=on, grid=grid,
+        channels=int(a.get("channels", "INT", 0)), frames=int(a.get("frames", "INT", 0)),
+        body=a.get("body", "STRING", b""),
+        output_precision=a.precision("output_precision"), **settings,
+    )  # fmt: skip
 
 
 def _scatter(a: _Attributes, settings: dict[str, Any]) -> Scatter:

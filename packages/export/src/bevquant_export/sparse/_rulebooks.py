@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bevquant_export.sparse._graph import Conv, Graph
+from bevquant_export.sparse._graph import Conv, Graph, Pool
 
 __all__ = ["check_rulebooks"]
 
@@ -15,12 +15,12 @@ def check_rulebooks(graph: Graph) -> None:
     Raises:
         ValueError: Both convolutions are named.
     """
-    first: dict[str, Conv] = {}
+    first: dict[str, Conv | Pool] = {}
     for node in graph.nodes:
-        if not isinstance(node, Conv):
+        if not isinstance(node, Conv | Pool):
             continue
         known = first.get(node.rulebook) if node.rulebook else None
-        if node.inverse:
+        if isinstance(node, Conv) and node.inverse:
             _check_inverse(node, known)
         elif known is None:
             first[node.rulebook] = node
@@ -33,14 +33,15 @@ def check_rulebooks(graph: Graph) -> None:
             )
 
 
-def _pairs(conv: Conv) -> tuple[object, ...]:
+def _pairs(conv: Conv | Pool) -> tuple[object, ...]:
     """What the pairs follow from; padding of a submanifold convolution is not used."""
     moved = None if conv.subm else (conv.stride, conv.padding)
-    sizes = (conv.input_spatial_shape, conv.output_spatial_shape, conv.rows)
+    rows = conv.rows if isinstance(conv, Conv) else ()
+    sizes = (conv.input_spatial_shape, conv.output_spatial_shape, rows)
     return (conv.kernel_size, conv.dilation, conv.subm, moved, sizes)
 
 
-def _check_inverse(conv: Conv, partner: Conv | None) -> None:
+def _check_inverse(conv: Conv, partner: Conv | Pool | None) -> None:
     if partner is None or partner.subm or partner.kernel_size != conv.kernel_size:
         raise ValueError(
             f"export_sparse_onnx: {conv.path} is an inverse convolution under "

@@ -18,15 +18,18 @@ from bevquant_export.sparse._graph import (
     Graph,
     Move,
     Node,
+    Pool,
     Relu,
     Scatter,
     Select,
+    Steps,
     inputs_of,
 )
 from bevquant_export.sparse._held import Accumulators, Floats, Held, Integers, Sum
+from bevquant_export.sparse._steps import run_body
 from bevquant_export.sparse._voxels import Voxels, convolved
 from bevquant_int8sim import SparseOutput, int8_sparse_conv
-from bevquant_sparse import Rulebook, WeightLayout, sparse_conv, to_dense
+from bevquant_sparse import Rulebook, WeightLayout, sparse_conv, sparse_max_pool, to_dense
 
 __all__ = ["FrameRun", "See"]
 
@@ -103,6 +106,10 @@ class FrameRun:
             channels = torch.tensor(node.channels)
             made = self.held[node.x].selected(channels, node.activation == "ReLU")
             return self._stored(made, node.y, node.name)
+        if isinstance(node, Pool):
+            return self._pool(node)
+        if isinstance(node, Steps):
+            return self._steps(node)
         if isinstance(node, Scatter):
             return self._scatter(node)
         if isinstance(node, Move):
@@ -161,6 +168,37 @@ class FrameRun:
         if target is None:
             return Accumulators(out, scale, relu)
         return Integers(out, target / _STEPS)
+
+    def _pool(self, node: Pool) -> Held:
+        pairs, self.voxels[node.y] = convolved(self._on_voxels(node, node.x), node, self._strided)
+        x = self.held[node.x]
+        if self.ranges is None or node.input_range is None:
+            return self._stored(Floats(sparse_max_pool(x.floats(), pairs)), node.y, node.name)
+        scale = node.input_range / _STEPS
+        q = sparse_max_pool(x.integers(scale, node.name).float(), pairs)
+        return Integers(q.to(torch.int8), scale)
+
+    def _steps(self, node: Steps) -> Held:
+        inputs = []
+        for name, amax in zip(node.xs, node.ranges, strict=True):
+            x = self.held[name]
+            if amax and self.ranges is not None:
+                x = Integers(x.integers(amax / _STEPS, node.name), amax / _STEPS)
+            inputs.append(x.floats())
+        places = [self._on_voxels(node, name) for name in node.places]
+        frames = self.voxels[self.graph.input].batch_size
+        if node.frames not in (0, frames):
+            raise ValueError(
+                f"{node.name}: {frames} frames; the model computes with the number of frames of "
+                f"the example, {node.frames}"
+            )
+        inputs += [voxels.indices.long() for voxels in places]
+        made = run_body(node.body, [*inputs, torch.tensor([frames])], made=1 + bool(node.grid))
+        if node.grid:
+            self.voxels[node.y] = Voxels(made[1], node.grid, frames)
+        elif node.on >= 0:
+            self.voxels[node.y] = self._on_voxels(node, inputs_of(node)[node.on])
+        return self._stored(Floats(made[0]), node.y, node.name)
 
     def _add(self, node: Add) -> Held:
         first = self._on_voxels(node, node.x)

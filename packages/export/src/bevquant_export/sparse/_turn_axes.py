@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from bevquant_export.sparse._graph import Conv, Graph, Move, Node, Scatter, inputs_of
+from bevquant_export.sparse._graph import Conv, Graph, Move, Node, Pool, Scatter, Steps, inputs_of
 
 __all__ = ["turned"]
 
@@ -23,6 +24,13 @@ def turned(graph: Graph) -> Graph:
     for node in graph.nodes:
         if isinstance(node, Conv):
             nodes.append(_turned_conv(node))
+        elif isinstance(node, Pool):
+            nodes.append(replace(node, **_turned_sizes(node)))
+        elif isinstance(node, Steps) and (node.places or node.grid):
+            raise ValueError(
+                f"export_sparse_onnx: {node.path or 'the forward'} computes with coordinates "
+                "between its layers, in the model's order: leave out order"
+            )
         elif isinstance(node, Scatter):
             turned_node = replace(
                 node,
@@ -50,14 +58,11 @@ def _transposes(node: Node) -> bool:
 
 
 def _turned_conv(node: Conv) -> Conv:
-    return replace(
-        node,
-        weight=node.weight.permute(0, 3, 2, 1, 4).contiguous(),
-        kernel_size=node.kernel_size[::-1],
-        stride=node.stride[::-1],
-        padding=node.padding[::-1],
-        dilation=node.dilation[::-1],
-        output_padding=node.output_padding[::-1],
-        input_spatial_shape=node.input_spatial_shape[::-1],
-        output_spatial_shape=node.output_spatial_shape[::-1],
-    )
+    weight = node.weight.permute(0, 3, 2, 1, 4).contiguous()
+    padding = node.output_padding[::-1]
+    return replace(node, weight=weight, output_padding=padding, **_turned_sizes(node))
+
+
+def _turned_sizes(node: Conv | Pool) -> dict[str, Any]:
+    sizes = "kernel_size stride padding dilation input_spatial_shape output_spatial_shape"
+    return {name: getattr(node, name)[::-1] for name in sizes.split()}

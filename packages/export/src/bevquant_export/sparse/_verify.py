@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bevquant_export.sparse._compare import LayerDifference, compared
-from bevquant_export.sparse._graph import Conv, Graph
+from bevquant_export.sparse._graph import Conv, Graph, Steps
 from bevquant_export.sparse._load import SparseOnnxModel
 from bevquant_export.sparse._read_proto import graph_of_bytes
 from bevquant_export.targets._cpu import cpu_at_hand
@@ -134,12 +134,12 @@ def _voxels(model: SparseOnnxModel) -> tuple[Tensor, Tensor, int] | None:
         return None
     grid = convs[0].input_spatial_shape
     volume, generator = math.prod(grid), torch.Generator().manual_seed(0)
-    drawn = torch.randint(volume, (min(_VOXELS, volume),), generator=generator)
+    frames = max(n.frames if isinstance(n, Steps) else 1 for n in model.nodes) or 1
+    drawn = torch.randint(frames * volume, (min(_VOXELS, volume),), generator=generator)
     places = torch.tensor(sorted(set(drawn.tolist())))
-    coords = torch.stack(torch.unravel_index(places, tuple(grid)), 1)
-    coords = torch.cat([torch.zeros(len(coords), 1), coords], 1).int()
+    coords = torch.stack(torch.unravel_index(places, (frames, *grid)), 1).int()
     features = torch.randn(len(coords), convs[0].in_channels, generator=generator)
-    return features * (convs[0].input_range or 1.0) / 2, coords, 1
+    return features * (convs[0].input_range or 1.0) / 2, coords, frames
 
 
 def with_note(content: bytes, ran: str) -> bytes:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from bevquant_export.sparse._graph import Conv
+from bevquant_export.sparse._graph import Conv, Pool
 from bevquant_int8sim import plan_rulebook
 from bevquant_sparse import Rulebook
 
@@ -32,7 +32,7 @@ class Voxels:
 
 
 def convolved(
-    voxels: Voxels, conv: Conv, strided: dict[str, tuple[Rulebook, Voxels]]
+    voxels: Voxels, conv: Conv | Pool, strided: dict[str, tuple[Rulebook, Voxels]]
 ) -> tuple[Rulebook, Voxels]:
     """Pairs of a convolution and the voxels of its output.
 
@@ -61,7 +61,7 @@ def convolved(
             strided[conv.rulebook] = (rulebook, voxels)
     frames = torch.bincount(made.indices[:, 0].long())
     most = int(frames.max()) if len(frames) else 0
-    if most > conv.output_bound:
+    if isinstance(conv, Conv) and most > conv.output_bound:
         raise ValueError(
             f"{conv.name}: a frame has {most} output voxels, and the file's output_bound is "
             f"{conv.output_bound}: the engine would drop the rest; export with batches that hold "
@@ -70,7 +70,7 @@ def convolved(
     return rulebook, made
 
 
-def _built(voxels: Voxels, conv: Conv) -> tuple[Rulebook, Voxels]:
+def _built(voxels: Voxels, conv: Conv | Pool) -> tuple[Rulebook, Voxels]:
     # A 1×1×1 kernel of stride 1 without padding moves nothing, whatever its kind: rows stay.
     ones = (1, 1, 1)
     still = conv.kernel_size == conv.stride == ones and not any(conv.padding)

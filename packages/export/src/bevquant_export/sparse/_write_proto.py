@@ -14,8 +14,10 @@ from bevquant_export.sparse._graph import (
     Graph,
     Move,
     Node,
+    Pool,
     Scatter,
     Select,
+    Steps,
     inputs_of,
 )
 
@@ -119,6 +121,27 @@ def node_attributes(node: Node) -> dict[str, Any]:
             "activation": node.activation,
             "output_precision": node.output_precision,
             **range_,
+        }
+    if isinstance(node, Pool):
+        sizes = ("kernel_size", "stride", "padding", "dilation", "input_spatial_shape",
+                 "output_spatial_shape")  # fmt: skip
+        return {
+            **{name: list(getattr(node, name)) for name in sizes},
+            "subm": int(node.subm),
+            "rulebook": node.rulebook,
+            "output_precision": node.output_precision,
+            **({} if node.input_range is None else {"input_dynamic_range": node.input_range}),
+        }
+    if isinstance(node, Steps):
+        return {
+            "tensors": len(node.xs),
+            **({"input_dynamic_ranges": list(node.ranges)} if node.xs else {}),
+            "on": node.on,
+            **({"grid": list(node.grid)} if node.grid else {}),
+            "channels": node.channels,
+            "frames": node.frames,
+            "output_precision": node.output_precision,
+            "body": node.body,
         }
     if isinstance(node, Scatter):
         return {

@@ -169,7 +169,7 @@ class Body:
         parts = [e if isinstance(e, Value) else self.constant([e], INT64) for e in entries]
         return self.op("Concat", *parts, axis=0) if len(parts) > 1 else parts[0]
 
-    def filled(self, shape: Value, value: int, kind: int) -> Value:
+    def filled(self, shape: Value, value: Number, kind: int) -> Value:
         """A tensor of one value."""
         from onnx import helper
 

@@ -44,6 +44,8 @@ FUNCTIONS: Mapping[str, Callable[[], FunctionProto]] = {
     "AddDequantize": layer.add_floats,
     **{layer.scatter_name(o): partial(layer.scattered, o) for o in permutations(range(3))},
     "Int8": layer.signed,
+    "MaxPool": layer.max_pooled,
+    "IntegerMaxPool": partial(layer.max_pooled, integers=True),
 }
 
 
@@ -69,6 +71,7 @@ class Emitter:
         self.constants: dict[str, Any] = {}
         self.outputs: list[ValueInfoProto] = []
         self._called: set[str] = set()
+        self._own: list[FunctionProto] = []
 
     def call(
         self,
@@ -92,6 +95,14 @@ class Emitter:
         """
         self._called.add(function)
         return self._node(function, inputs, name, made, path, DOMAIN, settings)
+
+    def call_own(
+        self, function: FunctionProto, inputs: Sequence[str], name: str, *, made: int, path: str
+    ) -> list[str]:
+        """Call a function that comes along under the name of its one node."""
+        function.name, function.domain = name, DOMAIN
+        self._own.append(function)
+        return self._node(name, inputs, name, made, path, DOMAIN, None)
 
     def standard(
         self,
@@ -159,7 +170,7 @@ class Emitter:
         )
         model = helper.make_model(
             graph,
-            functions=[FUNCTIONS[name]() for name in sorted(self._called)],
+            functions=[*(FUNCTIONS[name]() for name in sorted(self._called)), *self._own],
             opset_imports=[
                 helper.make_operatorsetid("", OPSET),
                 helper.make_operatorsetid(DOMAIN, _VERSION),

@@ -48,6 +48,17 @@ class _Tensor:
             self.made[amax] = self._integers(amax, name)
         return self.made[amax]
 
+    def values_of(self, amax: float) -> str:
+        """float32 values; of a range, those that the integers stand for."""
+        if not amax:
+            return self.floats()
+        if ("float", amax) not in self.made:
+            name = f"{self.integers(amax).partition(':')[0]}.values"
+            self.made["float", amax] = self._call(
+                "DequantizeInt8", [self.integers(amax)], name, {"range": amax}
+            )
+        return self.made["float", amax]
+
     def selected(self, channels: Channels, relu: bool, name: str, path: str) -> Held:
         """Some channels, with a ReLU behind them or not."""
         raise NotImplementedError

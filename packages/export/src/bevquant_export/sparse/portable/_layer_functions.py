@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from bevquant_export.sparse.portable._body import (
     BOOL,
     DOUBLE,
@@ -26,12 +28,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "add_floats", "add_requantized", "dequantized", "dequantized_int8", "float_convolution",
-    "integer_convolution", "quantized", "requantized", "scatter_name", "scattered",
+    "integer_convolution", "max_pooled", "quantized", "requantized", "scatter_name", "scattered",
     "signed", "signed_convolution",
 ]  # fmt: skip
 
 _STEPS = 127
 _ZERO = 128
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 def quantized() -> FunctionProto:
@@ -135,6 +138,20 @@ def signed() -> FunctionProto:
     """uint8 with zero point 128 as int8."""
     body = Body("Int8", {"q": UINT8})
     return body.function((body.inputs["q"].cast(INT32) - _ZERO).cast(INT8))
+
+
+def max_pooled(*, integers: bool = False) -> FunctionProto:
+    """The largest of the rows that each voxel reads; none is above what is absent.
+
+    Args:
+        integers: Whether they are uint8, whose order is that of what they stand for.
+    """
+    kind = UINT8 if integers else FLOAT
+    body = Body("IntegerMaxPool" if integers else "MaxPool", {"x": kind, "rows": INT32})
+    x, rows = body.inputs.values()
+    lowest = body.filled(body.vector(1, x.size(1)), 0 if integers else -_LARGEST, kind)
+    read = body.op("Concat", lowest, x, axis=0).rows(rows)  # [voxels, k0, k1, k2, channels]
+    return body.function(body.op("ReduceMax", read, body.constant([1, 2, 3], INT64), keepdims=0))
 
 
 def scatter_name(order: tuple[int, ...]) -> str:

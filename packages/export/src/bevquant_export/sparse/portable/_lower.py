@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,9 +17,11 @@ from bevquant_export.sparse._graph import (
     Graph,
     Move,
     Node,
+    Pool,
     Relu,
     Scatter,
     Select,
+    Steps,
     first_on_input,
     inputs_of,
 )
@@ -74,6 +76,7 @@ class _Lowering:
         self.outputs = Outputs(self.emitter)
         self.before_relu = {node.x for node in graph.nodes if isinstance(node, Relu)}
         self.turned: set[str] = set()  # by a Transpose that its Scatter writes
+        self.unchecked: set[str] = set()  # makers of voxels that may occur twice
 
     def run(self, record: Mapping[str, str], *, all_layers: bool) -> Lowered:
         from onnx import helper
@@ -109,7 +112,7 @@ class _Lowering:
         found = self.surroundings.map_of(sites)[2]
         checked = self.emitter.call("DistinctVoxels", ["features", found], "features checked")[0]
         self.sites[graph.input] = sites
-        self.shapes[graph.input] = ("voxels", graph.channels or first.in_channels)
+        self.shapes[graph.input] = ("voxels", graph.channels or getattr(first, "in_channels", 0))
         self.held[graph.input] = Floats(emitter=self.emitter, name="features", tensor=checked)
 
     def _step(self, node: Node) -> None:
@@ -125,6 +128,10 @@ class _Lowering:
             self.held[node.y] = self._fold(node)
         elif isinstance(node, Select):
             self.held[node.y] = self._select(node)
+        elif isinstance(node, Pool):
+            self.held[node.y] = self._pool(node)
+        elif isinstance(node, Steps):
+            self.held[node.y] = self._steps(node)
         elif isinstance(node, Scatter):
             self.held[node.y] = self._scatter(node)
         else:
@@ -147,8 +154,7 @@ class _Lowering:
         return self.sites[name]
 
     def _conv(self, node: Conv) -> Held:
-        sites = self._on_voxels(node, node.x)
-        rows, made = self.surroundings.convolved(sites, node)
+        rows, made = self.surroundings.convolved(self._distinct(node), node)
         self.sites[node.y] = made
         self.shapes[node.y] = (made.rows, node.out_channels)
         name, emitter = node.name, self.emitter
@@ -223,6 +229,53 @@ class _Lowering:
         relu = node.activation == "ReLU"
         made = self.held[node.x].selected(node.channels, relu, node.name, node.path)
         return self._stored(made, node.y, node)
+
+    def _distinct(self, node: Conv | Pool) -> Sites:
+        """The voxels that a layer reads, each once: those of `Steps` are checked where one does."""
+        sites = self._on_voxels(node, node.x)
+        if sites.maker not in self.unchecked:
+            return sites
+        self.unchecked.remove(sites.maker)
+        found = self.surroundings.map_of(sites)[2]
+        (once,) = self.emitter.call("DistinctCoords", [sites.voxels, found], f"{node.name}.once")
+        checked = replace(sites, voxels=once)
+        self.sites |= {name: checked for name, held in self.sites.items() if held is sites}
+        return checked
+
+    def _pool(self, node: Pool) -> Held:
+        rows, made = self.surroundings.convolved(self._distinct(node), node)
+        self.sites[node.y] = made
+        self.shapes[node.y] = (made.rows, self.shapes[node.x][1])
+        x, amax = self.held[node.x], node.input_range
+        read = x.floats() if amax is None else x.integers(amax)
+        function = "MaxPool" if amax is None else "IntegerMaxPool"
+        (pooled,) = self.emitter.call(function, [read, rows], node.name, path=node.path)
+        if amax is None:
+            return self._stored(self._floats(node, pooled), node.y, node)
+        emitter, name, path = self.emitter, node.name, node.path
+        return Integers(emitter=emitter, name=name, path=path, tensor=pooled, amax=amax)
+
+    def _steps(self, node: Steps) -> Held:
+        from onnx import FunctionProto
+
+        inputs = [
+            self.held[x].values_of(amax) for x, amax in zip(node.xs, node.ranges, strict=True)
+        ]
+        inputs += [self._on_voxels(node, name).voxels for name in node.places]
+        made = self.emitter.call_own(
+            FunctionProto.FromString(node.body), [*inputs, "batch_size"], node.name,
+            made=1 + bool(node.grid), path=node.path,
+        )  # fmt: skip
+        rows = f"rows of {node.name}"
+        if node.grid:
+            sites = self.surroundings.given(node.grid, made[1], node.name)
+            self.sites[node.y], rows = sites, sites.rows
+            self.unchecked.add(sites.maker)
+        elif node.on >= 0:
+            self.sites[node.y] = self._on_voxels(node, inputs_of(node)[node.on])
+            rows = self.sites[node.y].rows
+        self.shapes[node.y] = (rows, node.channels)
+        return self._stored(self._floats(node, made[0]), node.y, node)
 
     def _add(self, node: Add) -> Held:
         self.sites[node.y] = self._on_same_voxels(node, node.x, node.other)

@@ -97,19 +97,22 @@ def _operators(model: ModelProto) -> bytes:
 
 
 def _written(node: Node) -> dict[str, Any]:
+    attributes = node_attributes(node)
+    attributes.pop("body", None)  # a function of the file
     return {
         "op": operator_of(node),
         "name": node.name,
         "path": node.path,
         "inputs": inputs_of(node),
         "output": node.y,
-        "attributes": node_attributes(node),
+        "attributes": attributes,
     }
 
 
 def _read(content: dict[str, Any], model: ModelProto) -> Graph:
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}
-    nodes = tuple(_node(entry, tensors) for entry in content["nodes"])
+    bodies = {f.name: f for f in model.functions if f.domain == DOMAIN}
+    nodes = tuple(_node(entry, tensors, bodies) for entry in content["nodes"])
     outputs = content["outputs"]
     if not nodes or not outputs or not all(isinstance(name, str) for name in outputs):
         raise ValueError("it has no nodes or no outputs")
@@ -122,10 +125,12 @@ def _read(content: dict[str, Any], model: ModelProto) -> Graph:
     )
 
 
-def _node(entry: dict[str, Any], tensors: dict[str, Any]) -> Node:
+def _node(entry: dict[str, Any], tensors: dict[str, Any], bodies: dict[str, Any]) -> Node:
     from onnx import helper
 
     name, attributes = str(entry["name"]), entry["attributes"]
+    if entry["op"] == "Steps":
+        attributes = {**attributes, "body": bodies[name].SerializeToString(deterministic=True)}
     known: dict[str, Tensor] = {}
     inputs = [str(x) for x in entry["inputs"]]
     if entry["op"] == "SparseConvolution":

@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import nn
 
+from bevquant_export.sparse._between import follow
 from bevquant_export.sparse._compare import LayerDifference, frame_of
 from bevquant_export.sparse._export import sparse_graph
-from bevquant_export.sparse._follow import follow
 from bevquant_export.sparse._graph import Conv
 from bevquant_export.sparse._verify import with_note
 from bevquant_export.targets.autoware._emit import GraphWriter

@@ -1,0 +1,280 @@
+"""Steps of a program between its layers, which portable files hold as functions.
+
+Everything that no operator of a dialect stands for, and whatever reads it or coordinates, is noted
+until a layer or a result reads of it: then all that this was computed of, back to what layers made
+and to the voxels on which these lie, is one operator of the file. Its features lie where the reader
+says: on voxels of a layer, or on coordinates that are made with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from bevquant_export.sparse._beginning import Beginning, beginning, is_float_conv
+from bevquant_export.sparse._follow import Draft, Followed, Follower, Reading, place
+from bevquant_export.sparse._no_operator import REMEDY, is_unfollowed, location, no_operator
+from bevquant_export.sparse._steps import Between
+from bevquant_int8sim import IntegerModel
+from bevquant_int8sim.model import Step
+
+__all__ = ["follow"]
+
+_POOL = "sparse_max_pool"
+_SAME = ("to", "_to_copy", "int", "contiguous", "clone")  # coordinates in another type
+
+
+def follow(model: IntegerModel, *, extended: bool = True) -> Followed:
+    """Every step as an operator; conversions between forms become what the readers want.
+
+    Where the forward makes the features of its voxels of something else (a mean over points, voxels
+    in another order), and the dialect has no operators for that, the file begins behind it.
+
+    Args:
+        model: The integer model.
+        extended: Whether what the dialect libspconv has no operator for may be a function.
+
+    Raises:
+        ValueError: A step has no operator; it is named.
+    """
+    try:
+        return _in_dialect(model)
+    except ValueError:
+        if not extended:
+            raise
+    try:
+        return _FollowerBetween(model, None).run()
+    except ValueError:
+        begins = beginning(model.program)
+        if begins is None:
+            raise
+    return _FollowerBetween(model, begins).run()
+
+
+def _in_dialect(model: IntegerModel) -> Followed:
+    begins = beginning(model.program)
+    whole = Follower(model, None)
+    try:
+        found = whole.run()
+    except ValueError:
+        pools = whole.at is not None and whole.at.attributes.get("what") == _POOL
+        if begins is None or pools or all(step is not whole.at for step in begins.steps):
+            raise
+        found = Follower(model, begins).run()
+    if sum(step.op == "sites" for step in model.program.steps) > 1:
+        follower = _FollowerBetween(model, begins)
+        with suppress(ValueError):
+            follower.run()
+        for draft in follower.drafts:
+            if draft.between is not None and draft.between.coords:
+                maker = follower.makers[draft.between.coords]
+                raise no_operator(maker, f"{place(maker)}{location(model.source, maker)}")
+    return found
+
+
+@dataclass
+class _Closure:
+    """What values are computed of.
+
+    Attributes:
+        steps: The steps, by their first output.
+        tensors: Values of layers among what they read.
+        places: Coordinates among it, and the tensor that lies there.
+        given: Inputs of the program.
+        frames: Whether a step depends on the number of frames.
+    """
+
+    steps: set[str] = field(default_factory=set)
+    tensors: dict[str, None] = field(default_factory=dict)
+    places: dict[str, str] = field(default_factory=dict)
+    given: set[str] = field(default_factory=set)
+    frames: bool = False
+
+
+class _FollowerBetween(Follower):
+    def __init__(self, model: IntegerModel, begins: Beginning | None) -> None:
+        super().__init__(model, begins)
+        self.makers = {name: step for step in self.program.steps for name in step.outputs}
+        self.loose: dict[str, Step] = {}  # what is made between layers
+        self.causes: dict[str, Step] = {}  # of these, the step that has no operator
+        self.lies: dict[str, str] = {}  # sites to a tensor that lies there
+        self.places: dict[str, str] = {}  # coordinates to a tensor that lies there
+        self.sites = ""  # of the reader at hand
+        # A number that the forward counts with, as in range(batch_size), is a constant by now.
+        made = [step for step in self.program.steps if step.op == "sites"]
+        self.one_batch = any(isinstance(step.args[2], int) for step in made)
+        self.returned = dict(_sparse_results(self.program.result))
+        self.pooled = {
+            (step.args[0].name, step.args[1:]): step.outputs[0]
+            for step in self.program.steps
+            if step.attributes.get("what") == "convolved_sites"
+        }
+
+    def _step(self, step: Step) -> None:
+        what, made = step.attributes.get("what"), step.outputs
+        if step.op == "host":
+            sites = getattr(step.args[0], "name", "") if step.args else ""
+            if what == "getattr" and step.args[1] == "indices" and sites in self.lies:
+                self.places[made[0]] = self.lies[sites]
+        elif step.op == "sparse_conv" or is_float_conv(step) or what == _POOL:
+            self.sites = step.args[1].name
+            if what == _POOL:
+                self._draft("pool", step, 1)
+                _, sites, _, *settings = step.args
+                self.lies[self.pooled[sites.name, tuple(settings)]] = made[0]
+            else:
+                super()._step(step)
+                self.lies[made[1]] = made[0]
+            self._note_given(self.sites)
+            self.sites = ""
+        elif what == "to_dense":
+            self.sites = step.args[1].name  # its coordinates stand for their sites
+            if self.sites not in self.places:
+                super()._unfollowed(step)
+            self.lies[self.sites] = self.places[self.sites]
+            super()._step(step)
+            self.sites = ""
+        elif step.op in ("sites", "constant"):
+            super()._step(step)
+        elif any(name in self.loose or name in self.of_coords for name in step.inputs):
+            self._note(step)
+        else:
+            super()._step(step)
+
+    def _unfollowed(self, step: Step) -> None:
+        if any(self.holds.get(name, ("",))[0] in self.dense for name in step.inputs):
+            super()._unfollowed(step)
+        self._note(step)
+
+    def _note(self, step: Step) -> None:
+        if is_unfollowed(step):
+            super()._unfollowed(step)
+        cause = next((self.causes[name] for name in step.inputs if name in self.causes), step)
+        for name in step.outputs:
+            self.loose[name], self.causes[name] = step, cause
+
+    def _note_given(self, sites: str) -> None:
+        """Sites of the input: their coordinates are the file's."""
+        maker = self.makers.get(sites)
+        if sites in self.lies or (maker is not None and maker.op != "sites"):
+            return
+        self.lies[sites] = self.input
+        name = maker.args[0].name if maker is not None else ""
+        while name:
+            self.places[name] = self.input
+            step = self.makers.get(name)
+            same = step is not None and step.attributes.get("what") in _SAME
+            name = getattr(step.args[0], "name", "") if step is not None and same else ""
+
+    def _makes(self, sites: str) -> Step | None:
+        """The step that makes sites of coordinates that the forward computes."""
+        step = self.makers.get(sites)
+        if not sites or sites in self.lies or step is None or step.op != "sites":
+            return None
+        coords = step.args[0].name
+        if coords in self.places:
+            self.lies[sites] = self.places[coords]
+            return None
+        closure = self._closure(coords)
+        return step if closure.tensors or closure.places else None
+
+    def _operand(self, arg: Any, step: Step) -> Reading:
+        made = self._makes(self.sites)
+        return super()._operand(arg, step) if made is None else self._placed(arg.name, made, step)
+
+    def _result(self, name: str) -> Reading:
+        self.sites = self.returned.get(name, "")
+        made = self._makes(self.sites)
+        return super()._result(name) if made is None else self._placed(name, made, None)
+
+    def _placed(self, name: str, sites: Step, reader: Step | None) -> Reading:
+        """Features on voxels that the forward makes."""
+        by = "the model's result" if reader is None else place(reader)
+        form, value, relu = self.program.values[name].form, name, False
+        while value in self.makers and self.makers[value].op == "quantize":
+            relu = relu or bool(self.makers[value].attributes.get("relu"))
+            value = self.makers[value].args[0].name
+        y = value if value not in self.holds else f"{value} on {sites.outputs[0]}"
+        if all(draft.y != y for draft in self.drafts):
+            grid = sites.args[1]
+            if not all(isinstance(size, int) for size in grid):
+                raise ValueError(
+                    f"export_sparse_onnx: {self._where(by)} stands on voxels of a grid that is "
+                    f"computed from values, which a file fixes. {REMEDY}"
+                )
+            self._between(value, y, by, sites.args[0].name, tuple(grid))
+        return Reading(y, relu, form, by)
+
+    def _tensor(self, name: str, by: str) -> tuple[str, bool]:
+        if name in self.loose and name not in self.holds:
+            step = self.loose[name]
+            if step.op == "quantize":
+                tensor, relu = self._tensor(step.args[0].name, by)
+                self.holds[name] = tensor, relu or bool(step.attributes.get("relu"))
+            else:
+                self._between(name, name, by, "", ())
+                self.holds[name] = name, False
+        return super()._tensor(name, by)
+
+    def _between(self, value: str, y: str, by: str, coords: str, grid: tuple[int, ...]) -> None:
+        """One operator for all that a value is computed of since the last layers."""
+        if not self.input:
+            raise ValueError(f"export_sparse_onnx: {by} reads what is made before any layer")
+        step = self.makers[value]
+        found = self._closure(value, *([coords] if coords else []))
+        if found.given:
+            raise ValueError(
+                f"export_sparse_onnx: {place(step)}{location(self.source, step)} reads "
+                f"{', '.join(sorted(found.given))} beside the voxels, and a file has one input, "
+                f"the features of the voxels. {REMEDY}"
+            )
+        reads = tuple(
+            self._read(self.rounded.get(name, name), place(step)) for name in found.tensors
+        )
+        between = Between(
+            frozenset(found.steps), tuple(found.tensors), found.places, value, coords, grid,
+            self.lies.get(self.sites, ""), found.frames or self.one_batch,
+            self.causes.get(value, step),
+        )  # fmt: skip
+        self.drafts.append(Draft("steps", step, reads, y, between=between))
+
+    def _closure(self, *names: str) -> _Closure:
+        found, pending, seen = _Closure(), list(names), set[str]()
+        while pending:
+            name = pending.pop()
+            if name in seen or name in self.constants:
+                continue
+            seen.add(name)
+            step = self.makers.get(name)
+            if name in self.places:
+                found.places[name] = self.places[name]
+            elif name in self.holds or name == self.input:
+                if self.holds[name][0] in self.dense:
+                    super()._unfollowed(self.makers[name])
+                found.tensors[name] = None
+            elif step is None and not self._is_tensor(name):
+                found.frames = True  # a number among the inputs
+            elif step is None or name in self.left_out:
+                found.given.add(name)
+            elif step.op == "host" and step.attributes.get("what") == "getattr":
+                found.frames |= step.args[1] == "batch_size"
+            elif step.op in ("sparse_conv", "sites"):
+                raise no_operator(step, f"{place(step)}{location(self.source, step)}")
+            else:
+                if step.op != "host":
+                    found.steps.add(step.outputs[0])
+                pending += step.inputs
+        return found
+
+
+def _sparse_results(value: Any) -> Iterator[tuple[str, str]]:
+    """Features and sites of every sparse tensor that is returned."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _sparse_results(item)
+    elif hasattr(value, "sites"):
+        yield value.features, value.sites

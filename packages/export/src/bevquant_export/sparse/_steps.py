@@ -1,0 +1,255 @@
+"""What a model computes between its layers, as a function of standard operators.
+
+Its steps are written as in a file of the whole model for ONNX Runtime (`export_qdq_onnx`): on
+floats, on coordinates of voxels, and on the integers of layers that work on no voxels. The function
+goes into a portable file as it is, and runs by itself where the file is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bevquant_export.sparse._no_operator import REMEDY
+from bevquant_export.sparse._three_axes import AXES
+from bevquant_export.sparse.portable._body import (
+    DOMAIN,
+    DOUBLE,
+    FLOAT,
+    INT32,
+    INT64,
+    OPSET,
+)
+
+if TYPE_CHECKING:
+    from onnx import FunctionProto
+
+    from bevquant_int8sim import IntegerModel
+    from bevquant_int8sim.model import Step
+
+__all__ = ["Between", "Bodies", "run_body", "session_run"]
+
+FRAMES = "frames_are_as_many_as_in_the_example"
+_RULES = {
+    "voxels_lie_in_the_grid_and_the_batch": "a voxel lies outside of the grid or the batch",
+    "voxels_occur_once": "a voxel occurs twice; merge such voxels before",
+    "features_are_numbers": "features contain NaN, which no integer stands for",
+    FRAMES: "the model computes with the number of frames of the example, and got another one",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Between:
+    """Steps between layers.
+
+    Attributes:
+        steps: In order, by their first output.
+        tensors: Values that they read as features, in the order of the draft's readings.
+        places: Values that they read as coordinates, and the tensor that lies there.
+        value: What they make.
+        coords: The coordinates that it lies on, where these are made here; else empty.
+        grid: Spatial shape of those.
+        on: The tensor that lies on the same voxels, where one does; else empty.
+        frames: Whether a step depends on the number of frames.
+        cause: The step that no operator of the dialect stands for.
+    """
+
+    steps: frozenset[str]
+    tensors: tuple[str, ...]
+    places: Mapping[str, str]
+    value: str
+    coords: str
+    grid: tuple[int, ...]
+    on: str
+    frames: bool
+    cause: Step
+
+
+class Bodies:
+    """Functions of what a model computes between its layers.
+
+    Args:
+        model: The integer model.
+        example: What one call takes.
+        order: Of the model's coordinate columns.
+    """
+
+    def __init__(self, model: IntegerModel, example: Any, order: str) -> None:
+        self.model, self.example, self.order = model, example, order
+
+    @cached_property
+    def source(self) -> Any:
+        """The program with the sizes of everything, and which of these are free."""
+        from bevquant_export.dense._source import read_model
+
+        whole = read_model(self.model, self.example, dynamic_batch=False, voxels=True)
+        return replace(whole, program=replace(whole.program, sparse_inputs={}))
+
+    @cached_property
+    def frames(self) -> int:
+        """Of the example."""
+        sites = (host for host in self.source.hosts.values() if hasattr(host, "batch_size"))
+        return int(next(sites).batch_size)
+
+    def write(self, between: Between, places: Sequence[str], *, relu: bool) -> bytes:
+        """The function, serialized.
+
+        Args:
+            between: The steps.
+            places: Tensors whose voxels it takes, in order.
+            relu: Whether a ReLU belongs to what it makes.
+
+        Raises:
+            ValueError: Something in it has no form; its module, file and line are named.
+        """
+        from onnx import helper, numpy_helper
+
+        from bevquant_export.dense._emit import Emitter
+        from bevquant_export.dense._graph import Graph, Held
+        from bevquant_export.dense._profile import profile_of
+
+        source, path = self.source, between.cause.path
+        graph = Graph(profile_of("onnxruntime", None), OPSET)
+        emitter = Emitter(source, graph, {}, integer_sums=False)
+        tensors = [graph.unique(f"x{i}") for i in range(len(between.tensors))]
+        voxels = [graph.unique(f"voxels{i}") for i in range(len(places))]
+        inputs = [*tensors, *voxels, graph.unique("batch_size")]
+        if between.frames and tensors:
+            tensors[0] = self._checked(graph, tensors[0])
+        for name, made in zip(between.tensors, tensors, strict=True):
+            emitter.held[name] = Held(made)
+        there = dict(zip(places, voxels, strict=True))
+        for value, place in between.places.items():
+            emitter.held[value] = Held(self._columns(graph, there[place], value))
+        try:
+            for step in source.program.steps:
+                if step.op in ("constant", "host") or step.outputs[0] in between.steps:
+                    emitter.add(step)
+        except ValueError as error:
+            said = str(error).removeprefix("export_qdq_onnx: ")
+            raise ValueError(f"export_sparse_onnx: {said}") from error
+        result = emitter.read(between.value)
+        if source.dtypes.get(between.value) == torch.float64:
+            result = graph.node("Cast", path, [result], to=FLOAT)
+        if relu:
+            result = graph.node("Relu", path, [result])
+        outputs = [graph.node("Identity", path, [result])]
+        if between.coords:
+            outputs.append(self._lifted(graph, emitter.read(between.coords), between))
+        if graph.functions or graph.opset != OPSET:
+            raise ValueError(
+                f"export_sparse_onnx: {path or 'the forward'} computes between its layers what "
+                f"operator set {OPSET} has not. " + REMEDY
+            )
+        constants = [
+            helper.make_node("Constant", [], [name], value=numpy_helper.from_array(value, name))
+            for name, value in graph.constants.items()
+        ]
+        function = helper.make_function(
+            DOMAIN, "Steps", inputs, outputs, [*constants, *graph.nodes],
+            [helper.make_operatorsetid("", OPSET)],
+        )  # fmt: skip
+        content: bytes = function.SerializeToString(deterministic=True)
+        return content
+
+    def _columns(self, graph: Any, voxels: str, value: str) -> str:
+        """Coordinates of a file as the model has them: without the axes that its grid lacks."""
+        from onnx import helper
+
+        columns = self.source.shapes[value][1]
+        if columns <= AXES:
+            missing = AXES + 1 - columns
+            first = self.order == "zyx"
+            kept = [0, *range(1 + missing, 1 + AXES)] if first else [*range(columns)]
+            voxels = graph.node("Gather", "", [voxels, graph.numbers(kept)], axis=1)
+        dtype = torch.empty(0, dtype=self.source.dtypes.get(value, torch.int32)).numpy().dtype
+        kind = helper.np_dtype_to_tensor_dtype(dtype)
+        return str(graph.node("Cast", "", [voxels], to=kind))
+
+    def _lifted(self, graph: Any, coords: str, between: Between) -> str:
+        """The way back: zeros along the axes that the grid lacks."""
+        path = between.cause.path
+        coords = graph.node("Cast", path, [coords], to=INT32)
+        missing = AXES + 1 - self.source.shapes[between.coords][1]
+        if missing:
+            before = 1 if self.order == "zyx" else AXES + 1 - missing
+            columns = list(range(AXES + 1 - missing))
+            real = [1] * (AXES + 1 - missing)
+            columns[before:before], real[before:before] = [0] * missing, [0] * missing
+            coords = graph.node("Gather", path, [coords, graph.numbers(columns)], axis=1)
+            kept = graph.constant(f"int32_{real}", real, np.int32)
+            coords = graph.node("Mul", path, [coords, kept])
+        return str(coords)
+
+    def _checked(self, graph: Any, x: str) -> str:
+        """What is read, unless there are other frames than in the example."""
+        same = graph.node("Equal", FRAMES, ["batch_size", graph.numbers([self.frames])])
+        other = graph.node("Cast", FRAMES, [graph.node("Not", FRAMES, [same])], to=INT64)
+        nothing = graph.constant("float32_[0]", [0.0])
+        # Rows are gathered from a tensor of one entry: another row than its first ends the run.
+        zero = graph.node("Gather", FRAMES, [nothing, other], axis=0)
+        return str(graph.node("Add", FRAMES, [x, zero]))
+
+
+def session_run(session: Any, names: list[str] | None, feed: Mapping[str, Any]) -> list[Any]:
+    """What onnxruntime makes.
+
+    Raises:
+        ValueError: A rule of portable files is broken; the message says which.
+    """
+    try:
+        made: list[Any] = session.run(names, feed)
+    except Exception as error:  # onnxruntime's own, of several types without a public base
+        said = next((text for rule, text in _RULES.items() if rule in str(error)), None)
+        if said is None:
+            raise
+        raise ValueError(f"onnxruntime: {said}") from error
+    return made
+
+
+def run_body(body: bytes, inputs: Sequence[Tensor], *, made: int) -> list[Tensor]:
+    """What a function of `Bodies` makes, by onnxruntime, or by ONNX's reference without it.
+
+    Raises:
+        ValueError: It refused what it was given.
+    """
+    from onnx import FunctionProto, helper
+
+    function: FunctionProto = FunctionProto.FromString(body)
+    kinds = {torch.float32: FLOAT, torch.int64: INT64, torch.float64: DOUBLE}
+    ports = [
+        helper.make_tensor_value_info(name, kinds[value.dtype], None)
+        for name, value in zip(function.input, inputs, strict=True)
+    ]
+    results = [
+        helper.make_tensor_value_info(name, kind, None)
+        for name, kind in zip(function.output, (FLOAT, INT32)[:made], strict=True)
+    ]
+    graph = helper.make_graph(list(function.node), "steps", ports, results)
+    model = helper.make_model(graph, opset_imports=list(function.opset_import), ir_version=8)
+    feed = {
+        name: value.detach().cpu().contiguous().numpy()
+        for name, value in zip(function.input, inputs, strict=True)
+    }
+    if find_spec("onnxruntime") is None:
+        from onnx.reference import ReferenceEvaluator
+
+        found = ReferenceEvaluator(model).run(None, feed)
+    else:
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 4  # what goes wrong is raised
+        options.intra_op_num_threads = 1
+        session = onnxruntime.InferenceSession(
+            model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+        )
+        found = session_run(session, None, feed)
+    return [torch.from_numpy(np.ascontiguousarray(value)) for value in found]

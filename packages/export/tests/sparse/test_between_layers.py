@@ -1,0 +1,191 @@
+"""What sparse models compute between their layers, in portable files: pooling, merging, gates."""
+
+import pytest
+import torch
+from torch import nn
+
+from bevquant_export import (
+    export_qdq_onnx,
+    export_sparse_onnx,
+    lint_onnx,
+    load_sparse_onnx,
+    lower_to_portable,
+)
+from bevquant_export.sparse._between import follow
+from bevquant_export.sparse._compare import compared
+
+onnxruntime = pytest.importorskip("onnxruntime")
+
+
+def subm(nets, ins, outs, flat=False):
+    kind = nets.spconv.SubMConv2d if flat else nets.spconv.SubMConv3d
+    return nets.spconv.SparseSequential(kind(ins, outs, 3, padding=1), nn.ReLU())
+
+
+def pooled(nets):
+    """Down by pooling, and up again by the inverse of one."""
+    spconv = nets.spconv
+
+    class Pooled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.mid = subm(nets, 5, 8), subm(nets, 8, 8)
+            self.pool = spconv.SparseMaxPool3d(3, 2, padding=1, indice_key="pool")
+            self.up = spconv.SparseInverseConv3d(8, 6, 3, indice_key="pool")
+
+        def forward(self, features, coords, batch_size):
+            x = self.stem(spconv.SparseConvTensor(features, coords, list(nets.GRID), batch_size))
+            y = self.mid(self.pool(x))
+            return self.up(y), y
+
+    return Pooled()
+
+
+def merged(nets):
+    """Coarser voxels put among finer ones, and all of one pillar summed; on two axes behind."""
+    spconv = nets.spconv
+
+    class Merged(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem = subm(nets, 5, 8)
+            self.down = spconv.SparseConv3d(8, 8, 3, 2, padding=1)
+            self.flat, self.head = subm(nets, 8, 8, flat=True), spconv.SubMConv2d(8, 3, 1)
+
+        def forward(self, features, coords, batch_size):
+            x = self.stem(spconv.SparseConvTensor(features, coords, list(nets.GRID), batch_size))
+            y = self.down(x)
+            y.indices[:, 1:] *= 2
+            both = x.replace_feature(torch.cat([x.features, y.features]))
+            both.indices = torch.cat([x.indices, y.indices])
+            places, inverse = torch.unique(both.indices[:, [0, 2, 3]], dim=0, return_inverse=True)
+            sums = both.features.new_zeros((places.shape[0], 8))
+            sums.index_add_(0, inverse, both.features)
+            above = spconv.SparseConvTensor(sums, places, both.spatial_shape[1:], batch_size)
+            return {"head": self.head(self.flat(above)), "both": both}
+
+    return Merged()
+
+
+def gated(nets):
+    """Every channel by a gate that all voxels of the frame decide on."""
+    spconv = nets.spconv
+
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.last = subm(nets, 5, 8), subm(nets, 8, 6)
+            self.gate = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 8), nn.Sigmoid())
+
+        def forward(self, features, coords, batch_size):
+            x = self.stem(spconv.SparseConvTensor(features, coords, list(nets.GRID), batch_size))
+            frames = x.indices[:, 0].long()
+            means = [x.features[frames == b].mean(0) for b in range(batch_size)]
+            gates = self.gate(torch.stack(means))
+            return self.last(x.replace_feature(x.features * gates[frames]))
+
+    return Gated()
+
+
+def focal(nets):
+    """Voxels that a layer finds important go on, with the neighbours that it wants."""
+    spconv = nets.spconv
+
+    class Focal(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.last = subm(nets, 5, 8), subm(nets, 8, 6)
+            self.judge = spconv.SubMConv3d(8, 3, 3, padding=1)
+            self.offsets = torch.tensor([[0, 0, 1], [1, 0, 0]], dtype=torch.int32)
+
+        def forward(self, features, coords, batch_size):
+            x = self.stem(spconv.SparseConvTensor(features, coords, list(nets.GRID), batch_size))
+            wanted = self.judge(x).features.sigmoid()
+            x = x.replace_feature(x.features * wanted[:, :1])
+            kept = wanted[:, 0] > 0.5
+            marked = (wanted[:, 1:] >= 0.5)[kept]
+            near = self.offsets.unsqueeze(0).repeat(marked.shape[0], 1, 1)
+            near = (x.indices[kept][:, 1:].unsqueeze(1) + near)[marked]
+            near = near[(near[:, 0] < nets.GRID[0]) & (near[:, 2] < nets.GRID[2])]
+            near = torch.cat([torch.zeros_like(near[:, :1]), near], 1)
+            places = torch.cat([x.indices[kept], near])
+            rows = torch.cat([x.features[kept], torch.zeros(near.shape[0], 8)])
+            places, inverse = torch.unique(places, dim=0, return_inverse=True)
+            sums = rows.new_zeros((places.shape[0], 8)).index_add_(0, inverse, rows)
+            shape = x.spatial_shape
+            return self.last(spconv.SparseConvTensor(sums, places.int(), shape, batch_size))
+
+    return Focal()
+
+
+@pytest.mark.parametrize(
+    ("make", "frames", "refused"),
+    [
+        (pooled, 2, r"pool \(sparse_max_pool\)"),
+        (merged, 2, r"\(cat\)|cat in"),
+        (gated, 2, "getitem in"),
+        (focal, 1, "sigmoid|mul"),
+    ],
+)
+def test_a_file_makes_the_integers_of_the_model(nets, tmp_path, make, frames, refused):
+    torch.manual_seed(0)
+    given = [nets.frame(s, share=0.1 + 0.05 * s, batch_size=frames) for s in range(3)]
+    model = nets.calibrated(make(nets).eval(), given[:1], method="max")
+    path = tmp_path / "portable.onnx"
+    written = export_sparse_onnx(
+        model, given[0], path, dialect="portable", model_order="zyx", head_room=9
+    )
+    assert written.verified == "onnxruntime"
+    assert [str(finding) for finding in lint_onnx(path, "portable")] == []
+    again = lower_to_portable(path, tmp_path / "again.onnx", verify=False).path
+    for file, frame in (
+        (load_sparse_onnx(path, backend="onnxruntime"), given[1]),
+        (load_sparse_onnx(again), given[2]),
+    ):
+        rows, _ = compared(file, written.integer_model, frame, reversed_axes=False)
+        assert len(rows) > 2
+        assert [row.node for row in rows if row.different] == []
+    line = rf"({refused}).*test_between_layers\.py:\d+\) has no operator"
+    with pytest.raises(ValueError, match=line):
+        follow(written.integer_model, extended=False)
+    if make is gated:
+        three = nets.frame(1, batch_size=3)
+        for backend in ("auto", "onnxruntime"):
+            with pytest.raises(ValueError, match="number of frames of the example"):
+                load_sparse_onnx(path, backend=backend)(*three)
+
+
+def test_a_result_that_is_called_as_an_input_has_another_name(nets, tmp_path):
+    torch.manual_seed(0)
+    model = nets.calibrated(gated(nets).eval(), [nets.frame(0)], method="max")
+    path = tmp_path / "whole.onnx"
+    whole = export_qdq_onnx(model, nets.frame(0), path, "onnxruntime", verify=False)
+    assert list(whole.inputs) == ["features", "coords"]
+    assert list(whole.outputs) == ["output_features", "indices"]
+
+
+def test_voxels_that_a_model_makes_twice_end_the_run(nets, tmp_path):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.last = subm(nets, 5, 8), subm(nets, 8, 6)
+
+        def forward(self, features, coords, batch_size):
+            tensor = nets.spconv.SparseConvTensor
+            x = self.stem(tensor(features, coords, list(nets.GRID), batch_size))
+            return self.last(tensor(x.features, x.indices // 2, list(nets.GRID), batch_size))
+
+    torch.manual_seed(0)
+    features, coords, _ = nets.frame(0)
+    even = (coords % 2 == 0).all(1)
+    given = features[even], coords[even].contiguous(), 1
+    model = nets.calibrated(Twice().eval(), [given])
+    for settings, words in (
+        ({"verify": False}, r"floor_divide in .*test_between_layers\.py"),
+        ({"dialect": "portable", "order": "zyx"}, "leave out order"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            export_sparse_onnx(model, given, tmp_path / "a.onnx", **settings)
+    path = export_sparse_onnx(model, given, tmp_path / "a.onnx", dialect="portable").path
+    with pytest.raises(ValueError, match="a voxel occurs twice"):
+        load_sparse_onnx(path, backend="onnxruntime")(features, coords)
