@@ -430,6 +430,8 @@ class Graph:
         weights: How its portable form stores integer weights: ``"int8"``; ``"uint8"`` with zero
             point 128 where int8 would saturate on some CPU (`stored_weights`); ``"all uint8"``, as
             files once did, where a file does not say.
+        bounded: Whether more voxels than a layer's `output_bound` are refused, as an engine drops
+            them; a portable file takes any number.
     """
 
     input: str
@@ -438,6 +440,7 @@ class Graph:
     outputs: tuple[str, ...]
     shapes: Mapping[str, Sizes] = field(default_factory=dict)
     weights: str = "uint8"
+    bounded: bool = True
 
 
 def inputs_of(node: Node) -> tuple[str, ...]:

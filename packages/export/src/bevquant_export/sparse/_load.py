@@ -94,7 +94,7 @@ class SparseOnnxModel:
         Raises:
             TypeError: Features are no floats or coordinates no integers.
             ValueError: A shape, a coordinate or a range does not fit, or a frame has more voxels
-                than a layer's bound (which onnxruntime does not know); the node is named.
+                than a layer's bound (which a portable file does not know); the node is named.
         """
         found: dict[str, Recorded] = {}
 

@@ -27,7 +27,7 @@ from bevquant_export.sparse._graph import (
 )
 from bevquant_export.sparse._held import Accumulators, Floats, Held, Integers, Sum
 from bevquant_export.sparse._steps import run_body
-from bevquant_export.sparse._voxels import Voxels, convolved
+from bevquant_export.sparse._voxels import Voxels, convolved, refuse_more
 from bevquant_int8sim import SparseOutput, int8_sparse_conv
 from bevquant_sparse import Rulebook, WeightLayout, sparse_conv, sparse_max_pool, to_dense
 
@@ -140,7 +140,10 @@ class FrameRun:
             )
 
     def _conv(self, node: Conv) -> Held:
-        pairs, self.voxels[node.y] = convolved(self._on_voxels(node, node.x), node, self._strided)
+        pairs, made = convolved(self._on_voxels(node, node.x), node, self._strided)
+        self.voxels[node.y] = made
+        if self.graph.bounded:
+            refuse_more(made, node)
         constants = self.constants[node.name]
         relu = node.activation == "ReLU"
         layout = WeightLayout.KRSC

@@ -24,7 +24,6 @@ _FLOAT = 1e-3  # of the largest value: float32 sums of another order
 _SHARE, _STEPS = 0.01, 3  # of int8 behind such sums
 _KEY = "verified"
 _VOXELS = 300
-_ANY = 2**31 - 1
 
 
 def runtime(dialect: str) -> str:
@@ -97,7 +96,7 @@ def same_as_source(content: bytes, source: Graph) -> str:
     if inputs is None:
         return "no"
     made: list[dict[str, Any]] = []
-    for model in (SparseOnnxModel(_boundless(source)), lowered):
+    for model in (SparseOnnxModel(replace(source, bounded=False)), lowered):
         made.append(model.run(*inputs)[1])
     wanted, got = made
     rows = []
@@ -119,12 +118,6 @@ def same_as_source(content: bytes, source: Graph) -> str:
         )
     refuse_departures(rows, "lower_to_portable: when onnxruntime runs the file, ")
     return "onnxruntime"
-
-
-def _boundless(graph: Graph) -> Graph:
-    """The graph for any number of voxels, as its portable file takes them."""
-    nodes = (replace(n, output_bound=_ANY) if isinstance(n, Conv) else n for n in graph.nodes)
-    return replace(graph, nodes=tuple(nodes))
 
 
 def _voxels(model: SparseOnnxModel) -> tuple[Tensor, Tensor, int] | None:

@@ -11,7 +11,7 @@ from bevquant_export.sparse._graph import Conv, Pool
 from bevquant_int8sim import plan_rulebook
 from bevquant_sparse import Rulebook
 
-__all__ = ["Voxels", "convolved"]
+__all__ = ["Voxels", "convolved", "refuse_more"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,8 +42,7 @@ def convolved(
         strided: Rulebook key to the pairs and input voxels of strided convolutions; added to.
 
     Raises:
-        ValueError: Coordinates outside of the grid, an inverse convolution without a partner, or
-            more voxels in a frame than the file's bound.
+        ValueError: Coordinates outside of the grid, or an inverse convolution without a partner.
     """
     if conv.inverse:
         if conv.rulebook not in strided:
@@ -59,15 +58,23 @@ def convolved(
         rulebook, made = _built(voxels, conv)
         if not conv.subm and conv.rulebook:
             strided[conv.rulebook] = (rulebook, voxels)
-    frames = torch.bincount(made.indices[:, 0].long())
+    return rulebook, made
+
+
+def refuse_more(voxels: Voxels, conv: Conv) -> None:
+    """Raise where a frame has more voxels than a convolution's file says that its output may have.
+
+    Raises:
+        ValueError: The bound and what to do.
+    """
+    frames = torch.bincount(voxels.indices[:, 0].long())
     most = int(frames.max()) if len(frames) else 0
-    if isinstance(conv, Conv) and most > conv.output_bound:
+    if most > conv.output_bound:
         raise ValueError(
             f"{conv.name}: a frame has {most} output voxels, and the file's output_bound is "
             f"{conv.output_bound}: the engine would drop the rest; export with batches that hold "
             "such frames, or with more head_room"
         )
-    return rulebook, made
 
 
 def _built(voxels: Voxels, conv: Conv | Pool) -> tuple[Rulebook, Voxels]:

@@ -122,6 +122,7 @@ def _read(content: dict[str, Any], model: ModelProto) -> Graph:
         nodes=nodes,
         outputs=tuple(outputs),
         weights=content.get("weights", _BEFORE),
+        bounded=False,
     )
 
 
