@@ -409,3 +409,68 @@ def test_a_convolution_takes_the_batch_norm_that_its_own_forward_calls(bias, ran
     torch.testing.assert_close(result.model(x), model(x))
     kept = fuse_model(randomise(nn.Sequential(ActBeforeNorm(4, 6, 3, bias=bias))).double(), x)
     assert not kept.fused
+
+
+class Ahead(nn.Module):
+    """Batch norms that no layer feeds and layers read, as BEVDepth's of the camera parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.bn, self.depth, self.context = nn.BatchNorm1d(6), nn.Linear(6, 4), nn.Linear(6, 8)
+        self.before, self.grouped = nn.BatchNorm2d(8), nn.Conv2d(8, 4, 3, 2, groups=2, bias=False)
+        self.padded, self.same = nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3, padding=1)
+        self.seen, self.point = nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1)
+
+    def forward(self, numbers, x):
+        numbers = self.bn(numbers.reshape(-1, numbers.shape[-1]))
+        x = self.grouped(self.before(F.relu(x * self.context(numbers)[..., None, None])))
+        x = F.relu(self.same(self.padded(F.relu(x * self.depth(numbers)[..., None, None]))))
+        x = self.seen(x)
+        return x + self.point(x)
+
+
+def test_norms_before_layers_that_pad_nothing_are_folded_into_all_of_them(randomise):
+    inputs = torch.randn(1, 2, 6).double(), torch.randn(2, 8, 9, 9).double()
+    result = fuse_model(randomise(Ahead()), inputs)
+    assert [(f.bn, f.conv, f.how) for f in result.fused] == [
+        ("bn", "context", "identity"), ("before", "grouped", "identity"),
+    ]  # fmt: skip
+    assert [s.bn for s in result.skipped] == ["padded", "seen"]
+    assert result.max_error < 1e-14
+
+
+class Standardised(nn.Conv2d):
+    """Scaled weight standardisation by a batch norm over the weight, as NF-ResNets have it."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.gain = nn.Parameter(torch.rand(self.out_channels) + 0.5)
+
+    def forward(self, x):
+        rows = self.weight.reshape(1, self.out_channels, -1)
+        rows = F.batch_norm(rows, None, None, weight=self.gain * 0.3, training=True, momentum=0.0)
+        weight = rows.reshape_as(self.weight)
+        return F.conv2d(x, weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
+
+
+class StandardisedSame(Standardised):
+    def forward(self, x):
+        return super().forward(F.pad(x, (0, 1, 0, 1)))
+
+
+class Centred(nn.Linear):
+    def forward(self, x):
+        return F.linear(x, self.weight - self.weight.mean(1, keepdim=True), self.bias)
+
+
+def test_weights_computed_from_parameters_alone_become_plain_ones(randomise):
+    net = nn.Sequential(
+        Standardised(3, 4, 3, 2, 1, bias=False), nn.BatchNorm2d(4), nn.ReLU(),
+        StandardisedSame(4, 4, 3), Standardised(4, 6, 3, groups=2), nn.Flatten(), Centred(24, 3),
+    )  # fmt: skip
+    result = fuse_model(randomise(net), torch.randn(2, 3, 9, 9).double())
+    assert result.plain == ("0", "4", "6")
+    assert [type(result.model[int(i)]) for i in result.plain] == [nn.Conv2d, nn.Conv2d, nn.Linear]
+    assert [f.bn for f in result.fused] == ["1"]
+    assert result.max_error < 1e-14
+    assert type(net[0]) is Standardised
