@@ -119,15 +119,15 @@ def fuse_model(
 
     With ``example_inputs`` the model is captured (``bevquant_graph.capture``), and a batch norm is
     folded where all that one convolution or linear layer makes goes to it and nowhere else, at most
-    through views, permutations and the like that keep channels apart; and one that no layer feeds
-    where only dense layers that pad no zeros read it. Functional ``F.batch_norm`` and classes that
-    do more than normalise are folded too, and what more they do is kept. A layer that computes its
-    weight from parameters alone in every call (standardised weights) becomes a plain one over that
-    weight. Without example inputs, and inside modules that cannot be captured, the structure of
-    the modules tells: a convolution directly followed by its batch norm in an ``nn.Sequential`` or
-    ``SparseSequential``, residual blocks by their names, other forwards as `torch.fx` sees them.
-    That takes for granted that a module which cannot be followed uses its parts by calling them;
-    ``example_inputs`` checks it.
+    through views, permutations and the like that keep channels apart; and one that no layer and no
+    ReLU feeds where only dense layers that pad no zeros read it. Functional ``F.batch_norm`` and
+    classes that do more than normalise are folded too, and what more they do is kept. A layer that
+    computes its weight from parameters alone in every call (standardised weights) becomes a plain
+    one over that weight. Without example inputs, and inside modules that cannot be captured, the
+    structure of the modules tells: a convolution directly followed by its batch norm in an
+    ``nn.Sequential`` or ``SparseSequential``, residual blocks by their names, other forwards as
+    `torch.fx` sees them. That takes for granted that a module which cannot be followed uses its
+    parts by calling them; ``example_inputs`` checks it.
 
     A folded batch norm becomes ``nn.Identity`` in dense code, leaves its ``SparseSequential``
     (members numbered 0, 1, 2, … are numbered anew), and is deleted from a block that runs sparse

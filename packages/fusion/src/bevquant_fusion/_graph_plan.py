@@ -2,7 +2,8 @@
 
 From the input of a batch norm one walks back through whatever moves values but keeps channels
 apart. Where the walk ends, one layer must have made it all, and nobody else may read any of it.
-Where no layer made it, one walks on from its output instead: all readers must be layers then.
+Where neither a layer nor a ReLU made it, one walks on from its output instead: all readers must be
+layers then.
 """
 
 from __future__ import annotations
@@ -146,8 +147,9 @@ class _Reader:
         layers = {self.layer(node) for node, _ in ends}
         for node, _ in ends:
             if self.layer(node) is None:
+                behind_relu = any(op_spec(end.target).kind == "relu" for end, _ in ends)
                 ahead = self.fold_ahead(path, norms, numbers, channels)
-                if ahead is not None:
+                if ahead is not None and not behind_relu:
                     return ahead
                 if node.op == "placeholder":
                     raise _Refused("normalises an input of the model")

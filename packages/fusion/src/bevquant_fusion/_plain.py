@@ -99,6 +99,8 @@ def made_plain(layer: nn.Module) -> nn.Module | None:
             expected = module(x)
     except Exception:  # whatever a forward of one's own says to these sizes
         return None
+    if seen.weight is None or seen.weight.shape != module.weight.shape:
+        return None
     made = kind.__new__(kind)
     made.__dict__.update({**vars(module), "_parameters": copy.copy(module._parameters)})
     made._buffers = {}
