@@ -75,11 +75,11 @@ class FusionResult:
         not_inplace: Activations of sparse encoders whose ``inplace`` became False, by their path
             before the rewrite.
         untraced: Modules whose forward could not be followed, with the reason.
-        plain: Layers whose forward computed their weight from parameters alone (standardised
-            weights), by their path; they are layers of torch's own over that weight now.
         max_error: Largest relative difference of any output on the example inputs; in float64
             where a choice between values (the largest ones, say) came out differently by rounding;
             None without example inputs.
+        plain: Layers whose forward computed their weight from parameters alone (standardised
+            weights), by their path; they are layers of torch's own over that weight now.
     """
 
     model: nn.Module = field(repr=False)
@@ -87,8 +87,8 @@ class FusionResult:
     skipped: tuple[Skipped, ...]
     not_inplace: tuple[str, ...] = ()
     untraced: Mapping[str, str] = field(default_factory=dict)
-    plain: tuple[str, ...] = ()
     max_error: float | None = None
+    plain: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         rows = [(f.bn, f"into {f.conv or 'the model'}", _HOW[f.how]) for f in self.fused]

@@ -131,11 +131,13 @@ class _Reader:
     def merging(self, norm: fx.Node) -> str:
         """A hint where a block around a batch norm can merge its branches itself."""
         blocks = [self.modules[path] for path in reversed(self.stack(norm)[:-1])]
-        found = ((b, name) for b in blocks for name in _MERGES.split() if hasattr(b, name))
-        block, name = next(found, (None, ""))
-        if block is None:
-            return ""
-        return f"; {type(block).__name__}.{name}() may merge it into a convolution: try that first"
+        for cls in map(type, blocks):
+            for name in _MERGES.split():
+                if callable(getattr(cls, name, None)):
+                    return (
+                        f"; {cls.__name__}.{name}() may merge it into a convolution: try it first"
+                    )
+        return ""
 
     # One batch norm
 
@@ -147,9 +149,9 @@ class _Reader:
         layers = {self.layer(node) for node, _ in ends}
         for node, _ in ends:
             if self.layer(node) is None:
-                behind_relu = any(op_spec(end.target).kind == "relu" for end, _ in ends)
-                ahead = self.fold_ahead(path, norms, numbers, channels)
-                if ahead is not None and not behind_relu:
+                relu = any(op_spec(end.target).kind == "relu" for end, _ in ends)
+                ahead = None if relu else self.fold_ahead(path, norms, numbers, channels)
+                if ahead is not None:
                     return ahead
                 if node.op == "placeholder":
                     raise _Refused("normalises an input of the model")

@@ -109,4 +109,5 @@ def made_plain(layer: nn.Module) -> nn.Module | None:
     weight = seen.weight.detach().clone()
     made._parameters["weight"] = nn.Parameter(weight, module.weight.requires_grad)
     with torch.no_grad():
-        return made if torch.equal(made(x), expected) else None
+        apart = (made(x) - expected).abs().max()
+    return made if apart <= 1e-4 * expected.abs().max() else None
