@@ -467,3 +467,19 @@ def test_weights_computed_from_parameters_alone_become_plain_ones(randomise):
     assert [f.bn for f in result.fused] == ["1"]
     assert result.max_error < 1e-14
     assert type(net[0]) is Standardised
+
+
+def test_a_block_that_merges_its_branches_itself_is_named(randomise):
+    class RepBlock(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.identity = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+
+        def forward(self, x):
+            return self.conv(x) + self.identity(x)
+
+        def switch_to_deploy(self):
+            raise NotImplementedError
+
+    (kept,) = fuse_model(randomise(RepBlock()), image()).skipped
+    assert kept.reason.startswith("normalises an input of the model; RepBlock.switch_to_deploy() ")
