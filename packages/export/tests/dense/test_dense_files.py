@@ -174,25 +174,27 @@ def test_values_are_moved_as_torch_does(
     assert file.outputs == {"output": tuple(integer(x).shape)}
 
 
-def test_outputs_in_a_tuple_that_torch_made_and_inputs_handed_on(
+def test_outputs_in_a_tuple_that_torch_made_inputs_handed_on_and_constants(
     calibrated: Fixture, run: Fixture, tmp_path: Path
 ) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.conv = nn.Conv2d(3, 4, 1)
+            self.conv, self.anchors = nn.Conv2d(3, 4, 1), nn.Parameter(torch.rand(3, 2))
 
         def forward(self, x: Tensor) -> tuple[Any, ...]:
             y = self.conv(x)
-            return y.chunk(2, 1), y, x, y
+            return y.chunk(2, 1), y, x, y, self.anchors.sigmoid()
 
     x = torch.randn(2, 3, 4, 6)
     model = calibrated(Net(), x)
     file = export_qdq_onnx(model, x, tmp_path / "net.onnx", "onnxruntime")
-    assert list(file.outputs) == ["output_0_0", "output_0_1", "output_1", "output_2", "output_3"]
+    assert list(file.outputs) == [
+        "output_0_0", "output_0_1", "output_1", "output_2", "output_3", "output_4",
+    ]  # fmt: skip
     made, _ = run(file, x)
-    (a, b), y, same, again = simulate(model, x)(x)
-    for got, want in zip(made, (a, b, y, same, again), strict=True):
+    (a, b), *others = simulate(model, x)(x)
+    for got, want in zip(made, (a, b, *others), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 

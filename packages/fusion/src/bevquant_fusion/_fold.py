@@ -39,16 +39,18 @@ class NormPaths:
 
 @dataclass(frozen=True)
 class Fold:
-    """A batch norm that reads all that one layer makes, and nobody else does.
+    """A batch norm that reads all that one layer makes, or that layers alone read.
 
     Attributes:
-        conv: Path of the layer.
+        conv: Path of the layer that takes it; of several the first.
         bn: Path of the batch norm, or of the module that has the parameters of a functional one.
         norm: Where its numbers are.
         caller: Path of the module whose forward calls it.
         rest: Names of its own children that run after the normalisation, in order; None where
             something else does, so that the normalisation has to stay and do nothing.
         indexed: Whether other code picks members out of the chain that it is in.
+        readers: Paths of the layers that take it where it stands before them; none where it stands
+            behind ``conv``.
     """
 
     conv: str
@@ -57,6 +59,7 @@ class Fold:
     caller: str
     rest: tuple[str, ...] | None = ()
     indexed: bool = False
+    readers: tuple[str, ...] = ()
 
 
 def layer_problem(

@@ -21,11 +21,13 @@ from bevquant_graph import (
     evaluation,
     first_fault,
     refuse_unusable,
+    replace_modules,
     running,
 )
 
 from ._fold import Fold, Skipped
-from ._fuse_pair import fold_into
+from ._fuse_pair import fold_ahead, fold_into
+from ._plain import made_plain
 from ._plan import Plan, plan_fusion
 from ._remove_bn import Removal, neutralise, norm_at, remove_batch_norms
 from ._structure import activations
@@ -47,7 +49,7 @@ class Fused:
 
     Attributes:
         conv: Path of the layer that took it, before the rewrite (a ``SparseSequential`` numbers
-            its members anew).
+            its members anew); the first of several layers behind it.
         bn: Path of the batch norm before the rewrite.
         how: What stands in its place: ``"identity"``; ``"removed"`` (from a
             ``SparseSequential``); ``"rebuilt"`` (its block's forward is without the call);
@@ -76,6 +78,8 @@ class FusionResult:
         max_error: Largest relative difference of any output on the example inputs; in float64
             where a choice between values (the largest ones, say) came out differently by rounding;
             None without example inputs.
+        plain: Layers whose forward computed their weight from parameters alone (standardised
+            weights), by their path; they are layers of torch's own over that weight now.
     """
 
     model: nn.Module = field(repr=False)
@@ -84,9 +88,11 @@ class FusionResult:
     not_inplace: tuple[str, ...] = ()
     untraced: Mapping[str, str] = field(default_factory=dict)
     max_error: float | None = None
+    plain: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         rows = [(f.bn, f"into {f.conv or 'the model'}", _HOW[f.how]) for f in self.fused]
+        rows += [(path, "plain", "its weight was computed from parameters") for path in self.plain]
         for item in self.skipped:
             where = f" ({item.location})" if item.location else ""
             rows.append((item.bn or "the model", "kept", item.reason + where))
@@ -109,17 +115,19 @@ def fuse_model(
     *,
     graph: Graph | None = None,
 ) -> FusionResult:
-    """Fold batch norms into the convolutions and linear layers that feed them.
+    """Fold batch norms into the convolutions and linear layers beside them.
 
     With ``example_inputs`` the model is captured (``bevquant_graph.capture``), and a batch norm is
     folded where all that one convolution or linear layer makes goes to it and nowhere else, at most
-    through views, permutations and the like that keep channels apart. Functional ``F.batch_norm``
-    and classes that do more than normalise are folded too, and what more they do is kept. Without
-    example inputs, and inside modules that cannot be captured, the structure of the modules tells:
-    a convolution directly followed by its batch norm in an ``nn.Sequential`` or
-    ``SparseSequential``, residual blocks by their names, other forwards as `torch.fx` sees them.
-    That takes for granted that a module which cannot be followed uses its parts by calling them;
-    ``example_inputs`` checks it.
+    through views, permutations and the like that keep channels apart; and one that no layer and no
+    ReLU feeds where only dense layers that pad no zeros read it. Functional ``F.batch_norm`` and
+    classes that do more than normalise are folded too, and what more they do is kept. A layer that
+    computes its weight from parameters alone in every call (standardised weights) becomes a plain
+    one over that weight. Without example inputs, and inside modules that cannot be captured, the
+    structure of the modules tells: a convolution directly followed by its batch norm in an
+    ``nn.Sequential`` or ``SparseSequential``, residual blocks by their names, other forwards as
+    `torch.fx` sees them. That takes for granted that a module which cannot be followed uses its
+    parts by calling them; ``example_inputs`` checks it.
 
     A folded batch norm becomes ``nn.Identity`` in dense code, leaves its ``SparseSequential``
     (members numbered 0, 1, 2, … are numbered anew), and is deleted from a block that runs sparse
@@ -247,6 +255,8 @@ def _may_stop(model: nn.Module, inputs: _Inputs, before: list[Any]) -> list[str]
 
 def _fuse(model: nn.Module, plan: Plan, stopped: Iterable[str]) -> FusionResult:
     skipped = list(plan.skipped)
+    layers = {model.get_submodule(path): path for path in plan.plain}
+    replace_modules(model, {layer: made_plain(layer) or layer for layer in layers})
     folded: list[Fold] = []
     for fold in plan.folds:
         norm = norm_at(model, fold)
@@ -255,7 +265,10 @@ def _fuse(model: nn.Module, plan: Plan, stopped: Iterable[str]) -> FusionResult:
             skipped.append(Skipped(fold.bn, f"is called by a forward itself, and {reason}"))
             continue
         try:
-            fold_into(model.get_submodule(fold.conv), norm)
+            if fold.readers:
+                fold_ahead([model.get_submodule(path) for path in fold.readers], norm)
+            else:
+                fold_into(model.get_submodule(fold.conv), norm)
         except ValueError as error:
             skipped.append(Skipped(fold.bn, f"{fold.conv}: {error}"))
         else:
@@ -270,6 +283,7 @@ def _fuse(model: nn.Module, plan: Plan, stopped: Iterable[str]) -> FusionResult:
         skipped=tuple(skipped),
         not_inplace=tuple(stopped),
         untraced=plan.untraced,
+        plain=plan.plain,
     )
 
 

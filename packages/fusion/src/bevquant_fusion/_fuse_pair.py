@@ -12,7 +12,12 @@ from bevquant_graph import all_finite
 from bevquant_sparse import WeightLayout, get_weight, is_sparse_conv, set_weight
 
 from ._foldable import fold_problem
-from ._weights import fuse_conv_bn_weights, fuse_linear_bn_weights, fuse_sparse_conv_bn_weights
+from ._weights import (
+    absorb_norm,
+    fuse_conv_bn_weights,
+    fuse_linear_bn_weights,
+    fuse_sparse_conv_bn_weights,
+)
 
 ConvT = TypeVar("ConvT", bound=nn.Module)
 
@@ -123,6 +128,21 @@ def fold_into(conv: nn.Module, norm: Norm) -> None:
         _check_finite(conv, weight, new_bias)
         conv.weight = weight
     conv.bias = new_bias
+
+
+def fold_ahead(layers: list[nn.Module], norm: Norm) -> None:
+    """Fold ``norm`` into the dense layers that read it, in place; that they can was asked before.
+
+    Raises:
+        ValueError: A folded weight is not finite; nothing was changed.
+    """
+    made = []
+    for layer in layers:
+        one: Any = layer
+        made.append(absorb_norm(one.weight, one.bias, norm, getattr(one, "groups", 1)))
+        _check_finite(layer, *made[-1])
+    for layer, (weight, bias) in zip(layers, made, strict=True):
+        layer.weight, layer.bias = weight, bias
 
 
 def norm_of(bn: nn.Module) -> Norm:

@@ -2,6 +2,8 @@
 
 From the input of a batch norm one walks back through whatever moves values but keeps channels
 apart. Where the walk ends, one layer must have made it all, and nobody else may read any of it.
+Where neither a layer nor a ReLU made it, one walks on from its output instead: all readers must be
+layers then.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections import defaultdict
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -27,21 +30,33 @@ _SHAPE_OF_SECOND = ("reshape_as", "view_as", "expand_as")
 _CONVOLUTIONS = {F.conv1d, F.conv2d, F.conv3d}
 _PRODUCTS = _CONVOLUTIONS | {F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, F.linear}
 _BATCH_NORM = torch.ops.aten.batch_norm.default
+# What authors call the method of a block that makes one convolution of its parallel branches:
+# timm (two), RepVGG and YOLOv6, PaddleDetection, YOLOv7, ultralytics.
+_MERGES = "reparameterize fuse switch_to_deploy convert_to_deploy fuse_repvgg_block fuse_convs"
 
 
 class _Refused(Exception):
     """A batch norm stays, for the reason that is the message."""
 
 
-def from_graph(model: nn.Module, graph: Graph) -> dict[str, Fold | Skipped]:
-    """What becomes of every batch norm that the graph computes, modules and functional ones."""
-    reader = _Reader(model, graph)
+def from_graph(
+    model: nn.Module, graph: Graph, plain: Collection[str] = ()
+) -> dict[str, Fold | Skipped]:
+    """What becomes of every batch norm that the graph computes, modules and functional ones.
+
+    Args:
+        model: The model.
+        graph: Its graph.
+        plain: Layers that are made plain ones before anything is folded.
+    """
+    reader = _Reader(model, graph, plain)
     found: dict[str, Fold | Skipped] = {}
     for path, nodes in reader.norms.items():
         try:
             found[path] = reader.fold(path, nodes)
         except _Refused as refusal:
-            found[path] = Skipped(path, str(refusal), graph.location(nodes[0]))
+            reason = f"{refusal}{reader.merging(nodes[0])}"
+            found[path] = Skipped(path, reason, graph.location(nodes[0]))
     return found
 
 
@@ -63,8 +78,8 @@ class _Products(TorchFunctionMode):
 
 
 class _Reader:
-    def __init__(self, model: nn.Module, graph: Graph) -> None:
-        self.model, self.graph = model, graph
+    def __init__(self, model: nn.Module, graph: Graph, plain: Collection[str]) -> None:
+        self.model, self.graph, self.plain = model, graph, plain
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.owners = tensor_owners(model)
         self.names = {module: path for path, module in model.named_modules()}
@@ -113,6 +128,17 @@ class _Reader:
             return f"{path} ({type(module).__name__})"
         return f"{op_spec(node.target).name}()" + (f" in {path}" if path else "")
 
+    def merging(self, norm: fx.Node) -> str:
+        """A hint where a block around a batch norm can merge its branches itself."""
+        blocks = [self.modules[path] for path in reversed(self.stack(norm)[:-1])]
+        for cls in map(type, blocks):
+            for name in _MERGES.split():
+                if callable(getattr(cls, name, None)):
+                    return (
+                        f"; {cls.__name__}.{name}() may merge it into a convolution: try it first"
+                    )
+        return ""
+
     # One batch norm
 
     def fold(self, path: str, norms: list[fx.Node]) -> Fold:
@@ -123,6 +149,10 @@ class _Reader:
         layers = {self.layer(node) for node, _ in ends}
         for node, _ in ends:
             if self.layer(node) is None:
+                relu = any(op_spec(end.target).kind == "relu" for end, _ in ends)
+                ahead = None if relu else self.fold_ahead(path, norms, numbers, channels)
+                if ahead is not None:
+                    return ahead
                 if node.op == "placeholder":
                     raise _Refused("normalises an input of the model")
                 raise _Refused(f"follows {self.describe(node)}, not a convolution or linear layer")
@@ -147,6 +177,60 @@ class _Reader:
         parent = path.rpartition(".")[0]
         indexed = any(outer != parent for outer in self.callers[parent])
         return Fold(conv, path, numbers, caller, self.rest(path, norms), indexed)
+
+    def fold_ahead(
+        self, path: str, norms: list[fx.Node], numbers: NormPaths, channels: int
+    ) -> Fold | None:
+        """The fold into all that read the batch norm; None where that is more than dense layers."""
+        ends: dict[str, list[fx.Node]] = defaultdict(list)
+        pending = [(norm, 1) for norm in norms]
+        while pending:
+            value, axis = pending.pop()
+            for user in value.users:
+                layer = None if user.op == "output" else self.layer(user)
+                if user.op == "output" or (layer is None and not _is_float(user)):
+                    if user.op == "output" or _reads_values(user, value):
+                        return None
+                elif layer is None:
+                    axes = range(int(user.meta["val"].dim()))
+                    after = [a for a in axes if _axis_before(user, a, channels) == axis]
+                    if len(after) != 1 or sum(map(_is_float, user.all_input_nodes)) != 1:
+                        return None
+                    pending.append((user, after[0]))
+                elif not self.takes_norm(layer, user, value, axis):
+                    return None
+                else:
+                    ends[layer].append(user)
+        try:
+            for layer, nodes in ends.items():
+                self.refuse_sharing(layer, norms, nodes)
+                self.refuse_hooks(norms[0], nodes[0])
+        except _Refused:
+            return None
+        readers = tuple(ends)
+        made = [out_channels(self.modules[p]) for p in readers]
+        problems = [
+            layer_problem(self.model, self.owners, p, channels, own_forward=True)
+            for p, channels in zip(readers, made, strict=True)
+        ]
+        if not readers or any(problems):
+            return None
+        caller = ["", *self.stack(norms[0])][-2]
+        return Fold(readers[0], path, numbers, caller, self.rest(path, norms), readers=readers)
+
+    def takes_norm(self, layer: str, made: fx.Node, value: fx.Node, axis: int) -> bool:
+        """Whether a dense layer applies its weight to a value's channels, and pads no zeros."""
+        module: Any = self.modules[layer]
+        if is_sparse_conv(module) or not self.applies_weights(layer, made):
+            return False
+        if made.args[0] is not value or getattr(module, "transposed", False):
+            return False
+        axes = int(value.meta["val"].dim())
+        if isinstance(module, nn.Linear):
+            return axis == axes - 1
+        padding: Any = made.args[4] if len(made.args) > 4 else 0
+        none = padding == "valid" or not any([padding] if isinstance(padding, int) else padding)
+        return none and axis == axes - (module.weight.dim() - 2) - 1
 
     def numbers(self, path: str, norms: list[fx.Node]) -> NormPaths:
         """Where the numbers of the norm are, if they are its alone."""
@@ -219,6 +303,8 @@ class _Reader:
         So that a class of one's own that pads its input before (``"same"`` as TensorFlow's) takes
         a batch norm as its base class does.
         """
+        if conv in self.plain:
+            return True
         module: Any = self.modules[conv]
         dense = "linear" if isinstance(module, nn.Linear) else None
         if dense is None and not is_sparse_conv(module):

@@ -13,16 +13,18 @@ from bevquant_graph import Graph
 from ._fold import Fold, Skipped
 from ._foldable import conv_problem
 from ._graph_plan import from_graph
+from ._plain import plain_layers
 from ._structure import from_structure
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All batch norms of a model, each in one of the two, and what was not followed."""
+    """All batch norms of a model, each in one of the two; what was not followed; plain layers."""
 
     folds: tuple[Fold, ...]
     skipped: tuple[Skipped, ...]
     untraced: Mapping[str, str] = field(default_factory=dict)
+    plain: tuple[str, ...] = ()
 
 
 def plan_fusion(model: nn.Module, graph: Graph | None, failure: str = "") -> Plan:
@@ -36,8 +38,10 @@ def plan_fusion(model: nn.Module, graph: Graph | None, failure: str = "") -> Pla
     """
     found: dict[str, Fold | Skipped] = {}
     untraced: dict[str, str] = {}
+    plain: tuple[str, ...] = ()
     if graph is not None:
-        found |= from_graph(model, graph)
+        plain = plain_layers(model, graph)
+        found |= {p: f for p, f in from_graph(model, graph, plain).items() if p not in plain}
         untraced |= {
             path: entry.reason
             for path, entry in graph.opaque.items()
@@ -49,7 +53,7 @@ def plan_fusion(model: nn.Module, graph: Graph | None, failure: str = "") -> Pla
         untraced |= refused
         if failure:
             untraced[""] = failure
-    called = {fold.conv for fold in found.values() if isinstance(fold, Fold)}
+    called = {f.conv for f in found.values() if isinstance(f, Fold) and not f.readers}
     for path, module in model.named_modules():
         if not isinstance(module, _BatchNorm) or path in found:
             continue
@@ -61,6 +65,7 @@ def plan_fusion(model: nn.Module, graph: Graph | None, failure: str = "") -> Pla
         tuple(f for f in found.values() if isinstance(f, Fold)),
         tuple(f for f in found.values() if isinstance(f, Skipped)),
         untraced,
+        plain,
     )
 
 

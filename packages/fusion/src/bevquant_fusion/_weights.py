@@ -1,8 +1,9 @@
 """The arithmetic of folding batch normalisation into the layer before it.
 
 Batch normalisation in evaluation mode is y = (x − μ)·γ/√(σ² + ε) + β per channel (Ioffe and
-Szegedy 2015, section 3.1). With x = W·u + b that is y = W'·u + b' where
-W' = W·γ/√(σ² + ε) and b' = (b − μ)·γ/√(σ² + ε) + β. All of it is computed in float64.
+Szegedy 2015, section 3.1), y = s·x + t. With x = W·u + b that is y = W'·u + b' where W' = s·W and
+b' = s·(b − μ) + β. Before a layer, W·y + b is W'·x + b' where W' = W·s per input channel and
+b' = b + W·t. All of it is computed in float64.
 """
 
 from __future__ import annotations
@@ -228,6 +229,25 @@ def fuse_sparse_conv_bn_weights(
     return _parameters(
         weight, bias, _along(weight.detach().double(), scale, layout.out_axis), new_bias
     )
+
+
+def absorb_norm(
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: tuple[Tensor, Tensor, float, Tensor | None, Tensor | None],
+    groups: int,
+) -> tuple[nn.Parameter, nn.Parameter]:
+    """Weight ``[out, in/groups, *kernel]`` and bias of a layer that takes the norm before it.
+
+    Exact where every weight meets a normalised value: no zeros are padded in between.
+    """
+    channels = int(weight.shape[1]) * groups
+    scale, shift = scale_and_bias(None, *norm, channels, weight.device)
+    split = weight.detach().double().reshape(groups, -1, *weight.shape[1:])
+    inputs = (groups, 1, -1, *(1,) * (weight.ndim - 2))
+    added = (split * shift.reshape(inputs)).flatten(2).sum(2).flatten()
+    added = added if bias is None else added + bias.detach().double()
+    return _parameters(weight, bias, (split * scale.reshape(inputs)).reshape(weight.shape), added)
 
 
 def _along(weight: Tensor, scale: Tensor, axis: int) -> Tensor:

@@ -339,6 +339,7 @@ def _below(path: str, result: FusionResult) -> FusionResult:
         ),
         skipped=tuple(replace(s, bn=_join(path, s.bn)) for s in result.skipped),
         not_inplace=tuple(_join(path, p) for p in result.not_inplace),
+        plain=tuple(_join(path, p) for p in result.plain),
         untraced={_join(path, p): why for p, why in result.untraced.items()},
     )
 

@@ -105,7 +105,9 @@ class Emitter:
         self._write(step)
 
     def give(self, name: str) -> None:
-        """Write what the model returns and no step reads: coordinates."""
+        """Write what the model returns and no step reads: coordinates, constants."""
+        if name in self._constants and name not in self.held:
+            self._write(self._constants[name])
         for found in (name, f"{name}.indices"):
             self._write_coords(found)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from bevquant_int8sim.model._execute import accumulators
 from bevquant_int8sim.model._forced import ForcedRun, place
@@ -162,10 +162,10 @@ class LayerComparison(ForcedRun):
         if sums is not None and step.op in _LAYERS:
             sums.add_peak(accumulators(step, given, self.model.backend))
 
-    def judge(self, node: fx.Node, made: dict[str, Tensor], *runs: Any) -> None:
+    def judge(self, values: list[str], made: dict[str, Tensor], *runs: Any) -> None:
         """Add up the outputs of the float model, the fake-quantized one and the forced one."""
         wanted, fake, forced = runs
-        for value in self.values.get(node, ()):
+        for value in values:
             tensors = [tensor_of(v) for v in (wanted, fake, forced)]
             if value not in made or any(t is None for t in tensors):
                 continue

@@ -68,13 +68,19 @@ class ForcedRun:
                     self.values.setdefault(node, []).append(value)
         self.placed = [step.outputs[0] for step in model.steps if step.outputs[0] in placed]
         # Interpolating does not commute with clamping: what a resize of integers reads, which its
-        # operand may hold beside its accumulators, is what the forced one reads too.
-        self._resized: dict[fx.Node, str] = {}
+        # operand may hold beside its accumulators, is what the forced one reads too. A result that
+        # is held in floats beside is made of the floats.
+        self._resized: dict[fx.Node, dict[str | None, list[str]]] = {}
         for node, values in self.values.items():
-            for step in (self.makers[value] for value in values):
+            reads: dict[str | None, list[str]] = {}
+            for value in values:
+                step = self.makers[value]
                 operand = step.args[0]
-                if step.op == "resize" and isinstance(operand, Ref) and operand.name in known:
-                    self._resized[node] = operand.name
+                integers = (
+                    step.op == "resize" and isinstance(operand, Ref) and operand.name in known
+                )
+                reads.setdefault(operand.name if integers else None, []).append(value)
+            self._resized[node] = reads
         self._spent = spent_nodes(self.graph)
         self._nodes = list(_late_inputs(self.graph))
         # Of the integer model no more is held than what a node that is still to come reads.
@@ -82,7 +88,7 @@ class ForcedRun:
         last: dict[str, fx.Node] = {}
         self._behind: dict[fx.Node, int] = {}
         for node in self._nodes:
-            resized = [self._resized[node]] if node in self._resized else []
+            resized = [value for value in self._resized.get(node, ()) if value]
             read = [*self.values.get(node, ()), *self._forms(node), *resized]
             last |= dict.fromkeys(read, node)
             self._behind[node] = max((place_of.get(value, 0) for value in read), default=0)
@@ -94,8 +100,8 @@ class ForcedRun:
     def see(self, step: Step, given: tuple[Any, ...], made: tuple[Any, ...]) -> None:
         """Called behind each step of the integer model, with what it read and made."""
 
-    def judge(self, node: fx.Node, made: dict[str, Tensor], *runs: Any) -> None:
-        """Called behind each node, with the integer model's values and the runs' results."""
+    def judge(self, values: list[str], made: dict[str, Tensor], *runs: Any) -> None:
+        """Called behind each node, with its values, the integer model's and the runs' results."""
         raise NotImplementedError
 
     def follow(
@@ -129,10 +135,12 @@ class ForcedRun:
         for node in self._nodes:
             while len(self.operations) < self._behind[node]:
                 next(steps)
-            for run, beside in zip(runs, (None, *runs), strict=False):
-                with self._reading(node, made, run if run is runs[-1] else None):
-                    run.step(node, beside)
-            self.judge(node, made, *(run.values[node] for run in runs))
+            for run, beside in zip(runs[:-1], (None, *runs), strict=False):
+                run.step(node, beside)
+            for read, values in (self._resized.get(node) or {None: []}).items():
+                with self._reading(node, read, made, runs[-1]):
+                    runs[-1].step(node, runs[-2] if models else None)
+                self.judge(values, made, *(run.values[node] for run in runs))
             self._force(node, made, runs[-1])
             if node in kept:
                 kept[node] = runs[-1].values[node]
@@ -181,11 +189,10 @@ class ForcedRun:
 
     @contextmanager
     def _reading(
-        self, node: fx.Node, made: dict[str, Tensor], run: GraphRun | None
+        self, node: fx.Node, value: str | None, made: dict[str, Tensor], run: GraphRun
     ) -> Iterator[None]:
         """Give the forced run of a resize the integers that the integer step read."""
-        value = self._resized.get(node)
-        if run is None or value not in made:
+        if value not in made:
             yield
             return
         operand: Any = node.args[0]

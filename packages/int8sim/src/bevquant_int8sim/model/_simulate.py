@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from bevquant_graph import CaptureError, Graph, arguments, capture, flatten, refuse_unusable
 from bevquant_int8sim._quantize import dequantize
@@ -254,10 +254,10 @@ class _Verification(ForcedRun):
         super().__init__(integer)
         self._slack: dict[str, float] = {}
 
-    def judge(self, node: fx.Node, made: dict[str, Tensor], *runs: Any) -> None:
-        """Hold each value that stands for a node against the forced run."""
+    def judge(self, values: list[str], made: dict[str, Tensor], *runs: Any) -> None:
+        """Hold each of the values that stand for a node against the forced run."""
         forced = tensor_of(runs[-1])
-        for value in self.values.get(node, ()):
+        for value in values:
             if forced is None or value not in made:
                 continue
             step, got = self.makers[value], made[value]

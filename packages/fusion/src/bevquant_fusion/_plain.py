@@ -1,0 +1,113 @@
+"""Layers whose forward computes their weight from parameters alone, as plain layers.
+
+Weight standardisation, Ŵ = (W − μ)/√(σ² + ε) per output channel (Qiao et al. 2019, section 3), and
+its scaled form, γ·Ŵ/√N (Brock et al. 2021, section 4), are computed anew in every call. While the
+parameters stay as they are Ŵ is a constant, and the layer is a convolution with that weight.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from bevquant_graph import Graph, op_spec
+
+from ._fold import layer_problem, tensor_owners
+from ._foldable import conv_problem, out_channels
+
+_STOCK = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
+_NAMES = {"conv1d", "conv2d", "conv3d", "linear"}
+_FUNCTIONS = {F.conv1d, F.conv2d, F.conv3d, F.linear}
+
+
+def plain_layers(model: nn.Module, graph: Graph) -> tuple[str, ...]:
+    """Paths of the layers that only compute a weight from parameters and apply it."""
+    inside: dict[str, list[fx.Node]] = defaultdict(list)
+    readers: dict[str, list[fx.Node]] = defaultdict(list)
+    for node in graph.operations:
+        for path in graph.stack(node):
+            inside[path].append(node)
+        for value in node.all_input_nodes:
+            constant = graph.constant_path(value)
+            if constant is not None:
+                readers[constant.rpartition(".")[0]].append(node)
+    owners = tensor_owners(model)
+    return tuple(
+        path
+        for path, module in model.named_modules()
+        if path
+        and path in inside
+        and isinstance(module, _STOCK)
+        and conv_problem(module) is not None
+        and layer_problem(model, owners, path, out_channels(module), own_forward=True) is None
+        and set(readers[path]) <= set(inside[path])
+        and _applies_constants(path, inside[path], graph)
+        and made_plain(module) is not None
+    )
+
+
+def _applies_constants(path: str, nodes: list[fx.Node], graph: Graph) -> bool:
+    """Whether a layer's nodes are products of what comes in with what constants give."""
+    products = [node for node in nodes if op_spec(node.target).name in _NAMES]
+    own = set(nodes).difference(products)
+    for node in own:
+        known = all(v in own or graph.constant_path(v) for v in node.all_input_nodes)
+        if not known or not set(node.users) <= {*own, *products}:
+            return False
+    for product in products:
+        x, weight, *rest = product.args
+        bias = rest[0] if rest else None
+        if x in own or weight not in own or graph.constant_path(x):
+            return False
+        if bias is not None and graph.constant_path(bias) != f"{path}.bias".lstrip("."):
+            return False
+    return bool(products)
+
+
+class _Weight(TorchFunctionMode):
+    """Notes the weight of the last product."""
+
+    weight: Any = None
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        given = kwargs or {}
+        if func in _FUNCTIONS:
+            self.weight = args[1] if len(args) > 1 else given.get("weight")
+        return func(*args, **given)
+
+
+def made_plain(layer: nn.Module) -> nn.Module | None:
+    """The stock layer over the weight that a layer computes; None where it gives other values."""
+    module: Any = layer
+    kind: Any = next(cls for cls in _STOCK if isinstance(module, cls))
+    inputs = module.in_features if kind is nn.Linear else module.in_channels
+    kernel = [] if kind is nn.Linear else zip(module.kernel_size, module.dilation, strict=True)
+    # Large enough for every kernel, and another size along each axis.
+    sizes = torch.Size([1, inputs, *(3 + a + (k - 1) * d for a, (k, d) in enumerate(kernel))])
+    x = torch.linspace(-1, 1, sizes.numel()).reshape(sizes).to(module.weight)
+    seen = _Weight()
+    try:
+        with torch.no_grad(), seen:
+            expected = module(x)
+    except Exception:  # whatever a forward of one's own says to these sizes
+        return None
+    if seen.weight is None or seen.weight.shape != module.weight.shape:
+        return None
+    made = kind.__new__(kind)
+    made.__dict__.update({**vars(module), "_parameters": copy.copy(module._parameters)})
+    made._buffers = {}
+    for name in set(made._parameters) - {"weight", "bias"}:
+        del made._parameters[name]
+    weight = seen.weight.detach().clone()
+    made._parameters["weight"] = nn.Parameter(weight, module.weight.requires_grad)
+    with torch.no_grad():
+        apart = (made(x) - expected).abs().max()
+    return made if apart <= 1e-4 * expected.abs().max() else None
