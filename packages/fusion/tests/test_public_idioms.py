@@ -405,7 +405,6 @@ def test_a_convolution_takes_the_batch_norm_that_its_own_forward_calls(bias, ran
     assert not kept.fused
 
 
-<<<<<<< HEAD
 class Choosing(nn.BatchNorm1d):
     def forward(self, x):
         return super().forward(x) if x.sum() > 0 else x
@@ -415,7 +414,8 @@ def test_a_norm_that_cannot_be_followed_is_not_called_unused():
     net = nn.Sequential(nn.Linear(4, 4), Choosing(4)).eval()
     (skipped,) = fuse_model(net, torch.ones(2, 4)).skipped
     assert re.match(r"cannot be followed: .*test_public_idioms\.py:\d+", skipped.reason)
-=======
+
+
 class Ahead(nn.Module):
     """Batch norms that no layer feeds and layers read, as BEVDepth's of the camera parameters."""
 
@@ -495,4 +495,3 @@ def test_a_block_that_merges_its_branches_itself_is_named(randomise):
 
     (kept,) = fuse_model(randomise(RepBlock()), image()).skipped
     assert kept.reason.startswith("normalises an input of the model; RepBlock.switch_to_deploy() ")
->>>>>>> wt-dense
