@@ -3,7 +3,8 @@
 from bevfusion_quant.qat._config import QatConfig
 from bevfusion_quant.qat._frame_part import FramePart, StepSum, add_up, parts_in_order
 from bevfusion_quant.qat._run import QatResult, run_qat
-from bevfusion_quant.qat._trainer import RangeFollower, Trainer, weighted_layers
+from bevfusion_quant.qat._trainer import Trainer
+from bevquant_qnn import RangeFollower, weighted_layers
 
 __all__ = [
     "FramePart",
