@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from bevfusion_quant.measure import (
-    DetectionTally,
     Judgement,
     LayerRow,
     Leader,
     PairSums,
     StageMaps,
     StageProbe,
+    detection_tally,
     lead,
     whole_output,
 )
@@ -24,7 +24,7 @@ from bevfusion_quant.results import BpuComparison, BpuLayer, BpuStage
 from bevquant_hybrid.qtensor import QTensor, as_float
 
 if TYPE_CHECKING:
-    from bev_data.metrics import AccuracyTally
+    from bev_data.metrics import AccuracyTally, AgreementRow, DetectionTally, FoundRow
     from bev_data.points import Labels
     from bevfusion.model import Batch, BEVFusion, BEVFusionConfig
     from bevfusion.model.head import Detections
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from bevfusion_quant.bpu._split import Note, SplitModel
     from bevfusion_quant.bpu._units import Label
     from bevfusion_quant.frames import FrameBatches
-    from bevfusion_quant.measure import AgreementRow, FoundRow
 
 __all__ = ["Follower", "Models", "NodeProbe", "Tallies", "compare_forms", "node_probes"]
 
@@ -53,11 +52,8 @@ class Tallies:
     def __init__(
         self, config: BEVFusionConfig, model: BEVFusion, accuracy: AccuracyTally | None = None
     ) -> None:
-        low_x, low_y, _, high_x, high_y, _ = config.lidar.point_cloud_range
-        extent = (low_x, low_y, high_x, high_y)
         self._head = model.head if model.heads is not None else None
-        self._fake = DetectionTally(config.head.classes, extent)
-        self._integer = DetectionTally(config.head.classes, extent)
+        self._fake, self._integer = detection_tally(config), detection_tally(config)
         self._accuracy = accuracy
         self.first: tuple[Detections, Detections] | None = None
         self.float_detections: list[Detections] = []

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from bevfusion.model.camera import splat
 from bevfusion_quant.export._files import HEAD, LIDAR, LIFTED, POOLED, FilePart
-from bevfusion_quant.measure import AgreementRow, DetectionTally, PairSums
+from bevfusion_quant.measure import PairSums, detection_tally
 from bevfusion_quant.results import SetStage
 
 if TYPE_CHECKING:
+    from bev_data.metrics import AgreementRow
     from bevfusion.model import Batch, BEVFusion, BEVFusionConfig
     from bevfusion.model.head import Detections
     from bevfusion_quant.export._pieces import Piece
@@ -197,8 +198,7 @@ def box_agreement(
     """Boxes of the integer model against those of the files; the former stand first in each row."""
     if HEAD.partition(".")[0] not in model.parts or "score" not in onnx:
         return ()
-    low_x, low_y, _, high_x, high_y, _ = config.lidar.point_cloud_range
-    tally = DetectionTally(config.head.classes, (low_x, low_y, high_x, high_y))
+    tally = detection_tally(config)
     tally.add(_boxes(model, integers), _boxes(model, onnx), None)
     return tuple(tally.agreement())
 

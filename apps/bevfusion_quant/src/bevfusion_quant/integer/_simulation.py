@@ -17,11 +17,11 @@ from bevfusion_quant.steps import example_like
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bev_data.metrics import AccuracyTally
+    from bev_data.metrics import AccuracyTally, AgreementRow, FoundRow
     from bevfusion.model import Batch, BEVFusion, BEVFusionConfig
     from bevfusion.model.head import Detections
     from bevfusion_quant.frames import FrameBatches
-    from bevfusion_quant.measure import AgreementRow, FoundRow, Judgement
+    from bevfusion_quant.measure import Judgement
     from bevfusion_quant.ranks import Shards
     from bevfusion_quant.run import Clock
     from bevquant_int8sim import IntegerModel, LayerComparison, LayerRow
@@ -274,10 +274,9 @@ def _run(
         empty without a head. Detections of the first frame, seconds of each.
     """
     from bevfusion_quant.frames import detections_of, detections_record
-    from bevfusion_quant.measure import DetectionTally
+    from bevfusion_quant.measure import detection_tally
 
-    low_x, low_y, _, high_x, high_y, _ = config.lidar.point_cloud_range
-    tally = DetectionTally(config.head.classes, (low_x, low_y, high_x, high_y))
+    tally = detection_tally(config)
     first, seconds = None, []
 
     def run(index: int) -> dict[str, Any]:

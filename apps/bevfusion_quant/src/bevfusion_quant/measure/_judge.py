@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bevfusion_quant.frames import detections_of, detections_record, note_of, note_record
-from bevfusion_quant.measure._agreement import AgreementRow, DetectionTally, FoundRow
 from bevfusion_quant.measure._compare import LayerComparison, LayerRow
 from bevfusion_quant.measure._quantizer_values import QuantizerRow, QuantizerValues
 from bevfusion_quant.measure._stage_maps import StageMaps, StageRow
+from bevfusion_quant.measure._tally import detection_tally
 from bevfusion_quant.ranks import Shards, in_order
 
 if TYPE_CHECKING:
     import bevquant_int8sim
-    from bev_data.metrics import AccuracyTally
+    from bev_data.metrics import AccuracyTally, AgreementRow, FoundRow
     from bevfusion.model import BEVFusion, BEVFusionConfig
     from bevfusion.model.head import Detections
     from bevfusion_quant.frames import FrameBatches
@@ -92,8 +92,7 @@ def judge(
         shards: Keeps what is finished while several ranks work.
         integers: Of the two models with the integer one; gets the batches too, in the same walk.
     """
-    low_x, low_y, _, high_x, high_y, _ = config.lidar.point_cloud_range
-    tally = DetectionTally(config.head.classes, (low_x, low_y, high_x, high_y))
+    tally = detection_tally(config)
     first: tuple[Detections, Detections] | None = None
     float_detections: list[Detections] = []
     has_head = "head" in float_model.parts

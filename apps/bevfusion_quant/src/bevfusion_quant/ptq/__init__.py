@@ -1,20 +1,16 @@
 """Post-training quantization of BEVFusion or a part of it, whole or step by step."""
 
+from bev_data.metrics import AgreementRow, DetectionTally, FoundRow, agreement_text, match
 from bevfusion_quant.frames import FrameBatches, PoorData, data_findings, finding_lines, refuse_poor
 from bevfusion_quant.measure import (
-    AgreementRow,
     Comparison,
-    DetectionTally,
-    FoundRow,
     LayerRow,
     QuantizerRow,
     QuantizerValues,
     StageMaps,
     StageRow,
-    agreement_text,
     compare_layers,
     layer_table,
-    match,
     stage_table,
     watch_quantizers,
 )

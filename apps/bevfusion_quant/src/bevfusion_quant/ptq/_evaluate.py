@@ -13,8 +13,6 @@ from bev_data.metrics import Accuracy, Bootstrap
 from bevfusion.model import CONFIGS
 from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.measure import (
-    AgreementRow,
-    FoundRow,
     LayerRow,
     StageRow,
     accuracy_tally,
@@ -30,6 +28,7 @@ from bevfusion_quant.run import (
 from bevfusion_quant.steps import load_run, quantized_parts, read_model_settings, refuse_unfolded
 
 if TYPE_CHECKING:
+    from bev_data.metrics import AgreementRow, FoundRow
     from bev_data.points import Frame
     from bevfusion_quant.integer import Simulation
 

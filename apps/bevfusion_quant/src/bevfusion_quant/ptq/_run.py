@@ -14,8 +14,6 @@ import torch
 from bevfusion.model import CONFIGS, build_model
 from bevfusion_quant.frames import FrameBatches, PoorData, data_findings
 from bevfusion_quant.measure import (
-    AgreementRow,
-    FoundRow,
     LayerRow,
     QuantizerRow,
     StageRow,
@@ -58,6 +56,7 @@ from bevfusion_quant.steps import (
 )
 
 if TYPE_CHECKING:
+    from bev_data.metrics import AgreementRow, FoundRow
     from bev_data.points import Frame
     from bevfusion_quant.integer import Simulation
     from bevfusion_quant.results import ExportedSet

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from bevfusion_quant.measure import or_dash
+from bev_data.metrics import or_dash
 from bevfusion_quant.report._content import (
     ReportBoxes,
     ReportContent,
@@ -24,19 +24,17 @@ from bevfusion_quant.report._sections import run_sections
 
 if TYPE_CHECKING:
     from bev_data.cameras import Camera
-    from bev_data.metrics import Accuracy
+    from bev_data.metrics import Accuracy, AgreementRow
     from bev_data.points import Frame
     from bevfusion.model import BEVFusionConfig
     from bevfusion.model.head import Detections
     from bevfusion_quant.frames import FrameBatches
     from bevfusion_quant.integer import Simulation
-    from bevfusion_quant.measure import AgreementRow, Judgement
+    from bevfusion_quant.measure import Judgement
     from bevfusion_quant.results import BpuOutcome, ExportedSet
     from bevfusion_quant.run import RunRecord
 
 __all__ = ["write_found_page", "write_pictures", "write_report", "write_run_page"]
-
-Extent = tuple[float, float, float, float]
 
 
 def write_report(path: Path | str, content: ReportContent) -> Path:
@@ -180,11 +178,6 @@ def _inside(points: npt.NDArray[np.float32], limits: tuple[float, ...]) -> npt.N
     return inside
 
 
-def _extent(config: BEVFusionConfig) -> Extent:
-    low_x, low_y, _, high_x, high_y, _ = config.lidar.point_cloud_range
-    return (low_x, low_y, high_x, high_y)
-
-
 def _scene(
     config: BEVFusionConfig,
     frame: Frame,
@@ -200,7 +193,7 @@ def _scene(
     return ReportScene(
         name=frame.name,
         points=points[_inside(points, config.lidar.point_cloud_range)],
-        extent=_extent(config),
+        extent=config.lidar.extent,
         kind=kind,
         labels=None if labels is None else ReportBoxes(labels.boxes, labels.names),
         float_detections=None if found is None else _boxes(found[0], classes),
@@ -222,7 +215,7 @@ def _stages(config: BEVFusionConfig, judgement: Judgement) -> list[ReportStage]:
             float_map=maps.float_map,
             quantized_map=maps.quantized_map,
             difference_map=maps.difference_map,
-            extent=None if maps.is_image else _extent(config),
+            extent=None if maps.is_image else config.lidar.extent,
             quantity=maps.quantity,
             difference_quantity=maps.difference_quantity,
             sqnr_db=maps.row.sqnr_db,

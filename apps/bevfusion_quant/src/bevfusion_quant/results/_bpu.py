@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from bev_data.metrics import accuracy_text, aligned_table
-from bevfusion_quant.measure import agreement_text, layer_table, or_dash
+from bev_data.metrics import accuracy_text, agreement_text, aligned_table, or_dash
+from bevfusion_quant.measure import layer_table
 from bevfusion_quant.results._table import CellParts, Table, plain_table
 from bevquant_hybrid.operators import load_support_table
 
 if TYPE_CHECKING:
-    from bev_data.metrics import Accuracy
-    from bevfusion_quant.measure import AgreementRow, FoundRow, Judgement
+    from bev_data.metrics import Accuracy, AgreementRow, FoundRow
+    from bevfusion_quant.measure import Judgement
     from bevquant_hybrid.partition import Plan, PlanNode
     from bevquant_hybrid.performance import ChipFigures, LayerEstimate
 

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 import numpy as np
 from torch import nn
 
-from bev_data.datasets import labelled_region, range_origin
-from bev_data.metrics import DetectionMeter, DetectionRules, metrics_of
+from bev_data.datasets import labelled_region
+from bev_data.metrics import DetectionMeter, metrics_of
 from bevfusion.model.head import Detections
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import detections_of, detections_record
+from bevfusion_quant.measure import detection_rules
 from bevfusion_quant.options import SensitivityMetric, SensitivityOutput
 from bevfusion_quant.run import return_freed_memory
 from bevquant_qnn import PlannedGroup
@@ -165,10 +166,7 @@ class MeanAp:
         self._head: Any = model.head
         self._batches, self._shards = batches, shards
         self._classes = config.head.classes
-        low_x, low_y, _, high_x, high_y, _ = config.lidar.point_cloud_range
-        self._rules = DetectionRules(
-            extent=(low_x, low_y, high_x, high_y), origin=range_origin(batches.dataset)
-        )
+        self._rules = detection_rules(config, batches)
         self._region = labelled_region(batches.dataset)
 
     def __call__(self, output: Any, batch: object) -> Detections:
