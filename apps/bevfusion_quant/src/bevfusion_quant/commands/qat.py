@@ -70,8 +70,8 @@ class Qat(RunOptions, TrainingOptions, QatOptions, FrameOptions):
 def _text(result: QatResult) -> str:
     """The losses along the run, and how good the model is where that was asked."""
     from bev_data.metrics import accuracy_text
+    from bevfusion.training import losses_table
     from bevfusion_quant.ptq import written_text
-    from bevfusion_quant.train._loop import losses_table
 
     table = losses_table(result.terms, result.losses)
     judged = [] if result.accuracy is None else [accuracy_text(result.accuracy)]

@@ -14,6 +14,17 @@ from typing import TYPE_CHECKING, Any, cast
 from tqdm import tqdm
 
 from bevfusion.model import CONFIGS
+from bevfusion.training import (
+    CHECKPOINT,
+    check_identity,
+    identity_of,
+    in_parts,
+    prepare_frames,
+    read_checkpoint,
+    restore,
+    run_steps,
+    write_checkpoint,
+)
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.measure import accuracy_tally, judge, tally_models
@@ -23,28 +34,17 @@ from bevfusion_quant.ranks import current_ranks
 from bevfusion_quant.report import write_pictures, write_run_page
 from bevfusion_quant.run import Clock, RunRecord, run_folder, sha256
 from bevfusion_quant.steps import PLAN_FILE, load_run, quantized_parts, save_model
-from bevfusion_quant.train import TrainConfig
-from bevfusion_quant.train._checkpoint import (
-    CHECKPOINT,
-    check_identity,
-    identity_of,
-    read_checkpoint,
-    restore,
-    write_checkpoint,
-)
-from bevfusion_quant.train._loop import in_parts, run_steps
-from bevfusion_quant.train._prepare import prepare_frames, usable_device
+from bevfusion_quant.train import TrainConfig, usable_device
 
 if TYPE_CHECKING:
     from bev_data.metrics import Accuracy
     from bev_data.points import Frame
     from bevfusion.model import BEVFusion
+    from bevfusion.training import Checkpoint, FrameSource
     from bevfusion_quant.options import ConfigName
     from bevfusion_quant.qat._config import QatConfig
     from bevfusion_quant.run import Clock
     from bevfusion_quant.steps import LoadedRun
-    from bevfusion_quant.train import FrameSource
-    from bevfusion_quant.train._checkpoint import Checkpoint
 
 __all__ = ["QatResult", "run_qat"]
 
@@ -183,6 +183,7 @@ def run_qat(
                 every=checkpoint_every,
                 terms=trainer.terms,
                 title="qat",
+                quiet=not ranks.first,
             )
         model = trainer.finish()
         told = {

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from bevfusion.training import Motion, head_loss, make_batch, one_cycle, order_of
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.qat._frame_part import FramePart, StepSum, add_up, parts_in_order
-from bevfusion_quant.train._prepare import moved
 from bevquant_qnn import (
     RangeFollower,
     distillation_loss,
@@ -24,8 +23,8 @@ from bevquant_qnn import (
 
 if TYPE_CHECKING:
     from bevfusion.model import Batch, BEVFusion
+    from bevfusion.training import PreparedFrames
     from bevfusion_quant.qat._config import QatConfig
-    from bevfusion_quant.train._prepare import PreparedFrames
 
 __all__ = ["Distiller", "Trainer"]
 
@@ -140,7 +139,7 @@ class Trainer:
             maxima = []
             for index in order_of(self._config.seed, 0, count, len(self._frames)):
                 batch, _ = make_batch([self._frames[index]], [Motion()], self.model)
-                self.model(*moved(batch, self._device))
+                self.model(*batch.to(self._device))
                 maxima.append(follower.take())
         follower.start(maxima)
         self.model.train()
@@ -209,7 +208,7 @@ class Trainer:
         generator = np.random.default_rng((self._config.seed, 2, sample))
         motion = self._config.augmentation.draw(generator)
         batch, targets = make_batch([self._frames[index]], [motion], self.model)
-        batch = moved(batch, self._device)
+        batch = batch.to(self._device)
         torch.manual_seed(int(generator.integers(2**63)))  # of dropout
         self.optimizer.zero_grad()
         outputs = self.model(*batch)

@@ -17,27 +17,31 @@ from tqdm import tqdm
 
 from bev_data.metrics import Bootstrap, DetectionMeter, interval_of_mean_ap, metrics_of
 from bevfusion.model import CONFIGS, build_model, read_state_dict
-from bevfusion.training import head_loss, make_batch, one_cycle, order_of
-from bevfusion_quant._errors import InputError
-from bevfusion_quant.frames import FrameBatches
-from bevfusion_quant.train._checkpoint import (
+from bevfusion.training import (
     CHECKPOINT,
     check_identity,
+    head_loss,
     identity_of,
+    in_parts,
+    make_batch,
+    one_cycle,
+    order_of,
+    prepare_frames,
     read_checkpoint,
     restore,
+    run_steps,
     write_checkpoint,
 )
-from bevfusion_quant.train._loop import in_parts, run_steps
-from bevfusion_quant.train._prepare import moved, prepare_frames, usable_device
+from bevfusion_quant._errors import InputError
+from bevfusion_quant.frames import FrameBatches
+from bevfusion_quant.ranks import current_ranks
 from bevquant_quantizers.documents import write_tensors
 
 if TYPE_CHECKING:
     from bev_data.points import Frame
     from bevfusion.model import BEVFusion
+    from bevfusion.training import FrameSource, PreparedFrames
     from bevfusion_quant.train._config import TrainConfig
-    from bevfusion_quant.train._prepare import PreparedFrames
-    from bevfusion_quant.train._split import FrameSource
 
 __all__ = [
     "WEIGHTS",
@@ -75,6 +79,27 @@ def write_weights(path: Path, tensors: dict[str, Tensor], about: dict[str, Any])
 
 
 LOG = logging.getLogger(__name__)
+
+
+def usable_device(name: str) -> torch.device:
+    """The device, tried; "cuda" is each rank's own GPU, where it has one.
+
+    Raises:
+        InputError: torch does not know it, or cannot use it here.
+    """
+    try:
+        device = torch.device(name)
+        if device.type == "cuda" and device.index is None and current_ranks().gpu is not None:
+            device = torch.device("cuda", current_ranks().gpu)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(
+            f"--device {name} cannot be used here ({str(error).splitlines()[0]}): use cpu, or "
+            "install a torch that drives the device"
+        ) from error
+    return device
+
+
 RARE = 0.1  # what the heatmap says before it has learned anything
 
 
@@ -273,7 +298,7 @@ def _step(
     for group in optimizer.param_groups:
         group["lr"] = one_cycle(step, config.steps, config.lr)
     optimizer.zero_grad()
-    outputs = model(*moved(batch, device))
+    outputs = model(*batch.to(device))
     loss = head_loss(outputs, targets, model.head.config)
     loss.total.backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip)
