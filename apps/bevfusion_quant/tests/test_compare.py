@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import numpy as np
@@ -13,6 +14,8 @@ from bevfusion.model import Batch
 from bevfusion_quant.measure import LayerComparison
 from bevfusion_quant.ptq import QuantizerRow, compare_layers, layer_table, watch_quantizers
 from bevfusion_quant.ranks import pack, unpack
+from bevquant_qnn import quantize_model
+from bevquant_quantizers import calibrate
 
 
 class Range(nn.Module):
@@ -174,3 +177,26 @@ def test_table_is_aligned_and_fits_a_terminal() -> None:
     assert len({len(line) for line in lines}) == 1
     assert len(lines[0]) <= 100
     assert len(lines) == 2 + 3
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, features: Tensor, *_: object) -> Tensor:
+        return self.attention(features, features, features, need_weights=False)[0]
+
+
+def test_attention_is_compared_where_it_ends() -> None:
+    """Torch's own reads the weights of its projections: the output projection is never called."""
+    torch.manual_seed(0)
+    net, features = Attention().eval(), torch.randn(1, 5, 8)
+    given = batch([0.0])._replace(features=features)
+    quantized = quantize_model(copy.deepcopy(net), example_inputs=(features,)).model
+    assert hasattr(quantized.attention.out_proj, "input_quantizer")
+    calibrate(quantized, [features])
+    rows = compare_layers(net, quantized, [given]).rows
+    assert [(row.layer, row.channels) for row in rows][0] == ("attention", 8)
+    assert len(rows) == 2
+    assert rows[0].sqnr_db == rows[1].sqnr_db > 20
