@@ -197,6 +197,5 @@ def test_attention_is_compared_where_it_ends() -> None:
     assert hasattr(quantized.attention.out_proj, "input_quantizer")
     calibrate(quantized, [features])
     rows = compare_layers(net, quantized, [given]).rows
-    assert [(row.layer, row.channels) for row in rows][0] == ("attention", 8)
-    assert len(rows) == 2
+    assert [(row.layer, row.channels) for row in rows[:-1]] == [("attention", 8)]
     assert rows[0].sqnr_db == rows[1].sqnr_db > 20

@@ -6,8 +6,6 @@ import dataclasses
 import importlib.util
 import json
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 import pytest
 from bpu_split import small_frame
 from safetensors.torch import load_file, save_file
+from without_pictures import without_pictures
 
 from bev_data.metrics import Bootstrap
 from bevfusion.model import trained_weights
@@ -42,16 +41,6 @@ SETTINGS = {"eight": {}, "four": {"weight_bits": 4}, "apart": {"fold": False}}
 @cache
 def frames() -> list[Any]:
     return [small_frame(seed) for seed in (0, 1)]
-
-
-@contextmanager
-def without_pictures() -> Iterator[None]:
-    """Pictures and pages of runs are not what this is about."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module in ("_run", "_evaluate"):
-            for name in ("write_pictures", "write_run_page"):
-                patch.setattr(f"bevfusion_quant.ptq.{module}.{name}", lambda *given, **more: None)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from bpu_split import TINY, small_frame
+from without_pictures import without_pictures
 
 from bevfusion_quant import InputError
 from bevfusion_quant.cli import main
@@ -45,8 +46,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The decoder as it is, and by a plan made from it."""
     folder = tmp_path_factory.mktemp("runs")
     frames = [small_frame()]
-    with pytest.MonkeyPatch.context() as patch:  # pictures are not what this is about
-        patch.setattr("bevfusion_quant.ptq._run.write_pictures", lambda *given: [])
+    with without_pictures():
         run_ptq(frames, PtqConfig("tiny", "decoder"), runs=folder, name="a")
         chosen = {**dict.fromkeys(FLOAT, "float"), WIDE: "int16"}
         plan = PrecisionPlan(

@@ -6,8 +6,6 @@ import dataclasses
 import importlib.util
 import json
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import pytest
 import torch
 from bpu_split import TINY, small_frame
 from torch import Tensor, nn
+from without_pictures import without_pictures
 
 from bevfusion.model import Batch
 from bevfusion_quant import InputError
@@ -48,15 +47,6 @@ SETTINGS = {
 @cache
 def frame() -> Any:
     return small_frame()
-
-
-@contextmanager
-def without_pictures() -> Iterator[None]:
-    """Pictures and pages are not what this is about."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("write_pictures", "write_run_page"):
-            patch.setattr(f"bevfusion_quant.ptq._run.{name}", lambda *given, **more: None)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,6 @@ import importlib.util
 import json
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from without_pictures import without_pictures
 
 from bev_data.points import Frame
 from bev_scenes import street_frame
@@ -59,16 +58,6 @@ def small_streets(count: int, labels: bool = True) -> list[Frame]:
 
 
 SOURCE = FrameSource("2 small streets", partial(small_streets, 2))
-
-
-@contextmanager
-def without_pictures() -> Iterator[None]:
-    """Pictures and pages are not what this is about."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module in ("ptq._run", "ptq._evaluate", "qat._run"):
-            for name in ("write_pictures", "write_run_page"):
-                patch.setattr(f"bevfusion_quant.{module}.{name}", lambda *given, **more: None)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from bpu_split import small_frame
+from without_pictures import without_pictures
 
 from bev_data.metrics import DetectionRules, evaluate_detections
 from bevfusion.model import CONFIGS
@@ -43,8 +44,7 @@ def frames() -> list:
 def runs(frames: list, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that quantizes the decoder, six groups of layers, in the whole model."""
     folder = tmp_path_factory.mktemp("runs")
-    with pytest.MonkeyPatch.context() as patch:  # pictures are not what this is about
-        patch.setattr("bevfusion_quant.ptq._run.write_pictures", lambda *given: [])
+    with without_pictures():
         run_ptq(frames[:1], PtqConfig("tiny", "decoder"), runs=folder, name="a")
     return folder
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bev_data.cameras import CAMERA_NAMES
-from bevfusion.model import CONFIGS
+from bevfusion.model import CONFIGS, build_model
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.compare._outcome import ComparedRun, Comparison
 from bevfusion_quant.compare._page import write_comparison_page
@@ -246,12 +245,9 @@ def _batches(
     frames: Sequence[Frame], ran: ModelSettings, cameras: Sequence[str] | None
 ) -> FrameBatches:
     """The frames as batches, made by a model of the right parts, which is not run."""
-    from bevfusion.model import build_model
-    from bevfusion_quant.steps import built_parts
-
     sizes = CONFIGS[ran.config]
     model = build_model(sizes, built_parts(ran.branch))
-    return FrameBatches(frames, sizes, model, cameras or ran.cameras or CAMERA_NAMES)
+    return FrameBatches(frames, sizes, model, cameras or ran.used_cameras)
 
 
 def _models(

@@ -27,6 +27,7 @@ from bevfusion_quant.options._choices import (
 from bevfusion_quant.options._run import (
     BootstrapOptions,
     FrameOptions,
+    PtqConfig,
     PtqOptions,
     RunOptions,
     TargetOptions,
@@ -53,6 +54,7 @@ __all__ = [
     "Method",
     "PartBranch",
     "Precision",
+    "PtqConfig",
     "PtqOptions",
     "QatOptions",
     "Rounding",

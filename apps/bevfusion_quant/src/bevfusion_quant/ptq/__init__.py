@@ -14,8 +14,7 @@ from bevfusion_quant.measure import (
     stage_table,
     watch_quantizers,
 )
-from bevfusion_quant.options import Branch, Method, free_name
-from bevfusion_quant.ptq._config import PtqConfig
+from bevfusion_quant.options import Branch, Method, PtqConfig, free_name
 from bevfusion_quant.ptq._evaluate import EvaluateResult, run_evaluate
 from bevfusion_quant.ptq._run import PtqResult, run_ptq
 from bevfusion_quant.run import run_folder, written_text

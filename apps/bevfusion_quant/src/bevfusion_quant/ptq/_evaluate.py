@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bev_data.cameras import CAMERA_NAMES
 from bev_data.metrics import Accuracy, Bootstrap
 from bevfusion.model import CONFIGS
 from bevfusion_quant.frames import FrameBatches
@@ -18,7 +17,7 @@ from bevfusion_quant.measure import (
     accuracy_tally,
     judge,
 )
-from bevfusion_quant.report import write_pictures, write_run_page
+from bevfusion_quant.report import JudgedRun
 from bevfusion_quant.run import (
     Clock,
     RunRecord,
@@ -98,7 +97,7 @@ def run_evaluate(
             loaded = load_run(run)
         ran, model = loaded.settings, loaded.quantized_model
         sizes = CONFIGS[ran.config]
-        batches = FrameBatches(frames, sizes, model, cameras or ran.cameras or CAMERA_NAMES)
+        batches = FrameBatches(frames, sizes, model, cameras or ran.used_cameras)
         tally = accuracy_tally(sizes, batches, bootstrap)
         shards = run_shards(
             runs,
@@ -140,9 +139,6 @@ def run_evaluate(
         if not shards.ranks.first:  # the first one writes
             seconds, peak = clock.spent()
             return made(seconds=seconds, peak_memory_mib=peak)
-        stage = quantized_parts(ran.branch)[-1]
-        with clock.step("draw"):
-            write_pictures(folder, sizes, batches.first_frame, judgement, stage)
         settings = {
             "evaluates": str(run),
             "config": ran.config,
@@ -150,21 +146,12 @@ def run_evaluate(
             "cameras": cameras,
         }
         record = RunRecord(folder, command, clock)
-        record.write_settings({"run_sha256": ran.sha256, **settings})
-        with clock.step("page"):
-            write_run_page(
-                record, name, sizes, settings, batches, judgement,
-                simulation=simulation,
-                accuracy=accuracy,
-            )  # fmt: skip
-        seconds, peak = record.write_summary(
-            {
-                "evaluates": str(run),
-                "frames": batches.listed(),
-                **tables,
-                **({} if simulation is None else {"integers": simulation.summary()}),
-                "accuracy": None if accuracy is None else accuracy.summary(),
-            }
+        judged = JudgedRun(
+            record, name, sizes, batches, judgement, simulation=simulation, accuracy=accuracy
         )
+        judged.draw(quantized_parts(ran.branch)[-1])
+        record.write_settings({"run_sha256": ran.sha256, **settings})
+        judged.write_page(settings)
+        seconds, peak = judged.write_summary({"evaluates": str(run), "accuracy": None})
     shards.remove()
     return made(seconds=seconds, peak_memory_mib=peak)

@@ -21,9 +21,9 @@ from bevfusion_quant.measure import (
     relative_change,
     whole_output,
 )
-from bevfusion_quant.ptq._config import PtqConfig, check_weights
+from bevfusion_quant.options import PtqConfig
 from bevfusion_quant.ranks import current_ranks
-from bevfusion_quant.report import write_pictures, write_run_page
+from bevfusion_quant.report import JudgedRun
 from bevfusion_quant.run import (
     Clock,
     RunRecord,
@@ -118,7 +118,7 @@ def run_ptq(
     clock = Clock()
     count = config.calibration_count(len(frames))
     needs = "integers" if integers is not None else "files" if export is not None else ""
-    check_weights(config, needs_folding=needs)
+    config.check_weights(needs_folding=needs)
     plan = None if config.plan is None else read_plan(config.plan)
     if plan is not None and export is not None:
         refuse_in_files(plan, f"a run with {config.plan}")
@@ -206,9 +206,17 @@ def run_ptq(
                 calibration=poor,
                 known=known,
             )
-        stage = quantized_parts(config.branch)[-1]
-        with clock.step("draw"):
-            write_pictures(folder, sizes, batches.first_frame, judgement, stage)
+        records: dict[str, Any] = {
+            "fusion": {**fusion_record(fused.result), "largest_relative_change": folding_error},
+            "quantization": quantization_record(result),
+            "calibration": calibration_record(report, findings),
+        }
+        judged = JudgedRun(
+            record, name, sizes, batches, judgement, records,
+            simulation=simulation,
+            exported=exported,
+        )  # fmt: skip
+        judged.draw(quantized_parts(config.branch)[-1])
         with clock.step("write"):
             digests = save_model(folder, quantized.model, fused.model)
             if plan is not None:
@@ -222,31 +230,14 @@ def run_ptq(
                     **({"poor_calibration": poor} if poor else {}),
                 }
             )
-        records: dict[str, Any] = {
-            "fusion": {**fusion_record(fused.result), "largest_relative_change": folding_error},
-            "quantization": quantization_record(result),
-            "calibration": calibration_record(report, findings),
-        }
-        with clock.step("page"):
-            write_run_page(
-                record, name, sizes, asdict(config), batches, judgement,
-                records=records,
-                simulation=simulation,
-                exported=exported,
-            )  # fmt: skip
-        read = [
-            {**frame, "calibration": index < count} for index, frame in enumerate(batches.listed())
-        ]
-        seconds, peak = record.write_summary(
+        judged.write_page(asdict(config))
+        read = enumerate(batches.listed())
+        seconds, peak = judged.write_summary(
             {
                 "branch": config.branch,
-                "frames": read,
+                "frames": [{**frame, "calibration": index < count} for index, frame in read],
                 "weights": weights,
-                **records,
                 **({} if rounded is None else {"rounding": rounding_record(rounded)}),
-                **tables,
-                **({} if simulation is None else {"integers": simulation.summary()}),
-                **({} if exported is None else {"export": exported.summary()}),
             }
         )
     shards.remove()

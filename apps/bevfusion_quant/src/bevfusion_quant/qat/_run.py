@@ -31,7 +31,7 @@ from bevfusion_quant.measure import accuracy_tally, judge, tally_models
 from bevfusion_quant.qat._start import read_trainable
 from bevfusion_quant.qat._trainer import Trainer
 from bevfusion_quant.ranks import current_ranks
-from bevfusion_quant.report import write_pictures, write_run_page
+from bevfusion_quant.report import JudgedRun
 from bevfusion_quant.run import Clock, RunRecord, run_folder, sha256
 from bevfusion_quant.steps import PLAN_FILE, load_run, quantized_parts, save_model
 from bevfusion_quant.train import TrainConfig, usable_device
@@ -134,7 +134,7 @@ def run_qat(
     work = runs / f"{name}.training"
     checkpoint = work / CHECKPOINT
     with run_folder(runs, name, overwrite=overwrite, keep=Path(run)) as folder:
-        used = tuple(cameras or start.cameras)
+        used = tuple(cameras or start.settings.used_cameras)
         size, digest = cast("ConfigName", start.settings.config), _digest(start.settings.sha256)
         identity = identity_of(source, config, run=digest, cameras=", ".join(used))
         begun = _open_checkpoint(checkpoint, identity, resume=resume, overwrite=overwrite)
@@ -288,8 +288,8 @@ def write_run(
     if not current_ranks().first:
         return accuracy
     record = RunRecord(folder, command, clock)
-    with clock.step("draw"):
-        write_pictures(folder, sizes, batches.first_frame, judgement, quantized_parts(branch)[-1])
+    judged_run = JudgedRun(record, name, sizes, batches, judgement, accuracy=accuracy)
+    judged_run.draw(quantized_parts(branch)[-1])
     with clock.step("write"):
         digests = save_model(folder, model, start.float_model)
         if ran.plan is not None:
@@ -299,18 +299,8 @@ def write_run(
     settings = {
         key: value for key, value in told["settings"].items() if key not in ("run", "cameras")
     }
-    with clock.step("page"):
-        shown_settings = {"trained from": told["run"], "weights": ran.weights, **settings}
-        write_run_page(record, name, sizes, shown_settings, batches, judgement, accuracy=accuracy)
-    record.write_summary(
-        {
-            "branch": branch,
-            "frames": batches.listed(),
-            "qat": told,
-            **judgement.summary(),
-            "accuracy": None if accuracy is None else accuracy.summary(),
-        }
-    )
+    judged_run.write_page({"trained from": told["run"], "weights": ran.weights, **settings})
+    judged_run.write_summary({"branch": branch, "qat": told, "accuracy": None})
     return accuracy
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from bev_data.cameras import CAMERA_NAMES
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.options import TrainedBranch
 from bevfusion_quant.steps import ModelSettings, built_parts, read_model_settings
@@ -35,11 +34,6 @@ class TrainableRun:
         """What `train` calls a detector that reads the same."""
         both = {"lidar", "camera"} <= set(self.parts)
         return "all" if both else "camera" if "camera" in self.parts else "lidar"
-
-    @property
-    def cameras(self) -> tuple[str, ...]:
-        """The cameras that its models read."""
-        return tuple(self.settings.cameras or CAMERA_NAMES)
 
 
 def read_trainable(run: str | Path) -> TrainableRun:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bev_data.cameras import CAMERA_NAMES
 from bevfusion.model import CONFIGS
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import FrameBatches
@@ -116,7 +115,7 @@ def run_sensitivity(
         InputError: Whatever is wrong with the run, the options or the input; nothing is written
             then.
     """
-    from bevfusion_quant.report import write_found_page
+    from bevfusion_quant.report import write_found
 
     if precisions:
         check_precisions(precisions)
@@ -148,7 +147,7 @@ def run_sensitivity(
         if limit is not None:
             check_reachable(limit, metric, precisions)
         sizes = CONFIGS[ran.config]
-        batches = FrameBatches(frames, sizes, model, cameras or ran.cameras or CAMERA_NAMES)
+        batches = FrameBatches(frames, sizes, model, cameras or ran.used_cameras)
         shards = run_shards(runs, name, frames, {**settings, "without": without}, model)
         with clock.step("measure", blame="the sensitivity cannot be measured"):
             table = measure_sensitivity(
@@ -196,12 +195,6 @@ def run_sensitivity(
         if refined is not None:
             refined.plan.save(folder / "plan.json")
         record = RunRecord(folder, command, clock)
-        read = {"evaluates": str(run), "run_sha256": ran.sha256}
-        record.write_settings({**read, **settings})
-        with clock.step("page"):
-            write_found_page(record, name, sizes.name, settings, batches, sensitivity=outcome)
-        seconds, peak = record.write_summary(
-            {**settings, "frames": batches.frame_names, "sensitivity": outcome.summary()}
-        )
+        seconds, peak = write_found(record, name, settings, ran, run, batches, sensitivity=outcome)
     shards.remove()
     return SensitivityResult(runs / name, outcome, seconds, peak)

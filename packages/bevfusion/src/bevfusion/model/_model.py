@@ -39,7 +39,12 @@ class Batch(NamedTuple):
 
     def to(self, device: torch.device | str) -> Batch:
         """The same with its tensors on a device."""
-        return Batch(*(v.to(device) if isinstance(v, Tensor) else v for v in self))
+        tensors: dict[str, Any] = {
+            name: value.to(device)
+            for name, value in self._asdict().items()
+            if isinstance(value, Tensor)
+        }
+        return self._replace(**tensors)
 
 
 _STRIDE = 8  # of the feature map that is lifted
