@@ -48,8 +48,7 @@ class Qat(RunOptions, TrainingOptions, QatOptions, FrameOptions):
         Raises:
             InputError: As `run_qat`, and whatever the frame options refuse.
         """
-        from bevfusion_quant.qat import QatConfig, run_qat
-        from bevfusion_quant.qat._start import read_trainable
+        from bevfusion_quant.qat import QatConfig, read_trainable, run_qat
         from bevfusion_quant.train import held_out, training_frames
 
         config = config_from(QatConfig, self, augmentation=self.augmentation())

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from bevfusion_quant.measure import Judgement
     from bevfusion_quant.ranks import Shards
     from bevfusion_quant.run import Clock
-    from bevquant_int8sim import IntegerModel, LayerComparison, LayerRow
+    from bevquant_int8sim import IntegerModel, LayerComparison, LayerRow, LayerTable
 
 __all__ = [
     "Lowered",
@@ -81,14 +81,20 @@ class Simulation:
     detections: Detections | None = None
 
     @property
+    def _table(self) -> LayerTable:
+        from bevquant_int8sim import LayerTable
+
+        return LayerTable(self.layers)
+
+    @property
     def first_departure(self) -> LayerRow | None:
         """The first layer whose integers leave the fake-quantized ones by more than one step."""
-        return next((row for row in self.layers if (row.max_steps or 0) > 1), None)
+        return self._table.first_departure
 
     @property
     def wrong(self) -> tuple[LayerRow, ...]:
         """Layers more than one step apart on the same inputs, without a known reason."""
-        return tuple(r for r in self.layers if (r.forced_max_steps or 0) > 1 and not r.why)
+        return self._table.wrong
 
     @property
     def explained(self) -> tuple[LayerRow, ...]:

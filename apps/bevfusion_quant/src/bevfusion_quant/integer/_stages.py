@@ -6,19 +6,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from bevfusion_quant.measure import STAGE_TITLES
+
 if TYPE_CHECKING:
     from bevquant_int8sim import LayerRow
 
 __all__ = ["IntegerStage", "in_integers", "integer_stages"]
 
-# Stage → title, the module paths that belong to it.
+# Stage → the module paths that belong to it.
 _STAGES = {
-    "neck": ("Camera features", ("encoders.camera.backbone", "encoders.camera.neck")),
-    "camera": ("Camera, bird's-eye view", ("encoders.camera.vtransform",)),
-    "lidar": ("LiDAR, bird's-eye view", ("encoders.lidar",)),
-    "fuser": ("Fused, bird's-eye view", ("fuser",)),
-    "decoder": ("Decoder", ("decoder",)),
-    "head": ("Heatmap of the head", ("heads.object.shared_conv", "heads.object.heatmap_head")),
+    "neck": ("encoders.camera.backbone", "encoders.camera.neck"),
+    "camera": ("encoders.camera.vtransform",),
+    "lidar": ("encoders.lidar",),
+    "fuser": ("fuser",),
+    "decoder": ("decoder",),
+    "head": ("heads.object.shared_conv", "heads.object.heatmap_head"),
 }
 # Of which part of the model a stage is; the head's stage ends before it chooses its queries.
 _PARTS = {"neck": "camera"}
@@ -65,8 +67,8 @@ def in_integers(row: LayerRow) -> bool:
 def integer_stages(layers: Sequence[LayerRow], parts: Sequence[str]) -> tuple[IntegerStage, ...]:
     """A line for every stage of the parts that the model has."""
     return tuple(
-        _stage(stage, title, rows)
-        for stage, (title, paths) in _STAGES.items()
+        _stage(stage, STAGE_TITLES[stage], rows)
+        for stage, paths in _STAGES.items()
         if _PARTS.get(stage, stage) in parts
         and (rows := [row for row in layers if _lies_in(row.path, paths)])
     )

@@ -8,11 +8,18 @@ from bevfusion_quant.measure._quantizer_values import (
     QuantizerValues,
     watch_quantizers,
 )
-from bevfusion_quant.measure._stage_maps import StageMaps, StageProbe, StageRow, whole_output
+from bevfusion_quant.measure._stage_maps import (
+    STAGE_TITLES,
+    StageMaps,
+    StageProbe,
+    StageRow,
+    whole_output,
+)
 from bevfusion_quant.measure._sums import PairSums, relative_change
 from bevfusion_quant.measure._tables import layer_table, short_names, stage_table
 from bevfusion_quant.measure._tally import (
     Model,
+    ModelTallies,
     accuracy_tally,
     detection_rules,
     detection_tally,
@@ -20,12 +27,14 @@ from bevfusion_quant.measure._tally import (
 )
 
 __all__ = [
+    "STAGE_TITLES",
     "Comparison",
     "Judgement",
     "LayerComparison",
     "LayerRow",
     "Leader",
     "Model",
+    "ModelTallies",
     "PairSums",
     "QuantizerRow",
     "QuantizerValues",

@@ -9,7 +9,7 @@ from bevfusion_quant.frames import detections_of, detections_record, note_of, no
 from bevfusion_quant.measure._compare import LayerComparison, LayerRow
 from bevfusion_quant.measure._quantizer_values import QuantizerRow, QuantizerValues
 from bevfusion_quant.measure._stage_maps import StageMaps, StageRow
-from bevfusion_quant.measure._tally import detection_tally
+from bevfusion_quant.measure._tally import ModelTallies
 from bevfusion_quant.ranks import Shards, in_order
 
 if TYPE_CHECKING:
@@ -68,6 +68,9 @@ class Judgement:
         }
 
 
+_MODELS = ("float", "quantized")
+
+
 def judge(
     float_model: BEVFusion,
     quantized_model: BEVFusion,
@@ -92,9 +95,7 @@ def judge(
         shards: Keeps what is finished while several ranks work.
         integers: Of the two models with the integer one; gets the batches too, in the same walk.
     """
-    tally = detection_tally(config)
-    first: tuple[Detections, Detections] | None = None
-    float_detections: list[Detections] = []
+    tallies = ModelTallies(config, accuracy)
     has_head = "head" in float_model.parts
     comparison = LayerComparison(float_model, quantized_model, integers)
 
@@ -102,7 +103,7 @@ def judge(
         record, *outputs = comparison.run(index, batches[index])
         record |= note_record(batches.note(index))
         if has_head:
-            for who, output in zip(("float", "quantized"), outputs, strict=True):
+            for who, output in zip(_MODELS, outputs, strict=True):
                 record |= detections_record(who, float_model.head.decode(output)[0])
         return record
 
@@ -112,24 +113,19 @@ def judge(
             comparison.add(record)
             note = note_of(record)
             batches.learn(index, note)
-            if not has_head:
-                continue
-            found, quantized = (detections_of(who, record) for who in ("float", "quantized"))
-            first = first or (found, quantized)
-            tally.add(found, quantized, note.labels)
-            float_detections.append(found)
-            if accuracy is not None:
-                accuracy.add("float", index, note.name, found, note.labels)
-                accuracy.add("quantized", index, note.name, quantized, note.labels)
+            if has_head:
+                found = {who: detections_of(who, record) for who in _MODELS}
+                tallies.add(index, note.name, found, note.labels)
         rows, stages, wanted, _ = comparison.result()
-    agreement = tally.agreement() if has_head else []
+    agreement, labels_found = tallies.rows("quantized")
+    first = tallies.first
     return Judgement(
         rows,
         stages,
         comparison.quantizers,
         agreement,
-        tally.found(),
-        first,
-        float_detections,
+        labels_found,
+        (first["float"], first["quantized"]) if first else None,
+        tallies.float_detections,
         wanted,
     )

@@ -8,12 +8,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import cast
 
+import numba
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-
-from bevfusion_quant.measure._value_counts import count_values
 
 __all__ = ["QuantizerRow", "QuantizerValues", "watch_quantizers", "watching_quantizers"]
 
@@ -153,3 +152,39 @@ def _by_channel(x: Tensor, amax: Tensor) -> npt.NDArray[np.float32]:
     channels = x.shape[axis]
     before = math.prod(x.shape[:axis])
     return x.float().reshape(before, channels, -1).numpy()
+
+
+@numba.njit(cache=True)
+def count_values(
+    values: npt.NDArray[np.float32],
+    amax: npt.NDArray[np.float64],
+    span: float,
+    counts: npt.NDArray[np.int64],
+) -> tuple[int, int]:
+    """Add the values to a histogram; count those beyond their range and those that are 0.
+
+    Args:
+        values: float32 [before, channels, after], the axis in the middle with a range each.
+        amax: float64 [channels].
+        span: Positive; the histogram covers [−span, span], its last bin includes span.
+        counts: int64 [bins], added to in place.
+
+    Returns:
+        How many values have |x| > amax, and how many are 0.
+    """
+    bins = len(counts)
+    per_unit = bins / (2.0 * span)
+    beyond = zeros = 0
+    for i in range(values.shape[0]):
+        for channel in range(values.shape[1]):
+            limit = amax[channel]
+            for k in range(values.shape[2]):
+                x = float(values[i, channel, k])
+                if x == 0.0:
+                    zeros += 1
+                if abs(x) > limit:
+                    beyond += 1
+                place = (x + span) * per_unit
+                if 0.0 <= place <= bins:
+                    counts[min(int(place), bins - 1)] += 1
+    return beyond, zeros

@@ -8,16 +8,32 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bev_data.datasets import range_origin
-from bev_data.metrics import AccuracyTally, Bootstrap, DetectionRules, DetectionTally
+from bev_data.metrics import (
+    AccuracyTally,
+    AgreementRow,
+    Bootstrap,
+    DetectionRules,
+    DetectionTally,
+    FoundRow,
+)
 from bevfusion_quant.frames import detections_of, detections_record, note_of, note_record
 from bevfusion_quant.ranks import in_order
 
 if TYPE_CHECKING:
+    from bev_data.points import Labels
     from bevfusion.model import BEVFusionConfig
+    from bevfusion.model.head import Detections
     from bevfusion_quant.frames import FrameBatches
     from bevfusion_quant.ranks import Shards
 
-__all__ = ["Model", "accuracy_tally", "detection_rules", "detection_tally", "tally_models"]
+__all__ = [
+    "Model",
+    "ModelTallies",
+    "accuracy_tally",
+    "detection_rules",
+    "detection_tally",
+    "tally_models",
+]
 
 Model = Callable[..., Any]
 
@@ -44,6 +60,50 @@ def detection_rules(config: BEVFusionConfig, batches: FrameBatches) -> Detection
 def detection_tally(config: BEVFusionConfig) -> DetectionTally:
     """An empty tally of two models of `config` against each other."""
     return DetectionTally(config.head.classes, config.lidar.extent)
+
+
+class ModelTallies:
+    """Detections of a float model against those of others, and of all of them by the labels.
+
+    Args:
+        config: Sizes.
+        accuracy: Is handed every model's detections, under its name.
+
+    Attributes:
+        first: Each model's of the first frame; empty before, and without a head.
+        float_detections: The float model's, frame by frame.
+    """
+
+    def __init__(self, config: BEVFusionConfig, accuracy: AccuracyTally | None = None) -> None:
+        self._config, self._accuracy = config, accuracy
+        self._tallies: dict[str, DetectionTally] = {}
+        self.first: dict[str, Detections] = {}
+        self.float_detections: list[Detections] = []
+
+    def add(
+        self, index: int, name: str, found: Mapping[str, Detections], labels: Labels | None
+    ) -> None:
+        """Count one frame.
+
+        Args:
+            index: Its number.
+            name: Its name.
+            found: What each model found, "float" first.
+            labels: What there is; None for a frame that nobody labelled.
+        """
+        self.first = self.first or dict(found)
+        self.float_detections.append(found["float"])
+        for who, detections in found.items():
+            if who != "float":
+                tally = self._tallies.setdefault(who, detection_tally(self._config))
+                tally.add(found["float"], detections, labels)
+            if self._accuracy is not None:
+                self._accuracy.add(who, index, name, detections, labels)
+
+    def rows(self, who: str) -> tuple[list[AgreementRow], list[FoundRow]]:
+        """How a model's detections agree with the float one's, which labels both find."""
+        tally = self._tallies.get(who)
+        return ([], []) if tally is None else (tally.agreement(), tally.found())
 
 
 def tally_models(

@@ -22,6 +22,7 @@ from bevfusion_quant.options._choices import (
     Target,
     TrainedBranch,
     WeightLayout,
+    precisions,
     unknown_name,
 )
 from bevfusion_quant.options._run import (
@@ -70,5 +71,6 @@ __all__ = [
     "check_options",
     "config_from",
     "free_name",
+    "precisions",
     "unknown_name",
 ]

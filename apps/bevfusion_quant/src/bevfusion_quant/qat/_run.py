@@ -28,12 +28,19 @@ from bevfusion.training import (
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.measure import accuracy_tally, judge, tally_models
-from bevfusion_quant.qat._start import read_trainable
 from bevfusion_quant.qat._trainer import Trainer
 from bevfusion_quant.ranks import current_ranks
 from bevfusion_quant.report import JudgedRun
 from bevfusion_quant.run import Clock, RunRecord, run_folder, sha256
-from bevfusion_quant.steps import PLAN_FILE, load_run, quantized_parts, save_model
+from bevfusion_quant.steps import (
+    PLAN_FILE,
+    ModelSettings,
+    built_parts,
+    load_run,
+    quantized_parts,
+    read_model_settings,
+    save_model,
+)
 from bevfusion_quant.train import TrainConfig, usable_device
 
 if TYPE_CHECKING:
@@ -41,14 +48,62 @@ if TYPE_CHECKING:
     from bev_data.points import Frame
     from bevfusion.model import BEVFusion
     from bevfusion.training import Checkpoint, FrameSource
-    from bevfusion_quant.options import ConfigName
-    from bevfusion_quant.qat._config import QatConfig
+    from bevfusion_quant.options import ConfigName, TrainedBranch
+    from bevfusion_quant.qat._trainer import QatConfig
     from bevfusion_quant.run import Clock
     from bevfusion_quant.steps import LoadedRun
 
-__all__ = ["QatResult", "run_qat"]
+__all__ = ["QatResult", "TrainableRun", "read_trainable", "run_qat"]
 
 LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainableRun:
+    """A run with a detector in it, not loaded yet.
+
+    Attributes:
+        folder: Where it lies.
+        settings: Its settings.
+    """
+
+    folder: Path
+    settings: ModelSettings
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The parts that are built."""
+        return built_parts(self.settings.branch)
+
+    @property
+    def sensors(self) -> TrainedBranch:
+        """What `train` calls a detector that reads the same."""
+        both = {"lidar", "camera"} <= set(self.parts)
+        return "all" if both else "camera" if "camera" in self.parts else "lidar"
+
+
+def read_trainable(run: str | Path) -> TrainableRun:
+    """Read a run's settings and refuse what has no loss.
+
+    Raises:
+        InputError: No run with a model, one for a BPU, or one without a head.
+    """
+    settings = read_model_settings(run)
+    if settings.for_bpu:
+        raise InputError(f"{run} is a run for a BPU: qat trains runs of ptq without --target bpu")
+    found = TrainableRun(Path(run), settings)
+    if "head" not in found.parts:
+        raise InputError(
+            f"{run} holds the {settings.branch} encoder alone, and without a head "
+            "there are no detections to train by: quantize a detector, with ptq --branch all (or "
+            "fuser, decoder, head, lidar-detector, camera-detector)"
+        )
+    if not settings.fold:
+        raise InputError(
+            f"{run} has batch norms that are not folded, and qat trains folded models: quantize "
+            "again with ptq without --no-fold"
+        )
+    return found
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import gc
 import logging
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 from torch import nn
@@ -18,8 +18,9 @@ from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import detections_of, detections_record
 from bevfusion_quant.measure import detection_rules
 from bevfusion_quant.options import SensitivityMetric, SensitivityOutput
+from bevfusion_quant.options import precisions as plan_precisions
 from bevfusion_quant.run import return_freed_memory
-from bevquant_qnn import PlannedGroup
+from bevfusion_quant.steps import run_batch
 
 if TYPE_CHECKING:
     from bevfusion.model import Batch, BEVFusion, BEVFusionConfig
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "METRICS",
-    "PRECISIONS",
     "KeptScores",
     "Late",
     "MeanAp",
@@ -198,7 +198,6 @@ class MeanAp:
 
 METRICS = get_args(SensitivityMetric)
 OUTPUTS = get_args(SensitivityOutput)
-PRECISIONS = tuple(p for p in get_args(get_type_hints(PlannedGroup)["precision"]) if p != "float")
 _HEATMAP = "heads.object.heatmap_head"
 
 
@@ -298,16 +297,13 @@ def check_precisions(precisions: Sequence[str]) -> None:
     Raises:
         InputError: Nothing, or something unknown.
     """
-    unknown = [name for name in precisions if name not in PRECISIONS]
+    known = plan_precisions()
+    unknown = [name for name in precisions if name not in known]
     if unknown or not precisions:
         raise InputError(
-            f"--precisions {' '.join(unknown)}: name one or more of {', '.join(PRECISIONS)}; float "
+            f"--precisions {' '.join(unknown)}: name one or more of {', '.join(known)}; float "
             "is what they are compared with"
         )
-
-
-def _run(model: nn.Module, batch: Any) -> Any:
-    return model(*batch)
 
 
 def _collect(model: BEVFusion, batches: FrameBatches) -> None:
@@ -316,7 +312,7 @@ def _collect(model: BEVFusion, batches: FrameBatches) -> None:
 
     quantizers = [m for m in model.modules() if isinstance(m, TensorQuantizer)]
     ranges = {q: q.amax.clone() for q in quantizers if q.amax is not None}
-    calibrate(model, batches, forward=_run, method="max")
+    calibrate(model, batches, forward=run_batch, method="max")
     for quantizer, amax in ranges.items():
         quantizer.amax = amax
 

@@ -22,8 +22,14 @@ from bevfusion.training import (
     targets_of,
     write_checkpoint,
 )
-from bevfusion_quant.train._config import TRAINED_BRANCHES, TrainConfig
-from bevfusion_quant.train._run import WEIGHTS, TrainResult, run_train, usable_device
+from bevfusion_quant.train._run import (
+    TRAINED_BRANCHES,
+    WEIGHTS,
+    TrainConfig,
+    TrainResult,
+    run_train,
+    usable_device,
+)
 from bevfusion_quant.train._split import FIRST_TRAINING_SEED, held_out, training_frames
 
 __all__ = [
