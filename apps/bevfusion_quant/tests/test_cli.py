@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -16,6 +15,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import spconv_at_hand  # noqa: F401
 import torch
 
 from bev_data.datasets import write_frame_folder
@@ -25,9 +25,7 @@ from bevfusion_quant import InputError
 from bevfusion_quant.cli import main
 from bevfusion_quant.commands.ptq import Ptq
 from bevfusion_quant.options import check_options
-
-if importlib.util.find_spec("spconv") is None:
-    pytest.skip("spconv is not installed", allow_module_level=True)
+from bevfusion_quant.ptq import FrameBatches
 
 COMMAND = [sys.executable, "-m", "bevfusion_quant"]
 
@@ -261,7 +259,7 @@ def test_a_full_disk(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device", "bev.png")
 
-    monkeypatch.setattr("bevfusion_quant.steps._stages.random_weights", full)
+    monkeypatch.setattr(FrameBatches, "__getitem__", full)
     message = refused(capsys, here, "--points", "good.npz")
     assert "No space left on device (bev.png)" in message
     assert "--runs" in message
@@ -273,7 +271,7 @@ def test_interrupt_in_process(
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("bevfusion_quant.ptq._run.fuse_branch", interrupted)
+    monkeypatch.setattr(FrameBatches, "__getitem__", interrupted)
     assert "interrupted" in refused(capsys, here, "--points", "good.npz")
 
 

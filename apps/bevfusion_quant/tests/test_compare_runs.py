@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import shutil
 from functools import cache
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import spconv_at_hand  # noqa: F401
 from bpu_split import small_frame
 from safetensors.torch import load_file, save_file
 from without_pictures import without_pictures
@@ -30,9 +30,6 @@ from bevfusion_quant.compare import (
 from bevfusion_quant.ptq import PtqConfig, run_evaluate, run_ptq
 from bevfusion_quant.report import read_sections
 from bevfusion_quant.run import settings_of
-
-if importlib.util.find_spec("spconv") is None:
-    pytest.skip("spconv is not installed", allow_module_level=True)
 
 BOOTSTRAP = Bootstrap(resamples=20)
 SETTINGS = {"eight": {}, "four": {"weight_bits": 4}, "apart": {"fold": False}}

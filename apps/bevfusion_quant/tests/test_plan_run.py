@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
+import spconv_at_hand  # noqa: F401
 import torch
 from bpu_split import TINY, small_frame
 from without_pictures import without_pictures
@@ -25,9 +25,6 @@ from bevfusion_quant.ptq import (
 from bevfusion_quant.steps import apply_plan, before_calibration, read_plan
 from bevquant_int8sim import simulate
 from bevquant_qnn import PlannedGroup, PrecisionPlan, precision_groups
-
-if importlib.util.find_spec("spconv") is None:
-    pytest.skip("spconv is not installed", allow_module_level=True)
 
 GROUPS = (
     ("decoder.backbone.blocks.0.0",),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import spconv_at_hand  # noqa: F401
 import torch
 from torch import nn
 
@@ -20,9 +20,6 @@ from bevfusion_quant.frames import FrameNote, frame_findings, note_of, note_reco
 from bevfusion_quant.ptq import FrameBatches, PoorData, calibrate_branch, finding_lines
 from bevquant_export import lint_onnx
 from bevquant_quantizers import QuantDescriptor, TensorQuantizer
-
-if importlib.util.find_spec("spconv") is None:
-    pytest.skip("spconv is not installed", allow_module_level=True)
 
 
 def cloud(seed: int = 1, broken: int = 0) -> np.ndarray:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import shutil
 from functools import cache, partial
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import spconv_at_hand  # noqa: F401
 import torch
 from bpu_split import TINY, small_frame
 from torch import Tensor, nn
@@ -32,10 +32,6 @@ from bevfusion_quant.run import settings_of
 from bevfusion_quant.sensitivity import precisions_of, run_sensitivity
 from bevquant_int8sim import simulate
 from bevquant_quantizers import TensorQuantizer
-
-if importlib.util.find_spec("spconv") is None:
-    pytest.skip("spconv is not installed", allow_module_level=True)
-
 
 SETTINGS = {
     "four": {"weight_bits": 4},

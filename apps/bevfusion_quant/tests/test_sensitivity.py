@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from pathlib import Path
 
 import pytest
+import spconv_at_hand  # noqa: F401
 import torch
 from bpu_split import small_frame
 from without_pictures import without_pictures
@@ -27,9 +27,6 @@ from bevfusion_quant.sensitivity import (
     sensitivity_output,
 )
 from bevquant_qnn import PrecisionPlan, SensitivityTable, precision_groups
-
-if importlib.util.find_spec("spconv") is None:
-    pytest.skip("spconv is not installed", allow_module_level=True)
 
 TINY = CONFIGS["tiny"]
 EVIL = "</svg><script>window.hurt=1</script>"

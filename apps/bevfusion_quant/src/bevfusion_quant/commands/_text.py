@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 from bevfusion_quant._errors import VerificationError
 
@@ -21,24 +20,8 @@ def joined(parts: Iterable[str]) -> str:
     return "\n" + "\n\n".join(parts)
 
 
-class Finished(Protocol):
-    """What every `run_…` of a command answers."""
-
-    @property
-    def folder(self) -> Path:
-        """Where it lies."""
-
-    @property
-    def seconds(self) -> dict[str, float]:
-        """By step."""
-
-    @property
-    def peak_memory_mib(self) -> float:
-        """Of the process."""
-
-
-def finished_text(parts: Iterable[str], result: Finished, warnings: Sequence[str] = ()) -> str:
-    """Paragraphs, then warnings, seconds by step, peak memory, and what was written where."""
+def finished_text(parts: Iterable[str], result: Any, warnings: Sequence[str] = ()) -> str:
+    """Paragraphs, then of any command's result warnings, seconds, peak memory, what was written."""
     from bevfusion_quant.run import written_text
 
     steps = ", ".join(f"{name} {spent:.1f} s" for name, spent in result.seconds.items())

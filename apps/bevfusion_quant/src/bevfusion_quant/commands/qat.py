@@ -53,7 +53,7 @@ class Qat(RunOptions, TrainingOptions, QatOptions, FrameOptions):
 
         config = config_from(QatConfig, self, augmentation=self.augmentation())
         start = read_trainable(self.run)
-        size, images = start.settings.config, "camera" in start.parts
+        size, images = start.config, "camera" in start.parts
         result = run_qat(
             self.run,
             training_frames(self, size=size, with_cameras=images),

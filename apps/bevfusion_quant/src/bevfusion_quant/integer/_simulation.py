@@ -280,10 +280,9 @@ def _run(
         empty without a head. Detections of the first frame, seconds of each.
     """
     from bevfusion_quant.frames import detections_of, detections_record
-    from bevfusion_quant.measure import detection_tally
+    from bevfusion_quant.measure import ModelTallies
 
-    tally = detection_tally(config)
-    first, seconds = None, []
+    tallies, seconds = ModelTallies(config), []
 
     def run(index: int) -> dict[str, Any]:
         batch = batches[index]
@@ -296,13 +295,12 @@ def _run(
 
     for index, record in in_order("integers", len(batches), run, shards):
         seconds.append(round(float(record["seconds"]), 3))
-        if not judgement.float_detections:
-            continue
-        found, labels = detections_of("integer", record), batches.frame_labels(index)
-        tally.add(judgement.float_detections[index], found, labels)
-        if accuracy is not None:
-            accuracy.add("integer", index, batches.names[index][0], found, labels)
-        first = found if first is None else first
-    if first is None:
-        return (), (), None, tuple(seconds)
-    return tuple(tally.agreement()), tuple(tally.found()), first, tuple(seconds)
+        if judgement.float_detections:
+            found = {"float": judgement.float_detections[index]}
+            found["integer"] = detections_of("integer", record)
+            labels = batches.frame_labels(index)
+            tallies.add(index, batches.names[index][0], found, labels)
+            if accuracy is not None:
+                accuracy.add("integer", index, batches.names[index][0], found["integer"], labels)
+    agreement, both = tallies.rows("integer")
+    return tuple(agreement), tuple(both), tallies.first.get("integer"), tuple(seconds)

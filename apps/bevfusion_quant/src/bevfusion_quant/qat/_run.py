@@ -35,7 +35,6 @@ from bevfusion_quant.run import Clock, RunRecord, run_folder, sha256
 from bevfusion_quant.steps import (
     PLAN_FILE,
     ModelSettings,
-    built_parts,
     load_run,
     quantized_parts,
     read_model_settings,
@@ -53,36 +52,12 @@ if TYPE_CHECKING:
     from bevfusion_quant.run import Clock
     from bevfusion_quant.steps import LoadedRun
 
-__all__ = ["QatResult", "TrainableRun", "read_trainable", "run_qat"]
+__all__ = ["QatResult", "read_trainable", "run_qat"]
 
 LOG = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class TrainableRun:
-    """A run with a detector in it, not loaded yet.
-
-    Attributes:
-        folder: Where it lies.
-        settings: Its settings.
-    """
-
-    folder: Path
-    settings: ModelSettings
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """The parts that are built."""
-        return built_parts(self.settings.branch)
-
-    @property
-    def sensors(self) -> TrainedBranch:
-        """What `train` calls a detector that reads the same."""
-        both = {"lidar", "camera"} <= set(self.parts)
-        return "all" if both else "camera" if "camera" in self.parts else "lidar"
-
-
-def read_trainable(run: str | Path) -> TrainableRun:
+def read_trainable(run: str | Path) -> ModelSettings:
     """Read a run's settings and refuse what has no loss.
 
     Raises:
@@ -91,8 +66,7 @@ def read_trainable(run: str | Path) -> TrainableRun:
     settings = read_model_settings(run)
     if settings.for_bpu:
         raise InputError(f"{run} is a run for a BPU: qat trains runs of ptq without --target bpu")
-    found = TrainableRun(Path(run), settings)
-    if "head" not in found.parts:
+    if "head" not in settings.parts:
         raise InputError(
             f"{run} holds the {settings.branch} encoder alone, and without a head "
             "there are no detections to train by: quantize a detector, with ptq --branch all (or "
@@ -103,7 +77,7 @@ def read_trainable(run: str | Path) -> TrainableRun:
             f"{run} has batch norms that are not folded, and qat trains folded models: quantize "
             "again with ptq without --no-fold"
         )
-    return found
+    return settings
 
 
 @dataclass(frozen=True)
@@ -189,14 +163,14 @@ def run_qat(
     work = runs / f"{name}.training"
     checkpoint = work / CHECKPOINT
     with run_folder(runs, name, overwrite=overwrite, keep=Path(run)) as folder:
-        used = tuple(cameras or start.settings.used_cameras)
-        size, digest = cast("ConfigName", start.settings.config), _digest(start.settings.sha256)
+        used = tuple(cameras or start.used_cameras)
+        size, digest = cast("ConfigName", start.config), _digest(start.sha256)
         identity = identity_of(source, config, run=digest, cameras=", ".join(used))
         begun = _open_checkpoint(checkpoint, identity, resume=resume, overwrite=overwrite)
         with clock.step("load the run"):
             loaded = load_run(run)
         # As `train` prepares them: both can share a cache.
-        form = TrainConfig(config=size, branch=start.sensors, cameras=used)
+        form = TrainConfig(config=size, branch=_sensors(start.parts), cameras=used)
         ranks = current_ranks()
         ranks.goes_on(
             "run the same command with --resume, and it goes on from the last checkpoint, in "
@@ -243,7 +217,7 @@ def run_qat(
         model = trainer.finish()
         told = {
             "run": str(run),
-            "run_sha256": start.settings.sha256,
+            "run_sha256": start.sha256,
             **identity,
             "device": device,
             "losses": [dict(zip(trainer.terms, part, strict=True)) for part in in_parts(losses)],
@@ -267,6 +241,12 @@ def run_qat(
         clock.seconds(),
         accuracy,
     )
+
+
+def _sensors(parts: Sequence[str]) -> TrainedBranch:
+    """What `train` calls a detector that reads the same."""
+    both = {"lidar", "camera"} <= set(parts)
+    return "all" if both else "camera" if "camera" in parts else "lidar"
 
 
 def _digest(sha256: Mapping[str, str]) -> str:

@@ -56,6 +56,11 @@ class ModelSettings(RunSettings, kw_only=True):
     sha256: dict[str, str]
 
     @property
+    def parts(self) -> tuple[str, ...]:
+        """The parts of the model that are built."""
+        return built_parts(self.branch)
+
+    @property
     def used_cameras(self) -> tuple[str, ...]:
         """The cameras that its models read."""
         return tuple(self.cameras or CAMERA_NAMES)
@@ -162,7 +167,7 @@ def load_run(folder: str | Path) -> LoadedRun:
             if digests.get(name) != sha256(folder / name):
                 raise ValueError(f"{name} is not the file that the run wrote")
         state = read_tensors(folder / "weights.safetensors").tensors
-        fused = build_model(sizes, built_parts(settings.branch)).eval()
+        fused = build_model(sizes, settings.parts).eval()
         if settings.fold:
             fused = _folded(fused, example, state)
         plan = read_plan(folder / PLAN_FILE) if planned else None
