@@ -27,8 +27,8 @@ from bevquant_quantizers.documents import write_whole
 if TYPE_CHECKING:
     from bev_data.metrics import AccuracyTally, Bootstrap
     from bev_data.points import Frame
-    from bevfusion_quant.bpu._config import BpuConfig
     from bevfusion_quant.bpu._quantize import Forms
+    from bevfusion_quant.options import BpuConfig
 
 __all__ = ["BpuResult", "run_bpu", "run_bpu_evaluate"]
 

@@ -13,8 +13,11 @@ import torch
 
 from bevfusion.model import CONFIGS, build_model
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.compare._outcome import ComparedRun, Comparison
-from bevfusion_quant.compare._page import write_comparison_page
+from bevfusion_quant.compare._comparison import (
+    ComparedRun,
+    Comparison,
+    write_comparison_page,
+)
 from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.measure import (
     Model,

@@ -9,8 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.integer._islands import FloatIsland, float_islands
-from bevfusion_quant.integer._stages import IntegerStage, integer_stages
+from bevfusion_quant.integer._stages import (
+    FloatIsland,
+    IntegerStage,
+    float_islands,
+    integer_stages,
+)
 from bevfusion_quant.ranks import current_ranks, in_order
 from bevfusion_quant.steps import example_like
 

@@ -27,6 +27,7 @@ from bevfusion_quant.options._choices import (
 )
 from bevfusion_quant.options._run import (
     BootstrapOptions,
+    BpuConfig,
     FrameOptions,
     PtqConfig,
     PtqOptions,
@@ -45,6 +46,7 @@ from bevfusion_quant.options._training import (
 __all__ = [
     "Backend",
     "BootstrapOptions",
+    "BpuConfig",
     "Branch",
     "ConfigName",
     "Cpu",

@@ -13,6 +13,7 @@ from bevfusion_quant.options._choices import (
     Branch,
     ConfigName,
     DatasetKind,
+    MarchName,
     Method,
     Rounding,
     WeightLayout,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BootstrapOptions",
+    "BpuConfig",
     "FrameOptions",
     "Place",
     "PtqConfig",
@@ -168,6 +170,25 @@ class PtqConfig(PtqOptions):
                 f"--no-fold: {needs_folding} need batch norms folded into the convolutions; leave "
                 "it out"
             )
+
+
+@dataclass(frozen=True)
+class BpuConfig(TargetOptions):
+    """Everything that decides the result of a run for a BPU, its frames apart.
+
+    Args:
+        branch: What runs on the BPU: "camera" (built alone: backbone and neck), "fuser" or
+            "decoder" in the whole model, or "all" three.
+        method: How activation ranges are chosen: "percentile" (99.99 % of all values), "max",
+            "mse" or "entropy".
+        march: The BPU's architecture.
+        cameras: Names of the cameras to use, in this order.
+    """
+
+    branch: Branch = "all"
+    method: Method = "percentile"
+    march: MarchName = "bayes"
+    cameras: tuple[str, ...] = field(default_factory=_every_camera)
 
 
 Config = TypeVar("Config", bound="DataclassInstance")

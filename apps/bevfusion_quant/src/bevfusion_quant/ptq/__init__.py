@@ -15,8 +15,7 @@ from bevfusion_quant.measure import (
     watch_quantizers,
 )
 from bevfusion_quant.options import Branch, Method, PtqConfig, free_name
-from bevfusion_quant.ptq._evaluate import EvaluateResult, run_evaluate
-from bevfusion_quant.ptq._run import PtqResult, run_ptq
+from bevfusion_quant.ptq._run import EvaluateResult, PtqResult, run_evaluate, run_ptq
 from bevfusion_quant.run import run_folder, written_text
 from bevfusion_quant.steps import (
     LoadedRun,
