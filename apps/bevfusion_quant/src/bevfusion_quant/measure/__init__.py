@@ -3,11 +3,6 @@
 from bevfusion_quant.measure._compare import Comparison, LayerComparison, LayerRow, compare_layers
 from bevfusion_quant.measure._judge import Judgement, judge
 from bevfusion_quant.measure._lockstep import Leader, lead
-from bevfusion_quant.measure._quantizer_values import (
-    QuantizerRow,
-    QuantizerValues,
-    watch_quantizers,
-)
 from bevfusion_quant.measure._stage_maps import (
     STAGE_TITLES,
     StageMaps,
@@ -36,8 +31,6 @@ __all__ = [
     "Model",
     "ModelTallies",
     "PairSums",
-    "QuantizerRow",
-    "QuantizerValues",
     "StageMaps",
     "StageProbe",
     "StageRow",
@@ -52,6 +45,5 @@ __all__ = [
     "short_names",
     "stage_table",
     "tally_models",
-    "watch_quantizers",
     "whole_output",
 ]

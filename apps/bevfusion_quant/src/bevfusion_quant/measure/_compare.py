@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from bevfusion.model import Batch
 from bevfusion_quant.measure._lockstep import Leader, lead
-from bevfusion_quant.measure._quantizer_values import QuantizerValues, watching_quantizers
 from bevfusion_quant.measure._stage_maps import StageMaps, stage_probes, whole_output
 from bevfusion_quant.measure._sums import PairSums
 from bevquant_qnn import QuantMultiheadAttention
+from bevquant_quantizers import QuantizerValues, watching_quantizers
 
 if TYPE_CHECKING:
     import bevquant_int8sim

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from bevfusion_quant.frames import detections_of, detections_record, note_of, note_record
 from bevfusion_quant.measure._compare import LayerComparison, LayerRow
-from bevfusion_quant.measure._quantizer_values import QuantizerRow, QuantizerValues
 from bevfusion_quant.measure._stage_maps import StageMaps, StageRow
 from bevfusion_quant.measure._tally import ModelTallies
 from bevfusion_quant.ranks import Shards, in_order
+from bevquant_quantizers import QuantizerRow, QuantizerValues
 
 if TYPE_CHECKING:
     import bevquant_int8sim

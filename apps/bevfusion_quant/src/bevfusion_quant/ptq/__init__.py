@@ -5,14 +5,11 @@ from bevfusion_quant.frames import FrameBatches, PoorData, data_findings, findin
 from bevfusion_quant.measure import (
     Comparison,
     LayerRow,
-    QuantizerRow,
-    QuantizerValues,
     StageMaps,
     StageRow,
     compare_layers,
     layer_table,
     stage_table,
-    watch_quantizers,
 )
 from bevfusion_quant.options import Branch, Method, PtqConfig, free_name
 from bevfusion_quant.ptq._run import EvaluateResult, PtqResult, run_evaluate, run_ptq
@@ -32,6 +29,7 @@ from bevfusion_quant.steps import (
     read_run_config,
     reads_images,
 )
+from bevquant_quantizers import QuantizerRow, QuantizerValues, watch_quantizers
 
 __all__ = [
     "AgreementRow",

@@ -15,7 +15,6 @@ from bevfusion.model import CONFIGS, build_model
 from bevfusion_quant.frames import FrameBatches, PoorData, data_findings
 from bevfusion_quant.measure import (
     LayerRow,
-    QuantizerRow,
     StageRow,
     accuracy_tally,
     judge,
@@ -64,6 +63,7 @@ if TYPE_CHECKING:
     from bev_data.points import Frame
     from bevfusion_quant.integer import Simulation
     from bevfusion_quant.results import ExportedSet
+    from bevquant_quantizers import QuantizerRow
 
 __all__ = ["EvaluateResult", "PtqResult", "run_evaluate", "run_ptq"]
 

@@ -8,11 +8,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import cast
 
-import numba
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+
+from ._jit import has_numba
 
 __all__ = ["QuantizerRow", "QuantizerValues", "watch_quantizers", "watching_quantizers"]
 
@@ -114,7 +115,20 @@ def watching_quantizers(model: nn.Module) -> Iterator[list[QuantizerValues]]:
 
 
 def watch_quantizers(model: nn.Module, run: Callable[[nn.Module], object]) -> list[QuantizerValues]:
-    """Run the model and histogram the input of every calibrated quantizer."""
+    """Run the model and histogram the input of every calibrated quantizer.
+
+    Args:
+        model: With calibrated quantizers.
+        run: Runs it, once or several times.
+
+    Example:
+        >>> from bevquant_quantizers import TensorQuantizer
+        >>> model = nn.Sequential(TensorQuantizer())
+        >>> model[0].amax = 1.0
+        >>> (seen,) = watch_quantizers(model, lambda model: model(torch.tensor([0.0, 4.0])))
+        >>> seen.paths, seen.largest, seen.beyond, seen.zeros
+        (('0',), 4.0, 1, 1)
+    """
     with watching_quantizers(model) as found:
         run(model)
     return found
@@ -154,7 +168,6 @@ def _by_channel(x: Tensor, amax: Tensor) -> npt.NDArray[np.float32]:
     return x.float().reshape(before, channels, -1).numpy()
 
 
-@numba.njit(cache=True)
 def count_values(
     values: npt.NDArray[np.float32],
     amax: npt.NDArray[np.float64],
@@ -172,19 +185,15 @@ def count_values(
     Returns:
         How many values have |x| > amax, and how many are 0.
     """
+    if has_numba():
+        from ._watch_numba import count
+
+        beyond, zeros = count(values, amax, span, counts)
+        return int(beyond), int(zeros)
     bins = len(counts)
-    per_unit = bins / (2.0 * span)
-    beyond = zeros = 0
-    for i in range(values.shape[0]):
-        for channel in range(values.shape[1]):
-            limit = amax[channel]
-            for k in range(values.shape[2]):
-                x = float(values[i, channel, k])
-                if x == 0.0:
-                    zeros += 1
-                if abs(x) > limit:
-                    beyond += 1
-                place = (x + span) * per_unit
-                if 0.0 <= place <= bins:
-                    counts[min(int(place), bins - 1)] += 1
-    return beyond, zeros
+    with np.errstate(invalid="ignore"):
+        places = (values.ravel().astype(np.float64) + span) * (bins / (2.0 * span))
+        inside = places[(places >= 0) & (places <= bins)].astype(np.int64)
+    counts += np.bincount(np.minimum(inside, bins - 1), minlength=bins)
+    beyond = np.count_nonzero(np.abs(values) > amax[None, :, None])
+    return int(beyond), int(np.count_nonzero(values == 0))
