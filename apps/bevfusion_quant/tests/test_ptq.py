@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import spconv_at_hand  # noqa: F401
 import torch
+from clouds import cloud
 from matplotlib.image import imread
 from safetensors.torch import load_file
 
@@ -37,15 +38,6 @@ FILES = {
 }  # fmt: skip
 
 
-def cloud(seed: int) -> np.ndarray:
-    rng = np.random.default_rng(seed)
-    points = np.zeros((3000, 5), np.float32)
-    points[:, :2] = rng.uniform(-50, 50, (3000, 2))
-    points[:, 2] = np.where(rng.random(3000) < 0.7, -1.8, rng.uniform(-1.8, 2, 3000))
-    points[:, 3] = rng.integers(0, 256, 3000)
-    return points
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """One run from the command line: two frames, the first of them for calibration."""
@@ -54,7 +46,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     os.chdir(here)
     try:
         for seed in (1, 2):
-            np.savez(f"frame{seed}.npz", points=cloud(seed))
+            np.savez(f"frame{seed}.npz", points=cloud(seed=seed))
         arguments = (
             "ptq --points frame1.npz frame2.npz --config tiny --calibration-frames 1 --name a"
         )
@@ -120,7 +112,7 @@ def test_quantizers_are_reported_once_with_every_path(summary: dict) -> None:
 
 
 def test_run_comes_back_bit_for_bit_and_repeats(run: Path) -> None:
-    frame = Frame("frame1", cloud(1))
+    frame = Frame("frame1", cloud(seed=1))
     model = build_model(TINY, ("lidar",))
     (batch,) = FrameBatches([frame], TINY, model)
     random_weights(model, *batch, seed=0)
@@ -152,7 +144,7 @@ def test_overwrite_replaces_only_with_the_flag(
 ) -> None:
     for name in ("bev_picture", "layer_picture"):
         monkeypatch.setattr(f"bevfusion_quant.pictures.{name}", lambda *_: [])
-    frames = [Frame("frame3", cloud(3))]
+    frames = [Frame("frame3", cloud(seed=3))]
     config = PtqConfig("tiny", method="max")
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "config.json").write_bytes((run / "config.json").read_bytes())

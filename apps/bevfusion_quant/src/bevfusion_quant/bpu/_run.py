@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = ["BpuResult", "run_bpu", "run_bpu_evaluate"]
 
-
 _PACKAGES = ("bevquant-hybrid",)
 
 
@@ -218,21 +217,7 @@ def _write(
     told: Mapping[str, Any],
     records: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, float], float]:
-    """Pictures, plan, settings, page and summary.
-
-    Args:
-        record: Of the run.
-        title: Name of the run.
-        outcome: What was found.
-        batches: The frames.
-        settings: What decides the result, as the page says it.
-        decides: The rest of that.
-        told: What the summary says besides.
-        records: `fusion` and `quantization`, as far as the run did them.
-
-    Returns:
-        Seconds by step, and the peak memory in MiB.
-    """
+    """Pictures, plan, settings, page and summary; `decides` is what the page does not say."""
     judged = JudgedRun(
         record, title, CONFIGS[settings["config"]], batches, outcome.comparison.judgement,
         records or {},

@@ -24,13 +24,7 @@ from bevfusion_quant.measure import (
 from bevfusion_quant.options import PtqConfig
 from bevfusion_quant.ranks import current_ranks
 from bevfusion_quant.report import JudgedRun
-from bevfusion_quant.run import (
-    Clock,
-    RunRecord,
-    run_folder,
-    run_shards,
-    sha256,
-)
+from bevfusion_quant.run import Clock, RunRecord, run_folder, run_shards, sha256
 from bevfusion_quant.steps import (
     PLAN_FILE,
     apply_plan,
