@@ -34,6 +34,7 @@ __all__ = [
 ]
 
 CHECKPOINT = "checkpoint.safetensors"
+"""Name of the file in the folder of a training."""
 _FORMAT, _VERSION, _KEY = "bevfusion-quant training checkpoint", 1, "bevfusion-quant"
 _MODEL, _OPTIMIZER, _OWN, _LOSSES = "model.", "optimizer.", "own.", "losses"
 
