@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+import spconv_at_hand  # noqa: F401
 import torch
 from metric_scenes import detections, labels
 from nuscenes_mini import LIDAR, about_z, ego_at, quaternion, write_mini
@@ -25,9 +25,6 @@ from bevfusion_quant.cli import main
 from bevfusion_quant.datasets import labelled_region, open_dataset, range_origin, scene_name
 from bevfusion_quant.ptq import FrameBatches, LoadedRun, load_run
 from bevquant_int8sim import IntegerModel, simulate
-
-if importlib.util.find_spec("spconv") is None:
-    pytest.skip("spconv is not installed", allow_module_level=True)
 
 TINY = CONFIGS["tiny"]
 TIMES = (10.0, 10.25, 30.0, 30.25)  # of the miniature's keyframes

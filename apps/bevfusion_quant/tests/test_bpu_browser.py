@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from bpu_outcome import LAYERS, outcome
+from browser_page import values
 
 from bevfusion_quant.report import ReportContent, write_report
 
@@ -19,10 +20,6 @@ PICTURE = "document.querySelector('.partition > div').shadowRoot.querySelector('
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     content = ReportContent("bpu", versions={"torch": "2.13"}, bpu=outcome(EVIL))
     return write_report(tmp_path_factory.mktemp("report") / "report.html", content)
-
-
-def values(browser: Any, expression: str) -> Any:
-    return browser.execute_script(f"return {expression}")
 
 
 @pytest.fixture

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 from types import SimpleNamespace
 
 import pytest
+import spconv_at_hand  # noqa: F401
 import torch
 from torch import nn
 
@@ -23,9 +23,6 @@ from bevfusion_quant.ptq import (
 from bevfusion_quant.steps import _load_run, expand_patterns
 from bevquant_fusion import fuse_model
 from bevquant_quantizers import TensorQuantizer
-
-if importlib.util.find_spec("spconv") is None:
-    pytest.skip("spconv is not installed", allow_module_level=True)
 
 TINY = CONFIGS["tiny"]
 WEIGHTED = (nn.Conv1d, nn.Conv2d, nn.ConvTranspose2d, nn.Linear)

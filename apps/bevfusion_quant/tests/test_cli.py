@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -16,7 +15,9 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import spconv_at_hand  # noqa: F401
 import torch
+from clouds import cloud
 
 from bev_data.datasets import write_frame_folder
 from bev_scenes import street_frame
@@ -25,27 +26,15 @@ from bevfusion_quant import InputError
 from bevfusion_quant.cli import main
 from bevfusion_quant.commands.ptq import Ptq
 from bevfusion_quant.options import check_options
-
-if importlib.util.find_spec("spconv") is None:
-    pytest.skip("spconv is not installed", allow_module_level=True)
+from bevfusion_quant.ptq import FrameBatches
 
 COMMAND = [sys.executable, "-m", "bevfusion_quant"]
-
-
-def cloud(count: int = 2000, *, seed: int = 0) -> np.ndarray:
-    """Points on a floor and a wall: x, y, z in metres, intensity, time lag."""
-    rng = np.random.default_rng(seed)
-    points = np.zeros((count, 5), np.float32)
-    points[:, :2] = rng.uniform(-50, 50, (count, 2))
-    points[:, 2] = np.where(rng.random(count) < 0.7, -1.8, rng.uniform(-1.8, 2, count))
-    points[:, 3] = rng.integers(0, 256, count)
-    return points
 
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    np.savez("good.npz", points=cloud())
+    np.savez("good.npz", points=cloud(2000))
     return tmp_path
 
 
@@ -65,11 +54,11 @@ def refused(
 
 BAD_CLOUDS = {
     "empty cloud": (np.zeros((0, 5), np.float32), "no points|empty"),
-    "out of range": (cloud() + np.float32([500, 0, 0, 0, 0]), r"range.*-54.*check"),
+    "out of range": (cloud(2000) + np.float32([500, 0, 0, 0, 0]), r"range.*-54.*check"),
     "NaN": (np.where(np.arange(5) == 1, np.float32(np.nan), cloud(50)), "NaN.*row 0"),
     "Inf": (np.where(np.arange(5) == 0, np.float32(np.inf), cloud(50)), "Inf.*row 0"),
-    "three columns": (cloud()[:, :3], r"3\]|3 columns|\[N, 4\]"),
-    "six columns": (np.hstack([cloud(), cloud()[:, :1]]), r"6\]|6 columns|\[N, 4\]"),
+    "three columns": (cloud(2000)[:, :3], r"3\]|3 columns|\[N, 4\]"),
+    "six columns": (np.hstack([cloud(2000), cloud(2000)[:, :1]]), r"6\]|6 columns|\[N, 4\]"),
 }
 
 
@@ -83,7 +72,7 @@ def test_bad_clouds(here: Path, capsys: pytest.CaptureFixture[str], what: str) -
 
 
 def test_bad_files(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cloud().tofile("cut.bin")
+    cloud(2000).tofile("cut.bin")
     Path("cut.bin").write_bytes(Path("cut.bin").read_bytes()[:-7])
     Path("empty.bin").touch()
     Path("cut.npz").write_bytes(Path("good.npz").read_bytes()[:500])
@@ -99,7 +88,7 @@ def test_bad_files(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_bad_second_frame_leaves_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    np.savez("z.npz", points=cloud() + np.float32([500, 0, 0, 0, 0]))
+    np.savez("z.npz", points=cloud(2000) + np.float32([500, 0, 0, 0, 0]))
     message = refused(capsys, here, "--points", "good.npz", "z.npz")
     assert "z:" in message
 
@@ -176,7 +165,7 @@ def test_lidar_frames_without_a_match_are_named_with_the_option_that_skips_them(
 ) -> None:
     for folder in ("velodyne", "image_2", "calib"):
         (here / "kitti" / folder).mkdir(parents=True)
-    cloud()[:, :4].tofile("kitti/velodyne/000007.bin")
+    cloud(2000)[:, :4].tofile("kitti/velodyne/000007.bin")
     message = refused(capsys, here, "--dataset", "kitti", "--data", "kitti")
     assert "000007" in message
     assert "--incomplete skip" in message
@@ -261,7 +250,7 @@ def test_a_full_disk(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device", "bev.png")
 
-    monkeypatch.setattr("bevfusion_quant.steps._stages.random_weights", full)
+    monkeypatch.setattr(FrameBatches, "__getitem__", full)
     message = refused(capsys, here, "--points", "good.npz")
     assert "No space left on device (bev.png)" in message
     assert "--runs" in message
@@ -273,7 +262,7 @@ def test_interrupt_in_process(
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("bevfusion_quant.ptq._run.fuse_branch", interrupted)
+    monkeypatch.setattr(FrameBatches, "__getitem__", interrupted)
     assert "interrupted" in refused(capsys, here, "--points", "good.npz")
 
 

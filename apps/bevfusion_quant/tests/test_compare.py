@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from bevfusion.model import Batch
 from bevfusion_quant.measure import LayerComparison
-from bevfusion_quant.ptq import QuantizerRow, compare_layers, layer_table, watch_quantizers
+from bevfusion_quant.ptq import compare_layers, layer_table
 from bevfusion_quant.ranks import pack, unpack
+from bevquant_qnn import quantize_model
+from bevquant_quantizers import calibrate
 
 
 class Range(nn.Module):
@@ -127,43 +129,6 @@ def test_hooks_are_gone_afterwards() -> None:
             assert not module._forward_pre_hooks
 
 
-def test_watched_values_of_a_shared_quantizer_are_counted_once_each() -> None:
-    shared = Range(torch.tensor(1.5))
-    first, second = Layer(2.0, 1.0), Layer(1.0, 1.0)
-    first._input_quantizer = second._input_quantizer = shared
-    x = batch([0.0, 1.0, -1.0])
-    (seen,) = watch_quantizers(Model(first, second), lambda m: m(*x))
-    assert set(seen.paths) == {"first._input_quantizer", "second._input_quantizer"}
-    assert (seen.largest, seen.total, seen.beyond, seen.zeros) == (2.0, 6, 2, 2)
-    assert seen.counts.sum() == 6
-    assert seen.reach == 2.0  # the first call's 1, doubled
-    # What lay on the end of the narrower histogram stays in the bin that ended there.
-    values = [-2.0, -1.0, 0.0, 0.0, 0.99, 2.0]
-    assert (seen.counts == np.histogram(values, seen.edges)[0]).all()
-    row = QuantizerRow.of(seen)
-    assert (row.saturated, row.zeros, row.amax_max) == (2 / 6, 2 / 6, 1.5)
-
-
-def test_values_of_growing_calls_are_counted_in_one_pass() -> None:
-    generator = torch.Generator().manual_seed(0)
-    calls = [scale * torch.randn(300, generator=generator) for scale in (1.0, 0.2, 2.7, 40.0)]
-    layer = Layer(1.0, 1.0)
-    (seen,) = watch_quantizers(layer, lambda _: [layer(call) for call in calls])
-    values = torch.cat(calls).numpy()
-    assert (seen.largest, seen.total) == (np.abs(values).max(), values.size)
-    assert seen.largest <= seen.reach < 2 * seen.largest
-    # Only a call's largest value may lie on the end of the histogram of its time.
-    moved = np.abs(seen.counts - np.histogram(values, seen.edges)[0]).sum()
-    assert moved <= 2 * len(calls)
-
-
-def test_a_histogram_that_met_infinity_spans_it() -> None:
-    layer = Layer(1.0, 1.0)
-    calls = torch.tensor([1.0, -1.0]), torch.tensor([torch.inf, 2.0])
-    (seen,) = watch_quantizers(layer, lambda _: [layer(call) for call in calls])
-    assert (seen.largest, seen.reach, seen.total, seen.beyond) == (math.inf, math.inf, 4, 2)
-
-
 def test_table_is_aligned_and_fits_a_terminal() -> None:
     rows, *_ = compare_layers(
         Model(Layer(1.0), Layer(1.0)),
@@ -174,3 +139,25 @@ def test_table_is_aligned_and_fits_a_terminal() -> None:
     assert len({len(line) for line in lines}) == 1
     assert len(lines[0]) <= 100
     assert len(lines) == 2 + 3
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, features: Tensor, *_: object) -> Tensor:
+        return self.attention(features, features, features, need_weights=False)[0]
+
+
+def test_attention_is_compared_where_it_ends() -> None:
+    """Torch's own reads the weights of its projections: the output projection is never called."""
+    torch.manual_seed(0)
+    net, features = Attention().eval(), torch.randn(1, 5, 8)
+    given = batch([0.0])._replace(features=features)
+    quantized = quantize_model(copy.deepcopy(net), example_inputs=(features,)).model
+    assert hasattr(quantized.attention.out_proj, "input_quantizer")
+    calibrate(quantized, [features])
+    rows = compare_layers(net, quantized, [given]).rows
+    assert [(row.layer, row.channels) for row in rows[:-1]] == [("attention", 8)]
+    assert rows[0].sqnr_db == rows[1].sqnr_db > 20

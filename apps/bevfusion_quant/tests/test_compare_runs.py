@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import spconv_at_hand  # noqa: F401
 from bpu_split import small_frame
 from safetensors.torch import load_file, save_file
+from without_pictures import without_pictures
 
 from bev_data.metrics import Bootstrap
 from bevfusion.model import trained_weights
@@ -32,9 +31,6 @@ from bevfusion_quant.ptq import PtqConfig, run_evaluate, run_ptq
 from bevfusion_quant.report import read_sections
 from bevfusion_quant.run import settings_of
 
-if importlib.util.find_spec("spconv") is None:
-    pytest.skip("spconv is not installed", allow_module_level=True)
-
 BOOTSTRAP = Bootstrap(resamples=20)
 SETTINGS = {"eight": {}, "four": {"weight_bits": 4}, "apart": {"fold": False}}
 
@@ -42,16 +38,6 @@ SETTINGS = {"eight": {}, "four": {"weight_bits": 4}, "apart": {"fold": False}}
 @cache
 def frames() -> list[Any]:
     return [small_frame(seed) for seed in (0, 1)]
-
-
-@contextmanager
-def without_pictures() -> Iterator[None]:
-    """Pictures and pages of runs are not what this is about."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module in ("_run", "_evaluate"):
-            for name in ("write_pictures", "write_run_page"):
-                patch.setattr(f"bevfusion_quant.ptq.{module}.{name}", lambda *given, **more: None)
-        yield
 
 
 @pytest.fixture(scope="module")

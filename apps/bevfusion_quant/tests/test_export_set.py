@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,26 +12,24 @@ from torch import Tensor
 
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 pytest.importorskip("onnxscript", reason="onnxscript is not installed")
-if importlib.util.find_spec("spconv") is None:
-    pytest.skip("spconv is not installed", allow_module_level=True)
-
 import onnx
+import spconv_at_hand  # noqa: F401
 from bpu_split import small_frame
 
 from bevfusion.model import CONFIGS, PARTS, BEVFusion, build_model, random_weights
 from bevfusion_quant import InputError
 from bevfusion_quant.export import (
     ExportedSet,
+    FilePart,
     bpu_files,
     export_model,
     export_text,
     nvidia_files,
     nvidia_pieces,
+    outputs_of,
     walk,
     watching,
 )
-from bevfusion_quant.export._files import FilePart
-from bevfusion_quant.export._pieces import outputs_of
 from bevfusion_quant.ptq import (
     FrameBatches,
     calibrate_branch,

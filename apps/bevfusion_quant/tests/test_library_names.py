@@ -13,7 +13,9 @@ NEW = {
     "bev_data.metrics": {"aligned_table"},
     "bevfusion.model.camera": {"splat"},
     "bevfusion.training": {
-        "CompactFrame", "compact", "decode_boxes", "make_batch", "one_cycle", "order_of",
+        "CHECKPOINT", "Checkpoint", "CompactFrame", "FrameForm", "PreparedFrames", "check_identity",
+        "compact", "decode_boxes", "identity_of", "in_parts", "losses_table", "make_batch",
+        "one_cycle", "order_of", "run_steps",
     },
 }  # fmt: skip
 

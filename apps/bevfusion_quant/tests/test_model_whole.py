@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import spconv_at_hand  # noqa: F401
 import torch
 import torch.nn.functional as F
 from model_batches import model_batch
@@ -27,9 +27,6 @@ from bevfusion.model import (
 )
 from bevfusion_quant import InputError
 from bevquant_fusion import fuse_model
-
-if importlib.util.find_spec("spconv") is None:
-    pytest.skip("spconv is not installed", allow_module_level=True)
 
 TINY = CONFIGS["tiny"]
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
+import spconv_at_hand  # noqa: F401
 import torch
 from bpu_split import TINY, small_frame
+from without_pictures import without_pictures
 
 from bevfusion_quant import InputError
 from bevfusion_quant.cli import main
@@ -24,9 +25,6 @@ from bevfusion_quant.ptq import (
 from bevfusion_quant.steps import apply_plan, before_calibration, read_plan
 from bevquant_int8sim import simulate
 from bevquant_qnn import PlannedGroup, PrecisionPlan, precision_groups
-
-if importlib.util.find_spec("spconv") is None:
-    pytest.skip("spconv is not installed", allow_module_level=True)
 
 GROUPS = (
     ("decoder.backbone.blocks.0.0",),
@@ -45,8 +43,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The decoder as it is, and by a plan made from it."""
     folder = tmp_path_factory.mktemp("runs")
     frames = [small_frame()]
-    with pytest.MonkeyPatch.context() as patch:  # pictures are not what this is about
-        patch.setattr("bevfusion_quant.ptq._run.write_pictures", lambda *given: [])
+    with without_pictures():
         run_ptq(frames, PtqConfig("tiny", "decoder"), runs=folder, name="a")
         chosen = {**dict.fromkeys(FLOAT, "float"), WIDE: "int16"}
         plan = PrecisionPlan(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 from pathlib import Path
@@ -10,7 +9,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import spconv_at_hand  # noqa: F401
 import torch
+from clouds import cloud
 from torch import nn
 
 from bev_data.points import Frame, VoxelData, read_points
@@ -21,16 +22,10 @@ from bevfusion_quant.ptq import FrameBatches, PoorData, calibrate_branch, findin
 from bevquant_export import lint_onnx
 from bevquant_quantizers import QuantDescriptor, TensorQuantizer
 
-if importlib.util.find_spec("spconv") is None:
-    pytest.skip("spconv is not installed", allow_module_level=True)
 
-
-def cloud(seed: int = 1, broken: int = 0) -> np.ndarray:
-    rng = np.random.default_rng(seed)
-    points = np.zeros((3000, 5), np.float32)
-    points[:, :2] = rng.uniform(-50, 50, (3000, 2))
-    points[:, 2] = np.where(rng.random(3000) < 0.7, -1.8, rng.uniform(-1.8, 2, 3000))
-    points[:, 3] = rng.integers(0, 256, 3000)
+def scan(seed: int = 1, broken: int = 0) -> np.ndarray:
+    """A cloud in which every so many-th intensity is broken."""
+    points = cloud(seed=seed)
     if broken:
         points[::broken, 3] = 3e38
     return points
@@ -96,9 +91,7 @@ def test_trap_49_copies_of_one_point_are_allowed_where_one_says_so(
 
 def test_trap_49_one_broken_frame_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     """1 % broken intensities: the frame by name, from the file and from the ranges."""
-    code, told, error = ptq(
-        capsys, "--quantize-first-layer", good=cloud(), bad=cloud(2, broken=100)
-    )
+    code, told, error = ptq(capsys, "--quantize-first-layer", good=scan(), bad=scan(2, broken=100))
     assert code == 1
     assert "bad: intensity: 30 of 3,000 intensities lie outside 0..255, from 0 to 3e+38" in error
     assert "conv_input.0._input_quantizer, bad: float16: " in told
@@ -122,12 +115,12 @@ def test_values_that_become_infinite_name_frame_and_tensor() -> None:
 def test_one_thin_frame_among_others_is_told_and_allowed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    code, told, _ = ptq(capsys, good=cloud(), thin=cloud(2)[:20])
+    code, told, _ = ptq(capsys, good=scan(), thin=scan(2)[:20])
     assert code == 0
     assert "encoders.lidar, thin: few voxels: 20 points in " in told
     # A frame that does not calibrate is nothing to the calibration.
     code, told, _ = ptq(
-        capsys, "--calibration-frames", "1", "--overwrite", good=cloud(), thin=cloud(2)[:20]
+        capsys, "--calibration-frames", "1", "--overwrite", good=scan(), thin=scan(2)[:20]
     )
     assert code == 0
     assert "few voxels" not in told
@@ -137,7 +130,7 @@ def test_one_thin_frame_among_others_is_told_and_allowed(
 
 @pytest.mark.parametrize("value", [-1.0, 256.0, 3e38, np.inf])
 def test_intensities_of_no_sensor(value: float) -> None:
-    points = cloud()
+    points = scan()
     points[7, 3] = value
     (found,) = frame_findings(Frame("odd", points), 2000)
     assert (found.kind, found.frame, found.poor) == ("intensity", "odd", True)
@@ -147,7 +140,7 @@ def test_intensities_of_no_sensor(value: float) -> None:
 
 
 def test_limits_of_what_is_usual() -> None:
-    points = cloud()
+    points = scan()
     points[:2, 3] = 0, 255.5
     frame = Frame("usual", points)
     assert frame_findings(frame, 26) == ()

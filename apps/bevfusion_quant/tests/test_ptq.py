@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 from collections.abc import Iterator
@@ -10,7 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import spconv_at_hand  # noqa: F401
 import torch
+from clouds import cloud
 from matplotlib.image import imread
 from safetensors.torch import load_file
 
@@ -30,23 +31,11 @@ from bevfusion_quant.ptq import (
     run_ptq,
 )
 
-if importlib.util.find_spec("spconv") is None:
-    pytest.skip("spconv is not installed", allow_module_level=True)
-
 TINY = CONFIGS["tiny"]
 FILES = {
     "summary.json", "config.json", "ranges.json", "weights.safetensors",
     "report.html", "bev.png", "layers.png", "page.json", "digests.json",
 }  # fmt: skip
-
-
-def cloud(seed: int) -> np.ndarray:
-    rng = np.random.default_rng(seed)
-    points = np.zeros((3000, 5), np.float32)
-    points[:, :2] = rng.uniform(-50, 50, (3000, 2))
-    points[:, 2] = np.where(rng.random(3000) < 0.7, -1.8, rng.uniform(-1.8, 2, 3000))
-    points[:, 3] = rng.integers(0, 256, 3000)
-    return points
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +46,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     os.chdir(here)
     try:
         for seed in (1, 2):
-            np.savez(f"frame{seed}.npz", points=cloud(seed))
+            np.savez(f"frame{seed}.npz", points=cloud(seed=seed))
         arguments = (
             "ptq --points frame1.npz frame2.npz --config tiny --calibration-frames 1 --name a"
         )
@@ -123,7 +112,7 @@ def test_quantizers_are_reported_once_with_every_path(summary: dict) -> None:
 
 
 def test_run_comes_back_bit_for_bit_and_repeats(run: Path) -> None:
-    frame = Frame("frame1", cloud(1))
+    frame = Frame("frame1", cloud(seed=1))
     model = build_model(TINY, ("lidar",))
     (batch,) = FrameBatches([frame], TINY, model)
     random_weights(model, *batch, seed=0)
@@ -155,7 +144,7 @@ def test_overwrite_replaces_only_with_the_flag(
 ) -> None:
     for name in ("bev_picture", "layer_picture"):
         monkeypatch.setattr(f"bevfusion_quant.pictures.{name}", lambda *_: [])
-    frames = [Frame("frame3", cloud(3))]
+    frames = [Frame("frame3", cloud(seed=3))]
     config = PtqConfig("tiny", method="max")
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "config.json").write_bytes((run / "config.json").read_bytes())

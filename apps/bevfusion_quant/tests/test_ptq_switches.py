@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import spconv_at_hand  # noqa: F401
 import torch
 from bpu_split import TINY, small_frame
 from torch import Tensor, nn
+from without_pictures import without_pictures
 
 from bevfusion.model import Batch
 from bevfusion_quant import InputError
@@ -34,10 +33,6 @@ from bevfusion_quant.sensitivity import precisions_of, run_sensitivity
 from bevquant_int8sim import simulate
 from bevquant_quantizers import TensorQuantizer
 
-if importlib.util.find_spec("spconv") is None:
-    pytest.skip("spconv is not installed", allow_module_level=True)
-
-
 SETTINGS = {
     "four": {"weight_bits": 4},
     "rounded": {"weight_bits": 4, "rounding": "gptq", "bias_correction": True},
@@ -48,15 +43,6 @@ SETTINGS = {
 @cache
 def frame() -> Any:
     return small_frame()
-
-
-@contextmanager
-def without_pictures() -> Iterator[None]:
-    """Pictures and pages are not what this is about."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("write_pictures", "write_run_page"):
-            patch.setattr(f"bevfusion_quant.ptq._run.{name}", lambda *given, **more: None)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import spconv_at_hand  # noqa: F401
 import torch
 from safetensors.torch import load_file
+from without_pictures import without_pictures
 
 from bev_data.points import Frame
 from bev_scenes import street_frame
@@ -42,9 +41,6 @@ from bevquant_int8sim import simulate
 from bevquant_qnn import PrecisionPlan, apply_precision, distillation_loss, precision_groups
 from bevquant_quantizers import named_quantizers
 
-if importlib.util.find_spec("spconv") is None:
-    pytest.skip("spconv is not installed", allow_module_level=True)
-
 CPU = torch.device("cpu")
 STILL = Augmentation(flip=False, rotation=0.0, scale=0.0)
 LEARNED = {"learn_ranges": True, "distill": 2.0}
@@ -59,16 +55,6 @@ def small_streets(count: int, labels: bool = True) -> list[Frame]:
 
 
 SOURCE = FrameSource("2 small streets", partial(small_streets, 2))
-
-
-@contextmanager
-def without_pictures() -> Iterator[None]:
-    """Pictures and pages are not what this is about."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module in ("ptq._run", "ptq._evaluate", "qat._run"):
-            for name in ("write_pictures", "write_run_page"):
-                patch.setattr(f"bevfusion_quant.{module}.{name}", lambda *given, **more: None)
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -293,7 +279,7 @@ def test_the_written_run_is_a_run_like_any_other(
     assert all(torch.equal(exact[name], value) for name, value in before.items())
     frames = small_streets(1)
     with without_pictures(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bevfusion_quant.ptq._evaluate.load_run", lambda run: reloaded)
+        patch.setattr("bevfusion_quant.ptq._run.load_run", lambda run: reloaded)
         result = run_evaluate(trained, frames, runs=tmp_path, name="judged")
     models = [entry.model for entry in result.accuracy.models]
     assert models == ["float", "quantized"]

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from browser_page import values, wait
 from integer_rows import float_row, layer_row, simulation
 
 from bev_data.cameras import CAMERA_NAMES, Camera
@@ -103,18 +104,6 @@ def drawn(show: Callable[..., Any], page: Path) -> Callable[..., Any]:
         return browser
 
     return opened
-
-
-def wait(browser: Any, condition: str) -> None:
-    """Until the condition holds; the script's time limit is the error."""
-    browser.execute_async_script(
-        "const done = arguments[0];"
-        f"const look = () => ({condition}) ? done() : requestAnimationFrame(look); look();"
-    )
-
-
-def values(browser: Any, expression: str) -> Any:
-    return browser.execute_script(f"return {expression}")
 
 
 def shown(browser: Any, selector: str) -> int:

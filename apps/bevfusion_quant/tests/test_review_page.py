@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from browser_page import values, wait
 from review_runs import LAYERS, MadeUpRuns
 
 from bevfusion_quant.review import find_browser, print_pdf, run_review
@@ -24,18 +25,6 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made.compare(run, trained)
     result = run_review(run, qat=trained, bpu=chip, runs=made.root, command="report")
     return result.folder / "report.html"
-
-
-def wait(browser: Any, condition: str) -> None:
-    """Until the condition holds; the script's time limit is the error."""
-    browser.execute_async_script(
-        "const done = arguments[0];"
-        f"const look = () => ({condition}) ? done() : requestAnimationFrame(look); look();"
-    )
-
-
-def values(browser: Any, expression: str) -> Any:
-    return browser.execute_script(f"return {expression}")
 
 
 def press(browser: Any, *keys: str) -> None:

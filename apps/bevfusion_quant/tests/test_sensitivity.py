@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from pathlib import Path
 
 import pytest
+import spconv_at_hand  # noqa: F401
 import torch
 from bpu_split import small_frame
+from without_pictures import without_pictures
 
 from bev_data.metrics import DetectionRules, evaluate_detections
 from bevfusion.model import CONFIGS
@@ -27,9 +28,6 @@ from bevfusion_quant.sensitivity import (
 )
 from bevquant_qnn import PrecisionPlan, SensitivityTable, precision_groups
 
-if importlib.util.find_spec("spconv") is None:
-    pytest.skip("spconv is not installed", allow_module_level=True)
-
 TINY = CONFIGS["tiny"]
 EVIL = "</svg><script>window.hurt=1</script>"
 
@@ -43,8 +41,7 @@ def frames() -> list:
 def runs(frames: list, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that quantizes the decoder, six groups of layers, in the whole model."""
     folder = tmp_path_factory.mktemp("runs")
-    with pytest.MonkeyPatch.context() as patch:  # pictures are not what this is about
-        patch.setattr("bevfusion_quant.ptq._run.write_pictures", lambda *given: [])
+    with without_pictures():
         run_ptq(frames[:1], PtqConfig("tiny", "decoder"), runs=folder, name="a")
     return folder
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import importlib.util
 
 import pytest
+import spconv_at_hand  # noqa: F401
 import torch
 from model_batches import model_batch
 from torch import nn
@@ -29,9 +29,6 @@ from bevfusion.model import (
 from bevquant_fusion import fuse_model
 from bevquant_qnn import QuantConfig, QuantizeResult, quantize_model
 from bevquant_quantizers import TensorQuantizer, calibrate
-
-if importlib.util.find_spec("spconv") is None:
-    pytest.skip("spconv is not installed", allow_module_level=True)
 
 TINY = CONFIGS["tiny"]
 DEEP = dataclasses.replace(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import re
 import shutil
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import spconv_at_hand  # noqa: F401
 import torch
 
 from bev_data.points import read_frames
@@ -20,9 +20,6 @@ from bevfusion_quant.ptq import FrameBatches, load_run
 from bevfusion_quant.report import read_sections
 from bevfusion_quant.review import run_review
 from bevquant_int8sim import IntegerModel, backend_report, simulate
-
-if importlib.util.find_spec("spconv") is None:
-    pytest.skip("spconv is not installed", allow_module_level=True)
 
 TINY = CONFIGS["tiny"]
 LIDAR = "encoders.lidar.backbone"

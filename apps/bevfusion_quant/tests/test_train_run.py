@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import spconv_at_hand  # noqa: F401
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from bev_data.points import Frame
 from bev_scenes import street_frame
 from bevfusion.model import CONFIGS, build_model, load_weights
-from bevfusion.training import CompactFrame, one_cycle
+from bevfusion.training import CompactFrame
 from bevfusion_quant import InputError
 from bevfusion_quant.cli import main
 from bevfusion_quant.train import (
@@ -28,11 +28,7 @@ from bevfusion_quant.train import (
     TrainResult,
     read_checkpoint,
     run_train,
-    stop_on_signals,
 )
-
-if importlib.util.find_spec("spconv") is None:
-    pytest.skip("spconv is not installed", allow_module_level=True)
 
 
 def small_streets(count: int, cameras: str | None) -> list[Frame]:
@@ -201,27 +197,6 @@ def test_an_unknown_device_is_refused(tmp_path: Path) -> None:
 def test_settings_out_of_range_are_refused(name: str, value: float) -> None:
     with pytest.raises(InputError, match=f"--{name} "):
         config(**{name: value})
-
-
-def test_the_schedule_is_torchs() -> None:
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([parameter])
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.3, total_steps=37)
-    for step in range(37):
-        assert one_cycle(step, 37, 0.3) == pytest.approx(schedule.get_last_lr()[0], rel=1e-9)
-        optimizer.step()
-        if step < 36:
-            schedule.step()
-
-
-def test_signal_handlers_come_back() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with stop_on_signals() as request:
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert request.asked
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_the_command_trains_and_judges_on_other_streets(

@@ -181,7 +181,7 @@ def _panel(
     colours: str | Colormap,
     limits: tuple[float, float],
 ) -> Draw:
-    low_x, low_y, _, high_x, high_y, _ = config.point_cloud_range
+    low_x, low_y, high_x, high_y = config.extent
 
     def draw(whole: Figure, axes: Axes) -> None:
         axes.set_facecolor("#0b0c10")
@@ -222,7 +222,7 @@ def _span(values: Map, percentile: float) -> tuple[float, float]:
 
 def _heights(config: LidarConfig, points: Map) -> Map:
     """Highest point of each cell, [x, y]; NaN where there is none."""
-    low_x, low_y, _, high_x, high_y, _ = config.point_cloud_range
+    low_x, low_y, high_x, high_y = config.extent
     cells = (round((high_x - low_x) / CELL), round((high_y - low_y) / CELL))
     x, y = (
         np.clip(((points[:, axis] - low) / CELL).astype(np.int64), 0, cells[axis] - 1)

@@ -14,6 +14,12 @@ from bevquant_qnn._conv_transpose import (
     QuantConvTranspose3d,
 )
 from bevquant_qnn._distillation import distillation_loss
+from bevquant_qnn._followed_ranges import (
+    RangeFollower,
+    keep_within_ranges,
+    narrow_weights,
+    weighted_layers,
+)
 from bevquant_qnn._freeze import freeze
 from bevquant_qnn._linear import QuantLinear
 from bevquant_qnn._pool import (
@@ -71,6 +77,7 @@ __all__ = [
     "QuantSparseConvolution",
     "QuantizeResult",
     "QuantizedModule",
+    "RangeFollower",
     "RangeTracker",
     "RefinedPlan",
     "RoundedLayer",
@@ -83,7 +90,9 @@ __all__ = [
     "assign_precision",
     "distillation_loss",
     "freeze",
+    "keep_within_ranges",
     "learn_ranges",
+    "narrow_weights",
     "precision_groups",
     "pt2e_quantizer",
     "quantize_model",
@@ -91,4 +100,5 @@ __all__ = [
     "round_weights",
     "sensitivity",
     "track_ranges",
+    "weighted_layers",
 ]

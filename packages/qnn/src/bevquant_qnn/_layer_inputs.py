@@ -15,7 +15,7 @@ from bevquant_qnn._sparse_convolution import QuantSparseConvolution
 from bevquant_qnn._weighted import QuantWeighted
 from bevquant_quantizers import TensorQuantizer
 
-__all__ = ["Forward", "call", "inference", "input_of", "weighted_layers"]
+__all__ = ["Forward", "call", "inference", "input_of", "layers_called"]
 
 Forward = Callable[[nn.Module, Any], Any]
 
@@ -46,7 +46,7 @@ def inference(model: nn.Module) -> Iterator[None]:
             module.training = flag
 
 
-def weighted_layers(model: nn.Module, forward: Forward, batch: Any) -> tuple[list[str], list[str]]:
+def layers_called(model: nn.Module, forward: Forward, batch: Any) -> tuple[list[str], list[str]]:
     """Return paths of layers whose weight is quantized, in the order of their calls.
 
     Returns:

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Generator, Tensor, nn
 
-from bevquant_qnn._layer_inputs import Forward, call, inference, input_of, weighted_layers
+from bevquant_qnn._layer_inputs import Forward, call, inference, input_of, layers_called
 from bevquant_qnn._linear_form import grid_step, matrix_of, put_matrix, sampled_patches
 from bevquant_quantizers import quantization_disabled
 
@@ -117,7 +117,7 @@ def round_weights(
     exact = copy.deepcopy(model)
     layers: list[RoundedLayer] = []
     with inference(model), inference(exact), quantization_disabled(exact):
-        once, others = weighted_layers(model, forward, kept[0])
+        once, others = layers_called(model, forward, kept[0])
         skipped = [
             (path, "it is not called exactly once, so it has no one input") for path in others
         ]

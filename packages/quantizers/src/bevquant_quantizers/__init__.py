@@ -20,6 +20,7 @@ from ._select import (
     uncalibrated,
 )
 from ._tensor_quantizer import TensorQuantizer
+from ._watch import QuantizerRow, QuantizerValues, watch_quantizers, watching_quantizers
 from .documents import DocumentError, JsonDocument, write_whole
 from .tensor_quant import QuantDescriptor
 
@@ -32,6 +33,8 @@ __all__ = [
     "PeerError",
     "QuantDescriptor",
     "QuantizerReport",
+    "QuantizerRow",
+    "QuantizerValues",
     "TensorQuantizer",
     "adopt_quantizers",
     "all_merge",
@@ -52,5 +55,7 @@ __all__ = [
     "select",
     "tensor_quant",
     "uncalibrated",
+    "watch_quantizers",
+    "watching_quantizers",
     "write_whole",
 ]

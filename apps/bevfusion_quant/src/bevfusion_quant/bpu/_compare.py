@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from bevfusion_quant.measure import (
-    DetectionTally,
+    STAGE_TITLES,
     Judgement,
     LayerRow,
     Leader,
+    ModelTallies,
     PairSums,
     StageMaps,
     StageProbe,
@@ -25,68 +26,13 @@ from bevquant_hybrid.qtensor import QTensor, as_float
 
 if TYPE_CHECKING:
     from bev_data.metrics import AccuracyTally
-    from bev_data.points import Labels
-    from bevfusion.model import Batch, BEVFusion, BEVFusionConfig
-    from bevfusion.model.head import Detections
+    from bevfusion.model import Batch, BEVFusionConfig
     from bevfusion_quant.bpu._quantize import Forms
     from bevfusion_quant.bpu._split import Note, SplitModel
     from bevfusion_quant.bpu._units import Label
     from bevfusion_quant.frames import FrameBatches
-    from bevfusion_quant.measure import AgreementRow, FoundRow
 
-__all__ = ["Follower", "Models", "NodeProbe", "Tallies", "compare_forms", "node_probes"]
-
-
-class Tallies:
-    """Float against fake-quantized, and float against integers; empty without a head.
-
-    Args:
-        config: Sizes.
-        model: Whose head decodes.
-        accuracy: Is handed all three models' detections, as "float", "quantized" and "integer".
-
-    Attributes:
-        first: Float and fake-quantized detections of the first frame.
-        float_detections: The float model's, frame by frame.
-    """
-
-    def __init__(
-        self, config: BEVFusionConfig, model: BEVFusion, accuracy: AccuracyTally | None = None
-    ) -> None:
-        low_x, low_y, _, high_x, high_y, _ = config.lidar.point_cloud_range
-        extent = (low_x, low_y, high_x, high_y)
-        self._head = model.head if model.heads is not None else None
-        self._fake = DetectionTally(config.head.classes, extent)
-        self._integer = DetectionTally(config.head.classes, extent)
-        self._accuracy = accuracy
-        self.first: tuple[Detections, Detections] | None = None
-        self.float_detections: list[Detections] = []
-
-    def add(
-        self, frame: tuple[int, str], wanted: Any, fake: Any, got: Any, labels: Labels | None
-    ) -> None:
-        """Count one frame, of this number and name, from the three models' outputs."""
-        if self._head is None:
-            return
-        real, quantized, integers = (self._head.decode(o)[0] for o in (wanted, fake, got))
-        self._fake.add(real, quantized, labels)
-        self._integer.add(real, integers, labels)
-        self.float_detections.append(real)
-        if self._accuracy is not None:
-            for name, found in (("float", real), ("quantized", quantized), ("integer", integers)):
-                self._accuracy.add(name, *frame, found, labels)
-        self.first = self.first or (real, quantized)
-
-    def fake(self) -> tuple[list[AgreementRow], list[FoundRow]]:
-        """Float against fake-quantized: how detections agree, which labels both find."""
-        return self._rows(self._fake)
-
-    def integer(self) -> tuple[list[AgreementRow], list[FoundRow]]:
-        """Float against integers."""
-        return self._rows(self._integer)
-
-    def _rows(self, tally: DetectionTally) -> tuple[list[AgreementRow], list[FoundRow]]:
-        return (tally.agreement(), tally.found()) if self.float_detections else ([], [])
+__all__ = ["Follower", "Models", "NodeProbe", "compare_forms", "node_probes"]
 
 
 _HALF_RANGE = 127.5  # steps from 0 to the end of int8's range, as scales are made
@@ -151,9 +97,6 @@ class NodeProbe:
         )
 
 
-STAGES = ("neck", "camera", "lidar", "fuser", "decoder", "head")
-
-
 class Models(NamedTuple):
     """The model three times; the parts on the CPU are the same modules."""
 
@@ -198,13 +141,13 @@ class Follower:
 
     def _watched(self, note: Note) -> Note:
         def tell(name: str, value: Tensor) -> None:
-            if name in self.probes or name in STAGES:
+            if name in self.probes or name in STAGE_TITLES:
                 note(name, value)
 
         return tell
 
     def _judge(self, name: str, wanted: Tensor, fake: Tensor, got: Tensor) -> None:
-        if name in STAGES:
+        if name in STAGE_TITLES:
             if name not in self._stages:
                 self._stages[name] = StageProbe(name, ""), PairSums()
             stage, integers = self._stages[name]
@@ -274,15 +217,19 @@ def compare_forms(
         config: Sizes.
         accuracy: Is handed the models' detections, as "float", "quantized" and "integer".
     """
-    follower, tallies = Follower(probes), Tallies(config, models.real.model, accuracy)
+    follower, tallies = Follower(probes), ModelTallies(config, accuracy)
+    model = models.real.model
     whole, first, shape = PairSums(), None, torch.Size()
     for index, batch in enumerate(batches):
         with torch.no_grad():
             wanted, fake, got = follower.follow(models, batch)
         whole.add(whole_output(wanted), whole_output(fake))
         shape = whole_output(wanted).shape
-        frame = index, batches.names[index][0]
-        tallies.add(frame, wanted, fake, got, batches.frame_labels(index))
+        if model.heads is not None:
+            outputs = {"float": wanted, "quantized": fake, "integer": got}
+            found = {who: model.head.decode(output)[0] for who, output in outputs.items()}
+            name, labels = batches.names[index][0], batches.frame_labels(index)
+            tallies.add(index, name, found, labels)
         first = wanted if first is None else first
     layers = follower.layers()
     table = [
@@ -295,18 +242,15 @@ def compare_forms(
     kind = "heatmap" if isinstance(first, dict) else "bird's-eye view"
     cells = shape.numel() / shape[1]
     table.append(LayerRow("output", kind, shape[1], cells, whole.sqnr_db, whole.cosine, None, None))
-    agreement, found = tallies.fake()
+    seen = tallies.first
     judgement = Judgement(
         table,
         follower.maps(),
         [],
-        agreement,
-        found,
-        tallies.first,
+        *tallies.rows("quantized"),
+        (seen["float"], seen["quantized"]) if seen else None,
         tallies.float_detections,
         first,
     )
-    integer_agreement, integer_found = tallies.integer()
-    return BpuComparison(
-        judgement, layers, follower.stages(), tuple(integer_agreement), tuple(integer_found)
-    )
+    agreement, both = tallies.rows("integer")
+    return BpuComparison(judgement, layers, follower.stages(), tuple(agreement), tuple(both))

@@ -10,10 +10,9 @@ import torch
 
 from bevfusion.model import PART_PATHS
 from bevfusion_quant.bpu._compare import Models
-from bevfusion_quant.bpu._config import bpu_parts
 from bevfusion_quant.bpu._quantize import Forms, calibrating_form, finished_forms, names_on_cpu
 from bevfusion_quant.bpu._split import SplitModel
-from bevfusion_quant.bpu._units import bpu_units, node_labels
+from bevfusion_quant.bpu._units import bpu_parts, bpu_units, node_labels
 from bevfusion_quant.options import Branch
 from bevfusion_quant.results import BpuEstimate
 from bevfusion_quant.steps import why_float
@@ -26,8 +25,8 @@ if TYPE_CHECKING:
     from torch import Tensor, fx
 
     from bevfusion.model import Batch, BEVFusion
-    from bevfusion_quant.bpu._config import BpuConfig
     from bevfusion_quant.bpu._units import Label
+    from bevfusion_quant.options import BpuConfig
     from bevquant_hybrid.operators import OperatorCall
 
 __all__ = ["SplitUnits", "compose_plan", "estimate_unit", "unit_plan"]

@@ -3,32 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import fx, nn
 
 from bevfusion.model import CONFIGS, build_model
 from bevfusion_quant.bpu._compare import compare_forms, node_probes
 from bevfusion_quant.bpu._prepare import SplitUnits
 from bevfusion_quant.bpu._quantize import for_march
 from bevfusion_quant.bpu._save import load_bpu_run, save_weights
-from bevfusion_quant.bpu._units import node_labels
-from bevfusion_quant.bpu._write import BpuResult, RunWriter, folding_record, placement_record
-from bevfusion_quant.frames import FrameBatches, data_findings, finding_lines
+from bevfusion_quant.bpu._units import PREFIXES, node_labels
+from bevfusion_quant.frames import FrameBatches, PoorData, data_findings, finding_lines
 from bevfusion_quant.measure import accuracy_tally, relative_change, whole_output
+from bevfusion_quant.report import JudgedRun
 from bevfusion_quant.results import BpuOutcome
-from bevfusion_quant.run import Clock, run_folder
+from bevfusion_quant.run import Clock, RunRecord, run_folder
 from bevfusion_quant.steps import built_parts, fill_weights, quantized_parts, read_model_settings
+from bevquant_quantizers.documents import write_whole
 
 if TYPE_CHECKING:
     from bev_data.metrics import AccuracyTally, Bootstrap
     from bev_data.points import Frame
-    from bevfusion_quant.bpu._config import BpuConfig
     from bevfusion_quant.bpu._quantize import Forms
+    from bevfusion_quant.options import BpuConfig
 
-__all__ = ["run_bpu", "run_bpu_evaluate"]
+__all__ = ["BpuResult", "run_bpu", "run_bpu_evaluate"]
+
+_PACKAGES = ("bevquant-hybrid",)
+
+
+@dataclass(frozen=True, eq=False)
+class BpuResult:
+    """Where the run lies, what came out, what to look at, seconds by step, peak memory in MiB.
+
+    `holds_model` says whether the folder holds the weights too; an evaluation's does not.
+    `findings` are of the frames that calibrated.
+    """
+
+    folder: Path
+    outcome: BpuOutcome
+    warnings: tuple[str, ...]
+    seconds: dict[str, float]
+    peak_memory_mib: float
+    holds_model: bool
+    findings: tuple[PoorData, ...] = ()
 
 
 def run_bpu(
@@ -76,30 +97,21 @@ def run_bpu(
         with clock.step("check folding"), torch.no_grad():
             wanted = whole_output(outcome.comparison.judgement.wanted)
             change = relative_change(whole_output(model(*first)), wanted)
-        writer = RunWriter(
-            folder,
-            outcome,
-            batches,
-            settings={"target": "bpu", **asdict(config)},
-            records={
-                "fusion": folding_record(units, change),
-                "quantization": placement_record(forms, outcome),
-            },
-            command=command,
-            warnings=(
-                *(text for form in forms.values() for text in form.warnings),
-                *finding_lines(findings),
-            ),
-            clock=clock,
-        )
-        writer.draw(quantized_parts(config.branch)[-1])
-        writer.plan()
+        warnings = _warnings(outcome, forms, findings)
+        settings = {"target": "bpu", **asdict(config)}
         digests = save_weights(folder, model, forms, config.branch)
-        writer.config({"sizes": asdict(sizes), "sha256": digests})
-        writer.page(name)
-        seconds, peak = writer.summary({"weights": weights, "calibration_frames": count})
+        records = {
+            "fusion": folding_record(units, change),
+            "quantization": placement_record(forms, outcome),
+        }
+        seconds, peak = _write(
+            RunRecord(folder, command, clock, _PACKAGES), name, outcome, batches, settings,
+            decides={"sizes": asdict(sizes), "sha256": digests},
+            told={"weights": weights, "calibration_frames": count, "warnings": warnings},
+            records=records,
+        )  # fmt: skip
     return BpuResult(
-        runs / name, outcome, writer.warnings, seconds, peak, holds_model=True, findings=findings
+        runs / name, outcome, warnings, seconds, peak, holds_model=True, findings=findings
     )
 
 
@@ -144,26 +156,17 @@ def run_bpu_evaluate(
                 units.run(units.fused, batches.head(1))
             tally = accuracy_tally(sizes, batches, bootstrap)
             outcome = _outcome(units, loaded.forms, batches, clock, tally)
-        writer = RunWriter(
-            folder,
-            outcome,
-            batches,
-            settings={
-                **{"target": "bpu", "evaluates": str(run), "config": config.config},
-                **{"branch": config.branch, "march": config.march, "weights": config.weights},
-                "cameras": cameras,
-            },
-            records={},
-            command=command,
-            warnings=(),
-            clock=clock,
-        )
-        writer.draw(quantized_parts(config.branch)[-1])
-        writer.plan()
-        writer.config({"run_sha256": read_model_settings(run).sha256})
-        writer.page(name)
-        accuracy = None if outcome.accuracy is None else outcome.accuracy.summary()
-        seconds, peak = writer.summary({"evaluates": str(run), "accuracy": accuracy})
+        settings = {
+            **{"target": "bpu", "evaluates": str(run), "config": config.config},
+            **{"branch": config.branch, "march": config.march, "weights": config.weights},
+            "cameras": cameras,
+        }
+        warnings = _warnings(outcome)
+        seconds, peak = _write(
+            RunRecord(folder, command, clock, _PACKAGES), name, outcome, batches, settings,
+            decides={"run_sha256": read_model_settings(run).sha256},
+            told={"evaluates": str(run), "accuracy": None, "warnings": warnings},
+        )  # fmt: skip
     return BpuResult(runs / name, outcome, (), seconds, peak, holds_model=False)
 
 
@@ -193,3 +196,69 @@ def _outcome(
     with clock.step("judge by labels"):
         accuracy = tally.result()
     return BpuOutcome(plan, comparison, estimates, accuracy)
+
+
+def _warnings(
+    outcome: BpuOutcome, forms: Mapping[str, Forms] | None = None, findings: Sequence[PoorData] = ()
+) -> tuple[str, ...]:
+    """What to look at: of the forms and the frames where this run made them, and of the plan."""
+    told = [text for form in (forms or {}).values() for text in form.warnings]
+    return (*told, *finding_lines(findings), *outcome.plan.warnings, *outcome.violations)
+
+
+def _write(
+    record: RunRecord,
+    title: str,
+    outcome: BpuOutcome,
+    batches: FrameBatches,
+    settings: Mapping[str, Any],
+    *,
+    decides: Mapping[str, Any],
+    told: Mapping[str, Any],
+    records: Mapping[str, Any] | None = None,
+) -> tuple[dict[str, float], float]:
+    """Pictures, plan, settings, page and summary; `decides` is what the page does not say."""
+    judged = JudgedRun(
+        record, title, CONFIGS[settings["config"]], batches, outcome.comparison.judgement,
+        records or {},
+        bpu=outcome,
+        accuracy=outcome.accuracy,
+    )  # fmt: skip
+    judged.draw(quantized_parts(settings["branch"])[-1])
+    outcome.plan.save(record.folder / "plan.json")
+    write_whole(record.folder / "partition.svg", outcome.picture)
+    record.write_settings({**settings, **decides})
+    judged.write_page(settings)
+    return judged.write_summary({"target": "bpu", "branch": settings["branch"], **told})
+
+
+def folding_record(units: SplitUnits, change: float) -> dict[str, Any]:
+    """Batch norms of the units and the convolutions that took them; `change` of the output."""
+    folded, kept = [], []
+    for name, unit in units.units.items():
+        stem = PREFIXES[name]
+        left = dict(units.fused[name].named_modules())
+        modules = dict(unit.named_modules())
+        for node in fx.symbolic_trace(unit).graph.nodes:
+            if node.op != "call_module" or not isinstance(modules[node.target], nn.BatchNorm2d):
+                continue
+            conv, bn = str(node.args[0].target), str(node.target)
+            if isinstance(left.get(bn), nn.BatchNorm2d):
+                kept.append({"bn": stem + bn, "reason": f"{conv} did not take it"})
+            else:
+                folded.append({"conv": stem + conv, "bn": stem + bn, "how": "identity"})
+    return {"fused": folded, "skipped": kept, "largest_relative_change": change}
+
+
+def placement_record(forms: Mapping[str, Forms], outcome: BpuOutcome) -> dict[str, Any]:
+    """Modules that were quantized, and what runs on the CPU in float with the reason."""
+    quantized = []
+    for name, form in forms.items():
+        modules = dict(form.fake_graph.named_modules())
+        for label in node_labels(name, form.fake_graph).values():
+            module = modules.get(label.place)
+            if module is not None and hasattr(module, "activation_post_process"):
+                kind = type(module).__name__
+                quantized.append({"path": label.path, "kind": kind, "was": label.operator})
+    skipped = [{"path": node.path, "reason": node.reason} for node in outcome.on_cpu]
+    return {"quantized": quantized, "shared": [], "skipped": skipped}

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from bevfusion.model import CONFIGS, PART_PATHS, build_model
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.bpu._compare import Models
-from bevfusion_quant.bpu._config import BpuConfig, bpu_parts
 from bevfusion_quant.bpu._prepare import SplitUnits
 from bevfusion_quant.bpu._quantize import Forms, for_march
+from bevfusion_quant.bpu._units import bpu_parts
+from bevfusion_quant.options import BpuConfig
 from bevfusion_quant.run import sha256
 from bevfusion_quant.steps import built_parts, read_model_settings
 from bevquant_quantizers.documents import read_tensors, write_tensors

@@ -7,13 +7,44 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor, fx, nn
 from torch.ao.quantization import DeQuantStub, QuantStub
 
-from bevfusion_quant.bpu._config import bpu_parts
+from bevfusion_quant._errors import InputError
 from bevquant_hybrid.nn.intrinsic import Fused
 
 if TYPE_CHECKING:
     from bevfusion.model import BEVFusion
 
-__all__ = ["PREFIXES", "Label", "bpu_units", "node_labels"]
+__all__ = ["PREFIXES", "Label", "bpu_parts", "bpu_units", "node_labels"]
+
+_PARTS: dict[str, tuple[str, ...]] = {
+    "camera": ("camera",),
+    "fuser": ("fuser",),
+    "decoder": ("decoder",),
+    "all": ("camera", "fuser", "decoder"),
+}
+_NO_BPU_PART = {
+    "lidar": "its sparse convolutions have no BPU form",
+    "head": "its attention and its choice of queries run on the CPU",
+}
+
+
+def bpu_parts(branch: str) -> tuple[str, ...]:
+    """The parts of the model that run on the BPU, wholly or but for what follows the neck.
+
+    Raises:
+        InputError: The branch has no part that a BPU could run.
+
+    Example:
+        >>> bpu_parts("all")
+        ('camera', 'fuser', 'decoder')
+    """
+    if branch not in _PARTS:
+        raise InputError(
+            f"--target bpu has nothing to do for --branch {branch}: {_NO_BPU_PART[branch]}; choose "
+            f"--branch {', '.join(_PARTS)} (with --dataset, as they read images), or leave "
+            "--target bpu out"
+        )
+    return _PARTS[branch]
+
 
 PREFIXES = {"camera": "encoders.camera.", "bev": ""}
 """Unit → what stands before its modules' paths in the model."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from bevfusion_quant._errors import VerificationError
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from bevfusion_quant.export import ExportedSet
     from bevfusion_quant.ptq import EvaluateResult, PoorData, PtqResult
 
-__all__ = ["bpu_run_text", "end_text", "joined", "refuse_wrong_files", "run_text"]
+__all__ = ["bpu_run_text", "finished_text", "joined", "refuse_wrong_files", "run_text"]
 
 
 def joined(parts: Iterable[str]) -> str:
@@ -20,11 +20,14 @@ def joined(parts: Iterable[str]) -> str:
     return "\n" + "\n\n".join(parts)
 
 
-def end_text(seconds: Mapping[str, float], peak: float, warnings: Sequence[str] = ()) -> str:
-    """Warnings, seconds by step, peak memory in MiB."""
-    steps = ", ".join(f"{name} {spent:.1f} s" for name, spent in seconds.items())
+def finished_text(parts: Iterable[str], result: Any, warnings: Sequence[str] = ()) -> str:
+    """Paragraphs, then of any command's result warnings, seconds, peak memory, what was written."""
+    from bevfusion_quant.run import written_text
+
+    steps = ", ".join(f"{name} {spent:.1f} s" for name, spent in result.seconds.items())
     told = "".join(f"\nwarning: {text}" for text in warnings)
-    return f"{told}\n{steps}\npeak memory {peak:,.0f} MiB"
+    end = f"{told}\n{steps}\npeak memory {result.peak_memory_mib:,.0f} MiB"
+    return joined([*parts, end, *written_text(result.folder)])
 
 
 def run_text(result: PtqResult | EvaluateResult, *, allow_poor: bool = False) -> str:
@@ -37,13 +40,7 @@ def run_text(result: PtqResult | EvaluateResult, *, allow_poor: bool = False) ->
     from bev_data.metrics import accuracy_text
     from bevfusion_quant.export import export_text
     from bevfusion_quant.integer import simulation_text
-    from bevfusion_quant.ptq import (
-        EvaluateResult,
-        agreement_text,
-        layer_table,
-        stage_table,
-        written_text,
-    )
+    from bevfusion_quant.ptq import EvaluateResult, agreement_text, layer_table, stage_table
 
     accuracy, exported = None, None
     warnings: Sequence[str] = ()
@@ -67,8 +64,7 @@ def run_text(result: PtqResult | EvaluateResult, *, allow_poor: bool = False) ->
         parts += ["Against labels", accuracy_text(accuracy)]
     if exported is not None:
         parts += export_text(exported)
-    parts += [end_text(result.seconds, result.peak_memory_mib, warnings)]
-    text = joined([*parts, *written_text(result.folder)])
+    text = finished_text(parts, result, warnings)
     refuse_wrong_files(exported, text)
     return _calibrated(text, findings, allow_poor=allow_poor)
 
@@ -80,10 +76,8 @@ def bpu_run_text(result: BpuResult, *, allow_poor: bool = False) -> str:
         InputError: The ranges cannot be right, unless `allow_poor`.
     """
     from bevfusion_quant.bpu import bpu_text
-    from bevfusion_quant.ptq import written_text
 
-    end = end_text(result.seconds, result.peak_memory_mib, result.warnings)
-    text = joined([*bpu_text(result.outcome), end, *written_text(result.folder)])
+    text = finished_text(bpu_text(result.outcome), result, result.warnings)
     return _calibrated(text, result.findings, allow_poor=allow_poor)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.commands._text import end_text, joined
+from bevfusion_quant.commands._text import finished_text
 from bevfusion_quant.options import Backend, BootstrapOptions, FrameOptions, RunOptions
 
 __all__ = ["Compare"]
@@ -32,7 +32,6 @@ class Compare(RunOptions, BootstrapOptions, FrameOptions):
     def execute(self, command: str) -> str:
         """Run it and answer what to print."""
         from bevfusion_quant.compare import comparison_text, run_compare
-        from bevfusion_quant.ptq import written_text
         from bevfusion_quant.steps import frames_for_run, read_model_settings
 
         if self.backend != "auto" and not self.integers:
@@ -52,5 +51,4 @@ class Compare(RunOptions, BootstrapOptions, FrameOptions):
             bootstrap=self.bootstrap(),
             **self.place(command),
         )
-        end = end_text(result.seconds, result.peak_memory_mib)
-        return joined([*comparison_text(result.comparison), end, *written_text(result.folder)])
+        return finished_text(comparison_text(result.comparison), result)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bevfusion_quant.commands._text import end_text, joined, refuse_wrong_files
+from bevfusion_quant.commands._text import finished_text, refuse_wrong_files
 from bevfusion_quant.options import Cpu, ExportTarget, FrameOptions, RunOptions
 
 __all__ = ["Export"]
@@ -39,7 +39,6 @@ class Export(RunOptions, FrameOptions):
     def execute(self, command: str) -> str:
         """Run it and answer what to print."""
         from bevfusion_quant.export import export_run, export_text
-        from bevfusion_quant.ptq import written_text
         from bevfusion_quant.steps import frames_for_run, read_model_settings
 
         settings = read_model_settings(self.run)
@@ -52,7 +51,6 @@ class Export(RunOptions, FrameOptions):
             cameras=self.cameras or None,
             **self.place(command),
         )
-        end = end_text(result.seconds, result.peak_memory_mib)
-        text = joined([*export_text(result.exported), end, *written_text(result.folder)])
+        text = finished_text(export_text(result.exported), result)
         refuse_wrong_files(result.exported, text)
         return text

@@ -48,13 +48,12 @@ class Qat(RunOptions, TrainingOptions, QatOptions, FrameOptions):
         Raises:
             InputError: As `run_qat`, and whatever the frame options refuse.
         """
-        from bevfusion_quant.qat import QatConfig, run_qat
-        from bevfusion_quant.qat._start import read_trainable
+        from bevfusion_quant.qat import QatConfig, read_trainable, run_qat
         from bevfusion_quant.train import held_out, training_frames
 
         config = config_from(QatConfig, self, augmentation=self.augmentation())
         start = read_trainable(self.run)
-        size, images = start.settings.config, "camera" in start.parts
+        size, images = start.config, "camera" in start.parts
         result = run_qat(
             self.run,
             training_frames(self, size=size, with_cameras=images),
@@ -70,8 +69,8 @@ class Qat(RunOptions, TrainingOptions, QatOptions, FrameOptions):
 def _text(result: QatResult) -> str:
     """The losses along the run, and how good the model is where that was asked."""
     from bev_data.metrics import accuracy_text
+    from bevfusion.training import losses_table
     from bevfusion_quant.ptq import written_text
-    from bevfusion_quant.train._loop import losses_table
 
     table = losses_table(result.terms, result.losses)
     judged = [] if result.accuracy is None else [accuracy_text(result.accuracy)]

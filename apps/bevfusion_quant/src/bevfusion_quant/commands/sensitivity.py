@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bevfusion_quant._errors import VerificationError
-from bevfusion_quant.commands._text import end_text, joined
+from bevfusion_quant.commands._text import finished_text
 from bevfusion_quant.options import (
     FrameOptions,
     Precision,
@@ -54,7 +54,6 @@ class Sensitivity(RunOptions, FrameOptions):
         Raises:
             VerificationError: No plan keeps within the budget; what was measured is kept.
         """
-        from bevfusion_quant.ptq import written_text
         from bevfusion_quant.sensitivity import run_sensitivity, sensitivity_text
         from bevfusion_quant.steps import frames_for_run, read_model_settings
 
@@ -70,8 +69,7 @@ class Sensitivity(RunOptions, FrameOptions):
             cameras=self.cameras or None,
             **self.place(command),
         )
-        end = end_text(result.seconds, result.peak_memory_mib)
-        text = joined([*sensitivity_text(result.outcome), end, *written_text(result.folder)])
+        text = finished_text(sensitivity_text(result.outcome), result)
         if result.outcome.refusal:
             raise VerificationError(result.outcome.refusal, text)
         return text

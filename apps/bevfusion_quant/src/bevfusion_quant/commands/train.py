@@ -59,8 +59,8 @@ class Train(TrainingOptions, TrainOptions, FrameOptions):
 
 def _text(result: TrainResult) -> str:
     """The losses along the run, and how good the weights are where that was asked."""
-    from bevfusion_quant.train._loop import losses_table
-    from bevfusion_quant.train._run import WEIGHTS
+    from bevfusion.training import losses_table
+    from bevfusion_quant.train import WEIGHTS
 
     table = losses_table(("heatmap", "class", "box"), result.losses)
     judged = [] if result.held_out is None else [_judged(result.held_out)]

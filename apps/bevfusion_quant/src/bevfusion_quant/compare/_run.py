@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bev_data.cameras import CAMERA_NAMES
-from bevfusion.model import CONFIGS
+from bevfusion.model import CONFIGS, build_model
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.compare._outcome import ComparedRun, Comparison
-from bevfusion_quant.compare._page import write_comparison_page
+from bevfusion_quant.compare._comparison import (
+    ComparedRun,
+    Comparison,
+    write_comparison_page,
+)
 from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.measure import (
     Model,
@@ -25,7 +27,7 @@ from bevfusion_quant.measure import (
     whole_output,
 )
 from bevfusion_quant.run import Clock, RunRecord, run_folder, run_shards
-from bevfusion_quant.steps import built_parts, load_run, read_model_settings
+from bevfusion_quant.steps import load_run, read_model_settings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,18 +37,10 @@ if TYPE_CHECKING:
     from bevfusion.model import Batch, BEVFusion
     from bevfusion_quant.steps import ModelSettings
 
-__all__ = ["AlikeRuns", "CompareResult", "check_settings", "load_alike", "names_of", "run_compare"]
+__all__ = ["CompareResult", "check_settings", "load_alike", "names_of", "run_compare"]
 
 # Folding moves a heat map by 1e-5 of its largest value, other weights by as much as it is.
 _SAME = 1e-3
-
-
-@dataclass(eq=False)
-class AlikeRuns:
-    """One float model, and what the runs made of it, in eval mode."""
-
-    float_model: BEVFusion
-    quantized: list[BEVFusion]
 
 
 def check_settings(folders: Sequence[Path]) -> list[ModelSettings]:
@@ -67,7 +61,7 @@ def check_settings(folders: Sequence[Path]) -> list[ModelSettings]:
                 f"--run {folder} is a run for a BPU, whose model is in other parts: judge it with "
                 "bevfusion-quant evaluate"
             )
-        if "head" not in built_parts(settings.branch):
+        if "head" not in settings.parts:
             raise InputError(
                 f"--run {folder} holds the {settings.branch} branch alone, without a "
                 "head: it detects nothing that labels could judge; compare detectors"
@@ -86,13 +80,16 @@ def names_of(folders: Sequence[Path]) -> list[str]:
     return [f.resolve().name if often[f.resolve().name] == 1 else str(f) for f in folders]
 
 
-def load_alike(folders: Sequence[Path], batch: Batch) -> AlikeRuns:
+def load_alike(folders: Sequence[Path], batch: Batch) -> tuple[BEVFusion, list[BEVFusion]]:
     """Load the runs one after the other; of the float models the first stays.
 
     Args:
         folders: Checked by `check_settings`.
         batch: On which the float models must agree, within a thousandth of the heat map's largest
             value: runs with and without folded batch norms do.
+
+    Returns:
+        One float model, and what the runs made of it, in eval mode.
 
     Raises:
         InputError: A run cannot be loaded, or began with other weights.
@@ -113,16 +110,13 @@ def load_alike(folders: Sequence[Path], batch: Batch) -> AlikeRuns:
             )
         quantized.append(run.quantized_model)
     assert first is not None
-    return AlikeRuns(first[0], quantized)
+    return first[0], quantized
 
 
 def _differences(first: ModelSettings, other: ModelSettings) -> list[tuple[str, object, object]]:
-    def parts(settings: ModelSettings) -> str:
-        return " and ".join(built_parts(settings.branch))
-
     differ = [
         ("configuration", other.config, first.config),
-        ("set of parts", parts(other), parts(first)),
+        ("set of parts", " and ".join(other.parts), " and ".join(first.parts)),
         ("list of cameras", other.cameras, first.cameras),
     ]
     return [item for item in differ if item[1] != item[2]]
@@ -194,15 +188,15 @@ def run_compare(
         sizes = CONFIGS[found[0].config]
         with clock.step("load the runs"):
             batches = _batches(frames, found[0], cameras)
-            alike = load_alike(folders, batches[0])
+            float_model, quantized = load_alike(folders, batches[0])
         with clock.step("lower to integers"):
-            models = _models(alike, told, batches, integers)
+            models = _models(float_model, quantized, told, batches, integers)
         digests = [run.settings.sha256 for run in told]
         decides = {"compares": digests, "integers": integers, "cameras": cameras}
-        shards = run_shards(runs, name, frames, {**decides, "command": command}, alike.float_model)
+        shards = run_shards(runs, name, frames, {**decides, "command": command}, float_model)
         tally = accuracy_tally(sizes, batches, bootstrap)
         with clock.step("run all models"):
-            decode = alike.float_model.head.decode
+            decode = float_model.head.decode
             for index in tally_models("compare", models, decode, batches, tally, shards):
                 if (index + 1) % _TOLD == 0:
                     LOG.info("frame %d of %d", index + 1, len(batches))
@@ -246,22 +240,23 @@ def _batches(
     frames: Sequence[Frame], ran: ModelSettings, cameras: Sequence[str] | None
 ) -> FrameBatches:
     """The frames as batches, made by a model of the right parts, which is not run."""
-    from bevfusion.model import build_model
-    from bevfusion_quant.steps import built_parts
-
     sizes = CONFIGS[ran.config]
-    model = build_model(sizes, built_parts(ran.branch))
-    return FrameBatches(frames, sizes, model, cameras or ran.cameras or CAMERA_NAMES)
+    model = build_model(sizes, ran.parts)
+    return FrameBatches(frames, sizes, model, cameras or ran.used_cameras)
 
 
 def _models(
-    alike: AlikeRuns, told: Sequence[ComparedRun], batches: FrameBatches, backend: str | None
+    float_model: BEVFusion,
+    quantized: Sequence[BEVFusion],
+    told: Sequence[ComparedRun],
+    batches: FrameBatches,
+    backend: str | None,
 ) -> dict[str, Model]:
     """What is run on each frame, by its name in the tables."""
     from bevfusion_quant.integer._simulation import lowered
 
-    models: dict[str, Model] = {"float": alike.float_model}
-    for run, model in zip(told, alike.quantized, strict=True):
+    models: dict[str, Model] = {"float": float_model}
+    for run, model in zip(told, quantized, strict=True):
         names = run.models
         models[names["quantized"]] = model
         if "integers" in names:

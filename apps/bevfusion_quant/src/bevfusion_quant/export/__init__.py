@@ -2,8 +2,8 @@
 
 from bevfusion_quant.export._chain import walk, watching
 from bevfusion_quant.export._export import ONNX_FOLDER, export_model, missing_libraries
-from bevfusion_quant.export._files import bpu_files, nvidia_files
-from bevfusion_quant.export._pieces import nvidia_pieces
+from bevfusion_quant.export._files import FilePart, bpu_files, nvidia_files
+from bevfusion_quant.export._pieces import nvidia_pieces, outputs_of
 from bevfusion_quant.export._run import ExportResult, export_run
 from bevfusion_quant.export._write import write_piece
 from bevfusion_quant.options import ExportTarget
@@ -25,6 +25,7 @@ __all__ = [
     "ExportedFile",
     "ExportedSet",
     "FileLayer",
+    "FilePart",
     "FilePort",
     "SetStage",
     "bpu_files",
@@ -35,6 +36,7 @@ __all__ = [
     "missing_libraries",
     "nvidia_files",
     "nvidia_pieces",
+    "outputs_of",
     "set_verdict",
     "walk",
     "watching",

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from bevfusion.model.camera import splat
 from bevfusion_quant.export._files import HEAD, LIDAR, LIFTED, POOLED, FilePart
-from bevfusion_quant.measure import AgreementRow, DetectionTally, PairSums
+from bevfusion_quant.measure import STAGE_TITLES, PairSums, detection_tally
 from bevfusion_quant.results import SetStage
 
 if TYPE_CHECKING:
+    from bev_data.metrics import AgreementRow
     from bevfusion.model import Batch, BEVFusion, BEVFusionConfig
     from bevfusion.model.head import Detections
     from bevfusion_quant.export._pieces import Piece
@@ -117,19 +118,15 @@ def _pooled(tensors: dict[str, Any], batch: Batch, model: BEVFusion) -> Tensor:
     return pooled.contiguous()
 
 
-TITLES = {
-    "neck": "Camera features",
-    "camera": "Camera, bird's-eye view",
-    "lidar": "LiDAR, bird's-eye view",
-    "fused": "Fused, bird's-eye view",
-    "middle": "Decoder",
-}
+# What lies between the files at the end of a stage.
+_ENDS = {tensor: tensor for tensor in ("neck", "camera", "lidar")}
+_ENDS |= {"fused": "fuser", "middle": "decoder"}
 _SLACK_DB, _ENOUGH_DB = 0.5, 40.0
 
 
 def between(files: Sequence[FilePart]) -> set[str]:
     """Tensors that a file reads or a stage ends with."""
-    return {name for file in files for name in file.inputs.values()}.union(TITLES)
+    return {name for file in files for name in file.inputs.values()}.union(_ENDS)
 
 
 def set_stages(
@@ -164,14 +161,16 @@ def set_stages(
         asked = between(files) if name == "float" else None
         _, made[name] = walk(files, run, batch, model, known=known.get(name), wanted=asked)
     stages = []
-    for tensor, title in TITLES.items():
+    for tensor, stage in _ENDS.items():
         if tensor in made["float"]:
             wanted = made["float"][tensor]
             fake_db, integer_db, onnx_db = (
                 _sqnr_db(wanted, made[name][tensor]) for name in ("fake", "integer", "onnx")
             )
             right = _is_right(integer_db, onnx_db)
-            stages.append(SetStage(tensor, title, fake_db, integer_db, onnx_db, right))
+            stages.append(
+                SetStage(tensor, STAGE_TITLES[stage], fake_db, integer_db, onnx_db, right)
+            )
     return tuple(stages), made["integer"], made["onnx"]
 
 
@@ -197,8 +196,7 @@ def box_agreement(
     """Boxes of the integer model against those of the files; the former stand first in each row."""
     if HEAD.partition(".")[0] not in model.parts or "score" not in onnx:
         return ()
-    low_x, low_y, _, high_x, high_y, _ = config.lidar.point_cloud_range
-    tally = DetectionTally(config.head.classes, (low_x, low_y, high_x, high_y))
+    tally = detection_tally(config)
     tally.add(_boxes(model, integers), _boxes(model, onnx), None)
     return tuple(tally.agreement())
 

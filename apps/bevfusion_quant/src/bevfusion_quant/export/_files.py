@@ -58,23 +58,6 @@ class DepthPart(nn.Module):
         return context.permute(0, 2, 3, 1), x[:, : self.bins].softmax(1)
 
 
-class CameraPart(nn.Module):
-    """Images and depth images, [1, cameras, channels, height, width], to what is pooled."""
-
-    def __init__(self, model: BEVFusion) -> None:
-        super().__init__()
-        camera = model.camera
-        parts = {"backbone": camera["backbone"], "neck": camera["neck"]}
-        parts["vtransform"] = DepthPart(camera["vtransform"])
-        self.encoders = nn.ModuleDict({"camera": nn.ModuleDict(parts)})
-
-    def forward(self, img: Tensor, depth: Tensor) -> Any:
-        """Context and depth distribution."""
-        camera: Any = self.encoders["camera"]
-        x = camera["neck"](camera["backbone"](img.flatten(0, 1)))[0]
-        return camera["vtransform"](x, depth.flatten(0, 1))
-
-
 class FeaturesPart(nn.Module):
     """Images, [cameras, 3, height, width], to the map that the view transform lifts."""
 
@@ -88,6 +71,20 @@ class FeaturesPart(nn.Module):
         """The finest map of the neck."""
         camera: Any = self.encoders["camera"]
         return camera["neck"](camera["backbone"](img))[0]
+
+
+class CameraPart(FeaturesPart):
+    """Images and depth images, [1, cameras, channels, height, width], to what is pooled."""
+
+    def __init__(self, model: BEVFusion) -> None:
+        super().__init__(model)
+        camera: Any = self.encoders["camera"]
+        camera["vtransform"] = DepthPart(model.camera["vtransform"])
+
+    def forward(self, img: Tensor, depth: Tensor) -> Any:  # type: ignore[override]
+        """Context and depth distribution."""
+        camera: Any = self.encoders["camera"]
+        return camera["vtransform"](super().forward(img.flatten(0, 1)), depth.flatten(0, 1))
 
 
 class HeldPart(nn.Module):

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bev_data.cameras import CAMERA_NAMES
 from bevfusion.model import CONFIGS
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.export._check import beside_bpu_layers
@@ -175,7 +174,7 @@ def export_run(
         InputError: Whatever is wrong with the run, the target or the input; nothing is written
             then.
     """
-    from bevfusion_quant.report import write_found_page
+    from bevfusion_quant.report import write_found
 
     check_libraries()
     ran = read_model_settings(run)
@@ -204,13 +203,7 @@ def export_run(
                 run, frames, clock, folder / ONNX_FOLDER, chosen, cpu or "any", cameras, given
             )
         record = RunRecord(folder, command, clock, _PACKAGES)
-        read = {"evaluates": str(run), "run_sha256": ran.sha256}
-        record.write_settings({**read, **settings})
-        with clock.step("page"):
-            write_found_page(record, name, ran.config, settings, batches, export=exported)
-        seconds, peak = record.write_summary(
-            {**settings, "frames": batches.frame_names, "export": exported.summary()}
-        )
+        seconds, peak = write_found(record, name, settings, ran, run, batches, export=exported)
     folder = runs / name
     return ExportResult(folder, replace(exported, folder=folder / ONNX_FOLDER), seconds, peak)
 
@@ -278,7 +271,7 @@ def _export(
         loaded = load_run(run)
     ran, model = loaded.settings, loaded.quantized_model
     sizes = CONFIGS[ran.config]
-    batches = FrameBatches(frames, sizes, model, cameras or ran.cameras or CAMERA_NAMES)
+    batches = FrameBatches(frames, sizes, model, cameras or ran.used_cameras)
     with clock.step("read and voxelize"):
         batches.head(1)[0]
     exported = export_model(

@@ -1,6 +1,5 @@
 """A quantized model in integer arithmetic: what an INT8 chip computes, beside float and fake."""
 
-from bevfusion_quant.integer._islands import FloatIsland
 from bevfusion_quant.integer._simulation import (
     Lowered,
     SavedPart,
@@ -9,7 +8,12 @@ from bevfusion_quant.integer._simulation import (
     lower_model,
     simulate_model,
 )
-from bevfusion_quant.integer._stages import IntegerStage, in_integers, integer_stages
+from bevfusion_quant.integer._stages import (
+    FloatIsland,
+    IntegerStage,
+    in_integers,
+    integer_stages,
+)
 from bevfusion_quant.integer._text import QUERIES, simulation_text
 from bevfusion_quant.options import Backend
 

@@ -10,22 +10,26 @@ import numpy as np
 import torch
 
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.integer._islands import FloatIsland, float_islands
-from bevfusion_quant.integer._stages import IntegerStage, integer_stages
+from bevfusion_quant.integer._stages import (
+    FloatIsland,
+    IntegerStage,
+    float_islands,
+    integer_stages,
+)
 from bevfusion_quant.ranks import current_ranks, in_order
 from bevfusion_quant.steps import example_like
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bev_data.metrics import AccuracyTally
+    from bev_data.metrics import AccuracyTally, AgreementRow, FoundRow
     from bevfusion.model import Batch, BEVFusion, BEVFusionConfig
     from bevfusion.model.head import Detections
     from bevfusion_quant.frames import FrameBatches
-    from bevfusion_quant.measure import AgreementRow, FoundRow, Judgement
+    from bevfusion_quant.measure import Judgement
     from bevfusion_quant.ranks import Shards
     from bevfusion_quant.run import Clock
-    from bevquant_int8sim import IntegerModel, LayerComparison, LayerRow
+    from bevquant_int8sim import IntegerModel, LayerComparison, LayerRow, LayerTable
 
 __all__ = [
     "Lowered",
@@ -82,14 +86,20 @@ class Simulation:
     detections: Detections | None = None
 
     @property
+    def _table(self) -> LayerTable:
+        from bevquant_int8sim import LayerTable
+
+        return LayerTable(self.layers)
+
+    @property
     def first_departure(self) -> LayerRow | None:
         """The first layer whose integers leave the fake-quantized ones by more than one step."""
-        return next((row for row in self.layers if (row.max_steps or 0) > 1), None)
+        return self._table.first_departure
 
     @property
     def wrong(self) -> tuple[LayerRow, ...]:
         """Layers more than one step apart on the same inputs, without a known reason."""
-        return tuple(r for r in self.layers if (r.forced_max_steps or 0) > 1 and not r.why)
+        return self._table.wrong
 
     @property
     def explained(self) -> tuple[LayerRow, ...]:
@@ -281,11 +291,9 @@ def _run(
         empty without a head. Detections of the first frame, seconds of each.
     """
     from bevfusion_quant.frames import detections_of, detections_record
-    from bevfusion_quant.measure import DetectionTally
+    from bevfusion_quant.measure import ModelTallies
 
-    low_x, low_y, _, high_x, high_y, _ = config.lidar.point_cloud_range
-    tally = DetectionTally(config.head.classes, (low_x, low_y, high_x, high_y))
-    first, seconds = None, []
+    tallies, seconds = ModelTallies(config), []
 
     def run(index: int) -> dict[str, Any]:
         batch = batches[index]
@@ -298,13 +306,12 @@ def _run(
 
     for index, record in in_order("integers", len(batches), run, shards):
         seconds.append(round(float(record["seconds"]), 3))
-        if not judgement.float_detections:
-            continue
-        found, labels = detections_of("integer", record), batches.frame_labels(index)
-        tally.add(judgement.float_detections[index], found, labels)
-        if accuracy is not None:
-            accuracy.add("integer", index, batches.names[index][0], found, labels)
-        first = found if first is None else first
-    if first is None:
-        return (), (), None, tuple(seconds)
-    return tuple(tally.agreement()), tuple(tally.found()), first, tuple(seconds)
+        if judgement.float_detections:
+            found = {"float": judgement.float_detections[index]}
+            found["integer"] = detections_of("integer", record)
+            labels = batches.frame_labels(index)
+            tallies.add(index, batches.names[index][0], found, labels)
+            if accuracy is not None:
+                accuracy.add("integer", index, batches.names[index][0], found["integer"], labels)
+    agreement, both = tallies.rows("integer")
+    return tuple(agreement), tuple(both), tallies.first.get("integer"), tuple(seconds)

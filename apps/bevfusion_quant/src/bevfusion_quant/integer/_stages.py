@@ -1,24 +1,33 @@
-"""The layer table, one line for each stage of the model."""
+"""The model's stages in integers, a line for each, and what in it stays float and why."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
+
+from torch import nn
+
+from bevfusion.model import PART_PATHS
+from bevfusion_quant.measure import STAGE_TITLES
+from bevfusion_quant.options import Branch
+from bevfusion_quant.steps import quantized_parts, why_float
+from bevquant_sparse import is_sparse_conv
 
 if TYPE_CHECKING:
-    from bevquant_int8sim import LayerRow
+    from bevfusion.model import BEVFusion
+    from bevquant_int8sim import Island, LayerRow
 
-__all__ = ["IntegerStage", "in_integers", "integer_stages"]
+__all__ = ["FloatIsland", "IntegerStage", "float_islands", "in_integers", "integer_stages"]
 
-# Stage → title, the module paths that belong to it.
+# Stage → the module paths that belong to it.
 _STAGES = {
-    "neck": ("Camera features", ("encoders.camera.backbone", "encoders.camera.neck")),
-    "camera": ("Camera, bird's-eye view", ("encoders.camera.vtransform",)),
-    "lidar": ("LiDAR, bird's-eye view", ("encoders.lidar",)),
-    "fuser": ("Fused, bird's-eye view", ("fuser",)),
-    "decoder": ("Decoder", ("decoder",)),
-    "head": ("Heatmap of the head", ("heads.object.shared_conv", "heads.object.heatmap_head")),
+    "neck": ("encoders.camera.backbone", "encoders.camera.neck"),
+    "camera": ("encoders.camera.vtransform",),
+    "lidar": ("encoders.lidar",),
+    "fuser": ("fuser",),
+    "decoder": ("decoder",),
+    "head": ("heads.object.shared_conv", "heads.object.heatmap_head"),
 }
 # Of which part of the model a stage is; the head's stage ends before it chooses its queries.
 _PARTS = {"neck": "camera"}
@@ -65,15 +74,15 @@ def in_integers(row: LayerRow) -> bool:
 def integer_stages(layers: Sequence[LayerRow], parts: Sequence[str]) -> tuple[IntegerStage, ...]:
     """A line for every stage of the parts that the model has."""
     return tuple(
-        _stage(stage, title, rows)
-        for stage, (title, paths) in _STAGES.items()
+        _stage(stage, STAGE_TITLES[stage], rows)
+        for stage, paths in _STAGES.items()
         if _PARTS.get(stage, stage) in parts
-        and (rows := [row for row in layers if _lies_in(row.path, paths)])
+        and (rows := [row for row in layers if any(_lies_below(row.path, path) for path in paths)])
     )
 
 
-def _lies_in(path: str, paths: Sequence[str]) -> bool:
-    return any(path == p or path.startswith(f"{p}.") for p in paths)
+def _lies_below(path: str, part: str) -> bool:
+    return path == part or path.startswith(f"{part}.")
 
 
 def _stage(stage: str, title: str, rows: Sequence[LayerRow]) -> IntegerStage:
@@ -92,3 +101,55 @@ def _stage(stage: str, title: str, rows: Sequence[LayerRow]) -> IntegerStage:
         exact[-1].mean_steps if exact else None,
         max((row.forced_max_steps or 0 for row in exact), default=None),
     )
+
+
+@dataclass(frozen=True)
+class FloatIsland:
+    """Something computed in float: the module, its class or the function's name, and why.
+
+    `share` is that of the model's operations, 0 to 1; None where they were not counted.
+    """
+
+    path: str
+    what: str
+    reason: str
+    share: float | None = None
+
+
+def float_islands(
+    islands: Sequence[Island], model: BEVFusion, branch: str
+) -> tuple[FloatIsland, ...]:
+    """The islands with the reason that lies furthest back.
+
+    Of a part without any quantizer that is the choice not to quantize it; of a convolution or
+    linear layer in a quantized part, that it was left out.
+    """
+    chosen = cast(Branch, branch)
+    with_head = any("_quantizer" in path for path, _ in _modules(model, PART_PATHS["head"]))
+    quantized = quantized_parts(chosen, with_head=with_head)
+    left = {
+        PART_PATHS[part]: why_float(part, chosen) for part in model.parts if part not in quantized
+    }
+    known = dict(model.named_modules())
+    found = []
+    for island in islands:
+        reason = island.reason
+        part = next((path for path in left if _lies_below(island.path, path)), None)
+        if part is not None:
+            reason = left[part]
+        elif _could_be_quantized(known.get(island.path), island.what):
+            reason = "it was left without quantizers, as --exclude said"
+        found.append(FloatIsland(island.path, island.what, reason, island.share))
+    return tuple(found)
+
+
+def _modules(model: BEVFusion, below: str) -> list[tuple[str, object]]:
+    return [(path, module) for path, module in model.named_modules() if _lies_below(path, below)]
+
+
+def _could_be_quantized(module: nn.Module | None, what: str) -> bool:
+    """Whether the island is the module itself, of a kind that gets quantizers."""
+    if module is None or hasattr(module, "_input_quantizer"):
+        return False
+    kinds = (nn.Conv1d, nn.Conv2d, nn.ConvTranspose2d, nn.Linear)
+    return type(module).__name__ == what and (isinstance(module, kinds) or is_sparse_conv(module))

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from bev_data.metrics import aligned_table
+from bev_data.metrics import agreement_text, aligned_table, or_dash
 from bevfusion_quant.integer._stages import in_integers
-from bevfusion_quant.measure import agreement_text, or_dash
 
 if TYPE_CHECKING:
     from bevfusion_quant.integer._simulation import Simulation

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from bevfusion.model import Batch
 from bevfusion_quant.measure._lockstep import Leader, lead
-from bevfusion_quant.measure._quantizer_values import QuantizerValues, watching_quantizers
 from bevfusion_quant.measure._stage_maps import StageMaps, stage_probes, whole_output
 from bevfusion_quant.measure._sums import PairSums
+from bevquant_qnn import QuantMultiheadAttention
+from bevquant_quantizers import QuantizerValues, watching_quantizers
 
 if TYPE_CHECKING:
     import bevquant_int8sim
@@ -275,6 +276,9 @@ class LayerComparison:
         return Comparison(rows, [stage.result() for stage in self._hooks.stages], *self._first)
 
 
+_CHANNELS_LAST = (nn.Linear, QuantMultiheadAttention)
+
+
 class _Hooks:
     """Hooks on both models: the float one hands its values out, the quantized one judges.
 
@@ -354,7 +358,7 @@ class _Hooks:
             for place, probe in probes:
                 if place not in self.order:
                     self.order.append(place)
-                probe.judge(wanted, got, channels_last=isinstance(module, nn.Linear))
+                probe.judge(wanted, got, channels_last=isinstance(module, _CHANNELS_LAST))
             for stage in stages:
                 stage.judge(wanted, got)
 
@@ -372,9 +376,11 @@ def _probes(float_model: nn.Module, quantized_model: nn.Module) -> list[_Probe]:
             # Other layers may hold the same quantizer, so what it counts is not this block's.
             layer, reader = owner, None
         elif getattr(module, "_input_quantizer", None) is not None:
-            # What quantization added (QuantAdd, QuantConcat) exists in the quantized model alone:
-            # it is compared where its block ends.
-            layer, reader = path if path in known else owner, module
+            # What quantization added (QuantAdd, QuantConcat) exists in the quantized model alone,
+            # and torch's attention reads the weight of its projections without calling them: these
+            # are compared where their block ends.
+            within = isinstance(quantized_layers[owner], QuantMultiheadAttention)
+            layer, reader = owner if within or path not in known else path, module
         else:
             continue
         if layer in known and layer in quantized_layers and layer not in probes:

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bevfusion_quant.frames import detections_of, detections_record, note_of, note_record
-from bevfusion_quant.measure._agreement import AgreementRow, DetectionTally, FoundRow
 from bevfusion_quant.measure._compare import LayerComparison, LayerRow
-from bevfusion_quant.measure._quantizer_values import QuantizerRow, QuantizerValues
 from bevfusion_quant.measure._stage_maps import StageMaps, StageRow
+from bevfusion_quant.measure._tally import ModelTallies
 from bevfusion_quant.ranks import Shards, in_order
+from bevquant_quantizers import QuantizerRow, QuantizerValues
 
 if TYPE_CHECKING:
     import bevquant_int8sim
-    from bev_data.metrics import AccuracyTally
+    from bev_data.metrics import AccuracyTally, AgreementRow, FoundRow
     from bevfusion.model import BEVFusion, BEVFusionConfig
     from bevfusion.model.head import Detections
     from bevfusion_quant.frames import FrameBatches
@@ -68,6 +68,9 @@ class Judgement:
         }
 
 
+_MODELS = ("float", "quantized")
+
+
 def judge(
     float_model: BEVFusion,
     quantized_model: BEVFusion,
@@ -92,10 +95,7 @@ def judge(
         shards: Keeps what is finished while several ranks work.
         integers: Of the two models with the integer one; gets the batches too, in the same walk.
     """
-    low_x, low_y, _, high_x, high_y, _ = config.lidar.point_cloud_range
-    tally = DetectionTally(config.head.classes, (low_x, low_y, high_x, high_y))
-    first: tuple[Detections, Detections] | None = None
-    float_detections: list[Detections] = []
+    tallies = ModelTallies(config, accuracy)
     has_head = "head" in float_model.parts
     comparison = LayerComparison(float_model, quantized_model, integers)
 
@@ -103,7 +103,7 @@ def judge(
         record, *outputs = comparison.run(index, batches[index])
         record |= note_record(batches.note(index))
         if has_head:
-            for who, output in zip(("float", "quantized"), outputs, strict=True):
+            for who, output in zip(_MODELS, outputs, strict=True):
                 record |= detections_record(who, float_model.head.decode(output)[0])
         return record
 
@@ -113,24 +113,19 @@ def judge(
             comparison.add(record)
             note = note_of(record)
             batches.learn(index, note)
-            if not has_head:
-                continue
-            found, quantized = (detections_of(who, record) for who in ("float", "quantized"))
-            first = first or (found, quantized)
-            tally.add(found, quantized, note.labels)
-            float_detections.append(found)
-            if accuracy is not None:
-                accuracy.add("float", index, note.name, found, note.labels)
-                accuracy.add("quantized", index, note.name, quantized, note.labels)
+            if has_head:
+                found = {who: detections_of(who, record) for who in _MODELS}
+                tallies.add(index, note.name, found, note.labels)
         rows, stages, wanted, _ = comparison.result()
-    agreement = tally.agreement() if has_head else []
+    agreement, labels_found = tallies.rows("quantized")
+    first = tallies.first
     return Judgement(
         rows,
         stages,
         comparison.quantizers,
         agreement,
-        tally.found(),
-        first,
-        float_detections,
+        labels_found,
+        (first["float"], first["quantized"]) if first else None,
+        tallies.float_detections,
         wanted,
     )

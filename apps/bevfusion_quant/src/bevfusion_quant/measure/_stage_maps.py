@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from bevfusion.model import STAGES
 from bevfusion_quant.measure._sums import PairSums
 
-__all__ = ["StageMaps", "StageRow", "stage_probes", "whole_output"]
+__all__ = ["STAGE_TITLES", "StageMaps", "StageRow", "stage_probes", "whole_output"]
 
 Map = npt.NDArray[np.float32]
 _NOTHING: Map = np.zeros((0, 0), np.float32)
 NORM, ERROR = "L2 norm over channels", "L2 norm of quantized − float"
 
-TITLES = {
+STAGE_TITLES = {
     "neck": "Camera features",
     "camera": "Camera, bird's-eye view",
     "lidar": "LiDAR, bird's-eye view",
@@ -103,7 +103,11 @@ class StageProbe:
     def result(self) -> StageMaps:
         """What was collected."""
         row = StageRow(
-            self.stage, TITLES[self.stage], self.channels, self._sums.sqnr_db, self._sums.cosine
+            self.stage,
+            STAGE_TITLES[self.stage],
+            self.channels,
+            self._sums.sqnr_db,
+            self._sums.cosine,
         )
         head = self.stage == "head"
         quantity = "highest class probability" if head else NORM

@@ -22,11 +22,14 @@ from bevfusion_quant.options._choices import (
     Target,
     TrainedBranch,
     WeightLayout,
+    precisions,
     unknown_name,
 )
 from bevfusion_quant.options._run import (
     BootstrapOptions,
+    BpuConfig,
     FrameOptions,
+    PtqConfig,
     PtqOptions,
     RunOptions,
     TargetOptions,
@@ -43,6 +46,7 @@ from bevfusion_quant.options._training import (
 __all__ = [
     "Backend",
     "BootstrapOptions",
+    "BpuConfig",
     "Branch",
     "ConfigName",
     "Cpu",
@@ -53,6 +57,7 @@ __all__ = [
     "Method",
     "PartBranch",
     "Precision",
+    "PtqConfig",
     "PtqOptions",
     "QatOptions",
     "Rounding",
@@ -68,5 +73,6 @@ __all__ = [
     "check_options",
     "config_from",
     "free_name",
+    "precisions",
     "unknown_name",
 ]

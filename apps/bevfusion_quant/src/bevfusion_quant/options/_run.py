@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, get_type_hints
@@ -13,6 +13,7 @@ from bevfusion_quant.options._choices import (
     Branch,
     ConfigName,
     DatasetKind,
+    MarchName,
     Method,
     Rounding,
     WeightLayout,
@@ -26,8 +27,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BootstrapOptions",
+    "BpuConfig",
     "FrameOptions",
     "Place",
+    "PtqConfig",
     "PtqOptions",
     "RunOptions",
     "TargetOptions",
@@ -108,6 +111,84 @@ class PtqOptions(TargetOptions):
     rounding: Rounding = "nearest"
     bias_correction: bool = False
     fold: bool = True
+
+
+def _every_camera() -> tuple[str, ...]:
+    from bev_data.cameras import CAMERA_NAMES
+
+    return CAMERA_NAMES
+
+
+@dataclass(frozen=True)
+class PtqConfig(PtqOptions):
+    """Everything that decides the result of a run, its frames apart; see `PtqOptions`.
+
+    Args:
+        branch: What to quantize; see `TargetOptions`.
+        method: How activation ranges are chosen.
+        cameras: Names of the cameras to use, in this order.
+    """
+
+    branch: Branch = "lidar"
+    method: Method = "mse"
+    cameras: tuple[str, ...] = field(default_factory=_every_camera)
+
+    @property
+    def changes_weights(self) -> bool:
+        """Whether the quantized model's weights or biases are other than the float model's."""
+        return self.rounding != "nearest" or self.bias_correction
+
+    def check_weights(self, *, needs_folding: str = "") -> None:
+        """Refuse settings of the weights that do not go together.
+
+        Args:
+            needs_folding: What else the run is to do that an unfolded model cannot, as "files".
+
+        Raises:
+            InputError: Naming the options.
+        """
+        if not 4 <= self.weight_bits <= 8:
+            raise InputError(f"--weight-bits {self.weight_bits}: weights have 4 to 8 bits")
+        if self.plan is not None and self.weight_bits != 8:
+            raise InputError(
+                f"--weight-bits {self.weight_bits} with --plan {self.plan}: the plan says the bits "
+                "of each layer; leave one of the two out"
+            )
+        unknown = unknown_name(Rounding, self.rounding)
+        if unknown:
+            raise InputError(f"--rounding {unknown}")
+        if self.fold:
+            return
+        if self.changes_weights:
+            raise InputError(
+                "--no-fold with --rounding gptq or --bias-correction: weights are rounded as they "
+                "are deployed, batch norms folded, and convolutions before a batch norm have no "
+                "bias to correct; leave --no-fold out"
+            )
+        if needs_folding:
+            raise InputError(
+                f"--no-fold: {needs_folding} need batch norms folded into the convolutions; leave "
+                "it out"
+            )
+
+
+@dataclass(frozen=True)
+class BpuConfig(TargetOptions):
+    """Everything that decides the result of a run for a BPU, its frames apart.
+
+    Args:
+        branch: What runs on the BPU: "camera" (built alone: backbone and neck), "fuser" or
+            "decoder" in the whole model, or "all" three.
+        method: How activation ranges are chosen: "percentile" (99.99 % of all values), "max",
+            "mse" or "entropy".
+        march: The BPU's architecture.
+        cameras: Names of the cameras to use, in this order.
+    """
+
+    branch: Branch = "all"
+    method: Method = "percentile"
+    march: MarchName = "bayes"
+    cameras: tuple[str, ...] = field(default_factory=_every_camera)
 
 
 Config = TypeVar("Config", bound="DataclassInstance")
@@ -213,8 +294,8 @@ def config_from(form: type[Config], options: DataclassInstance, **decided: Any) 
         options: Of a command, whose class has the fields of `form` too.
         decided: Fields of which the options leave the value open, or that they do not have.
     """
-    told = {field.name: getattr(options, field.name) for field in fields(options)}
-    own = {field.name for field in fields(form)}
+    told = {one.name: getattr(options, one.name) for one in fields(options)}
+    own = {one.name for one in fields(form)}
     return form(**{**{name: value for name, value in told.items() if name in own}, **decided})
 
 
@@ -228,15 +309,15 @@ def check_options(options: DataclassInstance) -> None:
         InputError: The first of them, by its option.
     """
     hints = get_type_hints(type(options), include_extras=True)
-    for field in fields(options):
-        value, option = getattr(options, field.name), f"--{field.name.replace('_', '-')}"
-        unknown = unknown_name(hints[field.name], value) if value != field.default else ""
+    for one in fields(options):
+        value, option = getattr(options, one.name), f"--{one.name.replace('_', '-')}"
+        unknown = unknown_name(hints[one.name], value) if value != one.default else ""
         if unknown:
             raise InputError(f"{option} {unknown}")
         if isinstance(value, bool):
             continue
         if isinstance(value, int):
-            largest = _LARGEST.get(field.name, 2**31 - 1)
+            largest = _LARGEST.get(one.name, 2**31 - 1)
             if not 0 <= value <= largest:
                 raise InputError(f"{option} {value}: it must be from 0 to {largest}")
         elif isinstance(value, float) and not isfinite(value):

@@ -1,27 +1,18 @@
 """Post-training quantization of BEVFusion or a part of it, whole or step by step."""
 
+from bev_data.metrics import AgreementRow, DetectionTally, FoundRow, agreement_text, match
 from bevfusion_quant.frames import FrameBatches, PoorData, data_findings, finding_lines, refuse_poor
 from bevfusion_quant.measure import (
-    AgreementRow,
     Comparison,
-    DetectionTally,
-    FoundRow,
     LayerRow,
-    QuantizerRow,
-    QuantizerValues,
     StageMaps,
     StageRow,
-    agreement_text,
     compare_layers,
     layer_table,
-    match,
     stage_table,
-    watch_quantizers,
 )
-from bevfusion_quant.options import Branch, Method, free_name
-from bevfusion_quant.ptq._config import PtqConfig
-from bevfusion_quant.ptq._evaluate import EvaluateResult, run_evaluate
-from bevfusion_quant.ptq._run import PtqResult, run_ptq
+from bevfusion_quant.options import Branch, Method, PtqConfig, free_name
+from bevfusion_quant.ptq._run import EvaluateResult, PtqResult, run_evaluate, run_ptq
 from bevfusion_quant.run import run_folder, written_text
 from bevfusion_quant.steps import (
     LoadedRun,
@@ -38,6 +29,7 @@ from bevfusion_quant.steps import (
     read_run_config,
     reads_images,
 )
+from bevquant_quantizers import QuantizerRow, QuantizerValues, watch_quantizers
 
 __all__ = [
     "AgreementRow",

@@ -1,4 +1,4 @@
-"""The whole job: build or load, fold, quantize, calibrate, compare, write."""
+"""The whole job: build or load, fold, quantize, calibrate, compare, write; and again on frames."""
 
 from __future__ import annotations
 
@@ -14,25 +14,17 @@ import torch
 from bevfusion.model import CONFIGS, build_model
 from bevfusion_quant.frames import FrameBatches, PoorData, data_findings
 from bevfusion_quant.measure import (
-    AgreementRow,
-    FoundRow,
     LayerRow,
-    QuantizerRow,
     StageRow,
+    accuracy_tally,
     judge,
     relative_change,
     whole_output,
 )
-from bevfusion_quant.ptq._config import PtqConfig, check_weights
+from bevfusion_quant.options import PtqConfig
 from bevfusion_quant.ranks import current_ranks
-from bevfusion_quant.report import write_pictures, write_run_page
-from bevfusion_quant.run import (
-    Clock,
-    RunRecord,
-    run_folder,
-    run_shards,
-    sha256,
-)
+from bevfusion_quant.report import JudgedRun
+from bevfusion_quant.run import Clock, RunRecord, run_folder, run_shards, sha256
 from bevfusion_quant.steps import (
     PLAN_FILE,
     apply_plan,
@@ -46,23 +38,28 @@ from bevfusion_quant.steps import (
     fuse_branch,
     fusion_record,
     keep_batch_norms,
+    load_run,
     planned_layers,
     quantization_record,
     quantize_as,
     quantized_parts,
+    read_model_settings,
     read_plan,
     refuse_in_files,
+    refuse_unfolded,
     round_branch,
     rounding_record,
     save_model,
 )
 
 if TYPE_CHECKING:
+    from bev_data.metrics import Accuracy, AgreementRow, Bootstrap, FoundRow
     from bev_data.points import Frame
     from bevfusion_quant.integer import Simulation
     from bevfusion_quant.results import ExportedSet
+    from bevquant_quantizers import QuantizerRow
 
-__all__ = ["PtqResult", "run_ptq"]
+__all__ = ["EvaluateResult", "PtqResult", "run_evaluate", "run_ptq"]
 
 
 @dataclass(frozen=True)
@@ -119,7 +116,7 @@ def run_ptq(
     clock = Clock()
     count = config.calibration_count(len(frames))
     needs = "integers" if integers is not None else "files" if export is not None else ""
-    check_weights(config, needs_folding=needs)
+    config.check_weights(needs_folding=needs)
     plan = None if config.plan is None else read_plan(config.plan)
     if plan is not None and export is not None:
         refuse_in_files(plan, f"a run with {config.plan}")
@@ -207,9 +204,17 @@ def run_ptq(
                 calibration=poor,
                 known=known,
             )
-        stage = quantized_parts(config.branch)[-1]
-        with clock.step("draw"):
-            write_pictures(folder, sizes, batches.first_frame, judgement, stage)
+        records: dict[str, Any] = {
+            "fusion": {**fusion_record(fused.result), "largest_relative_change": folding_error},
+            "quantization": quantization_record(result),
+            "calibration": calibration_record(report, findings),
+        }
+        judged = JudgedRun(
+            record, name, sizes, batches, judgement, records,
+            simulation=simulation,
+            exported=exported,
+        )  # fmt: skip
+        judged.draw(quantized_parts(config.branch)[-1])
         with clock.step("write"):
             digests = save_model(folder, quantized.model, fused.model)
             if plan is not None:
@@ -223,34 +228,140 @@ def run_ptq(
                     **({"poor_calibration": poor} if poor else {}),
                 }
             )
-        records: dict[str, Any] = {
-            "fusion": {**fusion_record(fused.result), "largest_relative_change": folding_error},
-            "quantization": quantization_record(result),
-            "calibration": calibration_record(report, findings),
-        }
-        with clock.step("page"):
-            write_run_page(
-                record, name, sizes, asdict(config), batches, judgement,
-                records=records,
-                simulation=simulation,
-                exported=exported,
-            )  # fmt: skip
-        read = [
-            {**frame, "calibration": index < count} for index, frame in enumerate(batches.listed())
-        ]
-        seconds, peak = record.write_summary(
+        judged.write_page(asdict(config))
+        read = enumerate(batches.listed())
+        seconds, peak = judged.write_summary(
             {
                 "branch": config.branch,
-                "frames": read,
+                "frames": [{**frame, "calibration": index < count} for index, frame in read],
                 "weights": weights,
-                **records,
                 **({} if rounded is None else {"rounding": rounding_record(rounded)}),
-                **tables,
-                **({} if simulation is None else {"integers": simulation.summary()}),
-                **({} if exported is None else {"export": exported.summary()}),
             }
         )
     shards.remove()
     if exported is not None:
         exported = replace(exported, folder=runs / name / ONNX_FOLDER)
     return outcome(seconds=seconds, peak_memory_mib=peak, simulation=simulation, exported=exported)
+
+
+@dataclass(frozen=True)
+class EvaluateResult:
+    """Where the evaluation lies, its tables, seconds by step, peak memory in MiB.
+
+    `accuracy` is None without a head or without labels.
+    """
+
+    folder: Path
+    layers: list[LayerRow]
+    stages: list[StageRow]
+    agreement: list[AgreementRow]
+    labels_found: list[FoundRow]
+    seconds: dict[str, float]
+    peak_memory_mib: float
+    simulation: Simulation | None = None
+    accuracy: Accuracy | None = None
+
+
+def run_evaluate(
+    run: str | Path,
+    frames: Sequence[Frame],
+    *,
+    cameras: Sequence[str] | None = None,
+    runs: Path = Path("runs"),
+    name: str = "evaluate",
+    overwrite: bool = False,
+    command: str = "",
+    integers: str | None = None,
+    bootstrap: Bootstrap | None = None,
+) -> EvaluateResult:
+    """Compare a run's models on the given frames and write `runs/name`.
+
+    The float model is the run's own, its batch norms folded if the run folded them. The run is
+    read and left as it is. Where frames have labels and the model a head, every model's detections
+    are judged by them.
+
+    Args:
+        run: A folder that `run_ptq` wrote.
+        frames: At least one.
+        cameras: Names of the cameras to use; those of the run by default.
+        runs: Folder of all runs.
+        name: The evaluation's folder in it.
+        overwrite: Replace an earlier run of that name.
+        command: The command line that repeats this evaluation, for the summary.
+        integers: Kernels to run the model in integers on, such as "auto"; None for float and
+            fake-quantized alone.
+        bootstrap: How the intervals of the mean average precision are found; `Bootstrap()` by
+            default.
+
+    Raises:
+        InputError: Whatever is wrong with the run or the input; nothing is written then.
+    """
+    from bevfusion_quant.integer import check_backend, lower_model, simulate_model
+
+    if integers is not None:
+        check_backend(integers)
+        refuse_unfolded(read_model_settings(run), run, "run in integers")
+    clock = Clock()
+    with run_folder(runs, name, overwrite=overwrite, keep=Path(run)) as folder:
+        with clock.step("load the run"):
+            loaded = load_run(run)
+        ran, model = loaded.settings, loaded.quantized_model
+        sizes = CONFIGS[ran.config]
+        batches = FrameBatches(frames, sizes, model, cameras or ran.used_cameras)
+        tally = accuracy_tally(sizes, batches, bootstrap)
+        shards = run_shards(
+            runs,
+            name,
+            frames,
+            {"evaluates": str(run), "cameras": cameras, "integers": integers, "command": command},
+            loaded.float_model,
+            model,
+        )
+        low = lower_model(loaded.float_model, model, batches, sizes, clock, integers)
+        layers = None if low is None else low.layers
+        judgement = judge(
+            loaded.float_model, model, batches, sizes, clock, tally, shards, integers=layers
+        )
+        simulation = None
+        if low is not None:
+            simulation = simulate_model(
+                low,
+                model,
+                batches,
+                sizes,
+                judgement,
+                clock,
+                folder,
+                branch=ran.branch,
+                accuracy=tally,
+                shards=shards,
+            )
+        with clock.step("judge by labels"):
+            accuracy = tally.result()
+        tables = judgement.summary()
+        made = partial(
+            EvaluateResult,
+            runs / name,
+            **{key: rows for key, rows in tables.items() if key != "quantizers"},
+            simulation=simulation,
+            accuracy=accuracy,
+        )
+        if not shards.ranks.first:  # the first one writes
+            seconds, peak = clock.spent()
+            return made(seconds=seconds, peak_memory_mib=peak)
+        settings = {
+            "evaluates": str(run),
+            "config": ran.config,
+            "weights": ran.weights,
+            "cameras": cameras,
+        }
+        record = RunRecord(folder, command, clock)
+        judged = JudgedRun(
+            record, name, sizes, batches, judgement, simulation=simulation, accuracy=accuracy
+        )
+        judged.draw(quantized_parts(ran.branch)[-1])
+        record.write_settings({"run_sha256": ran.sha256, **settings})
+        judged.write_page(settings)
+        seconds, peak = judged.write_summary({"evaluates": str(run), "accuracy": None})
+    shards.remove()
+    return made(seconds=seconds, peak_memory_mib=peak)

@@ -1,9 +1,9 @@
 """Quantization-aware training: a quantized run goes on learning with its rounding in place."""
 
-from bevfusion_quant.qat._config import QatConfig
 from bevfusion_quant.qat._frame_part import FramePart, StepSum, add_up, parts_in_order
-from bevfusion_quant.qat._run import QatResult, run_qat
-from bevfusion_quant.qat._trainer import RangeFollower, Trainer, weighted_layers
+from bevfusion_quant.qat._run import QatResult, read_trainable, run_qat
+from bevfusion_quant.qat._trainer import QatConfig, Trainer
+from bevquant_qnn import RangeFollower, weighted_layers
 
 __all__ = [
     "FramePart",
@@ -14,6 +14,7 @@ __all__ = [
     "Trainer",
     "add_up",
     "parts_in_order",
+    "read_trainable",
     "run_qat",
     "weighted_layers",
 ]

@@ -14,41 +14,70 @@ from typing import TYPE_CHECKING, Any, cast
 from tqdm import tqdm
 
 from bevfusion.model import CONFIGS
-from bevfusion_quant._errors import InputError
-from bevfusion_quant.frames import FrameBatches
-from bevfusion_quant.measure import accuracy_tally, judge, tally_models
-from bevfusion_quant.qat._start import read_trainable
-from bevfusion_quant.qat._trainer import Trainer
-from bevfusion_quant.ranks import current_ranks
-from bevfusion_quant.report import write_pictures, write_run_page
-from bevfusion_quant.run import Clock, RunRecord, run_folder, sha256
-from bevfusion_quant.steps import PLAN_FILE, load_run, quantized_parts, save_model
-from bevfusion_quant.train import TrainConfig
-from bevfusion_quant.train._checkpoint import (
+from bevfusion.training import (
     CHECKPOINT,
     check_identity,
     identity_of,
+    in_parts,
+    prepare_frames,
     read_checkpoint,
     restore,
+    run_steps,
     write_checkpoint,
 )
-from bevfusion_quant.train._loop import in_parts, run_steps
-from bevfusion_quant.train._prepare import prepare_frames, usable_device
+from bevfusion_quant._errors import InputError
+from bevfusion_quant.frames import FrameBatches
+from bevfusion_quant.measure import accuracy_tally, judge, tally_models
+from bevfusion_quant.qat._trainer import Trainer
+from bevfusion_quant.ranks import current_ranks
+from bevfusion_quant.report import JudgedRun
+from bevfusion_quant.run import Clock, RunRecord, run_folder, sha256
+from bevfusion_quant.steps import (
+    PLAN_FILE,
+    ModelSettings,
+    load_run,
+    quantized_parts,
+    read_model_settings,
+    save_model,
+)
+from bevfusion_quant.train import TrainConfig, usable_device
 
 if TYPE_CHECKING:
     from bev_data.metrics import Accuracy
     from bev_data.points import Frame
     from bevfusion.model import BEVFusion
-    from bevfusion_quant.options import ConfigName
-    from bevfusion_quant.qat._config import QatConfig
+    from bevfusion.training import Checkpoint, FrameSource
+    from bevfusion_quant.options import ConfigName, TrainedBranch
+    from bevfusion_quant.qat._trainer import QatConfig
     from bevfusion_quant.run import Clock
     from bevfusion_quant.steps import LoadedRun
-    from bevfusion_quant.train import FrameSource
-    from bevfusion_quant.train._checkpoint import Checkpoint
 
-__all__ = ["QatResult", "run_qat"]
+__all__ = ["QatResult", "read_trainable", "run_qat"]
 
 LOG = logging.getLogger(__name__)
+
+
+def read_trainable(run: str | Path) -> ModelSettings:
+    """Read a run's settings and refuse what has no loss.
+
+    Raises:
+        InputError: No run with a model, one for a BPU, or one without a head.
+    """
+    settings = read_model_settings(run)
+    if settings.for_bpu:
+        raise InputError(f"{run} is a run for a BPU: qat trains runs of ptq without --target bpu")
+    if "head" not in settings.parts:
+        raise InputError(
+            f"{run} holds the {settings.branch} encoder alone, and without a head "
+            "there are no detections to train by: quantize a detector, with ptq --branch all (or "
+            "fuser, decoder, head, lidar-detector, camera-detector)"
+        )
+    if not settings.fold:
+        raise InputError(
+            f"{run} has batch norms that are not folded, and qat trains folded models: quantize "
+            "again with ptq without --no-fold"
+        )
+    return settings
 
 
 @dataclass(frozen=True)
@@ -134,14 +163,14 @@ def run_qat(
     work = runs / f"{name}.training"
     checkpoint = work / CHECKPOINT
     with run_folder(runs, name, overwrite=overwrite, keep=Path(run)) as folder:
-        used = tuple(cameras or start.cameras)
-        size, digest = cast("ConfigName", start.settings.config), _digest(start.settings.sha256)
+        used = tuple(cameras or start.used_cameras)
+        size, digest = cast("ConfigName", start.config), _digest(start.sha256)
         identity = identity_of(source, config, run=digest, cameras=", ".join(used))
         begun = _open_checkpoint(checkpoint, identity, resume=resume, overwrite=overwrite)
         with clock.step("load the run"):
             loaded = load_run(run)
         # As `train` prepares them: both can share a cache.
-        form = TrainConfig(config=size, branch=start.sensors, cameras=used)
+        form = TrainConfig(config=size, branch=_sensors(start.parts), cameras=used)
         ranks = current_ranks()
         ranks.goes_on(
             "run the same command with --resume, and it goes on from the last checkpoint, in "
@@ -183,11 +212,12 @@ def run_qat(
                 every=checkpoint_every,
                 terms=trainer.terms,
                 title="qat",
+                quiet=not ranks.first,
             )
         model = trainer.finish()
         told = {
             "run": str(run),
-            "run_sha256": start.settings.sha256,
+            "run_sha256": start.sha256,
             **identity,
             "device": device,
             "losses": [dict(zip(trainer.terms, part, strict=True)) for part in in_parts(losses)],
@@ -211,6 +241,12 @@ def run_qat(
         clock.seconds(),
         accuracy,
     )
+
+
+def _sensors(parts: Sequence[str]) -> TrainedBranch:
+    """What `train` calls a detector that reads the same."""
+    both = {"lidar", "camera"} <= set(parts)
+    return "all" if both else "camera" if "camera" in parts else "lidar"
 
 
 def _digest(sha256: Mapping[str, str]) -> str:
@@ -287,8 +323,8 @@ def write_run(
     if not current_ranks().first:
         return accuracy
     record = RunRecord(folder, command, clock)
-    with clock.step("draw"):
-        write_pictures(folder, sizes, batches.first_frame, judgement, quantized_parts(branch)[-1])
+    judged_run = JudgedRun(record, name, sizes, batches, judgement, accuracy=accuracy)
+    judged_run.draw(quantized_parts(branch)[-1])
     with clock.step("write"):
         digests = save_model(folder, model, start.float_model)
         if ran.plan is not None:
@@ -298,18 +334,8 @@ def write_run(
     settings = {
         key: value for key, value in told["settings"].items() if key not in ("run", "cameras")
     }
-    with clock.step("page"):
-        shown_settings = {"trained from": told["run"], "weights": ran.weights, **settings}
-        write_run_page(record, name, sizes, shown_settings, batches, judgement, accuracy=accuracy)
-    record.write_summary(
-        {
-            "branch": branch,
-            "frames": batches.listed(),
-            "qat": told,
-            **judgement.summary(),
-            "accuracy": None if accuracy is None else accuracy.summary(),
-        }
-    )
+    judged_run.write_page({"trained from": told["run"], "weights": ran.weights, **settings})
+    judged_run.write_summary({"branch": branch, "qat": told, "accuracy": None})
     return accuracy
 
 

@@ -10,16 +10,12 @@ from bevfusion_quant.report._content import (
 from bevfusion_quant.report._format import by_page_scheme, partition_picture
 from bevfusion_quant.report._head import head
 from bevfusion_quant.report._page import PAGE_DATA, Section, read_sections, write_page
-from bevfusion_quant.report._run_page import (
-    write_found_page,
-    write_pictures,
-    write_report,
-    write_run_page,
-)
+from bevfusion_quant.report._run_page import JudgedRun, write_found, write_report
 from bevfusion_quant.report._sections.reproduce import section as reproduce
 
 __all__ = [
     "PAGE_DATA",
+    "JudgedRun",
     "ReportBoxes",
     "ReportContent",
     "ReportFigure",
@@ -31,9 +27,7 @@ __all__ = [
     "partition_picture",
     "read_sections",
     "reproduce",
-    "write_found_page",
+    "write_found",
     "write_page",
-    "write_pictures",
     "write_report",
-    "write_run_page",
 ]

@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from bev_data.cameras import Camera
     from bev_data.metrics import Accuracy
     from bevfusion_quant.integer import Simulation
-    from bevfusion_quant.measure import LayerRow, QuantizerValues
+    from bevfusion_quant.measure import LayerRow
     from bevfusion_quant.results import BpuOutcome, ExportedSet, SensitivityOutcome
+    from bevquant_quantizers import QuantizerValues
 
 __all__ = [
     "Extent",

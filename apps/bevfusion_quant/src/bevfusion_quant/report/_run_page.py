@@ -1,15 +1,16 @@
-"""A run as a page and as pictures."""
+"""A run as a page, as pictures and as a summary."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from bevfusion_quant.measure import or_dash
+from bev_data.metrics import or_dash
 from bevfusion_quant.report._content import (
     ReportBoxes,
     ReportContent,
@@ -23,20 +24,18 @@ from bevfusion_quant.report._page import write_page
 from bevfusion_quant.report._sections import run_sections
 
 if TYPE_CHECKING:
-    from bev_data.cameras import Camera
-    from bev_data.metrics import Accuracy
+    from bev_data.metrics import Accuracy, AgreementRow
     from bev_data.points import Frame
     from bevfusion.model import BEVFusionConfig
     from bevfusion.model.head import Detections
     from bevfusion_quant.frames import FrameBatches
     from bevfusion_quant.integer import Simulation
-    from bevfusion_quant.measure import AgreementRow, Judgement
+    from bevfusion_quant.measure import Judgement
     from bevfusion_quant.results import BpuOutcome, ExportedSet
     from bevfusion_quant.run import RunRecord
+    from bevfusion_quant.steps import ModelSettings
 
-__all__ = ["write_found_page", "write_pictures", "write_report", "write_run_page"]
-
-Extent = tuple[float, float, float, float]
+__all__ = ["JudgedRun", "write_found", "write_report"]
 
 
 def write_report(path: Path | str, content: ReportContent) -> Path:
@@ -68,27 +67,14 @@ def write_report(path: Path | str, content: ReportContent) -> Path:
     return write_page(path, content.title, head(content), run_sections(content))
 
 
-def write_run_page(
-    record: RunRecord,
-    title: str,
-    config: BEVFusionConfig,
-    settings: Mapping[str, object],
-    batches: FrameBatches,
-    judgement: Judgement,
-    *,
-    records: Mapping[str, Any] | None = None,
-    simulation: Simulation | None = None,
-    bpu: BpuOutcome | None = None,
-    accuracy: Accuracy | None = None,
-    exported: ExportedSet | None = None,
-) -> Path:
-    """Write report.html.
+@dataclass(frozen=True, eq=False)
+class JudgedRun:
+    """A run whose models were judged frame by frame, as it is drawn and written down.
 
     Args:
         record: Of the run.
         title: Name of the run.
         config: Sizes.
-        settings: What decides the result; without `weights` they were random.
         batches: The frames; the first is shown.
         judgement: What was measured.
         records: `fusion`, `quantization` and `calibration`, as far as the run did them.
@@ -97,72 +83,105 @@ def write_run_page(
         accuracy: How well the models find what is labelled.
         exported: The ONNX files that the run wrote.
     """
-    frame = batches.first_frame
-    cameras = batches.used_cameras(frame)
-    return write_report(
-        record.folder / "report.html",
-        ReportContent(
-            title=title,
-            config=config.name,
-            frames=batches.frame_names,
-            figures=[_weights(settings), *_agreement_figures(judgement.agreement)],
-            scene=_scene(config, frame, cameras, judgement, simulation),
-            stages=_stages(config, judgement),
-            layers=judgement.layers,
-            quantizers=judgement.values,
-            integers=simulation,
-            bpu=bpu,
-            accuracy=accuracy,
-            export=exported,
-            **record.on_page(settings),
-            **(records or {}),
-        ),
-    )
+
+    record: RunRecord
+    title: str
+    config: BEVFusionConfig
+    batches: FrameBatches
+    judgement: Judgement
+    records: Mapping[str, Any] = field(default_factory=dict)
+    simulation: Simulation | None = None
+    bpu: BpuOutcome | None = None
+    accuracy: Accuracy | None = None
+    exported: ExportedSet | None = None
+
+    def draw(self, stage: str) -> None:
+        """bev.png (the frame, and one stage in float, quantized and their difference), layers.png.
+
+        Args:
+            stage: Of `judgement.stages`, by name.
+        """
+        from bevfusion_quant.pictures import bev_picture, layer_picture
+
+        with self.record.step("draw"):
+            maps = next(maps for maps in self.judgement.stages if maps.row.stage == stage)
+            points, kind = _scene_points(self.batches.first_frame)
+            points = points[_inside(points, self.config.lidar.point_cloud_range)]
+            bev_picture(self.record.folder, self.config.lidar, points, kind, maps)
+            layer_picture(self.record.folder, self.judgement.layers)
+
+    def write_page(self, settings: Mapping[str, object]) -> None:
+        """report.html.
+
+        Args:
+            settings: What decides the result; without `weights` they were random.
+        """
+        judgement = self.judgement
+        with self.record.step("page"):
+            content = ReportContent(
+                title=self.title,
+                config=self.config.name,
+                frames=self.batches.frame_names,
+                figures=[_weights(settings), *_agreement_figures(judgement.agreement)],
+                scene=_scene(self.config, self.batches, judgement, self.simulation),
+                stages=_stages(self.config, judgement),
+                layers=judgement.layers,
+                quantizers=judgement.values,
+                integers=self.simulation,
+                bpu=self.bpu,
+                accuracy=self.accuracy,
+                export=self.exported,
+                **self.record.on_page(settings),
+                **self.records,
+            )
+            write_report(self.record.folder / "report.html", content)
+
+    def write_summary(self, told: Mapping[str, Any]) -> tuple[dict[str, float], float]:
+        """summary.json: what is told, then all that was found.
+
+        Returns:
+            Seconds by step, and the peak memory in MiB.
+        """
+        found: dict[str, Any] = {"integers": self.simulation, "export": self.exported}
+        found |= {"bpu": self.bpu, "accuracy": self.accuracy}
+        summaries = {name: value.summary() for name, value in found.items() if value is not None}
+        tables = {**self.records, **self.judgement.summary()}
+        listed = {"frames": self.batches.listed()}
+        return self.record.write_summary({**listed, **told, **tables, **summaries})
 
 
-def write_found_page(
+def write_found(
     record: RunRecord,
     title: str,
-    config: str,
-    settings: Mapping[str, object],
+    settings: Mapping[str, Any],
+    ran: ModelSettings,
+    run: str | Path,
     batches: FrameBatches,
     **found: Any,
-) -> Path:
-    """Write report.html of a command that asked one thing of a finished run.
+) -> tuple[dict[str, float], float]:
+    """Settings, page and summary of a command that asked one thing of a finished run.
 
     Args:
         record: Of the folder that is written.
         title: Of the page.
-        config: Name of the model's sizes.
-        settings: What decides the result, as far as the page tells.
+        settings: What decides the result.
+        ran: The settings of the run.
+        run: Where it lies.
         batches: The frames.
-        found: Fields of `ReportContent`.
+        found: What was found, by the field of `ReportContent` that takes it.
+
+    Returns:
+        Seconds by step, and the peak memory in MiB.
     """
-    return write_report(
-        record.folder / "report.html",
-        ReportContent(
-            title=title,
-            config=config,
-            frames=batches.frame_names,
-            **found,
-            **record.on_page(settings),
-        ),
-    )
-
-
-def write_pictures(
-    folder: Path, config: BEVFusionConfig, frame: Frame, judgement: Judgement, stage: str
-) -> list[Path]:
-    """Write bev.png (the frame, and one stage in float, quantized and their difference)."""
-    from bevfusion_quant.pictures import bev_picture, layer_picture
-
-    maps = next(maps for maps in judgement.stages if maps.row.stage == stage)
-    points, kind = _scene_points(frame)
-    inside = _inside(points, config.lidar.point_cloud_range)
-    return [
-        bev_picture(folder, config.lidar, points[inside], kind, maps),
-        *layer_picture(folder, judgement.layers),
-    ]
+    record.write_settings({"evaluates": str(run), "run_sha256": ran.sha256, **settings})
+    frames = batches.frame_names
+    with record.step("page"):
+        page = ReportContent(
+            title=title, config=ran.config, frames=frames, **found, **record.on_page(settings)
+        )
+        write_report(record.folder / "report.html", page)
+    summaries = {name: value.summary() for name, value in found.items()}
+    return record.write_summary({**settings, "frames": frames, **summaries})
 
 
 def _scene_points(frame: Frame) -> tuple[npt.NDArray[np.float32], str]:
@@ -180,18 +199,13 @@ def _inside(points: npt.NDArray[np.float32], limits: tuple[float, ...]) -> npt.N
     return inside
 
 
-def _extent(config: BEVFusionConfig) -> Extent:
-    low_x, low_y, _, high_x, high_y, _ = config.lidar.point_cloud_range
-    return (low_x, low_y, high_x, high_y)
-
-
 def _scene(
     config: BEVFusionConfig,
-    frame: Frame,
-    cameras: Sequence[Camera],
+    batches: FrameBatches,
     judgement: Judgement,
     simulation: Simulation | None,
 ) -> ReportScene:
+    frame = batches.first_frame
     points, kind = _scene_points(frame)
     labels = frame.labels
     found = judgement.detections
@@ -200,13 +214,13 @@ def _scene(
     return ReportScene(
         name=frame.name,
         points=points[_inside(points, config.lidar.point_cloud_range)],
-        extent=_extent(config),
+        extent=config.lidar.extent,
         kind=kind,
         labels=None if labels is None else ReportBoxes(labels.boxes, labels.names),
         float_detections=None if found is None else _boxes(found[0], classes),
         quantized_detections=None if found is None else _boxes(found[1], classes),
         integer_detections=None if integers is None else _boxes(integers, classes),
-        cameras=tuple(cameras),
+        cameras=batches.used_cameras(frame),
     )
 
 
@@ -222,7 +236,7 @@ def _stages(config: BEVFusionConfig, judgement: Judgement) -> list[ReportStage]:
             float_map=maps.float_map,
             quantized_map=maps.quantized_map,
             difference_map=maps.difference_map,
-            extent=None if maps.is_image else _extent(config),
+            extent=None if maps.is_image else config.lidar.extent,
             quantity=maps.quantity,
             difference_quantity=maps.difference_quantity,
             sqnr_db=maps.row.sqnr_db,

@@ -1,6 +1,7 @@
 """What commands found, as plain rows and as text: pages and summaries are made of it."""
 
 from bevfusion_quant.results._bpu import (
+    BPU_UNITS,
     BpuComparison,
     BpuEstimate,
     BpuLayer,
@@ -9,6 +10,7 @@ from bevfusion_quant.results._bpu import (
     boundary_table,
     bpu_stage_table,
     bpu_text,
+    plan_segments,
 )
 from bevfusion_quant.results._export import (
     ExportedFile,
@@ -42,6 +44,7 @@ from bevfusion_quant.results._table import (
 )
 
 __all__ = [
+    "BPU_UNITS",
     "BpuComparison",
     "BpuEstimate",
     "BpuLayer",
@@ -69,6 +72,7 @@ __all__ = [
     "mean_ap_apart",
     "plain_table",
     "plan_line",
+    "plan_segments",
     "sensitivity_table",
     "sensitivity_text",
     "set_verdict",

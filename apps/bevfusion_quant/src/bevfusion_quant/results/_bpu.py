@@ -6,18 +6,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from bev_data.metrics import accuracy_text, aligned_table
-from bevfusion_quant.measure import agreement_text, layer_table, or_dash
+from bev_data.metrics import accuracy_text, agreement_text, aligned_table, or_dash
+from bevfusion_quant.measure import layer_table
 from bevfusion_quant.results._table import CellParts, Table, plain_table
 from bevquant_hybrid.operators import load_support_table
 
 if TYPE_CHECKING:
-    from bev_data.metrics import Accuracy
-    from bevfusion_quant.measure import AgreementRow, FoundRow, Judgement
+    from bev_data.metrics import Accuracy, AgreementRow, FoundRow
+    from bevfusion_quant.measure import Judgement
     from bevquant_hybrid.partition import Plan, PlanNode
     from bevquant_hybrid_tools.performance import ChipFigures, LayerEstimate
 
 __all__ = [
+    "BPU_UNITS",
     "BpuComparison",
     "BpuEstimate",
     "BpuLayer",
@@ -26,6 +27,7 @@ __all__ = [
     "boundary_table",
     "bpu_stage_table",
     "bpu_text",
+    "plan_segments",
 ]
 
 
@@ -221,7 +223,7 @@ def bpu_stage_table(stages: Sequence[BpuStage]) -> Table:
     return plain_table("SQNR and cosine against float", heads, rows, form="wide")
 
 
-_UNITS = {"camera": "camera", "bev": "bird's-eye view"}
+BPU_UNITS = {"camera": "camera", "bev": "bird's-eye view"}
 
 
 def bpu_text(outcome: BpuOutcome) -> Iterator[str]:
@@ -247,12 +249,16 @@ def bpu_text(outcome: BpuOutcome) -> Iterator[str]:
     yield _estimate(outcome)
 
 
-def _segments(plan: Plan) -> str:
-    rows = []
+def plan_segments(plan: Plan) -> Iterator[tuple[str, tuple[str, ...], int]]:
+    """Of each segment its place, its first and last node, and how many operators it has."""
     for segment in plan.segments:
         operators = [name for name in segment.nodes if plan.node(name).kind == "operator"]
-        named = dict.fromkeys((segment.nodes[0], segment.nodes[-1]))
-        rows.append((" … ".join(named), segment.place, str(len(operators))))
+        ends = dict.fromkeys((segment.nodes[0], segment.nodes[-1]))
+        yield segment.place, tuple(ends), len(operators)
+
+
+def _segments(plan: Plan) -> str:
+    rows = [(" … ".join(ends), place, str(count)) for place, ends, count in plan_segments(plan)]
     return aligned_table(("segment", "runs on", "operators"), rows)
 
 
@@ -260,7 +266,7 @@ def _estimate(outcome: BpuOutcome) -> str:
     """Milliseconds of each unit, and what they are worth."""
     rows = [
         (
-            _UNITS[unit],
+            BPU_UNITS[unit],
             f"{sum(layer.operations for layer in estimate.layers) / 1e9:,.1f}",
             f"{sum(x.loaded_bytes + x.stored_bytes for x in estimate.layers) / 1e6:,.1f}",
             f"{estimate.seconds * 1e3:,.2f}",

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bev_data.metrics import aligned_table
-from bevfusion_quant.measure import or_dash
+from bev_data.metrics import aligned_table, or_dash
 from bevfusion_quant.results._table import Table, plain_table
 
 if TYPE_CHECKING:
-    from bevfusion_quant.measure import AgreementRow
+    from bev_data.metrics import AgreementRow
 
 __all__ = [
     "ExportedFile",

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from bevfusion_quant.measure import or_dash
+from bev_data.metrics import or_dash
 from bevfusion_quant.results._table import Cell, CellParts, Column, Row, Table
 
 if TYPE_CHECKING:

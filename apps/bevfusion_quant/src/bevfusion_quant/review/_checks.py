@@ -13,7 +13,7 @@ from bevfusion_quant.export import ONNX_FOLDER
 from bevfusion_quant.review._evidence import frames_text
 from bevfusion_quant.review._headline import judged
 from bevfusion_quant.run import sha256
-from bevfusion_quant.train._split import FIRST_TRAINING_SEED
+from bevfusion_quant.train import FIRST_TRAINING_SEED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

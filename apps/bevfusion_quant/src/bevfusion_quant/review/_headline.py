@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from bev_data.metrics import Interval, points
-from bevfusion_quant.measure import or_dash
+from bev_data.metrics import Interval, or_dash, points
 from bevfusion_quant.results import Column, Row, Table, with_interval
 from bevfusion_quant.review._evidence import frames_text
 from bevfusion_quant.run import AccuracySummary, ModelSummary

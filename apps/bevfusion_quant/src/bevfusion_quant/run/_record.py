@@ -14,7 +14,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -142,6 +142,10 @@ class RunRecord:
     command: str
     clock: Clock | None
     packages: tuple[str, ...] = ()
+
+    def step(self, name: str) -> AbstractContextManager[None]:
+        """Time a step of writing, where the run has a clock."""
+        return nullcontext() if self.clock is None else self.clock.step(name)
 
     def write_settings(self, settings: Mapping[str, Any]) -> None:
         """config.json: what decides the result."""

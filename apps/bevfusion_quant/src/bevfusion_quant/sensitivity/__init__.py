@@ -6,9 +6,15 @@ estimated plan for a budget, `refine_within` the best measured one.
 
 from bevfusion_quant.options import SensitivityOutput as Output
 from bevfusion_quant.results import SensitivityOutcome, sensitivity_text
-from bevfusion_quant.sensitivity._budget import parse_budget, plan_within, refine_within
 from bevfusion_quant.sensitivity._measure import KeptScores, measure_sensitivity, sensitivity_output
-from bevfusion_quant.sensitivity._run import SensitivityResult, precisions_of, run_sensitivity
+from bevfusion_quant.sensitivity._run import (
+    SensitivityResult,
+    parse_budget,
+    plan_within,
+    precisions_of,
+    refine_within,
+    run_sensitivity,
+)
 
 __all__ = [
     "KeptScores",

@@ -6,19 +6,21 @@ import gc
 import logging
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 from torch import nn
 
-from bev_data.datasets import labelled_region, range_origin
-from bev_data.metrics import DetectionMeter, DetectionRules, metrics_of
+from bev_data.datasets import labelled_region
+from bev_data.metrics import DetectionMeter, metrics_of
 from bevfusion.model.head import Detections
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import detections_of, detections_record
+from bevfusion_quant.measure import detection_rules
 from bevfusion_quant.options import SensitivityMetric, SensitivityOutput
+from bevfusion_quant.options import precisions as plan_precisions
 from bevfusion_quant.run import return_freed_memory
-from bevquant_qnn import PlannedGroup
+from bevfusion_quant.steps import run_batch
 
 if TYPE_CHECKING:
     from bevfusion.model import Batch, BEVFusion, BEVFusionConfig
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "METRICS",
-    "PRECISIONS",
     "KeptScores",
     "Late",
     "MeanAp",
@@ -165,10 +166,7 @@ class MeanAp:
         self._head: Any = model.head
         self._batches, self._shards = batches, shards
         self._classes = config.head.classes
-        low_x, low_y, _, high_x, high_y, _ = config.lidar.point_cloud_range
-        self._rules = DetectionRules(
-            extent=(low_x, low_y, high_x, high_y), origin=range_origin(batches.dataset)
-        )
+        self._rules = detection_rules(config, batches)
         self._region = labelled_region(batches.dataset)
 
     def __call__(self, output: Any, batch: object) -> Detections:
@@ -200,7 +198,6 @@ class MeanAp:
 
 METRICS = get_args(SensitivityMetric)
 OUTPUTS = get_args(SensitivityOutput)
-PRECISIONS = tuple(p for p in get_args(get_type_hints(PlannedGroup)["precision"]) if p != "float")
 _HEATMAP = "heads.object.heatmap_head"
 
 
@@ -300,16 +297,13 @@ def check_precisions(precisions: Sequence[str]) -> None:
     Raises:
         InputError: Nothing, or something unknown.
     """
-    unknown = [name for name in precisions if name not in PRECISIONS]
+    known = plan_precisions()
+    unknown = [name for name in precisions if name not in known]
     if unknown or not precisions:
         raise InputError(
-            f"--precisions {' '.join(unknown)}: name one or more of {', '.join(PRECISIONS)}; float "
+            f"--precisions {' '.join(unknown)}: name one or more of {', '.join(known)}; float "
             "is what they are compared with"
         )
-
-
-def _run(model: nn.Module, batch: Any) -> Any:
-    return model(*batch)
 
 
 def _collect(model: BEVFusion, batches: FrameBatches) -> None:
@@ -318,7 +312,7 @@ def _collect(model: BEVFusion, batches: FrameBatches) -> None:
 
     quantizers = [m for m in model.modules() if isinstance(m, TensorQuantizer)]
     ranges = {q: q.amax.clone() for q in quantizers if q.amax is not None}
-    calibrate(model, batches, forward=_run, method="max")
+    calibrate(model, batches, forward=run_batch, method="max")
     for quantizer, amax in ranges.items():
         quantizer.amax = amax
 

@@ -46,6 +46,7 @@ from bevfusion_quant.steps._stages import (
     quantize_as,
     quantize_branch,
     round_branch,
+    run_batch,
 )
 
 __all__ = [
@@ -84,6 +85,7 @@ __all__ = [
     "refuse_unfolded",
     "round_branch",
     "rounding_record",
+    "run_batch",
     "save_model",
     "why_float",
 ]

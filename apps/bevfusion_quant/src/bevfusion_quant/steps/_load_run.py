@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from bev_data.cameras import CAMERA_NAMES
 from bevfusion.model import CONFIGS, build_model
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import frames_of
-from bevfusion_quant.options import Branch, Method, PtqOptions
+from bevfusion_quant.options import Branch, Method, PtqConfig
 from bevfusion_quant.run import (
     CONFIG_FILE,
     RunSettings,
@@ -53,6 +54,16 @@ class ModelSettings(RunSettings, kw_only=True):
     method: Method
     exclude: list[str]
     sha256: dict[str, str]
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The parts of the model that are built."""
+        return built_parts(self.branch)
+
+    @property
+    def used_cameras(self) -> tuple[str, ...]:
+        """The cameras that its models read."""
+        return tuple(self.cameras or CAMERA_NAMES)
 
 
 def model_settings(written: dict[str, Any]) -> ModelSettings:
@@ -156,11 +167,11 @@ def load_run(folder: str | Path) -> LoadedRun:
             if digests.get(name) != sha256(folder / name):
                 raise ValueError(f"{name} is not the file that the run wrote")
         state = read_tensors(folder / "weights.safetensors").tensors
-        fused = build_model(sizes, built_parts(settings.branch)).eval()
+        fused = build_model(sizes, settings.parts).eval()
         if settings.fold:
             fused = _folded(fused, example, state)
         plan = read_plan(folder / PLAN_FILE) if planned else None
-        model = quantize_as(fused, example, _options(settings), plan).model
+        model = quantize_as(fused, example, _config(settings), plan).model
         if plan is not None:
             apply_plan(model, plan)
         load_ranges(model, folder / "ranges.json")
@@ -172,16 +183,17 @@ def load_run(folder: str | Path) -> LoadedRun:
     return LoadedRun(settings, fused, model)
 
 
-def _options(settings: ModelSettings) -> PtqOptions:
+def _config(settings: ModelSettings) -> PtqConfig:
     """What decided how the model was quantized, as far as it is no file."""
     told = {
         **settings.written,
         "branch": settings.branch,
         "quantize_first_layer": settings.quantize_first_layer,
+        "cameras": settings.used_cameras,
         "weights": None,
         "plan": None,
     }
-    return as_form(told, PtqOptions, where=CONFIG_FILE, what="run's settings")
+    return as_form(told, PtqConfig, where=CONFIG_FILE, what="run's settings")
 
 
 def frames_for_run(options: FrameOptions, settings: ModelSettings) -> Sequence[Frame]:

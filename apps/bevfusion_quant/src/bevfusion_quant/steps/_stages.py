@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from bevfusion.model import BEVFusion, BEVFusionConfig
     from bevfusion_quant.frames import FrameBatches
-    from bevfusion_quant.options import PtqOptions, TargetOptions
+    from bevfusion_quant.options import PtqConfig, TargetOptions
     from bevfusion_quant.run import Clock
     from bevquant_fusion import FusionResult
     from bevquant_qnn import PrecisionPlan, QuantizeResult, RoundingResult
@@ -220,14 +220,14 @@ def quantize_branch(
 
 
 def quantize_as(
-    fused: BEVFusion, example: Batch, options: PtqOptions, plan: PrecisionPlan | None
+    fused: BEVFusion, example: Batch, config: PtqConfig, plan: PrecisionPlan | None
 ) -> Stage[QuantizeResult]:
-    """`quantize_branch` as a run's options say; an option that changes it is read here alone.
+    """`quantize_branch` as a run's configuration says, which is read here alone.
 
     Args:
         fused: From `fuse_branch`; stays as it is.
         example: Anything the model can run on.
-        options: Of the run.
+        config: Of the run.
         plan: That the run follows; one that names the first sparse convolution decides by itself
             whether that gets quantizers.
     """
@@ -236,12 +236,12 @@ def quantize_as(
     return quantize_branch(
         fused,
         example,
-        options.branch or "lidar",
-        method=options.method or "mse",
-        exclude=options.exclude,
-        with_head=options.quantize_head,
-        weight_bits=options.weight_bits,
-        first_layer=options.quantize_first_layer or planned,
+        config.branch,
+        method=config.method,
+        exclude=config.exclude,
+        with_head=config.quantize_head,
+        weight_bits=config.weight_bits,
+        first_layer=config.quantize_first_layer or planned,
     )
 
 
@@ -286,7 +286,7 @@ ROUNDING_FRAMES = 16
 """Most frames that rounding reads: it holds all of them, and runs each of them for each layer."""
 
 
-def round_branch(model: BEVFusion, batches: FrameBatches, config: PtqOptions) -> RoundingResult:
+def round_branch(model: BEVFusion, batches: FrameBatches, config: PtqConfig) -> RoundingResult:
     """Round the weights of a calibrated model and correct its biases, in place.
 
     `bevquant_qnn.round_weights` on the first 16 frames at most.

@@ -2,6 +2,7 @@
 
 from bevfusion.training import (
     Augmentation,
+    FrameSource,
     HeadLoss,
     Motion,
     Targets,
@@ -14,17 +15,27 @@ from bevfusion.training import (
     heatmap_target,
     l1_loss,
     matching_cost,
+    prepare_frames,
+    read_checkpoint,
+    restore,
+    stop_on_signals,
     targets_of,
+    write_checkpoint,
 )
-from bevfusion_quant.train._checkpoint import read_checkpoint, restore, write_checkpoint
-from bevfusion_quant.train._config import TRAINED_BRANCHES, TrainConfig
-from bevfusion_quant.train._loop import stop_on_signals
-from bevfusion_quant.train._prepare import prepare_frames
-from bevfusion_quant.train._run import TrainResult, run_train
-from bevfusion_quant.train._split import FrameSource, held_out, training_frames
+from bevfusion_quant.train._run import (
+    TRAINED_BRANCHES,
+    WEIGHTS,
+    TrainConfig,
+    TrainResult,
+    run_train,
+    usable_device,
+)
+from bevfusion_quant.train._split import FIRST_TRAINING_SEED, held_out, training_frames
 
 __all__ = [
+    "FIRST_TRAINING_SEED",
     "TRAINED_BRANCHES",
+    "WEIGHTS",
     "Augmentation",
     "FrameSource",
     "HeadLoss",
@@ -49,5 +60,6 @@ __all__ = [
     "stop_on_signals",
     "targets_of",
     "training_frames",
+    "usable_device",
     "write_checkpoint",
 ]

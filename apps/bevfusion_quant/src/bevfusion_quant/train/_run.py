@@ -6,7 +6,7 @@ import json
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,32 +15,40 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from bev_data.cameras import CAMERA_NAMES
 from bev_data.metrics import Bootstrap, DetectionMeter, interval_of_mean_ap, metrics_of
 from bevfusion.model import CONFIGS, build_model, read_state_dict
-from bevfusion.training import head_loss, make_batch, one_cycle, order_of
-from bevfusion_quant._errors import InputError
-from bevfusion_quant.frames import FrameBatches
-from bevfusion_quant.train._checkpoint import (
+from bevfusion.training import (
     CHECKPOINT,
+    Augmentation,
     check_identity,
+    head_loss,
     identity_of,
+    in_parts,
+    make_batch,
+    one_cycle,
+    order_of,
+    prepare_frames,
     read_checkpoint,
     restore,
+    run_steps,
     write_checkpoint,
 )
-from bevfusion_quant.train._loop import in_parts, run_steps
-from bevfusion_quant.train._prepare import moved, prepare_frames, usable_device
+from bevfusion_quant._errors import InputError
+from bevfusion_quant.frames import FrameBatches
+from bevfusion_quant.options import TrainOptions
+from bevfusion_quant.ranks import current_ranks
 from bevquant_quantizers.documents import write_tensors
 
 if TYPE_CHECKING:
     from bev_data.points import Frame
     from bevfusion.model import BEVFusion
-    from bevfusion_quant.train._config import TrainConfig
-    from bevfusion_quant.train._prepare import PreparedFrames
-    from bevfusion_quant.train._split import FrameSource
+    from bevfusion.training import FrameSource, PreparedFrames
 
 __all__ = [
+    "TRAINED_BRANCHES",
     "WEIGHTS",
+    "TrainConfig",
     "TrainResult",
     "first_model",
     "judge_detector",
@@ -48,6 +56,46 @@ __all__ = [
     "stored_weights",
     "write_weights",
 ]
+
+TRAINED_BRANCHES: dict[str, tuple[str, ...]] = {
+    "lidar": ("lidar", "decoder", "head"),
+    "camera": ("camera", "decoder", "head"),
+    "all": ("camera", "lidar", "fuser", "decoder", "head"),
+}
+"""The parts that are built for each branch: a detector needs decoder and head."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(TrainOptions):
+    """Everything that decides the trained weights, the frames apart; see `TrainOptions`.
+
+    Args:
+        augmentation: How frames are moved.
+        cameras: Names of the cameras to use, in this order.
+
+    Raises:
+        InputError: A setting outside its range, named as the option of the command.
+    """
+
+    augmentation: Augmentation = field(default_factory=Augmentation)
+    cameras: tuple[str, ...] = CAMERA_NAMES
+
+    def __post_init__(self) -> None:
+        self.check_optimizer()
+        for name, known in (("config", CONFIGS), ("branch", TRAINED_BRANCHES)):
+            if getattr(self, name) not in known:
+                raise InputError(f"--{name} {getattr(self, name)}: one of {', '.join(known)}")
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The parts of the model that are built."""
+        return TRAINED_BRANCHES[self.branch]
+
+    @property
+    def image_size(self) -> tuple[int, int] | None:
+        """Height and width of the network's images; None where it reads none."""
+        return CONFIGS[self.config].camera.image_size if "camera" in self.parts else None
+
 
 WEIGHTS = "weights.safetensors"
 _KEY = "bevfusion-quant"
@@ -75,6 +123,27 @@ def write_weights(path: Path, tensors: dict[str, Tensor], about: dict[str, Any])
 
 
 LOG = logging.getLogger(__name__)
+
+
+def usable_device(name: str) -> torch.device:
+    """The device, tried; "cuda" is each rank's own GPU, where it has one.
+
+    Raises:
+        InputError: torch does not know it, or cannot use it here.
+    """
+    try:
+        device = torch.device(name)
+        if device.type == "cuda" and device.index is None and current_ranks().gpu is not None:
+            device = torch.device("cuda", current_ranks().gpu)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(
+            f"--device {name} cannot be used here ({str(error).splitlines()[0]}): use cpu, or "
+            "install a torch that drives the device"
+        ) from error
+    return device
+
+
 RARE = 0.1  # what the heatmap says before it has learned anything
 
 
@@ -273,7 +342,7 @@ def _step(
     for group in optimizer.param_groups:
         group["lr"] = one_cycle(step, config.steps, config.lr)
     optimizer.zero_grad()
-    outputs = model(*moved(batch, device))
+    outputs = model(*batch.to(device))
     loss = head_loss(outputs, targets, model.head.config)
     loss.total.backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip)

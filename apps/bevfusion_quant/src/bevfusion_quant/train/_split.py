@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from bev_data.datasets import FrameList
+from bevfusion.training import FrameSource
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import frames_of
 
@@ -15,23 +16,10 @@ if TYPE_CHECKING:
     from bev_data.points import Frame
     from bevfusion_quant.options import FrameOptions
 
-__all__ = ["FIRST_TRAINING_SEED", "HELD_OUT_FRAME", "FrameSource", "held_out", "training_frames"]
+__all__ = ["FIRST_TRAINING_SEED", "HELD_OUT_FRAME", "held_out", "training_frames"]
 
 FIRST_TRAINING_SEED = 1_000_000
 HELD_OUT_FRAME = 28  # of a PandaSet sequence
-
-
-@dataclass(frozen=True)
-class FrameSource:
-    """Frames that another process can open too.
-
-    Args:
-        describe: What they are, in words that change when the frames do.
-        open: Opens them; can be pickled.
-    """
-
-    describe: str
-    open: Callable[[], Sequence[Frame]]
 
 
 def training_frames(options: FrameOptions, *, size: str, with_cameras: bool) -> FrameSource:

@@ -1,6 +1,7 @@
 """Detection metrics from boxes alone: nuScenes' AP, errors and NDS, KITTI's BEV AP, intervals."""
 
 from bev_data.metrics._accuracy import Accuracy, AccuracyTally, ModelAccuracy, Sketch
+from bev_data.metrics._agreement import AgreementRow, DetectionTally, FoundRow, match
 from bev_data.metrics._bootstrap import (
     Bootstrap,
     Interval,
@@ -20,8 +21,10 @@ from bev_data.metrics._text import (
     ERROR_UNITS,
     accuracy_notes,
     accuracy_text,
+    agreement_text,
     aligned_table,
     nds_title,
+    or_dash,
     points,
     span,
 )
@@ -32,24 +35,30 @@ __all__ = [
     "RECALLS",
     "Accuracy",
     "AccuracyTally",
+    "AgreementRow",
     "Bootstrap",
     "ClassMetrics",
     "DetectionMeter",
     "DetectionMetrics",
     "DetectionRules",
+    "DetectionTally",
     "Difference",
+    "FoundRow",
     "Interval",
     "ModelAccuracy",
     "Sketch",
     "accuracy_notes",
     "accuracy_text",
+    "agreement_text",
     "aligned_table",
     "compare_detections",
     "evaluate_detections",
     "interval_of_difference",
     "interval_of_mean_ap",
+    "match",
     "metrics_of",
     "nds_title",
+    "or_dash",
     "points",
     "span",
 ]

@@ -9,14 +9,17 @@ from bevquant_quantizers.documents import text_table
 
 if TYPE_CHECKING:
     from bev_data.metrics._accuracy import Accuracy
+    from bev_data.metrics._agreement import AgreementRow, FoundRow
     from bev_data.metrics._bootstrap import Interval
 
 __all__ = [
     "ERROR_UNITS",
     "accuracy_notes",
     "accuracy_text",
+    "agreement_text",
     "aligned_table",
     "nds_title",
+    "or_dash",
     "points",
     "span",
 ]
@@ -111,7 +114,7 @@ def _headline(accuracy: Accuracy) -> Iterator[tuple[str, ...]]:
     yield (nds_title(accuracy), *(points(row.nds) for row in rows))
     for error, unit in ERROR_UNITS.items():
         values = [row.errors[error] for row in rows]
-        yield (f"{error}, {unit}", *(DASH if v is None else f"{v:.4f}" for v in values))
+        yield (f"{error}, {unit}", *(or_dash(v, ".4f") for v in values))
     for overlap in accuracy.rules.overlaps:
         yield (f"BEV AP, IoU {overlap:g}", *(points(row.bev_ap[overlap]) for row in rows))
 
@@ -127,3 +130,37 @@ def _place(accuracy: Accuracy, name: str) -> int:
 def aligned_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns under their heads: the first one to the left, the others to the right."""
     return text_table([head, *rows], right=range(1, len(head)), rule="─")
+
+
+def agreement_text(
+    agreement: Sequence[AgreementRow], found: Sequence[FoundRow], other: str = "quantized"
+) -> str:
+    """How many detections of float and `other` model match, and how many labels they find."""
+    head = ("within", "float", other, "matched", "mean |Δscore|", "max |Δscore|")
+    text = aligned_table(
+        head,
+        [
+            (
+                f"{r.distance:g} m",
+                str(r.float_detections),
+                str(r.quantized_detections),
+                str(r.matched),
+                or_dash(r.score_mean, ".4f"),
+                or_dash(r.score_max, ".4f"),
+            )
+            for r in agreement
+        ],
+    )
+    if not found:
+        return text
+    columns = ("within", "labels", "found by float", f"found by {other}")
+    cells = [
+        (f"{r.distance:g} m", str(r.labels), str(r.found_float), str(r.found_quantized))
+        for r in found
+    ]
+    return f"{text}\n\n{aligned_table(columns, cells)}"
+
+
+def or_dash(value: float | None, form: str) -> str:
+    """A number in the given form, a dash for None."""
+    return DASH if value is None else format(value, form)

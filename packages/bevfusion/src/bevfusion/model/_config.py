@@ -49,6 +49,12 @@ class LidarConfig:
     )  # fmt: skip
     output_channels: int = 128
 
+    @property
+    def extent(self) -> tuple[float, float, float, float]:
+        """Low x and y, then high x and y of the range [m]."""
+        low_x, low_y, _, high_x, high_y, _ = self.point_cloud_range
+        return low_x, low_y, high_x, high_y
+
 
 @dataclass(frozen=True)
 class CameraConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor, fx, nn
 
 from bev_data import InputError
@@ -35,6 +36,15 @@ class Batch(NamedTuple):
     images: Tensor | None = None
     depth: Tensor | None = None
     cells: Tensor | None = None
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same with its tensors on a device."""
+        tensors: dict[str, Any] = {
+            name: value.to(device)
+            for name, value in self._asdict().items()
+            if isinstance(value, Tensor)
+        }
+        return self._replace(**tensors)
 
 
 _STRIDE = 8  # of the feature map that is lifted

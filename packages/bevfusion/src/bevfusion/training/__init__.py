@@ -1,6 +1,15 @@
-"""Parts of a training: targets, assignment, losses, augmentation, compact frames, batches."""
+"""Parts of a training: targets, losses, augmentation, prepared frames, steps and checkpoints."""
 
 from bevfusion.training._assign import assign, matching_cost
+from bevfusion.training._checkpoint import (
+    CHECKPOINT,
+    Checkpoint,
+    check_identity,
+    identity_of,
+    read_checkpoint,
+    restore,
+    write_checkpoint,
+)
 from bevfusion.training._compact import CompactFrame, compact
 from bevfusion.training._head_loss import (
     HeadLoss,
@@ -9,6 +18,8 @@ from bevfusion.training._head_loss import (
     head_loss,
     l1_loss,
 )
+from bevfusion.training._loop import in_parts, losses_table, run_steps, stop_on_signals
+from bevfusion.training._prepare import FrameForm, FrameSource, PreparedFrames, prepare_frames
 from bevfusion.training._samples import Augmentation, Motion, make_batch, order_of
 from bevfusion.training._schedule import one_cycle
 from bevfusion.training._targets import (
@@ -21,12 +32,18 @@ from bevfusion.training._targets import (
 )
 
 __all__ = [
+    "CHECKPOINT",
     "Augmentation",
+    "Checkpoint",
     "CompactFrame",
+    "FrameForm",
+    "FrameSource",
     "HeadLoss",
     "Motion",
+    "PreparedFrames",
     "Targets",
     "assign",
+    "check_identity",
     "compact",
     "decode_boxes",
     "encode_boxes",
@@ -35,10 +52,19 @@ __all__ = [
     "gaussian_radius",
     "head_loss",
     "heatmap_target",
+    "identity_of",
+    "in_parts",
     "l1_loss",
+    "losses_table",
     "make_batch",
     "matching_cost",
     "one_cycle",
     "order_of",
+    "prepare_frames",
+    "read_checkpoint",
+    "restore",
+    "run_steps",
+    "stop_on_signals",
     "targets_of",
+    "write_checkpoint",
 ]

@@ -8,17 +8,24 @@ from typing import TYPE_CHECKING, Any
 
 from bevfusion_quant.report._format import count, fixed, percent
 from bevfusion_quant.report._page import Section
-from bevfusion_quant.results import CellParts, Column, Row, Table, boundary_table, bpu_stage_table
+from bevfusion_quant.results import (
+    BPU_UNITS,
+    CellParts,
+    Column,
+    Row,
+    Table,
+    boundary_table,
+    bpu_stage_table,
+    plan_segments,
+)
 
 if TYPE_CHECKING:
     from bevfusion_quant.report._content import ReportContent
     from bevfusion_quant.results import BpuEstimate, BpuLayer, BpuOutcome
-    from bevquant_hybrid.partition import Plan
 
 __all__ = ["ORDER", "section"]
 
 ORDER = 70
-UNITS = {"camera": "camera", "bev": "bird's-eye view"}
 
 
 def section(content: ReportContent) -> Section | None:
@@ -36,7 +43,10 @@ def section(content: ReportContent) -> Section | None:
         "transfer_bytes": plan.transfer_bytes,
         "crossings": len(plan.boundaries),
         "violations": outcome.violations,
-        "segments": list(_segments(plan)),
+        "segments": [
+            {"place": place, "ends": ends, "operators": count}
+            for place, ends, count in plan_segments(plan)
+        ],
         # The plan itself: the page draws the picture, so that no markup is ever read from data.
         "plan": plan.to_json(),
         "boundaries": boundary_table(plan),
@@ -50,13 +60,6 @@ def section(content: ReportContent) -> Section | None:
         "figures": asdict(next(iter(outcome.estimates.values())).figures),
     }
     return Section("bpu", "BPU and CPU", data)
-
-
-def _segments(plan: Plan) -> Iterator[dict[str, Any]]:
-    for segment in plan.segments:
-        operators = [name for name in segment.nodes if plan.node(name).kind == "operator"]
-        ends = list(dict.fromkeys((segment.nodes[0], segment.nodes[-1])))
-        yield {"place": segment.place, "ends": ends, "operators": len(operators)}
 
 
 def _layers(layers: Sequence[BpuLayer]) -> Table:
@@ -88,8 +91,8 @@ def _layers(layers: Sequence[BpuLayer]) -> Table:
 
 def _estimates(outcome: BpuOutcome) -> Iterator[dict[str, Any]]:
     for unit, estimate in outcome.estimates.items():
-        table = _estimate(UNITS[unit], estimate)
-        yield {"unit": UNITS[unit], "seconds": estimate.seconds, "table": table}
+        table = _estimate(BPU_UNITS[unit], estimate)
+        yield {"unit": BPU_UNITS[unit], "seconds": estimate.seconds, "table": table}
 
 
 def _estimate(unit: str, estimate: BpuEstimate) -> Table:

@@ -12,8 +12,8 @@ from bevfusion_quant.report._page import Section
 from bevfusion_quant.results import CellParts, Column, Row, Table, plain_table
 
 if TYPE_CHECKING:
+    from bev_data.metrics import AgreementRow
     from bevfusion_quant.integer import FloatIsland, IntegerStage
-    from bevfusion_quant.measure import AgreementRow
     from bevfusion_quant.report._content import ReportContent
     from bevquant_int8sim import LayerRow
 

@@ -12,8 +12,8 @@ from bevfusion_quant.report._format import number, part_of, percent
 from bevfusion_quant.report._page import Section
 
 if TYPE_CHECKING:
-    from bevfusion_quant.measure import QuantizerValues
     from bevfusion_quant.report._content import ReportContent
+    from bevquant_quantizers import QuantizerValues
 
 __all__ = ["ORDER", "section"]
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from bevfusion_quant.measure._value_counts import count_values
+from ._jit import has_numba
 
 __all__ = ["QuantizerRow", "QuantizerValues", "watch_quantizers", "watching_quantizers"]
 
@@ -115,7 +115,20 @@ def watching_quantizers(model: nn.Module) -> Iterator[list[QuantizerValues]]:
 
 
 def watch_quantizers(model: nn.Module, run: Callable[[nn.Module], object]) -> list[QuantizerValues]:
-    """Run the model and histogram the input of every calibrated quantizer."""
+    """Run the model and histogram the input of every calibrated quantizer.
+
+    Args:
+        model: With calibrated quantizers.
+        run: Runs it, once or several times.
+
+    Example:
+        >>> from bevquant_quantizers import TensorQuantizer
+        >>> model = nn.Sequential(TensorQuantizer())
+        >>> model[0].amax = 1.0
+        >>> (seen,) = watch_quantizers(model, lambda model: model(torch.tensor([0.0, 4.0])))
+        >>> seen.paths, seen.largest, seen.beyond, seen.zeros
+        (('0',), 4.0, 1, 1)
+    """
     with watching_quantizers(model) as found:
         run(model)
     return found
@@ -153,3 +166,34 @@ def _by_channel(x: Tensor, amax: Tensor) -> npt.NDArray[np.float32]:
     channels = x.shape[axis]
     before = math.prod(x.shape[:axis])
     return x.float().reshape(before, channels, -1).numpy()
+
+
+def count_values(
+    values: npt.NDArray[np.float32],
+    amax: npt.NDArray[np.float64],
+    span: float,
+    counts: npt.NDArray[np.int64],
+) -> tuple[int, int]:
+    """Add the values to a histogram; count those beyond their range and those that are 0.
+
+    Args:
+        values: float32 [before, channels, after], the axis in the middle with a range each.
+        amax: float64 [channels].
+        span: Positive; the histogram covers [−span, span], its last bin includes span.
+        counts: int64 [bins], added to in place.
+
+    Returns:
+        How many values have |x| > amax, and how many are 0.
+    """
+    if has_numba():
+        from ._watch_numba import count
+
+        beyond, zeros = count(values, amax, span, counts)
+        return int(beyond), int(zeros)
+    bins = len(counts)
+    with np.errstate(invalid="ignore"):
+        places = (values.ravel().astype(np.float64) + span) * (bins / (2.0 * span))
+        inside = places[(places >= 0) & (places <= bins)].astype(np.int64)
+    counts += np.bincount(np.minimum(inside, bins - 1), minlength=bins)
+    beyond = np.count_nonzero(np.abs(values) > amax[None, :, None])
+    return int(beyond), int(np.count_nonzero(values == 0))

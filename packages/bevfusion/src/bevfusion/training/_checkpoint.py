@@ -1,4 +1,4 @@
-"""The state of a run in one file: safetensors with JSON beside the tensors, no pickle."""
+"""The state of a training in one file: safetensors with JSON beside the tensors, no pickle."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from bevfusion_quant._errors import InputError
+from bev_data import InputError
 from bevquant_quantizers.documents import (
     Count,
     DocumentError,
@@ -21,7 +21,7 @@ from bevquant_quantizers.documents import (
 )
 
 if TYPE_CHECKING:
-    from bevfusion_quant.train._split import FrameSource
+    from bevfusion.training._prepare import FrameSource
 
 __all__ = [
     "CHECKPOINT",
@@ -34,6 +34,7 @@ __all__ = [
 ]
 
 CHECKPOINT = "checkpoint.safetensors"
+"""Name of the file in the folder of a training."""
 _FORMAT, _VERSION, _KEY = "bevfusion-quant training checkpoint", 1, "bevfusion-quant"
 _MODEL, _OPTIMIZER, _OWN, _LOSSES = "model.", "optimizer.", "own.", "losses"
 
@@ -82,6 +83,18 @@ def write_checkpoint(
         losses: Of each of them.
         identity: What decides the result.
         own: What the run keeps besides.
+
+    Example:
+        >>> import tempfile
+        >>> model = nn.Linear(2, 1)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> about = {"training_frames": "two", "settings": {"lr": 0.1}}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_checkpoint(Path(folder) / "c", model, optimizer, 1, [[0.5]], about)
+        ...     found = read_checkpoint(Path(folder) / "c")
+        >>> found.step, found.losses.tolist(), found.identity["settings"]
+        (1, [[0.5]], {'lr': 0.1})
+        >>> restore(found, model, optimizer)
     """
     tensors = {f"{_MODEL}{name}": value for name, value in model.state_dict().items()}
     for name, parameter in model.named_parameters():

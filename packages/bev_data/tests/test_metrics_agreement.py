@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from bev_data.boxes import Detections
+from bev_data.metrics import DetectionTally, match
 from bev_data.points import Labels
-from bevfusion.model.head import Detections
-from bevfusion_quant.ptq import DetectionTally, match
 
 CLASSES = ("car", "truck")
 EXTENT = (-50.0, -50.0, 50.0, 50.0)

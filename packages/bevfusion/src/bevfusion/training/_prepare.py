@@ -8,53 +8,23 @@ import os
 import threading
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
 from tqdm import tqdm
 
-from bevfusion.model import Batch
-from bevfusion.training import CompactFrame, compact
-from bevfusion_quant._errors import InputError
-from bevfusion_quant.ranks import current_ranks
+from bev_data import InputError
+from bevfusion.training._compact import CompactFrame, compact
 from bevquant_quantizers.documents import DocumentError, read_json, write_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from bev_data.points import Frame
-    from bevfusion_quant.train._split import FrameSource
 
-__all__ = ["FrameForm", "PreparedFrames", "moved", "prepare_frames", "usable_device"]
-
-
-def usable_device(name: str) -> torch.device:
-    """The device, tried; "cuda" is each rank's own GPU, where it has one.
-
-    Raises:
-        InputError: torch does not know it, or cannot use it here.
-    """
-    try:
-        device = torch.device(name)
-        if device.type == "cuda" and device.index is None and current_ranks().gpu is not None:
-            device = torch.device("cuda", current_ranks().gpu)
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise InputError(
-            f"--device {name} cannot be used here ({str(error).splitlines()[0]}): use cpu, or "
-            "install a torch that drives the device"
-        ) from error
-    return device
-
-
-def moved(batch: Batch, device: torch.device) -> Batch:
-    """The batch with its tensors on the device."""
-    tensors: dict[str, Any] = {
-        n: v.to(device) for n, v in batch._asdict().items() if isinstance(v, torch.Tensor)
-    }
-    return batch._replace(**tensors)
+__all__ = ["FrameForm", "FrameSource", "PreparedFrames", "prepare_frames"]
 
 
 _INDEX = "frames.json"
@@ -62,8 +32,21 @@ _VERSION = 1
 _CHUNK = 8
 
 
+@dataclass(frozen=True)
+class FrameSource:
+    """Frames that another process can open too.
+
+    Args:
+        describe: What they are, in words that change when the frames do.
+        open: Opens them; can be pickled.
+    """
+
+    describe: str
+    open: Callable[[], Sequence[Frame]]
+
+
 class FrameForm(Protocol):
-    """What frames are prepared for; `TrainConfig` says it."""
+    """What frames are prepared for: the sizes, pictures and cameras of the model to train."""
 
     @property
     def config(self) -> str:

@@ -1,37 +1,19 @@
-"""Detections tallied: of two models against each other, and of any by the labels."""
+"""Detections of two models against each other: which agree, and which labels both find."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch
-
-from bev_data.datasets import range_origin
-from bev_data.metrics import AccuracyTally, Bootstrap, DetectionRules
-from bevfusion_quant.frames import detections_of, detections_record, note_of, note_record
-from bevfusion_quant.ranks import in_order
 
 if TYPE_CHECKING:
+    from bev_data.boxes import Detections
     from bev_data.points import Labels
-    from bevfusion.model import BEVFusionConfig
-    from bevfusion.model.head import Detections
-    from bevfusion_quant.frames import FrameBatches
-    from bevfusion_quant.ranks import Shards
 
-__all__ = [
-    "DISTANCES",
-    "AgreementRow",
-    "DetectionTally",
-    "FoundRow",
-    "Model",
-    "accuracy_tally",
-    "match",
-    "tally_models",
-]
+__all__ = ["AgreementRow", "DetectionTally", "FoundRow", "match"]
 
 DISTANCES = (0.5, 1.0, 2.0)
 Floats = npt.NDArray[np.floating]
@@ -179,63 +161,3 @@ class DetectionTally:
         if labels.num_points is not None:
             kept &= labels.num_points > 0
         return np.flatnonzero(kept)
-
-
-Model = Callable[..., Any]
-
-
-def accuracy_tally(
-    config: BEVFusionConfig, batches: FrameBatches, bootstrap: Bootstrap | None = None
-) -> AccuracyTally:
-    """An empty tally for the models of `config` on these frames.
-
-    Args:
-        config: Sizes: the map's extent, the classes.
-        batches: The frames; their data set says from where distances count and what is a scene.
-        bootstrap: How intervals are found; `Bootstrap()` by default.
-    """
-    low_x, low_y, _, high_x, high_y, _ = config.lidar.point_cloud_range
-    rules = DetectionRules(
-        extent=(low_x, low_y, high_x, high_y), origin=range_origin(batches.dataset)
-    )
-    return AccuracyTally(config.head.classes, rules, bootstrap, batches.dataset)
-
-
-def tally_models(
-    step: str,
-    models: Mapping[str, Model],
-    decode: Callable[[Any], Any],
-    batches: FrameBatches,
-    tally: AccuracyTally,
-    shards: Shards | None = None,
-) -> Iterator[int]:
-    """Hand every model's detections to the tally, in order of frames.
-
-    Of several ranks each runs its share of the frames.
-
-    Args:
-        step: Names the records in `shards`.
-        models: What is run on each frame, by its name in the tally.
-        decode: Boxes from an output, of the head that all of them have.
-        batches: The frames.
-        tally: Takes the detections.
-        shards: Keeps finished frames; None keeps nothing.
-
-    Yields:
-        The index of each frame that is counted.
-    """
-
-    def run(index: int) -> dict[str, Any]:
-        batch = batches[index]
-        record = note_record(batches.note(index))
-        with torch.no_grad():
-            for who, model in models.items():
-                record |= detections_record(who, decode(model(*batch))[0])
-        return record
-
-    for index, record in in_order(step, len(batches), run, shards):
-        note = note_of(record)
-        batches.learn(index, note)
-        for who in models:
-            tally.add(who, index, note.name, detections_of(who, record), note.labels)
-        yield index

@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from bev_data import InputError
 from bev_data.metrics import aligned_table
-from bevfusion_quant._errors import InputError
-from bevfusion_quant.ranks import current_ranks
 
 __all__ = ["StopRequest", "in_parts", "losses_table", "run_steps", "stop_on_signals"]
 
@@ -70,6 +69,7 @@ def run_steps(
     every: int,
     terms: Sequence[str],
     title: str = "train",
+    quiet: bool = False,
 ) -> float:
     """Take the steps from `len(losses)` to `steps` − 1, and save every now and then and at the end.
 
@@ -83,29 +83,39 @@ def run_steps(
         every: Steps between two checkpoints.
         terms: What each loss is called.
         title: Of the progress bar.
+        quiet: Show none, and leave it to others to save and to stop when somebody asks: of several
+            processes that take the same steps, all but the first.
 
     Returns:
         Seconds.
 
     Raises:
         InputError: SIGTERM or Ctrl-C came; the checkpoint is written.
+
+    Example:
+        >>> losses, saved = [[3.0]], []
+        >>> seconds = run_steps(
+        ...     lambda step: [1.0 / step], saved.append, losses,
+        ...     steps=4, every=2, terms=["box"], quiet=True,
+        ... )
+        >>> saved, [round(loss, 2) for (loss,) in losses]
+        ([2, 4], [3.0, 1.0, 0.5, 0.33])
     """
     started = time.perf_counter()
-    first = current_ranks().first
     bar = tqdm(
         total=steps,
         initial=len(losses),
         desc=title,
         unit="step",
         mininterval=1.0,
-        disable=not first,
+        disable=quiet,
     )
     with torch.random.fork_rng(), stop_on_signals() as stop, bar:
         for number in range(len(losses), steps):
             losses.append(step(number))
             bar.set_postfix_str(_told(losses, terms), refresh=False)
             bar.update()
-            if stop.asked and first:  # the others end with it
+            if stop.asked and not quiet:
                 save(number + 1)
                 raise InputError(
                     f"stopped after step {number + 1} of {steps}; the same command with "

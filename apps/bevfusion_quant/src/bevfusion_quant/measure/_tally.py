@@ -1,0 +1,146 @@
+"""Empty tallies for the models of a run, and models whose detections fill one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bev_data.datasets import range_origin
+from bev_data.metrics import (
+    AccuracyTally,
+    AgreementRow,
+    Bootstrap,
+    DetectionRules,
+    DetectionTally,
+    FoundRow,
+)
+from bevfusion_quant.frames import detections_of, detections_record, note_of, note_record
+from bevfusion_quant.ranks import in_order
+
+if TYPE_CHECKING:
+    from bev_data.points import Labels
+    from bevfusion.model import BEVFusionConfig
+    from bevfusion.model.head import Detections
+    from bevfusion_quant.frames import FrameBatches
+    from bevfusion_quant.ranks import Shards
+
+__all__ = [
+    "Model",
+    "ModelTallies",
+    "accuracy_tally",
+    "detection_rules",
+    "detection_tally",
+    "tally_models",
+]
+
+Model = Callable[..., Any]
+
+
+def accuracy_tally(
+    config: BEVFusionConfig, batches: FrameBatches, bootstrap: Bootstrap | None = None
+) -> AccuracyTally:
+    """An empty tally for the models of `config` on these frames.
+
+    Args:
+        config: Sizes: the map's extent, the classes.
+        batches: The frames; their data set says from where distances count and what is a scene.
+        bootstrap: How intervals are found; `Bootstrap()` by default.
+    """
+    rules = detection_rules(config, batches)
+    return AccuracyTally(config.head.classes, rules, bootstrap, batches.dataset)
+
+
+def detection_rules(config: BEVFusionConfig, batches: FrameBatches) -> DetectionRules:
+    """What counts of these frames: boxes in the map, distances from where the data set has them."""
+    return DetectionRules(extent=config.lidar.extent, origin=range_origin(batches.dataset))
+
+
+def detection_tally(config: BEVFusionConfig) -> DetectionTally:
+    """An empty tally of two models of `config` against each other."""
+    return DetectionTally(config.head.classes, config.lidar.extent)
+
+
+class ModelTallies:
+    """Detections of a float model against those of others, and of all of them by the labels.
+
+    Args:
+        config: Sizes.
+        accuracy: Is handed every model's detections, under its name.
+
+    Attributes:
+        first: Each model's of the first frame; empty before, and without a head.
+        float_detections: The float model's, frame by frame.
+    """
+
+    def __init__(self, config: BEVFusionConfig, accuracy: AccuracyTally | None = None) -> None:
+        self._config, self._accuracy = config, accuracy
+        self._tallies: dict[str, DetectionTally] = {}
+        self.first: dict[str, Detections] = {}
+        self.float_detections: list[Detections] = []
+
+    def add(
+        self, index: int, name: str, found: Mapping[str, Detections], labels: Labels | None
+    ) -> None:
+        """Count one frame.
+
+        Args:
+            index: Its number.
+            name: Its name.
+            found: What each model found, "float" first.
+            labels: What there is; None for a frame that nobody labelled.
+        """
+        self.first = self.first or dict(found)
+        self.float_detections.append(found["float"])
+        for who, detections in found.items():
+            if who != "float":
+                tally = self._tallies.setdefault(who, detection_tally(self._config))
+                tally.add(found["float"], detections, labels)
+            if self._accuracy is not None:
+                self._accuracy.add(who, index, name, detections, labels)
+
+    def rows(self, who: str) -> tuple[list[AgreementRow], list[FoundRow]]:
+        """How a model's detections agree with the float one's, which labels both find."""
+        tally = self._tallies.get(who)
+        return ([], []) if tally is None else (tally.agreement(), tally.found())
+
+
+def tally_models(
+    step: str,
+    models: Mapping[str, Model],
+    decode: Callable[[Any], Any],
+    batches: FrameBatches,
+    tally: AccuracyTally,
+    shards: Shards | None = None,
+) -> Iterator[int]:
+    """Hand every model's detections to the tally, in order of frames.
+
+    Of several ranks each runs its share of the frames.
+
+    Args:
+        step: Names the records in `shards`.
+        models: What is run on each frame, by its name in the tally.
+        decode: Boxes from an output, of the head that all of them have.
+        batches: The frames.
+        tally: Takes the detections.
+        shards: Keeps finished frames; None keeps nothing.
+
+    Yields:
+        The index of each frame that is counted.
+    """
+
+    def run(index: int) -> dict[str, Any]:
+        batch = batches[index]
+        record = note_record(batches.note(index))
+        with torch.no_grad():
+            for who, model in models.items():
+                record |= detections_record(who, decode(model(*batch))[0])
+        return record
+
+    for index, record in in_order(step, len(batches), run, shards):
+        note = note_of(record)
+        batches.learn(index, note)
+        for who in models:
+            tally.add(who, index, note.name, detections_of(who, record), note.labels)
+        yield index

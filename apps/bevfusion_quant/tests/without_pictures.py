@@ -1,0 +1,21 @@
+"""Runs whose pictures and pages are not what a test is about."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from bevfusion_quant.report import JudgedRun
+
+__all__ = ["without_pictures"]
+
+
+@contextmanager
+def without_pictures() -> Iterator[None]:
+    """For the length of the block, runs write neither: a second each."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("draw", "write_page"):
+            patch.setattr(JudgedRun, name, lambda *given: None)
+        yield
