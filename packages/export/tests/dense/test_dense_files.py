@@ -341,9 +341,9 @@ def test_what_float32_rounds_on_the_way_counts_behind_a_move(
     seen: list[Any] = []
 
     class Noted(_compare.Ties):
-        def __init__(self, program: Any, values: Any, sizes: Any, profile: Any) -> None:
+        def __init__(self, program: Any, values: Any, sizes: Any, *others: Any) -> None:
             seen.append((program, sizes))
-            super().__init__(program, values, sizes, profile)
+            super().__init__(program, values, sizes, *others)
 
     monkeypatch.setattr(_compare, "Ties", Noted)
     x = torch.randn(2, 5, 6)

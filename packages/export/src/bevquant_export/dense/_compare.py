@@ -224,10 +224,10 @@ class _CutFile:
                 self._values[name] = value.cpu().numpy()
 
     def hold_terms(self, step: Step, given: tuple[Any, ...]) -> None:
-        """Keep how large the terms of a batch norm in half precision are."""
-        norm = self._profile.half and step.attributes.get("what") == "batch_norm"
-        if norm and self._needed[step.outputs[0]]:
-            self.terms[step.outputs[0]] = _terms_of_norm(*given[:5], eps=given[7])
+        """Keep how large the terms of a norm in half precision are."""
+        name, what = step.outputs[0], step.attributes.get("what")
+        if self._profile.half and self._needed[name] and what in _TERMS:
+            self.terms[name] = _TERMS[what](*given).cpu().numpy()
 
     def compare(self, step: Step, name: str, value: Array) -> None:
         """Take what the model has in a tensor, and run what waited for it.
@@ -313,15 +313,28 @@ def _floats_behind(program: Program) -> set[str]:
     return found
 
 
-def _terms_of_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, *, eps: float
-) -> Array:
+def _batch_norm_terms(
+    x: Tensor, weight: Any, bias: Any, mean: Tensor, var: Tensor, *more: Any
+) -> Tensor:
     """Magnitudes of what a batch norm adds up, value by value."""
-    factor, shift = (var + eps).rsqrt(), torch.zeros_like(mean) if bias is None else bias.abs()
-    factor = factor if weight is None else factor * weight.abs()
     columns = (1, -1, *[1] * (x.dim() - 2))
-    known = (mean.abs() * factor + shift).view(columns)
-    return (x.abs() * factor.view(columns) + known).cpu().numpy()
+    factor, shift = (var + more[2]).rsqrt(), torch.zeros_like(mean) if bias is None else bias.abs()
+    factor = factor if weight is None else factor * weight.abs()
+    return x.abs() * factor.view(columns) + (mean.abs() * factor + shift).view(columns)
+
+
+def _layer_norm_terms(
+    x: Tensor, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any
+) -> Tensor:
+    """The same of a layer norm, over the last axes."""
+    axes = tuple(range(-len(shape), 0))
+    factor = (x.var(axes, unbiased=False, keepdim=True) + eps).rsqrt()
+    factor = factor if weight is None else factor * weight.abs()
+    terms = (x.abs() + x.mean(axes, keepdim=True).abs()) * factor
+    return terms if bias is None else terms + bias.abs()
+
+
+_TERMS = {"batch_norm": _batch_norm_terms, "layer_norm": _layer_norm_terms}
 
 
 def _named(name: str, value: Any) -> list[tuple[str, Any]]:

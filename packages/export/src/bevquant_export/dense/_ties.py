@@ -21,7 +21,7 @@ _UNIT = 2.0**-24  # largest relative error of one rounding to float32
 _ROUNDINGS = 8  # of a rescaled value: sum, three scales, their product and quotient, the result
 _LEVELS = 256  # of OpenVINO's FakeQuantize, which rounds (x - low) / (high - low) · levels
 _HALVES = 4 * 2.0**-11  # of a float tensor in half precision, two operations behind integers
-_NORM_HALVES = 8 * 2.0**-11  # of a batch norm's terms: its input, four constants, the operations
+_NORM_HALVES = 8 * 2.0**-11  # of a norm's terms: its input, up to four constants, operations
 _SPREAD = 4.0  # standard deviations of a float32 sum's error
 _LAYERS = ("conv", "conv_transpose", "linear")
 _MOST, _AT_ONCE = 100_000, 2048
@@ -50,8 +50,8 @@ class Ties:
     4·√n·2⁻²⁴ of the sum of their magnitudes (N. Higham and T. Mary, A new approach to probabilistic
     rounding error analysis, 2019). A function
     of floats (x·(1 + erf(x/√2))/2, say) is off by as much as its largest operand or result is
-    rounded, 8·2⁻²⁴ of it, several behind each other by the sum of these. A batch norm in half
-    precision, whose constants are rounded too, is off by 8·2⁻¹¹ of its terms' magnitudes,
+    rounded, 8·2⁻²⁴ of it, several behind each other by the sum of these. A batch or layer
+    norm in half precision, whose constants are rounded too, is off by 8·2⁻¹¹ of its terms,
     :math:`(|x| + |\mu|)\,|\gamma| / \sigma + |\beta|`. With a zero point z, sums are made of
     numbers up to |q| + z. A bias in floats, as `bevquant_hybrid`'s models have it, is rounded to
     int32 for onnxruntime, by half a step of the sums.
@@ -61,7 +61,7 @@ class Ties:
         values: Integers by name, and floats that are quantized.
         sizes: Of a function of floats, the largest of its operands and results, added up over the
             functions before it that run in float.
-        terms: Of a batch norm in half precision, its terms' magnitudes.
+        terms: Of a norm in half precision, its terms' magnitudes.
         profile: The file's.
     """
 
