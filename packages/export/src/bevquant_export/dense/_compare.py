@@ -330,11 +330,14 @@ def _layer_norm_terms(
     axes = tuple(range(-len(shape), 0))
     factor = (x.var(axes, unbiased=False, keepdim=True) + eps).rsqrt()
     factor = factor if weight is None else factor * weight.abs()
-    terms = (x.abs() + x.mean(axes, keepdim=True).abs()) * factor
+    terms: Tensor = (x.abs() + x.mean(axes, keepdim=True).abs()) * factor
     return terms if bias is None else terms + bias.abs()
 
 
-_TERMS = {"batch_norm": _batch_norm_terms, "layer_norm": _layer_norm_terms}
+_TERMS: dict[Any, Callable[..., Tensor]] = {
+    "batch_norm": _batch_norm_terms,
+    "layer_norm": _layer_norm_terms,
+}
 
 
 def _named(name: str, value: Any) -> list[tuple[str, Any]]:
