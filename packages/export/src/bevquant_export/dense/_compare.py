@@ -320,7 +320,8 @@ def _batch_norm_terms(
     columns = (1, -1, *[1] * (x.dim() - 2))
     factor, shift = (var + more[2]).rsqrt(), torch.zeros_like(mean) if bias is None else bias.abs()
     factor = factor if weight is None else factor * weight.abs()
-    return x.abs() * factor.view(columns) + (mean.abs() * factor + shift).view(columns)
+    terms: Tensor = x.abs() * factor.view(columns) + (mean.abs() * factor + shift).view(columns)
+    return terms
 
 
 def _layer_norm_terms(
