@@ -46,6 +46,8 @@ ALLOWED = {
     "bevquant_fusion._pair_problem": "asked behind `conv_problem` and `bn_problem`",
     "bevquant_fusion.fold_into": "asked behind `conv_problem`",
     "bevquant_fusion._Reader.numbers": "asked before `bn_problem`; a graph tells what is computed",
+    "bevquant_fusion.plain_layers": "code of its own is what is looked for; a graph tells its use",
+    "bevquant_fusion.made_plain": "asked behind `plain_layers`, and held against what it made",
     "bevquant_fusion._Reader.channel_axis": "asked behind `conv_problem`",
     "bevquant_fusion._Reader.applies_weights": "a graph tells what is computed",
     "bevquant_fusion._Reader.rest": "asked before `bn_problem`; a graph tells what is computed",

@@ -225,12 +225,9 @@ class _Reader:
             return False
         if made.args[0] is not value or getattr(module, "transposed", False):
             return False
-        axes = int(value.meta["val"].dim())
-        if isinstance(module, nn.Linear):
-            return axis == axes - 1
         padding: Any = made.args[4] if len(made.args) > 4 else 0
         none = padding == "valid" or not any([padding] if isinstance(padding, int) else padding)
-        return none and axis == axes - (module.weight.dim() - 2) - 1
+        return none and axis == self.channel_axis(layer, value)
 
     def numbers(self, path: str, norms: list[fx.Node]) -> NormPaths:
         """Where the numbers of the norm are, if they are its alone."""
