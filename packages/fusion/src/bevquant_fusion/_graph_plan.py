@@ -287,7 +287,7 @@ class _Reader:
         return ends, inside
 
     def channel_axis(self, conv: str, node: fx.Node) -> int:
-        """The axis of channels in what a layer makes."""
+        """The axis of channels in what a layer reads or makes."""
         module, axes = self.modules[conv], int(node.meta["val"].dim())
         if is_sparse_conv(module) or isinstance(module, nn.Linear):
             return axes - 1

@@ -16,6 +16,7 @@ from bevquant_sparse import is_sparse_conv
 __all__ = ["LARGEST_HALF", "is_integer_layer", "to_half", "with_half_constants"]
 
 LARGEST_HALF = 65504.0
+_STEPS, _BITS = 127, 17  # 7 and 17 bits make the 24 of float32
 
 
 def with_half_constants(model: nn.Module) -> nn.Module:
@@ -23,7 +24,9 @@ def with_half_constants(model: nn.Module) -> nn.Module:
 
     Files of the libspconv dialect carry weights and biases as float16. In the copy every bias of
     a sparse convolution, and every weight of one that is not quantized, is rounded to float16,
-    half to even. Weights of quantized layers stay: the file holds their integers exactly. So
+    half to even. Weights of quantized layers stay: the file holds their integers exactly. Where
+    these are of other than eight bits, their steps are rounded to 17 bits, by 2⁻¹⁸ of themselves at
+    most, as a file states 127 of them in float32. So
     ``simulate(with_half_constants(model), inputs)`` computes what the file computes, to the last
     integer, while ``simulate(model, inputs)`` has biases that differ by up to 2⁻¹¹ of themselves.
     Beside sparse convolutions, biases of quantized linear layers are rounded (on rows of voxels
@@ -53,12 +56,23 @@ def with_half_constants(model: nn.Module) -> nn.Module:
         if not _is_sparse(module) and not (sparse and isinstance(module, QuantLinear)):
             continue
         names = ("bias",) if is_integer_layer(module) else ("bias", "weight", "kernel")
+        if is_integer_layer(module):
+            _round_steps(module._weight_quantizer)
         for name in names:
             value = getattr(module, name, None)
             if isinstance(value, Tensor):
                 with torch.no_grad():
                     value.copy_(to_half(value, f"{path}.{name}").to(value.dtype))
     return copied
+
+
+def _round_steps(quantizer: Any) -> None:
+    """Steps of which float32 holds 127 as well as the largest integer's."""
+    top = 2 ** (quantizer.num_bits - 1) - 1
+    if top != _STEPS and quantizer.amax is not None:
+        mantissa, exponent = torch.frexp(quantizer.amax.double() / top)
+        steps = torch.ldexp((mantissa * 2**_BITS).round(), exponent - _BITS)
+        quantizer.amax = (steps * top).to(quantizer.amax.dtype)
 
 
 def _is_sparse(module: nn.Module) -> bool:
