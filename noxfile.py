@@ -249,6 +249,7 @@ def wheels(session: nox.Session) -> None:
         "onnxruntime",
         "onnxscript",
         "torchao",
+        "pyyaml",
         env=environment(),
     )
     session.run("pytest", "tests", *session.posargs)
