@@ -103,6 +103,10 @@ def test_a_file_that_does_not_say_how_it_stores_weights_is_read(files, tmp_path)
     record.value = json.dumps(content, separators=(",", ":"))
     onnx.save(model, tmp_path / "before.onnx")
     assert load_sparse_onnx(tmp_path / "before.onnx").graph.weights == "all uint8"
+    record.value = json.dumps({**content, "weights": "int4"}, separators=(",", ":"))
+    onnx.save(model, tmp_path / "other.onnx")
+    with pytest.raises(ValueError, match="operators are not those that its metadata describe"):
+        load_sparse_onnx(tmp_path / "other.onnx")
 
 
 def test_other_weights_are_refused(files, tmp_path):

@@ -22,6 +22,7 @@ from torch import Tensor
 from bevquant_export.dense._graph import FIRST_SHAPE_OF_PART, Graph, Held
 from bevquant_export.dense._sizes import Sizes
 from bevquant_export.dense._source import Integers, Ref, Source, Step, replaced
+from bevquant_export.sparse._three_axes import with_axes
 from bevquant_export.sparse.portable._body import DOUBLE, FLOAT, INT32, INT64, UINT8
 from bevquant_export.sparse.portable._sites import Sites, Surroundings
 from bevquant_export.targets._cpu import stored_weights
@@ -164,12 +165,7 @@ class Voxels:
         if missing and open:
             self._refuse(path, "a grid of fewer than three axes, computed from voxels, has no form")
         coords = self.graph.node("Cast", path, [coords], to=INT32)
-        if missing:  # a grid of one cell along axes that it lacks
-            places = self.graph.numbers([0, *[0] * missing, *range(1, 1 + len(grid))])
-            coords = self.graph.node("Gather", path, [coords, places], axis=1)
-            real = [1, *[0] * missing, *[1] * len(grid)]
-            keep = self.graph.constant(f"int32_{real}", real, np.int32)
-            coords = self.graph.node("Mul", path, [coords, keep])
+        coords = with_axes(self.graph, path, coords, 1 + len(grid), 1)
         sites = self._surroundings.given((1,) * missing + grid, coords, name, open)
         self._missing[sites.maker] = missing
         self._sites[name] = sites

@@ -14,7 +14,7 @@ from bevquant_export.sparse._graph import Graph
 from bevquant_export.sparse._held import Floats, Integers
 from bevquant_export.sparse._names import numbered
 from bevquant_export.sparse._run import See
-from bevquant_export.sparse._steps import session_run
+from bevquant_export.sparse._steps import session_run, silent_session
 from bevquant_export.sparse.portable import LayerOutput, Lowered, recorded
 from bevquant_int8sim import SparseOutput
 
@@ -42,18 +42,14 @@ class OnnxruntimeRun:
 
     @cached_property
     def _session(self) -> Any:
+        content = self._lowered.model.SerializeToString()
         try:
-            import onnxruntime
+            return silent_session(content, torch.get_num_threads())
         except ImportError as error:
             raise ImportError(
                 "backend='onnxruntime' needs onnxruntime: pip install "
                 "'bevquant-export[onnxruntime]'"
             ) from error
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 4  # what goes wrong is raised
-        options.intra_op_num_threads = torch.get_num_threads()
-        content = self._lowered.model.SerializeToString()
-        return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
 
     def run(
         self, features: Tensor, coords: Tensor, batch_size: int, see: See

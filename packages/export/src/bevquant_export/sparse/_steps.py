@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from bevquant_export.sparse._no_operator import REMEDY
-from bevquant_export.sparse._three_axes import AXES
+from bevquant_export.sparse._three_axes import AXES, with_axes
 from bevquant_export.sparse.portable._body import (
     DOMAIN,
     DOUBLE,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from bevquant_int8sim import IntegerModel
     from bevquant_int8sim.model import Step
 
-__all__ = ["Between", "Bodies", "run_body", "session_run"]
+__all__ = ["Between", "Bodies", "run_body", "session_run", "silent_session"]
 
 FRAMES = "frames_are_as_many_as_in_the_example"
 _RULES = {
@@ -175,18 +175,9 @@ class Bodies:
 
     def _lifted(self, graph: Any, coords: str, between: Between) -> str:
         """The way back: zeros along the axes that the grid lacks."""
-        path = between.cause.path
+        path, columns = between.cause.path, self.source.shapes[between.coords][1]
         coords = graph.node("Cast", path, [coords], to=INT32)
-        missing = AXES + 1 - self.source.shapes[between.coords][1]
-        if missing:
-            before = 1 if self.order == "zyx" else AXES + 1 - missing
-            columns = list(range(AXES + 1 - missing))
-            real = [1] * (AXES + 1 - missing)
-            columns[before:before], real[before:before] = [0] * missing, [0] * missing
-            coords = graph.node("Gather", path, [coords, graph.numbers(columns)], axis=1)
-            kept = graph.constant(f"int32_{real}", real, np.int32)
-            coords = graph.node("Mul", path, [coords, kept])
-        return str(coords)
+        return with_axes(graph, path, coords, columns, 1 if self.order == "zyx" else columns)
 
     def _checked(self, graph: Any, x: str) -> str:
         """What is read, unless there are other frames than in the example."""
@@ -196,6 +187,16 @@ class Bodies:
         # Rows are gathered from a tensor of one entry: another row than its first ends the run.
         zero = graph.node("Gather", FRAMES, [nothing, other], axis=0)
         return str(graph.node("Add", FRAMES, [x, zero]))
+
+
+def silent_session(content: bytes, threads: int) -> Any:
+    """onnxruntime's, on a CPU, that says nothing: what goes wrong is raised."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = threads
+    return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
 
 
 def session_run(session: Any, names: list[str] | None, feed: Mapping[str, Any]) -> list[Any]:
@@ -220,13 +221,24 @@ def run_body(body: bytes, inputs: Sequence[Tensor], *, made: int) -> list[Tensor
     Raises:
         ValueError: It refused what it was given.
     """
+    running, names = _runner(body, tuple(value.dtype for value in inputs), made)
+    values = (value.detach().cpu().contiguous().numpy() for value in inputs)
+    feed = dict(zip(names, values, strict=True))
+    found = session_run(running, None, feed)
+    return [torch.from_numpy(np.ascontiguousarray(value)) for value in found]
+
+
+@lru_cache(maxsize=32)
+def _runner(body: bytes, dtypes: tuple[torch.dtype, ...], made: int) -> tuple[Any, list[str]]:
+    """What runs a function, made once for all frames, and the names of its inputs."""
     from onnx import FunctionProto, helper
 
     function: FunctionProto = FunctionProto.FromString(body)
     kinds = {torch.float32: FLOAT, torch.int64: INT64, torch.float64: DOUBLE}
+    names = list(function.input)
     ports = [
-        helper.make_tensor_value_info(name, kinds[value.dtype], None)
-        for name, value in zip(function.input, inputs, strict=True)
+        helper.make_tensor_value_info(name, kinds[dtype], None)
+        for name, dtype in zip(names, dtypes, strict=True)
     ]
     results = [
         helper.make_tensor_value_info(name, kind, None)
@@ -234,22 +246,8 @@ def run_body(body: bytes, inputs: Sequence[Tensor], *, made: int) -> list[Tensor
     ]
     graph = helper.make_graph(list(function.node), "steps", ports, results)
     model = helper.make_model(graph, opset_imports=list(function.opset_import), ir_version=8)
-    feed = {
-        name: value.detach().cpu().contiguous().numpy()
-        for name, value in zip(function.input, inputs, strict=True)
-    }
     if find_spec("onnxruntime") is None:
         from onnx.reference import ReferenceEvaluator
 
-        found = ReferenceEvaluator(model).run(None, feed)
-    else:
-        import onnxruntime
-
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 4  # what goes wrong is raised
-        options.intra_op_num_threads = 1
-        session = onnxruntime.InferenceSession(
-            model.SerializeToString(), options, providers=["CPUExecutionProvider"]
-        )
-        found = session_run(session, None, feed)
-    return [torch.from_numpy(np.ascontiguousarray(value)) for value in found]
+        return ReferenceEvaluator(model), names
+    return silent_session(model.SerializeToString(), 1), names

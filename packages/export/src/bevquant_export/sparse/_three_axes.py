@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["AXES", "lifted", "lowered_to", "three_axes"]
+__all__ = ["AXES", "lifted", "lowered_to", "three_axes", "with_axes"]
 
 AXES = 3
 
@@ -38,6 +41,18 @@ def lowered_to(columns: int, coords: Tensor, grid: tuple[int, ...]) -> Tensor:
     if _first(grid, missing):
         return torch.cat([coords[:, :1], coords[:, 1 + missing :]], 1)
     return coords[:, :columns]
+
+
+def with_axes(graph: Any, path: str, coords: str, columns: int, before: int) -> str:
+    """As `lifted`, by nodes: int32 coordinates of so many columns, zeros before one of them."""
+    missing = AXES + 1 - columns
+    if not missing:
+        return coords
+    places, real = list(range(columns)), [1] * columns
+    places[before:before] = real[before:before] = [0] * missing
+    coords = graph.node("Gather", path, [coords, graph.numbers(places)], axis=1)
+    kept = graph.constant(f"int32_{real}", real, np.int32)
+    return str(graph.node("Mul", path, [coords, kept]))
 
 
 def _first(grid: tuple[int, ...], missing: int) -> bool:

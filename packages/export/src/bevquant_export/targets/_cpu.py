@@ -79,9 +79,9 @@ def stored_weights(integers: NDArray[Any], weights: str) -> tuple[NDArray[Any], 
     Args:
         integers: From -128 to 127.
         weights: From `weights_for`. What is `exact_everywhere` is int8 for any CPU too, which
-            multiplies twice as many at a time.
+            multiplies twice as many at a time, but for ``"all uint8"``, as files once had them.
     """
-    if weights == "int8" or exact_everywhere(integers):
+    if weights == "int8" or (weights != "all uint8" and exact_everywhere(integers)):
         return integers.astype(np.int8), 0
     return (integers.astype(np.int16) + 128).astype(np.uint8), 128
 

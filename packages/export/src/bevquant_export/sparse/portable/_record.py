@@ -113,7 +113,7 @@ def _read(content: dict[str, Any], model: ModelProto) -> Graph:
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}
     bodies = {f.name: f for f in model.functions if f.domain == DOMAIN}
     nodes = tuple(_node(entry, tensors, bodies) for entry in content["nodes"])
-    outputs = content["outputs"]
+    outputs, weights = content["outputs"], content.get("weights")
     if not nodes or not outputs or not all(isinstance(name, str) for name in outputs):
         raise ValueError("it has no nodes or no outputs")
     return Graph(
@@ -121,7 +121,7 @@ def _read(content: dict[str, Any], model: ModelProto) -> Graph:
         channels=int(content["channels"]),
         nodes=nodes,
         outputs=tuple(outputs),
-        weights=content.get("weights", _BEFORE),
+        weights=weights if weights in ("uint8", "int8") else _BEFORE,
         bounded=False,
     )
 

@@ -53,10 +53,7 @@ def integer_matrix(node: Conv, weights: str) -> np.ndarray[Any, Any]:
             f"{node.name}: float16 does not hold the integers of its weight: a channel's range is "
             "too small; scale the layers around it, or disable() its quantizers"
         )
-    matrix: np.ndarray[Any, Any] = _matrix(q).numpy()
-    if weights == "all uint8":
-        return (matrix.astype(np.int16) + 128).astype(np.uint8)
-    return stored_weights(matrix, weights)[0]
+    return stored_weights(_matrix(q).numpy(), weights)[0]
 
 
 def read_weight(
