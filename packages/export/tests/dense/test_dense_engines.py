@@ -181,6 +181,32 @@ def test_openvino_makes_the_simulators_integers(calibrated: Fixture, tmp_path: P
     assert max(d.unexplained for d in found) == 0
 
 
+class Normed(nn.Module):
+    """A norm of small integers, where ε counts."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.left, self.right = nn.Conv2d(8, 16, 1), nn.Conv2d(8, 16, 1)
+        self.norm, self.last = norm, nn.Conv2d(16, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.left(x) + self.right(x)))
+
+
+@pytest.mark.parametrize("norm", [nn.GroupNorm(4, 16), nn.InstanceNorm2d(16)])
+def test_openvinos_norms_of_integers_have_the_models_epsilon(
+    calibrated: Fixture, tmp_path: Path, norm: nn.Module
+) -> None:
+    """OpenVINO takes an ε for the integers' variance that is meant for that of their values."""
+    pytest.importorskip("openvino", reason="openvino is not installed")
+    net, x = Normed(norm), torch.randn(1, 8, 8, 8) * 0.01
+    for layer in net.left, net.right:
+        layer.bias.data *= 0.01
+    model = calibrated(net, x)
+    file = export_qdq_onnx(model, x, tmp_path / "net.onnx", "openvino")
+    assert max(d.unexplained for d in compare_qdq_onnx(file, model, x)) == 0
+
+
 class ReadThrice(nn.Module):
     """An average that one convolution reads quantized, and a norm and a sigmoid in float."""
 

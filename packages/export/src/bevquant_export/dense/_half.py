@@ -31,6 +31,8 @@ _BETWEEN = set(
     "Relu Clip LeakyRelu Add Concat MaxPool AveragePool GlobalAveragePool Resize Reshape Transpose "
     "Slice Pad DepthToSpace Expand Tile Identity Flatten Squeeze Unsqueeze".split()
 )
+# What computes nothing: before a pair and something in half precision it stays float32 for both.
+_LAYOUT = set("Reshape Transpose Slice Squeeze Unsqueeze Flatten Identity".split())
 _EPILOGUE = {"Add", "Relu", "Clip", "LeakyRelu"}
 # Inputs that are float32 whatever the data are.
 _SINGLE_INPUTS = {"Resize": (1, 2), "Upsample": (1,)}
@@ -149,7 +151,8 @@ class _Typing:
 
     def _ends(self, node: Any, found: set[str]) -> bool:
         readers = self.readers.get(node.output[0], [])
-        return bool(readers) and all(reader.output[0] in found for reader in readers)
+        single = [reader.output[0] in found for reader in readers]
+        return any(single) if node.op_type in _LAYOUT else bool(single) and all(single)
 
     def _takes_halves(self, node: Any) -> bool:
         from onnx import defs
