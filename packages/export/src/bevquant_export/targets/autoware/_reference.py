@@ -282,9 +282,9 @@ def _frame(inputs: Any, caller: str) -> tuple[Tensor, Tensor, Any]:
     if len(given) != 3 or not all(isinstance(value, Tensor) for value in given[:2]):
         kinds = ", ".join(type(value).__name__ for value in given)
         raise TypeError(
-            f"{caller}: expected features, coordinates [batch and axes] and the batch size, as the "
-            f"encoder's first convolution reads them, got ({kinds}); of a model that computes these "
-            "itself, give what its SparseConvTensor holds"
+            f"{caller}: expected features, coordinates [batch and axes] and the batch size, as "
+            f"the encoder's first convolution reads them, got ({kinds}); of a model that computes "
+            "these itself, give what its SparseConvTensor holds"
         )
     features, coords, batch_size = given
     return features, coords, batch_size
