@@ -54,7 +54,7 @@ def test_layers_agree_within_one_step_on_the_same_inputs(models):
 def test_batches_measured_apart_give_the_table_of_one_process(models):
     net, quantized = models
     model = simulate(quantized, images(0))
-    here, there = LayerComparison(net, model, verify=True), LayerComparison(net, model)
+    here, there = LayerComparison(net, model), LayerComparison(net, model)
     shared = {s: (here if s % 2 else there).measure(images(s)) for s in (1, 3, 0, 2)}
     for s in range(4):
         here.add(shared[s])
@@ -131,8 +131,6 @@ def test_finds_the_layer_that_is_wrong(models):
     step = next(step for step in model.steps if step.path == "conv2")
     step.tensors["weight"][3] *= -1
     table = compare(net, model, [images(1)])
-    with pytest.raises(ValueError, match=r"conv2 \(conv\) differs by up to"):
-        LayerComparison(net, model, verify=True).measure(images(1))
     first = table.first_departure
     assert first is not None
     assert first.path == "<add>"  # conv2 hands its accumulators to the addition

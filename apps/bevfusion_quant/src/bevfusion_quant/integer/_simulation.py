@@ -181,9 +181,9 @@ def lower_model(
         return None
     used = check_backend(backend)
     with clock.step("lower to integers"):
-        # It is held against the calibrated one where the first frame is compared, step by step.
-        model = lowered(quantized_model, example_like(config, batches[0]), backend, verify=False)
-        return Lowered(model, used, LayerComparison(float_model, model, verify=True))
+        # Every frame is compared behind this, step by step.
+        model = lowered(quantized_model, example_like(config, batches[0]), backend)
+        return Lowered(model, used, LayerComparison(float_model, model))
 
 
 def simulate_model(
@@ -238,16 +238,8 @@ def simulate_model(
     )
 
 
-def lowered(
-    quantized_model: BEVFusion, batch: Batch, backend: str, *, verify: bool = True
-) -> IntegerModel:
+def lowered(quantized_model: BEVFusion, batch: Batch, backend: str) -> IntegerModel:
     """The whole model in integers.
-
-    Args:
-        quantized_model: The calibrated model.
-        batch: Frames that it takes.
-        backend: Kernels.
-        verify: Hold it against the calibrated one on the batch.
 
     Raises:
         InputError: Nothing in it computes in integers, or ranges are missing.
@@ -255,7 +247,7 @@ def lowered(
     from bevquant_int8sim import simulate
 
     try:
-        model = simulate(quantized_model, tuple(batch), backend=backend, verify=verify)
+        model = simulate(quantized_model, tuple(batch), backend=backend)
     except ValueError as error:
         raise InputError(
             f"the run cannot be simulated in integers: {error}: calibrate again with "

@@ -18,7 +18,7 @@ from bevquant_int8sim.model._layer_sums import LayerSums
 from bevquant_int8sim.model._layer_table import LayerTable
 from bevquant_int8sim.model._program import Step
 from bevquant_int8sim.model._reference import Returned, layer_calls, tensor_of
-from bevquant_int8sim.model._simulate import Bounds, check_results, simulate
+from bevquant_int8sim.model._simulate import simulate
 
 __all__ = ["LayerComparison", "compare"]
 
@@ -69,13 +69,10 @@ class LayerComparison(ForcedRun):
     Args:
         float_model: The folded float model that was quantized, in evaluation mode.
         model: The integer model that `simulate` made of the calibrated one.
-        verify: Hold the integer model against the calibrated one on the first batch, as `simulate`
-            does on its example: for one that came of ``simulate(verify=False)``, which then runs
-            beside the others once, not twice.
 
     Raises:
         ValueError: An integer model that was loaded from a file, or a float model that lacks a
-            layer of the calibrated one; of `measure`, a step beyond what rounding explains.
+            layer of the calibrated one.
 
     Example:
         >>> import copy
@@ -91,12 +88,9 @@ class LayerComparison(ForcedRun):
         ()
     """
 
-    def __init__(
-        self, float_model: nn.Module, model: IntegerModel, *, verify: bool = False
-    ) -> None:
+    def __init__(self, float_model: nn.Module, model: IntegerModel) -> None:
         super().__init__(model)
         self.float_model = float_model
-        self._bounds = Bounds(self) if verify else None
         self.sums: dict[str, LayerSums] = {}  # of the batch that is run
         self._totals: dict[str, LayerSums] = {}
         self._added = 0
@@ -129,11 +123,7 @@ class LayerComparison(ForcedRun):
             value: LayerSums(sums.path, sums.op, sums.form, sums.why)
             for value, sums in self._totals.items()
         }
-        models = self.float_model, self.source.graph.model
-        results = self.follow(batch, *models, returned=returned)
-        if self._bounds is not None:
-            check_results(*results)
-            self._bounds = None
+        self.follow(batch, self.float_model, self.source.graph.model, returned=returned)
         numbers = [sums.numbers() for sums in self.sums.values()]
         return {
             "sums": np.array([sums for sums, _ in numbers], np.float64),
@@ -176,8 +166,6 @@ class LayerComparison(ForcedRun):
     def judge(self, values: list[str], made: dict[str, Tensor], *runs: Any) -> None:
         """Add up the outputs of the float model, the fake-quantized one and the forced one."""
         wanted, fake, forced = runs
-        if self._bounds is not None:
-            self._bounds.hold(values, made, forced)
         for value in values:
             tensors = [tensor_of(v) for v in (wanted, fake, forced)]
             if value not in made or any(t is None for t in tensors):

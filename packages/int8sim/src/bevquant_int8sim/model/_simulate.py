@@ -26,7 +26,7 @@ from bevquant_int8sim.model._read_graph import read_graph
 from bevquant_int8sim.model._reference import tensor_of
 from bevquant_int8sim.model._traced_source import Source
 
-__all__ = ["Bounds", "check_results", "simulate"]
+__all__ = ["simulate"]
 
 
 def simulate(
@@ -238,16 +238,6 @@ def verify_model(integer: IntegerModel, example_inputs: Any) -> None:
         raise ValueError(
             f"simulate: the integer model does not run on the example inputs: {error}"
         ) from error
-    check_results(returned, forced)
-
-
-def check_results(returned: Any, forced: list[Any]) -> None:
-    """Refuse results that are not what the steps make of the same values.
-
-    Args:
-        returned: By the integer model.
-        forced: By the forced graph.
-    """
     floats = [found for value in forced if (found := tensor_of(value)) is not None]
     made = [found for value in flatten(returned)[0] if (found := tensor_of(value)) is not None]
     pairs = zip(floats, made, strict=False)
@@ -262,27 +252,11 @@ def check_results(returned: Any, forced: list[Any]) -> None:
 class _Verification(ForcedRun):
     def __init__(self, integer: IntegerModel) -> None:
         super().__init__(integer)
-        self._bounds = Bounds(self)
+        self._slack: dict[str, float] = {}
 
     def judge(self, values: list[str], made: dict[str, Tensor], *runs: Any) -> None:
         """Hold each of the values that stand for a node against the forced run."""
-        self._bounds.hold(values, made, runs[-1])
-
-
-class Bounds:
-    """How far rounding alone may take each step of a forced run, see `verify_model`."""
-
-    def __init__(self, run: ForcedRun) -> None:
-        self._run, self.model, self.makers = run, run.model, run.makers
-        self._slack: dict[str, float] = {}
-
-    def hold(self, values: list[str], made: Mapping[str, Tensor], wanted: Any) -> None:
-        """Hold each of the values that stand for a node against what the forced graph makes.
-
-        Raises:
-            ValueError: One is further from it.
-        """
-        forced = tensor_of(wanted)
+        forced = tensor_of(runs[-1])
         for value in values:
             if forced is None or value not in made:
                 continue
@@ -291,9 +265,8 @@ class Bounds:
             if got.shape != forced.shape:
                 raise _departure(step, f"has shape {tuple(got.shape)}, not {tuple(forced.shape)}")
             if not isinstance(form, Integers):
-                floats = self._run.as_float(value, got)
-                if not _alike(forced, floats, slack):
-                    apart = (forced.double() - floats.double()).abs().max()
+                if not _alike(forced, self.as_float(value, got), slack):
+                    apart = (forced.double() - self.as_float(value, got).double()).abs().max()
                     raise _departure(step, f"differs by up to {float(apart):.3g}")
                 continue
             steps = largest_steps(forced, got, form)
