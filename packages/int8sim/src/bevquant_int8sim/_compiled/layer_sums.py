@@ -13,7 +13,7 @@ import numpy as np
 from bevquant_int8sim._compiled.jit import compiled
 from bevquant_int8sim._compiled.threads import share
 
-__all__ = ["float_gaps", "float_lines", "integer_lines", "largest_steps"]
+__all__ = ["float_gaps", "float_lines", "integer_lines", "largest_steps", "taught_lines"]
 
 _VALUES = 1 << 16  # of a block
 
@@ -31,15 +31,28 @@ def float_lines(wanted: Any, fake: Any, integer: Any, fields: int) -> Any:
 
 
 def integer_lines(
-    wanted: Any, fake: Any, taught: Any, integer: Any, scale: float, low: float, high: float,
-    fields: int,
-) -> Any:  # fmt: skip
-    """A line for each block of three flat float32 arrays and one of int8."""
+    wanted: Any, fake: Any, integer: Any, scale: float, low: float, high: float, fields: int
+) -> Any:
+    """A line for each block of two flat float32 arrays and one of int8, run free."""
     lines = np.zeros((-(-len(wanted) // _VALUES), fields))
 
     def run(i: int) -> None:
         first, stop = i * _VALUES, min((i + 1) * _VALUES, len(wanted))
-        _integers(first, stop, wanted, fake, taught, integer, scale, low, high, lines[i])
+        _integers(first, stop, wanted, fake, integer, scale, low, high, lines[i])
+
+    share(run, len(lines))
+    return lines
+
+
+def taught_lines(
+    taught: Any, integer: Any, scale: float, low: float, high: float, fields: int
+) -> Any:
+    """A line for each block of flat float32 and int8 on the same inputs; all of it is counted."""
+    lines = np.zeros((-(-len(taught) // _VALUES), fields))
+
+    def run(i: int) -> None:
+        first, stop = i * _VALUES, min((i + 1) * _VALUES, len(taught))
+        _taught(first, stop, taught, integer, scale, low, high, lines[i])
 
     share(run, len(lines))
     return lines
@@ -120,27 +133,20 @@ def _floats(first, stop, wanted, fake, integer, line):
 
 
 @compiled(
-    "void(int64, int64, float32[::1], float32[::1], float32[::1], int8[::1], float64, float64, "
-    "float64, float64[::1])"
+    "void(int64, int64, float32[::1], float32[::1], int8[::1], float64, float64, float64, "
+    "float64[::1])"
 )
-def _integers(first, stop, wanted, fake, taught, integer, scale, low, high, line):
+def _integers(first, stop, wanted, fake, integer, scale, low, high, line):
     power = fake_power = integer_power = fake_dot = integer_dot = 0.0
-    fake_error = integer_error = free_total = forced_total = free_most = forced_most = 0.0
-    free_off = forced_off = saturated = 0
+    fake_error = integer_error = total = most = 0.0
+    off = 0
     for i in range(first, stop):
         made = np.float64(integer[i])
         expected = min(max(np.rint(np.float64(fake[i]) / scale), low), high)
-        raw = np.rint(np.float64(taught[i]) / scale)
-        clamped = min(max(raw, low), high)
-        saturated += raw != clamped
         apart = abs(made - expected)
-        free_total += apart
-        free_off += apart > 0
-        free_most = max(free_most, apart)
-        apart = abs(made - clamped)
-        forced_total += apart
-        forced_off += apart > 0
-        forced_most = max(forced_most, apart)
+        total += apart
+        off += apart > 0
+        most = max(most, apart)
         w, f, q = np.float64(wanted[i]), expected * scale, made * scale
         power += w * w
         fake_power += f * f
@@ -151,5 +157,19 @@ def _integers(first, stop, wanted, fake, taught, integer, scale, low, high, line
         integer_error += (q - w) * (q - w)
     line[0], line[1], line[2] = power, fake_power, integer_power
     line[3], line[4], line[5], line[6] = fake_dot, integer_dot, fake_error, integer_error
-    line[7], line[8], line[9], line[10] = free_total, free_off, forced_total, forced_off
-    line[11], line[12], line[13] = saturated, free_most, forced_most
+    line[7], line[8], line[12] = total, off, most
+
+
+@compiled("void(int64, int64, float32[::1], int8[::1], float64, float64, float64, float64[::1])")
+def _taught(first, stop, taught, integer, scale, low, high, line):
+    total = most = 0.0
+    off = saturated = 0
+    for i in range(first, stop):
+        raw = np.rint(np.float64(taught[i]) / scale)
+        clamped = min(max(raw, low), high)
+        saturated += raw != clamped
+        apart = abs(np.float64(integer[i]) - clamped)
+        total += apart
+        off += apart > 0
+        most = max(most, apart)
+    line[9], line[10], line[11], line[13] = total, off, saturated, most

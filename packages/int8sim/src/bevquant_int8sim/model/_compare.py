@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bevquant_int8sim.model._execute import accumulators
+from bevquant_int8sim.model._execute import accumulators, makes_accumulators
 from bevquant_int8sim.model._forced import ForcedRun, place
 from bevquant_int8sim.model._form import Integers
 from bevquant_int8sim.model._integer_model import IntegerModel
@@ -160,7 +160,8 @@ class LayerComparison(ForcedRun):
         """Note the largest accumulator of a layer."""
         sums = self.sums.get(step.outputs[0])
         if sums is not None and step.op in _LAYERS:
-            sums.add_peak(accumulators(step, given, self.model.backend))
+            kept = makes_accumulators(step)
+            sums.add_peak(made[0] if kept else accumulators(step, given, self.model.backend))
 
     def judge(self, values: list[str], made: dict[str, Tensor], *runs: Any) -> None:
         """Add up the outputs of the float model, the fake-quantized one and the forced one."""

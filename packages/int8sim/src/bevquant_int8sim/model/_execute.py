@@ -28,7 +28,7 @@ from bevquant_int8sim.model._sites import Geometry, Sites
 from bevquant_int8sim.model._sorted_rows import sorted_sites
 from bevquant_sparse import WeightLayout
 
-__all__ = ["DTYPES", "OPERATION_NAMES", "accumulators", "execute"]
+__all__ = ["DTYPES", "OPERATION_NAMES", "accumulators", "execute", "makes_accumulators"]
 
 DTYPES = {
     "int8": torch.int8,
@@ -57,10 +57,19 @@ def execute(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], backend: 
     return made if ceiling is None else (made[0].clamp(max=ceiling), *made[1:])
 
 
+_BARE = {"out": "int32", "relu": False}
+
+
+def makes_accumulators(step: Step) -> bool:
+    """Whether what a layer's step makes are its accumulators themselves."""
+    changed = "multiplier" in step.tensors or "ceiling" in step.attributes
+    return not changed and _BARE.items() <= step.attributes.items()
+
+
 def accumulators(step: Step, args: tuple[Any, ...], backend: str) -> Tensor:
     """The int32 accumulators of a layer's step, before it requantizes them."""
     tensors = {name: t for name, t in step.tensors.items() if name != "multiplier"}
-    attributes = {**step.attributes, "out": "int32", "relu": False}
+    attributes = {**step.attributes, **_BARE}
     bare = Step(step.op, step.path, step.args, step.outputs, attributes=attributes, tensors=tensors)
     result: Tensor = execute(bare, args, {}, backend)[0]
     return result

@@ -111,9 +111,10 @@ class LayerSums:
         self.holds_integers = True
         kernels = _kernels(reference, fake, taught) if integer.dtype == torch.int8 else None
         if kernels is not None:
-            flat = _flat(reference, fake, taught, integer)
-            low, high = float(form.low), float(form.high)
-            self._add(kernels.integer_lines(*flat, form.scale, low, high, len(FIELDS)))
+            given = form.scale, float(form.low), float(form.high), len(FIELDS)
+            self._add(kernels.integer_lines(*_flat(reference, fake, integer), *given))
+            # Sums of integers, the same in any order: these two lie alike in memory.
+            self._add(kernels.taught_lines(*_flat(taught, integer), *given))
             return
         for some in blocks(reference, fake, taught, integer):
             wanted, free, forced, made = (values.double() for values in some)
