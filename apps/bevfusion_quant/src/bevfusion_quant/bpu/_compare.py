@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     from bevfusion_quant.bpu._units import Label
     from bevfusion_quant.frames import FrameBatches
 
-__all__ = ["Follower", "Models", "NodeProbe", "compare_forms", "node_probes"]
-
-
 _HALF_RANGE = 127.5  # steps from 0 to the end of int8's range, as scales are made
 
 

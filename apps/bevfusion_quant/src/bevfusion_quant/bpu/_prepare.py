@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from bevfusion_quant.options import BpuConfig
     from bevquant_hybrid.operators import OperatorCall
 
-__all__ = ["SplitUnits", "compose_plan", "estimate_unit", "unit_plan"]
-
 
 def estimate_unit(
     graph: fx.GraphModule,

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
     from bevfusion.model import BEVFusion
 
-__all__ = ["Forms", "calibrating_form", "finished_forms", "for_march", "names_on_cpu"]
-
 _OBSERVERS = {
     "percentile": observer.CalibObserver,
     "max": observer.MinMaxObserver,

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from bevfusion_quant.bpu._quantize import Forms
     from bevfusion_quant.options import BpuConfig
 
-__all__ = ["BpuResult", "run_bpu", "run_bpu_evaluate"]
-
 _PACKAGES = ("bevquant-hybrid",)
 
 

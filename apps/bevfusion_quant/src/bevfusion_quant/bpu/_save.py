@@ -23,15 +23,6 @@ if TYPE_CHECKING:
 
     from bevfusion.model import BEVFusion
 
-__all__ = [
-    "WEIGHTS",
-    "LoadedBpuRun",
-    "cpu_weights",
-    "graph_weights",
-    "load_bpu_run",
-    "save_weights",
-]
-
 WEIGHTS = "weights.safetensors"
 _GRAPH = "bpu."  # before the names of a unit's graph
 

@@ -12,8 +12,6 @@ from bevfusion_quant.measure import whole_output
 if TYPE_CHECKING:
     from bevfusion.model import BEVFusion
 
-__all__ = ["FUSED_LAYER", "Note", "SplitModel"]
-
 Note = Callable[[str, Tensor], None]
 FUSED_LAYER = "fuser.0"  # whose result is the fused map, wherever it runs
 

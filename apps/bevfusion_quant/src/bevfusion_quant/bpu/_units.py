@@ -13,8 +13,6 @@ from bevquant_hybrid.nn.intrinsic import Fused
 if TYPE_CHECKING:
     from bevfusion.model import BEVFusion
 
-__all__ = ["PREFIXES", "Label", "bpu_parts", "bpu_units", "node_labels"]
-
 _PARTS: dict[str, tuple[str, ...]] = {
     "camera": ("camera",),
     "fuser": ("fuser",),

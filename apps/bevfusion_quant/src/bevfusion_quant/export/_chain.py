@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from bevfusion.model.head import Detections
     from bevfusion_quant.export._pieces import Piece
 
-__all__ = ["Execute", "between", "box_agreement", "set_stages", "walk", "watching"]
-
 Execute = Callable[[FilePart, tuple[Any, ...]], Sequence[Tensor]]
 """A file and its inputs → its outputs."""
 

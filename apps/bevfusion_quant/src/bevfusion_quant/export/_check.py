@@ -24,17 +24,6 @@ if TYPE_CHECKING:
     from bevfusion_quant.results import BpuLayer, ExportedFile
     from bevquant_int8sim import LayerRow
 
-__all__ = [
-    "TOLERANCE",
-    "beside_bpu_layers",
-    "beside_layers",
-    "file_layers",
-    "named_inputs",
-    "open_session",
-    "runner",
-    "session_of",
-]
-
 Run = Callable[[tuple[Any, ...]], Sequence[Tensor]]
 
 

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from bevfusion_quant.run import Clock
     from bevquant_int8sim import LayerRow
 
-__all__ = ["ONNX_FOLDER", "check_libraries", "export_model", "export_pieces", "missing_libraries"]
-
 ONNX_FOLDER = "onnx"
 LIBRARIES = ("onnx", "onnxruntime", "onnxscript")
 

@@ -13,28 +13,6 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from bevfusion.model import BEVFusion
 
-__all__ = [
-    "AUTOWARE_BOXES",
-    "HEAD",
-    "LIDAR",
-    "LIFTED",
-    "POOLED",
-    "BoxesPart",
-    "CameraPart",
-    "DecodedPart",
-    "DepthPart",
-    "FeaturesPart",
-    "FilePart",
-    "FusedPart",
-    "HeldPart",
-    "PackedBoxesPart",
-    "ReadPart",
-    "SparsePart",
-    "autoware_files",
-    "bpu_files",
-    "nvidia_files",
-]
-
 
 class DepthPart(nn.Module):
     """The view transform up to the pooling: context and depth distribution of each pixel.

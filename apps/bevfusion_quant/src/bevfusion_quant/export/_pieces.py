@@ -25,8 +25,6 @@ from bevquant_quantizers import TensorQuantizer
 if TYPE_CHECKING:
     from bevfusion.model import BEVFusion
 
-__all__ = ["Piece", "nvidia_pieces", "outputs_of", "quantizers_on"]
-
 
 @dataclass(eq=False)
 class Piece:

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from bevfusion_quant.results import ExportedSet
     from bevfusion_quant.run import Clock
 
-__all__ = ["ExportResult", "export_run"]
-
 
 def export_bpu(
     frames: Sequence[Frame],

@@ -15,8 +15,6 @@ from bevfusion_quant.export._pieces import quantizers_on
 if TYPE_CHECKING:
     from bevfusion_quant.export._pieces import Piece
 
-__all__ = ["Written", "engine_of", "write_piece"]
-
 
 @dataclass(frozen=True, eq=False)
 class Written:

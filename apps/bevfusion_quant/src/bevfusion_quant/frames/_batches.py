@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from bevfusion_quant.ranks import Record, Shards
     from bevquant_quantizers import CalibrationReport
 
-__all__ = ["FrameBatches", "data_findings"]
-
 # Bytes of finished batches that are kept; a voxel frame takes about 2 MB, six cameras 35 MB.
 KEPT_BYTES = 200 * 2**20
 

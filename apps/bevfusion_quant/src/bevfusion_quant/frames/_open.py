@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from bev_data.points import Frame
     from bevfusion_quant.options import FrameOptions
 
-__all__ = ["camera_names", "frames_of"]
-
 Found = TypeVar("Found")
 
 

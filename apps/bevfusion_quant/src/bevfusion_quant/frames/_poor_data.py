@@ -18,20 +18,6 @@ if TYPE_CHECKING:
     from bev_data.points import Frame
     from bevfusion_quant.ranks import Record
 
-__all__ = [
-    "FrameNote",
-    "PoorData",
-    "detections_of",
-    "detections_record",
-    "finding_lines",
-    "frame_findings",
-    "from_text",
-    "note_of",
-    "note_record",
-    "refuse_poor",
-    "to_text",
-]
-
 # A voxel has five values and an integer 127 magnitudes; a real frame has thousands of voxels.
 _FEW_VOXELS = 26
 _TOP_INTENSITY = 255.5

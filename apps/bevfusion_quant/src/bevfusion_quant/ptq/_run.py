@@ -59,8 +59,6 @@ if TYPE_CHECKING:
     from bevfusion_quant.results import ExportedSet
     from bevquant_quantizers import QuantizerRow
 
-__all__ = ["EvaluateResult", "PtqResult", "run_evaluate", "run_ptq"]
-
 
 @dataclass(frozen=True)
 class PtqResult:

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from bevfusion_quant.ranks import Ranks, current_ranks
 
-__all__ = ["FramePart", "StepSum", "add_up", "parts_in_order"]
-
 
 @dataclass(frozen=True, eq=False)
 class FramePart:

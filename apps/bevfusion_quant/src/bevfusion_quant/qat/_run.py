@@ -52,8 +52,6 @@ if TYPE_CHECKING:
     from bevfusion_quant.run import Clock
     from bevfusion_quant.steps import LoadedRun
 
-__all__ = ["QatResult", "read_trainable", "run_qat"]
-
 LOG = logging.getLogger(__name__)
 
 

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from bevfusion.model import Batch, BEVFusion
     from bevfusion.training import PreparedFrames
 
-__all__ = ["Distiller", "QatConfig", "Trainer"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class QatConfig(QatOptions):

@@ -18,8 +18,6 @@ import msgspec
 
 from bevquant_quantizers.documents import parse_json
 
-__all__ = ["Ending", "Line"]
-
 # A machine that vanishes closes nothing: it is asked after a minute, and given up a minute later.
 _IDLE, _INTERVAL, _TRIES = 60, 15, 4
 # A process that waits for a dead one without noticing ends by itself.

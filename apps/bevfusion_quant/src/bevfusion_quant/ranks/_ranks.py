@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from bevfusion_quant.ranks._line import Ending, Line
 
-__all__ = ["RankError", "Ranks", "current_ranks", "use_line"]
-
 Value = TypeVar("Value", bytes, "np.ndarray[Any, Any]", "Tensor")
 
 

@@ -17,17 +17,6 @@ if TYPE_CHECKING:
     from bevfusion_quant.results import BpuOutcome, ExportedSet, SensitivityOutcome
     from bevquant_quantizers import QuantizerValues
 
-__all__ = [
-    "Extent",
-    "ReportBoxes",
-    "ReportContent",
-    "ReportFigure",
-    "ReportScene",
-    "ReportStage",
-    "arranged",
-    "check",
-]
-
 Map = npt.NDArray[np.floating[Any]]
 Extent = tuple[float, float, float, float]
 GRID = (

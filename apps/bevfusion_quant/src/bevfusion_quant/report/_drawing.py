@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from bev_data.cameras import Camera
     from bevfusion_quant.report._content import Extent, ReportBoxes
 
-__all__ = ["from_above", "in_camera"]
-
 Floats = npt.NDArray[np.floating[Any]]
 
 # Bottom face counter-clockwise from front left, then the top face.

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from bevfusion_quant.report._content import ReportContent
     from bevfusion_quant.results import BpuOutcome
 
-__all__ = ["head"]
-
 Figure = dict[str, Any]
 
 

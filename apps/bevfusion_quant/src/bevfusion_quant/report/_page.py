@@ -26,8 +26,6 @@ from bevquant_quantizers.documents import DocumentError, read_json
 if TYPE_CHECKING:
     from jinja2 import Template
 
-__all__ = ["PAGE_DATA", "PAGE_FORM", "Section", "read_sections", "write_page"]
-
 PAGE_DATA = "page.json"
 """Beside a page, its sections as data: what their templates were filled with."""
 

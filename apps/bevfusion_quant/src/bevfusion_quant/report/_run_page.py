@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from bevfusion_quant.run import RunRecord
     from bevfusion_quant.steps import ModelSettings
 
-__all__ = ["JudgedRun", "write_found", "write_report"]
-
 
 def write_report(path: Path | str, content: ReportContent) -> Path:
     """Write the page, whole or not at all; the same content gives the same bytes.

@@ -11,11 +11,6 @@ from bev_data.metrics import aligned_table, span
 if TYPE_CHECKING:
     from bev_data.metrics import Difference, Interval
 
-__all__ = [
-    "Cell", "CellParts", "Column", "Row", "Table", "mean_ap_apart", "plain_table", "setting_text",
-    "with_interval",
-]  # fmt: skip
-
 
 class CellParts(TypedDict, total=False):
     """A cell of more than text.

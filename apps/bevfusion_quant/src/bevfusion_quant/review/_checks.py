@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from bevfusion_quant.review._headline import HeadlineGroup, HeadlineRow
     from bevfusion_quant.run import BpuSummary, IntegersSummary
 
-__all__ = ["Check", "checks", "command_for", "exported_files"]
-
 # Options that say where frames come from, with how many values each takes; 0 for any number.
 _SOURCE = {"--points": 0, "--dataset": 1, "--data": 0, "--split": 1, "--data-version": 1}
 

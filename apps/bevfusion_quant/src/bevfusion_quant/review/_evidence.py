@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from bevfusion_quant.report import Section
 
-__all__ = ["PAGE_FILE", "Evidence", "frames_text", "read_config", "read_evidence"]
-
 PAGE_FILE = "report.html"
 _FOUND = ("qat", "bpu", "sensitivity", "export")  # kinds whose summary has a field of that name
 

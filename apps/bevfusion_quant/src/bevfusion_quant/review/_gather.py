@@ -14,8 +14,6 @@ from bevfusion_quant.review._evidence import (
 )
 from bevfusion_quant.run import SUMMARY_FILE, RunSettings, sha256
 
-__all__ = ["Gathered", "Measured", "gather"]
-
 # Of two kinds that answer the same question, the first is taken where there is one.
 _SLOTS = {
     "evaluation": ("simulation", "evaluation"),

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from bevfusion_quant.review._gather import Gathered
     from bevfusion_quant.run import RunSettings, RunSummary
 
-__all__ = ["HeadlineGroup", "HeadlineRow", "headline", "judged", "run_title"]
-
 COLUMNS = (
     Column("Model"), Column("mAP, of 100"), Column("less float"), Column("NDS", "minor"),
     Column("SQNR, dB"),

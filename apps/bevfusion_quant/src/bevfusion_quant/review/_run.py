@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from bevfusion_quant.review._gather import Gathered
     from bevfusion_quant.review._headline import HeadlineGroup
 
-__all__ = ["PDF_FILE", "ReviewResult", "find_browser", "print_pdf", "review_text", "run_review"]
-
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 SECONDS = 300
 

@@ -25,16 +25,6 @@ from bevfusion_quant._errors import InputError
 from bevfusion_quant.run._folder import CONFIG_FILE, RUN_FORMAT, RUN_VERSIONS
 from bevquant_quantizers.documents import write_whole
 
-__all__ = [
-    "SUMMARY_FILE",
-    "Clock",
-    "RunRecord",
-    "peak_memory_mib",
-    "return_freed_memory",
-    "versions",
-    "write_json",
-]
-
 LOG = logging.getLogger(__name__)
 SUMMARY_FILE = "summary.json"
 _HEAD = {"format": RUN_FORMAT, "version": RUN_VERSIONS[-1]}

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from bev_data.points import Frame
 
-__all__ = ["run_shards"]
-
 
 def run_shards(
     runs: Path, name: str, frames: Sequence[Frame], settings: Mapping[str, Any], *models: nn.Module

@@ -12,16 +12,6 @@ from bevfusion_quant.options import Branch
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = [
-    "FOLDED_APART",
-    "built_parts",
-    "expand_patterns",
-    "is_detector",
-    "quantized_parts",
-    "reads_images",
-    "why_float",
-]
-
 _DETECTORS = {
     "all": PARTS,
     "lidar-detector": ("lidar", "decoder", "head"),

@@ -33,18 +33,6 @@ if TYPE_CHECKING:
     from bevfusion.model import Batch, BEVFusion
     from bevfusion_quant.options import FrameOptions
 
-__all__ = [
-    "LoadedRun",
-    "ModelSettings",
-    "frames_for_run",
-    "load_quantized",
-    "load_run",
-    "model_settings",
-    "read_model_settings",
-    "read_run_config",
-    "refuse_unfolded",
-]
-
 
 class ModelSettings(RunSettings, kw_only=True):
     """Settings of a run that holds a model, whichever command wrote it."""

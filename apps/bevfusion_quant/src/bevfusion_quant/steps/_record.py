@@ -18,18 +18,6 @@ if TYPE_CHECKING:
     from bevquant_qnn import QuantizeResult, RoundingResult
     from bevquant_quantizers import CalibrationReport
 
-__all__ = [
-    "FLOAT_FILE",
-    "MODEL_FILES",
-    "calibration_record",
-    "calibration_warnings",
-    "fusion_record",
-    "quantization_record",
-    "rounding_record",
-    "save_model",
-    "sha256",
-]
-
 MODEL_FILES = ("weights.safetensors", "ranges.json")
 """What `save_model` writes in any case."""
 

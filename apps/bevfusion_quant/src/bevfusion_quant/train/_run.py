@@ -45,18 +45,6 @@ if TYPE_CHECKING:
     from bevfusion.model import BEVFusion
     from bevfusion.training import FrameSource, PreparedFrames
 
-__all__ = [
-    "TRAINED_BRANCHES",
-    "WEIGHTS",
-    "TrainConfig",
-    "TrainResult",
-    "first_model",
-    "judge_detector",
-    "run_train",
-    "stored_weights",
-    "write_weights",
-]
-
 TRAINED_BRANCHES: dict[str, tuple[str, ...]] = {
     "lidar": ("lidar", "decoder", "head"),
     "camera": ("camera", "decoder", "head"),

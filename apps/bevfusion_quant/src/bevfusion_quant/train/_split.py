@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from bev_data.points import Frame
     from bevfusion_quant.options import FrameOptions
 
-__all__ = ["FIRST_TRAINING_SEED", "HELD_OUT_FRAME", "held_out", "training_frames"]
-
 FIRST_TRAINING_SEED = 1_000_000
 HELD_OUT_FRAME = 28  # of a PandaSet sequence
 

@@ -16,8 +16,6 @@ from tqdm import tqdm
 from bev_data import InputError
 from bev_data.metrics import aligned_table
 
-__all__ = ["StopRequest", "in_parts", "losses_table", "run_steps", "stop_on_signals"]
-
 
 @dataclass
 class StopRequest:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["one_cycle"]
-
 RISE, FIRST, LAST = 0.3, 25.0, 1e4
 
 

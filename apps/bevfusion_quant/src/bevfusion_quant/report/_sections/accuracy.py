@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from bevfusion_quant.report._content import ReportContent
     from bevfusion_quant.results import Cell
 
-__all__ = ["ORDER", "section"]
-
 ORDER = 20
 Floats = npt.NDArray[np.float64]
 LEFT, TOP, WIDE, HIGH = 24.0, 8.0, 190.0, 120.0  # the frame of a chart, in its own units

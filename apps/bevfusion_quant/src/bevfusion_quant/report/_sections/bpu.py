@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from bevfusion_quant.report._content import ReportContent
     from bevfusion_quant.results import BpuEstimate, BpuLayer, BpuOutcome
 
-__all__ = ["ORDER", "section"]
-
 ORDER = 70
 
 

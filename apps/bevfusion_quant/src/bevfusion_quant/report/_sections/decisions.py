@@ -10,8 +10,6 @@ from bevfusion_quant.report._page import Section
 if TYPE_CHECKING:
     from bevfusion_quant.report._content import ReportContent
 
-__all__ = ["ORDER", "section"]
-
 ORDER = 90
 Record = Mapping[str, Any]
 HOW = {

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from bevfusion_quant.report._content import ReportContent
     from bevfusion_quant.results import ExportedFile, FileLayer
 
-__all__ = ["ORDER", "section"]
-
 ORDER = 80
 COLUMNS = (
     Column("Layer"), Column("Operation", "minor text"), Column("File", "minor text"),

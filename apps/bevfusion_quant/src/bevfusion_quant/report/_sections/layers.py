@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from bevfusion_quant.measure import LayerRow
     from bevfusion_quant.report._content import ReportContent
 
-__all__ = ["ORDER", "finite_row", "section"]
-
 ORDER = 40
 COLUMNS = (
     Column("#", "minor", "order", "order of execution"),

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from bevfusion_quant.report._content import ReportContent
     from bevquant_quantizers import QuantizerValues
 
-__all__ = ["ORDER", "section"]
-
 ORDER = 100
 STRIP = 64  # bars at most in the strip of channel ranges
 

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from bevfusion_quant.report._content import ReportContent
     from bevfusion_quant.results import Cell
 
-__all__ = ["ORDER", "section"]
-
 ORDER = 110
 
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from bev_data.cameras import Camera
     from bevfusion_quant.report._content import ReportContent, ReportScene
 
-__all__ = ["ORDER", "section"]
-
 ORDER = 10
 SHOWN = 60  # detections, about what a person can still tell apart
 CELLS = 480  # of the height map's longer side

@@ -10,8 +10,6 @@ from bevfusion_quant.results import headline, plan_line, sensitivity_table
 if TYPE_CHECKING:
     from bevfusion_quant.report._content import ReportContent
 
-__all__ = ["ORDER", "section"]
-
 ORDER = 60
 
 

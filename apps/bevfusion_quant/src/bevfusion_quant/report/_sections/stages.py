@@ -15,8 +15,6 @@ from bevfusion_quant.report._page import Section
 if TYPE_CHECKING:
     from bevfusion_quant.report._content import ReportContent, ReportStage
 
-__all__ = ["ORDER", "section"]
-
 ORDER = 30
 Map = npt.NDArray[np.floating[Any]]
 COLUMNS = 3
