@@ -23,7 +23,7 @@ from bevfusion.model import CONFIGS
 from bevfusion.training import make_batch, order_of
 from bevfusion_quant import InputError
 from bevfusion_quant.cli import main
-from bevfusion_quant.export._pieces import _with_weights_of
+from bevfusion_quant.export._write import _with_weights_of
 from bevfusion_quant.ptq import FrameBatches, LoadedRun, PtqConfig, load_run, run_evaluate, run_ptq
 from bevfusion_quant.qat import QatConfig, QatResult, Trainer, add_up, run_qat, weighted_layers
 from bevfusion_quant.run import sha256

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from bev_data.metrics import AccuracyTally
     from bevfusion.model import Batch, BEVFusionConfig
     from bevfusion_quant.bpu._quantize import Forms
-    from bevfusion_quant.bpu._split import Note, SplitModel
-    from bevfusion_quant.bpu._units import Label
+    from bevfusion_quant.bpu._units import Label, Note, SplitModel
     from bevfusion_quant.frames import FrameBatches
 
 _HALF_RANGE = 127.5  # steps from 0 to the end of int8's range, as scales are made

@@ -11,8 +11,7 @@ import torch
 from bevfusion.model import PART_PATHS
 from bevfusion_quant.bpu._compare import Models
 from bevfusion_quant.bpu._quantize import Forms, calibrating_form, finished_forms, names_on_cpu
-from bevfusion_quant.bpu._split import SplitModel
-from bevfusion_quant.bpu._units import bpu_parts, bpu_units, node_labels
+from bevfusion_quant.bpu._units import SplitModel, bpu_parts, bpu_units, node_labels
 from bevfusion_quant.options import Branch
 from bevfusion_quant.results import BpuEstimate
 from bevfusion_quant.steps import why_float

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from bev_data.metrics import AgreementRow
     from bevfusion.model import Batch, BEVFusion, BEVFusionConfig
     from bevfusion.model.head import Detections
-    from bevfusion_quant.export._pieces import Piece
+    from bevfusion_quant.export._write import Piece
 
 Execute = Callable[[FilePart, tuple[Any, ...]], Sequence[Tensor]]
 """A file and its inputs → its outputs."""

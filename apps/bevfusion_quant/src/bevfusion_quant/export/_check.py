@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.export._files import HEAD
-from bevfusion_quant.export._pieces import outputs_of
+from bevfusion_quant.export._write import outputs_of
 from bevfusion_quant.results import FileLayer
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from bevfusion_quant._errors import InputError
 from bevfusion_quant.export._check import beside_bpu_layers
 from bevfusion_quant.export._export import ONNX_FOLDER, check_libraries, export_model, export_pieces
 from bevfusion_quant.export._files import LIDAR, FilePart, bpu_files
-from bevfusion_quant.export._pieces import Piece
+from bevfusion_quant.export._write import Piece
 from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.run import Clock, RunRecord, run_folder
 from bevfusion_quant.steps import (

@@ -16,7 +16,7 @@ from bevquant_quantizers.documents import DocumentError, parse_json
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from bevfusion_quant.ranks._line import Ending, Line
+    from bevfusion_quant.ranks._group import Ending, Line
 
 Value = TypeVar("Value", bytes, "np.ndarray[Any, Any]", "Tensor")
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from bev_data.metrics import points, span
 from bevfusion.model import trained_weights
 from bevfusion_quant.export import ONNX_FOLDER
-from bevfusion_quant.review._evidence import frames_text
+from bevfusion_quant.review._gather import frames_text
 from bevfusion_quant.review._headline import judged
 from bevfusion_quant.run import sha256
 from bevfusion_quant.train import FIRST_TRAINING_SEED
@@ -18,8 +18,7 @@ from bevfusion_quant.train import FIRST_TRAINING_SEED
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bevfusion_quant.review._evidence import Evidence
-    from bevfusion_quant.review._gather import Gathered, Measured
+    from bevfusion_quant.review._gather import Evidence, Gathered, Measured
     from bevfusion_quant.review._headline import HeadlineGroup, HeadlineRow
     from bevfusion_quant.run import BpuSummary, IntegersSummary
 

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, cast
 
 from bev_data.metrics import Interval, or_dash, points
 from bevfusion_quant.results import Column, Row, Table, with_interval
-from bevfusion_quant.review._evidence import frames_text
+from bevfusion_quant.review._gather import frames_text
 from bevfusion_quant.run import AccuracySummary, ModelSummary
 from bevfusion_quant.steps import quantized_parts
 
 if TYPE_CHECKING:
     from bevfusion_quant.options import Branch
-    from bevfusion_quant.review._evidence import Evidence
-    from bevfusion_quant.review._gather import Gathered
+    from bevfusion_quant.review._gather import Evidence, Gathered
     from bevfusion_quant.run import RunSettings, RunSummary
 
 COLUMNS = (

@@ -35,10 +35,10 @@ from bevfusion_quant.run._record import (
     RunRecord,
     peak_memory_mib,
     return_freed_memory,
+    run_shards,
     versions,
     write_json,
 )
-from bevfusion_quant.run._shards import run_shards
 
 __all__ = [
     "CONFIG_FILE",

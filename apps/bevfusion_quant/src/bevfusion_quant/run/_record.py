@@ -1,11 +1,13 @@
 """What every run writes down, the same for all commands: settings, summary, and what its page says.
 
-A field that all runs are to have is added here alone.
+A field that all runs are to have is added here alone. Here too is told what decides the figures of
+a run that several processes share.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import importlib.metadata
 import json
 import logging
@@ -13,17 +15,23 @@ import platform
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from bevfusion_quant._errors import InputError
+from bevfusion_quant.ranks import Shards, current_ranks
 from bevfusion_quant.run._folder import CONFIG_FILE, RUN_FORMAT, RUN_VERSIONS
 from bevquant_quantizers.documents import write_whole
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from bev_data.points import Frame
 
 LOG = logging.getLogger(__name__)
 SUMMARY_FILE = "summary.json"
@@ -166,3 +174,53 @@ class RunRecord:
             "seconds": {} if self.clock is None else self.clock.seconds(),
             "peak_memory_mib": peak_memory_mib(),
         }
+
+
+def run_shards(
+    runs: Path, name: str, frames: Sequence[Frame], settings: Mapping[str, Any], *models: nn.Module
+) -> Shards:
+    """Where a run keeps what is finished; all ranks must have the same models and frames.
+
+    Args:
+        runs: Folder of all runs.
+        name: The run.
+        frames: Its frames; their names and the sizes of their files count, not their content.
+        settings: What else decides the figures.
+        models: Their weights and ranges do.
+
+    Raises:
+        InputError: The ranks differ.
+    """
+    if current_ranks().alone:
+        return Shards(runs, name, {})
+    about = {
+        **settings,
+        "frames": _described(frames),
+        "models": [_digest(model) for model in models],
+        "versions": versions(),
+        "threads": torch.get_num_threads(),
+    }
+    return Shards(runs, name, about)
+
+
+def _described(frames: Sequence[Frame]) -> list[Any]:
+    known = getattr(frames, "paths", None) or getattr(frames, "keys", None) or ()
+    return [
+        len(frames),
+        getattr(frames, "kind", None),
+        [
+            [str(key), key.stat().st_size] if isinstance(key, Path) and key.is_file() else str(key)
+            for key in known
+            if isinstance(key, str | int | Path)
+        ],
+    ]
+
+
+def _digest(model: nn.Module) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for name, value in model.state_dict().items():
+        if isinstance(value, torch.Tensor):
+            digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
+            data = value.detach().cpu().contiguous().reshape(-1)
+            digest.update(data.view(torch.uint8).numpy().data if data.numel() else b"")
+    return digest.hexdigest()
