@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
-from bevfusion.model import CONFIGS, PART_PATHS, build_model
+from bev_data.metrics import AccuracyTally, Bootstrap
+from bev_data.points import Frame
+from bevfusion.model import CONFIGS, PART_PATHS, BEVFusion, build_model
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.bpu._compare import Models, compare_forms, node_probes
 from bevfusion_quant.bpu._prepare import SplitUnits
@@ -24,15 +26,6 @@ from bevfusion_quant.results import BpuOutcome
 from bevfusion_quant.run import Clock, RunRecord, run_folder, sha256
 from bevfusion_quant.steps import built_parts, fill_weights, quantized_parts, read_model_settings
 from bevquant_quantizers.documents import read_tensors, write_tensors, write_whole
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from bev_data.metrics import AccuracyTally, Bootstrap
-    from bev_data.points import Frame
-    from bevfusion.model import BEVFusion
-    from bevfusion_quant.bpu._quantize import Forms
-    from bevfusion_quant.options import BpuConfig
 
 WEIGHTS = "weights.safetensors"
 _GRAPH = "bpu."  # before the names of a unit's graph

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, fx, nn
 from torch.ao.quantization import DeQuantStub, QuantStub
 
+from bevfusion.model import BEVFusion
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.measure import whole_output
 from bevquant_hybrid.nn.intrinsic import Fused
-
-if TYPE_CHECKING:
-    from bevfusion.model import BEVFusion
 
 _PARTS: dict[str, tuple[str, ...]] = {
     "camera": ("camera",),

@@ -6,11 +6,12 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from bevfusion.model import BEVFusion
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.export._files import (
     HEAD,
@@ -22,9 +23,6 @@ from bevfusion_quant.export._files import (
     nvidia_files,
 )
 from bevquant_quantizers import TensorQuantizer
-
-if TYPE_CHECKING:
-    from bevfusion.model import BEVFusion
 
 
 @dataclass(eq=False)

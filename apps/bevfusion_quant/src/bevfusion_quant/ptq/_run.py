@@ -7,12 +7,15 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from bev_data.metrics import Accuracy, AgreementRow, Bootstrap, FoundRow
+from bev_data.points import Frame
 from bevfusion.model import CONFIGS, build_model
 from bevfusion_quant.frames import FrameBatches, PoorData, data_findings
+from bevfusion_quant.integer import Simulation
 from bevfusion_quant.measure import (
     LayerRow,
     StageRow,
@@ -24,6 +27,7 @@ from bevfusion_quant.measure import (
 from bevfusion_quant.options import PtqConfig
 from bevfusion_quant.ranks import current_ranks
 from bevfusion_quant.report import JudgedRun
+from bevfusion_quant.results import ExportedSet
 from bevfusion_quant.run import Clock, RunRecord, run_folder, run_shards, sha256
 from bevfusion_quant.steps import (
     PLAN_FILE,
@@ -51,13 +55,7 @@ from bevfusion_quant.steps import (
     rounding_record,
     save_model,
 )
-
-if TYPE_CHECKING:
-    from bev_data.metrics import Accuracy, AgreementRow, Bootstrap, FoundRow
-    from bev_data.points import Frame
-    from bevfusion_quant.integer import Simulation
-    from bevfusion_quant.results import ExportedSet
-    from bevquant_quantizers import QuantizerRow
+from bevquant_quantizers import QuantizerRow
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bevfusion.training import Augmentation, Motion, head_loss, make_batch, one_cycle, order_of
+from bevfusion.model import Batch, BEVFusion
+from bevfusion.training import (
+    Augmentation,
+    Motion,
+    PreparedFrames,
+    head_loss,
+    make_batch,
+    one_cycle,
+    order_of,
+)
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.options import QatOptions
 from bevfusion_quant.ranks import Ranks, current_ranks
@@ -22,10 +31,6 @@ from bevquant_qnn import (
     learn_ranges,
     narrow_weights,
 )
-
-if TYPE_CHECKING:
-    from bevfusion.model import Batch, BEVFusion
-    from bevfusion.training import PreparedFrames
 
 
 @dataclass(frozen=True, eq=False)

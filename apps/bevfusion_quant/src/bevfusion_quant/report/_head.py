@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from bev_data.metrics import points, span
+from bev_data.metrics import Accuracy, points, span
+from bevfusion_quant.integer import Simulation
+from bevfusion_quant.report._content import ReportContent
 from bevfusion_quant.report._format import count, decibels, finite, memory, number, plural, seconds
 from bevfusion_quant.report._page import Section
-
-if TYPE_CHECKING:
-    from bev_data.metrics import Accuracy
-    from bevfusion_quant.integer import Simulation
-    from bevfusion_quant.report._content import ReportContent
-    from bevfusion_quant.results import BpuOutcome
+from bevfusion_quant.results import BpuOutcome
 
 Figure = dict[str, Any]
 

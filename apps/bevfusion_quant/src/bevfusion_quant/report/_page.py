@@ -11,20 +11,17 @@ from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
-from jinja2 import Environment, PackageLoader, StrictUndefined, TemplateError
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template, TemplateError
 from jinja2.ext import Extension
 from markupsafe import Markup
 
 from bevfusion_quant.report import _format
 from bevquant_quantizers import write_whole
 from bevquant_quantizers.documents import DocumentError, read_json
-
-if TYPE_CHECKING:
-    from jinja2 import Template
 
 PAGE_DATA = "page.json"
 """Beside a page, its sections as data: what their templates were filled with."""

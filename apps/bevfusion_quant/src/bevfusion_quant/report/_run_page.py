@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from bev_data.metrics import or_dash
+from bev_data.metrics import Accuracy, AgreementRow, or_dash
+from bev_data.points import Frame
+from bevfusion.model import BEVFusionConfig
+from bevfusion.model.head import Detections
+from bevfusion_quant.frames import FrameBatches
+from bevfusion_quant.integer import Simulation
+from bevfusion_quant.measure import Judgement
 from bevfusion_quant.report._content import (
     ReportBoxes,
     ReportContent,
@@ -22,18 +28,9 @@ from bevfusion_quant.report._content import (
 from bevfusion_quant.report._head import head
 from bevfusion_quant.report._page import write_page
 from bevfusion_quant.report._sections import run_sections
-
-if TYPE_CHECKING:
-    from bev_data.metrics import Accuracy, AgreementRow
-    from bev_data.points import Frame
-    from bevfusion.model import BEVFusionConfig
-    from bevfusion.model.head import Detections
-    from bevfusion_quant.frames import FrameBatches
-    from bevfusion_quant.integer import Simulation
-    from bevfusion_quant.measure import Judgement
-    from bevfusion_quant.results import BpuOutcome, ExportedSet
-    from bevfusion_quant.run import RunRecord
-    from bevfusion_quant.steps import ModelSettings
+from bevfusion_quant.results import BpuOutcome, ExportedSet
+from bevfusion_quant.run import RunRecord
+from bevfusion_quant.steps import ModelSettings
 
 
 def write_report(path: Path | str, content: ReportContent) -> Path:

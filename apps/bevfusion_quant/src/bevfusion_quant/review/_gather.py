@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.report import PAGE_DATA, read_sections
+from bevfusion_quant.report import PAGE_DATA, Section, read_sections
 from bevfusion_quant.run import (
     CONFIG_FILE,
     DIGESTS_FILE,
@@ -22,11 +21,6 @@ from bevfusion_quant.run import (
     sha256,
 )
 from bevquant_quantizers.documents import DocumentError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from bevfusion_quant.report import Section
 
 PAGE_FILE = "report.html"
 _FOUND = ("qat", "bpu", "sensitivity", "export")  # kinds whose summary has a field of that name

@@ -19,19 +19,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 
+from bev_data.points import Frame
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.ranks import Shards, current_ranks
 from bevfusion_quant.run._folder import CONFIG_FILE, RUN_FORMAT, RUN_VERSIONS
 from bevquant_quantizers.documents import write_whole
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from bev_data.points import Frame
 
 LOG = logging.getLogger(__name__)
 SUMMARY_FILE = "summary.json"

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
+
+from torch import nn
 
 from bevfusion.model import PARTS
 from bevfusion_quant.options import Branch
-
-if TYPE_CHECKING:
-    from torch import nn
 
 _DETECTORS = {
     "all": PARTS,
