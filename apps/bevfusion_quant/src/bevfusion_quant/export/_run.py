@@ -197,9 +197,16 @@ def export_run(
                 frames, clock, folder / ONNX_FOLDER, cameras=cameras, **given
             )
         else:
-            exported, batches = _export(
-                run, frames, clock, folder / ONNX_FOLDER, chosen, cpu or "any", cameras, given
-            )
+            with clock.step("load the run"):
+                loaded = load_run(run)
+            model, sizes = loaded.quantized_model, CONFIGS[ran.config]
+            batches = FrameBatches(frames, sizes, model, cameras or ran.used_cameras)
+            with clock.step("read and voxelize"):
+                batches.head(1)[0]
+            exported = export_model(
+                loaded.float_model, model, batches, sizes, clock, folder / ONNX_FOLDER,
+                target=chosen, cpu=cpu or "any", calibration=ran.poor_calibration, **given,
+            )  # fmt: skip
         record = RunRecord(folder, command, clock, _PACKAGES)
         seconds, peak = write_found(record, name, settings, ran, run, batches, export=exported)
     folder = runs / name
@@ -253,35 +260,3 @@ def _target(target: str | None, ran: ModelSettings, run: str | Path) -> str:
             f"{'' if for_bpu else ' --target bpu'}"
         )
     return "bpu" if for_bpu else target or "tensorrt"
-
-
-def _export(
-    run: str | Path,
-    frames: Sequence[Frame],
-    clock: Clock,
-    folder: Path,
-    target: str,
-    cpu: str,
-    cameras: Sequence[str] | None,
-    given: dict[str, Any],
-) -> tuple[ExportedSet, FrameBatches]:
-    with clock.step("load the run"):
-        loaded = load_run(run)
-    ran, model = loaded.settings, loaded.quantized_model
-    sizes = CONFIGS[ran.config]
-    batches = FrameBatches(frames, sizes, model, cameras or ran.used_cameras)
-    with clock.step("read and voxelize"):
-        batches.head(1)[0]
-    exported = export_model(
-        loaded.float_model,
-        model,
-        batches,
-        sizes,
-        clock,
-        folder,
-        target=target,
-        cpu=cpu,
-        calibration=ran.poor_calibration,
-        **given,
-    )
-    return exported, batches

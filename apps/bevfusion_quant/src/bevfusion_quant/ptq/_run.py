@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
-from bev_data.metrics import Accuracy, AgreementRow, Bootstrap, FoundRow
+from bev_data.metrics import Accuracy, AccuracyTally, AgreementRow, Bootstrap, FoundRow
 from bev_data.points import Frame
-from bevfusion.model import CONFIGS, build_model
+from bevfusion.model import CONFIGS, BEVFusion, BEVFusionConfig, build_model
 from bevfusion_quant.frames import FrameBatches, PoorData, data_findings
-from bevfusion_quant.integer import Simulation
+from bevfusion_quant.integer import Simulation, check_backend, lower_model, simulate_model
 from bevfusion_quant.measure import (
+    Judgement,
     LayerRow,
     StageRow,
     accuracy_tally,
@@ -25,7 +26,7 @@ from bevfusion_quant.measure import (
     whole_output,
 )
 from bevfusion_quant.options import PtqConfig
-from bevfusion_quant.ranks import current_ranks
+from bevfusion_quant.ranks import Shards, current_ranks
 from bevfusion_quant.report import JudgedRun
 from bevfusion_quant.results import ExportedSet
 from bevfusion_quant.run import Clock, RunRecord, run_folder, run_shards, sha256
@@ -107,7 +108,6 @@ def run_ptq(
         InputError: Whatever is wrong with the input; nothing is written then.
     """
     from bevfusion_quant.export import ONNX_FOLDER, export_model, watching
-    from bevfusion_quant.integer import lower_model, simulate_model
 
     clock = Clock()
     count = config.calibration_count(len(frames))
@@ -152,31 +152,16 @@ def run_ptq(
         if config.changes_weights:
             with clock.step("round weights", blame="the weights cannot be rounded"):
                 rounded = round_branch(quantized.model, batches.head(count), config)
-        low = lower_model(fused.model, quantized.model, batches, sizes, clock, integers)
         with ExitStack() as stack:
             models = {"float": fused.model, "fake": quantized.model} if export else {}
             known = {name: stack.enter_context(watching(m)) for name, m in models.items()}
-            judgement = judge(
-                fused.model, quantized.model, batches, sizes, clock,
-                shards=shards,
-                integers=None if low is None else low.layers,
+            judgement, simulation = _judged(
+                fused.model, quantized.model, batches, sizes, clock, folder, shards,
+                branch=config.branch,
+                integers=integers,
             )  # fmt: skip
         findings = data_findings(batches, count, report)
         poor = [str(finding) for finding in findings if finding.poor]
-        simulation = None
-        if low is not None:
-            simulation = simulate_model(
-                low,
-                quantized.model,
-                batches,
-                sizes,
-                judgement,
-                clock,
-                folder,
-                branch=config.branch,
-                shards=shards,
-            )
-        del low  # the integer model is saved, and read no more
         tables, told = judgement.summary(), calibration_warnings(report, findings)
         outcome = partial(PtqResult, runs / name, **tables, warnings=told, findings=findings)
         if not shards.ranks.first:  # the first one writes
@@ -240,6 +225,36 @@ def run_ptq(
     return outcome(seconds=seconds, peak_memory_mib=peak, simulation=simulation, exported=exported)
 
 
+def _judged(
+    float_model: BEVFusion,
+    quantized_model: BEVFusion,
+    batches: FrameBatches,
+    sizes: BEVFusionConfig,
+    clock: Clock,
+    folder: Path,
+    shards: Shards,
+    *,
+    branch: str,
+    integers: str | None,
+    tally: AccuracyTally | None = None,
+) -> tuple[Judgement, Simulation | None]:
+    """Both models, and where kernels for it are named the integer one, frame by frame."""
+    low = lower_model(float_model, quantized_model, batches, sizes, clock, integers)
+    layers = None if low is None else low.layers
+    judgement = judge(
+        float_model, quantized_model, batches, sizes, clock, tally, shards, integers=layers
+    )
+    if low is None:
+        return judgement, None
+    simulation = simulate_model(
+        low, quantized_model, batches, sizes, judgement, clock, folder,
+        branch=branch,
+        accuracy=tally,
+        shards=shards,
+    )  # fmt: skip
+    return judgement, simulation
+
+
 @dataclass(frozen=True)
 class EvaluateResult:
     """Where the evaluation lies, its tables, seconds by step, peak memory in MiB.
@@ -292,8 +307,6 @@ def run_evaluate(
     Raises:
         InputError: Whatever is wrong with the run or the input; nothing is written then.
     """
-    from bevfusion_quant.integer import check_backend, lower_model, simulate_model
-
     if integers is not None:
         check_backend(integers)
         refuse_unfolded(read_model_settings(run), run, "run in integers")
@@ -313,25 +326,12 @@ def run_evaluate(
             loaded.float_model,
             model,
         )
-        low = lower_model(loaded.float_model, model, batches, sizes, clock, integers)
-        layers = None if low is None else low.layers
-        judgement = judge(
-            loaded.float_model, model, batches, sizes, clock, tally, shards, integers=layers
-        )
-        simulation = None
-        if low is not None:
-            simulation = simulate_model(
-                low,
-                model,
-                batches,
-                sizes,
-                judgement,
-                clock,
-                folder,
-                branch=ran.branch,
-                accuracy=tally,
-                shards=shards,
-            )
+        judgement, simulation = _judged(
+            loaded.float_model, model, batches, sizes, clock, folder, shards,
+            branch=ran.branch,
+            integers=integers,
+            tally=tally,
+        )  # fmt: skip
         with clock.step("judge by labels"):
             accuracy = tally.result()
         tables = judgement.summary()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,6 +18,7 @@ from bevfusion_quant.run import (
     CONFIG_FILE,
     RunSettings,
     as_settings,
+    plain,
     read_written,
     refuse_version,
     sha256,
@@ -83,23 +84,6 @@ def rounding_record(result: RoundingResult) -> dict[str, Any]:
         ],
         "skipped": [{"path": path, "reason": reason} for path, reason in result.skipped],
     }
-
-
-def plain(value: Any) -> Any:
-    """Anything the packages report, as what JSON knows; NaN and Inf become null."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return plain(asdict(value))
-    if isinstance(value, dict):
-        return {str(k): plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [plain(v) for v in value]
-    if isinstance(value, float):
-        return value if abs(value) < float("inf") else None
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if hasattr(value, "tolist"):
-        return plain(value.tolist())
-    return str(value)
 
 
 def save_model(
