@@ -169,6 +169,32 @@ def test_windows_that_overlap_stay_a_transposed_convolution(
     assert max(d.unexplained for d in compare_qdq_onnx(file, model, x)) == 0
 
 
+class Picking(nn.Module):
+    """Peaks of a heat map, as a TransFusion head picks its queries, and a layer on their features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.heat = nn.Conv2d(8, 16, 3, padding=1), nn.Conv2d(16, 2, 1)
+        self.out = nn.Conv1d(16, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.shared(x)
+        heat, around = self.heat(y).sigmoid(), torch.zeros(2, 2, 12, 12)
+        around[:, :, 1:-1, 1:-1] = torch.max_pool2d(heat, 3, 1)
+        peaks = (heat * (heat == around)).amax(1).flatten(1)
+        place = peaks.argsort(-1, descending=True)[:, None, :6].expand(-1, 16, -1)
+        return self.out(y.flatten(2).gather(2, place))
+
+
+def test_half_files_choose_by_float32(calibrated: Fixture, tmp_path: Path) -> None:
+    """A heat map in float16 has other peaks, and others are the largest."""
+    x = images() * 0.1  # scores that lie close together
+    model = calibrated(Picking(), x)
+    file = export_qdq_onnx(model, x, tmp_path / "net.onnx", "tensorrt11")
+    assert max(d.unexplained for d in compare_qdq_onnx(file, model, x)) == 0
+    assert lint_onnx(file.path, "tensorrt11") == []
+
+
 @EXACT
 def test_openvino_makes_the_simulators_integers(calibrated: Fixture, tmp_path: Path) -> None:
     pytest.importorskip("openvino", reason="openvino is not installed")
@@ -179,6 +205,32 @@ def test_openvino_makes_the_simulators_integers(calibrated: Fixture, tmp_path: P
     found = compare_qdq_onnx(file, model, x)
     assert [d.op for d in found] == ["quantize", "conv", "conv_transpose"]
     assert max(d.unexplained for d in found) == 0
+
+
+class Normed(nn.Module):
+    """A norm of small integers, where ε counts."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.left, self.right = nn.Conv2d(8, 16, 1), nn.Conv2d(8, 16, 1)
+        self.norm, self.last = norm, nn.Conv2d(16, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.left(x) + self.right(x)))
+
+
+@pytest.mark.parametrize("norm", [nn.GroupNorm(4, 16), nn.InstanceNorm2d(16)])
+def test_openvinos_norms_of_integers_have_the_models_epsilon(
+    calibrated: Fixture, tmp_path: Path, norm: nn.Module
+) -> None:
+    """OpenVINO takes an ε for the integers' variance that is meant for that of their values."""
+    pytest.importorskip("openvino", reason="openvino is not installed")
+    net, x = Normed(norm), torch.randn(1, 8, 8, 8) * 0.01
+    for layer in net.left, net.right:
+        layer.bias.data *= 0.01
+    model = calibrated(net, x)
+    file = export_qdq_onnx(model, x, tmp_path / "net.onnx", "openvino")
+    assert max(d.unexplained for d in compare_qdq_onnx(file, model, x)) == 0
 
 
 class ReadThrice(nn.Module):

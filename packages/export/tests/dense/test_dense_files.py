@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bevquant_export import compare_qdq_onnx, export_qdq_onnx
-from bevquant_export.dense import _compare
 from bevquant_int8sim import IntegerModel, simulate
 
 Fixture = Callable[..., Any]
@@ -321,36 +320,6 @@ def test_a_projection_without_its_input_quantizer_is_a_float_layer(
     made, _ = run(file, x)
     for y, want in zip(made, simulate(model, x)(x), strict=True):
         torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-4)
-
-
-class Turned(nn.Module):
-    """Floats of several functions, moved before they are quantized, as windows of a Swin are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(6, 8), nn.Linear(5, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.layer_norm(self.first(x), (8,))
-        return self.last((y.softmax(-1) * 3).transpose(1, 2))
-
-
-def test_what_float32_rounds_on_the_way_counts_behind_a_move(
-    calibrated: Fixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[Any] = []
-
-    class Noted(_compare.Ties):
-        def __init__(self, program: Any, values: Any, sizes: Any, *others: Any) -> None:
-            seen.append((program, sizes))
-            super().__init__(program, values, sizes, *others)
-
-    monkeypatch.setattr(_compare, "Ties", Noted)
-    x = torch.randn(2, 5, 6)
-    export_qdq_onnx(calibrated(Turned(), x), x, tmp_path / "net.onnx")
-    program, sizes = seen[-1]
-    found = {step.attributes.get("what"): sizes.get(step.outputs[0]) for step in program.steps}
-    assert found["layer_norm"] < found["softmax"] < found["mul"] == found["transpose"]
 
 
 class Uneven(nn.Conv2d):

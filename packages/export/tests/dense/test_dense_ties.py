@@ -79,7 +79,7 @@ def test_openvino_counts_levels_from_the_lowest_value(
     values = {layer.args[0].name: np.array([0.0, 1.0]).reshape(1, 2, 1, 1)}
     first, border = np.zeros((1, 4), int), np.array([0.5])
     for name, ties in ("onnxruntime", 0), ("openvino", openvino):
-        found = Ties(integers.program, values, {}, {}, profile_of(name))
+        found = Ties(integers.program, values, {}, profile_of(name))
         assert found.count(layer.outputs[0], first, border, (1, 1, 1, 1)) == ties
 
 
@@ -95,10 +95,10 @@ def test_openvino_rounds_a_product_before_its_bias(
     integers = simulate(model, image)
     (layer, *_) = (step for step in integers.steps if step.op == "conv")
     values = {layer.args[0].name: np.array([100.0, 0.0]).reshape(1, 2, 1, 1)}
-    found = Ties(integers.program, values, {}, {}, profile_of("openvino"))
+    found = Ties(integers.program, values, {}, profile_of("openvino"))
     at = np.zeros((1, 4), int), np.array([100.5]), (1, 1, 1, 1)
     assert found.count(layer.outputs[0], *at) == ties
-    unknown = Ties(integers.program, {}, {}, {}, profile_of("openvino"))
+    unknown = Ties(integers.program, {}, {}, profile_of("openvino"))
     assert unknown.count(layer.outputs[0], *at) == 0
 
 
@@ -122,7 +122,7 @@ def test_a_sum_on_a_border_is_a_tie() -> None:
     (step,) = (step for step in integers.steps if step.op == "add")
     a, b = np.array([[1.0, 1.0, 1.0]]), np.array([[1.0, 2.0, 3.0]])
     values = dict(zip((ref.name for ref in step.args), (a, b), strict=True))
-    found = Ties(integers.program, values, {}, {}, profile_of("onnxruntime"))
+    found = Ties(integers.program, values, {}, profile_of("onnxruntime"))
     places, borders = np.array([[0, 0], [0, 1], [0, 2]]), np.full(3, 1.5)
     assert found.count(step.outputs[0], places, borders, (1, 3)) == 1
 

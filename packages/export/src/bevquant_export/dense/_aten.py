@@ -52,12 +52,9 @@ def as_layer(step: Step, constants: Mapping[str, Tensor]) -> Step:
         return replace(step, args=step.args[:1], kwargs={}, function=None, module=layer.eval())
     if what == "layer_norm":
         shape, weight, bias, eps, *_ = _filled(args[1:], ((), None, None, 1e-5))
-        named = {"weight": weight, "bias": bias}
-        return replace(
-            step, args=step.args[:1], function=None,
-            kwargs={"dim": list(range(-len(shape), 0)), "eps": eps},
-            tensors={name: t for name, t in named.items() if t is not None},
-        )  # fmt: skip
+        return _norm(step, weight, bias, {"dim": list(range(-len(shape), 0)), "eps": eps})
+    if what == "instance_norm" and args[5]:  # of the input's own mean and variance
+        return _norm(step, args[1], args[2], {"eps": float(args[7])})
     if what == "hardtanh":
         low, high, *_ = _filled(args[1:], (-1.0, 1.0))
         return replace(
@@ -65,6 +62,12 @@ def as_layer(step: Step, constants: Mapping[str, Tensor]) -> Step:
             attributes={**step.attributes, "what": "clamp"},
         )  # fmt: skip
     return step
+
+
+def _norm(step: Step, weight: Any, bias: Any, kwargs: dict[str, Any]) -> Step:
+    named = {"weight": weight, "bias": bias}
+    tensors = {name: t for name, t in named.items() if t is not None}
+    return replace(step, args=step.args[:1], function=None, kwargs=kwargs, tensors=tensors)
 
 
 class _Unknown:

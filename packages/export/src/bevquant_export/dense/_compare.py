@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
+from bevquant_export.dense._float_errors import FloatErrors
 from bevquant_export.dense._graph import Array
 from bevquant_export.dense._half import in_half
 from bevquant_export.dense._pieces import pieces_of
 from bevquant_export.dense._profile import profile_of
 from bevquant_export.dense._program_of import QdqProgram, inputs_of, program_of
 from bevquant_export.dense._runnable import forced, session
-from bevquant_export.dense._source import Integers, Program, Step
+from bevquant_export.dense._source import Program, Step
 from bevquant_export.dense._ties import Ties
 from bevquant_export.dense._written import QdqFile, TensorDifference
 from bevquant_graph import is_sparse_tensor
@@ -47,8 +47,9 @@ def compare_qdq_onnx(
     n float32 additions spread to, 4·√n·2⁻²⁴ of the sum of their terms' magnitudes; layers of
     `bevquant_hybrid`, whose biases onnxruntime rounds to int32, half a step of the accumulators.
     Layers, sums, bilinear resizing and requantization are computed again for that, averages are
-    not: of these every difference counts as unexplained. Functions of floats may be off by 8·2⁻²⁴
-    of their largest operand or result.
+    not: of these every difference counts as unexplained. Where functions of floats stand before a
+    rounding, the model runs once more with these rounded at random, by 2⁻²⁴ or in half precision
+    2⁻¹¹, which finds how far their results may be off.
 
     Args:
         file: From `export_qdq_onnx`.
@@ -116,17 +117,8 @@ def compared(
         }
     cut = _CutFile(file, content, integer.program, inputs, run_in, outputs=outputs)
     cut.hold(inputs_of(integer.program, args))
-    behind = _floats_behind(integer.program)
 
     def see(step: Step, given: tuple[Any, ...], made: tuple[Any, ...]) -> None:
-        if step.op in ("float", "move") and step.outputs[0] in behind:
-            before = max((cut.sizes.get(name, 0.0) for name in step.inputs), default=0.0)
-            # What is moved is rounded no more.
-            tensors = _tensors([given, made]) if step.op == "float" else []
-            floats = [t for t in tensors if t.is_floating_point() and t.numel()]
-            own = max((float(t.abs().max()) for t in floats), default=0.0)
-            cut.sizes[step.outputs[0]] = before + own
-            cut.hold_terms(step, given)
         named = _named(step.outputs[0], made[0])
         cut.hold(named)
         for name, value in named:
@@ -134,7 +126,13 @@ def compared(
                 cut.compare(step, name, value.cpu().numpy())
 
     returned = integer.run(args, observe=see)
-    rows, results = cut.finish(), cut.floats
+    cut.finish()
+    if wanted := cut.in_doubt():
+        errors = FloatErrors(integer.program, wanted, half=profile.half)
+        errors.hold(inputs_of(integer.program, args))
+        integer.run(args, observe=errors.see)
+        cut.count_again(errors)
+    rows, results = cut.rows(), cut.floats
     floats = {
         name: (value.detach().cpu().numpy(), results[name])
         for name, value in zip(file.outputs, _tensors(returned), strict=False)
@@ -179,7 +177,6 @@ class _CutFile:
 
     Attributes:
         floats: Outputs in float.
-        sizes, terms: As `Ties` takes them.
     """
 
     def __init__(
@@ -197,10 +194,10 @@ class _CutFile:
         self._rows: dict[str, TensorDifference | None] = {}
         self._found: dict[str, tuple[Step, str, Array]] = {}
         self._values: dict[str, Array] = {}
+        self._doubts: dict[str, tuple[str, Array, Array, tuple[int, ...]]] = {}
         self.floats: dict[str, Array] = {}
-        self.sizes: dict[str, float] = {}
-        self.terms: dict[str, Array] = {}
-        self._ties = Ties(program, self._values, self.sizes, self.terms, self._profile)
+        self._program = program
+        self._ties = Ties(program, self._values, {}, self._profile)
         names: dict[str, list[str]] = defaultdict(list)
         for value, tensor in file.integers.items():
             names[tensor].append(value)
@@ -223,12 +220,6 @@ class _CutFile:
             if self._needed[name] and isinstance(value, Tensor):
                 self._values[name] = value.cpu().numpy()
 
-    def hold_terms(self, step: Step, given: tuple[Any, ...]) -> None:
-        """Keep how large the terms of a norm in half precision are."""
-        name, what = step.outputs[0], step.attributes.get("what")
-        if self._profile.half and self._needed[name] and what in _TERMS:
-            self.terms[name] = _TERMS[what](*given).cpu().numpy()
-
     def compare(self, step: Step, name: str, value: Array) -> None:
         """Take what the model has in a tensor, and run what waited for it.
 
@@ -243,8 +234,8 @@ class _CutFile:
                 if not piece.missing:
                     self._run(piece)
 
-    def finish(self) -> tuple[TensorDifference, ...]:
-        """Run what reads no cut tensor; the rows in the order of the model.
+    def finish(self) -> None:
+        """Run what reads no cut tensor.
 
         Raises:
             ValueError: The model has other tensors than the file.
@@ -256,7 +247,21 @@ class _CutFile:
                     "does not make; compare it with the model that it was written from"
                 )
             self._run(piece)
+
+    def rows(self) -> tuple[TensorDifference, ...]:
+        """Each tensor, in the order of the model."""
         return tuple(row for row in self._rows.values() if row is not None)
+
+    def in_doubt(self) -> set[str]:
+        """What is rounded where values are a step off, and no ties without what functions lose."""
+        return {read for doubt in self._doubts.values() for read in self._ties.reads(doubt[0])}
+
+    def count_again(self, floats: FloatErrors) -> None:
+        """Count ties behind floats whose errors are known now."""
+        ties = Ties(self._program, floats.values, floats.errors, self._profile)
+        for tensor, doubt in self._doubts.items():
+            if row := self._rows[tensor]:
+                self._rows[tensor] = replace(row, ties=max(row.ties, ties.count(*doubt)))
 
     def _run(self, piece: _Piece) -> None:
         self._pieces.remove(piece)
@@ -275,7 +280,6 @@ class _CutFile:
             if not self._needed[name]:
                 self._found.pop(name, None)
                 self._values.pop(name, None)
-                self.terms.pop(name, None)
 
     def _stored(self, value: Array) -> Array:
         """Integers as the file has them."""
@@ -296,49 +300,14 @@ class _CutFile:
         want, made = value[index].astype(np.int32), got[index].astype(np.int32) - self._profile.zero
         apart = np.abs(want - made)
         near = apart == 1
-        ties = self._ties.count(name, places[near], (want + made)[near] * 0.5, value.shape)
+        where = places[near], (want + made)[near] * 0.5, value.shape
+        ties = self._ties.count(name, *where)
+        if ties < len(where[0]) and self._ties.rounds_floats(name):
+            self._doubts[tensor] = name, *where
         largest = int(apart.max(initial=0))
         return TensorDifference(
             step.path, step.op, tensor, int(value.size), len(places), largest, ties
         )
-
-
-def _floats_behind(program: Program) -> set[str]:
-    """What is read by rounding, integers and floats that are quantized, and what makes it."""
-    found = {name for step in program.steps if step.op == "quantize" for name in step.inputs}
-    found |= {name for name, value in program.values.items() if isinstance(value.form, Integers)}
-    for step in reversed(program.steps):
-        if step.op in ("float", "move") and found.intersection(step.outputs):
-            found.update(step.inputs)
-    return found
-
-
-def _batch_norm_terms(
-    x: Tensor, weight: Any, bias: Any, mean: Tensor, var: Tensor, *more: Any
-) -> Tensor:
-    """Magnitudes of what a batch norm adds up, value by value."""
-    columns = (1, -1, *[1] * (x.dim() - 2))
-    factor, shift = (var + more[2]).rsqrt(), torch.zeros_like(mean) if bias is None else bias.abs()
-    factor = factor if weight is None else factor * weight.abs()
-    terms: Tensor = x.abs() * factor.view(columns) + (mean.abs() * factor + shift).view(columns)
-    return terms
-
-
-def _layer_norm_terms(
-    x: Tensor, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any
-) -> Tensor:
-    """The same of a layer norm, over the last axes."""
-    axes = tuple(range(-len(shape), 0))
-    factor = (x.var(axes, unbiased=False, keepdim=True) + eps).rsqrt()
-    factor = factor if weight is None else factor * weight.abs()
-    terms: Tensor = (x.abs() + x.mean(axes, keepdim=True).abs()) * factor
-    return terms if bias is None else terms + bias.abs()
-
-
-_TERMS: dict[Any, Callable[..., Tensor]] = {
-    "batch_norm": _batch_norm_terms,
-    "layer_norm": _layer_norm_terms,
-}
 
 
 def _named(name: str, value: Any) -> list[tuple[str, Any]]:

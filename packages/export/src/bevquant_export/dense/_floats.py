@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -19,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from bevquant_export.dense._graph import Graph
 from bevquant_export.dense._grid import average_pool
 from bevquant_export.dense._moves import reshaped
-from bevquant_export.dense._reductions import NAMED, softmax
+from bevquant_export.dense._reductions import NAMED, instances, softmax
 from bevquant_export.dense._sizes import Sizes
 from bevquant_export.dense._source import Ref, Step, grid_call, is_active, module_call
 from bevquant_graph import layer_class, zero_padding
@@ -323,12 +322,7 @@ def _group_norm(graph: Graph, step: Step, x: str, module: Any, sizes: Sizes) -> 
     if sum(isinstance(size, str) for size in sizes.named(name)) > 1:
         return None
     rows = reshaped(graph, path, x, [0, module.num_groups, -1])
-    ones, zeros = np.ones(module.num_groups, np.float32), np.zeros(module.num_groups, np.float32)
-    inputs = [
-        graph.constant(f"ones_{len(ones)}", ones),
-        graph.constant(f"zeros_{len(ones)}", zeros),
-    ]
-    made = graph.node("InstanceNormalization", path, [rows, *inputs], epsilon=float(module.eps))
+    made = instances(graph, path, rows, (module.num_groups, 3), float(module.eps))
     made = reshaped(graph, path, made, sizes.target(path, name))
     for operator, key in (("Mul", "weight"), ("Add", "bias")):
         value = getattr(module, key)

@@ -5,7 +5,9 @@ arithmetic become float16; what an int8 kernel computes stays float32:
 
 * QuantizeLinear and DequantizeLinear, whose scales float16 would round to 11 bits (other integers),
   or below 2⁻¹⁴ to fewer, and of which float16 ones in front of a Gemm give NaN in TensorRT 10;
-* layers between them, with their float32 biases, and what moves, adds or clamps between them.
+* layers between them, with their float32 biases, and what moves, adds or clamps between them;
+* scores that something is chosen by (TopK, ArgMax, a comparison), back to the layer that made them:
+  float16 has ties where the model has none, and other choices make other results altogether.
 
 Between a DequantizeLinear and the next QuantizeLinear the engine holds no float tensor, so their
 type costs nothing. A Cast stands where the two meet.
@@ -30,6 +32,13 @@ _LAYERS = {"Conv", "ConvTranspose", "Gemm", "MatMul"}
 _BETWEEN = set(
     "Relu Clip LeakyRelu Add Concat MaxPool AveragePool GlobalAveragePool Resize Reshape Transpose "
     "Slice Pad DepthToSpace Expand Tile Identity Flatten Squeeze Unsqueeze".split()
+)
+# What computes nothing: before a pair and something in half precision it stays float32 for both.
+_LAYOUT = set("Reshape Transpose Slice Squeeze Unsqueeze Flatten Identity".split())
+_CHOICES = set("TopK ArgMax ArgMin Greater GreaterOrEqual Less LessOrEqual Equal".split())
+_SCORES = _BETWEEN | set(
+    "Sigmoid Softmax LogSoftmax Log Exp Mul Sub Div Max Min Neg Abs Where ReduceMax Gather "
+    "GatherElements GatherND ScatterElements ScatterND".split()
 )
 _EPILOGUE = {"Add", "Relu", "Clip", "LeakyRelu"}
 # Inputs that are float32 whatever the data are.
@@ -128,6 +137,12 @@ class _Typing:
             between = node.op_type in _BETWEEN and node.output[0] in found
             if between and not self._ends(node, found) and not self._is_epilogue(node):
                 found.discard(node.output[0])
+        choices = [node for node in self.graph.node if node.op_type in _CHOICES]
+        while choices:
+            node = choices.pop()
+            found.add(node.output[0])
+            makers = [self.makers[name] for name in node.input if name in self.makers]
+            choices += [m for m in makers if m.op_type in _SCORES and m.output[0] not in found]
         return found
 
     def _is_epilogue(self, node: Any) -> bool:
@@ -149,7 +164,8 @@ class _Typing:
 
     def _ends(self, node: Any, found: set[str]) -> bool:
         readers = self.readers.get(node.output[0], [])
-        return bool(readers) and all(reader.output[0] in found for reader in readers)
+        single = [reader.output[0] in found for reader in readers]
+        return any(single) if node.op_type in _LAYOUT else bool(single) and all(single)
 
     def _takes_halves(self, node: Any) -> bool:
         from onnx import defs

@@ -37,6 +37,8 @@ class Profile:
         half: What is not quantized is float16, inputs and outputs too; else all floats are float32.
         depth_to_space: A transposed convolution whose windows lie side by side is one of 1×1 whose
             channels become pixels; else it stays what it is, and runs in float.
+        fuses_norms: Norms have the form that a runtime knows; else one that it does not: of a norm
+            of integers OpenVINO does not scale the ε.
         voxels: Sparse convolutions may be among a model's layers, as functions of the file.
         scatter_sums: Scatters may sum; else a sum over places is a product of matrices.
         integer_inputs: Inputs may be integers and truth values; else all are float32.
@@ -58,6 +60,7 @@ class Profile:
     one_scale: bool
     half: bool = False
     depth_to_space: bool = False
+    fuses_norms: bool = True
     voxels: bool = False
     scatter_sums: bool = False
     integer_inputs: bool = True

@@ -15,7 +15,7 @@ from bevquant_export.dense._sizes import Sizes
 from bevquant_export.dense._source import Ref, Step
 from bevquant_export.sparse.portable._body import FLOAT
 
-__all__ = ["NAMED", "softmax"]
+__all__ = ["NAMED", "instances", "softmax"]
 
 Read = Callable[[str], str]
 
@@ -120,18 +120,52 @@ def _layer_norm(graph: Graph, step: Step, read: Read, sizes: Sizes) -> str | Non
         return None
     path, x = step.path, read(step.args[0].name)
     rank = len(sizes.of(step.args[0].name))
-    reduced: dict[str, Any] = {"axes": sorted(d % rank for d in step.kwargs["dim"]), "keepdims": 1}
-    deviation = graph.node("Sub", path, [x, graph.node("ReduceMean", path, [x], **reduced)])
-    square = graph.node("Mul", path, [deviation, deviation])
-    variance = graph.node("ReduceMean", path, [square], **reduced)
-    epsilon = graph.constant(f"{path}.eps", step.kwargs["eps"])
-    spread = graph.node("Sqrt", path, [graph.node("Add", path, [variance, epsilon])])
-    made = graph.node("Div", path, [deviation, spread])
+    axes = sorted(d % rank for d in step.kwargs["dim"])
+    return _affine(graph, step, _normalized(graph, path, x, axes, step.kwargs["eps"]), 0)
+
+
+def _instance_norm(graph: Graph, step: Step, read: Read, sizes: Sizes) -> str | None:
+    if step.function is not None:  # not read by `as_layer`
+        return None
+    x, shape = read(step.args[0].name), sizes.of(step.args[0].name)
+    made = instances(graph, step.path, x, (shape[1], len(shape)), step.kwargs["eps"])
+    return _affine(graph, step, made, len(shape) - 2)
+
+
+def _affine(graph: Graph, step: Step, made: str, axes: int) -> str:
+    """A norm's factor and shift, over `axes` more axes behind them."""
     for name, operator in (("weight", "Mul"), ("bias", "Add")):
         if name in step.tensors:
             value = step.tensors[name].detach().float().cpu().numpy()
-            made = graph.node(operator, path, [made, graph.constant(f"{path}.{name}", value)])
+            value = value.reshape(*value.shape, *[1] * axes)
+            constant = graph.constant(f"{step.path}.{name}", value)
+            made = graph.node(operator, step.path, [made, constant])
     return made
+
+
+def instances(graph: Graph, path: str, x: str, form: tuple[int, int], epsilon: float) -> str:
+    """Each row of each channel normalised; `form` is how many channels and axes there are."""
+    channels, rank = form
+    if not graph.profile.fuses_norms:
+        return _normalized(graph, path, x, list(range(2, rank)), epsilon)
+    constants = [
+        graph.constant(f"{name}s_{channels}", np.full(channels, value, np.float32))
+        for name, value in (("one", 1), ("zero", 0))
+    ]
+    return graph.node("InstanceNormalization", path, [x, *constants], epsilon=epsilon)
+
+
+def _normalized(graph: Graph, path: str, x: str, axes: list[int], epsilon: float) -> str:
+    """(x - mean) / √(variance + ε) over some axes."""
+    reduced: dict[str, Any] = {"axes": axes, "keepdims": 1}
+    deviation = graph.node("Sub", path, [x, graph.node("ReduceMean", path, [x], **reduced)])
+    fuses = graph.profile.fuses_norms
+    factor = deviation if fuses else graph.node("Abs", path, [deviation])
+    square = graph.node("Mul", path, [factor, factor])
+    variance = graph.node("ReduceMean", path, [square], **reduced)
+    constant = graph.constant(f"{path}.eps", epsilon)
+    spread = graph.node("Sqrt", path, [graph.node("Add", path, [variance, constant])])
+    return graph.node("Div", path, [deviation, spread])
 
 
 def _attention(graph: Graph, step: Step, read: Read, sizes: Sizes) -> str | None:
@@ -183,6 +217,7 @@ NAMED: dict[str, Callable[[Graph, Step, Read, Sizes], str | None]] = {
     "clamp": _clamp,
     "glu": _glu,
     "guarded_div": _guarded_div,
+    "instance_norm": _instance_norm,
     "layer_norm": _layer_norm,
     "scaled_dot_product_attention": _attention,
     **dict.fromkeys(("matmul", "bmm", "mm"), _matmul),

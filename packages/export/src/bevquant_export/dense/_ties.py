@@ -78,7 +78,6 @@ _UNIT = 2.0**-24  # largest relative error of one rounding to float32
 _ROUNDINGS = 8  # of a rescaled value: sum, three scales, their product and quotient, the result
 _LEVELS = 256  # of OpenVINO's FakeQuantize, which rounds (x - low) / (high - low) · levels
 _HALVES = 4 * 2.0**-11  # of a float tensor in half precision, two operations behind integers
-_NORM_HALVES = 8 * 2.0**-11  # of a norm's terms: its input, up to four constants, operations
 _SPREAD = 4.0  # standard deviations of a float32 sum's error
 _LAYERS = ("conv", "conv_transpose", "linear")
 _MOST, _AT_ONCE = 100_000, 2048
@@ -105,20 +104,15 @@ class Ties:
     and nowhere else; in OpenVINO, which counts levels from the lowest value, |v| + 256 stands for
     |v| here. Where a file runs in float, a sum of n products rounds each of them too, by
     4·√n·2⁻²⁴ of the sum of their magnitudes (N. Higham and T. Mary, A new approach to probabilistic
-    rounding error analysis, 2019). A function
-    of floats (x·(1 + erf(x/√2))/2, say) is off by as much as its largest operand or result is
-    rounded, 8·2⁻²⁴ of it, several behind each other by the sum of these. A batch or layer
-    norm in half precision, whose constants are rounded too, is off by 8·2⁻¹¹ of its terms,
-    :math:`(|x| + |\mu|)\,|\gamma| / \sigma + |\beta|`. With a zero point z, sums are made of
-    numbers up to |q| + z. A bias in floats, as `bevquant_hybrid`'s models have it, is rounded to
-    int32 for onnxruntime, by half a step of the sums.
+    rounding error analysis, 2019). What functions of floats lose (x·(1 + erf(x/√2))/2, say) is
+    found by `FloatErrors`. With a zero point z, sums are made of numbers up to |q| + z. A bias in
+    floats, as `bevquant_hybrid`'s models have it, is rounded to int32 for onnxruntime, by half a
+    step of the sums.
 
     Args:
         program: Its steps and forms.
         values: Integers by name, and floats that are quantized.
-        sizes: Of a function of floats, the largest of its operands and results, added up over the
-            functions before it that run in float.
-        terms: Of a norm in half precision, its terms' magnitudes.
+        errors: How far floats may be off by the functions that make them; nothing of others.
         profile: The file's.
     """
 
@@ -126,14 +120,12 @@ class Ties:
         self,
         program: Program,
         values: Mapping[str, Array],
-        sizes: Mapping[str, float],
-        terms: Mapping[str, Array],
+        errors: Mapping[str, Array],
         profile: Profile,
     ) -> None:
         self._forms = {name: value.form for name, value in program.values.items()}
         self._makers = {name: step for step in program.steps for name in step.outputs}
-        self._values, self._sizes, self._terms = values, sizes, terms
-        self._profile = profile
+        self._values, self._errors, self._profile = values, errors, profile
 
     def reads(self, name: str) -> set[str]:
         """Values by which `count` computes a value again."""
@@ -144,6 +136,13 @@ class Ties:
             # A sum of accumulators is computed from what their layers read.
             found.update(maker.inputs if self._forms.get(read) == "int32" and maker else (read,))
         return found
+
+    def rounds_floats(self, name: str) -> bool:
+        """Whether a value is rounded from floats that functions may have made."""
+        step = self._makers.get(name)
+        if step is None or step.op not in ("quantize", "add"):
+            return False
+        return any(self._forms[read] == "float" for read in step.inputs)
 
     def count(self, name: str, places: Array, borders: Array, shape: tuple[int, ...]) -> int:
         """How many values that differ by one step lie on the border of the two.
@@ -216,9 +215,8 @@ class Ties:
         read = values[tuple(places.T)] * self._scale(name)
         half = self._profile.half and not isinstance(self._forms[name], Integers)
         error = (_HALVES if half else 2 * _UNIT) * np.abs(read)
-        error = error + _ROUNDINGS * _UNIT * self._sizes.get(name, 0.0)
-        if name in self._terms:
-            error = error + _NORM_HALVES * self._terms[name][tuple(places.T)]
+        if name in self._errors:
+            error = error + np.broadcast_to(self._errors[name], shape)[tuple(places.T)]
         return _Real(read, error)
 
     def _resized(self, step: Step, places: Array, shape: tuple[int, ...]) -> _Real | None:

@@ -25,6 +25,7 @@ _NOTHING = 1e-4  # what normalising a constant makes of rounding
 # Of models that round floats themselves (`bevquant_hybrid`), whose values are float32 sums: the
 # share a step off, and where the file's biases are int32, which theirs are not.
 _FLOAT_SUMS, _FLOAT_BIASES = 0.01, 0.25
+_HALVES = 1e-4  # of values behind functions in half precision, whose errors are estimates
 
 
 def verified(
@@ -59,7 +60,7 @@ def verified(
             "nothing was written. verify=False writes it all the same"
         ) from error
     profile = profile_of(file.profile)
-    share = _FLOAT_SUMS if profile.half else 0.0
+    share = _HALVES if profile.half else 0.0
     if integer_model(integer) is None:
         share = _FLOAT_BIASES if profile.integer_bias else _FLOAT_SUMS
     rounded_sums = integer_sums and integer_model(integer) is None

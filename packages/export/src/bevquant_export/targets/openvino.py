@@ -78,7 +78,9 @@ class _OpenVino(QdqTarget):
     quantized_outputs = True
     rules = RULES
     weights = ("int8", "uint8")
-    form = replace(ONNXRUNTIME.form, name="openvino", weight="int8", runner="openvino")
+    form = replace(
+        ONNXRUNTIME.form, name="openvino", weight="int8", runner="openvino", fuses_norms=False
+    )
 
     def lint_pairs(self, pairs: Pairs, file: LintFile) -> Iterator[Finding]:
         """Which convolutions its plugin takes as integers."""
