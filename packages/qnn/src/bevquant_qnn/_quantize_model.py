@@ -1,199 +1,27 @@
-"""From a float model to a fake-quantized one, in one call.
-
-Without example inputs the model is followed by its chains of modules, and as `torch.fx` sees it. A
-graph captured on example inputs knows more: which way a forward goes that asks for the class or the
-size of what it gets, which tensors are sparse, and who reads a tensor that is changed in place.
-"""
+"""From a float model to a fake-quantized one, in one call."""
 
 from __future__ import annotations
 
-import dis
-import sys
-import traceback
-from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from bevquant_graph import Graph, as_module, is_sparse_tensor, quiet, refuse_unusable
+from bevquant_graph import Graph, as_module, refuse_unusable
 from bevquant_qnn._config import QuantConfig
 from bevquant_qnn._float_parts import float_layers
 from bevquant_qnn._flow import Flow, follow
 from bevquant_qnn._held_weight import held_layers
 from bevquant_qnn._holders import activation_quantizers
-from bevquant_qnn._join_calls import CALLS, Site, plan_of, site_of
-from bevquant_qnn._kinds import is_library_module, is_plain_chain, is_quantized
 from bevquant_qnn._observe import observe
-from bevquant_qnn._place_joins import Followed, Join, may_join, quantize_joins
+from bevquant_qnn._place_joins import Followed, quantize_joins
 from bevquant_qnn._replace import put_back, replace_layers
 from bevquant_qnn._result import QuantizedModule, QuantizeResult, SkippedModule
 from bevquant_qnn._share import share_quantizers
-from bevquant_qnn._steps import Steps
 from bevquant_qnn._takeover import unchanged_on_error
+from bevquant_qnn._trace import trace
 from bevquant_quantizers import TensorQuantizer, adopt_quantizers
-
-_JOIN = "bevquant_join"
-_TRACE = fx.Tracer.trace.__code__
-
-
-def trace(model: nn.Module) -> Followed:
-    """Follow the model's forward on symbols; where that fails, the forwards of its children."""
-    parts = _Parts(model)
-    parts.follow(model)
-    return parts.found
-
-
-class _Parts:
-    """What of a model could be followed so far, and the modules in it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.paths = {module: path for path, module in model.named_modules()}
-        self.found = Followed()
-        self.reached: set[nn.Module] = set()
-
-    def follow(self, root: nn.Module) -> None:
-        unknown: dict[nn.Module, str] = {}
-        graph = None
-        if not isinstance(root, nn.ModuleList | nn.ModuleDict):
-            graph = _graph(root, unknown)
-        self.found.unfollowed |= {self.paths[m]: reason for m, reason in unknown.items()}
-        if graph is not None:
-            steps = Steps(self.paths, graph, root)
-            self.found.parts.append(steps)
-            self.found.joins += _joins(steps)
-            self.reached |= {call.module for node in steps.nodes for call in steps.calls(node)}
-            self.reached -= set(unknown)
-        self.below(root)
-
-    def below(self, root: nn.Module) -> None:
-        for child in root.children():
-            if any(m in self.reached for m in child.modules()):
-                self.below(child)
-            elif not _is_leaf(child) and next(child.children(), None) is not None:
-                self.follow(child)
-
-
-def _graph(root: nn.Module, unknown: dict[nn.Module, str]) -> fx.Graph | None:
-    """The forward of `root`; modules inside that cannot be followed are one node each."""
-    inside = set(root.modules())
-    while True:
-        try:
-            with quiet():
-                return _Tracer(unknown).trace(root)
-        except Exception as error:
-            frames = [f for f, _ in traceback.walk_tb(error.__traceback__)]
-            owners = [f.f_locals.get("self") for f in reversed(frames)]
-            modules = [m for m in owners if isinstance(m, nn.Module) and m in inside]
-            failed = next((m for m in modules if m not in unknown), root)
-            unknown[failed] = _reason(failed, error)
-            if failed is root:
-                return None
-
-
-def _reason(module: nn.Module, error: Exception) -> str:
-    name = f"{type(module).__name__}.forward"
-    if isinstance(error, fx.proxy.TraceError):
-        met = str(error).splitlines()[0]
-        if "control flow" in met:
-            met = "branches on the value of a tensor"
-        return f"{name} {met}"
-    return f"{name} cannot be traced: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
-
-
-def _is_leaf(module: nn.Module) -> bool:
-    if isinstance(module, TensorQuantizer) or is_quantized(module):
-        return True
-    if is_plain_chain(module) or isinstance(module, nn.ModuleList | nn.ModuleDict):
-        return False
-    return is_library_module(module) or "forward" in vars(module)
-
-
-class _Tracer(fx.Tracer):
-    """`torch.fx` as it is, that stops at layers and notes where a forward joins tensors."""
-
-    proxy_buffer_attributes = True
-
-    def __init__(self, unknown: dict[nn.Module, str]) -> None:
-        super().__init__()
-        self._unknown = unknown
-        self._called: nn.Module | None = None
-        # What was changed in place, and as what it goes on.
-        self._written: dict[fx.Node, fx.Node] = {}
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Whether the module, which is called now, is one node."""
-        self._called = m
-        return m in self._unknown or _is_leaf(m)
-
-    def create_arg(self, a: Any) -> Any:
-        """A sparse tensor that a forward makes of symbols is its features."""
-        sparse = not isinstance(a, fx.Proxy) and is_sparse_tensor(a)
-        made = super().create_arg(a.features if sparse else a)
-        while isinstance(made, fx.Node) and made in self._written:
-            made = self._written[made]
-        return made
-
-    def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Record a step, and the place of an addition or a concatenation."""
-        node = super().create_node(kind, target, *args, **kwargs)
-        name = str(target) if kind == "call_method" else getattr(target, "__name__", "")
-        inplace = node.kwargs.get("inplace") or (name.endswith("_") and name[:2] != "__")
-        if kind == "call_module":
-            inplace = getattr(self._called, "inplace", False)
-        if inplace is True and node.args and isinstance(node.args[0], fx.Node):
-            self._written[node.args[0]] = node
-        if kind in ("call_function", "call_method") and name in _NAMES:
-            frames = []
-            frame = sys._getframe(1)
-            while frame is not None and frame.f_code not in CALLS and frame.f_code is not _TRACE:
-                frames.append(frame)
-                frame = frame.f_back  # type: ignore[assignment]
-            own = [f for f in frames if not _is_fx(f.f_globals.get("__name__", ""))]
-            if own:
-                node.meta[_JOIN] = site_of(own), _in_place(own[0])
-        return node
-
-
-_NAMES = {
-    "add": "add", "add_": "add", "iadd": "add",
-    "cat": "cat", "concat": "cat", "concatenate": "cat",
-}  # fmt: skip
-
-
-def _is_fx(name: str) -> bool:
-    return name.startswith(("torch.fx", "torch._ops", "torch.overrides", __name__))
-
-
-def _in_place(frame: Any) -> bool:
-    """Whether the code is at ``a += b`` or ``a.add_(b)``."""
-    here = next(i for i in dis.get_instructions(frame.f_code) if i.offset == frame.f_lasti)
-    if here.opname == "BINARY_OP":
-        return here.argrepr.endswith("=")
-    return False
-
-
-def _joins(steps: Steps) -> list[Join]:
-    found = []
-    passes: Counter[tuple[Any, Site]] = Counter()
-    for node in steps.nodes:
-        if _JOIN not in node.meta:
-            continue
-        site, in_place = node.meta[_JOIN]
-        call = steps.calls(node)[-1]
-        kind = _NAMES[node.target if node.op == "call_method" else node.target.__name__]
-        two = len(node.args) == 2 and not node.kwargs and all(map(steps.is_tensor, node.args))
-        joins = may_join(call.module, ahead=True)
-        if (kind == "add" and not two) or "out" in node.kwargs or not joins:
-            continue
-        in_place = in_place or node.target == "add_"
-        planned = {item.site: item.targets for item in plan_of(call.module)}.get(site, ())
-        number = passes[call, site]
-        passes[call, site] += 1
-        done = number < len(planned) and planned[number] is not None
-        found.append(Join(call, kind, site, number, steps, node, done, in_place))
-    return found
 
 
 def quantize_model(
