@@ -26,6 +26,8 @@ from bevquant_int8sim.model._read_graph import read_graph
 from bevquant_int8sim.model._reference import tensor_of
 from bevquant_int8sim.model._traced_source import Source
 
+__all__ = ["simulate"]
+
 
 def simulate(
     model: nn.Module,
