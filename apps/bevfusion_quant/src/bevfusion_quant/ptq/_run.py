@@ -15,7 +15,13 @@ from bev_data.metrics import Accuracy, AccuracyTally, AgreementRow, Bootstrap, F
 from bev_data.points import Frame
 from bevfusion.model import CONFIGS, BEVFusion, BEVFusionConfig, build_model
 from bevfusion_quant.frames import FrameBatches, PoorData, data_findings
-from bevfusion_quant.integer import Simulation, check_backend, lower_model, simulate_model
+from bevfusion_quant.integer import (
+    Lowered,
+    Simulation,
+    check_backend,
+    lower_model,
+    simulate_model,
+)
 from bevfusion_quant.measure import (
     Judgement,
     LayerRow,
@@ -152,14 +158,15 @@ def run_ptq(
         if config.changes_weights:
             with clock.step("round weights", blame="the weights cannot be rounded"):
                 rounded = round_branch(quantized.model, batches.head(count), config)
-        with ExitStack() as stack:
+        low = lower_model(fused.model, quantized.model, batches, sizes, clock, integers)
+        with ExitStack() as stack:  # not before: capturing runs the models on what is no frame
             models = {"float": fused.model, "fake": quantized.model} if export else {}
             known = {name: stack.enter_context(watching(m)) for name, m in models.items()}
             judgement, simulation = _judged(
-                fused.model, quantized.model, batches, sizes, clock, folder, shards,
+                fused.model, quantized.model, low, batches, sizes, clock, folder, shards,
                 branch=config.branch,
-                integers=integers,
             )  # fmt: skip
+        del low  # the integer model is saved, and read no more
         findings = data_findings(batches, count, report)
         poor = [str(finding) for finding in findings if finding.poor]
         tables, told = judgement.summary(), calibration_warnings(report, findings)
@@ -228,6 +235,7 @@ def run_ptq(
 def _judged(
     float_model: BEVFusion,
     quantized_model: BEVFusion,
+    low: Lowered | None,
     batches: FrameBatches,
     sizes: BEVFusionConfig,
     clock: Clock,
@@ -235,15 +243,13 @@ def _judged(
     shards: Shards,
     *,
     branch: str,
-    integers: str | None,
     tally: AccuracyTally | None = None,
 ) -> tuple[Judgement, Simulation | None]:
-    """Both models, and where kernels for it are named the integer one, frame by frame."""
-    low = lower_model(float_model, quantized_model, batches, sizes, clock, integers)
-    layers = None if low is None else low.layers
+    """Both models, and where there is one the integer one, frame by frame."""
     judgement = judge(
-        float_model, quantized_model, batches, sizes, clock, tally, shards, integers=layers
-    )
+        float_model, quantized_model, batches, sizes, clock, tally, shards,
+        integers=None if low is None else low.layers,
+    )  # fmt: skip
     if low is None:
         return judgement, None
     simulation = simulate_model(
@@ -326,10 +332,10 @@ def run_evaluate(
             loaded.float_model,
             model,
         )
+        low = lower_model(loaded.float_model, model, batches, sizes, clock, integers)
         judgement, simulation = _judged(
-            loaded.float_model, model, batches, sizes, clock, folder, shards,
+            loaded.float_model, model, low, batches, sizes, clock, folder, shards,
             branch=ran.branch,
-            integers=integers,
             tally=tally,
         )  # fmt: skip
         with clock.step("judge by labels"):
