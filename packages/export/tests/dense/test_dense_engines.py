@@ -170,7 +170,7 @@ def test_windows_that_overlap_stay_a_transposed_convolution(
 
 
 class Picking(nn.Module):
-    """Peaks of a heat map, as a TransFusion head picks queries, and a layer on their features."""
+    """Peaks of a heat map, as a TransFusion head picks them, and a layer on their features."""
 
     def __init__(self) -> None:
         super().__init__()

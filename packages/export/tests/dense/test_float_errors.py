@@ -66,12 +66,8 @@ def test_errors_reach_what_rounding_does_and_little_further(
     wanted, read = rounds.args[0].name, first.outputs[0]
     errors = FloatErrors(integers.program, {wanted}, half=half)
     seen: dict[str, Tensor] = {}
-
-    def see(step: Any, given: Any, made: Any) -> None:
-        seen.update(zip(step.outputs, made, strict=True))
-        errors.see(step, given, made)
-
-    integers.run(x, observe=see)
+    integers.run(x, observe=lambda step, _, made: seen.update(zip(step.outputs, made, strict=True)))
+    errors.run(integers, x)
     assert (errors.values[wanted] == seen[wanted].numpy()).all()
     exact = steps(seen[read].double())
     made = steps(seen[read].half() if half else seen[read])
@@ -88,7 +84,7 @@ def test_errors_are_the_same_in_every_run(calibrated: Fixture) -> None:
     found = []
     for _ in range(2):
         errors = FloatErrors(integers.program, {wanted}, half=False)
-        integers.run(x, observe=errors.see)
+        errors.run(integers, x)
         found.append(errors.errors[wanted])
     assert (found[0] == found[1]).all()
     assert found[0].max() > 0

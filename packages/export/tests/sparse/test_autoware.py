@@ -334,3 +334,9 @@ def test_a_real_frame_through_a_thin_slice(nets, real_frame, tmp_path):
     rows = compare_autoware_onnx(file, few)
     assert sum(row.elements for row in rows) > 200_000
     assert [row.path for row in rows if row.different] == []
+
+
+def test_a_frame_of_another_form_is_refused_by_name(nets):
+    features, coords, _ = nets.frame(0)
+    with pytest.raises(TypeError, match=r"features, coordinates .* got \(dict\); of a model that"):
+        compare_autoware_onnx(None, {"voxel_features": features, "voxel_coords": coords})

@@ -127,8 +127,7 @@ def compared(
     cut.finish()
     if wanted := cut.in_doubt():
         errors = FloatErrors(integer.program, wanted, half=profile.half)
-        errors.hold(inputs_of(integer.program, args))
-        integer.run(args, observe=errors.see)
+        errors.run(integer, args)
         cut.count_again(errors)
     rows, results = cut.rows(), cut.floats
     floats = {

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bevquant_export.dense._graph import Array
+from bevquant_export.dense._program_of import QdqProgram, inputs_of
 from bevquant_export.dense._source import Program, Ref, Step, replaced
 
 _RUNS = 6
@@ -25,24 +26,25 @@ class FloatErrors:
 
     .. math:: x\,(1 + 2 u r), \quad r \text{ uniform in } [-1, 1)
 
-    with u = 2⁻¹¹ in half precision and 2⁻²⁴ else, six times over, constants and what follows
-    behind alike. The error is four times the root mean square of what that moves. Integers, and
-    what layers make of them, stand still before they are rounded so: each piece of a file is given
-    them. The numbers are the same in every run.
+    with u = 2⁻¹¹ in half precision and 2⁻²⁴ else, constants and what follows behind alike, in six
+    runs one after the other. The error is four times the root mean square of what that moves.
+    Integers, and what layers make of them, stand still before they are rounded so: each piece of a
+    file is given them. The numbers are the same whenever they are asked for.
 
     Args:
-        program: Whose steps `see` is shown.
+        program: Its steps.
         wanted: Values whose errors are asked for; those of integers are zero.
         half: Whether the file's floats are half precision.
 
     Attributes:
         values: Of `wanted`, as the program has them.
-        errors: Of `wanted`, float64, of the same shape.
+        errors: Of `wanted`, float64, of the same shape; of those that have one in every run.
     """
 
     def __init__(self, program: Program, wanted: Collection[str], *, half: bool) -> None:
+        self._program, self._wanted = program, set(wanted)
         self._unit = _UNITS * (2.0**-11 if half else 2.0**-24)
-        needed, self._wanted = set(wanted), set(wanted)
+        needed = set(wanted)
         self._last: dict[str, str] = {}  # what is read to the result of its last reader
         self._calls: set[str] = set()
         for step in reversed(program.steps):
@@ -51,45 +53,52 @@ class FloatErrors:
                 needed.update(step.inputs)
                 for name in step.inputs:
                     self._last.setdefault(name, step.outputs[0])
-        self._runs: dict[str, list[Any]] = {}
-        self._random = torch.Generator().manual_seed(0)
+        self._random = torch.Generator()
+        self._moved: dict[str, Any] = {}
+        self._squares: dict[str, Tensor] = {}
+        self._lost: set[str] = set()
         self.values: dict[str, Array] = {}
         self.errors: dict[str, Array] = {}
 
-    def hold(self, values: Iterable[tuple[str, Any]]) -> None:
-        """Take inputs of the program."""
-        for name, value in values:
-            self._take(name, value, [value] * _RUNS)
+    def run(self, integer: QdqProgram, args: Any) -> None:
+        """Run the program's model on `args`, each time beside what rounding makes of it."""
+        self._random.manual_seed(0)
+        for _ in range(_RUNS):
+            for name, value in inputs_of(self._program, args):
+                self._take(name, value, value)
+            integer.run(args, observe=self._see)
+        for name in self._squares.keys() - self._lost:
+            deviation = (self._squares[name] / _RUNS).sqrt()
+            self.errors[name] = (_DEVIATIONS * deviation).cpu().numpy()
 
-    def see(self, step: Step, given: tuple[Any, ...], made: tuple[Any, ...]) -> None:
-        """Take what a step of the program made, and let the runs make it too."""
-        runs = self._called(step) if step.outputs[0] in self._calls else [made] * _RUNS
-        for name, value, *each in zip(step.outputs, made, *runs, strict=False):
-            self._take(name, value, each)
+    def _see(self, step: Step, given: tuple[Any, ...], made: tuple[Any, ...]) -> None:
+        moved = self._called(step) if step.outputs[0] in self._calls else made
+        for name, value, other in zip(step.outputs, made, moved, strict=False):
+            self._take(name, value, other)
         for name in step.inputs:
             if self._last.get(name) == step.outputs[0]:
-                self._runs.pop(name, None)
+                self._moved.pop(name, None)
 
-    def _take(self, name: str, value: Any, runs: list[Any]) -> None:
+    def _take(self, name: str, value: Any, moved: Any) -> None:
         if name in self._last:
-            self._runs[name] = runs
-        if name in self._wanted and all(_alike(run, value) for run in runs):
-            squares = torch.stack([(run.double() - value).square() for run in runs])
-            self.values[name] = value.cpu().numpy()
-            self.errors[name] = (_DEVIATIONS * squares.mean(0).sqrt()).cpu().numpy()
+            self._moved[name] = moved
+        if name in self._wanted and isinstance(value, Tensor):
+            if isinstance(moved, Tensor) and moved.shape == value.shape:
+                square = (moved.double() - value).square()
+                self._squares[name] = square + self._squares.get(name, 0)
+                self.values[name] = value.cpu().numpy()
+            else:  # rounding chose other rows
+                self._lost.add(name)
 
-    def _called(self, step: Step) -> list[tuple[Any, ...]]:
-        """What a step makes in each of the runs."""
+    def _called(self, step: Step) -> tuple[Any, ...]:
+        """What a step makes of what was rounded before."""
         call: Any = step.module if step.function is None else step.function
         rounded = self._rounded if step.op == "float" else (lambda value: value)
-        made = []
-        for run in range(_RUNS):
-            args, kwargs = replaced(
-                (step.args, dict(step.kwargs)), lambda ref, i=run: rounded(self._runs[ref.name][i])
-            )
-            result = rounded(call(*args, **kwargs))
-            made.append((result,) if len(step.outputs) == 1 else tuple(result))
-        return made
+        args, kwargs = replaced(
+            (step.args, dict(step.kwargs)), lambda ref: rounded(self._moved[ref.name])
+        )
+        result = rounded(call(*args, **kwargs))
+        return (result,) if len(step.outputs) == 1 else tuple(result)
 
     def _rounded(self, value: Any) -> Any:
         if isinstance(value, list | tuple):
@@ -105,7 +114,3 @@ def _is_call(step: Step) -> bool:
     replaced((step.args, dict(step.kwargs)), refs.append)
     called = step.function is not None or step.module is not None
     return step.op in ("float", "move") and called and all(isinstance(ref, Ref) for ref in refs)
-
-
-def _alike(run: Any, value: Any) -> bool:
-    return isinstance(run, Tensor) and isinstance(value, Tensor) and run.shape == value.shape

@@ -31,7 +31,7 @@ class TensorDifference:
         different: How many are other integers.
         largest: Largest difference in steps.
         ties: How many of the different are one step off because the real value lies between the
-            two steps, as near to the middle as float32's rounding reaches: computed again, in
+            two steps, as near to the middle as rounding of floats reaches: computed again, in
             integers and float64, by neither of the two that are compared.
     """
 

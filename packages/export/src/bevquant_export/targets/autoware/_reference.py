@@ -256,7 +256,7 @@ def run_on_frame(
     path: str | os.PathLike[str], inputs: Any, permutation: tuple[int, ...]
 ) -> dict[str, Tensor]:
     """`run_autoware_onnx` on features and coordinates, each voxel the mean of one point."""
-    features, coords, batch_size = inputs
+    features, coords, batch_size = _frame(inputs, "run_on_frame")
     if int(batch_size) != 1:
         raise ValueError(f"run_on_frame: a batch of {batch_size}; the node gives one")
     made = run_autoware_onnx(
@@ -275,6 +275,19 @@ def run_on_frame(
     }
 
 
+def _frame(inputs: Any, caller: str) -> tuple[Tensor, Tensor, Any]:
+    given = tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,)
+    if len(given) != 3 or not all(isinstance(value, Tensor) for value in given[:2]):
+        kinds = ", ".join(type(value).__name__ for value in given)
+        raise TypeError(
+            f"{caller}: expected features, coordinates [batch and axes] and the batch size, as "
+            f"the encoder's first convolution reads them, got ({kinds}); of a model that computes "
+            "these itself, give what its SparseConvTensor holds"
+        )
+    features, coords, batch_size = given
+    return features, coords, batch_size
+
+
 def compare_autoware_onnx(file: AutowareFile, inputs: Any) -> tuple[LayerDifference, ...]:
     """Run a file by the definition of its operators, and `bevquant_int8sim` in their arithmetic.
 
@@ -290,7 +303,7 @@ def compare_autoware_onnx(file: AutowareFile, inputs: Any) -> tuple[LayerDiffere
     Returns:
         One entry for each convolution and sum, and one for each output; differences are in value.
     """
-    features, coords, _ = inputs
+    features, coords, _ = _frame(inputs, "compare_autoware_onnx")
     made = run_on_frame(file.path, inputs, file.permutation)
     wanted = _simulated(file.graph, features.float(), coords, fused=file.fused)
     before_relu = {node.x for node in file.graph.nodes if isinstance(node, Relu)}
