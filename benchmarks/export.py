@@ -44,8 +44,7 @@ from bevfusion.model import CONFIGS, build_model, random_weights
 from bevfusion.model._encoder import SparseEncoder
 from bevfusion_quant.export._chain import walk
 from bevfusion_quant.export._check import named_inputs
-from bevfusion_quant.export._pieces import Piece, nvidia_pieces
-from bevfusion_quant.export._write import write_piece
+from bevfusion_quant.export._write import Piece, nvidia_pieces, write_piece
 from bevfusion_quant.ptq import (
     FrameBatches,
     calibrate_branch,

@@ -23,7 +23,7 @@ from bevfusion.model import CONFIGS
 from bevfusion.training import make_batch, order_of
 from bevfusion_quant import InputError
 from bevfusion_quant.cli import main
-from bevfusion_quant.export._pieces import _with_weights_of
+from bevfusion_quant.export import nvidia_pieces
 from bevfusion_quant.ptq import FrameBatches, LoadedRun, PtqConfig, load_run, run_evaluate, run_ptq
 from bevfusion_quant.qat import QatConfig, QatResult, Trainer, add_up, run_qat, weighted_layers
 from bevfusion_quant.run import sha256
@@ -309,14 +309,21 @@ def test_learned_ranges_end_as_constants(runs: Path, trained: Path, reloaded: Lo
 
 
 def test_files_hold_the_head_as_trained(start: LoadedRun, reloaded: LoadedRun) -> None:
-    head = _with_weights_of(reloaded.quantized_model.head, reloaded.float_model.head)
-    name = "shared_conv.weight"
-    held = head.state_dict()
-    assert torch.equal(held[name], reloaded.quantized_model.head.state_dict()[name])
-    assert not torch.equal(held[name], reloaded.float_model.head.state_dict()[name])
-    assert held.keys() == start.float_model.head.state_dict().keys()
-    same = _with_weights_of(start.quantized_model.head, start.float_model.head)
-    assert same is start.float_model.head
+    trained, same = (
+        nvidia_pieces(run.float_model, run.quantized_model)[-1] for run in (reloaded, start)
+    )
+    held = trained.float_module.state_dict()
+    own, other = (
+        {f"heads.object.{name}": value for name, value in model.head.state_dict().items()}
+        for model in (reloaded.quantized_model, reloaded.float_model)
+    )
+    name = "heads.object.shared_conv.weight"
+    assert torch.equal(held[name], own[name])
+    assert not torch.equal(held[name], other[name])
+    assert held.keys() == same.float_module.state_dict().keys() == other.keys()
+    assert same.fake_module is same.float_module
+    before = start.float_model.head.state_dict()["shared_conv.weight"]
+    assert torch.equal(same.float_module.state_dict()[name], before)
 
 
 def test_config_and_summary_say_what_was_done(runs: Path, trained: Path) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from bev_data import InputError
-
-__all__ = ["InputError", "VerificationError"]
+from bev_data import InputError as InputError
 
 
 class VerificationError(Exception):

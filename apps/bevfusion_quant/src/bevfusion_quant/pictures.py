@@ -5,21 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from matplotlib import colormaps, rc_context
+from matplotlib.axes import Axes
 from matplotlib.colors import Colormap, ListedColormap
 from matplotlib.figure import Figure
 
-from bevfusion_quant.measure import short_names
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-    from bevfusion.model import LidarConfig
-    from bevfusion_quant.measure import LayerRow, StageMaps
+from bevfusion.model import LidarConfig
+from bevfusion_quant.measure import LayerRow, StageMaps, short_names
 
 __all__ = ["bev_picture", "layer_picture"]
 

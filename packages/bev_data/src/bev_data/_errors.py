@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["InputError"]
-
 
 class InputError(ValueError):
     """Something handed in cannot be used; the message says what is wrong and what to do.

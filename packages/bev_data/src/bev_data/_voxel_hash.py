@@ -7,8 +7,6 @@ from typing import Any
 import numba
 import numpy as np
 
-__all__ = ["assign_voxels", "mean_features"]
-
 # 2^64 / golden ratio: consecutive cells land far apart in the table (Fibonacci hashing).
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 

@@ -10,8 +10,6 @@ from typing import Any
 import numba
 import numpy as np
 
-__all__ = ["candidates_by_cell", "candidates_by_column", "screen_rectangles"]
-
 _NEAR = 0.02  # nothing closer to the camera's plane is seen [m]
 _kernel = numba.njit(cache=True, nogil=True, error_model="numpy")
 

@@ -16,9 +16,6 @@ from bev_scenes._rig import RIGS, CameraRig
 from bev_scenes._scan import scan_street
 from bev_scenes._street import build_street
 
-__all__ = ["SIZES", "SceneSettings", "open_streets", "street_frame"]
-
-
 _T = TypeVar("_T")
 
 

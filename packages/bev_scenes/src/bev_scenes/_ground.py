@@ -10,8 +10,6 @@ import numpy.typing as npt
 
 from bev_scenes._raycast import ground_height
 
-__all__ = ["Ground", "make_ground"]
-
 _CELLS = 91  # every 2 m, ±90 m
 
 

@@ -14,9 +14,6 @@ from bev_scenes._solid_arrays import SolidArrays, columns_of, in_order, place
 from bev_scenes._solids import unit
 from bev_scenes._street import Street
 
-__all__ = ["Pose", "into_frame", "labels_of", "scanner_pose"]
-
-
 _Array = npt.NDArray[np.float64]
 Pose = tuple[_Array, tuple[float, float]]  # origin in the world, cosine and sine of its turn
 _COLUMNS = 360

@@ -6,8 +6,6 @@ import numpy as np
 
 from bev_scenes._solids import Material, SceneObject, Shape, Solid
 
-__all__ = ["pedestrian", "rider_solids"]
-
 _TUBE, _BALL = Shape.CYLINDER, Shape.ELLIPSOID
 
 

@@ -12,8 +12,6 @@ from bev_data.points import Frame, Labels
 from bev_scenes._frame import street_frame
 from bev_scenes._rig import RIGS
 
-__all__ = ["draw_scene"]
-
 _Array = npt.NDArray[np.float64]
 _NIGHT, _PALE = "#0d1117", "#c9d1d9"
 _ROWS = (

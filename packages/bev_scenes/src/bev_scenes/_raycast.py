@@ -15,18 +15,6 @@ import numpy as np
 
 from bev_scenes._solids import Material, Shape
 
-__all__ = [
-    "CELL",
-    "GROUND",
-    "NOTHING",
-    "cast_pixels",
-    "cast_rays",
-    "cast_shadows",
-    "ground_height",
-    "ground_heights",
-    "silhouettes",
-]
-
 NOTHING, GROUND = -1, -2
 CELL = 1.0  # of the grid of shadow candidates [m]
 _BOX, _CYLINDER = int(Shape.BOX), int(Shape.CYLINDER)

@@ -19,8 +19,6 @@ from bev_scenes._solid_arrays import SolidArrays, gather, in_order, place
 from bev_scenes._solids import Material, SceneObject, Solid
 from bev_scenes._street import Street
 
-__all__ = ["GROUND_PIXEL", "SKY_PIXEL", "Picture", "render_street"]
-
 GROUND_PIXEL, SKY_PIXEL = -1, -2
 _Array = npt.NDArray[np.float64]
 _TILE = 16  # pixels

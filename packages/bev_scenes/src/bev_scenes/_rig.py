@@ -10,8 +10,6 @@ import numpy.typing as npt
 
 from bev_scenes._solids import unit
 
-__all__ = ["RIGS", "CameraMount", "CameraRig"]
-
 
 @dataclass(frozen=True)
 class CameraMount:

@@ -17,8 +17,6 @@ from bev_scenes._solid_arrays import SolidArrays, columns_of, gather, in_order, 
 from bev_scenes._solids import REFLECTIVITY, Material, units
 from bev_scenes._street import Street
 
-__all__ = ["Scan", "scan_street"]
-
 _REFLECTIVITY = np.array([REFLECTIVITY[m][0] for m in Material])
 _LOSS = np.array([REFLECTIVITY[m][1] for m in Material])
 

@@ -18,8 +18,6 @@ import numpy.typing as npt
 
 from bev_scenes._solids import Material, Shape, unit
 
-__all__ = ["make_daylight", "shade"]
-
 _Array = npt.NDArray[np.float64]
 
 

@@ -13,8 +13,6 @@ from bev_scenes._raycast import ground_heights
 from bev_scenes._solids import units
 from bev_scenes._street import Street
 
-__all__ = ["SolidArrays", "columns_of", "gather", "in_order", "place"]
-
 _Array = npt.NDArray[np.float64]
 
 

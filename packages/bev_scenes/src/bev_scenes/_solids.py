@@ -9,8 +9,6 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["REFLECTIVITY", "Material", "SceneObject", "Shape", "Solid", "unit", "units"]
-
 
 class Shape(IntEnum):
     """Shape of a solid; every one stands upright and turns about the vertical alone."""

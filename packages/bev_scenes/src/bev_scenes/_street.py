@@ -13,8 +13,6 @@ from bev_scenes._people import pedestrian
 from bev_scenes._solids import SceneObject, unit
 from bev_scenes._vehicles import bus, car, cyclist, excavator, motorcycle, trailer, truck
 
-__all__ = ["EgoPath", "Street", "build_street"]
-
 _REACH = 78.0  # half the length of the street [m]
 _LANE = 2.0  # middle of a lane, from the middle of the street [m]
 _UP, _DOWN = math.pi / 2, -math.pi / 2  # headings along +y and −y

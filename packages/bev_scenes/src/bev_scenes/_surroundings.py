@@ -6,18 +6,6 @@ import numpy as np
 
 from bev_scenes._solids import Material, SceneObject, Shape, Solid
 
-__all__ = [
-    "barrier",
-    "building",
-    "fence",
-    "hedge",
-    "lamp",
-    "sign",
-    "traffic_cone",
-    "traffic_light",
-    "tree",
-]
-
 _BOX, _TUBE, _BALL = Shape.BOX, Shape.CYLINDER, Shape.ELLIPSOID
 
 

@@ -7,8 +7,6 @@ import numpy as np
 from bev_scenes._people import rider_solids
 from bev_scenes._solids import Material, SceneObject, Shape, Solid
 
-__all__ = ["bus", "car", "cyclist", "excavator", "motorcycle", "trailer", "truck"]
-
 _BOX = Shape.BOX
 
 

@@ -12,21 +12,6 @@ from bevquant_hybrid._leaf import wrap
 from bevquant_hybrid._torch_operator import operator
 from bevquant_hybrid.qtensor import QTensor, as_float
 
-__all__ = [
-    "bgr2centered_gray",
-    "bgr2centered_yuv",
-    "bgr2gray",
-    "bgr2rgb",
-    "bgr2yuv",
-    "centered_yuv2bgr",
-    "centered_yuv2rgb",
-    "rgb2bgr",
-    "rgb2centered_gray",
-    "rgb2centered_yuv",
-    "rgb2gray",
-    "rgb2yuv",
-]
-
 # 256 times the coefficients of BT.601, rounded so that the rows of U and V sum to 0 and full-swing
 # Y to 256: white, grey and black have no colour.
 _TO_YUV: dict[str, tuple[tuple[int, int, int], ...]] = {

@@ -19,8 +19,6 @@ from bevquant_hybrid.nn.quantized import fixed_point_form
 from bevquant_hybrid.nn.quantized._base import FixedPoint
 from bevquant_hybrid.qtensor import QTensor
 
-__all__ = ["convert_in_place", "refuse_converted"]
-
 
 def preserved_form(module: nn.Module, rounding: str) -> nn.Module | None:
     """Let a QAT module compute as it trained, on integers that come in, and hand integers on.

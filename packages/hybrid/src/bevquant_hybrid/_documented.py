@@ -8,8 +8,6 @@ from typing import Any
 
 from bevquant_quantizers.plugins import installed, load
 
-__all__ = ["names_from", "tool"]
-
 _GROUP = "bevquant_hybrid.documented"  # entry points: where this package documents it → its module
 
 

@@ -12,8 +12,6 @@ from torch import Tensor
 import bevquant_int8sim as int8sim
 from bevquant_hybrid._torch_operator import operator
 
-__all__ = ["split_mask"]
-
 _STORAGE = {8: torch.int8, 16: torch.int16, 32: torch.int32}
 
 

@@ -11,8 +11,6 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.fx import Proxy, _symbolic_trace
 
-__all__ = ["LEAF_MARK", "MethodCall", "wrap"]
-
 LEAF_MARK = "_bevquant_hybrid_leaf"  # attribute of classes that are one node
 
 Wrapped = TypeVar("Wrapped", bound=Any)

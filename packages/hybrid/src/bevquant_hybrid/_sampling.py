@@ -11,14 +11,6 @@ from torch import Tensor
 
 from bevquant_hybrid._torch_operator import operator
 
-__all__ = [
-    "grid_sample_integers",
-    "multi_scale_roi_align",
-    "roi_align",
-    "roi_align_real",
-    "sampling_places",
-]
-
 
 def _ends(at: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Pixels on either side of positions, the share of the second, and which lie within reach.

@@ -28,8 +28,6 @@ from bevquant_hybrid.qtensor import (
     payload,
 )
 
-__all__ = ["clamped", "gives_plain", "rule_of"]
-
 _SEEN_OTHERWISE = ("H", "T", "mH", "mT", "data")  # attributes that are views
 _NO_FACTS = (*_SEEN_OTHERWISE, "real", "imag", "__weakref__")
 _FACTS = {

@@ -7,8 +7,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-__all__ = ["operator"]
-
 _NAMESPACE = "bevquant_hybrid"
 Function = TypeVar("Function", bound=Callable[..., Any])
 

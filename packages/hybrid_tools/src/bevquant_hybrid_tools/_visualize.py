@@ -33,8 +33,6 @@ from bevquant_hybrid.quantization.quantize_fx import fuse_fx
 from bevquant_hybrid_tools.drawing import DrawnNode, draw_partition
 from bevquant_quantizers.documents import write_whole
 
-__all__ = ["visualize_model", "visualize_partition"]
-
 _PASSED_OVER = ("Identity", "Dropout", "Dropout2d")  # nothing of them is left on a BPU
 
 

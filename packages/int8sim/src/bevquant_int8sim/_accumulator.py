@@ -5,10 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = [
-    "AccumulatorOverflowError", "check_accumulators", "largest_sum", "proves_safe", "sums_of_sizes",
-]  # fmt: skip
-
 _LIMIT = 2**31
 _REMEDY = "use fewer bits for its input or its weight, or split the layer's input channels"
 

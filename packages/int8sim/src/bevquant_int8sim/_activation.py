@@ -12,8 +12,6 @@ from bevquant_int8sim._integers import check_integer_tensor, integer_range
 from bevquant_int8sim._rounding import check_rounding, round_float
 from bevquant_int8sim._scales import single_scale
 
-__all__ = ["int8_leaky_relu", "int8_relu", "int8_relu6"]
-
 
 def int8_relu(
     x: Tensor, multiplier: float = 1.0, *, rounding: str = "half_even", name: str = "int8_relu"

@@ -11,8 +11,6 @@ import torch
 
 from bevquant_int8sim._matmul import matmul_method
 
-__all__ = ["BackendStatus", "backend_report", "check_backend", "choose_backend"]
-
 logger = logging.getLogger(__name__)
 _COMPILED = ("amx", "vnni", "portable")
 _BACKENDS = ("auto", *_COMPILED, "torch")

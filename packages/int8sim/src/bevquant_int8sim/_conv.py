@@ -22,10 +22,6 @@ from bevquant_int8sim._grid_axes import (
 from bevquant_int8sim._output import make_output, with_addend
 from bevquant_int8sim._prepared import Memo
 
-__all__ = [
-    "int8_conv1d", "int8_conv2d", "int8_conv3d", "int8_conv_transpose2d", "int8_linear",
-]  # fmt: skip
-
 Ints = int | Sequence[int]
 Padding = int | Sequence[int] | Sequence[Sequence[int]]
 

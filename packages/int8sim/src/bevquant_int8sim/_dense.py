@@ -22,8 +22,6 @@ from bevquant_int8sim._output import Output
 from bevquant_int8sim._prepared import Memo
 from bevquant_int8sim._weight_cache import remembered
 
-__all__ = ["check_bias", "check_operands", "run_dense"]
-
 _VECTOR = 16  # output channels that the kernels compute at once
 
 

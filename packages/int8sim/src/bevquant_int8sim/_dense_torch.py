@@ -12,8 +12,6 @@ from bevquant_int8sim._grid import make_grid
 from bevquant_int8sim._grid_axes import Axis
 from bevquant_int8sim._matmul import exact_matmul
 
-__all__ = ["accumulate"]
-
 _BLOCK_VALUES = 2**24  # gathered values of a block
 
 

@@ -8,8 +8,6 @@ from torch import Tensor
 from bevquant_int8sim._rounding import shift_right
 from bevquant_int8sim._scales import checked_scale
 
-__all__ = ["fixed_point_multiplier", "multiply_fixed_point"]
-
 _NOTHING_LEFT = 62  # |acc · mantissa| ≤ 2³¹·(2³¹ − 1) < 2⁶²: shifted further it rounds to 0
 
 

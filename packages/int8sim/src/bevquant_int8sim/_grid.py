@@ -10,8 +10,6 @@ import numpy.typing as npt
 
 from bevquant_int8sim._grid_axes import Axis
 
-__all__ = ["Grid", "make_grid"]
-
 
 @dataclass(frozen=True, eq=False)
 class Grid:

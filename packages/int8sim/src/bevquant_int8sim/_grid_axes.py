@@ -8,16 +8,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = [
-    "Axis",
-    "check_outputs",
-    "conv_axis",
-    "per_axis",
-    "per_side",
-    "transposed_axis",
-    "transposed_size",
-]
-
 _MOST = 2**31 - 1
 
 

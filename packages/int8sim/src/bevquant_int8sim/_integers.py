@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["check_integer_tensor", "holding_dtype", "integer_range"]
-
 _HOLDING = {8: torch.int8, 16: torch.int16, 32: torch.int32}
 
 

@@ -15,8 +15,6 @@ from bevquant_int8sim._requantize import check_arithmetic, requantize
 from bevquant_int8sim._rounding import check_rounding, round_float, shift_right
 from bevquant_int8sim._scales import along_axis, single_scale
 
-__all__ = ["int8_add", "int8_concat", "rounded_sum"]
-
 
 def int8_add(
     a: Tensor,

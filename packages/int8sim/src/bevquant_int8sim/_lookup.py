@@ -12,8 +12,6 @@ from bevquant_int8sim._quantize import quantize
 from bevquant_int8sim._rounding import check_rounding
 from bevquant_int8sim._scales import single_scale
 
-__all__ = ["int8_lookup", "lookup_table"]
-
 
 def lookup_table(
     function: Callable[[Tensor], Tensor],

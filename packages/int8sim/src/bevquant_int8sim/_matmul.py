@@ -10,8 +10,6 @@ from torch import Tensor
 
 from bevquant_int8sim._saturating import saturating_operands
 
-__all__ = ["exact_matmul", "matmul_method"]
-
 logger = logging.getLogger(__name__)
 
 # 1024 products of int8 are at most 1024·128·128 = 2²⁴: every partial sum is a whole float32,

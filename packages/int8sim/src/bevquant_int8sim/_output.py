@@ -19,8 +19,6 @@ from bevquant_int8sim._scales import along_axis, checked_scale, single_scale
 if TYPE_CHECKING:
     from bevquant_int8sim._tile_output import Requantization
 
-__all__ = ["Output", "make_output", "with_addend"]
-
 _BITS = {torch.int8: 8, torch.int16: 16, torch.int32: 32}
 
 

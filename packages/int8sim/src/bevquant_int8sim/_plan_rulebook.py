@@ -9,8 +9,6 @@ from torch import Tensor
 
 from bevquant_sparse import Rulebook, build_rulebook
 
-__all__ = ["plan_rulebook"]
-
 
 def plan_rulebook(
     indices: Tensor,

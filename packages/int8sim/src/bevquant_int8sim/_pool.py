@@ -15,8 +15,6 @@ from bevquant_int8sim._integers import check_integer_tensor, integer_range
 from bevquant_int8sim._rounding import check_rounding, round_float
 from bevquant_int8sim._scales import single_scale
 
-__all__ = ["int8_avg_pool", "int8_max_pool"]
-
 Ints = int | Sequence[int]
 
 _SMALL = 1 << 14  # values; below, loading numba is not worth it

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from bevquant_int8sim._weight_cache import remembered
 
-__all__ = ["Memo"]
-
 _SHAPES = 8  # that a weight's calls are kept for
 
 Prepared = Callable[[Tensor, Tensor | None], Tensor]

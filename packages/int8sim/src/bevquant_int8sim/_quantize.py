@@ -9,8 +9,6 @@ from bevquant_int8sim._integers import check_integer_tensor, holding_dtype, inte
 from bevquant_int8sim._rounding import check_rounding, round_float
 from bevquant_int8sim._scales import along_axis, checked_scale, single_scale
 
-__all__ = ["dequantize", "quantize", "quantize_bias"]
-
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
 

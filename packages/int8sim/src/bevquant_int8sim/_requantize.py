@@ -11,8 +11,6 @@ from bevquant_int8sim._integers import check_integer_tensor, holding_dtype, inte
 from bevquant_int8sim._rounding import check_rounding, round_float
 from bevquant_int8sim._scales import along_axis, checked_scale
 
-__all__ = ["ARITHMETICS", "check_arithmetic", "requantize"]
-
 ARITHMETICS = ("float64", "fixed_point")
 
 

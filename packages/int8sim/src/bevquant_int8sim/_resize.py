@@ -13,8 +13,6 @@ from bevquant_int8sim._integers import check_integer_tensor, integer_range
 from bevquant_int8sim._rounding import check_rounding, round_float
 from bevquant_int8sim._scales import single_scale
 
-__all__ = ["int8_resize"]
-
 _AT_ONCE = 1 << 18  # values of the result
 
 

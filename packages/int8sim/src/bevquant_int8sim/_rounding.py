@@ -7,8 +7,6 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-__all__ = ["ROUNDINGS", "Rounding", "check_rounding", "round_float", "shift_right"]
-
 Rounding = Literal["half_even", "half_up", "half_away"]
 ROUNDINGS: tuple[str, ...] = get_args(Rounding)
 

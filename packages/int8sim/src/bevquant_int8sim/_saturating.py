@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["saturating_operands"]
-
 
 def saturating_operands(
     rows: int, depth: int, columns: int

@@ -7,8 +7,6 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["along_axis", "checked_scale", "single_scale"]
-
 _SMALLEST = 2.0**-126  # the smallest normal float32: chips flush what lies below
 
 

@@ -21,8 +21,6 @@ from bevquant_int8sim._scales import checked_scale
 from bevquant_int8sim._weight_cache import remembered
 from bevquant_sparse import Rulebook, WeightLayout, permute_weight
 
-__all__ = ["int8_sparse_conv"]
-
 
 def int8_sparse_conv(
     features: Tensor,

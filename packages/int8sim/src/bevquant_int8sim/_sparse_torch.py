@@ -8,8 +8,6 @@ from torch import Tensor
 from bevquant_int8sim._matmul import exact_matmul
 from bevquant_sparse import Rulebook
 
-__all__ = ["accumulate"]
-
 _BLOCK_VALUES = 2**24  # gathered values of a block
 
 

@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Requantization", "Residual"]
-
 _NEAR_TIE = 2.0**-13
 _LARGE = 2.0**90  # times an accumulator, this stays far below the largest float32
 

@@ -10,8 +10,6 @@ from torch import Tensor
 from bevquant_int8sim._grid_axes import check_outputs, per_axis
 from bevquant_int8sim._integers import check_integer_tensor
 
-__all__ = ["int8_to_dense"]
-
 
 def int8_to_dense(
     features: Tensor,

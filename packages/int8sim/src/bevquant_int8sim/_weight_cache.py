@@ -9,8 +9,6 @@ from typing import Any
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["remembered"]
-
 _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _lock = Lock()
 

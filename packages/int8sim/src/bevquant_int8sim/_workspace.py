@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["empty"]
-
 _LINE = 64  # bytes of a cache line, at whose start each block begins
 _SMALLEST = 1 << 14  # bytes; below, the C library hands blocks on by itself
 _BUDGET = 1 << 26  # bytes that lie idle at most

@@ -11,8 +11,6 @@ from bevquant_qnn._descriptors import InputDefault
 from bevquant_qnn._sparse_tensor import features_of, with_features
 from bevquant_quantizers import QuantDescriptor, TensorQuantizer
 
-__all__ = ["QuantAdd"]
-
 
 class QuantAdd(InputDefault, nn.Module):
     """Add two tensors after fake-quantizing both with one quantizer.

@@ -14,8 +14,6 @@ from bevquant_qnn._precision import Precision
 from bevquant_qnn._precision_plan import PrecisionPlan
 from bevquant_qnn._sensitivity_table import SensitivityTable
 
-__all__ = ["BIT_OPERATIONS", "Budget", "assign_precision"]
-
 BIT_OPERATIONS: Mapping[Precision, float] = MappingProxyType(
     {"int4": 0.5, "int8": 1.0, "int16": 2.0, "float": 4.0}
 )

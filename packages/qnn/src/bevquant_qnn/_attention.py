@@ -14,8 +14,6 @@ from bevquant_qnn._linear import QuantLinear
 from bevquant_qnn._takeover import no_source, take_over
 from bevquant_quantizers import QuantDescriptor
 
-__all__ = ["QuantMultiheadAttention", "QuantProjection"]
-
 
 class QuantProjection(QuantLinear):
     """One of an attention's input projections: a linear layer over rows of the attention's weight.

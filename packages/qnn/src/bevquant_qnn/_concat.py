@@ -12,8 +12,6 @@ from bevquant_qnn._descriptors import InputDefault
 from bevquant_qnn._sparse_tensor import features_of, with_features
 from bevquant_quantizers import QuantDescriptor, TensorQuantizer
 
-__all__ = ["QuantConcat"]
-
 
 class QuantConcat(InputDefault, nn.Module):
     """Concatenate tensors after fake-quantizing each with one quantizer.

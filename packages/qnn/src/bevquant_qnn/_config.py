@@ -12,8 +12,6 @@ from bevquant_qnn._descriptors import Axis
 from bevquant_quantizers import QuantDescriptor
 from bevquant_quantizers.documents import as_form, parse_json
 
-__all__ = ["QuantConfig"]
-
 Calibrator = Literal["histogram", "max"]
 
 _SCHEMA = 1

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from bevquant_qnn._weighted import QuantWeighted
 from bevquant_quantizers import QuantDescriptor
 
-__all__ = ["QuantConv1d", "QuantConv2d", "QuantConv3d"]
-
 
 class _QuantConvNd(QuantWeighted):
     def __init__(

@@ -12,8 +12,6 @@ from bevquant_qnn._descriptors import Axis
 from bevquant_qnn._weighted import QuantWeighted
 from bevquant_quantizers import QuantDescriptor
 
-__all__ = ["QuantConvTranspose1d", "QuantConvTranspose2d", "QuantConvTranspose3d"]
-
 _FUNCTIONS: dict[int, Callable[..., Tensor]] = {
     1: F.conv_transpose1d,
     2: F.conv_transpose2d,

@@ -8,13 +8,6 @@ from __future__ import annotations
 
 from bevquant_quantizers import QuantDescriptor
 
-__all__ = [
-    "Axis",
-    "InputDefault",
-    "WeightDefault",
-    "check_fake_quant",
-]
-
 Axis = int | tuple[int, ...] | None
 
 

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from bevquant_qnn._snapshots import tensors
 
-__all__ = ["distillation_loss"]
-
 Kind = Literal["kl", "mse"]
 
 

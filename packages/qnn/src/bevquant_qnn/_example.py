@@ -14,8 +14,6 @@ from bevquant_graph import is_sparse_tensor, running
 from bevquant_qnn._sparse_tensor import with_features
 from bevquant_quantizers import TensorQuantizer
 
-__all__ = ["evaluation", "fresh", "run"]
-
 
 def fresh(value: Any) -> Any:
     """Give a sparse input its own rulebook cache: spconv refuses a key that is already there."""

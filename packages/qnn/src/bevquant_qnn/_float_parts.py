@@ -15,8 +15,6 @@ from bevquant_qnn._result import SkippedModule
 from bevquant_qnn._steps import Steps
 from bevquant_quantizers import TensorQuantizer
 
-__all__ = ["PRODUCTS", "float_functions", "float_layers"]
-
 # Kinds of operators that make new values in float, and operators of these kinds that only move
 # them or are fused into a layer. Additions have their own notes.
 _COMPUTES = frozenset({"float", "layer", "norm", "resize", "avg_pool"})

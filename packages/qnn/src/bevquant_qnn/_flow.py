@@ -17,8 +17,6 @@ from bevquant_qnn._place_joins import Followed, Join
 from bevquant_qnn._steps import Steps
 from bevquant_quantizers import TensorQuantizer
 
-__all__ = ["Flow", "Read", "follow"]
-
 
 @dataclass(frozen=True)
 class Read:

@@ -12,8 +12,6 @@ from bevquant_qnn._sparse_convolution import QuantSparseConvolution
 from bevquant_qnn._weighted import QuantWeighted
 from bevquant_quantizers import TensorQuantizer, named_quantizers
 
-__all__ = ["RangeFollower", "keep_within_ranges", "narrow_weights", "weighted_layers"]
-
 
 def weighted_layers(model: nn.Module) -> list[Any]:
     """The modules that quantize a weight, those whose quantizer is disabled apart.

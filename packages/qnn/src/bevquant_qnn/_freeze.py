@@ -9,8 +9,6 @@ from bevquant_qnn._sparse_convolution import QuantSparseConvolution
 from bevquant_qnn._weighted import QuantWeighted
 from bevquant_quantizers import TensorQuantizer
 
-__all__ = ["freeze", "range_in_use", "weights_read"]
-
 
 def freeze(model: nn.Module) -> tuple[str, ...]:
     """Fix the range of every active quantizer of the model, in place.

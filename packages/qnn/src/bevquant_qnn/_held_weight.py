@@ -23,8 +23,6 @@ from bevquant_qnn._takeover import take_over
 from bevquant_qnn._weighted import QuantWeighted
 from bevquant_quantizers import QuantDescriptor
 
-__all__ = ["PRODUCT_CALLS", "HeldWeight", "Product", "held_layers", "holds_weight", "product_of"]
-
 _CONV = inspect.signature(
     lambda input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1: None
 )

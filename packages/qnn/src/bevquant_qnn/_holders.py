@@ -9,8 +9,6 @@ from torch import nn
 
 from bevquant_quantizers import TensorQuantizer
 
-__all__ = ["Holder", "activation_quantizers"]
-
 
 @dataclass(frozen=True, eq=False)
 class Holder:

@@ -31,18 +31,6 @@ from torch.overrides import TorchFunctionMode
 
 from bevquant_qnn._held_weight import PRODUCT_CALLS, HeldWeight, Product, product_of
 
-__all__ = [
-    "CALLS",
-    "JoinCall",
-    "JoinSite",
-    "Recorder",
-    "Site",
-    "Target",
-    "join_class",
-    "plan_of",
-    "site_of",
-]
-
 _ADDS = frozenset({torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__iadd__})
 _CATS = frozenset({torch.cat, torch.concat, torch.concatenate})
 _JOINS = _ADDS | _CATS

@@ -10,20 +10,6 @@ from bevquant_graph import layer_class
 from bevquant_qnn._sparse_convolution import QuantSparseConvolution
 from bevquant_sparse import is_sparse_conv, library_name
 
-__all__ = [
-    "ends_in_conv",
-    "has_sparse_conv",
-    "is_batch_norm",
-    "is_dense_conv",
-    "is_identity",
-    "is_library_module",
-    "is_plain_chain",
-    "is_quantized",
-    "is_sparse_module",
-    "is_table",
-    "only_shapes",
-]
-
 _LIBRARIES = ("torch", "spconv", "bevquant_qnn", "bevquant_quantizers", "pytorch_quantization")
 _CHAINS = ("Sequential", "SparseSequential")
 _TABLES = frozenset(

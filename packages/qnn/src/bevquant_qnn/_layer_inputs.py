@@ -15,8 +15,6 @@ from bevquant_qnn._sparse_convolution import QuantSparseConvolution
 from bevquant_qnn._weighted import QuantWeighted
 from bevquant_quantizers import TensorQuantizer
 
-__all__ = ["Forward", "call", "inference", "input_of", "layers_called"]
-
 Forward = Callable[[nn.Module, Any], Any]
 
 

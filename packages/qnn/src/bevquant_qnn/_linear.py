@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from bevquant_qnn._weighted import QuantWeighted
 from bevquant_quantizers import QuantDescriptor
 
-__all__ = ["QuantLinear"]
-
 
 class QuantLinear(QuantWeighted, nn.Linear):
     """`torch.nn.Linear` on a fake-quantized input [..., in] and weight [out, in].

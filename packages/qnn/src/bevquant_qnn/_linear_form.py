@@ -13,8 +13,6 @@ from torch import Generator, Tensor, nn
 from bevquant_qnn._sparse_convolution import QuantSparseConvolution
 from bevquant_sparse import WeightLayout, conv_forward, permute_weight, set_weight
 
-__all__ = ["grid_step", "matrix_of", "put_matrix", "sampled_patches"]
-
 
 def matrix_of(module: Any) -> Tensor:
     """Return the weight as [groups, out/groups, in/groups · kernel], the input channel slowest."""

@@ -25,8 +25,6 @@ from bevquant_qnn._place_joins import Followed, Join, may_join
 from bevquant_qnn._steps import Call, Steps
 from bevquant_quantizers import TensorQuantizer
 
-__all__ = ["observe"]
-
 
 def observe(
     model: nn.Module, config: QuantConfig, example_inputs: Any, graph: Graph | None = None

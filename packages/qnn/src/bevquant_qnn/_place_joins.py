@@ -22,8 +22,6 @@ from bevquant_qnn._steps import Call, Steps
 from bevquant_qnn._takeover import attach_quantizer
 from bevquant_quantizers import TensorQuantizer
 
-__all__ = ["Followed", "Join", "may_join", "quantize_joins"]
-
 
 @dataclass(frozen=True, eq=False)
 class Join:

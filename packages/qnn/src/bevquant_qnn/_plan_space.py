@@ -14,9 +14,6 @@ from bevquant_qnn._precision_groups import PrecisionGroup, precision_groups
 from bevquant_qnn._precision_plan import PlannedGroup, PrecisionPlan
 from bevquant_qnn._sensitivity_table import SensitivityTable
 
-__all__ = ["Choice", "PlanSpace", "Point", "Precisions", "front", "plan_space"]
-
-
 # The plan's cost is exact, its loss within a hair of the least.
 _POINTS = 4096
 

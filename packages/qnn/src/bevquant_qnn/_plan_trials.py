@@ -16,8 +16,6 @@ from bevquant_qnn._replay import Replay
 from bevquant_qnn._scores import Score
 from bevquant_quantizers import TensorQuantizer
 
-__all__ = ["PlanTrials"]
-
 Settings = dict[TensorQuantizer, Setting]
 Run = Callable[[nn.Module, Any], Any]
 

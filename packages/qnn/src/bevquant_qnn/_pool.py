@@ -11,19 +11,6 @@ from bevquant_qnn._descriptors import InputDefault
 from bevquant_qnn._takeover import attach_quantizer, no_source, take_over
 from bevquant_quantizers import QuantDescriptor, TensorQuantizer
 
-__all__ = [
-    "QuantAdaptiveAvgPool1d",
-    "QuantAdaptiveAvgPool2d",
-    "QuantAdaptiveAvgPool3d",
-    "QuantAvgPool1d",
-    "QuantAvgPool2d",
-    "QuantAvgPool3d",
-    "QuantMaxPool1d",
-    "QuantMaxPool2d",
-    "QuantMaxPool3d",
-    "QuantPool",
-]
-
 
 class QuantPool(InputDefault, nn.Module):
     """Mixin: `_input_quantizer` and `from_float` for a pooling class named by `float_class`.

@@ -13,17 +13,6 @@ from torch import Tensor
 from bevquant_quantizers import TensorQuantizer
 from bevquant_quantizers.calib import HistogramCalibrator
 
-__all__ = [
-    "PRECISIONS",
-    "Precision",
-    "Setting",
-    "check_precisions",
-    "own_precision",
-    "put",
-    "set_for_now",
-    "setting_at",
-]
-
 Precision = Literal["int4", "int8", "int16", "float"]
 
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)

@@ -12,8 +12,6 @@ from bevquant_qnn._kinds import is_quantized
 from bevquant_qnn._share import Groups
 from bevquant_quantizers import TensorQuantizer
 
-__all__ = ["PrecisionGroup", "precision_groups"]
-
 
 @dataclass(frozen=True)
 class PrecisionGroup:

@@ -15,9 +15,6 @@ from bevquant_qnn._precision import Precision, check_precisions, put, setting_at
 from bevquant_qnn._precision_groups import precision_groups
 from bevquant_quantizers.documents import DocumentError, Finite, JsonDocument, parse_json
 
-__all__ = ["PlannedGroup", "PrecisionPlan", "apply_precision"]
-
-
 _SCHEMA = "bevquant-precision/1"
 
 

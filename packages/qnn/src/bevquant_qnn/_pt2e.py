@@ -26,8 +26,6 @@ from bevquant_qnn._share import ranges_of
 from bevquant_qnn._weighted import QuantWeighted
 from bevquant_quantizers import QuantDescriptor, TensorQuantizer
 
-__all__ = ["pt2e_quantizer"]
-
 
 def pt2e_quantizer(config: QuantConfig | None = None, *, method: str = "mse") -> Any:
     """A quantizer for `torchao`'s ``prepare_pt2e`` with `quantize_model`'s placement.

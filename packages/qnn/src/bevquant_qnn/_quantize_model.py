@@ -23,8 +23,6 @@ from bevquant_qnn._takeover import unchanged_on_error
 from bevquant_qnn._trace import trace
 from bevquant_quantizers import TensorQuantizer, adopt_quantizers
 
-__all__ = ["quantize_model", "quantized"]
-
 
 def quantize_model(
     model: nn.Module | ExportedProgram,

@@ -7,8 +7,6 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-__all__ = ["Kept", "deal_out", "gather_dealt", "rank_and_world"]
-
 
 class Kept(Protocol):
     """Keeps what was measured on each batch, so that a run that ended early can go on."""

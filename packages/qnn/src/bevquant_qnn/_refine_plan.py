@@ -18,8 +18,6 @@ from bevquant_qnn._ranks import Kept
 from bevquant_qnn._scores import Metric, Reduce, loss_of, score_of
 from bevquant_qnn._sensitivity_table import SensitivityTable
 
-__all__ = ["RefinedPlan", "refine_plan"]
-
 _POINTS = 512  # of each front: what is chosen is measured, so a hair's breadth does not matter
 _SHARES_IN_COMPANY = (0.0, 0.25, 0.5, 0.75, 1.0)
 # A change that gains less than this part of the largest gain is not made.

@@ -18,8 +18,6 @@ from bevquant_qnn._weighted import QuantWeighted
 from bevquant_quantizers import TensorQuantizer
 from bevquant_sparse import is_sparse_conv
 
-__all__ = ["has_quantized_form", "put_back", "replace_layers"]
-
 _DENSE: tuple[type[Any], ...] = (
     _conv.QuantConv1d,
     _conv.QuantConv2d,
@@ -30,7 +28,9 @@ _DENSE: tuple[type[Any], ...] = (
     _linear.QuantLinear,
 )
 _POOLS: tuple[type[Any], ...] = tuple(
-    getattr(_pool, name) for name in _pool.__all__ if name != "QuantPool"
+    kind
+    for kind in vars(_pool).values()
+    if isinstance(kind, type) and issubclass(kind, _pool.QuantPool) and kind is not _pool.QuantPool
 )
 # spconv's other modules that read features: class name to what keeps them float.
 _SPARSE_FLOAT = {

@@ -13,8 +13,6 @@ from bevquant_qnn._kinds import is_library_module
 from bevquant_qnn._snapshots import UnknownValue, copied, kept, same, tensors
 from bevquant_quantizers import TensorQuantizer
 
-__all__ = ["Replay"]
-
 Forward = Callable[..., Any]
 Calls = Callable[[nn.Module, Forward, tuple[Any, ...], dict[str, Any]], Any]
 

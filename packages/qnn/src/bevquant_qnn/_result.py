@@ -6,13 +6,6 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-__all__ = [
-    "QuantizeResult",
-    "QuantizedModule",
-    "SharedQuantizer",
-    "SkippedModule",
-]
-
 
 @dataclass(frozen=True)
 class QuantizedModule:

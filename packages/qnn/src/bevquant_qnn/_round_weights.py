@@ -15,8 +15,6 @@ from bevquant_qnn._layer_inputs import Forward, call, inference, input_of, layer
 from bevquant_qnn._linear_form import grid_step, matrix_of, put_matrix, sampled_patches
 from bevquant_quantizers import quantization_disabled
 
-__all__ = ["RoundedLayer", "RoundingResult", "gptq", "round_weights"]
-
 Rounding = Literal["gptq", "nearest"]
 
 

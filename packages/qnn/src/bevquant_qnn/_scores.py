@@ -12,8 +12,6 @@ from torch import Tensor
 
 from bevquant_qnn._snapshots import tensors
 
-__all__ = ["Metric", "Reduce", "Score", "loss_of", "score_after", "score_of"]
-
 Metric = Callable[[Any, Any], Any]
 Reduce = Callable[[Sequence[Any]], float]
 

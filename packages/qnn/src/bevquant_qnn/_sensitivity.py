@@ -30,8 +30,6 @@ from bevquant_qnn._sparse_tensor import features_of
 from bevquant_quantizers import TensorQuantizer
 from bevquant_sparse import Rulebook, build_rulebook
 
-__all__ = ["sensitivity"]
-
 Settings = dict[TensorQuantizer, Setting]
 
 

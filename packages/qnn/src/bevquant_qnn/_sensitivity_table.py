@@ -13,8 +13,6 @@ from bevquant_qnn._precision import check_precisions
 from bevquant_qnn._scores import loss_of, score_after
 from bevquant_quantizers.documents import Count, Finite, JsonDocument, parse_json, text_table
 
-__all__ = ["SensitivityRow", "SensitivityTable"]
-
 _SCHEMA = "bevquant-sensitivity/1"
 
 

@@ -14,8 +14,6 @@ from bevquant_qnn._holders import Holder, activation_quantizers
 from bevquant_qnn._result import SharedQuantizer, SkippedModule
 from bevquant_quantizers import merge
 
-__all__ = ["Groups", "ranges_of", "share_quantizers"]
-
 
 class Groups:
     """Disjoint sets of whatever can be hashed."""

@@ -11,8 +11,6 @@ from torch import Tensor
 from bevquant_graph import is_sparse_tensor
 from bevquant_qnn._sparse_tensor import with_features
 
-__all__ = ["UnknownValue", "copied", "kept", "same", "tensors"]
-
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 # Different tensors nearly always differ early.
 _GLANCE = 256

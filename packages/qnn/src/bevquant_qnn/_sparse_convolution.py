@@ -11,8 +11,6 @@ from bevquant_qnn._takeover import attach_quantizer, take_over
 from bevquant_quantizers import QuantDescriptor, TensorQuantizer
 from bevquant_sparse import WeightLayout, conv_forward, get_weight, is_sparse_conv, layout_of
 
-__all__ = ["QuantSparseConvolution", "sparse_weight_axis"]
-
 
 def sparse_weight_axis(module: nn.Module) -> int:
     """Axis of the output channels in `module`'s weight: KRSC 0, RSCK 4 (rank 3), VCK 2."""

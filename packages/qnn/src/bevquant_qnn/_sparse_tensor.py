@@ -12,8 +12,6 @@ from torch import Tensor
 
 from bevquant_graph import is_sparse_tensor
 
-__all__ = ["features_of", "with_features"]
-
 
 def features_of(value: Any) -> Any:
     """Return the features of a sparse tensor, and anything else as it came."""

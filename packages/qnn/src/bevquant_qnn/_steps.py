@@ -15,8 +15,6 @@ from bevquant_graph import OPAQUE, Graph, OpSpec, op_spec
 from bevquant_qnn._kinds import has_sparse_conv, is_identity, is_sparse_module, only_shapes
 from bevquant_quantizers import TensorQuantizer
 
-__all__ = ["Call", "Steps"]
-
 _QUESTIONS = frozenset({"shape", "ndim", "dtype", "device", "batch_size", "spatial_shape"})
 _CASTS = frozenset({"_to_copy", "to", "float", "half", "type_as"})
 

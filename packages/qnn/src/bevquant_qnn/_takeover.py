@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from bevquant_graph import own_code
 
-__all__ = ["attach_quantizer", "no_source", "take_over", "unchanged_on_error"]
-
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 _OWN_DICTS = ("_parameters", "_buffers", "_modules")

@@ -21,8 +21,6 @@ from bevquant_qnn._place_joins import Followed, Join, may_join
 from bevquant_qnn._steps import Steps
 from bevquant_quantizers import TensorQuantizer
 
-__all__ = ["trace"]
-
 _JOIN = "bevquant_join"
 _TRACE = fx.Tracer.trace.__code__
 

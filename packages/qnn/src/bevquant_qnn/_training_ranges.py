@@ -13,9 +13,6 @@ from bevquant_qnn._freeze import range_in_use, weights_read
 from bevquant_qnn._holders import activation_quantizers
 from bevquant_quantizers import TensorQuantizer, fake_quantize
 
-__all__ = ["LearnedRange", "RangeTracker", "learn_ranges", "lsq", "track_ranges"]
-
-
 _SMALLEST = 2.0**-20
 
 

@@ -14,8 +14,6 @@ from bevquant_qnn._descriptors import (
 from bevquant_qnn._takeover import attach_quantizer, no_source, take_over
 from bevquant_quantizers import QuantDescriptor, TensorQuantizer
 
-__all__ = ["QuantWeighted"]
-
 
 class QuantWeighted(WeightDefault, nn.Module):
     """Mixin: `_input_quantizer`, `_weight_quantizer` and `from_float`.

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["AbsHistogram", "add_counts", "impossible", "merge_bins", "plan_bins", "wide_bins"]
-
 
 @dataclass(frozen=True)
 class AbsHistogram:

@@ -14,8 +14,6 @@ from .calib._calibrator import Calibrator
 from .calib._histogram_calibrator import HistogramCalibrator
 from .calib._max import MaxCalibrator
 
-__all__ = ["adopt_quantizers"]
-
 _UPSTREAM = "pytorch_quantization."
 
 

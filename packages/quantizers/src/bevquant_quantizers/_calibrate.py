@@ -19,8 +19,6 @@ from ._steps import SMALLEST_AMAX
 from .calib._calibrator import Calibrator
 from .calib._search import METHODS
 
-__all__ = ["calibrate"]
-
 
 def calibrate(
     model: nn.Module,

@@ -17,8 +17,6 @@ from .calib._histogram_calibrator import HistogramCalibrator
 from .calib._max import MaxCalibrator
 from .documents import Count, NotNegative, Size, as_form
 
-__all__ = ["Arrays", "calibrator_state", "load_calibrator_state", "settings_of"]
-
 Arrays = dict[str, "np.ndarray[Any, Any]"]
 
 _SCALARS = ("bins", "upper", "shift", "max", "values", "zeros", "nans", "infs")

@@ -21,8 +21,6 @@ from ._tensor_quantizer import TensorQuantizer
 from .calib._calibrator import Calibrator
 from .documents import Count, DocumentError, parse_json, read_arrays, write_arrays
 
-__all__ = ["Checkpoint"]
-
 _SCHEMA = "bevquant-collection/1"
 
 

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-__all__ = ["Clip", "clip"]
-
 Bound = float | Tensor | np.ndarray[Any, Any] | np.floating[Any]
 
 

@@ -19,8 +19,6 @@ from ._select import NamedQuantizer, named_quantizers
 from .calib._calibrator import Calibrator
 from .calib._histogram_calibrator import HistogramCalibrator
 
-__all__ = ["Collection", "Forward"]
-
 NO_BATCH = object()
 
 Forward = Callable[[nn.Module, Any], Any]

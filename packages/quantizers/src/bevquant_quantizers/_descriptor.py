@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["QuantDescriptor", "ScaledQuantDescriptor"]
-
 _log = logging.getLogger(__name__)
 _LARGEST = float(np.finfo(np.float32).max)
 _DEFAULTS: dict[str, Any] = {

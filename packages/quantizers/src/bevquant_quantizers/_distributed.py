@@ -19,19 +19,6 @@ from .calib._calibrator import Calibrator
 from .calib._histogram_calibrator import HistogramCalibrator, combine
 from .calib._max import MaxCalibrator
 
-__all__ = [
-    "PeerError",
-    "Peers",
-    "adopt_widths",
-    "all_merge",
-    "default_peers",
-    "lacks_width",
-    "merge",
-    "merge_all",
-    "search_all",
-    "widths",
-]
-
 
 def merge(calibrators: Sequence[Calibrator]) -> Calibrator:
     """Return a new calibrator that has seen everything the given ones have.

@@ -14,8 +14,6 @@ from ._descriptor import kept_axes
 from ._jit import use_numba
 from ._steps import integer_bounds, refuse_negative, scales
 
-__all__ = ["fake_quantize"]
-
 # Loading numba for less than this is not worth it.
 _SMALLEST_KERNEL = 1 << 14
 

@@ -16,8 +16,6 @@ from ._steps import integer_bounds, refuse_negative, scales
 from ._stream_numba import LANES, keep_stream, quantize_stream
 from ._threads import run_parts
 
-__all__ = ["keep", "keep_packed", "one_pass", "unpack"]
-
 _PARTS = 8  # for each thread
 _SMALLEST_STREAM = 1 << 20  # bytes
 

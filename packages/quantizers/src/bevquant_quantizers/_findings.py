@@ -15,8 +15,6 @@ from ._abs_histogram import AbsHistogram
 from .calib._calibrator import Calibrator
 from .calib._histogram_calibrator import HistogramCalibrator
 
-__all__ = ["CalibrationFinding", "Kind", "bin_width", "expected_sqnr", "find", "reach"]
-
 Kind = Literal[
     "no values", "all zero", "constant", "few values", "few distinct", "outliers", "float16",
     "method",

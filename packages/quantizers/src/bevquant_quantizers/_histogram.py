@@ -10,8 +10,6 @@ from torch import Tensor
 from ._abs_histogram import AbsHistogram, merge_bins, plan_bins, wide_bins
 from ._jit import use_numba
 
-__all__ = ["abs_histogram"]
-
 # Loading numba for less than this is not worth it.
 _SMALLEST_KERNEL = 1 << 14
 # Bounds the memory of temporaries, and torch.histc's float32 counts.

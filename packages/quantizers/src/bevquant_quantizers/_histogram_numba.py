@@ -12,8 +12,6 @@ from ._abs_histogram import AbsHistogram, plan_bins, wide_bins
 from ._jit import jit
 from ._threads import run_parts
 
-__all__ = ["one_pass"]
-
 # Without their sign bit float32 values order as integers do, and whatever is not finite lies at
 # or above this one. An integer maximum vectorises where one that must respect NaN does not.
 _NOT_FINITE = 0x7F800000

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-__all__ = ["has_numba", "jit", "use_numba"]
-
 
 @cache
 def has_numba() -> bool:

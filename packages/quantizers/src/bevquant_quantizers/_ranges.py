@@ -15,8 +15,6 @@ from ._select import NamedQuantizer, named_quantizers
 from ._tensor_quantizer import TensorQuantizer
 from .documents import DocumentError, read_json, write_whole
 
-__all__ = ["load_ranges", "save_ranges", "set_range"]
-
 _SCHEMA = "bevquant-ranges/1"
 _SETTINGS = ("num_bits", "unsigned", "narrow_range", "axis")
 

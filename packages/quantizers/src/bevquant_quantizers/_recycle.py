@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["empty"]
-
 _SMALLEST, _LARGEST = 1 << 20, 1 << 25  # bytes; below the C library reuses by itself
 _LINE = 64  # bytes of a cache line, at whose start each block begins
 # A full deque drops its oldest: at most 128 MiB lie idle. Its methods are atomic, which matters

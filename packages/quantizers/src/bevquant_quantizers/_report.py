@@ -15,8 +15,6 @@ from .calib._calibrator import Calibrator
 from .calib._histogram_calibrator import HistogramCalibrator
 from .documents import text_table
 
-__all__ = ["CalibrationReport", "QuantizerReport", "describe"]
-
 # A range this many times the 99.99th percentile leaves 127 / 8 integers to nearly all values.
 _EXPLODING = 8.0
 _SATURATED = 0.01

@@ -12,15 +12,6 @@ from torch import Tensor, nn
 
 from ._tensor_quantizer import TensorQuantizer
 
-__all__ = [
-    "NamedQuantizer",
-    "named_quantizers",
-    "quantization_disabled",
-    "quantization_enabled",
-    "select",
-    "uncalibrated",
-]
-
 
 @dataclass(frozen=True)
 class NamedQuantizer:

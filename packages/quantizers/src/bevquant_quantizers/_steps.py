@@ -7,8 +7,6 @@ from torch import Tensor
 
 from ._descriptor import check_bits
 
-__all__ = ["SMALLEST_AMAX", "integer_bounds", "refuse_negative", "scales"]
-
 # Upstream's threshold: below the smallest float16 above zero a range counts as zero.
 SMALLEST_AMAX = 1.0 / (1 << 24)
 

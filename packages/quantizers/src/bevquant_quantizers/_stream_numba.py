@@ -15,8 +15,6 @@ from numba.extending import intrinsic
 
 from ._jit import jit
 
-__all__ = ["LANES", "keep_stream", "quantize_stream"]
-
 LANES = 16  # values a step, and bits of a mask word
 _FLOAT, _INT32, _INT64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _VECTOR, _WORD = ir.VectorType(_FLOAT, LANES), ir.IntType(LANES)

@@ -12,8 +12,6 @@ from ._descriptor import kept_axes
 from ._quantizer_state import QuantizerState
 from .tensor_quant import fake_tensor_quant, tensor_quant
 
-__all__ = ["TensorQuantizer"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -11,8 +11,6 @@ from typing import TypeVar
 
 import torch
 
-__all__ = ["run_parts"]
-
 Result = TypeVar("Result")
 
 # Below this many elements a part costs less than handing it to a thread.

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from ._jit import has_numba
 
-__all__ = ["QuantizerRow", "QuantizerValues", "watch_quantizers", "watching_quantizers"]
-
 # Few enough that a bin spans several steps of values already quantized: no moiré in the pictures.
 BINS = 80
 

@@ -6,8 +6,6 @@ from typing import Any
 
 from ._jit import jit
 
-__all__ = ["count"]
-
 
 @jit
 def count(values: Any, amax: Any, span: float, counts: Any) -> Any:

@@ -3,10 +3,14 @@
 from bevfusion_quant.bpu._compare import Models, compare_forms, node_probes
 from bevfusion_quant.bpu._prepare import SplitUnits
 from bevfusion_quant.bpu._quantize import Forms, calibrating_form, for_march
-from bevfusion_quant.bpu._run import BpuResult, run_bpu, run_bpu_evaluate
-from bevfusion_quant.bpu._save import LoadedBpuRun, load_bpu_run
-from bevfusion_quant.bpu._split import SplitModel
-from bevfusion_quant.bpu._units import bpu_parts, node_labels
+from bevfusion_quant.bpu._run import (
+    BpuResult,
+    LoadedBpuRun,
+    load_bpu_run,
+    run_bpu,
+    run_bpu_evaluate,
+)
+from bevfusion_quant.bpu._units import SplitModel, bpu_parts, node_labels
 from bevfusion_quant.options import BpuConfig, MarchName
 from bevfusion_quant.results import (
     BpuComparison,

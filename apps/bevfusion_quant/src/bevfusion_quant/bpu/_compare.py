@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from bev_data.metrics import AccuracyTally
+from bevfusion.model import Batch, BEVFusionConfig
+from bevfusion_quant.bpu._quantize import Forms
+from bevfusion_quant.bpu._units import Label, Note, SplitModel
+from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.measure import (
     STAGE_TITLES,
     Judgement,
@@ -23,17 +28,6 @@ from bevfusion_quant.measure import (
 )
 from bevfusion_quant.results import BpuComparison, BpuLayer, BpuStage
 from bevquant_hybrid.qtensor import QTensor, as_float
-
-if TYPE_CHECKING:
-    from bev_data.metrics import AccuracyTally
-    from bevfusion.model import Batch, BEVFusionConfig
-    from bevfusion_quant.bpu._quantize import Forms
-    from bevfusion_quant.bpu._split import Note, SplitModel
-    from bevfusion_quant.bpu._units import Label
-    from bevfusion_quant.frames import FrameBatches
-
-__all__ = ["Follower", "Models", "NodeProbe", "compare_forms", "node_probes"]
-
 
 _HALF_RANGE = 127.5  # steps from 0 to the end of int8's range, as scales are made
 

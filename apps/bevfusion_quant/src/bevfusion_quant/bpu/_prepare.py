@@ -4,32 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
+from torch import Tensor, fx
 
-from bevfusion.model import PART_PATHS
+from bevfusion.model import PART_PATHS, Batch, BEVFusion
 from bevfusion_quant.bpu._compare import Models
 from bevfusion_quant.bpu._quantize import Forms, calibrating_form, finished_forms, names_on_cpu
-from bevfusion_quant.bpu._split import SplitModel
-from bevfusion_quant.bpu._units import bpu_parts, bpu_units, node_labels
-from bevfusion_quant.options import Branch
+from bevfusion_quant.bpu._units import Label, SplitModel, bpu_parts, bpu_units, node_labels
+from bevfusion_quant.options import BpuConfig, Branch
 from bevfusion_quant.results import BpuEstimate
 from bevfusion_quant.steps import why_float
-from bevquant_hybrid.operators import find_violations, trace_calls
+from bevquant_hybrid.operators import OperatorCall, find_violations, trace_calls
 from bevquant_hybrid.partition import Plan, PlanNode, number_segments, partition, place_operator
 from bevquant_hybrid.quantization import fuse_fx
 from bevquant_hybrid_tools.performance import estimate_layers, load_chip_figures
-
-if TYPE_CHECKING:
-    from torch import Tensor, fx
-
-    from bevfusion.model import Batch, BEVFusion
-    from bevfusion_quant.bpu._units import Label
-    from bevfusion_quant.options import BpuConfig
-    from bevquant_hybrid.operators import OperatorCall
-
-__all__ = ["SplitUnits", "compose_plan", "estimate_unit", "unit_plan"]
 
 
 def estimate_unit(

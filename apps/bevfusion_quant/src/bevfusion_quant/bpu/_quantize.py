@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch import Tensor, fx, nn
+
+from bevfusion.model import BEVFusion
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.bpu._units import PREFIXES
 from bevfusion_quant.steps import expand_patterns
@@ -23,15 +26,6 @@ from bevquant_hybrid.quantization import (
     prepare_qat_fx,
     set_fake_quantize,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor, fx, nn
-
-    from bevfusion.model import BEVFusion
-
-__all__ = ["Forms", "calibrating_form", "finished_forms", "for_march", "names_on_cpu"]
 
 _OBSERVERS = {
     "percentile": observer.CalibObserver,

@@ -1,36 +1,119 @@
-"""The whole job for a BPU: fuse, calibrate, prepare, convert, compare, plan, estimate, write."""
+"""The whole job for a BPU, from the float model to the page; its run on disk and back."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
-from bevfusion.model import CONFIGS, build_model
-from bevfusion_quant.bpu._compare import compare_forms, node_probes
+from bev_data.metrics import AccuracyTally, Bootstrap
+from bev_data.points import Frame
+from bevfusion.model import CONFIGS, PART_PATHS, BEVFusion, build_model
+from bevfusion_quant._errors import InputError
+from bevfusion_quant.bpu._compare import Models, compare_forms, node_probes
 from bevfusion_quant.bpu._prepare import SplitUnits
-from bevfusion_quant.bpu._quantize import for_march
-from bevfusion_quant.bpu._save import load_bpu_run, save_weights
-from bevfusion_quant.bpu._units import PREFIXES, node_labels
+from bevfusion_quant.bpu._quantize import Forms, for_march
+from bevfusion_quant.bpu._units import PREFIXES, bpu_parts, node_labels
 from bevfusion_quant.frames import FrameBatches, PoorData, data_findings, finding_lines
 from bevfusion_quant.measure import accuracy_tally, relative_change, whole_output
+from bevfusion_quant.options import BpuConfig
 from bevfusion_quant.report import JudgedRun
 from bevfusion_quant.results import BpuOutcome
-from bevfusion_quant.run import Clock, RunRecord, run_folder
+from bevfusion_quant.run import Clock, RunRecord, run_folder, sha256
 from bevfusion_quant.steps import built_parts, fill_weights, quantized_parts, read_model_settings
-from bevquant_quantizers.documents import write_whole
+from bevquant_quantizers.documents import read_tensors, write_tensors, write_whole
 
-if TYPE_CHECKING:
-    from bev_data.metrics import AccuracyTally, Bootstrap
-    from bev_data.points import Frame
-    from bevfusion_quant.bpu._quantize import Forms
-    from bevfusion_quant.options import BpuConfig
+WEIGHTS = "weights.safetensors"
+_GRAPH = "bpu."  # before the names of a unit's graph
 
-__all__ = ["BpuResult", "run_bpu", "run_bpu_evaluate"]
+
+def save_weights(
+    folder: Path, model: BEVFusion, forms: Mapping[str, Forms], branch: str
+) -> dict[str, str]:
+    """Write weights.safetensors.
+
+    The CPU's parts stand under their own names, each unit's fake-quantized graph (folded weights,
+    scales) under "bpu.<unit>.<name>".
+
+    Returns:
+        The sha256 by file name.
+    """
+    tensors = cpu_weights(model.state_dict(), branch)
+    for unit, form in forms.items():
+        state = form.fake_graph.state_dict()
+        tensors |= {f"{_GRAPH}{unit}.{name}": tensor for name, tensor in state.items()}
+    path = folder / WEIGHTS
+    write_tensors(path, tensors, {"format": "pt"})
+    return {WEIGHTS: sha256(path)}
+
+
+def cpu_weights(state: Mapping[str, Tensor], branch: str) -> dict[str, Tensor]:
+    """Those of a model's weights, or of a file's, that belong to parts in float."""
+    graphs = [f"{PART_PATHS[part]}." for part in bpu_parts(branch) if part != "camera"]
+    if "camera" in bpu_parts(branch):
+        camera = PART_PATHS["camera"]
+        graphs += [f"{camera}.backbone.", f"{camera}.neck."]
+    return {
+        name: tensor for name, tensor in state.items() if not name.startswith((_GRAPH, *graphs))
+    }
+
+
+def graph_weights(state: Mapping[str, Tensor], unit: str) -> dict[str, Tensor]:
+    """A unit's graph among a file's weights."""
+    stem = f"{_GRAPH}{unit}."
+    return {name.removeprefix(stem): t for name, t in state.items() if name.startswith(stem)}
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedBpuRun:
+    """A run's settings, its units with their forms, and the whole model in each form."""
+
+    config: BpuConfig
+    units: SplitUnits
+    forms: dict[str, Forms]
+    models: Models
+
+
+def load_bpu_run(folder: str | Path) -> LoadedBpuRun:
+    """What `run_bpu` wrote, bit for bit; nothing is unpickled.
+
+    Raises:
+        InputError: The folder is no run for a BPU, or its files are damaged.
+    """
+    folder = Path(folder)
+    saved = read_model_settings(folder)
+    try:
+        if not saved.for_bpu:
+            raise ValueError("it was not made with --target bpu")
+        if sha256(folder / WEIGHTS) != saved.sha256[WEIGHTS]:
+            raise ValueError(f"{WEIGHTS} is not the file that the run wrote")
+        config = _config(saved.written)
+        state = read_tensors(folder / WEIGHTS).tensors
+        model = build_model(CONFIGS[config.config], built_parts(config.branch))
+        wanted = cpu_weights(model.state_dict(), config.branch)
+        model.load_state_dict({**model.state_dict(), **{name: state[name] for name in wanted}})
+        with for_march(config.march):
+            units = SplitUnits(model, config)
+            forms = units.finished(units.calibrating(), lambda unit: graph_weights(state, unit))
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise InputError(
+            f"{folder} cannot be loaded as a run for a BPU: {error}: give a folder that "
+            "bevfusion-quant ptq --target bpu has written, unchanged"
+        ) from error
+    return LoadedBpuRun(config, units, forms, units.models(forms))
+
+
+def _config(saved: dict[str, Any]) -> BpuConfig:
+    values = {f.name: saved[f.name] for f in fields(BpuConfig)}
+    for name in ("exclude", "cameras"):
+        values[name] = tuple(values[name])
+    values["weights"] = None if values["weights"] is None else Path(values["weights"])
+    return BpuConfig(**values)
+
 
 _PACKAGES = ("bevquant-hybrid",)
 

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from bevfusion_quant.export import ExportedSet
     from bevfusion_quant.ptq import EvaluateResult, PoorData, PtqResult
 
-__all__ = ["bpu_run_text", "finished_text", "joined", "refuse_wrong_files", "run_text"]
-
 
 def joined(parts: Iterable[str]) -> str:
     """Paragraphs, after an empty line."""

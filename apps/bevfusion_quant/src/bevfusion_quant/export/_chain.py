@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from bev_data.metrics import AgreementRow
+from bevfusion.model import Batch, BEVFusion, BEVFusionConfig
 from bevfusion.model.camera import splat
+from bevfusion.model.head import Detections
 from bevfusion_quant.export._files import HEAD, LIDAR, LIFTED, POOLED, FilePart
+from bevfusion_quant.export._write import Piece
 from bevfusion_quant.measure import STAGE_TITLES, PairSums, detection_tally
 from bevfusion_quant.results import SetStage
-
-if TYPE_CHECKING:
-    from bev_data.metrics import AgreementRow
-    from bevfusion.model import Batch, BEVFusion, BEVFusionConfig
-    from bevfusion.model.head import Detections
-    from bevfusion_quant.export._pieces import Piece
-
-__all__ = ["Execute", "between", "box_agreement", "set_stages", "walk", "watching"]
 
 Execute = Callable[[FilePart, tuple[Any, ...]], Sequence[Tensor]]
 """A file and its inputs → its outputs."""

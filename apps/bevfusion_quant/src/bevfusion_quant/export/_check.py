@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.export._files import HEAD
-from bevfusion_quant.export._pieces import outputs_of
+from bevfusion_quant.export._write import outputs_of
 from bevfusion_quant.results import FileLayer
 
 if TYPE_CHECKING:
@@ -23,17 +23,6 @@ if TYPE_CHECKING:
     from bevfusion_quant.export._write import Written
     from bevfusion_quant.results import BpuLayer, ExportedFile
     from bevquant_int8sim import LayerRow
-
-__all__ = [
-    "TOLERANCE",
-    "beside_bpu_layers",
-    "beside_layers",
-    "file_layers",
-    "named_inputs",
-    "open_session",
-    "runner",
-    "session_of",
-]
 
 Run = Callable[[tuple[Any, ...]], Sequence[Tensor]]
 

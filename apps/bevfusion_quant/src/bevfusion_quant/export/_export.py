@@ -15,8 +15,7 @@ from bevfusion_quant._errors import InputError
 from bevfusion_quant.export._chain import between, box_agreement, set_stages, walk
 from bevfusion_quant.export._check import TOLERANCE, beside_layers, file_layers, runner
 from bevfusion_quant.export._files import AUTOWARE_BOXES, HEAD, LIDAR, POOLED
-from bevfusion_quant.export._pieces import nvidia_pieces, quantizers_on
-from bevfusion_quant.export._write import engine_of, write_piece
+from bevfusion_quant.export._write import engine_of, nvidia_pieces, quantizers_on, write_piece
 from bevfusion_quant.results import ExportedFile, ExportedSet, FileLayer, FilePort
 from bevfusion_quant.run import return_freed_memory, sha256, versions, write_json
 from bevfusion_quant.steps import example_like
@@ -28,14 +27,11 @@ if TYPE_CHECKING:
 
     from bevfusion.model import BEVFusion, BEVFusionConfig
     from bevfusion_quant.export._files import FilePart
-    from bevfusion_quant.export._pieces import Piece
-    from bevfusion_quant.export._write import Written
+    from bevfusion_quant.export._write import Piece, Written
     from bevfusion_quant.frames import FrameBatches
     from bevfusion_quant.results import ExportedSet
     from bevfusion_quant.run import Clock
     from bevquant_int8sim import LayerRow
-
-__all__ = ["ONNX_FOLDER", "check_libraries", "export_model", "export_pieces", "missing_libraries"]
 
 ONNX_FOLDER = "onnx"
 LIBRARIES = ("onnx", "onnxruntime", "onnxscript")

@@ -5,35 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from bevfusion.model import BEVFusion
-
-__all__ = [
-    "AUTOWARE_BOXES",
-    "HEAD",
-    "LIDAR",
-    "LIFTED",
-    "POOLED",
-    "BoxesPart",
-    "CameraPart",
-    "DecodedPart",
-    "DepthPart",
-    "FeaturesPart",
-    "FilePart",
-    "FusedPart",
-    "HeldPart",
-    "PackedBoxesPart",
-    "ReadPart",
-    "SparsePart",
-    "autoware_files",
-    "bpu_files",
-    "nvidia_files",
-]
+from bevfusion.model import BEVFusion
 
 
 class DepthPart(nn.Module):

@@ -12,7 +12,7 @@ from bevfusion_quant._errors import InputError
 from bevfusion_quant.export._check import beside_bpu_layers
 from bevfusion_quant.export._export import ONNX_FOLDER, check_libraries, export_model, export_pieces
 from bevfusion_quant.export._files import LIDAR, FilePart, bpu_files
-from bevfusion_quant.export._pieces import Piece
+from bevfusion_quant.export._write import Piece
 from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.run import Clock, RunRecord, run_folder
 from bevfusion_quant.steps import (
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from bevfusion_quant.bpu import LoadedBpuRun
     from bevfusion_quant.results import ExportedSet
     from bevfusion_quant.run import Clock
-
-__all__ = ["ExportResult", "export_run"]
 
 
 def export_bpu(
@@ -199,9 +197,16 @@ def export_run(
                 frames, clock, folder / ONNX_FOLDER, cameras=cameras, **given
             )
         else:
-            exported, batches = _export(
-                run, frames, clock, folder / ONNX_FOLDER, chosen, cpu or "any", cameras, given
-            )
+            with clock.step("load the run"):
+                loaded = load_run(run)
+            model, sizes = loaded.quantized_model, CONFIGS[ran.config]
+            batches = FrameBatches(frames, sizes, model, cameras or ran.used_cameras)
+            with clock.step("read and voxelize"):
+                batches.head(1)[0]
+            exported = export_model(
+                loaded.float_model, model, batches, sizes, clock, folder / ONNX_FOLDER,
+                target=chosen, cpu=cpu or "any", calibration=ran.poor_calibration, **given,
+            )  # fmt: skip
         record = RunRecord(folder, command, clock, _PACKAGES)
         seconds, peak = write_found(record, name, settings, ran, run, batches, export=exported)
     folder = runs / name
@@ -255,35 +260,3 @@ def _target(target: str | None, ran: ModelSettings, run: str | Path) -> str:
             f"{'' if for_bpu else ' --target bpu'}"
         )
     return "bpu" if for_bpu else target or "tensorrt"
-
-
-def _export(
-    run: str | Path,
-    frames: Sequence[Frame],
-    clock: Clock,
-    folder: Path,
-    target: str,
-    cpu: str,
-    cameras: Sequence[str] | None,
-    given: dict[str, Any],
-) -> tuple[ExportedSet, FrameBatches]:
-    with clock.step("load the run"):
-        loaded = load_run(run)
-    ran, model = loaded.settings, loaded.quantized_model
-    sizes = CONFIGS[ran.config]
-    batches = FrameBatches(frames, sizes, model, cameras or ran.used_cameras)
-    with clock.step("read and voxelize"):
-        batches.head(1)[0]
-    exported = export_model(
-        loaded.float_model,
-        model,
-        batches,
-        sizes,
-        clock,
-        folder,
-        target=target,
-        cpu=cpu,
-        calibration=ran.poor_calibration,
-        **given,
-    )
-    return exported, batches

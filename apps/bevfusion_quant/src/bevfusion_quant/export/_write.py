@@ -1,21 +1,165 @@
-"""Writing each file in the form that its engine takes."""
+"""Each file's part of the model in float, fake-quantized and integers, and how it is written."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from bevfusion.model import BEVFusion
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.export._pieces import quantizers_on
+from bevfusion_quant.export._files import (
+    HEAD,
+    LIDAR,
+    FilePart,
+    HeldPart,
+    ReadPart,
+    autoware_files,
+    nvidia_files,
+)
+from bevquant_quantizers import TensorQuantizer
 
-if TYPE_CHECKING:
-    from bevfusion_quant.export._pieces import Piece
 
-__all__ = ["Written", "engine_of", "write_piece"]
+@dataclass(eq=False)
+class Piece:
+    """One file's part of the model.
+
+    Attributes:
+        file: Which.
+        kind: How it is written: "int8", "sparse", "float" or "bpu".
+        float_module: In float.
+        fake_module: Fake-quantized; the float one where nothing in it is quantized.
+        lower: The fake-quantized one and inputs → its integers; None for float parts.
+        prefix: What stands before its modules' paths in the model.
+    """
+
+    file: FilePart
+    kind: str
+    float_module: nn.Module
+    fake_module: nn.Module
+    lower: Callable[[nn.Module, tuple[Any, ...]], Callable[..., Any]] | None = None
+    prefix: str = ""
+
+    def in_float(self, args: tuple[Any, ...]) -> Sequence[Tensor]:
+        """Outputs of the float model."""
+        return outputs_of(self.float_module, args)
+
+    def fake(self, args: tuple[Any, ...]) -> Sequence[Tensor]:
+        """Outputs of the fake-quantized model."""
+        return outputs_of(self.fake_module, args)
+
+    def in_integers(self, args: tuple[Any, ...]) -> Sequence[Tensor]:
+        """Outputs of the integer model; of the float one where nothing is quantized."""
+        if self.lower is None:
+            return self.in_float(args)
+        return outputs_of(self.lower(self.fake_module, args), args)
+
+
+def outputs_of(run: Callable[..., Any], args: tuple[Any, ...]) -> Sequence[Tensor]:
+    """What a call makes, always several."""
+    with torch.no_grad():
+        made = run(*args)
+    return [made] if isinstance(made, Tensor) else list(made)
+
+
+def quantizers_on(module: nn.Module) -> dict[str, TensorQuantizer]:
+    """Quantizers of a module that quantize, by path."""
+    return {
+        path: child
+        for path, child in module.named_modules()
+        if isinstance(child, TensorQuantizer) and not child._disabled and child._if_quant
+    }
+
+
+def nvidia_pieces(
+    float_model: BEVFusion, quantized_model: BEVFusion, target: str = "tensorrt"
+) -> list[Piece]:
+    """The files for TensorRT, libspconv, ONNX Runtime or Autoware, in the order of execution.
+
+    Raises:
+        InputError: The head is quantized, or for Autoware the model has no LiDAR branch.
+    """
+    from bevquant_export import find_target
+
+    if target == "autoware":
+        if "lidar" not in quantized_model.parts:
+            raise InputError(
+                "the run has no LiDAR branch, and Autoware's plugin is for sparse convolutions: "
+                "quantize with ptq --branch lidar or lidar-detector"
+            )
+        return _pieces(autoware_files(quantized_model.parts), float_model, quantized_model)
+    pieces = _pieces(nvidia_files(quantized_model.parts), float_model, quantized_model)
+    return _read(pieces, quantized_model) if find_target(target).quantized_outputs else pieces
+
+
+def _pieces(
+    files: Sequence[FilePart], float_model: BEVFusion, quantized_model: BEVFusion
+) -> list[Piece]:
+    pieces = []
+    for file in files:
+        fake, plain = file.module(quantized_model), file.module(float_model)
+        quantized = bool(quantizers_on(fake))
+        if file.name == HEAD and quantized:
+            raise InputError(
+                "the run quantizes the head, and a file holds that in float alone: its attention "
+                "and its choice of queries have no integer form; export a run of ptq without "
+                "--quantize-head and of another --branch than head"
+            )
+        if not quantized:
+            plain = fake = _with_weights_of(fake, plain)
+        if file.name == LIDAR:
+            pieces.append(Piece(file, "sparse", plain, fake, _sparse_integers))
+        elif quantized:
+            pieces.append(Piece(file, "int8", plain, fake, _integers))
+        else:
+            pieces.append(Piece(file, "float", plain, plain))
+    return pieces
+
+
+def _read(pieces: list[Piece], model: BEVFusion) -> list[Piece]:
+    """The pieces, a single map of which the next one quantizes given quantized."""
+    readers = {name: piece for piece in pieces for name in piece.file.inputs.values()}
+    paths = {quantizer: path for path, quantizer in quantizers_on(model).items()}
+    made = []
+    for piece in pieces:
+        held, (output, *others) = piece.fake_module, piece.file.outputs.values()
+        reader = readers.get(output)
+        if piece.kind == "int8" and isinstance(held, HeldPart) and reader and not others:
+            inside = quantizers_on(reader.fake_module)
+            inputs = [q for path, q in inside.items() if path.endswith("_input_quantizer")]
+            if inputs:
+                read = ReadPart(held, paths[inputs[0]], inputs[0])
+                piece = replace(piece, fake_module=read.eval())
+        made.append(piece)
+    return made
+
+
+def _with_weights_of(fake: nn.Module, plain: nn.Module) -> nn.Module:
+    """A part that is float in both models, with the weights that training may have given it."""
+    own, held = plain.state_dict(), fake.state_dict()
+    if all(torch.equal(value, held[name]) for name, value in own.items()):
+        return plain
+    trained = copy.deepcopy(plain)
+    trained.load_state_dict({name: held[name] for name in own})
+    return trained
+
+
+def _integers(module: nn.Module, args: tuple[Any, ...]) -> Callable[..., Any]:
+    from bevquant_int8sim import simulate
+
+    return simulate(module, args)
+
+
+def _sparse_integers(module: nn.Module, args: tuple[Any, ...]) -> Callable[..., Any]:
+    """With the constants of a file, which are halves."""
+    from bevquant_export import with_half_constants
+
+    return _integers(with_half_constants(module), args)
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,8 +16,9 @@ from bev_data.cameras import (
     order_cameras,
     prepare_cameras,
 )
+from bev_data.points import Frame, Labels
 from bev_data.voxelize import VoxelizeError
-from bevfusion.model import Batch
+from bevfusion.model import Batch, BEVFusion, BEVFusionConfig, LidarConfig
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames._poor_data import (
     FrameNote,
@@ -26,15 +27,8 @@ from bevfusion_quant.frames._poor_data import (
     note_of,
     note_record,
 )
-from bevfusion_quant.ranks import current_ranks, in_order
-
-if TYPE_CHECKING:
-    from bev_data.points import Frame, Labels
-    from bevfusion.model import BEVFusion, BEVFusionConfig, LidarConfig
-    from bevfusion_quant.ranks import Record, Shards
-    from bevquant_quantizers import CalibrationReport
-
-__all__ = ["FrameBatches", "data_findings"]
+from bevfusion_quant.ranks import Record, Shards, current_ranks, in_order
+from bevquant_quantizers import CalibrationReport
 
 # Bytes of finished batches that are kept; a voxel frame takes about 2 MB, six cameras 35 MB.
 KEPT_BYTES = 200 * 2**20

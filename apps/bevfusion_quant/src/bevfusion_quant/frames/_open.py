@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter, signature
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from bev_data.cameras import CAMERA_NAMES
 from bev_data.datasets import dataset_cameras, find_dataset, open_dataset
+from bev_data.points import Frame
 from bevfusion_quant._errors import InputError
-
-if TYPE_CHECKING:
-    from bev_data.points import Frame
-    from bevfusion_quant.options import FrameOptions
-
-__all__ = ["camera_names", "frames_of"]
+from bevfusion_quant.options import FrameOptions
 
 Found = TypeVar("Found")
 

@@ -5,32 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from bev_data.points import Labels
+from bev_data.points import Frame, Labels
 from bevfusion.model.head import Detections
 from bevfusion_quant._errors import VerificationError
+from bevfusion_quant.ranks import Record
 from bevquant_quantizers.documents import check_arrays, parse_json
-
-if TYPE_CHECKING:
-    from bev_data.points import Frame
-    from bevfusion_quant.ranks import Record
-
-__all__ = [
-    "FrameNote",
-    "PoorData",
-    "detections_of",
-    "detections_record",
-    "finding_lines",
-    "frame_findings",
-    "from_text",
-    "note_of",
-    "note_record",
-    "refuse_poor",
-    "to_text",
-]
 
 # A voxel has five values and an integer 127 magnitudes; a real frame has thousands of voxels.
 _FEW_VOXELS = 26

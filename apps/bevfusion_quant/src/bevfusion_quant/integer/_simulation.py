@@ -31,16 +31,6 @@ if TYPE_CHECKING:
     from bevfusion_quant.run import Clock
     from bevquant_int8sim import IntegerModel, LayerComparison, LayerRow, LayerTable
 
-__all__ = [
-    "Lowered",
-    "SavedPart",
-    "Simulation",
-    "check_backend",
-    "lower_model",
-    "lowered",
-    "simulate_model",
-]
-
 
 @dataclass(frozen=True)
 class SavedPart:

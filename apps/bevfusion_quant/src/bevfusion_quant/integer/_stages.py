@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from bevfusion.model import BEVFusion
     from bevquant_int8sim import Island, LayerRow
 
-__all__ = ["FloatIsland", "IntegerStage", "float_islands", "in_integers", "integer_stages"]
-
 # Stage → the module paths that belong to it.
 _STAGES = {
     "neck": ("encoders.camera.backbone", "encoders.camera.neck"),

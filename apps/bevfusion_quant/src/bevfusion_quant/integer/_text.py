@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from bevfusion_quant.integer._simulation import Simulation
     from bevquant_int8sim import LayerRow
 
-__all__ = ["QUERIES", "simulation_text", "verdict"]
-
 QUERIES = (
     "Behind the head's choice of queries the models may look at different places of the map; "
     "their figures there say little."

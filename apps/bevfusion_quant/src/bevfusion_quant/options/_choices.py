@@ -15,27 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args, 
 
 from tyro.constructors import PrimitiveConstructorSpec
 
-__all__ = [
-    "Backend",
-    "Branch",
-    "ConfigName",
-    "Cpu",
-    "DatasetKind",
-    "ExportTarget",
-    "MarchName",
-    "Method",
-    "PartBranch",
-    "Precision",
-    "Rounding",
-    "SensitivityMetric",
-    "SensitivityOutput",
-    "Target",
-    "TrainedBranch",
-    "WeightLayout",
-    "precisions",
-    "unknown_name",
-]
-
 
 @dataclass(frozen=True)
 class _Owned(PrimitiveConstructorSpec[str]):

@@ -25,20 +25,6 @@ if TYPE_CHECKING:
 
     from bev_data.metrics import Bootstrap
 
-__all__ = [
-    "BootstrapOptions",
-    "BpuConfig",
-    "FrameOptions",
-    "Place",
-    "PtqConfig",
-    "PtqOptions",
-    "RunOptions",
-    "TargetOptions",
-    "check_options",
-    "config_from",
-    "free_name",
-]
-
 
 @dataclass(frozen=True)
 class TargetOptions:

@@ -12,14 +12,6 @@ from bevfusion_quant.options._choices import ConfigName, TrainedBranch
 if TYPE_CHECKING:
     from bevfusion.training import Augmentation
 
-__all__ = [
-    "AugmentationOptions",
-    "OptimizerOptions",
-    "QatOptions",
-    "TrainOptions",
-    "TrainingOptions",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class AugmentationOptions:

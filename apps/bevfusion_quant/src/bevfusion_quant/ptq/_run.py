@@ -7,13 +7,23 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from bevfusion.model import CONFIGS, build_model
+from bev_data.metrics import Accuracy, AccuracyTally, AgreementRow, Bootstrap, FoundRow
+from bev_data.points import Frame
+from bevfusion.model import CONFIGS, BEVFusion, BEVFusionConfig, build_model
 from bevfusion_quant.frames import FrameBatches, PoorData, data_findings
+from bevfusion_quant.integer import (
+    Lowered,
+    Simulation,
+    check_backend,
+    lower_model,
+    simulate_model,
+)
 from bevfusion_quant.measure import (
+    Judgement,
     LayerRow,
     StageRow,
     accuracy_tally,
@@ -22,8 +32,9 @@ from bevfusion_quant.measure import (
     whole_output,
 )
 from bevfusion_quant.options import PtqConfig
-from bevfusion_quant.ranks import current_ranks
+from bevfusion_quant.ranks import Shards, current_ranks
 from bevfusion_quant.report import JudgedRun
+from bevfusion_quant.results import ExportedSet
 from bevfusion_quant.run import Clock, RunRecord, run_folder, run_shards, sha256
 from bevfusion_quant.steps import (
     PLAN_FILE,
@@ -51,15 +62,7 @@ from bevfusion_quant.steps import (
     rounding_record,
     save_model,
 )
-
-if TYPE_CHECKING:
-    from bev_data.metrics import Accuracy, AgreementRow, Bootstrap, FoundRow
-    from bev_data.points import Frame
-    from bevfusion_quant.integer import Simulation
-    from bevfusion_quant.results import ExportedSet
-    from bevquant_quantizers import QuantizerRow
-
-__all__ = ["EvaluateResult", "PtqResult", "run_evaluate", "run_ptq"]
+from bevquant_quantizers import QuantizerRow
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,6 @@ def run_ptq(
         InputError: Whatever is wrong with the input; nothing is written then.
     """
     from bevfusion_quant.export import ONNX_FOLDER, export_model, watching
-    from bevfusion_quant.integer import lower_model, simulate_model
 
     clock = Clock()
     count = config.calibration_count(len(frames))
@@ -157,30 +159,16 @@ def run_ptq(
             with clock.step("round weights", blame="the weights cannot be rounded"):
                 rounded = round_branch(quantized.model, batches.head(count), config)
         low = lower_model(fused.model, quantized.model, batches, sizes, clock, integers)
-        with ExitStack() as stack:
+        with ExitStack() as stack:  # not before: capturing runs the models on what is no frame
             models = {"float": fused.model, "fake": quantized.model} if export else {}
             known = {name: stack.enter_context(watching(m)) for name, m in models.items()}
-            judgement = judge(
-                fused.model, quantized.model, batches, sizes, clock,
-                shards=shards,
-                integers=None if low is None else low.layers,
+            judgement, simulation = _judged(
+                fused.model, quantized.model, low, batches, sizes, clock, folder, shards,
+                branch=config.branch,
             )  # fmt: skip
+        del low  # the integer model is saved, and read no more
         findings = data_findings(batches, count, report)
         poor = [str(finding) for finding in findings if finding.poor]
-        simulation = None
-        if low is not None:
-            simulation = simulate_model(
-                low,
-                quantized.model,
-                batches,
-                sizes,
-                judgement,
-                clock,
-                folder,
-                branch=config.branch,
-                shards=shards,
-            )
-        del low  # the integer model is saved, and read no more
         tables, told = judgement.summary(), calibration_warnings(report, findings)
         outcome = partial(PtqResult, runs / name, **tables, warnings=told, findings=findings)
         if not shards.ranks.first:  # the first one writes
@@ -244,6 +232,35 @@ def run_ptq(
     return outcome(seconds=seconds, peak_memory_mib=peak, simulation=simulation, exported=exported)
 
 
+def _judged(
+    float_model: BEVFusion,
+    quantized_model: BEVFusion,
+    low: Lowered | None,
+    batches: FrameBatches,
+    sizes: BEVFusionConfig,
+    clock: Clock,
+    folder: Path,
+    shards: Shards,
+    *,
+    branch: str,
+    tally: AccuracyTally | None = None,
+) -> tuple[Judgement, Simulation | None]:
+    """Both models, and where there is one the integer one, frame by frame."""
+    judgement = judge(
+        float_model, quantized_model, batches, sizes, clock, tally, shards,
+        integers=None if low is None else low.layers,
+    )  # fmt: skip
+    if low is None:
+        return judgement, None
+    simulation = simulate_model(
+        low, quantized_model, batches, sizes, judgement, clock, folder,
+        branch=branch,
+        accuracy=tally,
+        shards=shards,
+    )  # fmt: skip
+    return judgement, simulation
+
+
 @dataclass(frozen=True)
 class EvaluateResult:
     """Where the evaluation lies, its tables, seconds by step, peak memory in MiB.
@@ -296,8 +313,6 @@ def run_evaluate(
     Raises:
         InputError: Whatever is wrong with the run or the input; nothing is written then.
     """
-    from bevfusion_quant.integer import check_backend, lower_model, simulate_model
-
     if integers is not None:
         check_backend(integers)
         refuse_unfolded(read_model_settings(run), run, "run in integers")
@@ -318,24 +333,11 @@ def run_evaluate(
             model,
         )
         low = lower_model(loaded.float_model, model, batches, sizes, clock, integers)
-        layers = None if low is None else low.layers
-        judgement = judge(
-            loaded.float_model, model, batches, sizes, clock, tally, shards, integers=layers
-        )
-        simulation = None
-        if low is not None:
-            simulation = simulate_model(
-                low,
-                model,
-                batches,
-                sizes,
-                judgement,
-                clock,
-                folder,
-                branch=ran.branch,
-                accuracy=tally,
-                shards=shards,
-            )
+        judgement, simulation = _judged(
+            loaded.float_model, model, low, batches, sizes, clock, folder, shards,
+            branch=ran.branch,
+            tally=tally,
+        )  # fmt: skip
         with clock.step("judge by labels"):
             accuracy = tally.result()
         tables = judgement.summary()

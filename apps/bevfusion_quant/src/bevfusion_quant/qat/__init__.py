@@ -1,8 +1,14 @@
 """Quantization-aware training: a quantized run goes on learning with its rounding in place."""
 
-from bevfusion_quant.qat._frame_part import FramePart, StepSum, add_up, parts_in_order
 from bevfusion_quant.qat._run import QatResult, read_trainable, run_qat
-from bevfusion_quant.qat._trainer import QatConfig, Trainer
+from bevfusion_quant.qat._trainer import (
+    FramePart,
+    QatConfig,
+    StepSum,
+    Trainer,
+    add_up,
+    parts_in_order,
+)
 from bevquant_qnn import RangeFollower, weighted_layers
 
 __all__ = [

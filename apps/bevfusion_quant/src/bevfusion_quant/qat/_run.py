@@ -9,13 +9,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from tqdm import tqdm
 
-from bevfusion.model import CONFIGS
+from bev_data.metrics import Accuracy
+from bev_data.points import Frame
+from bevfusion.model import CONFIGS, BEVFusion
 from bevfusion.training import (
     CHECKPOINT,
+    Checkpoint,
+    FrameSource,
     check_identity,
     identity_of,
     in_parts,
@@ -28,12 +32,14 @@ from bevfusion.training import (
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.measure import accuracy_tally, judge, tally_models
-from bevfusion_quant.qat._trainer import Trainer
+from bevfusion_quant.options import ConfigName, TrainedBranch
+from bevfusion_quant.qat._trainer import QatConfig, Trainer
 from bevfusion_quant.ranks import current_ranks
 from bevfusion_quant.report import JudgedRun
 from bevfusion_quant.run import Clock, RunRecord, run_folder, sha256
 from bevfusion_quant.steps import (
     PLAN_FILE,
+    LoadedRun,
     ModelSettings,
     load_run,
     quantized_parts,
@@ -41,18 +47,6 @@ from bevfusion_quant.steps import (
     save_model,
 )
 from bevfusion_quant.train import TrainConfig, usable_device
-
-if TYPE_CHECKING:
-    from bev_data.metrics import Accuracy
-    from bev_data.points import Frame
-    from bevfusion.model import BEVFusion
-    from bevfusion.training import Checkpoint, FrameSource
-    from bevfusion_quant.options import ConfigName, TrainedBranch
-    from bevfusion_quant.qat._trainer import QatConfig
-    from bevfusion_quant.run import Clock
-    from bevfusion_quant.steps import LoadedRun
-
-__all__ = ["QatResult", "read_trainable", "run_qat"]
 
 LOG = logging.getLogger(__name__)
 

@@ -5,8 +5,7 @@ sums are taken in that order. The first rank alone writes and prints.
 """
 
 from bevfusion_quant.ranks._group import Place, launched, launched_place
-from bevfusion_quant.ranks._line import Line
-from bevfusion_quant.ranks._ranks import RankError, Ranks, current_ranks
+from bevfusion_quant.ranks._ranks import Line, RankError, Ranks, current_ranks
 from bevfusion_quant.ranks._shards import Record, Shards, in_order, pack, unpack
 
 __all__ = [

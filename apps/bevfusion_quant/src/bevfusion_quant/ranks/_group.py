@@ -12,10 +12,7 @@ from datetime import timedelta
 from typing import NamedTuple
 
 from bevfusion_quant._errors import InputError, VerificationError
-from bevfusion_quant.ranks._line import Line
-from bevfusion_quant.ranks._ranks import RankError, Ranks, current_ranks, use_line
-
-__all__ = ["Place", "launched", "launched_place"]
+from bevfusion_quant.ranks._ranks import Line, RankError, Ranks, current_ranks, use_line
 
 # Slurm gives no port; jobs on one machine must not share it.
 _PORTS = (20000, 10000)

@@ -16,8 +16,6 @@ from bevfusion_quant._errors import InputError
 from bevfusion_quant.ranks._ranks import Ranks, current_ranks
 from bevquant_quantizers.documents import pack_arrays, read_arrays, write_whole
 
-__all__ = ["Record", "Shards", "in_order", "pack", "unpack"]
-
 Record = Mapping[str, "np.ndarray[Any, Any]"]
 """Named arrays of numbers, booleans or text."""
 

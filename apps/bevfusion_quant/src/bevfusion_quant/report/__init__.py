@@ -8,9 +8,8 @@ from bevfusion_quant.report._content import (
     ReportStage,
 )
 from bevfusion_quant.report._format import by_page_scheme, partition_picture
-from bevfusion_quant.report._head import head
 from bevfusion_quant.report._page import PAGE_DATA, Section, read_sections, write_page
-from bevfusion_quant.report._run_page import JudgedRun, write_found, write_report
+from bevfusion_quant.report._run_page import JudgedRun, head, write_found, write_report
 from bevfusion_quant.report._sections.reproduce import section as reproduce
 
 __all__ = [

@@ -4,29 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:
-    from bev_data.cameras import Camera
-    from bev_data.metrics import Accuracy
-    from bevfusion_quant.integer import Simulation
-    from bevfusion_quant.measure import LayerRow
-    from bevfusion_quant.results import BpuOutcome, ExportedSet, SensitivityOutcome
-    from bevquant_quantizers import QuantizerValues
-
-__all__ = [
-    "Extent",
-    "ReportBoxes",
-    "ReportContent",
-    "ReportFigure",
-    "ReportScene",
-    "ReportStage",
-    "arranged",
-    "check",
-]
+from bev_data.cameras import Camera
+from bev_data.metrics import Accuracy
+from bevfusion_quant.integer import Simulation
+from bevfusion_quant.measure import LayerRow
+from bevfusion_quant.results import BpuOutcome, ExportedSet, SensitivityOutcome
+from bevquant_quantizers import QuantizerValues
 
 Map = npt.NDArray[np.floating[Any]]
 Extent = tuple[float, float, float, float]

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:
-    from bev_data.cameras import Camera
-    from bevfusion_quant.report._content import Extent, ReportBoxes
-
-__all__ = ["from_above", "in_camera"]
+from bev_data.cameras import Camera
+from bevfusion_quant.report._content import Extent, ReportBoxes
 
 Floats = npt.NDArray[np.floating[Any]]
 

@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["jpeg", "packed_map", "packed_shares", "rounded", "rounded_or_none"]
-
 # Twelve bits: a step is a fortieth of a per cent of the map's range, finer than the readout.
 LEVELS = 4095
 EMPTY = 0xFFFF

@@ -7,25 +7,6 @@ import re
 
 from markupsafe import Markup
 
-__all__ = [
-    "breakable",
-    "by_page_scheme",
-    "count",
-    "decibels",
-    "finite",
-    "fixed",
-    "memory",
-    "number",
-    "part_of",
-    "partition_picture",
-    "path_parts",
-    "percent",
-    "plural",
-    "seconds",
-    "share",
-    "web_address",
-]
-
 DASH = "–"
 _DARK = re.compile(r"@media \(prefers-color-scheme: dark\) \{ svg \{(.*?)\} \}", re.DOTALL)
 _COLOUR = re.compile(r"(--[\w-]+):(#[0-9a-fA-F]+)")

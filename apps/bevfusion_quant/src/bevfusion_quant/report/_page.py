@@ -6,27 +6,22 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
-import numpy as np
-from jinja2 import Environment, PackageLoader, StrictUndefined, TemplateError
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template, TemplateError
 from jinja2.ext import Extension
 from markupsafe import Markup
 
 from bevfusion_quant.report import _format
+from bevfusion_quant.run import plain
 from bevquant_quantizers import write_whole
 from bevquant_quantizers.documents import DocumentError, read_json
-
-if TYPE_CHECKING:
-    from jinja2 import Template
-
-__all__ = ["PAGE_DATA", "PAGE_FORM", "Section", "read_sections", "write_page"]
 
 PAGE_DATA = "page.json"
 """Beside a page, its sections as data: what their templates were filled with."""
@@ -70,8 +65,8 @@ class Section:
 
     def __post_init__(self) -> None:
         """Make the data plain, so that it fills the template the same after it was written."""
-        object.__setattr__(self, "data", _plain(self.data))
-        object.__setattr__(self, "script", _plain(self.script))
+        object.__setattr__(self, "data", plain(self.data))
+        object.__setattr__(self, "script", plain(self.script))
 
     @property
     def html(self) -> str:
@@ -108,7 +103,7 @@ def write_page(path: Path | str, title: str, top: Section, sections: Sequence[Se
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii"),
     )  # fmt: skip
     text = json.dumps(
-        {**_HEAD, "sections": [_plain(s) for s in sections]},
+        {**_HEAD, "sections": [plain(s) for s in sections]},
         allow_nan=False,
         separators=(",", ":"),
     )
@@ -147,25 +142,6 @@ def read_sections(path: Path) -> dict[str, Section]:
             ) from error
         sections[part.key] = section
     return sections
-
-
-def _plain(value: Any) -> Any:
-    """Data as JSON has it: by field, keys as text, no NaN and no infinity."""
-    if isinstance(value, str | bool | int) or value is None:
-        return value
-    if isinstance(value, np.ndarray | np.generic):
-        return _plain(value.tolist())
-    if isinstance(value, float):
-        return value if np.isfinite(value) else None
-    if is_dataclass(value):
-        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if hasattr(value, "_asdict"):
-        return _plain(value._asdict())
-    if isinstance(value, Iterable):
-        return [_plain(item) for item in value]
-    return str(value)
 
 
 def _script_json(value: Any) -> str:

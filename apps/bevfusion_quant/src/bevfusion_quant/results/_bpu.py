@@ -17,19 +17,6 @@ if TYPE_CHECKING:
     from bevquant_hybrid.partition import Plan, PlanNode
     from bevquant_hybrid_tools.performance import ChipFigures, LayerEstimate
 
-__all__ = [
-    "BPU_UNITS",
-    "BpuComparison",
-    "BpuEstimate",
-    "BpuLayer",
-    "BpuOutcome",
-    "BpuStage",
-    "boundary_table",
-    "bpu_stage_table",
-    "bpu_text",
-    "plan_segments",
-]
-
 
 @dataclass(frozen=True)
 class BpuLayer:

@@ -5,27 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from bev_data.metrics import aligned_table, or_dash
+from bev_data.metrics import AgreementRow, aligned_table, or_dash
 from bevfusion_quant.results._table import Table, plain_table
-
-if TYPE_CHECKING:
-    from bev_data.metrics import AgreementRow
-
-__all__ = [
-    "ExportedFile",
-    "ExportedSet",
-    "FileLayer",
-    "FilePort",
-    "SetStage",
-    "difference",
-    "export_text",
-    "file_box_table",
-    "file_size",
-    "file_stage_table",
-    "set_verdict",
-]
 
 _SHOWN = 5
 _EXACT = ("int8", "float16")  # forms that are compared value by value

@@ -12,8 +12,6 @@ from bevfusion_quant.results._table import Cell, CellParts, Column, Row, Table
 if TYPE_CHECKING:
     from bevquant_qnn import PrecisionPlan, RefinedPlan, SensitivityRow, SensitivityTable
 
-__all__ = ["SensitivityOutcome", "headline", "plan_line", "sensitivity_table", "sensitivity_text"]
-
 _WIDE, _HIGH, _GAP = 100.0, 7.0, 2.0  # of a bar, in its own units
 _DIGITS = {"sqnr": ".1f", "kl": ".2e", "mAP": ".2f"}
 _TITLES = {"sqnr": "SQNR", "kl": "KL divergence, negative,", "mAP": "mAP"}

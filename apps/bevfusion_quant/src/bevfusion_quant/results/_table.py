@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple, TypedDict
+from typing import NamedTuple, TypedDict
 
-from bev_data.metrics import aligned_table, span
-
-if TYPE_CHECKING:
-    from bev_data.metrics import Difference, Interval
-
-__all__ = [
-    "Cell", "CellParts", "Column", "Row", "Table", "mean_ap_apart", "plain_table", "setting_text",
-    "with_interval",
-]  # fmt: skip
+from bev_data.metrics import Difference, Interval, aligned_table, span
 
 
 class CellParts(TypedDict, total=False):

@@ -1,8 +1,7 @@
 """One page to sign: a run, what was measured of it, what is missing, where each figure is from."""
 
 from bevfusion_quant.review._checks import Check
-from bevfusion_quant.review._evidence import Evidence, read_evidence
-from bevfusion_quant.review._gather import Gathered, Measured, gather
+from bevfusion_quant.review._gather import Evidence, Gathered, Measured, gather, read_evidence
 from bevfusion_quant.review._headline import HeadlineGroup, HeadlineRow
 from bevfusion_quant.review._run import (
     ReviewResult,

@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from bev_data.metrics import points, span
 from bevfusion.model import trained_weights
 from bevfusion_quant.export import ONNX_FOLDER
-from bevfusion_quant.review._evidence import frames_text
-from bevfusion_quant.review._headline import judged
-from bevfusion_quant.run import sha256
+from bevfusion_quant.review._gather import Evidence, Gathered, Measured, frames_text
+from bevfusion_quant.review._headline import HeadlineGroup, HeadlineRow, judged
+from bevfusion_quant.run import BpuSummary, IntegersSummary, sha256
 from bevfusion_quant.train import FIRST_TRAINING_SEED
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from bevfusion_quant.review._evidence import Evidence
-    from bevfusion_quant.review._gather import Gathered, Measured
-    from bevfusion_quant.review._headline import HeadlineGroup, HeadlineRow
-    from bevfusion_quant.run import BpuSummary, IntegersSummary
-
-__all__ = ["Check", "checks", "command_for", "exported_files"]
 
 # Options that say where frames come from, with how many values each takes; 0 for any number.
 _SOURCE = {"--points": 0, "--dataset": 1, "--data": 0, "--split": 1, "--data-version": 1}

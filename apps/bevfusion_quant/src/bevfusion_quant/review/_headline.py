@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from bev_data.metrics import Interval, or_dash, points
+from bevfusion_quant.options import Branch
 from bevfusion_quant.results import Column, Row, Table, with_interval
-from bevfusion_quant.review._evidence import frames_text
-from bevfusion_quant.run import AccuracySummary, ModelSummary
+from bevfusion_quant.review._gather import Evidence, Gathered, frames_text
+from bevfusion_quant.run import AccuracySummary, ModelSummary, RunSettings, RunSummary
 from bevfusion_quant.steps import quantized_parts
-
-if TYPE_CHECKING:
-    from bevfusion_quant.options import Branch
-    from bevfusion_quant.review._evidence import Evidence
-    from bevfusion_quant.review._gather import Gathered
-    from bevfusion_quant.run import RunSettings, RunSummary
-
-__all__ = ["HeadlineGroup", "HeadlineRow", "headline", "judged", "run_title"]
 
 COLUMNS = (
     Column("Model"), Column("mAP, of 100"), Column("less float"), Column("NDS", "minor"),

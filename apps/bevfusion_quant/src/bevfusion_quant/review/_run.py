@@ -9,26 +9,15 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.report import Section, write_page
 from bevfusion_quant.results import CellParts, Table, plain_table
 from bevfusion_quant.review._checks import Check, checks, exported_files
-from bevfusion_quant.review._evidence import PAGE_FILE, frames_text
-from bevfusion_quant.review._gather import Gathered, gather
+from bevfusion_quant.review._gather import PAGE_FILE, Evidence, Gathered, frames_text, gather
 from bevfusion_quant.review._headline import HeadlineGroup, headline, run_title
 from bevfusion_quant.run import RunRecord, run_folder, versions
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from bevfusion_quant.review._checks import Check
-    from bevfusion_quant.review._evidence import Evidence
-    from bevfusion_quant.review._gather import Gathered
-    from bevfusion_quant.review._headline import HeadlineGroup
-
-__all__ = ["PDF_FILE", "ReviewResult", "find_browser", "print_pdf", "review_text", "run_review"]
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 SECONDS = 300

@@ -34,11 +34,12 @@ from bevfusion_quant.run._record import (
     Clock,
     RunRecord,
     peak_memory_mib,
+    plain,
     return_freed_memory,
+    run_shards,
     versions,
     write_json,
 )
-from bevfusion_quant.run._shards import run_shards
 
 __all__ = [
     "CONFIG_FILE",
@@ -60,6 +61,7 @@ __all__ = [
     "StageSummary",
     "as_settings",
     "peak_memory_mib",
+    "plain",
     "read_digests",
     "read_settings",
     "read_summary",

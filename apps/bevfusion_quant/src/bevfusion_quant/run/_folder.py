@@ -22,18 +22,6 @@ from bevquant_quantizers.documents import (
     write_whole,
 )
 
-__all__ = [
-    "CONFIG_FILE",
-    "DIGESTS_FILE",
-    "RUN_FORMAT",
-    "RUN_VERSIONS",
-    "read_digests",
-    "run_folder",
-    "sha256",
-    "write_digests",
-    "written_text",
-]
-
 CONFIG_FILE, DIGESTS_FILE = "config.json", "digests.json"
 RUN_FORMAT = "bevfusion-quant run"
 RUN_VERSIONS = (1, 2, 3)

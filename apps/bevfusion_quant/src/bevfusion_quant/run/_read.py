@@ -16,25 +16,6 @@ from bevfusion_quant.run._folder import CONFIG_FILE, RUN_FORMAT, RUN_VERSIONS
 from bevfusion_quant.run._record import SUMMARY_FILE
 from bevquant_quantizers.documents import as_form, read_json
 
-__all__ = [
-    "AccuracySummary",
-    "BpuSummary",
-    "ComparedSettings",
-    "ExportSummary",
-    "IntegersSummary",
-    "ModelSummary",
-    "QatSummary",
-    "RunSettings",
-    "RunSummary",
-    "StageSummary",
-    "as_settings",
-    "read_settings",
-    "read_summary",
-    "read_written",
-    "refuse_version",
-    "settings_of",
-]
-
 Form = TypeVar("Form", bound="RunSettings")
 
 

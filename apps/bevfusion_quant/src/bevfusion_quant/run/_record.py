@@ -1,39 +1,35 @@
 """What every run writes down, the same for all commands: settings, summary, and what its page says.
 
-A field that all runs are to have is added here alone.
+A field that all runs are to have is added here alone. Here too is told what decides the figures of
+a run that several processes share.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import importlib.metadata
 import json
 import logging
+import math
 import platform
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from bev_data.points import Frame
 from bevfusion_quant._errors import InputError
+from bevfusion_quant.ranks import Shards, current_ranks
 from bevfusion_quant.run._folder import CONFIG_FILE, RUN_FORMAT, RUN_VERSIONS
 from bevquant_quantizers.documents import write_whole
-
-__all__ = [
-    "SUMMARY_FILE",
-    "Clock",
-    "RunRecord",
-    "peak_memory_mib",
-    "return_freed_memory",
-    "versions",
-    "write_json",
-]
 
 LOG = logging.getLogger(__name__)
 SUMMARY_FILE = "summary.json"
@@ -78,11 +74,31 @@ def return_freed_memory() -> None:
 
 def write_json(path: Path, content: Mapping[str, Any]) -> Path:
     """Write JSON that any reader takes: no NaN, no Infinity."""
-    text = json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False, default=_plain)
+    text = json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False, default=_written)
     return write_whole(path, text + "\n")
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Anything that a run or a package reports as JSON has it.
+
+    By field, keys as text; NaN and infinities are None, what JSON does not know is text.
+    """
+    if isinstance(value, str | bool | int) or value is None:
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if is_dataclass(value):
+        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
+    if hasattr(value, "_asdict"):
+        value = value._asdict()
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if hasattr(value, "tolist"):
+        return plain(value.tolist())
+    return [plain(item) for item in value] if isinstance(value, Iterable) else str(value)
+
+
+def _written(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
     if hasattr(value, "__dataclass_fields__"):
@@ -176,3 +192,53 @@ class RunRecord:
             "seconds": {} if self.clock is None else self.clock.seconds(),
             "peak_memory_mib": peak_memory_mib(),
         }
+
+
+def run_shards(
+    runs: Path, name: str, frames: Sequence[Frame], settings: Mapping[str, Any], *models: nn.Module
+) -> Shards:
+    """Where a run keeps what is finished; all ranks must have the same models and frames.
+
+    Args:
+        runs: Folder of all runs.
+        name: The run.
+        frames: Its frames; their names and the sizes of their files count, not their content.
+        settings: What else decides the figures.
+        models: Their weights and ranges do.
+
+    Raises:
+        InputError: The ranks differ.
+    """
+    if current_ranks().alone:
+        return Shards(runs, name, {})
+    about = {
+        **settings,
+        "frames": _described(frames),
+        "models": [_digest(model) for model in models],
+        "versions": versions(),
+        "threads": torch.get_num_threads(),
+    }
+    return Shards(runs, name, about)
+
+
+def _described(frames: Sequence[Frame]) -> list[Any]:
+    known = getattr(frames, "paths", None) or getattr(frames, "keys", None) or ()
+    return [
+        len(frames),
+        getattr(frames, "kind", None),
+        [
+            [str(key), key.stat().st_size] if isinstance(key, Path) and key.is_file() else str(key)
+            for key in known
+            if isinstance(key, str | int | Path)
+        ],
+    ]
+
+
+def _digest(model: nn.Module) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for name, value in model.state_dict().items():
+        if isinstance(value, torch.Tensor):
+            digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
+            data = value.detach().cpu().contiguous().reshape(-1)
+            digest.update(data.view(torch.uint8).numpy().data if data.numel() else b"")
+    return digest.hexdigest()

@@ -28,17 +28,6 @@ if TYPE_CHECKING:
     from bevfusion_quant.ranks import Record, Shards
     from bevquant_qnn import SensitivityTable
 
-__all__ = [
-    "METRICS",
-    "KeptScores",
-    "Late",
-    "MeanAp",
-    "TakenLate",
-    "measure_sensitivity",
-    "run_late",
-    "sensitivity_output",
-]
-
 
 class KeptScores:
     """`bevquant_qnn.Kept` in a run's shards: pairs of numbers, or boxes.

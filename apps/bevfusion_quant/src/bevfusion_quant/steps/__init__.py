@@ -11,13 +11,19 @@ from bevfusion_quant.steps._branches import (
 from bevfusion_quant.steps._load_run import (
     LoadedRun,
     ModelSettings,
+    calibration_record,
+    calibration_warnings,
     frames_for_run,
+    fusion_record,
     load_quantized,
     load_run,
     model_settings,
+    quantization_record,
     read_model_settings,
     read_run_config,
     refuse_unfolded,
+    rounding_record,
+    save_model,
 )
 from bevfusion_quant.steps._plan import (
     PLAN_FILE,
@@ -26,14 +32,6 @@ from bevfusion_quant.steps._plan import (
     planned_layers,
     read_plan,
     refuse_in_files,
-)
-from bevfusion_quant.steps._record import (
-    calibration_record,
-    calibration_warnings,
-    fusion_record,
-    quantization_record,
-    rounding_record,
-    save_model,
 )
 from bevfusion_quant.steps._stages import (
     Stage,

@@ -4,23 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
+
+from torch import nn
 
 from bevfusion.model import PARTS
 from bevfusion_quant.options import Branch
-
-if TYPE_CHECKING:
-    from torch import nn
-
-__all__ = [
-    "FOLDED_APART",
-    "built_parts",
-    "expand_patterns",
-    "is_detector",
-    "quantized_parts",
-    "reads_images",
-    "why_float",
-]
 
 _DETECTORS = {
     "all": PARTS,

@@ -13,15 +13,6 @@ if TYPE_CHECKING:
 
     from bevquant_qnn import PrecisionPlan, SkippedModule
 
-__all__ = [
-    "PLAN_FILE",
-    "apply_plan",
-    "before_calibration",
-    "planned_layers",
-    "read_plan",
-    "refuse_in_files",
-]
-
 PLAN_FILE = "plan.json"
 # What ONNX files can hold; other integers have no QuantizeLinear or no kernel on their targets.
 _IN_FILES = ("int8", "float")

@@ -34,22 +34,6 @@ if TYPE_CHECKING:
     from bevquant_qnn import PrecisionPlan, QuantizeResult, RoundingResult
     from bevquant_quantizers import CalibrationReport
 
-__all__ = [
-    "ROUNDING_FRAMES",
-    "Stage",
-    "calibrate_branch",
-    "example_batch",
-    "example_like",
-    "fill_weights",
-    "first_sparse_conv",
-    "fuse_branch",
-    "keep_batch_norms",
-    "quantize_as",
-    "quantize_branch",
-    "round_branch",
-    "run_batch",
-]
-
 LOG = logging.getLogger(__name__)
 FIRST_LAYER = (
     "the first sparse convolution: fp16, as NVIDIA deploys it (--quantize-first-layer for int8)"

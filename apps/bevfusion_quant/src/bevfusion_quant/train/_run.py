@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,10 +17,13 @@ from tqdm import tqdm
 
 from bev_data.cameras import CAMERA_NAMES
 from bev_data.metrics import Bootstrap, DetectionMeter, interval_of_mean_ap, metrics_of
-from bevfusion.model import CONFIGS, build_model, read_state_dict
+from bev_data.points import Frame
+from bevfusion.model import CONFIGS, BEVFusion, build_model, read_state_dict
 from bevfusion.training import (
     CHECKPOINT,
     Augmentation,
+    FrameSource,
+    PreparedFrames,
     check_identity,
     head_loss,
     identity_of,
@@ -39,23 +42,6 @@ from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.options import TrainOptions
 from bevfusion_quant.ranks import current_ranks
 from bevquant_quantizers.documents import write_tensors
-
-if TYPE_CHECKING:
-    from bev_data.points import Frame
-    from bevfusion.model import BEVFusion
-    from bevfusion.training import FrameSource, PreparedFrames
-
-__all__ = [
-    "TRAINED_BRANCHES",
-    "WEIGHTS",
-    "TrainConfig",
-    "TrainResult",
-    "first_model",
-    "judge_detector",
-    "run_train",
-    "stored_weights",
-    "write_weights",
-]
 
 TRAINED_BRANCHES: dict[str, tuple[str, ...]] = {
     "lidar": ("lidar", "decoder", "head"),

@@ -5,18 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from bev_data.datasets import FrameList
+from bev_data.points import Frame
 from bevfusion.training import FrameSource
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import frames_of
-
-if TYPE_CHECKING:
-    from bev_data.points import Frame
-    from bevfusion_quant.options import FrameOptions
-
-__all__ = ["FIRST_TRAINING_SEED", "HELD_OUT_FRAME", "held_out", "training_frames"]
+from bevfusion_quant.options import FrameOptions
 
 FIRST_TRAINING_SEED = 1_000_000
 HELD_OUT_FRAME = 28  # of a PandaSet sequence

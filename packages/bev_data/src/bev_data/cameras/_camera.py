@@ -9,8 +9,6 @@ import numpy.typing as npt
 
 from bev_data._errors import InputError
 
-__all__ = ["CAMERA_NAMES", "Camera"]
-
 CAMERA_NAMES = (
     "CAM_FRONT",
     "CAM_FRONT_RIGHT",

@@ -14,17 +14,6 @@ from torch import Tensor
 from bev_data._errors import InputError
 from bev_data.cameras._camera import CAMERA_NAMES, Camera
 
-__all__ = [
-    "IMAGE_MEAN",
-    "IMAGE_STD",
-    "CameraInputs",
-    "depth_images",
-    "order_cameras",
-    "prepare_cameras",
-    "project",
-]
-
-
 IMAGE_MEAN = np.array([0.485, 0.456, 0.406], np.float32)  # of ImageNet, RGB in 0..1
 IMAGE_STD = np.array([0.229, 0.224, 0.225], np.float32)
 

@@ -14,8 +14,6 @@ from bev_data.datasets._frame_folder import is_frame_folder, read_frame_folder
 from bev_data.datasets._frame_list import FrameList
 from bev_data.points import Frame, read_frames, read_points
 
-__all__ = ["files"]
-
 _LOG = logging.getLogger(__name__)
 
 

@@ -19,8 +19,6 @@ from bev_data.datasets._json_file import matrix, read_json
 from bev_data.points import Frame, Labels, read_frames, read_points
 from bevquant_quantizers.documents import Size, write_arrays, write_folder, write_whole
 
-__all__ = ["is_frame_folder", "read_frame_folder", "write_frame_folder"]
-
 _FILE = "calib.json"
 
 

@@ -10,8 +10,6 @@ from typing import Any, overload
 from bev_data._errors import InputError
 from bev_data.points import Frame
 
-__all__ = ["FrameList", "one_folder"]
-
 
 def one_folder(kind: str, path: object) -> Path:
     """What `open_dataset` was given for a data set that is one folder.

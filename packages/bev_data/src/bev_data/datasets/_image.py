@@ -11,8 +11,6 @@ from PIL import Image, UnidentifiedImageError
 from bev_data._errors import InputError
 from bev_data.cameras import Camera
 
-__all__ = ["read_camera", "read_image"]
-
 
 def read_image(path: Path, size: tuple[int, int] | None = None) -> npt.NDArray[np.uint8]:
     """Pixels of a picture, uint8 [height, width, 3], RGB.

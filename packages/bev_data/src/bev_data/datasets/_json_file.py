@@ -12,8 +12,6 @@ from bev_data._errors import InputError
 from bevquant_quantizers.documents import DocumentError
 from bevquant_quantizers.documents import read_json as read_json_file
 
-__all__ = ["matrix", "read_json"]
-
 
 def read_json(path: Path, form: Any = dict[str, Any]) -> Any:
     """The object that a JSON file holds, of a form as `documents.parse_json` takes it.

@@ -17,8 +17,6 @@ from bev_data.datasets._motion import FROM_FORWARD_X, inverse, move_points
 from bev_data.datasets._names import KITTI_NAMES, translate
 from bev_data.points import Frame, Labels, read_points
 
-__all__ = ["kitti"]
-
 _VISIBILITY = {0: 1.0, 1: 0.6, 2: 0.2}  # KITTI gives a level, not a share; 3 is "unknown"
 _Matrix = npt.NDArray[np.float64]
 

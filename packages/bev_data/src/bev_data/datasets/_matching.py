@@ -8,8 +8,6 @@ from typing import Literal, get_args
 
 from bev_data._errors import InputError
 
-__all__ = ["WhichCameras", "check_which", "with_cameras"]
-
 _LOG = logging.getLogger(__name__)
 WhichCameras = Literal["all", "available", "none"]
 """Every frame must have its pictures; frames without are left out; no pictures are read."""

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["FROM_FORWARD_X", "inverse", "move_boxes", "move_points", "pose"]
-
 _Matrix = npt.NDArray[np.float64]
 
 FROM_FORWARD_X: _Matrix = np.array(

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-__all__ = ["KITTI_NAMES", "NUSCENES_NAMES", "PANDASET_NAMES", "translate"]
-
 # nuScenes' detection task: https://www.nuscenes.org/object-detection
 NUSCENES_NAMES = {
     "vehicle.car": "car",

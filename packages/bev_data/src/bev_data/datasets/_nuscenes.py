@@ -20,8 +20,6 @@ from bev_data.datasets._names import NUSCENES_NAMES, translate
 from bev_data.points import Frame, Labels, read_points
 from bevquant_quantizers.documents import DocumentError, Finite, Size, as_form
 
-__all__ = ["nuscenes"]
-
 _Three = tuple[Finite, Finite, Finite]
 
 

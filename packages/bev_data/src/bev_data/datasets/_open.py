@@ -18,18 +18,6 @@ from bevquant_quantizers import plugins
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-__all__ = [
-    "ENTRY_POINTS",
-    "dataset_cameras",
-    "dataset_kinds",
-    "find_dataset",
-    "labelled_region",
-    "open_dataset",
-    "range_origin",
-    "register_dataset",
-    "scene_name",
-]
-
 ENTRY_POINTS = "bevquant.datasets"
 _AnyPath = str | os.PathLike[str]
 Opener: TypeAlias = Callable[..., FrameList]

@@ -18,8 +18,6 @@ from bev_data.datasets._motion import FROM_FORWARD_X, inverse, move_boxes, move_
 from bev_data.datasets._names import PANDASET_NAMES, translate
 from bev_data.points import Frame, Labels, read_points
 
-__all__ = ["pandaset"]
-
 # PandaSet has no cameras that look back to the sides; the ones to the sides are the nearest.
 _CAMERAS = dict(
     zip(

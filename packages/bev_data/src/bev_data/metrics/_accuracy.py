@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from bev_data.boxes import Detections
     from bev_data.points import Labels
 
-__all__ = ["Accuracy", "AccuracyTally", "ModelAccuracy", "Sketch"]
-
 SKETCHES = 6  # frames that are kept for pictures
 
 

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from bev_data.boxes import Detections
     from bev_data.points import Labels
 
-__all__ = ["AgreementRow", "DetectionTally", "FoundRow", "match"]
-
 DISTANCES = (0.5, 1.0, 2.0)
 Floats = npt.NDArray[np.floating]
 

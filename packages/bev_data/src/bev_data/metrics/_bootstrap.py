@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from bev_data.metrics._meter import ClassRecord, DetectionMeter
     from bev_data.metrics._rules import DetectionRules
 
-__all__ = ["Bootstrap", "Interval", "interval_of_difference", "interval_of_mean_ap"]
-
 Floats = npt.NDArray[np.float64]
 PIECE = 64  # draws that are held at a time
 

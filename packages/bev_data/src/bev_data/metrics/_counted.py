@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from bev_data.metrics._rules import DetectionRules
     from bev_data.points import Labels
 
-__all__ = ["Counted", "Region", "counted_detections", "counted_labels"]
-
 Floats = npt.NDArray[np.float64]
 Region = Callable[[Floats], npt.NDArray[np.bool_]]
 """Of boxes [n, 7], which lie where a frame is labelled, bool [n]."""

@@ -9,8 +9,6 @@ import numpy.typing as npt
 
 from bev_data.metrics._rules import DetectionRules
 
-__all__ = ["RECALLS", "Curve", "average_precision", "bev_average_precision", "curve", "mean_errors"]
-
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 

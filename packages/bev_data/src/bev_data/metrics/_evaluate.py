@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from bev_data.metrics._rules import DetectionRules
     from bev_data.points import Labels
 
-__all__ = ["Difference", "compare_detections", "evaluate_detections"]
-
 
 @dataclass(frozen=True)
 class Difference:

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from bev_data.metrics._counted import Counted
     from bev_data.metrics._rules import DetectionRules
 
-__all__ = ["by_distance", "by_overlap", "true_positive_errors", "undefined_errors"]
-
 Floats = npt.NDArray[np.float64]
 Taken = npt.NDArray[np.int64]
 

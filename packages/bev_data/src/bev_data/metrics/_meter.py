@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from bev_data.boxes import Detections
     from bev_data.points import Labels
 
-__all__ = ["ClassRecord", "DetectionMeter"]
-
 Floats = npt.NDArray[np.float64]
 
 

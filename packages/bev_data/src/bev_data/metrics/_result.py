@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from bev_data.metrics._meter import ClassRecord, DetectionMeter
     from bev_data.metrics._rules import DetectionRules
 
-__all__ = ["ClassMetrics", "DetectionMetrics", "metrics_of"]
-
 MEAN_AP_WEIGHT = 5
 
 

@@ -8,8 +8,6 @@ from typing import Literal
 
 from bev_data._errors import InputError
 
-__all__ = ["ERRORS", "DetectionRules"]
-
 ERRORS = ("ATE", "ASE", "AOE", "AVE")
 """Errors of true positives, in the order of their columns; boxes carry no attributes for AAE."""
 

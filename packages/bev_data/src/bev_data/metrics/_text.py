@@ -12,18 +12,6 @@ if TYPE_CHECKING:
     from bev_data.metrics._agreement import AgreementRow, FoundRow
     from bev_data.metrics._bootstrap import Interval
 
-__all__ = [
-    "ERROR_UNITS",
-    "accuracy_notes",
-    "accuracy_text",
-    "agreement_text",
-    "aligned_table",
-    "nds_title",
-    "or_dash",
-    "points",
-    "span",
-]
-
 ERROR_UNITS = {"ATE": "m", "ASE": "1 − IoU", "AOE": "rad", "AVE": "m/s"}
 DASH = "–"
 

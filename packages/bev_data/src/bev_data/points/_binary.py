@@ -26,8 +26,6 @@ import numpy.typing as npt
 from bev_data.points._errors import PointsError
 from bevquant_quantizers.documents import read_content
 
-__all__ = ["read_binary"]
-
 
 @dataclass(frozen=True)
 class Layout:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from bev_data._errors import InputError
 
-__all__ = ["PointsError"]
-
 
 class PointsError(InputError):
     """A frame cannot be read or holds something that must not be used.

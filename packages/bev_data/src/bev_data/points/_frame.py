@@ -11,8 +11,6 @@ import numpy.typing as npt
 from bev_data.cameras import Camera
 from bev_data.points._errors import PointsError
 
-__all__ = ["Frame", "Labels", "VoxelData"]
-
 
 class VoxelData(NamedTuple):
     """Voxels that somebody else has made.

@@ -17,8 +17,6 @@ from bev_data.points._errors import PointsError
 from bev_data.points._frame import VoxelData
 from bevquant_quantizers.documents import read_content, write_whole
 
-__all__ = ["find_sibling", "load_tensor", "read_voxels", "save_tensor"]
-
 _MAGIC = 0x33FF1101
 _DTYPES = {
     1: "<i4",

@@ -18,8 +18,6 @@ from bev_data.points._frame import Frame, Labels, VoxelData, rows_of
 from bev_data.points._nvidia_tensor import find_sibling, load_tensor, read_voxels
 from bevquant_quantizers.documents import DocumentError, read_arrays
 
-__all__ = ["FrameFiles", "read_frames", "read_points"]
-
 
 def read_npz(
     path: Path, key: str, intensity_scale: float | None

@@ -18,8 +18,6 @@ from bevfusion.model._second import SECOND, SECONDFPN
 if TYPE_CHECKING:
     from bevfusion.model._config import BEVFusionConfig, CameraConfig, LidarConfig
 
-__all__ = ["build_lidar_branch", "build_model"]
-
 
 def build_model(config: BEVFusionConfig, parts: Iterable[str] = PARTS) -> BEVFusion:
     """A float model of the given sizes, in eval mode, that runs right on a CPU.

@@ -21,8 +21,6 @@ from bevquant_sparse import WeightLayout, is_sparse_conv, layout_of, permute_wei
 if TYPE_CHECKING:
     from bevfusion.model._model import BEVFusion
 
-__all__ = ["LAYOUTS", "LoadReport", "load_state_dict", "load_weights", "read_state_dict"]
-
 LAYOUTS = ("RSCK", "KRSC", "KCRS")
 
 

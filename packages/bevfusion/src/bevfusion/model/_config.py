@@ -6,15 +6,6 @@ from dataclasses import dataclass, field
 
 from bevfusion.model.head import HeadConfig
 
-__all__ = [
-    "CONFIGS",
-    "BEVFusionConfig",
-    "CameraConfig",
-    "DecoderConfig",
-    "FuserConfig",
-    "LidarConfig",
-]
-
 Triple = tuple[int, int, int]
 Bound = tuple[float, float, float]
 

@@ -15,8 +15,6 @@ from bevquant_sparse import to_dense
 if TYPE_CHECKING:
     from bevfusion.model._config import LidarConfig
 
-__all__ = ["SparseEncoder"]
-
 
 def require_spconv() -> ModuleType:
     """`spconv.pytorch`.

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from bevfusion.model._config import FuserConfig
 
-__all__ = ["ConvFuser"]
-
 
 class ConvFuser(nn.Module):
     """mit-bevfusion's ConvFuser: y = relu(bn(conv3×3(concat(camera, lidar)))).

@@ -13,8 +13,6 @@ from bevfusion.model._parts import PART_PATHS, PARTS
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["BEVFusion", "Batch"]
-
 
 class Batch(NamedTuple):
     """Positional inputs of `BEVFusion`: voxels, and for the camera branch images with geometry.

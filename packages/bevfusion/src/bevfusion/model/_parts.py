@@ -6,8 +6,6 @@ from collections.abc import Iterable
 
 from bev_data import InputError
 
-__all__ = ["PARTS", "PART_PATHS", "STAGES", "check_parts", "exclude_all_but"]
-
 PARTS = ("camera", "lidar", "fuser", "decoder", "head")
 
 PART_PATHS = {

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from bevfusion.model._config import DecoderConfig
 
-__all__ = ["SECOND", "SECONDFPN"]
-
 
 def _norm_relu(channels: int) -> tuple[nn.Module, nn.Module]:
     return nn.BatchNorm2d(channels, eps=1e-3, momentum=0.01), nn.ReLU(inplace=True)

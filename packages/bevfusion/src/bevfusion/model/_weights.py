@@ -15,8 +15,6 @@ from bev_data import InputError
 if TYPE_CHECKING:
     from bevfusion.model._model import BEVFusion
 
-__all__ = ["named_weights", "random_weights", "trained_weights"]
-
 
 def trained_weights(config: str) -> Path | None:
     """The file of trained weights for the sizes of a configuration; None where there is none.

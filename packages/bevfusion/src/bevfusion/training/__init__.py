@@ -18,10 +18,9 @@ from bevfusion.training._head_loss import (
     head_loss,
     l1_loss,
 )
-from bevfusion.training._loop import in_parts, losses_table, run_steps, stop_on_signals
+from bevfusion.training._loop import in_parts, losses_table, one_cycle, run_steps, stop_on_signals
 from bevfusion.training._prepare import FrameForm, FrameSource, PreparedFrames, prepare_frames
 from bevfusion.training._samples import Augmentation, Motion, make_batch, order_of
-from bevfusion.training._schedule import one_cycle
 from bevfusion.training._targets import (
     Targets,
     decode_boxes,

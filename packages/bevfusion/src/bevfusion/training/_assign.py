@@ -10,8 +10,6 @@ import numpy.typing as npt
 
 from bev_data import InputError
 
-__all__ = ["assign", "matching_cost"]
-
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 

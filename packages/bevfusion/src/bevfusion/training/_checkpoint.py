@@ -23,16 +23,6 @@ from bevquant_quantizers.documents import (
 if TYPE_CHECKING:
     from bevfusion.training._prepare import FrameSource
 
-__all__ = [
-    "CHECKPOINT",
-    "Checkpoint",
-    "check_identity",
-    "identity_of",
-    "read_checkpoint",
-    "restore",
-    "write_checkpoint",
-]
-
 CHECKPOINT = "checkpoint.safetensors"
 """Name of the file in the folder of a training."""
 _FORMAT, _VERSION, _KEY = "bevfusion-quant training checkpoint", 1, "bevfusion-quant"

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from bev_data.points import Frame
 
-__all__ = ["CompactFrame", "compact"]
-
 STEP = 0.004  # m: int16 then reaches 131 m
 
 

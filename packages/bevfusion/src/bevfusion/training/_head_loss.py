@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from bevfusion.model.head import HeadConfig
     from bevfusion.training._targets import Targets
 
-__all__ = ["HeadLoss", "focal_loss", "gaussian_focal_loss", "head_loss", "l1_loss"]
-
-
 _ALPHA = 0.25
 
 

@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 
     from bev_data.points import Frame
 
-__all__ = ["FrameForm", "FrameSource", "PreparedFrames", "prepare_frames"]
-
-
 _INDEX = "frames.json"
 _VERSION = 1
 _CHUNK = 8

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from bevfusion.model.head import HeadConfig
     from bevfusion.training._compact import CompactFrame
 
-__all__ = ["Augmentation", "Motion", "make_batch", "order_of"]
-
 
 @dataclass(frozen=True)
 class Motion:

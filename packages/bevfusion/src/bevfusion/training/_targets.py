@@ -12,16 +12,6 @@ if TYPE_CHECKING:
     from bev_data.points import Labels
     from bevfusion.model.head import HeadConfig
 
-__all__ = [
-    "Targets",
-    "decode_boxes",
-    "encode_boxes",
-    "gaussian_radius",
-    "heatmap_target",
-    "targets_of",
-]
-
-
 Floats = npt.NDArray[np.float32]
 _MIN_OVERLAP = 0.1
 _SMALLEST_RADIUS = 1.2  # m: two of mit-bevfusion's 0.6 m cells

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from bevquant_export.dense._source import Ref, Step
 
-__all__ = ["as_layer"]
-
 _CONVS = {f"conv{n}d": getattr(nn, f"Conv{n}d") for n in (1, 2, 3)}
 _TRANSPOSED = {f"conv_transpose{n}d": getattr(nn, f"ConvTranspose{n}d") for n in (1, 2, 3)}
 _ACTIVATIONS: dict[str, Callable[..., nn.Module]] = {

@@ -23,8 +23,6 @@ from bevquant_export.dense._written import QdqFile, TensorDifference
 from bevquant_graph import is_sparse_tensor
 from bevquant_int8sim import IntegerModel
 
-__all__ = ["compare_qdq_onnx", "compared"]
-
 
 def compare_qdq_onnx(
     file: QdqFile, model: nn.Module | IntegerModel, args: Any

@@ -22,8 +22,6 @@ from bevquant_export.dense._torch_form import torch_form
 from bevquant_export.dense._voxels import Voxels
 from bevquant_export.dense._weighted import block_of, unflattened, weighted_layer
 
-__all__ = ["Emitter", "emit"]
-
 Made = TypeVar("Made", str, str | None, str | list[str])
 _PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 

@@ -27,8 +27,6 @@ from bevquant_export.sparse.portable._body import OPSET
 from bevquant_int8sim import IntegerModel
 from bevquant_quantizers import write_whole
 
-__all__ = ["export_qdq_onnx"]
-
 
 def export_qdq_onnx(
     model: nn.Module | IntegerModel,

@@ -12,8 +12,6 @@ from bevquant_export.dense._graph import Array
 from bevquant_export.dense._program_of import QdqProgram, inputs_of
 from bevquant_export.dense._source import Program, Ref, Step, replaced
 
-__all__ = ["FloatErrors"]
-
 _RUNS = 6
 _UNITS = 2  # a function's own steps each round
 _DEVIATIONS = 4.0

@@ -11,8 +11,6 @@ from torch import Tensor
 from bevquant_export.dense._program_of import QdqProgram, integer_model, ports_of
 from bevquant_int8sim.program import Program, Ref, names_in
 
-__all__ = ["chooses_rows", "free_sizes"]
-
 _TABLE = 2  # axes: pictures and matrices of cameras have more
 
 

@@ -18,8 +18,6 @@ from bevquant_export.sparse.portable._emit import OPEN
 if TYPE_CHECKING:
     from bevquant_export.sparse.portable._emit import Settings
 
-__all__ = ["FIRST_SHAPE_OF_PART", "Graph", "Held"]
-
 FIRST_SHAPE_OF_PART = 15  # operator set whose Shape has a start and an end
 _AXES_AS_INPUT = ("ReduceMax", "ReduceMean")  # from operator set 18 on
 

@@ -11,8 +11,6 @@ from bevquant_export.dense._graph import Graph
 from bevquant_export.dense._moves import sliced
 from bevquant_export.dense._sizes import Sizes
 
-__all__ = ["average_pool", "max_pool", "resize"]
-
 
 def max_pool(graph: Graph, path: str, x: str, given: Mapping[str, Any], rank: int) -> str:
     """MaxPool, with torch's arguments; `rank` counts the axes of the grid."""

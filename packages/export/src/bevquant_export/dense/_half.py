@@ -22,8 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["LARGEST_HALF", "half_typed", "in_half"]
-
 LARGEST_HALF = 65504.0
 _FLOAT, _HALF = 1, 10
 _PAIRS = {"QuantizeLinear", "DequantizeLinear"}

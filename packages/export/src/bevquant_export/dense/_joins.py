@@ -16,8 +16,6 @@ from bevquant_export.dense._source import Ref, Step, integers_of, is_active
 from bevquant_graph import own_code
 from bevquant_qnn import QuantAdd, QuantConcat
 
-__all__ = ["float_join"]
-
 
 def float_join(
     graph: Graph, step: Step, each: Callable[[Any], list[Held]], sizes: Sizes

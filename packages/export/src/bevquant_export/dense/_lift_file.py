@@ -8,8 +8,6 @@ from typing import Any
 from bevquant_export.dense._runnable import lifted
 from bevquant_export.lint._read import load_model
 
-__all__ = ["lift_horizon_onnx"]
-
 
 def lift_horizon_onnx(path: str | os.PathLike[str]) -> Any:
     """The model of a file for hb_mapper, in operator set 13, which onnxruntime runs.

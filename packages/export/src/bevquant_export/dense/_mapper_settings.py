@@ -7,8 +7,6 @@ from pathlib import Path
 
 from bevquant_quantizers import write_whole
 
-__all__ = ["MARCHES", "write_settings"]
-
 MARCHES = ("bernoulli2", "bayes", "bayes-e")
 
 

@@ -11,8 +11,6 @@ from bevquant_export.dense._graph import Graph
 from bevquant_export.lint._model import VOXELS
 from bevquant_export.targets._cpu import CPU_KEY
 
-__all__ = ["assemble"]
-
 Shape = tuple[int | str, ...]
 _IR_VERSIONS = {11: 6, 13: 7, 16: 8, 18: 8}
 # TensorProto's numbers.

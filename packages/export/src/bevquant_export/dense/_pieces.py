@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["pieces_of"]
-
 
 def pieces_of(proto: Any) -> Iterator[Any]:
     """Models of the nodes that hang together, each with what it reads, in the order of their nodes.

@@ -8,8 +8,6 @@ from typing import Any
 
 from bevquant_export.dense._source import Ref, Source, SparseRef
 
-__all__ = ["input_names", "output_names"]
-
 
 def input_names(source: Source, wanted: Sequence[str] | None) -> dict[str, str]:
     """Name in the program to name in the file.

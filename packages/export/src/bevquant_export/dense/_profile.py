@@ -9,8 +9,6 @@ from numpy.typing import DTypeLike
 
 from bevquant_export.targets._registry import targets
 
-__all__ = ["Profile", "profile_of"]
-
 
 @dataclass(frozen=True)
 class Profile:

@@ -11,11 +11,6 @@ from bevquant_graph import is_sparse_tensor
 from bevquant_int8sim import IntegerModel, simulate
 from bevquant_int8sim.program import PROGRAM_READERS, Program, Ref, Step, arguments, names_in
 
-__all__ = [
-    "Observe", "QdqProgram", "Sums", "bound", "inputs_of", "integer_model", "location", "ports_of",
-    "program_of",
-]  # fmt: skip
-
 Observe = Callable[[Step, tuple[Any, ...], tuple[Any, ...]], None]
 Sums = bool | Mapping[str, float]
 

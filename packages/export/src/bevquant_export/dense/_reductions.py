@@ -15,8 +15,6 @@ from bevquant_export.dense._sizes import Sizes
 from bevquant_export.dense._source import Ref, Step
 from bevquant_export.sparse.portable._body import FLOAT
 
-__all__ = ["NAMED", "instances", "softmax"]
-
 Read = Callable[[str], str]
 
 _LOWEST = -65504.0  # of half precision, in which engines may compute it

@@ -9,8 +9,6 @@ from typing import Any
 from bevquant_export.dense._graph import Graph, Held
 from bevquant_export.dense._source import Integers
 
-__all__ = ["finished"]
-
 
 def finished(
     graph: Graph, path: str, held: Held | str, form: Any, attributes: Mapping[str, Any],

@@ -12,8 +12,6 @@ import numpy as np
 
 from bevquant_export.targets._cpu import cpu_at_hand, cpu_of
 
-__all__ = ["any_session", "forced", "lifted", "session"]
-
 _ATTRIBUTES = {"ReduceSum": "axes", "Split": "split", "Squeeze": "axes", "Unsqueeze": "axes"}
 
 

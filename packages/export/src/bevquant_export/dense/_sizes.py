@@ -8,8 +8,6 @@ import torch
 
 from bevquant_export.dense._source import Ref, Source, names_in, replaced
 
-__all__ = ["Sizes"]
-
 
 class Sizes:
     """Shapes and host values of a program, as far as a file may hold them as constants.

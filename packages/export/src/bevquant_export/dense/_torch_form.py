@@ -21,8 +21,6 @@ from bevquant_export.dense._source import Ref, Step, replaced
 from bevquant_export.floats._torch_exporter import OPSET, exported
 from bevquant_export.sparse.portable._body import INT32, INT64
 
-__all__ = ["torch_form"]
-
 _PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 _FIRST_ABSENT_ROI = 13
 _LEAST = 11  # before, limits and lengths are attributes too

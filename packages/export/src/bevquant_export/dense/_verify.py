@@ -14,8 +14,6 @@ from bevquant_export.dense._program_of import QdqProgram, integer_model
 from bevquant_export.dense._runnable import any_session
 from bevquant_export.dense._written import QdqFile
 
-__all__ = ["verified"]
-
 _FEW = 4
 _FLOAT = 2.0**-10  # of an output's largest value: float32 functions of the same integers
 _HALF = 2.0**-6  # float16 functions

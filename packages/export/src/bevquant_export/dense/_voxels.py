@@ -27,8 +27,6 @@ from bevquant_export.sparse.portable._body import DOUBLE, FLOAT, INT32, INT64, U
 from bevquant_export.sparse.portable._sites import Sites, Surroundings
 from bevquant_export.targets._cpu import stored_weights
 
-__all__ = ["Voxels"]
-
 _AXES = 3
 _ARITHMETIC = {"add": "Add", "sub": "Sub", "mul": "Mul", "floordiv": "Div"}
 _FILLED = frozenset(("zeros", "ones", "new_zeros", "new_ones"))

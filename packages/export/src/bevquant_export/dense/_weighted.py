@@ -13,8 +13,6 @@ from bevquant_export.dense._sizes import Sizes
 from bevquant_export.dense._source import Integers, Step
 from bevquant_export.targets._cpu import stored_weights
 
-__all__ = ["block_of", "unflattened", "weighted_layer"]
-
 
 @dataclass(frozen=True, eq=False)
 class _Weight:

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from bevquant_int8sim import IntegerModel
 
-__all__ = ["QdqFile", "TensorDifference", "verdict"]
-
 # What is computed again, value by value: no difference but ties.
 _RECOMPUTED = frozenset(
     "conv conv_transpose linear add requantize resize max_pool move relu constant".split()

@@ -13,8 +13,6 @@ from bevquant_export.dense._runnable import session
 from bevquant_export.floats._ports import called, tensors_in
 from bevquant_export.lint._read import load_model
 
-__all__ = ["FloatDifference", "FloatFile", "compare_float_onnx", "differences"]
-
 
 @dataclass(frozen=True)
 class FloatDifference:

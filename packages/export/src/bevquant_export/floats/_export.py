@@ -18,8 +18,6 @@ from bevquant_export.floats._ports import output_names as named_outputs
 from bevquant_export.floats._torch_exporter import OPSET, exported
 from bevquant_quantizers import write_whole
 
-__all__ = ["export_float_onnx"]
-
 
 def export_float_onnx(
     module: nn.Module,

@@ -37,8 +37,6 @@ from torch.overrides import TorchFunctionMode
 
 from bevquant_export.floats._scatter_sums import ORDERED_SUMS, SCATTER_SUMS
 
-__all__ = ["PlainForms"]
-
 _FIRST_GRID_SAMPLE = 16  # operator set
 _FIRST_EINSUM = 12
 _ZEROS, _BORDER, _REFLECTION = 0, 1, 2

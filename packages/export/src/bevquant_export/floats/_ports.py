@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["called", "input_names", "output_names", "tensors_in"]
-
 
 def called(module: nn.Module, args: Any) -> list[tuple[str, Tensor]]:
     """Every result of a call and where in the result it lies.

@@ -22,8 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["ORDERED_SUMS", "SCATTER_SUMS"]
-
 _MOST = 2**26  # entries of the matrix
 
 

@@ -18,8 +18,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["SmallInverses"]
-
 _LARGEST = 4  # rows; a determinant of five has 120 products
 _aten = torch.ops.aten
 _INVERSES = (

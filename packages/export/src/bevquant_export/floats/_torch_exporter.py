@@ -19,8 +19,6 @@ from bevquant_export.floats._ports import arguments
 from bevquant_export.floats._small_inverse import SmallInverses
 from bevquant_graph import quiet
 
-__all__ = ["OPSET", "exported"]
-
 OPSET = 18
 """What torch's exporter writes; it writes no earlier one."""
 _LOGGERS = ("torch.onnx", "onnxscript", "onnx_ir")

@@ -14,8 +14,6 @@ from bevquant_quantizers import write_whole
 if TYPE_CHECKING:
     import onnx
 
-__all__ = ["POOR", "check_calibration", "note_calibration"]
-
 POOR = Rule(
     "CAL001",
     "warning",

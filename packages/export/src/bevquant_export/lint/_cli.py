@@ -18,8 +18,6 @@ from bevquant_export.lint._rule import Finding, Rule, quoted
 from bevquant_export.targets._cpu import CPUS
 from bevquant_export.targets._registry import find_target, target_names, targets
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command.

@@ -10,8 +10,6 @@ from typing import Any
 
 from bevquant_export.lint._predict import LayerPrediction
 
-__all__ = ["EngineLayer", "LayerMatch", "match_layers", "read_engine_layers"]
-
 _MOST_BYTES = 256 * 2**20
 _WORDS = {"int8": "int8", "half": "fp16", "fp16": "fp16", "float": "float32", "fp32": "float32"}
 

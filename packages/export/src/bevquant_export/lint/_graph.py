@@ -12,8 +12,6 @@ from bevquant_export.lint._rule import quoted
 if TYPE_CHECKING:
     import onnx
 
-__all__ = ["Graph", "Node", "graphs_of", "passed"]
-
 _DEEPEST = 8
 
 

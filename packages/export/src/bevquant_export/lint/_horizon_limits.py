@@ -10,8 +10,6 @@ from bevquant_export.lint._qdq import Pairs
 from bevquant_export.lint._rule import Finding, Rule
 from bevquant_export.lint._tensors import shape_of
 
-__all__ = ["RULES", "check_limits"]
-
 LIMITS = Rule(
     "HRZ012",
     "warning",

@@ -26,8 +26,6 @@ from bevquant_export.targets._target import LintFile, Target
 if TYPE_CHECKING:
     import onnx
 
-__all__ = ["lint_onnx", "rules"]
-
 _SHARED: tuple[Rule, ...] = (
     *(_read.UNREADABLE, _read.EMPTY, _structure.TENSOR_NAMES, _structure.NODE_NAMES),
     *(_structure.MISSING, _structure.ORDER, _structure.CYCLE, _structure.NOT_MADE),

@@ -17,10 +17,6 @@ if TYPE_CHECKING:
 
     from bevquant_export.targets._target import Target
 
-__all__ = [
-    "LEAKED", "SIZES", "UNKNOWN_OP", "UNREAD", "VERSIONS", "VOXELS", "check_model",
-]  # fmt: skip
-
 VERSIONS = Rule(
     "ONX014",
     "error",

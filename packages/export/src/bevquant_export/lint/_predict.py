@@ -17,8 +17,6 @@ from bevquant_export.lint._qdq import Pairs, Step
 from bevquant_export.lint._read import read_model
 from bevquant_export.lint._rule import Finding, quoted
 
-__all__ = ["LayerPrediction", "predict_layers"]
-
 _WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 _ACTIVATIONS = ("Relu", "Clip", "LeakyRelu")
 # Have int8 kernels, or move bytes.

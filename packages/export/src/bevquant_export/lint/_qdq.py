@@ -16,8 +16,6 @@ from bevquant_export.lint._tensors import numel, values
 if TYPE_CHECKING:
     import onnx
 
-__all__ = ["RULES", "Pairs", "Step", "check_axis", "check_pairs"]
-
 NO_AXIS = Rule(
     "QDQ001",
     "error",

@@ -13,8 +13,6 @@ from bevquant_quantizers.documents import read_content
 if TYPE_CHECKING:
     import onnx
 
-__all__ = ["EMPTY", "UNREADABLE", "load_model", "read_model"]
-
 _MOST_BYTES = 2**31 - 1
 UNREADABLE = Rule(
     "ONX001",

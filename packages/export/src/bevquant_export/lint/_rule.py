@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["ANY", "DENSE", "Finding", "Rule", "Severity", "quoted"]
-
 Severity = Literal["error", "warning"]
 
 # What a rule holds for: every target, or every dense one (`Target.labels`).

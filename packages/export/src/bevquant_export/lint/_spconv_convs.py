@@ -15,8 +15,6 @@ from bevquant_export.lint._tensors import numel, shape_of, values
 if TYPE_CHECKING:
     import onnx
 
-__all__ = ["RULES", "check_convs", "kernel_of", "weight_dims"]
-
 _ONLY = ("libspconv",)
 
 

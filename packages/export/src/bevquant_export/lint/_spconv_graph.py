@@ -10,8 +10,6 @@ from bevquant_export.lint._rule import Finding, Rule, Severity, quoted
 from bevquant_export.lint._spconv_convs import weight_dims
 from bevquant_export.lint._spconv_numbers import is_add, precision
 
-__all__ = ["RULES", "check_graph"]
-
 _ONLY = ("libspconv",)
 
 

@@ -17,8 +17,6 @@ from bevquant_export.lint._tensors import values
 if TYPE_CHECKING:
     import onnx
 
-__all__ = ["RULES", "check_numbers", "is_add", "precision"]
-
 _ONLY = ("libspconv",)
 TYPES = Rule(
     "SPC010",

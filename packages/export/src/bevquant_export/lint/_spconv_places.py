@@ -9,8 +9,6 @@ from bevquant_export.lint._rule import Finding, Rule, quoted
 from bevquant_export.lint._spconv_convs import kernel_of
 from bevquant_export.lint._spconv_numbers import is_add
 
-__all__ = ["RULES", "check_places"]
-
 _ONLY = ("libspconv",)
 FIRST_KEY = Rule(
     "SPC026",

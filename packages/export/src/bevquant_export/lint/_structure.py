@@ -7,18 +7,6 @@ from collections.abc import Iterator
 from bevquant_export.lint._graph import Graph, Node
 from bevquant_export.lint._rule import Finding, Rule, quoted
 
-__all__ = [
-    "CYCLE",
-    "DEEP",
-    "MISSING",
-    "NODE_NAMES",
-    "NOT_MADE",
-    "ORDER",
-    "REPEATED_ATTRIBUTE",
-    "TENSOR_NAMES",
-    "check_structure",
-]
-
 TENSOR_NAMES = Rule(
     "ONX003",
     "error",

@@ -15,8 +15,6 @@ from bevquant_export.lint._tensors import shape_of
 if TYPE_CHECKING:
     import onnx
 
-__all__ = ["RULES", "TYPED_RULES", "check_tensorrt", "check_types"]
-
 _ONLY = ("tensorrt",)
 
 

@@ -14,8 +14,6 @@ from bevquant_export.lint._rule import Finding, Rule
 if TYPE_CHECKING:
     import onnx
 
-__all__ = ["ESCAPES", "MISSING_DATA", "SIZES", "check_tensor", "numel", "shape_of", "values"]
-
 ESCAPES = Rule(
     "ONX009",
     "error",

@@ -9,8 +9,6 @@ from bevquant_export.lint._graph import Graph, Node
 from bevquant_export.lint._rule import Finding, Rule
 from bevquant_export.lint._tensors import check_tensor, shape_of
 
-__all__ = ["CHANNELS", "WINDOWS", "check_windows"]
-
 WINDOWS = Rule(
     "ONX018",
     "error",

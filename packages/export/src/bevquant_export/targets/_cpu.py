@@ -8,16 +8,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "CPUS",
-    "CPU_KEY",
-    "cpu_at_hand",
-    "cpu_of",
-    "exact_everywhere",
-    "stored_weights",
-    "weights_for",
-]
-
 # What a file may be written for: CPUs that sum four products of uint8 and int8 exactly (x86 with
 # VNNI or AMX, ARM with dot products), or any.
 CPUS = ("vnni", "any")

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     from bevquant_export.targets._target import Target
 
-__all__ = ["ENTRY_POINTS", "find_target", "register_target", "target_names", "targets"]
-
 # Engines, and forms of a sparse encoder's file alone. Each entry point is a name of a target.
 ENTRY_POINTS = ("bevquant.targets", "bevquant.dialects")
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from bevquant_export.lint._graph import Graph
     from bevquant_export.lint._rule import Finding, Rule
 
-__all__ = ["LintFile", "Target"]
-
 
 @dataclass(frozen=True, eq=False)
 class LintFile:

@@ -17,8 +17,6 @@ from bevquant_hybrid._observers._range import FixedScaleObserver, RangeObserver
 from bevquant_hybrid.dtype import QuantDType
 from bevquant_hybrid.qtensor import QTensor, calling_module, payload
 
-__all__ = ["CalibFakeQuantize", "FakeQuantize", "_WrappedCalibFakeQuantize", "strangers"]
-
 
 def _accepted(cls: type[Any]) -> set[str] | None:
     """Names of what a class is made with, through ``**kwargs`` of its bases; None: any name."""

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from bevquant_hybrid.qtensor import along, calling_module
 
-__all__ = ["fake_quantize", "is_written"]
-
 
 def is_written() -> bool:
     """Whether a model runs to be written into a file: nothing is observed then."""

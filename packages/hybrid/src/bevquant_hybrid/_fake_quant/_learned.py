@@ -13,8 +13,6 @@ from bevquant_hybrid._fake_quant._function import is_written
 from bevquant_hybrid._observers._range import scale_of, smallest_scale
 from bevquant_hybrid.qtensor import QTensor, along, payload
 
-__all__ = ["LSQFakeQuantize", "LearnedFakeQuantize", "PACTFakeQuantize"]
-
 
 def _round_through(x: Tensor) -> Tensor:
     return x + (x.round() - x).detach()

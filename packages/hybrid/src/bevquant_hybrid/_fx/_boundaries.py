@@ -18,15 +18,6 @@ from bevquant_hybrid._observers._range import FixedScaleObserver
 from bevquant_hybrid.nn.qat._parts import Composed
 from bevquant_hybrid.nn.qat.stubs import DeQuantStub
 
-__all__ = [
-    "BOUNDARY",
-    "adopt_scales",
-    "calibrated_scales",
-    "insert_boundaries",
-    "is_calibration",
-    "warn_of_uncollected",
-]
-
 Make = Callable[[Node], nn.Module]
 BOUNDARY = "boundary"  # key of a node's meta
 

@@ -20,8 +20,6 @@ from bevquant_hybrid._scale_keeping import gives_plain, rule_of
 from bevquant_hybrid.nn._arithmetic import Div, FloatFunctional, Where
 from bevquant_hybrid.nn.qat import has_qat_form
 
-__all__ = ["CpuOperator", "list_cpu_operators", "refuse_float_operators"]
-
 _logger = logging.getLogger(__name__)
 _LIBRARIES = ("torch", "_operator", "builtins", "math")
 _REMEDIES: dict[Any, str] = {

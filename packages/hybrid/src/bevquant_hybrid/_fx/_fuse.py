@@ -22,8 +22,6 @@ from bevquant_hybrid.nn.intrinsic import ACTIVATIONS, ANCHORS, fused_class
 from bevquant_hybrid.nn.qat._base import hand_over_qconfig, take_over
 from bevquant_hybrid.qat_mode import QATMode, get_qat_mode
 
-__all__ = ["fold", "fuse_graph"]
-
 _FUNCTIONS: dict[Any, type[nn.Module]] = {
     **dict.fromkeys((F.relu, torch.relu, "relu", "relu_", F.relu_), nn.ReLU),
     F.relu6: nn.ReLU6,

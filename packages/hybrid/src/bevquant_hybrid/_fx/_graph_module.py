@@ -13,14 +13,6 @@ from torch.fx import Graph, GraphModule
 from bevquant_hybrid._leaf import MethodCall
 from bevquant_hybrid.nn.qat._base import take_over
 
-__all__ = [
-    "GraphModuleWithAttr",
-    "ObservedGraphModule",
-    "QuantizedGraphModule",
-    "clone_containers",
-    "replace_module",
-]
-
 
 class GraphModuleWithAttr(GraphModule):
     """A graph module with every attribute of its source, in the source's order.

@@ -29,8 +29,6 @@ from bevquant_hybrid.nn.qat import has_qat_form
 from bevquant_hybrid.operators import load_support_table, row_of_function, row_of_module
 from bevquant_hybrid.partition._placement import Listed, place_operator
 
-__all__ = ["Kind", "Placement", "has_weight", "keeps_scale", "replace_functions"]
-
 # Methods of FloatFunctional whose operator goes by another name.
 _OPERATORS = {"add_relu": "add", "add_scalar": "add", "mul_scalar": "mul"}
 _PASS_MODULES = (nn.Identity, nn.Dropout, nn.Dropout2d, nn.Flatten, nn.Unflatten)

@@ -36,8 +36,6 @@ from bevquant_hybrid.march import March, get_march, require_march
 from bevquant_hybrid.nn.qat import float_form, has_qat_form, qat_form
 from bevquant_hybrid.nn.qat._base import errors_that_name, expect_pictures, first_prepared
 
-__all__ = ["fuse", "prepare"]
-
 
 def fuse(model: nn.Module, names: Names, caller: str) -> GraphModuleWithAttr:
     """Trace a model, give functions modules, fuse; the model itself stays as it is.

@@ -18,8 +18,6 @@ from bevquant_hybrid.nn import _functions as functions
 from bevquant_hybrid.nn._arithmetic import Div, FloatFunctional, Where
 from bevquant_hybrid.nn._layer_norm import LayerNorm, Normalize
 
-__all__ = ["Recipe", "Step", "recipe_of"]
-
 
 @dataclass(eq=False)
 class Step:

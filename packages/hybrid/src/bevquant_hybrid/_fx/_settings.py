@@ -11,8 +11,6 @@ from torch import nn
 
 from bevquant_hybrid.nn.intrinsic import Fused
 
-__all__ = ["Names", "Settings", "anchor_path_of", "class_of"]
-
 _UNSET: Any = object()
 
 

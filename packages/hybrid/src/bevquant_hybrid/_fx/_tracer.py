@@ -23,8 +23,6 @@ from bevquant_hybrid.nn.intrinsic import Fused
 from bevquant_hybrid.nn.qat import has_qat_form
 from bevquant_hybrid.nn.qat._weighted import Weighted
 
-__all__ = ["HybridTracer", "is_leaf", "line_of", "number_nodes", "scope_of", "trace", "with_items"]
-
 _LIBRARIES = tuple(f"{os.path.dirname(file)}{os.sep}" for file in (torch.__file__, __file__))
 
 

@@ -17,8 +17,6 @@ from bevquant_hybrid._observers._range import FixedScaleObserver
 from bevquant_hybrid._scale_keeping import rule_of
 from bevquant_hybrid.march import JOINS_AT_ONE_SCALE
 
-__all__ = ["refuse_settings", "unify_cat_scales"]
-
 
 def refuse_settings(optimize_kwargs: dict[str, Any] | None, caller: str) -> None:
     """Refuse what narrows or widens the optimization.

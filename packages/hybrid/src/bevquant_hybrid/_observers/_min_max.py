@@ -11,15 +11,6 @@ from bevquant_hybrid._observers._range import RangeObserver, scale_of
 from bevquant_hybrid.dtype import qint8
 from bevquant_quantizers.calib import HistogramCalibrator
 
-__all__ = [
-    "AveragingObserver",
-    "CalibObserver",
-    "MinMaxObserver",
-    "MovingAverageMinMaxObserver",
-    "MovingAveragePerChannelMinMaxObserver",
-    "PerChannelMinMaxObserver",
-]
-
 
 class MinMaxObserver(RangeObserver):
     """Smallest and largest value of everything seen.

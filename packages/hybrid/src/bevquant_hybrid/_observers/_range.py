@@ -11,15 +11,6 @@ from torch.ao.quantization import ObserverBase
 
 from bevquant_hybrid.dtype import as_quant_dtype, qinfo, qint8
 
-__all__ = [
-    "ClipObserver",
-    "FixedScaleObserver",
-    "NoopObserver",
-    "RangeObserver",
-    "scale_of",
-    "smallest_scale",
-]
-
 _PER_CHANNEL = (torch.per_channel_symmetric, torch.per_channel_affine)
 smallest_scale = torch.finfo(torch.float32).eps
 

@@ -12,8 +12,6 @@ from bevquant_hybrid._observers._min_max import AveragingObserver
 from bevquant_hybrid._observers._range import scale_of
 from bevquant_quantizers.calib import HistogramCalibrator
 
-__all__ = ["ClipStdObserver", "KLObserver", "MSEObserver", "MixObserver", "PercentileObserver"]
-
 
 def percentile_of(x: Tensor, percentile: float, bins: int) -> Tensor:
     """Lower edge of the bin of |x|'s histogram where `percentile` percent are reached, ``[1]``.

@@ -12,8 +12,6 @@ from torch.utils._pytree import tree_leaves
 from bevquant_hybrid.qtensor import QTensor
 from bevquant_int8sim.program import Form, Integers, Ref, Step
 
-__all__ = ["SUM", "Call", "form_of", "has_tensor", "held"]
-
 SUM = ":sum"  # behind the name of a fused addition: what the layer gives before
 
 

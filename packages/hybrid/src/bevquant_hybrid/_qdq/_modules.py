@@ -22,15 +22,6 @@ from bevquant_hybrid.nn.qat.several_inputs import _top
 from bevquant_hybrid.qtensor import QTensor
 from bevquant_int8sim.program import Integers, Ref, Step, grid_call, module_call
 
-__all__ = [
-    "arithmetic_steps",
-    "batch_norm",
-    "changes_its_input",
-    "function_steps",
-    "module_steps",
-    "weighted",
-]
-
 _OPS: tuple[tuple[type[nn.Module], str], ...] = (
     (nn.ConvTranspose2d, "conv_transpose"),
     (nn.Linear, "linear"),

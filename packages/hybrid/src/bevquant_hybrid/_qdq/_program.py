@@ -24,8 +24,6 @@ from bevquant_hybrid.qtensor import QTensor, as_float
 from bevquant_hybrid.quantization.qconfig import get_default_qat_qconfig
 from bevquant_int8sim.program import Program, Step, arguments
 
-__all__ = ["PreparedProgram", "read"]
-
 Observe = Callable[[Step, tuple[Any, ...], tuple[Any, ...]], None]
 _CALLER = "export_qdq_onnx"
 

@@ -31,8 +31,6 @@ from bevquant_hybrid.nn.qat._weighted import Weighted
 from bevquant_hybrid.qtensor import QTensor
 from bevquant_int8sim.program import Ref, Step, Value, names_in
 
-__all__ = ["NodeReader"]
-
 _NORMS = (qat.BatchNorm2d, qat.BatchNorm3d, qat.SyncBatchNorm)
 
 

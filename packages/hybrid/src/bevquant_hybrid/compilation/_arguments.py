@@ -18,17 +18,6 @@ from bevquant_hybrid.nn.quantized._base import FixedPoint
 from bevquant_hybrid.nn.quantized.quantize import is_fixed_point
 from bevquant_hybrid.operators import OperatorCall, is_float, trace_calls
 
-__all__ = [
-    "bpu_calls",
-    "check_options",
-    "check_path",
-    "converted_model",
-    "forward_arguments",
-    "march_of",
-    "model_name",
-    "require_module",
-]
-
 _OPTIMIZATIONS = ("O0", "O1", "O2", "O3", "ddr", "fast", "balance")
 _SOURCES = ("ddr", "resizer", "pyramid")
 _LAYOUTS = ("NCHW", "NHWC", "BPU_RAW")

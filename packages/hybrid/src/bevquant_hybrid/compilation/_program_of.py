@@ -25,8 +25,6 @@ from bevquant_hybrid.runtime._program import (
 )
 from bevquant_int8sim.program import Ref, Step, TensorType, Value, replaced
 
-__all__ = ["program_of", "record_results", "with_layouts"]
-
 _TO_NCHW, _TO_NHWC = (0, 3, 1, 2), (0, 2, 3, 1)
 
 

@@ -23,8 +23,6 @@ from bevquant_hybrid.runtime._program import (
 )
 from bevquant_int8sim.program import Ref, Step, TensorType, Value
 
-__all__ = ["Recorder", "RefusedError", "following", "in_graph"]
-
 _Place = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype]
 
 _SAME_VALUES = ("aten::alias", "aten::detach", "aten::lift_fresh")  # the same values

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from torch.ao.nn import quantized as torch_quantized
 from torch.jit._trace import TracerWarning
 
-__all__ = ["FLOAT_OPERATIONS", "Arithmetic", "Div", "FloatFunctional", "Where"]
-
 
 def _matmul(tensors: list[Tensor], x_trans: bool, y_trans: bool) -> Tensor:
     x, y = tensors

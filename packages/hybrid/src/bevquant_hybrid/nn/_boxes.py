@@ -11,8 +11,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["best", "clipped", "decoded", "of_each_anchor", "survivors", "wide_and_high_enough"]
-
 _LARGEST = math.log(1000 / 16)  # what Detectron and torchvision let a side grow by
 
 

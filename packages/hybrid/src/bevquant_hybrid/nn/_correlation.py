@@ -11,8 +11,6 @@ from torch.jit._trace import TracerWarning
 
 from bevquant_hybrid._torch_operator import operator
 
-__all__ = ["Correlation", "channels_of", "correlate_integers", "plain_sizes"]
-
 
 def plain_sizes(x: Tensor) -> tuple[int, ...]:
     """The shape as numbers; a model that torch.jit traces takes those that it was traced with."""

@@ -12,32 +12,6 @@ from torch import Tensor, nn
 from bevquant_hybrid._sampling import sampling_places
 from bevquant_hybrid.qtensor import as_float
 
-__all__ = [
-    "Acos",
-    "Acosh",
-    "Asin",
-    "Asinh",
-    "Atan",
-    "Atanh",
-    "Ceil",
-    "Cos",
-    "Cosh",
-    "ElementwiseFunction",
-    "Erf",
-    "Exp",
-    "Floor",
-    "GridSample",
-    "HardLog",
-    "Interpolate",
-    "Pow",
-    "Reciprocal",
-    "Selu",
-    "Sin",
-    "Sinh",
-    "Sqrt",
-    "Tan",
-]
-
 
 class ElementwiseFunction(nn.Module):
     """Base of modules that apply one function to every element; quantized, a look-up table.

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["InverseNorm", "LayerNorm", "Normalize", "RMSNorm", "normalized"]
-
 
 def normalized(
     x: Tensor, axes: list[int], eps: float, weight: Tensor | None, bias: Tensor | None

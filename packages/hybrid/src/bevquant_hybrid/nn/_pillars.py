@@ -11,8 +11,6 @@ from bevquant_hybrid._leaf import wrap
 from bevquant_hybrid._torch_operator import operator
 from bevquant_hybrid.qtensor import QTensor, as_float, payload
 
-__all__ = ["PointPillarsScatter", "point_pillars_preprocess"]
-
 Shape = Sequence[int] | Tensor
 
 

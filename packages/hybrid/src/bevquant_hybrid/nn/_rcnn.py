@@ -15,8 +15,6 @@ from bevquant_hybrid.nn._boxes import clipped, decoded, survivors
 from bevquant_hybrid.nn._correlation import plain_sizes
 from bevquant_hybrid.qtensor import as_float
 
-__all__ = ["AnchorGenerator", "RcnnPostProcess"]
-
 
 class AnchorGenerator(nn.Module):
     r"""Boxes around every cell of feature maps, as region proposals start from.

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from bevquant_hybrid._sampling import multi_scale_roi_align
 from bevquant_hybrid.qtensor import as_float
 
-__all__ = ["MultiScaleRoIAlign"]
-
 
 class MultiScaleRoIAlign(nn.Module):
     """`torchvision.ops.MultiScaleRoIAlign` on lists: each box on the map that fits its size.

@@ -12,18 +12,6 @@ from torch import Tensor, nn
 from bevquant_hybrid.operators._call import DTYPES, Value
 from bevquant_hybrid.operators._table import Operator
 
-__all__ = [
-    "count",
-    "function_attributes",
-    "module_attributes",
-    "output_dtype",
-    "parameter_counts",
-    "shape_of",
-    "tensors_in",
-    "weight_attributes",
-    "weighted_part",
-]
-
 _STORED = {torch.int8: "qint8", torch.int16: "qint16"}
 Shape = tuple[int, ...]
 # Parameters after the first input, in order: torch's built-in functions have no signature.

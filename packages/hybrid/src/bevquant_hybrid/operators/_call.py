@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-__all__ = ["DTYPES", "OperatorCall", "Scalar", "Value"]
-
 Scalar = int | float | str | bool | None
 Value = Scalar | tuple[Scalar, ...]
 

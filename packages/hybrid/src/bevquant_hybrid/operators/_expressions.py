@@ -11,8 +11,6 @@ from typing import Any
 
 from bevquant_hybrid.operators._call import OperatorCall, Value
 
-__all__ = ["QUANTITIES", "Expression"]
-
 BYTES = {"qint8": 1, "qint16": 2, "qint32": 4, "qbool": 1, "float32": 4, "constant": 4}
 
 _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {

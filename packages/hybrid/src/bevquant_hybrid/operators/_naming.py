@@ -11,8 +11,6 @@ from torch import nn
 
 from ._table import SupportTable
 
-__all__ = ["is_leaf", "row_of_function", "row_of_module"]
-
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _FUSED = re.compile(r"^(Conv|Linear)")
 _OWN = __package__.partition(".")[0]

@@ -24,8 +24,6 @@ from ._call import OperatorCall, Value
 from ._naming import is_leaf, row_of_function, row_of_module
 from ._table import SupportTable
 
-__all__ = ["DtypeOf", "Recorder"]
-
 DtypeOf = Callable[[str, nn.Module | None], str | None]
 
 

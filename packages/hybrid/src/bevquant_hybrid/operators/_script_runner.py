@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from bevquant_hybrid.operators._naming import is_leaf, row_of_module
 from bevquant_hybrid.operators._table import SupportTable
 
-__all__ = ["ScriptRunner", "Step", "find_module", "learn", "row_of_script", "settings_of"]
-
 _PACKAGE = __package__.partition(".")[0]
 
 Enter = Callable[[str, nn.Module, Sequence[Any], Callable[[], Any]], Any]

@@ -27,8 +27,6 @@ from ._recorder import Recorder
 from ._script_runner import ScriptRunner, Step, find_module, learn, row_of_script, settings_of
 from ._table import SupportTable
 
-__all__ = ["read_script"]
-
 _PACKAGE = __package__.partition(".")[0]
 _STORED = {
     **{torch.int8: "qint8", torch.int16: "qint16", torch.int32: "qint32"},

@@ -12,19 +12,6 @@ from typing import Any, Literal
 from bevquant_hybrid.operators._call import DTYPES, OperatorCall
 from bevquant_hybrid.operators._expressions import QUANTITIES, Expression
 
-__all__ = [
-    "Limit",
-    "March",
-    "Operator",
-    "Support",
-    "SupportTable",
-    "build_table",
-    "is_float",
-    "load_support_table",
-    "render_support_table",
-    "runs_on_cpu",
-]
-
 # Attributes that a limit may name without the row declaring them: `data = true` limits are
 # checked where the attribute is known and reported as advice where it is not.
 _DATA = ("input_amax", "weight_dtype")

@@ -21,8 +21,6 @@ from ._recorder import DtypeOf, Recorder
 from ._scripted import read_script
 from ._table import SupportTable, load_support_table
 
-__all__ = ["trace_calls"]
-
 
 def trace_calls(
     model: nn.Module,

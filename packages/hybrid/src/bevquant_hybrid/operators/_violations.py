@@ -10,8 +10,6 @@ from ._call import OperatorCall, Value
 from ._expressions import QUANTITIES
 from ._table import Limit, March, Operator, Support, SupportTable, load_support_table
 
-__all__ = ["Advice", "Violation", "find_advice", "find_violations"]
-
 _ON_CPU = "run it on the CPU: name the module in hybrid_dict"
 
 

@@ -19,8 +19,6 @@ from bevquant_hybrid.partition._plan import Plan, PlanNode, number_segments
 from bevquant_hybrid.qtensor import QTensor
 from bevquant_hybrid.undisturbed import undisturbed
 
-__all__ = ["partition", "read_wishes"]
-
 _PACKAGE = __package__.partition(".")[0]
 _QAT = f"{_PACKAGE}.nn.qat."
 _EDGES = {"placeholder": "input", "output": "output", "get_attr": "attribute"}

@@ -10,8 +10,6 @@ from importlib import resources
 
 from bevquant_hybrid.operators import load_support_table
 
-__all__ = ["Listed", "place_operator"]
-
 _PLACES = ("BPU", "CPU")
 
 

@@ -13,8 +13,6 @@ import msgspec
 from bevquant_hybrid._documented import tool
 from bevquant_quantizers.documents import DocumentError, JsonDocument, Size, parse_json
 
-__all__ = ["Boundary", "Plan", "PlanNode", "Segment", "number_segments"]
-
 _SCHEMA = "bevquant_hybrid.partition"
 _VERSION = 2  # 1 had no dtypes
 _KINDS = ("input", "output", "attribute", "operator", "pass", "quantize", "dequantize")

@@ -30,8 +30,6 @@ from bevquant_hybrid.operators import (
 from bevquant_hybrid.operators._script_runner import find_module
 from bevquant_quantizers.documents import text_table
 
-__all__ = ["check_model", "violation_table"]
-
 _CAMERA_SCALE = 1 / 128
 _SELF_EVIDENT = ("Stub", ".Identity", ".Dropout", ".Dropout2d")  # their remarks hold for any model
 

@@ -25,8 +25,6 @@ from bevquant_hybrid.quantization._check import violation_table
 from bevquant_hybrid.runtime._file import write_program
 from bevquant_hybrid.runtime._program import Program, flatten
 
-__all__ = ["compile_model", "export_hbir"]
-
 
 def compile_model(
     module: nn.Module,

@@ -12,8 +12,6 @@ from bevquant_hybrid.runtime._program import Nested, Port, Program, find_operato
 from bevquant_int8sim import IntegerModel
 from bevquant_int8sim.program import Ref, Step, TensorType
 
-__all__ = ["CompiledModel"]
-
 
 class CompiledModel:
     """A program of integer operators that can be called as the converted model could.

@@ -40,8 +40,6 @@ from bevquant_quantizers.documents import (
     write_whole,
 )
 
-__all__ = ["SCHEMA", "read_program", "write_program"]
-
 SCHEMA = 2
 _ENTRY = "bevquant_hybrid"
 _WHAT = "file of compile_model"

@@ -19,23 +19,6 @@ from torch import Tensor
 from bevquant_int8sim import program as int8sim
 from bevquant_int8sim.program import Ref, Step, names_in, replaced
 
-__all__ = [
-    "ARITHMETIC",
-    "LOOSE",
-    "Nested",
-    "Port",
-    "Program",
-    "Shape",
-    "find_operator",
-    "flatten",
-    "is_integer",
-    "is_known",
-    "operator_step",
-    "sized_by_data",
-    "used_constants",
-]
-
-
 _NAMESPACE = "bevquant_hybrid::"
 
 

@@ -17,25 +17,6 @@ from bevquant_hybrid_tools.drawing._layers import (
     straighten,
 )
 
-__all__ = [
-    "CHARACTER",
-    "GUTTER",
-    "HEADER",
-    "MARGIN",
-    "PAD",
-    "SIGNS",
-    "STYLE",
-    "Box",
-    "Plan",
-    "columns",
-    "draw_regions",
-    "fit",
-    "number",
-    "place_boxes",
-    "safe",
-    "second_line",
-]
-
 CHARACTER = 0.602  # width of a monospaced letter over the size of the type
 
 STYLE = """

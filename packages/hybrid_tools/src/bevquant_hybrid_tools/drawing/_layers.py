@@ -6,18 +6,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-__all__ = [
-    "DrawnNode",
-    "Layering",
-    "break_columns",
-    "count_crossings",
-    "in_order",
-    "layer_nodes",
-    "place_layer",
-    "place_layers",
-    "straighten",
-]
-
 _PLACES = ("BPU", "CPU", "")
 _BOUNDARIES = ("quantize", "dequantize", "")
 

@@ -27,8 +27,6 @@ from bevquant_hybrid_tools.drawing._boxes import number as n
 from bevquant_hybrid_tools.drawing._layers import DrawnNode, Layering, in_order, layer_nodes
 from bevquant_quantizers.documents import write_whole
 
-__all__ = ["draw_partition", "draw_plan", "write_partition"]
-
 _STEP = 15.0  # between edges that meet at one side of a node
 _CORNER = 7.0
 

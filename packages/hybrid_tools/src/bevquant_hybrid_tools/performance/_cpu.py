@@ -10,8 +10,6 @@ from bevquant_hybrid.operators import OperatorCall
 from ._estimate import BYTES, LayerEstimate, count_operations
 from ._figures import ChipFigures, load_chip_figures
 
-__all__ = ["estimate_cpu_layers"]
-
 _FREE = ("Identity", "Dropout", "Dropout2d", "reshape")  # the same bytes, seen otherwise
 
 

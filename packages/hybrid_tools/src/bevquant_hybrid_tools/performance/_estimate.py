@@ -11,16 +11,6 @@ from typing import Any
 from bevquant_hybrid.operators import OperatorCall, is_float, load_support_table
 from bevquant_hybrid_tools.performance._figures import ChipFigures, load_chip_figures
 
-__all__ = [
-    "BYTES",
-    "LayerEstimate",
-    "Traffic",
-    "count_operations",
-    "count_traffic",
-    "estimate_layers",
-    "estimate_performance",
-]
-
 # Per element, by dtype; a constant operand is stored quantized, like a weight.
 BYTES = {"qint8": 1, "qint16": 2, "qint32": 4, "qbool": 1, "float32": 4, "constant": 1}
 _ANCHORS = ("Conv2d", "Conv3d", "ConvTranspose2d", "Linear")

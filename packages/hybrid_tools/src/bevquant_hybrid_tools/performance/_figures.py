@@ -9,8 +9,6 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-__all__ = ["ChipFigures", "Figure", "load_chip_figures"]
-
 _BASES = ("documented", "measured", "assumed")
 
 

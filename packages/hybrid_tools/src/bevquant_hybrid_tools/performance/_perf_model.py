@@ -27,8 +27,6 @@ from bevquant_hybrid_tools.performance._estimate import (
 )
 from bevquant_quantizers.documents import text_table, write_whole
 
-__all__ = ["perf_model", "render_layers", "render_page"]
-
 _STYLE = """
 :root { --page:#fff; --ink:#1d2733; --soft:#5b6876; --line:#dde3e9; --note:#fff6e0;
   --rim:#e8c477; --compute:#c2741a; --memory:#2f6fb3; }

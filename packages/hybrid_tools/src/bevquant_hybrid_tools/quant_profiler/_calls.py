@@ -20,16 +20,6 @@ from bevquant_hybrid.qtensor import QTensor, payload
 from bevquant_hybrid.undisturbed import positional, undisturbed
 from bevquant_hybrid.utils.fx_helper import is_leaf
 
-__all__ = [
-    "END",
-    "Call",
-    "Selection",
-    "is_operator",
-    "moved",
-    "named_operators",
-    "record_calls",
-]
-
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _PARTS = (Weighted, OutputQuantized, FixedPoint)
 

@@ -21,8 +21,6 @@ from bevquant_hybrid_tools.quant_profiler._calls import Call
 from bevquant_hybrid_tools.quant_profiler._features import scale_of
 from bevquant_hybrid_tools.quant_profiler._measures import Measure
 
-__all__ = ["compare", "match_calls", "silenced"]
-
 _RELUS = (F.relu, F.relu_, F.relu6, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_)
 
 

@@ -18,8 +18,6 @@ from bevquant_hybrid.undisturbed import positional
 from bevquant_hybrid_tools.quant_profiler._calls import moved, named_operators
 from bevquant_hybrid_tools.quant_profiler._tables import curves_page, write_text
 
-__all__ = ["MemoryReading", "read_memory", "show_cuda_memory_consumption"]
-
 
 @dataclass(frozen=True)
 class MemoryReading:

@@ -21,8 +21,6 @@ from bevquant_hybrid_tools.quant_profiler._compared import compare, match_calls,
 from bevquant_hybrid_tools.quant_profiler._measures import measure_of
 from bevquant_hybrid_tools.quant_profiler._tables import curves_page, grid_table, write_text
 
-__all__ = ["featuremap_similarity"]
-
 _HEADER = (
     *("Index", "Module Name", "Module Type", "Similarity", "qscale", "Acc Error\n(float atol)"),
     *("Acc Error\n(N out_qscale)", "Op Error with Same\nInput (N out_qscale)"),

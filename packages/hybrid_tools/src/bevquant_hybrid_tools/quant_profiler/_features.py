@@ -26,8 +26,6 @@ from bevquant_hybrid_tools.quant_profiler._tables import (
     write_text,
 )
 
-__all__ = ["Statistic", "fixed_weight", "get_raw_features", "profile_featuremap", "scale_of"]
-
 _FIXED = ("weight", "bias", "factor", "offset")
 
 

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Measure", "measure_of"]
-
 
 @dataclass(frozen=True)
 class Measure:

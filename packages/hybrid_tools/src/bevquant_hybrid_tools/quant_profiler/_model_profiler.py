@@ -24,8 +24,6 @@ from bevquant_hybrid_tools.quant_profiler._qconfig import (
 from bevquant_hybrid_tools.quant_profiler._tables import curves_picture, page, write_text
 from bevquant_hybrid_tools.quant_profiler._weights import compare_weights
 
-__all__ = ["model_profiler"]
-
 # "prepared": one class of fake quantizer serves calibration and training.
 _FORMS = {
     "FvsQ": ("float", "prepared"),

@@ -11,8 +11,6 @@ from torch.ao.nn.quantized import FloatFunctional
 from bevquant_hybrid.nn import qat
 from bevquant_hybrid_tools.quant_profiler._calls import Selection
 
-__all__ = ["set_preserve_qat_mode"]
-
 
 def set_preserve_qat_mode(
     model: nn.Module,

@@ -35,14 +35,6 @@ from bevquant_hybrid_tools.quant_profiler._calls import (
 )
 from bevquant_hybrid_tools.quant_profiler._tables import Cell, grid_table, simple_table, write_text
 
-__all__ = [
-    "QConfigReport",
-    "check_deploy_device",
-    "check_qconfig",
-    "check_unfused_operations",
-    "get_module_called_count",
-]
-
 NO_QCONFIG = "qconfig = None"
 _OUTPUTS = ("Module Name", "Module Type", "Input dtype", "out dtype", "ch_axis")
 _WEIGHTS = ("Module Name", "Module Type", "weight dtype", "ch_axis")

@@ -18,8 +18,6 @@ from bevquant_hybrid.runtime import Program, Step, write_program
 from bevquant_hybrid_tools.quant_profiler._tables import simple_table
 from bevquant_quantizers.documents import write_whole
 
-__all__ = ["compare_script_models", "script_profile"]
-
 _FILE = "horizon_script_result.pt"
 
 

@@ -17,8 +17,6 @@ from bevquant_hybrid.runtime import CompiledModel
 from bevquant_hybrid.undisturbed import positional, undisturbed
 from bevquant_hybrid_tools.quant_profiler._tables import simple_table
 
-__all__ = ["Stage", "compare_stages", "render_stages"]
-
 
 @dataclass(frozen=True)
 class Stage:

@@ -13,17 +13,6 @@ from torch import Tensor
 
 from bevquant_quantizers.documents import write_whole
 
-__all__ = [
-    "Cell",
-    "curves_page",
-    "curves_picture",
-    "grid_table",
-    "page",
-    "simple_table",
-    "write_histograms",
-    "write_text",
-]
-
 Cell = str | int
 
 _COLOURS = ("#2a6f97", "#c8553d", "#588157", "#7b5ea7")

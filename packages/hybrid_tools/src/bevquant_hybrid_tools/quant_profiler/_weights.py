@@ -17,8 +17,6 @@ from bevquant_hybrid_tools.quant_profiler._features import fixed_weight
 from bevquant_hybrid_tools.quant_profiler._measures import measure_of
 from bevquant_hybrid_tools.quant_profiler._tables import grid_table, write_histograms, write_text
 
-__all__ = ["compare_weights"]
-
 
 def compare_weights(
     float_model: nn.Module,

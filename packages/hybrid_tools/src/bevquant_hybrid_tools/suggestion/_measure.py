@@ -15,17 +15,6 @@ from bevquant_hybrid.nn.qat.stubs import DeQuantStub
 from bevquant_hybrid.operators import OperatorCall, trace_calls
 from bevquant_hybrid_tools.performance import ChipFigures, estimate_cpu_layers, estimate_layers
 
-__all__ = [
-    "Cost",
-    "Forward",
-    "Measure",
-    "Metric",
-    "call_model",
-    "estimate_cost",
-    "output_sqnr",
-    "positional",
-]
-
 _BYTES = {"qint8": 1, "qint16": 2, "qint32": 4}
 
 Metric = Callable[[Any, Any], float]

@@ -25,8 +25,6 @@ from ._measure import (
 )
 from ._suggestion import CpuMove, CpuSuggestion
 
-__all__ = ["suggest_cpu"]
-
 
 def suggest_cpu(
     model: nn.Module,

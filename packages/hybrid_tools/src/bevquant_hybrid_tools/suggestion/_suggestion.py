@@ -17,8 +17,6 @@ from bevquant_quantizers.documents import (
     text_table,
 )
 
-__all__ = ["CpuMove", "CpuSuggestion"]
-
 _SCHEMA = "bevquant_hybrid.cpu_suggestion"
 _VERSION = 1
 _NOTE = (

@@ -20,8 +20,6 @@ from collections.abc import Callable
 
 from bevquant_int8sim._compiled.self_test import kernels_are_exact
 
-__all__ = ["refusal"]
-
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 _PATIENCE = 60.0  # seconds; the kernels compile in one or two
 

@@ -44,8 +44,6 @@ from bevquant_int8sim._compiled.parameters import P
 from bevquant_int8sim._compiled.tile_instructions import TILE_BYTES, TILE_ROWS
 from bevquant_int8sim._compiled.tile_loops import fetch_early, present
 
-__all__ = ["BLOCK", "COLUMNS", "ROWS", "grid_loop", "sparse_loop"]
-
 ROWS = COLUMNS = 2 * TILE_ROWS
 BLOCK = 512 * 1024  # bytes of copied input rows: 27 offsets of 512 channels, and 125 of 128
 _SUMS_STRIDE = COLUMNS * 4

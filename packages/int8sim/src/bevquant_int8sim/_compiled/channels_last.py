@@ -13,8 +13,6 @@ from bevquant_int8sim import _workspace
 from bevquant_int8sim._compiled.jit import compiled
 from bevquant_int8sim._compiled.threads import share
 
-__all__ = ["pixel_rows", "planes"]
-
 _TASK = 2048  # pixels
 _WORD = 4  # bytes of a number
 _BLOCK = 64  # pixels, and channels: what a block reads and writes stays in the first cache

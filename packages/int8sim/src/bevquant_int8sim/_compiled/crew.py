@@ -21,10 +21,6 @@ from numba.extending import intrinsic
 from bevquant_int8sim._compiled.ir import INT64, load_at, pointer
 from bevquant_int8sim._compiled.jit import compiled
 
-__all__ = [
-    "TURN", "changed", "drain", "lead", "new_board", "new_cell", "post", "serve", "settled",
-]  # fmt: skip
-
 _PAUSES = 2000  # 40 to 80 µs on today's CPUs
 _LINE = 8  # numbers of a cache line, which no other data shares
 _KERNEL = ir.FunctionType(ir.VoidType(), [INT64, INT64, INT64])

@@ -30,8 +30,6 @@ from bevquant_int8sim._output import Output
 from bevquant_int8sim._tile_output import Residual
 from bevquant_int8sim._weight_cache import remembered
 
-__all__ = ["Convolution", "prepare"]
-
 _LANES = 16
 
 

@@ -17,10 +17,6 @@ from llvmlite import ir
 
 from bevquant_int8sim._compiled.ir import INT32, INTS, LANES, cpu_features, function, load_at, splat
 
-__all__ = [
-    "FLIP", "STEP_CHANNELS", "dot", "input_bytes", "instruction_set", "is_wide", "load_inputs",
-]  # fmt: skip
-
 STEP_CHANNELS = {"amx": 4, "vnni": 4, "portable": 2, "portable16": 2}
 FLIP = np.full(64, 0x80, np.uint8)  # adds 128 to every byte
 _HALF = ir.VectorType(INT32, LANES // 2)

@@ -35,8 +35,6 @@ from bevquant_int8sim._compiled.ir import (
 )
 from bevquant_int8sim._compiled.parameters import P
 
-__all__ = ["emit_epilogue"]
-
 _BYTES = ir.VectorType(BYTE, LANES)
 _LANES_MASK = ir.IntType(LANES)
 

@@ -14,8 +14,6 @@ from bevquant_int8sim._compiled.parameters import P
 from bevquant_int8sim._compiled.sparse import first_sums
 from bevquant_int8sim._tile_output import Requantization
 
-__all__ = ["GridPlan", "grid_calls", "make_plan"]
-
 
 @dataclass(frozen=True, eq=False)
 class GridPlan:

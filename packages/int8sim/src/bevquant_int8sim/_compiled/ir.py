@@ -9,12 +9,6 @@ from llvmlite import binding, ir
 from numba import config
 from numba.core import cgutils
 
-__all__ = [
-    "BYTE", "DOUBLE", "DOUBLES", "FLOATS", "INT32", "INT64", "INTS", "LANES",
-    "add_bytes", "cpu_features", "function", "load_at", "pointer", "prefetch", "row_address",
-    "splat",
-]  # fmt: skip
-
 LANES = 16  # int32 accumulators of a vector: one register of AVX-512, two of AVX2, four of NEON
 BYTE, INT32, INT64, DOUBLE = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.DoubleType()
 INTS = ir.VectorType(INT32, LANES)

@@ -16,8 +16,6 @@ if config.DISABLE_JIT:
     # Generated code cannot run as Python; callers take the torch path on an ImportError.
     raise ImportError("NUMBA_DISABLE_JIT is set")
 
-__all__ = ["compile_loop", "compiled"]
-
 _GENERATORS = (
     "amx_loops", "dot_product", "epilogue", "ir", "jit", "kernels", "parameters",
     "tile_instructions", "tile_loops",

@@ -10,8 +10,6 @@ from bevquant_int8sim._compiled.dot_product import is_wide
 from bevquant_int8sim._compiled.jit import compile_loop
 from bevquant_int8sim._compiled.tile_loops import grid_loop, sparse_loop
 
-__all__ = ["column_groups", "kernel", "tile_rows"]
-
 _LOOPS = {"sparse": sparse_loop, "grid": grid_loop}
 _AMX_LOOPS = {"sparse": amx_loops.sparse_loop, "grid": amx_loops.grid_loop}
 

@@ -19,8 +19,6 @@ from bevquant_int8sim._compiled.parameters import P
 from bevquant_int8sim._compiled.tasks import Work, cut, run_tasks
 from bevquant_int8sim._tile_output import Requantization
 
-__all__ = ["Call", "kernel_calls", "run_calls", "threads_for"]
-
 _WORTH_SHARING = 4_000_000  # products below which another thread costs more than it brings
 
 

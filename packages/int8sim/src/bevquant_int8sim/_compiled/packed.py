@@ -15,8 +15,6 @@ from bevquant_int8sim._compiled.ir import LANES
 from bevquant_int8sim._compiled.kernels import column_groups, tile_rows
 from bevquant_int8sim._compiled.tile_instructions import TILE_BYTES, TILE_ROWS, configuration
 
-__all__ = ["ColumnGroup", "PackedWeight", "pack_weight"]
-
 _OFFSET = 128  # what is added to the inputs of vpdpbusd
 
 

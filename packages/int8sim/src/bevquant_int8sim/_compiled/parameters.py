@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-__all__ = ["P"]
-
 
 class P(IntEnum):
     """Places in the parameter array.

@@ -8,8 +8,6 @@ from numba import types
 from bevquant_int8sim._compiled.jit import compiled
 from bevquant_int8sim._compiled.pillars import _popcount
 
-__all__ = ["count_entries", "fill_entries", "sort_keys"]
-
 _Z_BITS, _Z_MASK = 6, 63
 
 

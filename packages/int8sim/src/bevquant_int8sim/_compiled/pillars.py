@@ -21,10 +21,6 @@ from numba.extending import intrinsic
 
 from bevquant_int8sim._compiled.jit import compiled
 
-__all__ = [
-    "WORD", "find_pillars", "linear_keys", "list_outputs", "subm_lines", "voxel_masks",
-]  # fmt: skip
-
 WORD = 64  # longest last axis
 _ONE, _Z_BITS = np.uint64(1), 6
 

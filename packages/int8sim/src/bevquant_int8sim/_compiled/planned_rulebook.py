@@ -26,8 +26,6 @@ from bevquant_int8sim._compiled.pillars import (
 from bevquant_int8sim._compiled.sparse_plan import SORTED_ROWS, SparsePlan, in_chunks
 from bevquant_sparse import Rulebook, build_rulebook
 
-__all__ = ["PlannedRulebook", "planned_rulebook"]
-
 _MAX_OFFSETS = 32  # bits of a voxel's mask
 _MAX_PILLARS = 2**25  # with the height, a pillar's number fits 32 bits
 _LINES = 64  # lines of the output of a task

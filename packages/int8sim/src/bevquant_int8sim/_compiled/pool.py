@@ -11,8 +11,6 @@ from bevquant_int8sim import _workspace
 from bevquant_int8sim._compiled.jit import compiled
 from bevquant_int8sim._compiled.threads import share
 
-__all__ = ["max_pool"]
-
 _Pair = tuple[int, int]
 
 

@@ -13,8 +13,6 @@ from bevquant_int8sim._compiled.parameters import P
 from bevquant_int8sim._compiled.tasks import Tasks, cut, run_tasks
 from bevquant_int8sim._tile_output import Requantization
 
-__all__ = ["RepeatedCalls"]
-
 
 class RepeatedCalls:
     """Calls that write disjoint places, as a table of parameters in which three addresses change.

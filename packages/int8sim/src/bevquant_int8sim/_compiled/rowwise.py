@@ -13,8 +13,6 @@ import numpy as np
 from bevquant_int8sim._compiled.jit import compiled
 from bevquant_int8sim._compiled.threads import share
 
-__all__ = ["add_rows", "dequantize_rows", "quantize_flat", "requantize_rows"]
-
 _VALUES = 1 << 16  # of a task
 
 

@@ -9,8 +9,6 @@ from bevquant_int8sim import _workspace
 from bevquant_int8sim._compiled.jit import compiled
 from bevquant_int8sim._compiled.sparse_plan import in_chunks
 
-__all__ = ["scatter"]
-
 _ROWS = 1024  # of a task
 _BYTES = 1 << 20
 

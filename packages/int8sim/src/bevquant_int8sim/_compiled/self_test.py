@@ -18,8 +18,6 @@ from bevquant_int8sim._compiled.sparse import convolve, readable_rows
 from bevquant_int8sim._compiled.sparse_plan import SparsePlan
 from bevquant_int8sim._saturating import saturating_operands
 
-__all__ = ["kernels_are_exact"]
-
 _ROWS, _VOLUME = 20, 2
 _SHAPES = tuple((24, outputs) for outputs in (16, 32, 48, 64))  # one of each width of tile
 _AMX_SHAPES = (16, 32), (32, 64), (64, 32), (128, 64)  # each step, one and several, pairs likewise

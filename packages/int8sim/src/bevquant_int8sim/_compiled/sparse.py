@@ -14,8 +14,6 @@ from bevquant_int8sim._compiled.parameters import P
 from bevquant_int8sim._compiled.sparse_plan import SparsePlan
 from bevquant_int8sim._tile_output import Requantization
 
-__all__ = ["convolve", "first_sums", "readable_rows", "sparse_calls"]
-
 
 def readable_rows(rows: npt.NDArray[Any], packed: PackedWeight) -> npt.NDArray[Any]:
     """int8 or int16 ``[rows, channels]`` as the kernel of `packed` reads them.

@@ -21,8 +21,6 @@ from bevquant_int8sim._compiled.jit import compiled
 from bevquant_int8sim._compiled.threads import share
 from bevquant_sparse import Rulebook
 
-__all__ = ["SORTED_ROWS", "SparsePlan", "in_chunks", "plan_for", "plan_in_order"]
-
 _CHUNK = 512  # tiles of a task, small enough that a late thread costs little
 # Rows that are sorted together. More would be more alike, fewer nearer in memory: 2 % of the
 # convolutions' time between the best and the worst from 4,096 rows on.

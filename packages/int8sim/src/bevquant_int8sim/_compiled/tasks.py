@@ -11,8 +11,6 @@ import numpy.typing as npt
 from bevquant_int8sim._compiled.crew import drain, new_cell
 from bevquant_int8sim._compiled.threads import drain_together
 
-__all__ = ["Tasks", "Work", "cut", "run_tasks"]
-
 _TASKS_A_THREAD = 16  # the last one is all that others may have to wait for
 _SMALLEST = 2_000_000  # products of a task: 5 µs with VNNI
 

@@ -28,8 +28,6 @@ from bevquant_int8sim._compiled.crew import (
     settled,
 )
 
-__all__ = ["drain_together", "share"]
-
 
 class _Job:
     """Calls that any number of threads take from."""

@@ -17,9 +17,6 @@ from llvmlite import ir
 
 from bevquant_int8sim._compiled.ir import BYTE, function, pointer
 
-__all__ = ["TILE_BYTES", "TILE_ROWS", "configuration", "configure", "load", "multiply", "release",
-           "store"]  # fmt: skip
-
 TILE_ROWS, TILE_BYTES = 16, 64
 
 

@@ -29,8 +29,6 @@ from bevquant_int8sim._compiled.ir import (
 )
 from bevquant_int8sim._compiled.parameters import P
 
-__all__ = ["fetch_early", "grid_loop", "present", "sparse_loop"]
-
 _Registers = list[list[Any]]
 _WRITTEN_OUT = (2, 4, 8)  # steps of 5 … 8, 16 and 32 input channels with VNNI
 

@@ -10,8 +10,6 @@ from bevquant_int8sim.model._form import ACCUMULATORS, FLOAT, Demand, Integers
 from bevquant_int8sim.model._operation import METADATA, Operation, Operations
 from bevquant_int8sim.model._program import names_in
 
-__all__ = ["Demands", "addend_form", "find_demands"]
-
 _Wanted = dict[str, dict[Demand, None]]
 
 

@@ -10,8 +10,6 @@ from bevquant_int8sim.model._sites import Geometry, Sites
 from bevquant_quantizers import TensorQuantizer
 from bevquant_sparse import WeightLayout, sparse_conv
 
-__all__ = ["FloatSparseConv"]
-
 
 class FloatSparseConv(nn.Module):
     """act(conv(x, w) + b) on features and sites instead of a library's sparse tensor.

@@ -22,8 +22,6 @@ from bevquant_int8sim.model._rowwise import dequantized
 from bevquant_int8sim.model._signature import copied
 from bevquant_int8sim.model._traced_source import Source
 
-__all__ = ["ForcedRun", "place"]
-
 _COMPUTES = frozenset(
     "quantize requantize sparse_conv conv conv_transpose linear add max_pool avg_pool resize "
     "float".split()

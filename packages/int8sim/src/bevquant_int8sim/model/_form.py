@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["ACCUMULATORS", "FLOAT", "Demand", "Form", "Integers", "TensorType"]
-
 _DTYPES = {8: torch.int8, 16: torch.int16}
 
 

@@ -12,8 +12,6 @@ from typing import Any
 from bevquant_int8sim.model._form import Integers
 from bevquant_int8sim.model._program import Program, Ref, Step, names_in, replaced
 
-__all__ = ["dequantize_late", "fuse_residuals"]
-
 
 def fuse_residuals(program: Program) -> Program:
     """Let convolutions add what is added to their output, where that is exact.

@@ -15,8 +15,6 @@ from bevquant_int8sim._pool import int8_avg_pool, int8_max_pool
 from bevquant_int8sim._resize import int8_resize
 from bevquant_int8sim._rounding import round_float
 
-__all__ = ["average", "average_pool", "grid_call", "max_pool", "module_call", "require", "resize"]
-
 _MAX = {"max_pool1d", "max_pool2d", "max_pool3d"}
 _AVERAGE = {"avg_pool1d", "avg_pool2d", "avg_pool3d"}
 _ADAPTIVE = {"adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"}

@@ -23,8 +23,6 @@ from bevquant_int8sim.model._sorted_rows import sort_rows
 from bevquant_int8sim.model._traced_source import Source
 from bevquant_quantizers.documents import text_table
 
-__all__ = ["IntegerModel", "Recorded", "Walk", "exhausted"]
-
 Observer = Callable[[Step, tuple[Any, ...], tuple[Any, ...]], None]
 Walk = Generator[tuple[Step, tuple[Any, ...], tuple[Any, ...]], None, Any]
 

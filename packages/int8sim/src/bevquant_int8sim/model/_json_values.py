@@ -11,8 +11,6 @@ import torch
 
 from bevquant_int8sim.model._program import Ref, SparseRef
 
-__all__ = ["from_json", "to_json"]
-
 
 def to_json(value: Any) -> Any:
     """`value` in terms of JSON; what JSON has no form for becomes an object with one ``$`` key.

@@ -14,8 +14,6 @@ from bevquant_int8sim.model._form import Integers
 from bevquant_int8sim.model._quantizers import SMALLEST_AMAX, is_active
 from bevquant_quantizers import TensorQuantizer, fake_quantize
 
-__all__ = ["Layer", "integer_bias", "integer_weight", "weight_problem", "weight_scale"]
-
 
 @dataclass(frozen=True, eq=False)
 class Layer:

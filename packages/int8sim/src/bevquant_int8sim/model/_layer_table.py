@@ -7,8 +7,6 @@ from dataclasses import asdict, dataclass
 
 from bevquant_quantizers.documents import text_table
 
-__all__ = ["LayerRow", "LayerTable"]
-
 _SCHEMA = 1
 
 

@@ -38,8 +38,6 @@ from bevquant_quantizers.documents import (
     read_tensors,
 )
 
-__all__ = ["from_document", "load_program"]
-
 
 def load_program(
     folder: str | os.PathLike[str],

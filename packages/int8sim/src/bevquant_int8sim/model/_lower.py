@@ -15,8 +15,6 @@ from bevquant_int8sim.model._layer import Layer
 from bevquant_int8sim.model._operation import Operation, Operations
 from bevquant_int8sim.model._program import Program, Ref, SparseRef, Step, Value, replaced
 
-__all__ = ["lower"]
-
 _OUT = {8: "int8", 16: "int16"}
 _NAMED_MOVES = ("max_pool", "resize")
 

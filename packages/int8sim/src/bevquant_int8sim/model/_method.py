@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["Method"]
-
 
 class Method:
     """Calls the method of its first argument that has this name."""

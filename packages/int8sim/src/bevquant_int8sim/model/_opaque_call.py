@@ -8,8 +8,6 @@ from torch import Tensor, nn
 
 from bevquant_graph import flatten, rebuild
 
-__all__ = ["OpaqueCall"]
-
 
 class OpaqueCall(nn.Module):
     """Calls a module with its arguments put together of tensors; gives its tensors in order.

@@ -11,8 +11,6 @@ from torch import Tensor, fx, nn
 from bevquant_int8sim.model._form import FLOAT, Form
 from bevquant_int8sim.model._layer import Layer
 
-__all__ = ["METADATA", "Operation", "Operations"]
-
 # Questions about a tensor, whose answers are the same for its integers.
 METADATA = frozenset("shape size ndim dim device numel nelement".split())
 

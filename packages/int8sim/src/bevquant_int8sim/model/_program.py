@@ -11,10 +11,6 @@ from torch import Tensor, nn
 
 from bevquant_int8sim.model._form import Form
 
-__all__ = [
-    "Island", "Program", "Ref", "SparseRef", "Step", "Value", "names_in", "replaced", "rounded",
-]  # fmt: skip
-
 _ROUNDS = frozenset(
     "quantize requantize sparse_conv conv conv_transpose linear add avg_pool".split()
 )

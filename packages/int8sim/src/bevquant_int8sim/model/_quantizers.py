@@ -9,15 +9,6 @@ from bevquant_graph import Graph
 from bevquant_int8sim.model._form import Integers
 from bevquant_quantizers import TensorQuantizer
 
-__all__ = [
-    "SMALLEST_AMAX",
-    "calibrated_range",
-    "check_calibrated",
-    "integers_of",
-    "is_active",
-    "unsupported",
-]
-
 # Fake quantization counts a range at or below this as zero.
 SMALLEST_AMAX = 2.0**-24
 _REMEDY = (

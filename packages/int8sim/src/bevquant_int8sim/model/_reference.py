@@ -11,8 +11,6 @@ from torch import Tensor, fx, nn
 
 from bevquant_graph import OPAQUE, Graph, flatten, layer_class, op_spec, rebuild
 
-__all__ = ["GraphRun", "Returned", "layer_calls", "spent_nodes", "tensor_of"]
-
 Returned = Callable[[str, int], Tensor | None]
 """Path of a layer and which of its calls, from 0 → what it returned in a run beside this one."""
 

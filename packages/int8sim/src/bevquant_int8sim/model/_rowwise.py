@@ -15,8 +15,6 @@ from bevquant_int8sim._requantize import requantize
 from bevquant_int8sim._rounding import round_float
 from bevquant_int8sim._scales import along_axis
 
-__all__ = ["add", "dequantized", "quantized", "requantized"]
-
 _SMALL = 1 << 14  # values; below, loading numba is not worth it
 
 

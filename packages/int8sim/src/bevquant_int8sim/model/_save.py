@@ -19,11 +19,6 @@ from bevquant_int8sim.model._program import Program, Step
 from bevquant_int8sim.model._saved_calls import READABLE, function_name, module_config
 from bevquant_quantizers.documents import write_folder, write_whole
 
-__all__ = [
-    "CONSTANT", "KIND", "MANIFEST", "PROGRAM", "SCHEMA", "TENSORS", "manifest_text", "save_program",
-    "to_document",
-]  # fmt: skip
-
 KIND = "bevquant_int8sim.IntegerModel"
 SCHEMA = 1
 MANIFEST, PROGRAM, TENSORS = "manifest.json", "program.json", "tensors.safetensors"

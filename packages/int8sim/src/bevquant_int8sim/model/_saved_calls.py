@@ -20,10 +20,6 @@ from bevquant_int8sim.model._operation import METADATA
 from bevquant_int8sim.model._quantizers import is_active
 from bevquant_int8sim.model._sites import Geometry, convolved_sites, dense, pooled
 
-__all__ = [
-    "READABLE", "function_name", "module_config", "named_function", "rebuilt_module",
-]  # fmt: skip
-
 # Attributes that a saved program may read.
 READABLE = METADATA | {"indices", "spatial_shape", "batch_size", "T", "mT", "dtype"}
 _OPERATORS = "add sub mul truediv floordiv mod pow neg matmul getitem eq ne lt le gt ge iadd imul"

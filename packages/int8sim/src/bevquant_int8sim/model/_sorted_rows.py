@@ -17,8 +17,6 @@ from bevquant_int8sim.model._float_sparse import FloatSparseConv
 from bevquant_int8sim.model._program import Program, Ref, Step, Value, names_in, replaced
 from bevquant_int8sim.model._sites import Sites, dense
 
-__all__ = ["sort_rows", "sorted_sites", "take_rows"]
-
 # Steps that treat every row alike.
 _ROW_BY_ROW = frozenset({"quantize", "requantize", "dequantize", "relu", "add"})
 

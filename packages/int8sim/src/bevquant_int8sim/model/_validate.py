@@ -15,8 +15,6 @@ from bevquant_int8sim.model._form import Form, Integers
 from bevquant_int8sim.model._program import Program, Ref, Step, names_in
 from bevquant_quantizers.documents import Size, as_form
 
-__all__ = ["validate"]
-
 _RANKS = {"sparse_conv": (3,), "linear": (2,), "conv": (3, 4, 5), "conv_transpose": (4,)}
 
 Positive = Annotated[float, Meta(gt=0, le=1.7976931348623157e308)]

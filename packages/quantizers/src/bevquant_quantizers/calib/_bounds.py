@@ -8,8 +8,6 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["CHUNK", "in_chunks"]
-
 Bounds = npt.NDArray[np.int32]
 
 # Arrays of at most 96 KiB: above 128 KiB every one costs fresh pages from the system.

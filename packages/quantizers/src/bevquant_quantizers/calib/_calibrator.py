@@ -10,8 +10,6 @@ from torch import Tensor
 
 from bevquant_quantizers._descriptor import Axis, check_bits, kept_axes
 
-__all__ = ["Calibrator"]
-
 
 class Calibrator(ABC):
     """Watches tensors and derives a range from them.

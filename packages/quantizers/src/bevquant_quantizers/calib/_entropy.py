@@ -8,8 +8,6 @@ import numpy.typing as npt
 from bevquant_quantizers._jit import has_numba
 from bevquant_quantizers.calib._bounds import in_chunks
 
-__all__ = ["entropy_amax"]
-
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 

@@ -17,8 +17,6 @@ from bevquant_quantizers._histogram import abs_histogram
 from ._calibrator import Calibrator
 from ._search import search_amax
 
-__all__ = ["HistogramCalibrator", "combine"]
-
 _log = logging.getLogger(__name__)
 _GROWTH = 32
 _MOST_BINS = 1 << 20

@@ -12,8 +12,6 @@ from bevquant_quantizers._descriptor import Axis
 
 from ._calibrator import Calibrator
 
-__all__ = ["MaxCalibrator"]
-
 
 class _ShapeChangedError(RuntimeError, ValueError):
     """What pytorch-quantization calls a RuntimeError here, and HistogramCalibrator a ValueError."""

@@ -13,8 +13,6 @@ from bevquant_quantizers._fake_quant import fake_quantize
 from bevquant_quantizers._jit import has_numba
 from bevquant_quantizers.calib._bounds import CHUNK, in_chunks
 
-__all__ = ["mse_amax"]
-
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 

@@ -11,8 +11,6 @@ import numpy.typing as npt
 from ._entropy import entropy_amax
 from ._mse import mse_amax
 
-__all__ = ["METHODS", "percentile_amax", "search_amax"]
-
 METHODS = ("max", "mse", "entropy", "percentile")
 
 

@@ -8,8 +8,6 @@ import numpy as np
 
 from bevquant_quantizers._jit import jit
 
-__all__ = ["group_terms", "level_sums"]
-
 
 @jit
 def level_sums(p0: Any, p1: Any, centers: Any, steps: int, by_count: Any, by_value: Any) -> None:

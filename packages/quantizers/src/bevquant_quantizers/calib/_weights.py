@@ -10,8 +10,6 @@ from torch.nn.modules.conv import _ConvTransposeNd
 
 from ._search import search_amax
 
-__all__ = ["calibrate_weights"]
-
 
 def calibrate_weights(
     model: nn.Module,

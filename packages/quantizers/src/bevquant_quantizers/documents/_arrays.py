@@ -24,17 +24,6 @@ from torch import Tensor
 from ._json import DocumentError, a, read_content
 from ._write import write_whole
 
-__all__ = [
-    "Tensors",
-    "check_arrays",
-    "pack_arrays",
-    "read_arrays",
-    "read_checkpoint",
-    "read_tensors",
-    "write_arrays",
-    "write_tensors",
-]
-
 Arrays = dict[str, "np.ndarray[Any, Any]"]
 
 _LARGEST_ARRAYS = 1 << 32  # bytes of all arrays of one .npz, unpacked

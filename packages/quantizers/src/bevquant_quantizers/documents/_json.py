@@ -13,19 +13,6 @@ from msgspec import Meta
 
 from ._write import write_whole
 
-__all__ = [
-    "Count",
-    "DocumentError",
-    "Finite",
-    "JsonDocument",
-    "NotNegative",
-    "Size",
-    "as_form",
-    "parse_json",
-    "read_content",
-    "read_json",
-]
-
 T = TypeVar("T")
 
 _DEPTH = 100  # levels of nesting; what the packages write has at most 20

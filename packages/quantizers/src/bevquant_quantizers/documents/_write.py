@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["sweep", "write_folder", "write_whole"]
-
 # What is being written lies beside its place under such a name, locked by the writer.
 _WORK = re.compile(r"\.(?P<name>.+)\.[0-9]+\.[0-9a-f]{8}\.(?P<kind>tmp|old)", re.DOTALL)
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from bevfusion_quant.report._content import ReportContent
-    from bevfusion_quant.report._page import Section
+from bevfusion_quant.report._content import ReportContent
+from bevfusion_quant.report._page import Section
 
 __all__ = ["run_sections"]
 

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from bev_data.metrics import ERROR_UNITS, RECALLS, accuracy_notes, nds_title, points
-from bevfusion_quant.report._content import ReportBoxes
+from bev_data.metrics import (
+    ERROR_UNITS,
+    RECALLS,
+    Accuracy,
+    Sketch,
+    accuracy_notes,
+    nds_title,
+    points,
+)
+from bevfusion.model.head import Detections
+from bevfusion_quant.report._content import ReportBoxes, ReportContent
 from bevfusion_quant.report._drawing import from_above
 from bevfusion_quant.report._format import count, fixed
 from bevfusion_quant.report._page import Section
-from bevfusion_quant.results import Table, mean_ap_apart, plain_table, with_interval
-
-if TYPE_CHECKING:
-    from bev_data.metrics import Accuracy, Sketch
-    from bevfusion.model.head import Detections
-    from bevfusion_quant.report._content import ReportContent
-    from bevfusion_quant.results import Cell
-
-__all__ = ["ORDER", "section"]
+from bevfusion_quant.results import Cell, Table, mean_ap_apart, plain_table, with_interval
 
 ORDER = 20
 Floats = npt.NDArray[np.float64]

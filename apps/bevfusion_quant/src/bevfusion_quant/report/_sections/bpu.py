@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from bevfusion_quant.report._content import ReportContent
 from bevfusion_quant.report._format import count, fixed, percent
 from bevfusion_quant.report._page import Section
 from bevfusion_quant.results import (
     BPU_UNITS,
+    BpuEstimate,
+    BpuLayer,
+    BpuOutcome,
     CellParts,
     Column,
     Row,
@@ -18,12 +22,6 @@ from bevfusion_quant.results import (
     bpu_stage_table,
     plan_segments,
 )
-
-if TYPE_CHECKING:
-    from bevfusion_quant.report._content import ReportContent
-    from bevfusion_quant.results import BpuEstimate, BpuLayer, BpuOutcome
-
-__all__ = ["ORDER", "section"]
 
 ORDER = 70
 

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from bevfusion_quant.report._content import ReportContent
 from bevfusion_quant.report._page import Section
-
-if TYPE_CHECKING:
-    from bevfusion_quant.report._content import ReportContent
-
-__all__ = ["ORDER", "section"]
 
 ORDER = 90
 Record = Mapping[str, Any]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from bevfusion_quant.report._content import ReportContent
 from bevfusion_quant.report._format import count, fixed, number
 from bevfusion_quant.report._page import Section
 from bevfusion_quant.results import (
     CellParts,
     Column,
+    ExportedFile,
+    FileLayer,
     Row,
     Table,
     file_box_table,
@@ -16,12 +19,6 @@ from bevfusion_quant.results import (
     file_stage_table,
     set_verdict,
 )
-
-if TYPE_CHECKING:
-    from bevfusion_quant.report._content import ReportContent
-    from bevfusion_quant.results import ExportedFile, FileLayer
-
-__all__ = ["ORDER", "section"]
 
 ORDER = 80
 COLUMNS = (

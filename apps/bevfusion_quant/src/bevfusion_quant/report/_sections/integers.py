@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from bevfusion_quant.report._content import ReportContent
     from bevquant_int8sim import LayerRow
 
-__all__ = ["ORDER", "section"]
-
 ORDER = 50
 COLUMNS = (
     Column("#", "minor", "order", "order of execution"),

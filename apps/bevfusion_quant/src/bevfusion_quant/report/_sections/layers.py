@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from bevfusion_quant.measure import LayerRow
+from bevfusion_quant.report._content import ReportContent
 from bevfusion_quant.report._encode import rounded
 from bevfusion_quant.report._format import (
     count,
@@ -19,12 +20,6 @@ from bevfusion_quant.report._format import (
 )
 from bevfusion_quant.report._page import Section
 from bevfusion_quant.results import CellParts, Column, Row, Table
-
-if TYPE_CHECKING:
-    from bevfusion_quant.measure import LayerRow
-    from bevfusion_quant.report._content import ReportContent
-
-__all__ = ["ORDER", "finite_row", "section"]
 
 ORDER = 40
 COLUMNS = (

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from bevfusion_quant.report._content import ReportContent
 from bevfusion_quant.report._encode import rounded_or_none
 from bevfusion_quant.report._format import number, part_of, percent
 from bevfusion_quant.report._page import Section
-
-if TYPE_CHECKING:
-    from bevfusion_quant.report._content import ReportContent
-    from bevquant_quantizers import QuantizerValues
-
-__all__ = ["ORDER", "section"]
+from bevquant_quantizers import QuantizerValues
 
 ORDER = 100
 STRIP = 64  # bars at most in the strip of channel ranges

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
+from bevfusion_quant.report._content import ReportContent
 from bevfusion_quant.report._page import Section
-from bevfusion_quant.results import CellParts, Table, plain_table, setting_text
-
-if TYPE_CHECKING:
-    from bevfusion_quant.report._content import ReportContent
-    from bevfusion_quant.results import Cell
-
-__all__ = ["ORDER", "section"]
+from bevfusion_quant.results import Cell, CellParts, Table, plain_table, setting_text
 
 ORDER = 110
 

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from bevfusion_quant.report._content import ReportBoxes, arranged
+from bev_data.cameras import Camera
+from bevfusion_quant.report._content import ReportBoxes, ReportContent, ReportScene, arranged
 from bevfusion_quant.report._drawing import from_above, in_camera
 from bevfusion_quant.report._encode import jpeg, packed_shares
 from bevfusion_quant.report._page import Section
 from bevfusion_quant.results import Column, Row, Table
-
-if TYPE_CHECKING:
-    from bev_data.cameras import Camera
-    from bevfusion_quant.report._content import ReportContent, ReportScene
-
-__all__ = ["ORDER", "section"]
 
 ORDER = 10
 SHOWN = 60  # detections, about what a person can still tell apart

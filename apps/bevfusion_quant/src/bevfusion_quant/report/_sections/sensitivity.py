@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from bevfusion_quant.report._content import ReportContent
 from bevfusion_quant.report._page import Section
 from bevfusion_quant.results import headline, plan_line, sensitivity_table
-
-if TYPE_CHECKING:
-    from bevfusion_quant.report._content import ReportContent
-
-__all__ = ["ORDER", "section"]
 
 ORDER = 60
 

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from bevfusion_quant.report._content import arranged
+from bevfusion_quant.report._content import ReportContent, ReportStage, arranged
 from bevfusion_quant.report._encode import packed_map, rounded
 from bevfusion_quant.report._page import Section
-
-if TYPE_CHECKING:
-    from bevfusion_quant.report._content import ReportContent, ReportStage
-
-__all__ = ["ORDER", "section"]
 
 ORDER = 30
 Map = npt.NDArray[np.floating[Any]]

@@ -8,9 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
-__all__ = ["EXPANSION", "Bottleneck", "GeneralizedLSSFPN", "ResNet"]
-
-
 EXPANSION = 4
 
 

@@ -13,8 +13,6 @@ from bevfusion.model.camera import _pool_torch
 from bevfusion.model.camera._pool_plan import PoolPlan
 from bevfusion.model.camera._pool_sort import as_plan, numba_kernels
 
-__all__ = ["bev_pool", "lift_splat_pool"]
-
 
 def bev_pool(features: Tensor, cells: Tensor | PoolPlan, num_cells: int) -> Tensor:
     """Sum the features of the points of each cell: out[c] = Σ_{p: cells[p] = c} features[p].

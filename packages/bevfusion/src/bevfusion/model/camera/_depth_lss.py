@@ -14,8 +14,6 @@ from bevfusion.model.camera._bev_pool import lift_splat_pool
 if TYPE_CHECKING:
     from bevfusion.model._config import CameraConfig
 
-__all__ = ["DepthLSSTransform"]
-
 _STRIDE = 8  # of dtransform
 _HINT_CHANNELS = 64
 

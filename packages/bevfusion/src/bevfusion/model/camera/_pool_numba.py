@@ -19,8 +19,6 @@ from torch import Tensor
 
 from bevfusion.model.camera._pool_plan import PoolPlan
 
-__all__ = ["lift", "lift_backward", "pool", "sort_points"]
-
 if numba.config.DISABLE_JIT:
     # Loops over millions of points cannot run as Python; callers take the torch path instead.
     raise ImportError("NUMBA_DISABLE_JIT is set")

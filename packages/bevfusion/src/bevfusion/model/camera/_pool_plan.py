@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["PoolPlan"]
-
 
 @dataclass(frozen=True, eq=False)
 class PoolPlan:

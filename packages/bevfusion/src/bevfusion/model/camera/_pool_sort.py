@@ -12,8 +12,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from bevfusion.model.camera._pool_plan import PoolPlan
 
-__all__ = ["as_plan", "make_pool_plan", "numba_kernels"]
-
 _BLOCK = 1 << 15  # points and cells in one block of work
 
 

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from bevfusion.model.camera._pool_plan import PoolPlan
 
-__all__ = ["lift", "lift_backward", "pool"]
-
 _RUN = 1 << 17  # points whose vectors are in memory together
 
 

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-__all__ = ["BRANCHES", "ConvUnit", "PredictionBranches"]
-
 # What each branch predicts and how many values that takes, in mit-bevfusion's order.
 BRANCHES: dict[str, int] = {"center": 2, "height": 1, "dim": 3, "rot": 2, "vel": 2}
 

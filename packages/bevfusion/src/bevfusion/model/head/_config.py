@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from bev_data import InputError
 from bev_data.boxes import NUSCENES_CLASSES
 
-__all__ = ["NMS_KINDS", "HeadConfig"]
-
 NMS_KINDS = ("none", "circle", "rotated")
 
 

@@ -14,9 +14,6 @@ from bev_data.boxes import Detections, checked_boxes, rotated_iou
 from bevfusion.model.head._branches import BRANCHES
 from bevfusion.model.head._config import HeadConfig
 
-__all__ = ["circle_nms", "decode", "rotated_nms"]
-
-
 _LOG = logging.getLogger(__name__)
 Floats = npt.NDArray[np.float64]
 

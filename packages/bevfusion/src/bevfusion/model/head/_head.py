@@ -12,8 +12,6 @@ from bevfusion.model.head._config import HeadConfig
 from bevfusion.model.head._decode import decode
 from bevfusion.model.head._queries import QueryPicker, local_maxima
 
-__all__ = ["DecoderLayer", "TransFusionHead"]
-
 
 @fx.wrap
 def add_in_float(a: Tensor, b: Tensor) -> Tensor:

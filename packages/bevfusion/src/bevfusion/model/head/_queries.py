@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-__all__ = ["QueryPicker", "best_queries", "local_maxima"]
-
 fx.wrap("best_queries")
 
 

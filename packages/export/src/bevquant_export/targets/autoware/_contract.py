@@ -22,8 +22,6 @@ from bevquant_export.targets.autoware._plugin import DOMAIN, MOST_VOXELS, SLOTS,
 if TYPE_CHECKING:
     import onnx
 
-__all__ = ["RULES", "check_contract"]
-
 
 def _rule(number: int, means: str, remedy: str, severity: Severity = "error") -> Rule:
     return Rule(f"AWF{number:03}", severity, means, remedy, ("autoware",))

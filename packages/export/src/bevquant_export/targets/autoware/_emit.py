@@ -16,8 +16,6 @@ from bevquant_export.targets.autoware._plugin import DOMAIN, MOST_VOXELS, SLOTS,
 if TYPE_CHECKING:
     from onnx import ModelProto
 
-__all__ = ["GraphWriter"]
-
 _OPSET, _IR_VERSION = 17, 8
 _MASK_IMPLICIT_GEMM = 1
 _BITS_OF_A_MASK = 32

@@ -23,8 +23,6 @@ from bevquant_export.targets.autoware._join import joined
 from bevquant_export.targets.autoware._plugin import AutowareFile
 from bevquant_quantizers import quantization_disabled, write_whole
 
-__all__ = ["export_autoware_onnx"]
-
 _ORDERS = {"xyz": (2, 1, 0), "zyx": (0, 1, 2), "yxz": (1, 2, 0)}
 _PRECISIONS = ("int8", "fp16")
 

@@ -13,8 +13,6 @@ from bevquant_quantizers import write_whole
 if TYPE_CHECKING:
     from onnx import ModelProto
 
-__all__ = ["behind_encoder", "join_autoware_onnx", "joined"]
-
 
 def join_autoware_onnx(
     first: str | os.PathLike[str],

@@ -12,8 +12,6 @@ import numpy as np
 from bevquant_export.sparse._compare import LayerDifference
 from bevquant_export.sparse._graph import Graph
 
-__all__ = ["DOMAIN", "MOST_VOXELS", "SLOTS", "AutowareFile", "quantized_weight"]
-
 DOMAIN = "autoware"
 MOST_VOXELS = 256_000  # compiled into the plugin, as the rows that a pair generation may make
 SLOTS = ("out_indices", "pair_fwd", "pair_mask", "mask_argsort")

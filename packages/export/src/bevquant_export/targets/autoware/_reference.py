@@ -33,8 +33,6 @@ from bevquant_export.targets.autoware._plugin import (
 from bevquant_int8sim import int8_sparse_conv, quantize
 from bevquant_sparse import WeightLayout, sparse_conv, to_dense
 
-__all__ = ["PLUGIN_OPERATORS", "compare_autoware_onnx", "run_autoware_onnx", "run_on_frame"]
-
 _ACTIVATIONS = {0: "none", 1: "ReLU", 2: "sigmoid", 3: "leaky ReLU"}
 Array = np.ndarray[Any, Any]
 

@@ -15,24 +15,6 @@ from bevquant_graph import layer_class, own_code
 from bevquant_hybrid.march import ON_FOUR_AXES
 from bevquant_hybrid.qtensor import QTensor, as_float
 
-__all__ = [
-    "KeepsScale",
-    "OfFloat",
-    "OutputQuantized",
-    "activation_of",
-    "errors_that_name",
-    "expect_pictures",
-    "first_prepared",
-    "float_layer",
-    "give_back",
-    "hand_over_qconfig",
-    "module_path",
-    "quantized_input",
-    "quantized_output",
-    "remember_qconfig",
-    "take_over",
-]
-
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 

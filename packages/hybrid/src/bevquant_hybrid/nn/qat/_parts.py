@@ -12,8 +12,6 @@ from bevquant_hybrid._observers._range import FixedScaleObserver
 from bevquant_hybrid.dtype import qint16
 from bevquant_hybrid.nn.qat._base import module_path, name_place, remember_qconfig, take_over
 
-__all__ = ["Composed", "linear_of", "of_16_bits"]
-
 
 class Composed(nn.Module):
     """Base of modules whose forward calls QAT parts.

@@ -37,8 +37,6 @@ from bevquant_hybrid.nn.qat._base import errors_that_name, name_place, take_over
 from bevquant_hybrid.nn.qat._weighted import Weighted, anchor_of, with_batch_norm
 from bevquant_hybrid.nn.qat.segment_lut import SegmentLUT
 
-__all__ = ["float_form", "has_qat_form", "is_elementwise", "qat_form"]
-
 ELEMENTWISE: tuple[type[nn.Module], ...] = (
     ElementwiseFunction,
     Pow,

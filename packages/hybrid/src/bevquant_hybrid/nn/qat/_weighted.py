@@ -26,15 +26,6 @@ from bevquant_hybrid.nn.qat.batchnorm import channel_affine
 from bevquant_hybrid.qat_mode import QATMode, get_qat_mode
 from bevquant_hybrid.qtensor import QTensor
 
-__all__ = [
-    "ACTIVATION_MODULES",
-    "Weighted",
-    "WithBatchNorm",
-    "anchor_of",
-    "repeat_groups",
-    "with_batch_norm",
-]
-
 ACTIVATION_MODULES: dict[str | None, type[nn.Module] | None] = {
     None: None,
     "relu": nn.ReLU,

@@ -12,8 +12,6 @@ from bevquant_hybrid.dtype import QuantDType, as_quant_dtype, qinfo
 from bevquant_hybrid.nn.qat._base import module_path
 from bevquant_hybrid.qtensor import QTensor, along
 
-__all__ = ["FixedPoint", "integers"]
-
 
 def integers(module: nn.Module, x: Any, what: str = "input") -> QTensor:
     """Return a tensor that holds integers of 8 or 16 bits.

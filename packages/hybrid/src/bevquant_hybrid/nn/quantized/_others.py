@@ -38,19 +38,6 @@ from bevquant_hybrid.nn.quantized.upsampling import (
 )
 from bevquant_hybrid.qtensor import QTensor
 
-__all__ = [
-    "FORMS",
-    "GLU",
-    "BatchNorm2d",
-    "Correlation",
-    "Div",
-    "LayerNorm",
-    "MultiScaleRoIAlign",
-    "RMSNorm",
-    "Where",
-    "fixed_point_form",
-]
-
 
 class BatchNorm2d(FixedPoint):
     """A depthwise 1×1 convolution: one weight of 8 bits and one bias per channel."""

@@ -15,8 +15,6 @@ from bevquant_hybrid.nn.qat.conv_transpose2d import ConvTranspose2d as QATConvTr
 from bevquant_hybrid.nn.quantized._base import FixedPoint, integers
 from bevquant_hybrid.qtensor import QTensor
 
-__all__ = ["Conv2d", "Conv3d", "ConvTranspose2d", "Linear"]
-
 
 class _Weighted(FixedPoint):
     r"""acc = op(x, w) + round(b/(s_x·s_w)) in int32, then to the output's scale.
