@@ -35,7 +35,7 @@ _BATCH_NORM = torch.ops.aten.batch_norm.default
 
 
 def from_graph(
-    model: nn.Module, graph: Graph, plain: Collection[str] = ()
+    model: nn.Module, graph: Graph, plain: Collection[str] = (), *, alone: bool = False
 ) -> dict[str, Fold | Skipped]:
     """What becomes of every batch norm that the graph computes, modules and functional ones.
 
@@ -43,6 +43,7 @@ def from_graph(
         model: The model.
         graph: Its graph.
         plain: Layers that are made plain ones before anything is folded.
+        alone: Whether what nothing takes becomes a depthwise convolution.
     """
     reader = Reader(model, graph, plain)
     found: dict[str, Fold | Skipped] = {}
@@ -54,7 +55,7 @@ def from_graph(
     sums = Sums(reader, found)
     for path in [path for path, item in found.items() if isinstance(item, Skipped)]:
         with suppress(Refused):
-            found[path] = sums.fold(path, reader.norms[path])
+            found[path] = (sums.alone if alone else sums.fold)(path, reader.norms[path])
     return found
 
 

@@ -54,6 +54,20 @@ class Sums:
             return Fold(path, path, numbers, caller, rest, axes=axes)
         return Fold(parts[0].layer, path, numbers, caller, rest, parts=tuple(parts))
 
+    def alone(self, path: str, norms: list[fx.Node]) -> Fold:
+        """The depthwise convolution that a batch norm is which nothing takes.
+
+        Raises:
+            Refused: It reads an input of the model, or rows, or does more than normalise.
+        """
+        reader = self.reader
+        numbers, rest = reader.numbers(path, norms), reader.rest(path, norms)
+        axes = norms[0].meta["val"].dim() - 2
+        given = [norm.all_input_nodes[0].op for norm in norms]
+        if not path or rest is None or axes < 1 or "placeholder" in given:
+            raise Refused
+        return Fold(path, path, numbers, ["", *reader.stack(norms[0])][-2], rest, axes=axes)
+
     def parts(self, norm: fx.Node, channels: int) -> list[Part]:
         """What each layer takes of a norm of a sum or a concatenation of what layers make."""
         reader = self.reader
