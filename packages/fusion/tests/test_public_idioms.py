@@ -484,7 +484,7 @@ def test_weights_computed_from_parameters_alone_become_plain_ones(randomise):
 
 
 class Parallel(nn.Module):
-    """RepVGG's block, RepViT's, one sum of a list, and YOLOv4's CSP: one norm of a concatenation."""
+    """RepVGG's block, RepViT's, and YOLOv4's CSP, which has one norm of a concatenation."""
 
     def __init__(self):
         super().__init__()
@@ -519,7 +519,9 @@ def test_norms_among_parallel_layers_are_folded_or_become_depthwise(randomise):
     assert how["both"] == ("left", "identity")
     assert not result.skipped
     assert result.max_error < 1e-14
-    assert repr(result.model.identity) == "Conv2d(4, 4, kernel_size=(1, 1), stride=(1, 1), groups=4)"
+    assert (
+        repr(result.model.identity) == "Conv2d(4, 4, kernel_size=(1, 1), stride=(1, 1), groups=4)"
+    )
     result = fuse_model(randomise(TwoConvolutions()), image())
     assert [(f.bn, f.conv) for f in result.fused] == [("one.1", "one.0"), ("norm", "two")]
     assert result.max_error < 1e-14

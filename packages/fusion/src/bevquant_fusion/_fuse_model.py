@@ -125,8 +125,9 @@ def fuse_model(
     through views, permutations and the like that keep channels apart; and one that no layer and no
     ReLU feeds where only dense layers that pad no zeros read it. One of a sum or a concatenation
     of such layers goes into all of them, and one that stands in a sum with convolutions of what it
-    reads (RepVGG's identity branch) becomes a depthwise 1×1 convolution. Functional ``F.batch_norm`` and
-    classes that do more than normalise are folded too, and what more they do is kept. A layer that
+    reads (RepVGG's identity branch) becomes a depthwise 1×1 convolution. Functional
+    ``F.batch_norm`` and classes that do more than normalise are folded too, and what more they do
+    is kept. A layer that
     computes its weight from parameters alone in every call (standardised weights) becomes a plain
     one over that weight. Without example inputs, and inside modules that cannot be captured, the
     structure of the modules tells: a convolution directly followed by its batch norm in an

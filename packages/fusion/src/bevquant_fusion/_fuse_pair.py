@@ -160,10 +160,11 @@ def fold_parts(layers: list[tuple[nn.Module, Part]], norm: Norm) -> None:
         for layer, part in layers:
             own = slice(part.first, part.first + part.channels)
             whole = norm if part.shifted else unshifted
-            fold_into(layer, Norm(*(v[own] if isinstance(v, Tensor) else v for v in whole)))
+            cut: list[Any] = [v[own] if isinstance(v, Tensor) else v for v in whole]
+            fold_into(layer, Norm(*cut))
     except ValueError:
-        for layer, layer.weight, layer.bias in before:
-            pass
+        for layer, weight, bias in before:
+            layer.weight, layer.bias = weight, bias
         raise
 
 
@@ -173,12 +174,13 @@ def as_convolution(norm: Norm, axes: int) -> nn.Module:
     like = norm.mean if norm.weight is None else norm.weight
     weight, bias = scale_and_bias(None, *norm, channels, like.device)
     kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[axes - 1]
-    made = kind(channels, channels, 1, groups=channels, device=like.device, dtype=like.dtype)
+    made: Any = kind(channels, channels, 1, groups=channels, device=like.device, dtype=like.dtype)
     with torch.no_grad():
         made.weight.copy_(weight.reshape(made.weight.shape))
         made.bias.copy_(bias)
     _check_finite(made, made.weight, made.bias)
-    return made.requires_grad_(like.requires_grad).eval()
+    convolution: nn.Module = made.requires_grad_(like.requires_grad).eval()
+    return convolution
 
 
 def norm_of(bn: nn.Module) -> Norm:

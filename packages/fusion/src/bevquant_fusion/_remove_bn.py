@@ -73,6 +73,7 @@ def remove_batch_norms(
         elif how != "rebuilt":
             module = modules[fold.bn]
             left = OrderedDict((name, module._modules[name]) for name in fold.rest or ())
+            made: nn.Module
             if left:
                 first = {"norm": own[fold]} if fold in own else {}
                 made = nn.Sequential(OrderedDict({**first, **left}))

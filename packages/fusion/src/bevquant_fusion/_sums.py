@@ -77,8 +77,9 @@ class Sums:
             layers = [self.layer(node) for node in addends]
             made = 0 if layers[0] is None else out_channels(reader.modules[layers[0]])
             for index, (node, layer) in enumerate(zip(addends, layers, strict=True)):
-                given = (reader.model, reader.owners, layer, made)
-                if layer is None or layer_problem(*given, own_forward=True):
+                if layer is None or layer_problem(
+                    reader.model, reader.owners, layer, made, own_forward=True
+                ):
                     raise Refused
                 reader.refuse_hooks(node, norm)
                 parts.append(Part(layer, first, made, index == 0))
