@@ -23,7 +23,7 @@ from bevquant_export.dense._profile import profile_of
 from bevquant_export.dense._ties import Ties
 from bevquant_int8sim import simulate
 from bevquant_int8sim.program import Step
-from bevquant_qnn import QuantAdd, quantize_model
+from bevquant_qnn import QuantAdd, QuantConfig, quantize_model
 from bevquant_quantizers import calibrate
 
 Fixture = Callable[..., Any]
@@ -295,7 +295,7 @@ def test_linear_layers_on_three_axes_are_compared(tmp_path: Path, profile: str) 
 
 
 class NormOfTwo(nn.Module):
-    """A norm that nothing in front of it can take in, and a layer behind it."""
+    """A norm of what two layers make, and a layer behind it."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
