@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 from torch import nn
 
@@ -46,7 +47,8 @@ def norms_to_convolutions(
     never folded; as a convolution it can be quantized. A class that does more (timm's
     ``BatchNormAct2d``) becomes an ``nn.Sequential`` of that convolution, ``norm``, and its other
     children. What `fuse_model` would fold stays, and so does what is in training mode, reads an
-    input of the model or rows ``[N, C]``, or is called by a function.
+    input of the model or rows ``[N, C]``, is called by a function, or would have a weight that is
+    not finite.
 
     Args:
         model: Changed in place: parameters of these batch norms are new ones afterwards.
@@ -68,7 +70,8 @@ def norms_to_convolutions(
     own: dict[Fold, nn.Module] = {}
     for path, fold in from_graph(model, graph, alone=True).items():
         if isinstance(fold, Fold) and fold.axes and not stays(path):
-            own[fold] = as_convolution(norm_at(model, fold), fold.axes)
+            with suppress(ValueError):  # its weight would not be finite
+                own[fold] = as_convolution(norm_at(model, fold), fold.axes)
     names = {fold: type(model.get_submodule(fold.bn)).__name__ for fold in own}
     remove_batch_norms(model, own, own)
     return {f"{f.bn}.norm" if f.rest else f.bn: name for f, name in names.items()}

@@ -17,6 +17,7 @@ from bevquant_qnn._float_parts import float_layers
 from bevquant_qnn._flow import Flow, follow
 from bevquant_qnn._held_weight import held_layers
 from bevquant_qnn._holders import activation_quantizers
+from bevquant_qnn._kinds import is_quantized
 from bevquant_qnn._observe import observe
 from bevquant_qnn._place_joins import Followed, quantize_joins
 from bevquant_qnn._replace import put_back, replace_layers
@@ -115,8 +116,8 @@ def _norm_layers(
 ) -> dict[str, str]:
     """Paths of batch norms that no layer takes, now depthwise convolutions, and their class."""
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and not m.training]
-    if not norms or example_inputs is None:
-        return {}
+    if not norms or example_inputs is None or any(map(is_quantized, model.modules())):
+        return {}  # quantized before, calibrated perhaps: nothing is added to that
     try:
         graph = graph or capture(model, example_inputs, check=False, open_sizes=False)
     except CaptureError:  # observe says so, part by part
