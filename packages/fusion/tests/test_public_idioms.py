@@ -11,6 +11,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from bevquant_fusion import fuse_model
+from bevquant_fusion._fold import Part
+from bevquant_fusion._fuse_pair import fold_parts, norm_of
 from bevquant_graph import capture
 
 
@@ -481,17 +483,77 @@ def test_weights_computed_from_parameters_alone_become_plain_ones(randomise):
     assert type(net[0]) is Standardised
 
 
-def test_a_block_that_merges_its_branches_itself_is_named(randomise):
-    class RepBlock(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.identity = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+class Parallel(nn.Module):
+    """RepVGG's block, RepViT's, and YOLOv4's CSP, which has one norm of a concatenation."""
 
-        def forward(self, x):
-            return self.conv(x) + self.identity(x)
+    def __init__(self):
+        super().__init__()
+        self.dense = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4))
+        self.one = nn.Sequential(nn.Conv2d(4, 4, 1, bias=False), nn.BatchNorm2d(4))
+        self.identity = nn.BatchNorm2d(4)
+        self.wide, self.narrow = chain(4, 4)[:2], nn.Conv2d(4, 4, 1, groups=4)
+        self.residual = nn.BatchNorm2d(4)
+        self.left, self.right = nn.Conv2d(4, 3, 1, bias=False), nn.ConvTranspose2d(4, 5, 1)
+        self.both = nn.BatchNorm2d(8)
 
-        def switch_to_deploy(self):
-            raise NotImplementedError
+    def forward(self, x):
+        x = F.relu(sum([self.identity(x), self.dense(x), self.one(x)]))
+        x = F.gelu(self.residual((self.wide(x) + self.narrow(x)) + x))
+        return self.both(torch.cat((self.left(x), self.right(x)), 1))
 
-    (kept,) = fuse_model(randomise(RepBlock()), image()).skipped
-    assert kept.reason.startswith("normalises an input of the model; RepBlock.switch_to_deploy() ")
+
+class TwoConvolutions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.norm = chain(4, 4)[:2], nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+
+    def forward(self, x):
+        return self.norm(self.two(x) + self.one(x))
+
+
+def test_norms_among_parallel_layers_are_folded_or_become_depthwise(randomise):
+    result = fuse_model(randomise(Parallel()), image())
+    how = {f.bn: (f.conv, f.how) for f in result.fused}
+    assert how["identity"] == ("identity", "depthwise")
+    assert how["residual"] == ("residual", "depthwise")
+    assert how["both"] == ("left", "identity")
+    assert not result.skipped
+    assert result.max_error < 1e-14
+    assert (
+        repr(result.model.identity) == "Conv2d(4, 4, kernel_size=(1, 1), stride=(1, 1), groups=4)"
+    )
+    result = fuse_model(randomise(TwoConvolutions()), image())
+    assert [(f.bn, f.conv) for f in result.fused] == [("one.1", "one.0"), ("norm", "two")]
+    assert result.max_error < 1e-14
+
+
+class Apart(nn.Module):
+    """Sums in which a norm has no part: read twice, of another size, of a layer called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Conv2d(4, 4, 1) for _ in range(3))
+        self.n1, self.n2, self.n3 = (nn.BatchNorm2d(4) for _ in range(3))
+
+    def forward(self, x):
+        seen = self.a(x) + self.b(x)
+        again = self.n2(self.c(x) + self.c(x[..., :1]))
+        return self.n1(seen) + seen, again, self.n3(x + x)
+
+
+def test_norms_of_sums_that_somebody_else_reads_stay(randomise):
+    result = fuse_model(randomise(Apart()), image())
+    assert [s.bn for s in result.skipped] == ["n2", "n1", "n3"]
+    assert not result.fused
+
+
+def test_weights_too_large_for_one_of_several_layers_leave_all_as_they_are(randomise):
+    net = randomise(TwoConvolutions()).float()
+    with torch.no_grad():
+        net.norm.weight.fill_(1e30)
+        net.one[0].weight.fill_(1e10)
+    before = net.two.weight.clone()
+    with pytest.raises(ValueError, match="not finite"):
+        fold_parts([(net.two, Part("two", 0, 4, True)), (net.one[0], Part("one.0", 0, 4, False))],
+                   norm_of(net.norm))  # fmt: skip
+    assert torch.equal(net.two.weight, before)

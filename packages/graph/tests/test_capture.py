@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import sympy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -543,6 +544,22 @@ class Projected(nn.Module):
 
     def forward(self, points: Tensor) -> Tensor:
         return points[..., :2] / points[..., 2:3].clamp(min=1e-5)
+
+
+class Windows(nn.Module):
+    """Where open sizes make torch simplify a long term, as DaViT's padded windows do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(x.shape[0], torch.SymInt):
+            sympy.simplify(sum(sympy.Symbol(f"s{i}") ** 2 for i in range(40)))
+        return x.relu()
+
+
+def test_sizes_that_grow_with_every_stage_are_fixed():
+    simplify = sympy.simplify
+    graph = capture(Windows(), torch.randn(2, 3))
+    assert graph.fixed["x"] == {0: 2, 1: 3}
+    assert sympy.simplify is simplify
 
 
 def test_sizes_that_broadcast_only_as_in_the_example_are_fixed():

@@ -51,6 +51,21 @@ def test_layers_agree_within_one_step_on_the_same_inputs(models):
     assert all(row.values == 3 * table.rows[0].values // 3 for row in table.rows[:1])
 
 
+def test_a_batch_norm_that_became_a_convolution_is_compared_with_the_batch_norm():
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.BatchNorm2d(8)).eval()
+    net[2].running_mean.uniform_(-1, 1)
+    nn.init.normal_(net[2].weight)
+    quantized = quantize_model(copy.deepcopy(net), example_inputs=images(0)).model
+    calibrate(quantized, [images(0)])
+    table = compare(net, quantized, [images(0)])
+    assert table.rows[-1].path == "2"
+    assert table.rows[-1].integer_sqnr_db > 30
+    net[2] = nn.LayerNorm(8)
+    with pytest.raises(ValueError, match=r"2\.weight has shape \(8,\)"):
+        compare(net, quantized, [images(0)])
+
+
 def test_batches_measured_apart_give_the_table_of_one_process(models):
     net, quantized = models
     model = simulate(quantized, images(0))

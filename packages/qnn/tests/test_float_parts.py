@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import bevquant_qnn as qnn
+from bevquant_quantizers import quantization_disabled
 
 
 def notes(result: qnn.QuantizeResult, path: str) -> str:
@@ -115,3 +116,44 @@ def test_calls_that_differ_in_their_options_are_both_followed() -> None:
         if hasattr(module, "disable"):
             module.disable()
     torch.testing.assert_close(model(x), wanted)
+
+
+class NormAct(nn.BatchNorm2d):
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.act = nn.ReLU()
+
+    def forward(self, x):
+        return self.act(super().forward(x))
+
+
+def test_a_batch_norm_that_no_layer_takes_is_a_quantized_depthwise_convolution() -> None:
+    """As in a network with pre-activation: behind pools, sums and concatenations."""
+    layers = nn.Conv2d(3, 4, 1), nn.MaxPool2d(2), nn.BatchNorm2d(4), nn.ReLU(), NormAct(4)
+    model = nn.Sequential(*layers, nn.Sigmoid(), nn.BatchNorm2d(4), nn.Conv2d(4, 3, 3, padding=1))
+    model.eval().double()
+    for norm in (model[2], model[4], model[6]):
+        norm.running_mean.uniform_(-1, 1)
+        norm.running_var.uniform_(0.5, 2)
+        nn.init.normal_(norm.weight)
+    x = torch.randn(2, 3, 8, 8).double()
+    expected = model(x)
+    result = qnn.quantize_model(model, qnn.QuantConfig(exclude=("6",)), x)
+    found = {item.path: (item.kind, item.was) for item in result.quantized}
+    assert found["2"] == ("QuantConv2d", "BatchNorm2d")
+    assert found["4.norm"] == ("QuantConv2d", "NormAct")
+    assert isinstance(model[6], nn.BatchNorm2d)
+    assert notes(result, "6") == "excluded by '6'"
+    assert list(model[4]._modules) == ["norm", "act"]
+    with quantization_disabled(model):
+        torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_batch_norms_that_train_or_normalise_rows_stay() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.BatchNorm2d(4))
+    result = qnn.quantize_model(model, example_inputs=torch.randn(2, 3, 4, 4))
+    assert type(model[2]) is nn.BatchNorm2d
+    assert notes(result, "2") == "BatchNorm2d stays float: it is in training mode"
+    rows = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.BatchNorm1d(4)).eval()
+    qnn.quantize_model(rows, example_inputs=torch.randn(2, 3))
+    assert type(rows[2]) is nn.BatchNorm1d

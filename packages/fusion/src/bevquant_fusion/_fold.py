@@ -37,9 +37,30 @@ class NormPaths:
     eps: float
 
 
+class Refused(Exception):
+    """A batch norm stays, for the reason that is the message."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one of several layers takes of a batch norm y = s·x + t (`_sums`).
+
+    Attributes:
+        layer: Its path.
+        first: The channel of the batch norm that is the layer's channel 0.
+        channels: How many it makes; all are multiplied by s.
+        shifted: Whether it adds t.
+    """
+
+    layer: str
+    first: int
+    channels: int
+    shifted: bool
+
+
 @dataclass(frozen=True)
 class Fold:
-    """A batch norm that reads all that one layer makes, or that layers alone read.
+    """A batch norm that goes into layers: that before it, several, or one of its own.
 
     Attributes:
         conv: Path of the layer that takes it; of several the first.
@@ -51,6 +72,8 @@ class Fold:
         indexed: Whether other code picks members out of the chain that it is in.
         readers: Paths of the layers that take it where it stands before them; none where it stands
             behind ``conv``.
+        parts: What each of several layers before it takes; none where one takes all of it.
+        axes: Spatial axes of the depthwise convolution that it becomes; 0 where layers take it.
     """
 
     conv: str
@@ -60,6 +83,8 @@ class Fold:
     rest: tuple[str, ...] | None = ()
     indexed: bool = False
     readers: tuple[str, ...] = ()
+    parts: tuple[Part, ...] = ()
+    axes: int = 0
 
 
 def layer_problem(

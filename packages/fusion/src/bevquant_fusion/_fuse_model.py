@@ -26,7 +26,7 @@ from bevquant_graph import (
 )
 
 from ._fold import Fold, Skipped
-from ._fuse_pair import fold_ahead, fold_into
+from ._fuse_pair import as_convolution, fold_ahead, fold_into, fold_parts
 from ._plain import made_plain
 from ._plan import Plan, plan_fusion
 from ._remove_bn import Removal, neutralise, norm_at, remove_batch_norms
@@ -40,6 +40,7 @@ _HOW = {
     "rebuilt": "deleted, and its call with it",
     "rest": "now what followed the normalisation",
     "neutral": "still called, as an exact identity",
+    "depthwise": "now a depthwise 1×1 convolution",
 }
 
 
@@ -49,13 +50,15 @@ class Fused:
 
     Attributes:
         conv: Path of the layer that took it, before the rewrite (a ``SparseSequential`` numbers
-            its members anew); the first of several layers behind it.
+            its members anew); the first of several.
         bn: Path of the batch norm before the rewrite.
         how: What stands in its place: ``"identity"``; ``"removed"`` (from a
             ``SparseSequential``); ``"rebuilt"`` (its block's forward is without the call);
             ``"rest"``: an ``nn.Sequential`` of its own children, as of timm's ``BatchNormAct2d``;
             ``"neutral"``: its statistics and weights are such that it gives what it gets, because
-            a forward calls ``F.batch_norm`` itself. That holds in evaluation mode.
+            a forward calls ``F.batch_norm`` itself. That holds in evaluation mode;
+            ``"depthwise"``: a depthwise 1×1 convolution, in a sum with convolutions of what it
+            reads; it is its own ``conv``.
     """
 
     conv: str
@@ -120,8 +123,11 @@ def fuse_model(
     With ``example_inputs`` the model is captured (``bevquant_graph.capture``), and a batch norm is
     folded where all that one convolution or linear layer makes goes to it and nowhere else, at most
     through views, permutations and the like that keep channels apart; and one that no layer and no
-    ReLU feeds where only dense layers that pad no zeros read it. Functional ``F.batch_norm`` and
-    classes that do more than normalise are folded too, and what more they do is kept. A layer that
+    ReLU feeds where only dense layers that pad no zeros read it. One of a sum or a concatenation
+    of such layers goes into all of them, and one that stands in a sum with convolutions of what it
+    reads (RepVGG's identity branch) becomes a depthwise 1×1 convolution. Functional
+    ``F.batch_norm`` and classes that do more than normalise are folded too, and what more they do
+    is kept. A layer that
     computes its weight from parameters alone in every call (standardised weights) becomes a plain
     one over that weight. Without example inputs, and inside modules that cannot be captured, the
     structure of the modules tells: a convolution directly followed by its batch norm in an
@@ -258,6 +264,7 @@ def _fuse(model: nn.Module, plan: Plan, stopped: Iterable[str]) -> FusionResult:
     layers = {model.get_submodule(path): path for path in plan.plain}
     replace_modules(model, {layer: made_plain(layer) or layer for layer in layers})
     folded: list[Fold] = []
+    own: dict[Fold, nn.Module] = {}
     for fold in plan.folds:
         norm = norm_at(model, fold)
         if fold.rest is None and not neutralise(copy.deepcopy(norm)):
@@ -267,6 +274,10 @@ def _fuse(model: nn.Module, plan: Plan, stopped: Iterable[str]) -> FusionResult:
         try:
             if fold.readers:
                 fold_ahead([model.get_submodule(path) for path in fold.readers], norm)
+            elif fold.parts:
+                fold_parts([(model.get_submodule(p.layer), p) for p in fold.parts], norm)
+            elif fold.axes:
+                own[fold] = as_convolution(norm, fold.axes)
             else:
                 fold_into(model.get_submodule(fold.conv), norm)
         except ValueError as error:
@@ -276,7 +287,7 @@ def _fuse(model: nn.Module, plan: Plan, stopped: Iterable[str]) -> FusionResult:
     for path in stopped:
         activation: Any = model.get_submodule(path)
         activation.inplace = False
-    how = remove_batch_norms(model, folded)
+    how = remove_batch_norms(model, folded, own)
     return FusionResult(
         model=model,
         fused=tuple(Fused(f.conv, f.bn, how[f]) for f in folded),

@@ -5,18 +5,21 @@ from __future__ import annotations
 import copy
 from typing import Any, NamedTuple, TypeVar, cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from bevquant_graph import all_finite
 from bevquant_sparse import WeightLayout, get_weight, is_sparse_conv, set_weight
 
+from ._fold import Part
 from ._foldable import fold_problem
 from ._weights import (
     absorb_norm,
     fuse_conv_bn_weights,
     fuse_linear_bn_weights,
     fuse_sparse_conv_bn_weights,
+    scale_and_bias,
 )
 
 ConvT = TypeVar("ConvT", bound=nn.Module)
@@ -143,6 +146,41 @@ def fold_ahead(layers: list[nn.Module], norm: Norm) -> None:
         _check_finite(layer, *made[-1])
     for layer, (weight, bias) in zip(layers, made, strict=True):
         layer.weight, layer.bias = weight, bias
+
+
+def fold_parts(layers: list[tuple[nn.Module, Part]], norm: Norm) -> None:
+    """Fold ``norm`` into several layers before it, in place; that they can was asked before.
+
+    Raises:
+        ValueError: A folded weight is not finite; nothing was changed.
+    """
+    unshifted = norm._replace(mean=torch.zeros_like(norm.mean), bias=None)
+    before: list[Any] = [(layer, layer.weight, layer.bias) for layer, _ in layers]
+    try:
+        for layer, part in layers:
+            own = slice(part.first, part.first + part.channels)
+            whole = norm if part.shifted else unshifted
+            cut: list[Any] = [v[own] if isinstance(v, Tensor) else v for v in whole]
+            fold_into(layer, Norm(*cut))
+    except ValueError:
+        for layer, weight, bias in before:
+            layer.weight, layer.bias = weight, bias
+        raise
+
+
+def as_convolution(norm: Norm, axes: int) -> nn.Module:
+    """The depthwise 1×1 convolution that computes ``norm``: W = γ/√(σ² + ε), b = β − μ·W."""
+    channels = int(norm.mean.shape[0])
+    like = norm.mean if norm.weight is None else norm.weight
+    weight, bias = scale_and_bias(None, *norm, channels, like.device)
+    kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[axes - 1]
+    made: Any = kind(channels, channels, 1, groups=channels, device=like.device, dtype=like.dtype)
+    with torch.no_grad():
+        made.weight.copy_(weight.reshape(made.weight.shape))
+        made.bias.copy_(bias)
+    _check_finite(made, made.weight, made.bias)
+    convolution: nn.Module = made.requires_grad_(like.requires_grad).eval()
+    return convolution
 
 
 def norm_of(bn: nn.Module) -> Norm:

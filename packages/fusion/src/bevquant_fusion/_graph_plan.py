@@ -3,7 +3,7 @@
 From the input of a batch norm one walks back through whatever moves values but keeps channels
 apart. Where the walk ends, one layer must have made it all, and nobody else may read any of it.
 Where neither a layer nor a ReLU made it, one walks on from its output instead: all readers must be
-layers then.
+layers then. What is left may belong to parallel layers (`_sums`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import copy
 import operator
 from collections import defaultdict
 from collections.abc import Collection
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -23,24 +24,18 @@ from torch.overrides import TorchFunctionMode
 from bevquant_graph import Graph, layer_class, op_spec
 from bevquant_sparse import is_sparse_conv
 
-from ._fold import Fold, NormPaths, Skipped, layer_problem, tensor_owners, tied_to
+from ._fold import Fold, NormPaths, Refused, Skipped, layer_problem, tensor_owners, tied_to
 from ._foldable import DENSE, bn_problem, has_hooks, is_convolution, out_channels
+from ._sums import Sums
 
 _SHAPE_OF_SECOND = ("reshape_as", "view_as", "expand_as")
 _CONVOLUTIONS = {F.conv1d, F.conv2d, F.conv3d}
 _PRODUCTS = _CONVOLUTIONS | {F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, F.linear}
 _BATCH_NORM = torch.ops.aten.batch_norm.default
-# What authors call the method of a block that makes one convolution of its parallel branches:
-# timm (two), RepVGG and YOLOv6, PaddleDetection, YOLOv7, ultralytics.
-_MERGES = "reparameterize fuse switch_to_deploy convert_to_deploy fuse_repvgg_block fuse_convs"
-
-
-class _Refused(Exception):
-    """A batch norm stays, for the reason that is the message."""
 
 
 def from_graph(
-    model: nn.Module, graph: Graph, plain: Collection[str] = ()
+    model: nn.Module, graph: Graph, plain: Collection[str] = (), *, alone: bool = False
 ) -> dict[str, Fold | Skipped]:
     """What becomes of every batch norm that the graph computes, modules and functional ones.
 
@@ -48,15 +43,19 @@ def from_graph(
         model: The model.
         graph: Its graph.
         plain: Layers that are made plain ones before anything is folded.
+        alone: Whether what nothing takes becomes a depthwise convolution.
     """
-    reader = _Reader(model, graph, plain)
+    reader = Reader(model, graph, plain)
     found: dict[str, Fold | Skipped] = {}
     for path, nodes in reader.norms.items():
         try:
             found[path] = reader.fold(path, nodes)
-        except _Refused as refusal:
-            reason = f"{refusal}{reader.merging(nodes[0])}"
-            found[path] = Skipped(path, reason, graph.location(nodes[0]))
+        except Refused as refusal:
+            found[path] = Skipped(path, str(refusal), graph.location(nodes[0]))
+    sums = Sums(reader, found)
+    for path in [path for path, item in found.items() if isinstance(item, Skipped)]:
+        with suppress(Refused):
+            found[path] = (sums.alone if alone else sums.fold)(path, reader.norms[path])
     return found
 
 
@@ -77,7 +76,9 @@ class _Products(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Reader:
+class Reader:
+    """What a graph says of its layers and batch norms."""
+
     def __init__(self, model: nn.Module, graph: Graph, plain: Collection[str]) -> None:
         self.model, self.graph, self.plain = model, graph, plain
         self.modules = dict(model.named_modules(remove_duplicate=False))
@@ -128,17 +129,6 @@ class _Reader:
             return f"{path} ({type(module).__name__})"
         return f"{op_spec(node.target).name}()" + (f" in {path}" if path else "")
 
-    def merging(self, norm: fx.Node) -> str:
-        """A hint where a block around a batch norm can merge its branches itself."""
-        blocks = [self.modules[path] for path in reversed(self.stack(norm)[:-1])]
-        for cls in map(type, blocks):
-            for name in _MERGES.split():
-                if callable(getattr(cls, name, None)):
-                    return (
-                        f"; {cls.__name__}.{name}() may merge it into a convolution: try it first"
-                    )
-        return ""
-
     # One batch norm
 
     def fold(self, path: str, norms: list[fx.Node]) -> Fold:
@@ -154,22 +144,22 @@ class _Reader:
                 if ahead is not None:
                     return ahead
                 if node.op == "placeholder":
-                    raise _Refused("normalises an input of the model")
-                raise _Refused(f"follows {self.describe(node)}, not a convolution or linear layer")
+                    raise Refused("normalises an input of the model")
+                raise Refused(f"follows {self.describe(node)}, not a convolution or linear layer")
         if len(layers) != 1:
             shared = f"is shared: it is called {len(norms)} times, and" if norms[1:] else "reads"
-            raise _Refused(f"{shared} what several layers make: {', '.join(map(str, layers))}")
+            raise Refused(f"{shared} what several layers make: {', '.join(map(str, layers))}")
         conv = str(next(iter(layers)))
         self.refuse_other_readers(conv, norms, inside)
         self.refuse_sharing(conv, norms, [node for node, _ in ends])
         own = all(self.applies_weights(conv, node) for node, _ in ends)
         problem = layer_problem(self.model, self.owners, conv, channels, own_forward=own)
         if problem is not None:
-            raise _Refused(problem)
+            raise Refused(problem)
         for node, axis in ends:
             made = self.channel_axis(conv, node)
             if axis != made and channels > 1:
-                raise _Refused(
+                raise Refused(
                     f"normalises axis {axis} of what {conv} makes, whose channels are axis {made}"
                 )
         self.refuse_hooks(ends[0][0], norms[0])
@@ -205,7 +195,7 @@ class _Reader:
             for layer, nodes in ends.items():
                 self.refuse_sharing(layer, norms, nodes)
                 self.refuse_hooks(norms[0], nodes[0])
-        except _Refused:
+        except Refused:
             return None
         readers = tuple(ends)
         made = [out_channels(self.modules[p]) for p in readers]
@@ -235,26 +225,26 @@ class _Reader:
         if isinstance(module, _BatchNorm):
             problem = bn_problem(module, own_forward=True)
             if problem is not None:
-                raise _Refused(problem)
+                raise Refused(problem)
         if norms[1:] and len({(*self.stack(n), self.graph.location(n)) for n in norms}) > 1:
-            raise _Refused(f"is shared: it is called {len(norms)} times")
+            raise Refused(f"is shared: it is called {len(norms)} times")
         found: list[str | None] = []
         for name, value in zip(("weight", "bias", "mean", "var"), norms[0].args[1:5], strict=True):
             constant = self.graph.constant_path(value)
             if value is not None and constant is None:
-                raise _Refused(f"the forward of {path or 'the model'} computes its {name}")
+                raise Refused(f"the forward of {path or 'the model'} computes its {name}")
             found.append(constant)
             others = [n for n in self.readers[constant or ""] if n not in norms]
             if others:
-                raise _Refused(f"{constant} is read by {self.describe(others[0])}, too")
+                raise Refused(f"{constant} is read by {self.describe(others[0])}, too")
         weight, bias, mean, var = found
         if norms[0].args[5] or mean is None or var is None:
-            raise _Refused("keeps no running statistics, so it normalises by each batch")
+            raise Refused("keeps no running statistics, so it normalises by each batch")
         if self.modules[self.stack(norms[0])[-1]].training:
-            raise _Refused("is in training mode, so it normalises by each batch; call eval() first")
+            raise Refused("is in training mode, so it normalises by each batch; call eval() first")
         tied = tied_to(self.owners, {p for p in found if p is not None})
         if tied is not None:
-            raise _Refused(f"{tied[0]} is tied to {tied[1]}")
+            raise Refused(f"{tied[0]} is tied to {tied[1]}")
         eps: Any = norms[0].args[7]
         return NormPaths(mean, var, weight, bias, float(eps))
 
@@ -347,13 +337,13 @@ class _Reader:
                 elif user not in inside and _reads_values(user, node):
                     others[self.describe(user)] = None
         if others:
-            raise _Refused(f"{conv}'s output is also read by {', '.join(others)}")
+            raise Refused(f"{conv}'s output is also read by {', '.join(others)}")
 
     def refuse_sharing(self, conv: str, norms: list[fx.Node], ends: list[fx.Node]) -> None:
         nodes = self.layers[conv]
         calls = {self.graph.call(n)[1] for n in nodes}
         if calls != {self.graph.call(n)[1] for n in ends}:
-            raise _Refused(f"{conv} is shared: it is called {len(calls)} times")
+            raise Refused(f"{conv} is shared: it is called {len(calls)} times")
         for call in calls:
             own = {n for n in nodes if self.graph.call(n)[1] == call}
             given = {
@@ -363,18 +353,18 @@ class _Reader:
                 if value not in own and _is_float(value) and not self.graph.constant_path(value)
             }
             if len(given) > 1:
-                raise _Refused(f"{conv} takes {len(given)} tensors, so its output is a sum")
+                raise Refused(f"{conv} takes {len(given)} tensors, so its output is a sum")
         for name, _ in self.modules[conv].named_parameters(recurse=False):
             others = [n for n in self.readers[f"{conv}.{name}".lstrip(".")] if n not in nodes]
             if others:
-                raise _Refused(f"{conv}.{name} is read by {self.describe(others[0])}, too")
+                raise Refused(f"{conv}.{name} is read by {self.describe(others[0])}, too")
 
     def refuse_hooks(self, made: fx.Node, norm: fx.Node) -> None:
         """Hooks of the modules that the value leaves or enters on its way see it."""
         left, entered = self.stack(made), self.stack(norm)
         for path in {*left} ^ {*entered}:
             if path and has_hooks(self.modules[path]):
-                raise _Refused(f"{self.layer(made)}'s output is also read by hook() in {path}")
+                raise Refused(f"{self.layer(made)}'s output is also read by hook() in {path}")
 
     # What a class of its own does behind the normalisation
 

@@ -10,7 +10,7 @@ import inspect
 import operator
 import textwrap
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from types import CodeType, FunctionType
 from typing import Any, Literal
@@ -26,11 +26,19 @@ from ._fold import Fold
 from ._fuse_pair import Norm
 from ._structure import is_chain, is_sparse_chain, remove_member
 
-Removal = Literal["identity", "removed", "rebuilt", "rest", "neutral"]
+Removal = Literal["identity", "removed", "rebuilt", "rest", "neutral", "depthwise"]
 
 
-def remove_batch_norms(model: nn.Module, folds: Iterable[Fold]) -> dict[Fold, Removal]:
-    """Remove the batch norm of each fold; the paths are those before any removal."""
+def remove_batch_norms(
+    model: nn.Module, folds: Iterable[Fold], own: Mapping[Fold, nn.Module]
+) -> dict[Fold, Removal]:
+    """Remove the batch norm of each fold; the paths are those before any removal.
+
+    Args:
+        model: The model.
+        folds: What was folded.
+        own: The layer that takes the place of the batch norm, where there is one.
+    """
     places = Counter(
         child for owner in model.modules() for child in owner._modules.values() if child is not None
     )
@@ -41,7 +49,9 @@ def remove_batch_norms(model: nn.Module, folds: Iterable[Fold]) -> dict[Fold, Re
     for fold in folds:
         parent = fold.bn.rpartition(".")[0]
         once = bool(fold.bn) and places[modules[fold.bn]] == 1 and fold.caller == parent
-        if fold.rest is None:
+        if fold in own:
+            removal[fold] = "depthwise"
+        elif fold.rest is None:
             removal[fold] = "neutral"
         elif fold.rest:
             removal[fold] = "rest"
@@ -63,8 +73,13 @@ def remove_batch_norms(model: nn.Module, folds: Iterable[Fold]) -> dict[Fold, Re
         elif how != "rebuilt":
             module = modules[fold.bn]
             left = OrderedDict((name, module._modules[name]) for name in fold.rest or ())
-            made = nn.Sequential(left) if left else nn.Identity()
-            made.training = module.training
+            made: nn.Module
+            if left:
+                first = {"norm": own[fold]} if fold in own else {}
+                made = nn.Sequential(OrderedDict({**first, **left}))
+                made.training = module.training
+            else:
+                made = own.get(fold) or nn.Identity().train(module.training)
             identities[module] = made
     replace_modules(model, identities)
     for parent, members in chains.items():

@@ -52,9 +52,10 @@ def capture(
     Sizes of the inputs stay open where the forward allows it (batch, height, voxels), so one graph
     serves frames of any size; sizes that the forward fixes are constants, see `Graph.fixed`, and
     all are where torch cannot compute with open ones (maps of several strides joined, slices of
-    coordinates divided by each other). A module that cannot be followed is one opaque node
-    (`Graph.opaque`), with its reason, file and line; a number that the forward takes out of a
-    tensor and counts with, such as the largest batch index, stays what it is in the example, and
+    coordinates divided by each other, windows of maps that every stage pads). A module
+    that cannot be followed is one opaque node (`Graph.opaque`), with its reason, file and line; a
+    number that the forward takes out of a tensor and counts with, such as the largest batch index,
+    stays what it is in the example, and
     every later frame is held to that. The model is not changed; it runs in evaluation mode and
     without gradients. A graph that is still in use is answered again for the same model, unchanged,
     and inputs of the same sizes; and what was followed of a model serves others of the same
@@ -163,6 +164,7 @@ def _exported(
     model: nn.Module, inputs: Tree, leaves: list[Any], *, values: bool, open_sizes: bool
 ) -> tuple[ExportedProgram, Tree]:
     # Imported here: torch's compiler and sympy take as long as torch itself.
+    import sympy
     from torch._dynamo import config as dynamo_config
     from torch.fx.experimental import proxy_tensor
 
@@ -180,6 +182,7 @@ def _exported(
         stack.enter_context(mock.patch.object(proxy_tensor, "_extract_tensor_metadata", _nothing))
         if open_sizes:
             stack.enter_context(elementwise_shapes())
+            stack.enter_context(mock.patch.object(sympy, "simplify", _simplified(sympy.simplify)))
             # Of symbols hardly any answer is asked for twice, and making its key takes longer.
             stack.enter_context(dynamo_config.patch(fake_tensor_cache_enabled=False))
         # Passes of torch.export compile the graph anew each, and nobody runs what they compiled.
@@ -198,6 +201,24 @@ def _exported(
         result = results[-1]
         program = functional(program)
     return program, result
+
+
+_LONGEST = 64  # operations of a size; convolutions, pools and pads make about ten
+
+
+class _Grown(RuntimeError):
+    """A size is a longer term than can be simplified in seconds."""
+
+
+def _simplified(simplify: Callable[..., Any]) -> Callable[..., Any]:
+    """As sympy simplifies, but not what would take it minutes: terms nest with every stage."""
+
+    def made(term: Any, *args: Any, **kwargs: Any) -> Any:
+        if term.count_ops() > _LONGEST:
+            raise _Grown(f"a size is a term of {term.count_ops()} operations")
+        return simplify(term, *args, **kwargs)
+
+    return made
 
 
 class _Calls:
@@ -336,6 +357,8 @@ def _by_sizes(error: BaseException | None) -> bool:
     if error is not None and not _counts(error) and re.search(r"\bs\d+\b", str(error)):
         return True
     while error is not None:
+        if isinstance(error, _Grown):
+            return True
         for frame, _ in traceback.walk_tb(error.__traceback__):
             if frame.f_globals.get("__name__", "").startswith("sympy.solvers"):
                 return True

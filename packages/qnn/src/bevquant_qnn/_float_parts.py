@@ -90,7 +90,8 @@ def _computes_with_own(module: nn.Module, applied: Collection[int]) -> bool:
 def _reason(module: nn.Module) -> str:
     name = type(module).__name__
     if is_batch_norm(module):
-        return f"{name} stays float: it is not folded into a layer before it"
+        why = "in training mode" if module.training else "not folded into a layer before it"
+        return f"{name} stays float: it is {why}"
     if is_library_module(module):
         return f"{name} has no quantized form: it stays float"
     return f"what {name} computes with its own parameters stays float"

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch import fx, nn
 from torch.export import ExportedProgram
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from bevquant_graph import Graph, as_module, refuse_unusable
+from bevquant_fusion import norms_to_convolutions
+from bevquant_graph import CaptureError, Graph, as_module, capture, refuse_unusable
 from bevquant_qnn._config import QuantConfig
 from bevquant_qnn._float_parts import float_layers
 from bevquant_qnn._flow import Flow, follow
 from bevquant_qnn._held_weight import held_layers
 from bevquant_qnn._holders import activation_quantizers
+from bevquant_qnn._kinds import is_quantized
 from bevquant_qnn._observe import observe
 from bevquant_qnn._place_joins import Followed, quantize_joins
 from bevquant_qnn._replace import put_back, replace_layers
@@ -36,6 +40,8 @@ def quantize_model(
     1. Layers that already carry pytorch-quantization's quantizers are adopted, ranges included.
     2. Convolutions, linear layers, pooling and sparse convolutions are replaced in place. The
        parameters stay the same objects, so an optimizer made before keeps working.
+       A batch norm in evaluation mode that no layer can take (before an activation, say) becomes a
+       quantized depthwise 1×1 convolution first, where example inputs show it.
     3. A forward that applies a parameter by a function (a convolution that pads by itself, an
        attention over ``qkv.weight``) does so through a quantized child over that parameter, where
        example inputs show it.
@@ -94,7 +100,27 @@ calibrator=MaxCalibrator scale=1.0 quant)
             f"{type(model).__name__}, together with these example_inputs; got a graph of "
             f"{'another' if graph.model is not module else 'this'} {type(graph.model).__name__}"
         )
-    return quantized(module, config, example_inputs, graph)[0]
+    refuse_unusable(module, "quantize_model")
+    _check_patterns(module, config)
+    with unchanged_on_error(module):
+        norms = _norm_layers(module, config, example_inputs, graph)
+        result, _ = quantized(module, config, example_inputs, None if norms else graph)
+    was = [replace(item, was=norms.get(item.path, item.was)) for item in result.quantized]
+    return replace(result, quantized=tuple(was))
+
+
+def _norm_layers(
+    model: nn.Module, config: QuantConfig, example_inputs: Any, graph: Graph | None
+) -> dict[str, str]:
+    """Paths of batch norms that no layer takes, now depthwise convolutions, and their class."""
+    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and not m.training]
+    if not norms or example_inputs is None or any(map(is_quantized, model.modules())):
+        return {}  # quantized before, calibrated perhaps: nothing is added to that
+    try:
+        graph = graph or capture(model, example_inputs, check=False, open_sizes=False)
+    except CaptureError:  # observe says so, part by part
+        return {}
+    return norms_to_convolutions(model, graph, lambda path: bool(config.excluded_by(path)))
 
 
 def quantized(

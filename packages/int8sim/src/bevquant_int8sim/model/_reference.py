@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from bevquant_fusion import norm_as_convolution
 from bevquant_graph import OPAQUE, Graph, flatten, layer_class, op_spec, rebuild
 
 Returned = Callable[[str, int], Tensor | None]
@@ -54,6 +56,7 @@ class GraphRun:
         self._state = {
             **dict(model.named_parameters(remove_duplicate=False)),
             **dict(model.named_buffers(remove_duplicate=False)),
+            **(_norm_layers(model, graph.model) if self.floats else {}),
         }
 
     def step(self, node: fx.Node, beside: GraphRun | None = None) -> Any:
@@ -77,7 +80,14 @@ class GraphRun:
             return self._inputs[node]
         path = self.graph.constant_path(node)
         if path in self._state:
-            return self._state[path].detach()
+            given, known = self._state[path].detach(), self.graph.constant(node)
+            if known is not None and known.shape != given.shape:
+                raise ValueError(
+                    f"compare: {path} has shape {tuple(given.shape)} in the float model and "
+                    f"{tuple(known.shape)} in the calibrated one; give the folded float model that "
+                    "was quantized"
+                )
+            return given
         if self.floats and not node.name.startswith("c_") and "_quantizer" not in str(path):
             raise ValueError(
                 f"compare: the float model has no parameter or buffer {path!r}, which the "
@@ -113,6 +123,19 @@ class GraphRun:
         given, named = rebuild(call.inputs, args[0])
         with torch.no_grad():
             return flatten(module(*given, **named))[0]
+
+
+def _norm_layers(model: nn.Module, quantized: nn.Module) -> dict[str, Tensor]:
+    """Parameters of batch norms in the form that `quantize_model` gives what no layer takes."""
+    found: dict[str, Tensor] = {}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for path, layer in quantized.named_modules(remove_duplicate=False):
+        above = path.removesuffix(".norm")
+        norm = modules.get(path, modules.get(above))
+        if isinstance(layer, nn.modules.conv._ConvNd) and isinstance(norm, _BatchNorm):
+            made = norm_as_convolution(norm, layer.weight.dim() - 2)
+            found |= {f"{path}.{name}": tensor for name, tensor in made.named_parameters()}
+    return found
 
 
 def _channels_last(x: Any) -> Any:
