@@ -442,7 +442,7 @@ class Counted(nn.Module):
     """The number is gone from torch's graph: only its symbol tells of it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x[:, : round(x.abs().sum().item()) % 3 + 1]
+        return x[:, : int(x.abs().sum().item()) % 3 + 1]
 
 
 class Shares(nn.Module):

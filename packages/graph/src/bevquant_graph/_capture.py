@@ -32,7 +32,7 @@ from ._faults import CaptureError, forward_line, running, where
 from ._functional import functional
 from ._graph import Graph
 from ._opaque import Opaque, opaque_modules, recorded
-from ._open_lengths import OpenCountError, counts_in, open_lengths
+from ._open_lengths import open_lengths
 from ._quiet import evaluation, quiet
 from ._recall import recalled, remember
 from ._signature import Arguments, Tree, arguments, flatten, rebuild
@@ -100,14 +100,15 @@ def capture(
     opaque: dict[str, Opaque] = {}
     numbers = open_sizes  # such as a batch size: open, unless the forward counts with them
     values: Exception | None = None  # what asks for numbers out of tensors, as in the example
-    counting: list[dict[str, Any]] = []  # where int(…) is of open numbers
+    shares: list[dict[str, Any]] = []  # where int(…) takes one of an open number
     with evaluation(model), quiet(), _attributes_kept(model):
         while True:
             leaves, inputs = flatten(given, numbers=numbers)
+            met = len(shares)
             try:
                 with opaque_modules(model, opaque):
                     program, result = _exported(
-                        model, inputs, leaves, counting, values=values is not None,
+                        model, inputs, leaves, shares, values=values is not None,
                         open_sizes=open_sizes,
                     )  # fmt: skip
                 if numbers and _fixes_numbers(program, leaves):
@@ -117,11 +118,9 @@ def capture(
                     raise values
                 break
             except Exception as error:
-                found = values is None and (_counts(error) or isinstance(error, OpenCountError))
-                scope = counts_in(error, counting) if found else None
-                if scope is not None:
-                    counting.append(scope)
-                elif open_sizes and _by_sizes(error):
+                if len(shares) > met:
+                    continue
+                if open_sizes and _by_sizes(error):
                     open_sizes = numbers = False
                 elif any(isinstance(leaf, int) for leaf in leaves):
                     numbers = False
@@ -166,7 +165,7 @@ class _Shell(nn.Module):
 
 
 def _exported(
-    model: nn.Module, inputs: Tree, leaves: list[Any], counting: list[dict[str, Any]],
+    model: nn.Module, inputs: Tree, leaves: list[Any], shares: list[dict[str, Any]],
     *, values: bool, open_sizes: bool,
 ) -> tuple[ExportedProgram, Tree]:
     # Imported here: torch's compiler and sympy take as long as torch itself.
@@ -183,7 +182,7 @@ def _exported(
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(open_shapes())
-        stack.enter_context(open_lengths(model, counting))
+        stack.enter_context(open_lengths(model, shares))
         stack.enter_context(mock.patch.object(torch, "batch_norm", batch_norm_of_rows))
         stack.enter_context(mock.patch.object(proxy_tensor, "_extract_tensor_metadata", _nothing))
         if open_sizes:

@@ -20,7 +20,6 @@ __all__ = [
     "all_finite",
     "first_fault",
     "forward_line",
-    "frames",
     "is_authors",
     "refuse_unusable",
     "running",
@@ -60,7 +59,7 @@ def where(error: BaseException, model: nn.Module, beside: Collection[str] = ()) 
     # While it is traced a module may be seen through a proxy, which has the module's attributes.
     paths = {id(vars(module)): path for path, module in model.named_modules()}
     found, place = "", ""
-    for frame, line in frames(error):
+    for frame, line in _frames(error):
         file = frame.f_code.co_filename
         if not place and is_authors(file):
             place = f"{file}:{line}"
@@ -71,7 +70,7 @@ def where(error: BaseException, model: nn.Module, beside: Collection[str] = ()) 
     return found, place
 
 
-def frames(error: BaseException | None) -> Iterator[tuple[Any, int]]:
+def _frames(error: BaseException | None) -> Iterator[tuple[Any, int]]:
     """Frames of an error and of those that it came from, innermost first."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:

@@ -13,22 +13,24 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from ._faults import frames, is_authors
+from ._faults import is_authors
 
-__all__ = ["OpenCountError", "counts_in", "open_lengths"]
+__all__ = ["open_lengths"]
 
 _OTHERS = frozenset(("torch", "builtins"))
 _Scope = dict[str, Any]
 
 
 @contextmanager
-def open_lengths(model: nn.Module, counting: list[_Scope]) -> Iterator[None]:
+def open_lengths(model: nn.Module, shares: list[_Scope]) -> Iterator[None]:
     """Let the code around a model's forwards count rows as ``x.shape[0]`` does.
 
     Python demands a plain integer of ``len``, which fixes the number of voxels to the example's,
     and cannot be had of what ``torch.unique`` or a mask leaves over. So the name has another
-    meaning meanwhile in the packages of the model's classes and in files of no library. In the
-    scopes of `counting` (`counts_in`), ``int`` has, too, for shares of such a number.
+    meaning meanwhile in the packages of the model's classes and in files of no library. ``int``
+    has one in the modules of `shares` alone, for it is a class that much else is asked of. Where
+    another one takes a share of a number of rows, the names of that module are added to `shares`,
+    and the run ends with an error: it is to be made again.
     """
     classes = {base for module in model.modules() for base in type(module).__mro__}
     packages = {cls.__module__.partition(".")[0] for cls in classes} - _OTHERS
@@ -39,50 +41,49 @@ def open_lengths(model: nn.Module, counting: list[_Scope]) -> Iterator[None]:
         and "len" not in vars(module)
         and (name.partition(".")[0] in packages or is_authors(vars(module).get("__file__") or "<>"))
     ]
+    meant: list[tuple[_Scope, str, Any]] = [(scope, "len", _length) for scope in found]
+    meant += [(scope, "int", _Integer) for scope in shares]
     asked = torch.SymFloat.__int__
 
-    def whole(number: Any) -> Any:
-        scope = _scope_of(sys._getframe(1), counting)
-        if scope is not None and not _is_ratio(number):
-            raise OpenCountError(scope)
+    def integer(number: torch.SymFloat) -> int:
+        frame = sys._getframe(1)
+        if _takes_integers(frame) and _is_share(number):
+            shares.append(frame.f_globals)
+            raise ValueError("int(…) takes a share of an open number")
         return asked(number)
 
-    meant: list[tuple[_Scope, str, Any]] = [(scope, "len", _length) for scope in found]
-    meant += [(scope, "int", _Integer) for scope in counting]
     for scope, name, meaning in meant:
         scope[name] = meaning
     try:
-        with mock.patch.object(torch.SymFloat, "__int__", whole):
+        with mock.patch.object(torch.SymFloat, "__int__", integer):
             yield
     finally:
         for scope, name, _ in meant:
             scope.pop(name, None)  # a module may have two names
 
 
-class OpenCountError(Exception):
-    """``int(share * n)`` of an open number, in the module of these names."""
+def _takes_integers(frame: FrameType) -> bool:
+    """Whether an author's code asks for Python's ``int``."""
+    code = frame.f_code
+    return is_authors(code.co_filename) and "int" in code.co_names and "int" not in frame.f_globals
 
 
-def counts_in(error: BaseException, known: list[_Scope]) -> _Scope | None:
-    """Names of the author's module whose ``int(…)`` an error may come from; None if known."""
-    authors = (f for f, _ in frames(error) if is_authors(f.f_code.co_filename))
-    return _scope_of(next(authors, None), known)
+def _is_share(number: torch.SymFloat) -> bool:
+    """Whether a number is computed from sizes, and not by dividing sizes by each other.
 
+    That, as of maps of two strides, is a number of the model's; what is taken out of a tensor is
+    the example's.
+    """
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # and sympy
+    from torch.utils._sympy.functions import FloatTrueDiv, IntTrueDiv
+    from torch.utils._sympy.symbol import SymT, symbol_is_type
 
-def _scope_of(frame: FrameType | None, known: list[_Scope]) -> _Scope | None:
-    if frame is None or not is_authors(frame.f_code.co_filename):
-        return None
-    scope: _Scope = frame.f_globals
-    new = "int" in frame.f_code.co_names and "int" not in scope
-    return scope if new and all(scope is not other for other in known) else None
-
-
-def _is_ratio(number: torch.SymFloat) -> bool:
-    """Whether sizes are divided by each other, as maps of two strides: a number of the model's."""
-    from torch.utils._sympy.functions import FloatTrueDiv, IntTrueDiv  # and sympy
-
-    divisions = number.node.expr.atoms(FloatTrueDiv, IntTrueDiv)
-    return any(division.args[1].free_symbols for division in divisions)
+    node = number.node
+    found = free_unbacked_symbols(number) <= node.shape_env.size_like
+    of_floats = (SymT.FLOAT, SymT.UNBACKED_FLOAT)
+    floats = any(symbol_is_type(symbol, of_floats) for symbol in node.expr.free_symbols)
+    divisions = node.expr.atoms(FloatTrueDiv, IntTrueDiv)
+    return found and not floats and not any(d.args[1].free_symbols for d in divisions)
 
 
 def _length(value: Any, /) -> Any:
@@ -96,12 +97,10 @@ class _Truncation(type):
         return isinstance(value, builtins.int)
 
     def __call__(cls, *args: Any) -> Any:
-        value = args[0] if args else 0
-        value = value.item() if isinstance(value, Tensor) else value
-        if isinstance(value, torch.SymInt | torch.SymFloat):
-            return torch.sym_int(value)
+        if args and isinstance(args[0], torch.SymFloat) and _is_share(args[0]):
+            return torch.sym_int(args[0])
         return builtins.int(*args)
 
 
 class _Integer(metaclass=_Truncation):
-    """``int``, of open numbers as well."""
+    """``int``, of shares of open numbers as well."""
