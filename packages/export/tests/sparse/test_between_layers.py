@@ -119,7 +119,7 @@ def focal(nets):
 
 
 def shared(nets):
-    """The better half of the voxels of each frame behind a gate, the rest as it is."""
+    """The better half of a frame's voxels behind a gate, the rest as it is; a residual sum."""
     spconv = nets.spconv
 
     class Shared(nn.Module):
@@ -127,6 +127,7 @@ def shared(nets):
             super().__init__()
             self.stem, self.last = subm(nets, 5, 8), subm(nets, 8, 6)
             self.judge = spconv.SubMConv3d(8, 1, 3, padding=1)
+            self.conv = spconv.SubMConv3d(8, 8, 3, padding=1)
 
         def forward(self, features, coords, batch_size):
             x = self.stem(spconv.SparseConvTensor(features, coords, list(nets.GRID), batch_size))
@@ -138,7 +139,9 @@ def shared(nets):
             best, rest = order[:half], order[half:]
             rows = torch.cat([rows[best] * gates[best], rows[rest]])
             places = torch.cat([places[best], places[rest]])
-            return self.last(spconv.SparseConvTensor(rows, places, x.spatial_shape, batch_size))
+            y = spconv.SparseConvTensor(rows, places, x.spatial_shape, batch_size)
+            z = self.conv(y)
+            return self.last(z.replace_feature(z.features + y.features))
 
     return Shared()
 

@@ -165,8 +165,13 @@ class _Shell(nn.Module):
 
 
 def _exported(
-    model: nn.Module, inputs: Tree, leaves: list[Any], shares: list[dict[str, Any]],
-    *, values: bool, open_sizes: bool,
+    model: nn.Module,
+    inputs: Tree,
+    leaves: list[Any],
+    shares: list[dict[str, Any]],
+    *,
+    values: bool,
+    open_sizes: bool,
 ) -> tuple[ExportedProgram, Tree]:
     # Imported here: torch's compiler and sympy take as long as torch itself.
     from torch._dynamo import config as dynamo_config

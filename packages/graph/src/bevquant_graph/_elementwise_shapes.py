@@ -54,7 +54,7 @@ _batch_norm = torch.batch_norm
 
 
 def batch_norm_of_rows(x: Tensor, *args: Any) -> Tensor:
-    """torch's batch norm, but for its question whether there are rows, which a mask leaves open.
+    """A batch norm without torch's question whether there are rows, which a mask leaves open.
 
     `tidy` gives the operator its usual name.
     """

@@ -1,10 +1,10 @@
-"""``len(x)`` of a tensor and ``int(share * n)``, while a model is exported: counts that stay open."""
+"""``len(x)`` and ``int(share * n)`` in a model while it is exported: counts that stay open."""
 
 from __future__ import annotations
 
 import builtins
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, ModuleType
 from typing import Any
@@ -43,7 +43,7 @@ def open_lengths(model: nn.Module, shares: list[_Scope]) -> Iterator[None]:
     ]
     meant: list[tuple[_Scope, str, Any]] = [(scope, "len", _length) for scope in found]
     meant += [(scope, "int", _Integer) for scope in shares]
-    asked = torch.SymFloat.__int__
+    asked: Callable[[torch.SymFloat], int] = torch.SymFloat.__int__
 
     def integer(number: torch.SymFloat) -> int:
         frame = sys._getframe(1)

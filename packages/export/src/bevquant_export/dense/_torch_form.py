@@ -123,9 +123,7 @@ class _Call(nn.Module):
         if self._values or not isinstance(self._function, torch._ops.OpOverload):
             return None
         given = replaced(self._given, lambda ref: f"tensor {self.names.index(ref.name)}")
-        sizes = [
-            (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else "number" for x in examples
-        ]
+        sizes = [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else "number" for x in examples]
         return repr((self._function, given, sizes, free))
 
     def forward(self, *given: Any) -> Any:

@@ -157,7 +157,11 @@ class Voxels:
         """A number, or a share of one, as a tensor, float64 ``[1]``: as Python computes it."""
         graph, path = self.graph, step.path
         if not isinstance(value, Ref):
-            return graph.constant(f"float64_[{value}]", [float(value)], np.float64)
+            ratio = float(value).as_integer_ratio()  # exact, and files hold no float64
+            if max(map(abs, ratio)) >= 2**63:
+                self._refuse(path, f"a size is computed with {value}, which has no form")
+            parts = [graph.node("Cast", path, [graph.numbers([n])], to=DOUBLE) for n in ratio]
+            return graph.node("Div", path, parts)
         maker = self._numbers.get(value.name)
         what = "" if maker is None else str(maker.attributes.get("what"))
         if maker is None or what not in _REAL or len(maker.args) != 2:
