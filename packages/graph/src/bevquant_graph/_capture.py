@@ -119,7 +119,7 @@ def capture(
                 break
             except Exception as error:
                 if len(shares) > met:
-                    continue
+                    continue  # such an int(…) leaves it open now
                 if open_sizes and _by_sizes(error):
                     open_sizes = numbers = False
                 elif any(isinstance(leaf, int) for leaf in leaves):
