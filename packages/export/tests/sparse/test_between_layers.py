@@ -138,7 +138,9 @@ def shared(nets):
             half = int(gates.shape[0] * 0.5)
             best, rest = order[:half], order[half:]
             rows = torch.cat([rows[best] * gates[best], rows[rest]])
-            places = torch.cat([places[best], places[rest]])
+            frame = torch.ones(half, 1) * 0  # of floats: so are the joined places
+            best = torch.cat([frame, places[best, 1:]], 1)
+            places = torch.cat([best, places[rest]]).int()
             y = spconv.SparseConvTensor(rows, places, x.spatial_shape, batch_size)
             z = self.conv(y)
             return self.last(z.replace_feature(z.features + y.features))

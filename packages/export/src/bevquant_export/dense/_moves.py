@@ -12,6 +12,7 @@ from bevquant_export.dense._graph import Graph
 from bevquant_export.dense._places import placed
 from bevquant_export.dense._sizes import Sizes
 from bevquant_export.dense._source import Ref, Step, names_in
+from bevquant_export.sparse.portable._body import FLOAT
 
 __all__ = ["keeps_scale", "moved", "reshaped", "sliced"]
 
@@ -60,6 +61,12 @@ def moved(
     if what in ("cat", "concat", "concatenate"):
         given = {**dict(zip(("tensors", "dim"), args, strict=False)), **kwargs}
         names = [read(ref.name) for ref in given["tensors"]]
+        if sizes.dtype(output).is_floating_point:  # whole numbers among them become floats
+            whole = [not sizes.dtype(ref.name).is_floating_point for ref in given["tensors"]]
+            names = [
+                graph.node("Cast", path, [name], to=FLOAT) if cast else name
+                for name, cast in zip(names, whole, strict=True)
+            ]
         rank = len(sizes.of(output))
         axis = int(given.get("dim", given.get("axis", 0))) % rank
         return graph.node("Concat", path, names, axis=axis)
