@@ -446,6 +446,32 @@ class Counted(nn.Module):
         return x[:, : int(x.abs().sum().item()) % 3 + 1]
 
 
+class Shares(nn.Module):
+    """The best share of the rows that a mask leaves, behind a batch norm; a ratio of sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        kept = self.norm(x[x[:, 0] > 0])
+        order = kept[:, 0].sort(descending=True)[1]
+        assert isinstance(int("3"), int)
+        best = order[: int(kept.shape[0] * 0.5)]
+        halved = x[::2]
+        return kept[best], halved[: int(0.25 * len(x))] * int(x.shape[0] / halved.shape[0])
+
+
+@torch.no_grad()
+def test_a_share_of_the_rows_stays_open() -> None:
+    net = Shares().eval()
+    graph = capture(net, torch.randn(8, 3))
+    for rows in (12, 20):
+        graph.check(torch.randn(rows, 3))
+    assert not graph.opaque
+    assert "int" not in globals()
+
+
 class Keeps(nn.Module):
     def __init__(self) -> None:
         super().__init__()

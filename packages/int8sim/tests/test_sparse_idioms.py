@@ -71,6 +71,31 @@ def scans(frame: int) -> tuple[dict[str, Tensor]]:
     return ({"features": features, "coords": coords, "offset": torch.tensor([len(coords)])},)
 
 
+class TwoSweeps(nn.Module):
+    """One layer on two sweeps, each on a grid of its own behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = subm(4, 8, "first")
+        self.down = layer(spconv.SparseConv3d(8, 8, 2, stride=2, bias=False), 8)
+
+    def forward(self, now: Tensor, there: Tensor, before: Tensor, elsewhere: Tensor) -> Tensor:
+        grids = [
+            self.down(self.first(spconv.SparseConvTensor(x, places, [12, 12, 12], 1))).dense()
+            for x, places in ((now, there), (before, elsewhere))
+        ]
+        return torch.cat(grids, 1)
+
+
+def sweeps(frame: int) -> tuple[Tensor, ...]:
+    return (*indexed(frame), *indexed(frame + 5))
+
+
+def test_voxels_of_each_of_two_sweeps_are_put_in_order_with_their_features() -> None:
+    model, frame = integers(TwoSweeps, sweeps), sweeps(1)
+    assert torch.equal(model(*frame), model.run(frame)[0])
+
+
 class Scales(nn.Module):
     """Voxels of a coarser grid put among those of a finer one, and all summed from above."""
 

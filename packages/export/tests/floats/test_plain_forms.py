@@ -116,6 +116,22 @@ def test_whole_numbers(function: Callable[[Tensor], Tensor]) -> None:
     assert torch.equal(made, function(x))
 
 
+def test_a_quotient_that_rounds_up_to_a_whole_number_is_none() -> None:
+    """Points at the border of a voxel, as ONNX Runtime finds their voxel."""
+
+    class Voxel(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return torch.div(x, 0.8, rounding_mode="floor"), torch.remainder(x, 0.8)
+
+    borders = torch.arange(-60, 60) * 0.8
+    x = torch.cat([borders, torch.nextafter(borders, torch.tensor(-9e9))])
+    assert (Voxel()(x)[0] != (x / 0.8).floor()).any()
+    file = exported(Voxel().eval(), (x,), ["x"], ["voxel", "rest"], 18)
+    found = onnxruntime.InferenceSession(file.SerializeToString()).run(None, {"x": x.numpy()})
+    for made, wanted in zip(found, Voxel()(x), strict=True):
+        assert torch.equal(torch.from_numpy(made), wanted)
+
+
 _PLACES = torch.tensor([[4, 0, 4], [1, 1, 0], [4, 2, 3], [3, 3, 3]])
 
 

@@ -118,6 +118,36 @@ def focal(nets):
     return Focal()
 
 
+def shared(nets):
+    """The better half of a frame's voxels behind a gate, the rest as it is; a residual sum."""
+    spconv = nets.spconv
+
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.last = subm(nets, 5, 8), subm(nets, 8, 6)
+            self.judge = spconv.SubMConv3d(8, 1, 3, padding=1)
+            self.conv = spconv.SubMConv3d(8, 8, 3, padding=1)
+
+        def forward(self, features, coords, batch_size):
+            x = self.stem(spconv.SparseConvTensor(features, coords, list(nets.GRID), batch_size))
+            wanted = self.judge(x).features.sigmoid()
+            here = x.indices[:, 0] == 0
+            rows, places, gates = x.features[here], x.indices[here], wanted[here]
+            order = gates[:, 0].sort(descending=True)[1]
+            half = int(gates.shape[0] * 0.5)
+            best, rest = order[:half], order[half:]
+            rows = torch.cat([rows[best] * gates[best], rows[rest]])
+            frame = torch.ones(half, 1) * 0  # of floats: so are the joined places
+            best = torch.cat([frame, places[best, 1:]], 1)
+            places = torch.cat([best, places[rest]]).int()
+            y = spconv.SparseConvTensor(rows, places, x.spatial_shape, batch_size)
+            z = self.conv(y)
+            return self.last(z.replace_feature(z.features + y.features))
+
+    return Shared()
+
+
 @pytest.mark.parametrize(
     ("make", "frames", "refused"),
     [
@@ -125,6 +155,7 @@ def focal(nets):
         (merged, 2, r"\(cat\)|cat in"),
         (gated, 2, "getitem in"),
         (focal, 1, "sigmoid|mul"),
+        (shared, 1, "sigmoid|mul"),
     ],
 )
 def test_a_file_makes_the_integers_of_the_model(nets, tmp_path, make, frames, refused):

@@ -189,7 +189,7 @@ def test_a_file_begins_behind_what_makes_the_features(nets, tmp_path):
             order = torch.argsort(coords[:, 3] * 100 + coords[:, 2], stable=True)
             given = (means[order], coords[order], list(nets.GRID), batch_size)
             x = self.down(self.stem(nets.spconv.SparseConvTensor(*given)))
-            return {"voxel_features": means, "encoded": x}
+            return {"voxel_features": means, "centres": means[:, :3] + 0.3, "encoded": x}
 
     def scan(seed):
         features, coords, batch_size = nets.frame(seed)

@@ -101,14 +101,17 @@ def capture(
     opaque: dict[str, Opaque] = {}
     numbers = open_sizes  # such as a batch size: open, unless the forward counts with them
     values: Exception | None = None  # what asks for numbers out of tensors, as in the example
+    shares: list[dict[str, Any]] = []  # where int(…) takes one of an open number
     with evaluation(model), quiet(), _attributes_kept(model):
         while True:
             leaves, inputs = flatten(given, numbers=numbers)
+            met = len(shares)
             try:
                 with opaque_modules(model, opaque):
                     program, result = _exported(
-                        model, inputs, leaves, values=values is not None, open_sizes=open_sizes
-                    )
+                        model, inputs, leaves, shares, values=values is not None,
+                        open_sizes=open_sizes,
+                    )  # fmt: skip
                 if numbers and _fixes_numbers(program, leaves):
                     numbers = False
                     continue
@@ -116,6 +119,8 @@ def capture(
                     raise values
                 break
             except Exception as error:
+                if len(shares) > met:
+                    continue  # such an int(…) leaves it open now
                 if open_sizes and _by_sizes(error):
                     open_sizes = numbers = False
                 elif any(isinstance(leaf, int) for leaf in leaves):
@@ -161,14 +166,20 @@ class _Shell(nn.Module):
 
 
 def _exported(
-    model: nn.Module, inputs: Tree, leaves: list[Any], *, values: bool, open_sizes: bool
+    model: nn.Module,
+    inputs: Tree,
+    leaves: list[Any],
+    shares: list[dict[str, Any]],
+    *,
+    values: bool,
+    open_sizes: bool,
 ) -> tuple[ExportedProgram, Tree]:
     # Imported here: torch's compiler and sympy take as long as torch itself.
     import sympy
     from torch._dynamo import config as dynamo_config
     from torch.fx.experimental import proxy_tensor
 
-    from ._elementwise_shapes import elementwise_shapes
+    from ._elementwise_shapes import batch_norm_of_rows, elementwise_shapes
 
     results: list[Tree] = []
     shell = _Shell(model, inputs, results.append)
@@ -178,7 +189,8 @@ def _exported(
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(open_shapes())
-        stack.enter_context(open_lengths(model))
+        stack.enter_context(open_lengths(model, shares))
+        stack.enter_context(mock.patch.object(torch, "batch_norm", batch_norm_of_rows))
         stack.enter_context(mock.patch.object(proxy_tensor, "_extract_tensor_metadata", _nothing))
         if open_sizes:
             stack.enter_context(elementwise_shapes())

@@ -18,8 +18,9 @@ from torch import Tensor
 from torch._prims_common import is_contiguous_for_memory_format_or_false
 from torch._subclasses.fake_impls import get_fast_op_impls
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-__all__ = ["elementwise_shapes"]
+__all__ = ["batch_norm_of_rows", "elementwise_shapes"]
 
 _ATEN = torch.ops.aten
 # Of one tensor, the rest numbers; of floating point each gives the type that it reads.
@@ -47,6 +48,21 @@ def elementwise_shapes() -> Iterator[None]:
         found[target] = _short(target, like)
     with mock.patch.dict(table, found):
         yield
+
+
+_batch_norm = torch.batch_norm
+
+
+def batch_norm_of_rows(x: Tensor, *args: Any) -> Tensor:
+    """A batch norm without torch's question whether there are rows, which a mask leaves open.
+
+    `tidy` gives the operator its usual name.
+    """
+    weight, bias, mean, var, training, momentum, eps, _ = args
+    if training or mean is None or not free_unbacked_symbols(x):
+        return _batch_norm(x, *args)
+    made: Tensor = _BATCH_NORM(x, weight, bias, mean, var, momentum, eps)[0]
+    return made
 
 
 def _short(target: Any, form: Callable[..., Any]) -> Callable[..., Any]:

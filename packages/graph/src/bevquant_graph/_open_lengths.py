@@ -1,13 +1,14 @@
-"""``len(x)`` of a tensor in a model's code, while it is exported: a size that stays open."""
+"""``len(x)`` and ``int(share * n)`` in a model while it is exported: counts that stay open."""
 
 from __future__ import annotations
 
 import builtins
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +18,19 @@ from ._faults import is_authors
 __all__ = ["open_lengths"]
 
 _OTHERS = frozenset(("torch", "builtins"))
+_Scope = dict[str, Any]
 
 
 @contextmanager
-def open_lengths(model: nn.Module) -> Iterator[None]:
+def open_lengths(model: nn.Module, shares: list[_Scope]) -> Iterator[None]:
     """Let the code around a model's forwards count rows as ``x.shape[0]`` does.
 
     Python demands a plain integer of ``len``, which fixes the number of voxels to the example's,
     and cannot be had of what ``torch.unique`` or a mask leaves over. So the name has another
-    meaning meanwhile in the packages of the model's classes and in files of no library.
+    meaning meanwhile in the packages of the model's classes and in files of no library. ``int``
+    has one in the modules of `shares` alone, for it is a class that much else is asked of. Where
+    another one takes a share of a number of rows, the names of that module are added to `shares`,
+    and the run ends with an error: it is to be made again.
     """
     classes = {base for module in model.modules() for base in type(module).__mro__}
     packages = {cls.__module__.partition(".")[0] for cls in classes} - _OTHERS
@@ -36,17 +41,66 @@ def open_lengths(model: nn.Module) -> Iterator[None]:
         and "len" not in vars(module)
         and (name.partition(".")[0] in packages or is_authors(vars(module).get("__file__") or "<>"))
     ]
-    scopes = list({id(scope): scope for scope in found}.values())  # a module may have two names
-    for scope in scopes:
-        scope["len"] = _length
+    meant: list[tuple[_Scope, str, Any]] = [(scope, "len", _length) for scope in found]
+    meant += [(scope, "int", _Integer) for scope in shares]
+    asked: Callable[[torch.SymFloat], int] = torch.SymFloat.__int__
+
+    def integer(number: torch.SymFloat) -> int:
+        frame = sys._getframe(1)
+        if _takes_integers(frame) and _is_share(number):
+            shares.append(frame.f_globals)
+            raise ValueError("int(…) takes a share of an open number")
+        return asked(number)
+
+    for scope, name, meaning in meant:
+        scope[name] = meaning
     try:
-        yield
+        with mock.patch.object(torch.SymFloat, "__int__", integer):
+            yield
     finally:
-        for scope in scopes:
-            del scope["len"]
+        for scope, name, _ in meant:
+            scope.pop(name, None)  # a module may have two names
+
+
+def _takes_integers(frame: FrameType) -> bool:
+    """Whether an author's code asks for Python's ``int``."""
+    code = frame.f_code
+    return is_authors(code.co_filename) and "int" in code.co_names and "int" not in frame.f_globals
+
+
+def _is_share(number: torch.SymFloat) -> bool:
+    """Whether a number is computed from sizes, and not by dividing sizes by each other.
+
+    That, as of maps of two strides, is a number of the model's; what is taken out of a tensor is
+    the example's.
+    """
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # and sympy
+    from torch.utils._sympy.functions import FloatTrueDiv, IntTrueDiv
+    from torch.utils._sympy.symbol import SymT, symbol_is_type
+
+    node = number.node
+    found = free_unbacked_symbols(number) <= node.shape_env.size_like
+    of_floats = (SymT.FLOAT, SymT.UNBACKED_FLOAT)
+    floats = any(symbol_is_type(symbol, of_floats) for symbol in node.expr.free_symbols)
+    divisions = node.expr.atoms(FloatTrueDiv, IntTrueDiv)
+    return found and not floats and not any(d.args[1].free_symbols for d in divisions)
 
 
 def _length(value: Any, /) -> Any:
     if isinstance(value, Tensor) and value.dim() and isinstance(value.shape[0], torch.SymInt):
         return value.shape[0]
     return builtins.len(value)  # this module's name may be one of those
+
+
+class _Truncation(type):
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, builtins.int)
+
+    def __call__(cls, *args: Any) -> Any:
+        if args and isinstance(args[0], torch.SymFloat) and _is_share(args[0]):
+            return torch.sym_int(args[0])
+        return builtins.int(*args)
+
+
+class _Integer(metaclass=_Truncation):
+    """``int``, of shares of open numbers as well."""

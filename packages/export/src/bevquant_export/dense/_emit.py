@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -220,7 +221,10 @@ class Emitter:
 
     def _torch_form(self, step: Step) -> str | list[str]:
         try:
-            return torch_form(self.graph, self._called, self.read, self.sizes, self._values())
+            number = partial(self.voxels.number, step, read=self.read)
+            return torch_form(
+                self.graph, self._called, self.read, number, self.sizes, self._values()
+            )
         except (ImportError, ValueError) as error:
             self._refuse(step, str(error).removeprefix("export_float_onnx: "))
 

@@ -162,6 +162,8 @@ def float_operation(
     """
     if step.module is not None:
         return _module(graph, step, read, sizes)
+    if sizes.counts(step):
+        return None
     what, path = str(step.attributes["what"]), step.path
     args, kwargs = sizes.constants(path, step.args), sizes.constants(path, dict(step.kwargs))
     if what in _BINARY and len(args) == 2 and not kwargs:

@@ -12,6 +12,7 @@ import torch
 from bevquant_export.dense._graph import Graph
 from bevquant_export.dense._sizes import Sizes
 from bevquant_export.dense._source import Ref, Step, names_in
+from bevquant_export.sparse.portable._body import FLOAT
 
 
 def placed(
@@ -112,6 +113,8 @@ def moved(
     """
     what, path, output = str(step.attributes["what"]), step.path, step.outputs[0]
     fixed = what in _RESHAPES
+    if sizes.counts(step) and not fixed:
+        return None
     args = sizes.constants(path, step.args, sizes=fixed)
     kwargs = sizes.constants(path, dict(step.kwargs), sizes=fixed)
     first = args[0]
@@ -126,6 +129,12 @@ def moved(
     if what in ("cat", "concat", "concatenate"):
         given = {**dict(zip(("tensors", "dim"), args, strict=False)), **kwargs}
         names = [read(ref.name) for ref in given["tensors"]]
+        if sizes.dtype(output).is_floating_point:  # whole numbers among them become floats
+            whole = [not sizes.dtype(ref.name).is_floating_point for ref in given["tensors"]]
+            names = [
+                graph.node("Cast", path, [name], to=FLOAT) if cast else name
+                for name, cast in zip(names, whole, strict=True)
+            ]
         rank = len(sizes.of(output))
         axis = int(given.get("dim", given.get("axis", 0))) % rank
         return graph.node("Concat", path, names, axis=axis)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from bevquant_export.dense._source import Ref, Source, names_in, replaced
+from bevquant_export.dense._source import Ref, Source, Step, names_in, replaced
 
 
 class Sizes:
@@ -28,6 +28,10 @@ class Sizes:
     def is_host(self, name: str) -> bool:
         """Whether the value is no tensor."""
         return name in self._source.hosts
+
+    def number(self, name: str) -> Any:
+        """A host value in the first run."""
+        return self._source.hosts[name]
 
     def of(self, name: str) -> Any:
         """Shape in the first run."""
@@ -69,13 +73,20 @@ class Sizes:
             return False
         return self.free and value.name not in self._source.wider_hosts
 
-    def constants(self, path: str, values: Any, *, sizes: bool = False) -> Any:
+    def counts(self, step: Step) -> bool:
+        """Whether a number among a step's arguments is computed from what the file is given."""
+        return any(self.varies(Ref(name)) for name in step.inputs)
+
+    def constants(
+        self, path: str, values: Any, *, sizes: bool = False, counted: bool = False
+    ) -> Any:
         """Arguments with every host value as it was.
 
         Args:
             path: Module that a message names.
             values: Arguments; `Ref`s of tensors stay.
             sizes: The sizes of the result are read from the run, so host values may vary.
+            counted: Numbers that are computed from what the file is given stay `Ref`s.
 
         Raises:
             ValueError: A host value that follows the batch.
@@ -84,6 +95,8 @@ class Sizes:
             hosts, wider = self._source.hosts, self._source.wider_hosts
             for name in (name for name in names_in(values) if name in hosts):
                 if name not in wider:
+                    if counted:
+                        continue
                     raise ValueError(
                         f"export_qdq_onnx: {path or 'the model'}: an argument, {hosts[name]} on "
                         "the example, is computed from the values of a frame, and the file would "
@@ -97,6 +110,7 @@ class Sizes:
                     )
 
         def read(ref: Ref) -> Any:
-            return self._source.hosts[ref.name] if self.is_host(ref.name) else ref
+            known = self.is_host(ref.name) and not (counted and self.varies(ref))
+            return self._source.hosts[ref.name] if known else ref
 
         return replaced(values, read)

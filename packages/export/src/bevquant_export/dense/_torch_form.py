@@ -37,6 +37,7 @@ def torch_form(
     graph: Graph,
     step: Step,
     read: Callable[[str], str],
+    number: Callable[[str], str],
     sizes: Sizes,
     constants: Mapping[str, Tensor],
 ) -> str | list[str]:
@@ -46,6 +47,7 @@ def torch_form(
         graph: Where nodes are added.
         step: What calls a function or a module of torch.
         read: Value of the program to its tensor in the file.
+        number: Number that is computed from what the file is given to its tensor, int64 ``[]``.
         sizes: Shapes, types and host values.
         constants: Values of the program that are constants; they become the nodes' own.
 
@@ -56,11 +58,11 @@ def torch_form(
         raise ValueError(f"operator set {graph.profile.opset} has no form of it")
     if sizes.is_host(step.outputs[0]) or (step.function is None and step.module is None):
         raise ValueError("it is no operator of torch")
-    args = sizes.constants(step.path, (step.args, dict(step.kwargs)))
+    args = sizes.constants(step.path, (step.args, dict(step.kwargs)), counted=True)
     call = _Call(step, args, constants)
     examples = tuple(_example(sizes, name) for name in call.names)
-    free = tuple(dict.fromkeys(_free(sizes, n), torch.export.Dim.DYNAMIC) for n in call.names)
-    inputs = [read(name) for name in call.names]
+    free = tuple(_free(sizes, name) for name in call.names)
+    inputs = [number(name) if sizes.is_host(name) else read(name) for name in call.names]
     # ONNX Runtime has Unique of 64-bit integers alone.
     wide = "unique" in str(step.attributes["what"]) and examples[0].dtype == torch.int32
     if wide:
@@ -114,16 +116,16 @@ class _Call(nn.Module):
 
         replaced(given, note)
 
-    def key(self, examples: tuple[Tensor, ...], free: Any) -> Any:
+    def key(self, examples: tuple[Any, ...], free: Any) -> Any:
         """What two calls of one form have in common; ``None`` for one with values of its own."""
         if self._values or not isinstance(self._function, torch._ops.OpOverload):
             return None
         given = replaced(self._given, lambda ref: f"tensor {self.names.index(ref.name)}")
-        sizes = [(tuple(x.shape), x.dtype) for x in examples]
+        sizes = [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else "number" for x in examples]
         return repr((self._function, given, sizes, free))
 
-    def forward(self, *tensors: Tensor) -> Any:
-        held = dict(zip(self.names, tensors, strict=True))
+    def forward(self, *given: Any) -> Any:
+        held = dict(zip(self.names, given, strict=True))
         held |= {name: getattr(self, buffer) for name, buffer in self._values.items()}
         args, kwargs = replaced(self._given, lambda ref: held[ref.name])
         return self._function(*args, **kwargs)
@@ -149,13 +151,19 @@ def _remember(key: Any, form: tuple[Any, int]) -> None:
                 del _known[next(iter(_known))]
 
 
-def _example(sizes: Sizes, name: str) -> Tensor:
+def _example(sizes: Sizes, name: str) -> Any:
+    if sizes.is_host(name):
+        return sizes.number(name)
     return torch.zeros(sizes.of(name), dtype=sizes.dtype(name))
 
 
-def _free(sizes: Sizes, name: str) -> list[int]:
-    """Axes whose size is not the example's in every frame."""
-    return [axis for axis, size in enumerate(sizes.named(name)) if isinstance(size, str)]
+def _free(sizes: Sizes, name: str) -> Any:
+    """Axes whose size is not the example's in every frame; a number is not, either."""
+    dynamic = torch.export.Dim.DYNAMIC
+    if sizes.is_host(name):
+        return dynamic
+    named = enumerate(sizes.named(name))
+    return {axis: dynamic for axis, size in named if isinstance(size, str)}
 
 
 def _lowered(proto: Any, opset: int) -> Any:

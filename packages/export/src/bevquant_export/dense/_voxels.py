@@ -29,6 +29,7 @@ from bevquant_export.targets._cpu import stored_weights
 
 _AXES = 3
 _ARITHMETIC = {"add": "Add", "sub": "Sub", "mul": "Mul", "floordiv": "Div"}
+_REAL = {"add": "Add", "sub": "Sub", "mul": "Mul", "truediv": "Div"}
 _FILLED = frozenset(("zeros", "ones", "new_zeros", "new_ones"))
 _PADDING = 2  # place among kernel, stride, padding and dilation
 
@@ -119,6 +120,11 @@ class Voxels:
             frames = self._number(step, batch, read)
         self._given(step.outputs[0], read(indices.name), grid, frames, step.path, open)
 
+    def number(self, step: Step, name: str, read: Callable[[str], str]) -> str:
+        """A number that a step reads as a tensor, int64 ``[]``."""
+        made = self._number(step, Ref(name), read)
+        return self.graph.node("Squeeze", step.path, [made, self.graph.numbers([0])])
+
     def _number(self, step: Step, value: Any, read: Callable[[str], str]) -> str:
         """A number as a tensor, int64 ``[1]``."""
         graph, path = self.graph, step.path
@@ -136,10 +142,31 @@ class Voxels:
         if maker is not None and what == "item":
             tensor = graph.node("Cast", path, [read(maker.args[0].name)], to=INT64)
             return graph.node("Reshape", path, [tensor, graph.numbers([1])])
+        if maker is not None and what in ("trunc", "floor", "ceil"):
+            real = self._real(step, maker.args[0], read)
+            whole = real if what == "trunc" else graph.node(what.capitalize(), path, [real])
+            return graph.node("Cast", path, [whole], to=INT64)
         if maker is None or what not in _ARITHMETIC or len(maker.args) != 2:
             self._refuse(path, f"a size comes from {what or 'a number'}, which has no form")
         operands = [self._number(step, operand, read) for operand in maker.args]
         return graph.node(_ARITHMETIC[what], path, operands)
+
+    def _real(self, step: Step, value: Any, read: Callable[[str], str]) -> str:
+        """A number, or a share of one, as a tensor, float64 ``[1]``: as Python computes it."""
+        graph, path = self.graph, step.path
+        if not isinstance(value, Ref):
+            ratio = float(value).as_integer_ratio()  # exact, and files hold no float64
+            if max(map(abs, ratio)) >= 2**63:
+                self._refuse(path, f"a size is computed with {value}, which has no form")
+            parts = [graph.node("Cast", path, [graph.numbers([n])], to=DOUBLE) for n in ratio]
+            return graph.node("Div", path, parts)
+        maker = self._numbers.get(value.name)
+        what = "" if maker is None else str(maker.attributes.get("what"))
+        if maker is None or what not in _REAL or len(maker.args) != 2:
+            whole = value if maker is None or what != "sym_float" else maker.args[0]
+            return graph.node("Cast", path, [self._number(step, whole, read)], to=DOUBLE)
+        operands = [self._real(step, operand, read) for operand in maker.args]
+        return graph.node(_REAL[what], path, operands)
 
     def _behind(self, grid: str, window: Any, padding: tuple[int, ...]) -> str:
         """``(n + 2·padding − dilation·(kernel − 1) − 1) / stride + 1``, axis by axis."""

@@ -4,6 +4,9 @@
   torch's exporter divides y by x, tells 0 / 0 by IsNaN, and takes −π for y = 0 < −x. Of −0 the sign
   is kept, as reciprocals show it; infinite over infinite is not a number here.
 - ``argsort(x, stable=True)``: ONNX's TopK takes the earlier of two equal ones first, as it is.
+- ``floor_divide``, ``div(…, rounding_mode="floor")`` and ``remainder`` of floats: by ``fmod``,
+  which is exact, as torch computes them. The quotient that torch's exporter rounds down may have
+  been rounded up to the next whole number: a point in the voxel beside its own.
 - ``fold`` (col2im): a permutation where patches lie side by side, else a transposed convolution
   with kernels of zeros and a one. Col2Im is of operator set 18, and TensorRT has none.
 - ``index_add`` and ``index_put`` that sum, in place too: a ``scatter_add``, whose order no runtime
@@ -54,7 +57,7 @@ class PlainForms(TorchFunctionMode):
         super().__init__()
         self._forms: dict[str, Callable[..., Tensor | None]] = {
             "atan2": _atan2, "arctan2": _atan2, "nan_to_num": _nan_to_num, "argsort": _argsort,
-            "col2im": _fold,
+            "col2im": _fold, **_QUOTIENTS,
         }  # fmt: skip
         sums = ORDERED_SUMS if scatter_sums else SCATTER_SUMS
         self._forms |= sums
@@ -65,7 +68,7 @@ class PlainForms(TorchFunctionMode):
         if opset < _FIRST_EINSUM:
             self._forms |= {
                 "einsum": _einsum, "clamp": _clamp, "clamp_min": _at_least, "clamp_max": _at_most,
-                "remainder": _remainder, "floor_divide": _floor_divide, "div": _div,
+                **{name: partial(form, whole=True) for name, form in _QUOTIENTS.items()},
                 "upsample_trilinear3d": _trilinear,
                 "ge": partial(_or_equal, torch.gt), "le": partial(_or_equal, torch.lt),
             }  # fmt: skip
@@ -284,29 +287,48 @@ def _or_equal(compare: Callable[..., Tensor], x: Any, y: Any) -> Tensor:
     return compare(x, y) | same
 
 
-def _remainder(x: Any, y: Any) -> Tensor | None:
-    found = _divided(x, y)
+def _remainder(x: Any, y: Any, *, whole: bool = False) -> Tensor | None:
+    found = _divided(x, y, whole)
     if found is None:
         return None
     _, left = found
-    return torch.where(left * y < 0, left + y, left)
+    return torch.where(_opposite(left, y), left + y, left)
 
 
-def _floor_divide(x: Any, y: Any) -> Tensor | None:
-    found = _divided(x, y)
+def _floor_divide(x: Any, y: Any, *, whole: bool = False) -> Tensor | None:
+    found = _divided(x, y, whole)
     if found is None:
         return None
     quotient, left = found
-    return torch.where(left * y < 0, quotient - 1, quotient)
+    return torch.where(_opposite(left, y), quotient - 1, quotient)
 
 
-def _div(x: Any, y: Any, *, rounding_mode: str | None = None) -> Tensor | None:
-    return _floor_divide(x, y) if rounding_mode == "floor" else None
+def _div(x: Any, y: Any, *, rounding_mode: str | None = None, whole: bool = False) -> Tensor | None:
+    return _floor_divide(x, y, whole=whole) if rounding_mode == "floor" else None
 
 
-def _divided(x: Any, y: Any) -> tuple[Tensor, Tensor] | None:
-    """Whole numbers divided, with what is left over; None for other numbers."""
-    if not isinstance(x, Tensor) or x.is_floating_point():
+_QUOTIENTS: dict[str, Callable[..., Tensor | None]] = {
+    "remainder": _remainder, "floor_divide": _floor_divide, "div": _div,
+}  # fmt: skip
+
+
+def _opposite(left: Tensor, y: Any) -> Tensor:
+    """Whether the signs differ; a product of small numbers would be 0."""
+    opposite: Tensor = (left < 0) != (y < 0)
+    return opposite & (left != 0)
+
+
+def _divided(x: Any, y: Any, whole: bool) -> tuple[Tensor, Tensor] | None:
+    """Numbers divided towards zero, with what is left over.
+
+    None for what is no tensor of floats, or of whole numbers where `whole` says so.
+    """
+    if not isinstance(x, Tensor):
+        return None
+    if x.is_floating_point():
+        left = torch.fmod(x, y)
+        return ((x - left) / y).round(), left
+    if not whole:
         return None
     if y.is_floating_point() if isinstance(y, Tensor) else not isinstance(y, int):
         return None

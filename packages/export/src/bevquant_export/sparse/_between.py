@@ -138,10 +138,13 @@ class _FollowerBetween(Follower):
             self.sites = ""
         elif step.op in ("sites", "constant"):
             super()._step(step)
-        elif any(name in self.loose or name in self.of_coords for name in step.inputs):
+        elif any(self._is_loose(name) or name in self.of_coords for name in step.inputs):
             self._note(step)
         else:
             super()._step(step)
+
+    def _is_loose(self, name: str) -> bool:
+        return name in self.loose and name not in self.holds
 
     def _unfollowed(self, step: Step) -> None:
         if any(self.holds.get(name, ("",))[0] in self.dense for name in step.inputs):
@@ -204,11 +207,15 @@ class _FollowerBetween(Follower):
                     f"export_sparse_onnx: {self._where(by)} stands on voxels of a grid that is "
                     f"computed from values, which a file fixes. {REMEDY}"
                 )
-            self._between(value, y, by, sites.args[0].name, tuple(grid))
+            coords = sites.args[0].name
+            self._between(value, y, by, coords, tuple(grid))
+            if y == value:  # whoever reads it, or its coordinates, has them made
+                self.holds[value], self.holds[name] = (y, False), (y, relu)
+                self.lies[sites.outputs[0]] = self.places[coords] = y
         return Reading(y, relu, form, by)
 
     def _tensor(self, name: str, by: str) -> tuple[str, bool]:
-        if name in self.loose and name not in self.holds:
+        if self._is_loose(name):
             step = self.loose[name]
             if step.op == "quantize":
                 tensor, relu = self._tensor(step.args[0].name, by)

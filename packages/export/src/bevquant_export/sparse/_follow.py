@@ -152,7 +152,8 @@ class Follower:
         if step.op not in ("float", "move"):
             return False
         read = [name for name in step.inputs if name not in self.constants]
-        hosts = [not self._is_tensor(name) or name in self.of_coords for name in read]
+        before = self.of_coords | (self.left_out - {self.input})
+        hosts = [not self._is_tensor(name) or name in before for name in read]
         if not read or not all(hosts):
             return False
         self.of_coords.update(step.outputs)

@@ -55,7 +55,8 @@ def reference_of(
             # Conversions and sums keep the rows of what they read.
             known = [places[name] for name in step.inputs if name in places]
             parts = made[0] if isinstance(made[0], list | tuple) else made[:1]
-            if known and all(isinstance(m, Tensor) and len(m) == len(known[0]) for m in parts):
+            rows = [m.shape[:1] if isinstance(m, Tensor) else None for m in parts]
+            if known and all(count == known[0].shape[:1] for count in rows):
                 places[step.outputs[0]] = known[0]
         name = step.outputs[0]
         if name in places and isinstance(made[0], Tensor) and made[0].dim() == 2:

@@ -130,7 +130,7 @@ def _with_sorting(program: Program, entry: Step, features: set[str]) -> Program:
     rest = [
         replace(step, args=replaced(step.args, read), kwargs=replaced(step.kwargs, read))
         for step in program.steps
-        if step is not entry
+        if step.outputs != entry.outputs
     ]
     return replace(program, steps=(first, *takes, *rest), values=values)
 
