@@ -12,7 +12,8 @@ from bevquant_export import (
     lower_to_portable,
 )
 from bevquant_export.sparse._between import follow
-from bevquant_export.sparse._compare import compared
+from bevquant_export.sparse._compare import compared, counted
+from bevquant_export.sparse._reference import Made
 
 onnxruntime = pytest.importorskip("onnxruntime")
 
@@ -62,7 +63,8 @@ def merged(nets):
             sums = both.features.new_zeros((places.shape[0], 8))
             sums.index_add_(0, inverse, both.features)
             above = spconv.SparseConvTensor(sums, places, both.spatial_shape[1:], batch_size)
-            return {"head": self.head(self.flat(above)), "both": both}
+            head = self.head(self.flat(above))
+            return {"head": head, "both": both, "size": head.replace_feature(head.features.exp())}
 
     return Merged()
 
@@ -220,3 +222,13 @@ def test_voxels_that_a_model_makes_twice_end_the_run(nets, tmp_path):
     path = export_sparse_onnx(model, given, tmp_path / "a.onnx", dialect="portable").path
     with pytest.raises(ValueError, match="a voxel occurs twice"):
         load_sparse_onnx(path, backend="onnxruntime")(features, coords)
+
+
+@pytest.mark.parametrize(("bits", "different"), [(-19, 0), (-17, 2)])
+def test_only_what_functions_of_floats_make_may_be_rounded_otherwise(bits, different):
+    voxels = torch.zeros(3, 4, dtype=torch.int32)
+    want = torch.tensor([[1.0], [2.0], [-4.0]])
+    made = want + torch.tensor([[1.0], [-1.0], [0.0]]) * 4 * 2.0**bits
+    pair = Made(made, None, voxels), Made(want, None, voxels)
+    assert counted("output", "", *pair, slack=2.0**-18).different == different
+    assert counted("output", "", *pair).different == 2
