@@ -24,6 +24,7 @@ from bevquant_int8sim.model._program import Ref, Step, rounded
 from bevquant_int8sim.model._quantizers import check_calibrated
 from bevquant_int8sim.model._read_graph import read_graph
 from bevquant_int8sim.model._reference import tensor_of
+from bevquant_int8sim.model._signature import copied
 from bevquant_int8sim.model._traced_source import Source
 
 __all__ = ["simulate"]
@@ -247,6 +248,16 @@ def verify_model(integer: IntegerModel, example_inputs: Any) -> None:
                 f"simulate: result {index} of the integer model is not what its steps make of the "
                 "same values; verify=False turns this check off"
             )
+    if integer.sorts_rows:  # a call has other steps than those that were followed
+        args, kwargs = arguments(copied(example_inputs))
+        called = flatten(integer(*args, **kwargs))[0]
+        for index, (want, got) in enumerate(zip(flatten(returned)[0], called, strict=True)):
+            one, other = tensor_of(want), tensor_of(got)
+            if one is not None and other is not None and not _alike(one, other, 0.0):
+                raise ValueError(
+                    f"simulate: result {index} of a call, which sorts voxels, is not what its "
+                    "steps make one by one; verify=False turns this check off"
+                )
 
 
 class _Verification(ForcedRun):
