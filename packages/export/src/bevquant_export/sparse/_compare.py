@@ -205,9 +205,7 @@ def _difference(
     return counted(node.name, node.path, mine, wanted)
 
 
-def counted(
-    name: str, path: str, made: Made, wanted: Made, slack: float = 0.0
-) -> LayerDifference:
+def counted(name: str, path: str, made: Made, wanted: Made, slack: float = 0.0) -> LayerDifference:
     mine, other = made, wanted
     if not torch.equal(made.indices, wanted.indices):
         mine, other = _sorted(made), _sorted(wanted)
