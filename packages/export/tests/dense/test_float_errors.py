@@ -76,6 +76,40 @@ def test_errors_reach_what_rounding_does_and_little_further(
     assert off.mean() < error.mean() < 60 * off.mean()
 
 
+# Layers, the shapes of their inputs, and how many products a sum has.
+LAYERS: dict[str, tuple[Callable[[], Any], tuple[int, ...], int]] = {
+    "linear": (lambda: nn.Linear(96, 8), (2, 400, 96), 96),
+    "conv": (lambda: nn.Conv2d(16, 8, 3, 2, (1, 0), groups=2), (2, 16, 32, 30), 72),
+    "transposed": (lambda: nn.ConvTranspose2d(96, 8, 2, 2, 1, 1, groups=2), (2, 96, 12, 10), 192),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_errors_reach_what_float_sums_of_layers_lose(calibrated: Fixture, name: str) -> None:
+    make, shape, terms = LAYERS[name]
+    layer, x = make(), torch.randn(shape)
+    last = nn.Linear(8, 4) if name == "linear" else nn.Conv2d(8, 4, 1)
+    integers = simulate(calibrated(nn.Sequential(layer, nn.GELU(), last), x), x)
+    (_, step, gelu, *_) = integers.steps
+    seen: dict[str, Tensor] = {}
+    integers.run(x, observe=lambda step, _, made: seen.update(zip(step.outputs, made, strict=True)))
+    (wanted,) = gelu.outputs
+    errors = FloatErrors(integers.program, {wanted}, half=False)
+    errors.run(integers, x)
+    read, weight = step.args[0].name, step.tensors["weight"]
+    scale = integers.program.values[read].form.scale
+    units = (step.tensors["multiplier"] / scale).view(-1, *[1] * (weight.dim() - 1))
+    if name == "transposed":  # two groups, whose outputs are the second axis
+        units = units.view(2, 1, 4).expand(2, 48, 4).reshape(96, 4, 1, 1)
+    made = []
+    for dtype in (torch.float32, torch.float64):
+        layer.to(dtype).weight.data = weight.to(dtype) * units.to(dtype)
+        made.append(_gelu(layer(seen[read].to(dtype) * scale)))
+    off, error = (made[0].double() - made[1]).abs().detach().numpy(), errors.errors[wanted]
+    assert np.mean(off <= error) > 0.998
+    assert off.mean() < error.mean() < 20 * terms**0.5 * off.mean()
+
+
 def test_errors_are_the_same_in_every_run(calibrated: Fixture) -> None:
     x = torch.randn(2, 5, 6)
     integers = simulate(calibrated(Between(F.gelu, 8), x), x)

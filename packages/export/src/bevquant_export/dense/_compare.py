@@ -47,7 +47,7 @@ def compare_qdq_onnx(
     Layers, sums, bilinear resizing and requantization are computed again for that, averages are
     not: of these every difference counts as unexplained. Where functions of floats stand before a
     rounding, the model runs once more with these rounded at random, by 2⁻²⁴ or in half precision
-    2⁻¹¹, which finds how far their results may be off.
+    2⁻¹¹, and with the sums of layers before them as far off, which finds how far their results are.
 
     Args:
         file: From `export_qdq_onnx`.

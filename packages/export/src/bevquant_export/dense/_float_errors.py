@@ -10,7 +10,8 @@ from torch import Tensor
 
 from bevquant_export.dense._graph import Array
 from bevquant_export.dense._program_of import QdqProgram, inputs_of
-from bevquant_export.dense._source import Program, Ref, Step, replaced
+from bevquant_export.dense._source import Integers, Program, Ref, Step, replaced
+from bevquant_export.dense._ties import LAYERS, deviations
 
 _RUNS = 6
 _UNITS = 2  # a function's own steps each round
@@ -28,8 +29,9 @@ class FloatErrors:
 
     with u = 2⁻¹¹ in half precision and 2⁻²⁴ else, constants and what follows behind alike, in six
     runs one after the other. The error is four times the root mean square of what that moves.
-    Integers, and what layers make of them, stand still before they are rounded so: each piece of a
-    file is given them. The numbers are the same whenever they are asked for.
+    Integers stand still before they are rounded so: each piece of a file is given them. What layers
+    make of them in float is moved by the spread of their sums (`deviations`), which no rounding of
+    the result finds where its terms cancel. The numbers are the same whenever they are asked for.
 
     Args:
         program: Its steps.
@@ -72,7 +74,10 @@ class FloatErrors:
             self.errors[name] = (_DEVIATIONS * deviation).cpu().numpy()
 
     def _see(self, step: Step, given: tuple[Any, ...], made: tuple[Any, ...]) -> None:
-        moved = self._called(step) if step.outputs[0] in self._calls else made
+        if step.outputs[0] in self._calls:
+            moved = self._called(step)
+        else:
+            moved = self._summed(step, given, made) if step.op in LAYERS else made
         for name, value, other in zip(step.outputs, made, moved, strict=False):
             self._take(name, value, other)
         for name in step.inputs:
@@ -99,6 +104,17 @@ class FloatErrors:
         )
         result = rounded(call(*args, **kwargs))
         return (result,) if len(step.outputs) == 1 else tuple(result)
+
+    def _summed(self, step: Step, given: tuple[Any, ...], made: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What a layer makes, its sums moved; what a ReLU made zero stays so."""
+        name = step.outputs[0]
+        form, to = (self._program.values[n].form for n in (step.inputs[0], name))
+        read = name in self._last or name in self._wanted
+        if not read or to != "float" or not isinstance(form, Integers):
+            return made
+        spread = deviations(step, given[0], form, to) * (made[0] != 0)
+        noise = torch.rand(spread.shape, generator=self._random).to(spread.device)
+        return (made[0] + spread * (3**0.5 * (2 * noise - 1)),)
 
     def _rounded(self, value: Any) -> Any:
         if isinstance(value, list | tuple):

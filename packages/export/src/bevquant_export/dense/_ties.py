@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from bevquant_export.dense._graph import Array
@@ -79,7 +80,7 @@ _ROUNDINGS = 8  # of a rescaled value: sum, three scales, their product and quot
 _LEVELS = 256  # of OpenVINO's FakeQuantize, which rounds (x - low) / (high - low) · levels
 _HALVES = 4 * 2.0**-11  # of a float tensor in half precision, two operations behind integers
 _SPREAD = 4.0  # standard deviations of a float32 sum's error
-_LAYERS = ("conv", "conv_transpose", "linear")
+LAYERS = ("conv", "conv_transpose", "linear")
 _MOST, _AT_ONCE = 100_000, 2048
 
 
@@ -180,7 +181,7 @@ class Ties:
         refs = [arg for arg in step.args if isinstance(arg, Ref)]
         if len(refs) != len(step.args) or not refs:
             return None
-        if step.op in _LAYERS and len(refs) == 1:
+        if step.op in LAYERS and len(refs) == 1:
             return self._layer(step, places)
         if step.op in ("quantize", "requantize") and len(refs) == 1:
             return self._read(refs[0].name, places, shape)
@@ -204,7 +205,7 @@ class Ties:
         """A value that a step reads."""
         maker = self._makers.get(name)
         if self._forms[name] == "int32":
-            layer = maker is not None and maker.op in _LAYERS and len(maker.args) == 1
+            layer = maker is not None and maker.op in LAYERS and len(maker.args) == 1
             return self._layer(maker, places) if layer and maker is not None else None
         if name not in self._values:
             return None
@@ -252,7 +253,7 @@ class Ties:
         return self._whole(name, averages, places, shape, 1)
 
     def _whole(
-        self, name: str, made: torch.Tensor, places: Array, shape: tuple[int, ...], errors: int
+        self, name: str, made: Tensor, places: Array, shape: tuple[int, ...], errors: int
     ) -> _Real | None:
         """Places of what was made of all of a value, each off by `errors` times its rounding."""
         if made.shape != shape:
@@ -292,6 +293,47 @@ class Ties:
         if self._profile.half and step.op == "conv_transpose":  # each factor is a half
             rounded = rounded + _HALVES * (np.abs(value) + unit * np.sqrt(squares))
         return _Real(value, rounded + _SPREAD * math.sqrt(terms) * _UNIT * largest)
+
+
+def deviations(step: Step, x: Tensor, form: Integers, made: object) -> Tensor:
+    r"""How far float32 sums of a layer spread about the exact ones, for every output.
+
+    .. math:: \sqrt n\, 2^{-24} \sum_i |x_i w_i|
+
+    which is a fourth of what `Ties` allows a sum of n products; the bias is one of these.
+
+    Args:
+        step: A convolution, a transposed one or a linear layer.
+        x: Integers that it reads.
+        form: Theirs.
+        made: The form of what it makes.
+
+    Returns:
+        Standard deviations, float32, of the output's shape.
+    """
+    weight, attributes = step.tensors["weight"].float().abs(), step.attributes
+    size = x.float().abs()  # of -128 too
+    terms = math.prod(weight.shape[1:])
+    if step.op == "linear":
+        sums = functional.linear(size, weight)
+    elif step.op == "conv":
+        sides = [side for pair in reversed(attributes["padding"]) for side in pair]
+        convolution: Any = getattr(functional, f"conv{weight.dim() - 2}d")
+        settings = {name: attributes[name] for name in ("stride", "dilation", "groups")}
+        sums = convolution(functional.pad(size, sides), weight, **settings)
+    else:
+        terms = math.prod(weight.shape) // weight.shape[1] // attributes["groups"]
+        names = "stride padding output_padding dilation groups".split()
+        settings = {name: attributes[name] for name in names}
+        sums = functional.conv_transpose2d(size, weight, **settings)
+    unit = torch.from_numpy(_per_channel(step, form, made).copy())
+    beside = (1,) * (0 if step.op == "linear" else weight.dim() - 2)
+    sums = sums * unit.to(sums).view(-1, *beside)
+    if "bias" in step.tensors:
+        bias = step.tensors["bias"].abs()
+        bias = bias if bias.is_floating_point() else bias * unit.to(bias.device)
+        sums = sums + bias.to(sums).view(-1, *beside)
+    return sums * (math.sqrt(terms) * _UNIT)
 
 
 def _per_channel(step: Step, form: Integers, made: object) -> Array:
