@@ -102,3 +102,28 @@ def test_models_add_in_the_convolution(backend, down):
     fused = _fuse.fuse_residuals(model.program)
     assert [s.op for s in model.program.steps].count("add") == 1
     assert [s.op for s in fused.steps].count("add") == 0
+
+
+class Context(nn.Module):
+    """A map and what its average makes, one value per channel, in either order of the sum."""
+
+    def __init__(self, spread_last):
+        super().__init__()
+        self.stem, self.context = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 1)
+        self.reader, self.spread_last = nn.Conv2d(8, 4, 1), spread_last
+
+    def forward(self, x):
+        x = self.stem(x)
+        y = x.mean((2, 3), keepdim=True)
+        y = x + self.context(y) if self.spread_last else self.context(x) + y
+        return self.reader(torch.relu(y))
+
+
+@pytest.mark.parametrize("spread_last", [False, True])
+def test_a_sum_that_spreads_one_of_its_parts_is_the_same_in_a_call(backend, spread_last):
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 8, 9)
+    net = quantize_model(Context(spread_last).eval(), example_inputs=(x,)).model
+    calibrate(net, [(x,)], method="max")
+    model = simulate(net, (x,), backend=backend)
+    assert torch.equal(model(x), model.run((x,))[0])

@@ -101,7 +101,7 @@ def test_a_call_that_sorts_voxels_without_their_features_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(_sorted_rows, "take_rows", lambda features, order: features)
-    with pytest.raises(ValueError, match="result 0 of a call, which sorts voxels, is not what"):
+    with pytest.raises(ValueError, match="result 0 of a call, which joins steps and sorts"):
         simulate(quantized(TwoSweeps, sweeps), sweeps(0))
 
 

@@ -14,7 +14,7 @@ of a quantized weight many times wider (timm's repvgg_a0: 21 dB of SQNR against 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, fx
 
@@ -23,14 +23,16 @@ from bevquant_graph import op_spec
 from ._fold import Fold, Part, Refused, Skipped, layer_problem
 from ._foldable import out_channels
 
-if TYPE_CHECKING:
-    from ._graph_plan import Reader
-
 
 class Sums:
-    """The way through sums and concatenations to the layers that make them."""
+    """The way through sums and concatenations to the layers that make them.
 
-    def __init__(self, reader: Reader, found: dict[str, Fold | Skipped]) -> None:
+    Args:
+        reader: The `Reader` of `_graph_plan` that asks.
+        found: What is planned so far.
+    """
+
+    def __init__(self, reader: Any, found: dict[str, Fold | Skipped]) -> None:
         self.reader, self.found = reader, found
 
     def fold(self, path: str, norms: list[fx.Node]) -> Fold:

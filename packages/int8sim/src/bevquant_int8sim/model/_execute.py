@@ -187,6 +187,8 @@ def _dense(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Tensor]:
     attributes, weight = step.attributes, step.tensors["weight"]
     added = {}
     if len(args) > 1:
+        if tuple(args[1].shape) != _result_shape(step, args[0]):
+            return _sum_that_spreads(step, args, backend)
         added = {"addend": args[1], "addend_multiplier": attributes["addend_multiplier"]}
     names = "stride padding output_padding dilation groups".split()
     out = _KERNELS[step.op, weight.dim()](
@@ -204,6 +206,28 @@ def _dense(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Tensor]:
         **step.rounding,
     )
     return (out,)
+
+
+def _result_shape(step: Step, x: Tensor) -> tuple[int, ...]:
+    """Of a convolution."""
+    attributes, weight = step.attributes, step.tensors["weight"]
+    sides = zip(
+        x.shape[2:], weight.shape[2:],
+        attributes["stride"], attributes["padding"], attributes["dilation"], strict=True,
+    )  # fmt: skip
+    grid = ((n + sum(pad) - d * (k - 1) - 1) // stride + 1 for n, k, stride, pad, d in sides)
+    return (len(x), weight.shape[0], *grid)
+
+
+def _sum_that_spreads(step: Step, args: Any, backend: str) -> tuple[Tensor]:
+    """A convolution's sums and its addend where one of the two is spread over the other."""
+    attributes = step.attributes
+    added = torch.tensor(attributes["addend_multiplier"], dtype=torch.float64)
+    low, high = integer_range(8, attributes["narrow"])
+    factors = [step.tensors["multiplier"], added]
+    operands = [accumulators(step, args[:1], backend), args[1]]
+    low, axis = 0 if attributes["relu"] else low, attributes["channel_axis"]
+    return (add(operands, factors, 1.0, axis, low, high),)
 
 
 _KERNELS: dict[tuple[str, int], Callable[..., Tensor]] = {

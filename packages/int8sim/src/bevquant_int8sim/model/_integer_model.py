@@ -61,7 +61,8 @@ class IntegerModel:
             own, see ``simulate(integer_sums=…)``; empty for a loaded model, whose steps say it.
 
     Attributes:
-        sorts_rows: Whether a call puts voxels in an order of its own, where nobody sees that.
+        calls_other_steps: Whether a call joins steps, or puts voxels in an order of its own where
+            nobody sees that.
     """
 
     def __init__(
@@ -76,9 +77,8 @@ class IntegerModel:
         self.sum_ranges: Mapping[str, float] = sum_ranges or {}
         self.source = source
         self.backend = check_backend(backend, "IntegerModel")
-        ordered = sort_rows(program)
-        self.sorts_rows = ordered is not program
-        self._fast = dequantize_late(fuse_residuals(ordered))
+        self._fast = dequantize_late(fuse_residuals(sort_rows(program)))
+        self.calls_other_steps = self._fast.steps != program.steps
         # Whatever runs in float is torch's or the author's code, which may write to what it reads,
         # by the name of a function, by a module's `inplace`, or behind a view.
         self._overwrites = any(step.op in ("float", "host") for step in program.steps)

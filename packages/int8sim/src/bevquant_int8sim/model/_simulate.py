@@ -248,15 +248,15 @@ def verify_model(integer: IntegerModel, example_inputs: Any) -> None:
                 f"simulate: result {index} of the integer model is not what its steps make of the "
                 "same values; verify=False turns this check off"
             )
-    if integer.sorts_rows:  # a call has other steps than those that were followed
+    if integer.calls_other_steps:  # than those that were followed
         args, kwargs = arguments(copied(example_inputs))
         called = flatten(integer(*args, **kwargs))[0]
         for index, (want, got) in enumerate(zip(flatten(returned)[0], called, strict=True)):
             one, other = tensor_of(want), tensor_of(got)
             if one is not None and other is not None and not _alike(one, other, 0.0):
                 raise ValueError(
-                    f"simulate: result {index} of a call, which sorts voxels, is not what its "
-                    "steps make one by one; verify=False turns this check off"
+                    f"simulate: result {index} of a call, which joins steps and sorts voxels, is "
+                    "not what these make one by one; verify=False turns this check off"
                 )
 
 
