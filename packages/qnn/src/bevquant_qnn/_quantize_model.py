@@ -104,7 +104,7 @@ calibrator=MaxCalibrator scale=1.0 quant)
     _check_patterns(module, config)
     with unchanged_on_error(module):
         norms = _norm_layers(module, config, example_inputs, graph)
-        result, _ = quantized(module, config, example_inputs, None if norms else graph)
+        result, _ = _quantized(module, config, example_inputs, None if norms else graph)
     was = [replace(item, was=norms.get(item.path, item.was)) for item in result.quantized]
     return replace(result, quantized=tuple(was))
 

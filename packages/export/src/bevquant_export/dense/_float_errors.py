@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from bevquant_export.dense._graph import Array
+from bevquant_export.dense._products import LAYERS, UNIT, deviations
 from bevquant_export.dense._program_of import QdqProgram, inputs_of
 from bevquant_export.dense._source import Integers, Program, Ref, Step, replaced
-from bevquant_export.dense._ties import LAYERS, deviations
 
 _RUNS = 6
 _UNITS = 2  # a function's own steps each round
@@ -45,7 +45,7 @@ class FloatErrors:
 
     def __init__(self, program: Program, wanted: Collection[str], *, half: bool) -> None:
         self._program, self._wanted = program, set(wanted)
-        self._unit = _UNITS * (2.0**-11 if half else 2.0**-24)
+        self._unit = _UNITS * (2.0**-11 if half else UNIT)
         needed = set(wanted)
         self._last: dict[str, str] = {}  # what is read to the result of its last reader
         self._calls: set[str] = set()

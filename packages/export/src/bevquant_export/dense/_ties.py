@@ -1,14 +1,10 @@
-"""Which differences are ties: a step apart, where float32 cannot tell which step is the nearer.
-
-The sums of products at the places in question are made again, exactly.
-"""
+"""Which differences are ties: a step apart, where float32 cannot tell which step is the nearer."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,71 +12,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from bevquant_export.dense._graph import Array
+from bevquant_export.dense._products import LAYERS, UNIT, per_channel, products_at
 from bevquant_export.dense._profile import Profile
 from bevquant_export.dense._source import Integers, Program, Ref, Step
 
-
-def products_at(step: Step, x: Array, places: Array) -> tuple[Array, Array, Array, int]:
-    """What a layer's kernel sums up for some of its outputs.
-
-    Written for few places: nothing is computed for the others, and neither the simulator's kernels
-    nor a runtime's take part.
-
-    Args:
-        step: A convolution, a transposed one or a linear layer.
-        x: Integers that it reads.
-        places: Indices into its output, int [places, axes].
-
-    Returns:
-        Σ x·w, Σ |x·w| and Σ (x·w)², int64 [places], and how many products a sum has at most.
-    """
-    weight = step.tensors["weight"].cpu().numpy()
-    if step.op == "linear":
-        picked = x[tuple(places[:, :-1].T)].astype(np.int64) * weight[places[:, -1]]
-        return picked.sum(1), np.abs(picked).sum(1), (picked**2).sum(1), weight.shape[1]
-    first, out = places[:, :1], places[:, 1]
-    groups: int = step.attributes["groups"]
-    transposed = step.op == "conv_transpose"
-    # Channels that an output reads: those of its group.
-    each = weight.shape[0] // groups if transposed else weight.shape[1]
-    outputs = weight.shape[1] if transposed else weight.shape[0] // groups
-    channels = (out // outputs)[:, None] * each + np.arange(each)
-    total, size, squares = (np.zeros(len(places), np.int64) for _ in range(3))
-    for offset in np.ndindex(*weight.shape[2:]):
-        at, inside = _read_at(step, places[:, 2:], np.asarray(offset), np.asarray(x.shape[2:]))
-        values = x[(first, channels, *(axis[:, None] for axis in at.T))].astype(np.int64)
-        if transposed:
-            factors = weight[(channels, (out % outputs)[:, None], *offset)]
-        else:
-            factors = weight[(out, slice(None), *offset)]
-        terms = values * factors * inside[:, None]
-        total += terms.sum(1)
-        size += np.abs(terms).sum(1)
-        squares += (terms**2).sum(1)
-    return total, size, squares, each * math.prod(weight.shape[2:])
-
-
-def _read_at(step: Step, places: Array, offset: Array, sizes: Array) -> tuple[Array, Array]:
-    """Where the kernel's entry `offset` reads for each output, and whether that is in the input."""
-    attributes: Any = step.attributes
-    stride, dilation = np.asarray(attributes["stride"]), np.asarray(attributes["dilation"])
-    if step.op == "conv":
-        before = np.asarray([low for low, _ in attributes["padding"]])
-        at = places * stride - before + offset * dilation
-        inside = np.ones(len(places), bool)
-    else:
-        shifted = places + np.asarray(attributes["padding"]) - offset * dilation
-        at, inside = shifted // stride, (shifted % stride == 0).all(1)
-    inside &= ((at >= 0) & (at < sizes)).all(1)
-    return np.clip(at, 0, sizes - 1), inside
-
-
-_UNIT = 2.0**-24  # largest relative error of one rounding to float32
 _ROUNDINGS = 8  # of a rescaled value: sum, three scales, their product and quotient, the result
 _LEVELS = 256  # of OpenVINO's FakeQuantize, which rounds (x - low) / (high - low) · levels
 _HALVES = 4 * 2.0**-11  # of a float tensor in half precision, two operations behind integers
 _SPREAD = 4.0  # standard deviations of a float32 sum's error
-LAYERS = ("conv", "conv_transpose", "linear")
 _MOST, _AT_ONCE = 100_000, 2048
 
 
@@ -170,7 +109,7 @@ class Ties:
             border = borders[start : start + at_once]
             value = real.value / form.scale
             size = np.abs(value) + (_LEVELS if self._profile.runner == "openvino" else 0)
-            slack = real.error / form.scale + _ROUNDINGS * _UNIT * size
+            slack = real.error / form.scale + _ROUNDINGS * UNIT * size
             found += int(np.count_nonzero(np.abs(value - border) <= slack))
         return found
 
@@ -198,7 +137,7 @@ class Ties:
         scales = [form.scale, *(self._scale(ref.name) for ref in refs)]
         size = np.sum([np.abs(part.value) for part in known], axis=0)
         size = size + self._profile.zero * sum(scales)
-        error = np.sum([part.error for part in known], axis=0) + _ROUNDINGS * _UNIT * size
+        error = np.sum([part.error for part in known], axis=0) + _ROUNDINGS * UNIT * size
         return _Real(np.sum([part.value for part in known], axis=0), error)
 
     def _read(self, name: str, places: Array, shape: tuple[int, ...]) -> _Real | None:
@@ -215,7 +154,7 @@ class Ties:
             return None
         read = values[tuple(places.T)] * self._scale(name)
         half = self._profile.half and not isinstance(self._forms[name], Integers)
-        error = (_HALVES if half else 2 * _UNIT) * np.abs(read)
+        error = (_HALVES if half else 2 * UNIT) * np.abs(read)
         if name in self._errors:
             error = error + np.broadcast_to(self._errors[name], shape)[tuple(places.T)]
         return _Real(read, error)
@@ -261,7 +200,7 @@ class Ties:
         read = made.numpy()[tuple(places.T)] * self._scale(name)
         most = float(np.abs(self._values[name].astype(np.int32)).max(initial=0))
         most += self._profile.zero
-        error = _ROUNDINGS * _UNIT * errors * most * self._scale(name)
+        error = _ROUNDINGS * UNIT * errors * most * self._scale(name)
         return _Real(read, np.full(len(read), error))
 
     def _scale(self, name: str) -> float:
@@ -275,7 +214,7 @@ class Ties:
             return None
         total, size, squares, terms = products_at(step, self._values[x], places)
         channels = places[:, -1 if step.op == "linear" else 1]
-        unit = _per_channel(step, form, made)[channels]
+        unit = per_channel(step, form, made)[channels]
         value, largest = total * unit, size * unit
         rounded = np.zeros_like(value)
         if "bias" in step.tensors:
@@ -287,66 +226,9 @@ class Ties:
             value, largest = value + bias, largest + np.abs(bias)
         integer = self._profile.integer_bias and step.op != "conv_transpose"
         if self._profile.runner == "openvino":  # adds the bias to rounded products of the sums
-            rounded = rounded + _ROUNDINGS * _UNIT * (np.abs(total * unit) + np.abs(value))
+            rounded = rounded + _ROUNDINGS * UNIT * (np.abs(total * unit) + np.abs(value))
         if integer and isinstance(made, Integers):
             return _Real(value, rounded)
         if self._profile.half and step.op == "conv_transpose":  # each factor is a half
             rounded = rounded + _HALVES * (np.abs(value) + unit * np.sqrt(squares))
-        return _Real(value, rounded + _SPREAD * math.sqrt(terms) * _UNIT * largest)
-
-
-def deviations(step: Step, x: Tensor, form: Integers, made: object) -> Tensor:
-    r"""How far float32 sums of a layer spread about the exact ones, for every output.
-
-    .. math:: \sqrt n\, 2^{-24} \sum_i |x_i w_i|
-
-    which is a fourth of what `Ties` allows a sum of n products; the bias is one of these.
-
-    Args:
-        step: A convolution, a transposed one or a linear layer.
-        x: Integers that it reads.
-        form: Theirs.
-        made: The form of what it makes.
-
-    Returns:
-        Standard deviations, float32, of the output's shape.
-    """
-    weight, attributes = step.tensors["weight"].float().abs(), step.attributes
-    size = x.float().abs()  # of -128 too
-    terms = math.prod(weight.shape[1:])
-    if step.op == "linear":
-        sums = functional.linear(size, weight)
-    elif step.op == "conv":
-        sides = [side for pair in reversed(attributes["padding"]) for side in pair]
-        convolution: Any = getattr(functional, f"conv{weight.dim() - 2}d")
-        settings = {name: attributes[name] for name in ("stride", "dilation", "groups")}
-        sums = convolution(functional.pad(size, sides), weight, **settings)
-    else:
-        terms = math.prod(weight.shape) // weight.shape[1] // attributes["groups"]
-        names = "stride padding output_padding dilation groups".split()
-        settings = {name: attributes[name] for name in names}
-        sums = functional.conv_transpose2d(size, weight, **settings)
-    unit = torch.from_numpy(_per_channel(step, form, made).copy())
-    beside = (1,) * (0 if step.op == "linear" else weight.dim() - 2)
-    sums = sums * unit.to(sums).view(-1, *beside)
-    if "bias" in step.tensors:
-        bias = step.tensors["bias"].abs()
-        bias = bias if bias.is_floating_point() else bias * unit.to(bias.device)
-        sums = sums + bias.to(sums).view(-1, *beside)
-    return sums * (math.sqrt(terms) * _UNIT)
-
-
-def _per_channel(step: Step, form: Integers, made: object) -> Array:
-    """Value of one step of each output channel's sum, float64."""
-    tensors = step.tensors
-    if "weight_scale" in tensors:
-        unit: Array = tensors["weight_scale"].double().cpu().numpy() * form.scale
-    elif "scale" in tensors:
-        unit = tensors["scale"].double().cpu().numpy()
-    else:
-        unit = tensors["multiplier"].double().cpu().numpy()
-        unit = unit * (made.scale if isinstance(made, Integers) else 1.0)
-    channels = tensors["weight"].shape[1 if step.op == "conv_transpose" else 0]
-    if step.op == "conv_transpose":
-        channels *= step.attributes["groups"]
-    return np.broadcast_to(unit.reshape(-1), (channels,))
+        return _Real(value, rounded + _SPREAD * math.sqrt(terms) * UNIT * largest)
