@@ -18,6 +18,8 @@ from ._faults import is_authors
 __all__ = ["open_lengths"]
 
 _OTHERS = frozenset(("torch", "builtins"))
+_NO_LIBRARY = ""
+_LIBRARIES: dict[str, str] = {}  # package of each module of a library
 _Scope = dict[str, Any]
 
 
@@ -33,13 +35,13 @@ def open_lengths(model: nn.Module, shares: list[_Scope]) -> Iterator[None]:
     and the run ends with an error: it is to be made again.
     """
     classes = {base for module in model.modules() for base in type(module).__mro__}
-    packages = {cls.__module__.partition(".")[0] for cls in classes} - _OTHERS
+    packages = {cls.__module__.partition(".")[0] for cls in classes} - _OTHERS | {_NO_LIBRARY}
     found = [
         vars(module)
         for name, module in list(sys.modules.items())
         if isinstance(module, ModuleType)
+        and (_LIBRARIES.get(name) or _library(name, module)) in packages
         and "len" not in vars(module)
-        and (name.partition(".")[0] in packages or is_authors(vars(module).get("__file__") or "<>"))
     ]
     meant: list[tuple[_Scope, str, Any]] = [(scope, "len", _length) for scope in found]
     meant += [(scope, "int", _Integer) for scope in shares]
@@ -60,6 +62,13 @@ def open_lengths(model: nn.Module, shares: list[_Scope]) -> Iterator[None]:
     finally:
         for scope, name, _ in meant:
             scope.pop(name, None)  # a module may have two names
+
+
+def _library(name: str, module: ModuleType) -> str:
+    """The package of a module in a library's file; it is kept, for every export asks for all."""
+    if is_authors(vars(module).get("__file__") or "<>"):
+        return _NO_LIBRARY
+    return _LIBRARIES.setdefault(name, name.partition(".")[0])
 
 
 def _takes_integers(frame: FrameType) -> bool:
