@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import threading
 from collections import OrderedDict
 from types import SimpleNamespace
@@ -108,10 +109,40 @@ def test_a_structure_is_followed_once(exports: list[nn.Module]) -> None:
         assert read["layer.weight"] is net.layer.weight
         assert read["layer.bias"] is net.layer.bias
     assert len(exports) == 2
-    for followed in 3, 4:  # for the structure alone: to prove a known one takes longer
-        graph = capture(nets[0], EXAMPLE, check=False, open_sizes=False)
-        assert torch.equal(graph.replay(EXAMPLE), nets[0](EXAMPLE))
+    for net in nets[:2]:  # a structure with its sizes fixed is another
+        graph = capture(net, EXAMPLE, check=False, open_sizes=False)
+        assert torch.equal(graph.replay(EXAMPLE), net(EXAMPLE))
+        assert len(exports) == 3
+
+
+def test_a_structure_that_takes_longer_to_prove_than_to_follow_is_followed(
+    exports: list[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hours = itertools.count(step=3600)
+    monkeypatch.setattr("bevquant_graph._recall.perf_counter", lambda: next(hours))
+    for followed in 1, 1, 2:
+        net = Scaled().eval()
+        assert torch.equal(capture(net, EXAMPLE).replay(EXAMPLE), net(EXAMPLE))
         assert len(exports) == followed
+
+
+class Switched(nn.Module):
+    """Whose forward goes by something that no module holds."""
+
+    on = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.relu() if self.on else x.neg()
+
+
+def test_no_known_structure_is_answered_for_a_model_that_computes_something_else(
+    exports: list[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for on in True, False:
+        monkeypatch.setattr(Switched, "on", on)
+        graph = capture(Switched(), EXAMPLE, check=False, open_sizes=False)
+        assert torch.equal(graph.replay(EXAMPLE), EXAMPLE.relu() if on else EXAMPLE.neg())
+    assert len(exports) == 2
 
 
 def test_numbers_of_hooks_and_which_strings_are_one_object_do_not_matter(

@@ -12,7 +12,9 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache
+from time import perf_counter
 from types import FrameType
 from typing import Any
 from unittest import mock
@@ -66,7 +68,8 @@ def capture(
             (`bevquant_sparse.use_bevquant_kernels`, or a quantized model).
         example_inputs: A tuple of positional inputs, a dict of named ones, or a single input:
             tensors, sparse tensors, dicts, numpy arrays, numbers, nested as the forward takes them.
-        check: Replay the graph on the example and demand the model's own bits.
+        check: Replay the graph on the example and demand the model's own bits; a graph that
+            another capture made is always held to them.
         open_sizes: False fixes every size to the example's, for whoever reads the structure alone:
             a third of the time or less, as torch then computes no symbolic sizes.
 
@@ -92,12 +95,10 @@ def capture(
         raise CaptureError(
             "capture: example_inputs hold no tensor; give what one call of the model takes"
         )
-    whole = check and open_sizes
-    known = recalled(model, given) if whole else None
+    start, asked = perf_counter(), open_sizes
+    known = recalled(model, given, asked)
     if known is not None:
-        with suppress(Exception):  # it does not fit, or the model does not run: captured anew
-            known.check(example_inputs)
-            return known
+        return known
     opaque: dict[str, Opaque] = {}
     numbers = open_sizes  # such as a batch size: open, unless the forward counts with them
     values: Exception | None = None  # what asks for numbers out of tensors, as in the example
@@ -141,10 +142,10 @@ def capture(
             "or in tuples, lists, dicts or dataclasses",
             reason,
         )
+    took = perf_counter() - start
     if check:
         graph.check(example_inputs)
-        if whole:
-            remember(model, given, graph, by_values=values is not None)
+    remember(model, given, asked, graph, took, by_values=values is not None)
     return graph
 
 
@@ -255,13 +256,16 @@ class _Calls:
         while frame is not None:
             code, line = frame.f_code, frame.f_lineno
             if code.co_filename not in passed_over:
-                calls.append(
-                    traceback.FrameSummary(code.co_filename, line, code.co_name, lookup_line=False)
-                )
+                calls.append(_place(code.co_filename, line, code.co_name))
             if code is _Shell.forward.__code__:
                 break
             frame = frame.f_back
-        return traceback.StackSummary.from_list(calls[::-1])
+        return traceback.StackSummary(calls[::-1])
+
+
+@lru_cache(maxsize=1 << 12)  # the frames outside are those of every operation
+def _place(file: str, line: int, name: str) -> traceback.FrameSummary:
+    return traceback.FrameSummary(file, line, name, lookup_line=False)
 
 
 def _nothing(_: Tensor) -> None:

@@ -11,9 +11,10 @@ captures (`_KEPT`), the program of a model of this structure, bound to this mode
 are told by how they are nested and the tensors' sizes, small tensors that are neither parameter nor
 buffer by what they hold; what objects of a class with ``is_read_by_forwards = False`` hold (as
 calibrators) is passed over. What cannot be written down is captured anew, and models that hold
-other such tensors, or modules that are one node, are answered only their own graph. The caller
-replays the graph: none is answered that does not give the model's bits. That takes two runs of the
-model, more than to follow a large one for its structure alone, which is therefore done each time.
+other such tensors, or modules that are one node, are answered only their own graph. Every graph is
+replayed first: none is answered that does not give the model's bits. That takes two runs of the
+model; a structure of which they take longer than to follow it, as of a large model with its sizes
+fixed, is followed each time.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
+from time import perf_counter
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -63,46 +65,59 @@ class _State:
     named: tuple[Any, ...]
 
 
+@dataclass(frozen=True)
+class _Followed:
+    """What was followed of a model, without its tensors, and what it took."""
+
+    state: _State
+    program: ExportedProgram
+    inputs: Tree
+    result: Tree
+    seconds: float
+
+
 _LAST: WeakKeyDictionary[nn.Module, tuple[_State, ref[Graph]]] = WeakKeyDictionary()
-_PROGRAMS: OrderedDict[bytes, tuple[_State, ExportedProgram, Tree, Tree]] = OrderedDict()
+_PROGRAMS: OrderedDict[bytes, _Followed] = OrderedDict()
 
 
-def recalled(model: nn.Module, given: Arguments) -> Graph | None:
-    """A graph of this model as it is, and of such inputs, if one is in use or can be bound."""
+def recalled(model: nn.Module, given: Arguments, open_sizes: bool) -> Graph | None:
+    """A graph of this model as it is, and of such inputs, if one is in use or can be bound.
+
+    It gives the model's bits.
+    """
     if model not in _LAST and not _PROGRAMS:
         return None
-    state = _state(model, given)
+    state = _state(model, given, open_sizes)
     if state is None:
         return None
-    if model in _LAST:
-        last, graph = _LAST[model]
-        found = graph()
-        same = (last.structure, last.tensors) == (state.structure, state.tensors)
-        if found is not None and same:
-            return found
-    if state.alone or state.structure not in _PROGRAMS:
-        return None
-    _PROGRAMS.move_to_end(state.structure)
-    _, program, inputs, result = _PROGRAMS[state.structure]
+    known = _PROGRAMS.get(state.structure)
+    start = perf_counter()
     try:
-        program = _bound(program, model)
-    except AttributeError:
+        graph = _in_use(model, state) or _bound(known, model, state)
+        if graph is not None:
+            graph.check(given[1] or given[0])
+    except Exception:  # it does not fit, or the model does not run: captured anew
         return None
-    made = Graph(model, program, inputs, result, {})
-    _LAST[model] = state, ref(made)
-    return made
+    if known is not None and perf_counter() - start > known.seconds:
+        del _PROGRAMS[state.structure]
+    return graph
 
 
-def remember(model: nn.Module, given: Arguments, graph: Graph, *, by_values: bool) -> None:
+def remember(
+    model: nn.Module, given: Arguments, open_sizes: bool, graph: Graph, seconds: float, *,
+    by_values: bool,
+) -> None:  # fmt: skip
     """Let `recalled` answer `graph` while somebody holds it, and its program for a while.
 
     Args:
         model: The model.
         given: Its arguments.
+        open_sizes: Whether sizes were to stay open.
         graph: What `capture` made of them.
+        seconds: What that took.
         by_values: Whether numbers out of tensors are in the graph, as the example's are.
     """
-    state = _state(model, given)
+    state = _state(model, given, open_sizes)
     if state is None:
         _LAST.pop(model, None)
         return
@@ -117,25 +132,39 @@ def remember(model: nn.Module, given: Arguments, graph: Graph, *, by_values: boo
         for name, value in program._constants.items()
     }
     program._example_inputs = None
-    _PROGRAMS[state.structure] = state, program, graph.inputs, graph.result
+    _PROGRAMS[state.structure] = _Followed(state, program, graph.inputs, graph.result, seconds)
     if len(_PROGRAMS) > _KEPT:
         _PROGRAMS.popitem(last=False)
 
 
-def _bound(program: Any, model: nn.Module) -> ExportedProgram:
-    """The program with the tensors of another model of the structure.
+def _in_use(model: nn.Module, state: _State) -> Graph | None:
+    """The model's own graph, if somebody holds it and the model is what it was."""
+    if model not in _LAST:
+        return None
+    last, graph = _LAST[model]
+    same = (last.structure, last.tensors) == (state.structure, state.tensors)
+    return graph() if same else None
+
+
+def _bound(known: _Followed | None, model: nn.Module, state: _State) -> Graph | None:
+    """The graph of another model of a structure that was followed.
 
     Raises:
-        AttributeError: It has not all of them.
+        AttributeError: The model has not all of its tensors.
     """
+    if known is None or state.alone:
+        return None
+    _PROGRAMS.move_to_end(state.structure)
+    program: Any = known.program
     made = copy.copy(program)
     made._state_dict = {name: _tensor(model, name) for name in program._state_dict}
     buffers = program.graph_signature.buffers
     made._constants = program._constants | {
         name: _tensor(model, name) for name in program._constants if name in buffers
     }
-    bound: ExportedProgram = made
-    return bound
+    graph = Graph(model, made, known.inputs, known.result, {})
+    _LAST[model] = state, ref(graph)
+    return graph
 
 
 def _tensor(model: nn.Module, name: str) -> Any:
@@ -143,19 +172,19 @@ def _tensor(model: nn.Module, name: str) -> Any:
     return getattr(model.get_submodule(owner), last)
 
 
-def _state(model: nn.Module, given: Arguments) -> _State | None:
+def _state(model: nn.Module, given: Arguments, open_sizes: bool) -> _State | None:
     """What a capture goes by; None where it cannot be told."""
     leaves, tree = flatten(given)
     sizes = [(leaf.shape, leaf.stride(), str(leaf.dtype), str(leaf.device)) for leaf in leaves]
     forwards: list[Any] = [type(module).forward for module in model.modules()]
     try:
         writer = _Writer(chain(model.parameters(), model.buffers()))
-        writer.dump((model, [id(forward) for forward in forwards], tree, sizes))
+        writer.dump((model, [id(f) for f in forwards], tree, sizes, open_sizes))
     except Exception:  # a lock, a generator: whatever has no written form
         return None
     return _State(
         writer.digest(),
-        tuple((id(t), t._version) for t in writer.tensors),
+        tuple((id(t), 0 if t.is_inference() else t._version) for t in writer.tensors),
         writer.alone,
         (*forwards, *writer.named),
     )
