@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from bev_data.metrics import aligned_table, or_dash
+from bev_data.metrics import record_table
 
 if TYPE_CHECKING:
     from bevfusion_quant.measure._compare import LayerRow
@@ -16,21 +17,28 @@ __all__ = ["layer_table", "short_names", "stage_table"]
 
 def layer_table(rows: Sequence[LayerRow]) -> str:
     """The per-layer table as text of at most 100 columns."""
-    head = ("layer", "channels", "rows", "SQNR dB", "cosine", "saturated %", "input amax")
-    names = short_names(rows)
-    return aligned_table(head, [_cells(name, row) for name, row in zip(names, rows, strict=True)])
+    columns = {
+        "layer": "{layer}",
+        "channels": "{channels}",
+        "rows": "{rows:,.0f}",
+        "SQNR dB": "{sqnr_db:.1f}",
+        "cosine": "{cosine:.6f}",
+        "saturated %": "{saturated:100*.3f}",
+        "input amax": "{input_amax:.4g}",
+    }
+    named = [replace(row, layer=name) for row, name in zip(rows, short_names(rows), strict=True)]
+    return record_table(named, columns)
 
 
 def stage_table(rows: Sequence[StageRow]) -> str:
     """One line for each stage."""
-    head = ("stage", "channels", "SQNR dB", "cosine")
-    return aligned_table(
-        head,
-        [
-            (r.title, str(r.channels), or_dash(r.sqnr_db, ".1f"), or_dash(r.cosine, ".6f"))
-            for r in rows
-        ],
-    )
+    columns = {
+        "stage": "{title}",
+        "channels": "{channels}",
+        "SQNR dB": "{sqnr_db:.1f}",
+        "cosine": "{cosine:.6f}",
+    }
+    return record_table(rows, columns)
 
 
 def short_names(rows: Sequence[LayerRow]) -> list[str]:
@@ -42,15 +50,3 @@ def short_names(rows: Sequence[LayerRow]) -> list[str]:
         f"output ({row.kind})" if row.layer == "output" else row.layer.removeprefix(prefix)
         for row in rows
     ]
-
-
-def _cells(name: str, row: LayerRow) -> tuple[str, ...]:
-    return (
-        name,
-        str(row.channels),
-        f"{row.rows:,.0f}",
-        or_dash(row.sqnr_db, ".1f"),
-        or_dash(row.cosine, ".6f"),
-        or_dash(None if row.saturated is None else row.saturated * 100, ".3f"),
-        or_dash(row.input_amax, ".4g"),
-    )

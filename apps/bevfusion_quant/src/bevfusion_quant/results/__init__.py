@@ -35,11 +35,13 @@ from bevfusion_quant.results._table import (
     Cell,
     CellParts,
     Column,
+    Columns,
     Row,
     Table,
     mean_ap_apart,
     plain_table,
     setting_text,
+    table_of,
     with_interval,
 )
 
@@ -53,6 +55,7 @@ __all__ = [
     "Cell",
     "CellParts",
     "Column",
+    "Columns",
     "ExportedFile",
     "ExportedSet",
     "FileLayer",
@@ -77,5 +80,6 @@ __all__ = [
     "sensitivity_text",
     "set_verdict",
     "setting_text",
+    "table_of",
     "with_interval",
 ]
