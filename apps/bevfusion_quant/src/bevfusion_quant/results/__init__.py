@@ -22,6 +22,7 @@ from bevfusion_quant.results._export import (
     file_box_table,
     file_size,
     file_stage_table,
+    refuse_wrong_files,
     set_verdict,
 )
 from bevfusion_quant.results._sensitivity import (
@@ -76,6 +77,7 @@ __all__ = [
     "plain_table",
     "plan_line",
     "plan_segments",
+    "refuse_wrong_files",
     "sensitivity_table",
     "sensitivity_text",
     "set_verdict",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bev_data.metrics import AgreementRow
+from bevfusion_quant._errors import VerificationError
 from bevfusion_quant.results._table import Columns, Table, table_of
 
 _SHOWN = 5
@@ -228,6 +229,22 @@ def export_text(made: ExportedSet) -> tuple[str, ...]:
         parts += [(boxes := file_box_table(made)).title, boxes.text()]
     parts.append("\n".join(["Engines", *(f"  {file.build}" for file in made.files)]))
     return tuple(parts)
+
+
+def refuse_wrong_files(made: ExportedSet, text: str) -> None:
+    """End a command where files do not compute what the model does.
+
+    Raises:
+        VerificationError: After `text`, the first of what differs.
+    """
+    if not made.failures:
+        return
+    more = f" and {len(made.failures) - 1} more" if len(made.failures) > 1 else ""
+    raise VerificationError(
+        f"the ONNX files in {made.folder} are not what the model computes: "
+        f"{made.failures[0]}{more}: do not deploy them; the page shows every layer",
+        text,
+    )
 
 
 def set_verdict(made: ExportedSet) -> str:
