@@ -153,7 +153,7 @@ def run_bpu(
     """
     clock = Clock()
     count = config.calibration_count(len(frames))
-    with new_run("ptq", place, clock, _PACKAGES) as record, for_march(config.march):
+    with new_run("ptq", clock, _PACKAGES, **place) as record, for_march(config.march):
         sizes = CONFIGS[config.config]
         with clock.step("build"):
             model = build_model(sizes, built_parts(config.branch))
@@ -215,7 +215,7 @@ def run_bpu_evaluate(
         InputError: Whatever is wrong with the run or the input; nothing is written then.
     """
     clock = Clock()
-    with new_run("evaluate", place, clock, _PACKAGES, keep=run) as record:
+    with new_run("evaluate", clock, _PACKAGES, keep=run, **place) as record:
         with clock.step("load the run"):
             loaded = load_bpu_run(run)
         config, units = loaded.config, loaded.units

@@ -178,7 +178,7 @@ def run_compare(
         _compared(run, str(folder), ran, integers)
         for run, folder, ran in zip(names_of(folders), folders, found, strict=True)
     )
-    with new_run("compare", place, clock, keep=folders) as record:
+    with new_run("compare", clock, keep=folders, **place) as record:
         sizes = CONFIGS[found[0].config]
         with clock.step("load the runs"):
             batches = _batches(frames, found[0], cameras)

@@ -185,7 +185,7 @@ def export_run(
             f"--cpu {cpu}: --target {chosen} is no CPU; leave it out, or add --target "
             f"{' or '.join(on_cpu)}"
         )
-    with new_run("export", place, clock, _PACKAGES, keep=run) as record:
+    with new_run("export", clock, _PACKAGES, keep=run, **place) as record:
         folder = record.folder / ONNX_FOLDER
         given: dict[str, Any] = {"command": record.command, "run": str(run), "settings": settings}
         if chosen == "bpu":

@@ -116,7 +116,7 @@ def run_ptq(
     plan = None if config.plan is None else read_plan(config.plan)
     if plan is not None and export is not None:
         refuse_in_files(plan, f"a run with {config.plan}")
-    with new_run("ptq", place, clock) as record:
+    with new_run("ptq", clock, **place) as record:
         sizes, folder = CONFIGS[config.config], record.folder
         with clock.step("build"):
             float_model = build_model(sizes, built_parts(config.branch))
@@ -304,7 +304,7 @@ def run_evaluate(
         check_backend(integers)
         refuse_unfolded(read_model_settings(run), run, "run in integers")
     clock = Clock()
-    with new_run("evaluate", place, clock, keep=run) as record:
+    with new_run("evaluate", clock, keep=run, **place) as record:
         with clock.step("load the run"):
             loaded = load_run(run)
         ran, model = loaded.settings, loaded.quantized_model

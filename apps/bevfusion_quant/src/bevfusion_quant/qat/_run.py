@@ -149,7 +149,7 @@ def run_qat(
     start = read_trainable(run)
     target = usable_device(device)
     clock = Clock()
-    with new_run("qat", place, clock, keep=run) as record:
+    with new_run("qat", clock, keep=run, **place) as record:
         work = record.path.with_name(f"{record.path.name}.training")
         checkpoint, overwrite = work / CHECKPOINT, place.get("overwrite", False)
         used = tuple(cameras or start.used_cameras)

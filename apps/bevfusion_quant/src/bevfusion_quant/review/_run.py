@@ -130,7 +130,7 @@ def run_review(
     if browser is not None and not pdf:
         raise InputError(f"--browser {browser} goes with --pdf: add that, or leave it out")
     printer = find_browser(browser) if pdf else None
-    with new_run("report", place, None, _PACKAGES, keep=run) as record:
+    with new_run("report", None, _PACKAGES, keep=run, **place) as record:
         folder = record.folder
         gathered = gather(Path(run), record.path.parent, qat=qat, bpu=bpu, take=take)
         groups = headline(gathered)

@@ -27,7 +27,6 @@ from torch import nn
 
 from bev_data.points import Frame
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.options import Place
 from bevfusion_quant.ranks import Shards, current_ranks
 from bevfusion_quant.run._folder import CONFIG_FILE, RUN_FORMAT, RUN_VERSIONS, run_folder
 from bevquant_quantizers.documents import write_whole
@@ -226,28 +225,34 @@ class RunRecord:
 @contextmanager
 def new_run(
     kind: str,
-    place: Place,
     clock: Clock | None,
     packages: tuple[str, ...] = (),
     *,
     keep: str | Path | Sequence[Path] = (),
+    runs: Path = Path("runs"),
+    name: str | None = None,
+    overwrite: bool = False,
+    command: str = "",
 ) -> Iterator[RunRecord]:
     """The record of a run whose folder is written in the block, whole or not at all.
 
     Args:
-        kind: The run's name where the place has none.
-        place: As the caller gave it.
+        kind: Its name by default.
         clock: Times its steps; None where nothing is computed.
         packages: That this run needs besides those of every run.
         keep: Runs that are read and must not be replaced.
+        runs: Folder of all runs; this and what follows is the caller's `Place`.
+        name: The run's folder in it.
+        overwrite: Replace an earlier run of that name.
+        command: The command line that repeats the run.
 
     Raises:
         InputError: As `run_folder`.
     """
-    runs, name = place.get("runs", Path("runs")), place.get("name", kind)
+    name = kind if name is None else name
     kept = [Path(keep)] if isinstance(keep, str | Path) else keep
-    with run_folder(runs, name, overwrite=place.get("overwrite", False), keep=kept) as folder:
-        record = RunRecord(folder, place.get("command", ""), clock, packages, runs / name)
+    with run_folder(runs, name, overwrite=overwrite, keep=kept) as folder:
+        record = RunRecord(folder, command, clock, packages, runs / name)
         yield record
     for shards in record._shards:
         shards.remove()

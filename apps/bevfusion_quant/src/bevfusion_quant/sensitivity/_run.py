@@ -260,7 +260,7 @@ def run_sensitivity(
         "weights": ran.weights,
         "cameras": cameras,
     }
-    with new_run("sensitivity", place, clock, keep=run) as record:
+    with new_run("sensitivity", clock, keep=run, **place) as record:
         with clock.step("load the run"):
             model = load_run(run).quantized_model
         path = sensitivity_output(model, metric, output)
