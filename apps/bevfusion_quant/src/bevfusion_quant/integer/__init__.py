@@ -9,13 +9,12 @@ from bevfusion_quant.integer._simulation import (
     simulate_model,
 )
 from bevfusion_quant.integer._stages import (
-    QUERIES,
     FloatIsland,
     IntegerStage,
     in_integers,
     integer_stages,
-    simulation_text,
 )
+from bevfusion_quant.integer._text import QUERIES, simulation_text
 from bevfusion_quant.options import Backend
 
 __all__ = [
