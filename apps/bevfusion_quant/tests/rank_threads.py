@@ -12,9 +12,14 @@ from bevfusion_quant.ranks import Ranks
 
 
 class Together:
-    """Runs one function as every rank of a world at once."""
+    """Runs one function as every rank of a world at once.
+
+    Attributes:
+        on_the_way: What becomes of a message between two ranks.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.on_the_way: Callable[[bytes], bytes] = bytes
         self._own = threading.local()
         monkeypatch.setattr("bevfusion_quant.ranks._ranks._exchange", self._exchange)
 
@@ -46,7 +51,7 @@ class Together:
         self._own.times += 1
         sent = self._sent.setdefault(self._own.times, {})
         with self._news:
-            sent[self._own.rank] = message
+            sent[self._own.rank] = self.on_the_way(message)
             self._news.notify_all()
             self._news.wait_for(lambda: len(sent) == world or self._failed, timeout=20)
         if len(sent) < world:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from bevfusion_quant import VerificationError
-from bevfusion_quant.commands._text import refuse_wrong_files
 from bevfusion_quant.commands.demo import demo_target
 from bevfusion_quant.export import (
     ExportedFile,
@@ -18,6 +17,7 @@ from bevfusion_quant.export import (
     FilePort,
     SetStage,
     export_text,
+    refuse_wrong_files,
     set_verdict,
 )
 from bevfusion_quant.ptq import AgreementRow

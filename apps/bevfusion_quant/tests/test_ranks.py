@@ -41,7 +41,7 @@ from bevfusion_quant.ranks import (
     pack,
     unpack,
 )
-from bevfusion_quant.ranks._ranks import _exchange, _packed, _unpacked
+from bevfusion_quant.ranks._ranks import _exchange
 from bevfusion_quant.sensitivity import KeptScores
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
@@ -124,12 +124,19 @@ def test_messages_travel_by_gloo_and_by_nccl(device: str, backend: str) -> None:
         dist.destroy_process_group()
 
 
-def test_a_message_with_bytes_in_another_order_is_refused() -> None:
-    message = _packed({0: torch.ones(2)})
-    with pytest.raises(ValueError, match="does not hold item 0"):
-        _unpacked(message.replace(b"<f4", b">f4"))
-    with pytest.raises(ValueError, match="not a JSON document"):  # numpy evaluates such a text
-        _unpacked(message.replace(b"<f4", b"<f4,(,"))
+@pytest.mark.parametrize(
+    ("written", "refusal"),
+    [
+        (b">f4", "does not hold item"),
+        (b"<f4,(,", "not a JSON document"),  # numpy evaluates such a text
+    ],
+)
+def test_a_message_with_another_type_is_refused(
+    together: Together, written: bytes, refusal: str
+) -> None:
+    together.on_the_way = lambda message: message.replace(b"<f4", written)
+    found = together(2, lambda ranks: ranks.gather({ranks.rank: torch.ones(2)}))
+    assert all(isinstance(error, ValueError) and refusal in str(error) for error in found)
 
 
 def test_a_rank_with_other_settings_is_named(together: Together) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from bevfusion_quant import InputError
 from bevfusion_quant.ptq import free_name, run_folder
+from bevfusion_quant.review import run_review
 
 OURS = json.dumps({"format": "bevfusion-quant run"})
 
@@ -140,6 +141,12 @@ def test_overwrite_leaves_what_is_not_a_run(tmp_path: Path) -> None:
 def test_unusable_names(tmp_path: Path, name: str) -> None:
     with pytest.raises(InputError, match="cannot name a run"):
         write(tmp_path, name)
+
+
+def test_a_keyword_that_places_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'overwite'"):
+        run_review(tmp_path, runs=tmp_path / "runs", **{"overwite": True})
+    assert not (tmp_path / "runs").exists()
 
 
 def test_free_name_counts_up(tmp_path: Path) -> None:

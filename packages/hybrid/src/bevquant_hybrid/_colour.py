@@ -155,10 +155,7 @@ def bgr2rgb(input: Tensor) -> Tensor:
     return input.flip(-3)
 
 
-@operator(
-    "(Tensor yuv, str swing, float[] mean, float[] std, float q_scale, bool bgr, str rounding) "
-    "-> Tensor"
-)
+@operator
 def decode_yuv(
     yuv: Tensor,
     swing: str,

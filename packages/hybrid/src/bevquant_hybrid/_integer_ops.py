@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,14 +16,14 @@ from bevquant_hybrid._torch_operator import operator
 _STORAGE = {8: torch.int8, 16: torch.int16, 32: torch.int32}
 
 
-@operator("(Tensor x, Tensor scale, int axis, int bits, str rounding) -> Tensor")
+@operator
 def quantize(x: Tensor, scale: Tensor, axis: int, bits: int, rounding: str) -> Tensor:
     """clamp(round(x / scale)) in float64, as int8, int16 or int32."""
     factor = scale if axis >= 0 else scale.reshape(())
     return int8sim.quantize(x, factor, axis=max(axis, 0), bits=bits, rounding=rounding)
 
 
-@operator("(Tensor x, Tensor scale, int axis) -> Tensor")
+@operator
 def dequantize(x: Tensor, scale: Tensor, axis: int) -> Tensor:
     """Integers times scale, as float32. A scale shaped as `x` holds one for each element."""
     if scale.dim() > 1:
@@ -31,10 +32,7 @@ def dequantize(x: Tensor, scale: Tensor, axis: int) -> Tensor:
     return int8sim.dequantize(x, factor, axis=max(axis, 0))
 
 
-@operator(
-    "(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] dilation, "
-    "int groups, bool transposed, int[] output_padding, str name) -> Tensor"
-)
+@operator
 def conv(
     x: Tensor,
     weight: Tensor,
@@ -48,41 +46,22 @@ def conv(
     name: str,
 ) -> Tensor:
     """int32 accumulators of a convolution of any rank, transposed in two dimensions."""
+    run: Callable[..., Tensor] = int8sim.int8_conv_transpose2d
+    settings: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation}
     if transposed:
-        return int8sim.int8_conv_transpose2d(
-            x,
-            weight,
-            bias,
-            stride=stride,
-            padding=padding,
-            output_padding=output_padding,
-            dilation=dilation,
-            groups=groups,
-            name=name,
-        )
-    run = {3: int8sim.int8_conv1d, 4: int8sim.int8_conv2d, 5: int8sim.int8_conv3d}[weight.dim()]
-    return run(
-        x,
-        weight,
-        bias,
-        stride=stride,
-        padding=padding,
-        dilation=dilation,
-        groups=groups,
-        name=name,
-    )
+        settings["output_padding"] = output_padding
+    else:
+        run = {3: int8sim.int8_conv1d, 4: int8sim.int8_conv2d, 5: int8sim.int8_conv3d}[weight.dim()]
+    return run(x, weight, bias, groups=groups, name=name, **settings)
 
 
-@operator("(Tensor x, Tensor weight, Tensor? bias, str name) -> Tensor")
+@operator
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, name: str) -> Tensor:
     """int32 accumulators of a fully connected layer."""
     return int8sim.int8_linear(x, weight, bias, name=name)
 
 
-@operator(
-    "(Tensor acc, Tensor multiplier, int axis, int bits, int low, int high, str rounding, "
-    "str name) -> Tensor"
-)
+@operator
 def requantize(
     acc: Tensor,
     multiplier: Tensor,
@@ -99,10 +78,7 @@ def requantize(
     return q.clamp_(low, high)
 
 
-@operator(
-    "(Tensor a, Tensor b, Tensor multiplier_a, Tensor multiplier_b, int bits, str rounding, "
-    "str name) -> Tensor"
-)
+@operator
 def add(
     a: Tensor,
     b: Tensor,
@@ -119,10 +95,7 @@ def add(
     return _narrow(int8sim.int8_add(left, right, *factors, rounding=rounding, name=name), bits)
 
 
-@operator(
-    "(Tensor a, Tensor b, Tensor multiplier_a, Tensor multiplier_b, int bits, str rounding, "
-    "str name) -> Tensor"
-)
+@operator
 def subtract(
     a: Tensor,
     b: Tensor,
@@ -138,13 +111,13 @@ def subtract(
     return int8sim.quantize(difference, 1.0, bits=bits, rounding=rounding)
 
 
-@operator("(Tensor a, Tensor b, str name) -> Tensor")
+@operator
 def multiply(a: Tensor, b: Tensor, name: str) -> Tensor:
     """int32 products; shapes broadcast. 16 bits times 16 bits always fit."""
     return a.to(torch.int32) * b.to(torch.int32)
 
 
-@operator("(Tensor a, Tensor b, str name) -> Tensor")
+@operator
 def matmul(a: Tensor, b: Tensor, name: str) -> Tensor:
     """int32 accumulators of a matrix product, batched.
 
@@ -157,9 +130,7 @@ def matmul(a: Tensor, b: Tensor, name: str) -> Tensor:
     return acc.to(torch.int32)
 
 
-@operator(
-    "(Tensor[] tensors, Tensor[] multipliers, int axis, int bits, str rounding, str name) -> Tensor"
-)
+@operator
 def concat(
     tensors: Sequence[Tensor],
     multipliers: Sequence[Tensor],
@@ -176,7 +147,7 @@ def concat(
     return _narrow(joined, bits)
 
 
-@operator("(Tensor x, Tensor table, str name) -> Tensor")
+@operator
 def lookup(x: Tensor, table: Tensor, name: str) -> Tensor:
     """``table[x + 128]`` of int8, ``table[x + 32768]`` of int16."""
     if x.dtype == torch.int8:
@@ -184,10 +155,7 @@ def lookup(x: Tensor, table: Tensor, name: str) -> Tensor:
     return table[x.long() + 2**15]
 
 
-@operator(
-    "(Tensor x, int[] kernel_size, int[] stride, int[] padding, Tensor multiplier, bool ceil_mode, "
-    "bool count_include_pad, str rounding, str name) -> Tensor"
-)
+@operator
 def avg_pool(
     x: Tensor,
     kernel_size: Sequence[int],
@@ -213,10 +181,7 @@ def avg_pool(
     )
 
 
-@operator(
-    "(Tensor x, int[] kernel_size, int[] stride, int[] padding, int[] dilation, bool ceil_mode) "
-    "-> Tensor"
-)
+@operator
 def max_pool(
     x: Tensor,
     kernel_size: Sequence[int],
@@ -229,10 +194,7 @@ def max_pool(
     return int8sim.int8_max_pool(x, kernel_size, stride, padding, dilation, ceil_mode=ceil_mode)
 
 
-@operator(
-    "(Tensor x, int[] size, float[] scale_factor, str mode, bool align_corners, str rounding) "
-    "-> Tensor"
-)
+@operator
 def resize(
     x: Tensor,
     size: Sequence[int],
@@ -263,14 +225,14 @@ def pair(value: int | Sequence[int]) -> list[int]:
     return [value, value] if isinstance(value, int) else [int(v) for v in value]
 
 
-@operator("(Tensor x, Tensor y, Tensor scale_x, Tensor scale_y) -> Tensor")
+@operator
 def divide(x: Tensor, y: Tensor, scale_x: Tensor, scale_y: Tensor) -> Tensor:
     """x·s_x / (y·s_y) in float64; x/0 is infinite with x's sign, 0/0 is 0."""
     ratio = (x.double() * scale_x.double()) / (y.double() * scale_y.double())
     return ratio.nan_to_num(0.0, torch.inf, -torch.inf)
 
 
-@operator("(Tensor x, Tensor scale, int dim) -> Tensor")
+@operator
 def gate(x: Tensor, scale: Tensor, dim: int) -> Tensor:
     """a·σ(b) of the halves a and b of x·s along an axis, in float64."""
     return F.glu(x.double() * scale.double(), dim)
@@ -285,29 +247,27 @@ def filled(x: Tensor, excluded: Tensor, lowest: bool, dim: int | None) -> Tensor
     return x.masked_fill(where, x.detach().amin() if lowest and x.numel() else 0)
 
 
-@operator("(Tensor x, Tensor excluded, bool lowest, int? dim) -> Tensor")
+@operator
 def exclude(x: Tensor, excluded: Tensor, lowest: bool, dim: int | None) -> Tensor:
     """`filled` of integers."""
     return filled(x, excluded, lowest, dim)
 
 
-@operator("(Tensor mask) -> (Tensor, Tensor)")
+@operator
 def split_mask(mask: Tensor) -> tuple[Tensor, Tensor]:
     """Where a float mask is −∞, and the mask with 0 there."""
     excluded = mask.isneginf()
     return excluded, mask.masked_fill(excluded, 0.0)
 
 
-@operator("(Tensor bias, Tensor input_scale, Tensor weight_scale, str name) -> Tensor")
+@operator
 def quantize_bias(bias: Tensor, input_scale: Tensor, weight_scale: Tensor, name: str) -> Tensor:
     """round(b / (s_x·s_w)) as int32, half to even."""
     step = weight_scale if weight_scale.numel() > 1 else weight_scale.reshape(())
     return int8sim.quantize_bias(bias, input_scale.reshape(()), step, name=name)
 
 
-@operator(
-    "(Tensor acc, Tensor other, Tensor multiplier, int axis, str rounding, str name) -> Tensor"
-)
+@operator
 def accumulate(
     acc: Tensor, other: Tensor, multiplier: Tensor, axis: int, rounding: str, name: str
 ) -> Tensor:
@@ -331,7 +291,7 @@ def accumulate(
     return total.to(torch.int32)
 
 
-@operator("(Tensor x, int[] dim, bool keepdim) -> Tensor")
+@operator
 def sum_over(x: Tensor, dim: Sequence[int], keepdim: bool) -> Tensor:
     """Exact sum over axes, int64."""
     return x.to(torch.int64).sum(list(dim), keepdim=keepdim)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -130,19 +129,11 @@ def multi_scale_roi_align(
     return result
 
 
-@operator(
-    "(Tensor[] maps, Tensor boxes, Tensor sample, int[] output_size, float[] spatial_scales, "
-    "int sampling_ratio, bool aligned, float canonical_scale, float canonical_level) -> Tensor"
-)
-def roi_align_real(maps: Sequence[Tensor], *settings: Any) -> Tensor:
-    """`multi_scale_roi_align` of float64 maps, as one operator."""
-    return multi_scale_roi_align(maps, *settings)
+# Of float64 maps, as one operator.
+roi_align_real = operator(multi_scale_roi_align, "roi_align_real")
 
 
-@operator(
-    "(Tensor x, Tensor grid, str mode, str padding_mode, bool align_corners, str rounding) "
-    "-> Tensor"
-)
+@operator
 def grid_sample_integers(
     x: Tensor, grid: Tensor, mode: str, padding_mode: str, align_corners: bool, rounding: str
 ) -> Tensor:
@@ -176,7 +167,7 @@ def _places(grid: Tensor, height: int, width: int) -> Tensor:
     return torch.stack([across, down], -1)
 
 
-@operator("(Tensor grid, int height, int width) -> Tensor")
+@operator
 def places_of_displacements(grid: Tensor, height: int, width: int) -> Tensor:
     """`sampling_places` as one step of a program."""
     return _places(grid, height, width)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, fx, nn
@@ -20,10 +20,10 @@ from bevfusion_quant.bpu._quantize import Forms, for_march
 from bevfusion_quant.bpu._units import PREFIXES, bpu_parts, node_labels
 from bevfusion_quant.frames import FrameBatches, PoorData, data_findings, finding_lines
 from bevfusion_quant.measure import accuracy_tally, relative_change, whole_output
-from bevfusion_quant.options import BpuConfig
+from bevfusion_quant.options import BpuConfig, Place
 from bevfusion_quant.report import JudgedRun
 from bevfusion_quant.results import BpuOutcome
-from bevfusion_quant.run import Clock, RunRecord, run_folder, sha256
+from bevfusion_quant.run import Clock, RunRecord, new_run, sha256
 from bevfusion_quant.steps import built_parts, fill_weights, quantized_parts, read_model_settings
 from bevquant_quantizers.documents import read_tensors, write_tensors, write_whole
 
@@ -138,11 +138,7 @@ class BpuResult:
 def run_bpu(
     frames: Sequence[Frame],
     config: BpuConfig,
-    *,
-    runs: Path = Path("runs"),
-    name: str = "ptq",
-    overwrite: bool = False,
-    command: str = "",
+    **place: Unpack[Place],
 ) -> BpuResult:
     """Split the model between BPU and CPU, quantize the BPU's part, and write `runs/name`.
 
@@ -150,17 +146,14 @@ def run_bpu(
         frames: At least one; ranges come from the first `calibration_frames`, the comparison from
             all of them.
         config: What to do.
-        runs: Folder of all runs.
-        name: This run's folder in it.
-        overwrite: Replace an earlier run of that name.
-        command: The command line that repeats this run, for the summary.
+        **place: Where the run is written; see `Place`.
 
     Raises:
         InputError: Whatever is wrong with the input; nothing is written then.
     """
     clock = Clock()
     count = config.calibration_count(len(frames))
-    with run_folder(runs, name, overwrite=overwrite) as folder, for_march(config.march):
+    with new_run("ptq", clock, _PACKAGES, **place) as record, for_march(config.march):
         sizes = CONFIGS[config.config]
         with clock.step("build"):
             model = build_model(sizes, built_parts(config.branch))
@@ -182,19 +175,19 @@ def run_bpu(
             change = relative_change(whole_output(model(*first)), wanted)
         warnings = _warnings(outcome, forms, findings)
         settings = {"target": "bpu", **asdict(config)}
-        digests = save_weights(folder, model, forms, config.branch)
+        digests = save_weights(record.folder, model, forms, config.branch)
         records = {
             "fusion": folding_record(units, change),
             "quantization": placement_record(forms, outcome),
         }
         seconds, peak = _write(
-            RunRecord(folder, command, clock, _PACKAGES), name, outcome, batches, settings,
+            record, outcome, batches, settings,
             decides={"sizes": asdict(sizes), "sha256": digests},
             told={"weights": weights, "calibration_frames": count, "warnings": warnings},
             records=records,
         )  # fmt: skip
     return BpuResult(
-        runs / name, outcome, warnings, seconds, peak, holds_model=True, findings=findings
+        record.path, outcome, warnings, seconds, peak, holds_model=True, findings=findings
     )
 
 
@@ -203,11 +196,8 @@ def run_bpu_evaluate(
     frames: Sequence[Frame],
     *,
     cameras: Sequence[str] | None = None,
-    runs: Path = Path("runs"),
-    name: str = "evaluate",
-    overwrite: bool = False,
-    command: str = "",
     bootstrap: Bootstrap | None = None,
+    **place: Unpack[Place],
 ) -> BpuResult:
     """Compare a run's three models on other frames and write `runs/name`; the run stays as it is.
 
@@ -217,18 +207,15 @@ def run_bpu_evaluate(
         run: A folder that `run_bpu` wrote.
         frames: At least one.
         cameras: Names of the cameras to use; those of the run by default.
-        runs: Folder of all runs.
-        name: The evaluation's folder in it.
-        overwrite: Replace an earlier run of that name.
-        command: The command line that repeats this evaluation, for the summary.
         bootstrap: How the intervals of the mean average precision are found; `Bootstrap()` by
             default.
+        **place: Where the evaluation is written; see `Place`.
 
     Raises:
         InputError: Whatever is wrong with the run or the input; nothing is written then.
     """
     clock = Clock()
-    with run_folder(runs, name, overwrite=overwrite, keep=Path(run)) as folder:
+    with new_run("evaluate", clock, _PACKAGES, keep=run, **place) as record:
         with clock.step("load the run"):
             loaded = load_bpu_run(run)
         config, units = loaded.config, loaded.units
@@ -246,11 +233,11 @@ def run_bpu_evaluate(
         }
         warnings = _warnings(outcome)
         seconds, peak = _write(
-            RunRecord(folder, command, clock, _PACKAGES), name, outcome, batches, settings,
+            record, outcome, batches, settings,
             decides={"run_sha256": read_model_settings(run).sha256},
             told={"evaluates": str(run), "accuracy": None, "warnings": warnings},
         )  # fmt: skip
-    return BpuResult(runs / name, outcome, (), seconds, peak, holds_model=False)
+    return BpuResult(record.path, outcome, (), seconds, peak, holds_model=False)
 
 
 def _outcome(
@@ -291,7 +278,6 @@ def _warnings(
 
 def _write(
     record: RunRecord,
-    title: str,
     outcome: BpuOutcome,
     batches: FrameBatches,
     settings: Mapping[str, Any],
@@ -302,7 +288,7 @@ def _write(
 ) -> tuple[dict[str, float], float]:
     """Pictures, plan, settings, page and summary; `decides` is what the page does not say."""
     judged = JudgedRun(
-        record, title, CONFIGS[settings["config"]], batches, outcome.comparison.judgement,
+        record, CONFIGS[settings["config"]], batches, outcome.comparison.judgement,
         records or {},
         bpu=outcome,
         accuracy=outcome.accuracy,

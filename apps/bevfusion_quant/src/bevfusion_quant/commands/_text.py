@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bevfusion_quant._errors import VerificationError
-
 if TYPE_CHECKING:
     from bevfusion_quant.bpu import BpuResult
-    from bevfusion_quant.export import ExportedSet
     from bevfusion_quant.ptq import EvaluateResult, PoorData, PtqResult
 
 
@@ -36,7 +33,7 @@ def run_text(result: PtqResult | EvaluateResult, *, allow_poor: bool = False) ->
         InputError: The ranges cannot be right, unless `allow_poor`.
     """
     from bev_data.metrics import accuracy_text
-    from bevfusion_quant.export import export_text
+    from bevfusion_quant.export import export_text, refuse_wrong_files
     from bevfusion_quant.integer import simulation_text
     from bevfusion_quant.ptq import EvaluateResult, agreement_text, layer_table, stage_table
 
@@ -63,7 +60,8 @@ def run_text(result: PtqResult | EvaluateResult, *, allow_poor: bool = False) ->
     if exported is not None:
         parts += export_text(exported)
     text = finished_text(parts, result, warnings)
-    refuse_wrong_files(exported, text)
+    if exported is not None:
+        refuse_wrong_files(exported, text)
     return _calibrated(text, findings, allow_poor=allow_poor)
 
 
@@ -77,22 +75,6 @@ def bpu_run_text(result: BpuResult, *, allow_poor: bool = False) -> str:
 
     text = finished_text(bpu_text(result.outcome), result, result.warnings)
     return _calibrated(text, result.findings, allow_poor=allow_poor)
-
-
-def refuse_wrong_files(made: ExportedSet | None, text: str) -> None:
-    """End the command where files do not compute what the model does.
-
-    Raises:
-        VerificationError: After `text`, the first of what differs.
-    """
-    if made is None or not made.failures:
-        return
-    more = f" and {len(made.failures) - 1} more" if len(made.failures) > 1 else ""
-    raise VerificationError(
-        f"the ONNX files in {made.folder} are not what the model computes: "
-        f"{made.failures[0]}{more}: do not deploy them; the page shows every layer",
-        text,
-    )
 
 
 def _calibrated(text: str, findings: Sequence[PoorData], *, allow_poor: bool) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bevfusion_quant.commands._text import finished_text, refuse_wrong_files
+from bevfusion_quant.commands._text import finished_text
 from bevfusion_quant.options import Cpu, ExportTarget, FrameOptions, RunOptions
 
 __all__ = ["Export"]
@@ -38,7 +38,7 @@ class Export(RunOptions, FrameOptions):
 
     def execute(self, command: str) -> str:
         """Run it and answer what to print."""
-        from bevfusion_quant.export import export_run, export_text
+        from bevfusion_quant.export import export_run, export_text, refuse_wrong_files
         from bevfusion_quant.steps import frames_for_run, read_model_settings
 
         settings = read_model_settings(self.run)

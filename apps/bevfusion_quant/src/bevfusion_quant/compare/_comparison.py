@@ -122,18 +122,15 @@ class Comparison:
 WIDE, HIGH = 100.0, 12.0  # of a bar, in its own units
 
 
-def write_comparison_page(
-    record: RunRecord, title: str, comparison: Comparison, frames: Sequence[str]
-) -> Path:
+def write_comparison_page(record: RunRecord, comparison: Comparison, frames: Sequence[str]) -> Path:
     """Write report.html: the tables, and how to repeat them.
 
     Args:
         record: Of the comparison.
-        title: Its name.
         comparison: What was found.
         frames: Names of all frames.
     """
-    settings = comparison.runs[0].settings
+    title, settings = record.path.name, comparison.runs[0].settings
     told = {
         "runs": ", ".join(run.folder for run in comparison.runs),
         "weights": settings.weights,

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 
@@ -26,7 +26,8 @@ from bevfusion_quant.measure import (
     tally_models,
     whole_output,
 )
-from bevfusion_quant.run import Clock, RunRecord, run_folder, run_shards
+from bevfusion_quant.options import Place
+from bevfusion_quant.run import Clock, new_run
 from bevfusion_quant.steps import load_run, read_model_settings
 
 if TYPE_CHECKING:
@@ -144,10 +145,7 @@ def run_compare(
     integers: str | None = None,
     cameras: Sequence[str] | None = None,
     bootstrap: Bootstrap | None = None,
-    runs: Path = Path("runs"),
-    name: str = "compare",
-    overwrite: bool = False,
-    command: str = "",
+    **place: Unpack[Place],
 ) -> CompareResult:
     """Judge several runs of one float model by the labels of the same frames; write `runs/name`.
 
@@ -163,10 +161,7 @@ def run_compare(
             Runs whose batch norms are not folded have none, which is said.
         cameras: Names of the cameras to use; those of the runs by default.
         bootstrap: How intervals are found; `Bootstrap()` by default.
-        runs: Folder of all runs.
-        name: The comparison's folder in it.
-        overwrite: Replace an earlier run of that name.
-        command: The command line that repeats it, for the summary.
+        **place: Where the comparison is written; see `Place`.
 
     Raises:
         InputError: Runs that cannot be compared, or whatever is wrong with the frames; nothing is
@@ -178,13 +173,12 @@ def run_compare(
         check_backend(integers)
     folders = [Path(folder) for folder in compared]
     found = check_settings(folders)
-    _keep(folders, runs / name)
     clock = Clock()
     told = tuple(
         _compared(run, str(folder), ran, integers)
         for run, folder, ran in zip(names_of(folders), folders, found, strict=True)
     )
-    with run_folder(runs, name, overwrite=overwrite) as folder:
+    with new_run("compare", clock, keep=folders, **place) as record:
         sizes = CONFIGS[found[0].config]
         with clock.step("load the runs"):
             batches = _batches(frames, found[0], cameras)
@@ -193,7 +187,7 @@ def run_compare(
             models = _models(float_model, quantized, told, batches, integers)
         digests = [run.settings.sha256 for run in told]
         decides = {"compares": digests, "integers": integers, "cameras": cameras}
-        shards = run_shards(runs, name, frames, {**decides, "command": command}, float_model)
+        shards = record.shards(frames, {**decides, "command": record.command}, float_model)
         tally = accuracy_tally(sizes, batches, bootstrap)
         with clock.step("run all models"):
             decode = float_model.head.decode
@@ -203,13 +197,12 @@ def run_compare(
         with clock.step("judge by labels"):
             comparison = Comparison(told, _accuracy(tally))
         if not shards.ranks.first:  # the first one writes
-            return CompareResult(runs / name, comparison, *clock.spent())
-        record = RunRecord(folder, command, clock)
+            return CompareResult(record.path, comparison, *clock.spent())
         entries = [run.summary() for run in told]
         settings = {"compares": entries, "config": sizes.name, "cameras": cameras}
         record.write_settings({"evaluates": [run.folder for run in told], **settings})
         with clock.step("page"):
-            write_comparison_page(record, name, comparison, batches.frame_names)
+            write_comparison_page(record, comparison, batches.frame_names)
         seconds, peak = record.write_summary(
             {
                 **settings,
@@ -218,17 +211,7 @@ def run_compare(
                 "notes": comparison.left_out(),
             }
         )
-    shards.remove()
-    return CompareResult(runs / name, comparison, seconds, peak)
-
-
-def _keep(folders: Sequence[Path], target: Path) -> None:
-    for folder in folders:
-        if target.exists() and target.samefile(folder):
-            raise InputError(
-                f"{target} is one of the runs that are compared, and would be replaced: choose "
-                "another --name"
-            )
+    return CompareResult(record.path, comparison, seconds, peak)
 
 
 def _compared(name: str, folder: str, ran: ModelSettings, integers: str | None) -> ComparedRun:

@@ -14,6 +14,7 @@ from bevfusion_quant.results import (
     SetStage,
     export_text,
     file_size,
+    refuse_wrong_files,
     set_verdict,
 )
 
@@ -36,6 +37,7 @@ __all__ = [
     "nvidia_files",
     "nvidia_pieces",
     "outputs_of",
+    "refuse_wrong_files",
     "set_verdict",
     "walk",
     "watching",

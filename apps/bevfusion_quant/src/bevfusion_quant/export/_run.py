@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from bevfusion.model import CONFIGS
 from bevfusion_quant._errors import InputError
@@ -14,7 +14,8 @@ from bevfusion_quant.export._export import ONNX_FOLDER, check_libraries, export_
 from bevfusion_quant.export._files import LIDAR, FilePart, bpu_files
 from bevfusion_quant.export._write import Piece
 from bevfusion_quant.frames import FrameBatches
-from bevfusion_quant.run import Clock, RunRecord, run_folder
+from bevfusion_quant.options import Place
+from bevfusion_quant.run import Clock, new_run
 from bevfusion_quant.steps import (
     PLAN_FILE,
     ModelSettings,
@@ -144,10 +145,7 @@ def export_run(
     target: str | None = None,
     cpu: str | None = None,
     cameras: Sequence[str] | None = None,
-    runs: Path = Path("runs"),
-    name: str = "export",
-    overwrite: bool = False,
-    command: str = "",
+    **place: Unpack[Place],
 ) -> ExportResult:
     """Write a run's model as ONNX files to `runs/name/onnx`, check them, and write a page about it.
 
@@ -163,10 +161,7 @@ def export_run(
             BPU, else "tensorrt".
         cpu: Of files for a CPU, "vnni" or "any"; by default what this one is.
         cameras: Names of the cameras to use; those of the run by default.
-        runs: Folder of all runs.
-        name: The export's folder in it.
-        overwrite: Replace an earlier run of that name.
-        command: The command line that repeats it, for the manifest.
+        **place: Where the export is written; see `Place`.
 
     Raises:
         InputError: Whatever is wrong with the run, the target or the input; nothing is written
@@ -190,12 +185,11 @@ def export_run(
             f"--cpu {cpu}: --target {chosen} is no CPU; leave it out, or add --target "
             f"{' or '.join(on_cpu)}"
         )
-    with run_folder(runs, name, overwrite=overwrite, keep=Path(run)) as folder:
-        given: dict[str, Any] = {"command": command, "run": str(run), "settings": settings}
+    with new_run("export", clock, _PACKAGES, keep=run, **place) as record:
+        folder = record.folder / ONNX_FOLDER
+        given: dict[str, Any] = {"command": record.command, "run": str(run), "settings": settings}
         if chosen == "bpu":
-            exported, batches = export_bpu(
-                frames, clock, folder / ONNX_FOLDER, cameras=cameras, **given
-            )
+            exported, batches = export_bpu(frames, clock, folder, cameras=cameras, **given)
         else:
             with clock.step("load the run"):
                 loaded = load_run(run)
@@ -204,13 +198,12 @@ def export_run(
             with clock.step("read and voxelize"):
                 batches.head(1)[0]
             exported = export_model(
-                loaded.float_model, model, batches, sizes, clock, folder / ONNX_FOLDER,
+                loaded.float_model, model, batches, sizes, clock, folder,
                 target=chosen, cpu=cpu or "any", calibration=ran.poor_calibration, **given,
             )  # fmt: skip
-        record = RunRecord(folder, command, clock, _PACKAGES)
-        seconds, peak = write_found(record, name, settings, ran, run, batches, export=exported)
-    folder = runs / name
-    return ExportResult(folder, replace(exported, folder=folder / ONNX_FOLDER), seconds, peak)
+        seconds, peak = write_found(record, settings, ran, run, batches, export=exported)
+    exported = replace(exported, folder=record.path / ONNX_FOLDER)
+    return ExportResult(record.path, exported, seconds, peak)
 
 
 def _cpu(cpu: str | None) -> str:

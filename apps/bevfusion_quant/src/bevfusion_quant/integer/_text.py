@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from bev_data.metrics import agreement_text, aligned_table, or_dash
+from bev_data.metrics import agreement_text, record_table
 from bevfusion_quant.integer._stages import in_integers
 
 if TYPE_CHECKING:
@@ -79,49 +80,35 @@ def _counted(number: int | None, thing: str) -> str:
 
 
 def _stage_table(simulation: Simulation) -> str:
-    head = ("stage", "int", "float", "fake dB", "int dB", "max steps", "mean steps", "same input")
-    return aligned_table(
-        head,
-        [
-            (
-                row.title,
-                str(row.integers),
-                str(row.floats),
-                or_dash(row.fake_sqnr_db, ".2f"),
-                or_dash(row.integer_sqnr_db, ".2f"),
-                or_dash(row.max_steps, ".0f"),
-                or_dash(row.mean_steps, ".4f"),
-                or_dash(row.forced_max_steps, ".0f"),
-            )
-            for row in simulation.stages
-        ],
-    )
+    columns = {
+        "stage": "{title}",
+        "int": "{integers}",
+        "float": "{floats}",
+        "fake dB": "{fake_sqnr_db:.2f}",
+        "int dB": "{integer_sqnr_db:.2f}",
+        "max steps": "{max_steps:.0f}",
+        "mean steps": "{mean_steps:.4f}",
+        "same input": "{forced_max_steps:.0f}",
+    }
+    return record_table(simulation.stages, columns)
 
 
 def _layer_table(rows: Sequence[LayerRow]) -> str:
-    head = (
-        "layer", "step", "fake dB", "int dB", "cosine", "max", "mean", "off %", "same", "sat %",
-        "bits",
-    )  # fmt: skip
-    return aligned_table(
-        head,
-        [
-            (
-                _short(row.path),
-                row.op.removesuffix(" + ReLU"),
-                or_dash(row.fake_sqnr_db, ".1f"),
-                or_dash(row.integer_sqnr_db, ".1f"),
-                or_dash(row.integer_cosine, ".4f"),
-                or_dash(row.max_steps, ".0f"),
-                or_dash(row.mean_steps, ".3f"),
-                or_dash(None if row.off is None else row.off * 100, ".2f"),
-                or_dash(row.forced_max_steps, ".0f"),
-                or_dash(None if row.saturated is None else row.saturated * 100, ".2f"),
-                or_dash(row.peak_bits, ".0f"),
-            )
-            for row in rows
-        ],
-    )
+    columns = {
+        "layer": "{path}",
+        "step": "{op}",
+        "fake dB": "{fake_sqnr_db:.1f}",
+        "int dB": "{integer_sqnr_db:.1f}",
+        "cosine": "{integer_cosine:.4f}",
+        "max": "{max_steps:.0f}",
+        "mean": "{mean_steps:.3f}",
+        "off %": "{off:100*.2f}",
+        "same": "{forced_max_steps:.0f}",
+        "sat %": "{saturated:100*.2f}",
+        "bits": "{peak_bits:.0f}",
+    }
+    shown = [replace(row, path=_short(row.path), op=row.op.removesuffix(" + ReLU")) for row in rows]
+    return record_table(shown, columns)
 
 
 def _short(path: str) -> str:

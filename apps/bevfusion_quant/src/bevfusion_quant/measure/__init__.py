@@ -1,7 +1,7 @@
 """What is measured on a float and a quantized model, whatever made them."""
 
 from bevfusion_quant.measure._compare import Comparison, LayerComparison, LayerRow, compare_layers
-from bevfusion_quant.measure._judge import Judgement, judge
+from bevfusion_quant.measure._judge import Judgement, judge, layer_table, short_names, stage_table
 from bevfusion_quant.measure._lockstep import Leader, lead
 from bevfusion_quant.measure._stage_maps import (
     STAGE_TITLES,
@@ -11,7 +11,6 @@ from bevfusion_quant.measure._stage_maps import (
     whole_output,
 )
 from bevfusion_quant.measure._sums import PairSums, relative_change
-from bevfusion_quant.measure._tables import layer_table, short_names, stage_table
 from bevfusion_quant.measure._tally import (
     Model,
     ModelTallies,

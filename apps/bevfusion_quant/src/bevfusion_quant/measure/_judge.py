@@ -1,10 +1,12 @@
-"""Everything that is measured on a float and a quantized model, whatever made them."""
+"""Everything that is measured on a float and a quantized model, and its tables for the screen."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from bev_data.metrics import record_table
 from bevfusion_quant.frames import detections_of, detections_record, note_of, note_record
 from bevfusion_quant.measure._compare import LayerComparison, LayerRow
 from bevfusion_quant.measure._stage_maps import StageMaps, StageRow
@@ -19,8 +21,6 @@ if TYPE_CHECKING:
     from bevfusion.model.head import Detections
     from bevfusion_quant.frames import FrameBatches
     from bevfusion_quant.run import Clock
-
-__all__ = ["Judgement", "judge"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,3 +129,40 @@ def judge(
         tallies.float_detections,
         wanted,
     )
+
+
+def layer_table(rows: Sequence[LayerRow]) -> str:
+    """The per-layer table as text of at most 100 columns."""
+    columns = {
+        "layer": "{layer}",
+        "channels": "{channels}",
+        "rows": "{rows:,.0f}",
+        "SQNR dB": "{sqnr_db:.1f}",
+        "cosine": "{cosine:.6f}",
+        "saturated %": "{saturated:100*.3f}",
+        "input amax": "{input_amax:.4g}",
+    }
+    named = [replace(row, layer=name) for row, name in zip(rows, short_names(rows), strict=True)]
+    return record_table(named, columns)
+
+
+def stage_table(rows: Sequence[StageRow]) -> str:
+    """One line for each stage."""
+    columns = {
+        "stage": "{title}",
+        "channels": "{channels}",
+        "SQNR dB": "{sqnr_db:.1f}",
+        "cosine": "{cosine:.6f}",
+    }
+    return record_table(rows, columns)
+
+
+def short_names(rows: Sequence[LayerRow]) -> list[str]:
+    """Layer names without what they all begin with."""
+    paths = [row.layer for row in rows if row.layer != "output"]
+    lidar = "encoders.lidar.backbone."
+    prefix = lidar if all(path.startswith(lidar) for path in paths) else "encoders."
+    return [
+        f"output ({row.kind})" if row.layer == "output" else row.layer.removeprefix(prefix)
+        for row in rows
+    ]

@@ -215,8 +215,15 @@ class FrameOptions:
     nonfinite: Literal["raise", "drop"] = "raise"
 
 
-class Place(TypedDict):
-    """What every `run_…` is told of the folder that it writes."""
+class Place(TypedDict, total=False):
+    """Where a run is written: keywords of every `run_…`.
+
+    Attributes:
+        runs: Folder of all runs; "runs" by default.
+        name: The run's folder in it; by default the command's name.
+        overwrite: Replace an earlier run of that name.
+        command: The command line that repeats the run, for its summary.
+    """
 
     runs: Path
     name: str

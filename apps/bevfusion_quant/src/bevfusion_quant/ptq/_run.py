@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
@@ -31,11 +31,11 @@ from bevfusion_quant.measure import (
     relative_change,
     whole_output,
 )
-from bevfusion_quant.options import PtqConfig
+from bevfusion_quant.options import Place, PtqConfig
 from bevfusion_quant.ranks import Shards, current_ranks
 from bevfusion_quant.report import JudgedRun
 from bevfusion_quant.results import ExportedSet
-from bevfusion_quant.run import Clock, RunRecord, run_folder, run_shards, sha256
+from bevfusion_quant.run import Clock, new_run, sha256
 from bevfusion_quant.steps import (
     PLAN_FILE,
     apply_plan,
@@ -87,12 +87,9 @@ def run_ptq(
     frames: Sequence[Frame],
     config: PtqConfig,
     *,
-    runs: Path = Path("runs"),
-    name: str = "ptq",
-    overwrite: bool = False,
-    command: str = "",
     integers: str | None = None,
     export: str | None = None,
+    **place: Unpack[Place],
 ) -> PtqResult:
     """Quantize the model or a part of it on the given frames and write `runs/name`.
 
@@ -103,12 +100,9 @@ def run_ptq(
         frames: At least one; ranges come from the first `calibration_frames`, the comparison from
             all of them.
         config: What to do.
-        runs: Folder of all runs.
-        name: This run's folder in it.
-        overwrite: Replace an earlier run of that name.
-        command: The command line that repeats this run, for the summary.
         integers: Kernels to run the model in integers on, such as "auto"; None for no such run.
         export: What to write ONNX files for, "tensorrt" or "onnxruntime"; None for no files.
+        **place: Where the run is written; see `Place`.
 
     Raises:
         InputError: Whatever is wrong with the input; nothing is written then.
@@ -122,8 +116,8 @@ def run_ptq(
     plan = None if config.plan is None else read_plan(config.plan)
     if plan is not None and export is not None:
         refuse_in_files(plan, f"a run with {config.plan}")
-    with run_folder(runs, name, overwrite=overwrite) as folder:
-        sizes, record = CONFIGS[config.config], RunRecord(folder, command, clock)
+    with new_run("ptq", clock, **place) as record:
+        sizes, folder = CONFIGS[config.config], record.folder
         with clock.step("build"):
             float_model = build_model(sizes, built_parts(config.branch))
             batches = FrameBatches(frames, sizes, float_model, config.cameras)
@@ -141,8 +135,8 @@ def run_ptq(
             quantized = quantize_as(fused.model, example, config, plan)
         if plan is not None:
             apply_plan(quantized.model, before_calibration(plan))
-        settings = {"ptq": asdict(config), "command": command}
-        shards = run_shards(runs, name, frames, settings, fused.model)
+        settings = {"ptq": asdict(config), "command": record.command}
+        shards = record.shards(frames, settings, fused.model)
         with clock.step("calibrate", blame="no ranges can be found"):
             report = calibrate_branch(
                 quantized.model,
@@ -170,7 +164,7 @@ def run_ptq(
         findings = data_findings(batches, count, report)
         poor = [str(finding) for finding in findings if finding.poor]
         tables, told = judgement.summary(), calibration_warnings(report, findings)
-        outcome = partial(PtqResult, runs / name, **tables, warnings=told, findings=findings)
+        outcome = partial(PtqResult, record.path, **tables, warnings=told, findings=findings)
         if not shards.ranks.first:  # the first one writes
             seconds, peak = clock.spent()
             return outcome(seconds=seconds, peak_memory_mib=peak, simulation=simulation)
@@ -186,8 +180,8 @@ def run_ptq(
                 folder / ONNX_FOLDER,
                 target=export,
                 layers=() if simulation is None else simulation.layers,
-                command=command,
-                run=str(runs / name),
+                command=record.command,
+                run=str(record.path),
                 settings=asdict(config),
                 calibration=poor,
                 known=known,
@@ -198,7 +192,7 @@ def run_ptq(
             "calibration": calibration_record(report, findings),
         }
         judged = JudgedRun(
-            record, name, sizes, batches, judgement, records,
+            record, sizes, batches, judgement, records,
             simulation=simulation,
             exported=exported,
         )  # fmt: skip
@@ -226,9 +220,8 @@ def run_ptq(
                 **({} if rounded is None else {"rounding": rounding_record(rounded)}),
             }
         )
-    shards.remove()
     if exported is not None:
-        exported = replace(exported, folder=runs / name / ONNX_FOLDER)
+        exported = replace(exported, folder=record.path / ONNX_FOLDER)
     return outcome(seconds=seconds, peak_memory_mib=peak, simulation=simulation, exported=exported)
 
 
@@ -284,12 +277,9 @@ def run_evaluate(
     frames: Sequence[Frame],
     *,
     cameras: Sequence[str] | None = None,
-    runs: Path = Path("runs"),
-    name: str = "evaluate",
-    overwrite: bool = False,
-    command: str = "",
     integers: str | None = None,
     bootstrap: Bootstrap | None = None,
+    **place: Unpack[Place],
 ) -> EvaluateResult:
     """Compare a run's models on the given frames and write `runs/name`.
 
@@ -301,14 +291,11 @@ def run_evaluate(
         run: A folder that `run_ptq` wrote.
         frames: At least one.
         cameras: Names of the cameras to use; those of the run by default.
-        runs: Folder of all runs.
-        name: The evaluation's folder in it.
-        overwrite: Replace an earlier run of that name.
-        command: The command line that repeats this evaluation, for the summary.
         integers: Kernels to run the model in integers on, such as "auto"; None for float and
             fake-quantized alone.
         bootstrap: How the intervals of the mean average precision are found; `Bootstrap()` by
             default.
+        **place: Where the evaluation is written; see `Place`.
 
     Raises:
         InputError: Whatever is wrong with the run or the input; nothing is written then.
@@ -317,24 +304,19 @@ def run_evaluate(
         check_backend(integers)
         refuse_unfolded(read_model_settings(run), run, "run in integers")
     clock = Clock()
-    with run_folder(runs, name, overwrite=overwrite, keep=Path(run)) as folder:
+    with new_run("evaluate", clock, keep=run, **place) as record:
         with clock.step("load the run"):
             loaded = load_run(run)
         ran, model = loaded.settings, loaded.quantized_model
         sizes = CONFIGS[ran.config]
         batches = FrameBatches(frames, sizes, model, cameras or ran.used_cameras)
         tally = accuracy_tally(sizes, batches, bootstrap)
-        shards = run_shards(
-            runs,
-            name,
-            frames,
-            {"evaluates": str(run), "cameras": cameras, "integers": integers, "command": command},
-            loaded.float_model,
-            model,
-        )
+        told = {"evaluates": str(run), "cameras": cameras, "integers": integers}
+        told["command"] = record.command
+        shards = record.shards(frames, told, loaded.float_model, model)
         low = lower_model(loaded.float_model, model, batches, sizes, clock, integers)
         judgement, simulation = _judged(
-            loaded.float_model, model, low, batches, sizes, clock, folder, shards,
+            loaded.float_model, model, low, batches, sizes, clock, record.folder, shards,
             branch=ran.branch,
             tally=tally,
         )  # fmt: skip
@@ -343,7 +325,7 @@ def run_evaluate(
         tables = judgement.summary()
         made = partial(
             EvaluateResult,
-            runs / name,
+            record.path,
             **{key: rows for key, rows in tables.items() if key != "quantizers"},
             simulation=simulation,
             accuracy=accuracy,
@@ -357,13 +339,11 @@ def run_evaluate(
             "weights": ran.weights,
             "cameras": cameras,
         }
-        record = RunRecord(folder, command, clock)
         judged = JudgedRun(
-            record, name, sizes, batches, judgement, simulation=simulation, accuracy=accuracy
+            record, sizes, batches, judgement, simulation=simulation, accuracy=accuracy
         )
         judged.draw(quantized_parts(ran.branch)[-1])
         record.write_settings({"run_sha256": ran.sha256, **settings})
         judged.write_page(settings)
         seconds, peak = judged.write_summary({"evaluates": str(run), "accuracy": None})
-    shards.remove()
     return made(seconds=seconds, peak_memory_mib=peak)

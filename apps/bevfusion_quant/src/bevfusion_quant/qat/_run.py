@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 from tqdm import tqdm
 
@@ -32,11 +32,11 @@ from bevfusion.training import (
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.measure import accuracy_tally, judge, tally_models
-from bevfusion_quant.options import ConfigName, TrainedBranch
+from bevfusion_quant.options import ConfigName, Place, TrainedBranch
 from bevfusion_quant.qat._trainer import QatConfig, Trainer
 from bevfusion_quant.ranks import current_ranks
 from bevfusion_quant.report import JudgedRun
-from bevfusion_quant.run import Clock, RunRecord, run_folder, sha256
+from bevfusion_quant.run import Clock, RunRecord, new_run, sha256
 from bevfusion_quant.steps import (
     PLAN_FILE,
     LoadedRun,
@@ -103,9 +103,6 @@ def run_qat(
     source: FrameSource,
     config: QatConfig,
     *,
-    runs: Path = Path("runs"),
-    name: str = "qat",
-    overwrite: bool = False,
     resume: bool = False,
     device: str = "cpu",
     workers: int = 1,
@@ -113,7 +110,7 @@ def run_qat(
     checkpoint_every: int = 100,
     judge_by: FrameSource | None = None,
     cameras: Sequence[str] | None = None,
-    command: str = "",
+    **place: Unpack[Place],
 ) -> QatResult:
     """Train a run's quantized model with its fake quantizers on, and write it as `runs/name`.
 
@@ -132,9 +129,6 @@ def run_qat(
         run: A folder that `run_ptq` or `run_qat` wrote, with a head.
         source: Labelled frames to train on.
         config: How.
-        runs: Folder of all runs.
-        name: The new run's folder in it.
-        overwrite: Replace an earlier run of that name, or forget its checkpoint.
         resume: Go on from the checkpoint, or begin where there is none.
         device: torch's name, such as "cpu" or "cuda".
         workers: Processes that prepare frames ahead; 0 prepares them in this one.
@@ -143,7 +137,8 @@ def run_qat(
         judge_by: Labelled frames to judge by at the end; the first is the page's. Without, the
             page shows the first training frame, and nothing is judged.
         cameras: Names of the cameras to use; those of the run by default.
-        command: The command line that repeats this run, for the summary.
+        **place: Where the new run is written; see `Place`. To overwrite an earlier one forgets its
+            checkpoint too.
 
     Raises:
         InputError: Whatever is wrong with the run or the input, a loss that is no number, or a
@@ -154,9 +149,9 @@ def run_qat(
     start = read_trainable(run)
     target = usable_device(device)
     clock = Clock()
-    work = runs / f"{name}.training"
-    checkpoint = work / CHECKPOINT
-    with run_folder(runs, name, overwrite=overwrite, keep=Path(run)) as folder:
+    with new_run("qat", clock, keep=run, **place) as record:
+        work = record.path.with_name(f"{record.path.name}.training")
+        checkpoint, overwrite = work / CHECKPOINT, place.get("overwrite", False)
         used = tuple(cameras or start.used_cameras)
         size, digest = cast("ConfigName", start.config), _digest(start.sha256)
         identity = identity_of(source, config, run=digest, cameras=", ".join(used))
@@ -217,7 +212,7 @@ def run_qat(
             "losses": [dict(zip(trainer.terms, part, strict=True)) for part in in_parts(losses)],
         }
         accuracy = write_run(
-            folder, name, loaded, model, told, clock, run=Path(run), command=command,
+            record, loaded, model, told, clock, run=Path(run),
             cameras=used,
             shown=shown,
             judged=judge_by is not None,
@@ -227,7 +222,7 @@ def run_qat(
         if not any(work.iterdir()):
             work.rmdir()
     return QatResult(
-        runs / name,
+        record.path,
         work,
         trainer.terms,
         in_parts(losses),
@@ -272,15 +267,13 @@ def _open_checkpoint(
 
 
 def write_run(
-    folder: Path,
-    name: str,
+    record: RunRecord,
     start: LoadedRun,
     model: BEVFusion,
     told: dict[str, Any],
     clock: Clock,
     *,
     run: Path,
-    command: str,
     cameras: Sequence[str],
     shown: Sequence[Frame],
     judged: bool,
@@ -291,14 +284,12 @@ def write_run(
     training began from.
 
     Args:
-        folder: Empty.
-        name: Of the run.
+        record: Of the new run.
         start: The run that training began from.
         model: Trained, ranges constant, on the CPU in eval mode.
         told: What was done, kept under `qat`.
         clock: Times the steps.
         run: Folder of the run that training began from, for its plan.
-        command: The command line that repeats this run.
         cameras: Names of the cameras that were used.
         shown: Frames; the first is drawn.
         judged: Whether all of them are judged by their labels.
@@ -316,8 +307,8 @@ def write_run(
     judgement = judge(start.float_model, model, batches.head(1), sizes, clock)
     if not current_ranks().first:
         return accuracy
-    record = RunRecord(folder, command, clock)
-    judged_run = JudgedRun(record, name, sizes, batches, judgement, accuracy=accuracy)
+    folder = record.folder
+    judged_run = JudgedRun(record, sizes, batches, judgement, accuracy=accuracy)
     judged_run.draw(quantized_parts(branch)[-1])
     with clock.step("write"):
         digests = save_model(folder, model, start.float_model)

@@ -180,7 +180,6 @@ class JudgedRun:
 
     Args:
         record: Of the run.
-        title: Name of the run.
         config: Sizes.
         batches: The frames; the first is shown.
         judgement: What was measured.
@@ -192,7 +191,6 @@ class JudgedRun:
     """
 
     record: RunRecord
-    title: str
     config: BEVFusionConfig
     batches: FrameBatches
     judgement: Judgement
@@ -226,7 +224,7 @@ class JudgedRun:
         judgement = self.judgement
         with self.record.step("page"):
             content = ReportContent(
-                title=self.title,
+                title=self.record.path.name,
                 config=self.config.name,
                 frames=self.batches.frame_names,
                 figures=[_weights(settings), *_agreement_figures(judgement.agreement)],
@@ -259,7 +257,6 @@ class JudgedRun:
 
 def write_found(
     record: RunRecord,
-    title: str,
     settings: Mapping[str, Any],
     ran: ModelSettings,
     run: str | Path,
@@ -270,7 +267,6 @@ def write_found(
 
     Args:
         record: Of the folder that is written.
-        title: Of the page.
         settings: What decides the result.
         ran: The settings of the run.
         run: Where it lies.
@@ -284,7 +280,11 @@ def write_found(
     frames = batches.frame_names
     with record.step("page"):
         page = ReportContent(
-            title=title, config=ran.config, frames=frames, **found, **record.on_page(settings)
+            title=record.path.name,
+            config=ran.config,
+            frames=frames,
+            **found,
+            **record.on_page(settings),
         )
         write_report(record.folder / "report.html", page)
     summaries = {name: value.summary() for name, value in found.items()}

@@ -22,6 +22,7 @@ from bevfusion_quant.results._export import (
     file_box_table,
     file_size,
     file_stage_table,
+    refuse_wrong_files,
     set_verdict,
 )
 from bevfusion_quant.results._sensitivity import (
@@ -35,11 +36,13 @@ from bevfusion_quant.results._table import (
     Cell,
     CellParts,
     Column,
+    Columns,
     Row,
     Table,
     mean_ap_apart,
     plain_table,
     setting_text,
+    table_of,
     with_interval,
 )
 
@@ -53,6 +56,7 @@ __all__ = [
     "Cell",
     "CellParts",
     "Column",
+    "Columns",
     "ExportedFile",
     "ExportedSet",
     "FileLayer",
@@ -73,9 +77,11 @@ __all__ = [
     "plain_table",
     "plan_line",
     "plan_segments",
+    "refuse_wrong_files",
     "sensitivity_table",
     "sensitivity_text",
     "set_verdict",
     "setting_text",
+    "table_of",
     "with_interval",
 ]

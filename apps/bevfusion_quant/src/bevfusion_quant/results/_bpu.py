@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from bev_data.metrics import accuracy_text, agreement_text, aligned_table, or_dash
 from bevfusion_quant.measure import layer_table
-from bevfusion_quant.results._table import CellParts, Table, plain_table
+from bevfusion_quant.results._table import CellParts, Row, Table, table_of
 from bevquant_hybrid.operators import load_support_table
 
 if TYPE_CHECKING:
@@ -178,36 +178,32 @@ class BpuOutcome:
 
 def boundary_table(plan: Plan) -> Table:
     """Every crossing between float and integers, with its bytes."""
-    rows = [
-        (
-            CellParts(path=boundary.name),
-            boundary.kind,
-            CellParts(arrow=boundary.source, paths=boundary.readers),
-            or_dash(boundary.transfer_bytes, ","),
-        )
-        for boundary in plan.boundaries
-    ]
-    title = "Bytes of integers across each boundary, in a frame"
-    heads = ("Boundary", "Kind", "From → to", "Bytes")
-    together = ("together", "", "", or_dash(plan.transfer_bytes, ","))
-    return plain_table(title, heads, [*rows, together], "classes boundaries")
+    table = table_of(
+        "Bytes of integers across each boundary, in a frame",
+        plan.boundaries,
+        {
+            "Boundary": lambda boundary: CellParts(path=boundary.name),
+            "Kind": "{kind}",
+            "From → to": lambda found: CellParts(arrow=found.source, paths=found.readers),
+            "Bytes": "{transfer_bytes:,}",
+        },
+        kind="classes boundaries",
+    )
+    together = Row(["together", "", "", or_dash(plan.transfer_bytes, ",")])
+    return replace(table, rows=[*table.rows, together])
 
 
 def bpu_stage_table(stages: Sequence[BpuStage]) -> Table:
     """Fake-quantized and integer model against float at the end of each stage."""
-    heads = ("Stage", "Channels", "Fake dB", "Integer dB", "Fake cosine", "Integer cosine")
-    rows = [
-        (
-            stage.title,
-            str(stage.channels),
-            or_dash(stage.fake_sqnr_db, ".1f"),
-            or_dash(stage.integer_sqnr_db, ".1f"),
-            or_dash(stage.fake_cosine, ".6f"),
-            or_dash(stage.integer_cosine, ".6f"),
-        )
-        for stage in stages
-    ]
-    return plain_table("SQNR and cosine against float", heads, rows, form="wide")
+    columns = {
+        "Stage": "{title}",
+        "Channels": "{channels}",
+        "Fake dB": "{fake_sqnr_db:.1f}",
+        "Integer dB": "{integer_sqnr_db:.1f}",
+        "Fake cosine": "{fake_cosine:.6f}",
+        "Integer cosine": "{integer_cosine:.6f}",
+    }
+    return table_of("SQNR and cosine against float", stages, columns, "wide")
 
 
 BPU_UNITS = {"camera": "camera", "bev": "bird's-eye view"}

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bev_data.metrics import AgreementRow, aligned_table, or_dash
-from bevfusion_quant.results._table import Table, plain_table
+from bev_data.metrics import AgreementRow
+from bevfusion_quant._errors import VerificationError
+from bevfusion_quant.results._table import Columns, Table, table_of
 
 _SHOWN = 5
 _EXACT = ("int8", "float16")  # forms that are compared value by value
@@ -230,6 +231,22 @@ def export_text(made: ExportedSet) -> tuple[str, ...]:
     return tuple(parts)
 
 
+def refuse_wrong_files(made: ExportedSet, text: str) -> None:
+    """End a command where files do not compute what the model does.
+
+    Raises:
+        VerificationError: After `text`, the first of what differs.
+    """
+    if not made.failures:
+        return
+    more = f" and {len(made.failures) - 1} more" if len(made.failures) > 1 else ""
+    raise VerificationError(
+        f"the ONNX files in {made.folder} are not what the model computes: "
+        f"{made.failures[0]}{more}: do not deploy them; the page shows every layer",
+        text,
+    )
+
+
 def set_verdict(made: ExportedSet) -> str:
     """Whether the files compute what the integer model computes, in a sentence."""
     if made.failures:
@@ -279,27 +296,18 @@ def _departures(made: ExportedSet) -> list[str]:
 
 
 def _file_table(files: Sequence[ExportedFile]) -> str:
-    head = (
-        "file", "size", "opset", "int8 tensors", "differ", "but for ties", "steps", "lint",
-        "inputs → outputs",
-    )  # fmt: skip
-    return aligned_table(
-        head,
-        [
-            (
-                file.name,
-                file_size(file.size),
-                str(file.opset),
-                str(sum(layer.form == "int8" for layer in file.layers)),
-                f"{file.different:,}",
-                f"{file.unexplained:,}",
-                str(file.largest_steps),
-                str(len(file.findings)) if file.findings else "–",
-                f"{_ports(file.inputs)} → {_ports(file.outputs)}",
-            )
-            for file in files
-        ],
-    )
+    columns: Columns = {
+        "file": "{name}",
+        "size": lambda file: file_size(file.size),
+        "opset": "{opset}",
+        "int8 tensors": lambda file: str(sum(layer.form == "int8" for layer in file.layers)),
+        "differ": "{different:,}",
+        "but for ties": "{unexplained:,}",
+        "steps": "{largest_steps}",
+        "lint": lambda file: str(len(file.findings) or "–"),
+        "inputs → outputs": lambda file: f"{_ports(file.inputs)} → {_ports(file.outputs)}",
+    }
+    return table_of("Files", files, columns).text()
 
 
 def _ports(ports: Sequence[FilePort]) -> str:
@@ -313,25 +321,24 @@ def file_size(count: int) -> str:
 
 def file_stage_table(made: ExportedSet) -> Table:
     """The files one behind the other, against float, beside both models."""
-    rows = [
-        (
-            stage.title,
-            or_dash(stage.fake_sqnr_db, ".2f"),
-            or_dash(stage.integer_sqnr_db, ".2f"),
-            or_dash(stage.onnx_sqnr_db, ".2f"),
-        )
-        for stage in made.stages
-    ]
-    title = "The files one behind the other: SQNR against float"
-    return plain_table(title, ("Stage", "Fake dB", "Integer dB", "ONNX dB"), rows)
+    columns = {
+        "Stage": "{title}",
+        "Fake dB": "{fake_sqnr_db:.2f}",
+        "Integer dB": "{integer_sqnr_db:.2f}",
+        "ONNX dB": "{onnx_sqnr_db:.2f}",
+    }
+    return table_of("The files one behind the other: SQNR against float", made.stages, columns)
 
 
 def file_box_table(made: ExportedSet) -> Table:
     """Boxes of the integer model against those of the files."""
-    rows = [
-        (f"{row.distance:g} m", str(row.float_detections), str(row.quantized_detections),
-         str(row.matched), or_dash(row.score_mean, ".4f"), or_dash(row.score_max, ".4f"))
-        for row in made.agreement
-    ]  # fmt: skip
-    heads = ("Within", "Integer", "ONNX", "Matched", "Mean |Δscore|", "Max |Δscore|")
-    return plain_table("Boxes of the integer model and of the files, same class", heads, rows)
+    columns = {
+        "Within": "{distance:g} m",
+        "Integer": "{float_detections}",
+        "ONNX": "{quantized_detections}",
+        "Matched": "{matched}",
+        "Mean |Δscore|": "{score_mean:.4f}",
+        "Max |Δscore|": "{score_max:.4f}",
+    }
+    title = "Boxes of the integer model and of the files, same class"
+    return table_of(title, made.agreement, columns)

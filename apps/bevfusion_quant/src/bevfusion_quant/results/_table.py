@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 from bev_data.metrics import Difference, Interval, aligned_table, span
+from bevquant_quantizers.documents import filled
 
 
 class CellParts(TypedDict, total=False):
@@ -70,6 +71,10 @@ class Column(NamedTuple):
     first: str = "ascending"
     is_text: bool = False
     only: str = ""
+
+
+Columns = Mapping[Any, str | Callable[[Any], Cell]]
+"""Each column, or its head, to what fills it; see `table_of`."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +147,33 @@ def plain_table(
     """A table of titles and cells, nothing else said of them."""
     columns = [Column(head) for head in heads]
     return Table(title, columns, [Row(row) for row in rows], form, kind=kind)
+
+
+def table_of(
+    title: str,
+    records: Iterable[Any],
+    columns: Columns,
+    form: str = "pairs",
+    kind: str = "classes",
+    id: str = "",
+) -> Table:
+    """A table of records.
+
+    Args:
+        title: What it is of.
+        records: One a row.
+        columns: Each column, or its head, to what fills it: a text such as "{distance:g} m" with
+            the attribute `distance` (see `bevquant_quantizers.documents.filled`), or a function.
+        form: Of the table.
+        kind: Further classes.
+        id: Of the table on a page.
+    """
+    heads = [Column(column) if isinstance(column, str) else column for column in columns]
+    rows = [
+        Row([text(one) if callable(text) else filled(one, (text,))[0] for text in columns.values()])
+        for one in records
+    ]
+    return Table(title, heads, rows, form, id, kind)
 
 
 def with_interval(value: str, interval: Interval | None, *, signed: bool = False) -> Cell:

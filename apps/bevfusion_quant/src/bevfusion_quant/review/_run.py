@@ -9,15 +9,16 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from bevfusion_quant._errors import InputError
+from bevfusion_quant.options import Place
 from bevfusion_quant.report import Section, write_page
 from bevfusion_quant.results import CellParts, Table, plain_table
 from bevfusion_quant.review._checks import Check, checks, exported_files
 from bevfusion_quant.review._gather import PAGE_FILE, Evidence, Gathered, frames_text, gather
 from bevfusion_quant.review._headline import HeadlineGroup, headline, run_title
-from bevfusion_quant.run import RunRecord, run_folder, versions
+from bevfusion_quant.run import new_run, versions
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 SECONDS = 300
@@ -106,10 +107,7 @@ def run_review(
     take: Sequence[Path] = (),
     pdf: bool = False,
     browser: Path | None = None,
-    runs: Path = Path("runs"),
-    name: str = "report",
-    overwrite: bool = False,
-    command: str = "",
+    **place: Unpack[Place],
 ) -> ReviewResult:
     """Put a run and what was measured of it on one page to sign, and write `runs/name`.
 
@@ -123,10 +121,7 @@ def run_review(
         take: Folders to take instead of the newest of their kind in `runs`.
         pdf: Print the page to report.pdf.
         browser: Chromium or Chrome; by default the first on the path.
-        runs: Folder of all runs.
-        name: The page's folder in it.
-        overwrite: Replace an earlier page of that name.
-        command: The command line that repeats it, for the page.
+        **place: Where the page is written; see `Place`.
 
     Raises:
         InputError: A folder that is no run, damaged, of another version or of other weights; no
@@ -135,8 +130,9 @@ def run_review(
     if browser is not None and not pdf:
         raise InputError(f"--browser {browser} goes with --pdf: add that, or leave it out")
     printer = find_browser(browser) if pdf else None
-    with run_folder(runs, name, overwrite=overwrite, keep=Path(run)) as folder:
-        gathered = gather(Path(run), runs, qat=qat, bpu=bpu, take=take)
+    with new_run("report", None, _PACKAGES, keep=run, **place) as record:
+        folder = record.folder
+        gathered = gather(Path(run), record.path.parent, qat=qat, bpu=bpu, take=take)
         groups = headline(gathered)
         found = checks(gathered, groups)
         page = write_review(
@@ -145,12 +141,11 @@ def run_review(
             groups,
             found,
             title=gathered.main.run.folder.resolve().name,
-            command=command,
+            command=record.command,
             versions=versions(*_PACKAGES),
         )
         if printer is not None:
             print_pdf(page, folder / PDF_FILE, printer)
-        record = RunRecord(folder, command, None, _PACKAGES)
         read = {"evaluates": str(run), "run_sha256": gathered.main.run.model_digests}
         record.write_settings({"reviews": str(run), **read})
         record.write_summary(
@@ -165,7 +160,7 @@ def run_review(
                 "notes": gathered.notes,
             }
         )
-    return ReviewResult(runs / name, gathered, groups, found)
+    return ReviewResult(record.path, gathered, groups, found)
 
 
 def review_text(result: ReviewResult) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -35,7 +35,7 @@ _OF_OLDER_RUNS = (
 
 @contextmanager
 def run_folder(
-    runs: Path, name: str, *, overwrite: bool, keep: Path | None = None
+    runs: Path, name: str, *, overwrite: bool, keep: Sequence[Path] = ()
 ) -> Iterator[Path]:
     """Give an empty folder to write into; at the end it becomes `runs/name` in one step.
 
@@ -47,21 +47,20 @@ def run_folder(
         runs: Folder of all runs; made when missing, and removed again if the run fails.
         name: One path component: letters, digits, `.`, `_`, `-`, not starting with a dot.
         overwrite: Replace `runs/name`, if it is a run of this program.
-        keep: A run that is read and must not be replaced.
+        keep: Runs that are read and must not be replaced.
 
     Raises:
         InputError: The name is unusable, or taken and not to be overwritten, or taken by something
-            that is not a run, or by the run to keep.
+            that is not a run, or by a run to keep.
     """
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", name):
         raise InputError(
             f"{name!r} cannot name a run: use letters, digits, '.', '_' and '-', no leading dot"
         )
     target = runs / name
-    if keep is not None and target.exists() and keep.exists() and target.samefile(keep):
-        raise InputError(
-            f"{target} is the run that is read, and would be replaced: choose another --name"
-        )
+    if target.exists() and any(run.exists() and target.samefile(run) for run in keep):
+        told = "the run that is read" if len(keep) == 1 else "one of the runs that are compared"
+        raise InputError(f"{target} is {told}, and would be replaced: choose another --name")
     _refuse(target, overwrite)
     if not current_ranks().first:
         yield runs / f".{name}.not-here"

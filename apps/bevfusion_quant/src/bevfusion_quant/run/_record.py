@@ -28,7 +28,7 @@ from torch import nn
 from bev_data.points import Frame
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.ranks import Shards, current_ranks
-from bevfusion_quant.run._folder import CONFIG_FILE, RUN_FORMAT, RUN_VERSIONS
+from bevfusion_quant.run._folder import CONFIG_FILE, RUN_FORMAT, RUN_VERSIONS, run_folder
 from bevquant_quantizers.documents import write_whole
 
 LOG = logging.getLogger(__name__)
@@ -152,12 +152,15 @@ class RunRecord:
         command: The command line that repeats it.
         clock: Times its steps; None where nothing was computed.
         packages: That this run needed besides those of every run.
+        path: What the folder becomes.
     """
 
     folder: Path
     command: str
     clock: Clock | None
     packages: tuple[str, ...] = ()
+    path: Path = Path()
+    _shards: list[Shards] = field(default_factory=list)
 
     def step(self, name: str) -> AbstractContextManager[None]:
         """Time a step of writing, where the run has a clock."""
@@ -179,6 +182,31 @@ class RunRecord:
         write_json(self.folder / SUMMARY_FILE, content)
         return seconds, peak
 
+    def shards(
+        self, frames: Sequence[Frame], settings: Mapping[str, Any], *models: nn.Module
+    ) -> Shards:
+        """Where the run keeps what is finished; all ranks must have the same models and frames.
+
+        Args:
+            frames: Its frames; their names and the sizes of their files count, not their content.
+            settings: What else decides the figures.
+            models: Their weights and ranges do.
+
+        Raises:
+            InputError: The ranks differ.
+        """
+        about: dict[str, Any] = {}
+        if not current_ranks().alone:
+            about = {
+                **settings,
+                "frames": _described(frames),
+                "models": [_digest(model) for model in models],
+                "versions": versions(),
+                "threads": torch.get_num_threads(),
+            }
+        self._shards.append(Shards(self.path.parent, self.path.name, about))
+        return self._shards[-1]
+
     def on_page(self, settings: Mapping[str, object]) -> dict[str, Any]:
         """What the page of any run says, as fields of `ReportContent`.
 
@@ -194,31 +222,40 @@ class RunRecord:
         }
 
 
-def run_shards(
-    runs: Path, name: str, frames: Sequence[Frame], settings: Mapping[str, Any], *models: nn.Module
-) -> Shards:
-    """Where a run keeps what is finished; all ranks must have the same models and frames.
+@contextmanager
+def new_run(
+    kind: str,
+    clock: Clock | None,
+    packages: tuple[str, ...] = (),
+    *,
+    keep: str | Path | Sequence[Path] = (),
+    runs: Path = Path("runs"),
+    name: str | None = None,
+    overwrite: bool = False,
+    command: str = "",
+) -> Iterator[RunRecord]:
+    """The record of a run whose folder is written in the block, whole or not at all.
 
     Args:
-        runs: Folder of all runs.
-        name: The run.
-        frames: Its frames; their names and the sizes of their files count, not their content.
-        settings: What else decides the figures.
-        models: Their weights and ranges do.
+        kind: Its name by default.
+        clock: Times its steps; None where nothing is computed.
+        packages: That this run needs besides those of every run.
+        keep: Runs that are read and must not be replaced.
+        runs: Folder of all runs; this and what follows is the caller's `Place`.
+        name: The run's folder in it.
+        overwrite: Replace an earlier run of that name.
+        command: The command line that repeats the run.
 
     Raises:
-        InputError: The ranks differ.
+        InputError: As `run_folder`.
     """
-    if current_ranks().alone:
-        return Shards(runs, name, {})
-    about = {
-        **settings,
-        "frames": _described(frames),
-        "models": [_digest(model) for model in models],
-        "versions": versions(),
-        "threads": torch.get_num_threads(),
-    }
-    return Shards(runs, name, about)
+    name = kind if name is None else name
+    kept = [Path(keep)] if isinstance(keep, str | Path) else keep
+    with run_folder(runs, name, overwrite=overwrite, keep=kept) as folder:
+        record = RunRecord(folder, command, clock, packages, runs / name)
+        yield record
+    for shards in record._shards:
+        shards.remove()
 
 
 def _described(frames: Sequence[Frame]) -> list[Any]:

@@ -6,13 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from bevfusion.model import CONFIGS
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import FrameBatches
+from bevfusion_quant.options import Place
 from bevfusion_quant.results import SensitivityOutcome
-from bevfusion_quant.run import Clock, RunRecord, run_folder, run_shards
+from bevfusion_quant.run import Clock, new_run
 from bevfusion_quant.sensitivity._measure import (
     KeptScores,
     MeanAp,
@@ -209,10 +210,7 @@ def run_sensitivity(
     budget: str | None = None,
     plan_rounds: int = ROUNDS,
     cameras: Sequence[str] | None = None,
-    runs: Path = Path("runs"),
-    name: str = "sensitivity",
-    overwrite: bool = False,
-    command: str = "",
+    **place: Unpack[Place],
 ) -> SensitivityResult:
     """Measure what each group of layers of a run's model loses, and write `runs/name`.
 
@@ -231,10 +229,7 @@ def run_sensitivity(
         budget: "time=1.2" or "score=35": choose precisions within it.
         plan_rounds: Of measuring plans around the estimated one; see `bevquant_qnn.refine_plan`.
         cameras: Names of the cameras to use; those of the run by default.
-        runs: Folder of all runs.
-        name: This run's folder in it.
-        overwrite: Replace an earlier run of that name.
-        command: The command line that repeats it, for the summary.
+        **place: Where the measurement is written; see `Place`.
 
     Raises:
         InputError: Whatever is wrong with the run, the options or the input; nothing is written
@@ -265,7 +260,7 @@ def run_sensitivity(
         "weights": ran.weights,
         "cameras": cameras,
     }
-    with run_folder(runs, name, overwrite=overwrite, keep=Path(run)) as folder:
+    with new_run("sensitivity", clock, keep=run, **place) as record:
         with clock.step("load the run"):
             model = load_run(run).quantized_model
         path = sensitivity_output(model, metric, output)
@@ -273,7 +268,7 @@ def run_sensitivity(
             check_reachable(limit, metric, precisions)
         sizes = CONFIGS[ran.config]
         batches = FrameBatches(frames, sizes, model, cameras or ran.used_cameras)
-        shards = run_shards(runs, name, frames, {**settings, "without": without}, model)
+        shards = record.shards(frames, {**settings, "without": without}, model)
         with clock.step("measure", blame="the sensitivity cannot be measured"):
             table = measure_sensitivity(
                 model,
@@ -315,11 +310,9 @@ def run_sensitivity(
             refined,
         )
         if not shards.ranks.first:  # the first one writes
-            return SensitivityResult(runs / name, outcome, *clock.spent())
-        table.save(folder / "sensitivity.json")
+            return SensitivityResult(record.path, outcome, *clock.spent())
+        table.save(record.folder / "sensitivity.json")
         if refined is not None:
-            refined.plan.save(folder / "plan.json")
-        record = RunRecord(folder, command, clock)
-        seconds, peak = write_found(record, name, settings, ran, run, batches, sensitivity=outcome)
-    shards.remove()
-    return SensitivityResult(runs / name, outcome, seconds, peak)
+            refined.plan.save(record.folder / "plan.json")
+        seconds, peak = write_found(record, settings, ran, run, batches, sensitivity=outcome)
+    return SensitivityResult(record.path, outcome, seconds, peak)

@@ -26,6 +26,7 @@ from bev_data.metrics._text import (
     nds_title,
     or_dash,
     points,
+    record_table,
     span,
 )
 
@@ -60,5 +61,6 @@ __all__ = [
     "nds_title",
     "or_dash",
     "points",
+    "record_table",
     "span",
 ]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from bevquant_quantizers.documents import text_table
+from bevquant_quantizers.documents import filled, text_table
 
 if TYPE_CHECKING:
     from bev_data.metrics._accuracy import Accuracy
@@ -120,33 +120,39 @@ def aligned_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return text_table([head, *rows], right=range(1, len(head)), rule="─")
 
 
+def record_table(records: Sequence[object], columns: Mapping[str, str]) -> str:
+    """An `aligned_table` of records.
+
+    Args:
+        records: One a row.
+        columns: Head to what fills the column, such as "{distance:g} m" with the attribute
+            `distance`; see `bevquant_quantizers.documents.filled`.
+    """
+    return aligned_table(list(columns), [filled(record, columns.values()) for record in records])
+
+
 def agreement_text(
     agreement: Sequence[AgreementRow], found: Sequence[FoundRow], other: str = "quantized"
 ) -> str:
     """How many detections of float and `other` model match, and how many labels they find."""
-    head = ("within", "float", other, "matched", "mean |Δscore|", "max |Δscore|")
-    text = aligned_table(
-        head,
-        [
-            (
-                f"{r.distance:g} m",
-                str(r.float_detections),
-                str(r.quantized_detections),
-                str(r.matched),
-                or_dash(r.score_mean, ".4f"),
-                or_dash(r.score_max, ".4f"),
-            )
-            for r in agreement
-        ],
-    )
-    if not found:
-        return text
-    columns = ("within", "labels", "found by float", f"found by {other}")
-    cells = [
-        (f"{r.distance:g} m", str(r.labels), str(r.found_float), str(r.found_quantized))
-        for r in found
-    ]
-    return f"{text}\n\n{aligned_table(columns, cells)}"
+    columns = {
+        "within": "{distance:g} m",
+        "float": "{float_detections}",
+        other: "{quantized_detections}",
+        "matched": "{matched}",
+        "mean |Δscore|": "{score_mean:.4f}",
+        "max |Δscore|": "{score_max:.4f}",
+    }
+    tables = [record_table(agreement, columns)]
+    if found:
+        columns = {
+            "within": "{distance:g} m",
+            "labels": "{labels}",
+            "found by float": "{found_float}",
+            f"found by {other}": "{found_quantized}",
+        }
+        tables.append(record_table(found, columns))
+    return "\n\n".join(tables)
 
 
 def or_dash(value: float | None, form: str) -> str:

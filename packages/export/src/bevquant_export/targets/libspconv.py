@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from bevquant_export.lint import _spconv_convs, _spconv_graph, _spconv_numbers, _spconv_places
+from bevquant_export.lint import _spconv_convs, _spconv_graph, _spconv_numbers
 from bevquant_export.targets._target import LintFile, Target
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class _Libspconv(SparseTarget):
                 *_spconv_convs.RULES,
                 *_spconv_numbers.RULES,
                 *_spconv_graph.RULES,
-                *_spconv_places.RULES,
+                *_spconv_graph.PLACE_RULES,
             ),
             key=lambda rule: rule.id,
         )
@@ -54,7 +54,7 @@ class _Libspconv(SparseTarget):
         yield from _spconv_graph.check_graph(graph)
         yield from _spconv_convs.check_convs(graph, folder)
         yield from _spconv_numbers.check_numbers(graph, folder)
-        yield from _spconv_places.check_places(graph)
+        yield from _spconv_graph.check_places(graph)
 
     def commands(self, path: Path, *, quantized: bool = True) -> tuple[str, ...]:
         """The call of the engine's library."""

@@ -44,6 +44,30 @@ def fold(anchor: nn.Module, bn: nn.Module) -> nn.Module:
     return made
 
 
+def fused(
+    anchor: nn.Module,
+    norm: nn.Module | None,
+    adds: bool,
+    activation: nn.Module | None,
+    path: str | None = None,
+) -> nn.Module:
+    """The module of a layer, batch norm, addition and activation, as the mode of QAT has it.
+
+    The float model's own layer stays as it is; of the copy, `path` says where it was.
+    """
+    if norm is not None and get_qat_mode() == QATMode.FuseBN:
+        anchor, norm = fold(anchor, norm), None
+    if norm is None and not adds and activation is None:
+        return anchor
+    own: Any = take_over(type(anchor), anchor)
+    if path is not None:
+        own.anchor_path = path
+    kinds = layer_class(own) or type(own), norm is not None, adds, layer_class(activation)
+    made = fused_class(*kinds)(own, norm, activation)
+    hand_over_qconfig(own, made)
+    return made
+
+
 @dataclass
 class _Chain:
     """Nodes that become one module."""
@@ -169,24 +193,9 @@ class _Finder:
 
 def _fuse(graph: Graph, root: nn.Module, modules: dict[str, nn.Module], chain: _Chain) -> None:
     path = str(chain.anchor.target)
-    anchor = modules[path]
     norm = modules[str(chain.bn.target)] if chain.bn is not None else None
-    if norm is not None and get_qat_mode() == QATMode.FuseBN:
-        anchor, norm = fold(anchor, norm), None
-    if norm is None and chain.add is None and chain.act is None:
-        made = anchor
-    else:
-        # A copy, so that the float model's own layer stays as it is.
-        own: Any = take_over(type(anchor), anchor)
-        own.anchor_path = path
-        anchor = own
-        activation = _new_activation(chain.act, modules)
-        kind = layer_class(activation) if activation else None
-        make = fused_class(
-            layer_class(anchor) or type(anchor), norm is not None, chain.add is not None, kind
-        )
-        made = make(anchor, norm, activation)
-        hand_over_qconfig(anchor, made)
+    activation = _new_activation(chain.act, modules)
+    made = fused(modules[path], norm, chain.add is not None, activation, path)
     keeper = chain.anchor if chain.add is None else _call_in_place_of(chain, graph)
     if keeper is not chain.last:
         chain.last.replace_all_uses_with(keeper)

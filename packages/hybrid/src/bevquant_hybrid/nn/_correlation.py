@@ -94,13 +94,8 @@ def correlate(
     return torch.stack(found, 1)
 
 
-@operator(
-    "(Tensor x, Tensor y, int kernel_size, int max_displacement, int stride1, int stride2, "
-    "int pad_size) -> Tensor"
-)
-def correlate_integers(x: Tensor, y: Tensor, *settings: int) -> Tensor:
-    """`correlate` of integers, exact in int64."""
-    return correlate(x, y, *settings)
+# Of integers, exact in int64.
+correlate_integers = operator(correlate, "correlate_integers")
 
 
 def channels_of(where: str, x: Tensor, y: Tensor) -> int:

@@ -24,73 +24,59 @@ class ElementwiseFunction(nn.Module):
     function: ClassVar[Callable[..., Tensor]]
     jumps: ClassVar[bool] = False
 
+    def __init_subclass__(
+        cls, *, function: Callable[..., Tensor] | None = None, jumps: bool = False
+    ) -> None:
+        super().__init_subclass__()
+        if function is not None:  # else it is inherited
+            cls.function, cls.jumps = staticmethod(function), jumps
+
     def forward(self, x: Tensor) -> Tensor:
         """Apply the function."""
         return type(self).function(x)
 
 
-class Acos(ElementwiseFunction):
+class Acos(ElementwiseFunction, function=torch.acos):
     """Arc cosine, in radians."""
 
-    function = staticmethod(torch.acos)
 
-
-class Acosh(ElementwiseFunction):
+class Acosh(ElementwiseFunction, function=torch.acosh):
     """Inverse hyperbolic cosine."""
 
-    function = staticmethod(torch.acosh)
 
-
-class Asin(ElementwiseFunction):
+class Asin(ElementwiseFunction, function=torch.asin):
     """Arc sine, in radians."""
 
-    function = staticmethod(torch.asin)
 
-
-class Asinh(ElementwiseFunction):
+class Asinh(ElementwiseFunction, function=torch.asinh):
     """Inverse hyperbolic sine."""
 
-    function = staticmethod(torch.asinh)
 
-
-class Atan(ElementwiseFunction):
+class Atan(ElementwiseFunction, function=torch.atan):
     """Arc tangent, in radians."""
 
-    function = staticmethod(torch.atan)
 
-
-class Atanh(ElementwiseFunction):
+class Atanh(ElementwiseFunction, function=torch.atanh):
     """Inverse hyperbolic tangent."""
 
-    function = staticmethod(torch.atanh)
 
-
-class Ceil(ElementwiseFunction):
+class Ceil(ElementwiseFunction, function=torch.ceil, jumps=True):
     """Smallest whole number not below."""
 
-    jumps = True
-    function = staticmethod(torch.ceil)
 
-
-class Cos(ElementwiseFunction):
+class Cos(ElementwiseFunction, function=torch.cos):
     """Cosine of radians."""
 
-    function = staticmethod(torch.cos)
 
-
-class Cosh(ElementwiseFunction):
+class Cosh(ElementwiseFunction, function=torch.cosh):
     """Hyperbolic cosine."""
 
-    function = staticmethod(torch.cosh)
 
-
-class Erf(ElementwiseFunction):
+class Erf(ElementwiseFunction, function=torch.erf):
     """Error function."""
 
-    function = staticmethod(torch.erf)
 
-
-class Exp(ElementwiseFunction):
+class Exp(ElementwiseFunction, function=torch.exp):
     """Exponential.
 
     Example:
@@ -98,56 +84,37 @@ class Exp(ElementwiseFunction):
         tensor([1., 1.])
     """
 
-    function = staticmethod(torch.exp)
 
-
-class Floor(ElementwiseFunction):
+class Floor(ElementwiseFunction, function=torch.floor, jumps=True):
     """Largest whole number not above."""
 
-    jumps = True
-    function = staticmethod(torch.floor)
 
-
-class HardLog(ElementwiseFunction):
+class HardLog(ElementwiseFunction, function=torch.log):
     """Natural logarithm."""
 
-    function = staticmethod(torch.log)
 
-
-class Reciprocal(ElementwiseFunction):
+class Reciprocal(ElementwiseFunction, function=torch.reciprocal):
     """1 / x."""
 
-    function = staticmethod(torch.reciprocal)
 
-
-class Selu(ElementwiseFunction):
+class Selu(ElementwiseFunction, function=F.selu):
     """Scaled exponential linear unit."""
 
-    function = staticmethod(F.selu)
 
-
-class Sin(ElementwiseFunction):
+class Sin(ElementwiseFunction, function=torch.sin):
     """Sine of radians."""
 
-    function = staticmethod(torch.sin)
 
-
-class Sinh(ElementwiseFunction):
+class Sinh(ElementwiseFunction, function=torch.sinh):
     """Hyperbolic sine."""
 
-    function = staticmethod(torch.sinh)
 
-
-class Sqrt(ElementwiseFunction):
+class Sqrt(ElementwiseFunction, function=torch.sqrt):
     """Square root."""
 
-    function = staticmethod(torch.sqrt)
 
-
-class Tan(ElementwiseFunction):
+class Tan(ElementwiseFunction, function=torch.tan):
     """Tangent of radians."""
-
-    function = staticmethod(torch.tan)
 
 
 class Pow(nn.Module):

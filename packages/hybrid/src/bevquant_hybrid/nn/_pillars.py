@@ -82,11 +82,7 @@ def point_pillars_preprocess(
     return features, coords
 
 
-@operator(
-    "(Tensor[] points_list, Tensor pc_range, Tensor voxel_size, int max_voxels, "
-    "int max_points_per_voxel, bool use_max, Tensor? norm_range, Tensor? norm_dims) "
-    "-> (Tensor, Tensor)"
-)
+@operator
 def _point_pillars_preprocess(
     points_list: Sequence[Tensor],
     pc_range: Tensor,
@@ -271,7 +267,7 @@ def _scattered(features: Tensor, places: Tensor, shape: Sequence[int]) -> Tensor
     return picked.reshape(batch, height, width, channels).permute(0, 3, 1, 2).contiguous()
 
 
-@operator("(Tensor features, Tensor places, int[] shape) -> Tensor")
+@operator
 def scatter_pillars(features: Tensor, places: Tensor, shape: Sequence[int]) -> Tensor:
     """Features ``[M, C]`` at places ``[M, (n, …, y, x)]`` of a picture of zeros.
 

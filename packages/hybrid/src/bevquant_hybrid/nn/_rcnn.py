@@ -252,11 +252,7 @@ class RcnnPostProcess(nn.Module):
         )
 
 
-@operator(
-    "(Tensor[] boxes, Tensor scores, Tensor deltas, Tensor? image_sizes, int[] image_size, "
-    "float nms_threshold, float box_filter_threshold, int num_classes, int post_nms_top_k, "
-    "float[] delta_mean, float[] delta_std) -> Tensor"
-)
+@operator
 def detect_regions(
     boxes: Sequence[Tensor],
     scores: Tensor,

@@ -24,13 +24,7 @@ __all__ = ["DetectionPostProcess", "detect"]
 _Found = tuple[Tensor, Tensor, Tensor]  # boxes, scores, classes
 
 
-@operator(
-    "(Tensor[] boxes, Tensor[] scores, Tensor[] regressions, Tensor? image_shapes, "
-    "float score_threshold, float[]? regression_scale, int? background_class_idx, "
-    "float? size_threshold, int[]? image_size, int? pre_decode_top_n, int? post_decode_top_n, "
-    "float? iou_threshold, int? pre_nms_top_n, int? post_nms_top_n, bool nms_on_each_level, "
-    "str mode) -> Tensor[]"
-)
+@operator
 def detect(
     boxes: Sequence[Tensor],
     scores: Sequence[Tensor],

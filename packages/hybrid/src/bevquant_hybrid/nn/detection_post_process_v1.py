@@ -23,12 +23,7 @@ from bevquant_hybrid.qtensor import QTensor, as_float
 __all__ = ["DetectionPostProcessV1", "detect_v1"]
 
 
-@operator(
-    "(Tensor[] data, Tensor[] anchors, Tensor? image_sizes, int num_classes, "
-    "float box_filter_threshold, int[] class_offsets, int[] use_clippings, int[]? image_size, "
-    "float nms_threshold, float nms_margin, int pre_nms_top_k, int post_nms_top_k, "
-    "str? nms_padding_mode, float[] bbox_min_hw) -> Tensor[]"
-)
+@operator
 def detect_v1(
     data: Sequence[Tensor],
     anchors: Sequence[Tensor],

@@ -11,10 +11,8 @@ from torch.ao.nn import quantized as torch_quantized
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from bevquant_graph import layer_class
-from bevquant_hybrid._fx._fuse import fold
-from bevquant_hybrid.nn.intrinsic import ACTIVATIONS, ANCHORS, fused_class
-from bevquant_hybrid.nn.qat._base import hand_over_qconfig, take_over
-from bevquant_hybrid.qat_mode import QATMode, get_qat_mode
+from bevquant_hybrid._fx._fuse import fused
+from bevquant_hybrid.nn.intrinsic import ACTIVATIONS, ANCHORS
 
 __all__ = ["fuse_known_modules", "fuse_modules"]
 
@@ -57,23 +55,9 @@ def fuse_known_modules(
             "and ReLU or ReLU6, in this order"
         )
     parts = dict(zip(roles, mod_list, strict=True))
-    kept_norm = parts.get("bn") if get_qat_mode() != QATMode.FuseBN else None
-    anchor = parts["conv"]
-    if "bn" in parts and kept_norm is None:
-        anchor = fold(anchor, parts["bn"])
-    fused = anchor
-    if kept_norm is not None or "add" in roles or "act" in roles:
-        anchor = take_over(type(anchor), anchor)
-        activation = parts.get("act")
-        kind = layer_class(activation) if activation is not None else None
-        make = fused_class(
-            layer_class(anchor) or type(anchor), kept_norm is not None, "add" in roles, kind
-        )
-        fused = make(anchor, kept_norm, activation)
-        hand_over_qconfig(anchor, fused)
     place = roles.index("add") if "add" in roles else 0
     made: list[nn.Module] = [nn.Identity() for _ in mod_list]
-    made[place] = fused
+    made[place] = fused(parts["conv"], parts.get("bn"), "add" in roles, parts.get("act"))
     return made
 
 

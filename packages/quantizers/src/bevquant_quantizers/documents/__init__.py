@@ -41,7 +41,7 @@ from ._json import (
     read_content,
     read_json,
 )
-from ._table import text_table
+from ._table import filled, text_table
 from ._write import sweep, write_folder, write_whole
 
 __all__ = [
@@ -54,6 +54,7 @@ __all__ = [
     "Tensors",
     "as_form",
     "check_arrays",
+    "filled",
     "pack_arrays",
     "parse_json",
     "read_arrays",

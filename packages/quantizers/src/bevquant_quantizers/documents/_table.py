@@ -1,8 +1,13 @@
-"""Tables for a terminal."""
+"""Tables for a terminal, and what fills their cells."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from math import isfinite
+from string import Formatter
+from typing import Any
+
+DASH = "–"
 
 
 def text_table(
@@ -35,3 +40,30 @@ def text_table(
     if rule:
         lines.insert(1, "  ".join(rule * width for width in widths))
     return "\n".join(lines)
+
+
+class _Attributes(Formatter):
+    """Names in a text are attributes of the only argument."""
+
+    def get_value(self, key: int | str, args: Any, kwargs: Any) -> Any:
+        return getattr(args[0], str(key))
+
+    def format_field(self, value: Any, format_spec: str) -> Any:
+        if value is None or (isinstance(value, float) and not isfinite(value)):
+            return DASH
+        if format_spec.startswith("100*"):
+            value, format_spec = 100 * value, format_spec.removeprefix("100*")
+        return super().format_field(value, format_spec)
+
+
+def filled(record: object, texts: Iterable[str]) -> tuple[str, ...]:
+    """Texts with a record's attributes in them: the cells of its row.
+
+    They are written as `str.format` has them. "100*" before a form is for per cent. A dash stands
+    for None, NaN and infinity.
+
+    Example:
+        >>> filled(slice(0.5, None), ["{start:.2f} s", "{start:100*.0f} %", "{stop:.1f}"])
+        ('0.50 s', '50 %', '–')
+    """
+    return tuple(_Attributes().vformat(text, (record,), {}) for text in texts)

@@ -16,11 +16,12 @@ from bevfusion_quant.results import (
     BpuOutcome,
     CellParts,
     Column,
-    Row,
+    Columns,
     Table,
     boundary_table,
     bpu_stage_table,
     plan_segments,
+    table_of,
 )
 
 ORDER = 70
@@ -62,29 +63,19 @@ def section(content: ReportContent) -> Section | None:
 
 def _layers(layers: Sequence[BpuLayer]) -> Table:
     """Operators on the BPU: both quantized models against float, and against each other."""
-    columns = (
-        Column("Layer"), Column("Operator", "minor text"), Column("Fake dB"), Column("Integer dB"),
-        Column("Fake cosine", "minor"), Column("Integer cosine", "minor"), Column("Max steps"),
-        Column("Mean steps", "minor"), Column("Differ", "minor"),
-    )  # fmt: skip
-    rows = [
-        Row(
-            (
-                CellParts(path=row.layer),
-                row.operator,
-                fixed(row.fake_sqnr_db, 1),
-                fixed(row.integer_sqnr_db, 1),
-                fixed(row.fake_cosine, 5),
-                fixed(row.integer_cosine, 5),
-                count(row.max_steps),
-                fixed(row.mean_steps, 4),
-                percent(row.differ),
-            )
-        )
-        for row in layers
-    ]
+    columns: Columns = {
+        Column("Layer"): lambda row: CellParts(path=row.layer),
+        Column("Operator", "minor text"): "{operator}",
+        Column("Fake dB"): "{fake_sqnr_db:.1f}",
+        Column("Integer dB"): "{integer_sqnr_db:.1f}",
+        Column("Fake cosine", "minor"): "{fake_cosine:.5f}",
+        Column("Integer cosine", "minor"): "{integer_cosine:.5f}",
+        Column("Max steps"): "{max_steps:,}",
+        Column("Mean steps", "minor"): "{mean_steps:.4f}",
+        Column("Differ", "minor"): lambda row: percent(row.differ),
+    }
     title = "Integers on the BPU, layer by layer"
-    return Table(title, columns, rows, "long", "bpu-layers", "dense plain")
+    return table_of(title, layers, columns, "long", "dense plain", "bpu-layers")
 
 
 def _estimates(outcome: BpuOutcome) -> Iterator[dict[str, Any]]:
@@ -95,21 +86,12 @@ def _estimates(outcome: BpuOutcome) -> Iterator[dict[str, Any]]:
 
 def _estimate(unit: str, estimate: BpuEstimate) -> Table:
     """Operations, bytes and time of each layer, and what bounds it."""
-    columns = (
-        Column("Layer"), Column("Operations", "minor"), Column("Bytes", "minor"),
-        Column("Estimated µs"), Column("Bound by", "text"),
-    )  # fmt: skip
-    rows = [
-        Row(
-            (
-                CellParts(path=layer.path),
-                count(layer.operations),
-                count(layer.loaded_bytes + layer.stored_bytes),
-                fixed(layer.seconds * 1e6, 1),
-                layer.bound or "–",
-            )
-        )
-        for layer in estimate.layers
-    ]
+    columns: Columns = {
+        Column("Layer"): lambda layer: CellParts(path=layer.path),
+        Column("Operations", "minor"): "{operations:,.0f}",
+        Column("Bytes", "minor"): lambda layer: count(layer.loaded_bytes + layer.stored_bytes),
+        Column("Estimated µs"): lambda layer: fixed(layer.seconds * 1e6, 1),
+        Column("Bound by", "text"): lambda layer: layer.bound or "–",
+    }
     title, name = f"Estimated time of each layer: {unit}", f"estimate-{unit.split()[0]}"
-    return Table(title, columns, rows, "long", name, "dense plain")
+    return table_of(title, estimate.layers, columns, "long", "dense plain", name)

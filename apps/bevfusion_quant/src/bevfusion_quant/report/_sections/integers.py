@@ -7,9 +7,9 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from bevfusion_quant.integer import QUERIES
-from bevfusion_quant.report._format import count, finite, fixed, part_of, percent, share
+from bevfusion_quant.report._format import finite, fixed, part_of, percent, share
 from bevfusion_quant.report._page import Section
-from bevfusion_quant.results import CellParts, Column, Row, Table, plain_table
+from bevfusion_quant.results import CellParts, Column, Columns, Row, Table, table_of
 
 if TYPE_CHECKING:
     from bev_data.metrics import AgreementRow
@@ -80,33 +80,25 @@ def _departure(layers: Sequence[LayerRow], row: LayerRow) -> dict[str, Any]:
 
 
 def _stages(stages: Sequence[IntegerStage]) -> Table:
-    heads = ("Last step of the stage", "Fake dB", "Integer dB", "Max steps", "Same input")
-    rows = [
-        (
-            CellParts(text=stage.title, note_path=stage.layer),
-            fixed(stage.fake_sqnr_db, 1),
-            fixed(stage.integer_sqnr_db, 1),
-            fixed(stage.max_steps, 0),
-            fixed(stage.forced_max_steps, 0),
-        )
-        for stage in stages
-    ]
-    return plain_table("SQNR against float; largest differences in the stage", heads, rows)
+    columns: Columns = {
+        "Last step of the stage": lambda row: CellParts(text=row.title, note_path=row.layer),
+        "Fake dB": "{fake_sqnr_db:.1f}",
+        "Integer dB": "{integer_sqnr_db:.1f}",
+        "Max steps": "{max_steps:.0f}",
+        "Same input": "{forced_max_steps:.0f}",
+    }
+    return table_of("SQNR against float; largest differences in the stage", stages, columns)
 
 
 def _agreement(rows: Sequence[AgreementRow]) -> Table:
-    heads = ("Within", "Float", "Integer", "Matched", "Mean |\u2060Δscore|")
-    lines = [
-        (
-            f"{row.distance:g} m",
-            count(row.float_detections),
-            count(row.quantized_detections),
-            count(row.matched),
-            fixed(row.score_mean, 4),
-        )
-        for row in rows
-    ]
-    return plain_table("Detections, float against integer, same class", heads, lines)
+    columns = {
+        "Within": "{distance:g} m",
+        "Float": "{float_detections:,}",
+        "Integer": "{quantized_detections:,}",
+        "Matched": "{matched:,}",
+        "Mean |\u2060Δscore|": "{score_mean:.4f}",
+    }
+    return table_of("Detections, float against integer, same class", rows, columns)
 
 
 def _table(layers: Sequence[LayerRow]) -> Table:

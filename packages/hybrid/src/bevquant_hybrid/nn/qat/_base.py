@@ -109,6 +109,22 @@ def activation_of(qconfig: Any) -> nn.Module | None:
     return made
 
 
+def scaling_qconfig(source: nn.Module, qconfig: Any = None) -> Any:
+    """The qconfig given, or the module's own, which gives its result a scale.
+
+    Raises:
+        ValueError: There is none, or it has no activation.
+    """
+    found = qconfig or getattr(source, "qconfig", None)
+    if found is None or found.activation is None:
+        raise ValueError(
+            f"{module_path(source)} ({type(source).__name__}): its result needs a scale, but its "
+            "qconfig has no activation; set one (get_default_qat_qconfig), since only layers with "
+            "a weight have a 32-bit output"
+        )
+    return found
+
+
 def expect_pictures(model: nn.Module, march: str, hybrid: bool) -> None:
     """Have every QAT module of a model say whether it warns of inputs that have not four axes.
 
@@ -191,13 +207,7 @@ class OutputQuantized(OfFloat):
         Raises:
             ValueError: No qconfig, or one without an activation.
         """
-        qconfig = qconfig or getattr(source, "qconfig", None)
-        if qconfig is None or qconfig.activation is None:
-            raise ValueError(
-                f"{module_path(source)} ({type(source).__name__}): its result needs a scale, but "
-                "its qconfig has no activation; set one (get_default_qat_qconfig), since only "
-                "layers with a weight have a 32-bit output"
-            )
+        qconfig = scaling_qconfig(source, qconfig)
         self = take_over(cls, float_layer(source))
         self._float_class = type(source)
         remember_qconfig(self, source, qconfig)

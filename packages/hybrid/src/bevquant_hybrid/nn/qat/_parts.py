@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import nn
 from torch.ao.quantization import QConfig
@@ -24,6 +24,11 @@ class Composed(nn.Module):
     qualified_name: str
     optional: dict[str, str]  # parts that not every call needs, and what a call needs them for
     _float_source: tuple[nn.Module]  # in a tuple: no part of the model
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """A part."""
 
     @classmethod
     def of(cls, source: nn.Module, qconfig: Any) -> Self:
@@ -89,6 +94,11 @@ class Composed(nn.Module):
                 "values have no scale; calibrate or train with it too"
             )
         return part
+
+    def to_float(self) -> nn.Module:
+        """Return the float module."""
+        made: nn.Module = self.float_source()
+        return made
 
     def float_source(self) -> Any:
         """A copy of the float module, with the qconfig that its user gave it since."""

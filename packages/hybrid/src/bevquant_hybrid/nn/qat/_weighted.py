@@ -57,6 +57,13 @@ class Weighted(nn.Module):
     weight_fake_quant: Any
     activation_post_process: Any
 
+    def __init_subclass__(cls, *, adds: bool = False, activation: str | None = None) -> None:
+        super().__init_subclass__()
+        if adds:  # what is not said is inherited
+            cls.adds = True
+        if activation is not None:
+            cls.activation = activation
+
     @classmethod
     def from_float(cls, source: nn.Module, qconfig: Any = None) -> Self:
         """Take over a float layer or a `Fused` one; parameters are shared.

@@ -40,17 +40,6 @@ class MultiheadAttention(Composed):
     vdim: int
     add_zero_attn: bool
     bias_k: None
-    q_proj: Any
-    k_proj: Any
-    v_proj: Any
-    out_proj: Any
-    scaling: Any
-    scores: Any
-    mask_quant: Any
-    mask_add: Any
-    softmax: Any
-    context: Any
-    average: Any
 
     @classmethod
     def from_float(cls, source: nn.Module, qconfig: Any = None) -> Self:

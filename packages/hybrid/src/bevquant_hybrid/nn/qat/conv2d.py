@@ -25,31 +25,21 @@ class Conv2d(Weighted, nn.Conv2d):
         return result
 
 
-class ConvReLU2d(Conv2d):
+class ConvReLU2d(Conv2d, activation="relu"):
     """Convolution, ReLU."""
 
-    activation = "relu"
 
-
-class ConvReLU62d(Conv2d):
+class ConvReLU62d(Conv2d, activation="relu6"):
     """Convolution, ReLU6."""
 
-    activation = "relu6"
 
-
-class ConvAdd2d(Conv2d):
+class ConvAdd2d(Conv2d, adds=True):
     """Convolution, addition of a second input."""
 
-    adds = True
 
-
-class ConvAddReLU2d(ConvAdd2d):
+class ConvAddReLU2d(ConvAdd2d, activation="relu"):
     """Convolution, addition, ReLU."""
 
-    activation = "relu"
 
-
-class ConvAddReLU62d(ConvAdd2d):
+class ConvAddReLU62d(ConvAdd2d, activation="relu6"):
     """Convolution, addition, ReLU6."""
-
-    activation = "relu6"

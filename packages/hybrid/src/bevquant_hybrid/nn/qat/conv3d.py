@@ -25,31 +25,21 @@ class Conv3d(Weighted, nn.Conv3d):
         return result
 
 
-class ConvReLU3d(Conv3d):
+class ConvReLU3d(Conv3d, activation="relu"):
     """Convolution, ReLU."""
 
-    activation = "relu"
 
-
-class ConvReLU63d(Conv3d):
+class ConvReLU63d(Conv3d, activation="relu6"):
     """Convolution, ReLU6."""
 
-    activation = "relu6"
 
-
-class ConvAdd3d(Conv3d):
+class ConvAdd3d(Conv3d, adds=True):
     """Convolution, addition of a second input."""
 
-    adds = True
 
-
-class ConvAddReLU3d(ConvAdd3d):
+class ConvAddReLU3d(ConvAdd3d, activation="relu"):
     """Convolution, addition, ReLU."""
 
-    activation = "relu"
 
-
-class ConvAddReLU63d(ConvAdd3d):
+class ConvAddReLU63d(ConvAdd3d, activation="relu6"):
     """Convolution, addition, ReLU6."""
-
-    activation = "relu6"

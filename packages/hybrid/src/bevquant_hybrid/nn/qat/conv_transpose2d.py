@@ -42,31 +42,21 @@ class ConvTranspose2d(Weighted, nn.ConvTranspose2d):  # type: ignore[misc]
         return repeat_groups(scale, self.groups)
 
 
-class ConvTransposeReLU2d(ConvTranspose2d):
+class ConvTransposeReLU2d(ConvTranspose2d, activation="relu"):
     """Transposed convolution, ReLU."""
 
-    activation = "relu"
 
-
-class ConvTransposeReLU62d(ConvTranspose2d):
+class ConvTransposeReLU62d(ConvTranspose2d, activation="relu6"):
     """Transposed convolution, ReLU6."""
 
-    activation = "relu6"
 
-
-class ConvTransposeAdd2d(ConvTranspose2d):
+class ConvTransposeAdd2d(ConvTranspose2d, adds=True):
     """Transposed convolution, addition of a second input."""
 
-    adds = True
 
-
-class ConvTransposeAddReLU2d(ConvTransposeAdd2d):
+class ConvTransposeAddReLU2d(ConvTransposeAdd2d, activation="relu"):
     """Transposed convolution, addition, ReLU."""
 
-    activation = "relu"
 
-
-class ConvTransposeAddReLU62d(ConvTransposeAdd2d):
+class ConvTransposeAddReLU62d(ConvTransposeAdd2d, activation="relu6"):
     """Transposed convolution, addition, ReLU6."""
-
-    activation = "relu6"

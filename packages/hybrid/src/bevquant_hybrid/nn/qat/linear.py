@@ -27,31 +27,21 @@ class Linear(Weighted, nn.Linear):  # type: ignore[misc]
         return F.linear(x, weight, bias)
 
 
-class LinearReLU(Linear):
+class LinearReLU(Linear, activation="relu"):
     """Linear layer, ReLU."""
 
-    activation = "relu"
 
-
-class LinearReLU6(Linear):
+class LinearReLU6(Linear, activation="relu6"):
     """Linear layer, ReLU6."""
 
-    activation = "relu6"
 
-
-class LinearAdd(Linear):
+class LinearAdd(Linear, adds=True):
     """Linear layer, addition of a second input."""
 
-    adds = True
 
-
-class LinearAddReLU(LinearAdd):
+class LinearAddReLU(LinearAdd, activation="relu"):
     """Linear layer, addition, ReLU."""
 
-    activation = "relu"
 
-
-class LinearAddReLU6(LinearAdd):
+class LinearAddReLU6(LinearAdd, activation="relu6"):
     """Linear layer, addition, ReLU6."""
-
-    activation = "relu6"

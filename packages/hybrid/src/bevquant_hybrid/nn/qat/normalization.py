@@ -36,8 +36,6 @@ class GroupNorm(Composed):
 
     num_groups: int
     num_channels: int
-    norm: Any
-    affine: Any
 
     @classmethod
     def from_float(cls, source: nn.Module, qconfig: Any = None) -> Self:
@@ -87,10 +85,6 @@ class Normalize(Composed):
     """x·f(Σx²) with the table f = 1/max(√x, ε): squares, their sum and f in 16 bits."""
 
     dim: Any
-    square: Any
-    sum: Any
-    inverse: Any
-    mul: Any
 
     @classmethod
     def from_float(cls, source: nn.Module, qconfig: Any = None) -> Self:
@@ -108,11 +102,6 @@ class Normalize(Composed):
         self.part("inverse", SegmentLUT, InverseNorm(source.eps), qconfig=inner)
         self.part("mul", FloatFunctional, FloatArithmetic())
         return self
-
-    def to_float(self) -> nn.Module:
-        """Return the float module."""
-        made: nn.Module = self.float_source()
-        return made
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize."""

@@ -29,18 +29,6 @@ class LSTMCell(Composed):
 
     input_size: int
     hidden_size: int
-    input_proj: Any
-    hidden_proj: Any
-    gates: Any
-    keep: Any
-    write: Any
-    cell: Any
-    hidden: Any
-    input_gate: Any
-    forget_gate: Any
-    output_gate: Any
-    candidate: Any
-    squashed: Any
 
     @classmethod
     def from_float(cls, source: nn.Module, qconfig: Any = None) -> Self:

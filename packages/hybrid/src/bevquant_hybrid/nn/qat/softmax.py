@@ -14,7 +14,7 @@ from bevquant_hybrid._observers._range import FixedScaleObserver
 from bevquant_hybrid.dtype import qint16
 from bevquant_hybrid.nn._arithmetic import FloatFunctional as FloatArithmetic
 from bevquant_hybrid.nn._functions import Exp, Reciprocal
-from bevquant_hybrid.nn.qat._base import float_layer, module_path, quantized_input
+from bevquant_hybrid.nn.qat._base import float_layer, quantized_input, scaling_qconfig
 from bevquant_hybrid.nn.qat._parts import Composed, of_16_bits
 from bevquant_hybrid.nn.qat.functional_modules import FloatFunctional
 from bevquant_hybrid.nn.qat.segment_lut import SegmentLUT
@@ -34,11 +34,6 @@ class Softmax(Composed):
     """
 
     dim: int | None
-    sub: Any
-    exp: Any
-    sum: Any
-    reciprocal: Any
-    mul: Any
 
     @classmethod
     def from_float(cls, source: nn.Module, qconfig: Any = None) -> Self:
@@ -48,13 +43,7 @@ class Softmax(Composed):
             ValueError: No qconfig with an activation.
         """
         source = float_layer(source, nn.Softmax)
-        qconfig = qconfig or getattr(source, "qconfig", None)
-        if qconfig is None or qconfig.activation is None:
-            raise ValueError(
-                f"{module_path(source)} (Softmax): its result needs a scale, but its qconfig has "
-                "no activation; set one (get_default_qat_qconfig), since only layers with a "
-                "weight have a 32-bit output"
-            )
+        qconfig = scaling_qconfig(source, qconfig)
         self = cls.of(source, qconfig)
         self.dim = source.dim
         inner = of_16_bits(qconfig)
@@ -64,11 +53,6 @@ class Softmax(Composed):
         self.part("reciprocal", SegmentLUT, Reciprocal(), qconfig=inner)
         self.part("mul", FloatFunctional, FloatArithmetic())
         return self
-
-    def to_float(self) -> nn.Module:
-        """Return the float softmax."""
-        made: nn.Module = self.float_source()
-        return made
 
     def forward(self, x: Tensor, excluded: Tensor | None = None) -> Tensor:
         """Normalize.
