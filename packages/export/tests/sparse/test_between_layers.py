@@ -169,8 +169,7 @@ def windowed(nets):
             groups = x.features[padded].view(-1, 8, 8)
             means = groups + self.gate(groups).softmax(1).mean(1, keepdim=True)
             means = means[: (n - 1) // 8 + 1].reshape(-1, 8)
-            back = torch.empty(n, 8)
-            back[:] = x.features
+            back = torch.empty_like(x.features)
             back[order] = means[:n]
             return self.last(x.replace_feature(self.norm(back)))
 
