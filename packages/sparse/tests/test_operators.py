@@ -14,6 +14,7 @@ from bevquant_sparse import (
     WeightLayout,
     build_rulebook,
     conv_forward,
+    open_shapes,
     register_sparse_tensor,
     to_dense,
     use_bevquant_kernels,
@@ -248,3 +249,19 @@ def test_a_traced_size_has_the_limits_of_a_given_one():
     assert module(features, indices, torch.tensor(1)).shape == (1, 2, 1, 3)
     with pytest.raises(RuntimeError, match="assert"):
         module(features, indices, torch.tensor(0))
+
+
+def test_a_batch_size_may_be_a_tensor_where_a_model_is_exported(spconv):
+    class Net(nn.Module):
+        def forward(self, features, indices):
+            frames = indices[:, 0].max() + 1
+            torch._check(frames.item() > 0)
+            x = spconv.SparseConvTensor(features, indices, list(SHAPE), frames)
+            return x.features * x.batch_size
+
+    features, indices = cloud()
+    with open_shapes():
+        program = torch.export.export(Net(), (features, indices), strict=False)
+    made = program.module()
+    assert torch.equal(made(features, indices), features * 2)
+    assert torch.equal(made(features, indices * torch.tensor([0, 1, 1, 1])), features)

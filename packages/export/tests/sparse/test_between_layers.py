@@ -150,6 +150,32 @@ def shared(nets):
     return Shared()
 
 
+def windowed(nets):
+    """Voxels in the order of their windows, padded to groups of eight that share their mean."""
+    spconv = nets.spconv
+
+    class Windowed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.last = subm(nets, 5, 8), subm(nets, 8, 6)
+            self.norm, self.gate = nn.LayerNorm(8), nn.Linear(8, 8)
+
+        def forward(self, features, coords, batch_size):
+            x = self.stem(spconv.SparseConvTensor(features, coords, list(nets.GRID), batch_size))
+            places, n = x.indices.long(), len(x.features)
+            windows = places[:, 1] // 4 * 16 + places[:, 2] // 4
+            order = torch.argsort(windows * 4096 + places[:, 3])
+            padded = torch.cat([order, order[:1].repeat(-n % 8)])
+            groups = x.features[padded].view(-1, 8, 8)
+            means = groups + self.gate(groups).softmax(1).mean(1, keepdim=True)
+            means = means[: (n - 1) // 8 + 1].reshape(-1, 8)
+            back = torch.empty_like(x.features)
+            back[order] = means[:n]
+            return self.last(x.replace_feature(self.norm(back)))
+
+    return Windowed()
+
+
 @pytest.mark.parametrize(
     ("make", "frames", "refused"),
     [
@@ -158,6 +184,7 @@ def shared(nets):
         (gated, 2, "getitem in"),
         (focal, 1, "sigmoid|mul"),
         (shared, 1, "sigmoid|mul"),
+        (windowed, 1, "getitem in|floor_divide in"),
     ],
 )
 def test_a_file_makes_the_integers_of_the_model(nets, tmp_path, make, frames, refused):

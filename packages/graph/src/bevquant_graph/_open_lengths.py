@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType, ModuleType
 from typing import Any
 from unittest import mock
@@ -31,8 +31,9 @@ def open_lengths(model: nn.Module, shares: list[_Scope]) -> Iterator[None]:
     and cannot be had of what ``torch.unique`` or a mask leaves over. So the name has another
     meaning meanwhile in the packages of the model's classes and in files of no library. ``int``
     has one in the modules of `shares` alone, for it is a class that much else is asked of. Where
-    another one takes a share of a number of rows, the names of that module are added to `shares`,
-    and the run ends with an error: it is to be made again.
+    another one takes a share of a number of rows, or ``int(mask.sum() * share)`` of what a tensor
+    holds, the names of that module are added to `shares`, and the run ends with an error: it is to
+    be made again.
     """
     classes = {base for module in model.modules() for base in type(module).__mro__}
     packages = {cls.__module__.partition(".")[0] for cls in classes} - _OTHERS | {_NO_LIBRARY}
@@ -45,19 +46,24 @@ def open_lengths(model: nn.Module, shares: list[_Scope]) -> Iterator[None]:
     ]
     meant: list[tuple[_Scope, str, Any]] = [(scope, "len", _length) for scope in found]
     meant += [(scope, "int", _Integer) for scope in shares]
-    asked: Callable[[torch.SymFloat], int] = torch.SymFloat.__int__
 
-    def integer(number: torch.SymFloat) -> int:
-        frame = sys._getframe(1)
-        if _takes_integers(frame) and _is_share(number):
-            shares.append(frame.f_globals)
-            raise ValueError("int(…) takes a share of an open number")
-        return asked(number)
+    def noted(asked: Callable[[Any], int]) -> Callable[[Any], int]:
+        def integer(number: Any) -> int:
+            frame = sys._getframe(1)
+            if _takes_integers(frame) and _is_share(number):
+                shares.append(frame.f_globals)
+                raise ValueError("int(…) takes a share of an open number")
+            return asked(number)
+
+        return integer
 
     for scope, name, meaning in meant:
         scope[name] = meaning
     try:
-        with mock.patch.object(torch.SymFloat, "__int__", integer):
+        with ExitStack() as stack:
+            for kind in (torch.SymFloat, Tensor):
+                integer = noted(kind.__int__)
+                stack.enter_context(mock.patch.object(kind, "__int__", integer, create=True))
             yield
     finally:
         for scope, name, _ in meant:
@@ -77,22 +83,23 @@ def _takes_integers(frame: FrameType) -> bool:
     return is_authors(code.co_filename) and "int" in code.co_names and "int" not in frame.f_globals
 
 
-def _is_share(number: torch.SymFloat) -> bool:
-    """Whether a number is computed from sizes, and not by dividing sizes by each other.
+def _is_share(number: Any) -> bool:
+    """Whether a number is computed from counts, and not by dividing sizes by each other.
 
-    That, as of maps of two strides, is a number of the model's; what is taken out of a tensor is
-    the example's.
+    That, as of maps of two strides, is a number of the model's; so is an integer that a tensor
+    holds (``int(self.grid[0])``), and a float that is taken out of one is the example's.
     """
-    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # and sympy
-    from torch.utils._sympy.functions import FloatTrueDiv, IntTrueDiv
+    if isinstance(number, Tensor):
+        return torch.compiler.is_compiling() and number.is_floating_point()
+    if not isinstance(number, torch.SymFloat):
+        return False
+    from torch.utils._sympy.functions import FloatTrueDiv, IntTrueDiv  # and sympy
     from torch.utils._sympy.symbol import SymT, symbol_is_type
 
-    node = number.node
-    found = free_unbacked_symbols(number) <= node.shape_env.size_like
     of_floats = (SymT.FLOAT, SymT.UNBACKED_FLOAT)
-    floats = any(symbol_is_type(symbol, of_floats) for symbol in node.expr.free_symbols)
-    divisions = node.expr.atoms(FloatTrueDiv, IntTrueDiv)
-    return found and not floats and not any(d.args[1].free_symbols for d in divisions)
+    floats = any(symbol_is_type(symbol, of_floats) for symbol in number.node.expr.free_symbols)
+    divisions = number.node.expr.atoms(FloatTrueDiv, IntTrueDiv)
+    return not floats and not any(d.args[1].free_symbols for d in divisions)
 
 
 def _length(value: Any, /) -> Any:
@@ -106,9 +113,11 @@ class _Truncation(type):
         return isinstance(value, builtins.int)
 
     def __call__(cls, *args: Any) -> Any:
-        if args and isinstance(args[0], torch.SymFloat) and _is_share(args[0]):
-            return torch.sym_int(args[0])
-        return builtins.int(*args)
+        if not args or not _is_share(args[0]):
+            return builtins.int(*args)
+        if isinstance(args[0], Tensor):
+            return args[0].long().item()
+        return torch.sym_int(args[0])
 
 
 class _Integer(metaclass=_Truncation):

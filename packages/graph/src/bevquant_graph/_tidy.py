@@ -125,6 +125,13 @@ def _joined(operands: Any) -> Any:
     return held if any(len(shape) > 1 for shape in shapes.values()) else operands
 
 
+_aten = torch.ops.aten
+# Memory that the forward writes to has no values of its own that a replay could give again.
+_WRITTEN_LATER: dict[Any, Any] = {
+    _aten.empty.memory_format: _aten.zeros.default,
+    _aten.empty_like.default: _aten.zeros_like.default,
+    _aten.new_empty.default: _aten.new_zeros.default,
+}
 _NEUTRAL = {"add": 0, "sub": 0, "mul": 1, "div": 1}
 
 
@@ -148,7 +155,7 @@ def _changes_nothing(node: fx.Node) -> bool:
 
 
 def tidy(module: fx.GraphModule, model: nn.Module) -> None:
-    """Assertions about sizes and what changes nothing go, and batch norm has one form.
+    """Assertions about sizes and what changes nothing go; batch norm and new memory have one form.
 
     Args:
         module: What torch exported of `model`.
@@ -158,6 +165,10 @@ def tidy(module: fx.GraphModule, model: nn.Module) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
+        if node.target in _WRITTEN_LATER:
+            node.target = _WRITTEN_LATER[node.target]
+            if node.target is _aten.zeros.default:
+                node.kwargs = {k: v for k, v in node.kwargs.items() if k != "memory_format"}
         if node.target is torch.ops.aten._native_batch_norm_legit_no_training.default:
             x, weight, bias, mean, var, momentum, eps = node.args
             with graph.inserting_before(node):

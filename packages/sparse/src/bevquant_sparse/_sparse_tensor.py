@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from threading import Lock
 from typing import Any, ClassVar
 from unittest.mock import patch
@@ -89,15 +90,31 @@ def open_shapes() -> Iterator[None]:
     """Let spconv's sparse tensors keep the sizes of their grid open while a model is exported.
 
     spconv's constructor takes ``int(size)`` of each, which fixes a size that the forward has
-    computed (the largest coordinate of a scan, as Pointcept's SpUNet does) to that of the example.
-    Where spconv was not imported there is nothing to do.
+    computed (the largest coordinate of a scan, as Pointcept's SpUNet does) to that of the example;
+    and it decides by a batch size, which mmdet3d's BEVFusion gives it as a tensor. Where spconv was
+    not imported there is nothing to do.
 
     Example:
         >>> with open_shapes():
         ...     pass
     """
     core = sys.modules.get("spconv.pytorch.core")
-    with nullcontext() if core is None else patch.object(core, "int", _Int, create=True):
+    if core is None:
+        yield
+        return
+    begin = core.SparseConvTensor.__init__
+    names = list(inspect.signature(begin).parameters)
+
+    def counted(*args: Any, **named: Any) -> None:
+        given = dict(zip(names, args, strict=False)) | named
+        if isinstance(given.get("batch_size"), Tensor):
+            given["batch_size"] = given["batch_size"].item()
+        begin(given.pop(names[0]), **given)
+
+    with (
+        patch.object(core, "int", _Int, create=True),
+        patch.object(core.SparseConvTensor, "__init__", counted),
+    ):
         yield
 
 

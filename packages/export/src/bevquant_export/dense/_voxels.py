@@ -28,7 +28,7 @@ from bevquant_export.sparse.portable._sites import Sites, Surroundings
 from bevquant_export.targets._cpu import stored_weights
 
 _AXES = 3
-_ARITHMETIC = {"add": "Add", "sub": "Sub", "mul": "Mul", "floordiv": "Div"}
+_ARITHMETIC = {"add": "Add", "sub": "Sub", "mul": "Mul", "neg": "Neg", "mod": "Mod"}
 _REAL = {"add": "Add", "sub": "Sub", "mul": "Mul", "truediv": "Div"}
 _FILLED = frozenset(("zeros", "ones", "new_zeros", "new_ones"))
 _PADDING = 2  # place among kernel, stride, padding and dilation
@@ -146,9 +146,13 @@ class Voxels:
             real = self._real(step, maker.args[0], read)
             whole = real if what == "trunc" else graph.node(what.capitalize(), path, [real])
             return graph.node("Cast", path, [whole], to=INT64)
-        if maker is None or what not in _ARITHMETIC or len(maker.args) != 2:
+        if maker is None or what not in (*_ARITHMETIC, "floordiv"):
             self._refuse(path, f"a size comes from {what or 'a number'}, which has no form")
         operands = [self._number(step, operand, read) for operand in maker.args]
+        if what == "floordiv":  # rounds down, ONNX's towards 0; its Mod has Python's sign
+            rest = graph.node("Mod", path, operands)
+            operands[0] = graph.node("Sub", path, [operands[0], rest])
+            return graph.node("Div", path, operands)
         return graph.node(_ARITHMETIC[what], path, operands)
 
     def _real(self, step: Step, value: Any, read: Callable[[str], str]) -> str:
