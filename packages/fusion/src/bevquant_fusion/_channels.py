@@ -15,9 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from bevquant_graph import op_spec
-
-_AVERAGES = ("avg_pool", "resize")
+from bevquant_graph import OpSpec, op_spec
 
 
 def is_float(node: fx.Node) -> bool:
@@ -44,7 +42,7 @@ def keeps_channels(node: fx.Node) -> bool:
         return same
     if "dropout" in spec.name:
         return made.args[2] is False
-    return spec.kind in ("identity", "move", "join", *_AVERAGES) or spec.name == "mean"
+    return spec.kind in ("identity", "move", "join") or _averages(spec)
 
 
 def numbered(node: fx.Node, axis: int) -> Tensor:
@@ -73,7 +71,7 @@ def numbers_behind(node: fx.Node, numbers: Mapping[fx.Node, Tensor]) -> Tensor |
     given = {i: none[i] if i in none else numbers[i] for i in inputs}
     index: Any = None if made is node else node.args[1]
     try:
-        if spec.kind not in _AVERAGES and spec.name != "mean":
+        if not _averages(spec):
             return _run(made, given, index)
         first = _run(made, {i: n.double() for i, n in given.items()}, index)
         second = _run(made, {i: n.double() ** 2 for i, n in given.items()}, index)
@@ -107,6 +105,10 @@ def distinct(numbers: Tensor, kept: int | None = None) -> Tensor:
         if stride == 0 and axis != kept and numbers.shape[axis]:
             numbers = numbers.narrow(axis, 0, 1)
     return numbers
+
+
+def _averages(spec: OpSpec) -> bool:
+    return spec.kind in ("avg_pool", "resize") or spec.name == "mean" or "upsample" in spec.name
 
 
 def _run(node: Any, values: Mapping[fx.Node, Tensor], index: Any) -> Tensor:
