@@ -65,7 +65,7 @@ def numbers_behind(node: fx.Node, numbers: Mapping[fx.Node, Tensor]) -> Tensor |
     inputs = [i for i in made.all_input_nodes if is_float(i)]
     if spec.kind == "identity" or spec.name in ("to", "_to_copy"):
         return numbers.get(inputs[0])
-    if any(_size(size) is None for i in inputs for size in i.meta["val"].shape):
+    if any(known_size(size) is None for i in inputs for size in i.meta["val"].shape):
         return None
     none = {i: torch.zeros(_shape(i), dtype=torch.int32) for i in inputs if i not in numbers}
     given = {i: none[i] if i in none else numbers[i] for i in inputs}
@@ -113,7 +113,7 @@ def _averages(spec: OpSpec) -> bool:
 
 def _run(node: Any, values: Mapping[fx.Node, Tensor], index: Any) -> Tensor:
     def value(argument: fx.Node) -> Any:
-        return values[argument] if argument in values else _size(argument.meta["val"])
+        return values[argument] if argument in values else known_size(argument.meta["val"])
 
     args, kwargs = fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value)
     made = node.target(*args, **kwargs)
@@ -122,9 +122,9 @@ def _run(node: Any, values: Mapping[fx.Node, Tensor], index: Any) -> Tensor:
 
 def _shape(node: fx.Node) -> list[int]:
     """A step's shape in the example, 1 for what depends on the data."""
-    return [_size(size) or 1 for size in node.meta["val"].shape]
+    return [known_size(size) or 1 for size in node.meta["val"].shape]
 
 
-def _size(value: Any) -> Any:
+def known_size(value: Any) -> Any:
     """A size, or what it is in the example; None for what depends on the data."""
     return value.node.hint if isinstance(value, torch.SymInt) else value

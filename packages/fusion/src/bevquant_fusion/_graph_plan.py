@@ -30,6 +30,7 @@ from ._channels import (
     distinct,
     is_float,
     keeps_channels,
+    known_size,
     numbered,
     numbers_behind,
     source,
@@ -329,7 +330,7 @@ class Reader:
             if node in inside:
                 continue
             inside.add(node)
-            if self.layer(node) is not None or not keeps_channels(node):
+            if not keeps_channels(node):
                 ends.append(node)
                 continue
             inside.add(source(node))
@@ -479,10 +480,5 @@ def _reads_values(user: fx.Node, node: fx.Node) -> bool:
 
 
 def _sizes(shape: Any) -> list[int] | None:
-    sizes = [_size(size) for size in shape]
+    sizes = [known_size(size) for size in shape]
     return None if None in sizes else sizes
-
-
-def _size(value: Any) -> Any:
-    """A size, or what it is in the example; None for what depends on the data."""
-    return value.node.hint if isinstance(value, torch.SymInt) else value
