@@ -209,7 +209,7 @@ WHY = {
     "e_bn": "e is shared: it is called 2 times",
     "f_bn": "e is shared: it is called 2 times",
     "g_bn": "follows pad(), not a convolution",
-    "h_bn": "normalises axis 2 of what h makes, whose channels are axis 1",
+    "h_bn": "normalises another axis than that of the channels h makes",
 }
 
 
@@ -446,6 +446,64 @@ def test_norms_before_layers_that_pad_nothing_are_folded_into_all_of_them(random
     assert result.max_error < 1e-14
 
 
+class Between(nn.Module):
+    """Slices, shuffled channels, averages and dropout between batch norms and layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.qk, self.q_bn = nn.Conv2d(8, 10, 1, groups=2, bias=False), nn.BatchNorm2d(4)
+        self.pre, self.one = nn.BatchNorm2d(4), nn.Conv2d(4, 6, 1, bias=False)
+        self.wide, self.up = nn.Conv2d(4, 6, 3, padding=1), nn.Conv2d(4, 6, 3)
+        self.pooled = nn.BatchNorm2d(6)
+        self.norm, self.down, self.kv = nn.BatchNorm2d(6), nn.BatchNorm2d(6), nn.Conv2d(8, 3, 1)
+        self.fine, self.fine_bn = nn.Conv2d(8, 8, 3), nn.BatchNorm2d(2)
+        self.q, self.head_bn, self.head = nn.Conv2d(6, 3, 1), nn.BatchNorm1d(3), nn.Linear(3, 2)
+
+    def forward(self, x):
+        fine = torch.sin(self.fine_bn(F.pixel_shuffle(self.fine(x), 2))).mean()
+        a, b = self.qk(x).split([3, 7], 1)
+        b = F.channel_shuffle(b[:, :4], 2)
+        x = F.gelu(self.q_bn(b)) + a.mean(1, keepdim=True)
+        x = F.max_pool2d(self.one(self.pre(x)), 2, 1) * self.wide(F.max_pool2d(x, 2, 1)).tanh()
+        up = F.interpolate(self.up(x[:, :4]), scale_factor=2, mode="bilinear")
+        other = F.adaptive_avg_pool2d(torch.cos(x), (2, 2))
+        x = self.norm(torch.sin(x) + torch.sin(self.pooled(up)).mean((2, 3), keepdim=True))
+        less = self.down(F.adaptive_avg_pool2d(x, (2, 2)))
+        kv = self.kv(torch.cat((other[:, :1], less, other[:, 1:2]), 1))
+        x = self.q(x) * kv.mean((2, 3), keepdim=True) * fine
+        return self.head(F.dropout(self.head_bn(torch.sin(x).mean((2, 3))), 0.5, self.training))
+
+
+class NotBetween(nn.Module):
+    """An average with padded zeros in it; channels that somebody else reads as well; a ReLU."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.zeros, self.seen = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.BatchNorm2d(2)
+        self.relu, self.point = nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1)
+
+    def forward(self, x):
+        x = torch.sin(self.zeros(F.avg_pool2d(self.conv(x), 3, 1, 1)))
+        y = self.point(self.relu(F.relu(x)))
+        return self.seen(y[:, :2]) * y[:, 1:3]
+
+
+def test_between_a_norm_and_its_layer_channels_are_followed_one_by_one(randomise):
+    result = fuse_model(randomise(Between()), torch.randn(2, 8, 7, 7).double())
+    folded = {f.bn: f.conv for f in result.fused}
+    assert folded == {
+        "fine_bn": "fine", "q_bn": "qk", "pre": "one", "pooled": "up",
+        "norm": "kv", "down": "kv", "head_bn": "head",
+    }  # fmt: skip
+    assert result.max_error < 1e-14
+    kept = fuse_model(randomise(NotBetween()), torch.randn(2, 4, 6, 6).double())
+    assert {s.bn: s.reason for s in kept.skipped} == {
+        "zeros": "follows avg_pool2d(), not a convolution or linear layer",
+        "seen": "point's output is also read by slice()",
+        "relu": "follows relu(), not a convolution or linear layer",
+    }
+
+
 class Standardised(nn.Conv2d):
     """Scaled weight standardisation by a batch norm over the weight, as NF-ResNets have it."""
 
@@ -552,8 +610,8 @@ def test_weights_too_large_for_one_of_several_layers_leave_all_as_they_are(rando
     with torch.no_grad():
         net.norm.weight.fill_(1e30)
         net.one[0].weight.fill_(1e10)
-    before = net.two.weight.clone()
+    before, whole = net.two.weight.clone(), (0, 1, 2, 3)
+    parts = [(net.two, Part("two", whole)), (net.one[0], Part("one.0", whole, False))]
     with pytest.raises(ValueError, match="not finite"):
-        fold_parts([(net.two, Part("two", 0, 4, True)), (net.one[0], Part("one.0", 0, 4, False))],
-                   norm_of(net.norm))  # fmt: skip
+        fold_parts(parts, norm_of(net.norm))
     assert torch.equal(net.two.weight, before)

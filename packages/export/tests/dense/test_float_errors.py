@@ -76,6 +76,17 @@ def test_errors_reach_what_rounding_does_and_little_further(
     assert off.mean() < error.mean() < 60 * off.mean()
 
 
+class Resized(nn.Module):
+    """An image that is made fit for a layer."""
+
+    def __init__(self, resize: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.conv, self.resize = nn.Conv2d(3, 4, 1), resize
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(self.resize(x))
+
+
 # Layers, the shapes of their inputs, and how many products a sum has.
 LAYERS: dict[str, tuple[Callable[[], Any], tuple[int, ...], int]] = {
     "linear": (lambda: nn.Linear(96, 8), (2, 400, 96), 96),
@@ -108,6 +119,21 @@ def test_errors_reach_what_float_sums_of_layers_lose(calibrated: Fixture, name: 
     off, error = (made[0].double() - made[1]).abs().detach().numpy(), errors.errors[wanted]
     assert np.mean(off <= error) > 0.998
     assert off.mean() < error.mean() < 20 * terms**0.5 * off.mean()
+
+
+def test_errors_of_a_resize_are_those_of_the_places_it_reads_at(calibrated: Fixture) -> None:
+    def resize(x: Tensor) -> Tensor:
+        return F.interpolate(x, (97, 53), mode="bicubic")
+
+    x = torch.randn(1, 3, 120, 60)
+    integers = simulate(calibrated(Resized(resize), x), x)
+    rounds = next(step for step in integers.steps if step.op == "quantize")
+    wanted = rounds.args[0].name
+    errors = FloatErrors(integers.program, {wanted}, half=False)
+    errors.run(integers, x)
+    off, error = (resize(x).double() - resize(x.double())).abs().numpy(), errors.errors[wanted]
+    assert np.mean(off <= error) > 0.995
+    assert off.mean() < error.mean() < 60 * off.mean()
 
 
 def test_errors_are_the_same_in_every_run(calibrated: Fixture) -> None:

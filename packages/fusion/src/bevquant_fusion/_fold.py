@@ -43,19 +43,18 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Part:
-    """What one of several layers takes of a batch norm y = s·x + t (`_sums`).
+    """What one layer takes of a batch norm y = s·x + t.
 
     Attributes:
         layer: Its path.
-        first: The channel of the batch norm that is the layer's channel 0.
-        channels: How many it makes; all are multiplied by s.
-        shifted: Whether it adds t.
+        channels: For each of the layer's own channels that of the batch norm which it is multiplied
+            by; −1 for none. Channels that the layer makes, or reads where it stands behind.
+        shifted: Whether it adds t; of several layers in a sum one does.
     """
 
     layer: str
-    first: int
-    channels: int
-    shifted: bool
+    channels: tuple[int, ...]
+    shifted: bool = True
 
 
 @dataclass(frozen=True)
@@ -70,9 +69,8 @@ class Fold:
         rest: Names of its own children that run after the normalisation, in order; None where
             something else does, so that the normalisation has to stay and do nothing.
         indexed: Whether other code picks members out of the chain that it is in.
-        readers: Paths of the layers that take it where it stands before them; none where it stands
-            behind ``conv``.
-        parts: What each of several layers before it takes; none where one takes all of it.
+        parts: What each layer takes; none where ``conv`` takes all of it, channel by channel.
+        ahead: Whether these layers stand behind the batch norm.
         axes: Spatial axes of the depthwise convolution that it becomes; 0 where layers take it.
     """
 
@@ -82,8 +80,8 @@ class Fold:
     caller: str
     rest: tuple[str, ...] | None = ()
     indexed: bool = False
-    readers: tuple[str, ...] = ()
     parts: tuple[Part, ...] = ()
+    ahead: bool = False
     axes: int = 0
 
 

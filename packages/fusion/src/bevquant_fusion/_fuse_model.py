@@ -26,7 +26,7 @@ from bevquant_graph import (
 )
 
 from ._fold import Fold, Skipped
-from ._fuse_pair import as_convolution, fold_ahead, fold_into, fold_parts
+from ._fuse_pair import as_convolution, fold_into, fold_parts
 from ._plain import made_plain
 from ._plan import Plan, plan_fusion
 from ._remove_bn import Removal, neutralise, norm_at, remove_batch_norms
@@ -121,11 +121,12 @@ def fuse_model(
     """Fold batch norms into the convolutions and linear layers beside them.
 
     With ``example_inputs`` the model is captured (``bevquant_graph.capture``), and a batch norm is
-    folded where all that one convolution or linear layer makes goes to it and nowhere else, at most
-    through views, permutations and the like that keep channels apart; and one that no layer and no
-    ReLU feeds where only dense layers that pad no zeros read it. One of a sum or a concatenation
-    of such layers goes into all of them, and one that stands in a sum with convolutions of what it
-    reads (RepVGG's identity branch) becomes a depthwise 1×1 convolution. Functional
+    folded where the channels that one convolution or linear layer makes go to it and nowhere else,
+    at most through what moves values and keeps channels apart, or averages them over places; and
+    else, where no ReLU feeds it, into the layers behind it, if only dense ones that pad no zeros
+    read it. One of a sum or a concatenation of layers before it goes into all of them, and one that
+    stands in a sum with convolutions of what it reads (RepVGG's identity branch) becomes a
+    depthwise 1×1 convolution. Functional
     ``F.batch_norm`` and classes that do more than normalise are folded too, and what more they do
     is kept. A layer that
     computes its weight from parameters alone in every call (standardised weights) becomes a plain
@@ -272,10 +273,9 @@ def _fuse(model: nn.Module, plan: Plan, stopped: Iterable[str]) -> FusionResult:
             skipped.append(Skipped(fold.bn, f"is called by a forward itself, and {reason}"))
             continue
         try:
-            if fold.readers:
-                fold_ahead([model.get_submodule(path) for path in fold.readers], norm)
-            elif fold.parts:
-                fold_parts([(model.get_submodule(p.layer), p) for p in fold.parts], norm)
+            if fold.parts:
+                parts = [(model.get_submodule(p.layer), p) for p in fold.parts]
+                fold_parts(parts, norm, ahead=fold.ahead)
             elif fold.axes:
                 own[fold] = as_convolution(norm, fold.axes)
             else:

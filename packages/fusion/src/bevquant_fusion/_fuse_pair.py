@@ -133,39 +133,40 @@ def fold_into(conv: nn.Module, norm: Norm) -> None:
     conv.bias = new_bias
 
 
-def fold_ahead(layers: list[nn.Module], norm: Norm) -> None:
-    """Fold ``norm`` into the dense layers that read it, in place; that they can was asked before.
+def fold_parts(layers: list[tuple[nn.Module, Part]], norm: Norm, *, ahead: bool = False) -> None:
+    """Fold ``norm`` into layers before it, or ``ahead`` of them, in place; that they can was asked.
 
     Raises:
         ValueError: A folded weight is not finite; nothing was changed.
     """
-    made = []
-    for layer in layers:
-        one: Any = layer
-        made.append(absorb_norm(one.weight, one.bias, norm, getattr(one, "groups", 1)))
-        _check_finite(layer, *made[-1])
-    for layer, (weight, bias) in zip(layers, made, strict=True):
-        layer.weight, layer.bias = weight, bias
-
-
-def fold_parts(layers: list[tuple[nn.Module, Part]], norm: Norm) -> None:
-    """Fold ``norm`` into several layers before it, in place; that they can was asked before.
-
-    Raises:
-        ValueError: A folded weight is not finite; nothing was changed.
-    """
-    unshifted = norm._replace(mean=torch.zeros_like(norm.mean), bias=None)
     before: list[Any] = [(layer, layer.weight, layer.bias) for layer, _ in layers]
     try:
-        for layer, part in layers:
-            own = slice(part.first, part.first + part.channels)
-            whole = norm if part.shifted else unshifted
-            cut: list[Any] = [v[own] if isinstance(v, Tensor) else v for v in whole]
-            fold_into(layer, Norm(*cut))
+        for (layer, weight, bias), (_, part) in zip(before, layers, strict=True):
+            own = _picked(norm, part)
+            if not ahead:
+                fold_into(layer, own)
+                continue
+            groups = getattr(layer, "groups", 1)
+            layer.weight, layer.bias = absorb_norm(weight, bias, own, groups)
+            _check_finite(layer, layer.weight, layer.bias)
     except ValueError:
         for layer, weight, bias in before:
             layer.weight, layer.bias = weight, bias
         raise
+
+
+def _picked(norm: Norm, part: Part) -> Norm:
+    """What a layer takes of a norm, in float64, channel by channel; s = 1, t = 0 for none."""
+    own = torch.tensor(part.channels, device=norm.mean.device)
+
+    def of(value: Tensor | None, none: float, given: bool = True) -> Tensor:
+        filled = torch.full(own.shape, none, dtype=torch.float64, device=own.device)
+        if value is None or not given:
+            return filled
+        return torch.where(own < 0, filled, value.detach().double()[own.clamp_min(0)])
+
+    mean, var = of(norm.mean, 0.0, part.shifted), of(norm.var.double() + norm.eps, 1.0)
+    return Norm(mean, var, 0.0, of(norm.weight, 1.0), of(norm.bias, 0.0, part.shifted))
 
 
 def as_convolution(norm: Norm, axes: int) -> nn.Module:

@@ -1,9 +1,9 @@
 """Which batch norm belongs to which layer, read off a captured graph.
 
-From the input of a batch norm one walks back through whatever moves values but keeps channels
-apart. Where the walk ends, one layer must have made it all, and nobody else may read any of it.
-Where neither a layer nor a ReLU made it, one walks on from its output instead: all readers must be
-layers then. What is left may belong to parallel layers (`_sums`).
+From the input of a batch norm one walks back through whatever keeps channels apart (`_channels`).
+Where the walk ends, one layer must have made it all, and nobody else may read these channels of it.
+Otherwise, where no ReLU made it, one walks on from its output: all readers must be layers then.
+What is left may belong to parallel layers (`_sums`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,18 @@ from torch.overrides import TorchFunctionMode
 from bevquant_graph import Graph, layer_class, op_spec
 from bevquant_sparse import is_sparse_conv
 
-from ._fold import Fold, NormPaths, Refused, Skipped, layer_problem, tensor_owners, tied_to
+from ._channels import (
+    channels_along,
+    channels_into,
+    distinct,
+    is_float,
+    keeps_channels,
+    known_size,
+    numbered,
+    numbers_behind,
+    source,
+)
+from ._fold import Fold, NormPaths, Part, Refused, Skipped, layer_problem, tensor_owners, tied_to
 from ._foldable import DENSE, bn_problem, has_hooks, is_convolution, out_channels
 from ._sums import Sums
 
@@ -46,12 +57,9 @@ def from_graph(
         alone: Whether what nothing takes becomes a depthwise convolution.
     """
     reader = Reader(model, graph, plain)
-    found: dict[str, Fold | Skipped] = {}
-    for path, nodes in reader.norms.items():
-        try:
-            found[path] = reader.fold(path, nodes)
-        except Refused as refusal:
-            found[path] = Skipped(path, str(refusal), graph.location(nodes[0]))
+    found = reader.found
+    for path in list(reader.norms):
+        reader.plan(path)
     sums = Sums(reader, found)
     for path in [path for path, item in found.items() if isinstance(item, Skipped)]:
         with suppress(Refused):
@@ -81,14 +89,16 @@ class Reader:
 
     def __init__(self, model: nn.Module, graph: Graph, plain: Collection[str]) -> None:
         self.model, self.graph, self.plain = model, graph, plain
+        self.operations = list(graph.operations)
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.owners = tensor_owners(model)
         self.names = {module: path for path, module in model.named_modules()}
         self.norms: dict[str, list[fx.Node]] = defaultdict(list)
+        self.found: dict[str, Fold | Skipped] = {}
         self.layers: dict[str, list[fx.Node]] = defaultdict(list)
         self.readers: dict[str, list[fx.Node]] = defaultdict(list)
         self.callers: dict[str, set[str]] = defaultdict(set)  # of the members of a module
-        for node in graph.operations:
+        for node in self.operations:
             stack = self.stack(node)
             for outer, inner in zip(["", *stack], stack, strict=False):
                 if inner:
@@ -131,93 +141,149 @@ class Reader:
 
     # One batch norm
 
+    def plan(self, path: str) -> Fold | Skipped:
+        """What becomes of the batch norm at ``path``; of one that it is folded over, first that."""
+        if path not in self.found:
+            norms = self.norms[path]
+            where = self.graph.location(norms[0])
+            self.found[path] = Skipped(path, "reads what it makes itself", where)
+            try:
+                planned: Fold | Skipped = self.fold(path, norms)
+            except Refused as refusal:
+                planned = Skipped(path, str(refusal), where)
+            del self.found[path]  # folds are made in the order in which they are planned
+            self.found[path] = planned
+        return self.found[path]
+
     def fold(self, path: str, norms: list[fx.Node]) -> Fold:
         """How the batch norm at ``path``, called at ``norms``, is folded."""
         numbers = self.numbers(path, norms)
-        channels = int(self.constant(numbers.mean).shape[0])
-        ends, inside = self.behind(norms, channels)
-        layers = {self.layer(node) for node, _ in ends}
-        for node, _ in ends:
+        ends, inside = self.behind(norms)
+        try:
+            return self.fold_back(path, norms, numbers, ends, inside)
+        except Refused:
+            relu = any(op_spec(end.target).kind == "relu" for end in ends)
+            ahead = None if relu else self.fold_ahead(path, norms, numbers)
+            if ahead is None:
+                raise
+            return ahead
+
+    def fold_back(
+        self,
+        path: str,
+        norms: list[fx.Node],
+        numbers: NormPaths,
+        ends: list[fx.Node],
+        inside: set[fx.Node],
+    ) -> Fold:
+        """The fold into the layer that made all that the batch norm reads.
+
+        Raises:
+            Refused: There is no such layer, or somebody else reads these channels of it.
+        """
+        for node in ends:
             if self.layer(node) is None:
-                relu = any(op_spec(end.target).kind == "relu" for end, _ in ends)
-                ahead = None if relu else self.fold_ahead(path, norms, numbers, channels)
-                if ahead is not None:
-                    return ahead
                 if node.op == "placeholder":
                     raise Refused("normalises an input of the model")
                 raise Refused(f"follows {self.describe(node)}, not a convolution or linear layer")
+        layers = {self.layer(node) for node in ends}
         if len(layers) != 1:
             shared = f"is shared: it is called {len(norms)} times, and" if norms[1:] else "reads"
             raise Refused(f"{shared} what several layers make: {', '.join(map(str, layers))}")
         conv = str(next(iter(layers)))
-        self.refuse_other_readers(conv, norms, inside)
-        self.refuse_sharing(conv, norms, [node for node, _ in ends])
-        own = all(self.applies_weights(conv, node) for node, _ in ends)
-        problem = layer_problem(self.model, self.owners, conv, channels, own_forward=own)
+        own = all(self.applies_weights(conv, node) for node in ends)
+        marks = {n: numbered(n, self.channel_axis(conv, n)) for n in ends}
+        self.follow(marks, inside)
+        part = self.taken(conv, norms, marks)
+        self.refuse_other_readers(part, norms, inside, marks)
+        self.refuse_sharing(conv, norms, ends)
+        made = len(part.channels)
+        problem = layer_problem(self.model, self.owners, conv, made, own_forward=own)
         if problem is not None:
             raise Refused(problem)
-        for node, axis in ends:
-            made = self.channel_axis(conv, node)
-            if axis != made and channels > 1:
-                raise Refused(
-                    f"normalises axis {axis} of what {conv} makes, whose channels are axis {made}"
-                )
-        self.refuse_hooks(ends[0][0], norms[0])
+        self.refuse_hooks(ends[0], norms[0])
         caller = ["", *self.stack(norms[0])][-2]
         parent = path.rpartition(".")[0]
         indexed = any(outer != parent for outer in self.callers[parent])
-        return Fold(conv, path, numbers, caller, self.rest(path, norms), indexed)
+        rest = self.rest(path, norms)
+        parts = () if part.channels == tuple(range(made)) else (part,)
+        return Fold(conv, path, numbers, caller, rest, indexed, parts)
 
-    def fold_ahead(
-        self, path: str, norms: list[fx.Node], numbers: NormPaths, channels: int
-    ) -> Fold | None:
+    def follow(self, marks: dict[fx.Node, Tensor], inside: set[fx.Node]) -> None:
+        """Number the values between a layer and a batch norm by the layer's channels."""
+        for node in self.operations:
+            if node in inside and node not in marks and keeps_channels(node) and is_float(node):
+                found = numbers_behind(node, marks)
+                if found is None or not distinct(found).all():
+                    name = self.describe(source(node))
+                    raise Refused(f"follows {name}, not a convolution or linear layer")
+                marks[node] = found
+
+    def taken(self, conv: str, norms: list[fx.Node], marks: dict[fx.Node, Tensor]) -> Part:
+        """Which channel of a batch norm each channel of a layer goes to."""
+        read = [channels_into(marks[norm.all_input_nodes[0]], 1) for norm in norms]
+        if read[0] is None or any(other != read[0] for other in read):
+            raise Refused(f"normalises another axis than that of the channels {conv} makes")
+        made = out_channels(self.modules[conv])
+        return Part(conv, tuple(read[0].get(channel + 1, -1) for channel in range(made)))
+
+    def fold_ahead(self, path: str, norms: list[fx.Node], numbers: NormPaths) -> Fold | None:
         """The fold into all that read the batch norm; None where that is more than dense layers."""
+        marks = {norm: numbered(norm, 1) for norm in norms}
         ends: dict[str, list[fx.Node]] = defaultdict(list)
-        pending = [(norm, 1) for norm in norms]
-        while pending:
-            value, axis = pending.pop()
-            for user in value.users:
-                layer = None if user.op == "output" else self.layer(user)
-                if user.op == "output" or (layer is None and not _is_float(user)):
-                    if user.op == "output" or _reads_values(user, value):
-                        return None
-                elif layer is None:
-                    axes = range(int(user.meta["val"].dim()))
-                    after = [a for a in axes if _axis_before(user, a, channels) == axis]
-                    if len(after) != 1 or sum(map(_is_float, user.all_input_nodes)) != 1:
-                        return None
-                    pending.append((user, after[0]))
-                elif not self.takes_norm(layer, user, value, axis):
+        takes: dict[str, set[Any]] = defaultdict(set)
+        for node in self.operations[self.operations.index(norms[0]) :]:
+            read = [v for v in source(node).all_input_nodes if v in marks]
+            if node in marks or not any(_reads_values(source(node), v) for v in read):
+                continue
+            layer = self.layer(node)
+            found = None
+            if layer is not None:
+                if len(read) > 1 or not self.takes_norm(layer, node, read[0]):
                     return None
-                else:
-                    ends[layer].append(user)
+                ends[layer].append(node)
+                takes[layer].add(channels_along(marks[read[0]], self.channel_axis(layer, read[0])))
+                continue
+            if node.target is _BATCH_NORM and read == [node.args[0]]:
+                below = self.plan(self.owner(node))
+                found = marks[read[0]] if isinstance(below, Fold) and below.ahead else None
+            elif keeps_channels(node):
+                if not is_float(node):
+                    continue  # a split, whose parts are read one by one
+                found = numbers_behind(node, marks)
+            if found is None:
+                return None
+            if distinct(found).any():
+                marks[node] = found
+        if any(user.op == "output" for node in marks for user in node.users):
+            return None
+        parts = []
         try:
             for layer, nodes in ends.items():
                 self.refuse_sharing(layer, norms, nodes)
                 self.refuse_hooks(norms[0], nodes[0])
+                (channels,) = takes[layer] if len(takes[layer]) == 1 else (None,)
+                made = out_channels(self.modules[layer])
+                problem = layer_problem(self.model, self.owners, layer, made, own_forward=True)
+                if channels is None or problem is not None:
+                    return None
+                parts.append(Part(layer, tuple(c - 1 for c in channels)))
         except Refused:
             return None
-        readers = tuple(ends)
-        made = [out_channels(self.modules[p]) for p in readers]
-        problems = [
-            layer_problem(self.model, self.owners, p, channels, own_forward=True)
-            for p, channels in zip(readers, made, strict=True)
-        ]
-        if not readers or any(problems):
+        if not parts:
             return None
-        caller = ["", *self.stack(norms[0])][-2]
-        return Fold(readers[0], path, numbers, caller, self.rest(path, norms), readers=readers)
+        caller, rest = ["", *self.stack(norms[0])][-2], self.rest(path, norms)
+        return Fold(parts[0].layer, path, numbers, caller, rest, parts=tuple(parts), ahead=True)
 
-    def takes_norm(self, layer: str, made: fx.Node, value: fx.Node, axis: int) -> bool:
-        """Whether a dense layer applies its weight to a value's channels, and pads no zeros."""
+    def takes_norm(self, layer: str, made: fx.Node, value: fx.Node) -> bool:
+        """Whether a dense layer applies its weight to a value, and pads no zeros."""
         module: Any = self.modules[layer]
         if is_sparse_conv(module) or not self.applies_weights(layer, made):
             return False
         if made.args[0] is not value or getattr(module, "transposed", False):
             return False
         padding: Any = made.args[4] if len(made.args) > 4 else 0
-        none = padding == "valid" or not any([padding] if isinstance(padding, int) else padding)
-        return none and axis == self.channel_axis(layer, value)
+        return padding == "valid" or not any([padding] if isinstance(padding, int) else padding)
 
     def numbers(self, path: str, norms: list[fx.Node]) -> NormPaths:
         """Where the numbers of the norm are, if they are its alone."""
@@ -255,25 +321,20 @@ class Reader:
 
     # The way back
 
-    def behind(
-        self, norms: list[fx.Node], channels: int
-    ) -> tuple[list[tuple[fx.Node, int]], set[fx.Node]]:
-        """Where the values come from, each with its axis of channels, and all nodes on the way."""
-        pending = [(n.all_input_nodes[0], 1) for n in norms]
+    def behind(self, norms: list[fx.Node]) -> tuple[list[fx.Node], set[fx.Node]]:
+        """Where the values come from, and all nodes on the way."""
+        pending: list[fx.Node] = [n.all_input_nodes[0] for n in norms]
         ends, inside = [], set(norms)
         while pending:
-            node, axis = pending.pop()
+            node = pending.pop()
             if node in inside:
                 continue
             inside.add(node)
-            before = _axis_before(node, axis, channels)
-            if before is None:
-                ends.append((node, axis))
+            if not keeps_channels(node):
+                ends.append(node)
                 continue
-            mover = node.args[0] if node.target is operator.getitem else node
-            assert isinstance(mover, fx.Node)
-            inside.add(mover)
-            pending += [(value, before) for value in mover.all_input_nodes if _is_float(value)]
+            inside.add(source(node))
+            pending += [value for value in source(node).all_input_nodes if is_float(value)]
         return ends, inside
 
     def channel_axis(self, conv: str, node: fx.Node) -> int:
@@ -311,7 +372,7 @@ class Reader:
         """Whether a layer without a bias hands the one that it is given to its product."""
         own = {n for n in self.layers[conv] if self.graph.call(n)[1] == self.graph.call(made)[1]}
         read = {v for n in own for v in n.all_input_nodes} - own
-        given = [v for v in read if _is_float(v) and not self.graph.constant_path(v)]
+        given = [v for v in read if is_float(v) and not self.graph.constant_path(v)]
         sizes = _sizes(given[0].meta["val"].shape) if len(given) == 1 else None
         if sizes and layer_class(self.modules[conv], *DENSE) is type(self.modules[conv]):
             return True  # torch's own forward
@@ -328,16 +389,24 @@ class Reader:
 
     # What stands against it
 
-    def refuse_other_readers(self, conv: str, norms: list[fx.Node], inside: set[fx.Node]) -> None:
+    def refuse_other_readers(
+        self, part: Part, norms: list[fx.Node], inside: set[fx.Node], marks: dict[fx.Node, Tensor]
+    ) -> None:
+        """Refuse where somebody else reads a channel that the batch norm takes."""
         others: dict[str, None] = {}
+        channels = torch.tensor([i for i, norm in enumerate(part.channels, 1) if norm >= 0])
         for node in inside.difference(norms):
             for user in node.users:
-                if user.op == "output":
-                    others["the outside of the model"] = None
-                elif user not in inside and _reads_values(user, node):
-                    others[self.describe(user)] = None
+                if user in inside or not (user.op == "output" or _reads_values(user, node)):
+                    continue
+                read = marks.get(node)
+                if keeps_channels(user) and user.op != "output":
+                    read = numbers_behind(user, marks) if is_float(user) else read
+                if read is None or torch.isin(channels, distinct(read)).any():
+                    out = user.op == "output"
+                    others["the outside of the model" if out else self.describe(user)] = None
         if others:
-            raise Refused(f"{conv}'s output is also read by {', '.join(others)}")
+            raise Refused(f"{part.layer}'s output is also read by {', '.join(others)}")
 
     def refuse_sharing(self, conv: str, norms: list[fx.Node], ends: list[fx.Node]) -> None:
         nodes = self.layers[conv]
@@ -350,7 +419,7 @@ class Reader:
                 value
                 for node in own
                 for value in node.all_input_nodes
-                if value not in own and _is_float(value) and not self.graph.constant_path(value)
+                if value not in own and is_float(value) and not self.graph.constant_path(value)
             }
             if len(given) > 1:
                 raise Refused(f"{conv} takes {len(given)} tensors, so its output is a sum")
@@ -378,7 +447,7 @@ class Reader:
         order = [name for name, child in module._modules.items() if child is not None]
         groups: list[tuple[str, list[fx.Node]]] = []
         value, known = norms[0], set(norms)
-        for node in self.graph.operations:
+        for node in self.operations:
             stack = self.stack(node)
             if path not in stack or node in known or op_spec(node.target).kind == "size":
                 continue
@@ -410,65 +479,6 @@ def _reads_values(user: fx.Node, node: fx.Node) -> bool:
     return spec.kind != "size" and node in given
 
 
-def _is_float(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, Tensor) and value.is_floating_point()
-
-
-def _axis_before(node: fx.Node, axis: int, channels: int) -> int | None:
-    """The axis of channels in the inputs of a step that only moves values; None for other steps.
-
-    The step itself is run on tensors in which every value is the number of its channel.
-    """
-    mover: Any = node
-    index: Any = None
-    if node.target is operator.getitem:
-        mover, index = node.args
-    spec = op_spec(mover.target)
-    moves = spec.kind in ("identity", "move", "join") and "dropout" not in spec.name
-    inputs = [i for i in mover.all_input_nodes if isinstance(i.meta.get("val"), Tensor)]
-    if mover.op != "call_function" or not inputs or not all(map(_is_float, inputs)):
-        return None
-    if spec.name in ("to", "_to_copy"):
-        return axis if node.meta["val"].dtype == inputs[0].meta["val"].dtype else None
-    if not moves:
-        return None
-    shapes = {i: _sizes(i.meta["val"].shape) for i in mover.all_input_nodes if i in inputs}
-    if any(shape is None for shape in shapes.values()):
-        return axis if spec.kind == "identity" else None
-    first = shapes[inputs[0]] or []
-    for before in sorted(range(len(first)), key=lambda a: a != axis):
-        if all(len(s or []) > before and (s or [])[before] == channels for s in shapes.values()):
-            try:
-                marked = {i: _marked(s or [], before) for i, s in shapes.items()}
-                made = _run(mover, marked, index)
-            except Exception:  # whatever an operator says to integers or a size it has no hint of
-                return None
-            if made.shape[axis] == channels and torch.equal(made, _marked(made.shape, axis)):
-                return before
-    return None
-
-
-def _run(node: Any, values: dict[fx.Node, Tensor], index: Any) -> Tensor:
-    def value(argument: fx.Node) -> Any:
-        return values[argument] if argument in values else _size(argument.meta["val"])
-
-    args, kwargs = fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value)
-    made = node.target(*args, **kwargs)
-    return torch.as_tensor(made if index is None else made[index])
-
-
-def _marked(shape: Any, axis: int) -> Tensor:
-    numbers = torch.arange(1, shape[axis] + 1, dtype=torch.int32)  # zero is what padding puts in
-    numbers = numbers.reshape([-1 if a == axis else 1 for a in range(len(shape))])
-    return numbers.expand(*shape).contiguous()
-
-
 def _sizes(shape: Any) -> list[int] | None:
-    sizes = [_size(size) for size in shape]
+    sizes = [known_size(size) for size in shape]
     return None if None in sizes else sizes
-
-
-def _size(value: Any) -> Any:
-    """A size, or what it is in the example; None for what depends on the data."""
-    return value.node.hint if isinstance(value, torch.SymInt) else value

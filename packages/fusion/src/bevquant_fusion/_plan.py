@@ -53,7 +53,7 @@ def plan_fusion(model: nn.Module, graph: Graph | None, failure: str = "") -> Pla
         untraced |= refused
         if failure:
             untraced[""] = failure
-    called = {f.conv for f in found.values() if isinstance(f, Fold) and not f.readers}
+    called = {f.conv for f in found.values() if isinstance(f, Fold) and not f.ahead}
     for path, module in model.named_modules():
         if not isinstance(module, _BatchNorm) or path in found:
             continue

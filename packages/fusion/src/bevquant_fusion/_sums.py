@@ -84,7 +84,7 @@ class Sums:
                 ):
                     raise Refused
                 reader.refuse_hooks(node, norm)
-                parts.append(Part(layer, first, made, index == 0))
+                parts.append(Part(layer, tuple(range(first, first + made)), index == 0))
             first += made
         if first != channels:
             raise Refused
@@ -129,7 +129,7 @@ class Sums:
         """What a layer made of it: the node, or what the batch norm reads that it is."""
         if node.op == "call_function" and op_spec(node.target).kind == "norm":
             fold = self.found.get(self.reader.owner(node))
-            if isinstance(fold, Fold) and not (fold.readers or fold.parts or fold.axes):
+            if isinstance(fold, Fold) and not (fold.parts or fold.axes):
                 return node.all_input_nodes[0]
         return node
 

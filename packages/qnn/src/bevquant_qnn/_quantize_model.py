@@ -103,24 +103,30 @@ calibrator=MaxCalibrator scale=1.0 quant)
     refuse_unusable(module, "quantize_model")
     _check_patterns(module, config)
     with unchanged_on_error(module):
-        norms = _norm_layers(module, config, example_inputs, graph)
-        result, _ = _quantized(module, config, example_inputs, None if norms else graph)
+        norms, graph = _norm_layers(module, config, example_inputs, graph)
+        result, _ = _quantized(module, config, example_inputs, graph)
     was = [replace(item, was=norms.get(item.path, item.was)) for item in result.quantized]
     return replace(result, quantized=tuple(was))
 
 
 def _norm_layers(
     model: nn.Module, config: QuantConfig, example_inputs: Any, graph: Graph | None
-) -> dict[str, str]:
-    """Paths of batch norms that no layer takes, now depthwise convolutions, and their class."""
+) -> tuple[dict[str, str], Graph | None]:
+    """Paths of batch norms that no layer takes, now depthwise convolutions, and their class.
+
+    And the graph, where it serves the model of quantized layers, of which more may be followed.
+    """
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and not m.training]
     if not norms or example_inputs is None or any(map(is_quantized, model.modules())):
-        return {}  # quantized before, calibrated perhaps: nothing is added to that
+        return {}, graph  # quantized before, calibrated perhaps: nothing is added to that
     try:
-        graph = graph or capture(model, example_inputs, check=False, open_sizes=False)
+        whole = graph or capture(model, example_inputs, check=False, open_sizes=False)
     except CaptureError:  # observe says so, part by part
-        return {}
-    return norms_to_convolutions(model, graph, lambda path: bool(config.excluded_by(path)))
+        return {}, None
+    made = norms_to_convolutions(model, whole, lambda path: bool(config.excluded_by(path)))
+    if made:
+        return made, None
+    return {}, graph or (None if whole.opaque else whole)
 
 
 def quantized(

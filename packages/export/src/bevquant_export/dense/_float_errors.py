@@ -12,6 +12,7 @@ from bevquant_export.dense._graph import Array
 from bevquant_export.dense._products import LAYERS, UNIT, deviations
 from bevquant_export.dense._program_of import QdqProgram, inputs_of
 from bevquant_export.dense._source import Integers, Program, Ref, Step, replaced
+from bevquant_graph import op_spec
 
 _RUNS = 6
 _UNITS = 2  # a function's own steps each round
@@ -28,10 +29,11 @@ class FloatErrors:
     .. math:: x\,(1 + 2 u r), \quad r \text{ uniform in } [-1, 1)
 
     with u = 2⁻¹¹ in half precision and 2⁻²⁴ else, constants and what follows behind alike, in six
-    runs one after the other. The error is four times the root mean square of what that moves.
-    Integers stand still before they are rounded so: each piece of a file is given them. What layers
-    make of them in float is moved by the spread of their sums (`deviations`), which no rounding of
-    the result finds where its terms cancel. The numbers are the same whenever they are asked for.
+    runs one after the other. The places that a resize reads at are rounded, too. The error is four
+    times the root mean square of what that moves. Integers stand still before they are rounded so:
+    each piece of a file is given them. What layers make of them in float is moved by the spread of
+    their sums (`deviations`), which no rounding of the result finds where its terms cancel. The
+    numbers are the same whenever they are asked for.
 
     Args:
         program: Its steps.
@@ -99,8 +101,10 @@ class FloatErrors:
         """What a step makes of what was rounded before."""
         call: Any = step.module if step.function is None else step.function
         rounded = self._rounded if step.op == "float" else (lambda value: value)
+        resizes = "upsample" in op_spec(step.function).name
+        read = (lambda value: self._shifted(rounded(value))) if resizes else rounded
         args, kwargs = replaced(
-            (step.args, dict(step.kwargs)), lambda ref: rounded(self._moved[ref.name])
+            (step.args, dict(step.kwargs)), lambda ref: read(self._moved[ref.name])
         )
         result = rounded(call(*args, **kwargs))
         return (result,) if len(step.outputs) == 1 else tuple(result)
@@ -115,6 +119,15 @@ class FloatErrors:
         spread = deviations(step, given[0], form, to) * (made[0] != 0)
         noise = torch.rand(spread.shape, generator=self._random).to(spread.device)
         return (made[0] + spread * (3**0.5 * (2 * noise - 1)),)
+
+    def _shifted(self, value: Tensor) -> Tensor:
+        """What a resize reads at places that are numbers as large as its size, and rounded."""
+        for axis in range(2, value.dim()):
+            last = value.shape[axis] - 1
+            step = value.diff(dim=axis, append=value.narrow(axis, last, 1))
+            noise = 2 * torch.rand(value.shape, generator=self._random).to(value.device) - 1
+            value = value + _UNITS * UNIT * (last + 1) * noise * step
+        return value
 
     def _rounded(self, value: Any) -> Any:
         if isinstance(value, list | tuple):
