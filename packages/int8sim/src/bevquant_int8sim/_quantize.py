@@ -134,7 +134,7 @@ def quantize_bias(
         raise ValueError(
             f"{name}: bias {float(bias[channel])} of channel {channel} is {integers[channel]} steps"
             " of its accumulator, which leaves int32; its input range or its weight range is far "
-            "too small"
+            "too small (bevquant_quantizers.calibrate widens the weight's)"
         )
     return integers.to(torch.int32)
 

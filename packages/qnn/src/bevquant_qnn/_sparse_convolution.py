@@ -6,6 +6,7 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
+from bevquant_qnn._bias_ranges import FitsBias
 from bevquant_qnn._descriptors import WeightDefault
 from bevquant_qnn._takeover import attach_quantizer, take_over
 from bevquant_quantizers import QuantDescriptor, TensorQuantizer
@@ -24,7 +25,7 @@ def sparse_weight_axis(module: nn.Module) -> int:
     return layout_of(module).out_axis % weight.dim()
 
 
-class QuantSparseConvolution(WeightDefault, nn.Module):
+class QuantSparseConvolution(WeightDefault, FitsBias, nn.Module):
     """A sparse convolution of fake-quantized features and a fake-quantized weight.
 
     y = act(conv(fq(x.features), fq(w)) + b) on the rulebook of the module it takes over, whatever

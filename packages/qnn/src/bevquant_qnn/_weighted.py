@@ -7,6 +7,7 @@ from typing import Self
 from torch import Tensor, nn
 
 from bevquant_graph import layer_class
+from bevquant_qnn._bias_ranges import FitsBias
 from bevquant_qnn._descriptors import (
     Axis,
     WeightDefault,
@@ -15,7 +16,7 @@ from bevquant_qnn._takeover import attach_quantizer, no_source, take_over
 from bevquant_quantizers import QuantDescriptor, TensorQuantizer
 
 
-class QuantWeighted(WeightDefault, nn.Module):
+class QuantWeighted(WeightDefault, FitsBias, nn.Module):
     """Mixin: `_input_quantizer`, `_weight_quantizer` and `from_float`.
 
     A class that uses it is also a subclass of its float torch class, named by `float_class`.

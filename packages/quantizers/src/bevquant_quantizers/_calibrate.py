@@ -42,7 +42,9 @@ def calibrate(
     reached under several paths is one quantizer. A MaxCalibrator (weights) keeps to its largest
     value whatever the method. A quantizer that saw no values keeps the range it had; one that saw
     only zeros too, or gets the range 1 where it had none; a range too small for a scale is raised
-    to 2⁻²³; and the report says so. One that learns its range starts from the range found.
+    to 2⁻²³; and the report says so. One that learns its range starts from the range found. Then a
+    module that has a method ``settle_ranges()`` may widen its own: bevquant_qnn's layers do where
+    a bias would leave int32.
 
     Under torch.distributed each process is given the same batches and runs those whose index is
     its rank modulo the number of processes; bins are agreed on and integer counts added, and each
@@ -111,14 +113,20 @@ def calibrate(
             peers.tell(error)
         raise
 
-    reports = []
-    for entry, calibrator, amax in zip(entries, calibrators, found, strict=True):
-        loaded = None
-        if amax is not None and (bool(amax.any()) or entry.quantizer.amax is None):
-            loaded = _with_scale(amax)
-            set_range(entry.quantizer, loaded)
-        now = entry.quantizer.amax
-        reports.append(describe(entry.names, calibrator, amax, loaded, now, method))
+    loaded: list[Tensor | None] = []
+    for entry, amax in zip(entries, found, strict=True):
+        taken = amax is not None and (bool(amax.any()) or entry.quantizer.amax is None)
+        loaded.append(_with_scale(amax) if taken and amax is not None else None)
+        if loaded[-1] is not None:
+            set_range(entry.quantizer, loaded[-1])
+    for module in model.modules():
+        settle = getattr(module, "settle_ranges", None)
+        if callable(settle):
+            settle()
+    reports = [
+        describe(entry.names, calibrator, amax, given, entry.quantizer.amax, method)
+        for entry, calibrator, amax, given in zip(entries, calibrators, found, loaded, strict=True)
+    ]
     warnings = () if count else ("there were no batches: no range was calibrated",)
     return CalibrationReport(tuple(reports), count, warnings)
 
