@@ -236,6 +236,46 @@ def test_a_decision_by_values_is_one_node_with_reason_file_and_line(
         assert torch.equal(graph.replay(x), net(x))
 
 
+class Ordered(nn.Module):
+    """Rows in the order of their groups, and those of all but the first: views of one tensor."""
+
+    def forward(self, x: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
+        if bool(x.isnan().any()):
+            raise ValueError
+        order = torch.cat([(group == i).nonzero()[:, 0] for i in range(3)])
+        return order, order[int((group == 0).sum()) :]
+
+
+class Grouped(nn.Module):
+    def __init__(self, fixed: bool) -> None:
+        super().__init__()
+        self.order, self.layer, self.fixed = Ordered(), nn.Linear(4, 2), fixed
+
+    def forward(self, x: Tensor, group: Tensor) -> tuple[Tensor, ...]:
+        order, rest = self.order(x, group)
+        if self.fixed and len(rest) == 0:
+            return (self.layer(x),)
+        return self.layer(x)[order].view(-1, 2), x[rest].sum(0)
+
+
+@torch.no_grad()
+def test_sizes_that_a_module_makes_of_its_rows_stay_open() -> None:
+    net = Grouped(False).eval()
+    graph = capture(net, (image(10, 4), torch.arange(10) % 3))
+    assert list(graph.opaque) == ["order"]
+    for rows in (7, 16):
+        given = image(rows, 4), torch.arange(rows) % 3
+        assert all(map(torch.equal, graph.replay(*given), net(*given)))
+
+
+@torch.no_grad()
+def test_sizes_that_a_forward_decides_by_are_the_examples() -> None:
+    net, given = Grouped(True).eval(), (image(10, 4), torch.arange(10) % 3)
+    graph = capture(net, given)
+    assert list(graph.opaque) == ["order"]
+    assert all(map(torch.equal, graph.replay(*given), net(*given)))
+
+
 def test_a_model_that_decides_by_values_is_refused_with_the_remedy() -> None:
     with pytest.raises(CaptureError, match=r"Branching cannot be followed.*test_capture\.py:\d+"):
         capture(Branching(), image(2, 4))

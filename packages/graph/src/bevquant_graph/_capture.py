@@ -128,6 +128,9 @@ def capture(
                     numbers = False
                 elif values is None and not opaque and _counts(error):
                     values = error
+                elif _counts(error) and any(o.has_open_sizes() for o in opaque.values()):
+                    for entry in opaque.values():
+                        entry.fix_sizes()
                 else:
                     _close(model, error if values is None else values, opaque, given)
                     values = None

@@ -1,18 +1,20 @@
 """Modules that cannot be followed, as one node each.
 
 ``bevquant_graph::opaque(tensors, key)`` calls a module as Python runs it. In a graph it stands for
-what could not be captured: its inputs and outputs are values, its inside is not known, and the
-sizes of its outputs are those of the example.
+what could not be captured: its inputs and outputs are values, and its inside is not known. Which
+sizes of its outputs are open is found by a second call on half of the rows: one that is then
+another follows the rows, or is of the module's own making; what stays is a size of the example.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +40,21 @@ class Opaque:
     calls: list[_Call] = field(default_factory=list)
     called: set[str] = field(default_factory=set)
 
+    def has_open_sizes(self) -> bool:
+        """Whether a size of an output is not the example's."""
+        return any(not isinstance(n, int) for c in self.calls for sizes in c.sizes for n in sizes)
+
+    def fix_sizes(self) -> None:
+        """Take the sizes of the example for what the module makes."""
+        for call in self.calls:
+            call.sizes = [list(t.shape) for t in call.outputs]
+
+
+class _Rows(NamedTuple):
+    """As many as a tensor has that the module is given."""
+
+    place: int
+
 
 @dataclass(eq=False)
 class _Call:
@@ -46,6 +63,7 @@ class _Call:
     inputs: Tree
     outputs: list[Tensor]
     result: Tree
+    sizes: list[list[int | _Rows | None]]  # of the outputs; None: a number of its own
 
 
 _calls: dict[str, _Call] = {}
@@ -57,13 +75,28 @@ def _opaque(tensors: list[Tensor], key: str) -> list[Tensor]:
     call = opaque_call(key)
     args, kwargs = rebuild(call.inputs, tensors)
     made, _ = flatten(call.module(*args, **kwargs))
-    # What is handed through must not be the input's own memory.
-    return [t.clone() if any(t is given for given in tensors) else t for t in made]
+    apart: list[Tensor] = []
+    for result in made:  # an operator's results may share no memory with its operands, nor a pair
+        shared = {t.untyped_storage().data_ptr() for t in (*tensors, *apart) if t.numel()}
+        own = result.untyped_storage().data_ptr() not in shared
+        apart.append(result if own else result.clone())
+    return apart
 
 
 @_opaque.register_fake
 def _(tensors: list[Tensor], key: str) -> list[Tensor]:
-    return [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in opaque_call(key).outputs]
+    call = opaque_call(key)
+    is_open = any(isinstance(n, torch.SymInt) for t in tensors for n in t.shape)
+
+    def size(known: int | _Rows | None, example: int) -> Any:
+        if isinstance(known, _Rows):
+            return tensors[known.place].shape[0]
+        return torch.library.get_ctx().new_dynamic_size() if known is None and is_open else example
+
+    return [
+        torch.empty(list(map(size, sizes, t.shape)), dtype=t.dtype, device=t.device)
+        for t, sizes in zip(call.outputs, call.sizes, strict=True)
+    ]
 
 
 OPAQUE = torch.ops.bevquant_graph.opaque.default
@@ -112,15 +145,19 @@ def recorded(model: nn.Module, path: str, reason: str, run: Any) -> Opaque:
     """The module at `path` as one node, its calls recorded in one run of the model."""
     entry = Opaque(path, reason)
     module = model.get_submodule(path)
+    given: list[list[Tensor]] = []
 
     def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         leaves, result = flatten(output)
+        taken, inputs = flatten((args, kwargs))
         call = _Call(
-            f"{path}:{next(_numbers)}", module, flatten((args, kwargs))[1],
+            f"{path}:{next(_numbers)}", module, inputs,
             [leaf.detach().clone() for leaf in leaves], result,
+            [list(leaf.shape) for leaf in leaves],
         )  # fmt: skip
         _calls[call.key] = call
         entry.calls.append(call)
+        given.append([leaf.detach().clone() for leaf in taken])
 
     with ExitStack() as hooks:
         hooks.callback(module.register_forward_hook(record, with_kwargs=True).remove)
@@ -128,7 +165,32 @@ def recorded(model: nn.Module, path: str, reason: str, run: Any) -> Opaque:
             note = partial(_noted, entry.called, name)
             hooks.callback(inside.register_forward_pre_hook(note).remove)
         run()
+    for call, leaves in zip(entry.calls, given, strict=True):
+        _find_open_sizes(call, leaves)
     return entry
+
+
+def _find_open_sizes(call: _Call, leaves: list[Tensor]) -> None:
+    """Call the module again on half of the rows of all tensors that have as many, in turn."""
+    alike: dict[int, list[int]] = defaultdict(list)
+    for place, leaf in enumerate(leaves):
+        if leaf.dim() and len(leaf) > 1:
+            alike[len(leaf)].append(place)
+    for rows, places in alike.items():
+        half = [t[: rows // 2] if i in places else t for i, t in enumerate(leaves)]
+        args, kwargs = rebuild(call.inputs, [t.clone() for t in half])
+        try:
+            with torch.no_grad():
+                made, _ = flatten(call.module(*args, **kwargs))
+        except Exception:  # whatever a forward says to fewer rows: its sizes stay
+            continue
+        if [t.dim() for t in made] != [t.dim() for t in call.outputs]:
+            continue
+        for before, now, sizes in zip(call.outputs, made, call.sizes, strict=True):
+            for axis, (long, short) in enumerate(zip(before.shape, now.shape, strict=True)):
+                if long != short:
+                    follows = (long, short) == (rows, rows // 2) and sizes[axis] is not None
+                    sizes[axis] = _Rows(places[0]) if follows else None
 
 
 def _noted(called: set[str], path: str, module: nn.Module, args: Any) -> None:
