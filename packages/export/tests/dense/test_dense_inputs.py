@@ -154,3 +154,28 @@ def test_rows_that_a_mask_chooses_are_of_any_number(
         (made,), _ = run(file, *frame, optimised=False)
         torch.testing.assert_close(made, integer(*frame), rtol=1e-5, atol=1e-5)
     export_qdq_onnx(model, frames[0], tmp_path / "mapper.onnx", "horizon")
+
+
+class Pairs(nn.Module):
+    """Every point of one kind with every one of another: sizes that are free in pairs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features, self.result = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, points: Tensor, places: Tensor) -> Tensor:
+        points = self.features(points)
+        left, right = points[places >= 2], points[places < 3]
+        pairs = (left.unsqueeze(1) - right).relu()
+        made: Tensor = self.result(pairs.view(-1, right.shape[0], 2, 2).flatten(2).sum(1))
+        return made
+
+
+def test_sizes_that_are_free_in_pairs(calibrated: Fixture, run: Fixture, tmp_path: Path) -> None:
+    frames = [(torch.randn(9, 3), torch.arange(9) % n * 1.0) for n in (5, 7, 4)]
+    model = calibrated(Pairs(), *frames[0])
+    integer = simulate(model, frames[0])
+    file = export_qdq_onnx(model, frames[0], tmp_path / "net.onnx", "onnxruntime")
+    for frame in frames:
+        (made,), _ = run(file, *frame, optimised=False)
+        torch.testing.assert_close(made, integer(*frame), rtol=1e-5, atol=1e-5)

@@ -120,8 +120,9 @@ def moved(
     first = args[0]
     if what in _RESHAPES:
         x = read(first.name)
-        target = sizes.target(path, output)
-        return x if sizes.of(first.name) == sizes.of(output) else reshaped(graph, path, x, target)
+        if sizes.of(first.name) == sizes.of(output):
+            return x
+        return reshaped(graph, path, x, sizes.target(path, output, first.name))
     if what in _PERMUTES:
         return _permuted(graph, step, read(first.name), args, kwargs, sizes)
     if what in _PARTS:

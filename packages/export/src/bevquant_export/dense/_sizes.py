@@ -46,20 +46,30 @@ class Sizes:
 
     def named(self, name: str) -> tuple[int | str, ...]:
         """Shape, with names for the sizes that follow the batch."""
-        shape = self._source.shapes[name]
-        other = self._source.wider.get(name, shape)
         return tuple(
             m if isinstance(m, str) else n if n == m else "batch" if axis == 0 else f"{name}_{axis}"
-            for axis, (n, m) in enumerate(zip(shape, other, strict=True))
+            for axis, (n, m) in enumerate(zip(*self._runs(name), strict=True))
         )
 
-    def target(self, path: str, name: str) -> list[int]:
+    def _runs(self, name: str) -> tuple[Any, Any]:
+        """Shape in the first run and in the second one."""
+        shape = self._source.shapes[name]
+        return shape, self._source.wider.get(name, shape)
+
+    def target(self, path: str, name: str, source: str | None = None) -> list[int]:
         """What a Reshape to the shape of `name` is given: −1 for the size that is free.
 
+        0, the size of the same axis of what is reshaped, for those that are `source`'s, if several
+        are free.
+
         Raises:
-            ValueError: Several sizes are free.
+            ValueError: Several other sizes are free.
         """
         sizes = [-1 if isinstance(n, str) else n for n in self.named(name)]
+        own = [] if source is None else list(zip(*self._runs(source), strict=True))
+        for axis, pair in enumerate(zip(*self._runs(name), strict=True)):
+            if sizes.count(-1) > 1 and sizes[axis] == -1 and own[axis : axis + 1] == [pair]:
+                sizes[axis] = 0
         if sizes.count(-1) > 1:
             raise ValueError(
                 f"export_qdq_onnx: {path or 'the model'}: {sizes.count(-1)} sizes of a reshaped "
