@@ -28,7 +28,10 @@ from bevquant_export.sparse.portable._sites import Sites, Surroundings
 from bevquant_export.targets._cpu import stored_weights
 
 _AXES = 3
-_ARITHMETIC = {"add": "Add", "sub": "Sub", "mul": "Mul", "neg": "Neg", "mod": "Mod"}
+_ARITHMETIC = {
+    "add": "Add", "sub": "Sub", "mul": "Mul", "neg": "Neg", "mod": "Mod", "sym_min": "Min",
+    "sym_max": "Max",
+}  # fmt: skip
 _REAL = {"add": "Add", "sub": "Sub", "mul": "Mul", "truediv": "Div"}
 _FILLED = frozenset(("zeros", "ones", "new_zeros", "new_ones"))
 _PADDING = 2  # place among kernel, stride, padding and dilation
